@@ -1,0 +1,110 @@
+"""What a generation returns: text, tokens, why it ended, and what it cost."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["FinishReason", "Generation", "GenerationStats", "SourceStats"]
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceStats:
+    """How one source of proposals fared: tokens it drafted, and how many of those were accepted."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationStats:
+    """What one generation cost. Times are wall-clock seconds.
+
+    Attributes:
+        prompt_tokens: tokens of the prompt.
+        cached_tokens: of these, how many were in the KV cache already (shared prefix).
+        new_tokens: tokens generated.
+        ttft_s: time to first token, from the call to the first committed token (prefill included).
+        decode_s: time from the first round's end to the last round's end.
+        decode_tokens: tokens committed in that time (the first round's tokens are not among them).
+        rounds: target passes after prefill.
+        drafted: proposed tokens, over all rounds.
+        accepted: proposed tokens that were kept.
+        by_source: drafted and accepted by source.
+        drafted_by_position: how often position i of a draft was proposed.
+        accepted_by_position: how often it was accepted.
+        target_s: time inside the target's passes (prefill excluded).
+        drafter_s: time inside the drafter (its prefill included).
+        speculation_off_reason: why no or few drafts were made; None while speculation pays.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    new_tokens: int
+    ttft_s: float
+    decode_s: float
+    decode_tokens: int
+    rounds: int
+    drafted: int
+    accepted: int
+    by_source: Mapping[str, SourceStats] = field(default_factory=dict)
+    drafted_by_position: tuple[int, ...] = ()
+    accepted_by_position: tuple[int, ...] = ()
+    target_s: float = 0.0
+    drafter_s: float = 0.0
+    speculation_off_reason: str | None = None
+
+    @property
+    def tpot_s(self) -> float:
+        """Time per output token after the first round; 0 if there was only one."""
+        return self.decode_s / self.decode_tokens if self.decode_tokens else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Decoding speed after the first round; 0 if there was only one."""
+        return self.decode_tokens / self.decode_s if self.decode_s > 0 else 0.0
+
+    @property
+    def block_efficiency(self) -> float:
+        """Committed tokens per target pass (tau)."""
+        return self.new_tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted tokens; 0 if nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as plain JSON values, times in milliseconds (``*_ms``)."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "new_tokens": self.new_tokens,
+            "ttft_ms": self.ttft_s * 1e3,
+            "tpot_ms": self.tpot_s * 1e3,
+            "tokens_per_second": self.tokens_per_s,
+            "rounds": self.rounds,
+            "block_efficiency": self.block_efficiency,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "acceptance_rate": self.acceptance_rate,
+            "by_source": {
+                name: {"drafted": s.drafted, "accepted": s.accepted} for name, s in self.by_source.items()
+            },
+            "drafted_by_position": list(self.drafted_by_position),
+            "accepted_by_position": list(self.accepted_by_position),
+            "target_ms": self.target_s * 1e3,
+            "drafter_ms": self.drafter_s * 1e3,
+            "speculation_off_reason": self.speculation_off_reason,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The result of a request. ``text`` is the generated text without the stop string."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+    stats: GenerationStats

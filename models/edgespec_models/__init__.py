@@ -1,0 +1,1 @@
+"""What a model is: bundles, the catalogue, tokenizers, chat templates and graph definitions."""

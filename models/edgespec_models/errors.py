@@ -1,0 +1,60 @@
+"""Every error edgespec raises on purpose.
+
+EdgespecError
+├── ModelFileError         a checkpoint is damaged, truncated or not what it says
+├── UnsupportedModelError  the file is sound, but edgespec cannot run what it describes
+├── BundleError            an exported bundle is incomplete, changed or of another version
+├── TokenizerError         a tokenizer cannot be read or does not fit its model
+├── CatalogueError         no such model in the catalogue, or an entry is malformed
+├── DownloadError          no source could deliver a model file
+├── ParityError            an export does not compute what its source computes
+├── DeviceError            a device was asked for that cannot be had
+├── RequestError           an argument of a request is out of range
+└── Cancelled              the caller asked to stop
+
+Messages say what was given, what is allowed and what to do.
+"""
+
+
+class EdgespecError(Exception):
+    """Base class of every error edgespec raises on purpose."""
+
+
+class ModelFileError(EdgespecError):
+    """A checkpoint is damaged, truncated or not what it says."""
+
+
+class UnsupportedModelError(EdgespecError):
+    """The file is sound, but it describes something edgespec cannot run."""
+
+
+class BundleError(EdgespecError):
+    """A bundle is incomplete, has changed, or is of another format version."""
+
+
+class TokenizerError(EdgespecError):
+    """A tokenizer cannot be read or does not fit its model."""
+
+
+class CatalogueError(EdgespecError):
+    """No such model in the catalogue, or an entry is malformed."""
+
+
+class DownloadError(EdgespecError):
+    """No source could deliver a model file."""
+
+
+class ParityError(EdgespecError):
+    """An export does not compute what its source computes."""
+
+
+class DeviceError(EdgespecError):
+    """A device was asked for that cannot be had."""
+
+
+class RequestError(EdgespecError, ValueError):
+    """An argument of a request is out of range."""
+
+
+class Cancelled(EdgespecError):
+    """The caller asked to stop."""

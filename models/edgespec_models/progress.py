@@ -1,0 +1,29 @@
+"""How long work reports its progress: a callable that receives :class:`Progress`.
+
+The library never prints; the command line turns these into bars.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["Progress", "ProgressCallback", "ignore_progress"]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One report: ``done`` of ``total`` ``unit`` in ``stage`` (a short phrase such as "Exporting").
+
+    ``total`` is 0 where it is not known. A stage is over when ``done == total``.
+    """
+
+    stage: str
+    done: int
+    total: int
+    unit: str = "B"
+
+
+ProgressCallback = Callable[[Progress], None]
+
+
+def ignore_progress(progress: Progress) -> None:
+    """Report to nobody."""

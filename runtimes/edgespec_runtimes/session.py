@@ -1,0 +1,60 @@
+"""The contract every running model keeps, whatever device it runs on."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Logits", "Session"]
+
+Logits = npt.NDArray[np.float32]
+
+
+class Session(Protocol):
+    """One model reading one sequence; the only owner of its KV cache.
+
+    The cache holds the keys and values of ``length`` tokens, at most ``capacity``.
+    Rollback is a number: :meth:`truncate`.
+    """
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the LM head: the width of the logits."""
+
+    @property
+    def length(self) -> int:
+        """Tokens the KV cache holds."""
+
+    @property
+    def capacity(self) -> int:
+        """Tokens the KV cache can hold now."""
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for ``capacity`` tokens, keeping what the cache holds.
+
+        Raises:
+            RequestError: more than the model's context length.
+        """
+
+    def prefill(self, tokens: Sequence[int], cancelled: Callable[[], bool] | None = None) -> None:
+        """Make the cache hold exactly ``tokens``, keeping a shared prefix.
+
+        Runs in chunks; between two of them ``cancelled`` is asked, and the session stays valid.
+
+        Raises:
+            Cancelled: ``cancelled`` said so.
+            RequestError: more tokens than ``capacity``.
+        """
+
+    def forward(self, tokens: Sequence[int]) -> Logits:
+        """Append ``tokens`` to the cache and return their logits, float32 ``(len(tokens), vocab_size)``.
+
+        The array is the session's own buffer: the next call overwrites it.
+        """
+
+    def truncate(self, length: int) -> None:
+        """Forget every token from position ``length`` on."""
+
+    def close(self) -> None:
+        """Free the model. The session cannot be used afterwards."""
