@@ -1,0 +1,90 @@
+"""The command line: ``edgespec COMMAND``.
+
+A command is a module ``edgespec/cli/<name>.py`` with a function ``<name>`` whose parameters typer
+understands, and one line in :data:`COMMANDS`. Modules are imported when their command runs, so that
+``edgespec --help`` needs none of them. A command raises :class:`~edgespec_models.errors.EdgespecError`
+to fail: one line on standard error, exit code 1. Ctrl-C ends with exit code 130.
+"""
+
+import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Final
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from edgespec_models.errors import EdgespecError
+
+__all__ = ["COMMANDS", "app", "main"]
+
+COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "models": "List the models of the catalogue.",
+        "pull": "Download models of the catalogue.",
+    }
+)
+"""Name of each command -> its line in ``edgespec --help``, in the order shown."""
+
+
+class _LazyGroup(TyperGroup):
+    """A group that knows its commands by name and line, and imports one when it is run."""
+
+    def __init__(self, **settings: Any) -> None:
+        commands = {name: TyperCommand(name, help=line) for name, line in COMMANDS.items()}
+        super().__init__(**settings | {"commands": commands})
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, known, rest = super().resolve_command(ctx, args)
+        return name, known and self._load(known.name), rest
+
+    def _load(self, name: str | None) -> Any:
+        function = getattr(importlib.import_module(f"edgespec.cli.{name}"), str(name))
+        single = typer.Typer(add_completion=False, rich_markup_mode=self.rich_markup_mode)
+        single.command(name=name)(function)
+        return typer.main.get_command(single)
+
+    def invoke(self, ctx: Any) -> Any:
+        from edgespec.cli.console import errors, fail
+
+        try:
+            return super().invoke(ctx)
+        except EdgespecError as error:
+            fail(error)
+        except KeyboardInterrupt:
+            errors().print("interrupted")
+            raise typer.Exit(130) from None
+
+
+app = typer.Typer(
+    cls=_LazyGroup,
+    name="edgespec",
+    help="Speculative decoding on this machine: the same output from a model, faster.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"edgespec {version('edgespec')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    """Speculative decoding on this machine: the same output from a model, faster."""
+
+
+def main() -> None:
+    """Run the command line and exit: 0 done, 1 failed, 2 misused, 130 interrupted."""
+    app()

@@ -1,0 +1,241 @@
+"""From the logits of one position to the token there: penalties, temperature, truncation, one draw.
+
+Randomness is a function of the seed and the position, never of how many draws came before, so a seeded
+generation is the same with and without speculation as long as the proposals are deterministic.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from edgespec_models.errors import EdgespecError, RequestError
+
+__all__ = [
+    "SamplingParams",
+    "SeenTokens",
+    "best_token",
+    "distribution",
+    "draw",
+    "resolve_seed",
+    "uniform",
+    "TOKEN_LANE",
+    "ACCEPT_LANE",
+    "DRAFT_LANE",
+]
+
+Row = npt.NDArray[np.float32]
+Law = npt.NDArray[np.float64]
+
+TOKEN_LANE: Final = 0
+"""Lane of :func:`uniform` that draws the token of a position from the target's law or its residual."""
+ACCEPT_LANE: Final = 1
+"""Lane that decides whether the token proposed for a position is accepted."""
+DRAFT_LANE: Final = 2
+"""Lane a sampling drafter draws its proposals from; it must never use another."""
+
+_MAX_SEED: Final = 2**64 - 1
+_BLOCK: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the token is chosen at every position. The defaults are greedy decoding.
+
+    Attributes:
+        temperature: divides the logits; 0 is greedy, and then the truncations below have no effect.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: then keep the fewest most likely tokens whose share of the rest is at least top_p
+            (Holtzman et al. 2020); 1 keeps all.
+        min_p: then keep tokens at least min_p times as likely as the most likely one; 0 keeps all.
+        repetition_penalty: for tokens of the prompt and the output so far, positive logits are divided
+            by it and others multiplied (Keskar et al. 2019, section 4.1); 1 is off.
+        seed: makes a sampled generation repeatable; None takes a fresh one for each request.
+
+    Raises:
+        RequestError: a field out of its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        temperature, penalty = self.temperature, self.repetition_penalty
+        _require(0.0 <= temperature <= 100.0, "temperature", temperature, "0 (greedy) to 100")
+        _require(self.top_k >= 0, "top_k", self.top_k, "a whole number from 1, or 0 for no limit")
+        _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0, at most 1 (1 is off)")
+        _require(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "0 (off) to 1")
+        _require(0.1 <= penalty <= 10.0, "repetition_penalty", penalty, "0.1 to 10 (1 is off)")
+        in_range = self.seed is None or 0 <= self.seed <= _MAX_SEED
+        _require(in_range, "seed", self.seed, "a whole number from 0 to 2**64 - 1, or None")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0
+
+
+def _require(holds: bool, name: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise RequestError(f"{name} is {value!r}; allowed: {allowed}")
+
+
+def resolve_seed(params: SamplingParams) -> int:
+    """The seed of one request: the given one, or a fresh one from the operating system."""
+    return params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
+
+
+class SeenTokens:
+    """The distinct tokens of one sequence, kept as it grows: what the repetition penalty looks at."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._distinct: dict[int, None] = {}
+        self._ids = np.empty(0, dtype=np.int64)
+
+    def align(self, tokens: Sequence[int]) -> None:
+        """Make this the state of ``tokens``: cheap if they only grew, from scratch if they changed."""
+        if list(tokens[: len(self._tokens)]) != self._tokens:
+            self._tokens, self._distinct = [], {}
+        new = list(tokens[len(self._tokens) :])
+        self._tokens += new
+        self._distinct.update(dict.fromkeys(new))
+        if len(self._distinct) != len(self._ids):
+            self._ids = np.fromiter(self._distinct, dtype=np.int64, count=len(self._distinct))
+
+    def ids(self, drafted: Sequence[int] = ()) -> npt.NDArray[np.int64]:
+        """The distinct ids, int64, of the aligned tokens followed by ``drafted``."""
+        new = [token for token in dict.fromkeys(drafted) if token not in self._distinct]
+        return np.append(self._ids, new).astype(np.int64) if new else self._ids
+
+
+def best_token(logits: Row, seen: npt.NDArray[np.int64] | None, params: SamplingParams) -> int:
+    """The most likely token of one row, float32 ``(vocab,)``, after the penalty; the lowest id of equals.
+
+    Raises:
+        EdgespecError: the row is not a law (it holds NaN, or nothing finite).
+    """
+    row = _penalised(logits, seen, params.repetition_penalty)
+    token = int(np.argmax(row))
+    _check_top(float(row[token]))
+    return token
+
+
+def distribution(logits: Row, seen: npt.NDArray[np.int64] | None, params: SamplingParams) -> Law:
+    """The law of the next token, float64 ``(vocab,)``, summing to 1.
+
+    The order is that of transformers: repetition penalty, temperature, top-k, top-p, min-p. (llama.cpp
+    puts the temperature last by default: at a temperature of 1 the two agree.) Each truncation keeps
+    every token that ties with the last one it keeps, so the result does not depend on a sort order.
+
+    Args:
+        logits: float32 ``(vocab,)``; it is not changed.
+        seen: the distinct ids under the repetition penalty (:meth:`SeenTokens.ids`), or None.
+        params: temperature 0 gives all mass to :func:`best_token`.
+
+    Raises:
+        EdgespecError: the row is not a law (it holds NaN, or nothing finite).
+    """
+    law = np.zeros(len(logits), dtype=np.float64)
+    if params.greedy:
+        law[best_token(logits, seen, params)] = 1.0
+        return law
+    row = _penalised(logits, seen, params.repetition_penalty)
+    top = float(row.max())
+    _check_top(top)
+    kept: npt.NDArray[np.int64] | slice = slice(None)
+    if 0 < params.top_k < len(row):
+        kept = np.flatnonzero(row >= np.partition(row, -params.top_k)[-params.top_k])
+    weights = row[kept].astype(np.float64)
+    weights -= top
+    with np.errstate(over="ignore"):  # a tiny temperature sends all but the best to -inf, as it should
+        weights /= params.temperature
+    np.exp(weights, out=weights)
+    # The heaviest weight is 1: a min-p cutoff is min_p itself.
+    cutoff = max(_nucleus_cutoff(weights, params.top_p), params.min_p)
+    if cutoff > 0.0:
+        weights[weights < cutoff] = 0.0
+    weights /= weights.sum()
+    law[kept] = weights
+    return law
+
+
+def _penalised(logits: Row, seen: npt.NDArray[np.int64] | None, penalty: float) -> Row:
+    if penalty == 1.0 or seen is None or not len(seen):
+        return logits
+    row = logits.copy()
+    values = row[seen]
+    row[seen] = np.where(values > 0, values / penalty, values * penalty)
+    return row
+
+
+def _check_top(top: float) -> None:
+    if not math.isfinite(top):
+        raise EdgespecError(
+            f"the model's best logit is {top}, not a finite number: the model file is damaged, or its "
+            "device computes it wrongly; check the bundle and try another device"
+        )
+
+
+def _nucleus_cutoff(weights: Law, top_p: float) -> float:
+    """The least weight that top-p keeps, 0 if it keeps all. Weights are in [0, 1]. Linear in their number."""
+    if top_p >= 1.0:
+        return 0.0
+    total = float(weights.sum())
+    target = top_p * total
+    # All tokens below the floor weigh less than (1 - top_p) of the total together, so what top-p keeps
+    # is among the others.
+    candidates = weights[weights >= (1.0 - top_p) * total / len(weights)]
+    # The exponent and four bits of the mantissa order positive floats coarsely: only the bucket in which
+    # the share is reached has to be sorted.
+    buckets = candidates.view(np.int64) >> 48
+    mass = np.bincount(buckets, weights=candidates).astype(np.float64)
+    below, above = _locate(mass[::-1], target, side="left")
+    inside = np.sort(candidates[buckets == len(mass) - 1 - below])[::-1]
+    last, _ = _locate(inside, target - above, side="left")
+    return float(inside[last])
+
+
+def uniform(seed: int, position: int, lane: int = TOKEN_LANE) -> float:
+    """A number in [0, 1) that depends on the arguments alone: one word of Philox4x64 (Salmon et al. 2011).
+
+    ``position`` is the index in the sequence of the token it serves; different lanes are independent.
+    """
+    # The generator counts up from the lowest word: the words above it keep calls apart.
+    words = np.random.Philox(counter=[0, lane, position, 0], key=seed)
+    return float(int(words.random_raw()) >> 11) * 2.0**-53
+
+
+def draw(law: Law, u: float) -> int:
+    """The token at ``u`` in [0, 1) of the cumulative ``law``, float64 ``(vocab,)``, of any positive sum.
+
+    A token of probability zero is never returned, whatever the rounding.
+    """
+    # Two levels, because a running sum over the whole vocabulary is ten times dearer than block sums.
+    sums = np.add.reduceat(law, np.arange(0, len(law), _BLOCK))
+    target = u * float(sums.sum())
+    block, before = _locate(sums, target, side="right")
+    start = block * _BLOCK
+    token, _ = _locate(law[start : start + _BLOCK], max(0.0, target - before), side="right")
+    return start + token
+
+
+def _locate(masses: Law, target: float, *, side: Literal["left", "right"]) -> tuple[int, float]:
+    """The first index where the cumulative mass reaches (left) or passes (right) ``target``, and the mass
+    before that index.
+
+    Passing, the index has mass of its own. Where rounding leaves none, it is the last that has.
+    """
+    cumulative = np.cumsum(masses)
+    index = int(np.searchsorted(cumulative, target, side=side))
+    if index == len(masses):
+        index = int(np.flatnonzero(masses)[-1])
+    return index, float(cumulative[index - 1]) if index else 0.0

@@ -1,0 +1,164 @@
+"""Which proposals are kept, and the token that follows them: without changing the target's law.
+
+Every rule here looks at one row of logits after another and stops at the first rejection. A proposal is
+never dropped because of what it is: that would change the law of the output.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from edgespec.drafting.draft import Draft
+from edgespec.sampling import (
+    ACCEPT_LANE,
+    TOKEN_LANE,
+    SamplingParams,
+    SeenTokens,
+    best_token,
+    distribution,
+    draw,
+    resolve_seed,
+    uniform,
+)
+from edgespec_models.errors import RequestError
+from edgespec_runtimes.session import Logits
+
+__all__ = [
+    "GreedyVerifier",
+    "SamplingVerifier",
+    "Verdict",
+    "Verifier",
+    "make_verifier",
+    "verify_greedy",
+]
+
+_GREEDY = SamplingParams()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How many proposals of a draft are kept, from the first on, and the token that follows them."""
+
+    accepted: int
+    token: int
+
+
+class Verifier(Protocol):
+    """Judges a draft by the target's logits."""
+
+    def __call__(self, logits: Logits, draft: Draft, tokens: Sequence[int]) -> Verdict:
+        """Judge ``draft`` as the continuation of ``tokens``.
+
+        Args:
+            logits: float32 ``(len(draft.tokens) + 1, vocab)``; row i is for the token after
+                ``tokens`` and the first i proposals.
+            draft: the proposals; it may be empty, which is plain decoding.
+            tokens: all committed tokens, prompt included.
+
+        Raises:
+            RequestError: logits or the draft's probabilities of another shape.
+            EdgespecError: a row of logits is not a law.
+        """
+
+
+def make_verifier(params: SamplingParams) -> Verifier:
+    """The verifier of one request. Without ``params.seed`` it draws its own."""
+    if not params.greedy:
+        return SamplingVerifier(params, resolve_seed(params))
+    return verify_greedy if params.repetition_penalty == 1.0 else GreedyVerifier(params)
+
+
+def verify_greedy(logits: Logits, draft: Draft, tokens: Sequence[int]) -> Verdict:
+    """Accept while the proposal is the most likely token; the lowest id of equals counts as that.
+
+    Rows after the first mismatch are not read. See :class:`Verifier`.
+    """
+    _check_shapes(logits, draft)
+    return _accept_while_equal(draft, lambda i: best_token(logits[i], None, _GREEDY))
+
+
+class GreedyVerifier:
+    """:func:`verify_greedy` under a repetition penalty. One request, whose tokens it follows."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._params = params
+        self._seen = SeenTokens()
+
+    def __call__(self, logits: Logits, draft: Draft, tokens: Sequence[int]) -> Verdict:
+        """See :class:`Verifier`."""
+        _check_shapes(logits, draft)
+        self._seen.align(tokens)
+
+        def choose(i: int) -> int:
+            return best_token(logits[i], self._seen.ids(draft.tokens[:i]), self._params)
+
+        return _accept_while_equal(draft, choose)
+
+
+class SamplingVerifier:
+    """Keeps the law of the target's samples. One request, whose tokens it follows.
+
+    Deterministic drafts (``probs`` None) are verified by sample-and-match: the token is drawn from the
+    target's law p and the proposal accepted while it equals the draw. The output is then, token for
+    token, that of plain sampling with the same seed. Sampled drafts are verified by speculative
+    sampling (Leviathan et al. 2023, Algorithm 1; Chen et al. 2023, Algorithm 2).
+
+    Args:
+        params: temperature above 0.
+        seed: 0 to 2**64 - 1; with the position, all the randomness there is.
+    """
+
+    def __init__(self, params: SamplingParams, seed: int) -> None:
+        self._params = params
+        self._seed = seed
+        self._seen = SeenTokens()
+
+    def __call__(self, logits: Logits, draft: Draft, tokens: Sequence[int]) -> Verdict:
+        """See :class:`Verifier`."""
+        _check_shapes(logits, draft)
+        if self._params.repetition_penalty != 1.0:
+            self._seen.align(tokens)
+
+        def target_law(i: int) -> npt.NDArray[np.float64]:
+            return distribution(logits[i], self._seen.ids(draft.tokens[:i]), self._params)
+
+        def sample(i: int) -> int:
+            return draw(target_law(i), uniform(self._seed, len(tokens) + i, TOKEN_LANE))
+
+        if draft.probs is None:
+            return _accept_while_equal(draft, sample)
+        for i, x in enumerate(draft.tokens):
+            p, q = target_law(i), draft.probs[i]
+            # r < p(x) / q(x), without the division
+            if uniform(self._seed, len(tokens) + i, ACCEPT_LANE) * q[x] < p[x]:
+                continue
+            residual = np.maximum(0.0, p - q)
+            # Only rounding can leave no residual: then p and q are the same law.
+            law = residual if residual.any() else p
+            return Verdict(i, draw(law, uniform(self._seed, len(tokens) + i, TOKEN_LANE)))
+        return Verdict(len(draft.tokens), sample(len(draft.tokens)))
+
+
+def _accept_while_equal(draft: Draft, choose: Callable[[int], int]) -> Verdict:
+    """Accept proposals while the target's own choice for row i, ``choose(i)``, is the same token."""
+    for i, proposal in enumerate(draft.tokens):
+        token = choose(i)
+        if token != proposal:
+            return Verdict(i, token)
+    return Verdict(len(draft.tokens), choose(len(draft.tokens)))
+
+
+def _check_shapes(logits: Logits, draft: Draft) -> None:
+    rows = len(draft.tokens) + 1
+    if logits.ndim != 2 or len(logits) != rows:
+        raise RequestError(
+            f"logits of shape {logits.shape} for {rows - 1} proposals; needed: ({rows}, vocab)"
+        )
+    if draft.probs is not None and draft.probs.shape != (rows - 1, logits.shape[1]):
+        raise RequestError(
+            f"draft probabilities of shape {draft.probs.shape}; needed: {(rows - 1, logits.shape[1])}, "
+            "over the target's vocabulary"
+        )

@@ -1,0 +1,177 @@
+"""Blocks of weights in the layouts of MatMulNBits and GatherBlockQuantized."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from edgespec_export.blocks import F32, U8, Blocks
+from edgespec_models.graphs.linear import EmbeddingSpec, WeightFormat
+
+__all__ = ["Encoded", "decode_linear", "encode_embedding", "encode_linear"]
+
+# Shrinking the range of a block clips its extremes and makes every step finer; which is better
+# differs by block, so each of these is tried.
+_SHRINK = (1.0, 0.94, 0.88, 0.82, 0.76)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Rows of one matrix: the graph's parameters by name (``weight``, ``scales``, ...), first axis rows."""
+
+    arrays: dict[str, npt.NDArray[np.generic]]
+
+
+def encode_linear(source: Blocks | F32, form: WeightFormat) -> Encoded:
+    """Rows of a projection in ``form``; what the source holds already is repacked, the rest quantized."""
+    if form.bits == 32:
+        return Encoded({"weight": source.values() if isinstance(source, Blocks) else source})
+    if form.bits == 8:
+        return _encode_8(source, form)
+    if isinstance(source, Blocks) and source.bits == 4:
+        return _encode_4(source, form)
+    return _encode_4(_quantize_4(source.values() if isinstance(source, Blocks) else source), form)
+
+
+def encode_embedding(source: Blocks | F32, spec: EmbeddingSpec) -> Encoded:
+    """Rows of a token embedding, exactly as the source has them."""
+    if not isinstance(source, Blocks):
+        return Encoded({"weight": source})
+    if spec.format.bits == 8:
+        arrays: dict[str, npt.NDArray[np.generic]] = {"weight": _centred_8(source)}
+    else:
+        arrays = {"weight": _pack_4(source.codes)}
+    arrays["scales"] = source.scales
+    if spec.offsets:
+        shift = 8.0 - source.zero
+        minimums = 0.0 if source.minimums is None else source.minimums
+        arrays["offsets"] = (shift * source.scales - minimums).astype(np.float16)
+    return Encoded(arrays)
+
+
+def decode_linear(encoded: Encoded, form: WeightFormat, columns: int) -> F32:
+    """What ``encoded`` stands for: float32 ``(rows, columns)``; the inverse of :func:`encode_linear`."""
+    arrays = encoded.arrays
+    weight = arrays["weight"]
+    if form.bits == 32:
+        return weight.astype(np.float32)
+    rows, blocks = arrays["scales"].shape
+    flat = weight.reshape(rows, -1)
+    codes = flat if form.bits == 8 else np.stack([flat & 15, flat >> 4], axis=-1).reshape(rows, -1)
+    zero = np.full((rows, blocks), 1 << (form.bits - 1), np.float32)
+    if "zero_points" in arrays:
+        packed = arrays["zero_points"]
+        zero = np.stack([packed & 15, packed >> 4], axis=-1).reshape(rows, -1)[:, :blocks].astype(np.float32)
+    grouped = codes.reshape(rows, blocks, form.block).astype(np.float32)
+    values = ((grouped - zero[..., None]) * arrays["scales"][..., None]).reshape(rows, -1)
+    matrix = values[:, :columns]
+    if form.remainder == "drop":
+        return matrix.astype(np.float32)
+    count = columns // 32
+    remainders = arrays["remainders"] if form.remainder == "matmul" else values[:, columns : columns + count]
+    return (matrix + np.repeat(remainders, 32, axis=1)).astype(np.float32)
+
+
+def _centred_8(source: Blocks) -> U8:
+    return source.codes + np.uint8(128 - source.zero)
+
+
+def _encode_8(source: Blocks | F32, form: WeightFormat) -> Encoded:
+    if isinstance(source, Blocks) and source.block == form.block and source.minimums is None:
+        codes, scales = _centred_8(source), source.scales
+    else:
+        values = source.values() if isinstance(source, Blocks) else source
+        grouped = values.reshape(values.shape[0], -1, form.block)
+        scales = np.abs(grouped).max(axis=-1) / np.float32(127)
+        codes = _codes(grouped, scales, np.float32(128), 255).reshape(values.shape)
+    return Encoded({"weight": codes.reshape(codes.shape[0], -1, form.block), "scales": scales})
+
+
+def _pack_4(codes: U8) -> U8:
+    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+
+
+def _encode_4(source: Blocks, form: WeightFormat) -> Encoded:
+    rows = source.codes.shape[0]
+    codes, scales = source.codes, source.scales
+    if source.minimums is None:
+        arrays: dict[str, npt.NDArray[np.generic]] = {}
+        zero_points = np.full(scales.shape, source.zero, np.uint8)
+        remainders = np.zeros_like(scales)
+    else:
+        arrays = {}
+        codes, scales, zero_points, remainders = _integer_zero_points(source)
+    if form.remainder == "matmul":
+        arrays["remainders"] = remainders
+    elif form.remainder == "columns":
+        more_codes, more_scales = _remainder_columns(remainders)
+        codes = np.concatenate([codes, more_codes], axis=1)
+        scales = np.concatenate([scales, more_scales], axis=1)
+        eights = np.full(more_scales.shape, 8, np.uint8)
+        zero_points = np.concatenate([zero_points, eights], axis=1)
+    if form.zero_points:
+        even = np.pad(zero_points, ((0, 0), (0, zero_points.shape[1] % 2)))
+        arrays["zero_points"] = _pack_4(even)
+    arrays["weight"] = _pack_4(codes).reshape(rows, -1, 16)
+    arrays["scales"] = scales
+    return Encoded(arrays)
+
+
+def _integer_zero_points(source: Blocks) -> tuple[U8, F32, U8, F32]:
+    """Codes, scales, zero points and what the rounding of the zero points leaves over."""
+    assert source.minimums is not None
+    scales, minimums = source.scales.copy(), source.minimums
+    flat = scales == 0  # a constant block: code 0 at zero point 8 with scale minimum / 8 says the same
+    scales[flat] = minimums[flat] / 8
+    safe = np.where(scales == 0, np.float32(1), scales)
+    zero_points = np.clip(np.rint(minimums / safe), 0, 15)
+    zero_points[flat] = 8
+    codes = source.codes
+    if flat.any():
+        codes = np.where(np.repeat(flat, source.block, axis=1), np.uint8(0), codes)
+    remainders = scales * zero_points - minimums
+    return codes, scales, zero_points.astype(np.uint8), np.where(flat, np.float32(0), remainders)
+
+
+def _remainder_columns(remainders: F32) -> tuple[U8, F32]:
+    """Remainders quantized to 4 bits in blocks of 32: codes and scales, padded to whole blocks."""
+    rows, count = remainders.shape
+    padded = np.pad(remainders, ((0, 0), (0, -count % 32)))
+    grouped = padded.reshape(rows, -1, 32)
+    scales = np.abs(grouped).max(axis=-1) / np.float32(7)
+    return _codes(grouped, scales, np.float32(8), 15).reshape(rows, -1), scales
+
+
+def _codes(grouped: F32, scales: F32, zero: np.float32 | F32, top: int) -> U8:
+    safe = np.where(scales == 0, np.float32(1), scales)
+    codes = np.rint(grouped / safe[..., None])
+    codes += zero if isinstance(zero, np.float32) else zero[..., None]
+    return np.clip(codes, 0, top, out=codes).astype(np.uint8)
+
+
+def _quantize_4(values: F32) -> Blocks:
+    """4 bits with zero points, blocks of 32, least squared error over a few ranges.
+
+    After rounding, each block's scale is refitted by least squares to the codes it got.
+    """
+    rows = values.shape[0]
+    grouped = values.reshape(rows, -1, 32)
+    low, high = np.minimum(grouped.min(axis=-1), 0), np.maximum(grouped.max(axis=-1), 0)
+    best_error = np.full(low.shape, np.inf, np.float32)
+    best_codes = np.zeros(grouped.shape, np.uint8)
+    best_scales, best_zeros = np.zeros_like(low), np.zeros_like(low)
+    for shrink in _SHRINK:
+        scales = (high - low) * np.float32(shrink / 15)
+        zeros = np.clip(np.rint(-low * np.float32(shrink) / np.where(scales == 0, np.float32(1), scales)), 0, 15)
+        codes = _codes(grouped, scales, zeros, 15)
+        centred = codes - zeros[..., None]
+        square = np.einsum("rbi,rbi->rb", centred, centred)
+        fitted = np.einsum("rbi,rbi->rb", centred, grouped) / np.where(square == 0, np.float32(1), square)
+        centred *= fitted[..., None]
+        centred -= grouped
+        error = np.einsum("rbi,rbi->rb", centred, centred)
+        better = error < best_error
+        best_error = np.where(better, error, best_error)
+        best_codes = np.where(better[..., None], codes, best_codes)
+        best_scales, best_zeros = np.where(better, fitted, best_scales), np.where(better, zeros, best_zeros)
+    return Blocks(best_codes.reshape(values.shape), 0, best_scales, best_scales * best_zeros, 4, 32)

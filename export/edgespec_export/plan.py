@@ -1,0 +1,122 @@
+"""Which format each weight gets: the policies a user chooses from, applied to a checkpoint.
+
+What they cost and what they keep is measured in docs/benchmarks.md, "Weight formats".
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from types import MappingProxyType
+
+from edgespec_export.checkpoint import Checkpoint
+from edgespec_export.gguf import GGMLType
+from edgespec_models.graphs.decoder import DecoderPlan
+from edgespec_models.graphs.linear import EmbeddingSpec, LinearPart, LinearSpec, WeightFormat
+
+__all__ = ["POLICIES", "Policy", "plan_decoder"]
+
+_INT4 = WeightFormat(4, 32)
+_INT4_COLUMNS = WeightFormat(4, 32, zero_points=True, remainder="columns")
+_INT4_MATMUL = WeightFormat(4, 32, zero_points=True, remainder="matmul")
+_INT4_ROUNDED = WeightFormat(4, 32, zero_points=True)
+_INT8 = WeightFormat(8, 32)
+_INT8_16 = WeightFormat(8, 16)
+_FLOAT = WeightFormat(32)
+
+_EXACT: Mapping[GGMLType, WeightFormat] = MappingProxyType(
+    {
+        GGMLType.F32: _FLOAT,
+        GGMLType.F16: _FLOAT,
+        GGMLType.BF16: _FLOAT,
+        GGMLType.Q4_0: _INT4,
+        GGMLType.Q4_1: _INT4_MATMUL,
+        GGMLType.Q5_0: _INT8,
+        GGMLType.Q8_0: _INT8,
+        GGMLType.Q4_K: _INT4_MATMUL,
+        GGMLType.Q6_K: _INT8_16,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A format for every source format: ``layers`` for the transformer's matrices, ``head`` for the LM head."""
+
+    summary: str
+    layers: Mapping[GGMLType, WeightFormat]
+    head: Mapping[GGMLType, WeightFormat]
+
+
+def _uniform(form: WeightFormat) -> dict[GGMLType, WeightFormat]:
+    return {kind: _INT4 if kind is GGMLType.Q4_0 else form for kind in GGMLType}
+
+
+_CLOSE = {
+    **_EXACT,
+    GGMLType.Q4_1: _INT4_COLUMNS,
+    GGMLType.Q4_K: _INT4_COLUMNS,
+    GGMLType.Q6_K: _INT8,
+}
+_FAST = _uniform(_INT4_ROUNDED)
+
+POLICIES: Mapping[str, Policy] = MappingProxyType(
+    {
+        "exact": Policy("every weight keeps the value it has in the file", _EXACT, _EXACT),
+        "close": Policy("what 4 bits cannot hold is rounded to a hundredth of a step or to 8 bits", _CLOSE, _CLOSE),
+        "fast": Policy("4 bits everywhere, minimums rounded to integer zero points", _FAST, _FAST),
+    }
+)
+
+
+def plan_decoder(checkpoint: Checkpoint, policy: Policy, *, hidden_states: bool = False) -> DecoderPlan:
+    """Assign formats; neighbouring projections with one format are fused into one matrix."""
+    config = checkpoint.config
+    linears = {"lm_head": _linear(checkpoint, policy.head, ("lm_head",), ())}
+    for i in range(config.num_layers):
+        prefix = f"layers.{i}."
+        biases = ("q_bias", "k_bias", "v_bias") if f"{prefix}q_bias" in checkpoint.tensors else ()
+        for name, sources, its_biases in (
+            ("qkv", ("q", "k", "v"), biases),
+            ("o", ("o",), ()),
+            ("gate_up", ("gate", "up"), ()),
+            ("down", ("down",), ()),
+        ):
+            linears[prefix + name] = _linear(
+                checkpoint,
+                policy.layers,
+                tuple(prefix + s for s in sources),
+                tuple(prefix + b for b in its_biases),
+            )
+    return DecoderPlan(_embedding(checkpoint), linears, hidden_states)
+
+
+def _linear(
+    checkpoint: Checkpoint,
+    formats: Mapping[GGMLType, WeightFormat],
+    sources: tuple[str, ...],
+    biases: tuple[str, ...],
+) -> LinearSpec:
+    columns = checkpoint.tensor(sources[0]).shape[1]
+
+    def form(source: str) -> WeightFormat:
+        chosen = formats[checkpoint.tensor(source).type]
+        # Blocks of 32 along the input need whole blocks; odd widths stay float.
+        return chosen if columns % 32 == 0 else _FLOAT
+
+    parts, at = [], 0
+    for chosen, group in groupby(sources, form):
+        names = tuple(group)
+        rows = sum(checkpoint.tensor(name).shape[0] for name in names)
+        parts.append(LinearPart(names, rows, chosen, biases[at : at + len(names)] if biases else ()))
+        at += len(names)
+    return LinearSpec(columns, tuple(parts))
+
+
+def _embedding(checkpoint: Checkpoint) -> EmbeddingSpec:
+    """A row is gathered, not multiplied, so exactness costs no time: the embedding is always exact."""
+    kind = checkpoint.tensor("embed").type
+    if kind in (GGMLType.F32, GGMLType.F16, GGMLType.BF16):
+        return EmbeddingSpec("embed", _FLOAT)
+    if kind in (GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q4_K):
+        return EmbeddingSpec("embed", _INT4, offsets=kind is not GGMLType.Q4_0)
+    return EmbeddingSpec("embed", _INT8_16 if kind is GGMLType.Q6_K else _INT8)

@@ -1,0 +1,195 @@
+"""Write a graph's weights, matrix by matrix, into one external data file.
+
+Memory stays bounded: a few chunks of about a million weights are under way at any time, encoded by a
+small pool of threads (numpy releases the interpreter's lock) and written in order.
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from edgespec_export.blocks import F32, Blocks, unpack
+from edgespec_export.checkpoint import Checkpoint
+from edgespec_export.encode import Encoded, encode_embedding, encode_linear
+from edgespec_export.gguf import GGMLType
+from edgespec_models.config import ModelConfig
+from edgespec_models.graphs.decoder import ATTENTION_PAD_ROWS, DecoderPlan
+from edgespec_models.graphs.linear import LinearPart
+from edgespec_models.progress import Progress, ProgressCallback
+
+__all__ = ["DATA_FILE", "write_weights"]
+
+DATA_FILE = "model.onnx.data"
+_CHUNK_WEIGHTS = 1 << 20
+_IN_FLIGHT = 4
+_PAGE = 4096  # mapped weights should start on a page
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """Source tensors that become the rows of parameters called ``prefix.*``."""
+
+    prefix: str
+    sources: tuple[str, ...]
+    encode: Callable[[Blocks | F32], Encoded]
+
+
+def write_weights(
+    model: ir.Model, plan: DecoderPlan, checkpoint: Checkpoint, folder: Path, progress: ProgressCallback
+) -> dict[str, int]:
+    """Fill every parameter of ``model`` from ``checkpoint``; the bytes go to ``folder / DATA_FILE``.
+
+    Returns:
+        Bytes by tensor class: ``embedding``, ``attention``, ``mlp``, ``lm_head``, ``other``.
+    """
+    parameters = {
+        name: value for name, value in model.graph.initializers.items() if value.const_value is None
+    }
+    offsets = _allocate(parameters, folder)
+    matrices = list(_matrices(plan, checkpoint))
+    total = sum(checkpoint.tensor(source).n_bytes for matrix in matrices for source in matrix.sources)
+    done = 0
+    with (folder / DATA_FILE).open("wb") as file, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        for name, small in _small_tensors(plan, checkpoint):
+            _write_at(file, offsets[name], small)
+        for matrix in matrices:
+            for written in _write_matrix(file, offsets, checkpoint, matrix, pool):
+                done += written
+                progress(Progress("Exporting", done, total))
+        file.truncate(max(o + p.const_value.nbytes for o, p in zip(offsets.values(), parameters.values())))  # type: ignore[union-attr]
+        file.flush()
+        os.fsync(file.fileno())
+    return _bytes_by_class(parameters)
+
+
+def _allocate(parameters: dict[str, ir.Value], folder: Path) -> dict[str, int]:
+    """Give every parameter its place in the data file."""
+    offsets, at = {}, 0
+    for name, value in parameters.items():
+        assert value.shape is not None and value.dtype is not None
+        shape = [int(dim) for dim in value.shape]  # type: ignore[arg-type]
+        n_bytes = int(np.prod(shape)) * value.dtype.itemsize
+        at = -(-at // _PAGE) * _PAGE
+        value.const_value = ir.ExternalTensor(
+            DATA_FILE, at, int(n_bytes), value.dtype, shape=ir.Shape(shape), name=name, base_dir=folder
+        )
+        offsets[name] = at
+        at += int(n_bytes)
+    return offsets
+
+
+def _matrices(plan: DecoderPlan, checkpoint: Checkpoint) -> Iterator[_Matrix]:
+    yield _Matrix("embedding", ("embed",), lambda source: encode_embedding(source, plan.embedding))
+    for name, spec in plan.linears.items():
+        for index, part in enumerate(spec.parts):
+            yield _Matrix(f"{_module_path(name)}.parts.{index}", part.sources, _encoder(part))
+
+
+def _encoder(part: LinearPart) -> Callable[[Blocks | F32], Encoded]:
+    return lambda source: encode_linear(source, part.format)
+
+
+def _module_path(linear: str) -> str:
+    """``layers.3.qkv`` in the plan is ``layers.3.attention.qkv`` in the graph."""
+    if linear == "lm_head":
+        return linear
+    layers, index, name = linear.split(".")
+    return f"{layers}.{index}.{'attention' if name in ('qkv', 'o') else 'mlp'}.{name}"
+
+
+def _small_tensors(plan: DecoderPlan, checkpoint: Checkpoint) -> Iterator[tuple[str, F32]]:
+    """Norms, biases and rotary tables: name in the graph, values."""
+    yield "final_norm.weight", checkpoint.values("final_norm")
+    for i in range(checkpoint.config.num_layers):
+        for name in ("attn_norm", "mlp_norm", "post_attn_norm", "post_mlp_norm", "q_norm", "k_norm"):
+            if f"layers.{i}.{name}" in checkpoint.tensors:
+                module = f"attention.{name}" if name in ("q_norm", "k_norm") else name
+                yield f"layers.{i}.{module}.weight", checkpoint.values(f"layers.{i}.{name}")
+    for linear, spec in plan.linears.items():
+        for index, part in enumerate(spec.parts):
+            if part.biases:
+                bias = np.concatenate([checkpoint.values(name) for name in part.biases])
+                yield f"{_module_path(linear)}.parts.{index}.bias", bias
+    config = checkpoint.config
+    yield from zip(("rope_cos", "rope_sin"), _rope(config, config.rope_theta), strict=True)
+    if config.rope_local_theta is not None:
+        yield from zip(
+            ("rope_local_cos", "rope_local_sin"), _rope(config, config.rope_local_theta), strict=True
+        )
+
+
+def _rope(config: ModelConfig, theta: float) -> tuple[F32, F32]:
+    """Cosines and sines, float32 ``(positions, head_dim / 2)`` (Su et al. 2021, section 3.4.2)."""
+    frequencies = theta ** (-np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim)
+    positions = np.arange(config.context_length + ATTENTION_PAD_ROWS, dtype=np.float64)
+    angles = np.outer(positions, frequencies)
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def _write_matrix(
+    file: BinaryIO,
+    offsets: dict[str, int],
+    checkpoint: Checkpoint,
+    matrix: _Matrix,
+    pool: ThreadPoolExecutor,
+) -> Iterator[int]:
+    """Encode and write one matrix; yields source bytes done."""
+    at = {name: offset for name, offset in offsets.items() if name.rpartition(".")[0] == matrix.prefix}
+    pending: deque[tuple[int, Future[Encoded]]] = deque()
+    for n_bytes, kind, raw in _chunks(checkpoint, matrix.sources):
+        pending.append((n_bytes, pool.submit(_encode_chunk, matrix.encode, kind, raw)))
+        if len(pending) >= _IN_FLIGHT:
+            yield _drain(file, at, matrix.prefix, pending)
+    while pending:
+        yield _drain(file, at, matrix.prefix, pending)
+
+
+def _chunks(
+    checkpoint: Checkpoint, sources: tuple[str, ...]
+) -> Iterator[tuple[int, GGMLType, npt.NDArray[np.uint8]]]:
+    for source in sources:
+        rows, columns = checkpoint.tensor(source).shape
+        step = max(1, _CHUNK_WEIGHTS // columns)
+        for start in range(0, rows, step):
+            kind, raw = checkpoint.read(source, start, min(start + step, rows))
+            yield raw.nbytes, kind, raw
+
+
+def _encode_chunk(
+    encode: Callable[[Blocks | F32], Encoded], kind: GGMLType, raw: npt.NDArray[np.uint8]
+) -> Encoded:
+    return encode(unpack(kind, raw))
+
+
+def _drain(
+    file: BinaryIO, at: dict[str, int], prefix: str, pending: deque[tuple[int, Future[Encoded]]]
+) -> int:
+    n_bytes, future = pending.popleft()
+    for name, array in future.result().arrays.items():
+        key = f"{prefix}.{name}"
+        _write_at(file, at[key], array)
+        at[key] += array.nbytes
+    return n_bytes
+
+
+def _write_at(file: BinaryIO, offset: int, array: npt.NDArray[np.generic]) -> None:
+    file.seek(offset)
+    file.write(np.ascontiguousarray(array).data)
+
+
+def _bytes_by_class(parameters: dict[str, ir.Value]) -> dict[str, int]:
+    totals = dict.fromkeys(("embedding", "attention", "mlp", "lm_head", "other"), 0)
+    for name, value in parameters.items():
+        assert value.const_value is not None
+        parts = name.split(".")
+        kind = next((p for p in parts if p in totals), "other")
+        totals[kind] += value.const_value.nbytes
+    return totals

@@ -1,0 +1,102 @@
+"""Architecture facts: what a graph has to compute, whatever file it came from."""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+from edgespec_models.errors import BundleError, UnsupportedModelError
+
+__all__ = ["Architecture", "ModelConfig"]
+
+Architecture = Literal["llama", "qwen2", "gemma3"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A decoder-only transformer.
+
+    Attributes:
+        architecture: the family, named as in GGUF files.
+        vocab_size: rows of the LM head.
+        hidden_size: width of the residual stream.
+        intermediate_size: width of the MLP.
+        num_layers: transformer blocks.
+        num_heads: query heads.
+        num_kv_heads: key and value heads.
+        head_dim: width of a head.
+        norm_epsilon: epsilon of every RMSNorm.
+        context_length: positions the model was made for.
+        rope_theta: base of the rotary embedding.
+        rope_interleaved: rotate neighbouring elements rather than the two halves of a head.
+        rope_local_theta: base in sliding-window layers; None where every layer uses ``rope_theta``.
+        sliding_window: tokens a sliding-window layer sees, itself included; None where all see all.
+        global_every: with a sliding window, every n-th layer sees all.
+        qk_norm: RMSNorm on each query and key head before the rotary embedding.
+        post_norms: RMSNorm after attention and after the MLP too.
+        activation: of the gate.
+        embedding_scale: factor on the token embeddings.
+        attention_scale: factor on the query-key products.
+    """
+
+    architecture: Architecture
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_epsilon: float
+    context_length: int
+    rope_theta: float
+    attention_scale: float
+    rope_interleaved: bool = False
+    rope_local_theta: float | None = None
+    sliding_window: int | None = None
+    global_every: int = 1
+    qk_norm: bool = False
+    post_norms: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    embedding_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "head_dim"):
+            if not 0 < getattr(self, name) < 1 << 31:
+                raise UnsupportedModelError(f"{name} is {getattr(self, name)}; it must be a positive number")
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise UnsupportedModelError(
+                f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads evenly"
+            )
+
+    @property
+    def query_width(self) -> int:
+        """Width of all query heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Width of all key heads (and of all value heads)."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of float32 KV cache a token takes."""
+        return self.num_layers * 2 * self.kv_width * 4
+
+    def is_global(self, layer: int) -> bool:
+        """Whether ``layer`` sees the whole context."""
+        return self.sliding_window is None or (layer + 1) % self.global_every == 0
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "ModelConfig":
+        """Read :meth:`to_json`'s form; unknown and missing keys are refused."""
+        unknown = value.keys() - {f.name for f in fields(cls)}
+        if unknown:
+            raise BundleError(f"unknown architecture facts: {', '.join(sorted(unknown))}")
+        try:
+            return cls(**value)
+        except TypeError as error:
+            raise BundleError(f"incomplete architecture facts: {error}") from error

@@ -1,0 +1,236 @@
+"""The decoder graph: one definition for Llama, Qwen2 and Gemma 3 text.
+
+Inputs: ``input_ids`` int64 (1, n); ``seqlens_k`` int32 (1) and ``total_sequence_length`` int32 (), as
+GroupQueryAttention defines them; ``logits_rows`` int64 (r), the rows whose logits are wanted;
+``past_key_values.L.key/value`` float32 (1, kv heads, capacity, head_dim), written in place.
+Outputs: ``logits`` float32 (1, r, vocab); ``hidden_states`` float32 (1, r, hidden) where asked for;
+``present.L.key/value``.
+
+Attention always gets one row more than there are tokens. ONNX Runtime's CPU kernel computes a single
+row with other code, whose sums differ in the last bit, so a pass over one token and a pass over several
+would not agree exactly; from two rows on they do, bit for bit. The extra row's keys and values land
+behind the sequence and are overwritten by the next pass.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from onnxscript import GraphBuilder, OpBuilder, nn
+
+from edgespec_models.config import ModelConfig
+from edgespec_models.graphs.linear import MICROSOFT, Embedding, EmbeddingSpec, Linear, LinearSpec
+
+__all__ = ["ATTENTION_PAD_ROWS", "DecoderPlan", "build_decoder"]
+
+ATTENTION_PAD_ROWS = 1
+_OPSET = 23
+_IR_VERSION = 10
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderPlan:
+    """How each weight is stored.
+
+    ``linears`` has ``layers.L.qkv``, ``layers.L.o``, ``layers.L.gate_up``, ``layers.L.down``, ``lm_head``.
+    """
+
+    embedding: EmbeddingSpec
+    linears: Mapping[str, LinearSpec]
+    hidden_states: bool = False
+
+
+class _Norm(nn.Module):
+    """RMSNorm, with the residual addition before it where ``skip`` is given; returns (normed, sum)."""
+
+    def __init__(self, width: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter([width])
+        self.epsilon = epsilon
+
+    def forward(self, op: OpBuilder, x: ir.Value, skip: ir.Value | None = None) -> tuple[ir.Value, ir.Value]:
+        if skip is None:
+            y = op.SimplifiedLayerNormalization(x, self.weight, axis=-1, epsilon=self.epsilon, stash_type=1)
+            return y, x
+        y, _, _, total = op.SkipSimplifiedLayerNormalization(
+            x, skip, self.weight, epsilon=self.epsilon, _outputs=4, **MICROSOFT
+        )
+        return y, total
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What every layer of a pass shares."""
+
+    seqlens_k: ir.Value
+    total: ir.Value
+    pad: ir.Value
+    rope: ir.Value
+    local_rope: ir.Value | None
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int, linears: Mapping[str, LinearSpec]) -> None:
+        super().__init__()
+        self.config, self.layer = config, layer
+        self.qkv = Linear(linears[f"layers.{layer}.qkv"])
+        self.o = Linear(linears[f"layers.{layer}.o"])
+        if config.qk_norm:
+            self.q_norm = _Norm(config.head_dim, config.norm_epsilon)
+            self.k_norm = _Norm(config.head_dim, config.norm_epsilon)
+
+    def forward(self, op: OpBuilder, x: ir.Value, step: _Step, past: tuple[ir.Value, ir.Value]) -> list[ir.Value]:
+        config = self.config
+        packed = op.Concat(self.qkv(op, x), step.pad, axis=1)
+        query, key, value = self._split(op, packed) if config.qk_norm else (packed, None, None)
+        is_global = config.is_global(self.layer)
+        cos, sin = step.rope if is_global or step.local_rope is None else step.local_rope
+        attended, present_key, present_value = op.GroupQueryAttention(
+            query,
+            key,
+            value,
+            *past,
+            step.seqlens_k,
+            step.total,
+            cos,
+            sin,
+            num_heads=config.num_heads,
+            kv_num_heads=config.num_kv_heads,
+            scale=config.attention_scale,
+            do_rotary=1,
+            rotary_interleaved=int(config.rope_interleaved),
+            # The attribute counts the tokens before the current one.
+            local_window_size=-1 if is_global or config.sliding_window is None else config.sliding_window - 1,
+            _outputs=3,
+            **MICROSOFT,
+        )
+        rows = op.Slice(attended, [0], [-ATTENTION_PAD_ROWS], [1])
+        return [self.o(op, rows), present_key, present_value]
+
+    def _split(self, op: OpBuilder, packed: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
+        config = self.config
+        widths = [config.query_width, config.kv_width, config.kv_width]
+        query, key, value = op.Split(packed, widths, axis=-1, _outputs=3)
+        heads = []
+        for norm, x, width in ((self.q_norm, query, widths[0]), (self.k_norm, key, widths[1])):
+            normed, _ = norm(op, op.Reshape(x, [1, -1, width // config.head_dim, config.head_dim]))
+            heads.append(op.Reshape(normed, [1, -1, width]))
+        return heads[0], heads[1], value
+
+
+class _MLP(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int, linears: Mapping[str, LinearSpec]) -> None:
+        super().__init__()
+        self.config = config
+        self.gate_up = Linear(linears[f"layers.{layer}.gate_up"])
+        self.down = Linear(linears[f"layers.{layer}.down"])
+
+    def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
+        width = self.config.intermediate_size
+        gate, up = op.Split(self.gate_up(op, x), [width, width], axis=-1, _outputs=2)
+        if self.config.activation == "silu":
+            gate = op.QuickGelu(gate, alpha=1.0, **MICROSOFT)
+        else:
+            gate = op.Gelu(gate, approximate="tanh")
+        return self.down(op, op.Mul(gate, up))
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int, linears: Mapping[str, LinearSpec]) -> None:
+        super().__init__()
+        self.post_norms = config.post_norms
+        self.attn_norm = _Norm(config.hidden_size, config.norm_epsilon)
+        self.attention = _Attention(config, layer, linears)
+        self.mlp_norm = _Norm(config.hidden_size, config.norm_epsilon)
+        self.mlp = _MLP(config, layer, linears)
+        if config.post_norms:
+            self.post_attn_norm = _Norm(config.hidden_size, config.norm_epsilon)
+            self.post_mlp_norm = _Norm(config.hidden_size, config.norm_epsilon)
+
+    def forward(
+        self, op: OpBuilder, x: ir.Value, skip: ir.Value | None, step: _Step, past: tuple[ir.Value, ir.Value]
+    ) -> list[ir.Value]:
+        normed, x = self.attn_norm(op, x, skip)
+        attended, key, value = self.attention(op, normed, step, past)
+        if self.post_norms:
+            attended, _ = self.post_attn_norm(op, attended)
+        normed, x = self.mlp_norm(op, attended, x)
+        y = self.mlp(op, normed)
+        if self.post_norms:
+            y, _ = self.post_mlp_norm(op, y)
+        return [y, x, key, value]
+
+
+class _Decoder(nn.Module):
+    def __init__(self, config: ModelConfig, plan: DecoderPlan) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = Embedding(config.vocab_size, config.hidden_size, plan.embedding)
+        self.layers = nn.ModuleList([_Layer(config, i, plan.linears) for i in range(config.num_layers)])
+        self.final_norm = _Norm(config.hidden_size, config.norm_epsilon)
+        self.lm_head = Linear(plan.linears["lm_head"])
+        pad = np.zeros((1, ATTENTION_PAD_ROWS, config.query_width + 2 * config.kv_width), np.float32)
+        self.attention_pad = nn.Parameter(pad.shape, data=ir.tensor(pad))
+        shape = [config.context_length + ATTENTION_PAD_ROWS, config.head_dim // 2]
+        self.rope_cos, self.rope_sin = nn.Parameter(shape), nn.Parameter(shape)
+        if config.rope_local_theta is not None:
+            self.rope_local_cos, self.rope_local_sin = nn.Parameter(shape), nn.Parameter(shape)
+
+    def forward(
+        self,
+        op: OpBuilder,
+        ids: ir.Value,
+        lengths: tuple[ir.Value, ir.Value],
+        rows: ir.Value,
+        past: list[tuple[ir.Value, ir.Value]],
+    ) -> tuple[ir.Value, ir.Value, list[tuple[ir.Value, ir.Value]]]:
+        local = self.config.rope_local_theta is not None
+        step = _Step(
+            *lengths,
+            self.attention_pad,
+            (self.rope_cos, self.rope_sin),
+            (self.rope_local_cos, self.rope_local_sin) if local else None,
+        )
+        x = self.embedding(op, ids)
+        if self.config.embedding_scale != 1.0:
+            x = op.Mul(x, float(self.config.embedding_scale))
+        skip, present = None, []
+        for layer, kv in zip(self.layers, past, strict=True):
+            x, skip, key, value = layer(op, x, skip, step, kv)
+            present.append((key, value))
+        hidden, _ = self.final_norm(op, x, skip)
+        hidden = op.Gather(hidden, rows, axis=1)
+        return self.lm_head(op, hidden), hidden, present
+
+
+def build_decoder(config: ModelConfig, plan: DecoderPlan) -> ir.Model:
+    """Build the graph; its weights are parameters without data, for the exporter to fill.
+
+    Parameter names follow the plan: ``layers.3.attention.qkv.parts.0.weight``, ``layers.3.attn_norm.weight``.
+    """
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": _OPSET, "com.microsoft": 1}, name="decoder")
+    builder = GraphBuilder(graph)
+    float32, int32, int64 = ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64
+    ids = builder.input("input_ids", int64, [1, "n"])
+    seqlens_k = builder.input("seqlens_k", int32, [1])
+    total = builder.input("total_sequence_length", int32, [])
+    rows = builder.input("logits_rows", int64, ["r"])
+    kv_shape = [1, config.num_kv_heads, "capacity", config.head_dim]
+    past = [
+        (
+            builder.input(f"past_key_values.{i}.key", float32, kv_shape),
+            builder.input(f"past_key_values.{i}.value", float32, kv_shape),
+        )
+        for i in range(config.num_layers)
+    ]
+    logits, hidden, present = _Decoder(config, plan)(builder.op, ids, (seqlens_k, total), rows, past)
+    outputs = [("logits", logits, [1, "r", config.vocab_size])]
+    if plan.hidden_states:
+        outputs.append(("hidden_states", hidden, [1, "r", config.hidden_size]))
+    for i, (key, value) in enumerate(present):
+        outputs += [(f"present.{i}.key", key, kv_shape), (f"present.{i}.value", value, kv_shape)]
+    for name, output, shape in outputs:
+        output.type, output.shape = ir.TensorType(float32), ir.Shape(shape)
+        builder.add_output(output, name)
+    return ir.Model(graph, ir_version=_IR_VERSION, producer_name="edgespec")

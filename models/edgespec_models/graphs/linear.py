@@ -1,0 +1,170 @@
+"""Projections and embeddings over quantized weights.
+
+A quantized block is ``w = scale * (code - zero) - minimum``. ``MatMulNBits`` holds scales and integer
+zero points only, so a format with minimums (Q4_1, Q4_K) leaves a remainder per block of
+``r = scale * zero_point - minimum``, which multiplies the sum of the block's activations. Three ways:
+
+``drop``     leave it out: the zero point is rounded.
+``columns``  append the block sums to the activations and the remainders, quantized to 4 bits like any other
+             weight, to the matrix: one kernel, 1/32 more columns.
+``matmul``   a float product of the block sums with the remainders: exact.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import onnx_ir as ir
+from onnxscript import OpBuilder, nn
+
+__all__ = ["MICROSOFT", "Embedding", "EmbeddingSpec", "Linear", "LinearPart", "LinearSpec", "WeightFormat"]
+
+MICROSOFT: dict[str, Any] = {"_domain": "com.microsoft", "_version": 1}
+INT8_ACTIVATIONS = 4  # MatMulNBits' accuracy_level; float activations are 2 to 5 times slower on CPUs
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How a matrix is stored: ``bits`` 4 or 8 in blocks of ``block`` along the input, or 32 for float32."""
+
+    bits: Literal[4, 8, 32]
+    block: int = 32
+    zero_points: bool = False
+    remainder: Literal["drop", "columns", "matmul"] = "drop"
+
+    @property
+    def name(self) -> str:
+        """Short name for tables, such as ``int4/32+columns``."""
+        if self.bits == 32:
+            return "float32"
+        extra = "" if self.remainder == "drop" else f"+{self.remainder}"
+        return f"int{self.bits}/{self.block}{'z' if self.zero_points else ''}{extra}"
+
+
+@dataclass(frozen=True, slots=True)
+class LinearPart:
+    """Rows of a projection that share a format: the tensors ``sources``, stacked.
+
+    ``biases`` names the bias vectors of the same tensors, or is empty.
+    """
+
+    sources: tuple[str, ...]
+    out_features: int
+    format: WeightFormat
+    biases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSpec:
+    """A projection of ``in_features``: its parts' outputs, concatenated."""
+
+    in_features: int
+    parts: tuple[LinearPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingSpec:
+    """A token embedding: float32 or blocks of 4 or 8 bits, with a float16 offset per block or without."""
+
+    source: str
+    format: WeightFormat
+    offsets: bool = False
+
+
+class _Projection(nn.Module):
+    """One :class:`LinearPart`."""
+
+    def __init__(self, in_features: int, part: LinearPart) -> None:
+        super().__init__()
+        self.part, self.in_features = part, in_features
+        form, rows = part.format, part.out_features
+        self.columns = in_features + (in_features // 32 if form.remainder == "columns" else 0)
+        self.zero_points = self.bias = None
+        if form.bits == 32:
+            self.weight = nn.Parameter([rows, in_features])
+        else:
+            blocks = -(-self.columns // form.block)
+            self.weight = nn.Parameter([rows, blocks, form.block * form.bits // 8], dtype=ir.DataType.UINT8)
+            self.scales = nn.Parameter([rows, blocks])
+            if form.zero_points:
+                self.zero_points = nn.Parameter([rows, -(-blocks * form.bits // 8)], dtype=ir.DataType.UINT8)
+        if form.remainder == "matmul":
+            self.remainders = nn.Parameter([rows, in_features // 32])
+        if part.biases:
+            self.bias = nn.Parameter([rows])
+
+    def forward(self, op: OpBuilder, x: ir.Value, sums: ir.Value | None) -> ir.Value:
+        form = self.part.format
+        if form.bits == 32:
+            # Stored row by row, as sources are read; ONNX Runtime folds the transposition at load.
+            y = op.MatMul(x, op.Transpose(self.weight, perm=[1, 0]))
+            return y if self.bias is None else op.Add(y, self.bias)
+        y = op.MatMulNBits(
+            op.Concat(x, sums, axis=-1) if form.remainder == "columns" else x,
+            self.weight,
+            self.scales,
+            self.zero_points,
+            None,
+            self.bias,
+            K=self.columns,
+            N=self.part.out_features,
+            bits=form.bits,
+            block_size=form.block,
+            accuracy_level=INT8_ACTIVATIONS,
+            **MICROSOFT,
+        )
+        if form.remainder == "matmul":
+            y = op.Add(y, op.MatMul(sums, op.Transpose(self.remainders, perm=[1, 0])))
+        return y
+
+
+class Linear(nn.Module):
+    """``(1, n, in_features) -> (1, n, sum of out_features)``."""
+
+    def __init__(self, spec: LinearSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.parts = nn.ModuleList([_Projection(spec.in_features, part) for part in spec.parts])
+
+    def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
+        sums = None
+        if any(part.format.remainder != "drop" for part in self.spec.parts):
+            blocks = op.Reshape(x, [1, -1, self.spec.in_features // 32, 32])
+            sums = op.ReduceSum(blocks, [-1], keepdims=0)
+        outputs = [part(op, x, sums) for part in self.parts]
+        return outputs[0] if len(outputs) == 1 else op.Concat(*outputs, axis=-1)
+
+
+class Embedding(nn.Module):
+    """Token embedding: int64 ``(1, n)`` -> float32 ``(1, n, hidden)``."""
+
+    def __init__(self, rows: int, hidden: int, spec: EmbeddingSpec) -> None:
+        super().__init__()
+        self.spec, self.hidden = spec, hidden
+        form = spec.format
+        if form.bits == 32:
+            self.weight = nn.Parameter([rows, hidden])
+            return
+        self.weight = nn.Parameter([rows, hidden * form.bits // 8], dtype=ir.DataType.UINT8)
+        self.scales = nn.Parameter([rows, hidden // form.block])
+        if spec.offsets:
+            self.offsets = nn.Parameter([rows, hidden // form.block], dtype=ir.DataType.FLOAT16)
+
+    def forward(self, op: OpBuilder, ids: ir.Value) -> ir.Value:
+        form = self.spec.format
+        if form.bits == 32:
+            return op.Gather(self.weight, ids, axis=0)
+        x = op.GatherBlockQuantized(
+            self.weight,
+            ids,
+            self.scales,
+            bits=form.bits,
+            block_size=form.block,
+            gather_axis=0,
+            quantize_axis=1,
+            **MICROSOFT,
+        )
+        if not self.spec.offsets:
+            return x
+        offsets = op.Cast(op.Gather(self.offsets, ids, axis=0), to=int(ir.DataType.FLOAT))
+        blocks = op.Reshape(x, [1, -1, self.hidden // form.block, form.block])
+        return op.Reshape(op.Add(blocks, op.Unsqueeze(offsets, [-1])), [1, -1, self.hidden])
