@@ -70,12 +70,19 @@ class SamplingParams:
     def __post_init__(self) -> None:
         temperature, penalty = self.temperature, self.repetition_penalty
         _require(0.0 <= temperature <= 100.0, "temperature", temperature, "0 (greedy) to 100")
-        _require(self.top_k >= 0, "top_k", self.top_k, "a whole number from 1, or 0 for no limit")
+        _require(
+            isinstance(self.top_k, int) and self.top_k >= 0,
+            "top_k",
+            self.top_k,
+            "a whole number from 1, or 0 for no limit",
+        )
         _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0, at most 1 (1 is off)")
         _require(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "0 (off) to 1")
         _require(0.1 <= penalty <= 10.0, "repetition_penalty", penalty, "0.1 to 10 (1 is off)")
-        in_range = self.seed is None or 0 <= self.seed <= _MAX_SEED
-        _require(in_range, "seed", self.seed, "a whole number from 0 to 2**64 - 1, or None")
+        seeded = isinstance(self.seed, int) and 0 <= self.seed <= _MAX_SEED
+        _require(
+            self.seed is None or seeded, "seed", self.seed, "a whole number from 0 to 2**64 - 1, or None"
+        )
 
     @property
     def greedy(self) -> bool:
@@ -103,12 +110,13 @@ class SeenTokens:
 
     def align(self, tokens: Sequence[int]) -> None:
         """Make this the state of ``tokens``: cheap if they only grew, from scratch if they changed."""
-        if list(tokens[: len(self._tokens)]) != self._tokens:
+        changed = list(tokens[: len(self._tokens)]) != self._tokens
+        if changed:
             self._tokens, self._distinct = [], {}
         new = list(tokens[len(self._tokens) :])
         self._tokens += new
         self._distinct.update(dict.fromkeys(new))
-        if len(self._distinct) != len(self._ids):
+        if changed or len(self._distinct) != len(self._ids):
             self._ids = np.fromiter(self._distinct, dtype=np.int64, count=len(self._distinct))
 
     def ids(self, drafted: Sequence[int] = ()) -> npt.NDArray[np.int64]:

@@ -142,36 +142,38 @@ def _remainder_columns(remainders: F32) -> tuple[U8, F32]:
     return _codes(grouped, scales, np.float32(8), 15).reshape(rows, -1), scales
 
 
-def _codes(grouped: F32, scales: F32, zero: np.float32 | F32, top: int) -> U8:
+def _codes(grouped: F32, scales: F32, zero: np.float32, top: int) -> U8:
     safe = np.where(scales == 0, np.float32(1), scales)
-    codes = np.rint(grouped / safe[..., None])
-    codes += zero if isinstance(zero, np.float32) else zero[..., None]
-    return np.clip(codes, 0, top, out=codes).astype(np.uint8)
+    codes = grouped / safe[..., None]
+    codes += zero
+    return np.clip(np.rint(codes, out=codes), 0, top, out=codes).astype(np.uint8)
 
 
 def _quantize_4(values: F32) -> Blocks:
-    """4 bits with zero points, blocks of 32, least squared error over a few ranges.
+    """4 bits, scale and minimum, blocks of 32; the least squared error over a few ranges.
 
-    After rounding, each block's scale is refitted by least squares to the codes it got.
+    After rounding, scale and minimum of each block are refitted by linear regression on the codes it got.
     """
-    rows = values.shape[0]
-    grouped = values.reshape(rows, -1, 32)
-    low, high = np.minimum(grouped.min(axis=-1), 0), np.maximum(grouped.max(axis=-1), 0)
+    grouped = values.reshape(values.shape[0], -1, 32)
+    low, high = grouped.min(axis=-1), grouped.max(axis=-1)
+    middle, mean = (low + high) / 2, grouped.mean(axis=-1)
     best_error = np.full(low.shape, np.inf, np.float32)
     best_codes = np.zeros(grouped.shape, np.uint8)
-    best_scales, best_zeros = np.zeros_like(low), np.zeros_like(low)
+    best_scales, best_minimums = np.zeros_like(low), np.zeros_like(low)
     for shrink in _SHRINK:
         scales = (high - low) * np.float32(shrink / 15)
-        zeros = np.clip(np.rint(-low * np.float32(shrink) / np.where(scales == 0, np.float32(1), scales)), 0, 15)
-        codes = _codes(grouped, scales, zeros, 15)
-        centred = codes - zeros[..., None]
+        codes = _codes(grouped - middle[..., None], scales, np.float32(7.5), 15)
+        mean_code = codes.mean(axis=-1, dtype=np.float32)
+        centred = codes - mean_code[..., None]
         square = np.einsum("rbi,rbi->rb", centred, centred)
         fitted = np.einsum("rbi,rbi->rb", centred, grouped) / np.where(square == 0, np.float32(1), square)
         centred *= fitted[..., None]
+        centred += mean[..., None]
         centred -= grouped
         error = np.einsum("rbi,rbi->rb", centred, centred)
         better = error < best_error
         best_error = np.where(better, error, best_error)
         best_codes = np.where(better[..., None], codes, best_codes)
-        best_scales, best_zeros = np.where(better, fitted, best_scales), np.where(better, zeros, best_zeros)
-    return Blocks(best_codes.reshape(values.shape), 0, best_scales, best_scales * best_zeros, 4, 32)
+        best_scales = np.where(better, fitted, best_scales)
+        best_minimums = np.where(better, fitted * mean_code - mean, best_minimums)
+    return Blocks(best_codes.reshape(values.shape), 0, best_scales, best_minimums, 4, 32)

@@ -177,9 +177,10 @@ def _sentencepiece(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> J
     normalizers = [{"type": "Prepend", "prepend": SPACE_SIGN}] * prefix + [to_sign]
     decoders = [to_space, {"type": "ByteFallback"}, {"type": "Fuse"}]
     decoders += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * prefix
-    unknown = _token_id(metadata, "unknown_token_id", len(vocabulary.texts), default=0)
-    model = _bpe(vocabulary.used(), _merges_by_score(metadata, vocabulary))
-    model |= {"byte_fallback": True, "fuse_unk": True, "unk_token": vocabulary.texts[unknown or 0]}
+    tokens = vocabulary.used()
+    unknown = vocabulary.texts[_token_id(metadata, "unknown_token_id", len(vocabulary.texts), default=0) or 0]
+    model = _bpe(tokens, _merges_by_score(metadata, vocabulary))
+    model |= {"byte_fallback": True, "fuse_unk": True, "unk_token": unknown if unknown in tokens else None}
     return {
         "normalizer": {"type": "Sequence", "normalizers": normalizers},
         "pre_tokenizer": None,
@@ -211,14 +212,10 @@ def _merges_by_score(metadata: Mapping[str, object], vocabulary: _Vocabulary) ->
     SentencePiece merges the adjacent pair whose whole has the highest score. Among the ways to make one
     token, a longer left part goes first, as in the published conversions.
     """
-    scores = np.asarray(metadata.get("tokenizer.ggml.scores"))
-    if scores.shape != vocabulary.types.shape or scores.dtype.kind not in "fiu" or np.isnan(scores).any():
-        raise ModelFileError(
-            f"tokenizer.ggml.scores must hold {len(vocabulary.texts):,} numbers, one for each token."
-        )
+    scores = _numbers(metadata, "tokenizer.ggml.scores", len(vocabulary.texts), kinds="fiu")
     ordinary = vocabulary.of_type(TokenType.NORMAL)
     texts = {vocabulary.texts[id_] for id_ in ordinary}
-    order = np.argsort(-scores[ordinary].astype(np.float64), kind="stable")
+    order = np.argsort(-scores[ordinary], kind="stable")
     merges: list[tuple[str, str]] = []
     for position in order:
         whole = vocabulary.texts[ordinary[position]]
@@ -233,10 +230,11 @@ def _read_vocabulary(metadata: Mapping[str, object]) -> _Vocabulary:
     texts = _texts(metadata, "tokenizer.ggml.tokens")
     if not texts:
         raise ModelFileError("tokenizer.ggml.tokens is empty.")
-    types = np.asarray(metadata.get("tokenizer.ggml.token_type", np.full(len(texts), TokenType.NORMAL)))
-    if types.shape != (len(texts),) or types.dtype.kind not in "iu":
-        raise ModelFileError(f"tokenizer.ggml.token_type must hold {len(texts):,} integers, one per token.")
-    vocabulary = _Vocabulary(texts, types.astype(np.int64))
+    key = "tokenizer.ggml.token_type"
+    types = np.full(len(texts), TokenType.NORMAL)
+    if key in metadata:
+        types = _numbers(metadata, key, len(texts), kinds="iu").astype(types.dtype)
+    vocabulary = _Vocabulary(texts, types)
     named = sorted(text for text in texts if text)
     twice = next((text for text, following in pairwise(named) if text == following), None)
     if twice is not None:
@@ -270,6 +268,17 @@ def _texts(metadata: Mapping[str, object], key: str) -> Sequence[str]:
     except UnicodeEncodeError as error:
         raise ModelFileError(f"{key} holds a text that is not valid UTF-8.") from error
     return values
+
+
+def _numbers(metadata: Mapping[str, object], key: str, count: int, *, kinds: str) -> npt.NDArray[np.float64]:
+    """An array of shape ``(count,)`` whose dtype is of one of numpy's ``kinds``."""
+    try:
+        values = np.asarray(metadata.get(key))
+    except ValueError:
+        values = np.empty(())
+    if values.shape != (count,) or values.dtype.kind not in kinds or np.isnan(values).any():
+        raise ModelFileError(f"{key} must hold {count:,} numbers, one per token.")
+    return values.astype(np.float64)
 
 
 def _boolean(metadata: Mapping[str, object], name: str, *, default: bool) -> bool:

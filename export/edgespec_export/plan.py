@@ -18,7 +18,6 @@ __all__ = ["POLICIES", "Policy", "plan_decoder"]
 _INT4 = WeightFormat(4, 32)
 _INT4_COLUMNS = WeightFormat(4, 32, zero_points=True, remainder="columns")
 _INT4_MATMUL = WeightFormat(4, 32, zero_points=True, remainder="matmul")
-_INT4_ROUNDED = WeightFormat(4, 32, zero_points=True)
 _INT8 = WeightFormat(8, 32)
 _INT8_16 = WeightFormat(8, 16)
 _FLOAT = WeightFormat(32)
@@ -47,23 +46,19 @@ class Policy:
     head: Mapping[GGMLType, WeightFormat]
 
 
-def _uniform(form: WeightFormat) -> dict[GGMLType, WeightFormat]:
-    return {kind: _INT4 if kind is GGMLType.Q4_0 else form for kind in GGMLType}
-
-
 _CLOSE = {
     **_EXACT,
     GGMLType.Q4_1: _INT4_COLUMNS,
     GGMLType.Q4_K: _INT4_COLUMNS,
     GGMLType.Q6_K: _INT8,
 }
-_FAST = _uniform(_INT4_ROUNDED)
+_FAST = {kind: _INT4 if kind is GGMLType.Q4_0 else _INT4_COLUMNS for kind in GGMLType}
 
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
         "exact": Policy("every weight keeps the value it has in the file", _EXACT, _EXACT),
         "close": Policy("what 4 bits cannot hold is rounded to a hundredth of a step or to 8 bits", _CLOSE, _CLOSE),
-        "fast": Policy("4 bits everywhere, minimums rounded to integer zero points", _FAST, _FAST),
+        "fast": Policy("4 bits everywhere", _FAST, _FAST),
     }
 )
 

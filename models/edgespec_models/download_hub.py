@@ -2,7 +2,7 @@
 
 ``hf_hub_download`` is not used: it reports progress only through tqdm, retries an unreachable host
 for longer than a user with a second source should wait, and keeps the file in a cache of its own.
-Addresses, headers and the HTTP client are huggingface_hub's, so that ``HF_ENDPOINT``, ``HF_TOKEN``,
+Addresses, the token and the HTTP client are huggingface_hub's, so that ``HF_ENDPOINT``, ``HF_TOKEN``,
 a stored login, proxies and a client factory set by the application hold here too.
 
 Waiting is bounded: ``HF_HUB_ETAG_TIMEOUT`` seconds (default 5) until the server answers,
@@ -107,22 +107,26 @@ def _chunks(response: _Response) -> Iterator[bytes]:
 
 def _open(job: Job, source: HubFile, start: int) -> _Response:
     """The hub's answer to a request for the file from byte ``start`` on, its body unread."""
-    import huggingface_hub
-    from huggingface_hub.utils._headers import build_hf_headers
-
     # huggingface_hub reads HF_ENDPOINT when it is first imported; an application may set it later.
     endpoint = os.environ.get("HF_ENDPOINT") or None
-    url = huggingface_hub.hf_hub_url(
-        source.repository, source.filename, revision=source.revision, endpoint=endpoint
-    )
-    headers = build_hf_headers() | {"Accept-Encoding": "identity"}
-    if start:
-        headers["Range"] = f"bytes={start}-"
     answer = _seconds("HF_HUB_ETAG_TIMEOUT", _ANSWER_SECONDS)
     piece = _seconds("HF_HUB_DOWNLOAD_TIMEOUT", _PIECE_SECONDS)
+    try:
+        from huggingface_hub import constants, get_session, get_token, hf_hub_url
+
+        url = hf_hub_url(source.repository, source.filename, revision=source.revision, endpoint=endpoint)
+    except ValueError as error:  # such as a HF_ variable that must be a number and is not
+        raise DownloadError(f"the Hugging Face hub cannot be asked: {error}") from error
 
     def send() -> _Response:
-        session = huggingface_hub.get_session()
+        # Not build_hf_headers: it asks the network about the user's environment, for telemetry.
+        headers = {"User-Agent": "edgespec", "Accept-Encoding": "identity"}
+        if start:
+            headers["Range"] = f"bytes={start}-"
+        token = None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
+        if token:
+            headers["Authorization"] = f"Bearer {token}"
+        session = get_session()
         request = session.build_request("GET", url, headers=headers, timeout=(answer, piece, piece, answer))
         response: _Response = session.send(request, stream=True, follow_redirects=True)
         return response

@@ -7,6 +7,7 @@ EdgespecError
 ├── TokenizerError         a tokenizer cannot be read or does not fit its model
 ├── CatalogueError         no such model in the catalogue, or an entry is malformed
 ├── DownloadError          no source could deliver a model file
+├── StorageError           the disk is full, or a folder cannot be written
 ├── ParityError            an export does not compute what its source computes
 ├── DeviceError            a device was asked for that cannot be had
 ├── RequestError           an argument of a request is out of range
@@ -42,6 +43,10 @@ class CatalogueError(EdgespecError):
 
 class DownloadError(EdgespecError):
     """No source could deliver a model file."""
+
+
+class StorageError(EdgespecError):
+    """The disk is full, or a folder cannot be written."""
 
 
 class ParityError(EdgespecError):

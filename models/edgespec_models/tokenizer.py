@@ -27,6 +27,8 @@ from edgespec_models.errors import RequestError, TokenizerError
 __all__ = ["SpecialTokens", "Tokenizer"]
 
 SPACE_SIGN = "\u2581"
+INVALID_BYTES = "\udc80-\udcff"
+AFFIX = re.compile(r'"(continuing_subword_prefix|end_of_word_suffix)"\s*:\s*"[^"]')
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -58,8 +60,13 @@ class Tokenizer:
         self._byte_level = _is_byte_level(core)
         added = core.get_added_tokens_decoder()
         self._specials = {token.content: id_ for id_, token in added.items() if token.special}
+        unknown = core.model.unk_token
+        self._unknown = core.model.token_to_id(unknown) if unknown else None
+        if unknown and self._unknown is None:
+            raise TokenizerError(f"The tokenizer.json names an unknown token {unknown!r} that it lacks.")
+        if self._unknown is not None:
+            self._specials[unknown] = self._unknown
         self._special_ids = frozenset(self._specials.values())
-        self._unknown = core.token_to_id(core.model.unk_token) if core.model.unk_token else None
         ids = 1 + max(core.get_vocab(with_added_tokens=True).values(), default=-1)
         if ids == 0:
             raise TokenizerError("The tokenizer has no tokens. Export or download the model again.")
@@ -102,10 +109,12 @@ class Tokenizer:
         With ``special`` the text of a special token becomes that token: for the output of a chat template.
         Without, it is spelled out as ordinary text, so text from a user cannot forge control tokens.
         Added tokens that are not special (Gemma's runs of spaces, for one) match either way.
+        Characters that the vocabulary cannot spell become its unknown token or, where it has none, are
+        dropped, as in the model's own tokenizer.
         Raises RequestError where ``text`` holds a lone surrogate.
         """
-        ids = self._encode_with(self._core, text, special=special)
-        return ids if special else list(self._without_specials(ids))
+        ids = self._encoding(self._core, text, special=special).ids
+        return list(ids) if special else list(self._without_specials(ids))
 
     def encode_bytes(self, data: bytes) -> list[int]:
         """Ids whose bytes are exactly ``data``: any bytes, also invalid or incomplete UTF-8.
@@ -152,6 +161,12 @@ class Tokenizer:
     def special_id(self, text: str) -> int | None:
         """The special token written ``text``, such as ``<|im_end|>``."""
         return self._specials.get(text)
+
+    def special_spans(self, text: str) -> list[tuple[int, int]]:
+        """Where ``text`` holds the text of special tokens: (start, stop) in characters, in order."""
+        encoding = self._encoding(self._core, text, special=True)
+        found = zip(encoding.ids, encoding.offsets, strict=True)
+        return [span for id_, span in found if id_ in self._special_ids and text[slice(*span)]]
 
     def id_of_bytes(self, data: bytes) -> int | None:
         """The ordinary token with exactly these bytes; a byte token only where there is no other."""
@@ -222,14 +237,14 @@ class Tokenizer:
         _remove_prefix_space(spec.get("pre_tokenizer"))
         return _parse(json.dumps(spec))
 
-    def _encode_with(self, core: tokenizers.Tokenizer, text: str, *, special: bool) -> list[int]:
+    def _encoding(self, core: tokenizers.Tokenizer, text: str, *, special: bool) -> tokenizers.Encoding:
         # The switch is a property of the shared encoder, so one text at a time.
         with self._lock:
             core.encode_special_tokens = not special
             try:
-                return list(core.encode(text, add_special_tokens=False).ids)
+                return core.encode(text, add_special_tokens=False)
             except (UnicodeEncodeError, TypeError) as error:
-                raise RequestError(f"The text cannot be encoded: {error}") from error
+                raise RequestError("The text to encode must be a str without lone surrogates.") from error
 
     def _without_specials(self, ids: list[int]) -> Iterator[int]:
         """Spell out special tokens that merges can reach: some vocabularies have such merges."""
@@ -243,27 +258,20 @@ class Tokenizer:
         ids: list[int] = []
         for stretch in self._stretches(data):
             if isinstance(stretch, str):
-                ids += self._without_specials(self._encode_with(core, stretch, special=False))
+                ids += self._without_specials(self._encoding(core, stretch, special=False).ids)
             else:
                 ids += self._spell(stretch)
         return ids
 
     def _stretches(self, data: bytes) -> Iterator[str | bytes]:
         """Cut ``data`` into text the encoder reads back exactly, and bytes to be spelled."""
-        start = 0
-        while start < len(data):
-            try:
-                text, bad = data[start:].decode("utf-8"), b""
-            except UnicodeDecodeError as error:
-                text = data[start : start + error.start].decode("utf-8")
-                bad = data[start + error.start : start + error.end]
-            start += len(text.encode("utf-8")) + len(bad)
-            # A literal U+2581 would come back as a space.
-            parts = [text] if self._byte_level else re.split(f"({SPACE_SIGN}+)", text)
-            for part in filter(None, parts):
-                yield part.encode("utf-8") if part[0] == SPACE_SIGN and not self._byte_level else part
-            if bad:
-                yield bad
+        # Decoding turns each byte that is not UTF-8 into a lone surrogate and back.
+        # A literal U+2581 would come back as a space.
+        spelled = INVALID_BYTES if self._byte_level else f"{INVALID_BYTES}{SPACE_SIGN}"
+        parts = re.split(f"([{spelled}]+)", data.decode("utf-8", errors="surrogateescape"))
+        for number, part in enumerate(parts):
+            if part:
+                yield part.encode("utf-8", errors="surrogateescape") if number % 2 else part
 
     def _spell(self, data: bytes) -> list[int]:
         """One token for each byte."""
@@ -284,13 +292,17 @@ class Tokenizer:
 
 
 def _parse(text: str) -> tokenizers.Tokenizer:
+    # Neither kind of vocabulary has affixes, and a merge shorter than its affix aborts the process.
+    affix = AFFIX.search(text)
+    if affix:
+        raise TokenizerError(f"The tokenizer.json has a {affix[1]}, which edgespec does not read.")
     try:
         return tokenizers.Tokenizer.from_str(text)
-    except Exception as error:
-        # The library raises bare Exceptions.
-        raise TokenizerError(
-            f"Not a readable tokenizer.json: {error}. Export or download it again."
-        ) from error
+    except BaseException as error:
+        # The library raises bare Exceptions and, where its code panics, not even that.
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        raise TokenizerError(f"Not a readable tokenizer.json: {error}. Export it again.") from error
 
 
 def _is_byte_level(core: tokenizers.Tokenizer) -> bool:

@@ -47,6 +47,12 @@ class Session(Protocol):
             RequestError: more tokens than ``capacity``.
         """
 
+    def next_logits(self, tokens: Sequence[int]) -> Logits:
+        """Make the cache hold exactly ``tokens``; return the logits of what follows, float32 ``(vocab_size,)``.
+
+        At least the last token is computed. The array is the session's own buffer.
+        """
+
     def forward(self, tokens: Sequence[int]) -> Logits:
         """Append ``tokens`` to the cache and return their logits, float32 ``(len(tokens), vocab_size)``.
 

@@ -1,0 +1,147 @@
+"""Two vocabularies, one text: what the drafter reads and writes, in bytes.
+
+Committed bytes are the common ground. The drafter's tokens of them are kept up to date by encoding
+again only around the seam, with left context; proposals go back the same way. Any tokens whose bytes
+are right are legal, so where a seam splits what one call would have joined, only quality suffers.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Protocol
+
+from edgespec_models.tokenizer import Tokenizer
+
+__all__ = ["Bridge", "ByteBridge", "IdentityBridge"]
+
+_CONTEXT_BYTES = 24
+_MAX_CONTEXT_BYTES = 96
+
+
+class Bridge(Protocol):
+    """Keeps a drafter's view of a target's tokens."""
+
+    def align(self, tokens: Sequence[int]) -> list[int]:
+        """All committed target tokens, prompt included -> the drafter's tokens of the same text."""
+
+    def translate(self, drafted: Sequence[int]) -> list[tuple[int, int]]:
+        """Drafter tokens that follow the text -> target tokens, each with the drafter tokens it needs.
+
+        The second number counts, from the start of ``drafted``, the drafter tokens whose bytes the
+        target token and those before it take up.
+        """
+
+
+class IdentityBridge:
+    """For a drafter with the target's own vocabulary."""
+
+    def align(self, tokens: Sequence[int]) -> list[int]:
+        """See :class:`Bridge`."""
+        return list(tokens)
+
+    def translate(self, drafted: Sequence[int]) -> list[tuple[int, int]]:
+        """See :class:`Bridge`."""
+        return [(token, count) for count, token in enumerate(drafted, start=1)]
+
+
+class _Text:
+    """Bytes and one tokenizer's tokens of them, edited at the end."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.ids: list[int] = []
+        self.ends: list[int] = []  # byte offset behind each token
+
+    def cut(self, index: int) -> None:
+        del self.ids[index:], self.ends[index:]
+
+    def append(self, ids: Sequence[int]) -> None:
+        start = self.ends[-1] if self.ends else 0
+        lengths = [len(self.tokenizer.token_bytes(token)) for token in ids]
+        self.ids += ids
+        self.ends += [start + end for end in accumulate(lengths)]
+
+
+class ByteBridge:
+    """Between any two byte-complete vocabularies.
+
+    Args:
+        target: the target's tokenizer.
+        drafter: the drafter's tokenizer.
+        prompt_length: target tokens of the prompt; generated text begins behind them.
+        drafter_prompt: the same prompt as the drafter should see it, in its tokens and chat template.
+    """
+
+    def __init__(
+        self, target: Tokenizer, drafter: Tokenizer, *, prompt_length: int, drafter_prompt: Sequence[int]
+    ) -> None:
+        self._prompt_length = prompt_length
+        self._drafter_prompt = list(drafter_prompt)
+        self._target, self._drafter = _Text(target), _Text(drafter)
+        self._bytes = bytearray()
+
+    def align(self, tokens: Sequence[int]) -> list[int]:
+        """See :class:`Bridge`."""
+        generated = list(tokens[self._prompt_length :])
+        target = self._target
+        shared = len(target.ids)
+        if generated[:shared] != target.ids:
+            pairs = enumerate(zip(target.ids, generated, strict=False))
+            shared = next((i for i, (a, b) in pairs if a != b), min(shared, len(generated)))
+        if shared == len(target.ids) == len(generated):
+            return self._drafter_prompt + self._drafter.ids
+        target.cut(shared)
+        kept = target.ends[-1] if target.ends else 0
+        target.append(generated[shared:])
+        self._bytes[kept:] = target.tokenizer.bytes_of(generated[shared:])
+        self._retokenize(kept)
+        return self._drafter_prompt + self._drafter.ids
+
+    def _retokenize(self, changed: int) -> None:
+        """Encode again from a safe place before byte ``changed``."""
+        drafter = self._drafter
+        drafter.cut(bisect_right(drafter.ends, changed))
+        start = _safe_start(self._bytes, drafter.ends, min(changed, drafter.ends[-1] if drafter.ends else 0))
+        kept = bisect_left(drafter.ends, start) + 1 if start else 0
+        fresh = drafter.tokenizer.encode_bytes(bytes(self._bytes[start:]))
+        drafter.cut(kept)
+        drafter.append(fresh)
+
+    def translate(self, drafted: Sequence[int]) -> list[tuple[int, int]]:
+        """See :class:`Bridge`."""
+        lengths = [len(self._drafter.tokenizer.token_bytes(token)) for token in drafted]
+        drafter_ends = list(accumulate(lengths))
+        data = self._drafter.tokenizer.bytes_of(drafted)
+        start = _safe_start(self._bytes, self._target.ends, len(self._bytes))
+        context = bytes(self._bytes[start:])
+        ids = self._after_context(context, data)
+        ends = accumulate(len(self._target.tokenizer.token_bytes(token)) for token in ids)
+        return [(token, bisect_left(drafter_ends, end) + 1) for token, end in zip(ids, ends, strict=True)]
+
+    def _after_context(self, context: bytes, data: bytes) -> list[int]:
+        """The target's tokens of ``data`` as they come after ``context``."""
+        tokenizer = self._target.tokenizer
+        ids = tokenizer.encode_bytes(context + data)
+        ends = list(accumulate(len(tokenizer.token_bytes(token)) for token in ids))
+        index = bisect_left(ends, len(context)) if context else -1
+        if context and (index == len(ends) or ends[index] != len(context)):
+            # One token would span the seam; the target, which already ended its token there, will not
+            # write it that way.
+            return tokenizer.encode_bytes(data)
+        return ids[index + 1 :]
+
+
+def _safe_start(text: bytes | bytearray, ends: Sequence[int], before: int) -> int:
+    """A token border at least some bytes before ``before`` where a word begins; 0 if there is none near.
+
+    Encoding from the start of a word gives, but for rare merges, the tokens that encoding the whole text
+    would give.
+    """
+    low = max(0, before - _MAX_CONTEXT_BYTES)
+    for index in range(bisect_right(ends, before - _CONTEXT_BYTES) - 1, -1, -1):
+        end = ends[index]
+        if end < low:
+            return end
+        if text[end : end + 1] in (b" ", b"\n") and text[end - 1 : end] not in (b" ", b"\n", b"\t"):
+            return end
+    return 0

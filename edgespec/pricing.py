@@ -1,0 +1,75 @@
+"""Does one more drafted token pay? What passes cost against what they are expected to commit.
+
+A round that verifies k proposals commits 1 + sum of the products of acceptance probabilities and costs
+T(k + 1) plus the drafting. The rate (tokens per second) over many rounds is highest if each round takes
+a token exactly when its expected gain exceeds what its time is worth at that rate (renewal-reward;
+Dinkelbach 1967). So one number, the rate, prices every decision.
+"""
+
+from collections.abc import Iterable
+
+from edgespec_runtimes.cost import CostCurve
+
+__all__ = ["Pricing"]
+
+_SMOOTHING = 0.1
+
+
+class Pricing:
+    """Prices proposals for one target on this machine; refined by every pass it is told of.
+
+    Args:
+        curve: the target's T(n).
+    """
+
+    def __init__(self, curve: CostCurve) -> None:
+        self._curve = curve
+        self._scale = 1.0  # this moment's speed against the measured curve
+        self._speculative_rate = 0.0
+
+    def pass_seconds(self, rows: int) -> float:
+        """Expected seconds of a target pass over ``rows`` tokens, now."""
+        return self._curve.seconds(rows) * self._scale
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second that time is worth: plain decoding's, or what rounds realise if that is more."""
+        return max(1.0 / self.pass_seconds(1), self._speculative_rate)
+
+    def keep(self, confidence: Iterable[float]) -> int:
+        """How many proposals to verify: the prefix with the highest expected surplus over its cost.
+
+        Args:
+            confidence: for each proposal, the probability that it is accepted if those before it are.
+        """
+        best_count, best_surplus = 0, 0.0
+        expected, survival = 0.0, 1.0
+        base = self.pass_seconds(1)
+        for count, probability in enumerate(confidence, start=1):
+            survival *= probability
+            expected += survival
+            surplus = expected - self.rate * (self.pass_seconds(count + 1) - base)
+            if surplus > best_surplus:
+                best_count, best_surplus = count, surplus
+        return best_count
+
+    def pays(self, survival: float, rows: int, drafting_s: float) -> bool:
+        """Whether to draft one more token for a pass that has ``rows`` already.
+
+        Args:
+            survival: probability that the token and all before it are accepted.
+            rows: rows of the pass without it.
+            drafting_s: seconds it takes to draft it.
+        """
+        more = self.pass_seconds(rows + 1) - self.pass_seconds(rows)
+        return survival > self.rate * (drafting_s + more)
+
+    def observe_pass(self, rows: int, seconds: float) -> None:
+        """Tell of a target pass that took ``seconds``; outliers count for little."""
+        ratio = seconds / self._curve.seconds(rows)
+        bounded = min(max(ratio, 0.5 * self._scale), 2.0 * self._scale)
+        self._scale += _SMOOTHING * (bounded - self._scale)
+
+    def observe_round(self, committed: int, seconds: float) -> None:
+        """Tell of a whole round, drafting included."""
+        self._speculative_rate += _SMOOTHING * (committed / seconds - self._speculative_rate)

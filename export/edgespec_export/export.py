@@ -1,0 +1,270 @@
+"""From a checkpoint to a bundle: plan, write, check, place."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import psutil
+
+from edgespec_models.bundle import GRAPH, MANIFEST, REPORT, TEMPLATE, TOKENIZER, Bundle, FileRecord, Manifest, Role
+from edgespec_models.errors import BundleError, EdgespecError, ModelFileError, RequestError, StorageError
+from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
+
+__all__ = ["DEFAULT_WEIGHTS", "ExportOptions", "ExportReport", "export_model"]
+
+from edgespec_export.report import ExportReport
+
+DEFAULT_WEIGHTS: dict[Role, str] = {"target": "close", "drafter": "close"}
+"""The policy of :data:`edgespec_export.plan.POLICIES` a role gets; docs/benchmarks.md has the figures."""
+
+_HASH_CHUNK = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """What to make of a checkpoint.
+
+    Attributes:
+        role: ``target`` or ``drafter``.
+        weights: a policy of :data:`edgespec_export.plan.POLICIES`; None takes the role's default.
+        name: the model's name; None takes the file's.
+        hidden_states: add the last hidden state as an output, for drafters that adapt.
+        overwrite: replace a bundle that is there already.
+    """
+
+    role: Role = "target"
+    weights: str | None = None
+    name: str | None = None
+    hidden_states: bool = False
+    overwrite: bool = False
+
+
+def export_model(
+    source: Path,
+    out: Path,
+    *,
+    options: ExportOptions | None = None,
+    progress: ProgressCallback = ignore_progress,
+) -> ExportReport:
+    """Export the GGUF file ``source`` to the bundle ``out``.
+
+    The bundle appears at ``out`` when it is complete and has passed its checks, or not at all.
+
+    Raises:
+        ModelFileError, UnsupportedModelError, TokenizerError: the source cannot be exported.
+        ParityError: the export does not compute what the source computes.
+        RequestError: an unknown policy, or ``out`` exists.
+        StorageError: the disk is full, or ``out`` cannot be written.
+        EdgespecError: the ``export`` extra is not installed.
+    """
+    options = options or ExportOptions()
+    _require_extra()
+    _check_request(source, out, options)
+    started = perf_counter()
+    with _storage_errors(out), _staging(out) as folder:
+        report = _build(source, folder, options, progress, started)
+        _place(folder, out)
+    return report
+
+
+def _build(
+    source: Path, folder: Path, options: ExportOptions, progress: ProgressCallback, started: float
+) -> ExportReport:
+    import onnx_ir
+
+    from edgespec_export.checkpoint import Checkpoint
+    from edgespec_export.gguf_tokenizer import chat_template, special_tokens, tokenizer_json
+    from edgespec_export.plan import POLICIES, plan_decoder
+    from edgespec_export.report import measure_losses
+    from edgespec_export.writer import write_weights
+    from edgespec_models.graphs.decoder import ATTENTION_PAD_ROWS, build_decoder
+
+    weights = options.weights or DEFAULT_WEIGHTS[options.role]
+    with Checkpoint(source) as checkpoint:
+        digest = _hash(source, progress)
+        plan = plan_decoder(checkpoint, POLICIES[weights], hidden_states=options.hidden_states)
+        (folder / TOKENIZER).write_text(tokenizer_json(checkpoint.metadata), encoding="utf-8")
+        template = chat_template(checkpoint.metadata)
+        if template is not None:
+            (folder / TEMPLATE).write_text(template, encoding="utf-8")
+        model = build_decoder(checkpoint.config, plan)
+        by_class = write_weights(model, plan, checkpoint, folder, progress)
+        onnx_ir.save(model, folder / GRAPH)
+        losses = measure_losses(plan, checkpoint)
+        formats: Counter[str] = Counter()
+        for loss in losses:
+            formats[loss.format] += loss.weights
+        manifest = Manifest(
+            name=options.name or source.stem,
+            role=options.role,
+            config=checkpoint.config,
+            attention_pad_rows=ATTENTION_PAD_ROWS,
+            hidden_states=options.hidden_states,
+            weights=weights,
+            formats=dict(formats),
+            bytes_by_class=by_class,
+            parameters_by_class=_parameters_by_class(checkpoint),
+            special_tokens=special_tokens(checkpoint.metadata),
+            provenance={"source": source.name, "sha256": digest, "edgespec": version("edgespec")},
+            files=_records(folder),
+        )
+    _write_manifest(folder, manifest)
+    row_exact, parity = _check(folder, digest, progress)
+    report = _report(folder, source, by_class, losses, row_exact, parity, started)
+    _write_json(folder / REPORT, report.to_json())
+    files = {**manifest.files, REPORT: FileRecord.of(folder / REPORT)}
+    _write_json(folder / MANIFEST, {**manifest.to_json(), "files": {n: _plain(r) for n, r in files.items()}})
+    return report
+
+
+def _check(folder: Path, digest: str, progress: ProgressCallback) -> tuple[bool, Any]:
+    """Open the bundle as a user would; self-test, then compare with the stored reference if there is one."""
+    from edgespec_export.parity import check_parity, find_golden
+    from edgespec_runtimes.cpu import CpuSession
+
+    progress(Progress("Checking", 0, 1, "step"))
+    bundle = Bundle(folder)
+    _ = bundle.tokenizer, bundle.chat_template
+    session = CpuSession(bundle)
+    try:
+        golden = find_golden(digest)
+        parity = None if golden is None else check_parity(session, golden)
+    finally:
+        session.close()
+    progress(Progress("Checking", 1, 1, "step"))
+    return session.row_exact, parity
+
+
+def _report(
+    folder: Path, source: Path, by_class: dict[str, int], losses: Any, row_exact: bool, parity: Any, started: float
+) -> ExportReport:
+    from edgespec_runtimes.memory import peak_memory_bytes
+
+    return ExportReport(
+        parity=parity,
+        row_exact=row_exact,
+        weights=losses,
+        source_bytes=source.stat().st_size,
+        bundle_bytes=sum(file.stat().st_size for file in folder.iterdir()),
+        bytes_by_class=by_class,
+        seconds=perf_counter() - started,
+        peak_memory_bytes=peak_memory_bytes(),
+    )
+
+
+def _parameters_by_class(checkpoint: Any) -> dict[str, int]:
+    counts = dict.fromkeys(("embedding", "attention", "mlp", "lm_head", "other"), 0)
+    classes = {"embed": "embedding", "lm_head": "lm_head"}
+    classes |= dict.fromkeys("qkvo", "attention") | dict.fromkeys(("gate", "up", "down"), "mlp")
+    names = [*checkpoint.tensors, *(["lm_head"] if checkpoint.tied_head else [])]
+    for name in names:
+        size = 1
+        for dim in checkpoint.tensor(name).shape:
+            size *= dim
+        counts[classes.get(name.rpartition(".")[2], "other")] += size
+    return counts
+
+
+def _hash(source: Path, progress: ProgressCallback) -> str:
+    digest, done, total = hashlib.sha256(), 0, source.stat().st_size
+    with source.open("rb") as file:
+        while chunk := file.read(_HASH_CHUNK):
+            digest.update(chunk)
+            done += len(chunk)
+            progress(Progress("Reading", done, total))
+    return digest.hexdigest()
+
+
+def _plain(record: FileRecord) -> dict[str, Any]:
+    return {"size_bytes": record.size_bytes, "sha256": record.sha256}
+
+
+def _records(folder: Path) -> dict[str, FileRecord]:
+    return {file.name: FileRecord.of(file) for file in sorted(folder.iterdir())}
+
+
+def _write_manifest(folder: Path, manifest: Manifest) -> None:
+    _write_json(folder / MANIFEST, manifest.to_json())
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _require_extra() -> None:
+    try:
+        import onnx_ir  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise EdgespecError(
+            f"exporting needs {error.name}, which is not installed: pip install 'edgespec[export]'"
+        ) from error
+
+
+def _check_request(source: Path, out: Path, options: ExportOptions) -> None:
+    from edgespec_export.plan import POLICIES
+
+    if options.weights is not None and options.weights not in POLICIES:
+        known = "; ".join(f"{name} ({policy.summary})" for name, policy in POLICIES.items())
+        raise RequestError(f"weights={options.weights!r} is not known; allowed: {known}")
+    if not source.is_file():
+        raise ModelFileError(f"{source} is not a file; give a GGUF file or a catalogue name")
+    if not out.exists():
+        return
+    if not options.overwrite:
+        raise RequestError(f"{out} exists; choose another directory or ask to overwrite it")
+    if any(out.iterdir()) and not (out / MANIFEST).is_file():
+        raise RequestError(f"{out} is not a bundle; it will not be overwritten")
+
+
+@contextmanager
+def _staging(out: Path) -> Iterator[Path]:
+    """A folder beside ``out`` to build in; gone afterwards unless it was moved away."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{out.name}.partial-"
+    for stale in out.parent.glob(f"{prefix}*"):
+        pid = stale.name.removeprefix(prefix).partition("-")[0]
+        if not (pid.isdigit() and psutil.pid_exists(int(pid))):
+            shutil.rmtree(stale, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=out.parent))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _place(folder: Path, out: Path) -> None:
+    """Move the finished bundle to ``out``, replacing one that is there."""
+    folder.chmod(0o755)  # mkdtemp makes it private
+    if out.exists():
+        old = folder.with_name(folder.name + "-old")
+        out.rename(old)
+        folder.rename(out)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        folder.rename(out)
+
+
+@contextmanager
+def _storage_errors(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, EdgespecError):
+            raise
+        if error.errno == errno.ENOSPC:
+            raise StorageError(f"the disk that holds {out.parent} is full; free space and export again") from error
+        raise StorageError(f"cannot write the bundle {out}: {error}") from error
+    except BundleError:
+        raise

@@ -1,0 +1,200 @@
+"""A bundle: the directory an export leaves and a session opens.
+
+``edgespec.json``      the manifest: everything below, with the size and sha256 of every other file
+``model.onnx``         the graph, its weights in ``model.onnx.data``
+``tokenizer.json``     as the `tokenizers` library reads it
+``chat_template.jinja`` where the model has one
+``report.json``        what the export measured, the parity check included
+
+Nothing in a bundle is executed but the graph; the chat template runs in Jinja's sandbox.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from edgespec_models.chat_template import ChatTemplate
+from edgespec_models.config import ModelConfig
+from edgespec_models.errors import BundleError
+from edgespec_models.tokenizer import SpecialTokens, Tokenizer
+
+__all__ = ["GRAPH", "MANIFEST", "REPORT", "TEMPLATE", "TOKENIZER", "Bundle", "FileRecord", "Manifest", "Role"]
+
+MANIFEST, GRAPH, TOKENIZER = "edgespec.json", "model.onnx", "tokenizer.json"
+TEMPLATE, REPORT = "chat_template.jinja", "report.json"
+FORMAT_VERSION = 1
+
+Role = Literal["target", "drafter"]
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """Size and digest of one file."""
+
+    size_bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> "FileRecord":
+        """Read a file's size and digest."""
+        with path.open("rb") as file:
+            return cls(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What ``edgespec.json`` holds.
+
+    Attributes:
+        name: the model's name.
+        role: what the export was made for.
+        config: architecture facts.
+        attention_pad_rows: rows the graph appends to attention behind the sequence; the cache needs room
+            for them, and the lengths fed to the graph count them.
+        hidden_states: whether the graph has that output.
+        weights: the export's policy, such as ``fast``.
+        formats: bytes of source weights by the format they got.
+        bytes_by_class: bytes of ``embedding``, ``attention``, ``mlp``, ``lm_head``, ``other``.
+        parameters_by_class: weights of the same classes.
+        special_tokens: ids of begin- and end-of-sequence tokens.
+        provenance: source file, its sha256, the exporter's version.
+        files: every file of the bundle but the manifest.
+    """
+
+    name: str
+    role: Role
+    config: ModelConfig
+    attention_pad_rows: int
+    hidden_states: bool
+    weights: str
+    formats: Mapping[str, int]
+    bytes_by_class: Mapping[str, int]
+    parameters_by_class: Mapping[str, int]
+    special_tokens: SpecialTokens
+    provenance: Mapping[str, str]
+    files: Mapping[str, FileRecord]
+
+    @property
+    def bytes_per_pass(self) -> int:
+        """Bytes of weights a pass reads: all but the embedding table and the rotary tables."""
+        return sum(self.bytes_by_class[name] for name in ("attention", "mlp", "lm_head"))
+
+    @property
+    def parameters_per_pass(self) -> int:
+        """Weights a pass multiplies by: all but the embedding table."""
+        return sum(self.parameters_by_class[name] for name in ("attention", "mlp", "lm_head"))
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        value = {f.name: getattr(self, f.name) for f in fields(self)}
+        value["config"] = self.config.to_json()
+        value["special_tokens"] = asdict(self.special_tokens)
+        value["files"] = {name: asdict(record) for name, record in self.files.items()}
+        return {"format_version": FORMAT_VERSION, **value}
+
+    @classmethod
+    def from_json(cls, value: Any, where: Path) -> "Manifest":
+        """Read :meth:`to_json`'s form.
+
+        Raises:
+            BundleError: another format version, missing or wrong fields.
+        """
+        if not isinstance(value, dict) or value.pop("format_version", None) != FORMAT_VERSION:
+            raise BundleError(f"{where} is not of bundle format {FORMAT_VERSION}; export the model again")
+        try:
+            special = value["special_tokens"]
+            special["eos"] = tuple(special["eos"])
+            value["special_tokens"] = SpecialTokens(**special)
+            value["config"] = ModelConfig.from_json(value["config"])
+            value["files"] = {str(name): FileRecord(**record) for name, record in value["files"].items()}
+            manifest = cls(**value)
+            if manifest.role not in get_args(Role):
+                raise ValueError(f"role is {manifest.role!r}")
+        except (KeyError, TypeError, ValueError) as error:
+            raise BundleError(f"{where} is damaged ({error}); export the model again") from error
+        return manifest
+
+
+class Bundle:
+    """An opened bundle: the manifest, checked, and access to what lies beside it.
+
+    Attributes:
+        path: the directory.
+        manifest: what it says of itself.
+    """
+
+    def __init__(self, path: Path, *, verify_digests: bool = False) -> None:
+        """Open ``path``.
+
+        Args:
+            path: the bundle's directory.
+            verify_digests: compare every file's sha256 too, not only its size.
+
+        Raises:
+            BundleError: not a bundle, a file missing, or one that differs from what the manifest says.
+        """
+        self.path = path
+        where = path / MANIFEST
+        try:
+            value = json.loads(where.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise BundleError(f"{path} is not a bundle: cannot read {MANIFEST} ({error})") from error
+        self.manifest = Manifest.from_json(value, where)
+        for name, record in self.manifest.files.items():
+            self._check(name, record, verify_digests)
+        for name in (GRAPH, TOKENIZER):
+            if name not in self.manifest.files:
+                raise BundleError(f"{where} does not list {name}; export the model again")
+
+    def _check(self, name: str, record: FileRecord, digest: bool) -> None:
+        if name != Path(name).name:
+            raise BundleError(f"{self.path / MANIFEST} names a file outside the bundle: {name!r}")
+        file = self.path / name
+        if not file.is_file():
+            raise BundleError(f"{self.path} lacks {name}; export the model again")
+        size = file.stat().st_size
+        if size != record.size_bytes:
+            raise BundleError(f"{file} has {size:,} bytes, not {record.size_bytes:,}; export the model again")
+        if digest and FileRecord.of(file) != record:
+            raise BundleError(f"{file} has changed since the export (sha256 differs); export the model again")
+
+    @property
+    def config(self) -> ModelConfig:
+        """Architecture facts."""
+        return self.manifest.config
+
+    @property
+    def digest(self) -> str:
+        """Names this bundle's weights and graph: what measurements of it are stored under."""
+        files = sorted((name, r.sha256) for name, r in self.manifest.files.items() if name.startswith(GRAPH))
+        return hashlib.sha256(repr(files).encode()).hexdigest()[:16]
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            TokenizerError: unreadable, or more tokens than the model has rows.
+        """
+        return Tokenizer.from_file(self.path / TOKENIZER, vocab_size=self.config.vocab_size)
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        """The chat template; None for models without one."""
+        if TEMPLATE not in self.manifest.files:
+            return None
+        special, tokenizer = self.manifest.special_tokens, self.tokenizer
+        bos = "" if special.bos is None else tokenizer.token_bytes(special.bos).decode()
+        eos = "" if not special.eos else tokenizer.token_bytes(special.eos[0]).decode()
+        return ChatTemplate((self.path / TEMPLATE).read_text(encoding="utf-8"), bos=bos, eos=eos)
+
+    def report(self) -> dict[str, Any]:
+        """What the export measured; empty where the bundle has no report."""
+        if REPORT not in self.manifest.files:
+            return {}
+        report: dict[str, Any] = json.loads((self.path / REPORT).read_text(encoding="utf-8"))
+        return report

@@ -1,0 +1,57 @@
+"""What a pass costs on this machine: T(n), measured."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+
+from edgespec_runtimes.session import Session
+
+__all__ = ["CostCurve", "measure_cost"]
+
+DEFAULT_ROWS = (1, 2, 3, 4, 5, 6, 8, 12)
+_REPEATS = 3
+_PAST = 64
+
+
+@dataclass(frozen=True, slots=True)
+class CostCurve:
+    """Seconds of a pass by its number of rows.
+
+    Attributes:
+        seconds_by_rows: measured points; steps and cliffs are kept as they are.
+    """
+
+    seconds_by_rows: Mapping[int, float]
+
+    def seconds(self, rows: int) -> float:
+        """Cost of a pass over ``rows`` tokens: linear between measured points and beyond the last."""
+        points = sorted(self.seconds_by_rows.items())
+        if rows <= points[0][0] or len(points) == 1:
+            return points[0][1]
+        for (n0, t0), (n1, t1) in zip(points, points[1:], strict=False):
+            if rows <= n1:
+                break
+        return t0 + (t1 - t0) * (rows - n0) / (n1 - n0)
+
+
+def measure_cost(
+    session: Session, rows: Sequence[int] = DEFAULT_ROWS, repeats: int = _REPEATS
+) -> CostCurve:
+    """Time passes over each number of rows, in turn, ``repeats`` times; the median of each.
+
+    The session's sequence is replaced and forgotten. Interleaving spreads a disturbance of the machine
+    over all sizes, and the median drops it.
+    """
+    tokens = [index * 7919 % session.vocab_size for index in range(_PAST + max(rows))]
+    session.prefill(tokens[:_PAST])
+    times: dict[int, list[float]] = {n: [] for n in rows}
+    for repeat in range(repeats + 1):
+        for n in rows:
+            started = perf_counter()
+            session.forward(tokens[_PAST : _PAST + n])
+            if repeat:  # the first round binds and warms up
+                times[n].append(perf_counter() - started)
+            session.truncate(_PAST)
+    session.truncate(0)
+    return CostCurve({n: median(values) for n, values in times.items()})

@@ -1,0 +1,261 @@
+"""A model on the CPU: ONNX Runtime's CPU provider, its KV cache in place in numpy memory.
+
+A row's logits do not depend on how many rows are computed with it (the graph sees to that, see
+``edgespec_models.graphs.decoder``), so greedy decoding with any draft equals decoding without.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+import psutil
+
+from edgespec_models.bundle import GRAPH, Bundle
+from edgespec_models.config import ModelConfig
+from edgespec_models.errors import BundleError, Cancelled, DeviceError, RequestError
+from edgespec_runtimes.session import Logits
+
+__all__ = ["CpuOptions", "CpuSession", "default_threads"]
+
+_KV_STEP = 256
+_MAX_KEPT_BINDINGS = 32
+_ONNX_TYPES = {np.dtype(np.float32): 1, np.dtype(np.int32): 6, np.dtype(np.int64): 7}
+
+
+@dataclass(frozen=True, slots=True)
+class CpuOptions:
+    """How a session uses the CPU.
+
+    Attributes:
+        threads: threads of a pass; 0 takes the physical cores this process may use.
+        spinning: idle threads wait busily for the next operator of a pass. Faster, and they stop by
+            themselves when the pass ends; turn it off where other programs need the cores.
+        prefill_chunk: tokens of one prefill pass; between two a request can be cancelled.
+    """
+
+    threads: int = 0
+    spinning: bool = True
+    prefill_chunk: int = 128
+
+    def __post_init__(self) -> None:
+        if self.threads < 0 or self.prefill_chunk < 1:
+            raise RequestError(
+                f"threads={self.threads}, prefill_chunk={self.prefill_chunk}: threads must be 0 (automatic) "
+                "or more, prefill_chunk at least 1"
+            )
+
+
+def default_threads() -> int:
+    """Physical cores this process may use."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed))
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """A binding for passes over ``n`` tokens: write the inputs, run, read the logits."""
+
+    binding: Any
+    ids: npt.NDArray[np.int64]
+    seqlens_k: npt.NDArray[np.int32]
+    total: npt.NDArray[np.int32]
+    logits: Logits
+    keep_alive: tuple[Any, ...]
+
+
+def _ort_value(array: npt.NDArray[Any]) -> Any:
+    """An OrtValue over the array's own memory."""
+    return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, _ONNX_TYPES[array.dtype])
+
+
+class CpuSession:
+    """One model reading one sequence on the CPU; see :class:`edgespec_runtimes.session.Session`.
+
+    Attributes:
+        row_exact: whether passes over one and over several tokens gave the same bits in the self-test.
+    """
+
+    def __init__(self, bundle: Bundle, options: CpuOptions | None = None) -> None:
+        """Load the graph and prove that the session can roll back.
+
+        Raises:
+            BundleError: ONNX Runtime cannot load the graph, or the graph cannot roll back.
+        """
+        self._config: ModelConfig = bundle.config
+        self._pad_rows = bundle.manifest.attention_pad_rows
+        self._options = options or CpuOptions()
+        self._tokens: list[int] = []
+        self._kv: list[tuple[str, str, npt.NDArray[np.float32], Any]] = []
+        self._capacity = 0
+        self._passes: dict[tuple[int, int], _Pass] = {}
+        self._session = _load(bundle.path / GRAPH, self._options)
+        self.row_exact = self._self_test()
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return self._config.vocab_size
+
+    @property
+    def length(self) -> int:
+        """Tokens the KV cache holds."""
+        return len(self._tokens)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens the KV cache can hold now."""
+        return self._capacity
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes reserved for the KV cache."""
+        return sum(array.nbytes for _, _, array, _ in self._kv)
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for ``capacity`` tokens, keeping what the cache holds."""
+        if capacity > self._config.context_length:
+            raise RequestError(
+                f"{capacity:,} tokens do not fit the model's context of {self._config.context_length:,}; "
+                "shorten the prompt or ask for fewer new tokens"
+            )
+        if capacity <= self._capacity:
+            return
+        rounded = min(-(-capacity // _KV_STEP) * _KV_STEP, self._config.context_length)
+        shape = (1, self._config.num_kv_heads, rounded + self._pad_rows, self._config.head_dim)
+        old, self._kv, self._passes = self._kv, [], {}
+        for index in range(2 * self._config.num_layers):
+            layer, kind = index // 2, ("key", "value")[index % 2]
+            array = np.zeros(shape, np.float32)
+            if old:
+                array[:, :, : self.length] = old[index][2][:, :, : self.length]
+            names = f"past_key_values.{layer}.{kind}", f"present.{layer}.{kind}"
+            self._kv.append((*names, array, _ort_value(array)))
+        self._capacity = rounded
+
+    def prefill(self, tokens: Sequence[int], cancelled: Callable[[], bool] | None = None) -> None:
+        """Make the cache hold exactly ``tokens``, keeping a shared prefix."""
+        self._extend(tokens, len(tokens), cancelled)
+
+    def next_logits(self, tokens: Sequence[int]) -> Logits:
+        """Make the cache hold exactly ``tokens``; return the logits of what follows, ``(vocab_size,)``."""
+        logits = self._extend(tokens, len(tokens) - 1, None)
+        if logits is None:
+            raise RequestError("next_logits needs at least one token")
+        return logits
+
+    def forward(self, tokens: Sequence[int]) -> Logits:
+        """Append ``tokens`` and return their logits, float32 ``(len(tokens), vocab_size)``."""
+        self.reserve(self.length + len(tokens))
+        return self._run(tokens, len(tokens))
+
+    def truncate(self, length: int) -> None:
+        """Forget every token from position ``length`` on."""
+        if not 0 <= length <= self.length:
+            raise RequestError(f"cannot truncate to {length}: the cache holds {self.length} tokens")
+        del self._tokens[length:]
+
+    def close(self) -> None:
+        """Free the model and its cache."""
+        self._passes.clear()
+        self._kv.clear()
+        self._tokens.clear()
+        self._capacity = 0
+        self._session = None
+
+    def _extend(
+        self, tokens: Sequence[int], keep: int, cancelled: Callable[[], bool] | None
+    ) -> Logits | None:
+        """Make the cache hold ``tokens``, reusing at most ``keep`` of them; logits of the last if any ran."""
+        self.reserve(len(tokens))
+        self.truncate(min(_common_prefix(self._tokens, tokens), max(keep, 0)))
+        logits = None
+        while self.length < len(tokens):
+            if cancelled is not None and cancelled():
+                raise Cancelled(f"cancelled after {self.length} of {len(tokens)} prompt tokens")
+            chunk = tokens[self.length : self.length + self._options.prefill_chunk]
+            logits = self._run(chunk, 1)[0]
+        return logits
+
+    def _bind(self, count: int, rows: int) -> _Pass:
+        """Bind inputs and outputs for ``count`` tokens, logits of the last ``rows`` of them."""
+        ids, seqlens = np.zeros((1, count), np.int64), np.zeros(1, np.int32)
+        total, logits = np.zeros((), np.int32), np.empty((1, rows, self.vocab_size), np.float32)
+        inputs = {
+            "input_ids": ids,
+            "seqlens_k": seqlens,
+            "total_sequence_length": total,
+            "logits_rows": np.arange(count - rows, count, dtype=np.int64),
+        }
+        if self._session is None:
+            raise RequestError("this session is closed")
+        binding, keep_alive = self._session.io_binding(), []
+        for name, array in inputs.items():
+            value = _ort_value(array)
+            keep_alive.append((array, value))
+            binding.bind_ortvalue_input(name, value)
+        for past, present, _, value in self._kv:
+            binding.bind_ortvalue_input(past, value)
+            binding.bind_ortvalue_output(present, value)
+        value = _ort_value(logits)
+        keep_alive.append((logits, value))
+        binding.bind_ortvalue_output("logits", value)
+        return _Pass(binding, ids, seqlens, total, logits[0], tuple(keep_alive))
+
+    def _run(self, tokens: Sequence[int], rows: int) -> Logits:
+        """Append ``tokens``; logits of the last ``rows``."""
+        count = len(tokens)
+        one_pass = self._passes.get((count, rows))
+        if one_pass is None:
+            if len(self._passes) >= _MAX_KEPT_BINDINGS:
+                self._passes.clear()
+            one_pass = self._passes[count, rows] = self._bind(count, rows)
+        total = self.length + count + self._pad_rows
+        one_pass.ids[0] = tokens
+        one_pass.seqlens_k[0] = total - 1
+        one_pass.total[()] = total
+        self._session.run_with_iobinding(one_pass.binding)
+        self._tokens.extend(tokens)
+        return one_pass.logits
+
+    def _self_test(self) -> bool:
+        """Roll back and compare; returns whether the number of rows leaves no trace in the bits."""
+        tokens = [7 % self.vocab_size, 11 % self.vocab_size, 13 % self.vocab_size, 5 % self.vocab_size]
+        together = self.forward(tokens).copy()
+        self.truncate(1)
+        again = self.forward(tokens[1:]).copy()
+        self.truncate(1)
+        single = np.concatenate([self.forward([token]).copy() for token in tokens[1:]])
+        self.truncate(0)
+        scale = float(np.abs(together).max())
+        if not np.isfinite(together).all() or not np.allclose(together[1:], again, atol=1e-2 * scale):
+            raise BundleError(
+                "this graph cannot roll back: the same tokens gave other logits after a truncation. "
+                "Export the model again; sliding-window and recurrent caches cannot be used for speculation."
+            )
+        return bool(np.array_equal(together[1:], again) and np.array_equal(again, single))
+
+
+def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    for index, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return index
+    return min(len(left), len(right))
+
+
+def _load(graph: Path, options: CpuOptions) -> Any:
+    settings = ort.SessionOptions()
+    settings.intra_op_num_threads = options.threads or default_threads()
+    settings.inter_op_num_threads = 1
+    settings.log_severity_level = 3
+    settings.add_session_config_entry("session.intra_op.allow_spinning", "1" if options.spinning else "0")
+    try:
+        return ort.InferenceSession(str(graph), settings, providers=["CPUExecutionProvider"])
+    except MemoryError as error:
+        raise DeviceError(f"not enough memory to load {graph.parent.name}") from error
+    except Exception as error:  # noqa: BLE001 - ONNX Runtime's own exceptions share no base class
+        raise BundleError(f"ONNX Runtime cannot load {graph}: {error}") from error

@@ -1,0 +1,108 @@
+"""The catalogue: what is installed is sound, and what is malformed is refused by file and key."""
+
+from pathlib import Path
+
+import pytest
+
+from edgespec_models.catalog import HubFile, IndexParts, entries, find
+from edgespec_models.errors import CatalogueError
+
+GOOD = """
+title = "A model"
+architecture = "llama"
+role = "target"
+parameters = 7
+licence = "MIT"
+filename = "a.gguf"
+size_bytes = 5
+sha256 = "0000000000000000000000000000000000000000000000000000000000000000"
+
+[[sources]]
+kind = "hub"
+repository = "someone/a"
+filename = "sub/a.gguf"
+
+[[sources]]
+kind = "index"
+parts = [
+    { package = "a-part1", version = "1.0", member = "a/1.bin", size_bytes = 2 },
+    { package = "a-part2", version = "1.0", member = "a/2.bin", size_bytes = 3 },
+]
+"""
+
+
+def write(folder: Path, text: str, name: str = "a") -> Path:
+    (folder / f"{name}.toml").write_text(text, encoding="utf-8")
+    return folder
+
+
+def test_the_installed_catalogue_has_the_four_models() -> None:
+    known = entries()
+    assert list(known) == [
+        "gemma-3-270m",
+        "qwen2.5-coder-0.5b-instruct",
+        "qwen2.5-coder-1.5b-instruct",
+        "smollm2-135m-instruct",
+    ]
+    for name, entry in known.items():
+        assert entry.name == name
+        assert entry.drafter is None or known[entry.drafter].role == "drafter"
+        assert {type(source) for source in entry.sources} == {HubFile, IndexParts}
+    assert len({entry.filename for entry in known.values()}) == len(known)
+
+
+def test_every_key_is_read(tmp_path: Path) -> None:
+    entry = entries(write(tmp_path, GOOD))["a"]
+    assert (entry.name, entry.role, entry.size_bytes, entry.licence_url) == ("a", "target", 5, None)
+    hub, index = entry.sources
+    assert hub == HubFile("someone/a", "sub/a.gguf", "main")
+    assert isinstance(index, IndexParts)
+    assert [(part.package, part.size_bytes) for part in index.parts] == [("a-part1", 2), ("a-part2", 3)]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('licence = "MIT"\n', "", "a.toml: the key 'licence' is missing"),
+        ('licence = "MIT"', 'license = "MIT"\nlicence = "MIT"', "a.toml: unknown key 'license'"),
+        ("parameters = 7", 'parameters = "7"', "a.toml: parameters = '7'"),
+        ("parameters = 7", "parameters = true", "a.toml: parameters = True"),
+        ("size_bytes = 5", "size_bytes = 0", "size_bytes = 0"),
+        ('"target"', '"oracle"', "role = 'oracle'"),
+        ('filename = "a.gguf"', 'filename = "../a.gguf"', "filename = '../a.gguf'"),
+        ('filename = "sub/a.gguf"', 'filename = "/etc/passwd"', r"a.toml: sources\[0\]: filename"),
+        ("someone/a", "someone", "repository"),
+        ('"hub"', '"ftp"', "kind = 'ftp'"),
+        ('"a-part2"', '"--index-url"', r"sources\[1\]: parts\[1\]: package = '--index-url'"),
+        ('"a-part1", version', '"a-part1", colour = 1, version', "unknown key 'colour'"),
+        ("size_bytes = 3", "size_bytes = 4", "the parts add up to 6 bytes, but size_bytes is 5"),
+        ('role = "target"', 'role = "target"\ndrafter = "b"', "drafter = 'b' is not in the catalogue"),
+        ("000000", "zz0000", "sha256"),
+        ("title =", "title", "cannot be read as TOML"),
+    ],
+)
+def test_a_malformed_file_is_refused_by_name_and_key(tmp_path: Path, old: str, new: str, said: str) -> None:
+    assert old in GOOD
+    with pytest.raises(CatalogueError, match=said):
+        entries(write(tmp_path, GOOD.replace(old, new, 1)))
+
+
+def test_no_sources_is_refused(tmp_path: Path) -> None:
+    text = GOOD.partition("[[sources]]")[0]
+    with pytest.raises(CatalogueError, match="'sources' is missing"):
+        entries(write(tmp_path, text))
+    with pytest.raises(CatalogueError, match="at least one table"):
+        entries(write(tmp_path, text + "sources = []"))
+
+
+def test_a_bad_model_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CatalogueError, match="Not A Name"):
+        entries(write(tmp_path, GOOD, name="Not A Name"))
+
+
+def test_find_suggests_what_is_near_and_lists_all() -> None:
+    assert find("gemma-3-270m").architecture == "gemma3"
+    with pytest.raises(CatalogueError, match=r"Did you mean 'smollm2-135m-instruct'\?.*gemma-3-270m"):
+        find("SmolLM2-135M")
+    with pytest.raises(CatalogueError, match="no model 'zzz' in the catalogue"):
+        find("zzz")

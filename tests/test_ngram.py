@@ -1,0 +1,181 @@
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgespec.drafting.draft import NO_DRAFT
+from edgespec.drafting.ngram import ContextTree, Match, NgramDrafter
+from edgespec_models.errors import RequestError
+
+texts = st.lists(st.integers(0, 3), max_size=40)
+
+
+def _tree(tokens: Sequence[int], *, max_n: int = 4, window: int = 1000) -> ContextTree:
+    tree = ContextTree(max_n=max_n, window=window)
+    tree.align(tokens)
+    return tree
+
+
+def _scan(tokens: list[int], context: list[int], max_n: int, first: int = 0) -> Match | None:
+    """The definition of ``find``, by looking everywhere; ``first`` is the oldest position in the window."""
+    for n in range(min(max_n, len(context)), 0, -1):
+        suffix = context[-n:]
+        found = [p for p in range(max(n, first), len(tokens)) if tokens[p - n : p] == suffix]
+        if not found:
+            continue
+        counts = Counter(tokens[p] for p in found)
+        chosen = found[-1]
+        if len(found) > 1 and counts[tokens[found[-2]]] > counts[tokens[chosen]]:
+            chosen = found[-2]
+        length = 0
+        while length < min(chosen, len(context), 32) and tokens[chosen - 1 - length] == context[-1 - length]:
+            length += 1
+        return Match(tokens[chosen], length, len(found), counts[tokens[chosen]])
+    return None
+
+
+@given(texts, st.lists(st.integers(0, 3), max_size=8), st.integers(1, 6))
+def test_the_tree_finds_what_a_scan_finds(tokens: list[int], context: list[int], max_n: int) -> None:
+    assert _tree(tokens, max_n=max_n).find(context) == _scan(tokens, context, max_n)
+    assert _tree(tokens, max_n=max_n).find(tokens) == _scan(tokens, tokens, max_n)
+
+
+@given(st.lists(texts, min_size=1, max_size=6), st.lists(st.integers(0, 3), max_size=6))
+def test_a_tree_that_was_moved_about_is_a_fresh_one(histories: list[list[int]], context: list[int]) -> None:
+    tree = ContextTree(max_n=3, window=1000)
+    held: list[int] = []
+    for tokens in histories:
+        moved = tokens if len(tokens) % 3 else held[: len(tokens)] + tokens
+        shared = tree.align(moved)
+        assert moved[:shared] == held[:shared]
+        assert shared == min(len(held), len(moved)) or held[shared] != moved[shared]
+        held = moved
+        assert len(tree) == len(held)
+        assert tree.find(context) == _scan(held, context, 3)
+
+
+@given(texts, st.integers(1, 12), st.lists(st.integers(0, 3), min_size=1, max_size=5), st.data())
+def test_only_the_window_is_found_again(
+    tokens: list[int], window: int, context: list[int], data: st.DataObject
+) -> None:
+    tree = _tree(tokens, max_n=3, window=window)
+    first = max(0, len(tokens) - window)
+    assert tree.find(context) == _scan(tokens, context, 3, first)
+    kept = data.draw(st.integers(0, len(tokens)))
+    tree.align(tokens[:kept])
+    assert tree.find(context) == _scan(tokens[:kept], context, 3, first)
+    longer = tokens[:kept] + context
+    tree.align(longer)
+    first = max(min(first, kept), len(longer) - window)
+    assert tree.find(context) == _scan(longer, context, 3, first)
+
+
+def test_the_longest_match_wins_over_the_latest() -> None:
+    #        a  b  c  X      b  c  Y      a  b  c
+    text = [1, 2, 3, 10, 7, 2, 3, 11, 8, 1, 2, 3]
+    assert _tree(text).find(text) == Match(10, 3, 1, 1)
+
+
+def test_of_equal_matches_the_latest_wins_unless_outvoted() -> None:
+    assert _tree([1, 10, 1, 11, 1]).find([1]) == Match(11, 1, 2, 1)
+    assert _tree([1, 10, 1, 10, 1, 11, 1]).find([1]) == Match(10, 1, 3, 2)
+
+
+def test_a_copy_goes_on_into_its_own_proposals() -> None:
+    draft = NgramDrafter(stop_below=0.0).propose([9, 1, 2, 3, 1, 2, 3, 1], 7)
+    assert draft.tokens == (2, 3, 1, 2, 3, 1, 2)
+    assert draft.sources == ("ngram",) * 7
+    assert draft.probs is None
+    assert len(draft.confidence) == 7
+
+
+@pytest.mark.parametrize("tokens", [[], [1], [1, 2, 3]])
+def test_nothing_is_proposed_without_a_match(tokens: list[int]) -> None:
+    assert NgramDrafter().propose(tokens, 4) is NO_DRAFT
+
+
+def test_the_limit_holds() -> None:
+    text = [1, 2, 3, 4] * 5
+    assert len(NgramDrafter().propose(text, 3).tokens) == 3
+    assert NgramDrafter().propose(text, 0) is NO_DRAFT
+
+
+def test_longer_and_undisputed_matches_are_trusted_more() -> None:
+    def confidence(text: list[int]) -> float:
+        return NgramDrafter(stop_below=0.0).propose(text, 1).confidence[0]
+
+    unique_1 = confidence([1, 10, 5, 1])
+    unique_3 = confidence([1, 2, 3, 10, 5, 1, 2, 3])
+    agreed_1 = confidence([1, 10, 5, 1, 10, 6, 1])
+    disputed_1 = confidence([1, 10, 5, 1, 11, 6, 1])
+    assert disputed_1 < unique_1 < unique_3 < 1.0
+    assert unique_1 < agreed_1
+
+
+def _replay(drafter: NgramDrafter, text: list[int], start: int) -> tuple[float, float]:
+    """Mean confidence and share accepted of first proposals, while the text is committed token by token."""
+    stated, right = [], []
+    for end in range(start, len(text)):
+        draft = drafter.propose(text[:end], 1)
+        if draft.tokens:
+            stated.append(draft.confidence[0])
+            right.append(draft.tokens[0] == text[end])
+    return sum(stated) / len(stated), sum(right) / len(right)
+
+
+def test_confidence_learns_from_what_is_committed() -> None:
+    noise = random.Random(0)
+    noisy = [noise.randrange(20) for _ in range(1500)]
+    # On noise the priors promise far too much; in the end the stated confidence is the true rate.
+    drafter = NgramDrafter(stop_below=0.0)
+    first, _ = _replay(drafter, noisy[:330], 300)
+    stated, right = _replay(drafter, noisy, 500)
+    assert first > 0.15
+    assert stated == pytest.approx(right, abs=0.05)
+
+
+def test_matches_that_fell_out_of_favour_are_still_judged() -> None:
+    """Token by token: unique matches of one token that are wrong 60 times, then right 60 times."""
+    drafter = NgramDrafter()
+    text: list[int] = []
+
+    def proposals(block: list[int]) -> list[bool]:
+        before = len(text)
+        text.extend(block)
+        return [bool(drafter.propose(text[:end], 1).tokens) for end in range(before + 1, len(text) + 1)]
+
+    for i in range(100, 400, 5):
+        last = proposals([i, i + 1, i + 2, i, i + 3])
+    assert not any(last)
+    for i in range(1000, 1300, 5):
+        last = proposals([i, i + 1, i + 2, i, i + 1])
+    assert last[3]
+
+
+def test_a_draft_stops_where_it_would_hardly_be_reached() -> None:
+    text = [1, 10, 11, 12, 13, 14, 15, 5, 1]
+    whole = NgramDrafter(stop_below=0.0).propose(text, 6)
+    cut = NgramDrafter(stop_below=0.05).propose(text, 6)
+    assert 0 < len(cut.tokens) < len(whole.tokens) == 6
+    assert cut.tokens == whole.tokens[: len(cut.tokens)]
+
+
+@given(texts, texts)
+def test_proposals_depend_on_the_tokens_and_not_on_how_they_came(one: list[int], two: list[int]) -> None:
+    fresh = NgramDrafter(stop_below=0.0).propose(two, 5)
+    moved = NgramDrafter(stop_below=0.0)
+    moved.propose(one, 5)
+    assert moved.propose(two, 5).tokens == fresh.tokens
+    assert moved.propose(tuple(two), 5).tokens == fresh.tokens
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("stop_below", -0.1), ("stop_below", 2.0), ("max_n", 0), ("max_n", 33), ("window", 0)],
+)
+def test_arguments_out_of_range_are_named(field: str, value: float) -> None:
+    with pytest.raises(RequestError, match=f"{field} is {value!r}; allowed: "):
+        NgramDrafter(**{field: value})  # type: ignore[arg-type]

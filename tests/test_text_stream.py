@@ -1,0 +1,134 @@
+from functools import lru_cache
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from edgespec_models.errors import RequestError, TokenizerError
+from edgespec_models.text_stream import TextStream
+from edgespec_models.tokenizer import Tokenizer
+from tests.tokenizers_for_tests import byte_level_json, sentencepiece_json
+
+
+@lru_cache
+def tokenizer(kind: str = "bytes") -> Tokenizer:
+    return Tokenizer.from_json(byte_level_json() if kind == "bytes" else sentencepiece_json())
+
+
+def chunked(stream: TextStream, tokens: list[int], size: int) -> list[str]:
+    return [stream.push(tokens[i : i + size]) for i in range(0, len(tokens), size)] + [stream.finish()]
+
+
+def first_completed(text: str, stops: list[str]) -> tuple[int, str] | None:
+    """Reads character by character, as nothing in the stream does."""
+    for end in range(1, len(text) + 1):
+        hits = [stop for stop in stops if text[:end].endswith(stop)]
+        if hits:
+            stop = max(hits, key=len)
+            return end - len(stop), stop
+    return None
+
+
+some_tokens = st.lists(st.integers(0, tokenizer().vocab_size - 1), max_size=30)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
+@given(tokens=some_tokens, size=st.integers(1, 5))
+def test_pieces_join_to_the_decoded_text(kind: str, tokens: list[int], size: int) -> None:
+    tok = tokenizer(kind)
+    stream = TextStream(tok)
+    assert "".join(chunked(stream, tokens, size)) == tok.decode(tokens)
+    assert not stream.stopped and stream.stop_string is None
+    assert stream.kept_tokens == len(tokens)
+
+
+@given(
+    text=st.text(alphabet="abé ", max_size=25),
+    stops=st.lists(st.text(alphabet="abé ", min_size=1, max_size=4), max_size=3),
+    size=st.integers(1, 4),
+    spell=st.booleans(),
+)
+@example(text="ab", stops=["b", "a"], size=4, spell=True)
+@example(text="aab ", stops=["b", "aab"], size=4, spell=True)
+@example(text="abé ", stops=["abé a", "é"], size=1, spell=True)
+def test_stop_strings(text: str, stops: list[str], size: int, spell: bool) -> None:
+    tok = tokenizer()
+    data = text.encode()
+    tokens = [tok.encode_bytes(bytes([b]))[0] for b in data] if spell else tok.encode_bytes(data)
+    stream = TextStream(tok, stop=stops)
+    out = "".join(chunked(stream, tokens, size))
+    found = first_completed(text, stops)
+    if found is None:
+        assert (out, stream.stop_string, stream.kept_tokens) == (text, None, len(tokens))
+        return
+    assert (out, stream.stop_string) == (text[: found[0]], found[1])
+    kept = stream.kept_tokens
+    assert tok.bytes_of(tokens[:kept]).startswith(out.encode())
+    assert kept == 0 or len(tok.bytes_of(tokens[: kept - 1])) < len(out.encode())
+
+
+def test_never_half_a_character() -> None:
+    tok = tokenizer()
+    stream = TextStream(tok)
+    pieces = [stream.push(tok.encode_bytes(bytes([b]))) for b in "é😀".encode()]
+    assert pieces == ["", "é", "", "", "", "😀"]
+
+
+def test_incomplete_character_at_the_end() -> None:
+    tok = tokenizer()
+    stream = TextStream(tok)
+    assert stream.push(tok.encode_bytes("😀".encode()[:3])) == ""
+    assert stream.finish() == "\ufffd"
+    assert stream.finish() == ""
+
+
+def test_text_that_may_begin_a_stop_string_is_held_back() -> None:
+    tok = tokenizer()
+    stream = TextStream(tok, stop=["STOP"])
+    assert stream.push(tok.encode("go ST")) == "go "
+    assert stream.push(tok.encode("A")) == "STA"
+    assert stream.push(tok.encode("ST")) == ""
+    assert stream.finish() == "ST"
+
+
+def test_tokens_after_the_stop_are_ignored() -> None:
+    tok = tokenizer()
+    stream = TextStream(tok, stop=["\n\n"])
+    tokens = tok.encode("one")
+    assert stream.push([*tokens, *tok.encode_bytes(b"\n\n"), *tok.encode("two")]) == "one"
+    assert stream.stopped and stream.stop_string == "\n\n" and stream.kept_tokens == len(tokens)
+    assert stream.push(tok.encode("three")) == "" and stream.finish() == ""
+    assert stream.kept_tokens == len(tokens)
+
+
+def test_incomplete_character_before_the_stop() -> None:
+    tok = tokenizer()
+    stream = TextStream(tok, stop=["x"])
+    assert stream.push(tok.encode_bytes(b"\xf0\x9fx")) == "\ufffd"
+    assert stream.kept_tokens == 2
+
+
+def test_stop_at_once_keeps_nothing() -> None:
+    tok = tokenizer()
+    stream = TextStream(tok, stop=["x"])
+    assert stream.push(tok.encode("x")) == "" and stream.kept_tokens == 0
+
+
+def test_special_tokens_contribute_no_text() -> None:
+    tok = tokenizer()
+    end = tok.special_id("<|im_end|>")
+    assert end is not None
+    stream = TextStream(tok, stop=["<|im_end|>"])
+    assert stream.push([*tok.encode("a"), end]) + stream.finish() == "a"
+    assert not stream.stopped and stream.kept_tokens == 2
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(RequestError, match="empty"):
+        TextStream(tokenizer(), stop=[""])
+    with pytest.raises(RequestError, match="list"):
+        TextStream(tokenizer(), stop="\n")
+    with pytest.raises(RequestError, match="surrogate"):
+        TextStream(tokenizer(), stop=["\ud800"])
+    with pytest.raises(TokenizerError):
+        TextStream(tokenizer()).push([10**6])

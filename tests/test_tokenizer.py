@@ -1,0 +1,295 @@
+import json
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from edgespec_models.errors import RequestError, TokenizerError
+from edgespec_models.tokenizer import Tokenizer
+from tests.tokenizers_for_tests import CORPUS, byte_level_json, sentencepiece_json
+
+
+@lru_cache
+def tokenizer(kind: str) -> Tokenizer:
+    if kind == "bytes":
+        return Tokenizer.from_json(byte_level_json())
+    if kind == "bytes, NFC":
+        spec = json.loads(byte_level_json())
+        spec["normalizer"] = {"type": "NFC"}
+        return Tokenizer.from_json(json.dumps(spec))
+    return Tokenizer.from_json(sentencepiece_json(prefix=kind == "sentencepiece, prefix"))
+
+
+KINDS = ("bytes", "bytes, NFC", "sentencepiece", "sentencepiece, prefix")
+every_kind = pytest.mark.parametrize("kind", KINDS)
+mixed_bytes = st.lists(
+    st.one_of(
+        st.binary(max_size=6),
+        st.text(max_size=6).map(str.encode),
+        st.sampled_from([*(text.encode() for text in CORPUS), b"<0x41>", b"<eos>", b"<|im_end|>", b"<tool>"]),
+        st.sampled_from([b"\xe2\x96\x81", b"\xf0\x9f\x98", b"\xed\xa0\x80", b"e\xcc\x81", b" ", b"  "]),
+    ),
+    max_size=6,
+).map(b"".join)
+
+
+@every_kind
+@given(data=mixed_bytes)
+@example(data=b"\xff\xfe \xe2\x96\x81a\xe2\x96")
+@example(data=" e\u0301 ".encode())
+def test_any_bytes_come_back(kind: str, data: bytes) -> None:
+    tok = tokenizer(kind)
+    ids = tok.encode_bytes(data)
+    assert tok.bytes_of(ids) == data
+    assert not any(tok.is_special(id_) for id_ in ids)
+
+
+@every_kind
+@given(text=st.text(max_size=20))
+def test_text_never_becomes_special_tokens(kind: str, text: str) -> None:
+    tok = tokenizer(kind)
+    for special in ("<|im_end|>", "<eos>"):
+        assert not any(tok.is_special(id_) for id_ in tok.encode(text + special + text))
+
+
+def test_special_tokens_only_on_request() -> None:
+    tok = tokenizer("bytes")
+    end = tok.special_id("<|im_end|>")
+    assert end is not None
+    assert tok.encode("a<|im_end|>", special=True) == [*tok.encode("a"), end]
+    assert end not in tok.encode("a<|im_end|>")
+    assert tok.decode(tok.encode("a<|im_end|>")) == "a<|im_end|>"
+    assert tok.special_id("<tool>") is None
+
+
+def test_the_text_of_a_special_token_is_encoded_like_other_text() -> None:
+    tok = Tokenizer.from_json(byte_level_json(specials=("<|endoftext|>", "the quick")))
+    assert tok.encode("the quick", special=True) == [1]
+    assert [tok.token_bytes(id_) for id_ in tok.encode("the quick")] == [b"the", b" quick"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "data"),
+    [
+        ("bytes, NFC", "the quick e\u0301".encode()),
+        ("sentencepiece", "the quick \u2581".encode()),
+        ("sentencepiece, prefix", b"the quick"),
+        ("bytes", b"\xffthe quick\xff"),
+    ],
+)
+def test_only_what_needs_it_is_spelled_in_bytes(kind: str, data: bytes) -> None:
+    assert len(tokenizer(kind).encode_bytes(data)) <= 8
+
+
+def test_added_tokens_that_are_not_special_always_match() -> None:
+    tok = tokenizer("bytes")
+    (tool,) = tok.encode("<tool>")
+    assert tok.token_bytes(tool) == b"<tool>"
+    assert not tok.is_special(tool)
+
+
+def test_special_token_reachable_by_merges_is_spelled_out() -> None:
+    spec = json.loads(sentencepiece_json())
+    vocab = spec["model"]["vocab"]
+    for text in ("<e", "os", "os>"):
+        vocab.setdefault(text, len(vocab) + 1)
+    for text in "<eos>":
+        vocab.setdefault(text, len(vocab) + 1)
+    spec["model"]["merges"] = [["<", "e"], ["o", "s"], ["os", ">"], ["<e", "os>"], *spec["model"]["merges"]]
+    spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"] != "  "]
+    tok = Tokenizer.from_json(json.dumps(spec))
+    assert tok.special_id("<eos>") not in tok.encode("<eos>")
+    assert tok.decode(tok.encode("<eos>")) == "<eos>"
+
+
+@every_kind
+def test_every_token_is_found_by_its_bytes(kind: str) -> None:
+    tok = tokenizer(kind)
+    for id_ in range(tok.vocab_size):
+        data = tok.token_bytes(id_)
+        found = tok.id_of_bytes(data)
+        if data and not tok.is_special(id_):
+            assert found is not None and tok.token_bytes(found) == data
+        else:
+            assert found is None or not tok.is_special(found)
+
+
+def test_byte_token_is_found_only_where_there_is_no_other() -> None:
+    tok = tokenizer("sentencepiece")
+    assert tok.id_of_bytes(b"t") == tok.encode("t")[0]
+    assert tok.id_of_bytes(b"\xff") == tok.encode_bytes(b"\xff")[0]
+    assert tok.id_of_bytes(b"") is None
+    assert tok.id_of_bytes(b"no such token") is None
+
+
+def test_sentencepiece_bytes() -> None:
+    tok = tokenizer("sentencepiece")
+    assert tok.bytes_of(tok.encode("the quick")) == b"the quick"
+    assert tok.token_bytes(3 + 0x41) == b"A"
+
+
+def test_added_space_signs_are_spaces() -> None:
+    spec = json.loads(sentencepiece_json())
+    spec["added_tokens"][-1]["content"] = "\u2581\u2581"
+    tok = Tokenizer.from_json(json.dumps(spec))
+    assert tok.token_bytes(spec["added_tokens"][-1]["id"]) == b"  "
+
+
+def test_token_outside_the_byte_alphabet_is_its_own_text() -> None:
+    spec = json.loads(byte_level_json(size=300))
+    spec["model"]["vocab"]["\x80"] = 300
+    assert Tokenizer.from_json(json.dumps(spec)).token_bytes(300) == b"\xc2\x80"
+
+
+def test_prefix_space_is_in_encode_but_not_in_encode_bytes() -> None:
+    tok = tokenizer("sentencepiece, prefix")
+    assert tok.decode(tok.encode("the")) == " the"
+    assert tok.bytes_of(tok.encode_bytes(b"the")) == b"the"
+
+
+def test_byte_alphabet_covers_all_bytes() -> None:
+    tok = tokenizer("bytes")
+    data = bytes(range(256))
+    assert tok.bytes_of(tok.encode_bytes(data)) == data
+    assert all(tok.id_of_bytes(data[i : i + 1]) is not None for i in range(256))
+
+
+def test_incomplete_characters_decode_to_the_replacement() -> None:
+    tok = tokenizer("bytes")
+    assert tok.decode(tok.encode_bytes("é".encode()[:1])) == "\ufffd"
+
+
+def test_decode_skips_special_tokens_unless_told() -> None:
+    tok = tokenizer("bytes")
+    ids = tok.encode("a<|im_end|>", special=True)
+    assert tok.decode(ids) == "a"
+    assert tok.decode(ids, skip_special=False) == "a<|im_end|>"
+
+
+def test_special_spans() -> None:
+    text = "é<|im_end|> <tool><|im_end|>"
+    spans = tokenizer("bytes").special_spans(text)
+    assert [text[start:stop] for start, stop in spans] == ["<|im_end|>", "<|im_end|>"]
+
+
+def test_padding_rows_are_empty() -> None:
+    ids = tokenizer("bytes").vocab_size
+    padded = Tokenizer.from_json(byte_level_json(), vocab_size=ids + 5)
+    assert padded.vocab_size == ids + 5
+    assert padded.token_bytes(ids + 4) == b""
+    assert padded.matches(tokenizer("bytes"))
+
+
+def test_matches_compares_bytes_and_roles() -> None:
+    tok = tokenizer("bytes")
+    assert tok.matches(Tokenizer.from_json(byte_level_json()))
+    assert not tok.matches(Tokenizer.from_json(byte_level_json(size=300)))
+    assert not tok.matches(tokenizer("sentencepiece"))
+    ordinary = json.loads(byte_level_json())
+    ordinary["added_tokens"][0]["special"] = False
+    assert not tok.matches(Tokenizer.from_json(json.dumps(ordinary)))
+
+
+def test_vocabulary_larger_than_the_head_is_refused() -> None:
+    with pytest.raises(TokenizerError, match="LM head has 10 rows"):
+        Tokenizer.from_json(byte_level_json(), vocab_size=10)
+
+
+@pytest.mark.parametrize("token", [-1, 10**6])
+def test_ids_out_of_range_are_refused(token: int) -> None:
+    tok = tokenizer("bytes")
+    with pytest.raises(TokenizerError, match="not in 0"):
+        tok.token_bytes(token)
+    with pytest.raises(TokenizerError, match="not in 0"):
+        tok.bytes_of([1, token])
+
+
+def test_vocabulary_without_all_bytes_says_so() -> None:
+    spec = json.loads(byte_level_json(size=300))
+    del spec["model"]["vocab"]["ÿ"]
+    tok = Tokenizer.from_json(json.dumps(spec))
+    assert tok.bytes_of(tok.encode_bytes(b"ok")) == b"ok"
+    with pytest.raises(TokenizerError, match="0xFF"):
+        tok.encode_bytes(b"\xff")
+
+
+def test_lone_surrogates_are_refused() -> None:
+    with pytest.raises(RequestError, match="surrogate"):
+        tokenizer("bytes").encode("\ud800")
+
+
+def test_truncation_and_padding_of_the_file_are_ignored() -> None:
+    spec = json.loads(byte_level_json())
+    spec["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    tok = Tokenizer.from_json(json.dumps(spec))
+    assert tok.decode(tok.encode("the quick brown fox")) == "the quick brown fox"
+
+
+def damage(change: Callable[[dict[str, Any]], object]) -> str:
+    spec = json.loads(byte_level_json())
+    change(spec)
+    return json.dumps(spec)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        damage(lambda spec: spec.pop("model")),
+        damage(lambda spec: spec.update(added_tokens=3)),
+        damage(lambda spec: spec.update(decoder={"type": "Unheard"})),
+        damage(lambda spec: spec["model"].update(unk_token="absent")),
+        damage(lambda spec: spec["model"].update(continuing_subword_prefix="##")),
+        byte_level_json()[:-200],
+    ],
+)
+def test_damaged_files_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+        Tokenizer.from_file(path)
+
+
+def test_missing_and_binary_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match="Cannot read"):
+        Tokenizer.from_file(tmp_path / "absent.json")
+    binary = tmp_path / "binary.json"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(TokenizerError, match="Cannot read"):
+        Tokenizer.from_file(binary)
+
+
+@pytest.mark.parametrize(
+    ("decoder", "named"),
+    [(None, "none"), ({"type": "WordPiece", "prefix": "##", "cleanup": True}, "WordPiece")],
+)
+def test_other_kinds_are_refused_by_name(decoder: object, named: str) -> None:
+    with pytest.raises(TokenizerError, match=f"BPE model with the decoder {named}"):
+        Tokenizer.from_json(damage(lambda spec: spec.update(decoder=decoder)))
+
+
+def test_threads_do_not_mix_modes() -> None:
+    tok = tokenizer("bytes")
+    text = "the <|im_end|> dog " * 20
+    expected = {special: tok.encode(text, special=special) for special in (False, True)}
+    wrong: list[bool] = []
+
+    def work(special: bool) -> None:
+        for _ in range(50):
+            if tok.encode(text, special=special) != expected[special]:
+                wrong.append(special)
+
+    threads = [threading.Thread(target=work, args=(bool(i % 2),)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

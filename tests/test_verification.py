@@ -1,0 +1,279 @@
+"""The whole propose, verify, commit loop on toy targets must keep the law of plain decoding."""
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgespec.drafting.draft import NO_DRAFT, Draft
+from edgespec.sampling import DRAFT_LANE, SamplingParams, distribution, draw, uniform
+from edgespec.verification import (
+    GreedyVerifier,
+    SamplingVerifier,
+    Verdict,
+    Verifier,
+    make_verifier,
+    verify_greedy,
+)
+from edgespec_models.errors import RequestError
+
+VOCAB = 12
+LENGTH = 3
+PROMPT = [3]
+
+Matrix = npt.NDArray[np.float32]
+Propose = Callable[[Sequence[int]], Draft]
+
+
+def _markov(seed: int, scale: float = 1.5) -> Matrix:
+    return np.random.default_rng(seed).normal(0.0, scale, (VOCAB, VOCAB)).astype(np.float32)
+
+
+TARGET = _markov(0)
+
+
+def _generate(verify: Verifier, propose: Propose, length: int, target: Matrix = TARGET) -> tuple[int, ...]:
+    tokens = list(PROMPT)
+    while len(tokens) < len(PROMPT) + length:
+        draft = propose(tokens)
+        verdict = verify(target[[tokens[-1], *draft.tokens]], draft, tokens)
+        tokens += [*draft.tokens[: verdict.accepted], verdict.token]
+    return tuple(tokens[len(PROMPT) : len(PROMPT) + length])
+
+
+def _plain(tokens: Sequence[int]) -> Draft:
+    return NO_DRAFT
+
+
+def _likely(tokens: Sequence[int]) -> Draft:
+    """A deterministic drafter that is often right: the two likeliest steps of a blurred target."""
+    first = int(np.argmax(TARGET[tokens[-1]] + 0.5 * _WRONG[tokens[-1]]))
+    return Draft((first, int(np.argmax(TARGET[first]))))
+
+
+_WRONG = _markov(1)
+
+
+def _sampling_drafter(seed: int, logits: Matrix, limit: int = 2) -> Propose:
+    params = SamplingParams(temperature=1.3, top_k=9)
+
+    def propose(tokens: Sequence[int]) -> Draft:
+        drafted: list[int] = []
+        laws = []
+        for i in range(limit):
+            law = distribution(logits[drafted[-1] if drafted else tokens[-1]], None, params)
+            laws.append(law)
+            drafted.append(draw(law, uniform(seed, len(tokens) + i, DRAFT_LANE)))
+        return Draft(tuple(drafted), probs=np.stack(laws))
+
+    return propose
+
+
+def _expected(params: SamplingParams) -> dict[tuple[int, ...], float]:
+    """The exact law of the first LENGTH tokens of plain sampling."""
+    law: dict[tuple[int, ...], float] = {}
+    for path in product(range(VOCAB), repeat=LENGTH):
+        mass, seen = 1.0, list(PROMPT)
+        for token in path:
+            mass *= distribution(TARGET[seen[-1]], np.unique(seen), params)[token]
+            if mass == 0.0:
+                break
+            seen.append(token)
+        else:
+            law[path] = mass
+    return law
+
+
+def _chi_square_p(samples: list[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
+    """p-value of the samples under the law; cells expected less than 8 times are pooled."""
+    if any(sample not in law for sample in samples):
+        return 0.0
+    count = len(samples)
+    large = [path for path, mass in law.items() if mass * count >= 8.0]
+    observed = np.array([samples.count(path) for path in large], dtype=np.float64)
+    expected = np.array([law[path] * count for path in large])
+    observed = np.append(observed, count - observed.sum())
+    expected = np.append(expected, count - expected.sum())
+    if expected[-1] < 8.0:
+        observed = np.append(observed[:-2], observed[-2:].sum())
+        expected = np.append(expected[:-2], expected[-2:].sum())
+    statistic = float(((observed - expected) ** 2 / expected).sum())
+    return _upper_gamma((len(expected) - 1) / 2, statistic / 2)
+
+
+def _upper_gamma(a: float, x: float) -> float:
+    """Regularized upper incomplete gamma Q(a, x) = 1 - P(a, x), P by its series; enough for p >= 1e-12."""
+    term = total = 1.0 / a
+    for n in range(1, 10_000):
+        term *= x / (a + n)
+        total += term
+        if term < total * 1e-17:
+            break
+    return max(0.0, 1.0 - total * math.exp(a * math.log(x) - x - math.lgamma(a)))
+
+
+def test_the_survival_function_matches_tables() -> None:
+    for df, quantile, p in [(1, 3.841459, 0.05), (10, 18.307038, 0.05), (100, 149.449253, 0.001)]:
+        assert _upper_gamma(df / 2, quantile / 2) == pytest.approx(p, rel=1e-5)
+
+
+PARAMS = [
+    SamplingParams(temperature=0.8, top_k=4),
+    SamplingParams(temperature=1.0, top_p=0.7),
+    SamplingParams(temperature=1.2, min_p=0.2, repetition_penalty=1.8),
+]
+RUNS = 2500
+
+
+def _samples(
+    params: SamplingParams, drafter: Callable[[int], Propose], verifier: Callable[[int], Verifier]
+) -> list[tuple[int, ...]]:
+    return [_generate(verifier(seed), drafter(seed), LENGTH) for seed in range(RUNS)]
+
+
+@pytest.mark.parametrize("params", PARAMS)
+@pytest.mark.parametrize("kind", ["plain", "likely", "sampled_wrong", "sampled_close"])
+def test_the_output_keeps_the_law_of_plain_sampling(params: SamplingParams, kind: str) -> None:
+    drafters: dict[str, Callable[[int], Propose]] = {
+        "plain": lambda seed: _plain,
+        "likely": lambda seed: _likely,
+        "sampled_wrong": lambda seed: _sampling_drafter(seed, _WRONG),
+        "sampled_close": lambda seed: _sampling_drafter(seed, TARGET + 0.5 * _WRONG),
+    }
+    samples = _samples(params, drafters[kind], lambda seed: SamplingVerifier(params, seed))
+    assert _chi_square_p(samples, _expected(params)) > 1e-4
+
+
+def test_dropping_proposals_by_their_own_probability_is_caught() -> None:
+    """The mistake the rules forbid: keep proposal k only if q(x_k) is high."""
+    params = PARAMS[0]
+
+    def dropping(seed: int) -> Propose:
+        propose = _sampling_drafter(seed, TARGET + 0.5 * _WRONG)
+
+        def drop(tokens: Sequence[int]) -> Draft:
+            draft = propose(tokens)
+            assert draft.probs is not None
+            keep = 0
+            while keep < len(draft.tokens) and draft.probs[keep, draft.tokens[keep]] > 0.3:
+                keep += 1
+            return Draft(draft.tokens[:keep], probs=draft.probs[:keep])
+
+        return drop
+
+    samples = _samples(params, dropping, lambda seed: SamplingVerifier(params, seed))
+    assert _chi_square_p(samples, _expected(params)) < 1e-8
+
+
+def test_a_wrong_residual_is_caught() -> None:
+    """After a rejection the token must come from the residual; here it comes from p."""
+    params = PARAMS[0]
+
+    def from_p(seed: int) -> Verifier:
+        right = SamplingVerifier(params, seed)
+        again = SamplingVerifier(params, seed + 10**6)
+
+        def verify(logits: Matrix, draft: Draft, tokens: Sequence[int]) -> Verdict:
+            verdict = right(logits, draft, tokens)
+            kept = verdict.accepted
+            position = [*tokens, *draft.tokens[:kept]]
+            return Verdict(kept, again(logits[kept : kept + 1], NO_DRAFT, position).token)
+
+        return verify
+
+    samples = _samples(params, lambda seed: _sampling_drafter(seed, _WRONG), from_p)
+    assert _chi_square_p(samples, _expected(params)) < 1e-8
+
+
+drafts = st.lists(st.integers(0, VOCAB - 1), max_size=5)
+scripts = st.lists(drafts, min_size=1, max_size=12)
+
+
+def _scripted(script: list[list[int]], params: SamplingParams) -> Propose:
+    """Any drafts at all, some made right by replaying the plain generation."""
+    plain = _generate(make_verifier(params), _plain, 24)
+    calls = iter(range(10**6))
+
+    def propose(tokens: Sequence[int]) -> Draft:
+        given_tokens = script[next(calls) % len(script)]
+        if len(given_tokens) % 2:
+            done = len(tokens) - len(PROMPT)
+            return Draft((*plain[done : done + len(given_tokens)], *given_tokens[:1]))
+        return Draft(tuple(given_tokens))
+
+    return propose
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    scripts,
+    st.sampled_from(
+        [
+            SamplingParams(),
+            SamplingParams(repetition_penalty=1.5),
+            SamplingParams(temperature=0.9, top_p=0.8, seed=11),
+            SamplingParams(temperature=1.5, repetition_penalty=1.3, seed=2**64 - 1),
+        ]
+    ),
+)
+def test_any_deterministic_draft_leaves_every_token_as_it_was(
+    script: list[list[int]], params: SamplingParams
+) -> None:
+    plain = _generate(make_verifier(params), _plain, 16)
+    assert _generate(make_verifier(params), _scripted(script, params), 16) == plain
+
+
+def test_right_proposals_are_all_accepted() -> None:
+    params = SamplingParams(temperature=0.9, seed=5)
+    plain = _generate(make_verifier(params), _plain, 5)
+    draft = Draft(plain[:4])
+    verdict = make_verifier(params)(TARGET[[PROMPT[-1], *draft.tokens]], draft, PROMPT)
+    assert verdict == Verdict(4, plain[4])
+
+
+def test_proposals_from_the_target_itself_are_all_accepted() -> None:
+    params = SamplingParams(temperature=1.0)
+    law = distribution(TARGET[PROMPT[-1]], None, params)
+    for seed in range(50):
+        token = draw(law, uniform(seed, len(PROMPT), DRAFT_LANE))
+        draft = Draft((token,), probs=law[None])
+        verdict = SamplingVerifier(params, seed)(TARGET[[PROMPT[-1], token]], draft, PROMPT)
+        assert verdict.accepted == 1
+
+
+def test_greedy_does_not_read_past_the_first_mismatch() -> None:
+    logits = np.array([[0, 1, 0], [np.nan] * 3, [np.nan] * 3], dtype=np.float32)
+    assert verify_greedy(logits, Draft((2, 0)), [0]) == Verdict(0, 1)
+
+
+def test_greedy_takes_the_lowest_of_equals() -> None:
+    logits = np.array([[0, 1, 1], [2, 2, 2]], dtype=np.float32)
+    assert verify_greedy(logits, Draft((2,)), [0]) == Verdict(0, 1)
+    assert verify_greedy(logits, Draft((1,)), [0]) == Verdict(1, 0)
+
+
+def test_the_penalty_sees_drafted_tokens() -> None:
+    # Without the penalty token 1 wins everywhere; once drafted it is penalised below token 2.
+    logits = np.array([[0, 3, 2], [0, 3, 2]], dtype=np.float32)
+    verify = GreedyVerifier(SamplingParams(repetition_penalty=2.0))
+    assert verify(logits, Draft((1,)), [0]) == Verdict(1, 2)
+
+
+def test_the_verifier_fits_the_parameters() -> None:
+    assert make_verifier(SamplingParams()) is verify_greedy
+    assert isinstance(make_verifier(SamplingParams(repetition_penalty=1.1)), GreedyVerifier)
+    assert isinstance(make_verifier(SamplingParams(temperature=1.0)), SamplingVerifier)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0)])
+def test_shapes_that_do_not_fit_are_refused(params: SamplingParams) -> None:
+    verify = make_verifier(params)
+    with pytest.raises(RequestError, match=r"needed: \(3, vocab\)"):
+        verify(TARGET[:2], Draft((1, 2)), PROMPT)
+    with pytest.raises(RequestError, match="target's vocabulary"):
+        verify(TARGET[:2], Draft((1,), probs=np.ones((1, VOCAB + 1))), PROMPT)
