@@ -25,22 +25,30 @@ class Pricing:
     def __init__(self, curve: CostCurve) -> None:
         self._curve = curve
         self._scale = 1.0  # this moment's speed against the measured curve
-        self._speculative_rate = 0.0
+        self._realised = 0.0
 
     def pass_seconds(self, rows: int) -> float:
         """Expected seconds of a target pass over ``rows`` tokens, now."""
         return self._curve.seconds(rows) * self._scale
 
     @property
+    def plain_rate(self) -> float:
+        """Tokens per second of plain decoding, now."""
+        return 1.0 / self.pass_seconds(1)
+
+    @property
     def rate(self) -> float:
         """Tokens per second that time is worth: plain decoding's, or what rounds realise if that is more."""
-        return max(1.0 / self.pass_seconds(1), self._speculative_rate)
+        return max(self.plain_rate, self._realised)
 
-    def keep(self, confidence: Iterable[float]) -> int:
+    def keep(self, confidence: Iterable[float]) -> tuple[int, float]:
         """How many proposals to verify: the prefix with the highest expected surplus over its cost.
 
         Args:
             confidence: for each proposal, the probability that it is accepted if those before it are.
+
+        Returns:
+            The length, and the surplus: expected accepted tokens less those the time would yield otherwise.
         """
         best_count, best_surplus = 0, 0.0
         expected, survival = 0.0, 1.0
@@ -51,7 +59,7 @@ class Pricing:
             surplus = expected - self.rate * (self.pass_seconds(count + 1) - base)
             if surplus > best_surplus:
                 best_count, best_surplus = count, surplus
-        return best_count
+        return best_count, best_surplus
 
     def pays(self, survival: float, rows: int, drafting_s: float) -> bool:
         """Whether to draft one more token for a pass that has ``rows`` already.
@@ -72,4 +80,5 @@ class Pricing:
 
     def observe_round(self, committed: int, seconds: float) -> None:
         """Tell of a whole round, drafting included."""
-        self._speculative_rate += _SMOOTHING * (committed / seconds - self._speculative_rate)
+        if seconds > 0:
+            self._realised += _SMOOTHING * (committed / seconds - self._realised)

@@ -23,7 +23,6 @@ import argparse
 import hashlib
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,17 +34,21 @@ MAX_MEAN_NLL = 4.0
 
 TEXTS = {
     "en": (
-        "The lighthouse keeper had not missed a single evening in thirty years. Every day, an hour before sunset, "
-        "he climbed the narrow stairs, cleaned the glass, and lit the lamp. When the storm finally came, the "
-        "fishermen could still see the light from the other side of the bay, and one after another the boats "
-        "found their way home."
+        "The lighthouse keeper had not missed a single evening in thirty years. Every day, an hour before "
+        "sunset, he climbed the narrow stairs, cleaned the glass, and lit the lamp. When the storm finally "
+        "came, the fishermen could still see the light from the other side of the bay, and one after "
+        "another the boats found their way home."
     ),
     "de": (
-        "Am nächsten Morgen war die Stadt vollständig eingeschneit. Die Straßenbahnen fuhren nicht mehr, und vor "
-        "der Bäckerei standen die Leute in einer langen Schlange. Niemand schien sich zu beeilen. Die Kinder "
-        "bauten auf dem Marktplatz einen großen Schneemann, während die Erwachsenen über das Wetter sprachen."
+        "Am nächsten Morgen war die Stadt vollständig eingeschneit. Die Straßenbahnen fuhren nicht mehr, "
+        "und vor der Bäckerei standen die Leute in einer langen Schlange. Niemand schien sich zu beeilen. "
+        "Die Kinder bauten auf dem Marktplatz einen großen Schneemann, während die Erwachsenen über das "
+        "Wetter sprachen."
     ),
-    "zh": "每天早上，我都会先喝一杯热茶，然后打开窗户看看外面的天气。如果天气很好，我就骑自行车去公司；如果下雨，我就坐地铁。",
+    "zh": (
+        "每天早上，我都会先喝一杯热茶，然后打开窗户看看外面的天气。"
+        "如果天气很好，我就骑自行车去公司；如果下雨，我就坐地铁。"
+    ),
     "code": (
         "def moving_average(values: list[float], window: int) -> list[float]:\n"
         '    """Return the mean of each run of `window` neighbouring values."""\n'
@@ -72,7 +75,7 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def next_token_logprobs(model: Any, ids: list[int]) -> np.ndarray:
+def next_token_logprobs(model: torch.nn.Module, ids: list[int]) -> np.ndarray:
     """Log probabilities of the next token after each position, shape (len(ids), vocabulary)."""
     with torch.inference_mode():
         logits = model(torch.tensor([ids]), use_cache=False).logits[0]
@@ -134,7 +137,6 @@ def main() -> None:
     parser.add_argument("--name", required=True, help="catalogue name: the file is called NAME.npz")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     args = parser.parse_args()
-    print(args.name)
     try:
         arrays, summary = make_golden(args.gguf)
     except ValueError as error:

@@ -139,7 +139,7 @@ class ModelDrafter:
         if end is not None and self._ends.target is not None:
             tokens.append(self._ends.target)
             confidence.append(end)
-        count = min(limit, self._pricing.keep(self._calibration.probability(c) for c in confidence))
+        count, _ = self._pricing.keep(self._calibration.probability(c) for c in confidence[:limit])
         return Draft(tuple(tokens[:count]), None, (_SOURCE,) * count, tuple(confidence[:count]))
 
     def _learn(self, tokens: Sequence[int]) -> None:

@@ -111,7 +111,8 @@ class Tokenizer:
         Added tokens that are not special (Gemma's runs of spaces, for one) match either way.
         Characters that the vocabulary cannot spell become its unknown token or, where it has none, are
         dropped, as in the model's own tokenizer.
-        Raises RequestError where ``text`` holds a lone surrogate.
+        Raises RequestError where ``text`` holds a lone surrogate, and TokenizerError where a special token
+        would have to be spelled out and the vocabulary lacks a byte of it.
         """
         ids = self._encoding(self._core, text, special=special).ids
         return list(ids) if special else list(self._without_specials(ids))

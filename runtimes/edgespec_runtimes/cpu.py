@@ -24,6 +24,7 @@ __all__ = ["CpuOptions", "CpuSession", "default_threads"]
 
 _KV_STEP = 256
 _MAX_KEPT_BINDINGS = 32
+_COMPARED = 256
 _ONNX_TYPES = {np.dtype(np.float32): 1, np.dtype(np.int32): 6, np.dtype(np.int64): 7}
 
 
@@ -118,6 +119,8 @@ class CpuSession:
 
     def reserve(self, capacity: int) -> None:
         """Make room for ``capacity`` tokens, keeping what the cache holds."""
+        if self._session is None:
+            raise RequestError("this session is closed; open the bundle again")
         if capacity > self._config.context_length:
             raise RequestError(
                 f"{capacity:,} tokens do not fit the model's context of {self._config.context_length:,}; "
@@ -191,8 +194,6 @@ class CpuSession:
             "total_sequence_length": total,
             "logits_rows": np.arange(count - rows, count, dtype=np.int64),
         }
-        if self._session is None:
-            raise RequestError("this session is closed")
         binding, keep_alive = self._session.io_binding(), []
         for name, array in inputs.items():
             value = _ort_value(array)
@@ -209,6 +210,8 @@ class CpuSession:
     def _run(self, tokens: Sequence[int], rows: int) -> Logits:
         """Append ``tokens``; logits of the last ``rows``."""
         count = len(tokens)
+        if not count or not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+            raise RequestError(f"a pass needs token ids from 0 to {self.vocab_size - 1}, at least one")
         one_pass = self._passes.get((count, rows))
         if one_pass is None:
             if len(self._passes) >= _MAX_KEPT_BINDINGS:
@@ -240,11 +243,15 @@ class CpuSession:
         return bool(np.array_equal(together[1:], again) and np.array_equal(again, single))
 
 
-def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    for index, (a, b) in enumerate(zip(left, right, strict=False)):
-        if a != b:
-            return index
-    return min(len(left), len(right))
+def _common_prefix(left: list[int], right: Sequence[int]) -> int:
+    end = min(len(left), len(right))
+    # Comparing slices is a hundred times faster than a loop; only the one that differs is searched.
+    for start in range(0, end, _COMPARED):
+        ours, theirs = left[start : start + _COMPARED], list(right[start : start + _COMPARED])
+        if ours != theirs:
+            pairs = enumerate(zip(ours, theirs, strict=False), start)
+            return next((index for index, (a, b) in pairs if a != b), end)
+    return end
 
 
 def _load(graph: Path, options: CpuOptions) -> Any:

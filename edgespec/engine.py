@@ -1,0 +1,272 @@
+"""The SDK: load a target and a drafter, generate, stream, chat."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self, Unpack
+
+from edgespec.drafting.bridge import Bridge, ByteBridge, IdentityBridge
+from edgespec.drafting.choice import Choice, Guard
+from edgespec.drafting.draft import Drafter
+from edgespec.drafting.model import Calibration, ModelDrafter, VocabularyEnds
+from edgespec.drafting.ngram import NgramDrafter
+from edgespec.generation import Job, TextStreamer
+from edgespec.loading import NGRAM, open_model, recommended_drafter
+from edgespec.pricing import Pricing
+from edgespec.request import Request, RequestOptions
+from edgespec.results import Generation
+from edgespec_models.bundle import Bundle
+from edgespec_models.errors import RequestError
+from edgespec_models.progress import ProgressCallback, ignore_progress
+from edgespec_runtimes.cost import CostCurve, measure_cost
+from edgespec_runtimes.cpu import CpuOptions, CpuSession
+
+__all__ = ["LoadOptions", "Model", "TextStreamer", "load"]
+
+Messages = Sequence[Mapping[str, str]]
+
+_DRAFTER_ROWS = (1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How models are loaded.
+
+    Attributes:
+        threads: threads of a pass; 0 takes the physical cores.
+        spinning: idle threads wait busily within a pass (see :class:`edgespec_runtimes.cpu.CpuOptions`).
+        max_draft: the longest draft; what is worth drafting is decided round by round.
+        weights: policy of exports made at first use, ``exact``, ``close`` or ``fast``; None takes the default.
+    """
+
+    threads: int = 0
+    spinning: bool = True
+    max_draft: int = 8
+    weights: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_draft <= 64:
+            raise RequestError(f"max_draft is {self.max_draft}; it must be 1 to 64")
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """The drafter's half of a model."""
+
+    bundle: Bundle
+    session: CpuSession
+    step_s: float
+    calibration: Calibration
+
+
+def load(
+    target: str | Path,
+    drafter: str | Path | None = "auto",
+    *,
+    options: LoadOptions | None = None,
+    progress: ProgressCallback = ignore_progress,
+) -> "Model":
+    """Load a target and its drafter.
+
+    Args:
+        target: a bundle's directory, a catalogue name (pulled and exported at first use), or a GGUF file.
+        drafter: the same; ``"auto"`` takes the catalogue's recommendation, ``"ngram"`` drafts from the text
+            alone, None is plain decoding.
+        options: threads and limits.
+        progress: told of downloads and exports.
+
+    Returns:
+        A :class:`Model`, to be used as a context manager or closed.
+
+    Raises:
+        EdgespecError: what kept a model from being found, made or loaded.
+    """
+    options = options or LoadOptions()
+    target_bundle = open_model(target, "target", weights=options.weights, progress=progress)
+    if drafter == "auto":
+        drafter = recommended_drafter(target_bundle)
+    drafter_bundle = None
+    if drafter is not None and drafter != NGRAM:
+        drafter_bundle = open_model(drafter, "drafter", weights=options.weights, progress=progress)
+    return Model(target_bundle, drafter_bundle, options=options, drafts=drafter is not None)
+
+
+class Model:
+    """A loaded target, with its drafter. A context manager; one request at a time.
+
+    Attributes:
+        target: the target's bundle.
+        drafter: the drafter's bundle; None without a drafter model.
+        cost_curve: the target's measured T(n).
+        options: as given.
+    """
+
+    def __init__(self, target: Bundle, drafter: Bundle | None, *, options: LoadOptions, drafts: bool) -> None:
+        self.target, self.drafter, self.options = target, drafter, options
+        self._drafts = drafts
+        _ = target.tokenizer, drafter.tokenizer if drafter else None  # a tokenizer that does not fit fails first
+        cpu = CpuOptions(threads=options.threads, spinning=options.spinning)
+        self._session = CpuSession(target, cpu)
+        self._side: _Side | None = None
+        try:
+            if drafter is not None:
+                session = CpuSession(drafter, cpu)
+                step_s = measure_cost(session, _DRAFTER_ROWS).seconds(1)
+                self._side = _Side(drafter, session, step_s, Calibration())
+            self.cost_curve: CostCurve = measure_cost(self._session)
+        except BaseException:
+            self.close()
+            raise
+        self._pricing = Pricing(self.cost_curve)
+        self._guard = Guard(self._pricing)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free both models. The model cannot be used afterwards."""
+        self._session.close()
+        if self._side is not None:
+            self._side.session.close()
+
+    @property
+    def name(self) -> str:
+        """The target's name."""
+        return self.target.manifest.name
+
+    @property
+    def drafter_name(self) -> str | None:
+        """The drafter's name; ``ngram`` for n-grams alone, None for plain decoding."""
+        if self.drafter is not None:
+            return self.drafter.manifest.name
+        return NGRAM if self._drafts else None
+
+    @property
+    def drafter_step_s(self) -> float | None:
+        """Seconds of a drafter step, as measured at load."""
+        return None if self._side is None else self._side.step_s
+
+    @property
+    def row_exact(self) -> bool:
+        """Whether the target's passes give the same bits for any number of rows (then greedy is exact)."""
+        return self._session.row_exact
+
+    def generate(self, prompt: str, **options: Unpack[RequestOptions]) -> Generation:
+        """Continue ``prompt`` and return the whole result; see :class:`edgespec.RequestOptions`.
+
+        Raises:
+            RequestError: an option out of range, or a prompt that does not fit the context.
+        """
+        return self.stream(prompt, **options).run()
+
+    def chat(self, messages: Messages, **options: Unpack[RequestOptions]) -> Generation:
+        """Answer a conversation in the model's own chat template; like :meth:`generate` otherwise.
+
+        Args:
+            messages: mappings with ``role`` (system, user, assistant) and ``content``.
+            options: see :class:`edgespec.RequestOptions`.
+        """
+        return self.stream_chat(messages, **options).run()
+
+    def stream(self, prompt: str, **options: Unpack[RequestOptions]) -> TextStreamer:
+        """Like :meth:`generate`, piece by piece: iterate over text, then read ``.result``."""
+        return self._start(
+            self._plain_prompt(self.target, prompt),
+            lambda bundle: self._plain_prompt(bundle, prompt),
+            Request.of(options),
+        )
+
+    def stream_chat(self, messages: Messages, **options: Unpack[RequestOptions]) -> TextStreamer:
+        """Like :meth:`chat`, piece by piece: iterate over text, then read ``.result``."""
+        if self.target.chat_template is None:
+            raise RequestError(f"{self.name} has no chat template; use generate, or another model")
+        return self._start(
+            self._chat_prompt(self.target, messages),
+            lambda bundle: self._chat_prompt(bundle, messages),
+            Request.of(options),
+        )
+
+    def _start(
+        self, tokens: list[int], drafter_prompt: Callable[[Bundle], list[int]], request: Request
+    ) -> TextStreamer:
+        if not tokens:
+            raise RequestError("the prompt is empty; give at least one character")
+        self._session.reserve(len(tokens) + request.max_new_tokens + self.options.max_draft)
+        drafter = self._drafter(tokens, drafter_prompt, request) if request.speculate and self._drafts else None
+        return TextStreamer(self._job(drafter, tokens, request))
+
+    def _job(self, drafter: Drafter | None, tokens: list[int], request: Request) -> Job:
+        off = "the drafter is None" if not self._drafts else None if request.speculate else "speculate=False"
+        return Job(
+            session=self._session,
+            tokenizer=self.target.tokenizer,
+            drafter=drafter,
+            tokens=tokens,
+            request=request,
+            eos=frozenset(self.target.manifest.special_tokens.eos) if request.stop_at_eos else frozenset(),
+            max_draft=self.options.max_draft,
+            pricing=self._pricing,
+            guard=self._guard,
+            off_reason=off,
+        )
+
+    def _drafter(
+        self, tokens: list[int], drafter_prompt: Callable[[Bundle], list[int]], request: Request
+    ) -> Drafter:
+        model = None
+        if self._side is not None:
+            model = self._model_drafter(self._side, tokens, drafter_prompt, request)
+        return Choice(NgramDrafter(), model, pricing=self._pricing, guard=self._guard)
+
+    def _model_drafter(
+        self,
+        side: _Side,
+        tokens: list[int],
+        drafter_prompt: Callable[[Bundle], list[int]],
+        request: Request,
+    ) -> ModelDrafter | None:
+        """The drafter for one request; None if the prompt does not fit its context."""
+        special, bundle = self.target.manifest.special_tokens, side.bundle
+        bridge: Bridge
+        if bundle.tokenizer.matches(self.target.tokenizer):
+            prompt, bridge = tokens, IdentityBridge()
+        else:
+            prompt = drafter_prompt(bundle)
+            bridge = ByteBridge(
+                self.target.tokenizer, bundle.tokenizer, prompt_length=len(tokens), drafter_prompt=prompt
+            )
+        # Another vocabulary may need more tokens for the same text.
+        wanted = len(prompt) + 2 * request.max_new_tokens + 4 * self.options.max_draft
+        side.session.reserve(min(wanted, bundle.config.context_length))
+        if len(prompt) >= side.session.capacity:
+            return None
+        eos = special.eos if request.stop_at_eos else ()
+        ends = VocabularyEnds(frozenset(bundle.manifest.special_tokens.eos), eos[0] if eos else None)
+        return ModelDrafter(
+            side.session,
+            bridge,
+            ends,
+            pricing=self._pricing,
+            calibration=side.calibration,
+            step_s=side.step_s,
+        )
+
+    @staticmethod
+    def _plain_prompt(bundle: Bundle, prompt: str) -> list[int]:
+        special = bundle.manifest.special_tokens
+        bos = [special.bos] if special.add_bos and special.bos is not None else []
+        return bos + bundle.tokenizer.encode(prompt)
+
+    def _chat_prompt(self, bundle: Bundle, messages: Messages) -> list[int]:
+        """The conversation in the bundle's own template; without one, as plain text."""
+        if bundle.chat_template is None:
+            return self._plain_prompt(bundle, "".join(f"{m['content']}\n\n" for m in messages))
+        ids = bundle.chat_template.encode(messages, bundle.tokenizer)
+        special = bundle.manifest.special_tokens
+        if special.add_bos and special.bos is not None and ids[:1] != [special.bos]:
+            ids = [special.bos, *ids]
+        return ids
+

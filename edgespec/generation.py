@@ -1,0 +1,172 @@
+"""One request: rounds of the decoding loop turned into text and statistics."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from time import perf_counter
+
+from edgespec.decode import Step, decode
+from edgespec.drafting.choice import Guard
+from edgespec.drafting.draft import Drafter
+from edgespec.pricing import Pricing
+from edgespec.request import Request
+from edgespec.results import FinishReason, Generation, GenerationStats, SourceStats
+from edgespec.verification import make_verifier
+from edgespec_models.errors import Cancelled, RequestError
+from edgespec_models.text_stream import TextStream
+from edgespec_models.tokenizer import Tokenizer
+from edgespec_runtimes.session import Session
+
+__all__ = ["Job", "TextStreamer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What one request runs on. ``tokens`` is the prompt and grows."""
+
+    session: Session
+    tokenizer: Tokenizer
+    drafter: Drafter | None
+    tokens: list[int]
+    request: Request
+    eos: frozenset[int]
+    max_draft: int
+    pricing: Pricing
+    guard: Guard
+    off_reason: str | None
+
+
+class TextStreamer:
+    """Iterate over the text as it is generated; afterwards ``result`` is the whole :class:`Generation`.
+
+    Pieces are never half a character and never text that a stop string takes back. Leaving the loop
+    early ends the request; the model stays usable.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._result: Generation | None = None
+        self._pieces = self._generate()
+
+    def __iter__(self) -> Iterator[str]:
+        return self._pieces
+
+    @property
+    def result(self) -> Generation:
+        """The finished generation.
+
+        Raises:
+            RequestError: the stream was not read to its end.
+        """
+        if self._result is None:
+            raise RequestError("the generation is not finished; read the stream to its end first")
+        return self._result
+
+    def run(self) -> Generation:
+        """Generate to the end."""
+        for _ in self._pieces:
+            pass
+        return self.result
+
+    def _generate(self) -> Iterator[str]:
+        job, request = self._job, self._job.request
+        prompt_tokens = len(job.tokens)
+        stream, meter, text = TextStream(job.tokenizer, stop=request.stop), _Meter(job), []
+        reason: FinishReason = "length"
+        try:
+            for step in self._rounds(meter):
+                piece = stream.push(step.tokens)
+                if step.tokens[-1] in job.eos or stream.stopped:
+                    reason = "stop"
+                if piece:
+                    text.append(piece)
+                    yield piece
+                if stream.stopped:
+                    break
+        except Cancelled:
+            reason = "cancelled"
+        if reason == "length" and request.cancelled():
+            reason = "cancelled"
+        rest = stream.finish()
+        new = tuple(job.tokens[prompt_tokens:])
+        if rest:
+            text.append(rest)
+        self._result = Generation("".join(text), new, reason, meter.stats(prompt_tokens, len(new)))
+        if rest:
+            yield rest
+
+    def _rounds(self, meter: "_Meter") -> Iterator[Step]:
+        job, request = self._job, self._job.request
+        for step in decode(
+            job.session,
+            job.drafter,
+            make_verifier(request.sampling),
+            job.tokens,
+            max_new_tokens=request.max_new_tokens,
+            max_draft=job.max_draft,
+            stop=job.eos,
+            cancelled=request.cancelled,
+        ):
+            meter.observe(step)
+            yield step
+
+
+class _Meter:
+    """Times and counts of one request; tells the pricing what rounds cost."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._started = perf_counter()
+        self._first = self._last = self._started
+        self._rounds = self._decode_tokens = 0
+        self._target_s = self._drafter_s = 0.0
+        self._drafted: Counter[str] = Counter()
+        self._accepted: Counter[str] = Counter()
+        self._drafted_at: Counter[int] = Counter()
+        self._accepted_at: Counter[int] = Counter()
+
+    def observe(self, step: Step) -> None:
+        now = perf_counter()
+        if self._rounds == 0:
+            self._first = now
+        else:
+            self._decode_tokens += len(step.tokens)
+            seconds = now - self._last
+            self._job.pricing.observe_pass(1 + len(step.draft.tokens), step.target_s)
+            self._job.pricing.observe_round(len(step.tokens), seconds)
+            if step.draft.tokens:
+                self._job.guard.observe(len(step.tokens), seconds)
+        self._last = now
+        self._rounds += 1
+        self._target_s += step.target_s
+        self._drafter_s += step.drafter_s
+        for position, source in enumerate(step.draft.sources):
+            self._drafted[source] += 1
+            self._drafted_at[position] += 1
+            if position < step.accepted:
+                self._accepted[source] += 1
+                self._accepted_at[position] += 1
+
+    def stats(self, prompt_tokens: int, new_tokens: int) -> GenerationStats:
+        drafted = sum(self._drafted.values())
+        off = self._job.off_reason or self._job.guard.reason
+        if off is None and not drafted and self._rounds > 1:
+            off = "no proposal was expected to pay"
+        positions = range(max(self._drafted_at, default=-1) + 1)
+        return GenerationStats(
+            prompt_tokens=prompt_tokens,
+            cached_tokens=0,
+            new_tokens=new_tokens,
+            ttft_s=self._first - self._started,
+            decode_s=self._last - self._first,
+            decode_tokens=self._decode_tokens,
+            rounds=self._rounds,
+            drafted=drafted,
+            accepted=sum(self._accepted.values()),
+            by_source={s: SourceStats(n, self._accepted[s]) for s, n in self._drafted.items()},
+            drafted_by_position=tuple(self._drafted_at[i] for i in positions),
+            accepted_by_position=tuple(self._accepted_at[i] for i in positions),
+            target_s=self._target_s,
+            drafter_s=self._drafter_s,
+            speculation_off_reason=off,
+        )

@@ -1,0 +1,339 @@
+"""Sessions without weights and bundles with random ones, for tests of everything above them."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from edgespec.drafting.draft import Draft
+from edgespec_export.blocks import Blocks
+from edgespec_export.encode import decode_linear, encode_embedding, encode_linear
+from edgespec_models.bundle import GRAPH, MANIFEST, TOKENIZER, Bundle, FileRecord, Manifest
+from edgespec_models.config import ModelConfig
+from edgespec_models.errors import Cancelled, RequestError
+from edgespec_models.graphs.decoder import ATTENTION_PAD_ROWS, DecoderPlan, build_decoder
+from edgespec_models.graphs.linear import EmbeddingSpec, LinearPart, LinearSpec, WeightFormat
+from edgespec_models.tokenizer import SpecialTokens, Tokenizer
+from tests.tokenizers_for_tests import byte_level_json
+
+F32 = npt.NDArray[np.float32]
+Law = Callable[[Sequence[int]], F32]
+
+FLOAT = WeightFormat(32)
+INT8 = WeightFormat(8, 32)
+INT4 = WeightFormat(4, 32)
+COLUMNS = WeightFormat(4, 32, zero_points=True, remainder="columns")
+MATMUL = WeightFormat(4, 32, zero_points=True, remainder="matmul")
+
+LLAMA = ModelConfig(
+    architecture="llama",
+    vocab_size=404,
+    hidden_size=96,
+    intermediate_size=160,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    norm_epsilon=1e-5,
+    context_length=640,
+    rope_theta=10_000.0,
+    attention_scale=32**-0.5,
+    rope_interleaved=True,
+)
+GEMMA = replace(
+    LLAMA,
+    architecture="gemma3",
+    rope_theta=1_000_000.0,
+    rope_interleaved=False,
+    rope_local_theta=10_000.0,
+    sliding_window=6,
+    global_every=2,
+    qk_norm=True,
+    post_norms=True,
+    activation="gelu_tanh",
+    embedding_scale=96**0.5,
+    attention_scale=0.25,
+)
+QWEN = replace(LLAMA, architecture="qwen2", rope_interleaved=False)
+
+
+def markov_law(seed: int, vocab_size: int, *, scale: float = 2.0) -> Law:
+    """Logits that depend on the last two tokens and on the position: a wrong cache shows at once."""
+    rng = np.random.default_rng(seed)
+    last, before, position = rng.normal(0.0, scale, (3, max(vocab_size, 7), vocab_size)).astype(np.float32)
+
+    def law(tokens: Sequence[int]) -> F32:
+        row = last[tokens[-1]] + 0.3 * position[len(tokens) % 7]
+        logits: F32 = row + 0.5 * before[tokens[-2]] if len(tokens) > 1 else row
+        return logits
+
+    return law
+
+
+def script_law(tokenizer: Tokenizer, script: bytes, start: int) -> Law:
+    """The model that writes ``script``, again and again, behind ``start`` tokens of prompt.
+
+    Where the tokens so far do not follow the script it goes on with the script's place for that length.
+    """
+    twice = script * 2
+
+    def law(tokens: Sequence[int]) -> F32:
+        at = len(tokenizer.bytes_of(tokens[start:])) % len(script)
+        logits = np.zeros(tokenizer.vocab_size, np.float32)
+        logits[tokenizer.encode_bytes(twice[at : at + 40])[0]] = 9.0
+        return logits
+
+    return law
+
+
+class ToySession:
+    """A :class:`~edgespec_runtimes.session.Session` over a law, with a real cache: its tokens.
+
+    Attributes:
+        passes: rows of every pass.
+        cache: the tokens whose keys and values a model would hold.
+    """
+
+    def __init__(self, law: Law, vocab_size: int, *, context: int = 4096, chunk: int = 8) -> None:
+        self._law, self._vocab_size, self._context, self._chunk = law, vocab_size, context, chunk
+        self.cache: list[int] = []
+        self.passes: list[int] = []
+        self.closed = False
+        self._capacity = 0
+        self._buffer = np.zeros((64, vocab_size), np.float32)
+
+    @classmethod
+    def markov(cls, seed: int, vocab_size: int, *, scale: float = 2.0) -> "ToySession":
+        return cls(markov_law(seed, vocab_size, scale=scale), vocab_size)
+
+    @classmethod
+    def writing(cls, tokenizer: Tokenizer, script: bytes, start: int) -> "ToySession":
+        return cls(script_law(tokenizer, script, start), tokenizer.vocab_size)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def length(self) -> int:
+        return len(self.cache)
+
+    @property
+    def capacity(self) -> int:
+        return self._capacity
+
+    def reserve(self, capacity: int) -> None:
+        if capacity > self._context:
+            raise RequestError(f"{capacity} tokens do not fit {self._context}")
+        self._capacity = max(self._capacity, capacity)
+
+    def prefill(self, tokens: Sequence[int], cancelled: Callable[[], bool] | None = None) -> None:
+        self._extend(tokens, len(tokens), cancelled)
+
+    def next_logits(self, tokens: Sequence[int]) -> F32:
+        row = self._extend(tokens, len(tokens) - 1, None)
+        assert row is not None
+        return row
+
+    def forward(self, tokens: Sequence[int]) -> F32:
+        assert not self.closed and len(tokens) > 0
+        assert all(0 <= token < self._vocab_size for token in tokens)
+        self.reserve(len(self.cache) + len(tokens))
+        self.passes.append(len(tokens))
+        for row, token in enumerate(tokens):
+            self.cache.append(token)
+            self._buffer[row] = self._law(self.cache)
+        return self._buffer[: len(tokens)]
+
+    def truncate(self, length: int) -> None:
+        assert 0 <= length <= len(self.cache)
+        del self.cache[length:]
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _extend(
+        self, tokens: Sequence[int], keep: int, cancelled: Callable[[], bool] | None
+    ) -> F32 | None:
+        pairs = enumerate(zip(self.cache, tokens, strict=False))
+        shared = next((i for i, (a, b) in pairs if a != b), min(len(self.cache), len(tokens)))
+        self.truncate(min(shared, keep))
+        logits = None
+        while len(self.cache) < len(tokens):
+            if cancelled is not None and cancelled():
+                raise Cancelled("asked to")
+            logits = self.forward(tokens[len(self.cache) : len(self.cache) + self._chunk])[-1]
+        return logits
+
+
+class RandomDrafter:
+    """Proposes anything, seldom what the target would write; with or without an oracle's help.
+
+    What it proposes is a function of the tokens, as deterministic proposals must be.
+    """
+
+    def __init__(self, seed: int, vocab_size: int, oracle: Law | None = None) -> None:
+        self._seed, self._vocab_size, self._oracle = seed, vocab_size, oracle
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
+        digest = hashlib.sha256(repr((self._seed, list(tokens))).encode()).digest()
+        rng = np.random.default_rng(list(digest))
+        drafted: list[int] = []
+        for _ in range(int(rng.integers(0, limit + 1))):
+            if self._oracle is not None and rng.random() < 0.7:
+                drafted.append(int(self._oracle([*tokens, *drafted]).argmax()))
+            else:
+                drafted.append(int(rng.integers(self._vocab_size)))
+        sources = ("random",) * len(drafted)
+        return Draft(tuple(drafted), None, sources, tuple(rng.random(len(drafted)).tolist()))
+
+
+@dataclass(frozen=True, slots=True)
+class TinyModel:
+    """A random model on disk, and the float32 values its weights stand for, by parameter prefix."""
+
+    path: Path
+    config: ModelConfig
+    weights: dict[str, F32]
+
+    @property
+    def bundle(self) -> Bundle:
+        return Bundle(self.path)
+
+
+def tiny_bundle(
+    folder: Path,
+    config: ModelConfig = LLAMA,
+    form: WeightFormat = FLOAT,
+    *,
+    tokenizer_json: str | None = None,
+    seed: int = 0,
+    hidden_states: bool = False,
+) -> TinyModel:
+    """Build a random model of ``config`` with every projection in ``form`` in the new directory ``folder``."""
+    folder.mkdir(parents=True)
+    text = tokenizer_json or byte_level_json()
+    (folder / TOKENIZER).write_text(text, encoding="utf-8")
+    plan = tiny_plan(config, form, hidden_states=hidden_states)
+    model = build_decoder(config, plan)
+    weights = _fill(model, config, plan, np.random.default_rng(seed))
+    ir.save(model, folder / GRAPH, external_data=f"{GRAPH}.data")
+    tokenizer = Tokenizer.from_json(text)
+    eos = tokenizer.special_id("<|im_end|>")
+    manifest = Manifest(
+        name=folder.name,
+        role="target",
+        config=config,
+        attention_pad_rows=ATTENTION_PAD_ROWS,
+        hidden_states=hidden_states,
+        weights="exact",
+        formats={form.name: 1},
+        bytes_by_class=dict.fromkeys(("embedding", "attention", "mlp", "lm_head", "other"), 1000),
+        parameters_by_class=dict.fromkeys(("embedding", "attention", "mlp", "lm_head", "other"), 1000),
+        special_tokens=SpecialTokens(None, () if eos is None else (eos,), add_bos=False, pad=None),
+        provenance={"source": "random"},
+        files={file.name: FileRecord.of(file) for file in sorted(folder.iterdir())},
+    )
+    import json
+
+    (folder / MANIFEST).write_text(json.dumps(manifest.to_json()), encoding="utf-8")
+    return TinyModel(folder, config, weights)
+
+
+def tiny_plan(config: ModelConfig, form: WeightFormat, *, hidden_states: bool = False) -> DecoderPlan:
+    """Every projection in ``form``; the embedding in 4 or 8 bits where ``form`` has as many."""
+
+    def linear(in_features: int, *parts: LinearPart) -> LinearSpec:
+        return LinearSpec(in_features, parts)
+
+    hidden, query, kv = config.hidden_size, config.query_width, config.kv_width
+    linears = {"lm_head": linear(hidden, LinearPart(("lm_head",), config.vocab_size, form))}
+    for i in range(config.num_layers):
+        has_bias = config.architecture == "qwen2"
+        biases = ("q_bias", "k_bias", "v_bias") if has_bias else ()
+        linears[f"layers.{i}.qkv"] = linear(
+            hidden,
+            LinearPart(("q", "k"), query + kv, form, biases[:2]),
+            LinearPart(("v",), kv, FLOAT if form.bits == 8 else form, biases[2:]),
+        )
+        linears[f"layers.{i}.o"] = linear(query, LinearPart(("o",), hidden, form))
+        both = LinearPart(("gate", "up"), 2 * config.intermediate_size, form)
+        linears[f"layers.{i}.gate_up"] = linear(hidden, both)
+        linears[f"layers.{i}.down"] = linear(config.intermediate_size, LinearPart(("down",), hidden, form))
+    embedding_form = WeightFormat(form.bits, 32)
+    return DecoderPlan(EmbeddingSpec("embed", embedding_form, offsets=form.bits == 4), linears, hidden_states)
+
+
+def random_blocks(rng: np.random.Generator, shape: tuple[int, int], form: WeightFormat) -> Blocks | F32:
+    """A random matrix as a checkpoint would hold it, such that ``form`` has a remainder where it can."""
+    rows, columns = shape
+    if form.bits == 32:
+        return rng.normal(0.0, columns**-0.5, shape).astype(np.float32)
+    scales = rng.uniform(0.5, 1.5, (rows, columns // form.block)).astype(np.float32) * columns**-0.5
+    if form.bits == 8:
+        codes = rng.integers(0, 256, shape, np.uint8)
+        return Blocks(codes, 128, (scales / 64).astype(np.float32), None, 8, form.block)
+    codes = rng.integers(0, 16, shape, np.uint8)
+    scales = (scales / 4).astype(np.float32)
+    if not form.zero_points and form.remainder == "drop":
+        return Blocks(codes, 8, scales, None, 4, 32)
+    minimums = (scales * rng.uniform(5.0, 10.0, scales.shape)).astype(np.float32)
+    return Blocks(codes, 0, scales, minimums, 4, 32)
+
+
+def _fill(
+    model: ir.Model, config: ModelConfig, plan: DecoderPlan, rng: np.random.Generator
+) -> dict[str, F32]:
+    """Give every parameter random data; returns what it stands for."""
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    weights: dict[str, F32] = {}
+    for name, spec in plan.linears.items():
+        prefix = _module(name)
+        decoded = []
+        for index, part in enumerate(spec.parts):
+            source = random_blocks(rng, (part.out_features, spec.in_features), part.format)
+            encoded = encode_linear(source, part.format)
+            arrays |= {f"{prefix}.parts.{index}.{key}": value for key, value in encoded.arrays.items()}
+            decoded.append(decode_linear(encoded, part.format, spec.in_features))
+        weights[name] = np.concatenate(decoded)
+    table = _embedding(config, plan.embedding, rng)
+    weights["embed"] = table.values() if isinstance(table, Blocks) else table
+    arrays |= {f"embedding.{k}": v for k, v in encode_embedding(table, plan.embedding).arrays.items()}
+    for theta, name in ((config.rope_theta, "rope"), (config.rope_local_theta, "rope_local")):
+        if theta is not None:
+            arrays[f"{name}_cos"], arrays[f"{name}_sin"] = rope_tables(config, theta)
+    for name, value in model.graph.initializers.items():
+        if value.const_value is not None:
+            continue
+        assert value.shape is not None
+        if name not in arrays:  # norms and biases
+            shape = [int(str(dim)) for dim in value.shape]
+            arrays[name] = rng.uniform(0.5, 1.5, shape).astype(np.float32)
+            weights[name] = arrays[name]
+        assert list(arrays[name].shape) == [int(str(dim)) for dim in value.shape], name
+        value.const_value = ir.tensor(np.ascontiguousarray(arrays[name]), name=name)
+    return weights
+
+
+def _embedding(config: ModelConfig, spec: EmbeddingSpec, rng: np.random.Generator) -> Blocks | F32:
+    form = WeightFormat(spec.format.bits, 32, zero_points=spec.offsets)
+    return random_blocks(rng, (config.vocab_size, config.hidden_size), form)
+
+
+def _module(linear: str) -> str:
+    if linear == "lm_head":
+        return linear
+    layers, index, name = linear.split(".")
+    return f"{layers}.{index}.{'attention' if name in ('qkv', 'o') else 'mlp'}.{name}"
+
+
+def rope_tables(config: ModelConfig, theta: float) -> tuple[F32, F32]:
+    """Cosines and sines, float32 ``(positions, head_dim / 2)``."""
+    powers = -np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
+    angles = np.outer(np.arange(config.context_length + ATTENTION_PAD_ROWS), theta**powers)
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
