@@ -73,7 +73,7 @@ def pool_rare(
 
 
 def survival(x: float, degrees: int) -> float:
-    """Probability that chi-square with ``degrees`` of freedom (1 or more) is at least ``x``: Q(degrees/2, x/2)."""
+    """Probability that chi-square with ``degrees`` of freedom (1 or more) is at least ``x``."""
     a, half = degrees / 2.0, x / 2.0
     if half <= 0.0:
         return 1.0

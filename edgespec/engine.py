@@ -104,7 +104,10 @@ class Model:
     def __init__(self, target: Bundle, drafter: Bundle | None, *, options: LoadOptions, drafts: bool) -> None:
         self.target, self.drafter, self.options = target, drafter, options
         self._drafts = drafts
-        _ = target.tokenizer, drafter.tokenizer if drafter else None  # a tokenizer that does not fit fails first
+        _ = (
+            target.tokenizer,
+            drafter.tokenizer if drafter else None,
+        )  # a tokenizer that does not fit fails first
         cpu = CpuOptions(threads=options.threads, spinning=options.spinning)
         self._session = CpuSession(target, cpu)
         self._side: _Side | None = None
@@ -195,7 +198,9 @@ class Model:
         if not tokens:
             raise RequestError("the prompt is empty; give at least one character")
         self._session.reserve(len(tokens) + request.max_new_tokens + self.options.max_draft)
-        drafter = self._drafter(tokens, drafter_prompt, request) if request.speculate and self._drafts else None
+        drafter = (
+            self._drafter(tokens, drafter_prompt, request) if request.speculate and self._drafts else None
+        )
         return TextStreamer(self._job(drafter, tokens, request))
 
     def _job(self, drafter: Drafter | None, tokens: list[int], request: Request) -> Job:
@@ -269,4 +274,3 @@ class Model:
         if special.add_bos and special.bos is not None and ids[:1] != [special.bos]:
             ids = [special.bos, *ids]
         return ids
-

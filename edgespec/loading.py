@@ -94,7 +94,9 @@ def _cached(
     with FileLock(folder.with_name(f".{folder.name}.lock")):  # another process may be making it
         bundle = _open_cached(name, role, weights)
         if bundle is None:
-            options = ExportOptions(role=role, weights=weights, name=model_name or source.stem, overwrite=True)
+            options = ExportOptions(
+                role=role, weights=weights, name=model_name or source.stem, overwrite=True
+            )
             export_model(source, folder, options=options, progress=progress)
             bundle = Bundle(folder)
     return bundle

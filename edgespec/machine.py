@@ -1,4 +1,4 @@
-"""What figures were measured on: processor, memory, system and versions. Nothing that names a person or host."""
+"""What figures were measured on: processor, memory, system, versions. Nothing that names a person or host."""
 
 import platform
 import subprocess

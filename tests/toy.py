@@ -157,9 +157,7 @@ class ToySession:
     def close(self) -> None:
         self.closed = True
 
-    def _extend(
-        self, tokens: Sequence[int], keep: int, cancelled: Callable[[], bool] | None
-    ) -> F32 | None:
+    def _extend(self, tokens: Sequence[int], keep: int, cancelled: Callable[[], bool] | None) -> F32 | None:
         pairs = enumerate(zip(self.cache, tokens, strict=False))
         shared = next((i for i, (a, b) in pairs if a != b), min(len(self.cache), len(tokens)))
         self.truncate(min(shared, keep))

@@ -9,6 +9,7 @@ import numpy as np
 from edgespec.drafting.bridge import Bridge
 from edgespec.drafting.draft import NO_DRAFT, Draft
 from edgespec.pricing import Pricing
+from edgespec_models.errors import TokenizerError
 from edgespec_runtimes.session import Logits, Session
 
 __all__ = ["Calibration", "ModelDrafter", "VocabularyEnds"]
@@ -18,6 +19,7 @@ _BINS = 10
 _PRIOR = 12.0
 _DECAY = 0.995
 _STEP_SMOOTHING = 0.1
+_FORGETTING = 0.01
 
 
 class Calibration:
@@ -28,8 +30,8 @@ class Calibration:
     """
 
     def __init__(self) -> None:
-        centres = (np.arange(_BINS) + 0.5) / _BINS
-        self._accepted = _PRIOR * centres
+        self._prior = _PRIOR * (np.arange(_BINS) + 0.5) / _BINS
+        self._accepted = self._prior.copy()
         self._seen = np.full(_BINS, _PRIOR)
 
     def probability(self, confidence: float) -> float:
@@ -46,6 +48,11 @@ class Calibration:
         index = self._bin(confidence)
         self._accepted[index] = self._accepted[index] * _DECAY + accepted
         self._seen[index] = self._seen[index] * _DECAY + 1
+
+    def forget(self) -> None:
+        """Tell that nothing was proposed: a verdict that nothing tests any more fades."""
+        self._accepted += _FORGETTING * (self._prior - self._accepted)
+        self._seen += _FORGETTING * (_PRIOR - self._seen)
 
     @staticmethod
     def _bin(confidence: float) -> int:
@@ -87,24 +94,28 @@ class ModelDrafter:
         step_s: float,
     ) -> None:
         self._session, self._bridge, self._ends = session, bridge, ends
-        self._pricing, self._calibration, self._step_s = pricing, calibration, step_s
+        self._pricing, self._calibration = pricing, calibration
+        self._step_s = self._usual_step_s = step_s
         self._last: tuple[int, Draft] = (0, NO_DRAFT)
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
         """See :class:`edgespec.drafting.Drafter`."""
         self._learn(tokens)
-        self._last = (0, NO_DRAFT)
-        first = self._calibration.mean()
-        if limit < 1 or not self._pricing.pays(first, 1, self._step_s):
-            return NO_DRAFT
-        ids = self._bridge.align(tokens)
-        if len(ids) + limit * 2 > self._session.capacity:
-            return NO_DRAFT
-        draft = self._draft(ids, limit)
+        draft = NO_DRAFT
+        if limit > 0 and self._pricing.pays(self._calibration.mean(), 1, self._step_s):
+            try:
+                draft = self._draft(self._bridge.align(tokens), limit)
+            except TokenizerError:  # a byte one of the vocabularies cannot spell: seen in binary data only
+                draft = NO_DRAFT
+        if not draft.tokens:
+            self._calibration.forget()
+            self._step_s += _FORGETTING * (self._usual_step_s - self._step_s)
         self._last = (len(tokens), draft)
         return draft
 
     def _draft(self, ids: list[int], limit: int) -> Draft:
+        if len(ids) + limit * 2 > self._session.capacity:
+            return NO_DRAFT
         drafted: list[int] = []
         probabilities: list[float] = []
         translated: list[tuple[int, int]] = []
@@ -124,7 +135,8 @@ class ModelDrafter:
                 break
             started = perf_counter()
             logits = self._session.forward([token])[0]
-            self._step_s += _STEP_SMOOTHING * (perf_counter() - started - self._step_s)
+            elapsed = min(perf_counter() - started, 2.0 * self._step_s)  # outliers count for little
+            self._step_s += _STEP_SMOOTHING * (elapsed - self._step_s)
         return self._finish(translated, probabilities, limit, None)
 
     def _finish(

@@ -74,7 +74,7 @@ def _half(raw: U8, start: int) -> F32:
 
 def _nibbles(packed: U8) -> U8:
     """Low nibbles of a block's bytes first, then the high ones."""
-    return np.concatenate([packed & 15, packed >> 4], axis=-1)
+    return np.concatenate([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1)
 
 
 def _flat(codes: U8) -> U8:
@@ -91,12 +91,12 @@ def _q4_1(raw: U8) -> Blocks:
 
 def _q5_0(raw: U8) -> Blocks:
     high = np.unpackbits(np.ascontiguousarray(raw[..., 2:6]), axis=-1, bitorder="little")
-    return Blocks(_flat(_nibbles(raw[..., 6:]) | (high << 4)), 16, _half(raw, 0), None, 5, 32)
+    return Blocks(_flat(_nibbles(raw[..., 6:]) | (high << np.uint8(4))), 16, _half(raw, 0), None, 5, 32)
 
 
 def _q8_0(raw: U8) -> Blocks:
     # Two's complement plus 128 is the same byte with its sign bit flipped.
-    return Blocks(_flat(raw[..., 2:] ^ 128), 128, _half(raw, 0), None, 8, 32)
+    return Blocks(_flat(raw[..., 2:] ^ np.uint8(128)), 128, _half(raw, 0), None, 8, 32)
 
 
 def _q4_k(raw: U8) -> Blocks:
@@ -121,7 +121,7 @@ def _q6_k(raw: U8) -> Blocks:
     rows, blocks = raw.shape[:2]
     low = _nibbles(raw[..., :128].reshape(rows, blocks, 2, 64))
     high = raw[..., 128:192].reshape(rows, blocks, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None]
-    codes = low | ((high & 3) << 4).reshape(rows, blocks, 2, 128)
+    codes = low | ((high & np.uint8(3)) << np.uint8(4)).reshape(rows, blocks, 2, 128)
     scales = np.ascontiguousarray(raw[..., 192:208]).view(np.int8).astype(np.float32)
     return Blocks(_flat(codes), 32, (_half(raw, 208)[..., None] * scales).reshape(rows, -1), None, 6, 16)
 

@@ -85,7 +85,7 @@ class Checkpoint:
         """The tensor called ``name``; ``lm_head`` of a tied model is its embedding."""
         return self.tensors["embed" if name == "lm_head" and self.tied_head else name]
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> tuple[GGMLType, np.ndarray]:  # type: ignore[type-arg]
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> tuple[GGMLType, np.ndarray]:
         """Raw blocks of rows ``start`` to ``stop``, to be unpacked in another thread."""
         tensor = self.tensor(name)
         return tensor.type, self._file.blocks(tensor, start, stop)
@@ -142,10 +142,14 @@ class Checkpoint:
         prefix = f"{architecture}."
         scaling = self.metadata.get(prefix + "rope.scaling.type", "none")
         if scaling != "none" and self.metadata.get(prefix + "rope.scaling.factor", 1.0) != 1.0:
-            raise UnsupportedModelError(f"{self.path.name} scales its rotary embedding ({scaling}); not supported yet")
+            raise UnsupportedModelError(
+                f"{self.path.name} scales its rotary embedding ({scaling}); not supported yet"
+            )
         hidden, heads = self._int("embedding_length"), self._int("attention.head_count")
         if heads < 1 or "embed" not in self.tensors:
-            raise ModelFileError(f"{self.path.name} has {heads} attention heads and no usable token embedding")
+            raise ModelFileError(
+                f"{self.path.name} has {heads} attention heads and no usable token embedding"
+            )
         head_dim = self._int("attention.key_length", hidden // heads)
         common = ModelConfig(
             architecture=cast(Architecture, architecture),
@@ -164,7 +168,9 @@ class Checkpoint:
             rope_interleaved=architecture == "llama",
         )
         if self._int("rope.dimension_count", head_dim) != head_dim:
-            raise UnsupportedModelError(f"{self.path.name} rotates only a part of each head; not supported yet")
+            raise UnsupportedModelError(
+                f"{self.path.name} rotates only a part of each head; not supported yet"
+            )
         return self._gemma3(common) if architecture == "gemma3" else common
 
     def _gemma3(self, common: ModelConfig) -> ModelConfig:
@@ -203,7 +209,9 @@ class Checkpoint:
         surplus = self.tensors.keys() - expected.keys()
         if surplus:
             names = ", ".join(sorted(self.tensors[name].name for name in surplus)[:3])
-            raise UnsupportedModelError(f"{self.path.name} has tensors a {config.architecture} model lacks: {names}")
+            raise UnsupportedModelError(
+                f"{self.path.name} has tensors a {config.architecture} model lacks: {names}"
+            )
 
     def _layer_shapes(self) -> dict[str, tuple[int, ...]]:
         c = self.config

@@ -1,6 +1,7 @@
 """Blocks of weights in the layouts of MatMulNBits and GatherBlockQuantized."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ _SHRINK = (1.0, 0.94, 0.88, 0.82, 0.76)
 class Encoded:
     """Rows of one matrix: the graph's parameters by name (``weight``, ``scales``, ...), first axis rows."""
 
-    arrays: dict[str, npt.NDArray[np.generic]]
+    arrays: dict[str, npt.NDArray[Any]]
 
 
 def encode_linear(source: Blocks | F32, form: WeightFormat) -> Encoded:
@@ -38,7 +39,7 @@ def encode_embedding(source: Blocks | F32, spec: EmbeddingSpec) -> Encoded:
     if not isinstance(source, Blocks):
         return Encoded({"weight": source})
     if spec.format.bits == 8:
-        arrays: dict[str, npt.NDArray[np.generic]] = {"weight": _centred_8(source)}
+        arrays: dict[str, npt.NDArray[Any]] = {"weight": _centred_8(source)}
     else:
         arrays = {"weight": _pack_4(source.codes)}
     arrays["scales"] = source.scales
@@ -54,7 +55,8 @@ def decode_linear(encoded: Encoded, form: WeightFormat, columns: int) -> F32:
     arrays = encoded.arrays
     weight = arrays["weight"]
     if form.bits == 32:
-        return weight.astype(np.float32)
+        floats: F32 = weight
+        return floats
     rows, blocks = arrays["scales"].shape
     flat = weight.reshape(rows, -1)
     codes = flat if form.bits == 8 else np.stack([flat & 15, flat >> 4], axis=-1).reshape(rows, -1)
@@ -64,12 +66,14 @@ def decode_linear(encoded: Encoded, form: WeightFormat, columns: int) -> F32:
         zero = np.stack([packed & 15, packed >> 4], axis=-1).reshape(rows, -1)[:, :blocks].astype(np.float32)
     grouped = codes.reshape(rows, blocks, form.block).astype(np.float32)
     values = ((grouped - zero[..., None]) * arrays["scales"][..., None]).reshape(rows, -1)
-    matrix = values[:, :columns]
+    matrix: F32 = values[:, :columns]
     if form.remainder == "drop":
-        return matrix.astype(np.float32)
+        return matrix
     count = columns // 32
-    remainders = arrays["remainders"] if form.remainder == "matmul" else values[:, columns : columns + count]
-    return (matrix + np.repeat(remainders, 32, axis=1)).astype(np.float32)
+    remainders: F32 = values[:, columns : columns + count]
+    if form.remainder == "matmul":
+        remainders = arrays["remainders"]
+    return matrix + np.repeat(remainders, 32, axis=1)
 
 
 def _centred_8(source: Blocks) -> U8:
@@ -88,19 +92,13 @@ def _encode_8(source: Blocks | F32, form: WeightFormat) -> Encoded:
 
 
 def _pack_4(codes: U8) -> U8:
-    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+    return codes[:, 0::2] | (codes[:, 1::2] << np.uint8(4))
 
 
 def _encode_4(source: Blocks, form: WeightFormat) -> Encoded:
-    rows = source.codes.shape[0]
-    codes, scales = source.codes, source.scales
-    if source.minimums is None:
-        arrays: dict[str, npt.NDArray[np.generic]] = {}
-        zero_points = np.full(scales.shape, source.zero, np.uint8)
-        remainders = np.zeros_like(scales)
-    else:
-        arrays = {}
-        codes, scales, zero_points, remainders = _integer_zero_points(source)
+    rows = len(source.codes)
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    codes, scales, zero_points, remainders = _integer_zero_points(source)
     if form.remainder == "matmul":
         arrays["remainders"] = remainders
     elif form.remainder == "columns":
@@ -119,8 +117,10 @@ def _encode_4(source: Blocks, form: WeightFormat) -> Encoded:
 
 def _integer_zero_points(source: Blocks) -> tuple[U8, F32, U8, F32]:
     """Codes, scales, zero points and what the rounding of the zero points leaves over."""
-    assert source.minimums is not None
-    scales, minimums = source.scales.copy(), source.minimums
+    scales = source.scales.copy()
+    if source.minimums is None:
+        return source.codes, scales, np.full(scales.shape, source.zero, np.uint8), np.zeros_like(scales)
+    minimums = source.minimums
     flat = scales == 0  # a constant block: code 0 at zero point 8 with scale minimum / 8 says the same
     scales[flat] = minimums[flat] / 8
     safe = np.where(scales == 0, np.float32(1), scales)

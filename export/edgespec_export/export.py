@@ -17,7 +17,17 @@ from typing import Any
 
 import psutil
 
-from edgespec_models.bundle import GRAPH, MANIFEST, REPORT, TEMPLATE, TOKENIZER, Bundle, FileRecord, Manifest, Role
+from edgespec_models.bundle import (
+    GRAPH,
+    MANIFEST,
+    REPORT,
+    TEMPLATE,
+    TOKENIZER,
+    Bundle,
+    FileRecord,
+    Manifest,
+    Role,
+)
 from edgespec_models.errors import BundleError, EdgespecError, ModelFileError, RequestError, StorageError
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 
@@ -147,7 +157,13 @@ def _check(folder: Path, digest: str, progress: ProgressCallback) -> tuple[bool,
 
 
 def _report(
-    folder: Path, source: Path, by_class: dict[str, int], losses: Any, row_exact: bool, parity: Any, started: float
+    folder: Path,
+    source: Path,
+    by_class: dict[str, int],
+    losses: Any,
+    row_exact: bool,
+    parity: Any,
+    started: float,
 ) -> ExportReport:
     from edgespec_runtimes.memory import peak_memory_bytes
 
@@ -264,7 +280,9 @@ def _storage_errors(out: Path) -> Iterator[None]:
         if isinstance(error, EdgespecError):
             raise
         if error.errno == errno.ENOSPC:
-            raise StorageError(f"the disk that holds {out.parent} is full; free space and export again") from error
+            raise StorageError(
+                f"the disk that holds {out.parent} is full; free space and export again"
+            ) from error
         raise StorageError(f"cannot write the bundle {out}: {error}") from error
     except BundleError:
         raise

@@ -129,7 +129,8 @@ class _Cursor:
         self.require(length * 8, what)  # every string and inner array takes 8 bytes at least
         if kind == _STRING:
             return [self.string(what) for _ in range(length)]
-        return [self.value(kind, what, depth + 1) for _ in range(length)]
+        values: list[object] = [self.value(kind, what, depth + 1) for _ in range(length)]
+        return values
 
 
 class GGUFFile:

@@ -57,7 +57,9 @@ _FAST = {kind: _INT4 if kind is GGMLType.Q4_0 else _INT4_COLUMNS for kind in GGM
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
         "exact": Policy("every weight keeps the value it has in the file", _EXACT, _EXACT),
-        "close": Policy("what 4 bits cannot hold is rounded to a hundredth of a step or to 8 bits", _CLOSE, _CLOSE),
+        "close": Policy(
+            "what 4 bits cannot hold is rounded to a hundredth of a step or to 8 bits", _CLOSE, _CLOSE
+        ),
         "fast": Policy("4 bits everywhere", _FAST, _FAST),
     }
 )

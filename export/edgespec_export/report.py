@@ -69,7 +69,7 @@ class ExportReport:
 
 def measure_losses(plan: DecoderPlan, checkpoint: Checkpoint) -> tuple[FormatLoss, ...]:
     """Compare a sample of every matrix with its source, by pair of formats."""
-    totals: dict[tuple[str, str], np.ndarray] = {}  # type: ignore[type-arg]
+    totals: dict[tuple[str, str], np.ndarray] = {}
     for source, part in _sources(plan):
         kind, raw = checkpoint.read(source, 0, min(_SAMPLE_ROWS, checkpoint.tensor(source).shape[0]))
         unpacked = unpack(kind, raw)
@@ -85,4 +85,6 @@ def measure_losses(plan: DecoderPlan, checkpoint: Checkpoint) -> tuple[FormatLos
 
 
 def _sources(plan: DecoderPlan) -> Iterable[tuple[str, LinearPart]]:
-    return ((source, part) for spec in plan.linears.values() for part in spec.parts for source in part.sources)
+    return (
+        (source, part) for spec in plan.linears.values() for part in spec.parts for source in part.sources
+    )

@@ -61,5 +61,5 @@ class RequestError(EdgespecError, ValueError):
     """An argument of a request is out of range."""
 
 
-class Cancelled(EdgespecError):
+class Cancelled(EdgespecError):  # noqa: N818 - an outcome, not a fault
     """The caller asked to stop."""

@@ -11,7 +11,9 @@ __all__ = ["bundles_dir", "home", "models_dir"]
 def home() -> Path:
     """The folder everything lies under; it need not exist yet."""
     override = os.environ.get("EDGESPEC_HOME")
-    return Path(override).expanduser() if override else platformdirs.user_cache_path("edgespec", appauthor=False)
+    return (
+        Path(override).expanduser() if override else platformdirs.user_cache_path("edgespec", appauthor=False)
+    )
 
 
 def models_dir() -> Path:

@@ -25,19 +25,18 @@ class CostCurve:
     seconds_by_rows: Mapping[int, float]
 
     def seconds(self, rows: int) -> float:
-        """Cost of a pass over ``rows`` tokens: linear between measured points and beyond the last."""
+        """Cost of a pass over ``rows`` tokens: linear between measured points and, never falling, beyond."""
         points = sorted(self.seconds_by_rows.items())
         if rows <= points[0][0] or len(points) == 1:
             return points[0][1]
         for (n0, t0), (n1, t1) in zip(points, points[1:], strict=False):
             if rows <= n1:
                 break
-        return t0 + (t1 - t0) * (rows - n0) / (n1 - n0)
+        slope = (t1 - t0) / (n1 - n0)
+        return t0 + slope * (rows - n0) if rows <= n1 else t1 + max(slope, 0.0) * (rows - n1)
 
 
-def measure_cost(
-    session: Session, rows: Sequence[int] = DEFAULT_ROWS, repeats: int = _REPEATS
-) -> CostCurve:
+def measure_cost(session: Session, rows: Sequence[int] = DEFAULT_ROWS, repeats: int = _REPEATS) -> CostCurve:
     """Time passes over each number of rows, in turn, ``repeats`` times; the median of each.
 
     The session's sequence is replaced and forgotten. Interleaving spreads a disturbance of the machine

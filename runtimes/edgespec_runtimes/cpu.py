@@ -188,7 +188,7 @@ class CpuSession:
         """Bind inputs and outputs for ``count`` tokens, logits of the last ``rows`` of them."""
         ids, seqlens = np.zeros((1, count), np.int64), np.zeros(1, np.int32)
         total, logits = np.zeros((), np.int32), np.empty((1, rows, self.vocab_size), np.float32)
-        inputs = {
+        inputs: dict[str, npt.NDArray[Any]] = {
             "input_ids": ids,
             "seqlens_k": seqlens,
             "total_sequence_length": total,
@@ -264,5 +264,5 @@ def _load(graph: Path, options: CpuOptions) -> Any:
         return ort.InferenceSession(str(graph), settings, providers=["CPUExecutionProvider"])
     except MemoryError as error:
         raise DeviceError(f"not enough memory to load {graph.parent.name}") from error
-    except Exception as error:  # noqa: BLE001 - ONNX Runtime's own exceptions share no base class
+    except Exception as error:  # ONNX Runtime's own exceptions share no base class
         raise BundleError(f"ONNX Runtime cannot load {graph}: {error}") from error

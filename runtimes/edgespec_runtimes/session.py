@@ -48,9 +48,9 @@ class Session(Protocol):
         """
 
     def next_logits(self, tokens: Sequence[int]) -> Logits:
-        """Make the cache hold exactly ``tokens``; return the logits of what follows, float32 ``(vocab_size,)``.
+        """Make the cache hold exactly ``tokens``; return the logits of what follows.
 
-        At least the last token is computed. The array is the session's own buffer.
+        float32 ``(vocab_size,)``. At least the last token is computed. The array is the session's own buffer.
         """
 
     def forward(self, tokens: Sequence[int]) -> Logits:

@@ -108,7 +108,7 @@ def rows(args: argparse.Namespace) -> dict[str, list[str]]:
     llama = [sys.executable, "-m", "tools.peers.llama_worker", str(args.gguf), "--server", server, *threads]
     commands = {"onnxruntime-genai": genai, "llama.cpp": llama}
     if args.edgespec:
-        own = [sys.executable, "-m", "tools.peers.edgespec_worker", args.edgespec]
+        own = [sys.executable, "-m", "tools.peers.edgespec_worker", args.edgespec, *threads]
         commands = {"edgespec": own, **commands}
     return commands
 
@@ -179,11 +179,13 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare plain greedy decoding with the peers.")
     parser.add_argument("--peers", type=Path, required=True, help="the folder install.py filled")
     parser.add_argument("--gguf", type=Path, required=True)
-    parser.add_argument("--edgespec", metavar="TARGET", help="catalogue name or bundle; default: peers only")
+    parser.add_argument(
+        "--edgespec", metavar="TARGET", help="catalogue name, GGUF or bundle; default: peers only"
+    )
     parser.add_argument("--genai-model", type=Path, help="default: PEERS/onnx/<name of the GGUF file>")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens of each run")
     parser.add_argument("--turns", type=int, default=3, help="how often each prompt is run by each row")
-    parser.add_argument("--threads", type=int, default=2, help="edgespec counts the cores itself")
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every sample and the summary here")
     args = parser.parse_args()
     if args.tokens < 2 or args.turns < 1:

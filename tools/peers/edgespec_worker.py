@@ -1,6 +1,7 @@
 """The edgespec row of compare.py: plain decoding through the public API, no drafter.
 
-Usage: ``python -m tools.peers.edgespec_worker TARGET`` (a catalogue name or a bundle's directory).
+Usage: ``python -m tools.peers.edgespec_worker TARGET --threads 2`` (a catalogue name, a GGUF file or a
+bundle's directory).
 """
 
 import argparse
@@ -14,8 +15,10 @@ def main() -> None:
     channel = reserve_stdout()
     parser = argparse.ArgumentParser()
     parser.add_argument("target")
+    parser.add_argument("--threads", type=int, required=True)
     args = parser.parse_args()
-    with edgespec.load(args.target, drafter=None) as model:
+    options = edgespec.LoadOptions(threads=args.threads)
+    with edgespec.load(args.target, drafter=None, options=options) as model:
 
         def generate(request: Request) -> Reply:
             result = model.generate(request.prompt, max_new_tokens=request.max_new_tokens, stop_at_eos=False)

@@ -66,8 +66,8 @@ class _Step:
     seqlens_k: ir.Value
     total: ir.Value
     pad: ir.Value
-    rope: ir.Value
-    local_rope: ir.Value | None
+    rope: tuple[ir.Value, ir.Value]
+    local_rope: tuple[ir.Value, ir.Value] | None
 
 
 class _Attention(nn.Module):
@@ -80,7 +80,9 @@ class _Attention(nn.Module):
             self.q_norm = _Norm(config.head_dim, config.norm_epsilon)
             self.k_norm = _Norm(config.head_dim, config.norm_epsilon)
 
-    def forward(self, op: OpBuilder, x: ir.Value, step: _Step, past: tuple[ir.Value, ir.Value]) -> list[ir.Value]:
+    def forward(
+        self, op: OpBuilder, x: ir.Value, step: _Step, past: tuple[ir.Value, ir.Value]
+    ) -> list[ir.Value]:
         config = self.config
         packed = op.Concat(self.qkv(op, x), step.pad, axis=1)
         query, key, value = self._split(op, packed) if config.qk_norm else (packed, None, None)
@@ -187,10 +189,11 @@ class _Decoder(nn.Module):
     ) -> tuple[ir.Value, ir.Value, list[tuple[ir.Value, ir.Value]]]:
         local = self.config.rope_local_theta is not None
         step = _Step(
-            *lengths,
-            self.attention_pad,
-            (self.rope_cos, self.rope_sin),
-            (self.rope_local_cos, self.rope_local_sin) if local else None,
+            seqlens_k=lengths[0],
+            total=lengths[1],
+            pad=self.attention_pad,
+            rope=(self.rope_cos, self.rope_sin),
+            local_rope=(self.rope_local_cos, self.rope_local_sin) if local else None,
         )
         x = self.embedding(op, ids)
         if self.config.embedding_scale != 1.0:
@@ -216,7 +219,7 @@ def build_decoder(config: ModelConfig, plan: DecoderPlan) -> ir.Model:
     seqlens_k = builder.input("seqlens_k", int32, [1])
     total = builder.input("total_sequence_length", int32, [])
     rows = builder.input("logits_rows", int64, ["r"])
-    kv_shape = [1, config.num_kv_heads, "capacity", config.head_dim]
+    kv_shape: list[int | str | None] = [1, config.num_kv_heads, "capacity", config.head_dim]
     past = [
         (
             builder.input(f"past_key_values.{i}.key", float32, kv_shape),
@@ -225,7 +228,9 @@ def build_decoder(config: ModelConfig, plan: DecoderPlan) -> ir.Model:
         for i in range(config.num_layers)
     ]
     logits, hidden, present = _Decoder(config, plan)(builder.op, ids, (seqlens_k, total), rows, past)
-    outputs = [("logits", logits, [1, "r", config.vocab_size])]
+    outputs: list[tuple[str, ir.Value, list[int | str | None]]] = [
+        ("logits", logits, [1, "r", config.vocab_size])
+    ]
     if plan.hidden_states:
         outputs.append(("hidden_states", hidden, [1, "r", config.hidden_size]))
     for i, (key, value) in enumerate(present):

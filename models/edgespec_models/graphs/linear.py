@@ -126,6 +126,7 @@ class Linear(nn.Module):
         self.parts = nn.ModuleList([_Projection(spec.in_features, part) for part in spec.parts])
 
     def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
+        """Define the projection of ``x``."""
         sums = None
         if any(part.format.remainder != "drop" for part in self.spec.parts):
             blocks = op.Reshape(x, [1, -1, self.spec.in_features // 32, 32])
@@ -150,6 +151,7 @@ class Embedding(nn.Module):
             self.offsets = nn.Parameter([rows, hidden // form.block], dtype=ir.DataType.FLOAT16)
 
     def forward(self, op: OpBuilder, ids: ir.Value) -> ir.Value:
+        """Define the rows of ``ids``."""
         form = self.spec.format
         if form.bits == 32:
             return op.Gather(self.weight, ids, axis=0)

@@ -1,0 +1,77 @@
+"""Everything the README promises, from a bare Python 3.11: `python tools/run.py demo` or `... test`.
+
+Uses the standard library alone: makes a virtual environment in `.venv`, installs edgespec from this
+checkout into it, and runs there. Further arguments go to the command it runs.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+SCRIPTS = VENV / ("Scripts" if os.name == "nt" else "bin")
+PYTHON = SCRIPTS / ("python.exe" if os.name == "nt" else "python")
+
+GATE: tuple[tuple[str, ...], ...] = (
+    ("ruff", "check", "."),
+    ("ruff", "format", "--check", "."),
+    ("mypy",),
+    ("lint-imports",),
+    ("pytest",),
+)
+"""What has to pass before a change lands, in order."""
+
+
+def set_up(extra: str) -> None:
+    """Make the environment and install this checkout with ``extra``."""
+    if not PYTHON.exists():
+        print(f"Making a virtual environment in {VENV}", flush=True)
+        venv.create(VENV, with_pip=True)
+    print(f"Installing edgespec[{extra}]", flush=True)
+    run((str(PYTHON), "-m", "pip", "install", "--quiet", "--editable", f".[{extra}]"))
+
+
+def run(command: Sequence[str]) -> None:
+    """Run a command of the environment in the checkout; leave with its code if it fails."""
+    path = SCRIPTS / command[0]
+    found = next((p for p in (path, path.with_suffix(".exe")) if p.exists()), Path(command[0]))
+    code = subprocess.run((str(found), *command[1:]), cwd=ROOT, check=False).returncode
+    if code:
+        sys.exit(code)
+
+
+def demo(arguments: Sequence[str]) -> None:
+    """Pull two models, export them, and show the speedup."""
+    set_up("export")
+    run(("edgespec", "demo", *arguments))
+
+
+def test(arguments: Sequence[str]) -> None:
+    """Run the whole gate; with arguments, only pytest with these."""
+    set_up("dev")
+    for command in (("pytest", *arguments),) if arguments else GATE:
+        print(f"\n$ {' '.join(command)}", flush=True)
+        run(command)
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("command", choices=("demo", "test"))
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on")
+    options = parser.parse_args()
+    if sys.version_info < (3, 11):  # noqa: UP036 - whoever runs this may have an older Python
+        sys.exit(f"edgespec needs Python 3.11 or newer, this is {sys.version.split()[0]}")
+    (demo if options.command == "demo" else test)(options.arguments)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
