@@ -243,5 +243,5 @@ def _spread(values: Sequence[float]) -> dict[str, float] | None:
     """Extremes and quartiles (linear between values); None of nothing."""
     if not values:
         return None
-    q1, middle, q3 = quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    q1, middle, q3 = quantiles([*values, *values] if len(values) == 1 else values, n=4, method="inclusive")
     return {"min": min(values), "q1": q1, "median": middle, "q3": q3, "max": max(values)}

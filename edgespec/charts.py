@@ -81,7 +81,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class LineChart:
-    """Points joined by a line. ``line`` and ``compare`` are SVG point lists; the plot area is the last four."""
+    """Points joined by a line. ``line`` and ``compare`` are SVG point lists."""
 
     width: float
     height: float
@@ -97,7 +97,7 @@ class LineChart:
 
 
 def ticks(largest: float, count: int = 5) -> list[float]:
-    """Round numbers from 0 to at least ``largest`` (above 0), about ``count`` steps of 1, 2 or 5 times 10^k."""
+    """Round numbers from 0 to at least ``largest`` (above 0), about ``count`` steps of 1, 2 or 5 * 10^k."""
     rough = largest / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1.0, 2.0, 5.0, 10.0) if m * power >= rough * (1.0 - 1e-9))

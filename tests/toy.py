@@ -1,6 +1,7 @@
 """Sessions without weights and bundles with random ones, for tests of everything above them."""
 
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -213,7 +214,7 @@ def tiny_bundle(
     seed: int = 0,
     hidden_states: bool = False,
 ) -> TinyModel:
-    """Build a random model of ``config`` with every projection in ``form`` in the new directory ``folder``."""
+    """Build a random model of ``config``, every projection in ``form``, in the new directory ``folder``."""
     folder.mkdir(parents=True)
     text = tokenizer_json or byte_level_json()
     (folder / TOKENIZER).write_text(text, encoding="utf-8")
@@ -237,8 +238,6 @@ def tiny_bundle(
         provenance={"source": "random"},
         files={file.name: FileRecord.of(file) for file in sorted(folder.iterdir())},
     )
-    import json
-
     (folder / MANIFEST).write_text(json.dumps(manifest.to_json()), encoding="utf-8")
     return TinyModel(folder, config, weights)
 

@@ -20,8 +20,15 @@ __all__ = ["COMMANDS", "app", "main"]
 
 COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
     {
+        "demo": "Pull two models and show what speculative decoding gains on this machine.",
+        "chat": "Talk with a model.",
+        "generate": "Answer one prompt.",
+        "bench": "Measure plain against speculative decoding.",
+        "verify": "Check that speculation does not change the output.",
         "models": "List the models of the catalogue.",
         "pull": "Download models of the catalogue.",
+        "export": "Make a bundle from a checkpoint.",
+        "inspect": "Show what a bundle says of itself.",
     }
 )
 """Name of each command -> its line in ``edgespec --help``, in the order shown."""

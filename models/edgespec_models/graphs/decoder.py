@@ -102,8 +102,8 @@ class _Attention(nn.Module):
             scale=config.attention_scale,
             do_rotary=1,
             rotary_interleaved=int(config.rope_interleaved),
-            # The attribute counts the tokens before the current one.
-            local_window_size=-1 if is_global or config.sliding_window is None else config.sliding_window - 1,
+            # The attribute counts the current token (since microsoft/onnxruntime#25927).
+            local_window_size=-1 if is_global or config.sliding_window is None else config.sliding_window,
             _outputs=3,
             **MICROSOFT,
         )

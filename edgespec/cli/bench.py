@@ -1,0 +1,77 @@
+"""``edgespec bench``: how much faster is it on this machine, with these prompts?"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from edgespec.cli.console import progress_bars
+from edgespec.cli.measuring import exit_if_stopped, measured, show, write_results
+from edgespec.cli.options import (
+    Drafter,
+    Limit,
+    MaxNewTokens,
+    PromptsFile,
+    Target,
+    Temperature,
+    Threads,
+    load_model,
+    prompts_to_run,
+)
+
+__all__ = ["bench"]
+
+
+def bench(
+    target: Target,
+    drafter: Drafter = "auto",
+    prompts: PromptsFile = None,
+    limit: Limit = None,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = 0.0,
+    seed: Annotated[int, typer.Option(help="Of sampled answers.")] = 0,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Make every answer as long as --max-new-tokens.")
+    ] = False,
+    threads: Threads = 0,
+    json_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--json", metavar="OUT", help="Write all figures as JSON; '-' prints them instead of the table."
+        ),
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(metavar="OUT.html", help="Write a page with pictures.")
+    ] = None,
+) -> None:
+    """Answer prompts plain and speculatively in turn, and compare their times.
+
+    A prompt's first turn is asked, in the chat template if the model has one. Speedup is plain decode
+    time per token over speculative decode time per token, summed over the prompts. Ctrl-C shows what was
+    measured until then.
+
+    Examples:
+
+        edgespec bench qwen2.5-coder-1.5b-instruct --drafter smollm2-135m-instruct
+
+        edgespec bench ./target --drafter ngram --prompts my.jsonl --limit 20 --json out.json --report out.html
+    """
+    from edgespec.bench import BenchOptions
+    from edgespec.files import check_writable
+
+    for file in (json_file, report):
+        if file is not None and file != Path("-"):
+            check_writable(file)
+    chosen = prompts_to_run(prompts, limit)
+    options = BenchOptions(
+        max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stop_at_eos=not ignore_eos
+    )
+    with (
+        progress_bars() as progress,
+        load_model(target, drafter, threads=threads, progress=progress) as model,
+    ):
+        result = measured(model, chosen, options, progress)
+    if json_file != Path("-"):
+        show(result)
+    write_results(result, json_file=json_file, report=report)
+    exit_if_stopped(result)

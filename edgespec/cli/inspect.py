@@ -1,0 +1,100 @@
+"""``edgespec inspect``: what a bundle says of itself."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from edgespec.cli.answers import print_json
+from edgespec.cli.console import output, size
+from edgespec.cli.options import JsonFlag
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from edgespec_models.bundle import Bundle
+
+__all__ = ["inspect", "show_report"]
+
+
+def inspect(
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A bundle's directory.")],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare every file with its SHA-256 too, not only its size.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show a bundle's facts and what its export measured. A damaged bundle is an error.
+
+    Examples:
+
+        edgespec inspect ./target
+
+        edgespec inspect ./target --verify --json
+    """
+    from edgespec_models.bundle import Bundle
+
+    opened = Bundle(bundle, verify_digests=verify)
+    if as_json:
+        manifest = opened.manifest.to_json()
+        print_json({"path": str(bundle), "verified": verify, **opened.report(), "manifest": manifest})
+        return
+    output().print(_facts(opened, verify))
+    show_report(opened.report())
+
+
+def show_report(report: Mapping[str, Any]) -> None:
+    """Print what an export measured: parity, what formats cost, sizes, time and memory."""
+    if not report:
+        output().print("The bundle has no export report.")
+        return
+    table = _table()
+    parity = report["parity"]
+    if parity is None:
+        table.add_row("parity", "no reference is stored for this source; the self-check passed")
+    else:
+        table.add_row("parity", _parity(parity))
+        for label, values in parity["by_text"].items():
+            table.add_row(f"  {label}", _parity(values))
+    for loss in report["weights"]:
+        kept = "exact" if loss["relative_error"] == 0 else f"relative error {loss['relative_error']:.2%}"
+        table.add_row(f"{loss['source']} weights", f"{loss['weights']:,} as {loss['format']}, {kept}")
+    sizes = report["bytes"]
+    table.add_row("size", f"{size(sizes['bundle'])}, from {size(sizes['source'])}")
+    table.add_row("same bits for any rows", "yes" if report["row_exact"] else "no")
+    table.add_row(
+        "export", f"{report['seconds']:.1f} s, {size(report['peak_memory_bytes'])} of memory at most"
+    )
+    output().print(table)
+
+
+def _facts(bundle: "Bundle", verified: bool) -> "Table":
+    manifest, config = bundle.manifest, bundle.config
+    table = _table()
+    table.add_row("name", manifest.name)
+    table.add_row("role", manifest.role)
+    table.add_row("architecture", f"{config.architecture}, {config.layers} layers")
+    table.add_row("vocabulary", f"{config.vocab_size:,}")
+    table.add_row("context", f"{config.context_length:,} tokens, {size(config.kv_bytes_per_token)} each")
+    table.add_row("weights", manifest.weights)
+    table.add_row(
+        "read in a pass", f"{size(manifest.bytes_per_pass)}, {manifest.parameters_per_pass:,} weights"
+    )
+    table.add_row("chat template", "yes" if bundle.chat_template is not None else "no")
+    table.add_row("source", f"{manifest.provenance.get('source', 'unknown')}")
+    table.add_row("files", "sizes and SHA-256 are right" if verified else "sizes are right")
+    return table
+
+
+def _parity(values: Mapping[str, Any]) -> str:
+    return f"{values['top1_agreement']:.1%} same most likely token, KL {values['kl']:.4f} nats"
+
+
+def _table() -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    return table

@@ -1,0 +1,104 @@
+"""Parameters that several commands share, and the model they name."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from edgespec_models.progress import ProgressCallback
+
+if TYPE_CHECKING:
+    from edgespec.engine import Model
+    from edgespec.prompts import Prompt
+    from edgespec.request import RequestOptions
+
+__all__ = [
+    "Drafter",
+    "JsonFlag",
+    "Limit",
+    "MaxNewTokens",
+    "MinP",
+    "PromptsFile",
+    "RepetitionPenalty",
+    "Seed",
+    "Stop",
+    "Target",
+    "Temperature",
+    "Threads",
+    "TopK",
+    "TopP",
+    "WithoutSpeculation",
+    "load_model",
+    "prompts_to_run",
+    "request_options",
+]
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET", help="A bundle's directory, a GGUF file, or a name that 'edgespec models' lists."
+    ),
+]
+Drafter = Annotated[
+    str,
+    typer.Option(
+        metavar="DRAFTER",
+        help="The same, or 'auto' (recommended for the target), 'ngram' (phrases of the text), 'none'.",
+    ),
+]
+Threads = Annotated[int, typer.Option(min=0, help="Threads of a pass; 0 takes the physical cores.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
+Temperature = Annotated[float, typer.Option(help="0 takes the most likely token, 1 the model's own law.")]
+TopK = Annotated[int, typer.Option(help="Keep the K most likely tokens; 0 keeps all.")]
+TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens of this share; 1 keeps all.")]
+MinP = Annotated[float, typer.Option(help="Keep tokens this likely, relative to the likeliest.")]
+RepetitionPenalty = Annotated[float, typer.Option(help="Above 1 makes tokens seen before less likely.")]
+Seed = Annotated[int | None, typer.Option(help="Makes a sampled answer repeatable.")]
+Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this text; may be repeated.")]
+WithoutSpeculation = Annotated[
+    bool, typer.Option("--no-speculation", help="Decode without drafts, for comparison.")
+]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
+PromptsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompts",
+        metavar="FILE.jsonl",
+        help="Prompts: one JSON object a line with id, category, turns. Default: the built-in ones.",
+    ),
+]
+Limit = Annotated[
+    int | None, typer.Option(min=1, help="At most so many prompts, spread over the categories.")
+]
+
+
+def load_model(target: str, drafter: str, *, threads: int, progress: ProgressCallback) -> "Model":
+    """Load what the user named; ``none`` is no drafter."""
+    import edgespec
+
+    options = edgespec.LoadOptions(threads=threads)
+    chosen = None if drafter == "none" else drafter
+    return edgespec.load(target, chosen, options=options, progress=progress)
+
+
+def prompts_to_run(file: Path | None, limit: int | None) -> "tuple[Prompt, ...]":
+    """The prompts of ``file``, or the built-in ones; at most ``limit``."""
+    from edgespec.prompts import builtin_prompts, load_prompts, select
+
+    return select(builtin_prompts() if file is None else load_prompts(file), limit)
+
+
+def request_options(context: typer.Context) -> "RequestOptions":
+    """The request a command's parameters describe; parameters of other names are not looked at."""
+    values = context.params
+    return {
+        "max_new_tokens": values["max_new_tokens"],
+        "temperature": values["temperature"],
+        "top_k": values["top_k"],
+        "top_p": values["top_p"],
+        "min_p": values["min_p"],
+        "repetition_penalty": values["repetition_penalty"],
+        "seed": values["seed"],
+        "stop": tuple(values["stop"] or ()),
+        "speculate": not values["no_speculation"],
+    }

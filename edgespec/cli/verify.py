@@ -1,0 +1,134 @@
+"""``edgespec verify``: is the output really the same?"""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from edgespec.cli.answers import print_json
+from edgespec.cli.console import output, progress_bars
+from edgespec.cli.options import (
+    Drafter,
+    JsonFlag,
+    MaxNewTokens,
+    PromptsFile,
+    Target,
+    Threads,
+    load_model,
+    prompts_to_run,
+)
+from edgespec_models.progress import ProgressCallback
+
+if TYPE_CHECKING:
+    from edgespec.audit import Audit, GreedyAudit, SamplingAudit
+    from edgespec.engine import Model
+    from edgespec.prompts import Prompt
+
+__all__ = ["verify"]
+
+_SHOWN_DIFFERENCES = 10
+
+
+def verify(
+    target: Target,
+    drafter: Drafter = "auto",
+    prompts: PromptsFile = None,
+    limit: Annotated[
+        int, typer.Option(min=1, help="At most so many prompts, spread over the categories.")
+    ] = 100,
+    max_new_tokens: MaxNewTokens = 64,
+    samples: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Answers drawn each way to test sampling, from each of 3 texts; 0 skips it."
+        ),
+    ] = 100,
+    threads: Threads = 0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Check that speculation does not change the output: greedy answers, and the law of sampled ones.
+
+    Exit code 1 if it does, or if nothing was drafted and so nothing was tested.
+
+    Examples:
+
+        edgespec verify qwen2.5-coder-1.5b-instruct --drafter smollm2-135m-instruct --prompts my.jsonl
+
+        edgespec verify ./target --drafter ngram --limit 12 --samples 0 --json
+    """
+    chosen = prompts_to_run(prompts, limit)
+    with (
+        progress_bars() as progress,
+        load_model(target, drafter, threads=threads, progress=progress) as model,
+    ):
+        audit = _audit(model, chosen, max_new_tokens, samples, progress)
+    if as_json:
+        print_json(audit.to_json())
+    else:
+        _show(audit)
+    if audit.problems():
+        raise typer.Exit(1)
+
+
+def _audit(
+    model: "Model",
+    prompts: "tuple[Prompt, ...]",
+    max_new_tokens: int,
+    samples: int,
+    progress: ProgressCallback,
+) -> "Audit":
+    from edgespec.audit import Audit, audit_greedy, audit_sampling
+
+    return Audit(
+        target=model.name,
+        drafter=model.drafter_name,
+        row_exact=model.row_exact,
+        greedy=audit_greedy(model, prompts, max_new_tokens=max_new_tokens, progress=progress),
+        sampling=audit_sampling(model, samples=samples, progress=progress) if samples else None,
+    )
+
+
+def _show(audit: "Audit") -> None:
+    _say(f"{audit.target} with {audit.drafter or 'no drafter'}")
+    _show_greedy(audit.greedy)
+    if audit.sampling is None:
+        _say("sampling: not tested")
+    else:
+        _show_sampling(audit.sampling)
+    exact = "the same bits" if audit.row_exact else "not always the same bits, so that near-ties can flip;"
+    _say(f"passes: {exact} for any number of rows")
+    problems = audit.problems()
+    for problem in problems:
+        output().print(f"failed: {problem}", style="red", markup=False, soft_wrap=True)
+    if not problems:
+        output().print("passed", style="green")
+
+
+def _show_greedy(greedy: "GreedyAudit") -> None:
+    drafted = f"{greedy.accepted:,} of {greedy.drafted:,} drafted tokens accepted"
+    _say(
+        f"greedy: {greedy.identical} of {greedy.prompts} answers identical, flip rate {greedy.flip_rate:.2g}; {drafted}"
+    )
+    for difference in greedy.first_differences[:_SHOWN_DIFFERENCES]:
+        tokens = f"plain {_token(difference.plain)}, speculative {_token(difference.speculative)}"
+        _say(f"  {difference.prompt}, token {difference.position}: {tokens}")
+    hidden = len(greedy.first_differences) - _SHOWN_DIFFERENCES
+    if hidden > 0:
+        _say(f"  and {hidden} more; --json lists them all")
+
+
+def _show_sampling(sampling: "SamplingAudit") -> None:
+    test = sampling.chi_square
+    p_value = "nothing to compare" if test.p_value is None else f"p = {test.p_value:.3g}"
+    drafted = f"{sampling.accepted:,} of {sampling.drafted:,} drafted tokens accepted"
+    _say(
+        f"sampling: chi-square {test.statistic:.1f} with {test.degrees} degrees of freedom, {p_value}; {drafted}"
+    )
+    _say(f"  equal seeds: {sampling.equal_seeds_identical} of {sampling.equal_seeds} answers identical")
+
+
+def _token(token: int | None) -> str:
+    return "ended" if token is None else str(token)
+
+
+def _say(line: str) -> None:
+    output().print(line, markup=False, soft_wrap=True)

@@ -1,0 +1,290 @@
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgespec_models.config import ModelConfig
+from edgespec_models.errors import BundleError, Cancelled, RequestError
+from edgespec_models.graphs.linear import WeightFormat
+from edgespec_runtimes.cpu import CpuOptions, CpuSession, default_threads
+from edgespec_runtimes.session import Session
+from tests.toy import COLUMNS, F32, FLOAT, GEMMA, INT4, INT8, LLAMA, MATMUL, tiny_bundle
+
+TOKENS = [(7 * i * i + 3) % 400 for i in range(40)]
+ONE_THREAD = CpuOptions(threads=1)
+MODELS = {
+    "int4": (LLAMA, INT4),
+    "columns": (LLAMA, COLUMNS),
+    "matmul": (LLAMA, MATMUL),
+    "int8": (LLAMA, INT8),
+    "gemma": (GEMMA, COLUMNS),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def quantized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CpuSession:
+    """Every quantized format; the module shares the sessions, tests start by truncating them."""
+    config, form = MODELS[request.param]
+    model = tiny_bundle(tmp_path_factory.mktemp("models") / "m", config, form)
+    return CpuSession(model.bundle, ONE_THREAD)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> CpuSession:
+    model = tiny_bundle(tmp_path_factory.mktemp("models") / "m", GEMMA, INT4)
+    return CpuSession(model.bundle, replace(ONE_THREAD, prefill_chunk=8))
+
+
+@pytest.fixture
+def session(shared: CpuSession) -> CpuSession:
+    shared.truncate(0)
+    return shared
+
+
+def _forward(session: CpuSession, tokens: list[int], *sizes: int) -> F32:
+    """Logits of all tokens, in passes of these sizes (the last again and again)."""
+    rows, at = [], 0
+    while at < len(tokens):
+        size = sizes[min(len(rows), len(sizes) - 1)]
+        rows.append(session.forward(tokens[at : at + size]).copy())
+        at += size
+    return np.concatenate(rows)
+
+
+def test_the_number_of_rows_leaves_no_trace_in_the_bits(quantized: CpuSession) -> None:
+    assert quantized.row_exact
+    quantized.truncate(0)
+    expected = _forward(quantized, TOKENS, 1)
+    for sizes in ((40,), (2,), (3,), (5,), (8,), (13,), (20, 1, 4, 1, 6), (1, 39)):
+        quantized.truncate(0)
+        np.testing.assert_array_equal(_forward(quantized, TOKENS, *sizes), expected)
+
+
+def test_a_rollback_forgets_all(quantized: CpuSession) -> None:
+    quantized.truncate(0)
+    expected = quantized.forward(TOKENS).copy()
+    for keep in (0, 1, 17, 39):
+        quantized.truncate(keep)
+        quantized.forward([9, 8, 7, 6])
+        quantized.truncate(keep)
+        assert quantized.length == keep
+        np.testing.assert_array_equal(quantized.forward(TOKENS[keep:]), expected[keep:])
+
+
+def test_float_weights_agree_to_rounding(tmp_path: Path) -> None:
+    session = CpuSession(tiny_bundle(tmp_path / "m", LLAMA, FLOAT).bundle, ONE_THREAD)
+    expected = _forward(session, TOKENS, 1)
+    session.truncate(0)
+    np.testing.assert_allclose(session.forward(TOKENS), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_do_not_change_the_bits(tmp_path: Path, threads: int) -> None:
+    model = tiny_bundle(tmp_path / "m", LLAMA, COLUMNS)
+    expected = _forward(CpuSession(model.bundle, ONE_THREAD), TOKENS, 1)
+    options = CpuOptions(threads=threads, spinning=False)
+    np.testing.assert_array_equal(CpuSession(model.bundle, options).forward(TOKENS), expected)
+
+
+def test_prefill_reuses_the_shared_prefix(session: CpuSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = session.forward(TOKENS).copy()
+    session.truncate(0)
+    run, passes = session._run, list[int]()
+    monkeypatch.setattr(session, "_run", lambda tokens, rows: (passes.append(len(tokens)), run(tokens, rows))[1])
+    session.prefill(TOKENS[:20])
+    assert (session.length, passes) == (20, [8, 8, 4])
+    passes.clear()
+    session.prefill(TOKENS[:25])
+    assert (session.length, passes) == (25, [5])
+    passes.clear()
+    session.prefill([*TOKENS[:12], 399, 398])
+    assert (session.length, passes) == (14, [2])
+    passes.clear()
+    session.prefill(TOKENS[:10])
+    assert (session.length, passes) == (10, [])
+    np.testing.assert_array_equal(session.forward(TOKENS[10:]), expected[10:])
+    session.prefill([])
+    assert session.length == 0
+
+
+@pytest.mark.parametrize("shared_length", [0, 1, 255, 256, 257, 300, 511, 512, 520])
+def test_a_long_shared_prefix_is_found_to_the_token(session: CpuSession, shared_length: int) -> None:
+    tokens = [(i * 31) % 400 for i in range(520)]
+    session.prefill(tokens)
+    changed = [*tokens[:shared_length], *(((t + 1) % 400) for t in tokens[shared_length:])]
+    asked: list[int] = []
+
+    def cancelled() -> bool:
+        asked.append(session.length)
+        return True
+
+    if shared_length == len(tokens):
+        session.prefill(changed, cancelled)
+        assert asked == []
+    else:
+        with pytest.raises(Cancelled):
+            session.prefill(changed, cancelled)
+        assert asked == [shared_length]
+
+
+def test_next_logits_is_the_last_row(session: CpuSession) -> None:
+    expected = session.forward(TOKENS).copy()
+    for end in (1, 5, 9, 30, 30, 12, 40):
+        logits = session.next_logits(TOKENS[:end])
+        assert logits.shape == (session.vocab_size,)
+        assert session.length == end
+        np.testing.assert_array_equal(logits, expected[end - 1])
+    with pytest.raises(RequestError, match="at least one"):
+        session.next_logits([])
+
+
+def test_cancelling_a_prefill_leaves_the_session_valid(session: CpuSession) -> None:
+    expected = session.forward(TOKENS).copy()
+    session.truncate(0)
+    answers = iter([False, False, True])
+    with pytest.raises(Cancelled, match="16 of 40"):
+        session.prefill(TOKENS, lambda: next(answers))
+    assert session.length == 16
+    np.testing.assert_array_equal(session.forward(TOKENS[16:]), expected[16:])
+
+
+def test_reserving_keeps_what_the_cache_holds(tmp_path: Path) -> None:
+    session = CpuSession(tiny_bundle(tmp_path / "m", GEMMA, COLUMNS).bundle, ONE_THREAD)
+    expected = session.forward(TOKENS).copy()
+    session.truncate(30)
+    capacity, size = session.capacity, session.kv_bytes
+    session.reserve(capacity)
+    assert session.capacity == capacity
+    session.reserve(capacity + 1)
+    assert capacity < session.capacity <= GEMMA.context_length
+    assert session.kv_bytes > size
+    assert session.kv_bytes == GEMMA.kv_bytes_per_token * (session.capacity + 1)
+    assert session.length == 30
+    np.testing.assert_array_equal(session.forward(TOKENS[30:]), expected[30:])
+
+
+def test_the_whole_context_can_be_used_and_no_more(tmp_path: Path) -> None:
+    config = replace(LLAMA, context_length=48)
+    session = CpuSession(tiny_bundle(tmp_path / "m", config, INT4).bundle, ONE_THREAD)
+    longer = CpuSession(tiny_bundle(tmp_path / "n", LLAMA, INT4).bundle, ONE_THREAD)
+    tokens = (TOKENS * 2)[:48]
+    np.testing.assert_array_equal(_forward(session, tokens, 40, 7, 1), longer.forward(tokens))
+    for ask in (
+        lambda: session.forward([1]),
+        lambda: session.reserve(49),
+        lambda: session.prefill([*tokens, 1]),
+        lambda: session.next_logits([*tokens, 1]),
+    ):
+        with pytest.raises(RequestError, match=r"49 tokens do not fit .* 48"):
+            ask()
+    assert session.length == 48
+    session.truncate(47)
+    session.forward([tokens[-1]])
+
+
+@pytest.mark.parametrize("tokens", [[], [404], [-1], [3, 10_000_000]])
+def test_nonsense_is_refused_before_it_does_harm(session: CpuSession, tokens: list[int]) -> None:
+    expected = session.forward(TOKENS).copy()
+    session.truncate(10)
+    with pytest.raises(RequestError, match="0 to 403"):
+        session.forward(tokens)
+    assert session.length == 10
+    np.testing.assert_array_equal(session.forward(TOKENS[10:]), expected[10:])
+
+
+@pytest.mark.parametrize("length", [-1, 6])
+def test_truncating_to_what_is_not_there_is_refused(session: CpuSession, length: int) -> None:
+    session.forward(TOKENS[:5])
+    with pytest.raises(RequestError, match="holds 5 tokens"):
+        session.truncate(length)
+    assert session.length == 5
+
+
+def test_a_closed_session_says_so(tmp_path: Path) -> None:
+    session = CpuSession(tiny_bundle(tmp_path / "m").bundle, ONE_THREAD)
+    session.forward([1, 2])
+    session.close()
+    session.close()
+    asks: tuple[Callable[[], object], ...] = (
+        lambda: session.forward([1]),
+        lambda: session.prefill([1]),
+        lambda: session.next_logits([1]),
+        lambda: session.reserve(1),
+    )
+    for ask in asks:
+        with pytest.raises(RequestError, match="closed"):
+            ask()
+    assert (session.length, session.capacity, session.kv_bytes) == (0, 0, 0)
+
+
+def test_a_step_allocates_no_logits(session: CpuSession) -> None:
+    session.prefill(TOKENS[:10])
+    buffers = {session.forward([3]).ctypes.data for _ in range(5)}
+    assert len(buffers) == 1
+    buffers = {session.next_logits([*TOKENS[:10], token]).ctypes.data for token in range(5)}
+    assert len(buffers) == 1
+
+
+def test_the_cache_is_written_in_place(session: CpuSession) -> None:
+    arrays = [array for _, _, array, _ in session._kv]
+    for array in arrays:
+        array[:] = 0
+    session.forward(TOKENS[:5])
+    for array in arrays:
+        assert np.abs(array[:, :, :5]).min(axis=(0, 1, 3)).all()
+        assert not array[:, :, 5 + session._pad_rows :].any()
+    before = [array[:, :, :5].copy() for array in arrays]
+    session.forward(TOKENS[5:8])
+    for array, old in zip(arrays, before, strict=True):
+        np.testing.assert_array_equal(array[:, :, :5], old)
+        assert array[:, :, 5:8].any()
+
+
+def test_many_sizes_of_pass_do_not_pile_up(session: CpuSession) -> None:
+    for size in range(1, 41):
+        session.truncate(0)
+        session.forward(TOKENS[:size])
+    assert len(session._passes) <= 32
+
+
+@pytest.mark.parametrize(("config", "form"), [(LLAMA, INT4), (GEMMA, FLOAT)])
+def test_it_is_a_session(tmp_path: Path, config: ModelConfig, form: WeightFormat) -> None:
+    session: Session = CpuSession(tiny_bundle(tmp_path / "m", config, form).bundle, ONE_THREAD)
+    assert session.vocab_size == config.vocab_size
+    assert session.length == 0
+
+
+def test_a_damaged_graph_is_an_error_of_the_bundle(tmp_path: Path) -> None:
+    model = tiny_bundle(tmp_path / "m")
+    bundle = model.bundle
+    (model.path / "model.onnx").write_bytes(b"not a graph")
+    with pytest.raises(BundleError, match="cannot load"):
+        CpuSession(bundle)
+
+
+def test_a_graph_that_cannot_roll_back_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model with a recurrent state would answer a repeated pass differently."""
+    model = tiny_bundle(tmp_path / "m")
+    run, calls = CpuSession._run, list[int]()
+
+    def drifting(self: CpuSession, tokens: list[int], rows: int) -> F32:
+        calls.append(len(tokens))
+        logits = run(self, tokens, rows)
+        logits += len(calls)
+        return logits
+
+    monkeypatch.setattr(CpuSession, "_run", drifting)
+    with pytest.raises(BundleError, match="cannot roll back"):
+        CpuSession(model.bundle, ONE_THREAD)
+
+
+@pytest.mark.parametrize("options", [{"threads": -1}, {"prefill_chunk": 0}])
+def test_options_out_of_range_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(RequestError, match="prefill_chunk"):
+        CpuOptions(**options)  # type: ignore[arg-type]
+
+
+def test_there_is_a_thread() -> None:
+    assert default_threads() >= 1

@@ -1,0 +1,233 @@
+"""The decoder graph against a plain numpy transformer, and every weight format against its meaning."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from onnxscript import GraphBuilder
+
+from edgespec_export.encode import decode_linear, encode_linear
+from edgespec_models.config import ModelConfig
+from edgespec_models.errors import BundleError, UnsupportedModelError
+from edgespec_models.graphs.linear import Linear, LinearPart, LinearSpec, WeightFormat
+from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from tests.toy import (
+    COLUMNS,
+    F32,
+    FLOAT,
+    GEMMA,
+    INT4,
+    INT8,
+    LLAMA,
+    MATMUL,
+    QWEN,
+    TinyModel,
+    random_blocks,
+    tiny_bundle,
+)
+
+TOKENS = [5, 17, 300, 2, 2, 41, 17, 300, 99, 250, 7, 63, 11, 390]
+
+
+def reference_logits(model: TinyModel, tokens: list[int]) -> F32:
+    """Logits of every token, float64 inside; written from the papers, with no cache and no fused operator."""
+    config, weights = model.config, {k: v.astype(np.float64) for k, v in model.weights.items()}
+
+    def norm(x: npt.NDArray[np.float64], name: str) -> npt.NDArray[np.float64]:
+        scale = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + config.norm_epsilon)
+        return np.asarray(x * scale * weights[f"{name}.weight"])
+
+    x = weights["embed"][tokens] * config.embedding_scale
+    for i in range(config.num_layers):
+        at = f"layers.{i}"
+        y = _attend(config, weights, norm(x, f"{at}.attn_norm"), i, norm)
+        x = x + (norm(y, f"{at}.post_attn_norm") if config.post_norms else y)
+        gate, up = np.split(norm(x, f"{at}.mlp_norm") @ weights[f"{at}.gate_up"].T, 2, axis=-1)
+        y = (_activate(config, gate) * up) @ weights[f"{at}.down"].T
+        x = x + (norm(y, f"{at}.post_mlp_norm") if config.post_norms else y)
+    return np.asarray(norm(x, "final_norm") @ weights["lm_head"].T, np.float32)
+
+
+def _attend(config, weights, x, layer, norm):  # type: ignore[no-untyped-def]
+    at, n, width = f"layers.{layer}", len(x), config.head_dim
+    packed = x @ weights[f"{at}.qkv"].T
+    if config.architecture == "qwen2":
+        parts = (weights[f"{at}.attention.qkv.parts.{p}.bias"] for p in (0, 1))
+        packed = packed + np.concatenate(list(parts))
+    q, k, v = np.split(packed, [config.query_width, config.query_width + config.kv_width], axis=-1)
+    q, k, v = (a.reshape(n, -1, width) for a in (q, k, v))
+    if config.qk_norm:
+        q, k = norm(q, f"{at}.attention.q_norm"), norm(k, f"{at}.attention.k_norm")
+    is_global = config.sliding_window is None or (layer + 1) % config.global_every == 0
+    theta = config.rope_theta if is_global else config.rope_local_theta
+    q, k = (_rotate(a, theta, config.rope_interleaved) for a in (q, k))
+    group = config.num_heads // config.num_kv_heads
+    k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
+    scores = np.einsum("qhd,khd->hqk", q, k) * config.attention_scale
+    distance = np.arange(n)[:, None] - np.arange(n)[None, :]
+    seen = distance >= 0
+    if not is_global:
+        seen &= distance < config.sliding_window  # itself and the sliding_window - 1 tokens before
+    scores = np.where(seen, scores, -np.inf)
+    shares = np.exp(scores - scores.max(-1, keepdims=True))
+    shares /= shares.sum(-1, keepdims=True)
+    return np.einsum("hqk,khd->qhd", shares, v).reshape(n, -1) @ weights[f"{at}.o"].T
+
+
+def _rotate(x, theta, interleaved):  # type: ignore[no-untyped-def]
+    half = x.shape[-1] // 2
+    angles = np.outer(np.arange(len(x)), theta ** (-np.arange(half) / half))[:, None, :]
+    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
+    turned = a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)
+    return np.stack(turned, -1).reshape(x.shape) if interleaved else np.concatenate(turned, -1)
+
+
+def _activate(config, x):  # type: ignore[no-untyped-def]
+    if config.activation == "silu":
+        return x / (1 + np.exp(-x))
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+CONFIGS = {
+    "llama": LLAMA,
+    "qwen2": QWEN,
+    "gemma3": GEMMA,
+    "window of one": replace(GEMMA, sliding_window=1),
+    "window of all but one": replace(GEMMA, sliding_window=len(TOKENS) - 1),
+    "tied heads, one kv head": replace(LLAMA, num_kv_heads=1, rope_interleaved=False),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_graph_computes_the_architecture(tmp_path: Path, name: str) -> None:
+    model = tiny_bundle(tmp_path / "m", CONFIGS[name])
+    expected = reference_logits(model, TOKENS)
+    session = CpuSession(model.bundle, CpuOptions(threads=1))
+    np.testing.assert_allclose(session.forward(TOKENS), expected, atol=1e-4)
+    session.truncate(0)
+    stepwise = np.concatenate([session.forward([token]).copy() for token in TOKENS])
+    np.testing.assert_allclose(stepwise, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_window_one_off_would_be_noticed(tmp_path: Path, change: int) -> None:
+    model = tiny_bundle(tmp_path / "m", GEMMA)
+    assert GEMMA.sliding_window is not None
+    other = replace(model, config=replace(GEMMA, sliding_window=GEMMA.sliding_window + change))
+    session = CpuSession(model.bundle, CpuOptions(threads=1))
+    assert np.abs(session.forward(TOKENS) - reference_logits(other, TOKENS)).max() > 1e-2
+
+
+@pytest.mark.parametrize("form", [INT4, COLUMNS, MATMUL, INT8], ids=lambda form: form.name)
+@pytest.mark.parametrize("config", [LLAMA, GEMMA], ids=lambda config: config.architecture)
+def test_quantized_graphs_stay_near_what_their_weights_stand_for(
+    tmp_path: Path, config: ModelConfig, form: WeightFormat
+) -> None:
+    model = tiny_bundle(tmp_path / "m", config, form)
+    expected = reference_logits(model, TOKENS)
+    got = CpuSession(model.bundle, CpuOptions(threads=1)).forward(TOKENS)
+    assert _relative_error(got, expected) < 0.05  # int8 activations through every layer
+
+
+def test_hidden_states_are_what_the_head_multiplies(tmp_path: Path) -> None:
+    model = tiny_bundle(tmp_path / "m", hidden_states=True)
+    session = ort.InferenceSession(str(model.path / "model.onnx"), providers=["CPUExecutionProvider"])
+    past = {
+        item.name: np.zeros((1, LLAMA.num_kv_heads, 16, LLAMA.head_dim), np.float32)
+        for item in session.get_inputs()
+        if item.name.startswith("past")
+    }
+    feed = {
+        "input_ids": np.array([TOKENS[:6]], np.int64),
+        "seqlens_k": np.array([6], np.int32),
+        "total_sequence_length": np.array(7, np.int32),
+        "logits_rows": np.array([1, 5], np.int64),
+    }
+    logits, hidden = session.run(["logits", "hidden_states"], feed | past)
+    assert logits.shape == (1, 2, LLAMA.vocab_size)
+    assert hidden.shape == (1, 2, LLAMA.hidden_size)
+    np.testing.assert_allclose(hidden[0] @ model.weights["lm_head"].T, logits[0], atol=1e-4)
+    np.testing.assert_allclose(logits[0], reference_logits(model, TOKENS[:6])[[1, 5]], atol=1e-4)
+
+
+@pytest.mark.parametrize("width", [32, 96, 576, 1024, 1536])
+@pytest.mark.parametrize("form", [INT4, COLUMNS, MATMUL, INT8, WeightFormat(8, 16)], ids=lambda form: form.name)
+def test_a_linear_is_its_matrix(form: WeightFormat, width: int) -> None:
+    rng = np.random.default_rng(width)
+    source = random_blocks(rng, (48, width), form)
+    encoded = encode_linear(source, form)
+    x = rng.normal(0.2, 1.0, (1, 5, width)).astype(np.float32)
+    spec = LinearSpec(width, (LinearPart(("w",), 48, form),))
+    got = _run_linear(spec, [encoded.arrays], x)[0]
+    assert _relative_error(got, x[0] @ decode_linear(encoded, form, width).T) < 8e-3
+
+
+def test_parts_of_different_formats_are_concatenated() -> None:
+    rng = np.random.default_rng(1)
+    parts = (LinearPart(("q", "k"), 64, COLUMNS, ("b", "c")), LinearPart(("v",), 32, FLOAT), LinearPart(("w",), 16, MATMUL))
+    encoded = [encode_linear(random_blocks(rng, (p.out_features, 96), p.format), p.format) for p in parts]
+    arrays = [dict(e.arrays) for e in encoded]
+    arrays[0]["bias"] = rng.normal(size=64).astype(np.float32)
+    x = rng.normal(size=(1, 3, 96)).astype(np.float32)
+    expected = [x[0] @ decode_linear(e, p.format, 96).T for e, p in zip(encoded, parts, strict=True)]
+    expected[0] = expected[0] + arrays[0]["bias"]
+    got = _run_linear(LinearSpec(96, parts), arrays, x)[0]
+    assert _relative_error(got, np.concatenate(expected, axis=-1)) < 8e-3
+
+
+@pytest.mark.parametrize("form", [COLUMNS, MATMUL], ids=lambda form: form.name)
+def test_the_remainder_is_what_the_kernel_leaves_out(form: WeightFormat) -> None:
+    """Without it the same matrix would be off by much more than the activations' rounding."""
+    rng = np.random.default_rng(3)
+    source = random_blocks(rng, (48, 576), form)
+    dropped = WeightFormat(4, 32, zero_points=True)
+    x = rng.normal(1.0, 1.0, (1, 5, 576)).astype(np.float32)
+    exact = decode_linear(encode_linear(source, MATMUL), MATMUL, 576)
+    assert _relative_error(x[0] @ decode_linear(encode_linear(source, dropped), dropped, 576).T, x[0] @ exact.T) > 0.03
+    spec = LinearSpec(576, (LinearPart(("w",), 48, form),))
+    got = _run_linear(spec, [encode_linear(source, form).arrays], x)[0]
+    assert _relative_error(got, x[0] @ exact.T) < 1.5e-2
+
+
+def _run_linear(spec: LinearSpec, parts: list[dict[str, npt.NDArray[np.generic]]], x: F32) -> F32:
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": 23, "com.microsoft": 1}, name="linear")
+    builder = GraphBuilder(graph)
+    value = builder.input("x", ir.DataType.FLOAT, [1, "n", spec.in_features])
+    output = Linear(spec)(builder.op, value)
+    output.type, output.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape([1, "n", None])
+    builder.add_output(output, "y")
+    for name, parameter in graph.initializers.items():
+        if parameter.const_value is None:
+            _, index, key = name.rsplit(".", 2)
+            parameter.const_value = ir.tensor(np.ascontiguousarray(parts[int(index)][key]), name=name)
+    proto = ir.to_proto(ir.Model(graph, ir_version=10))
+    session = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    result: F32 = session.run(None, {"x": x})[0]
+    return result
+
+
+def _relative_error(got: F32, expected: F32) -> float:
+    return float(np.sqrt(((got - expected) ** 2).sum() / (expected**2).sum()))
+
+
+def test_facts_survive_json_and_nonsense_is_refused() -> None:
+    for config in CONFIGS.values():
+        assert ModelConfig.from_json(config.to_json()) == config
+    with pytest.raises(BundleError, match="colour"):
+        ModelConfig.from_json(LLAMA.to_json() | {"colour": 1})
+    with pytest.raises(BundleError, match="head_dim"):
+        ModelConfig.from_json({k: v for k, v in LLAMA.to_json().items() if k != "head_dim"})
+    with pytest.raises(UnsupportedModelError, match="hidden_size"):
+        replace(LLAMA, hidden_size=0)
+    with pytest.raises(UnsupportedModelError, match="3 key-value heads"):
+        replace(LLAMA, num_kv_heads=3)
+
+
+def test_every_nth_layer_sees_all() -> None:
+    config = replace(GEMMA, num_layers=6, global_every=3)
+    assert [config.is_global(i) for i in range(6)] == [False, False, True, False, False, True]
+    assert all(LLAMA.is_global(i) for i in range(2))
