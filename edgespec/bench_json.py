@@ -25,7 +25,7 @@ Keys stay; new ones may come. A figure that could not be measured is null. Times
     bytes_per_pass                  weights a target pass reads
     gigabytes_per_second.*          plain, speculative: bytes_per_pass * passes / time in passes
     peak_memory_bytes               of this process, both models
-    speculation_off.REASON          in how many answers speculation was off for this reason
+    speculation_off.REASON          in how many answers few or no drafts were made for this reason
     models.target, models.drafter   what ran; models.drafter_name may be "ngram"
     options, machine                how and where
     rows                            a prompt each: id, category, identical, speedup, plain, speculative

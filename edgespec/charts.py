@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 _WIDTH = 640.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56.0, 16.0, 12.0, 40.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56.0, 16.0, 20.0, 40.0
 _PLOT_HEIGHT = 200.0
 _LABELS = 150.0
 _VALUES = 64.0

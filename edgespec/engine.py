@@ -1,7 +1,7 @@
 """The SDK: load a target and a drafter, generate, stream, chat."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self, Unpack
 
@@ -113,7 +113,7 @@ class Model:
         self._side: _Side | None = None
         try:
             if drafter is not None:
-                session = CpuSession(drafter, cpu)
+                session = CpuSession(drafter, replace(cpu, exact_rows=False))
                 step_s = measure_cost(session, _DRAFTER_ROWS).seconds(1)
                 self._side = _Side(drafter, session, step_s, Calibration())
             self.cost_curve: CostCurve = measure_cost(self._session)

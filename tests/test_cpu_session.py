@@ -10,7 +10,7 @@ from edgespec_models.errors import BundleError, Cancelled, RequestError
 from edgespec_models.graphs.linear import WeightFormat
 from edgespec_runtimes.cpu import CpuOptions, CpuSession, default_threads
 from edgespec_runtimes.session import Session
-from tests.toy import COLUMNS, F32, FLOAT, GEMMA, INT4, INT8, LLAMA, MATMUL, tiny_bundle
+from tests.toy import COLUMNS, F32, FLOAT, GEMMA, INT4, INT8, LLAMA, MATMUL, WIDE, tiny_bundle
 
 TOKENS = [(7 * i * i + 3) % 400 for i in range(40)]
 ONE_THREAD = CpuOptions(threads=1)
@@ -20,6 +20,10 @@ MODELS = {
     "matmul": (LLAMA, MATMUL),
     "int8": (LLAMA, INT8),
     "gemma": (GEMMA, COLUMNS),
+    "int4, blocks of 64": (WIDE, WeightFormat(4, 64, zero_points=True, remainder="columns")),
+    "int4, blocks of 128": (WIDE, WeightFormat(4, 128)),
+    "int8, blocks of 64": (WIDE, WeightFormat(8, 64)),
+    "int8, blocks of 128": (WIDE, WeightFormat(8, 128)),
 }
 
 
@@ -45,7 +49,8 @@ def session(shared: CpuSession) -> CpuSession:
 
 def _forward(session: CpuSession, tokens: list[int], *sizes: int) -> F32:
     """Logits of all tokens, in passes of these sizes (the last again and again)."""
-    rows, at = [], 0
+    rows = list[F32]()
+    at = 0
     while at < len(tokens):
         size = sizes[min(len(rows), len(sizes) - 1)]
         rows.append(session.forward(tokens[at : at + size]).copy())
@@ -60,6 +65,18 @@ def test_the_number_of_rows_leaves_no_trace_in_the_bits(quantized: CpuSession) -
     for sizes in ((40,), (2,), (3,), (5,), (8,), (13,), (20, 1, 4, 1, 6), (1, 39)):
         quantized.truncate(0)
         np.testing.assert_array_equal(_forward(quantized, TOKENS, *sizes), expected)
+
+
+def test_nor_does_it_in_a_long_context(quantized: CpuSession) -> None:
+    tokens = [(11 * i * i + 5 * i) % 400 for i in range(600)]
+    quantized.truncate(0)
+    whole = quantized.forward(tokens).copy()
+    quantized.truncate(0)
+    quantized.prefill(tokens[:560])
+    np.testing.assert_array_equal(_forward(quantized, tokens[560:], 1), whole[560:])
+    for sizes in ((40,), (3,), (6, 1, 5, 1)):
+        quantized.truncate(560)
+        np.testing.assert_array_equal(_forward(quantized, tokens[560:], *sizes), whole[560:])
 
 
 def test_a_rollback_forgets_all(quantized: CpuSession) -> None:
@@ -92,7 +109,12 @@ def test_prefill_reuses_the_shared_prefix(session: CpuSession, monkeypatch: pyte
     expected = session.forward(TOKENS).copy()
     session.truncate(0)
     run, passes = session._run, list[int]()
-    monkeypatch.setattr(session, "_run", lambda tokens, rows: (passes.append(len(tokens)), run(tokens, rows))[1])
+
+    def counted(tokens: list[int], rows: int) -> F32:
+        passes.append(len(tokens))
+        return run(tokens, rows)
+
+    monkeypatch.setattr(session, "_run", counted)
     session.prefill(TOKENS[:20])
     assert (session.length, passes) == (20, [8, 8, 4])
     passes.clear()
@@ -129,15 +151,16 @@ def test_a_long_shared_prefix_is_found_to_the_token(session: CpuSession, shared_
         assert asked == [shared_length]
 
 
-def test_next_logits_is_the_last_row(session: CpuSession) -> None:
-    expected = session.forward(TOKENS).copy()
+def test_next_logits_is_the_last_row(quantized: CpuSession) -> None:
+    quantized.truncate(0)
+    expected = quantized.forward(TOKENS).copy()
     for end in (1, 5, 9, 30, 30, 12, 40):
-        logits = session.next_logits(TOKENS[:end])
-        assert logits.shape == (session.vocab_size,)
-        assert session.length == end
+        logits = quantized.next_logits(TOKENS[:end])
+        assert logits.shape == (quantized.vocab_size,)
+        assert quantized.length == end
         np.testing.assert_array_equal(logits, expected[end - 1])
     with pytest.raises(RequestError, match="at least one"):
-        session.next_logits([])
+        quantized.next_logits([])
 
 
 def test_cancelling_a_prefill_leaves_the_session_valid(session: CpuSession) -> None:
@@ -234,7 +257,7 @@ def test_the_cache_is_written_in_place(session: CpuSession) -> None:
     session.forward(TOKENS[:5])
     for array in arrays:
         assert np.abs(array[:, :, :5]).min(axis=(0, 1, 3)).all()
-        assert not array[:, :, 5 + session._pad_rows :].any()
+        assert not array[:, :, 6:].any()
     before = [array[:, :, :5].copy() for array in arrays]
     session.forward(TOKENS[5:8])
     for array, old in zip(arrays, before, strict=True):

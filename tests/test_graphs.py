@@ -1,5 +1,6 @@
 """The decoder graph against a plain numpy transformer, and every weight format against its meaning."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +31,8 @@ from tests.toy import (
     tiny_bundle,
 )
 
+F64 = npt.NDArray[np.float64]
+
 TOKENS = [5, 17, 300, 2, 2, 41, 17, 300, 99, 250, 7, 63, 11, 390]
 
 
@@ -37,7 +40,7 @@ def reference_logits(model: TinyModel, tokens: list[int]) -> F32:
     """Logits of every token, float64 inside; written from the papers, with no cache and no fused operator."""
     config, weights = model.config, {k: v.astype(np.float64) for k, v in model.weights.items()}
 
-    def norm(x: npt.NDArray[np.float64], name: str) -> npt.NDArray[np.float64]:
+    def norm(x: F64, name: str) -> F64:
         scale = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + config.norm_epsilon)
         return np.asarray(x * scale * weights[f"{name}.weight"])
 
@@ -52,7 +55,9 @@ def reference_logits(model: TinyModel, tokens: list[int]) -> F32:
     return np.asarray(norm(x, "final_norm") @ weights["lm_head"].T, np.float32)
 
 
-def _attend(config, weights, x, layer, norm):  # type: ignore[no-untyped-def]
+def _attend(
+    config: ModelConfig, weights: dict[str, F64], x: F64, layer: int, norm: Callable[[F64, str], F64]
+) -> F64:
     at, n, width = f"layers.{layer}", len(x), config.head_dim
     packed = x @ weights[f"{at}.qkv"].T
     if config.architecture == "qwen2":
@@ -63,22 +68,24 @@ def _attend(config, weights, x, layer, norm):  # type: ignore[no-untyped-def]
     if config.qk_norm:
         q, k = norm(q, f"{at}.attention.q_norm"), norm(k, f"{at}.attention.k_norm")
     is_global = config.sliding_window is None or (layer + 1) % config.global_every == 0
-    theta = config.rope_theta if is_global else config.rope_local_theta
+    local = config.rope_local_theta
+    theta = config.rope_theta if is_global or local is None else local
     q, k = (_rotate(a, theta, config.rope_interleaved) for a in (q, k))
     group = config.num_heads // config.num_kv_heads
     k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
     scores = np.einsum("qhd,khd->hqk", q, k) * config.attention_scale
     distance = np.arange(n)[:, None] - np.arange(n)[None, :]
     seen = distance >= 0
-    if not is_global:
+    if not is_global and config.sliding_window is not None:
         seen &= distance < config.sliding_window  # itself and the sliding_window - 1 tokens before
     scores = np.where(seen, scores, -np.inf)
     shares = np.exp(scores - scores.max(-1, keepdims=True))
     shares /= shares.sum(-1, keepdims=True)
-    return np.einsum("hqk,khd->qhd", shares, v).reshape(n, -1) @ weights[f"{at}.o"].T
+    mixed: F64 = np.einsum("hqk,khd->qhd", shares, v).reshape(n, -1)
+    return mixed @ weights[f"{at}.o"].T
 
 
-def _rotate(x, theta, interleaved):  # type: ignore[no-untyped-def]
+def _rotate(x: F64, theta: float, interleaved: bool) -> F64:
     half = x.shape[-1] // 2
     angles = np.outer(np.arange(len(x)), theta ** (-np.arange(half) / half))[:, None, :]
     a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
@@ -86,10 +93,10 @@ def _rotate(x, theta, interleaved):  # type: ignore[no-untyped-def]
     return np.stack(turned, -1).reshape(x.shape) if interleaved else np.concatenate(turned, -1)
 
 
-def _activate(config, x):  # type: ignore[no-untyped-def]
+def _activate(config: ModelConfig, x: F64) -> F64:
     if config.activation == "silu":
-        return x / (1 + np.exp(-x))
-    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+        return np.asarray(x / (1 + np.exp(-x)))
+    return np.asarray(0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))))
 
 
 CONFIGS = {
@@ -143,9 +150,11 @@ def test_hidden_states_are_what_the_head_multiplies(tmp_path: Path) -> None:
     }
     feed = {
         "input_ids": np.array([TOKENS[:6]], np.int64),
-        "seqlens_k": np.array([6], np.int32),
-        "total_sequence_length": np.array(7, np.int32),
+        "seqlens_k": np.array([5], np.int32),
+        "total_sequence_length": np.array(6, np.int32),
         "logits_rows": np.array([1, 5], np.int64),
+        "attention_pad": np.zeros((1, 0, LLAMA.query_width + 2 * LLAMA.kv_width), np.float32),
+        "attention_rows": np.array([6], np.int64),
     }
     logits, hidden = session.run(["logits", "hidden_states"], feed | past)
     assert logits.shape == (1, 2, LLAMA.vocab_size)
@@ -155,7 +164,9 @@ def test_hidden_states_are_what_the_head_multiplies(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [32, 96, 576, 1024, 1536])
-@pytest.mark.parametrize("form", [INT4, COLUMNS, MATMUL, INT8, WeightFormat(8, 16)], ids=lambda form: form.name)
+@pytest.mark.parametrize(
+    "form", [INT4, COLUMNS, MATMUL, INT8, WeightFormat(8, 16)], ids=lambda form: form.name
+)
 def test_a_linear_is_its_matrix(form: WeightFormat, width: int) -> None:
     rng = np.random.default_rng(width)
     source = random_blocks(rng, (48, width), form)
@@ -168,7 +179,11 @@ def test_a_linear_is_its_matrix(form: WeightFormat, width: int) -> None:
 
 def test_parts_of_different_formats_are_concatenated() -> None:
     rng = np.random.default_rng(1)
-    parts = (LinearPart(("q", "k"), 64, COLUMNS, ("b", "c")), LinearPart(("v",), 32, FLOAT), LinearPart(("w",), 16, MATMUL))
+    parts = (
+        LinearPart(("q", "k"), 64, COLUMNS, ("b", "c")),
+        LinearPart(("v",), 32, FLOAT),
+        LinearPart(("w",), 16, MATMUL),
+    )
     encoded = [encode_linear(random_blocks(rng, (p.out_features, 96), p.format), p.format) for p in parts]
     arrays = [dict(e.arrays) for e in encoded]
     arrays[0]["bias"] = rng.normal(size=64).astype(np.float32)
@@ -187,7 +202,10 @@ def test_the_remainder_is_what_the_kernel_leaves_out(form: WeightFormat) -> None
     dropped = WeightFormat(4, 32, zero_points=True)
     x = rng.normal(1.0, 1.0, (1, 5, 576)).astype(np.float32)
     exact = decode_linear(encode_linear(source, MATMUL), MATMUL, 576)
-    assert _relative_error(x[0] @ decode_linear(encode_linear(source, dropped), dropped, 576).T, x[0] @ exact.T) > 0.03
+    assert (
+        _relative_error(x[0] @ decode_linear(encode_linear(source, dropped), dropped, 576).T, x[0] @ exact.T)
+        > 0.03
+    )
     spec = LinearSpec(576, (LinearPart(("w",), 48, form),))
     got = _run_linear(spec, [encode_linear(source, form).arrays], x)[0]
     assert _relative_error(got, x[0] @ exact.T) < 1.5e-2

@@ -17,7 +17,7 @@ from edgespec_export.encode import decode_linear, encode_embedding, encode_linea
 from edgespec_models.bundle import GRAPH, MANIFEST, TOKENIZER, Bundle, FileRecord, Manifest
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import Cancelled, RequestError
-from edgespec_models.graphs.decoder import ATTENTION_PAD_ROWS, DecoderPlan, build_decoder
+from edgespec_models.graphs.decoder import SPARE_ROWS, DecoderPlan, build_decoder
 from edgespec_models.graphs.linear import EmbeddingSpec, LinearPart, LinearSpec, WeightFormat
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
 from tests.tokenizers_for_tests import byte_level_json
@@ -46,6 +46,8 @@ LLAMA = ModelConfig(
     attention_scale=32**-0.5,
     rope_interleaved=True,
 )
+WIDE = replace(LLAMA, hidden_size=128, intermediate_size=256)
+"""Of whole blocks of 128."""
 GEMMA = replace(
     LLAMA,
     architecture="gemma3",
@@ -228,7 +230,7 @@ def tiny_bundle(
         name=folder.name,
         role="target",
         config=config,
-        attention_pad_rows=ATTENTION_PAD_ROWS,
+        even_rows=form.even_rows,
         hidden_states=hidden_states,
         weights="exact",
         formats={form.name: 1},
@@ -278,9 +280,9 @@ def random_blocks(rng: np.random.Generator, shape: tuple[int, int], form: Weight
     codes = rng.integers(0, 16, shape, np.uint8)
     scales = (scales / 4).astype(np.float32)
     if not form.zero_points and form.remainder == "drop":
-        return Blocks(codes, 8, scales, None, 4, 32)
+        return Blocks(codes, 8, scales, None, 4, form.block)
     minimums = (scales * rng.uniform(5.0, 10.0, scales.shape)).astype(np.float32)
-    return Blocks(codes, 0, scales, minimums, 4, 32)
+    return Blocks(codes, 0, scales, minimums, 4, form.block)
 
 
 def _fill(
@@ -332,5 +334,5 @@ def _module(linear: str) -> str:
 def rope_tables(config: ModelConfig, theta: float) -> tuple[F32, F32]:
     """Cosines and sines, float32 ``(positions, head_dim / 2)``."""
     powers = -np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
-    angles = np.outer(np.arange(config.context_length + ATTENTION_PAD_ROWS), theta**powers)
+    angles = np.outer(np.arange(config.context_length + SPARE_ROWS), theta**powers)
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)

@@ -20,7 +20,7 @@ __all__ = ["COMMANDS", "app", "main"]
 
 COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "demo": "Pull two models and show what speculative decoding gains on this machine.",
+        "demo": "Pull two models and show how much faster they are.",
         "chat": "Talk with a model.",
         "generate": "Answer one prompt.",
         "bench": "Measure plain against speculative decoding.",

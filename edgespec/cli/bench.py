@@ -54,7 +54,7 @@ def bench(
 
         edgespec bench qwen2.5-coder-1.5b-instruct --drafter smollm2-135m-instruct
 
-        edgespec bench ./target --drafter ngram --prompts my.jsonl --limit 20 --json out.json --report out.html
+        edgespec bench ./target --drafter ngram --prompts my.jsonl --limit 20 --report out.html
     """
     from edgespec.bench import BenchOptions
     from edgespec.files import check_writable

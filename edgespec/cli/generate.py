@@ -36,7 +36,7 @@ def generate(
     context: typer.Context,
     target: Target,
     prompt: Annotated[
-        str, typer.Argument(metavar="[PROMPT]", help="The prompt; '-' reads it from standard input.")
+        str, typer.Argument(metavar="PROMPT", help="The prompt; '-' reads it from standard input.")
     ] = "-",
     drafter: Drafter = "auto",
     raw: Annotated[

@@ -70,11 +70,13 @@ def show_report(report: Mapping[str, Any]) -> None:
 
 
 def _facts(bundle: "Bundle", verified: bool) -> "Table":
+    from rich.markup import escape
+
     manifest, config = bundle.manifest, bundle.config
     table = _table()
-    table.add_row("name", manifest.name)
+    table.add_row("name", escape(manifest.name))
     table.add_row("role", manifest.role)
-    table.add_row("architecture", f"{config.architecture}, {config.layers} layers")
+    table.add_row("architecture", f"{config.architecture}, {config.num_layers} layers")
     table.add_row("vocabulary", f"{config.vocab_size:,}")
     table.add_row("context", f"{config.context_length:,} tokens, {size(config.kv_bytes_per_token)} each")
     table.add_row("weights", manifest.weights)
@@ -82,7 +84,7 @@ def _facts(bundle: "Bundle", verified: bool) -> "Table":
         "read in a pass", f"{size(manifest.bytes_per_pass)}, {manifest.parameters_per_pass:,} weights"
     )
     table.add_row("chat template", "yes" if bundle.chat_template is not None else "no")
-    table.add_row("source", f"{manifest.provenance.get('source', 'unknown')}")
+    table.add_row("source", escape(manifest.provenance.get("source", "unknown")))
     table.add_row("files", "sizes and SHA-256 are right" if verified else "sizes are right")
     return table
 

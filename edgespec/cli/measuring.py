@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["exit_if_stopped", "measured", "show", "write_results"]
 
+_SHOWN_REASONS = 3
+
 
 def measured(
     model: "Model", prompts: "Sequence[Prompt]", options: "BenchOptions", progress: ProgressCallback
@@ -73,11 +75,13 @@ def show(result: Mapping[str, Any]) -> None:
     output().print()
     same = f"{result['identical']} of {result['prompts']} answers are the same token by token."
     output().print(same, style="" if result["identical"] == result["prompts"] else "yellow")
-    for reason, count in result["speculation_off"].items():
-        output().print(f"Speculation was off in {count} answers: {reason}", markup=False, soft_wrap=True)
+    reasons = sorted(result["speculation_off"].items(), key=lambda item: -item[1])
+    for reason, count in reasons[:_SHOWN_REASONS]:
+        output().print(f"Few or no drafts in {count} answers: {reason}", markup=False, soft_wrap=True)
 
 
 def _speed_table(result: Mapping[str, Any]) -> "Table":
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -86,7 +90,8 @@ def _speed_table(result: Mapping[str, Any]) -> "Table":
         table.add_column(name, justify="right")
     for name, ratio in result["speedup"]["by_category"].items():
         rows = [row for row in result["rows"] if row["category"] == name]
-        table.add_row(name, str(len(rows)), _speed(rows, "plain"), _speed(rows, "speculative"), _times(ratio))
+        speeds = _speed(rows, "plain"), _speed(rows, "speculative")
+        table.add_row(escape(name), str(len(rows)), *speeds, _times(ratio))
     table.add_section()
     table.add_row(
         "all",

@@ -105,9 +105,8 @@ def _show(audit: "Audit") -> None:
 
 def _show_greedy(greedy: "GreedyAudit") -> None:
     drafted = f"{greedy.accepted:,} of {greedy.drafted:,} drafted tokens accepted"
-    _say(
-        f"greedy: {greedy.identical} of {greedy.prompts} answers identical, flip rate {greedy.flip_rate:.2g}; {drafted}"
-    )
+    identical = f"{greedy.identical} of {greedy.prompts} answers identical"
+    _say(f"greedy: {identical}, flip rate {greedy.flip_rate:.2g}; {drafted}")
     for difference in greedy.first_differences[:_SHOWN_DIFFERENCES]:
         tokens = f"plain {_token(difference.plain)}, speculative {_token(difference.speculative)}"
         _say(f"  {difference.prompt}, token {difference.position}: {tokens}")
@@ -120,9 +119,8 @@ def _show_sampling(sampling: "SamplingAudit") -> None:
     test = sampling.chi_square
     p_value = "nothing to compare" if test.p_value is None else f"p = {test.p_value:.3g}"
     drafted = f"{sampling.accepted:,} of {sampling.drafted:,} drafted tokens accepted"
-    _say(
-        f"sampling: chi-square {test.statistic:.1f} with {test.degrees} degrees of freedom, {p_value}; {drafted}"
-    )
+    law = f"chi-square {test.statistic:.1f} with {test.degrees} degrees of freedom, {p_value}"
+    _say(f"sampling: {law}; {drafted}")
     _say(f"  equal seeds: {sampling.equal_seeds_identical} of {sampling.equal_seeds} answers identical")
 
 

@@ -81,14 +81,19 @@ class ByteBridge:
         self._bytes = bytearray()
 
     def align(self, tokens: Sequence[int]) -> list[int]:
-        """See :class:`Bridge`."""
+        """See :class:`Bridge`.
+
+        Raises:
+            TokenizerError: the drafter's vocabulary lacks a byte of the text.
+        """
         generated = list(tokens[self._prompt_length :])
         target = self._target
         shared = len(target.ids)
         if generated[:shared] != target.ids:
             pairs = enumerate(zip(target.ids, generated, strict=False))
             shared = next((i for i, (a, b) in pairs if a != b), min(shared, len(generated)))
-        if shared == len(target.ids) == len(generated):
+        read = self._drafter.ends[-1] if self._drafter.ends else 0
+        if shared == len(target.ids) == len(generated) and read == len(self._bytes):
             return self._drafter_prompt + self._drafter.ids
         target.cut(shared)
         kept = target.ends[-1] if target.ends else 0
@@ -108,7 +113,11 @@ class ByteBridge:
         drafter.append(fresh)
 
     def translate(self, drafted: Sequence[int]) -> list[tuple[int, int]]:
-        """See :class:`Bridge`."""
+        """See :class:`Bridge`.
+
+        Raises:
+            TokenizerError: the target's vocabulary lacks a byte of the draft.
+        """
         lengths = [len(self._drafter.tokenizer.token_bytes(token)) for token in drafted]
         drafter_ends = list(accumulate(lengths))
         data = self._drafter.tokenizer.bytes_of(drafted)

@@ -19,7 +19,8 @@ _BINS = 10
 _PRIOR = 12.0
 _DECAY = 0.995
 _STEP_SMOOTHING = 0.1
-_FORGETTING = 0.01
+_FORGETTING = 0.002
+_STEP_FORGETTING = 0.01
 
 
 class Calibration:
@@ -109,7 +110,7 @@ class ModelDrafter:
                 draft = NO_DRAFT
         if not draft.tokens:
             self._calibration.forget()
-            self._step_s += _FORGETTING * (self._usual_step_s - self._step_s)
+            self._step_s += _STEP_FORGETTING * (self._usual_step_s - self._step_s)
         self._last = (len(tokens), draft)
         return draft
 

@@ -29,9 +29,10 @@ def encode_linear(source: Blocks | F32, form: WeightFormat) -> Encoded:
         return Encoded({"weight": source.values() if isinstance(source, Blocks) else source})
     if form.bits == 8:
         return _encode_8(source, form)
-    if isinstance(source, Blocks) and source.bits == 4:
+    if isinstance(source, Blocks) and source.bits == 4 and source.block == form.block:
         return _encode_4(source, form)
-    return _encode_4(_quantize_4(source.values() if isinstance(source, Blocks) else source), form)
+    values = source.values() if isinstance(source, Blocks) else source
+    return _encode_4(_quantize_4(values, form.block), form)
 
 
 def encode_embedding(source: Blocks | F32, spec: EmbeddingSpec) -> Encoded:
@@ -69,11 +70,11 @@ def decode_linear(encoded: Encoded, form: WeightFormat, columns: int) -> F32:
     matrix: F32 = values[:, :columns]
     if form.remainder == "drop":
         return matrix
-    count = columns // 32
+    count = columns // form.block
     remainders: F32 = values[:, columns : columns + count]
     if form.remainder == "matmul":
         remainders = arrays["remainders"]
-    return matrix + np.repeat(remainders, 32, axis=1)
+    return matrix + np.repeat(remainders, form.block, axis=1)
 
 
 def _centred_8(source: Blocks) -> U8:
@@ -102,7 +103,7 @@ def _encode_4(source: Blocks, form: WeightFormat) -> Encoded:
     if form.remainder == "matmul":
         arrays["remainders"] = remainders
     elif form.remainder == "columns":
-        more_codes, more_scales = _remainder_columns(remainders)
+        more_codes, more_scales = _remainder_columns(remainders, form.block)
         codes = np.concatenate([codes, more_codes], axis=1)
         scales = np.concatenate([scales, more_scales], axis=1)
         eights = np.full(more_scales.shape, 8, np.uint8)
@@ -110,7 +111,7 @@ def _encode_4(source: Blocks, form: WeightFormat) -> Encoded:
     if form.zero_points:
         even = np.pad(zero_points, ((0, 0), (0, zero_points.shape[1] % 2)))
         arrays["zero_points"] = _pack_4(even)
-    arrays["weight"] = _pack_4(codes).reshape(rows, -1, 16)
+    arrays["weight"] = _pack_4(codes).reshape(rows, -1, form.block // 2)
     arrays["scales"] = scales
     return Encoded(arrays)
 
@@ -133,11 +134,11 @@ def _integer_zero_points(source: Blocks) -> tuple[U8, F32, U8, F32]:
     return codes, scales, zero_points.astype(np.uint8), np.where(flat, np.float32(0), remainders)
 
 
-def _remainder_columns(remainders: F32) -> tuple[U8, F32]:
-    """Remainders quantized to 4 bits in blocks of 32: codes and scales, padded to whole blocks."""
+def _remainder_columns(remainders: F32, block: int) -> tuple[U8, F32]:
+    """Remainders quantized to 4 bits in blocks: codes and scales, padded to whole blocks."""
     rows, count = remainders.shape
-    padded = np.pad(remainders, ((0, 0), (0, -count % 32)))
-    grouped = padded.reshape(rows, -1, 32)
+    padded = np.pad(remainders, ((0, 0), (0, -count % block)))
+    grouped = padded.reshape(rows, -1, block)
     scales = np.abs(grouped).max(axis=-1) / np.float32(7)
     return _codes(grouped, scales, np.float32(8), 15).reshape(rows, -1), scales
 
@@ -149,12 +150,12 @@ def _codes(grouped: F32, scales: F32, zero: np.float32, top: int) -> U8:
     return np.clip(np.rint(codes, out=codes), 0, top, out=codes).astype(np.uint8)
 
 
-def _quantize_4(values: F32) -> Blocks:
-    """4 bits, scale and minimum, blocks of 32; the least squared error over a few ranges.
+def _quantize_4(values: F32, block: int) -> Blocks:
+    """4 bits, scale and minimum; the least squared error over a few ranges.
 
     After rounding, scale and minimum of each block are refitted by linear regression on the codes it got.
     """
-    grouped = values.reshape(values.shape[0], -1, 32)
+    grouped = values.reshape(values.shape[0], -1, block)
     low, high = grouped.min(axis=-1), grouped.max(axis=-1)
     middle, mean = (low + high) / 2, grouped.mean(axis=-1)
     best_error = np.full(low.shape, np.inf, np.float32)
@@ -176,4 +177,4 @@ def _quantize_4(values: F32) -> Blocks:
         best_codes = np.where(better[..., None], codes, best_codes)
         best_scales = np.where(better, fitted, best_scales)
         best_minimums = np.where(better, fitted * mean_code - mean, best_minimums)
-    return Blocks(best_codes.reshape(values.shape), 0, best_scales, best_minimums, 4, 32)
+    return Blocks(best_codes.reshape(values.shape), 0, best_scales, best_minimums, 4, block)

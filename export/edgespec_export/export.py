@@ -98,7 +98,7 @@ def _build(
     from edgespec_export.plan import POLICIES, plan_decoder
     from edgespec_export.report import measure_losses
     from edgespec_export.writer import write_weights
-    from edgespec_models.graphs.decoder import ATTENTION_PAD_ROWS, build_decoder
+    from edgespec_models.graphs.decoder import build_decoder
 
     weights = options.weights or DEFAULT_WEIGHTS[options.role]
     with Checkpoint(source) as checkpoint:
@@ -119,7 +119,7 @@ def _build(
             name=options.name or source.stem,
             role=options.role,
             config=checkpoint.config,
-            attention_pad_rows=ATTENTION_PAD_ROWS,
+            even_rows=any(part.format.even_rows for spec in plan.linears.values() for part in spec.parts),
             hidden_states=options.hidden_states,
             weights=weights,
             formats=dict(formats),

@@ -19,6 +19,7 @@ _INT4 = WeightFormat(4, 32)
 _INT4_COLUMNS = WeightFormat(4, 32, zero_points=True, remainder="columns")
 _INT4_MATMUL = WeightFormat(4, 32, zero_points=True, remainder="matmul")
 _INT8 = WeightFormat(8, 32)
+_INT8_64 = WeightFormat(8, 64)
 _INT8_16 = WeightFormat(8, 16)
 _FLOAT = WeightFormat(32)
 
@@ -50,7 +51,7 @@ _CLOSE = {
     **_EXACT,
     GGMLType.Q4_1: _INT4_COLUMNS,
     GGMLType.Q4_K: _INT4_COLUMNS,
-    GGMLType.Q6_K: _INT8,
+    GGMLType.Q6_K: _INT8_64,
 }
 _FAST = {kind: _INT4 if kind is GGMLType.Q4_0 else _INT4_COLUMNS for kind in GGMLType}
 
@@ -97,8 +98,8 @@ def _linear(
 
     def form(source: str) -> WeightFormat:
         chosen = formats[checkpoint.tensor(source).type]
-        # Blocks of 32 along the input need whole blocks; odd widths stay float.
-        return chosen if columns % 32 == 0 else _FLOAT
+        # Widths without whole blocks stay float.
+        return chosen if chosen.bits == 32 or columns % chosen.block == 0 else _FLOAT
 
     parts, at = [], 0
     for chosen, group in groupby(sources, form):

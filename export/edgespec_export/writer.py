@@ -21,7 +21,7 @@ from edgespec_export.checkpoint import Checkpoint
 from edgespec_export.encode import Encoded, encode_embedding, encode_linear
 from edgespec_export.gguf import GGMLType
 from edgespec_models.config import ModelConfig
-from edgespec_models.graphs.decoder import ATTENTION_PAD_ROWS, DecoderPlan
+from edgespec_models.graphs.decoder import SPARE_ROWS, DecoderPlan
 from edgespec_models.graphs.linear import LinearPart
 from edgespec_models.progress import Progress, ProgressCallback
 
@@ -129,7 +129,7 @@ def _small_tensors(plan: DecoderPlan, checkpoint: Checkpoint) -> Iterator[tuple[
 def _rope(config: ModelConfig, theta: float) -> tuple[F32, F32]:
     """Cosines and sines, float32 ``(positions, head_dim / 2)`` (Su et al. 2021, section 3.4.2)."""
     frequencies = theta ** (-np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim)
-    positions = np.arange(config.context_length + ATTENTION_PAD_ROWS, dtype=np.float64)
+    positions = np.arange(config.context_length + SPARE_ROWS, dtype=np.float64)
     angles = np.outer(positions, frequencies)
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 

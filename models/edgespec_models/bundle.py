@@ -53,8 +53,8 @@ class Manifest:
         name: the model's name.
         role: what the export was made for.
         config: architecture facts.
-        attention_pad_rows: rows the graph appends to attention behind the sequence; the cache needs room
-            for them, and the lengths fed to the graph count them.
+        even_rows: whether the kernels for these weight formats give a row the same bits only in passes
+            over an even number of rows.
         hidden_states: whether the graph has that output.
         weights: the export's policy, such as ``fast``.
         formats: bytes of source weights by the format they got.
@@ -68,7 +68,7 @@ class Manifest:
     name: str
     role: Role
     config: ModelConfig
-    attention_pad_rows: int
+    even_rows: bool
     hidden_states: bool
     weights: str
     formats: Mapping[str, int]

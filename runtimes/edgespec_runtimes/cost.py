@@ -29,9 +29,9 @@ class CostCurve:
         points = sorted(self.seconds_by_rows.items())
         if rows <= points[0][0] or len(points) == 1:
             return points[0][1]
-        for (n0, t0), (n1, t1) in zip(points, points[1:], strict=False):
-            if rows <= n1:
-                break
+        last = len(points) - 1
+        index = next((i for i in range(1, last) if rows <= points[i][0]), last)
+        (n0, t0), (n1, t1) = points[index - 1], points[index]
         slope = (t1 - t0) / (n1 - n0)
         return t0 + slope * (rows - n0) if rows <= n1 else t1 + max(slope, 0.0) * (rows - n1)
 

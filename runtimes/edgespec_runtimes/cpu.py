@@ -1,7 +1,9 @@
 """A model on the CPU: ONNX Runtime's CPU provider, its KV cache in place in numpy memory.
 
-A row's logits do not depend on how many rows are computed with it (the graph sees to that, see
-``edgespec_models.graphs.decoder``), so greedy decoding with any draft equals decoding without.
+Greedy decoding with drafts equals decoding without only if a row's logits do not depend on how many rows
+are computed with it. ONNX Runtime's kernels nearly give that. Attention over a single row, and with large
+weight blocks every odd last row, takes other code, which sums in another order. Such a pass gets a spare
+row (``CpuOptions.exact_rows``).
 """
 
 import os
@@ -24,6 +26,7 @@ __all__ = ["CpuOptions", "CpuSession", "default_threads"]
 
 _KV_STEP = 256
 _MAX_KEPT_BINDINGS = 32
+_SPARE_ROWS = 1
 _COMPARED = 256
 _ONNX_TYPES = {np.dtype(np.float32): 1, np.dtype(np.int32): 6, np.dtype(np.int64): 7}
 
@@ -36,11 +39,14 @@ class CpuOptions:
         threads: threads of a pass; 0 takes the physical cores this process may use.
         spinning: idle threads wait busily for the next operator of a pass. Faster, and they stop by
             themselves when the pass ends; turn it off where other programs need the cores.
+        exact_rows: spare rows where they make a row's bits independent of the number of rows; costs some
+            percent of a single-row pass. A drafter does not need it.
         prefill_chunk: tokens of one prefill pass; between two a request can be cancelled.
     """
 
     threads: int = 0
     spinning: bool = True
+    exact_rows: bool = True
     prefill_chunk: int = 128
 
     def __post_init__(self) -> None:
@@ -66,6 +72,7 @@ class _Pass:
     seqlens_k: npt.NDArray[np.int32]
     total: npt.NDArray[np.int32]
     logits: Logits
+    spare: int  # rows behind the tokens
     keep_alive: tuple[Any, ...]
 
 
@@ -88,7 +95,7 @@ class CpuSession:
             BundleError: ONNX Runtime cannot load the graph, or the graph cannot roll back.
         """
         self._config: ModelConfig = bundle.config
-        self._pad_rows = bundle.manifest.attention_pad_rows
+        self._even_rows = bundle.manifest.even_rows
         self._options = options or CpuOptions()
         self._tokens: list[int] = []
         self._kv: list[tuple[str, str, npt.NDArray[np.float32], Any]] = []
@@ -129,7 +136,7 @@ class CpuSession:
         if capacity <= self._capacity:
             return
         rounded = min(-(-capacity // _KV_STEP) * _KV_STEP, self._config.context_length)
-        shape = (1, self._config.num_kv_heads, rounded + self._pad_rows, self._config.head_dim)
+        shape = (1, self._config.num_kv_heads, rounded + _SPARE_ROWS, self._config.head_dim)
         old, self._kv, self._passes = self._kv, [], {}
         for index in range(2 * self._config.num_layers):
             layer, kind = index // 2, ("key", "value")[index % 2]
@@ -186,13 +193,21 @@ class CpuSession:
 
     def _bind(self, count: int, rows: int) -> _Pass:
         """Bind inputs and outputs for ``count`` tokens, logits of the last ``rows`` of them."""
-        ids, seqlens = np.zeros((1, count), np.int64), np.zeros(1, np.int32)
-        total, logits = np.zeros((), np.int32), np.empty((1, rows, self.vocab_size), np.float32)
+        spare = count % 2 if self._even_rows and self._options.exact_rows else 0
+        pad = int(count + spare == 1 and self._options.exact_rows)
+        width = self._config.query_width + 2 * self._config.kv_width
+        ids, seqlens = np.zeros((1, count + spare), np.int64), np.zeros(1, np.int32)
+        wanted = np.arange(count - rows, count, dtype=np.int64)
+        if self._even_rows and self._options.exact_rows and rows % 2:  # the LM head's kernel sees pairs too
+            wanted = np.append(wanted, wanted[-1])
+        total, logits = np.zeros((), np.int32), np.empty((1, len(wanted), self.vocab_size), np.float32)
         inputs: dict[str, npt.NDArray[Any]] = {
             "input_ids": ids,
             "seqlens_k": seqlens,
             "total_sequence_length": total,
-            "logits_rows": np.arange(count - rows, count, dtype=np.int64),
+            "attention_pad": np.zeros((1, pad, width), np.float32),
+            "attention_rows": np.array([count + spare], np.int64),
+            "logits_rows": wanted,
         }
         binding, keep_alive = self._session.io_binding(), []
         for name, array in inputs.items():
@@ -205,7 +220,7 @@ class CpuSession:
         value = _ort_value(logits)
         keep_alive.append((logits, value))
         binding.bind_ortvalue_output("logits", value)
-        return _Pass(binding, ids, seqlens, total, logits[0], tuple(keep_alive))
+        return _Pass(binding, ids, seqlens, total, logits[0, :rows], spare + pad, tuple(keep_alive))
 
     def _run(self, tokens: Sequence[int], rows: int) -> Logits:
         """Append ``tokens``; logits of the last ``rows``."""
@@ -217,8 +232,8 @@ class CpuSession:
             if len(self._passes) >= _MAX_KEPT_BINDINGS:
                 self._passes.clear()
             one_pass = self._passes[count, rows] = self._bind(count, rows)
-        total = self.length + count + self._pad_rows
-        one_pass.ids[0] = tokens
+        total = self.length + count + one_pass.spare
+        one_pass.ids[0, :count] = tokens
         one_pass.seqlens_k[0] = total - 1
         one_pass.total[()] = total
         self._session.run_with_iobinding(one_pass.binding)

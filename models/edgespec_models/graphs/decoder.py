@@ -6,25 +6,26 @@ GroupQueryAttention defines them; ``logits_rows`` int64 (r), the rows whose logi
 Outputs: ``logits`` float32 (1, r, vocab); ``hidden_states`` float32 (1, r, hidden) where asked for;
 ``present.L.key/value``.
 
-Attention always gets one row more than there are tokens. ONNX Runtime's CPU kernel computes a single
-row with other code, whose sums differ in the last bit, so a pass over one token and a pass over several
-would not agree exactly; from two rows on they do, bit for bit. The extra row's keys and values land
-behind the sequence and are overwritten by the next pass.
+``attention_pad`` float32 (1, p, (heads + 2 * kv heads) * head_dim), p rows of zeros that attention computes
+behind the pass's own, and ``attention_rows`` int64 (1), n: ONNX Runtime's CPU kernel computes attention
+over a single row with other code, whose sums differ in the last bit; from two rows on, a row's bits do not
+depend on their number. A pass over one token takes one such row (``edgespec_runtimes.cpu``). Its keys and
+values land behind the sequence and are overwritten by the next pass.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import onnx_ir as ir
 from onnxscript import GraphBuilder, OpBuilder, nn
 
 from edgespec_models.config import ModelConfig
 from edgespec_models.graphs.linear import MICROSOFT, Embedding, EmbeddingSpec, Linear, LinearSpec
 
-__all__ = ["ATTENTION_PAD_ROWS", "DecoderPlan", "build_decoder"]
+__all__ = ["SPARE_ROWS", "DecoderPlan", "build_decoder"]
 
-ATTENTION_PAD_ROWS = 1
+SPARE_ROWS = 1
+"""Rows a pass may have behind its tokens; the rotary tables reach that far beyond the context."""
 _OPSET = 23
 _IR_VERSION = 10
 
@@ -66,6 +67,7 @@ class _Step:
     seqlens_k: ir.Value
     total: ir.Value
     pad: ir.Value
+    rows: ir.Value
     rope: tuple[ir.Value, ir.Value]
     local_rope: tuple[ir.Value, ir.Value] | None
 
@@ -107,7 +109,7 @@ class _Attention(nn.Module):
             _outputs=3,
             **MICROSOFT,
         )
-        rows = op.Slice(attended, [0], [-ATTENTION_PAD_ROWS], [1])
+        rows = op.Slice(attended, [0], step.rows, [1])
         return [self.o(op, rows), present_key, present_value]
 
     def _split(self, op: OpBuilder, packed: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
@@ -172,9 +174,7 @@ class _Decoder(nn.Module):
         self.layers = nn.ModuleList([_Layer(config, i, plan.linears) for i in range(config.num_layers)])
         self.final_norm = _Norm(config.hidden_size, config.norm_epsilon)
         self.lm_head = Linear(plan.linears["lm_head"])
-        pad = np.zeros((1, ATTENTION_PAD_ROWS, config.query_width + 2 * config.kv_width), np.float32)
-        self.attention_pad = nn.Parameter(pad.shape, data=ir.tensor(pad))
-        shape = [config.context_length + ATTENTION_PAD_ROWS, config.head_dim // 2]
+        shape = [config.context_length + SPARE_ROWS, config.head_dim // 2]
         self.rope_cos, self.rope_sin = nn.Parameter(shape), nn.Parameter(shape)
         if config.rope_local_theta is not None:
             self.rope_local_cos, self.rope_local_sin = nn.Parameter(shape), nn.Parameter(shape)
@@ -183,7 +183,7 @@ class _Decoder(nn.Module):
         self,
         op: OpBuilder,
         ids: ir.Value,
-        lengths: tuple[ir.Value, ir.Value],
+        lengths: tuple[ir.Value, ir.Value, ir.Value, ir.Value],
         rows: ir.Value,
         past: list[tuple[ir.Value, ir.Value]],
     ) -> tuple[ir.Value, ir.Value, list[tuple[ir.Value, ir.Value]]]:
@@ -191,7 +191,8 @@ class _Decoder(nn.Module):
         step = _Step(
             seqlens_k=lengths[0],
             total=lengths[1],
-            pad=self.attention_pad,
+            pad=lengths[2],
+            rows=lengths[3],
             rope=(self.rope_cos, self.rope_sin),
             local_rope=(self.rope_local_cos, self.rope_local_sin) if local else None,
         )
@@ -218,6 +219,8 @@ def build_decoder(config: ModelConfig, plan: DecoderPlan) -> ir.Model:
     ids = builder.input("input_ids", int64, [1, "n"])
     seqlens_k = builder.input("seqlens_k", int32, [1])
     total = builder.input("total_sequence_length", int32, [])
+    pad = builder.input("attention_pad", float32, [1, "p", config.query_width + 2 * config.kv_width])
+    attention_rows = builder.input("attention_rows", int64, [1])
     rows = builder.input("logits_rows", int64, ["r"])
     kv_shape: list[int | str | None] = [1, config.num_kv_heads, "capacity", config.head_dim]
     past = [
@@ -227,7 +230,9 @@ def build_decoder(config: ModelConfig, plan: DecoderPlan) -> ir.Model:
         )
         for i in range(config.num_layers)
     ]
-    logits, hidden, present = _Decoder(config, plan)(builder.op, ids, (seqlens_k, total), rows, past)
+    logits, hidden, present = _Decoder(config, plan)(
+        builder.op, ids, (seqlens_k, total, pad, attention_rows), rows, past
+    )
     outputs: list[tuple[str, ir.Value, list[int | str | None]]] = [
         ("logits", logits, [1, "r", config.vocab_size])
     ]

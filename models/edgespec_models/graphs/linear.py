@@ -32,6 +32,15 @@ class WeightFormat:
     remainder: Literal["drop", "columns", "matmul"] = "drop"
 
     @property
+    def even_rows(self) -> bool:
+        """Whether MatMulNBits computes pairs of rows and an odd last row with sums in another order.
+
+        Seen on ONNX Runtime 1.31 with AVX-512 VNNI: a row's bits are the same in every pass for blocks of
+        16 and 32 (4 bits) and up to 64 (8 bits), and in every pass over an even number of rows for the others.
+        """
+        return (self.bits == 4 and self.block > 32) or (self.bits == 8 and self.block > 64)
+
+    @property
     def name(self) -> str:
         """Short name for tables, such as ``int4/32+columns``."""
         if self.bits == 32:
@@ -77,7 +86,7 @@ class _Projection(nn.Module):
         super().__init__()
         self.part, self.in_features = part, in_features
         form, rows = part.format, part.out_features
-        self.columns = in_features + (in_features // 32 if form.remainder == "columns" else 0)
+        self.columns = in_features + (in_features // form.block if form.remainder == "columns" else 0)
         self.zero_points = self.bias = None
         if form.bits == 32:
             self.weight = nn.Parameter([rows, in_features])
@@ -88,7 +97,7 @@ class _Projection(nn.Module):
             if form.zero_points:
                 self.zero_points = nn.Parameter([rows, -(-blocks * form.bits // 8)], dtype=ir.DataType.UINT8)
         if form.remainder == "matmul":
-            self.remainders = nn.Parameter([rows, in_features // 32])
+            self.remainders = nn.Parameter([rows, in_features // form.block])
         if part.biases:
             self.bias = nn.Parameter([rows])
 
@@ -127,11 +136,11 @@ class Linear(nn.Module):
 
     def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
         """Define the projection of ``x``."""
-        sums = None
-        if any(part.format.remainder != "drop" for part in self.spec.parts):
-            blocks = op.Reshape(x, [1, -1, self.spec.in_features // 32, 32])
-            sums = op.ReduceSum(blocks, [-1], keepdims=0)
-        outputs = [part(op, x, sums) for part in self.parts]
+        sums: dict[int, ir.Value] = {}
+        for block in {part.format.block for part in self.spec.parts if part.format.remainder != "drop"}:
+            blocks = op.Reshape(x, [1, -1, self.spec.in_features // block, block])
+            sums[block] = op.ReduceSum(blocks, [-1], keepdims=0)
+        outputs = [part(op, x, sums.get(part.part.format.block)) for part in self.parts]
         return outputs[0] if len(outputs) == 1 else op.Concat(*outputs, axis=-1)
 
 

@@ -1,0 +1,187 @@
+"""The bench: what it runs, and the figures it makes of that."""
+
+import json
+import os
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgespec.bench import BenchOptions, Pair, measure, speedup
+from edgespec.bench_json import mbsu, summarize
+from edgespec.files import check_writable, write_text
+from edgespec.prompts import Prompt
+from edgespec.results import Generation
+from edgespec_models.errors import RequestError
+from edgespec_models.progress import Progress
+from tests.fake_model import PLAIN_STEP_S, FakeModel
+
+PROMPTS = (
+    Prompt("w1", "writing", ("write", "later turn")),
+    Prompt("c1", "coding", ("code one",)),
+    Prompt("c2", "coding", ("code two",)),
+)
+OPTIONS = BenchOptions(max_new_tokens=8, seed=5)
+
+
+def pairs_of(model: FakeModel, options: BenchOptions = OPTIONS) -> list[Pair]:
+    return list(measure(model.as_model(), PROMPTS, options))
+
+
+def test_both_ways_take_turns_with_the_same_options_and_a_cold_cache() -> None:
+    model = FakeModel()
+    pairs_of(model)
+    asked = [(prompt, options["speculate"]) for prompt, options in model.calls]
+    # Every request that counts follows one that takes the KV cache away.
+    assert asked[::2] == [(".", False)] * 8
+    assert asked[3::2] == [
+        asked[3],  # the warm-up, speculative
+        ("write", False),
+        ("write", True),
+        ("code one", True),
+        ("code one", False),
+        ("code two", False),
+        ("code two", True),
+    ]
+    measured = [options for _, options in model.calls[5::2]]
+    same = {"max_new_tokens": 8, "temperature": 0.0, "seed": 5, "stop_at_eos": True}
+    assert all({k: v for k, v in options.items() if k != "speculate"} == same for options in measured)
+
+
+def test_a_model_without_template_continues_the_prompt() -> None:
+    model = FakeModel(template=False)
+    assert [pair.plain.text for pair in pairs_of(model)] == ["re: write", "re: code one", "re: code two"]
+
+
+def test_pairs_come_one_by_one_and_progress_counts_them() -> None:
+    seen: list[Progress] = []
+    run = measure(FakeModel().as_model(), PROMPTS, OPTIONS, progress=seen.append)
+    next(run)
+    assert [(p.done, p.total) for p in seen] == [(0, 3)]
+    assert len(list(run)) == 2
+    assert seen[-1].done == seen[-1].total == 3
+
+
+def test_speedup_is_the_ratio_of_seconds_per_token() -> None:
+    model = FakeModel(speed={"write": 4.0, "code": 2.0, "": 1.0})
+    pairs = pairs_of(model)
+    assert speedup(pairs[:1]) == pytest.approx(4.0)
+    # Equal token counts: total plain time over total speculative time.
+    assert speedup(pairs) == pytest.approx(3.0 / (1 / 4 + 1 / 2 + 1 / 2))
+    longer = replace(pairs[0].plain.stats, decode_s=pairs[0].plain.stats.decode_s * 10, decode_tokens=70)
+    unequal = replace(pairs[0], plain=replace(pairs[0].plain, stats=longer))
+    assert speedup([unequal]) == pytest.approx(4.0)
+
+
+def test_answers_of_one_token_have_no_speedup() -> None:
+    pairs = pairs_of(FakeModel(new_tokens=1))
+    assert speedup(pairs) is None
+    result = summarize(FakeModel().as_model(), pairs, OPTIONS)
+    assert result["speedup"] == {
+        "overall": None,
+        "request": 1.0,
+        "by_category": {"writing": None, "coding": None},
+    }
+    assert result["spread"]["speedup"] is None
+    json.dumps(result, allow_nan=False)
+
+
+def test_the_documented_keys_hold_the_right_figures() -> None:
+    model = FakeModel(speed={"write": 4.0, "code": 2.0, "": 1.0}, flips=("two",))
+    result = summarize(model.as_model(), pairs_of(model), OPTIONS)
+    decode_s = 7 * PLAIN_STEP_S
+    assert result["format"] == 1 and result["complete"] is True
+    assert (result["prompts"], result["identical"]) == (3, 2)
+    assert result["speedup"]["overall"] == pytest.approx(2.4)
+    assert result["speedup"]["by_category"] == pytest.approx({"writing": 4.0, "coding": 2.0})
+    request = (1.5 + 3 * decode_s) / (1.5 + decode_s * (1 / 4 + 1 / 2 + 1 / 2))
+    assert result["speedup"]["request"] == pytest.approx(request)
+    assert result["plain"]["tokens_per_second"] == pytest.approx(10.0)
+    assert result["speculative"]["tokens_per_second"] == pytest.approx(24.0)
+    assert result["block_efficiency"] == 2.0
+    assert result["acceptance_rate"] == 0.5
+    assert result["by_source"] == {"model": {"drafted": 24, "accepted": 12, "acceptance_rate": 0.5}}
+    assert result["acceptance_by_position"] == [
+        {"position": 1, "drafted": 12, "accepted": 12, "rate": 1.0},
+        {"position": 2, "drafted": 12, "accepted": 0, "rate": 0.0},
+    ]
+    # tau 2, gamma 2; the drafter reads a tenth of the bytes and a quarter of the parameters.
+    assert result["mbsu"] == pytest.approx({"bytes": 2 / 1.2, "parameters": 2 / 1.5, "gamma": 2.0})
+    assert result["ttft_ms"] == pytest.approx({"plain": 500.0, "speculative": 500.0})
+    assert result["tpot_ms"] == pytest.approx({"plain": 100.0, "speculative": 50.0})
+    assert result["spread"]["speedup"] == pytest.approx(
+        {"min": 2.0, "q1": 2.0, "median": 2.0, "q3": 3.0, "max": 4.0}
+    )
+    assert result["cost_curve"][1] == pytest.approx({"n": 2, "ms": 110.0})
+    assert result["drafter_step_ms"] == pytest.approx(20.0)
+    assert result["bytes_per_pass"] == 1000
+    assert result["gigabytes_per_second"]["plain"] == pytest.approx(1000 / 1e9 / 0.1)
+    assert result["peak_memory_bytes"] > 1_000_000
+    assert result["models"]["drafter"]["name"] == "fake-drafter"
+    assert [row["id"] for row in result["rows"]] == ["w1", "c1", "c2"]
+    assert [row["identical"] for row in result["rows"]] == [True, True, False]
+    json.dumps(result, allow_nan=False)
+
+
+def test_without_a_drafter_model_drafts_cost_nothing() -> None:
+    model = FakeModel(drafter_name=None, drafter_step_s=None)
+    result = summarize(model.as_model(), pairs_of(model), OPTIONS)
+    assert result["mbsu"]["bytes"] == result["mbsu"]["parameters"] == result["block_efficiency"]
+    assert result["models"]["drafter"] is None and result["drafter_step_ms"] is None
+
+
+def test_a_bench_without_drafts_says_why() -> None:
+    model = FakeModel(drafts=False)
+    result = summarize(model.as_model(), pairs_of(model), OPTIONS)
+    assert result["acceptance_rate"] is None and result["acceptance_by_position"] == []
+    assert result["speculation_off"] == {"too <slow>": 3}
+    assert result["speedup"]["overall"] == pytest.approx(1.0)
+
+
+def test_nothing_that_names_the_host_is_in_the_figures() -> None:
+    import platform
+
+    machine = summarize(FakeModel().as_model(), [], OPTIONS)["machine"]
+    assert platform.node() not in json.dumps({k: v for k, v in machine.items() if k != "packages"})
+    assert machine["cpu"] and machine["memory_bytes"] > 0 and "onnxruntime" in machine["packages"]
+
+
+@given(tau=st.floats(1, 9), gamma=st.floats(0, 8), c=st.floats(0, 2))
+def test_mbsu_never_exceeds_block_efficiency(tau: float, gamma: float, c: float) -> None:
+    assert 0 < mbsu(tau, gamma, c) <= tau
+    assert mbsu(tau, 0.0, c) == mbsu(tau, gamma, 0.0) == tau
+
+
+def test_one_token_is_no_bench() -> None:
+    with pytest.raises(RequestError, match="max_new_tokens is 1"):
+        BenchOptions(max_new_tokens=1)
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    write_text(path, "first\n")
+    with pytest.raises(UnicodeEncodeError):
+        write_text(path, "half \ud800")
+    assert path.read_bytes() == b"first\n"
+    assert [file.name for file in tmp_path.iterdir()] == ["out.json"]
+    if os.name == "posix":
+        umask = os.umask(0)
+        os.umask(umask)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
+
+
+def test_a_place_that_cannot_be_written_is_an_error_at_once(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="is a directory"):
+        check_writable(tmp_path)
+    with pytest.raises(RequestError, match="does not exist"):
+        write_text(tmp_path / "none" / "out.json", "text")
+
+
+def test_identical_means_the_tokens() -> None:
+    answer = FakeModel().generate("x", max_new_tokens=3)
+    other = Generation(answer.text, (*answer.tokens[:-1], 0), answer.finish_reason, answer.stats)
+    assert Pair(PROMPTS[0], answer, answer).identical
+    assert not Pair(PROMPTS[0], answer, other).identical

@@ -1,0 +1,257 @@
+"""The commands, on a model that is made to order."""
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import edgespec.engine
+from edgespec.cli import COMMANDS, app
+from edgespec.cli.console import errors, output
+from tests.fake_model import FakeModel, FakeStream
+
+Use = Callable[[FakeModel], None]
+
+
+@pytest.fixture(autouse=True)
+def fresh_consoles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Consoles are cached and hold the streams of the test before."""
+    monkeypatch.setenv("COLUMNS", "200")
+    for console in (output, errors):
+        console.cache_clear()
+    yield
+    for console in (output, errors):
+        console.cache_clear()
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    return []
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch, loaded: list[tuple[Any, ...]]) -> Use:
+    def install(model: FakeModel) -> None:
+        def load(target: str, drafter: str | None = "auto", **settings: Any) -> FakeModel:
+            loaded.append((target, drafter, settings["options"].threads))
+            return model
+
+        monkeypatch.setattr(edgespec.engine, "load", load)
+
+    return install
+
+
+def run(*arguments: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(app, list(arguments), input=stdin)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert "Usage" in result.stdout and f"edgespec {command}" in result.stdout
+
+
+def test_generate_streams_text_and_puts_the_cost_on_standard_error(
+    use: Use, loaded: list[tuple[Any, ...]]
+) -> None:
+    model = FakeModel()
+    use(model)
+    result = run(
+        "generate", "t", "hello", "--drafter", "none", "--threads", "3", "--stop", "X", "--seed", "4"
+    )
+    assert (result.exit_code, result.stdout) == (0, "re: hello\n")
+    assert "8 tokens" in result.stderr
+    assert loaded == [("t", None, 3)]
+    options = model.calls[0][1]
+    assert (options["stop"], options["seed"], options["speculate"]) == (("X",), 4, True)
+
+
+def test_generate_reads_standard_input_and_prints_json(use: Use) -> None:
+    use(FakeModel(template=False))
+    result = run("generate", "t", "--json", "--no-speculation", stdin="ünïcode\n")
+    value = json.loads(result.stdout)
+    assert value["text"] == "re: ünïcode\n" and value["finish_reason"] == "stop"
+    assert len(value["tokens"]) == value["stats"]["new_tokens"] == 8
+    assert value["stats"]["drafted"] == 0
+
+
+def test_generate_without_a_prompt_is_misuse(use: Use) -> None:
+    use(FakeModel())
+    assert run("generate", "t", "-", stdin="").exit_code == 2
+
+
+def test_generate_interrupted_ends_with_130(use: Use) -> None:
+    def interrupt(count: int) -> None:
+        raise KeyboardInterrupt
+
+    use(FakeModel(on_call=interrupt))
+    assert run("generate", "t", "hello").exit_code == 130
+
+
+def test_chat_keeps_the_conversation_until_it_is_cleared(use: Use) -> None:
+    model = FakeModel()
+    use(model)
+    typed = "/help\nhi\nmore\n/stats\n/clear\n\nanew\n/what\n/quit\nnever\n"
+    result = run("chat", "t", "--system", "S", stdin=typed)
+    assert result.exit_code == 0
+    assert [prompt for prompt, _ in model.calls] == ["S|hi", "S|hi|re: S|hi|more", "S|anew"]
+    assert "re: S|hi\n" in result.stdout and '"new_tokens": 8' in result.stdout
+    assert "/clear" in result.stderr and "/what is unknown" in result.stderr
+
+
+def test_chat_in_json_answers_line_by_line(use: Use) -> None:
+    model = FakeModel()
+    use(model)
+    result = run("chat", "t", "--json", stdin="one\n\ntwo\n")
+    texts = [json.loads(line)["text"] for line in result.stdout.splitlines()]
+    assert texts == ["re: one", "re: one|re: one|two"]
+
+
+def test_chat_without_a_template_is_an_error(use: Use) -> None:
+    use(FakeModel(template=False))
+    result = run("chat", "t", stdin="hi\n")
+    assert result.exit_code == 1 and "no chat template" in result.stderr
+
+
+@pytest.mark.skipif(os.name == "nt", reason="os.kill with SIGINT ends the process on Windows")
+def test_ctrl_c_stops_the_answer_and_not_the_chat(use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
+    cancelled: list[bool] = []
+
+    def pieces(self: FakeStream) -> Iterator[str]:
+        yield "some"
+        os.kill(os.getpid(), signal.SIGINT)
+        cancelled.append(model.calls[-1][1]["cancelled"]())
+
+    model = FakeModel()
+    use(model)
+    monkeypatch.setattr(FakeStream, "__iter__", pieces)
+    before = signal.getsignal(signal.SIGINT)
+    result = run("chat", "t", stdin="hi\nagain\n")
+    assert result.exit_code == 0 and cancelled == [True, True]
+    assert len(model.calls) == 2
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_bench_prints_a_table_and_writes_both_files(use: Use, tmp_path: Path) -> None:
+    use(FakeModel())
+    figures, page = tmp_path / "out.json", tmp_path / "out.html"
+    result = run("bench", "t", "--limit", "6", "--json", str(figures), "--report", str(page))
+    assert result.exit_code == 0
+    assert "editing" in result.stdout and "2.00x" in result.stdout
+    assert "6 of 6 answers are the same" in result.stdout
+    assert json.loads(figures.read_text(encoding="utf-8"))["speedup"]["overall"] == pytest.approx(2.0)
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_bench_json_to_standard_output_is_nothing_but_json(use: Use) -> None:
+    use(FakeModel())
+    result = run("bench", "t", "--limit", "1", "--json", "-")
+    assert json.loads(result.stdout)["prompts"] == 1
+
+
+def test_bench_reads_prompts_and_options(use: Use, tmp_path: Path) -> None:
+    model = FakeModel()
+    use(model)
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"id": "a", "category": "mine", "turns": ["ask"]}\n', encoding="utf-8")
+    options = ("--max-new-tokens", "5", "--temperature", "0.5", "--seed", "9", "--ignore-eos")
+    result = run("bench", "t", "--prompts", str(file), *options)
+    assert "mine" in result.stdout
+    prompt, used = model.calls[-1]
+    assert prompt == "ask" and used["stop_at_eos"] is False
+    assert (used["max_new_tokens"], used["temperature"], used["seed"]) == (5, 0.5, 9)
+
+
+def test_a_bench_that_is_stopped_shows_what_it_has(use: Use, tmp_path: Path) -> None:
+    def interrupt(count: int) -> None:
+        if count == 11:  # after the warm-up and one prompt, within the second
+            raise KeyboardInterrupt
+
+    use(FakeModel(on_call=interrupt))
+    result = run("bench", "t", "--json", str(tmp_path / "out.json"))
+    assert result.exit_code == 130
+    assert "1 of 1 answers" in result.stdout
+    assert json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["complete"] is False
+
+
+def test_bench_finds_out_that_it_cannot_write_before_it_loads(
+    use: Use, loaded: list[tuple[Any, ...]], tmp_path: Path
+) -> None:
+    use(FakeModel())
+    result = run("bench", "t", "--json", str(tmp_path / "no" / "out.json"))
+    assert result.exit_code == 1 and "does not exist" in result.stderr
+    assert loaded == []
+
+
+def test_verify_passes_and_fails_by_exit_code(use: Use) -> None:
+    use(FakeModel())
+    passed = run("verify", "t", "--limit", "2", "--samples", "40")
+    assert passed.exit_code == 0
+    assert "2 of 2 answers identical" in passed.stdout and passed.stdout.rstrip().endswith("passed")
+    use(FakeModel(flips=("Write",)))
+    failed = run("verify", "t", "--samples", "0", "--json")
+    value = json.loads(failed.stdout)
+    assert failed.exit_code == 1 and value["passed"] is False
+    first = value["greedy"]["first_differences"][0]
+    assert first.keys() == {"prompt", "position", "plain", "speculative"}
+    shown = run("verify", "t", "--samples", "0").stdout
+    assert "failed:" in shown and f"{first['prompt']}, token 2" in shown
+
+
+def test_verify_without_drafts_fails(use: Use) -> None:
+    use(FakeModel(drafts=False))
+    result = run("verify", "t", "--limit", "1", "--samples", "20")
+    assert result.exit_code == 1 and "nothing was drafted" in result.stdout
+
+
+def test_demo_writes_its_report_and_says_what_to_try(
+    use: Use, loaded: list[tuple[Any, ...]], tmp_path: Path
+) -> None:
+    use(FakeModel())
+    page = tmp_path / "page.html"
+    result = run("demo", "--report", str(page))
+    assert result.exit_code == 0 and page.exists()
+    assert loaded == [("qwen2.5-coder-1.5b-instruct", "smollm2-135m-instruct", 0)]
+    assert "edgespec chat" in result.stdout and str(page) in result.stderr
+
+
+def test_export_of_nothing_is_an_error(tmp_path: Path) -> None:
+    result = run("export", str(tmp_path / "none.gguf"), "-o", str(tmp_path / "out"))
+    assert result.exit_code == 1 and "is not a file" in result.stderr
+    assert not (tmp_path / "out").exists()
+    unknown = run("export", "no-such-model", "-o", str(tmp_path / "out"))
+    assert unknown.exit_code == 1 and "no-such-model" in unknown.stderr
+
+
+def test_export_passes_options_on_and_shows_its_report(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import edgespec_export.export as exporting
+    from edgespec_export.report import ExportReport, FormatLoss
+
+    seen: list[Any] = []
+
+    def export_model(source: Path, out: Path, *, options: Any, progress: Any) -> ExportReport:
+        seen.append((source, out, options.role, options.weights, options.overwrite))
+        loss = FormatLoss("Q8_0", "q8", 1000, 0.0)
+        return ExportReport(None, True, (loss,), 2000, 1500, {"mlp": 1500}, 1.5, 3000)
+
+    monkeypatch.setattr(exporting, "export_model", export_model)
+    source = tmp_path / "m.gguf"
+    source.write_bytes(b"GGUF")
+    arguments = ("export", str(source), "-o", "out", "--role", "drafter", "--weights", "fast", "--overwrite")
+    assert "1,000 as q8, exact" in run(*arguments).stdout
+    assert seen == [(source, Path("out"), "drafter", "fast", True)]
+    value = json.loads(run(*arguments, "--json").stdout)
+    assert value["bytes"]["bundle"] == 1500 and value["parity"] is None and value["seconds"] == 1.5
+
+
+def test_inspect_of_something_else_is_an_error(tmp_path: Path) -> None:
+    result = run("inspect", str(tmp_path))
+    assert result.exit_code == 1 and "is not a bundle" in result.stderr

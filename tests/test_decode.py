@@ -1,0 +1,374 @@
+"""The promise of the whole project: with any drafter, the output is that of decoding without one."""
+
+from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
+from itertools import islice, pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgespec.decode import decode
+from edgespec.drafting.bridge import Bridge, ByteBridge, IdentityBridge
+from edgespec.drafting.compose import Extended, FirstConfident
+from edgespec.drafting.draft import NO_DRAFT, Draft, Drafter
+from edgespec.drafting.model import Calibration, ModelDrafter, VocabularyEnds
+from edgespec.drafting.ngram import NgramDrafter
+from edgespec.pricing import Pricing
+from edgespec.sampling import SamplingParams
+from edgespec.verification import Verifier, make_verifier
+from edgespec_models.config import ModelConfig
+from edgespec_models.errors import Cancelled
+from edgespec_models.tokenizer import Tokenizer
+from edgespec_runtimes.cost import CostCurve
+from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_runtimes.session import Session
+from tests.tokenizers_for_tests import CORPUS, byte_level_json, sentencepiece_json
+from tests.toy import COLUMNS, GEMMA, INT4, LLAMA, RandomDrafter, ToySession, markov_law, tiny_bundle
+
+FREE = CostCurve({1: 1.0, 32: 1.0001})
+KINDS = ("byte", "small byte", "sentencepiece")
+SCRIPT = "\n".join(CORPUS).encode()
+GREEDY = SamplingParams()
+NO_ENDS = VocabularyEnds(frozenset(), None)
+
+
+@lru_cache
+def tokenizer(kind: str) -> Tokenizer:
+    if kind == "byte":
+        return Tokenizer.from_json(byte_level_json(), vocab_size=404)
+    if kind == "small byte":
+        return Tokenizer.from_json(byte_level_json(size=300, specials=("<eos>",)))
+    return Tokenizer.from_json(sentencepiece_json())
+
+
+def _model(session: ToySession | CpuSession, bridge: Bridge, ends: VocabularyEnds = NO_ENDS) -> ModelDrafter:
+    session.reserve(400)
+    pricing, calibration = Pricing(FREE), Calibration()
+    return ModelDrafter(session, bridge, ends, pricing=pricing, calibration=calibration, step_s=1e-7)
+
+
+def _across(kind: str, seed: int, *, script: bool) -> ModelDrafter:
+    """A drafter of another vocabulary for prompts of 3 tokens; by script often right, else hardly ever."""
+    other = tokenizer(kind)
+    prompt = other.encode("go on: ")
+    session = (
+        ToySession.writing(other, SCRIPT, len(prompt))
+        if script
+        else ToySession.markov(seed, other.vocab_size, scale=50.0)
+    )
+    bridge = ByteBridge(tokenizer("byte"), other, prompt_length=3, drafter_prompt=prompt)
+    return _model(session, bridge)
+
+
+def _drafters(kind: str, seed: int) -> Drafter:
+    """Every kind of drafter for a target with the tokenizer ``byte``."""
+    vocab = tokenizer("byte").vocab_size
+    oracle = markov_law(0, vocab)
+    makers: dict[str, Callable[[], Drafter]] = {
+        "ngram": lambda: NgramDrafter(stop_below=0.0),
+        "random": lambda: RandomDrafter(seed, vocab),
+        "oracle with errors": lambda: RandomDrafter(seed, vocab, oracle),
+        "same model": lambda: _model(ToySession(oracle, vocab), IdentityBridge()),
+        "other model": lambda: _model(ToySession.markov(seed, vocab, scale=50.0), IdentityBridge()),
+        "across, byte level": lambda: _across("small byte", seed, script=False),
+        "across, sentencepiece": lambda: _across("sentencepiece", seed, script=False),
+        "script, byte level": lambda: _across("small byte", seed, script=True),
+        "script, sentencepiece": lambda: _across("sentencepiece", seed, script=True),
+        "extended": lambda: Extended(_across("sentencepiece", seed, script=True), NgramDrafter()),
+        "extended by a model": lambda: Extended(
+            NgramDrafter(stop_below=0.0), _model(ToySession(oracle, vocab), IdentityBridge())
+        ),
+        "first confident": lambda: FirstConfident(
+            [NgramDrafter(), RandomDrafter(seed, vocab, oracle)], min_expected=1.0
+        ),
+    }
+    return makers[kind]()
+
+
+DRAFTERS = (
+    "ngram",
+    "random",
+    "oracle with errors",
+    "same model",
+    "other model",
+    "across, byte level",
+    "across, sentencepiece",
+    "script, byte level",
+    "script, sentencepiece",
+    "extended",
+    "extended by a model",
+    "first confident",
+)
+
+
+def _target(script: bool) -> ToySession:
+    target = tokenizer("byte")
+    return ToySession.writing(target, SCRIPT, 3) if script else ToySession.markov(0, target.vocab_size)
+
+
+def _plain(
+    target: Session, prompt: list[int], count: int, params: SamplingParams = GREEDY, stop: Sequence[int] = ()
+) -> list[int]:
+    """Without the loop: one token after another."""
+    tokens, verify = list(prompt), make_verifier(params)
+    target.truncate(0)
+    while len(tokens) < len(prompt) + count:
+        logits = target.next_logits(tokens)
+        tokens.append(verify(logits[None], NO_DRAFT, tokens).token)
+        if tokens[-1] in stop:
+            break
+    return tokens
+
+
+def _run(
+    target: ToySession | CpuSession,
+    drafter: Drafter | None,
+    prompt: list[int],
+    *,
+    count: int,
+    max_draft: int = 4,
+    verify: Verifier | None = None,
+    stop: Collection[int] = (),
+) -> tuple[list[int], int]:
+    """Decode, checking the invariants at every yield; returns all tokens, and how many drafts were kept."""
+    tokens = list(prompt)
+    accepted = 0
+    steps = decode(
+        target,
+        drafter,
+        verify or make_verifier(GREEDY),
+        tokens,
+        max_new_tokens=count,
+        max_draft=max_draft,
+        stop=stop,
+    )
+    before = len(prompt)
+    for number, step in enumerate(steps):
+        assert target.length == len(tokens) - 1
+        assert (target.cache if isinstance(target, ToySession) else target._tokens) == tokens[:-1]
+        assert tokens[before:] == list(step.tokens)
+        assert step.accepted in (len(step.tokens), len(step.tokens) - 1)
+        assert step.accepted <= len(step.draft.tokens) <= max_draft
+        assert step.draft.tokens[: step.accepted] == step.tokens[: step.accepted]
+        assert number or step.draft == NO_DRAFT
+        assert step.drafter_s >= 0 and step.target_s >= 0
+        assert len(tokens) <= len(prompt) + count
+        accepted += step.accepted
+        before = len(tokens)
+    return tokens, accepted
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("script", [False, True])
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 1000), count=st.integers(1, 70), max_draft=st.integers(1, 9))
+def test_greedy_output_is_that_of_plain_decoding(
+    kind: str, script: bool, seed: int, count: int, max_draft: int
+) -> None:
+    prompt = [seed % 400, 7, 9]
+    expected = _plain(_target(script), prompt, count)
+    got, _ = _run(_target(script), _drafters(kind, seed), prompt, count=count, max_draft=max_draft)
+    assert got == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "script"),
+    [("same model", False), ("oracle with errors", False), ("ngram", True), ("extended", True)]
+    + [(f"script, {k}", True) for k in ("byte level", "sentencepiece")],
+)
+def test_drafts_that_should_be_accepted_are(kind: str, script: bool) -> None:
+    """Or the test above would show nothing."""
+    target = _target(script)
+    _, accepted = _run(target, _drafters(kind, 1), [5, 7, 9], count=300, max_draft=6)
+    assert accepted > 75
+    assert len(target.passes) < 230
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 1000), sampling=st.integers(0, 2))
+def test_seeded_samples_are_those_of_plain_decoding(kind: str, seed: int, sampling: int) -> None:
+    params = (
+        SamplingParams(temperature=0.8, seed=seed),
+        SamplingParams(temperature=1.5, top_k=20, top_p=0.9, min_p=0.01, seed=seed),
+        SamplingParams(temperature=0.6, repetition_penalty=1.3, seed=seed),
+    )[sampling]
+    prompt = [seed % 400, 7, 9]
+    expected = _plain(_target(False), prompt, 60, params)
+    got, _ = _run(_target(False), _drafters(kind, seed), prompt, count=60, verify=make_verifier(params))
+    assert got == expected
+
+
+@pytest.mark.parametrize("kind", ["oracle with errors", "same model", "script, sentencepiece"])
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 1000), where=st.integers(0, 50), max_draft=st.integers(1, 9))
+def test_a_stop_token_ends_the_text_wherever_it_stands(
+    kind: str, seed: int, where: int, max_draft: int
+) -> None:
+    script = kind.startswith("script")
+    prompt = [seed % 400, 7, 9]
+    free = _plain(_target(script), prompt, 60)
+    stop = free[len(prompt) + where]
+    expected = _plain(_target(script), prompt, 60, stop=[stop])
+    assert expected[-1] == stop and stop not in expected[len(prompt) : -1]
+    target = _target(script)
+    got, _ = _run(target, _drafters(kind, seed), prompt, count=60, max_draft=max_draft, stop={stop, 9999})
+    assert got == expected
+    assert target.length == len(got) - 1
+
+
+def test_a_stop_token_inside_an_accepted_run_cuts_it() -> None:
+    target = _target(False)
+    free = _plain(_target(False), [1, 2, 3], 12)
+    stop = free[6]
+    assert stop not in free[3:6]
+    tokens = [1, 2, 3]
+    drafter = _drafters("same model", 0)
+    steps = list(
+        decode(
+            target,
+            drafter,
+            make_verifier(GREEDY),
+            tokens,
+            max_new_tokens=12,
+            max_draft=8,
+            stop=[stop],
+        )
+    )
+    assert tokens == free[:7]
+    assert steps[-1].tokens[-1] == stop
+    assert steps[-1].accepted == len(steps[-1].tokens) < len(steps[-1].draft.tokens)
+    assert target.cache == tokens[:-1]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 7])
+def test_no_more_tokens_than_asked_for(count: int) -> None:
+    for kind in ("same model", "random", "ngram"):
+        got, _ = _run(_target(False), _drafters(kind, 3), [1, 2, 3], count=count, max_draft=9)
+        assert len(got) == 3 + count
+
+
+class _Recorder:
+    def __init__(self, inner: Drafter) -> None:
+        self.inner, self.asked = inner, list[tuple[int, int]]()
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
+        self.asked.append((len(tokens), limit))
+        return self.inner.propose(tokens, limit)
+
+
+def test_the_first_round_is_never_drafted_and_limits_count_down() -> None:
+    recorder = _Recorder(_drafters("same model", 0))
+    _run(_target(False), recorder, [1, 2, 3], count=12, max_draft=4)
+    assert recorder.asked == [(4, 4), (9, 4), (14, 0)][:2]
+    assert all(limit > 0 for _, limit in recorder.asked)
+    recorder = _Recorder(RandomDrafter(5, 404))
+    _run(_target(False), recorder, [1, 2, 3], count=12, max_draft=4)
+    assert all(limit == min(4, 15 - length - 1) for length, limit in recorder.asked)
+    assert all(a < b for (a, _), (b, _) in pairwise(recorder.asked))
+
+
+@pytest.mark.parametrize("rounds", range(1, 8))
+def test_a_caller_may_stop_at_any_yield_and_go_on_later(rounds: int) -> None:
+    target = _target(False)
+    expected = _plain(_target(False), [1, 2, 3], 40)
+    tokens = [1, 2, 3]
+    drafter = _drafters("oracle with errors", 4)
+    steps = decode(target, drafter, make_verifier(GREEDY), tokens, max_new_tokens=40, max_draft=4)
+    for _ in islice(steps, rounds):
+        pass
+    steps.close()  # type: ignore[attr-defined]
+    assert target.cache == tokens[:-1]
+    read = len(target.passes)
+    got, _ = _run(target, drafter, tokens, count=43 - len(tokens))
+    assert got == expected
+    assert target.passes[read] == 1  # the cache was as it should be: nothing was read again
+
+
+def test_cancelled_between_rounds_it_ends_where_it_is() -> None:
+    target = _target(False)
+    tokens = [1, 2, 3]
+    rounds: list[int] = []
+    steps = decode(
+        target,
+        _drafters("same model", 0),
+        make_verifier(GREEDY),
+        tokens,
+        max_new_tokens=40,
+        max_draft=4,
+        cancelled=lambda: len(rounds) == 3,
+    )
+    for step in steps:
+        rounds.append(len(step.tokens))
+    assert len(rounds) == 3
+    assert tokens == _plain(_target(False), [1, 2, 3], 40)[: 3 + sum(rounds)]
+    assert target.cache == tokens[:-1]
+
+
+def test_cancelled_in_prefill_nothing_is_committed_and_the_session_is_valid() -> None:
+    target, prompt = _target(False), [(i * 7) % 400 for i in range(30)]
+    tokens = list(prompt)
+    answers = iter([False, False, True])
+    with pytest.raises(Cancelled):
+        next(
+            decode(
+                target,
+                None,
+                make_verifier(GREEDY),
+                tokens,
+                max_new_tokens=5,
+                max_draft=4,
+                cancelled=lambda: next(answers),
+            )
+        )
+    assert tokens == prompt
+    assert target.cache == prompt[:16]
+    got, _ = _run(target, None, prompt, count=5)
+    assert got == _plain(_target(False), prompt, 5)
+
+
+class _Broken:
+    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
+        raise RuntimeError("broken drafter")
+
+
+def test_an_error_in_the_drafter_leaves_the_session_valid() -> None:
+    target, tokens = _target(False), [1, 2, 3]
+    with pytest.raises(RuntimeError, match="broken"):
+        list(decode(target, _Broken(), make_verifier(GREEDY), tokens, max_new_tokens=9, max_draft=4))
+    assert target.cache == tokens[:-1]
+    assert len(tokens) == 4
+
+
+def test_a_prompt_of_one_token_is_enough() -> None:
+    got, _ = _run(_target(False), _drafters("same model", 0), [5], count=9)
+    assert got == _plain(_target(False), [5], 9)
+
+
+@pytest.mark.parametrize("config", [LLAMA, GEMMA], ids=lambda config: config.architecture)
+def test_real_graphs_keep_the_promise(tmp_path: Path, config: ModelConfig) -> None:
+    """Target and drafter on ONNX Runtime, int4, the drafter of another vocabulary and of the same."""
+    options = CpuOptions(threads=1)
+    model = tiny_bundle(tmp_path / "target", config, COLUMNS)
+    target = CpuSession(model.bundle, options)
+    assert target.row_exact
+    prompt = [5, 7, 9]
+    expected = _plain(target, prompt, 60)
+    small = CpuSession(tiny_bundle(tmp_path / "drafter", LLAMA, INT4, seed=5).bundle, options)
+    same = CpuSession(model.bundle, options)
+    for drafter in (
+        _model(
+            small, ByteBridge(tokenizer("byte"), tokenizer("byte"), prompt_length=3, drafter_prompt=[1, 2])
+        ),
+        _model(same, IdentityBridge()),
+        RandomDrafter(1, 404, None),
+        NgramDrafter(stop_below=0.0),
+    ):
+        target.truncate(0)
+        got, _ = _run(target, drafter, prompt, count=60, max_draft=5)
+        assert got == expected
+    target.truncate(0)
+    _, accepted = _run(target, _model(same, IdentityBridge()), prompt, count=60, max_draft=5)
+    assert accepted >= 20

@@ -1,0 +1,287 @@
+from collections.abc import Sequence
+
+import pytest
+
+from edgespec.drafting import model as drafting_model
+from edgespec.drafting.bridge import ByteBridge, IdentityBridge
+from edgespec.drafting.draft import Draft
+from edgespec.drafting.model import Calibration, ModelDrafter, VocabularyEnds
+from edgespec.pricing import Pricing
+from edgespec_models.tokenizer import Tokenizer
+from edgespec_runtimes.cost import CostCurve
+from tests.tokenizers_for_tests import byte_level_json, sentencepiece_json
+from tests.toy import F32, Law, ToySession, markov_law
+
+FLAT = CostCurve({1: 1.0, 16: 1.001})
+"""Verification costs next to nothing, so everything likely enough is drafted."""
+VOCAB = 50
+NO_ENDS = VocabularyEnds(frozenset(), None)
+
+
+def _drafter(
+    session: ToySession,
+    *,
+    curve: CostCurve = FLAT,
+    ends: VocabularyEnds = NO_ENDS,
+    calibration: Calibration | None = None,
+    step_s: float = 1e-6,
+) -> ModelDrafter:
+    session.reserve(1000)
+    return ModelDrafter(
+        session,
+        IdentityBridge(),
+        ends,
+        pricing=Pricing(curve),
+        calibration=calibration or Calibration(),
+        step_s=step_s,
+    )
+
+
+def _sure(seed: int = 0) -> ToySession:
+    """A drafter so sure of every token that its confidence is 1."""
+    return ToySession.markov(seed, VOCAB, scale=200.0)
+
+
+def _follow(law: Law, tokens: list[int], count: int) -> tuple[int, ...]:
+    tokens = list(tokens)
+    for _ in range(count):
+        tokens.append(int(law(tokens).argmax()))
+    return tuple(tokens[-count:])
+
+
+def test_it_proposes_what_the_model_would_write() -> None:
+    law = markov_law(0, VOCAB, scale=200.0)
+    draft = _drafter(_sure()).propose([3, 1, 4], 5)
+    assert draft.tokens == _follow(law, [3, 1, 4], 5)
+    assert draft.sources == ("model",) * 5
+    assert draft.probs is None
+    assert all(0.99 < c <= 1.0 for c in draft.confidence)
+    assert len(draft.confidence) == 5
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 7])
+def test_the_limit_is_kept(limit: int) -> None:
+    session = _sure()
+    assert len(_drafter(session).propose([3, 1, 4], limit).tokens) == limit
+
+
+def test_the_limit_holds_across_vocabularies() -> None:
+    """A drafter token can become several target tokens."""
+    target = Tokenizer.from_json(byte_level_json(size=262))
+    small = Tokenizer.from_json(sentencepiece_json())
+    script = b"the quick brown fox jumps over the lazy dog. "
+    session = ToySession.writing(small, script, start=1)
+    session.reserve(1000)
+    bridge = ByteBridge(target, small, prompt_length=1, drafter_prompt=[7])
+    drafter = ModelDrafter(
+        session, bridge, NO_ENDS, pricing=Pricing(FLAT), calibration=Calibration(), step_s=1e-6
+    )
+    for limit in range(1, 9):
+        draft = drafter.propose([5, *target.encode("the")], limit)
+        assert 0 < len(draft.tokens) <= limit
+        assert b" quick brown".startswith(target.bytes_of(draft.tokens)[:12])
+        assert len(draft.confidence) == len(draft.sources) == len(draft.tokens)
+
+
+def test_each_step_reads_one_token_and_rejected_ones_are_rolled_back() -> None:
+    session = _sure()
+    drafter = _drafter(session)
+    tokens = [3, 1, 4]
+    first = drafter.propose(tokens, 4)
+    assert session.passes == [3, 1, 1, 1]
+    session.passes.clear()
+    wrong = (first.tokens[1] + 1) % VOCAB
+    tokens += [first.tokens[0], wrong]
+    second = drafter.propose(tokens, 4)
+    assert session.passes == [1, 1, 1, 1]  # the first proposal is in the cache already
+    assert second.tokens == _follow(markov_law(0, VOCAB, scale=200.0), tokens, 4)
+
+
+def test_a_history_of_its_own_can_be_given_at_any_time() -> None:
+    """Another text, a shorter one, the same again: it re-aligns with what it is given."""
+    law = markov_law(0, VOCAB, scale=200.0)
+    drafter = _drafter(_sure())
+    for tokens in ([1, 2, 3], [1, 2, 3], [1], [9, 9, 9, 9], [9, 9], [1, 2, 3, 4, 5]):
+        assert drafter.propose(tokens, 3).tokens == _follow(law, tokens, 3)
+
+
+def test_an_unsure_drafter_stops_early() -> None:
+    unsure = ToySession.markov(0, VOCAB, scale=0.1)
+    curve = CostCurve({1: 1.0, 2: 1.1, 16: 2.5})
+    assert _drafter(unsure, curve=curve).propose([3, 1, 4], 8).tokens == ()
+    assert len(_drafter(_sure(), curve=curve).propose([3, 1, 4], 8).tokens) > 1
+
+
+def test_where_drafting_cannot_pay_the_model_is_not_even_asked() -> None:
+    session = _sure()
+    drafter = _drafter(session, step_s=10.0)
+    assert drafter.propose([3, 1, 4], 8) == Draft()
+    steep = CostCurve({1: 1.0, 2: 2.0})
+    assert _drafter(session, curve=steep).propose([3, 1, 4], 8) == Draft()
+    assert session.passes == []
+
+
+def test_a_cache_without_room_gives_no_draft() -> None:
+    session = _sure()
+    drafter = _drafter(session)
+    capacity = session.capacity
+    assert drafter.propose([1] * (capacity - 8), 5) == Draft()
+    assert len(drafter.propose([1] * (capacity - 10), 5).tokens) == 5
+    assert session.capacity == capacity
+
+
+class _Ending(ToySession):
+    """Writes 1, 2, 3 and then the token 0, which ends its texts."""
+
+    def forward(self, tokens: Sequence[int]) -> F32:
+        logits = super().forward(tokens)
+        for row, token in enumerate(tokens):
+            logits[row] = 0.0
+            logits[row, (token + 1) % 4] = 20.0
+        return logits
+
+
+@pytest.mark.parametrize(("end", "expected"), [(9, (2, 3, 9)), (None, (2, 3))])
+def test_the_end_of_the_text_is_proposed_as_the_target_s_own(
+    end: int | None, expected: tuple[int, ...]
+) -> None:
+    session = _Ending(markov_law(0, VOCAB), VOCAB)
+    drafter = _drafter(session, ends=VocabularyEnds(frozenset({0}), end))
+    assert drafter.propose([5, 1], 8).tokens == expected
+    assert drafter.propose([5, 1, 2], 1).tokens == (3,)
+    at_end = drafter.propose([5, 1, 2, 3], 8)
+    assert at_end.tokens == expected[2:]
+
+
+def test_it_learns_what_its_confidence_is_worth() -> None:
+    calibration = Calibration()
+    drafter = _drafter(_sure(), calibration=calibration)
+    tokens = [3, 1, 4]
+    before = calibration.probability(1.0)
+    draft = drafter.propose(tokens, 4)
+    tokens += [*draft.tokens[:2], (draft.tokens[2] + 1) % VOCAB, draft.tokens[3]]
+    drafter.propose(tokens, 4)
+    seen = Calibration()
+    for accepted in (True, True, False):
+        seen.observe(draft.confidence[0], accepted)
+    assert calibration.probability(1.0) == seen.probability(1.0) != before
+
+
+def test_proposals_that_nobody_judged_teach_nothing() -> None:
+    calibration = Calibration()
+    drafter = _drafter(_sure(), calibration=calibration)
+    before = calibration.probability(1.0)
+    tokens = [3, 1, 4]
+    draft = drafter.propose(tokens, 4)
+    drafter.propose(tokens, 4)  # asked again: nothing was committed
+    assert calibration.probability(1.0) == before
+    drafter.propose([*tokens, *draft.tokens[:1]], 4)
+    assert calibration.probability(1.0) > before
+
+
+def test_a_drafter_that_fails_is_stopped_and_tried_again_much_later() -> None:
+    calibration = Calibration()
+    curve = CostCurve({1: 1.0, 2: 1.4, 16: 7.0})
+    session = _sure()
+    drafter = _drafter(session, curve=curve, calibration=calibration)
+    tokens = [3, 1, 4]
+    drafted: list[bool] = []
+    for _ in range(2000):
+        draft = drafter.propose(tokens, 2)
+        drafted.append(bool(draft.tokens))
+        wrong = (draft.tokens[0] + 1) % VOCAB if draft.tokens else 7
+        tokens = [*tokens[-20:], wrong] if len(tokens) > 900 else [*tokens, wrong]
+    assert drafted[0]
+    assert sum(drafted) < 150
+    assert any(drafted[500:])
+
+
+def test_one_slow_step_does_not_end_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The computer was busy for a minute, once."""
+    now = 0.0
+    steps = iter([0.001, 60.0])  # it is asked before and after each step
+
+    def clock() -> float:
+        nonlocal now
+        now += next(steps, 0.001)
+        return now
+
+    monkeypatch.setattr(drafting_model, "perf_counter", clock)
+    curve = CostCurve({1: 0.010, 16: 0.012})
+    drafter = _drafter(_sure(), curve=curve, step_s=0.001)
+    tokens = [3, 1, 4]
+    for _ in range(3):
+        draft = drafter.propose(tokens, 4)
+        assert draft.tokens
+        tokens += draft.tokens
+
+
+def test_a_slow_spell_ends_drafting_only_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, step = 0.0, 0.5
+
+    def clock() -> float:
+        nonlocal now
+        now += step
+        return now
+
+    monkeypatch.setattr(drafting_model, "perf_counter", clock)
+    drafter = _drafter(_sure(), curve=CostCurve({1: 0.010, 16: 0.012}), step_s=0.001)
+    tokens = [3, 1, 4]
+    while draft := drafter.propose(tokens, 8).tokens:
+        tokens += draft
+    step = 0.001
+    for _ in range(400):
+        tokens.append(7)
+        if drafter.propose(tokens, 8).tokens:
+            return
+    pytest.fail("never drafted again")
+
+
+def test_a_byte_the_drafter_cannot_spell_only_costs_drafts() -> None:
+    spec = sentencepiece_json().replace("<0xFF>", "<0xZZ>")
+    lacking, target = Tokenizer.from_json(spec), Tokenizer.from_json(byte_level_json())
+    session = ToySession.writing(lacking, b"the quick brown fox ", start=1)
+    session.reserve(1000)
+    bridge = ByteBridge(target, lacking, prompt_length=0, drafter_prompt=[7])
+    drafter = ModelDrafter(
+        session, bridge, NO_ENDS, pricing=Pricing(FLAT), calibration=Calibration(), step_s=1e-6
+    )
+    tokens = target.encode("the")
+    assert drafter.propose(tokens, 3).tokens
+    assert drafter.propose([*tokens, *target.encode_bytes(b"\xff")], 3) == Draft()
+    assert drafter.propose([*tokens, *target.encode_bytes(b"\xff quick")], 3) == Draft()
+
+
+class TestCalibration:
+    def test_at_first_confidence_means_what_it_says(self) -> None:
+        calibration = Calibration()
+        for confidence in (0.0, 0.31, 0.5, 0.99, 1.0):
+            assert calibration.probability(confidence) == pytest.approx(confidence, abs=0.06)
+        assert calibration.mean() == pytest.approx(0.5)
+
+    def test_it_learns_each_bin_by_itself(self) -> None:
+        calibration = Calibration()
+        for i in range(400):
+            calibration.observe(0.95, i % 4 != 0)
+            calibration.observe(0.45, i % 10 == 0)
+        assert calibration.probability(0.93) == pytest.approx(0.75, abs=0.05)
+        assert calibration.probability(0.42) == pytest.approx(0.1, abs=0.05)
+        assert calibration.probability(0.65) == pytest.approx(0.65)
+
+    def test_it_follows_a_change(self) -> None:
+        calibration = Calibration()
+        for _ in range(1000):
+            calibration.observe(0.95, True)
+        for _ in range(1000):
+            calibration.observe(0.95, False)
+        assert calibration.probability(0.95) < 0.05
+
+    def test_a_verdict_that_nothing_tests_fades(self) -> None:
+        calibration = Calibration()
+        for _ in range(500):
+            calibration.observe(0.95, False)
+        low = calibration.probability(0.95)
+        for _ in range(1000):
+            calibration.forget()
+            calibration.forget()
+        assert low < 0.1 < 0.7 < calibration.probability(0.95)

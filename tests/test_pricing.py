@@ -1,0 +1,136 @@
+from itertools import accumulate
+from operator import mul
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgespec.pricing import Pricing
+from edgespec_runtimes.cost import CostCurve
+
+FLAT = CostCurve({1: 0.010, 2: 0.011, 4: 0.012, 8: 0.014})
+"""A memory-bound target: more rows cost next to nothing."""
+STEEP = CostCurve({1: 0.010, 2: 0.020, 4: 0.040, 8: 0.080})
+"""A compute-bound target: verifying a token costs what decoding one does."""
+
+probabilities = st.lists(st.floats(0.0, 1.0), max_size=12)
+curves = st.lists(st.floats(0.001, 1.0), min_size=1, max_size=8).map(
+    lambda steps: CostCurve({n: sum(steps[:n]) for n in range(1, len(steps) + 1)})
+)
+
+
+def _surplus(pricing: Pricing, confidence: list[float], count: int) -> float:
+    """Expected accepted tokens less what the time would yield otherwise, from the definition."""
+    expected: float = sum(list(accumulate(confidence, mul))[:count])
+    return expected - pricing.rate * (pricing.pass_seconds(count + 1) - pricing.pass_seconds(1))
+
+
+@given(curves, probabilities, st.floats(0.0, 500.0))
+def test_keep_finds_the_best_prefix(curve: CostCurve, confidence: list[float], realised: float) -> None:
+    pricing = Pricing(curve)
+    for _ in range(50):
+        pricing.observe_round(1, 1.0 / max(realised, 1e-3))
+    every = [_surplus(pricing, confidence, count) for count in range(len(confidence) + 1)]
+    count, surplus = pricing.keep(confidence)
+    assert every[count] == pytest.approx(max(every), abs=1e-9)
+    assert surplus == pytest.approx(every[count], abs=1e-9)
+    assert all(value < every[count] + 1e-9 for value in every[:count])
+
+
+@given(curves, st.floats(0.0, 1.0), st.integers(1, 10), st.floats(0.0, 0.1))
+def test_a_token_pays_when_its_gain_is_worth_more_than_its_time(
+    curve: CostCurve, survival: float, rows: int, drafting_s: float
+) -> None:
+    pricing = Pricing(curve)
+    price = (drafting_s + curve.seconds(rows + 1) - curve.seconds(rows)) / curve.seconds(1)
+    if abs(survival - price) > 1e-9:
+        assert pricing.pays(survival, rows, drafting_s) == (survival > price)
+
+
+@given(curves, st.integers(1, 11), st.floats(0.0, 0.05), st.floats(0.0, 1.0))
+def test_a_draft_of_tokens_that_each_pay_beats_plain_decoding(
+    curve: CostCurve, limit: int, drafting_s: float, probability: float
+) -> None:
+    """Expected tokens per second of the rounds: never less than plain decoding's."""
+    pricing = Pricing(curve)
+    drafted, survival, committed = 0, 1.0, 1.0
+    while drafted < limit and pricing.pays(survival * probability, 1 + drafted, drafting_s):
+        survival *= probability
+        committed += survival
+        drafted += 1
+    seconds = curve.seconds(1 + drafted) + drafted * drafting_s
+    assert committed / seconds >= (1 - 1e-9) / curve.seconds(1)
+
+
+def test_nothing_is_kept_where_nothing_pays() -> None:
+    assert Pricing(STEEP).keep([0.99] * 8)[0] == 0
+    assert Pricing(STEEP).keep([]) == (0, 0.0)
+    assert Pricing(FLAT).keep([0.0, 1.0]) == (0, 0.0)
+    assert not Pricing(STEEP).pays(0.99, 1, 0.0)
+    assert not Pricing(FLAT).pays(0.9, 1, 0.010)
+
+
+def test_cheap_verification_of_likely_tokens_is_bought() -> None:
+    assert Pricing(FLAT).keep([0.9] * 7)[0] == 7
+    assert Pricing(FLAT).keep([0.9, 0.9, 0.01, 0.9])[0] == 2
+    assert Pricing(FLAT).pays(0.5, 1, 0.003)
+
+
+def test_a_cliff_is_jumped_where_what_lies_behind_it_pays() -> None:
+    cliff = CostCurve({1: 0.010, 2: 0.018, 3: 0.018, 4: 0.018})
+    assert Pricing(cliff).keep([0.7])[0] == 0
+    assert Pricing(cliff).keep([0.7, 1.0, 1.0])[0] == 3
+
+
+def test_time_is_dearer_when_rounds_realise_more() -> None:
+    pricing = Pricing(FLAT)
+    assert pricing.rate == pricing.plain_rate == pytest.approx(100.0)
+    assert pricing.pays(0.3, 1, 0.001)
+    for _ in range(60):
+        pricing.observe_round(4, 0.016)
+    assert pricing.rate == pytest.approx(250.0, rel=0.01)
+    assert not pricing.pays(0.3, 1, 0.001)
+    for _ in range(60):
+        pricing.observe_round(1, 0.010)  # plain rounds bring the price back down
+    assert pricing.rate == pytest.approx(100.0, rel=0.01)
+    assert pricing.pays(0.3, 1, 0.001)
+
+
+def test_rounds_slower_than_plain_decoding_do_not_make_time_cheap() -> None:
+    pricing = Pricing(FLAT)
+    for _ in range(60):
+        pricing.observe_round(1, 0.050)
+    assert pricing.rate == pytest.approx(100.0)
+
+
+def test_the_curve_follows_the_machine() -> None:
+    pricing = Pricing(FLAT)
+    for _ in range(80):
+        pricing.observe_pass(4, 0.024)
+    assert pricing.pass_seconds(1) == pytest.approx(0.020, rel=0.01)
+    assert pricing.pass_seconds(8) == pytest.approx(0.028, rel=0.01)
+    for _ in range(80):
+        pricing.observe_pass(1, 0.010)
+    assert pricing.pass_seconds(1) == pytest.approx(0.010, rel=0.02)
+
+
+@pytest.mark.parametrize("seconds", [1e-6, 30.0])
+def test_a_disturbed_pass_counts_for_little_and_passes(seconds: float) -> None:
+    pricing = Pricing(FLAT)
+    pricing.observe_pass(2, seconds)
+    assert pricing.pass_seconds(1) == pytest.approx(0.010, rel=0.11)
+    assert pricing.keep([0.9] * 7)[0] == 7
+    for _ in range(60):
+        pricing.observe_pass(1, 0.010)
+    assert pricing.pass_seconds(1) == pytest.approx(0.010, rel=0.01)
+
+
+@pytest.mark.parametrize("committed_seconds", [(1, 30.0), (9, 1e-3), (1, 0.0)])
+def test_a_disturbed_round_does_not_decide_for_good(committed_seconds: tuple[int, float]) -> None:
+    good, bad = [0.9] * 7, [0.01] * 7
+    pricing = Pricing(FLAT)
+    pricing.observe_round(*committed_seconds)
+    for _ in range(100):
+        pricing.observe_round(1, 0.010)
+    assert pricing.keep(good)[0] == 7
+    assert pricing.keep(bad)[0] == 0

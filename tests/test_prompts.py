@@ -1,0 +1,74 @@
+"""Prompt files: the form, the faults, and a limit that spreads over categories."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from edgespec.prompts import Prompt, builtin_prompts, load_prompts, select
+from edgespec_models.errors import RequestError
+
+GOOD = json.dumps({"id": "a", "category": "x", "turns": ["one\u2028line", "two"]}, ensure_ascii=False)
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "prompts.jsonl"
+    path.write_bytes(text.encode("utf-8"))
+    return path
+
+
+def test_the_built_in_prompts_cover_their_categories() -> None:
+    prompts = builtin_prompts()
+    categories = Counter(prompt.category for prompt in prompts)
+    assert categories == dict.fromkeys(
+        ("writing", "coding", "summarization", "extraction", "maths", "editing"), 2
+    )
+    assert len({prompt.category for prompt in select(prompts, 6)}) == 6
+
+
+@pytest.mark.parametrize("text", [GOOD, f"\ufeff{GOOD}", f"\n{GOOD}\r\n\r\n", f"{GOOD}\n"])
+def test_a_file_is_read_whatever_its_line_ends(tmp_path: Path, text: str) -> None:
+    assert load_prompts(write(tmp_path, text)) == (Prompt("a", "x", ("one\u2028line", "two")),)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no prompt"),
+        (GOOD + "\n{", "line 2 is not JSON"),
+        ("[]", "not a JSON object"),
+        ('{"id": 3, "category": "x", "turns": ["t"]}', "id is 3"),
+        ('{"id": "a", "turns": ["t"]}', "category is None"),
+        ('{"id": "a", "category": "x", "turns": []}', "turns"),
+        ('{"id": "a", "category": "x", "turns": "t"}', "turns"),
+        ('{"id": "a", "category": "x", "turns": ["t", 2]}', "turns"),
+        (f"{GOOD}\n{GOOD}", "two prompts with the id 'a'"),
+    ],
+)
+def test_a_bad_file_says_what_is_wrong_and_where(tmp_path: Path, text: str, message: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(RequestError, match=message) as caught:
+        load_prompts(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_file_and_one_that_is_not_text_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="cannot read"):
+        load_prompts(tmp_path / "none.jsonl")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RequestError, match="cannot read"):
+        load_prompts(tmp_path / "binary")
+
+
+def test_a_limit_takes_from_every_category_in_turn_and_keeps_the_order() -> None:
+    prompts = [
+        Prompt(f"{category}{i}", category, ("t",))
+        for category, n in (("a", 3), ("b", 1), ("c", 2))
+        for i in range(n)
+    ]
+    assert [p.id for p in select(prompts, 4)] == ["a0", "a1", "b0", "c0"]
+    assert [p.id for p in select(prompts, 5)] == ["a0", "a1", "b0", "c0", "c1"]
+    assert select(prompts, None) == select(prompts, 99) == tuple(prompts)
+    with pytest.raises(RequestError, match="limit is 0"):
+        select(prompts, 0)

@@ -1,0 +1,129 @@
+"""The page: self-contained, escaped, complete; the pictures: where things lie."""
+
+import json
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgespec.bench import BenchOptions, measure
+from edgespec.bench_json import summarize
+from edgespec.charts import Bar, bar_chart, column_chart, line_chart, ticks
+from edgespec.prompts import Prompt
+from edgespec.report import render_report
+from edgespec_models.errors import RequestError
+from tests.fake_model import FakeModel
+
+VOID = {"meta"}
+
+
+class Page(HTMLParser):
+    """Checks that tags are balanced and gathers what would be fetched or run."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.fetched: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.fetched += [value or "" for name, value in attrs if name in ("src", "href", "data")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def result_of(model: FakeModel, categories: tuple[str, ...] = ("writing", "coding")) -> dict[str, Any]:
+    prompts = [Prompt(f"p{i}", category, (category,)) for i, category in enumerate(categories)]
+    options = BenchOptions(max_new_tokens=8)
+    pairs = list(measure(model.as_model(), prompts, options))
+    # As read back from a file.
+    result: dict[str, Any] = json.loads(json.dumps(summarize(model.as_model(), pairs, options)))
+    return result
+
+
+def test_the_page_is_whole_and_fetches_nothing() -> None:
+    text = render_report(result_of(FakeModel()))
+    page = Page(text)
+    assert page.open == [] and page.fetched == []
+    assert "script" not in page.tags
+    assert page.tags.count("svg") == 3
+    assert "2.00 times as fast" in text and "2 of 2 answers are the same" in text
+    assert "prefers-color-scheme: dark" in text
+    assert "None" not in text and ">nan" not in text
+
+
+def test_names_from_outside_are_escaped() -> None:
+    text = render_report(result_of(FakeModel(name="<script>x</script>"), ("<b>bold</b>", "a&b")))
+    assert "<script>" not in text and "<b>" not in text
+    assert "&lt;b&gt;bold" in text and "a&amp;b" in text
+
+
+def test_a_slowdown_and_a_difference_are_shown_as_such() -> None:
+    text = render_report(result_of(FakeModel(speed={"": 0.5}, flips=("writing",))))
+    assert "0.50 times as fast as plain decoding (slower)" in text
+    assert "1 of 2 answers are the same" in text and 'class="warning"' in text
+    assert 'class="bar below"' in text
+
+
+def test_a_run_without_drafts_has_no_picture_of_acceptance() -> None:
+    text = render_report(result_of(FakeModel(drafts=False)))
+    assert "Acceptance by position" not in text
+    assert "Few or no drafts in 2 answers: too &lt;slow&gt;" in text
+
+
+def test_a_stopped_run_says_so_and_an_empty_one_renders() -> None:
+    model = FakeModel(drafter_name=None, drafter_step_s=None)
+    empty = summarize(model.as_model(), [], BenchOptions(), complete=False)
+    text = render_report(empty)
+    assert "stopped early" in text and "Nothing was measured" in text
+    assert Page(text).open == []
+
+
+def test_another_form_is_refused() -> None:
+    with pytest.raises(RequestError, match="format is None"):
+        render_report({})
+
+
+@given(st.floats(1e-6, 1e9))
+def test_ticks_cover_the_values_with_few_round_steps(largest: float) -> None:
+    values = ticks(largest)
+    assert values[0] == 0.0 and values[-1] >= largest * (1 - 1e-6)
+    assert 2 <= len(values) <= 7
+
+
+def test_bars_are_as_long_as_their_values() -> None:
+    chart = bar_chart([Bar("a", 1.0, "1"), Bar("b", 2.0, "2")], mark=1.0)
+    first, second = chart.boxes
+    assert second.width == pytest.approx(2 * first.width)
+    assert chart.mark == pytest.approx(first.x + first.width)
+    assert all(box.x + box.width <= chart.width for box in chart.boxes)
+    assert first.y + first.height <= second.y
+
+
+def test_columns_stand_on_the_axis() -> None:
+    chart = column_chart([Bar("1", 1.0, "100%"), Bar("2", 0.25, "25%")])
+    tall, low = chart.boxes
+    assert tall.height == pytest.approx(4 * low.height)
+    assert tall.y + tall.height == pytest.approx(low.y + low.height) == pytest.approx(chart.ticks[0].at)
+
+
+@pytest.mark.parametrize("points", [[(1, 50.0), (2, 55.0), (8, 90.0)], [(1, 5.0), (4, 60.0)], [(1, 3.0)]])
+def test_a_line_stays_inside_its_picture(points: list[tuple[int, float]]) -> None:
+    chart = line_chart(points)
+    places = [tuple(map(float, pair.split(","))) for pair in f"{chart.line} {chart.compare}".split()]
+    assert all(chart.left - 0.1 <= x <= chart.right + 0.1 for x, _ in places)
+    assert all(chart.top - 0.1 <= y <= chart.bottom + 0.1 for _, y in places)
+    assert len(chart.points) == len(points)
+    heights = [chart.bottom - point.y for point in chart.points]
+    assert heights == pytest.approx([heights[0] * value / points[0][1] for _, value in points])
