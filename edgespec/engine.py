@@ -55,7 +55,7 @@ class _Side:
 
     bundle: Bundle
     session: CpuSession
-    step_s: float
+    curve: CostCurve
     calibration: Calibration
 
 
@@ -114,8 +114,7 @@ class Model:
         try:
             if drafter is not None:
                 session = CpuSession(drafter, replace(cpu, exact_rows=False))
-                step_s = measure_cost(session, _DRAFTER_ROWS).seconds(1)
-                self._side = _Side(drafter, session, step_s, Calibration())
+                self._side = _Side(drafter, session, measure_cost(session, _DRAFTER_ROWS), Calibration())
             self.cost_curve: CostCurve = measure_cost(self._session)
         except BaseException:
             self.close()
@@ -150,7 +149,7 @@ class Model:
     @property
     def drafter_step_s(self) -> float | None:
         """Seconds of a drafter step, as measured at load."""
-        return None if self._side is None else self._side.step_s
+        return None if self._side is None else self._side.curve.seconds(1)
 
     @property
     def row_exact(self) -> bool:
@@ -256,7 +255,7 @@ class Model:
             ends,
             pricing=self._pricing,
             calibration=side.calibration,
-            step_s=side.step_s,
+            curve=side.curve,
         )
 
     @staticmethod

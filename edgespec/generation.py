@@ -19,6 +19,8 @@ from edgespec_runtimes.session import Session
 
 __all__ = ["Job", "TextStreamer"]
 
+_NOTICEABLE = 0.03
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
@@ -119,6 +121,7 @@ class _Meter:
         self._started = perf_counter()
         self._first = self._last = self._started
         self._rounds = self._decode_tokens = 0
+        self._has_asked = False
         self._target_s = self._drafter_s = 0.0
         self._drafted: Counter[str] = Counter()
         self._accepted: Counter[str] = Counter()
@@ -133,9 +136,15 @@ class _Meter:
             self._decode_tokens += len(step.tokens)
             seconds = now - self._last
             self._job.pricing.observe_pass(1 + len(step.draft.tokens), step.target_s)
-            self._job.pricing.observe_round(len(step.tokens), seconds)
-            if step.draft.tokens:
-                self._job.guard.observe(len(step.tokens), seconds)
+            # A drafter that is asked costs time whether it proposes or not. Once a request that is the
+            # reading of the prompt, which says nothing about the rounds to come.
+            asked = bool(step.draft.tokens) or step.drafter_s > _NOTICEABLE * step.target_s
+            reads_prompt = asked and not self._has_asked and step.drafter_s > step.target_s
+            self._has_asked |= asked
+            if not reads_prompt:
+                self._job.pricing.observe_round(len(step.tokens), seconds)
+                if asked:
+                    self._job.guard.observe(len(step.tokens), seconds)
         self._last = now
         self._rounds += 1
         self._target_s += step.target_s

@@ -13,6 +13,7 @@ from edgespec_runtimes.cost import CostCurve
 __all__ = ["Pricing"]
 
 _SMOOTHING = 0.1
+_MEMORY = 0.9
 
 
 class Pricing:
@@ -25,11 +26,12 @@ class Pricing:
     def __init__(self, curve: CostCurve) -> None:
         self._curve = curve
         self._scale = 1.0  # this moment's speed against the measured curve
-        self._realised = 0.0
+        self._shape: dict[int, float] = {}  # by rows: what the curve got wrong beyond that
+        self._tokens = self._seconds = 0.0
 
     def pass_seconds(self, rows: int) -> float:
         """Expected seconds of a target pass over ``rows`` tokens, now."""
-        return self._curve.seconds(rows) * self._scale
+        return self._curve.seconds(rows) * self._scale * self._shape.get(rows, 1.0)
 
     @property
     def plain_rate(self) -> float:
@@ -39,7 +41,8 @@ class Pricing:
     @property
     def rate(self) -> float:
         """Tokens per second that time is worth: plain decoding's, or what rounds realise if that is more."""
-        return max(self.plain_rate, self._realised)
+        realised = self._tokens / self._seconds if self._seconds else 0.0
+        return max(self.plain_rate, realised)
 
     def keep(self, confidence: Iterable[float]) -> tuple[int, float]:
         """How many proposals to verify: the prefix with the highest expected surplus over its cost.
@@ -74,11 +77,12 @@ class Pricing:
 
     def observe_pass(self, rows: int, seconds: float) -> None:
         """Tell of a target pass that took ``seconds``; outliers count for little."""
-        ratio = seconds / self._curve.seconds(rows)
-        bounded = min(max(ratio, 0.5 * self._scale), 2.0 * self._scale)
-        self._scale += _SMOOTHING * (bounded - self._scale)
+        expected = self.pass_seconds(rows)
+        ratio = min(max(seconds / expected, 0.5), 2.0)
+        self._scale *= 1.0 + _SMOOTHING * (ratio - 1.0)
+        self._shape[rows] = self._shape.get(rows, 1.0) * (1.0 + _SMOOTHING * (ratio - 1.0))
 
     def observe_round(self, committed: int, seconds: float) -> None:
         """Tell of a whole round, drafting included."""
-        if seconds > 0:
-            self._realised += _SMOOTHING * (committed / seconds - self._realised)
+        self._tokens = _MEMORY * self._tokens + committed
+        self._seconds = _MEMORY * self._seconds + seconds

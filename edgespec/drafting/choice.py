@@ -1,6 +1,7 @@
 """Which source drafts this round, and whether any does: expected tokens per second decide."""
 
 from collections.abc import Sequence
+from time import perf_counter
 
 from edgespec.drafting.draft import NO_DRAFT, Draft, Drafter
 from edgespec.pricing import Pricing
@@ -11,8 +12,8 @@ _MIN_ROUNDS = 8
 _MEMORY = 0.9
 _TOLERANCE = 0.97
 _FIRST_PAUSE, _LONGEST_PAUSE = 16, 256
-_SMOOTHING = 0.2
-_FORGETTING = 0.02
+_SMOOTHING = 0.1
+_FORGETTING = 0.005
 
 
 class Guard:
@@ -68,6 +69,7 @@ class Choice:
         self._free, self._model = free, model
         self._pricing, self._guard = pricing, guard
         self._model_surplus = 0.5  # expected surplus of asking the model, tokens a round
+        self._asked = False
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
         """See :class:`edgespec.drafting.Drafter`."""
@@ -75,13 +77,18 @@ class Choice:
             return NO_DRAFT
         free = self._free.propose(tokens, limit)
         count, surplus = self._pricing.keep(free.confidence)
-        if self._model is None or surplus > max(self._model_surplus, 0.0):
+        if self._model is None or surplus > self._model_surplus or self._model_surplus <= 0.0:
             # Time lets an old verdict on the model fade, so that it is asked again.
             self._model_surplus += _FORGETTING
             return _head(free, count)
+        started = perf_counter()
         draft = self._model.propose(tokens, limit)
+        asking = perf_counter() - started
         _, gained = self._pricing.keep(draft.confidence)
-        self._model_surplus += _SMOOTHING * (gained - self._model_surplus)
+        if self._asked:  # the first time, the drafter reads the prompt
+            loss = self._pricing.rate * asking
+            self._model_surplus += _SMOOTHING * (gained - loss - self._model_surplus)
+        self._asked = True
         return draft if draft.tokens else _head(free, count)
 
 

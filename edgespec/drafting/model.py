@@ -2,62 +2,102 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from time import perf_counter
 
 import numpy as np
 
 from edgespec.drafting.bridge import Bridge
-from edgespec.drafting.draft import NO_DRAFT, Draft
+from edgespec.drafting.draft import Draft
 from edgespec.pricing import Pricing
 from edgespec_models.errors import TokenizerError
+from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.session import Logits, Session
 
-__all__ = ["Calibration", "ModelDrafter", "VocabularyEnds"]
+__all__ = ["Calibration", "Guess", "ModelDrafter", "VocabularyEnds"]
 
 _SOURCE = "model"
 _BINS = 10
 _PRIOR = 12.0
 _DECAY = 0.995
 _STEP_SMOOTHING = 0.1
-_FORGETTING = 0.002
-_STEP_FORGETTING = 0.01
+_FORGETTING = 0.005
+_TYPICAL_SMOOTHING = 0.02
+_TYPICAL = 0.6
 
 
 class Calibration:
     """How often proposals of a given confidence are accepted: decayed Beta counts by bin.
 
-    The prior of a bin says that a drafter's probability means what it says; ``_PRIOR`` observations
-    weigh as much.
+    A token that ends exactly where the drafted text ends is *open*: had the drafter gone on, the target
+    might write it with the text that follows as another token. Open tokens have bins of their own.
+    The prior says that a drafter's probability means what it says; ``_PRIOR`` observations weigh as much.
     """
 
     def __init__(self) -> None:
-        self._prior = _PRIOR * (np.arange(_BINS) + 0.5) / _BINS
+        self._prior = np.tile(_PRIOR * (np.arange(_BINS) + 0.5) / _BINS, (2, 1))
         self._accepted = self._prior.copy()
-        self._seen = np.full(_BINS, _PRIOR)
+        self._seen = np.full((2, _BINS), _PRIOR)
+        self._typical = _TYPICAL
 
-    def probability(self, confidence: float) -> float:
-        """Expected acceptance of a proposal the drafter gives ``confidence``."""
-        index = self._bin(confidence)
-        return float(self._accepted[index] / self._seen[index])
+    @property
+    def typical(self) -> float:
+        """Expected acceptance of a token that is not drafted yet."""
+        return self._typical
 
-    def mean(self) -> float:
-        """Expected acceptance of a proposal not drafted yet."""
-        return float(self._accepted.sum() / self._seen.sum())
+    def probability(self, guess: "Guess") -> float:
+        """Expected acceptance of a proposal."""
+        at = self._bin(guess)
+        return float(self._accepted[at] / self._seen[at])
 
-    def observe(self, confidence: float, accepted: bool) -> None:
+    def consider(self, guess: "Guess") -> None:
+        """Tell of a drafted token, proposed or not."""
+        self._typical += _TYPICAL_SMOOTHING * (self.probability(guess) - self._typical)
+
+    def observe(self, guess: "Guess", accepted: bool) -> None:
         """Tell how a proposal fared."""
-        index = self._bin(confidence)
-        self._accepted[index] = self._accepted[index] * _DECAY + accepted
-        self._seen[index] = self._seen[index] * _DECAY + 1
+        at = self._bin(guess)
+        self._accepted[at] = self._accepted[at] * _DECAY + accepted
+        self._seen[at] = self._seen[at] * _DECAY + 1
 
     def forget(self) -> None:
         """Tell that nothing was proposed: a verdict that nothing tests any more fades."""
         self._accepted += _FORGETTING * (self._prior - self._accepted)
         self._seen += _FORGETTING * (_PRIOR - self._seen)
+        self._typical += _FORGETTING * (_TYPICAL - self._typical)
 
     @staticmethod
-    def _bin(confidence: float) -> int:
-        return min(int(confidence * _BINS), _BINS - 1)
+    def _bin(guess: "Guess") -> tuple[int, int]:
+        return int(guess.open), min(int(guess.confidence * _BINS), _BINS - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """A proposal of the model.
+
+    Attributes:
+        token: in the target's vocabulary.
+        confidence: the product of the drafter's probabilities of the drafter tokens behind it.
+        open: whether it ends exactly where the drafted text ends.
+    """
+
+    token: int
+    confidence: float
+    open: bool
+
+
+class _Clock:
+    """What a drafter pass takes: a running mean that outliers hardly move and that drifts back unused."""
+
+    def __init__(self, usual_s: float) -> None:
+        self.seconds = self._usual_s = usual_s
+
+    def observe(self, seconds: float) -> None:
+        bounded = min(seconds, 2.0 * self.seconds)
+        self.seconds += _STEP_SMOOTHING * (bounded - self.seconds)
+
+    def idle(self) -> None:
+        self.seconds += _FORGETTING * (self._usual_s - self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +121,7 @@ class ModelDrafter:
         ends: tokens that end a text.
         pricing: what verification costs.
         calibration: acceptance by confidence; shared between requests.
-        step_s: measured seconds of a drafter step.
+        curve: the drafter's measured T(n).
     """
 
     def __init__(
@@ -92,79 +132,97 @@ class ModelDrafter:
         *,
         pricing: Pricing,
         calibration: Calibration,
-        step_s: float,
+        curve: CostCurve,
     ) -> None:
         self._session, self._bridge, self._ends = session, bridge, ends
         self._pricing, self._calibration = pricing, calibration
-        self._step_s = self._usual_step_s = step_s
-        self._last: tuple[int, Draft] = (0, NO_DRAFT)
+        # The first pass of a round also reads what was committed since the last.
+        self._first, self._step = _Clock(curve.seconds(2)), _Clock(curve.seconds(1))
+        self._has_read = False
+        self._last: tuple[int, tuple[Guess, ...]] = (0, ())
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
         """See :class:`edgespec.drafting.Drafter`."""
         self._learn(tokens)
-        draft = NO_DRAFT
-        if limit > 0 and self._pricing.pays(self._calibration.mean(), 1, self._step_s):
+        guesses: list[Guess] = []
+        if limit > 0 and self._pricing.pays(self._calibration.typical, 1, self._first.seconds):
             try:
-                draft = self._draft(self._bridge.align(tokens), limit)
+                guesses = self._draft(self._bridge.align(tokens), limit)
             except TokenizerError:  # a byte one of the vocabularies cannot spell: seen in binary data only
-                draft = NO_DRAFT
-        if not draft.tokens:
+                guesses = []
+        else:
             self._calibration.forget()
-            self._step_s += _STEP_FORGETTING * (self._usual_step_s - self._step_s)
-        self._last = (len(tokens), draft)
-        return draft
+            self._first.idle()
+            self._step.idle()
+        confidence = [self._calibration.probability(guess) for guess in guesses]
+        count, _ = self._pricing.keep(confidence)
+        self._last = (len(tokens), tuple(guesses[:count]))
+        return Draft(
+            tuple(guess.token for guess in guesses[:count]),
+            None,
+            (_SOURCE,) * count,
+            tuple(confidence[:count]),
+        )
 
-    def _draft(self, ids: list[int], limit: int) -> Draft:
+    def _draft(self, ids: list[int], limit: int) -> list[Guess]:
         if len(ids) + limit * 2 > self._session.capacity:
-            return NO_DRAFT
+            return []
         drafted: list[int] = []
         probabilities: list[float] = []
-        translated: list[tuple[int, int]] = []
-        logits = self._session.next_logits(ids)
+        guesses: list[Guess] = []
+        logits = self._read(ids)
         while True:
             token, probability = _best(logits)
             if token in self._ends.drafter:
-                return self._finish(translated, probabilities, limit, probability)
+                return [*guesses, *self._end(probability)][:limit]
             drafted.append(token)
             probabilities.append(probability)
-            translated = self._bridge.translate(drafted)
-            survival = float(np.prod([self._calibration.probability(p) for p in probabilities]))
-            rows = 1 + len(translated)
-            if len(translated) >= limit or len(drafted) >= 2 * limit:
-                break
-            if not self._pricing.pays(survival * self._calibration.mean(), rows, self._step_s):
-                break
+            guesses = _guesses(self._bridge.translate(drafted), probabilities)
+            survival = prod(self._calibration.probability(guess) for guess in guesses)
+            if guesses:
+                self._calibration.consider(guesses[-1])
+            if len(guesses) >= limit or len(drafted) >= 2 * limit:
+                return guesses[:limit]
+            after = survival * self._calibration.typical
+            if not self._pricing.pays(after, 1 + len(guesses), self._step.seconds):
+                return guesses
             started = perf_counter()
             logits = self._session.forward([token])[0]
-            elapsed = min(perf_counter() - started, 2.0 * self._step_s)  # outliers count for little
-            self._step_s += _STEP_SMOOTHING * (elapsed - self._step_s)
-        return self._finish(translated, probabilities, limit, None)
+            self._step.observe(perf_counter() - started)
 
-    def _finish(
-        self, translated: list[tuple[int, int]], probabilities: list[float], limit: int, end: float | None
-    ) -> Draft:
-        """Target tokens with their confidence; ``end`` is the probability that the text ends behind them."""
-        tokens, confidence, used = [], [], 0
-        for token, needed in translated:
-            tokens.append(token)
-            confidence.append(float(np.prod(probabilities[used:needed])))
-            used = max(used, needed)
-        if end is not None and self._ends.target is not None:
-            tokens.append(self._ends.target)
-            confidence.append(end)
-        count, _ = self._pricing.keep(self._calibration.probability(c) for c in confidence[:limit])
-        return Draft(tuple(tokens[:count]), None, (_SOURCE,) * count, tuple(confidence[:count]))
+    def _read(self, ids: list[int]) -> Logits:
+        """Catch up with the committed text; the first time that is the whole prompt."""
+        started = perf_counter()
+        logits = self._session.next_logits(ids)
+        if self._has_read:
+            self._first.observe(perf_counter() - started)
+        self._has_read = True
+        return logits
+
+    def _end(self, probability: float) -> list[Guess]:
+        """The guess that the text ends here."""
+        return [] if self._ends.target is None else [Guess(self._ends.target, probability, False)]
 
     def _learn(self, tokens: Sequence[int]) -> None:
-        """Compare the last draft with what was committed in its place."""
-        at, draft = self._last
-        for offset, (token, confidence) in enumerate(zip(draft.tokens, draft.confidence, strict=True)):
+        """Compare the last proposals with what was committed in their place."""
+        at, guesses = self._last
+        for offset, guess in enumerate(guesses):
             if at + offset >= len(tokens):
                 return
-            accepted = tokens[at + offset] == token
-            self._calibration.observe(confidence, accepted)
+            accepted = tokens[at + offset] == guess.token
+            self._calibration.observe(guess, accepted)
             if not accepted:
                 return
+
+
+def _guesses(translated: Sequence[tuple[int, int]], probabilities: Sequence[float]) -> list[Guess]:
+    """Target tokens with the probabilities of the drafter tokens each needs beyond those before it."""
+    guesses, used = [], 0
+    for index, (token, needed) in enumerate(translated):
+        confidence = prod(probabilities[used:needed])
+        guesses.append(Guess(token, confidence, index == len(translated) - 1))
+        used = max(used, needed)
+    return guesses
 
 
 def _best(logits: Logits) -> tuple[int, float]:
