@@ -55,10 +55,10 @@ def decode(
         max_new_tokens: at most so many tokens are committed.
         max_draft: longest draft.
         stop: tokens that end the generation; the one that did is committed.
-        cancelled: asked between prefill chunks and between rounds.
+        cancelled: asked between prefill chunks, where it raises, and between rounds, where it ends the loop.
 
     Raises:
-        Cancelled: ``cancelled`` said so; ``tokens`` holds what was committed.
+        Cancelled: ``cancelled`` said so while the prompt was read; nothing was committed.
     """
     target.prefill(tokens[:-1], cancelled)
     end, ended = len(tokens) + max_new_tokens, False

@@ -196,7 +196,7 @@ class Model:
     ) -> TextStreamer:
         if not tokens:
             raise RequestError("the prompt is empty; give at least one character")
-        self._session.reserve(len(tokens) + request.max_new_tokens + self.options.max_draft)
+        self._session.reserve(len(tokens) + request.max_new_tokens)
         drafter = (
             self._drafter(tokens, drafter_prompt, request) if request.speculate and self._drafts else None
         )
@@ -236,7 +236,7 @@ class Model:
         special, bundle = self.target.manifest.special_tokens, side.bundle
         bridge: Bridge
         if bundle.tokenizer.matches(self.target.tokenizer):
-            prompt, bridge = tokens, IdentityBridge()
+            prompt, bridge = tokens, IdentityBridge(self._session.vocab_size)
         else:
             prompt = drafter_prompt(bundle)
             bridge = ByteBridge(

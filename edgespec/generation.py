@@ -118,6 +118,7 @@ class _Meter:
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self._cached_tokens = job.session.shared_prefix(job.tokens[:-1])  # the last is always read
         self._started = perf_counter()
         self._first = self._last = self._started
         self._rounds = self._decode_tokens = 0
@@ -164,7 +165,7 @@ class _Meter:
         positions = range(max(self._drafted_at, default=-1) + 1)
         return GenerationStats(
             prompt_tokens=prompt_tokens,
-            cached_tokens=0,
+            cached_tokens=self._cached_tokens,
             new_tokens=new_tokens,
             ttft_s=self._first - self._started,
             decode_s=self._last - self._first,

@@ -4,6 +4,7 @@ Catalogue models are pulled and exported into the cache at first use.
 """
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 from filelock import FileLock
@@ -97,6 +98,11 @@ def _cached(
             options = ExportOptions(
                 role=role, weights=weights, name=model_name or source.stem, overwrite=True
             )
-            export_model(source, folder, options=options, progress=progress)
+            export_model(source, folder, options=options, progress=_naming(progress, options.name or ""))
             bundle = Bundle(folder)
     return bundle
+
+
+def _naming(progress: ProgressCallback, name: str) -> ProgressCallback:
+    """Two models may be exported in turn; each stage says whose it is."""
+    return lambda report: progress(replace(report, stage=f"{report.stage} {name}"))

@@ -224,8 +224,16 @@ def test_a_byte_the_drafter_lacks_is_named() -> None:
 
 @given(st.lists(st.integers(0, 999)))
 def test_one_vocabulary_needs_no_bridge(tokens: list[int]) -> None:
-    bridge = IdentityBridge()
+    bridge = IdentityBridge(1000)
     aligned = bridge.align(tokens)
     assert aligned == tokens
     assert aligned is not tokens
     assert bridge.translate(tokens) == list(zip(tokens, range(1, len(tokens) + 1), strict=True))
+
+
+def test_a_drafter_of_more_ids_proposes_none_the_target_lacks() -> None:
+    """Embeddings padded to another size: the surplus rows are no tokens."""
+    bridge = IdentityBridge(10)
+    assert bridge.translate([3, 9, 10, 4]) == [(3, 1), (9, 2)]
+    assert bridge.translate([10, 4]) == []
+    assert bridge.translate([]) == []

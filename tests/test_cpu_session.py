@@ -1,3 +1,6 @@
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +16,7 @@ from edgespec_runtimes.session import Session
 from tests.toy import COLUMNS, F32, FLOAT, GEMMA, INT4, INT8, LLAMA, MATMUL, WIDE, tiny_bundle
 
 TOKENS = [(7 * i * i + 3) % 400 for i in range(40)]
+_PATH = os.pathsep.join(sys.path)
 ONE_THREAD = CpuOptions(threads=1)
 MODELS = {
     "int4": (LLAMA, INT4),
@@ -99,10 +103,44 @@ def test_float_weights_agree_to_rounding(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_threads_do_not_change_the_bits(tmp_path: Path, threads: int) -> None:
+    """In a process of its own: the first session of this one has settled the number for all."""
     model = tiny_bundle(tmp_path / "m", LLAMA, COLUMNS)
     expected = _forward(CpuSession(model.bundle, ONE_THREAD), TOKENS, 1)
-    options = CpuOptions(threads=threads, spinning=False)
-    np.testing.assert_array_equal(CpuSession(model.bundle, options).forward(TOKENS), expected)
+    for spinning in (False, True):
+        code = f"""
+from pathlib import Path
+import numpy as np
+from edgespec_models.bundle import Bundle
+from edgespec_runtimes.cpu import CpuOptions, CpuSession
+session = CpuSession(Bundle(Path({str(model.path)!r})), CpuOptions(threads={threads}, spinning={spinning}))
+np.save({str(tmp_path / "logits.npy")!r}, session.forward({TOKENS}))
+"""
+        subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": _PATH})
+        np.testing.assert_array_equal(np.load(tmp_path / "logits.npy"), expected)
+
+
+@pytest.mark.parametrize("spinning", [True, False])
+def test_sessions_of_any_options_live_in_one_process(
+    tmp_path: Path, spinning: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """ONNX Runtime refuses a session with threads of its own where there is a shared pool."""
+    model = tiny_bundle(tmp_path / "m", LLAMA, COLUMNS)
+    expected = _forward(CpuSession(model.bundle, ONE_THREAD), TOKENS, 1)
+    for threads in (0, 1, 2, 3):
+        session = CpuSession(model.bundle, CpuOptions(threads=threads, spinning=spinning))
+        np.testing.assert_array_equal(session.forward(TOKENS), expected)
+        session.close()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_shared_prefix_is_counted(session: CpuSession) -> None:
+    assert session.shared_prefix(TOKENS) == 0
+    session.forward(TOKENS[:20])
+    assert session.shared_prefix(TOKENS) == session.shared_prefix(TOKENS[:20]) == 20
+    assert session.shared_prefix(TOKENS[:7]) == 7
+    assert session.shared_prefix([*TOKENS[:12], 399, *TOKENS[13:]]) == 12
+    assert session.shared_prefix([]) == 0
+    assert session.length == 20
 
 
 def test_prefill_reuses_the_shared_prefix(session: CpuSession, monkeypatch: pytest.MonkeyPatch) -> None:

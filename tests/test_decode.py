@@ -28,6 +28,7 @@ from tests.tokenizers_for_tests import CORPUS, byte_level_json, sentencepiece_js
 from tests.toy import COLUMNS, GEMMA, INT4, LLAMA, RandomDrafter, ToySession, markov_law, tiny_bundle
 
 FREE = CostCurve({1: 1.0, 32: 1.0001})
+QUICK = CostCurve({1: 1e-7})
 KINDS = ("byte", "small byte", "sentencepiece")
 SCRIPT = "\n".join(CORPUS).encode()
 GREEDY = SamplingParams()
@@ -46,7 +47,7 @@ def tokenizer(kind: str) -> Tokenizer:
 def _model(session: ToySession | CpuSession, bridge: Bridge, ends: VocabularyEnds = NO_ENDS) -> ModelDrafter:
     session.reserve(400)
     pricing, calibration = Pricing(FREE), Calibration()
-    return ModelDrafter(session, bridge, ends, pricing=pricing, calibration=calibration, step_s=1e-7)
+    return ModelDrafter(session, bridge, ends, pricing=pricing, calibration=calibration, curve=QUICK)
 
 
 def _across(kind: str, seed: int, *, script: bool) -> ModelDrafter:
@@ -70,15 +71,15 @@ def _drafters(kind: str, seed: int) -> Drafter:
         "ngram": lambda: NgramDrafter(stop_below=0.0),
         "random": lambda: RandomDrafter(seed, vocab),
         "oracle with errors": lambda: RandomDrafter(seed, vocab, oracle),
-        "same model": lambda: _model(ToySession(oracle, vocab), IdentityBridge()),
-        "other model": lambda: _model(ToySession.markov(seed, vocab, scale=50.0), IdentityBridge()),
+        "same model": lambda: _model(ToySession(oracle, vocab), IdentityBridge(vocab)),
+        "other model": lambda: _model(ToySession.markov(seed, vocab, scale=50.0), IdentityBridge(vocab)),
         "across, byte level": lambda: _across("small byte", seed, script=False),
         "across, sentencepiece": lambda: _across("sentencepiece", seed, script=False),
         "script, byte level": lambda: _across("small byte", seed, script=True),
         "script, sentencepiece": lambda: _across("sentencepiece", seed, script=True),
         "extended": lambda: Extended(_across("sentencepiece", seed, script=True), NgramDrafter()),
         "extended by a model": lambda: Extended(
-            NgramDrafter(stop_below=0.0), _model(ToySession(oracle, vocab), IdentityBridge())
+            NgramDrafter(stop_below=0.0), _model(ToySession(oracle, vocab), IdentityBridge(vocab))
         ),
         "first confident": lambda: FirstConfident(
             [NgramDrafter(), RandomDrafter(seed, vocab, oracle)], min_expected=1.0
@@ -362,7 +363,7 @@ def test_real_graphs_keep_the_promise(tmp_path: Path, config: ModelConfig) -> No
         _model(
             small, ByteBridge(tokenizer("byte"), tokenizer("byte"), prompt_length=3, drafter_prompt=[1, 2])
         ),
-        _model(same, IdentityBridge()),
+        _model(same, IdentityBridge(404)),
         RandomDrafter(1, 404, None),
         NgramDrafter(stop_below=0.0),
     ):
@@ -370,5 +371,5 @@ def test_real_graphs_keep_the_promise(tmp_path: Path, config: ModelConfig) -> No
         got, _ = _run(target, drafter, prompt, count=60, max_draft=5)
         assert got == expected
     target.truncate(0)
-    _, accepted = _run(target, _model(same, IdentityBridge()), prompt, count=60, max_draft=5)
+    _, accepted = _run(target, _model(same, IdentityBridge(404)), prompt, count=60, max_draft=5)
     assert accepted >= 20

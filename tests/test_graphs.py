@@ -1,6 +1,7 @@
 """The decoder graph against a plain numpy transformer, and every weight format against its meaning."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -142,7 +143,7 @@ def test_quantized_graphs_stay_near_what_their_weights_stand_for(
 
 def test_hidden_states_are_what_the_head_multiplies(tmp_path: Path) -> None:
     model = tiny_bundle(tmp_path / "m", hidden_states=True)
-    session = ort.InferenceSession(str(model.path / "model.onnx"), providers=["CPUExecutionProvider"])
+    session = _session(str(model.path / "model.onnx"))
     past = {
         item.name: np.zeros((1, LLAMA.num_kv_heads, 16, LLAMA.head_dim), np.float32)
         for item in session.get_inputs()
@@ -223,9 +224,18 @@ def _run_linear(spec: LinearSpec, parts: list[dict[str, npt.NDArray[np.generic]]
             _, index, key = name.rsplit(".", 2)
             parameter.const_value = ir.tensor(np.ascontiguousarray(parts[int(index)][key]), name=name)
     proto = ir.to_proto(ir.Model(graph, ir_version=10))
-    session = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = _session(proto.SerializeToString())
     result: F32 = session.run(None, {"x": x})[0]
     return result
+
+
+def _session(model: str | bytes) -> ort.InferenceSession:
+    """Where a process has a shared thread pool, every session must use it."""
+    settings = ort.SessionOptions()
+    with suppress(Exception):  # there is one already
+        ort.set_global_thread_pool_sizes(1, 1)
+    settings.use_per_session_threads = False
+    return ort.InferenceSession(model, settings, providers=["CPUExecutionProvider"])
 
 
 def _relative_error(got: F32, expected: F32) -> float:

@@ -5,7 +5,7 @@ import pytest
 from edgespec.drafting import model as drafting_model
 from edgespec.drafting.bridge import ByteBridge, IdentityBridge
 from edgespec.drafting.draft import Draft
-from edgespec.drafting.model import Calibration, ModelDrafter, VocabularyEnds
+from edgespec.drafting.model import Calibration, Guess, ModelDrafter, VocabularyEnds
 from edgespec.pricing import Pricing
 from edgespec_models.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
@@ -15,6 +15,8 @@ from tests.toy import F32, Law, ToySession, markov_law
 FLAT = CostCurve({1: 1.0, 16: 1.001})
 """Verification costs next to nothing, so everything likely enough is drafted."""
 VOCAB = 50
+QUICK = CostCurve({1: 1e-6})
+SURE = Guess(0, 1.0, open=False)
 NO_ENDS = VocabularyEnds(frozenset(), None)
 
 
@@ -29,11 +31,11 @@ def _drafter(
     session.reserve(1000)
     return ModelDrafter(
         session,
-        IdentityBridge(),
+        IdentityBridge(VOCAB),
         ends,
         pricing=Pricing(curve),
         calibration=calibration or Calibration(),
-        step_s=step_s,
+        curve=CostCurve({1: step_s}),
     )
 
 
@@ -55,8 +57,7 @@ def test_it_proposes_what_the_model_would_write() -> None:
     assert draft.tokens == _follow(law, [3, 1, 4], 5)
     assert draft.sources == ("model",) * 5
     assert draft.probs is None
-    assert all(0.99 < c <= 1.0 for c in draft.confidence)
-    assert len(draft.confidence) == 5
+    assert draft.confidence == pytest.approx((0.95,) * 5)  # untested, the highest bin means its middle
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 7])
@@ -74,7 +75,7 @@ def test_the_limit_holds_across_vocabularies() -> None:
     session.reserve(1000)
     bridge = ByteBridge(target, small, prompt_length=1, drafter_prompt=[7])
     drafter = ModelDrafter(
-        session, bridge, NO_ENDS, pricing=Pricing(FLAT), calibration=Calibration(), step_s=1e-6
+        session, bridge, NO_ENDS, pricing=Pricing(FLAT), calibration=Calibration(), curve=QUICK
     )
     for limit in range(1, 9):
         draft = drafter.propose([5, *target.encode("the")], limit)
@@ -157,26 +158,26 @@ def test_it_learns_what_its_confidence_is_worth() -> None:
     calibration = Calibration()
     drafter = _drafter(_sure(), calibration=calibration)
     tokens = [3, 1, 4]
-    before = calibration.probability(1.0)
+    before = calibration.probability(SURE)
     draft = drafter.propose(tokens, 4)
     tokens += [*draft.tokens[:2], (draft.tokens[2] + 1) % VOCAB, draft.tokens[3]]
     drafter.propose(tokens, 4)
     seen = Calibration()
     for accepted in (True, True, False):
-        seen.observe(draft.confidence[0], accepted)
-    assert calibration.probability(1.0) == seen.probability(1.0) != before
+        seen.observe(SURE, accepted)
+    assert calibration.probability(SURE) == seen.probability(SURE) != before
 
 
 def test_proposals_that_nobody_judged_teach_nothing() -> None:
     calibration = Calibration()
     drafter = _drafter(_sure(), calibration=calibration)
-    before = calibration.probability(1.0)
+    before = calibration.probability(SURE)
     tokens = [3, 1, 4]
     draft = drafter.propose(tokens, 4)
     drafter.propose(tokens, 4)  # asked again: nothing was committed
-    assert calibration.probability(1.0) == before
+    assert calibration.probability(SURE) == before
     drafter.propose([*tokens, *draft.tokens[:1]], 4)
-    assert calibration.probability(1.0) > before
+    assert calibration.probability(SURE) > before
 
 
 def test_a_drafter_that_fails_is_stopped_and_tried_again_much_later() -> None:
@@ -244,7 +245,7 @@ def test_a_byte_the_drafter_cannot_spell_only_costs_drafts() -> None:
     session.reserve(1000)
     bridge = ByteBridge(target, lacking, prompt_length=0, drafter_prompt=[7])
     drafter = ModelDrafter(
-        session, bridge, NO_ENDS, pricing=Pricing(FLAT), calibration=Calibration(), step_s=1e-6
+        session, bridge, NO_ENDS, pricing=Pricing(FLAT), calibration=Calibration(), curve=QUICK
     )
     tokens = target.encode("the")
     assert drafter.propose(tokens, 3).tokens
@@ -252,36 +253,56 @@ def test_a_byte_the_drafter_cannot_spell_only_costs_drafts() -> None:
     assert drafter.propose([*tokens, *target.encode_bytes(b"\xff quick")], 3) == Draft()
 
 
+def _guess(confidence: float, *, is_open: bool = False) -> Guess:
+    return Guess(5, confidence, is_open)
+
+
 class TestCalibration:
     def test_at_first_confidence_means_what_it_says(self) -> None:
         calibration = Calibration()
         for confidence in (0.0, 0.31, 0.5, 0.99, 1.0):
-            assert calibration.probability(confidence) == pytest.approx(confidence, abs=0.06)
-        assert calibration.mean() == pytest.approx(0.5)
+            assert calibration.probability(_guess(confidence)) == pytest.approx(confidence, abs=0.06)
+        assert calibration.typical == pytest.approx(0.6)
 
     def test_it_learns_each_bin_by_itself(self) -> None:
         calibration = Calibration()
         for i in range(400):
-            calibration.observe(0.95, i % 4 != 0)
-            calibration.observe(0.45, i % 10 == 0)
-        assert calibration.probability(0.93) == pytest.approx(0.75, abs=0.05)
-        assert calibration.probability(0.42) == pytest.approx(0.1, abs=0.05)
-        assert calibration.probability(0.65) == pytest.approx(0.65)
+            calibration.observe(_guess(0.95), i % 4 != 0)
+            calibration.observe(_guess(0.45), i % 10 == 0)
+        assert calibration.probability(_guess(0.93)) == pytest.approx(0.75, abs=0.05)
+        assert calibration.probability(_guess(0.42)) == pytest.approx(0.1, abs=0.05)
+        assert calibration.probability(_guess(0.65)) == pytest.approx(0.65)
 
     def test_it_follows_a_change(self) -> None:
         calibration = Calibration()
         for _ in range(1000):
-            calibration.observe(0.95, True)
+            calibration.observe(_guess(0.95), True)
         for _ in range(1000):
-            calibration.observe(0.95, False)
-        assert calibration.probability(0.95) < 0.05
+            calibration.observe(_guess(0.95), False)
+        assert calibration.probability(_guess(0.95)) < 0.05
 
     def test_a_verdict_that_nothing_tests_fades(self) -> None:
         calibration = Calibration()
         for _ in range(500):
-            calibration.observe(0.95, False)
-        low = calibration.probability(0.95)
+            calibration.observe(_guess(0.95), False)
+        low = calibration.probability(_guess(0.95))
         for _ in range(1000):
             calibration.forget()
             calibration.forget()
-        assert low < 0.1 < 0.7 < calibration.probability(0.95)
+        assert low < 0.1 < 0.7 < calibration.probability(_guess(0.95))
+
+    def test_tokens_that_may_join_what_follows_are_judged_by_themselves(self) -> None:
+        calibration = Calibration()
+        for _ in range(400):
+            calibration.observe(_guess(0.95, is_open=True), False)
+        assert calibration.probability(_guess(0.95, is_open=True)) < 0.2
+        assert calibration.probability(_guess(0.95)) == pytest.approx(0.95)
+
+    def test_the_typical_token_follows_what_is_drafted(self) -> None:
+        calibration = Calibration()
+        for _ in range(400):
+            calibration.consider(_guess(0.95))
+        assert calibration.typical == pytest.approx(0.95, abs=0.01)
+        for _ in range(2000):
+            calibration.forget()
+        assert calibration.typical == pytest.approx(0.6, abs=0.01)

@@ -106,12 +106,34 @@ def test_rounds_slower_than_plain_decoding_do_not_make_time_cheap() -> None:
 def test_the_curve_follows_the_machine() -> None:
     pricing = Pricing(FLAT)
     for _ in range(80):
-        pricing.observe_pass(4, 0.024)
-    assert pricing.pass_seconds(1) == pytest.approx(0.020, rel=0.01)
-    assert pricing.pass_seconds(8) == pytest.approx(0.028, rel=0.01)
+        for rows in (1, 2, 4):
+            pricing.observe_pass(rows, 2 * FLAT.seconds(rows))
+    for rows in (1, 2, 4):
+        assert pricing.pass_seconds(rows) == pytest.approx(2 * FLAT.seconds(rows), rel=0.01)
+    assert pricing.pass_seconds(8) == pytest.approx(2 * 0.014, rel=0.2)  # not seen: most of the way
     for _ in range(80):
         pricing.observe_pass(1, 0.010)
     assert pricing.pass_seconds(1) == pytest.approx(0.010, rel=0.02)
+
+
+def test_a_slow_size_seen_alone_is_half_the_machine_and_half_the_size() -> None:
+    pricing = Pricing(FLAT)
+    for _ in range(80):
+        pricing.observe_pass(4, 0.024)
+    assert pricing.pass_seconds(4) == pytest.approx(0.024, rel=0.01)
+    assert pricing.pass_seconds(1) == pytest.approx(0.010 * 2**0.5, rel=0.01)
+    assert pricing.pass_seconds(8) == pytest.approx(0.014 * 2**0.5, rel=0.01)
+
+
+def test_what_the_curve_got_wrong_for_one_size_stays_with_that_size() -> None:
+    pricing = Pricing(FLAT)
+    for _ in range(200):
+        for _ in range(4):
+            pricing.observe_pass(1, 0.010)
+        pricing.observe_pass(4, 0.024)
+    assert pricing.pass_seconds(1) == pytest.approx(0.010, rel=0.02)
+    assert pricing.pass_seconds(4) == pytest.approx(0.024, rel=0.02)
+    assert pricing.pass_seconds(2) < 0.015
 
 
 @pytest.mark.parametrize("seconds", [1e-6, 30.0])

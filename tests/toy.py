@@ -135,6 +135,10 @@ class ToySession:
             raise RequestError(f"{capacity} tokens do not fit {self._context}")
         self._capacity = max(self._capacity, capacity)
 
+    def shared_prefix(self, tokens: Sequence[int]) -> int:
+        pairs = enumerate(zip(self.cache, tokens, strict=False))
+        return next((i for i, (a, b) in pairs if a != b), min(len(self.cache), len(tokens)))
+
     def prefill(self, tokens: Sequence[int], cancelled: Callable[[], bool] | None = None) -> None:
         self._extend(tokens, len(tokens), cancelled)
 
@@ -161,9 +165,7 @@ class ToySession:
         self.closed = True
 
     def _extend(self, tokens: Sequence[int], keep: int, cancelled: Callable[[], bool] | None) -> F32 | None:
-        pairs = enumerate(zip(self.cache, tokens, strict=False))
-        shared = next((i for i, (a, b) in pairs if a != b), min(len(self.cache), len(tokens)))
-        self.truncate(min(shared, keep))
+        self.truncate(min(self.shared_prefix(tokens), keep))
         logits = None
         while len(self.cache) < len(tokens):
             if cancelled is not None and cancelled():

@@ -7,7 +7,7 @@ are right are legal, so where a seam splits what one call would have joined, onl
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Protocol
 
 from edgespec_models.tokenizer import Tokenizer
@@ -33,7 +33,14 @@ class Bridge(Protocol):
 
 
 class IdentityBridge:
-    """For a drafter with the target's own vocabulary."""
+    """For a drafter with the target's own vocabulary.
+
+    Args:
+        vocab_size: the target's; a drafter padded to more ids may draft some that the target lacks.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
 
     def align(self, tokens: Sequence[int]) -> list[int]:
         """See :class:`Bridge`."""
@@ -41,7 +48,8 @@ class IdentityBridge:
 
     def translate(self, drafted: Sequence[int]) -> list[tuple[int, int]]:
         """See :class:`Bridge`."""
-        return [(token, count) for count, token in enumerate(drafted, start=1)]
+        known = takewhile(lambda token: token < self._vocab_size, drafted)
+        return [(token, count) for count, token in enumerate(known, start=1)]
 
 
 class _Text:

@@ -22,6 +22,7 @@ _PRIOR = 12.0
 _DECAY = 0.995
 _STEP_SMOOTHING = 0.1
 _FORGETTING = 0.005
+_FADING = 0.003
 _TYPICAL_SMOOTHING = 0.02
 _TYPICAL = 0.6
 
@@ -62,9 +63,9 @@ class Calibration:
 
     def forget(self) -> None:
         """Tell that nothing was proposed: a verdict that nothing tests any more fades."""
-        self._accepted += _FORGETTING * (self._prior - self._accepted)
-        self._seen += _FORGETTING * (_PRIOR - self._seen)
-        self._typical += _FORGETTING * (_TYPICAL - self._typical)
+        self._accepted += _FADING * (self._prior - self._accepted)
+        self._seen += _FADING * (_PRIOR - self._seen)
+        self._typical += _FADING * (_TYPICAL - self._typical)
 
     @staticmethod
     def _bin(guess: "Guess") -> tuple[int, int]:
@@ -151,11 +152,12 @@ class ModelDrafter:
             except TokenizerError:  # a byte one of the vocabularies cannot spell: seen in binary data only
                 guesses = []
         else:
-            self._calibration.forget()
             self._first.idle()
             self._step.idle()
         confidence = [self._calibration.probability(guess) for guess in guesses]
         count, _ = self._pricing.keep(confidence)
+        if not count:
+            self._calibration.forget()
         self._last = (len(tokens), tuple(guesses[:count]))
         return Draft(
             tuple(guess.token for guess in guesses[:count]),

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from edgespec_export.gguf import GGMLType
 
-__all__ = ["Blocks", "unpack"]
+__all__ = ["Blocks", "largest", "unpack"]
 
 U8 = npt.NDArray[np.uint8]
 F32 = npt.NDArray[np.float32]
@@ -59,6 +59,15 @@ def unpack(kind: GGMLType, raw: U8) -> Blocks | F32:
     if kind in (GGMLType.F32, GGMLType.F16, GGMLType.BF16):
         return _floats(kind, raw.reshape(raw.shape[0], -1))
     return _UNPACKERS[kind](raw)
+
+
+def largest(source: Blocks | F32) -> float:
+    """The largest magnitude among the weights, or scales and minimums; infinite where one is not finite."""
+    arrays = [source] if not isinstance(source, Blocks) else [source.scales]
+    if isinstance(source, Blocks) and source.minimums is not None:
+        arrays.append(source.minimums)
+    extremes = [float(end) for array in arrays for end in (-array.min(), array.max())]
+    return max(extremes) if np.isfinite(extremes).all() else float("inf")
 
 
 def _floats(kind: GGMLType, raw: U8) -> F32:

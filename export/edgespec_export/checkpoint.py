@@ -95,12 +95,23 @@ class Checkpoint:
         tensor = self.tensor(name)
         unpacked = unpack(tensor.type, self._file.blocks(tensor))
         values = unpacked.values() if isinstance(unpacked, Blocks) else unpacked
+        if not np.isfinite(values).all():
+            raise ModelFileError(
+                f"tensor {tensor.name!r} of {self.path.name} holds weights that are not finite numbers; "
+                "download or convert it again"
+            )
         return values.reshape(tensor.shape)
 
     def _rename(self) -> dict[str, GGUFTensor]:
+        architecture = self.metadata.get("general.architecture")
+        if not isinstance(architecture, str) or architecture not in _ARCHITECTURES:
+            raise UnsupportedModelError(
+                f"{self.path.name} is of architecture {architecture!r}; edgespec exports "
+                f"{', '.join(_ARCHITECTURES)} from GGUF"
+            )
         renamed, unknown = {}, []
         for name, tensor in self._file.tensors.items():
-            layer = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
+            layer = re.fullmatch(r"blk\.(0|[1-9][0-9]{0,5})\.(.+)", name)
             if name in _GLOBAL:
                 renamed[_GLOBAL[name]] = tensor
             elif layer and layer[2] in _LAYER:
@@ -109,9 +120,8 @@ class Checkpoint:
                 unknown.append(name)
         if unknown:
             raise UnsupportedModelError(
-                f"{self.path.name} ({self.metadata.get('general.architecture')}) has {len(unknown)} tensors that "
-                f"edgespec has no use for, such as {unknown[0]!r}: it is not a plain "
-                f"{', '.join(_ARCHITECTURES)} text model"
+                f"{self.path.name} ({architecture}) has {len(unknown)} tensors that edgespec has no use for, "
+                f"such as {unknown[0]!r}: it is not a plain {', '.join(_ARCHITECTURES)} text model"
             )
         return renamed
 
@@ -133,15 +143,9 @@ class Checkpoint:
         return cast(float, self._key(key, float, default))
 
     def _read_config(self) -> ModelConfig:
-        architecture = self.metadata.get("general.architecture")
-        if architecture not in _ARCHITECTURES:
-            raise UnsupportedModelError(
-                f"{self.path.name} is of architecture {architecture!r}; edgespec exports "
-                f"{', '.join(_ARCHITECTURES)} from GGUF"
-            )
-        prefix = f"{architecture}."
-        scaling = self.metadata.get(prefix + "rope.scaling.type", "none")
-        if scaling != "none" and self.metadata.get(prefix + "rope.scaling.factor", 1.0) != 1.0:
+        architecture = self.metadata["general.architecture"]
+        scaling = self._key("rope.scaling.type", str, "none")
+        if scaling != "none" and self._float("rope.scaling.factor", 1.0) != 1.0:
             raise UnsupportedModelError(
                 f"{self.path.name} scales its rotary embedding ({scaling}); not supported yet"
             )
@@ -151,6 +155,8 @@ class Checkpoint:
                 f"{self.path.name} has {heads} attention heads and no usable token embedding"
             )
         head_dim = self._int("attention.key_length", hidden // heads)
+        if head_dim < 1:
+            raise ModelFileError(f"{self.path.name} has attention heads of width {head_dim}")
         common = ModelConfig(
             architecture=cast(Architecture, architecture),
             vocab_size=self.tensors["embed"].shape[0],
@@ -196,15 +202,19 @@ class Checkpoint:
         }
         if not self.tied_head:
             expected["lm_head"] = (config.vocab_size, config.hidden_size)
-        for layer in range(config.num_layers):
+        for layer in range(min(config.num_layers, len(self.tensors) + 1)):  # a damaged count may be huge
             expected |= {f"layers.{layer}.{name}": shape for name, shape in self._layer_shapes().items()}
         for name, shape in expected.items():
             if name not in self.tensors:
-                raise ModelFileError(f"{self.path.name} lacks a tensor for {name} ({config.architecture})")
+                raise ModelFileError(
+                    f"{self.path.name} lacks a tensor for {name} ({config.architecture}); "
+                    "download or convert it again"
+                )
             if self.tensors[name].shape != shape:
                 found = self.tensors[name]
                 raise ModelFileError(
-                    f"tensor {found.name!r} of {self.path.name} has shape {found.shape}; its metadata ask for {shape}"
+                    f"tensor {found.name!r} of {self.path.name} has shape {found.shape}; "
+                    f"its metadata ask for {shape}. Download or convert it again."
                 )
         surplus = self.tensors.keys() - expected.keys()
         if surplus:

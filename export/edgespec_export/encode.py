@@ -46,8 +46,8 @@ def encode_embedding(source: Blocks | F32, spec: EmbeddingSpec) -> Encoded:
     arrays["scales"] = source.scales
     if spec.offsets:
         shift = 8.0 - source.zero
-        minimums = 0.0 if source.minimums is None else source.minimums
-        arrays["offsets"] = (shift * source.scales - minimums).astype(np.float16)
+        minimums = np.float32(0) if source.minimums is None else source.minimums
+        arrays["offsets"] = np.float32(shift) * source.scales - minimums
     return Encoded(arrays)
 
 

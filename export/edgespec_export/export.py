@@ -1,6 +1,7 @@
 """From a checkpoint to a bundle: plan, write, check, place."""
 
 import errno
+import glob
 import hashlib
 import json
 import os
@@ -28,7 +29,7 @@ from edgespec_models.bundle import (
     Manifest,
     Role,
 )
-from edgespec_models.errors import BundleError, EdgespecError, ModelFileError, RequestError, StorageError
+from edgespec_models.errors import EdgespecError, ModelFileError, RequestError, StorageError
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 
 __all__ = ["DEFAULT_WEIGHTS", "ExportOptions", "ExportReport", "export_model"]
@@ -231,6 +232,8 @@ def _require_extra() -> None:
 def _check_request(source: Path, out: Path, options: ExportOptions) -> None:
     from edgespec_export.plan import POLICIES
 
+    if options.role not in DEFAULT_WEIGHTS:
+        raise RequestError(f"role={options.role!r} is not known; allowed: {', '.join(DEFAULT_WEIGHTS)}")
     if options.weights is not None and options.weights not in POLICIES:
         known = "; ".join(f"{name} ({policy.summary})" for name, policy in POLICIES.items())
         raise RequestError(f"weights={options.weights!r} is not known; allowed: {known}")
@@ -240,8 +243,10 @@ def _check_request(source: Path, out: Path, options: ExportOptions) -> None:
         return
     if not options.overwrite:
         raise RequestError(f"{out} exists; choose another directory or ask to overwrite it")
-    if any(out.iterdir()) and not (out / MANIFEST).is_file():
+    if not out.is_dir() or (any(out.iterdir()) and not (out / MANIFEST).is_file()):
         raise RequestError(f"{out} is not a bundle; it will not be overwritten")
+    if out.resolve() in source.resolve().parents:
+        raise RequestError(f"{out} holds the source file {source.name}, which overwriting would delete")
 
 
 @contextmanager
@@ -249,7 +254,7 @@ def _staging(out: Path) -> Iterator[Path]:
     """A folder beside ``out`` to build in; gone afterwards unless it was moved away."""
     out.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{out.name}.partial-"
-    for stale in out.parent.glob(f"{prefix}*"):
+    for stale in out.parent.glob(f"{glob.escape(prefix)}*"):
         pid = stale.name.removeprefix(prefix).partition("-")[0]
         if not (pid.isdigit() and psutil.pid_exists(int(pid))):
             shutil.rmtree(stale, ignore_errors=True)
@@ -266,7 +271,11 @@ def _place(folder: Path, out: Path) -> None:
     if out.exists():
         old = folder.with_name(folder.name + "-old")
         out.rename(old)
-        folder.rename(out)
+        try:
+            folder.rename(out)
+        except BaseException:
+            old.rename(out)
+            raise
         shutil.rmtree(old, ignore_errors=True)
     else:
         folder.rename(out)
@@ -277,12 +286,8 @@ def _storage_errors(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if isinstance(error, EdgespecError):
-            raise
         if error.errno == errno.ENOSPC:
             raise StorageError(
                 f"the disk that holds {out.parent} is full; free space and export again"
             ) from error
         raise StorageError(f"cannot write the bundle {out}: {error}") from error
-    except BundleError:
-        raise

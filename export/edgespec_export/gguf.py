@@ -152,10 +152,17 @@ class GGUFFile:
         self.tensors: dict[str, GGUFTensor] = {}
         try:
             self._file = path.open("rb")
+        except OSError as error:
+            raise ModelFileError(f"cannot read {path}: {error}") from error
+        try:
             with mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) as view:
                 self._parse(_Cursor(view, path))
         except (OSError, ValueError) as error:
-            raise ModelFileError(f"cannot read {path}: {error}") from error
+            self._file.close()
+            raise ModelFileError(f"{path} is not a sound GGUF file: {error}") from error
+        except BaseException:
+            self._file.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -194,6 +201,8 @@ class GGUFFile:
             raise cursor.fail(f"general.alignment is {alignment!r}")
         base = -(-cursor.at // alignment) * alignment
         for name, shape, number, offset in infos:
+            if offset % alignment:
+                raise cursor.fail(f"tensor {name!r} starts at {offset:,}, not a multiple of {alignment}")
             self._add(cursor, name, shape, number, base + offset)
 
     def _header(self, cursor: _Cursor) -> tuple[int, int]:
@@ -205,7 +214,8 @@ class GGUFFile:
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
             hint = " (a big-endian file)" if swapped in (2, 3) else ""
             raise UnsupportedModelError(
-                f"{self.path.name} has GGUF version {version}{hint}; edgespec reads little-endian versions 2, 3"
+                f"{self.path.name} has GGUF version {version}{hint}; "
+                "edgespec reads little-endian versions 2 and 3"
             )
         n_tensors, n_keys = cursor.count("the tensor count"), cursor.count("the metadata count")
         # The smallest tensor entry takes 24 bytes, the smallest metadata entry 13.

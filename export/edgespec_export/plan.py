@@ -40,7 +40,7 @@ _EXACT: Mapping[GGMLType, WeightFormat] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A format for every source format: ``layers`` for the transformer's matrices, ``head`` for the LM head."""
+    """A format for every source format: ``layers`` for the blocks' matrices, ``head`` for the LM head."""
 
     summary: str
     layers: Mapping[GGMLType, WeightFormat]

@@ -16,11 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from edgespec_export.blocks import F32, Blocks, unpack
+from edgespec_export.blocks import F32, Blocks, largest, unpack
 from edgespec_export.checkpoint import Checkpoint
 from edgespec_export.encode import Encoded, encode_embedding, encode_linear
-from edgespec_export.gguf import GGMLType
+from edgespec_export.gguf import GGUFTensor
 from edgespec_models.config import ModelConfig
+from edgespec_models.errors import ModelFileError
 from edgespec_models.graphs.decoder import SPARE_ROWS, DecoderPlan
 from edgespec_models.graphs.linear import LinearPart
 from edgespec_models.progress import Progress, ProgressCallback
@@ -30,6 +31,7 @@ __all__ = ["DATA_FILE", "write_weights"]
 DATA_FILE = "model.onnx.data"
 _CHUNK_WEIGHTS = 1 << 20
 _IN_FLIGHT = 4
+_LARGEST = 1e15  # no model has such weights, and their squares are finite still
 _PAGE = 4096  # mapped weights should start on a page
 
 
@@ -53,7 +55,7 @@ def write_weights(
     parameters = {
         name: value for name, value in model.graph.initializers.items() if value.const_value is None
     }
-    offsets = _allocate(parameters, folder)
+    offsets, size = _allocate(parameters, folder)
     matrices = list(_matrices(plan, checkpoint))
     total = sum(checkpoint.tensor(source).n_bytes for matrix in matrices for source in matrix.sources)
     done = 0
@@ -64,14 +66,14 @@ def write_weights(
             for written in _write_matrix(file, offsets, checkpoint, matrix, pool):
                 done += written
                 progress(Progress("Exporting", done, total))
-        file.truncate(max(o + p.const_value.nbytes for o, p in zip(offsets.values(), parameters.values())))  # type: ignore[union-attr]
+        file.truncate(size)
         file.flush()
         os.fsync(file.fileno())
     return _bytes_by_class(parameters)
 
 
-def _allocate(parameters: dict[str, ir.Value], folder: Path) -> dict[str, int]:
-    """Give every parameter its place in the data file."""
+def _allocate(parameters: dict[str, ir.Value], folder: Path) -> tuple[dict[str, int], int]:
+    """Give every parameter its place in the data file; returns the places and the file's size."""
     offsets, at = {}, 0
     for name, value in parameters.items():
         assert value.shape is not None and value.dtype is not None
@@ -83,7 +85,7 @@ def _allocate(parameters: dict[str, ir.Value], folder: Path) -> dict[str, int]:
         )
         offsets[name] = at
         at += int(n_bytes)
-    return offsets
+    return offsets, at
 
 
 def _matrices(plan: DecoderPlan, checkpoint: Checkpoint) -> Iterator[_Matrix]:
@@ -144,8 +146,8 @@ def _write_matrix(
     """Encode and write one matrix; yields source bytes done."""
     at = {name: offset for name, offset in offsets.items() if name.rpartition(".")[0] == matrix.prefix}
     pending: deque[tuple[int, Future[Encoded]]] = deque()
-    for n_bytes, kind, raw in _chunks(checkpoint, matrix.sources):
-        pending.append((n_bytes, pool.submit(_encode_chunk, matrix.encode, kind, raw)))
+    for tensor, raw in _chunks(checkpoint, matrix.sources):
+        pending.append((raw.nbytes, pool.submit(_encode_chunk, matrix.encode, tensor, raw)))
         if len(pending) >= _IN_FLIGHT:
             yield _drain(file, at, matrix.prefix, pending)
     while pending:
@@ -154,19 +156,24 @@ def _write_matrix(
 
 def _chunks(
     checkpoint: Checkpoint, sources: tuple[str, ...]
-) -> Iterator[tuple[int, GGMLType, npt.NDArray[np.uint8]]]:
+) -> Iterator[tuple[GGUFTensor, npt.NDArray[np.uint8]]]:
     for source in sources:
         rows, columns = checkpoint.tensor(source).shape
         step = max(1, _CHUNK_WEIGHTS // columns)
         for start in range(0, rows, step):
-            kind, raw = checkpoint.read(source, start, min(start + step, rows))
-            yield raw.nbytes, kind, raw
+            _, raw = checkpoint.read(source, start, min(start + step, rows))
+            yield checkpoint.tensor(source), raw
 
 
 def _encode_chunk(
-    encode: Callable[[Blocks | F32], Encoded], kind: GGMLType, raw: npt.NDArray[np.uint8]
+    encode: Callable[[Blocks | F32], Encoded], tensor: GGUFTensor, raw: npt.NDArray[np.uint8]
 ) -> Encoded:
-    return encode(unpack(kind, raw))
+    source = unpack(tensor.type, raw)
+    if largest(source) > _LARGEST:
+        raise ModelFileError(
+            f"tensor {tensor.name!r} holds weights that are not finite numbers; download or convert it again"
+        )
+    return encode(source)
 
 
 def _drain(

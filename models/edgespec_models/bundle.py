@@ -38,6 +38,10 @@ class FileRecord:
     size_bytes: int
     sha256: str
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.size_bytes, int) or not isinstance(self.sha256, str):
+            raise TypeError(f"a file record is a size and a digest, not {self.size_bytes!r}, {self.sha256!r}")
+
     @classmethod
     def of(cls, path: Path) -> "FileRecord":
         """Read a file's size and digest."""
@@ -57,7 +61,7 @@ class Manifest:
             over an even number of rows.
         hidden_states: whether the graph has that output.
         weights: the export's policy, such as ``fast``.
-        formats: bytes of source weights by the format they got.
+        formats: how many weights got which format.
         bytes_by_class: bytes of ``embedding``, ``attention``, ``mlp``, ``lm_head``, ``other``.
         parameters_by_class: weights of the same classes.
         special_tokens: ids of begin- and end-of-sequence tokens.
@@ -114,7 +118,7 @@ class Manifest:
             manifest = cls(**value)
             if manifest.role not in get_args(Role):
                 raise ValueError(f"role is {manifest.role!r}")
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise BundleError(f"{where} is damaged ({error}); export the model again") from error
         return manifest
 
@@ -141,7 +145,7 @@ class Bundle:
         where = path / MANIFEST
         try:
             value = json.loads(where.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise BundleError(f"{path} is not a bundle: cannot read {MANIFEST} ({error})") from error
         self.manifest = Manifest.from_json(value, where)
         for name, record in self.manifest.files.items():
@@ -151,7 +155,7 @@ class Bundle:
                 raise BundleError(f"{where} does not list {name}; export the model again")
 
     def _check(self, name: str, record: FileRecord, digest: bool) -> None:
-        if name != Path(name).name:
+        if name in ("", "..") or name != Path(name).name:
             raise BundleError(f"{self.path / MANIFEST} names a file outside the bundle: {name!r}")
         file = self.path / name
         if not file.is_file():
@@ -193,8 +197,16 @@ class Bundle:
         return ChatTemplate((self.path / TEMPLATE).read_text(encoding="utf-8"), bos=bos, eos=eos)
 
     def report(self) -> dict[str, Any]:
-        """What the export measured; empty where the bundle has no report."""
+        """What the export measured; empty where the bundle has no report.
+
+        Raises:
+            BundleError: the report cannot be read.
+        """
         if REPORT not in self.manifest.files:
             return {}
-        report: dict[str, Any] = json.loads((self.path / REPORT).read_text(encoding="utf-8"))
+        where = self.path / REPORT
+        try:
+            report: dict[str, Any] = json.loads(where.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise BundleError(f"{where} is damaged ({error}); export the model again") from error
         return report

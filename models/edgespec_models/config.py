@@ -1,6 +1,7 @@
 """Architecture facts: what a graph has to compute, whatever file it came from."""
 
 from dataclasses import asdict, dataclass, fields
+from math import inf
 from typing import Any, Literal
 
 from edgespec_models.errors import BundleError, UnsupportedModelError
@@ -8,6 +9,19 @@ from edgespec_models.errors import BundleError, UnsupportedModelError
 __all__ = ["Architecture", "ModelConfig"]
 
 Architecture = Literal["llama", "qwen2", "gemma3"]
+
+_COUNTS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "head_dim",
+    "context_length",
+    "global_every",
+)
+_FACTORS = ("norm_epsilon", "rope_theta", "embedding_scale", "attention_scale")
+_MAX_CONTEXT = 1 << 21  # the rotary tables have a row for every position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +73,22 @@ class ModelConfig:
     embedding_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "head_dim"):
+        for name in _COUNTS:
             if not 0 < getattr(self, name) < 1 << 31:
                 raise UnsupportedModelError(f"{name} is {getattr(self, name)}; it must be a positive number")
+        for name in _FACTORS:
+            if not 0 < getattr(self, name) < inf:
+                raise UnsupportedModelError(
+                    f"{name} is {getattr(self, name)}; it must be positive and finite"
+                )
+        if self.context_length > _MAX_CONTEXT:
+            raise UnsupportedModelError(
+                f"context_length is {self.context_length:,}; at most {_MAX_CONTEXT:,} is supported"
+            )
+        if self.head_dim % 2:
+            raise UnsupportedModelError(f"head_dim is {self.head_dim}; a rotary embedding needs an even one")
+        if self.sliding_window is not None and not 0 < self.sliding_window < 1 << 31:
+            raise UnsupportedModelError(f"sliding_window is {self.sliding_window}; it must be positive")
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise UnsupportedModelError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads evenly"

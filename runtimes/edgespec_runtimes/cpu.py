@@ -37,7 +37,8 @@ class CpuOptions:
     """How a session uses the CPU.
 
     Attributes:
-        threads: threads of a pass; 0 takes the physical cores this process may use.
+        threads: threads of a pass; 0 takes the physical cores this process may use. Where sessions share a
+            pool the first one's number holds for the process.
         spinning: sessions share one pool whose idle threads wait busily for the next operator. Faster;
             they stop by themselves shortly after a pass. Turn it off where other programs need the cores.
         exact_rows: spare rows where they make a row's bits independent of the number of rows; costs some
@@ -148,6 +149,10 @@ class CpuSession:
             self._kv.append((*names, array, _ort_value(array)))
         self._capacity = rounded
 
+    def shared_prefix(self, tokens: Sequence[int]) -> int:
+        """How many of ``tokens``, from the first on, the cache holds already."""
+        return _common_prefix(self._tokens, tokens)
+
     def prefill(self, tokens: Sequence[int], cancelled: Callable[[], bool] | None = None) -> None:
         """Make the cache hold exactly ``tokens``, keeping a shared prefix."""
         self._extend(tokens, len(tokens), cancelled)
@@ -183,7 +188,7 @@ class CpuSession:
     ) -> Logits | None:
         """Make the cache hold ``tokens``, reusing at most ``keep`` of them; logits of the last if any ran."""
         self.reserve(len(tokens))
-        self.truncate(min(_common_prefix(self._tokens, tokens), max(keep, 0)))
+        self.truncate(min(self.shared_prefix(tokens), max(keep, 0)))
         logits = None
         while self.length < len(tokens):
             if cancelled is not None and cancelled():
@@ -271,8 +276,8 @@ def _common_prefix(left: list[int], right: Sequence[int]) -> int:
 
 
 @cache
-def _share_pool(threads: int) -> bool:
-    """Give this process's sessions one pool of ``threads`` threads; whether that is the pool they have.
+def _make_shared_pool(threads: int) -> None:
+    """Give this process's sessions one pool of ``threads`` threads, unless they have one already.
 
     Target and drafter run in turn. With a pool each, the threads of the one that has just ended a pass
     still wait busily for its next while the other begins, on the same cores: on two cores that made a
@@ -280,24 +285,40 @@ def _share_pool(threads: int) -> bool:
     """
     try:
         ort.set_global_thread_pool_sizes(threads, 1)
-    except Exception:  # there is one of another size (ONNX Runtime's own exceptions share no base class)
-        return False
-    return True
+    except Exception as error:  # ONNX Runtime's own exceptions share no base class
+        if "already been created" not in str(error):
+            raise
+
+
+def _settings(options: CpuOptions, *, shared: bool) -> Any:
+    settings = ort.SessionOptions()
+    settings.log_severity_level = 3
+    settings.use_per_session_threads = not shared
+    if not shared:
+        settings.intra_op_num_threads = options.threads or default_threads()
+        settings.inter_op_num_threads = 1
+        settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    return settings
 
 
 def _load(graph: Path, options: CpuOptions) -> Any:
-    settings = ort.SessionOptions()
-    settings.log_severity_level = 3
-    threads = options.threads or default_threads()
-    if options.spinning and _share_pool(threads):
-        settings.use_per_session_threads = False
-    else:
-        settings.intra_op_num_threads = threads
-        settings.inter_op_num_threads = 1
-        settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    if options.spinning:
+        _make_shared_pool(options.threads or default_threads())
     try:
-        return ort.InferenceSession(str(graph), settings, providers=["CPUExecutionProvider"])
+        try:
+            return _open(graph, _settings(options, shared=options.spinning))
+        except RuntimeError as error:
+            if "use_per_session_threads must be false" not in str(error):
+                raise
+        # Where a process has a shared pool, every session must use it.
+        return _open(graph, _settings(options, shared=True))
     except MemoryError as error:
         raise DeviceError(f"not enough memory to load {graph.parent.name}") from error
     except Exception as error:  # ONNX Runtime's own exceptions share no base class
         raise BundleError(f"ONNX Runtime cannot load {graph}: {error}") from error
+
+
+def _open(graph: Path, settings: Any) -> Any:
+    providers = ["CPUExecutionProvider"]
+    # The fallback tries the same provider again, and prints.
+    return ort.InferenceSession(str(graph), settings, providers=providers, enable_fallback=0)

@@ -37,6 +37,9 @@ class Session(Protocol):
             RequestError: more than the model's context length.
         """
 
+    def shared_prefix(self, tokens: Sequence[int]) -> int:
+        """How many of ``tokens``, from the first on, the cache holds already."""
+
     def prefill(self, tokens: Sequence[int], cancelled: Callable[[], bool] | None = None) -> None:
         """Make the cache hold exactly ``tokens``, keeping a shared prefix.
 

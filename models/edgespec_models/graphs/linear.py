@@ -36,7 +36,8 @@ class WeightFormat:
         """Whether MatMulNBits computes pairs of rows and an odd last row with sums in another order.
 
         Seen on ONNX Runtime 1.31 with AVX-512 VNNI: a row's bits are the same in every pass for blocks of
-        16 and 32 (4 bits) and up to 64 (8 bits), and in every pass over an even number of rows for the others.
+        16 and 32 (4 bits) and up to 64 (8 bits), and in every pass over an even number of rows for the
+        others.
         """
         return (self.bits == 4 and self.block > 32) or (self.bits == 8 and self.block > 64)
 
@@ -72,7 +73,7 @@ class LinearSpec:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingSpec:
-    """A token embedding: float32 or blocks of 4 or 8 bits, with a float16 offset per block or without."""
+    """A token embedding: float32 or blocks of 4 or 8 bits, with a float32 offset per block or without."""
 
     source: str
     format: WeightFormat
@@ -140,7 +141,8 @@ class Linear(nn.Module):
         for block in {part.format.block for part in self.spec.parts if part.format.remainder != "drop"}:
             blocks = op.Reshape(x, [1, -1, self.spec.in_features // block, block])
             sums[block] = op.ReduceSum(blocks, [-1], keepdims=0)
-        outputs = [part(op, x, sums.get(part.part.format.block)) for part in self.parts]
+        pairs = zip(self.spec.parts, self.parts, strict=True)
+        outputs = [project(op, x, sums.get(part.format.block)) for part, project in pairs]
         return outputs[0] if len(outputs) == 1 else op.Concat(*outputs, axis=-1)
 
 
@@ -157,7 +159,7 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter([rows, hidden * form.bits // 8], dtype=ir.DataType.UINT8)
         self.scales = nn.Parameter([rows, hidden // form.block])
         if spec.offsets:
-            self.offsets = nn.Parameter([rows, hidden // form.block], dtype=ir.DataType.FLOAT16)
+            self.offsets = nn.Parameter([rows, hidden // form.block])
 
     def forward(self, op: OpBuilder, ids: ir.Value) -> ir.Value:
         """Define the rows of ``ids``."""
@@ -176,6 +178,6 @@ class Embedding(nn.Module):
         )
         if not self.spec.offsets:
             return x
-        offsets = op.Cast(op.Gather(self.offsets, ids, axis=0), to=int(ir.DataType.FLOAT))
+        offsets = op.Gather(self.offsets, ids, axis=0)
         blocks = op.Reshape(x, [1, -1, self.hidden // form.block, form.block])
         return op.Reshape(op.Add(blocks, op.Unsqueeze(offsets, [-1])), [1, -1, self.hidden])

@@ -1,0 +1,319 @@
+"""Damaged and foreign files, full disks and interruptions: one clear error, and nothing left behind."""
+
+import errno
+import struct
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgespec_export import export as export_module
+from edgespec_export import writer as writer_module
+from edgespec_export.checkpoint import Checkpoint
+from edgespec_export.export import export_model
+from edgespec_export.gguf import GGUFFile
+from edgespec_models.errors import (
+    EdgespecError,
+    ModelFileError,
+    StorageError,
+    TokenizerError,
+    UnsupportedModelError,
+)
+from edgespec_models.progress import Progress
+from tests.gguf_for_tests import HIDDEN, TinyGGUF, tiny_gguf
+
+Edit = Callable[[TinyGGUF], object]
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    model = tiny_gguf("llama", "Q4_0", layers=1)
+    return model.write(tmp_path_factory.mktemp("sound") / "m.gguf").read_bytes()
+
+
+def refused(folder: Path, content: bytes, kind: type[EdgespecError], match: str) -> None:
+    """An export of ``content`` must fail with ``kind``, name the file, and leave nothing."""
+    (folder / "m.gguf").write_bytes(content)
+    with pytest.raises(kind, match=match) as caught:
+        export_model(folder / "m.gguf", folder / "out")
+    assert caught.type is kind
+    assert [path.name for path in folder.iterdir()] == ["m.gguf"]
+
+
+def header_end(content: bytes, folder: Path) -> int:
+    """Where the tensor data start."""
+    (folder / "probe.gguf").write_bytes(content)
+    with GGUFFile(folder / "probe.gguf") as file:
+        start = min(tensor.offset for tensor in file.tensors.values())
+    (folder / "probe.gguf").unlink()
+    return start
+
+
+def gguf(n_tensors: int, n_keys: int, body: bytes = b"", *, version: int = 3) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, n_tensors, n_keys) + body + bytes(64)
+
+
+def text(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+def key(name: bytes, kind: int, value: bytes) -> bytes:
+    return text(name) + struct.pack("<I", kind) + value
+
+
+def tensor(name: bytes, dims: tuple[int, ...], kind: int, offset: int) -> bytes:
+    return text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
+
+
+HUGE = 2**63 + 5
+MALFORMED: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "m.gguf"),
+    "wrong magic": (b"PK\3\4" + bytes(100), "GGUF"),
+    "a text": (b"# Notes\n" * 10, "not b'GGUF'"),
+    "absurd tensor count": (gguf(HUGE, 0), "tensors"),
+    "absurd key count": (gguf(0, HUGE), "keys"),
+    "absurd key length": (gguf(0, 1, struct.pack("<Q", HUGE)), "metadata key"),
+    "absurd text length": (gguf(0, 1, key(b"k", 8, struct.pack("<Q", HUGE))), "needs"),
+    "absurd array length": (gguf(0, 1, key(b"k", 9, struct.pack("<IQ", 4, HUGE))), "needs"),
+    "absurd text array": (gguf(0, 1, key(b"k", 9, struct.pack("<IQ", 8, HUGE))), "needs"),
+    "unknown value type": (gguf(0, 1, key(b"k", 99, b"")), "unknown type 99"),
+    "arrays nested deeply": (gguf(0, 1, key(b"k", 9, struct.pack("<IQ", 9, 1) * 5)), "nested"),
+    "duplicate key": (gguf(0, 2, key(b"k", 0, b"\1") * 2), "twice"),
+    "duplicate tensor": (gguf(2, 0, tensor(b"t", (8,), 0, 0) * 2), "twice"),
+    "no dimensions": (gguf(1, 0, tensor(b"t", (), 0, 0)), "0 dimensions"),
+    "five dimensions": (gguf(1, 0, tensor(b"t", (1,) * 5, 0, 0)), "5 dimensions"),
+    "an empty dimension": (gguf(1, 0, tensor(b"t", (0,), 0, 0)), "shape"),
+    "half a block": (gguf(1, 0, tensor(b"t", (16,), 2, 0)), "Q4_0"),
+    "absurd shape": (gguf(1, 0, tensor(b"t", (2**62, 2**62), 0, 0)), "truncated"),
+    "offset beyond the file": (gguf(1, 0, tensor(b"t", (8,), 0, 1 << 40)), "truncated"),
+    "offset off the alignment": (gguf(1, 0, tensor(b"t", (1,), 0, 7)), "multiple of 32"),
+    "alignment of zero": (gguf(0, 1, key(b"general.alignment", 4, bytes(4))), "alignment"),
+    "alignment that is a text": (gguf(0, 1, key(b"general.alignment", 8, text(b"32"))), "alignment"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_files(tmp_path: Path, name: str) -> None:
+    content, match = MALFORMED[name]
+    refused(tmp_path, content, ModelFileError, match)
+
+
+@pytest.mark.parametrize("version", [0, 1, 4, 0x03000000])
+def test_other_versions(tmp_path: Path, version: int) -> None:
+    match = "big-endian" if version > 9 else f"version {version}"
+    refused(tmp_path, gguf(0, 0, version=version), UnsupportedModelError, match)
+
+
+def test_truncated_anywhere(tmp_path: Path, sound: bytes) -> None:
+    start = header_end(sound, tmp_path)
+    cuts = {*range(24), *range(24, start, 997), start - 1, start, start + 1, len(sound) // 2, len(sound) - 33}
+    for cut in sorted(cuts):
+        refused(tmp_path, sound[:cut], ModelFileError, r"m\.gguf")
+
+
+def put(**facts: object) -> Edit:
+    return lambda model: model.metadata.update({f"llama.{k.replace('__', '.')}": v for k, v in facts.items()})
+
+
+def wide(name: str) -> Edit:
+    return lambda model: model.tensors.update({name: ("F32", np.zeros((7, HIDDEN), np.float32))})
+
+
+def foreign(model: TinyGGUF) -> None:
+    model.architecture = "mamba"
+    model.tensors["blk.0.ssm_in.weight"] = model.tensors.pop("output.weight")
+
+
+FOREIGN: dict[str, tuple[Edit, type[EdgespecError], str]] = {
+    "unknown architecture": (lambda m: setattr(m, "architecture", "mamba"), UnsupportedModelError, "mamba"),
+    "foreign tensors and architecture": (foreign, UnsupportedModelError, "mamba"),
+    "missing tensor": (lambda m: m.tensors.pop("blk.0.ffn_up.weight"), ModelFileError, r"layers\.0\.up"),
+    "no embedding": (lambda m: m.tensors.pop("token_embd.weight"), ModelFileError, "embedding"),
+    "wrong shape": (wide("blk.0.ffn_up.weight"), ModelFileError, r"\(7, 256\)"),
+    "surplus tensor": (wide("blk.0.ffn_gate_exps.weight"), UnsupportedModelError, "ffn_gate_exps"),
+    "surplus layer": (wide("blk.7.ffn_up.weight"), UnsupportedModelError, r"blk\.7"),
+    "the same layer twice": (
+        wide("blk.00.ffn_up.weight"),
+        UnsupportedModelError,
+        r"blk\.00",
+    ),
+    "a layer of many digits": (wide(f"blk.{'1' * 50}.ffn_up.weight"), UnsupportedModelError, "1111"),
+    "key missing": (lambda m: m.metadata.pop("llama.block_count"), ModelFileError, "block_count"),
+    "key of a wrong type": (put(block_count="two"), ModelFileError, "block_count"),
+    "key that is a list": (put(attention__head_count_kv=[2, 2]), ModelFileError, "head_count_kv"),
+    "absurd layer count": (put(block_count=2**31 - 1), ModelFileError, "lacks a tensor"),
+    "no layers": (put(block_count=0), UnsupportedModelError, "num_layers"),
+    "no heads": (put(attention__head_count=0), ModelFileError, "0 attention heads"),
+    "heads of no width": (put(attention__key_length=0), ModelFileError, "width 0"),
+    "heads that do not divide": (put(attention__head_count_kv=3), UnsupportedModelError, "3 key-value"),
+    "absurd context": (put(context_length=2**31 - 1), UnsupportedModelError, "context_length"),
+    "no context": (put(context_length=0), UnsupportedModelError, "context_length"),
+    "epsilon not a number": (
+        put(attention__layer_norm_rms_epsilon=float("nan")),
+        UnsupportedModelError,
+        "norm_epsilon",
+    ),
+    "rope base of zero": (put(rope__freq_base=0.0), UnsupportedModelError, "rope_theta"),
+    "scaled rope": (
+        put(rope__scaling__type="linear", rope__scaling__factor=8.0),
+        UnsupportedModelError,
+        "rotary",
+    ),
+    "part of a head rotated": (put(rope__dimension_count=16), UnsupportedModelError, "rotates only a part"),
+    "no tokenizer": (lambda m: m.metadata.pop("tokenizer.ggml.tokens"), ModelFileError, "tokens"),
+    "unknown tokenizer": (
+        lambda m: m.metadata.update({"tokenizer.ggml.model": "bert"}),
+        UnsupportedModelError,
+        "bert",
+    ),
+    "a template that is no Jinja": (
+        lambda m: m.metadata.update({"tokenizer.chat_template": "{% for %}"}),
+        TokenizerError,
+        "template",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_files_that_describe_something_else(tmp_path: Path, name: str) -> None:
+    edit, kind, match = FOREIGN[name]
+    model = tiny_gguf("llama", layers=1)
+    edit(model)
+    content = model.write(tmp_path / "m.gguf").read_bytes()
+    refused(tmp_path, content, kind, match)
+
+
+def test_an_unsupported_weight_type(tmp_path: Path) -> None:
+    model = tiny_gguf("llama", layers=1)
+    model.tensors["blk.0.ffn_up.weight"] = ("Q3_K", np.zeros((HIDDEN, 110), np.uint8))
+    content = model.write(tmp_path / "m.gguf").read_bytes()
+    refused(tmp_path, content, UnsupportedModelError, "weight format number 11.*Q4_K_M or Q8_0")
+
+
+def test_a_tokenizer_with_more_ids_than_rows(tmp_path: Path) -> None:
+    model = tiny_gguf("llama", layers=1)
+    for name in ("token_embd.weight", "output.weight"):
+        model.tensors[name] = ("F32", model.values(name)[:-9].copy())
+    content = model.write(tmp_path / "m.gguf").read_bytes()
+    refused(tmp_path, content, TokenizerError, r"381")
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q4_0", "Q4_K"])
+@pytest.mark.parametrize("policy", ["exact", "fast"])
+def test_weights_that_are_not_finite(tmp_path: Path, kind: str, policy: str) -> None:
+    model = tiny_gguf("llama", kind, layers=1)
+    raw = model.tensors["blk.0.ffn_up.weight"][1].view(np.uint8)
+    raw[3, :4] = 0xFF
+    (tmp_path / "src").mkdir()
+    source = model.write(tmp_path / "src" / "m.gguf")
+    options = export_module.ExportOptions(weights=policy)
+    with pytest.raises(ModelFileError, match=r"blk\.0\.ffn_up\.weight.*not finite"):
+        export_model(source, tmp_path / "out", options=options)
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+
+def test_a_norm_that_is_not_finite(tmp_path: Path) -> None:
+    model = tiny_gguf("llama", layers=1)
+    model.tensors["blk.0.attn_norm.weight"][1][5] = np.nan
+    content = model.write(tmp_path / "m.gguf").read_bytes()
+    refused(tmp_path, content, ModelFileError, r"blk\.0\.attn_norm.*not finite")
+
+
+def test_random_damage_to_the_header(tmp_path: Path, sound: bytes) -> None:
+    """Reading facts: an EdgespecError or success, and never another exception, warning or hang."""
+    rng = np.random.default_rng(0)
+    end = header_end(sound, tmp_path)
+    failures = 0
+    for _ in range(300):
+        content = bytearray(sound)
+        for at in rng.integers(0, end, rng.integers(1, 4)):
+            content[at] = rng.integers(256)
+        (tmp_path / "m.gguf").write_bytes(content)
+        try:
+            Checkpoint(tmp_path / "m.gguf").close()
+        except EdgespecError:
+            failures += 1
+    assert 10 < failures < 300
+
+
+def test_random_damage_to_facts_and_weights(tmp_path: Path, sound: bytes) -> None:
+    """The same for whole exports, with most changes among the facts."""
+    rng = np.random.default_rng(1)
+    facts, end = sound.index(b"tokenizer.ggml"), len(sound)
+    (tmp_path / "work").mkdir()
+    outcomes = set()
+    for number in range(60):
+        content = bytearray(sound)
+        for at in rng.integers(0, facts if number % 3 else end, 3):
+            content[at] = rng.integers(256)
+        (tmp_path / "m.gguf").write_bytes(content)
+        out = tmp_path / "work" / "out"
+        try:
+            export_model(tmp_path / "m.gguf", out, options=export_module.ExportOptions(overwrite=True))
+            outcomes.add("success")
+        except EdgespecError:
+            outcomes.add("error")
+        assert {path.name for path in out.parent.iterdir()} <= {"out"}
+    assert outcomes == {"success", "error"}
+
+
+def full_disk(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(writer_module, "_write_at"), (export_module, "_write_json"), (export_module, "_place")],
+    ids=["weights", "manifest", "placing"],
+)
+def test_a_full_disk_or_an_interruption_leaves_nothing(
+    tmp_path: Path, sound: bytes, monkeypatch: pytest.MonkeyPatch, module: Any, name: str
+) -> None:
+    monkeypatch.setattr(module, name, full_disk)
+    refused(tmp_path, sound, StorageError, "full; free space")
+    monkeypatch.setattr(module, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        export_model(tmp_path / "m.gguf", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_an_interruption_by_the_progress_callback(tmp_path: Path, sound: bytes) -> None:
+    (tmp_path / "m.gguf").write_bytes(sound)
+
+    def stop(step: Progress) -> None:
+        if step.stage == "Exporting":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export_model(tmp_path / "m.gguf", tmp_path / "out", progress=stop)
+    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_a_folder_that_cannot_be_written(
+    tmp_path: Path, sound: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", read_only)
+    refused(tmp_path, sound, StorageError, "cannot write the bundle .*Permission denied")
+
+
+def test_a_parent_that_is_a_file(tmp_path: Path, sound: bytes) -> None:
+    (tmp_path / "m.gguf").write_bytes(sound)
+    with pytest.raises(EdgespecError):
+        export_model(tmp_path / "m.gguf", tmp_path / "m.gguf" / "out")
+    assert (tmp_path / "m.gguf").read_bytes() == sound
+
+
+def test_no_such_source(tmp_path: Path) -> None:
+    for source in (tmp_path / "nothing.gguf", tmp_path):
+        with pytest.raises(ModelFileError, match="is not a file"):
+            export_model(source, tmp_path / "out")

@@ -1,0 +1,164 @@
+"""Opening bundles: what fits opens, what does not is named."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgespec_models.bundle import GRAPH, MANIFEST, REPORT, TEMPLATE, TOKENIZER, Bundle, FileRecord, Manifest
+from edgespec_models.errors import BundleError, EdgespecError, TokenizerError
+from edgespec_runtimes.cpu import CpuSession
+from tests.tokenizers_for_tests import byte_level_json
+from tests.toy import LLAMA, tiny_bundle
+
+Edit = Callable[[dict[str, Any]], object]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tiny_bundle(tmp_path / "m").path
+
+
+def edit_manifest(folder: Path, edit: Edit) -> None:
+    value = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    edit(value)
+    (folder / MANIFEST).write_text(json.dumps(value), encoding="utf-8")
+
+
+def add(folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(text, encoding="utf-8")
+    record = FileRecord.of(folder / name)
+    edit_manifest(
+        folder,
+        lambda m: m["files"].update({name: {"size_bytes": record.size_bytes, "sha256": record.sha256}}),
+    )
+
+
+def test_a_manifest_survives_json(folder: Path) -> None:
+    manifest = Bundle(folder, verify_digests=True).manifest
+    value = json.loads(json.dumps(manifest.to_json()))
+    assert Manifest.from_json(value, folder / MANIFEST) == manifest
+    assert manifest.bytes_per_pass == manifest.parameters_per_pass == 3000
+
+
+def test_the_digest_follows_graph_and_weights_only(folder: Path) -> None:
+    before = Bundle(folder).digest
+    edit_manifest(folder, lambda m: m.update(name="other"))
+    assert Bundle(folder).digest == before
+    edit_manifest(folder, lambda m: m["files"][f"{GRAPH}.data"].update(sha256="0" * 64))
+    assert Bundle(folder).digest != before
+
+
+def test_template_and_report_are_optional(folder: Path) -> None:
+    assert Bundle(folder).chat_template is None
+    assert Bundle(folder).report() == {}
+    add(folder, TEMPLATE, "{{ messages[0].content }}")
+    add(folder, REPORT, '{"seconds": 2.0}')
+    bundle = Bundle(folder)
+    assert bundle.chat_template is not None
+    assert bundle.chat_template.render([{"role": "user", "content": "hi"}]) == "hi"
+    assert bundle.report() == {"seconds": 2.0}
+
+
+@pytest.mark.parametrize("name", [GRAPH, f"{GRAPH}.data", TOKENIZER])
+def test_a_changed_byte_is_found(folder: Path, name: str) -> None:
+    content = bytearray((folder / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / name).write_bytes(content)
+    Bundle(folder)  # sizes only
+    with pytest.raises(BundleError, match=f"{name} has changed.*export the model again"):
+        Bundle(folder, verify_digests=True)
+
+
+def test_a_changed_size_is_found(folder: Path) -> None:
+    with (folder / f"{GRAPH}.data").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(BundleError, match="bytes, not"):
+        Bundle(folder)
+
+
+@pytest.mark.parametrize("name", [GRAPH, f"{GRAPH}.data", TOKENIZER])
+def test_a_missing_file_is_named(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    with pytest.raises(BundleError, match=f"lacks {name}"):
+        Bundle(folder)
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/b", "..", ""])
+def test_files_outside_are_refused(folder: Path, name: str) -> None:
+    (folder.parent / "x").write_bytes(b"")
+    record = {"size_bytes": 0, "sha256": "0" * 64}
+    edit_manifest(folder, lambda m: m["files"].update({name: record}))
+    with pytest.raises(BundleError, match=r"edgespec\.json"):
+        Bundle(folder)
+
+
+DAMAGE: dict[str, Edit] = {
+    "other version": lambda m: m.update(format_version=99),
+    "no version": lambda m: m.pop("format_version"),
+    "no config": lambda m: m.pop("config"),
+    "config is a list": lambda m: m.update(config=[]),
+    "unknown fact": lambda m: m["config"].update(colour=1),
+    "facts of a wrong type": lambda m: m["config"].update(num_layers="two"),
+    "no heads": lambda m: m["config"].update(num_heads=0),
+    "files is a list": lambda m: m.update(files=[]),
+    "a record without a digest": lambda m: m["files"].update({GRAPH: {"size_bytes": 1}}),
+    "a size that is a text": lambda m: m["files"].update({GRAPH: {"size_bytes": "1", "sha256": ""}}),
+    "unknown role": lambda m: m.update(role="boss"),
+    "unknown field": lambda m: m.update(extra=1),
+    "special tokens missing": lambda m: m.pop("special_tokens"),
+    "special tokens null": lambda m: m.update(special_tokens=None),
+    "no graph": lambda m: m["files"].pop(GRAPH),
+    "no tokenizer": lambda m: m["files"].pop(TOKENIZER),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_wrong_manifest_is_one_clear_error(folder: Path, name: str) -> None:
+    edit_manifest(folder, DAMAGE[name])
+    with pytest.raises(EdgespecError):
+        Bundle(folder)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", "3", '{"format_version": 1}', "[" * 100_000, "\ud800"], ids=range(8)
+)
+def test_damaged_json(folder: Path, text: str) -> None:
+    (folder / MANIFEST).write_bytes(text.encode("utf-8", "surrogatepass"))
+    with pytest.raises(BundleError, match=r"edgespec\.json"):
+        Bundle(folder)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000], ids=range(3))
+def test_a_damaged_report_is_no_crash(folder: Path, text: str) -> None:
+    add(folder, REPORT, text)
+    with pytest.raises(BundleError, match=r"report\.json is damaged"):
+        Bundle(folder).report()
+
+
+def test_not_a_directory(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="is not a bundle"):
+        Bundle(tmp_path / "nowhere")
+    with pytest.raises(BundleError, match="is not a bundle"):
+        Bundle(tmp_path)
+
+
+def test_a_tokenizer_with_more_ids_than_rows(folder: Path) -> None:
+    small = LLAMA.vocab_size // 2
+    edit_manifest(folder, lambda m: m["config"].update(vocab_size=small))
+    with pytest.raises(TokenizerError, match=str(small)):
+        _ = Bundle(folder).tokenizer
+
+
+def test_a_damaged_tokenizer(folder: Path) -> None:
+    add(folder, TOKENIZER, byte_level_json()[:-50])
+    with pytest.raises(TokenizerError):
+        _ = Bundle(folder).tokenizer
+
+
+def test_a_damaged_graph(folder: Path) -> None:
+    (folder / GRAPH).write_bytes(bytes((folder / GRAPH).stat().st_size))
+    with pytest.raises(BundleError, match="cannot load"):
+        CpuSession(Bundle(folder))

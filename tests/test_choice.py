@@ -1,0 +1,274 @@
+"""Which source drafts, and whether any does, on a clock that the tests turn."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from edgespec import decode as decoding
+from edgespec import generation
+from edgespec.drafting import choice
+from edgespec.drafting.choice import Choice, Guard
+from edgespec.drafting.draft import NO_DRAFT, Draft
+from edgespec.generation import Job, TextStreamer
+from edgespec.pricing import Pricing
+from edgespec.request import Request
+from edgespec.results import Generation
+from edgespec_models.tokenizer import Tokenizer
+from edgespec_runtimes.cost import CostCurve
+from tests.tokenizers_for_tests import byte_level_json
+from tests.toy import F32, ToySession, markov_law
+
+FLAT = CostCurve({1: 1.0, 16: 1.001})
+"""A plain token takes a second; verifying more costs next to nothing."""
+
+
+@dataclass
+class _Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
+    clock = _Clock()
+    for module in (choice, decoding, generation):
+        monkeypatch.setattr(module, "perf_counter", clock)
+    return clock
+
+
+@dataclass
+class _Source:
+    """Proposes tokens of these confidences and takes its time."""
+
+    clock: _Clock
+    confidence: tuple[float, ...] = ()
+    seconds: float = 0.0
+    name: str = "model"
+    asked: list[int] = field(default_factory=list)
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
+        self.asked.append(len(tokens))
+        self.clock.now += self.seconds
+        confidence = self.confidence[:limit]
+        return Draft(tuple(range(len(confidence))), None, (self.name,) * len(confidence), confidence)
+
+
+def _choice(free: _Source, model: _Source | None) -> Choice:
+    pricing = Pricing(FLAT)
+    return Choice(free, model, pricing=pricing, guard=Guard(pricing))
+
+
+def _lose(guard: Guard, rounds: int = 8) -> None:
+    for _ in range(rounds):
+        guard.observe(1, 1.5)
+
+
+def _paused(guard: Guard) -> int:
+    """Rounds until drafting is allowed."""
+    rounds = 0
+    while not guard.allows():
+        rounds += 1
+    return rounds
+
+
+class TestGuard:
+    def test_it_allows_drafting_until_rounds_lose(self) -> None:
+        guard = Guard(Pricing(FLAT))
+        assert guard.allows()
+        _lose(guard, 7)
+        assert guard.allows() and guard.reason is None
+        _lose(guard, 1)
+        assert not guard.allows()
+        assert guard.reason == "rounds with drafts ran at 0.67 times the speed of plain decoding"
+
+    def test_each_failure_doubles_the_pause_up_to_a_bound(self) -> None:
+        guard, pauses = Guard(Pricing(FLAT)), list[int]()
+        for _ in range(7):
+            _lose(guard)
+            pauses.append(_paused(guard))
+        assert pauses == [16, 32, 64, 128, 256, 256, 256]
+
+    def test_rounds_that_gain_make_good(self) -> None:
+        guard = Guard(Pricing(FLAT))
+        for _ in range(3):
+            _lose(guard)
+            _paused(guard)
+        for _ in range(8):
+            guard.observe(2, 1.5)
+        assert guard.allows() and guard.reason is None
+        while guard.reason is None:
+            guard.observe(1, 1.5)
+        assert _paused(guard) == 16
+
+    def test_rounds_from_before_a_pause_do_not_count_after_it(self) -> None:
+        guard = Guard(Pricing(FLAT))
+        for _ in range(8):
+            guard.observe(1, 100.0)
+        _paused(guard)
+        for _ in range(8):
+            guard.observe(1, 1.0)
+        assert guard.allows() and guard.reason is None
+
+    @pytest.mark.parametrize(("seconds", "allowed"), [(1.0 / 0.98, True), (1.0 / 0.96, False)])
+    def test_as_fast_as_plain_decoding_is_good_enough(self, seconds: float, allowed: bool) -> None:
+        guard = Guard(Pricing(FLAT))
+        for _ in range(50):
+            guard.observe(1, seconds)
+        assert guard.allows() == allowed
+
+    def test_some_bad_rounds_among_good_ones_are_no_loss(self) -> None:
+        guard = Guard(Pricing(FLAT))
+        for index in range(200):
+            guard.observe(*((1, 1.5) if index % 2 else (4, 1.5)))
+            assert guard.allows()
+
+
+class TestChoice:
+    def test_without_a_model_the_free_draft_is_cut_where_it_stops_paying(self, clock: _Clock) -> None:
+        free = _Source(clock, (0.9, 0.8, 0.0, 0.9), name="ngram")
+        draft = _choice(free, None).propose([1, 2], 8)
+        assert draft == Draft((0, 1), None, ("ngram",) * 2, (0.9, 0.8))
+
+    @pytest.mark.parametrize(("confidence", "source"), [((0.9, 0.9), "ngram"), ((0.3,), "model")])
+    def test_the_higher_surplus_drafts(
+        self, clock: _Clock, confidence: tuple[float, ...], source: str
+    ) -> None:
+        free, model = _Source(clock, confidence, name="ngram"), _Source(clock, (0.9,) * 4, 0.1)
+        chosen = _choice(free, model)
+        for length in range(1, 20):
+            assert set(chosen.propose([1] * length, 8).sources) == {source}
+        assert bool(model.asked) == (source == "model")
+
+    def test_a_model_that_gains_much_wins_over_free_drafts_that_gain_some(self, clock: _Clock) -> None:
+        free, model = _Source(clock, (0.3,), name="ngram"), _Source(clock, (0.95,) * 6, 0.1)
+        chosen = _choice(free, model)
+        for _ in range(40):
+            chosen.propose([1], 8)
+        free.confidence = (0.9, 0.9, 0.9)  # a surplus of 2.4; the model's is 4.5
+        assert chosen.propose([1], 8).sources == ("model",) * 6
+        free.confidence = (0.99,) * 8
+        assert chosen.propose([1], 8).sources == ("ngram",) * 8
+
+    def test_where_the_model_has_nothing_the_free_draft_is_taken(self, clock: _Clock) -> None:
+        free, model = _Source(clock, (0.4, 0.0), name="ngram"), _Source(clock)
+        assert _choice(free, model).propose([1], 8).sources == ("ngram",)
+        assert len(model.asked) == 1
+
+    def test_the_model_is_asked_only_while_it_pays(self, clock: _Clock) -> None:
+        """It drafts nothing and takes half a token's time."""
+        model = _Source(clock, (), 0.5)
+        chosen = _choice(_Source(clock), model)
+        asked = list[bool]()
+        for _ in range(2000):
+            before = len(model.asked)
+            assert chosen.propose([1], 8) == NO_DRAFT
+            asked.append(len(model.asked) > before)
+        assert all(asked[:4])
+        assert 0 < sum(asked[1000:]) < 150  # a tenth of the rounds, to see whether it is still so
+
+    def test_a_draft_that_gains_less_than_its_time_is_a_loss_too(self, clock: _Clock) -> None:
+        model = _Source(clock, (0.5,), 0.9)
+        chosen = _choice(_Source(clock), model)
+        for _ in range(500):
+            chosen.propose([1], 8)
+        assert len(model.asked) < 100
+
+    def test_old_verdicts_fade(self, clock: _Clock) -> None:
+        model = _Source(clock, (), 0.5)
+        chosen = _choice(_Source(clock), model)
+        for _ in range(200):
+            chosen.propose([1], 8)
+        model.confidence, model.seconds = (0.9,) * 4, 0.1
+        for _ in range(50):
+            chosen.propose([1], 8)
+        model.asked.clear()
+        assert all(chosen.propose([1], 8).tokens for _ in range(20))
+        assert len(model.asked) == 20
+
+    def test_reading_the_prompt_is_not_held_against_the_model(self, clock: _Clock) -> None:
+        model = _Source(clock, (0.9,), 500.0)
+        chosen = _choice(_Source(clock), model)
+        chosen.propose([1], 8)
+        model.seconds = 0.1
+        for _ in range(10):
+            assert chosen.propose([1], 8).tokens
+        model.seconds = 500.0
+        chosen.propose([1], 8)
+        assert not chosen.propose([1], 8).tokens
+
+    def test_nobody_is_asked_in_a_pause_or_without_room(self, clock: _Clock) -> None:
+        free, model, pricing = _Source(clock, (0.9,)), _Source(clock, (0.9,)), Pricing(FLAT)
+        guard = Guard(pricing)
+        chosen = Choice(free, model, pricing=pricing, guard=guard)
+        assert chosen.propose([1], 0) is NO_DRAFT
+        _lose(guard)
+        for _ in range(16):
+            assert chosen.propose([1], 8) is NO_DRAFT
+        assert not free.asked and not model.asked
+        assert chosen.propose([1], 8).tokens
+
+
+class _Timed(ToySession):
+    """Every pass takes a second."""
+
+    clock: _Clock
+
+    def forward(self, tokens: Sequence[int]) -> F32:
+        self.clock.now += 1.0
+        return super().forward(tokens)
+
+
+def _generate(clock: _Clock, drafter: _Source, *, rounds: int) -> Generation:
+    """A request whose rounds but the first and the last, ``rounds`` of them, may draft."""
+    tokenizer = Tokenizer.from_json(byte_level_json(), vocab_size=404)
+    session, pricing = _Timed(markov_law(0, 404), 404), Pricing(FLAT)
+    session.clock, guard = clock, Guard(pricing)
+    job = Job(
+        session=session,
+        tokenizer=tokenizer,
+        drafter=Choice(drafter, None, pricing=pricing, guard=guard),
+        tokens=[1, 2, 3],
+        request=Request(max_new_tokens=rounds + 2),
+        eos=frozenset(),
+        max_draft=8,
+        pricing=pricing,
+        guard=guard,
+        off_reason=None,
+    )
+    return TextStreamer(job).run()
+
+
+class TestRoundsThatProposeNothing:
+    def test_they_count_where_asking_took_time(self, clock: _Clock) -> None:
+        drafter = _Source(clock, (), 0.5)
+        result = _generate(clock, drafter, rounds=8 + 16 + 8 + 32)
+        assert len(drafter.asked) == 16
+        assert result.stats.speculation_off_reason is not None
+        assert "0.67 times" in result.stats.speculation_off_reason
+        assert result.stats.drafted == 0
+
+    def test_they_do_not_where_it_took_none(self, clock: _Clock) -> None:
+        drafter = _Source(clock, (), 0.01)
+        result = _generate(clock, drafter, rounds=64)
+        assert len(drafter.asked) == 64
+        assert result.stats.speculation_off_reason == "no proposal was expected to pay"
+
+    def test_nor_where_the_drafter_read_the_prompt(self, clock: _Clock) -> None:
+        class Reading(_Source):
+            def propose(self, tokens: Sequence[int], limit: int) -> Draft:
+                self.seconds = 0.02 if self.asked else 50.0
+                return super().propose(tokens, limit)
+
+        drafter = Reading(clock)
+        _generate(clock, drafter, rounds=64)
+        assert len(drafter.asked) == 64
+
+    def test_drafts_that_are_never_right_are_stopped(self, clock: _Clock) -> None:
+        drafter = _Source(clock, (0.9, 0.9), 0.5)
+        result = _generate(clock, drafter, rounds=24)
+        assert len(drafter.asked) == 8
+        assert result.stats.drafted == 16
+        assert result.stats.drafted_by_position == (8, 8)

@@ -1,0 +1,359 @@
+"""The SDK from prompt to result, on random models: every option, every way a request can end."""
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+import edgespec
+from edgespec import LoadOptions, Model, engine, generation
+from edgespec import decode as decoding
+from edgespec.drafting import choice
+from edgespec.drafting import model as drafting_model
+from edgespec.results import Generation
+from edgespec_models.bundle import MANIFEST
+from edgespec_models.errors import CatalogueError, RequestError, TokenizerError
+from edgespec_models.tokenizer import Tokenizer
+from edgespec_runtimes import cost
+from edgespec_runtimes.cpu import CpuSession
+from tests.tokenizers_for_tests import sentencepiece_json
+from tests.toy import COLUMNS, F32, INT4, LLAMA, QWEN, tiny_bundle
+
+PROMPT = "def add(a, b):"
+OPTIONS = LoadOptions(threads=1)
+NEW = 60
+
+
+@dataclass(frozen=True, slots=True)
+class _Models:
+    target: Path
+    same: Path
+    other: Path
+    across: Path
+    short: Path
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> _Models:
+    folder = tmp_path_factory.mktemp("models")
+    text = sentencepiece_json()
+    foreign = replace(LLAMA, vocab_size=Tokenizer.from_json(text).vocab_size)
+    return _Models(
+        target=tiny_bundle(folder / "target", LLAMA, COLUMNS).path,
+        same=tiny_bundle(folder / "same", LLAMA, COLUMNS).path,
+        other=tiny_bundle(folder / "other", QWEN, INT4, seed=5).path,
+        across=tiny_bundle(folder / "across", foreign, INT4, seed=6, tokenizer_json=text).path,
+        short=tiny_bundle(folder / "short", replace(LLAMA, context_length=100), COLUMNS).path,
+    )
+
+
+@pytest.fixture(autouse=True)
+def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock of its own a pass of a target takes a second, of any number of rows, a drafter's 10 ms.
+
+    So drafts are made whatever this machine measures.
+    """
+    now = 0.0
+
+    class Timed(CpuSession):
+        def _run(self, tokens: Sequence[int], rows: int) -> F32:
+            nonlocal now
+            now += 1.0 if self._options.exact_rows else 0.01
+            return super()._run(tokens, rows)
+
+    monkeypatch.setattr(engine, "CpuSession", Timed)
+    for module in (cost, choice, drafting_model, decoding, generation):
+        monkeypatch.setattr(module, "perf_counter", lambda: now)
+
+
+@pytest.fixture
+def model(models: _Models) -> Iterator[Model]:
+    with edgespec.load(models.target, models.same, options=OPTIONS) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def plain(models: _Models) -> Generation:
+    """What plain decoding writes."""
+    with edgespec.load(models.target, None, options=OPTIONS) as model:
+        assert model.row_exact
+        return model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+
+
+def _check(result: Generation) -> None:
+    """Statistics agree with each other and with the result."""
+    stats = result.stats
+    assert stats.new_tokens == len(result.tokens)
+    assert sum(source.drafted for source in stats.by_source.values()) == stats.drafted
+    assert sum(source.accepted for source in stats.by_source.values()) == stats.accepted
+    assert sum(stats.drafted_by_position) == stats.drafted
+    assert sum(stats.accepted_by_position) == stats.accepted
+    assert len(stats.drafted_by_position) == len(stats.accepted_by_position) <= OPTIONS.max_draft
+    for drafted, accepted in zip(stats.drafted_by_position, stats.accepted_by_position, strict=True):
+        assert 0 <= accepted <= drafted
+    assert stats.accepted <= stats.new_tokens <= stats.rounds + stats.accepted
+    assert stats.decode_tokens == max(0, stats.new_tokens - 1)
+    assert 0 <= stats.cached_tokens < stats.prompt_tokens
+    assert min(stats.ttft_s, stats.target_s) > 0 and stats.drafter_s >= 0
+    assert stats.target_s + stats.drafter_s <= stats.ttft_s + stats.decode_s + 1e-6
+
+
+@pytest.mark.parametrize("drafter", ["same", "other", "across", "ngram", None])
+def test_greedy_output_is_the_same_with_every_drafter(
+    models: _Models, plain: Generation, drafter: str | None
+) -> None:
+    reference = getattr(models, drafter) if drafter in ("same", "other", "across") else drafter
+    with edgespec.load(models.target, reference, options=OPTIONS) as model:
+        for speculate in (True, False, True):
+            result = model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False, speculate=speculate)
+            _check(result)
+            assert (result.tokens, result.text) == (plain.tokens, plain.text)
+            assert result.finish_reason == "length"
+            if not speculate or drafter is None:
+                assert result.stats.drafted == 0 and result.stats.rounds == NEW
+            elif drafter != "ngram":
+                assert result.stats.by_source["model"].drafted > 0
+        assert model.drafter_name == drafter
+
+
+def test_good_drafts_save_passes(model: Model) -> None:
+    stats = model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False).stats
+    assert stats.rounds < 0.6 * NEW
+    assert stats.acceptance_rate > 0.5
+    assert stats.drafter_s > 0
+    assert stats.speculation_off_reason is None
+
+
+@pytest.mark.parametrize("drafter", ["across", "ngram"])
+def test_seeded_samples_are_the_same_with_a_drafter(models: _Models, drafter: str) -> None:
+    reference = models.across if drafter == "across" else drafter
+    with edgespec.load(models.target, reference, options=OPTIONS) as model:
+        texts = [
+            model.generate(PROMPT, temperature=0.9, seed=seed, speculate=speculate, max_new_tokens=30).tokens
+            for seed in (1, 2)
+            for speculate in (True, False)
+        ]
+    assert texts[0] == texts[1] != texts[2] == texts[3]
+
+
+def test_the_pieces_of_a_stream_join_to_the_text(model: Model, plain: Generation) -> None:
+    stream = model.stream(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+    with pytest.raises(RequestError, match="not finished"):
+        _ = stream.result
+    pieces = list(stream)
+    assert len(pieces) > 1 and all(pieces)
+    assert "".join(pieces) == stream.result.text == plain.text
+    assert stream.run() is stream.result
+
+
+def test_a_stream_left_early_leaves_the_model_usable(model: Model, plain: Generation) -> None:
+    stream = model.stream(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+    for _ in stream:
+        break
+    with pytest.raises(RequestError, match="not finished"):
+        _ = stream.result
+    assert model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False).text == plain.text
+
+
+def _words(text: str) -> list[str]:
+    """Pieces of the text that could be stop strings, none of which occurs before its place."""
+    found = [text[at : at + 3] for at in range(8, len(text) - 12) if text[at : at + 3].isascii()]
+    return [word for word in dict.fromkeys(found) if text.index(word) >= 8]
+
+
+def test_a_stop_string_ends_the_text_in_front_of_it(model: Model, plain: Generation) -> None:
+    words = _words(plain.text)[:3]
+    assert words
+    for word in words:
+        stream = model.stream(PROMPT, max_new_tokens=NEW, stop_at_eos=False, stop=["never there", word])
+        pieces = list(stream)
+        result = stream.result
+        _check(result)
+        assert result.text == "".join(pieces) == plain.text[: plain.text.index(word)]
+        assert result.finish_reason == "stop"
+        assert result.tokens == plain.tokens[: len(result.tokens)]
+
+
+def _with_eos(source: Path, folder: Path, eos: int) -> Path:
+    shutil.copytree(source, folder)
+    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    manifest["special_tokens"]["eos"] = [eos]
+    (folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+    return folder
+
+
+def test_the_end_token_ends_the_text_unless_told_otherwise(
+    models: _Models, plain: Generation, tmp_path: Path
+) -> None:
+    where = next(i for i in range(5, NEW) if plain.tokens[i] not in plain.tokens[:i])
+    target = _with_eos(models.target, tmp_path / "ending", plain.tokens[where])
+    for drafter in (models.same, models.across, "ngram", None):
+        with edgespec.load(target, drafter, options=OPTIONS) as model:
+            ended = model.generate(PROMPT, max_new_tokens=NEW)
+            assert ended.tokens == plain.tokens[: where + 1]
+            assert ended.finish_reason == "stop"
+            going_on = model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+            assert (going_on.tokens, going_on.finish_reason) == (plain.tokens, "length")
+
+
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_no_more_tokens_than_asked_for(model: Model, plain: Generation, count: int) -> None:
+    result = model.generate(PROMPT, max_new_tokens=count, stop_at_eos=False)
+    _check(result)
+    assert result.tokens == plain.tokens[:count]
+    assert result.finish_reason == "length"
+
+
+def test_a_request_may_fill_the_context_and_no_more(models: _Models) -> None:
+    with edgespec.load(models.short, models.same, options=OPTIONS) as model:
+        prompt_tokens = model.generate(PROMPT, max_new_tokens=1).stats.prompt_tokens
+        room = 100 - prompt_tokens
+        full = model.generate(PROMPT, max_new_tokens=room, stop_at_eos=False)
+        assert len(full.tokens) == room
+        with pytest.raises(RequestError, match="do not fit the model's context of 100"):
+            model.generate(PROMPT, max_new_tokens=room + 1)
+        with pytest.raises(RequestError, match="do not fit"):
+            model.generate(PROMPT * 50, max_new_tokens=1)
+        assert model.generate(PROMPT, max_new_tokens=5, stop_at_eos=False).tokens == full.tokens[:5]
+
+
+def test_a_prompt_too_long_for_the_drafter_is_decoded_without_it(models: _Models) -> None:
+    prompt = "the quick brown fox jumps " * 20
+    with edgespec.load(models.target, None, options=OPTIONS) as alone:
+        expected = alone.generate(prompt, max_new_tokens=20)
+    with edgespec.load(models.target, models.short, options=OPTIONS) as model:
+        result = model.generate(prompt, max_new_tokens=20)
+    assert result.stats.prompt_tokens > 100
+    assert result.tokens == expected.tokens
+    assert "model" not in result.stats.by_source
+
+
+def test_the_prompt_that_is_in_the_cache_is_not_read_again(model: Model) -> None:
+    first = model.generate(PROMPT, max_new_tokens=4).stats
+    assert (first.cached_tokens, first.prompt_tokens > 3) == (0, True)
+    again = model.generate(PROMPT, max_new_tokens=4).stats
+    assert again.cached_tokens == again.prompt_tokens - 1
+    longer = model.generate(f"{PROMPT}\n    return a", max_new_tokens=4).stats
+    assert 3 <= longer.cached_tokens <= first.prompt_tokens
+    assert model.generate("Another", max_new_tokens=4).stats.cached_tokens == 0
+
+
+class _CancelledOnceRunning:
+    """Stops the request at its fifth question until another thread has cancelled it."""
+
+    def __init__(self) -> None:
+        self.running, self.cancelled = threading.Event(), threading.Event()
+        self._asked = 0
+
+    def __call__(self) -> bool:
+        self._asked += 1
+        if self._asked == 5:
+            self.running.set()
+            assert self.cancelled.wait(60)
+        return self.cancelled.is_set()
+
+
+def test_cancelled_from_another_thread_it_ends_and_the_model_stays_usable(
+    model: Model, plain: Generation
+) -> None:
+    flag = _CancelledOnceRunning()
+
+    def cancel() -> None:
+        flag.running.wait(60)
+        flag.cancelled.set()
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    result = model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False, cancelled=flag)
+    thread.join()
+    _check(result)
+    assert result.finish_reason == "cancelled"
+    assert 0 < len(result.tokens) < NEW
+    assert result.tokens == plain.tokens[: len(result.tokens)]
+    assert model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False).text == plain.text
+
+
+def test_cancelled_while_the_prompt_is_read_there_is_no_text(model: Model) -> None:
+    result = model.generate(PROMPT, cancelled=lambda: True)
+    assert (result.text, result.tokens, result.finish_reason) == ("", (), "cancelled")
+    assert result.stats.rounds == result.stats.new_tokens == 0
+    assert model.generate(PROMPT, max_new_tokens=3, stop_at_eos=False).finish_reason == "length"
+
+
+def test_closed_it_says_so(models: _Models) -> None:
+    with edgespec.load(models.target, models.same, options=OPTIONS) as model:
+        stream = model.stream(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+        next(iter(stream))
+        late = model.stream(PROMPT)
+    assert model._session.kv_bytes == 0 and model._session._session is None
+    assert model._side is not None
+    assert model._side.session.kv_bytes == 0 and model._side.session._session is None
+    model.close()
+    uses: tuple[Callable[[], Generation], ...] = (lambda: model.generate(PROMPT), stream.run, late.run)
+    for use in uses:
+        with pytest.raises(RequestError, match="closed"):
+            use()
+
+
+def test_an_error_in_the_block_frees_the_model_too(models: _Models) -> None:
+    with pytest.raises(ZeroDivisionError), edgespec.load(models.target, None, options=OPTIONS) as model:
+        raise ZeroDivisionError
+    assert model._session._session is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": 5}, "unknown option max_tokens; allowed: .*max_new_tokens"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"stop": "end"}, "list of strings"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+    ],
+)
+def test_options_out_of_range_are_refused(model: Model, options: dict[str, object], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        model.generate(PROMPT, **options)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=message):
+        model.stream(PROMPT, **options)  # type: ignore[arg-type]
+
+
+def test_requests_that_make_no_sense_are_refused(model: Model) -> None:
+    with pytest.raises(RequestError, match="prompt is empty"):
+        model.generate("")
+    with pytest.raises(RequestError, match="no chat template"):
+        model.chat([{"role": "user", "content": "Hello"}])
+
+
+@pytest.mark.parametrize("max_draft", [0, 65, -1])
+def test_the_longest_draft_has_bounds(max_draft: int) -> None:
+    with pytest.raises(RequestError, match="1 to 64"):
+        LoadOptions(max_draft=max_draft)
+
+
+def test_names_that_are_no_models_are_refused(models: _Models) -> None:
+    with pytest.raises(CatalogueError):
+        edgespec.load("no-such-model")
+    with pytest.raises(CatalogueError):
+        edgespec.load(models.target, "no-such-model")
+
+
+def test_a_target_the_catalogue_does_not_know_drafts_from_the_text(models: _Models) -> None:
+    with edgespec.load(models.target, options=OPTIONS) as model:
+        assert model.drafter_name == "ngram"
+        assert (model.drafter, model.drafter_step_s, model.name) == (None, None, "target")
+
+
+def test_a_tokenizer_that_does_not_fit_is_found_before_a_model_loads(
+    models: _Models, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken = tiny_bundle(tmp_path / "broken", replace(LLAMA, vocab_size=300)).path
+    loaded = list[object]()
+    monkeypatch.setattr(engine, "CpuSession", lambda *_: loaded.append(1))
+    with pytest.raises(TokenizerError):
+        edgespec.load(models.target, broken)
+    assert not loaded

@@ -1,0 +1,182 @@
+"""From a GGUF file to a bundle: what the graph then computes, what the report says, where files end up."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgespec_export.export import DEFAULT_WEIGHTS, ExportOptions, export_model
+from edgespec_export.plan import POLICIES
+from edgespec_models.bundle import MANIFEST, REPORT, Bundle
+from edgespec_models.errors import RequestError
+from edgespec_models.progress import Progress
+from edgespec_runtimes.cpu import CpuSession
+from tests.gguf_for_tests import ARCHITECTURES, CONTEXT, FORMATS, TinyGGUF, reference_weights, tiny_gguf
+from tests.test_graphs import reference_logits
+from tests.toy import TinyModel
+
+TOKENS = [5, 17, 300, 2, 2, 41, 17, 300, 99, 250, 7, 63, 11, 380]
+NEVER_A_PROCESS = 2**22 + 1
+
+
+def logits_error(model: TinyGGUF, bundle: Path) -> float:
+    """Relative error of the bundle's logits against numpy over the ``gguf`` package's weights."""
+    opened = Bundle(bundle, verify_digests=True)
+    expected = reference_logits(TinyModel(bundle, opened.config, reference_weights(model)), TOKENS)
+    session = CpuSession(opened)
+    got = session.forward(TOKENS).copy()
+    session.close()
+    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_floats_compute_what_the_file_says(tmp_path: Path, architecture: str) -> None:
+    model = tiny_gguf(architecture)
+    report = export_model(model.write(tmp_path / "m.gguf"), tmp_path / "out")
+    assert report.row_exact
+    assert logits_error(model, tmp_path / "out") < 1e-5
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_policy_stays_near_the_file(tmp_path: Path, architecture: str, policy: str) -> None:
+    model = tiny_gguf(architecture, "Q4_K")
+    options = ExportOptions(weights=policy)
+    report = export_model(model.write(tmp_path / "m.gguf"), tmp_path / "out", options=options)
+    assert report.row_exact
+    # Activations are rounded to 8 bits before every product, through every layer; with `fast` the weights
+    # of attention's output, here in Q8_0, to 4.
+    assert logits_error(model, tmp_path / "out") < (0.3 if policy == "fast" else 0.06)
+    if policy == "exact":
+        assert all(loss.relative_error < 1e-6 for loss in report.weights)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_every_format_is_imported(tmp_path: Path, kind: str) -> None:
+    model = tiny_gguf("llama", kind)
+    options = ExportOptions(weights="exact")
+    report = export_model(model.write(tmp_path / "m.gguf"), tmp_path / "out", options=options)
+    assert {loss.source for loss in report.weights} >= {kind}
+    assert all(loss.relative_error < 1e-6 for loss in report.weights)
+    assert logits_error(model, tmp_path / "out") < 0.06
+
+
+def test_the_report_has_the_documented_keys(tmp_path: Path) -> None:
+    source = tiny_gguf("llama", "Q8_0").write(tmp_path / "m.gguf")
+    report = export_model(source, tmp_path / "out").to_json()
+    stored = json.loads((tmp_path / "out" / REPORT).read_text(encoding="utf-8"))
+    assert stored == report == Bundle(tmp_path / "out").report()
+    assert stored["parity"] is None  # no reference is stored for a random model
+    assert stored["bytes"]["source"] == source.stat().st_size
+    total = sum(file.stat().st_size for file in (tmp_path / "out").iterdir())
+    assert 0 < stored["bytes"]["bundle"] <= total
+    assert stored["seconds"] > 0
+    assert stored["peak_memory_bytes"] > 1 << 20
+
+
+def test_the_manifest_counts_weights_by_class(tmp_path: Path) -> None:
+    model = tiny_gguf("qwen2", "Q8_0")
+    export_model(model.write(tmp_path / "m.gguf"), tmp_path / "out", options=ExportOptions(role="drafter"))
+    manifest = Bundle(tmp_path / "out").manifest
+    weights = reference_weights(model)
+    assert manifest.role == "drafter"
+    assert manifest.weights == DEFAULT_WEIGHTS["drafter"]
+    assert manifest.name == "m"
+    assert manifest.parameters_by_class["lm_head"] == weights["lm_head"].size
+    assert manifest.parameters_by_class["embedding"] == weights["embed"].size
+    assert manifest.parameters_by_class["mlp"] == 2 * (
+        weights["layers.0.gate_up"].size + weights["layers.0.down"].size
+    )
+    assert manifest.bytes_by_class["lm_head"] == weights["lm_head"].size * 36 // 32  # 32 codes, a scale
+
+
+def test_hidden_states_on_request(tmp_path: Path) -> None:
+    options = ExportOptions(hidden_states=True)
+    export_model(tiny_gguf("llama").write(tmp_path / "m.gguf"), tmp_path / "out", options=options)
+    assert Bundle(tmp_path / "out").manifest.hidden_states
+
+
+def test_progress_reaches_its_end(tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    export_model(tiny_gguf("llama").write(tmp_path / "m.gguf"), tmp_path / "out", progress=seen.append)
+    last = {step.stage: step for step in seen}
+    assert list(last) == ["Reading", "Exporting", "Checking"]
+    assert all(step.done == step.total for step in last.values())
+
+
+def test_the_context_comes_from_the_file(tmp_path: Path) -> None:
+    export_model(tiny_gguf("llama").write(tmp_path / "m.gguf"), tmp_path / "out")
+    session = CpuSession(Bundle(tmp_path / "out"))
+    session.reserve(CONTEXT)
+    with pytest.raises(RequestError, match="640"):
+        session.reserve(CONTEXT + 1)
+    session.close()
+
+
+def test_an_existing_directory_is_refused_then_replaced(tmp_path: Path) -> None:
+    source, out = tiny_gguf("llama").write(tmp_path / "m.gguf"), tmp_path / "out"
+    export_model(source, out, options=ExportOptions(name="first"))
+    with pytest.raises(RequestError, match="exists"):
+        export_model(source, out)
+    export_model(source, out, options=ExportOptions(name="second", overwrite=True))
+    assert Bundle(out).manifest.name == "second"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.gguf", "out"]
+
+
+def test_what_is_no_bundle_is_never_overwritten(tmp_path: Path) -> None:
+    source, out = tiny_gguf("llama").write(tmp_path / "m.gguf"), tmp_path / "photos"
+    out.mkdir()
+    (out / "holiday.jpg").write_bytes(b"dear")
+    for target in (out, out / "holiday.jpg"):
+        with pytest.raises(RequestError, match="not a bundle"):
+            export_model(source, target, options=ExportOptions(overwrite=True))
+    assert (out / "holiday.jpg").read_bytes() == b"dear"
+
+
+def test_a_bundle_that_holds_its_source_is_not_overwritten(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    export_model(tiny_gguf("llama").write(tmp_path / "m.gguf"), out)
+    source = (tmp_path / "m.gguf").rename(out / "m.gguf")
+    with pytest.raises(RequestError, match=r"m\.gguf"):
+        export_model(source, out, options=ExportOptions(overwrite=True))
+    assert source.is_file()
+
+
+def test_a_failed_replacement_keeps_the_old_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = tiny_gguf("llama").write(tmp_path / "m.gguf"), tmp_path / "out"
+    export_model(source, out, options=ExportOptions(name="first"))
+    rename = Path.rename
+
+    def interrupted(path: Path, target: Path) -> Path:
+        if target == out and not path.name.endswith("-old"):
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        export_model(source, out, options=ExportOptions(overwrite=True))
+    assert Bundle(out).manifest.name == "first"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.gguf", "out"]
+
+
+@pytest.mark.parametrize("name", ["out", "out [1]"])
+def test_leftovers_of_dead_processes_go_and_those_of_live_ones_stay(tmp_path: Path, name: str) -> None:
+    dead = tmp_path / f".{name}.partial-{NEVER_A_PROCESS}-x"
+    live = tmp_path / f".{name}.partial-{os.getpid()}-x"
+    for folder in (dead, live):
+        folder.mkdir()
+        (folder / "model.onnx.data").write_bytes(b"half")
+    export_model(tiny_gguf("llama").write(tmp_path / "m.gguf"), tmp_path / name)
+    assert not dead.exists()
+    assert live.exists()
+
+
+def test_wrong_requests_are_refused(tmp_path: Path) -> None:
+    source = tiny_gguf("llama").write(tmp_path / "m.gguf")
+    with pytest.raises(RequestError, match="close"):
+        export_model(source, tmp_path / "out", options=ExportOptions(weights="tiny"))
+    with pytest.raises(RequestError, match="drafter"):
+        export_model(source, tmp_path / "out", options=ExportOptions(role="boss"))  # type: ignore[arg-type]
+    assert not (tmp_path / "out" / MANIFEST).exists()

@@ -1,0 +1,121 @@
+"""The GGUF reader against the ``gguf`` package, which wrote the files."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+
+from edgespec_export.checkpoint import Checkpoint
+from edgespec_export.gguf import GGUFFile
+from edgespec_models.errors import ModelFileError
+from tests.gguf_for_tests import ARCHITECTURES, FORMATS, HEAD_DIM, HIDDEN, WINDOW, tiny_gguf
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_reads_what_the_gguf_package_reads(tmp_path: Path, kind: str) -> None:
+    path = tiny_gguf("llama", kind).write(tmp_path / "m.gguf")
+    theirs = GGUFReader(path)
+    with GGUFFile(path) as ours:
+        assert list(ours.tensors) == [tensor.name for tensor in theirs.tensors]
+        for tensor in theirs.tensors:
+            mine = ours.tensors[tensor.name]
+            assert mine.type.name == tensor.tensor_type.name
+            assert list(mine.shape) == [int(dim) for dim in tensor.shape][::-1]
+            assert mine.offset == tensor.data_offset
+            assert mine.n_bytes == tensor.n_bytes
+            assert ours.blocks(mine).tobytes() == tensor.data.tobytes()
+        for key, field in theirs.fields.items():
+            if not key.startswith("GGUF."):
+                np.testing.assert_array_equal(np.asarray(ours.metadata[key]), np.asarray(field.contents()))
+
+
+def test_every_kind_of_metadata(tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_int64("i", -(2**40))
+    writer.add_float64("f", 0.1)
+    writer.add_bool("b", True)
+    writer.add_string("s", "日本語")
+    writer.add_array("texts", ["a", "", "ö"])
+    writer.add_array("floats", [0.5, 2.0])
+    writer.add_array("nested", [[1, 2], [3, 4]])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with GGUFFile(tmp_path / "m.gguf") as file:
+        found = file.metadata
+    assert (found["i"], found["f"], found["b"], found["s"]) == (-(2**40), 0.1, True, "日本語")
+    assert found["texts"] == ["a", "", "ö"]
+    np.testing.assert_array_equal(np.asarray(found["floats"]), [0.5, 2.0])
+    nested = found["nested"]
+    assert isinstance(nested, list)
+    assert [np.asarray(inner).tolist() for inner in nested] == [[1, 2], [3, 4]]
+
+
+def test_ranges_of_rows(tmp_path: Path) -> None:
+    path = tiny_gguf("llama", "Q4_0").write(tmp_path / "m.gguf")
+    with GGUFFile(path) as file:
+        tensor = file.tensors["token_embd.weight"]
+        whole = file.blocks(tensor)
+        np.testing.assert_array_equal(file.blocks(tensor, 7, 19), whole[7:19])
+        np.testing.assert_array_equal(file.blocks(tensor, tensor.shape[0] - 1), whole[-1:])
+
+
+@pytest.mark.parametrize("alignment", [32, 64, 4096])
+def test_alignment_is_honoured(tmp_path: Path, alignment: int) -> None:
+    data = np.arange(40, dtype=np.float32)
+    writer = GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_custom_alignment(alignment)
+    writer.add_tensor("a", data[:3].copy())
+    writer.add_tensor("b", data, raw_dtype=GGMLQuantizationType.F32)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with GGUFFile(tmp_path / "m.gguf") as file:
+        assert file.blocks(file.tensors["b"]).view(np.float32).ravel().tolist() == data.tolist()
+
+
+def test_a_file_that_shrinks_while_read_is_noticed(tmp_path: Path) -> None:
+    path = tiny_gguf("llama").write(tmp_path / "m.gguf")
+    with GGUFFile(path) as file:
+        last = max(file.tensors.values(), key=lambda tensor: tensor.offset)
+        with path.open("r+b") as other:
+            other.truncate(last.offset + 4)
+        with pytest.raises(ModelFileError, match="changed"):
+            file.blocks(last)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_architecture_facts(tmp_path: Path, architecture: str) -> None:
+    model = tiny_gguf(architecture)
+    with Checkpoint(model.write(tmp_path / "m.gguf")) as checkpoint:
+        config = checkpoint.config
+        assert checkpoint.tied_head == (architecture != "llama")
+        head = "token_embd.weight" if checkpoint.tied_head else "output.weight"
+        np.testing.assert_array_equal(checkpoint.values("lm_head"), model.values(head))
+    assert config.architecture == architecture
+    assert (config.hidden_size, config.head_dim) == (HIDDEN, HEAD_DIM)
+    assert config.rope_interleaved == (architecture == "llama")
+    assert config.attention_scale == pytest.approx(HEAD_DIM**-0.5)
+    gemma = architecture == "gemma3"
+    assert config.sliding_window == (WINDOW if gemma else None)
+    assert config.embedding_scale == pytest.approx(HIDDEN**0.5 if gemma else 1.0)
+    assert [config.is_global(i) for i in range(6)] == ([False] * 5 + [True] if gemma else [True] * 6)
+
+
+def test_defaults_where_the_file_is_silent(tmp_path: Path) -> None:
+    model = tiny_gguf("llama")
+    del model.metadata["llama.rope.freq_base"]
+    with Checkpoint(model.write(tmp_path / "m.gguf")) as checkpoint:
+        assert checkpoint.config.rope_theta == 10_000.0
+
+
+def test_biases_and_norms_are_found(tmp_path: Path) -> None:
+    qwen, gemma = tiny_gguf("qwen2"), tiny_gguf("gemma3")
+    with Checkpoint(qwen.write(tmp_path / "q.gguf")) as checkpoint:
+        np.testing.assert_array_equal(checkpoint.values("layers.1.k_bias"), qwen.values("blk.1.attn_k.bias"))
+    with Checkpoint(gemma.write(tmp_path / "g.gguf")) as checkpoint:
+        np.testing.assert_array_equal(
+            checkpoint.values("layers.5.post_mlp_norm"), gemma.values("blk.5.post_ffw_norm.weight")
+        )
