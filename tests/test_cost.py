@@ -68,7 +68,7 @@ def _timed(monkeypatch: pytest.MonkeyPatch, costs: dict[int, float]) -> _TimedSe
 
 def test_each_size_is_timed_and_the_sequence_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     session = _timed(monkeypatch, {1: 1.0, 2: 1.5, 5: 1.75})
-    curve = measure_cost(session, rows=(1, 2, 5))
+    curve = measure_cost(session, rows=(1, 2, 5), repeats=3)
     assert dict(curve.seconds_by_rows) == {1: 1.0, 2: 1.5, 5: 1.75}
     assert session.length == 0
     assert session.passes[8:] == [1, 2, 5] * 4
@@ -78,7 +78,7 @@ def test_each_size_is_timed_and_the_sequence_forgotten(monkeypatch: pytest.Monke
 def test_the_least_of_each_size_counts(monkeypatch: pytest.MonkeyPatch, disturbed: tuple[int, ...]) -> None:
     session = _timed(monkeypatch, {1: 1.0, 2: 1.5, 5: 1.75})
     session.disturbed = disturbed
-    assert dict(measure_cost(session, rows=(1, 2, 5)).seconds_by_rows) == {1: 1.0, 2: 1.5, 5: 1.75}
+    assert dict(measure_cost(session, rows=(1, 2, 5), repeats=3).seconds_by_rows) == {1: 1.0, 2: 1.5, 5: 1.75}
 
 
 def test_the_first_pass_of_each_size_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,13 +36,14 @@ def main() -> None:
     with edgespec.load(options.target, drafter=None) as model:
         clocked = Clocked(model._session._session)
         model._session._session = clocked
-        stream = iter(model.stream("Once upon a time", max_new_tokens=options.max_new_tokens, stop_at_eos=False))
+        count = options.max_new_tokens
+        stream = iter(model.stream("Once upon a time", max_new_tokens=count, stop_at_eos=False))
         next(stream)
         inside, started = clocked.seconds, perf_counter()
         for _ in stream:
             pass
         total, inside = perf_counter() - started, clocked.seconds - inside
-    steps = options.max_new_tokens - 1
+    steps = count - 1
     print(f"{total / steps * 1e3:.2f} ms a step, {inside / steps * 1e3:.2f} ms inside ONNX Runtime")
     print(f"outside: {1 - inside / total:.2%}")
 

@@ -8,8 +8,8 @@ from edgespec_runtimes.session import Session
 
 __all__ = ["CostCurve", "measure_cost"]
 
-DEFAULT_ROWS = (1, 2, 3, 4, 5, 6, 8, 12)
-_REPEATS = 3
+DEFAULT_ROWS = (1, 2, 3, 4, 5, 6, 8)
+_REPEATS = 2
 _PAST = 64
 
 

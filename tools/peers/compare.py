@@ -79,7 +79,7 @@ class Worker:
         """Processor seconds used so far, child processes included."""
         process = psutil.Process(self._process.pid)
         times = [p.cpu_times() for p in (process, *process.children(recursive=True))]
-        return sum(t.user + t.system for t in times)
+        return float(sum(t.user + t.system for t in times))
 
     def close(self) -> None:
         """Let the worker end by itself, then make sure."""
