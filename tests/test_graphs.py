@@ -1,7 +1,6 @@
 """The decoder graph against a plain numpy transformer, and every weight format against its meaning."""
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -230,12 +229,7 @@ def _run_linear(spec: LinearSpec, parts: list[dict[str, npt.NDArray[np.generic]]
 
 
 def _session(model: str | bytes) -> ort.InferenceSession:
-    """Where a process has a shared thread pool, every session must use it."""
-    settings = ort.SessionOptions()
-    with suppress(Exception):  # there is one already
-        ort.set_global_thread_pool_sizes(1, 1)
-    settings.use_per_session_threads = False
-    return ort.InferenceSession(model, settings, providers=["CPUExecutionProvider"])
+    return ort.InferenceSession(model, providers=["CPUExecutionProvider"])
 
 
 def _relative_error(got: F32, expected: F32) -> float:

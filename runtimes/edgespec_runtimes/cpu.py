@@ -9,7 +9,6 @@ row (``CpuOptions.exact_rows``).
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +36,9 @@ class CpuOptions:
     """How a session uses the CPU.
 
     Attributes:
-        threads: threads of a pass; 0 takes the physical cores this process may use. Where sessions share a
-            pool the first one's number holds for the process.
-        spinning: sessions share one pool whose idle threads wait busily for the next operator. Faster;
-            they stop by themselves shortly after a pass. Turn it off where other programs need the cores.
+        threads: threads of a pass; 0 takes the physical cores this process may use.
+        spinning: within a pass, idle threads wait busily for the next operator. Faster; turn it off where
+            other programs need the cores.
         exact_rows: spare rows where they make a row's bits independent of the number of rows; costs some
             percent of a single-row pass. A drafter does not need it.
         prefill_chunk: tokens of one prefill pass; between two a request can be cancelled.
@@ -275,43 +273,18 @@ def _common_prefix(left: list[int], right: Sequence[int]) -> int:
     return end
 
 
-@cache
-def _make_shared_pool(threads: int) -> None:
-    """Give this process's sessions one pool of ``threads`` threads, unless they have one already.
-
-    Target and drafter run in turn. With a pool each, the threads of the one that has just ended a pass
-    still wait busily for its next while the other begins, on the same cores: on two cores that made a
-    pass 1.5 times slower. ONNX Runtime makes one shared pool a process, and the first caller sizes it.
-    """
-    try:
-        ort.set_global_thread_pool_sizes(threads, 1)
-    except Exception as error:  # ONNX Runtime's own exceptions share no base class
-        if "already been created" not in str(error):
-            raise
-
-
-def _settings(options: CpuOptions, *, shared: bool) -> Any:
+def _load(graph: Path, options: CpuOptions) -> Any:
     settings = ort.SessionOptions()
     settings.log_severity_level = 3
-    settings.use_per_session_threads = not shared
-    if not shared:
-        settings.intra_op_num_threads = options.threads or default_threads()
-        settings.inter_op_num_threads = 1
-        settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    return settings
-
-
-def _load(graph: Path, options: CpuOptions) -> Any:
-    if options.spinning:
-        _make_shared_pool(options.threads or default_threads())
+    settings.intra_op_num_threads = options.threads or default_threads()
+    settings.inter_op_num_threads = 1
+    settings.add_session_config_entry("session.intra_op.allow_spinning", "1" if options.spinning else "0")
+    # Target and drafter run in turn on the same cores: the threads of one must not wait busily for its next
+    # pass while the other's begins. One pool for both would do too, but ONNX Runtime's shared pool is the
+    # whole process's: every other session of the application would fail to load.
+    settings.add_session_config_entry("session.force_spinning_stop", "1")
     try:
-        try:
-            return _open(graph, _settings(options, shared=options.spinning))
-        except RuntimeError as error:
-            if "use_per_session_threads must be false" not in str(error):
-                raise
-        # Where a process has a shared pool, every session must use it.
-        return _open(graph, _settings(options, shared=True))
+        return _open(graph, settings)
     except MemoryError as error:
         raise DeviceError(f"not enough memory to load {graph.parent.name}") from error
     except Exception as error:  # ONNX Runtime's own exceptions share no base class
