@@ -240,7 +240,7 @@ def test_export_passes_options_on_and_shows_its_report(
     def export_model(source: Path, out: Path, *, options: Any, progress: Any) -> ExportReport:
         seen.append((source, out, options.role, options.weights, options.overwrite))
         loss = FormatLoss("Q8_0", "q8", 1000, 0.0)
-        return ExportReport(None, True, (loss,), 2000, 1500, {"mlp": 1500}, 1.5, 3000)
+        return ExportReport(None, True, (loss,), 2000, 1500, {"mlp": 1500}, 1.5, 3000, 2500)
 
     monkeypatch.setattr(exporting, "export_model", export_model)
     source = tmp_path / "m.gguf"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from edgespec.decode import decode
 from edgespec.drafting.bridge import Bridge, ByteBridge, IdentityBridge
-from edgespec.drafting.compose import Extended, FirstConfident
+from edgespec.drafting.choice import Choice, Guard
 from edgespec.drafting.draft import NO_DRAFT, Draft, Drafter
 from edgespec.drafting.model import Calibration, ModelDrafter, VocabularyEnds
 from edgespec.drafting.ngram import NgramDrafter
@@ -63,6 +63,11 @@ def _across(kind: str, seed: int, *, script: bool) -> ModelDrafter:
     return _model(session, bridge)
 
 
+def _choice(model: Drafter) -> Choice:
+    pricing = Pricing(FREE)
+    return Choice(NgramDrafter(), model, pricing=pricing, guard=Guard(pricing))
+
+
 def _drafters(kind: str, seed: int) -> Drafter:
     """Every kind of drafter for a target with the tokenizer ``byte``."""
     vocab = tokenizer("byte").vocab_size
@@ -77,13 +82,8 @@ def _drafters(kind: str, seed: int) -> Drafter:
         "across, sentencepiece": lambda: _across("sentencepiece", seed, script=False),
         "script, byte level": lambda: _across("small byte", seed, script=True),
         "script, sentencepiece": lambda: _across("sentencepiece", seed, script=True),
-        "extended": lambda: Extended(_across("sentencepiece", seed, script=True), NgramDrafter()),
-        "extended by a model": lambda: Extended(
-            NgramDrafter(stop_below=0.0), _model(ToySession(oracle, vocab), IdentityBridge(vocab))
-        ),
-        "first confident": lambda: FirstConfident(
-            [NgramDrafter(), RandomDrafter(seed, vocab, oracle)], min_expected=1.0
-        ),
+        "choice": lambda: _choice(_across("sentencepiece", seed, script=True)),
+        "choice of an oracle": lambda: _choice(_model(ToySession(oracle, vocab), IdentityBridge(vocab))),
     }
     return makers[kind]()
 
@@ -98,9 +98,8 @@ DRAFTERS = (
     "across, sentencepiece",
     "script, byte level",
     "script, sentencepiece",
-    "extended",
-    "extended by a model",
-    "first confident",
+    "choice",
+    "choice of an oracle",
 )
 
 
@@ -176,7 +175,7 @@ def test_greedy_output_is_that_of_plain_decoding(
 
 @pytest.mark.parametrize(
     ("kind", "script"),
-    [("same model", False), ("oracle with errors", False), ("ngram", True), ("extended", True)]
+    [("same model", False), ("oracle with errors", False), ("ngram", True), ("choice", True)]
     + [(f"script, {k}", True) for k in ("byte level", "sentencepiece")],
 )
 def test_drafts_that_should_be_accepted_are(kind: str, script: bool) -> None:

@@ -8,9 +8,9 @@ import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
@@ -18,6 +18,8 @@ from typing import Any
 
 import psutil
 
+from edgespec_export.gguf_tokenizer import chat_template, special_tokens, tokenizer_json
+from edgespec_export.report import ExportReport, FormatLoss
 from edgespec_models.bundle import (
     GRAPH,
     MANIFEST,
@@ -31,10 +33,9 @@ from edgespec_models.bundle import (
 )
 from edgespec_models.errors import EdgespecError, ModelFileError, RequestError, StorageError
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
+from edgespec_runtimes.memory import peak_memory_bytes
 
 __all__ = ["DEFAULT_WEIGHTS", "ExportOptions", "ExportReport", "export_model"]
-
-from edgespec_export.report import ExportReport
 
 DEFAULT_WEIGHTS: dict[Role, str] = {"target": "close", "drafter": "close"}
 """The policy of :data:`edgespec_export.plan.POLICIES` a role gets; docs/benchmarks.md has the figures."""
@@ -92,12 +93,35 @@ def export_model(
 def _build(
     source: Path, folder: Path, options: ExportOptions, progress: ProgressCallback, started: float
 ) -> ExportReport:
+    manifest, losses = _write(source, folder, options, progress)
+    converted = peak_memory_bytes()
+    row_exact, parity = _check(folder, manifest.provenance["sha256"], progress)
+    report = ExportReport(
+        parity=parity,
+        row_exact=row_exact,
+        weights=losses,
+        source_bytes=source.stat().st_size,
+        bundle_bytes=sum(file.stat().st_size for file in folder.iterdir()),
+        bytes_by_class=dict(manifest.bytes_by_class),
+        seconds=perf_counter() - started,
+        peak_memory_bytes=peak_memory_bytes(),
+        conversion_peak_memory_bytes=converted,
+    )
+    _write_json(folder / REPORT, report.to_json())
+    files = {**manifest.files, REPORT: FileRecord.of(folder / REPORT)}
+    _write_json(folder / MANIFEST, replace(manifest, files=files).to_json())
+    return report
+
+
+def _write(
+    source: Path, folder: Path, options: ExportOptions, progress: ProgressCallback
+) -> tuple[Manifest, tuple[FormatLoss, ...]]:
+    """Everything of a bundle but the report, and what the formats cost the weights."""
     import onnx_ir
 
     from edgespec_export.checkpoint import Checkpoint
-    from edgespec_export.gguf_tokenizer import chat_template, special_tokens, tokenizer_json
+    from edgespec_export.losses import measure_losses
     from edgespec_export.plan import POLICIES, plan_decoder
-    from edgespec_export.report import measure_losses
     from edgespec_export.writer import write_weights
     from edgespec_models.graphs.decoder import build_decoder
 
@@ -105,17 +129,11 @@ def _build(
     with Checkpoint(source) as checkpoint:
         digest = _hash(source, progress)
         plan = plan_decoder(checkpoint, POLICIES[weights], hidden_states=options.hidden_states)
-        (folder / TOKENIZER).write_text(tokenizer_json(checkpoint.metadata), encoding="utf-8")
-        template = chat_template(checkpoint.metadata)
-        if template is not None:
-            (folder / TEMPLATE).write_text(template, encoding="utf-8")
+        _write_texts(checkpoint.metadata, folder)
         model = build_decoder(checkpoint.config, plan)
         by_class = write_weights(model, plan, checkpoint, folder, progress)
         onnx_ir.save(model, folder / GRAPH)
         losses = measure_losses(plan, checkpoint)
-        formats: Counter[str] = Counter()
-        for loss in losses:
-            formats[loss.format] += loss.weights
         manifest = Manifest(
             name=options.name or source.stem,
             role=options.role,
@@ -123,20 +141,29 @@ def _build(
             even_rows=any(part.format.even_rows for spec in plan.linears.values() for part in spec.parts),
             hidden_states=options.hidden_states,
             weights=weights,
-            formats=dict(formats),
+            formats=_weights_by_format(losses),
             bytes_by_class=by_class,
             parameters_by_class=_parameters_by_class(checkpoint),
             special_tokens=special_tokens(checkpoint.metadata),
             provenance={"source": source.name, "sha256": digest, "edgespec": version("edgespec")},
-            files=_records(folder),
+            files={file.name: FileRecord.of(file) for file in sorted(folder.iterdir())},
         )
-    _write_manifest(folder, manifest)
-    row_exact, parity = _check(folder, digest, progress)
-    report = _report(folder, source, by_class, losses, row_exact, parity, started)
-    _write_json(folder / REPORT, report.to_json())
-    files = {**manifest.files, REPORT: FileRecord.of(folder / REPORT)}
-    _write_json(folder / MANIFEST, {**manifest.to_json(), "files": {n: _plain(r) for n, r in files.items()}})
-    return report
+    _write_json(folder / MANIFEST, manifest.to_json())
+    return manifest, losses
+
+
+def _write_texts(metadata: Mapping[str, object], folder: Path) -> None:
+    (folder / TOKENIZER).write_text(tokenizer_json(metadata), encoding="utf-8")
+    template = chat_template(metadata)
+    if template is not None:
+        (folder / TEMPLATE).write_text(template, encoding="utf-8")
+
+
+def _weights_by_format(losses: Sequence[FormatLoss]) -> dict[str, int]:
+    counts: Counter[str] = Counter()
+    for loss in losses:
+        counts[loss.format] += loss.weights
+    return dict(counts)
 
 
 def _check(folder: Path, digest: str, progress: ProgressCallback) -> tuple[bool, Any]:
@@ -155,29 +182,6 @@ def _check(folder: Path, digest: str, progress: ProgressCallback) -> tuple[bool,
         session.close()
     progress(Progress("Checking", 1, 1, "step"))
     return session.row_exact, parity
-
-
-def _report(
-    folder: Path,
-    source: Path,
-    by_class: dict[str, int],
-    losses: Any,
-    row_exact: bool,
-    parity: Any,
-    started: float,
-) -> ExportReport:
-    from edgespec_runtimes.memory import peak_memory_bytes
-
-    return ExportReport(
-        parity=parity,
-        row_exact=row_exact,
-        weights=losses,
-        source_bytes=source.stat().st_size,
-        bundle_bytes=sum(file.stat().st_size for file in folder.iterdir()),
-        bytes_by_class=by_class,
-        seconds=perf_counter() - started,
-        peak_memory_bytes=peak_memory_bytes(),
-    )
 
 
 def _parameters_by_class(checkpoint: Any) -> dict[str, int]:
@@ -201,18 +205,6 @@ def _hash(source: Path, progress: ProgressCallback) -> str:
             done += len(chunk)
             progress(Progress("Reading", done, total))
     return digest.hexdigest()
-
-
-def _plain(record: FileRecord) -> dict[str, Any]:
-    return {"size_bytes": record.size_bytes, "sha256": record.sha256}
-
-
-def _records(folder: Path) -> dict[str, FileRecord]:
-    return {file.name: FileRecord.of(file) for file in sorted(folder.iterdir())}
-
-
-def _write_manifest(folder: Path, manifest: Manifest) -> None:
-    _write_json(folder / MANIFEST, manifest.to_json())
 
 
 def _write_json(path: Path, value: Any) -> None:
