@@ -14,6 +14,7 @@ from time import perf_counter
 from edgespec_export.export import ExportOptions, ExportReport, export_model
 from edgespec_export.plan import POLICIES
 from edgespec_models.bundle import Bundle
+from edgespec_models.errors import ParityError
 from edgespec_runtimes.cpu import CpuSession
 
 ROWS = (1, 4, 8)
@@ -34,9 +35,13 @@ def passes_ms(session: CpuSession, repeats: int) -> dict[int, list[float]]:
     return times
 
 
-def export(gguf: Path, folder: Path, policy: str) -> ExportReport:
-    """Export with one policy."""
-    return export_model(gguf, folder / policy, options=ExportOptions(weights=policy))
+def export(gguf: Path, folder: Path, policy: str) -> ExportReport | None:
+    """Export with one policy; None if the parity check refuses what comes out."""
+    try:
+        return export_model(gguf, folder / policy, options=ExportOptions(weights=policy))
+    except ParityError as error:
+        print(f"{policy}: {error}")
+        return None
 
 
 def main() -> None:
@@ -49,15 +54,15 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        reports = {policy: export(options.gguf, folder, policy) for policy in POLICIES}
-        best = {policy: dict.fromkeys(ROWS, float("inf")) for policy in POLICIES}
+        reports = {policy: report for policy in POLICIES if (report := export(options.gguf, folder, policy))}
+        best = {policy: dict.fromkeys(ROWS, float("inf")) for policy in reports}
         for _ in range(options.turns):
-            for policy in POLICIES:
+            for policy in reports:
                 session = CpuSession(Bundle(folder / policy))
                 for rows, times in passes_ms(session, options.repeats).items():
                     best[policy][rows] = min(best[policy][rows], *times)
                 session.close()
-        sizes = {policy: Bundle(folder / policy).manifest.bytes_per_pass for policy in POLICIES}
+        sizes = {policy: Bundle(folder / policy).manifest.bytes_per_pass for policy in reports}
     print("| policy | MB a pass | ms, n = 1 | n = 4 | n = 8 | top-1 | KL |\n|---|---|---|---|---|---|---|")
     for policy, report in reports.items():
         ms = " | ".join(f"{best[policy][rows]:.1f}" for rows in ROWS)
