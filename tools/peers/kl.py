@@ -1,4 +1,4 @@
-"""How near another exporter's graph is to the file: `python -m tools.peers.kl --graph model.onnx --gguf FILE`.
+"""How near another exporter's graph is to the file: `python -m tools.peers.kl --graph FILE --gguf FILE`.
 
 For decoders with the Hugging Face names of inputs and outputs (mobius, onnxruntime-genai's builder), against
 the stored reference of the GGUF file; the same figures as an export's own parity check.
