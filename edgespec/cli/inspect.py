@@ -63,11 +63,10 @@ def show_report(report: Mapping[str, Any]) -> None:
     sizes = report["bytes"]
     table.add_row("size", f"{size(sizes['bundle'])}, from {size(sizes['source'])}")
     table.add_row("same bits for any rows", "yes" if report["row_exact"] else "no")
-    table.add_row(
-        "export",
-        f"{report['seconds']:.1f} s; memory at most {size(report['conversion_peak_memory_bytes'])}, "
-        f"{size(report['peak_memory_bytes'])} with the checks",
-    )
+    memory = f"memory at most {size(report['peak_memory_bytes'])}"
+    if "conversion_peak_memory_bytes" in report:  # reports of earlier exports lack it
+        memory += f", {size(report['conversion_peak_memory_bytes'])} before the checks"
+    table.add_row("export", f"{report['seconds']:.1f} s, {memory}")
     output().print(table)
 
 
