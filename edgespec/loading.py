@@ -4,6 +4,7 @@ Catalogue models are pulled and exported into the cache at first use.
 """
 
 import hashlib
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from edgespec_models.paths import bundles_dir
 from edgespec_models.progress import ProgressCallback, ignore_progress
 
 __all__ = ["NGRAM", "open_model", "recommended_drafter"]
+
+_LOG = logging.getLogger("edgespec")
 
 NGRAM = "ngram"
 """Names the drafter that is no model."""
@@ -54,7 +57,9 @@ def open_model(
     entry = find(str(reference))
     name = f"{entry.name}-{entry.sha256[:8]}"
     existing = _open_cached(name, role, weights)
-    return existing or _cached(name, pull(entry, progress=progress), role, weights, progress, entry.name)
+    return existing or _cached(
+        name, pull(entry, progress=progress, notify=_LOG.warning), role, weights, progress, entry.name
+    )
 
 
 def recommended_drafter(target: Bundle) -> str:
