@@ -12,7 +12,7 @@ from edgespec.drafting.model import Calibration, ModelDrafter, VocabularyEnds
 from edgespec.loading import open_model
 from edgespec.pricing import Pricing
 from edgespec.verification import verify_greedy
-from edgespec_export.parity import check_parity, find_golden
+from edgespec_export.parity import check_parity, find_golden, session_logits
 from edgespec_models.bundle import Role
 from edgespec_models.catalog import find
 from edgespec_models.download import pull
@@ -49,7 +49,7 @@ def test_an_export_computes_what_its_source_computes(name: str) -> None:
     assert golden is not None
     session = CpuSession(bundle)
     try:
-        now = check_parity(session, golden)
+        now = check_parity(session_logits(session, golden), golden)
     finally:
         session.close()
     assert now.positions == stored["positions"] > 100

@@ -31,7 +31,7 @@ from edgespec_models.bundle import (
     Manifest,
     Role,
 )
-from edgespec_models.errors import EdgespecError, ModelFileError, RequestError, StorageError
+from edgespec_models.errors import EdgespecError, ModelFileError, ParityError, RequestError, StorageError
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_runtimes.memory import peak_memory_bytes
 
@@ -167,21 +167,33 @@ def _weights_by_format(losses: Sequence[FormatLoss]) -> dict[str, int]:
 
 
 def _check(folder: Path, digest: str, progress: ProgressCallback) -> tuple[bool, Any]:
-    """Open the bundle as a user would; self-test, then compare with the stored reference if there is one."""
+    """Roll-back self-test, and the comparison with the stored reference if there is one, piece by piece."""
     from edgespec_export.parity import check_parity, find_golden
-    from edgespec_runtimes.cpu import CpuSession
+    from edgespec_export.pieces import cut, run_pieces
 
-    progress(Progress("Checking", 0, 1, "step"))
     bundle = Bundle(folder)
     _ = bundle.tokenizer, bundle.chat_template
-    session = CpuSession(bundle)
-    try:
-        golden = find_golden(digest)
-        parity = None if golden is None else check_parity(session, golden)
-    finally:
-        session.close()
-    progress(Progress("Checking", 1, 1, "step"))
-    return session.row_exact, parity
+    golden = find_golden(digest)
+    pieces = cut(folder / GRAPH)
+    result = run_pieces(
+        _reported(pieces, progress),
+        bundle.config,
+        () if golden is None else golden.texts,
+        even_rows=bundle.manifest.even_rows,
+    )
+    if not result.rolls_back:
+        raise ParityError("the exported graph gives other logits after a truncation; nothing was kept")
+    parity = None if golden is None else check_parity(([rows] for rows in result.logits), golden)
+    for piece in pieces:
+        piece.unlink()
+    progress(Progress("Checking", len(pieces), len(pieces), "step"))
+    return result.row_exact, parity
+
+
+def _reported(pieces: Sequence[Path], progress: ProgressCallback) -> Iterator[Path]:
+    for number, piece in enumerate(pieces):
+        progress(Progress("Checking", number, len(pieces), "step"))
+        yield piece
 
 
 def _parameters_by_class(checkpoint: Any) -> dict[str, int]:

@@ -4,7 +4,7 @@ Against stored reference logits where there are some for the source file (``tool
 them with another implementation), and against the source's own weights always.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import resources
 from typing import Any
@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from edgespec_export.blocks import F32
 from edgespec_models.errors import ParityError
-from edgespec_runtimes.session import Session
+from edgespec_runtimes.session import Logits, Session
 
-__all__ = ["Golden", "ParityReport", "check_parity", "find_golden"]
+__all__ = ["Golden", "ParityReport", "check_parity", "find_golden", "session_logits"]
 
 _ROWS = 16
 _MIN_TOP1 = 0.85
@@ -84,17 +84,28 @@ def find_golden(sha256: str) -> Golden | None:
     return None
 
 
-def check_parity(session: Session, golden: Golden) -> ParityReport:
-    """Compare ``session`` with the reference at every position.
+def session_logits(session: Session, golden: Golden) -> Iterator[Iterator[Logits]]:
+    """The logits of each of the reference's texts, a few rows at a time, for :func:`check_parity`."""
+    for tokens in golden.texts:
+        session.prefill([])
+        yield (session.forward(tokens[at : at + _ROWS]) for at in range(0, len(tokens), _ROWS))
+
+
+def check_parity(logits: Iterable[Iterable[Logits]], golden: Golden) -> ParityReport:
+    """Compare with the reference at every position.
+
+    Args:
+        logits: of each text in turn, float32 ``(rows, vocab)``, in parts of any number of rows.
+        golden: the reference.
 
     Raises:
         ParityError: so far apart that the export must be wrong, not only quantized.
     """
     by_text: dict[str, list[F32]] = {}
-    for label, tokens, ids, logprobs in zip(
-        golden.labels, golden.texts, golden.top_ids, golden.top_logprobs, strict=True
+    for label, parts, ids, logprobs in zip(
+        golden.labels, logits, golden.top_ids, golden.top_logprobs, strict=True
     ):
-        by_text.setdefault(label, []).append(_compare(session, tokens, ids, logprobs))
+        by_text.setdefault(label, []).append(_compare(parts, ids, logprobs))
     all_rows = np.concatenate([rows for many in by_text.values() for rows in many])
     summaries = {label: np.concatenate(many).mean(axis=0) for label, many in by_text.items()}
     report = ParityReport(
@@ -113,15 +124,12 @@ def check_parity(session: Session, golden: Golden) -> ParityReport:
     return report
 
 
-def _compare(session: Session, tokens: Sequence[int], top_ids: npt.NDArray[np.int32], logprobs: F32) -> F32:
+def _compare(parts: Iterable[Logits], top_ids: npt.NDArray[np.int32], logprobs: F32) -> F32:
     """For every position: whether the most probable token agrees, and the KL divergence; ``(n, 2)``."""
-    session.prefill([])
-    rows = np.empty((len(tokens), 2), np.float32)
-    for start in range(0, len(tokens), _ROWS):
-        logits = session.forward(tokens[start : start + _ROWS])
-        for offset, row in enumerate(logits):
-            at = start + offset
-            rows[at] = int(row.argmax()) == top_ids[at, 0], _coarse_kl(row, top_ids[at], logprobs[at])
+    rows = np.empty((len(top_ids), 2), np.float32)
+    every = (row for part in parts for row in part)
+    for at, row in enumerate(every):
+        rows[at] = int(row.argmax()) == top_ids[at, 0], _coarse_kl(row, top_ids[at], logprobs[at])
     return rows
 
 

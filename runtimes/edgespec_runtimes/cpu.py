@@ -22,7 +22,7 @@ from edgespec_models.config import ModelConfig
 from edgespec_models.errors import BundleError, Cancelled, DeviceError, RequestError
 from edgespec_runtimes.session import Logits
 
-__all__ = ["CpuOptions", "CpuSession", "default_threads"]
+__all__ = ["CpuOptions", "CpuSession", "default_threads", "open_graph"]
 
 _KV_STEP = 256
 _MAX_KEPT_BINDINGS = 32
@@ -101,7 +101,7 @@ class CpuSession:
         self._kv: list[tuple[str, str, npt.NDArray[np.float32], Any]] = []
         self._capacity = 0
         self._passes: dict[tuple[int, int], _Pass] = {}
-        self._session = _load(bundle.path / GRAPH, self._options)
+        self._session = open_graph(bundle.path / GRAPH, self._options)
         self.row_exact = self._self_test()
 
     @property
@@ -273,7 +273,13 @@ def _common_prefix(left: list[int], right: Sequence[int]) -> int:
     return end
 
 
-def _load(graph: Path, options: CpuOptions) -> Any:
+def open_graph(graph: Path, options: CpuOptions) -> Any:
+    """ONNX Runtime's session over ``graph``, for target and drafter side by side in one process.
+
+    Raises:
+        BundleError: ONNX Runtime cannot load the graph.
+        DeviceError: not enough memory.
+    """
     settings = ort.SessionOptions()
     settings.log_severity_level = 3
     settings.intra_op_num_threads = options.threads or default_threads()

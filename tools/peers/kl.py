@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from edgespec_export.parity import check_parity, find_golden
+from edgespec_export.parity import check_parity, find_golden, session_logits
 
 
 class OneShot:
@@ -54,7 +54,7 @@ def main() -> None:
     if golden is None:
         parser.error(f"no reference is stored for {options.gguf}")
     session: Any = OneShot(options.graph)
-    report = check_parity(session, golden)
+    report = check_parity(session_logits(session, golden), golden)
     print(f"top-1 {report.top1_agreement:.3f}, KL {report.kl:.4f}, {report.positions} positions")
 
 

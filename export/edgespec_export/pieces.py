@@ -1,0 +1,185 @@
+"""Run a graph piece by piece, so that checking a model takes less memory than running it.
+
+ONNX Runtime keeps a packed copy of every weight it has loaded: a whole model takes more than its file. An
+export's check knows all its texts beforehand, so it may take them through the first layers, free those,
+and go on with the next: the same kernels and the same bits, one piece in memory at a time.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+
+from edgespec_models.config import ModelConfig
+from edgespec_runtimes.cpu import CpuOptions, open_graph
+from edgespec_runtimes.session import Logits
+
+__all__ = ["PIECE_BYTES", "PiecewiseResult", "cut", "run_pieces"]
+
+PIECE_BYTES = 256 << 20
+"""Weights of a piece, about: what one fused projection needs more is loaded with it."""
+
+_Values = dict[str, npt.NDArray[Any]]
+# Where a graph may be cut: a layer's normalization. Only its two results, float32, cross there.
+_CUT_BEHIND = "SkipSimplifiedLayerNormalization"
+_TEST_TOKENS = (7, 11, 13, 5)
+
+
+@dataclass(frozen=True, slots=True)
+class PiecewiseResult:
+    """What the pieces computed.
+
+    Attributes:
+        rolls_back: whether tokens gave the same results, but for rounding, after a truncation.
+        row_exact: whether passes over one, three and four tokens gave the same bits.
+        logits: of each text, float32 ``(tokens, vocab)``; a text is computed when its turn comes.
+    """
+
+    rolls_back: bool
+    row_exact: bool
+    logits: Iterator[Logits]
+
+
+def cut(graph: Path, piece_bytes: int = PIECE_BYTES) -> list[Path]:
+    """Write the pieces of ``graph`` beside it, over the same weights file; returns their paths in order."""
+    model = onnx.load(str(graph), load_external_data=False)
+    weights = {tensor.name: tensor for tensor in model.graph.initializer}
+    produced_at = {name: i for i, node in enumerate(model.graph.node) for name in node.output}
+    spans, start, size = [], 0, 0
+    for index, node in enumerate(model.graph.node):
+        size += sum(_stored_bytes(weights[name]) for name in node.input if name in weights)
+        if size >= piece_bytes and node.op_type == _CUT_BEHIND:
+            spans.append((start, index + 1))
+            start, size = index + 1, 0
+    spans.append((start, len(model.graph.node)))
+    paths = []
+    for number, (begin, end) in enumerate(spans):
+        paths.append(graph.with_name(f"piece-{number}.onnx"))
+        onnx.save(_piece(model, begin, end, weights, produced_at), str(paths[-1]))
+    return paths
+
+
+def run_pieces(
+    pieces: Iterable[Path], config: ModelConfig, texts: Sequence[Sequence[int]], *, even_rows: bool
+) -> PiecewiseResult:
+    """Take a few fixed tokens and ``texts`` through all ``pieces``, one piece after the other.
+
+    Raises:
+        BundleError: ONNX Runtime cannot load a piece.
+    """
+    test = [token % config.vocab_size for token in _TEST_TOKENS]
+    carried: list[_Values] = [{"input_ids": np.array([tokens], np.int64)} for tokens in (test, *texts)]
+    rolls_back = row_exact = True
+    logits: Iterator[Logits] = iter(())
+    for path in pieces:
+        piece = _Piece(path, config, even_rows)
+        same, exact = piece.test(carried[0])
+        rolls_back, row_exact = rolls_back and same, row_exact and exact
+        if piece.is_last:
+            logits = (piece.run(values)[0]["logits"][0] for values in carried[1:])
+        else:
+            carried = [piece.run(values)[0] for values in carried]
+            del piece
+    return PiecewiseResult(rolls_back, row_exact, logits)
+
+
+class _Piece:
+    def __init__(self, path: Path, config: ModelConfig, even_rows: bool) -> None:
+        self._session = open_graph(path, CpuOptions())
+        self._config, self._even_rows = config, even_rows
+        self._inputs = {value.name for value in self._session.get_inputs()}
+        self._outputs = [value.name for value in self._session.get_outputs()]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether logits come out."""
+        return "logits" in self._outputs
+
+    def run(self, values: _Values, past: _Values | None = None, start: int = 0) -> tuple[_Values, _Values]:
+        """Results for ``values``, arrays (1, rows, ...), behind ``start`` tokens; and the KV cache.
+
+        Takes the spare rows that :class:`edgespec_runtimes.cpu.CpuSession` takes.
+        """
+        config, count = self._config, next(iter(values.values())).shape[1]
+        spare = count % 2 if self._even_rows else 0
+        pad = int(count + spare == 1)
+        total = start + count + spare + pad
+        rows = np.arange(count + spare, dtype=np.int64)
+        feeds: _Values = {
+            "seqlens_k": np.array([total - 1], np.int32),
+            "total_sequence_length": np.array(total, np.int32),
+            "attention_pad": np.zeros((1, pad, config.query_width + 2 * config.kv_width), np.float32),
+            "attention_rows": np.array([len(rows)], np.int64),
+            "logits_rows": np.minimum(rows, count - 1),
+        }
+        feeds |= past or self._empty(total + 2)
+        feeds |= {name: array[:, np.minimum(rows, count - 1)] for name, array in values.items()}
+        results = self._session.run(
+            self._outputs, {name: feeds[name] for name in feeds.keys() & self._inputs}
+        )
+        named = dict(zip(self._outputs, results, strict=True))
+        kept = {name: array[:, :count] for name, array in named.items() if not name.startswith("present.")}
+        cache = {
+            name.replace("present.", "past_key_values."): array
+            for name, array in named.items()
+            if name.startswith("present.")
+        }
+        return kept, cache
+
+    def test(self, values: _Values) -> tuple[bool, bool]:
+        """Roll back and compare: whether the results are the same but for rounding, and to the bit."""
+        together, cache = self.run(values)
+        again, _ = self.run(_rows(values, 1, None), cache, 1)
+        same = exact = True
+        for name, expected in together.items():
+            scale = float(np.abs(expected).max())
+            same &= bool(np.isfinite(expected).all())
+            same &= bool(np.allclose(expected[:, 1:], again[name], atol=1e-2 * scale))
+            exact &= bool(np.array_equal(expected[:, 1:], again[name]))
+        for row in range(1, next(iter(values.values())).shape[1]):
+            single, cache = self.run(_rows(values, row, row + 1), cache, row)
+            exact &= all(
+                np.array_equal(together[name][:, row : row + 1], array) for name, array in single.items()
+            )
+        return same, exact
+
+    def _empty(self, capacity: int) -> _Values:
+        shape = (1, self._config.num_kv_heads, capacity, self._config.head_dim)
+        return {
+            name: np.zeros(shape, np.float32) for name in self._inputs if name.startswith("past_key_values.")
+        }
+
+
+def _rows(values: _Values, start: int, stop: int | None) -> _Values:
+    return {name: array[:, start:stop] for name, array in values.items()}
+
+
+def _stored_bytes(tensor: onnx.TensorProto) -> int:
+    return next((int(entry.value) for entry in tensor.external_data if entry.key == "length"), 0)
+
+
+def _piece(
+    model: onnx.ModelProto,
+    begin: int,
+    end: int,
+    weights: Mapping[str, onnx.TensorProto],
+    produced_at: Mapping[str, int],
+) -> onnx.ModelProto:
+    """The nodes from ``begin`` to ``end`` as a model of its own; what crosses its borders is float32."""
+    nodes = model.graph.node[begin:end]
+    used = {name for node in nodes for name in node.input if name}
+    used_later = {name for node in model.graph.node[end:] for name in node.input}
+    entering = sorted(name for name in used if produced_at.get(name, begin) < begin)
+    leaving = sorted(name for name in used_later if name in produced_at and begin <= produced_at[name] < end)
+    inputs = [value for value in model.graph.input if value.name in used]
+    inputs += [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in entering]
+    outputs = [value for value in model.graph.output if begin <= produced_at[value.name] < end]
+    outputs += [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in leaving]
+    graph = onnx.helper.make_graph(
+        nodes, "piece", inputs, outputs, [tensor for name, tensor in weights.items() if name in used]
+    )
+    return onnx.helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)

@@ -1,0 +1,77 @@
+"""A graph run piece by piece gives what it gives in one, to the bit, and less of it is in memory."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from edgespec_export.export import export_model
+from edgespec_export.pieces import cut, run_pieces
+from edgespec_models.bundle import GRAPH, Bundle
+from edgespec_models.config import ModelConfig
+from edgespec_models.errors import ParityError
+from edgespec_models.graphs.linear import WeightFormat
+from edgespec_runtimes.cpu import CpuSession
+from tests.gguf_for_tests import tiny_gguf
+from tests.toy import COLUMNS, FLOAT, GEMMA, LLAMA, WIDE, tiny_bundle
+
+TEXTS = ([5, 17, 300, 2, 2, 41, 17], [300, 99], [250])
+PAIRS = WeightFormat(4, 128)
+
+
+@pytest.mark.parametrize(
+    ("config", "form"), [(LLAMA, FLOAT), (LLAMA, COLUMNS), (WIDE, PAIRS), (GEMMA, COLUMNS)]
+)
+def test_pieces_compute_what_the_whole_does(tmp_path: Path, config: ModelConfig, form: WeightFormat) -> None:
+    bundle = tiny_bundle(tmp_path / "b", config, form).path
+    opened = Bundle(bundle)
+    session = CpuSession(opened)
+    expected = []
+    for tokens in TEXTS:
+        session.prefill([])
+        expected.append(session.forward(tokens).copy())
+    pieces = cut(bundle / GRAPH, piece_bytes=1)
+    result = run_pieces(pieces, config, TEXTS, even_rows=opened.manifest.even_rows)
+    assert len(pieces) > config.num_layers
+    assert result.rolls_back
+    assert result.row_exact == session.row_exact is True
+    for got, whole in zip(result.logits, expected, strict=True):
+        np.testing.assert_array_equal(got, whole)
+    session.close()
+
+
+def test_the_weights_are_shared_out(tmp_path: Path) -> None:
+    bundle = tiny_bundle(tmp_path / "b", LLAMA, FLOAT).path
+    whole = {t.name for t in onnx.load(str(bundle / GRAPH), load_external_data=False).graph.initializer}
+    pieces = [onnx.load(str(p), load_external_data=False) for p in cut(bundle / GRAPH, piece_bytes=1)]
+    weights = [{t.name for t in piece.graph.initializer if t.name.endswith(".weight")} for piece in pieces]
+    assert sum(len(names) for names in weights) == len(set().union(*weights))
+    assert set().union(*weights) == {name for name in whole if name.endswith(".weight")}
+
+
+def test_one_piece_is_enough_for_a_small_model(tmp_path: Path) -> None:
+    bundle = tiny_bundle(tmp_path / "b", LLAMA, FLOAT).path
+    assert len(cut(bundle / GRAPH)) == 1
+
+
+def test_a_graph_that_cannot_roll_back_is_told(tmp_path: Path) -> None:
+    """One that forgets its cache."""
+    bundle = tiny_bundle(tmp_path / "b", LLAMA, FLOAT).path
+    model = onnx.load(str(bundle / GRAPH), load_external_data=False)
+    for node in model.graph.node:
+        if node.op_type == "GroupQueryAttention":
+            node.input[3] = node.input[4] = "nothing"
+    nothing = np.zeros((1, LLAMA.num_kv_heads, 8, LLAMA.head_dim), np.float32)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(nothing, "nothing"))
+    onnx.save(model, str(bundle / GRAPH))
+    assert not run_pieces(cut(bundle / GRAPH, 1), LLAMA, (), even_rows=False).rolls_back
+
+
+def test_an_export_that_cannot_roll_back_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgespec_export.pieces._Piece.test", lambda _piece, _values: (False, False))
+    with pytest.raises(ParityError, match="after a truncation"):
+        export_model(tiny_gguf("llama").write(tmp_path / "m.gguf"), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
