@@ -2,7 +2,7 @@
 
 ONNX Runtime keeps a packed copy of every weight it has loaded: a whole model takes more than its file. An
 export's check knows all its texts beforehand, so it may take them through the first layers, free those,
-and go on with the next: the same kernels and the same bits, one piece in memory at a time.
+and go on with the next: the same kernels, one piece in memory at a time.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
