@@ -8,7 +8,7 @@ from typing import Self, Unpack
 from edgespec.drafting.bridge import Bridge, ByteBridge, IdentityBridge
 from edgespec.drafting.choice import Choice, Guard
 from edgespec.drafting.draft import Drafter
-from edgespec.drafting.model import Calibration, ModelDrafter, VocabularyEnds
+from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.generation import Job, TextStreamer
 from edgespec.loading import NGRAM, open_model, recommended_drafter
@@ -104,6 +104,11 @@ class Model:
     """
 
     def __init__(self, target: Bundle, drafter: Bundle | None, *, options: LoadOptions, drafts: bool) -> None:
+        if target.head_tokens is not None:
+            raise RequestError(
+                f"{target.manifest.name} is a drafter with a trimmed vocabulary: as a target it could not "
+                "write every token. Export it again with the role target"
+            )
         self.target, self.drafter, self.options = target, drafter, options
         self._drafts = drafts
         # Before the weights, so that a tokenizer that does not fit fails first.
@@ -251,11 +256,12 @@ class Model:
         if len(prompt) >= side.session.capacity or reading_s > gain_s:
             return None
         eos = special.eos if request.stop_at_eos else ()
-        ends = VocabularyEnds(frozenset(bundle.manifest.special_tokens.eos), eos[0] if eos else None)
+        ends = frozenset(bundle.manifest.special_tokens.eos)
+        vocabulary = Vocabulary(ends, eos[0] if eos else None, bundle.head_tokens)
         return ModelDrafter(
             side.session,
             bridge,
-            ends,
+            vocabulary,
             pricing=self._pricing,
             calibration=side.calibration,
             curve=side.curve,

@@ -60,6 +60,8 @@ def show_report(report: Mapping[str, Any]) -> None:
     for loss in report["weights"]:
         kept = "exact" if loss["relative_error"] == 0 else f"relative error {loss['relative_error']:.2%}"
         table.add_row(f"{loss['source']} weights", f"{loss['weights']:,} as {loss['format']}, {kept}")
+    if trim := report.get("trim"):
+        table.add_row("LM head", f"{trim['rows']:,} of {trim['of']:,} rows: {_trim(trim)}")
     sizes = report["bytes"]
     table.add_row("size", f"{size(sizes['bundle'])}, from {size(sizes['source'])}")
     table.add_row("same bits for any rows", "yes" if report["row_exact"] else "no")
@@ -88,6 +90,15 @@ def _facts(bundle: "Bundle", verified: bool) -> "Table":
     table.add_row("source", escape(manifest.provenance.get("source", "unknown")))
     table.add_row("files", "sizes and SHA-256 are right" if verified else "sizes are right")
     return table
+
+
+def _trim(trim: Mapping[str, Any]) -> str:
+    covers = f"{trim['coverage']:.2%} of the tokens of {trim['texts']:,} target texts"
+    chosen = next((choice for choice in trim["choices"] if choice["rows"] == trim["rows"]), None)
+    if chosen is None:
+        return covers
+    gain = f"{chosen['relative_tokens_per_second']:.3f} times the tokens per second of all rows"
+    return f"{covers}, a promise of {gain}"
 
 
 def _parity(values: Mapping[str, Any]) -> str:

@@ -10,18 +10,21 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import psutil
 
 from edgespec_export.gguf_tokenizer import chat_template, special_tokens, tokenizer_json
 from edgespec_export.report import ExportReport, FormatLoss
+from edgespec_export.trim import Trim, TrimOptions
 from edgespec_models.bundle import (
     GRAPH,
+    HEAD_TOKENS,
     MANIFEST,
     REPORT,
     TEMPLATE,
@@ -33,6 +36,7 @@ from edgespec_models.bundle import (
 )
 from edgespec_models.errors import EdgespecError, ModelFileError, ParityError, RequestError, StorageError
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
+from edgespec_models.tokenizer import Tokenizer
 from edgespec_runtimes.memory import peak_memory_bytes
 
 __all__ = ["DEFAULT_WEIGHTS", "ExportOptions", "ExportReport", "export_model"]
@@ -53,6 +57,7 @@ class ExportOptions:
         name: the model's name; None takes the file's.
         hidden_states: add the last hidden state as an output, for drafters that adapt.
         overwrite: replace a bundle that is there already.
+        trim: which rows a drafter's LM head keeps.
     """
 
     role: Role = "target"
@@ -60,6 +65,7 @@ class ExportOptions:
     name: str | None = None
     hidden_states: bool = False
     overwrite: bool = False
+    trim: TrimOptions = field(default_factory=TrimOptions)
 
 
 def export_model(
@@ -93,7 +99,8 @@ def export_model(
 def _build(
     source: Path, folder: Path, options: ExportOptions, progress: ProgressCallback, started: float
 ) -> ExportReport:
-    manifest, losses = _write(source, folder, options, progress)
+    trim = _plan_trim(source, folder, options, progress)
+    manifest, losses = _write(source, folder, options, trim, progress)
     converted = peak_memory_bytes()
     row_exact, parity = _check(folder, manifest.provenance["sha256"], progress)
     report = ExportReport(
@@ -106,6 +113,7 @@ def _build(
         seconds=perf_counter() - started,
         peak_memory_bytes=peak_memory_bytes(),
         conversion_peak_memory_bytes=converted,
+        trim=None if trim is None else trim.report,
     )
     _write_json(folder / REPORT, report.to_json())
     files = {**manifest.files, REPORT: FileRecord.of(folder / REPORT)}
@@ -113,8 +121,27 @@ def _build(
     return report
 
 
+def _plan_trim(source: Path, folder: Path, options: ExportOptions, progress: ProgressCallback) -> Trim | None:
+    from edgespec_export.checkpoint import Checkpoint
+    from edgespec_export.sizing import plan_trim
+
+    size = options.trim.size or ("auto" if options.role == "drafter" else "full")
+    if size == "full":
+        return None
+    with Checkpoint(source) as checkpoint:
+        text = tokenizer_json(checkpoint.metadata)
+        tokenizer = Tokenizer.from_json(text, vocab_size=checkpoint.config.vocab_size)
+        special = special_tokens(checkpoint.metadata)
+
+    def write(place: Path, trim: Trim) -> None:
+        _write(source, place, options, trim, progress)
+
+    trim = replace(options.trim, size=size)
+    return plan_trim(trim, (tokenizer, special), write, scratch=folder / "sizing", progress=progress)
+
+
 def _write(
-    source: Path, folder: Path, options: ExportOptions, progress: ProgressCallback
+    source: Path, folder: Path, options: ExportOptions, trim: Trim | None, progress: ProgressCallback
 ) -> tuple[Manifest, tuple[FormatLoss, ...]]:
     """Everything of a bundle but the report, and what the formats cost the weights."""
     import onnx_ir
@@ -128,8 +155,13 @@ def _write(
     weights = options.weights or DEFAULT_WEIGHTS[options.role]
     with Checkpoint(source) as checkpoint:
         digest = _hash(source, progress)
-        plan = plan_decoder(checkpoint, POLICIES[weights], hidden_states=options.hidden_states)
+        head_tokens = None if trim is None else tuple(trim.tokens.tolist())
+        plan = plan_decoder(
+            checkpoint, POLICIES[weights], hidden_states=options.hidden_states, head_tokens=head_tokens
+        )
         _write_texts(checkpoint.metadata, folder)
+        if trim is not None:
+            np.save(folder / HEAD_TOKENS, trim.tokens)
         model = build_decoder(checkpoint.config, plan)
         by_class = write_weights(model, plan, checkpoint, folder, progress)
         onnx_ir.save(model, folder / GRAPH)
@@ -143,10 +175,11 @@ def _write(
             weights=weights,
             formats=_weights_by_format(losses),
             bytes_by_class=by_class,
-            parameters_by_class=_parameters_by_class(checkpoint),
+            parameters_by_class=_parameters_by_class(checkpoint, plan),
             special_tokens=special_tokens(checkpoint.metadata),
             provenance={"source": source.name, "sha256": digest, "edgespec": version("edgespec")},
             files={file.name: FileRecord.of(file) for file in sorted(folder.iterdir())},
+            head_rows=None if trim is None else len(trim.tokens),
         )
     _write_json(folder / MANIFEST, manifest.to_json())
     return manifest, losses
@@ -183,7 +216,8 @@ def _check(folder: Path, digest: str, progress: ProgressCallback) -> tuple[bool,
     )
     if not result.rolls_back:
         raise ParityError("the exported graph gives other logits after a truncation; nothing was kept")
-    parity = None if golden is None else check_parity(([rows] for rows in result.logits), golden)
+    logits = ([rows] for rows in result.logits)
+    parity = None if golden is None else check_parity(logits, golden, bundle.head_tokens)
     for piece in pieces:
         piece.unlink()
     progress(Progress("Checking", len(pieces), len(pieces), "step"))
@@ -196,17 +230,17 @@ def _reported(pieces: Sequence[Path], progress: ProgressCallback) -> Iterator[Pa
         yield piece
 
 
-def _parameters_by_class(checkpoint: Any) -> dict[str, int]:
+def _parameters_by_class(checkpoint: Any, plan: Any) -> dict[str, int]:
     counts = dict.fromkeys(("embedding", "attention", "mlp", "lm_head", "other"), 0)
     classes = {"embed": "embedding", "lm_head": "lm_head"}
     classes |= dict.fromkeys("qkvo", "attention") | dict.fromkeys(("gate", "up", "down"), "mlp")
-    names = [*checkpoint.tensors, *(["lm_head"] if checkpoint.tied_head else [])]
-    for name in names:
+    for name in checkpoint.tensors:
         size = 1
         for dim in checkpoint.tensor(name).shape:
             size *= dim
         counts[classes.get(name.rpartition(".")[2], "other")] += size
-    return counts
+    head = plan.linears["lm_head"]
+    return counts | {"lm_head": head.in_features * head.out_features}
 
 
 def _hash(source: Path, progress: ProgressCallback) -> str:
@@ -238,6 +272,11 @@ def _check_request(source: Path, out: Path, options: ExportOptions) -> None:
 
     if options.role not in DEFAULT_WEIGHTS:
         raise RequestError(f"role={options.role!r} is not known; allowed: {', '.join(DEFAULT_WEIGHTS)}")
+    if options.role == "target" and options.trim.size not in (None, "full"):
+        raise RequestError(
+            f"trim size {options.trim.size} with role=target: a target must be able to write every token; "
+            "only drafters are trimmed (role=drafter)"
+        )
     if options.weights is not None and options.weights not in POLICIES:
         known = "; ".join(f"{name} ({policy.summary})" for name, policy in POLICIES.items())
         raise RequestError(f"weights={options.weights!r} is not known; allowed: {known}")

@@ -25,6 +25,7 @@ def measure_losses(plan: DecoderPlan, checkpoint: Checkpoint) -> tuple[FormatLos
         values = unpacked.values() if isinstance(unpacked, Blocks) else unpacked
         kept = decode_linear(encode_linear(unpacked, part.format), part.format, values.shape[1])
         rows, columns = checkpoint.tensor(source).shape
+        rows = min(rows, part.out_features)  # a trimmed head has fewer
         entry = totals.setdefault((kind.name, part.format.name), np.zeros(3))
         entry += rows * columns, np.square(kept - values).sum(), np.square(values).sum()
     return tuple(

@@ -4,7 +4,7 @@ What they cost and what they keep is measured in docs/benchmarks.md, "Weight for
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from types import MappingProxyType
 
@@ -66,10 +66,19 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
 )
 
 
-def plan_decoder(checkpoint: Checkpoint, policy: Policy, *, hidden_states: bool = False) -> DecoderPlan:
+def plan_decoder(
+    checkpoint: Checkpoint,
+    policy: Policy,
+    *,
+    hidden_states: bool = False,
+    head_tokens: tuple[int, ...] | None = None,
+) -> DecoderPlan:
     """Assign formats; neighbouring projections with one format are fused into one matrix."""
     config = checkpoint.config
-    linears = {"lm_head": _linear(checkpoint, policy.head, ("lm_head",), ())}
+    head = _linear(checkpoint, policy.head, ("lm_head",), ())
+    if head_tokens is not None:
+        head = replace(head, parts=(replace(head.parts[0], out_features=len(head_tokens)),))
+    linears = {"lm_head": head}
     for i in range(config.num_layers):
         prefix = f"layers.{i}."
         biases = ("q_bias", "k_bias", "v_bias") if f"{prefix}q_bias" in checkpoint.tensors else ()
@@ -85,7 +94,7 @@ def plan_decoder(checkpoint: Checkpoint, policy: Policy, *, hidden_states: bool 
                 tuple(prefix + s for s in sources),
                 tuple(prefix + b for b in its_biases),
             )
-    return DecoderPlan(_embedding(checkpoint), linears, hidden_states)
+    return DecoderPlan(_embedding(checkpoint), linears, hidden_states, head_tokens)
 
 
 def _linear(

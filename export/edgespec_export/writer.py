@@ -42,6 +42,7 @@ class _Matrix:
     prefix: str
     sources: tuple[str, ...]
     encode: Callable[[Blocks | F32], Encoded]
+    keep: npt.NDArray[np.int64] | None = None  # ascending rows; None keeps all
 
 
 def write_weights(
@@ -92,7 +93,10 @@ def _matrices(plan: DecoderPlan, checkpoint: Checkpoint) -> Iterator[_Matrix]:
     yield _Matrix("embedding", ("embed",), lambda source: encode_embedding(source, plan.embedding))
     for name, spec in plan.linears.items():
         for index, part in enumerate(spec.parts):
-            yield _Matrix(f"{_module_path(name)}.parts.{index}", part.sources, _encoder(part))
+            keep = None
+            if name == "lm_head" and plan.head_tokens is not None:
+                keep = np.array(plan.head_tokens, np.int64)
+            yield _Matrix(f"{_module_path(name)}.parts.{index}", part.sources, _encoder(part), keep)
 
 
 def _encoder(part: LinearPart) -> Callable[[Blocks | F32], Encoded]:
@@ -146,8 +150,8 @@ def _write_matrix(
     """Encode and write one matrix; yields source bytes done."""
     at = {name: offset for name, offset in offsets.items() if name.rpartition(".")[0] == matrix.prefix}
     pending: deque[tuple[int, Future[Encoded]]] = deque()
-    for tensor, raw in _chunks(checkpoint, matrix.sources):
-        pending.append((raw.nbytes, pool.submit(_encode_chunk, matrix.encode, tensor, raw)))
+    for tensor, n_bytes, raw in _chunks(checkpoint, matrix):
+        pending.append((n_bytes, pool.submit(_encode_chunk, matrix.encode, tensor, raw)))
         if len(pending) >= _IN_FLIGHT:
             yield _drain(file, at, matrix.prefix, pending)
     while pending:
@@ -155,14 +159,20 @@ def _write_matrix(
 
 
 def _chunks(
-    checkpoint: Checkpoint, sources: tuple[str, ...]
-) -> Iterator[tuple[GGUFTensor, npt.NDArray[np.uint8]]]:
-    for source in sources:
+    checkpoint: Checkpoint, matrix: _Matrix
+) -> Iterator[tuple[GGUFTensor, int, npt.NDArray[np.uint8]]]:
+    """The tensor, bytes read, and those of its rows that are kept."""
+    for source in matrix.sources:
         rows, columns = checkpoint.tensor(source).shape
         step = max(1, _CHUNK_WEIGHTS // columns)
         for start in range(0, rows, step):
             _, raw = checkpoint.read(source, start, min(start + step, rows))
-            yield checkpoint.tensor(source), raw
+            n_bytes = raw.nbytes
+            if matrix.keep is not None:
+                first, last = np.searchsorted(matrix.keep, [start, start + len(raw)])
+                raw = raw[matrix.keep[first:last] - start]
+            if len(raw):
+                yield checkpoint.tensor(source), n_bytes, raw
 
 
 def _encode_chunk(

@@ -96,6 +96,7 @@ class CpuSession:
         """
         self._config: ModelConfig = bundle.config
         self._even_rows = bundle.manifest.even_rows
+        self._head_rows = bundle.manifest.head_rows or bundle.config.vocab_size
         self._options = options or CpuOptions()
         self._tokens: list[int] = []
         self._kv: list[tuple[str, str, npt.NDArray[np.float32], Any]] = []
@@ -106,7 +107,7 @@ class CpuSession:
 
     @property
     def vocab_size(self) -> int:
-        """Width of the logits."""
+        """Tokens the model reads: ids from 0 to ``vocab_size - 1``."""
         return self._config.vocab_size
 
     @property
@@ -156,14 +157,14 @@ class CpuSession:
         self._extend(tokens, len(tokens), cancelled)
 
     def next_logits(self, tokens: Sequence[int]) -> Logits:
-        """Make the cache hold exactly ``tokens``; return the logits of what follows, ``(vocab_size,)``."""
+        """Make the cache hold exactly ``tokens``; return the logits of what follows, ``(head_rows,)``."""
         logits = self._extend(tokens, len(tokens) - 1, None)
         if logits is None:
             raise RequestError("next_logits needs at least one token")
         return logits
 
     def forward(self, tokens: Sequence[int]) -> Logits:
-        """Append ``tokens`` and return their logits, float32 ``(len(tokens), vocab_size)``."""
+        """Append ``tokens`` and return their logits, float32 ``(len(tokens), head_rows)``."""
         self.reserve(self.length + len(tokens))
         return self._run(tokens, len(tokens))
 
@@ -204,7 +205,7 @@ class CpuSession:
         wanted = np.arange(count - rows, count, dtype=np.int64)
         if self._even_rows and self._options.exact_rows and rows % 2:  # the LM head's kernel sees pairs too
             wanted = np.append(wanted, wanted[-1])
-        total, logits = np.zeros((), np.int32), np.empty((1, len(wanted), self.vocab_size), np.float32)
+        total, logits = np.zeros((), np.int32), np.empty((1, len(wanted), self._head_rows), np.float32)
         inputs: dict[str, npt.NDArray[Any]] = {
             "input_ids": ids,
             "seqlens_k": seqlens,

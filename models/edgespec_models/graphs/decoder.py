@@ -3,8 +3,8 @@
 Inputs: ``input_ids`` int64 (1, n); ``seqlens_k`` int32 (1) and ``total_sequence_length`` int32 (), as
 GroupQueryAttention defines them; ``logits_rows`` int64 (r), the rows whose logits are wanted;
 ``past_key_values.L.key/value`` float32 (1, kv heads, capacity, head_dim), written in place.
-Outputs: ``logits`` float32 (1, r, vocab); ``hidden_states`` float32 (1, r, hidden) where asked for;
-``present.L.key/value``.
+Outputs: ``logits`` float32 (1, r, rows of the LM head); ``hidden_states`` float32 (1, r, hidden) where asked
+for; ``present.L.key/value``.
 
 ``attention_pad`` float32 (1, p, (heads + 2 * kv heads) * head_dim), p rows of zeros that attention computes
 behind the pass's own, and ``attention_rows`` int64 (1), n: ONNX Runtime's CPU kernel computes attention
@@ -35,11 +35,13 @@ class DecoderPlan:
     """How each weight is stored.
 
     ``linears`` has ``layers.L.qkv``, ``layers.L.o``, ``layers.L.gate_up``, ``layers.L.down``, ``lm_head``.
+    ``head_tokens`` names the tokens, ascending, whose rows a trimmed LM head keeps; None keeps all.
     """
 
     embedding: EmbeddingSpec
     linears: Mapping[str, LinearSpec]
     hidden_states: bool = False
+    head_tokens: tuple[int, ...] | None = None
 
 
 class _Norm(nn.Module):
@@ -234,7 +236,7 @@ def build_decoder(config: ModelConfig, plan: DecoderPlan) -> ir.Model:
         builder.op, ids, (seqlens_k, total, pad, attention_rows), rows, past
     )
     outputs: list[tuple[str, ir.Value, list[int | str | None]]] = [
-        ("logits", logits, [1, "r", config.vocab_size])
+        ("logits", logits, [1, "r", plan.linears["lm_head"].out_features])
     ]
     if plan.hidden_states:
         outputs.append(("hidden_states", hidden, [1, "r", config.hidden_size]))

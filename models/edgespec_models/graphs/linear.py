@@ -70,6 +70,11 @@ class LinearSpec:
     in_features: int
     parts: tuple[LinearPart, ...]
 
+    @property
+    def out_features(self) -> int:
+        """Width of the output."""
+        return sum(part.out_features for part in self.parts)
+
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingSpec:
