@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from edgespec_export.calibration import read_texts, shipped_texts, written_by
-from edgespec_export.trim import Ranking, Trim, TrimOptions, best_size, trim_vocabulary
+from edgespec_export.trim import CANDIDATES, Ranking, Trim, TrimOptions, best_size, trim_vocabulary
 from edgespec_models.bundle import Bundle
 from edgespec_models.progress import ProgressCallback
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
@@ -42,12 +42,12 @@ def plan_trim(
         RequestError: calibration text that cannot be read, or a size this vocabulary cannot have.
     """
     tokenizer, special = vocabulary
+    if options.size == "auto" and tokenizer.vocab_size <= CANDIDATES[0]:
+        return None
     sources, target = _sources(options, progress)
     ranking = Ranking(sources, tokenizer, special.eos)
     if isinstance(options.size, int):
         return trim_vocabulary(ranking, options.size)
-    if not ranking.candidates:
-        return None
     try:
         step_s = _measure_steps(ranking, write, scratch)
     finally:
