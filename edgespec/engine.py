@@ -104,10 +104,10 @@ class Model:
     """
 
     def __init__(self, target: Bundle, drafter: Bundle | None, *, options: LoadOptions, drafts: bool) -> None:
-        if target.head_tokens is not None:
+        if target.manifest.role == "drafter":
             raise RequestError(
-                f"{target.manifest.name} is a drafter with a trimmed vocabulary: as a target it could not "
-                "write every token. Export it again with the role target"
+                f"{target.path} was exported as a drafter, which may lack tokens and exact rows; "
+                "export the model with the role target"
             )
         self.target, self.drafter, self.options = target, drafter, options
         self._drafts = drafts

@@ -31,7 +31,7 @@ TOKENIZERS = {
     for name, text in (("bytes", byte_level_json), ("sentencepiece", sentencepiece_json))
 }
 KEPT = 320
-"""A multiple of what the kernels compute at once: the last rows of other numbers take another order of sums."""
+"""A multiple of what the kernels compute at once: the last rows of other numbers are summed otherwise."""
 TOKENS = [5, 17, 300, 2, 2, 41, 17, 300, 99, 250, 7, 63, 11, 380]
 
 
@@ -183,7 +183,7 @@ def test_a_trimmed_drafter_changes_no_output_and_is_no_target(
     drafted, count = _greedy(target, drafter)
     assert drafted == plain
     assert count > 0
-    with pytest.raises(RequestError, match="trimmed vocabulary"):
+    with pytest.raises(RequestError, match="exported as a drafter"):
         edgespec.load(drafter, None)
 
 

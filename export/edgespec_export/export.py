@@ -157,7 +157,11 @@ def _write(
         digest = _hash(source, progress)
         head_tokens = None if trim is None else tuple(trim.tokens.tolist())
         plan = plan_decoder(
-            checkpoint, POLICIES[weights], hidden_states=options.hidden_states, head_tokens=head_tokens
+            checkpoint,
+            POLICIES[weights],
+            hidden_states=options.hidden_states,
+            spare_rows=options.role == "target",
+            head_tokens=head_tokens,
         )
         _write_texts(checkpoint.metadata, folder)
         if trim is not None:

@@ -106,7 +106,7 @@ class _Piece:
         """
         config, count = self._config, next(iter(values.values())).shape[1]
         spare = count % 2 if self._even_rows else 0
-        pad = int(count + spare == 1)
+        pad = int(count + spare == 1 and "attention_pad" in self._inputs)
         total = start + count + spare + pad
         rows = np.arange(count + spare, dtype=np.int64)
         feeds: _Values = {

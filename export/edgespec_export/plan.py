@@ -71,6 +71,7 @@ def plan_decoder(
     policy: Policy,
     *,
     hidden_states: bool = False,
+    spare_rows: bool = True,
     head_tokens: tuple[int, ...] | None = None,
 ) -> DecoderPlan:
     """Assign formats; neighbouring projections with one format are fused into one matrix."""
@@ -94,7 +95,7 @@ def plan_decoder(
                 tuple(prefix + s for s in sources),
                 tuple(prefix + b for b in its_biases),
             )
-    return DecoderPlan(_embedding(checkpoint), linears, hidden_states, head_tokens)
+    return DecoderPlan(_embedding(checkpoint), linears, hidden_states, spare_rows, head_tokens)
 
 
 def _linear(

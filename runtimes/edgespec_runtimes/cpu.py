@@ -103,6 +103,7 @@ class CpuSession:
         self._capacity = 0
         self._passes: dict[tuple[int, int], _Pass] = {}
         self._session = open_graph(bundle.path / GRAPH, self._options)
+        self._inputs = {value.name for value in self._session.get_inputs()}
         self.row_exact = self._self_test()
 
     @property
@@ -199,7 +200,7 @@ class CpuSession:
     def _bind(self, count: int, rows: int) -> _Pass:
         """Bind inputs and outputs for ``count`` tokens, logits of the last ``rows`` of them."""
         spare = count % 2 if self._even_rows and self._options.exact_rows else 0
-        pad = int(count + spare == 1 and self._options.exact_rows)
+        pad = int(count + spare == 1 and self._options.exact_rows and "attention_pad" in self._inputs)
         width = self._config.query_width + 2 * self._config.kv_width
         ids, seqlens = np.zeros((1, count + spare), np.int64), np.zeros(1, np.int32)
         wanted = np.arange(count - rows, count, dtype=np.int64)
@@ -215,7 +216,8 @@ class CpuSession:
             "logits_rows": wanted,
         }
         binding, keep_alive = self._session.io_binding(), []
-        for name, array in inputs.items():
+        for name in inputs.keys() & self._inputs:
+            array = inputs[name]
             value = _ort_value(array)
             keep_alive.append((array, value))
             binding.bind_ortvalue_input(name, value)
