@@ -1,7 +1,7 @@
 """``edgespec export``: a checkpoint in, a bundle out."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -11,6 +11,9 @@ from edgespec.cli.inspect import show_report
 from edgespec.cli.options import JsonFlag
 from edgespec_models.errors import ModelFileError
 from edgespec_models.progress import ProgressCallback
+
+if TYPE_CHECKING:
+    from edgespec_export.quantization import Quantization
 
 __all__ = ["export"]
 
@@ -29,6 +32,35 @@ def export(
         Literal["exact", "close", "fast"] | None,
         typer.Option(help="How near the weights stay to the source's. Default: by role."),
     ] = None,
+    bits: Annotated[
+        Literal["4", "8"] | None,
+        typer.Option(help="Quantize to so many bits, instead of --weights. Default: 4."),
+    ] = None,
+    block_size: Annotated[
+        Literal["16", "32", "64", "128"] | None,
+        typer.Option(help="Weights that share a scale. Default: 32; larger is smaller and less exact."),
+    ] = None,
+    method: Annotated[
+        Literal["rtn", "fit", "k-quant", "hqq", "gptq", "keep"] | None,
+        typer.Option(
+            help="How scales are chosen: round to nearest; least squares; llama.cpp's weighted search; "
+            "half-quadratic; gptq, which is refused; keep repacks what the file holds. Default: fit."
+        ),
+    ] = None,
+    mixed: Annotated[
+        Literal["none", "head", "sensitive"] | None,
+        typer.Option(
+            help="What keeps 8 bits when --bits is 4: nothing; the LM head; or it and half of the value and "
+            "down projections. Default: head."
+        ),
+    ] = None,
+    minimums: Annotated[
+        Literal["columns", "integer", "none"] | None,
+        typer.Option(
+            help="How 4-bit blocks off zero are held: with any offset; with a zero point, faster; or not at "
+            "all. Default: columns."
+        ),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="The model's name. Default: the source's.")] = None,
     hidden_states: Annotated[
         bool, typer.Option("--hidden-states", help="Add the last hidden state as an output.")
@@ -43,14 +75,18 @@ def export(
         edgespec export qwen2.5-coder-1.5b-instruct -o target
 
         edgespec export SmolLM2-135M-Instruct.Q8_0.gguf -o drafter --role drafter --weights fast
+
+        edgespec export model.gguf -o small --bits 4 --block-size 64 --method k-quant --mixed sensitive
     """
     from edgespec_export.export import ExportOptions, export_model
 
+    quantization = _quantization(bits, block_size, method, mixed, minimums)
     with progress_bars() as progress:
         file, known_as = _locate(source, progress)
         options = ExportOptions(
             role=role,
             weights=weights,
+            quantization=quantization,
             name=name or known_as,
             hidden_states=hidden_states,
             overwrite=overwrite,
@@ -62,6 +98,19 @@ def export(
         return
     output().print(f"{out}", markup=False, soft_wrap=True)
     show_report(value)
+
+
+def _quantization(
+    bits: str | None, block_size: str | None, method: str | None, mixed: str | None, minimums: str | None
+) -> "Quantization | None":
+    """What the options say, the rest by default; None where there are none."""
+    from edgespec_export.quantization import Quantization
+
+    numbers = {"bits": bits, "block": block_size}
+    given: dict[str, Any] = {name: int(value) for name, value in numbers.items() if value is not None}
+    words = {"method": method, "mixed": mixed, "minimums": minimums}
+    given |= {name: value for name, value in words.items() if value is not None}
+    return Quantization(**given) if given else None
 
 
 def _locate(source: str, progress: ProgressCallback) -> tuple[Path, str | None]:

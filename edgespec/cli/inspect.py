@@ -59,7 +59,9 @@ def show_report(report: Mapping[str, Any]) -> None:
             table.add_row(f"  {label}", _parity(values))
     for loss in report["weights"]:
         kept = "exact" if loss["relative_error"] == 0 else f"relative error {loss['relative_error']:.2%}"
-        table.add_row(f"{loss['source']} weights", f"{loss['weights']:,} as {loss['format']}, {kept}")
+        method = loss.get("method", "keep")  # reports of earlier exports lack it
+        form = loss["format"] if method == "keep" else f"{loss['format']} by {method}"
+        table.add_row(f"{loss['source']} weights", f"{loss['weights']:,} as {form}, {kept}")
     sizes = report["bytes"]
     table.add_row("size", f"{size(sizes['bundle'])}, from {size(sizes['source'])}")
     table.add_row("same bits for any rows", "yes" if report["row_exact"] else "no")

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from edgespec_export.gguf_tokenizer import chat_template, special_tokens, tokenizer_json
+from edgespec_export.quantization import Quantization
 from edgespec_export.report import ExportReport, FormatLoss
 from edgespec_models.bundle import (
     GRAPH,
@@ -50,6 +51,7 @@ class ExportOptions:
     Attributes:
         role: ``target`` or ``drafter``.
         weights: a policy of :data:`edgespec_export.plan.POLICIES`; None takes the role's default.
+        quantization: bits, block size and method instead of a policy.
         name: the model's name; None takes the file's.
         hidden_states: add the last hidden state as an output, for drafters that adapt.
         overwrite: replace a bundle that is there already.
@@ -57,6 +59,7 @@ class ExportOptions:
 
     role: Role = "target"
     weights: str | None = None
+    quantization: Quantization | None = None
     name: str | None = None
     hidden_states: bool = False
     overwrite: bool = False
@@ -76,7 +79,7 @@ def export_model(
     Raises:
         ModelFileError, UnsupportedModelError, TokenizerError: the source cannot be exported.
         ParityError: the export does not compute what the source computes.
-        RequestError: an unknown policy, or ``out`` exists.
+        RequestError: an unknown policy, a policy and a quantization at once, or ``out`` exists.
         StorageError: the disk is full, or ``out`` cannot be written.
         EdgespecError: the ``export`` extra is not installed.
     """
@@ -125,10 +128,11 @@ def _write(
     from edgespec_export.writer import write_weights
     from edgespec_models.graphs.decoder import build_decoder
 
-    weights = options.weights or DEFAULT_WEIGHTS[options.role]
+    policy = options.weights or DEFAULT_WEIGHTS[options.role]
+    chosen = options.quantization or POLICIES[policy]
     with Checkpoint(source) as checkpoint:
         digest = _hash(source, progress)
-        plan = plan_decoder(checkpoint, POLICIES[weights], hidden_states=options.hidden_states)
+        plan = plan_decoder(checkpoint, chosen, hidden_states=options.hidden_states)
         _write_texts(checkpoint.metadata, folder)
         model = build_decoder(checkpoint.config, plan)
         by_class = write_weights(model, plan, checkpoint, folder, progress)
@@ -140,7 +144,7 @@ def _write(
             config=checkpoint.config,
             even_rows=any(part.format.even_rows for spec in plan.linears.values() for part in spec.parts),
             hidden_states=options.hidden_states,
-            weights=weights,
+            weights=policy if options.quantization is None else options.quantization.name,
             formats=_weights_by_format(losses),
             bytes_by_class=by_class,
             parameters_by_class=_parameters_by_class(checkpoint),
@@ -241,6 +245,11 @@ def _check_request(source: Path, out: Path, options: ExportOptions) -> None:
     if options.weights is not None and options.weights not in POLICIES:
         known = "; ".join(f"{name} ({policy.summary})" for name, policy in POLICIES.items())
         raise RequestError(f"weights={options.weights!r} is not known; allowed: {known}")
+    if options.weights is not None and options.quantization is not None:
+        raise RequestError(
+            f"weights={options.weights!r} and quantization {options.quantization.name!r} exclude each other; "
+            "give a policy, or bits, block size and method"
+        )
     if not source.is_file():
         raise ModelFileError(f"{source} is not a file; give a GGUF file or a catalogue name")
     if not out.exists():
