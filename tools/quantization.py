@@ -1,12 +1,12 @@
 """What each way to store the weights costs and keeps: `python tools/quantization.py --gguf FILE [SPEC ...]`.
 
 A SPEC is a policy (`exact`, `close`, `fast`) or a quantization as `edgespec inspect` names it: `4/32/fit`,
-`4/64/k-quant/mixed=none/minimums=integer`. Each is exported into a temporary folder (TMPDIR chooses where);
-the table has, by row: megabytes and bytes per weight of a pass; milliseconds of a pass over 1, 4 and 8 rows
-behind 256 tokens (least of several, the bundles in turn); top-1 agreement and KL divergence (nats a token,
-whole vocabulary) against the file's own weights, which the `exact` export stands for; perplexity; and KL
-against the stored reference logits, which another implementation computed, where there are some. Texts: the
-stored reference's and `--text FILE`.
+`4/64/k-quant/mixed=none/minimums=integer`; either with `+kv8` for an int8 KV cache. Each is exported into a
+temporary folder (TMPDIR chooses where); the table has, by row: megabytes and bytes per weight of a pass;
+milliseconds of a pass over 1, 4 and 8 rows behind 256 tokens (least of several, the bundles in turn); top-1
+agreement and KL divergence (nats a token, whole vocabulary) against the file's own weights, which the
+`exact` export stands for; perplexity; and KL against the stored reference logits, which another
+implementation computed, where there are some. Texts: the stored reference's and `--text FILE`.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import json
 import math
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -54,12 +54,18 @@ class Row:
     stored_kl: float | None
 
 
+def parse(spec: str) -> ExportOptions:
+    """What a SPEC asks for; RequestError where it is none."""
+    weights, cache = spec.removesuffix("+kv8"), spec.endswith("+kv8")
+    options = ExportOptions(kv="int8" if cache else "float32")
+    if weights in POLICIES:
+        return replace(options, weights=weights)
+    return replace(options, quantization=Quantization.parse(weights))
+
+
 def export(gguf: Path, out: Path, spec: str) -> str | None:
     """Export as ``spec`` says; returns why not where the parity check refuses what comes out."""
-    if spec in POLICIES:
-        options = ExportOptions(weights=spec)
-    else:
-        options = ExportOptions(quantization=Quantization.parse(spec))
+    options = parse(spec)
     try:
         export_model(gguf, out, options=options)
     except ParityError as error:
@@ -178,8 +184,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     options = parser.parse_args()
     for spec in options.specs:
-        if spec not in POLICIES:
-            Quantization.parse(spec)
+        parse(spec)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         rows = measure(options, Path(name))
     print("| weights | MB a pass | bytes a weight | ms, n = 1 | n = 4 | n = 8 ", end="")

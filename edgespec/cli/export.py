@@ -61,6 +61,10 @@ def export(
             "all. Default: columns."
         ),
     ] = None,
+    kv: Annotated[
+        Literal["float32", "int8"],
+        typer.Option(help="What the KV cache holds; int8 takes a quarter of the memory and rounds."),
+    ] = "float32",
     name: Annotated[str | None, typer.Option(help="The model's name. Default: the source's.")] = None,
     hidden_states: Annotated[
         bool, typer.Option("--hidden-states", help="Add the last hidden state as an output.")
@@ -87,6 +91,7 @@ def export(
             role=role,
             weights=weights,
             quantization=quantization,
+            kv=kv,
             name=name or known_as,
             hidden_states=hidden_states,
             overwrite=overwrite,

@@ -81,8 +81,9 @@ def _facts(bundle: "Bundle", verified: bool) -> "Table":
     table.add_row("role", manifest.role)
     table.add_row("architecture", f"{config.architecture}, {config.num_layers} layers")
     table.add_row("vocabulary", f"{config.vocab_size:,}")
-    table.add_row("context", f"{config.context_length:,} tokens, {size(config.kv_bytes_per_token)} each")
+    table.add_row("context", f"{config.context_length:,} tokens, {size(manifest.kv_bytes_per_token)} each")
     table.add_row("weights", manifest.weights)
+    table.add_row("KV cache", manifest.kv)
     table.add_row(
         "read in a pass", f"{size(manifest.bytes_per_pass)}, {manifest.parameters_per_pass:,} weights"
     )

@@ -22,13 +22,25 @@ from edgespec_models.config import ModelConfig
 from edgespec_models.errors import BundleError
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
 
-__all__ = ["GRAPH", "MANIFEST", "REPORT", "TEMPLATE", "TOKENIZER", "Bundle", "FileRecord", "Manifest", "Role"]
+__all__ = [
+    "GRAPH",
+    "MANIFEST",
+    "REPORT",
+    "TEMPLATE",
+    "TOKENIZER",
+    "Bundle",
+    "FileRecord",
+    "KVType",
+    "Manifest",
+    "Role",
+]
 
 MANIFEST, GRAPH, TOKENIZER = "edgespec.json", "model.onnx", "tokenizer.json"
 TEMPLATE, REPORT = "chat_template.jinja", "report.json"
 FORMAT_VERSION = 1
 
 Role = Literal["target", "drafter"]
+KVType = Literal["float32", "int8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +79,7 @@ class Manifest:
         special_tokens: ids of begin- and end-of-sequence tokens.
         provenance: source file, its sha256, the exporter's version.
         files: every file of the bundle but the manifest.
+        kv: what the KV cache holds.
     """
 
     name: str
@@ -81,6 +94,12 @@ class Manifest:
     special_tokens: SpecialTokens
     provenance: Mapping[str, str]
     files: Mapping[str, FileRecord]
+    kv: KVType = "float32"
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of KV cache a token takes."""
+        return self.config.kv_bytes_per_token // (4 if self.kv == "int8" else 1)
 
     @property
     def bytes_per_pass(self) -> int:
@@ -118,6 +137,8 @@ class Manifest:
             manifest = cls(**value)
             if manifest.role not in get_args(Role):
                 raise ValueError(f"role is {manifest.role!r}")
+            if manifest.kv not in get_args(KVType):
+                raise ValueError(f"kv is {manifest.kv!r}")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise BundleError(f"{where} is damaged ({error}); export the model again") from error
         return manifest
