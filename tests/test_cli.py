@@ -257,11 +257,12 @@ def test_export_with_quantization_options(tmp_path: Path) -> None:
     from tests.gguf_for_tests import tiny_gguf
 
     source = str(tiny_gguf("llama", layers=1).write(tmp_path / "m.gguf"))
-    options = ("--bits", "4", "--block-size", "64", "--method", "hqq", "--mixed", "none")
+    options = ("--bits", "4", "--block-size", "64", "--method", "hqq", "--mixed", "none", "--kv", "int8")
     result = run("export", source, "-o", str(tmp_path / "out"), *options)
     assert result.exit_code == 0 and "as int4/64z+columns by hqq, relative error" in result.stdout
     assert Bundle(tmp_path / "out").manifest.weights == "4/64/hqq/mixed=none"
-    assert "4/64/hqq/mixed=none" in run("inspect", str(tmp_path / "out")).stdout
+    shown = run("inspect", str(tmp_path / "out")).stdout
+    assert "4/64/hqq/mixed=none" in shown and "int8" in shown.partition("KV cache")[2]
     for arguments, says in (
         (("--weights", "fast", "--bits", "8"), "exclude each other"),
         (("--method", "gptq"), "use 'fit' or 'k-quant'"),

@@ -34,7 +34,9 @@ def export(
     ] = None,
     bits: Annotated[
         Literal["4", "8"] | None,
-        typer.Option(help="Quantize to so many bits, instead of --weights. Default: 4."),
+        typer.Option(
+            help="Quantize, instead of --weights: to so many bits. Default: 4 if one of the next four is set."
+        ),
     ] = None,
     block_size: Annotated[
         Literal["16", "32", "64", "128"] | None,
@@ -57,8 +59,8 @@ def export(
     minimums: Annotated[
         Literal["columns", "integer", "none"] | None,
         typer.Option(
-            help="How 4-bit blocks off zero are held: with any offset; with a zero point, faster; or not at "
-            "all. Default: columns."
+            help="How 4-bit blocks off zero are held: with any offset; with a zero point among the "
+            "codes; or not at all. Default: columns."
         ),
     ] = None,
     kv: Annotated[
@@ -81,6 +83,8 @@ def export(
         edgespec export SmolLM2-135M-Instruct.Q8_0.gguf -o drafter --role drafter --weights fast
 
         edgespec export model.gguf -o small --bits 4 --block-size 64 --method k-quant --mixed sensitive
+
+        edgespec export qwen2.5-coder-1.5b-instruct -o long --kv int8
     """
     from edgespec_export.export import ExportOptions, export_model
 
