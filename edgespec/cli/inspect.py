@@ -59,7 +59,9 @@ def show_report(report: Mapping[str, Any]) -> None:
             table.add_row(f"  {label}", _parity(values))
     for loss in report["weights"]:
         kept = "exact" if loss["relative_error"] == 0 else f"relative error {loss['relative_error']:.2%}"
-        table.add_row(f"{loss['source']} weights", f"{loss['weights']:,} as {loss['format']}, {kept}")
+        method = loss.get("method", "keep")  # reports of earlier exports lack it
+        form = loss["format"] if method == "keep" else f"{loss['format']} by {method}"
+        table.add_row(f"{loss['source']} weights", f"{loss['weights']:,} as {form}, {kept}")
     if trim := report.get("trim"):
         table.add_row("LM head", f"{trim['rows']:,} of {trim['of']:,} rows: {_trim(trim)}")
     sizes = report["bytes"]
@@ -81,8 +83,9 @@ def _facts(bundle: "Bundle", verified: bool) -> "Table":
     table.add_row("role", manifest.role)
     table.add_row("architecture", f"{config.architecture}, {config.num_layers} layers")
     table.add_row("vocabulary", f"{config.vocab_size:,}")
-    table.add_row("context", f"{config.context_length:,} tokens, {size(config.kv_bytes_per_token)} each")
+    table.add_row("context", f"{config.context_length:,} tokens, {size(manifest.kv_bytes_per_token)} each")
     table.add_row("weights", manifest.weights)
+    table.add_row("KV cache", manifest.kv)
     table.add_row(
         "read in a pass", f"{size(manifest.bytes_per_pass)}, {manifest.parameters_per_pass:,} weights"
     )

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import psutil
 
 from edgespec_export.gguf_tokenizer import chat_template, special_tokens, tokenizer_json
+from edgespec_export.quantization import Quantization
 from edgespec_export.report import ExportReport, FormatLoss
 from edgespec_export.trim import Trim, TrimOptions
 from edgespec_models.bundle import (
@@ -31,12 +32,14 @@ from edgespec_models.bundle import (
     TOKENIZER,
     Bundle,
     FileRecord,
+    KVType,
     Manifest,
     Role,
 )
+from edgespec_models.config import ModelConfig
 from edgespec_models.errors import EdgespecError, ModelFileError, ParityError, RequestError, StorageError
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
-from edgespec_models.tokenizer import Tokenizer
+from edgespec_models.tokenizer import SpecialTokens, Tokenizer
 from edgespec_runtimes.memory import peak_memory_bytes
 
 __all__ = ["DEFAULT_WEIGHTS", "ExportOptions", "ExportReport", "export_model"]
@@ -54,6 +57,8 @@ class ExportOptions:
     Attributes:
         role: ``target`` or ``drafter``.
         weights: a policy of :data:`edgespec_export.plan.POLICIES`; None takes the role's default.
+        quantization: bits, block size and method instead of a policy.
+        kv: what the KV cache holds; ``int8`` takes a quarter of the memory and is calibrated at export.
         name: the model's name; None takes the file's.
         hidden_states: add the last hidden state as an output, for drafters that adapt.
         overwrite: replace a bundle that is there already.
@@ -62,6 +67,8 @@ class ExportOptions:
 
     role: Role = "target"
     weights: str | None = None
+    quantization: Quantization | None = None
+    kv: KVType = "float32"
     name: str | None = None
     hidden_states: bool = False
     overwrite: bool = False
@@ -82,7 +89,7 @@ def export_model(
     Raises:
         ModelFileError, UnsupportedModelError, TokenizerError: the source cannot be exported.
         ParityError: the export does not compute what the source computes.
-        RequestError: an unknown policy, or ``out`` exists.
+        RequestError: an unknown policy, a policy and a quantization at once, or ``out`` exists.
         StorageError: the disk is full, or ``out`` cannot be written.
         EdgespecError: the ``export`` extra is not installed.
     """
@@ -152,13 +159,14 @@ def _write(
     from edgespec_export.writer import write_weights
     from edgespec_models.graphs.decoder import build_decoder
 
-    weights = options.weights or DEFAULT_WEIGHTS[options.role]
+    policy = options.weights or DEFAULT_WEIGHTS[options.role]
+    chosen = options.quantization or POLICIES[policy]
     with Checkpoint(source) as checkpoint:
         digest = _hash(source, progress)
         head_tokens = None if trim is None else tuple(trim.tokens.tolist())
         plan = plan_decoder(
             checkpoint,
-            POLICIES[weights],
+            chosen,
             hidden_states=options.hidden_states,
             spare_rows=options.role == "target",
             head_tokens=head_tokens,
@@ -169,24 +177,37 @@ def _write(
         model = build_decoder(checkpoint.config, plan)
         by_class = write_weights(model, plan, checkpoint, folder, progress)
         onnx_ir.save(model, folder / GRAPH)
+        even_rows = any(part.format.even_rows for spec in plan.linears.values() for part in spec.parts)
+        special = special_tokens(checkpoint.metadata)
+        if options.kv == "int8":
+            _quantize_cache(folder, checkpoint.config, special, even_rows)
         losses = measure_losses(plan, checkpoint)
         manifest = Manifest(
             name=options.name or source.stem,
             role=options.role,
             config=checkpoint.config,
-            even_rows=any(part.format.even_rows for spec in plan.linears.values() for part in spec.parts),
+            even_rows=even_rows,
             hidden_states=options.hidden_states,
-            weights=weights,
+            weights=policy if options.quantization is None else options.quantization.name,
             formats=_weights_by_format(losses),
             bytes_by_class=by_class,
             parameters_by_class=_parameters_by_class(checkpoint, plan),
-            special_tokens=special_tokens(checkpoint.metadata),
+            special_tokens=special,
             provenance={"source": source.name, "sha256": digest, "edgespec": version("edgespec")},
             files={file.name: FileRecord.of(file) for file in sorted(folder.iterdir())},
+            kv=options.kv,
             head_rows=None if trim is None else len(trim.tokens),
         )
     _write_json(folder / MANIFEST, manifest.to_json())
     return manifest, losses
+
+
+def _quantize_cache(folder: Path, config: ModelConfig, special: SpecialTokens, even_rows: bool) -> None:
+    from edgespec_export.kv_cache import calibration_tokens, quantize_cache
+
+    tokenizer = Tokenizer.from_file(folder / TOKENIZER, vocab_size=config.vocab_size)
+    texts = calibration_tokens(tokenizer, special)
+    quantize_cache(folder / GRAPH, config, texts, even_rows=even_rows)
 
 
 def _write_texts(metadata: Mapping[str, object], folder: Path) -> None:
@@ -281,9 +302,16 @@ def _check_request(source: Path, out: Path, options: ExportOptions) -> None:
             f"trim size {options.trim.size} with role=target: a target must be able to write every token; "
             "only drafters are trimmed (role=drafter)"
         )
+    if options.kv not in get_args(KVType):
+        raise RequestError(f"kv={options.kv!r} is not known; allowed: {', '.join(get_args(KVType))}")
     if options.weights is not None and options.weights not in POLICIES:
         known = "; ".join(f"{name} ({policy.summary})" for name, policy in POLICIES.items())
         raise RequestError(f"weights={options.weights!r} is not known; allowed: {known}")
+    if options.weights is not None and options.quantization is not None:
+        raise RequestError(
+            f"weights={options.weights!r} and quantization {options.quantization.name!r} exclude each other; "
+            "give a policy, or bits, block size and method"
+        )
     if not source.is_file():
         raise ModelFileError(f"{source} is not a file; give a GGUF file or a catalogue name")
     if not out.exists():

@@ -1,4 +1,4 @@
-"""Which format each weight gets: the policies a user chooses from, applied to a checkpoint.
+"""Which format each weight gets: a policy or a quantization the user chose, applied to a checkpoint.
 
 What they cost and what they keep is measured in docs/benchmarks.md, "Weight formats".
 """
@@ -10,8 +10,9 @@ from types import MappingProxyType
 
 from edgespec_export.checkpoint import Checkpoint
 from edgespec_export.gguf import GGMLType
+from edgespec_export.quantization import Quantization
 from edgespec_models.graphs.decoder import DecoderPlan
-from edgespec_models.graphs.linear import EmbeddingSpec, LinearPart, LinearSpec, WeightFormat
+from edgespec_models.graphs.linear import EmbeddingSpec, LinearPart, LinearSpec, Method, WeightFormat
 
 __all__ = ["POLICIES", "Policy", "plan_decoder"]
 
@@ -45,6 +46,13 @@ class Policy:
     summary: str
     layers: Mapping[GGMLType, WeightFormat]
     head: Mapping[GGMLType, WeightFormat]
+    method: Method = "keep"
+
+    def format_of(self, name: str, kind: GGMLType, columns: int, layers: int) -> WeightFormat:
+        """The format of tensor ``name``, which the source has as ``kind``, in a model of ``layers``."""
+        chosen = (self.head if name == "lm_head" else self.layers)[kind]
+        # Widths without whole blocks stay float.
+        return chosen if chosen.bits == 32 or columns % chosen.block == 0 else _FLOAT
 
 
 _CLOSE = {
@@ -68,7 +76,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
 
 def plan_decoder(
     checkpoint: Checkpoint,
-    policy: Policy,
+    policy: Policy | Quantization,
     *,
     hidden_states: bool = False,
     spare_rows: bool = True,
@@ -76,7 +84,7 @@ def plan_decoder(
 ) -> DecoderPlan:
     """Assign formats; neighbouring projections with one format are fused into one matrix."""
     config = checkpoint.config
-    head = _linear(checkpoint, policy.head, ("lm_head",), ())
+    head = _linear(checkpoint, policy, ("lm_head",), ())
     if head_tokens is not None:
         head = replace(head, parts=(replace(head.parts[0], out_features=len(head_tokens)),))
     linears = {"lm_head": head}
@@ -91,7 +99,7 @@ def plan_decoder(
         ):
             linears[prefix + name] = _linear(
                 checkpoint,
-                policy.layers,
+                policy,
                 tuple(prefix + s for s in sources),
                 tuple(prefix + b for b in its_biases),
             )
@@ -100,22 +108,21 @@ def plan_decoder(
 
 def _linear(
     checkpoint: Checkpoint,
-    formats: Mapping[GGMLType, WeightFormat],
+    policy: Policy | Quantization,
     sources: tuple[str, ...],
     biases: tuple[str, ...],
 ) -> LinearSpec:
-    columns = checkpoint.tensor(sources[0]).shape[1]
+    columns, layers = checkpoint.tensor(sources[0]).shape[1], checkpoint.config.num_layers
 
     def form(source: str) -> WeightFormat:
-        chosen = formats[checkpoint.tensor(source).type]
-        # Widths without whole blocks stay float.
-        return chosen if chosen.bits == 32 or columns % chosen.block == 0 else _FLOAT
+        return policy.format_of(source, checkpoint.tensor(source).type, columns, layers)
 
     parts, at = [], 0
     for chosen, group in groupby(sources, form):
         names = tuple(group)
         rows = sum(checkpoint.tensor(name).shape[0] for name in names)
-        parts.append(LinearPart(names, rows, chosen, biases[at : at + len(names)] if biases else ()))
+        its_biases = biases[at : at + len(names)] if biases else ()
+        parts.append(LinearPart(names, rows, chosen, its_biases, policy.method))
         at += len(names)
     return LinearSpec(columns, tuple(parts))
 

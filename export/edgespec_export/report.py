@@ -5,6 +5,7 @@ from typing import Any
 
 from edgespec_export.parity import ParityReport
 from edgespec_export.trim import TrimReport
+from edgespec_models.graphs.linear import Method
 
 __all__ = ["ExportReport", "FormatLoss"]
 
@@ -18,12 +19,14 @@ class FormatLoss:
         format: format in the bundle.
         weights: how many weights.
         relative_error: root mean square of the differences over that of the weights, on a sample of rows.
+        method: how the weights were rounded; ``keep`` where the source's own were repacked if they fit.
     """
 
     source: str
     format: str
     weights: int
     relative_error: float
+    method: Method = "keep"
 
 
 @dataclass(frozen=True, slots=True)

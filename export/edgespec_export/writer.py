@@ -100,7 +100,7 @@ def _matrices(plan: DecoderPlan, checkpoint: Checkpoint) -> Iterator[_Matrix]:
 
 
 def _encoder(part: LinearPart) -> Callable[[Blocks | F32], Encoded]:
-    return lambda source: encode_linear(source, part.format)
+    return lambda source: encode_linear(source, part.format, part.method)
 
 
 def _module_path(linear: str) -> str:

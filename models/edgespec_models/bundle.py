@@ -35,6 +35,7 @@ __all__ = [
     "TOKENIZER",
     "Bundle",
     "FileRecord",
+    "KVType",
     "Manifest",
     "Role",
 ]
@@ -44,6 +45,7 @@ TEMPLATE, REPORT, HEAD_TOKENS = "chat_template.jinja", "report.json", "head_toke
 FORMAT_VERSION = 1
 
 Role = Literal["target", "drafter"]
+KVType = Literal["float32", "int8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ class Manifest:
         provenance: source file, its sha256, the exporter's version.
         files: every file of the bundle but the manifest.
         head_rows: rows of a trimmed LM head; None where it has one for every token.
+        kv: what the KV cache holds.
     """
 
     name: str
@@ -98,6 +101,12 @@ class Manifest:
     provenance: Mapping[str, str]
     files: Mapping[str, FileRecord]
     head_rows: int | None = None
+    kv: KVType = "float32"
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of KV cache a token takes."""
+        return self.config.kv_bytes_per_token // (4 if self.kv == "int8" else 1)
 
     @property
     def bytes_per_pass(self) -> int:
@@ -135,6 +144,8 @@ class Manifest:
             manifest = cls(**value)
             if manifest.role not in get_args(Role):
                 raise ValueError(f"role is {manifest.role!r}")
+            if manifest.kv not in get_args(KVType):
+                raise ValueError(f"kv is {manifest.kv!r}")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise BundleError(f"{where} is damaged ({error}); export the model again") from error
         return manifest

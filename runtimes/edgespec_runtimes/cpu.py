@@ -28,7 +28,7 @@ _KV_STEP = 256
 _MAX_KEPT_BINDINGS = 32
 _SPARE_ROWS = 1
 _COMPARED = 256
-_ONNX_TYPES = {np.dtype(np.float32): 1, np.dtype(np.int32): 6, np.dtype(np.int64): 7}
+_ONNX_TYPES = {np.dtype(np.float32): 1, np.dtype(np.int8): 3, np.dtype(np.int32): 6, np.dtype(np.int64): 7}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +99,10 @@ class CpuSession:
         self._head_rows = bundle.manifest.head_rows or bundle.config.vocab_size
         self._options = options or CpuOptions()
         self._tokens: list[int] = []
-        self._kv: list[tuple[str, str, npt.NDArray[np.float32], Any]] = []
+        self._kv: list[tuple[str, str, npt.NDArray[Any], Any]] = []
         self._capacity = 0
         self._passes: dict[tuple[int, int], _Pass] = {}
+        self._kv_type = np.dtype(bundle.manifest.kv)
         self._session = open_graph(bundle.path / GRAPH, self._options)
         self._inputs = {value.name for value in self._session.get_inputs()}
         self.row_exact = self._self_test()
@@ -142,7 +143,7 @@ class CpuSession:
         old, self._kv, self._passes = self._kv, [], {}
         for index in range(2 * self._config.num_layers):
             layer, kind = index // 2, ("key", "value")[index % 2]
-            array = np.zeros(shape, np.float32)
+            array = np.zeros(shape, self._kv_type)
             if old:
                 array[:, :, : self.length] = old[index][2][:, :, : self.length]
             names = f"past_key_values.{layer}.{kind}", f"present.{layer}.{kind}"
