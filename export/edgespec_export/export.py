@@ -8,17 +8,16 @@ import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from edgespec_export.gguf_tokenizer import chat_template, special_tokens, tokenizer_json
 from edgespec_export.report import ExportReport, FormatLoss
 from edgespec_models.bundle import (
     GRAPH,
@@ -35,10 +34,16 @@ from edgespec_models.errors import EdgespecError, ModelFileError, ParityError, R
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_runtimes.memory import peak_memory_bytes
 
+if TYPE_CHECKING:
+    from edgespec_export.checkpoint import Checkpoint
+
 __all__ = ["DEFAULT_WEIGHTS", "ExportOptions", "ExportReport", "export_model"]
 
 DEFAULT_WEIGHTS: dict[Role, str] = {"target": "close", "drafter": "close"}
-"""The policy of :data:`edgespec_export.plan.POLICIES` a role gets; docs/benchmarks.md has the figures."""
+"""The policy of :data:`edgespec_export.plan.POLICIES` a role gets; docs/benchmarks.md has the figures.
+
+Checkpoints that nobody has quantized yet get :data:`edgespec_export.plan.FLOAT_WEIGHTS`.
+"""
 
 _HASH_CHUNK = 1 << 24
 
@@ -49,8 +54,9 @@ class ExportOptions:
 
     Attributes:
         role: ``target`` or ``drafter``.
-        weights: a policy of :data:`edgespec_export.plan.POLICIES`; None takes the role's default.
-        name: the model's name; None takes the file's.
+        weights: a policy of :data:`edgespec_export.plan.POLICIES`; None takes the default for the role and
+            the source.
+        name: the model's name; None takes the source's.
         hidden_states: add the last hidden state as an output, for drafters that adapt.
         overwrite: replace a bundle that is there already.
     """
@@ -69,7 +75,7 @@ def export_model(
     options: ExportOptions | None = None,
     progress: ProgressCallback = ignore_progress,
 ) -> ExportReport:
-    """Export the GGUF file ``source`` to the bundle ``out``.
+    """Export ``source``, a GGUF file or a Hugging Face directory, to the bundle ``out``.
 
     The bundle appears at ``out`` when it is complete and has passed its checks, or not at all.
 
@@ -93,14 +99,14 @@ def export_model(
 def _build(
     source: Path, folder: Path, options: ExportOptions, progress: ProgressCallback, started: float
 ) -> ExportReport:
-    manifest, losses = _write(source, folder, options, progress)
+    manifest, losses, source_bytes = _write(source, folder, options, progress)
     converted = peak_memory_bytes()
     row_exact, parity = _check(folder, manifest.provenance["sha256"], progress)
     report = ExportReport(
         parity=parity,
         row_exact=row_exact,
         weights=losses,
-        source_bytes=source.stat().st_size,
+        source_bytes=source_bytes,
         bundle_bytes=sum(file.stat().st_size for file in folder.iterdir()),
         bytes_by_class=dict(manifest.bytes_by_class),
         seconds=perf_counter() - started,
@@ -115,27 +121,29 @@ def _build(
 
 def _write(
     source: Path, folder: Path, options: ExportOptions, progress: ProgressCallback
-) -> tuple[Manifest, tuple[FormatLoss, ...]]:
-    """Everything of a bundle but the report, and what the formats cost the weights."""
+) -> tuple[Manifest, tuple[FormatLoss, ...], int]:
+    """Everything of a bundle but the report; what the formats cost the weights; the source's bytes."""
     import onnx_ir
 
-    from edgespec_export.checkpoint import Checkpoint
     from edgespec_export.losses import measure_losses
-    from edgespec_export.plan import POLICIES, plan_decoder
+    from edgespec_export.plan import FLOAT_WEIGHTS, POLICIES, all_floats, plan_decoder
+    from edgespec_export.sources import open_checkpoint
     from edgespec_export.writer import write_weights
     from edgespec_models.graphs.decoder import build_decoder
 
-    weights = options.weights or DEFAULT_WEIGHTS[options.role]
-    with Checkpoint(source) as checkpoint:
-        digest = _hash(source, progress)
+    with open_checkpoint(source) as checkpoint:
+        default = FLOAT_WEIGHTS if all_floats(checkpoint) else DEFAULT_WEIGHTS[options.role]
+        weights = options.weights or default
+        _write_texts(checkpoint, folder)
+        special_tokens = checkpoint.special_tokens()
+        digest = _hash(checkpoint.files, progress)
         plan = plan_decoder(checkpoint, POLICIES[weights], hidden_states=options.hidden_states)
-        _write_texts(checkpoint.metadata, folder)
         model = build_decoder(checkpoint.config, plan)
         by_class = write_weights(model, plan, checkpoint, folder, progress)
         onnx_ir.save(model, folder / GRAPH)
         losses = measure_losses(plan, checkpoint)
         manifest = Manifest(
-            name=options.name or source.stem,
+            name=options.name or checkpoint.model_name,
             role=options.role,
             config=checkpoint.config,
             even_rows=any(part.format.even_rows for spec in plan.linears.values() for part in spec.parts),
@@ -144,17 +152,18 @@ def _write(
             formats=_weights_by_format(losses),
             bytes_by_class=by_class,
             parameters_by_class=_parameters_by_class(checkpoint),
-            special_tokens=special_tokens(checkpoint.metadata),
-            provenance={"source": source.name, "sha256": digest, "edgespec": version("edgespec")},
+            special_tokens=special_tokens,
+            provenance={"source": source.resolve().name, "sha256": digest, "edgespec": version("edgespec")},
             files={file.name: FileRecord.of(file) for file in sorted(folder.iterdir())},
         )
+        source_bytes = sum(file.stat().st_size for file in checkpoint.files)
     _write_json(folder / MANIFEST, manifest.to_json())
-    return manifest, losses
+    return manifest, losses, source_bytes
 
 
-def _write_texts(metadata: Mapping[str, object], folder: Path) -> None:
-    (folder / TOKENIZER).write_text(tokenizer_json(metadata), encoding="utf-8")
-    template = chat_template(metadata)
+def _write_texts(checkpoint: "Checkpoint", folder: Path) -> None:
+    (folder / TOKENIZER).write_text(checkpoint.tokenizer_json(), encoding="utf-8")
+    template = checkpoint.chat_template()
     if template is not None:
         (folder / TEMPLATE).write_text(template, encoding="utf-8")
 
@@ -196,7 +205,7 @@ def _reported(pieces: Sequence[Path], progress: ProgressCallback) -> Iterator[Pa
         yield piece
 
 
-def _parameters_by_class(checkpoint: Any) -> dict[str, int]:
+def _parameters_by_class(checkpoint: "Checkpoint") -> dict[str, int]:
     counts = dict.fromkeys(("embedding", "attention", "mlp", "lm_head", "other"), 0)
     classes = {"embed": "embedding", "lm_head": "lm_head"}
     classes |= dict.fromkeys("qkvo", "attention") | dict.fromkeys(("gate", "up", "down"), "mlp")
@@ -209,13 +218,15 @@ def _parameters_by_class(checkpoint: Any) -> dict[str, int]:
     return counts
 
 
-def _hash(source: Path, progress: ProgressCallback) -> str:
-    digest, done, total = hashlib.sha256(), 0, source.stat().st_size
-    with source.open("rb") as file:
-        while chunk := file.read(_HASH_CHUNK):
-            digest.update(chunk)
-            done += len(chunk)
-            progress(Progress("Reading", done, total))
+def _hash(files: Sequence[Path], progress: ProgressCallback) -> str:
+    """SHA-256 (hex) of the files' bytes, one file after the other."""
+    digest, done, total = hashlib.sha256(), 0, sum(file.stat().st_size for file in files)
+    for path in files:
+        with path.open("rb") as file:
+            while chunk := file.read(_HASH_CHUNK):
+                digest.update(chunk)
+                done += len(chunk)
+                progress(Progress("Reading", done, total))
     return digest.hexdigest()
 
 
@@ -241,16 +252,18 @@ def _check_request(source: Path, out: Path, options: ExportOptions) -> None:
     if options.weights is not None and options.weights not in POLICIES:
         known = "; ".join(f"{name} ({policy.summary})" for name, policy in POLICIES.items())
         raise RequestError(f"weights={options.weights!r} is not known; allowed: {known}")
-    if not source.is_file():
-        raise ModelFileError(f"{source} is not a file; give a GGUF file or a catalogue name")
+    if not source.exists():
+        raise ModelFileError(
+            f"{source} does not exist; give a GGUF file, a Hugging Face directory or a catalogue name"
+        )
     if not out.exists():
         return
     if not options.overwrite:
         raise RequestError(f"{out} exists; choose another directory or ask to overwrite it")
     if not out.is_dir() or (any(out.iterdir()) and not (out / MANIFEST).is_file()):
         raise RequestError(f"{out} is not a bundle; it will not be overwritten")
-    if out.resolve() in source.resolve().parents:
-        raise RequestError(f"{out} holds the source file {source.name}, which overwriting would delete")
+    if out.resolve() in (source.resolve(), *source.resolve().parents):
+        raise RequestError(f"{out} holds the source {source.name}, which overwriting would delete")
 
 
 @contextmanager
