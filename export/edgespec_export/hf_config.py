@@ -115,13 +115,13 @@ def _unrotated(facts: Facts, layers: int) -> tuple[int, ...]:
 
 def _window(facts: Facts, architecture: Architecture, layers: int) -> tuple[int, int | None]:
     """Every how many layers one sees all, and how many tokens the others see."""
-    switched_on = facts.boolean("use_sliding_window", default=False)
+    sliding = _sliding_layers(facts, architecture, layers)
+    always = architecture in (*_ALWAYS_SLIDING, "gemma3")
     if facts.value("sliding_window") is None or not (
-        switched_on or architecture in (*_ALWAYS_SLIDING, "gemma3")
+        always or facts.boolean("use_sliding_window", default=False)
     ):
         return 1, None
     window = facts.integer("sliding_window")
-    sliding = _sliding_layers(facts, architecture, layers)
     if True not in sliding:
         return 1, None
     if False not in sliding:
