@@ -111,6 +111,15 @@ def test_defaults_where_the_file_is_silent(tmp_path: Path) -> None:
         assert checkpoint.config.rope_theta == 10_000.0
 
 
+def test_rotary_factors_are_facts(tmp_path: Path) -> None:
+    model = tiny_gguf("llama")
+    factors = np.linspace(1, 8, HEAD_DIM // 2, dtype=np.float32)
+    model.tensors["rope_freqs.weight"] = ("F32", factors)
+    with GGUFCheckpoint(model.write(tmp_path / "m.gguf")) as checkpoint:
+        assert checkpoint.config.rope_factors == tuple(factors.tolist())
+        assert "rope_factors" not in checkpoint.tensors
+
+
 def test_biases_and_norms_are_found(tmp_path: Path) -> None:
     qwen, gemma = tiny_gguf("qwen2"), tiny_gguf("gemma3")
     with GGUFCheckpoint(qwen.write(tmp_path / "q.gguf")) as checkpoint:

@@ -12,6 +12,8 @@ from safetensors import safe_open
 
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.hf_checkpoint import HFCheckpoint
+from edgespec_export.hf_config import read_config
+from edgespec_export.hf_facts import Facts
 from edgespec_export.hf_tokenizer import HFTokenizer
 from edgespec_export.safetensors_file import SafetensorsFile
 from edgespec_models.bundle import Bundle
@@ -76,7 +78,7 @@ def test_features_of_gemma_that_change_logits_are_refused(tmp_path: Path, case: 
         ({"rope_theta": [1]}, "rope_theta"),
         ({"rope_scaling": 3}, "rope_scaling is 3, not an object"),
         ({"rope_scaling": {"type": "linear"}}, "lacks 'factor'"),
-        ({"rope_scaling": {"type": "linear", "factor": -1}}, "must be positive"),
+        ({"rope_scaling": {"type": "linear", "factor": -1}}, "not positive"),
         ({"vocab_size": VOCAB + 1}, r"has shape \(320, 64\).*\(321, 64\)"),
         ({"num_hidden_layers": 3}, "lacks a tensor for layers.2"),
         ({"tie_word_embeddings": "maybe"}, "not true or false"),
@@ -87,6 +89,24 @@ def test_wrong_facts_are_named(tmp_path: Path, change: dict[str, Any], message: 
     (folder / "config.json").write_text(json.dumps({**config_of("llama"), **change}), encoding="utf-8")
     with pytest.raises(ModelFileError, match=message):
         HFCheckpoint(folder)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    case=st.sampled_from(["llama3", "smollm3", "gemma3", "phi4", "qwen3"]),
+    key=st.sampled_from(
+        [*sorted(config_of("gemma3").keys() | config_of("phi4").keys()), "layer_types", "no_rope_layers"]
+    ),
+    value=st.sampled_from(
+        [None, 0, -1, 1, 7, 1 << 40, 10**400, 1.5, -0.5, 1e308, "x", [], [0], {}, {"type": 1}, True]
+    ),
+)
+def test_any_fact_may_be_wrong(case: str, key: str, value: object) -> None:
+    try:
+        config = read_config(Facts({**config_of(case), key: value}, "config.json"))
+    except EdgespecError:
+        return
+    assert ModelConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
 
 
 def test_wrong_shape_of_a_fused_tensor(tmp_path: Path) -> None:
@@ -261,8 +281,6 @@ def test_damaged_headers_meet_one_kind_of_error(
 
 
 def test_no_tokenizer_config_is_no_error(tmp_path: Path) -> None:
-    from edgespec_export.hf_facts import Facts
-
     (tmp_path / "tokenizer.json").write_text(byte_level_json(size=300), encoding="utf-8")
     special = HFTokenizer(tmp_path, Facts({}, "config.json"), VOCAB).special_tokens()
     assert special.bos is None

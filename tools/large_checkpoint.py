@@ -64,17 +64,17 @@ def shards(layers: int) -> Iterator[dict[str, tuple[int, ...]]]:
 
 def write_shard(path: Path, tensors: dict[str, tuple[int, ...]], rng: np.random.Generator) -> None:
     """A safetensors file whose matrices are holes but for their first rows; norms are 1."""
-    header, at = {}, 0
+    header, starts, at = {}, {}, 0
     for name, shape in tensors.items():
-        size = 2 * int(np.prod(shape))
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, at + size]}
-        at += size
+        starts[name], end = at, at + 2 * int(np.prod(shape))
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, end]}
+        at = end
     text = json.dumps(header).encode()
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, shape in tensors.items():
             values = np.ones(shape, np.float32) if len(shape) == 1 else rng.choice(VALUES, (ROWS, shape[1]))
-            file.seek(8 + len(text) + header[name]["data_offsets"][0])
+            file.seek(8 + len(text) + starts[name])
             file.write((values.astype(np.float32).view(np.uint32) >> 16).astype("<u2").tobytes())
         file.truncate(8 + len(text) + at)
 
@@ -119,10 +119,8 @@ def main() -> None:
         return
     report = export_model(options.folder, options.export, options=ExportOptions(weights=options.weights))
     peak, converting = report.peak_memory_bytes / 2**30, report.conversion_peak_memory_bytes / 2**30
-    print(
-        f"{report.source_bytes / 1e9:.1f} GB to {report.bundle_bytes / 1e9:.1f} GB in {report.seconds:.0f} s; "
-        f"peak {peak:.2f} GiB, {converting:.2f} GiB before the check"
-    )
+    sizes = f"{report.source_bytes / 1e9:.1f} GB to {report.bundle_bytes / 1e9:.1f} GB"
+    print(f"{sizes} in {report.seconds:.0f} s; peak {peak:.2f} GiB, {converting:.2f} GiB before the check")
     if peak > options.cap_gib:
         raise SystemExit(f"more than {options.cap_gib} GiB")
 

@@ -4,6 +4,7 @@ Keys and their defaults: ``configuration_*.py`` of github.com/huggingface/transf
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import sqrt
 from types import MappingProxyType
 
@@ -27,6 +28,7 @@ HF_ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
 )
 """``model_type`` in ``config.json`` to the family."""
 
+_MAX_COUNT = 4096  # there are lists with an entry for each; a damaged count may be huge
 _ALWAYS_SLIDING = ("mistral", "phi3")  # where a window is given, it holds without a switch
 _CHANGES_LOGITS = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 
@@ -46,11 +48,14 @@ def read_config(facts: Facts) -> ModelConfig:
     hidden, heads = facts.integer("hidden_size"), facts.integer("num_attention_heads")
     layers = facts.integer("num_hidden_layers")
     head_dim = facts.integer("head_dim", 256 if gemma else hidden // max(heads, 1))
+    for name, count in (("layers", layers), ("elements a head", head_dim)):
+        if not 0 < count <= _MAX_COUNT:
+            raise UnsupportedModelError(f"{facts.where} says {count} {name}; 1 to {_MAX_COUNT} are supported")
     rope = read_rope(facts, architecture, head_dim)
     global_every, window = _window(facts, architecture, layers)
     if window is not None and window >= rope.context and not gemma:
         window = None  # Gemma's window also says which layers have the local rotary embedding
-    return ModelConfig(
+    common = ModelConfig(
         architecture=architecture,
         vocab_size=facts.integer("vocab_size"),
         hidden_size=hidden,
@@ -67,13 +72,21 @@ def read_config(facts: Facts) -> ModelConfig:
         rotary_dim=None if rope.width == head_dim else rope.width,
         unrotated_layers=_unrotated(facts, layers) if architecture == "smollm3" else (),
         rope_local_theta=rope.local_theta,
-        attention_scale=(facts.number("query_pre_attn_scalar", 256.0) if gemma else head_dim or 1) ** -0.5,
+        attention_scale=head_dim**-0.5,
         sliding_window=window,
         global_every=1 if window is None else global_every,
         qk_norm=architecture in ("qwen3", "gemma3"),
-        post_norms=gemma,
-        activation="gelu_tanh" if gemma else "silu",
-        embedding_scale=sqrt(max(hidden, 1)) if gemma else 1.0,
+    )
+    return _gemma3(facts, common) if gemma else common
+
+
+def _gemma3(facts: Facts, common: ModelConfig) -> ModelConfig:
+    return replace(
+        common,
+        attention_scale=facts.positive("query_pre_attn_scalar", 256.0) ** -0.5,
+        post_norms=True,
+        activation="gelu_tanh",
+        embedding_scale=sqrt(common.hidden_size),
     )
 
 

@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Mapping
-from math import isfinite
 from pathlib import Path
 from typing import Self
 
 from edgespec_models.errors import ModelFileError
 
 __all__ = ["Facts"]
+
+_LARGEST = 1 << 53  # every whole number below is a float too
 
 
 class Facts:
@@ -54,16 +55,23 @@ class Facts:
     def integer(self, key: str, default: int | None = None) -> int:
         """A whole number."""
         value = self._present(key, default)
-        if isinstance(value, bool) or not isinstance(value, int):
+        if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= _LARGEST:
             raise self._wrong(key, "a whole number")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number."""
+        """A number that is finite and no larger than models have."""
         value = self._present(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _LARGEST:
             raise self._wrong(key, "a number")
         return float(value)
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        """A number above 0."""
+        value = self.number(key, default)
+        if value <= 0:
+            raise self._wrong(key, "positive")
+        return value
 
     def text(self, key: str, default: str | None = None) -> str:
         """A text."""
@@ -89,7 +97,9 @@ class Facts:
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
         """``count`` numbers; empty where the key is missing."""
         value = self._present(key, [])
-        kinds = isinstance(value, list) and all(type(number) in (int, float) for number in value)
+        kinds = isinstance(value, list) and all(
+            type(number) in (int, float) and abs(number) < _LARGEST for number in value
+        )
         if not isinstance(value, list) or not kinds or len(value) not in (0, count):
             raise self._wrong(key, f"a list of {count} numbers")
         return tuple(float(number) for number in value)
@@ -103,4 +113,4 @@ class Facts:
         return value
 
     def _wrong(self, key: str, expected: str) -> ModelFileError:
-        return ModelFileError(f"{self.where}: {key} is {self._values[key]!r:.80}, not {expected}")
+        return ModelFileError(f"{self.where}: {key} is {self._values.get(key)!r:.80}, not {expected}")

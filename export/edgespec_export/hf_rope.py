@@ -48,14 +48,16 @@ def read_rope(facts: Facts, architecture: Architecture, head_dim: int) -> Rope:
     parameters, local_theta = facts.section("rope_parameters"), None
     if architecture == "gemma3":
         local = parameters.section("sliding_attention")
-        local_theta = local.number("rope_theta", facts.number("rope_local_base_freq", 1e4))
+        local_theta = local.positive("rope_theta", facts.positive("rope_local_base_freq", 1e4))
         if _kind(local) != "default":
             raise UnsupportedModelError(f"{local.where} scales the local rotary embedding; not supported yet")
         parameters = parameters.section("full_attention")
     default = {"gemma3": 1e6, "smollm3": 2e6}.get(architecture, 1e4)
-    share = parameters.number("partial_rotary_factor", facts.number("partial_rotary_factor", 1.0))
+    share = parameters.positive("partial_rotary_factor", facts.positive("partial_rotary_factor", 1.0))
+    if share > 1:
+        raise ModelFileError(f"{facts.where}: partial_rotary_factor is {share}; it is a share of a head")
     rope = Rope(
-        theta=parameters.number("rope_theta", facts.number("rope_theta", default)),
+        theta=parameters.positive("rope_theta", facts.positive("rope_theta", default)),
         width=int(head_dim * share),
         context=facts.integer("max_position_embeddings"),
         local_theta=local_theta,
@@ -75,7 +77,7 @@ def _scaled(rope: Rope, scaling: Facts, original: object) -> Rope:
     if kind in ("default", "dynamic"):  # dynamic scaling begins beyond the context
         return rope
     if kind == "linear":
-        return replace(rope, factors=(_positive(scaling, "factor"),) * (rope.width // 2))
+        return replace(rope, factors=(scaling.positive("factor"),) * (rope.width // 2))
     if kind == "llama3":
         return replace(rope, factors=_llama3_factors(rope, scaling))
     if kind in _LONG:
@@ -88,8 +90,8 @@ def _scaled(rope: Rope, scaling: Facts, original: object) -> Rope:
 
 def _llama3_factors(rope: Rope, scaling: Facts) -> tuple[float, ...]:
     """Long waves are stretched by ``factor``, short ones not, those between by something between."""
-    factor = _positive(scaling, "factor")
-    low, high = _positive(scaling, "low_freq_factor"), _positive(scaling, "high_freq_factor")
+    factor = scaling.positive("factor")
+    low, high = scaling.positive("low_freq_factor"), scaling.positive("high_freq_factor")
     original = scaling.integer("original_max_position_embeddings", rope.context)
     if high <= low:
         raise ModelFileError(f"{scaling.where}: high_freq_factor must exceed low_freq_factor")
@@ -108,9 +110,9 @@ def _longrope(rope: Rope, scaling: Facts, original: object) -> Rope:
     """
     context = original if isinstance(original, int) else rope.context
     context = scaling.integer("original_max_position_embeddings", context)
-    if context < 2:
+    if context < 2 or rope.context < 1:
         raise ModelFileError(f"{scaling.where}: the original context is {context}")
-    stretch = scaling.number("factor", rope.context / context)
+    stretch = scaling.positive("factor", rope.context / context)
     by_stretch = sqrt(1 + log(stretch) / log(context)) if stretch > 1 else 1.0
     factors = scaling.numbers("short_factor", rope.width // 2)
     if not factors:
@@ -119,12 +121,5 @@ def _longrope(rope: Rope, scaling: Facts, original: object) -> Rope:
         rope,
         context=min(context, rope.context),
         factors=factors,
-        magnitude=scaling.number("attention_factor", by_stretch),
+        magnitude=scaling.positive("attention_factor", by_stretch),
     )
-
-
-def _positive(scaling: Facts, key: str) -> float:
-    value = scaling.number(key)
-    if value <= 0:
-        raise ModelFileError(f"{scaling.where}: {key} is {value}, but must be positive")
-    return value
