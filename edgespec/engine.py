@@ -72,7 +72,8 @@ def load(
     """Load a target and its drafter.
 
     Args:
-        target: a bundle's directory, a catalogue name (pulled and exported at first use), or a GGUF file.
+        target: a bundle's directory, a catalogue name (pulled and exported at first use), a GGUF file, or a
+            Hugging Face directory (``config.json`` and safetensors).
         drafter: the same; ``"auto"`` takes the catalogue's recommendation, ``"ngram"`` drafts from the text
             alone, None is plain decoding.
         options: threads and limits.

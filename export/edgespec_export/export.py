@@ -80,7 +80,8 @@ def export_model(
     The bundle appears at ``out`` when it is complete and has passed its checks, or not at all.
 
     Raises:
-        ModelFileError, UnsupportedModelError, TokenizerError: the source cannot be exported.
+        ModelFileError, UnsupportedModelError, TokenizerError: the source cannot be exported: damaged, or of
+            an architecture, feature or weight format that edgespec lacks.
         ParityError: the export does not compute what the source computes.
         RequestError: an unknown policy, or ``out`` exists.
         StorageError: the disk is full, or ``out`` cannot be written.
