@@ -16,7 +16,7 @@ from edgespec_models.bundle import MANIFEST, Bundle, Role
 from edgespec_models.catalog import entries, find
 from edgespec_models.download import pull
 from edgespec_models.errors import BundleError, ModelFileError
-from edgespec_models.paths import bundles_dir
+from edgespec_models.paths import bundles_dir, model_name
 from edgespec_models.progress import ProgressCallback, ignore_progress
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def open_model(
     if is_source or path.suffix == ".gguf":
         if not path.exists():
             raise ModelFileError(f"{path} does not exist; give a GGUF file, a bundle or a catalogue name")
-        name = path.resolve().name if is_source else path.stem
+        name = model_name(path) if is_source else path.stem
         folder = bundles_dir() / f"{name}-{_mark(path)}-{role}-{weights or 'default'}"
         return _open_cached(folder) or _export(path, folder, _options(role, weights, name), progress)
     entry = find(str(reference))

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import edgespec
+from edgespec.cli import app
 from edgespec.loading import open_model
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.hf_checkpoint import HFCheckpoint
@@ -151,6 +153,22 @@ def test_phis_fused_tensors_are_read_by_rows(tmp_path: Path) -> None:
         part = opened.read("layers.1.k", 3, 5)[1].view(np.float32)[..., 0]
     assert np.array_equal(np.concatenate([q, k, v]), expected)
     assert np.array_equal(part, k[3:5])
+
+
+def test_a_snapshot_in_the_hubs_cache_has_its_repositorys_name(tmp_path: Path) -> None:
+    folder = tmp_path / "models--owner--Tiny-1.5B" / "snapshots" / "0a1b2c"
+    with HFCheckpoint(write_checkpoint(folder, config_of("llama"))) as opened:
+        assert opened.model_name == "Tiny-1.5B"
+
+
+def test_the_command_line_exports_a_directory(tmp_path: Path) -> None:
+    source, out = checkpoint(tmp_path / "m", "qwen3"), tmp_path / "out"
+    result = CliRunner().invoke(app, ["export", str(source), "-o", str(out), "--weights", "balanced"])
+    assert result.exit_code == 0, result.output
+    assert Bundle(out, verify_digests=True).manifest.name == "m"
+    empty = CliRunner().invoke(app, ["export", str(tmp_path), "-o", str(tmp_path / "x")])
+    assert empty.exit_code == 1
+    assert "lacks config.json" in empty.stderr
 
 
 def test_a_directory_is_loaded_through_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from edgespec_export.hf_facts import Facts
 from edgespec_export.hf_tokenizer import HFTokenizer
 from edgespec_export.safetensors_file import SafeTensor, SafetensorsFile
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
+from edgespec_models.paths import model_name
 from edgespec_models.tokenizer import SpecialTokens
 
 __all__ = ["CONFIG", "HFCheckpoint"]
@@ -92,8 +93,8 @@ class HFCheckpoint(Checkpoint):
 
     @property
     def model_name(self) -> str:
-        """The directory's name."""
-        return self.path.resolve().name
+        """The directory's name, or the repository's in the hub's cache."""
+        return model_name(self.path)
 
     def read(
         self, name: str, start: int = 0, stop: int | None = None

@@ -19,7 +19,7 @@ class Facts:
     where the value is of another kind.
 
     Attributes:
-        where: names the object in messages, such as ``model/config.json``.
+        where: names the object in messages, such as the file's path.
     """
 
     def __init__(self, values: Mapping[str, object], where: str) -> None:
@@ -32,7 +32,7 @@ class Facts:
         Raises:
             ModelFileError: unreadable, or not a JSON object.
         """
-        where = f"{path.parent.name}/{path.name}"
+        where = str(path)
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:

@@ -1,8 +1,8 @@
 """Read safetensors files: a header of JSON, then the tensors' bytes.
 
 The format: github.com/huggingface/safetensors, "Format". Nothing in the file is trusted. The
-``safetensors`` package maps whole files, which counts as memory of the export, and hands bfloat16 to torch
-only; here rows are read where they lie. Tests compare with it.
+``safetensors`` package maps whole files, which counts as memory of the export, and its numpy
+side does not know bfloat16; here rows are read where they lie. Tests compare with it.
 """
 
 import json
