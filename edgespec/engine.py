@@ -38,7 +38,8 @@ class LoadOptions:
         threads: threads of a pass; 0 takes the physical cores.
         spinning: idle threads wait busily within a pass (see :class:`edgespec_runtimes.cpu.CpuOptions`).
         max_draft: the longest draft; what is worth drafting is decided round by round.
-        weights: policy of exports made at first use, ``exact``, ``close`` or ``fast``; None is the default.
+        weights: policy of exports made at first use, ``exact``, ``close``, ``balanced`` or
+            ``fast``; None is the default.
     """
 
     threads: int = 0
@@ -71,7 +72,8 @@ def load(
     """Load a target and its drafter.
 
     Args:
-        target: a bundle's directory, a catalogue name (pulled and exported at first use), or a GGUF file.
+        target: a bundle's directory, a catalogue name (pulled and exported at first use), a GGUF file, or a
+            Hugging Face directory (``config.json`` and safetensors).
         drafter: the same; ``"auto"`` takes the catalogue's recommendation, ``"ngram"`` drafts from the text
             alone, None is plain decoding.
         options: threads and limits.

@@ -223,7 +223,7 @@ def test_demo_writes_its_report_and_says_what_to_try(
 
 def test_export_of_nothing_is_an_error(tmp_path: Path) -> None:
     result = run("export", str(tmp_path / "none.gguf"), "-o", str(tmp_path / "out"))
-    assert result.exit_code == 1 and "is not a file" in result.stderr
+    assert result.exit_code == 1 and "does not exist" in result.stderr
     assert not (tmp_path / "out").exists()
     unknown = run("export", "no-such-model", "-o", str(tmp_path / "out"))
     assert unknown.exit_code == 1 and "no-such-model" in unknown.stderr

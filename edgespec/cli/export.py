@@ -22,7 +22,11 @@ __all__ = ["export"]
 def export(
     source: Annotated[
         str,
-        typer.Argument(metavar="SOURCE", help="A GGUF file, or a catalogue name, which is pulled first."),
+        typer.Argument(
+            metavar="SOURCE",
+            help="A GGUF file, a Hugging Face directory (config.json, safetensors), or a catalogue name, "
+            "which is pulled first.",
+        ),
     ],
     out: Annotated[
         Path,
@@ -30,8 +34,11 @@ def export(
     ],
     role: Annotated[Literal["target", "drafter"], typer.Option(help="What the model is to be.")] = "target",
     weights: Annotated[
-        Literal["exact", "close", "fast"] | None,
-        typer.Option(help="How near the weights stay to the source's. Default: by role."),
+        Literal["exact", "close", "balanced", "fast"] | None,
+        typer.Option(
+            help="How near the weights stay to the source's. Default: close; balanced for checkpoints in "
+            "floating point."
+        ),
     ] = None,
     trim_vocab: Annotated[
         str | None,
@@ -97,6 +104,8 @@ def export(
 
     Examples:
 
+        edgespec export ~/models/Llama-3.2-1B-Instruct -o target
+
         edgespec export qwen2.5-coder-1.5b-instruct -o target
 
         edgespec export SmolLM2-135M-Instruct.Q8_0.gguf -o drafter --role drafter --weights fast
@@ -156,16 +165,17 @@ def _quantization(
 
 
 def _locate(source: str, progress: ProgressCallback) -> tuple[Path, str | None]:
-    """The checkpoint's file, and the name the catalogue gives it."""
+    """The checkpoint's file or directory, and the name the catalogue gives it."""
     from edgespec_models.catalog import find
     from edgespec_models.download import pull
 
     path = Path(source)
-    if path.is_file():
+    if path.exists():
         return path, None
-    if path.suffix == ".gguf" or path.is_dir():
+    if path.suffix == ".gguf":
         raise ModelFileError(
-            f"{source} is not a file; give a GGUF file or a name that 'edgespec models' lists"
+            f"{source} does not exist; give a GGUF file, a Hugging Face directory, or a name that "
+            "'edgespec models' lists"
         )
     entry = find(source)
     return pull(entry, progress=progress, notify=note), entry.name

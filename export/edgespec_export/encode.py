@@ -51,9 +51,10 @@ def _holds(form: WeightFormat, source: Blocks) -> bool:
 
 
 def encode_embedding(source: Blocks | F32, spec: EmbeddingSpec) -> Encoded:
-    """Rows of a token embedding, exactly as the source has them."""
+    """Rows of a token embedding: exactly as a quantized source has them, floats rounded to ``spec``."""
     if not isinstance(source, Blocks):
-        return Encoded({"weight": source})
+        encoded = encode_linear(source, spec.format)
+        return Encoded(encoded.arrays | {"weight": encoded.arrays["weight"].reshape(len(source), -1)})
     if spec.format.bits == 8:
         arrays: dict[str, npt.NDArray[Any]] = {"weight": _centred_8(source)}
     else:

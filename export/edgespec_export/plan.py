@@ -8,13 +8,16 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from types import MappingProxyType
 
-from edgespec_export.checkpoint import Checkpoint
+from edgespec_export.checkpoint import FLOATS, Checkpoint
 from edgespec_export.gguf import GGMLType
 from edgespec_export.quantization import Quantization
 from edgespec_models.graphs.decoder import DecoderPlan
 from edgespec_models.graphs.linear import EmbeddingSpec, LinearPart, LinearSpec, Method, WeightFormat
 
-__all__ = ["POLICIES", "Policy", "plan_decoder"]
+__all__ = ["FLOAT_WEIGHTS", "POLICIES", "Policy", "all_floats", "plan_decoder"]
+
+FLOAT_WEIGHTS = "balanced"
+"""The policy of a checkpoint whose weights have no format to keep."""
 
 _INT4 = WeightFormat(4, 32)
 _INT4_COLUMNS = WeightFormat(4, 32, zero_points=True, remainder="columns")
@@ -23,6 +26,7 @@ _INT8 = WeightFormat(8, 32)
 _INT8_64 = WeightFormat(8, 64)
 _INT8_16 = WeightFormat(8, 16)
 _FLOAT = WeightFormat(32)
+_MATRICES = frozenset(("q", "k", "v", "o", "gate", "up", "down"))
 
 _EXACT: Mapping[GGMLType, WeightFormat] = MappingProxyType(
     {
@@ -62,6 +66,7 @@ _CLOSE = {
     GGMLType.Q6_K: _INT8_64,
 }
 _FAST = {kind: _INT4 if kind is GGMLType.Q4_0 else _INT4_COLUMNS for kind in GGMLType}
+_8_BITS = dict.fromkeys(GGMLType, _INT8)
 
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
@@ -69,9 +74,16 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
         "close": Policy(
             "what 4 bits cannot hold is rounded to a hundredth of a step or to 8 bits", _CLOSE, _CLOSE
         ),
+        "balanced": Policy("4 bits in the layers, 8 bits in the LM head and the embedding", _FAST, _8_BITS),
         "fast": Policy("4 bits everywhere", _FAST, _FAST),
     }
 )
+
+
+def all_floats(checkpoint: Checkpoint) -> bool:
+    """Whether no matrix of the layers has been quantized yet."""
+    matrices = [name for name in checkpoint.tensors if name.rpartition(".")[2] in _MATRICES]
+    return all(checkpoint.tensor(name).type in FLOATS for name in matrices)
 
 
 def plan_decoder(
@@ -103,7 +115,7 @@ def plan_decoder(
                 tuple(prefix + s for s in sources),
                 tuple(prefix + b for b in its_biases),
             )
-    return DecoderPlan(_embedding(checkpoint), linears, hidden_states, spare_rows, head_tokens)
+    return DecoderPlan(_embedding(checkpoint, policy), linears, hidden_states, spare_rows, head_tokens)
 
 
 def _linear(
@@ -127,11 +139,17 @@ def _linear(
     return LinearSpec(columns, tuple(parts))
 
 
-def _embedding(checkpoint: Checkpoint) -> EmbeddingSpec:
-    """A row is gathered, not multiplied, so exactness costs no time: the embedding is always exact."""
-    kind = checkpoint.tensor("embed").type
-    if kind in (GGMLType.F32, GGMLType.F16, GGMLType.BF16):
-        return EmbeddingSpec("embed", _FLOAT)
+def _embedding(checkpoint: Checkpoint, policy: Policy | Quantization) -> EmbeddingSpec:
+    """A row is gathered, not multiplied, so exactness costs no time: a quantized embedding stays as it is.
+
+    One in floating point takes 8 bits where the LM head would be quantized.
+    """
+    tensor = checkpoint.tensor("embed")
+    kind = tensor.type
+    if kind in FLOATS:
+        head = policy.format_of("lm_head", kind, tensor.shape[1], checkpoint.config.num_layers)
+        quantized = head.bits != 32 and tensor.shape[1] % _INT8.block == 0
+        return EmbeddingSpec("embed", _INT8 if quantized else _FLOAT)
     if kind in (GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q4_K):
         return EmbeddingSpec("embed", _INT4, offsets=kind is not GGMLType.Q4_0)
     return EmbeddingSpec("embed", _INT8_16 if kind is GGMLType.Q6_K else _INT8)

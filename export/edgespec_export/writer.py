@@ -17,9 +17,8 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from edgespec_export.blocks import F32, Blocks, largest, unpack
-from edgespec_export.checkpoint import Checkpoint
+from edgespec_export.checkpoint import Checkpoint, SourceTensor
 from edgespec_export.encode import Encoded, encode_embedding, encode_linear
-from edgespec_export.gguf import GGUFTensor
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import ModelFileError
 from edgespec_models.graphs.decoder import SPARE_ROWS, DecoderPlan
@@ -125,19 +124,25 @@ def _small_tensors(plan: DecoderPlan, checkpoint: Checkpoint) -> Iterator[tuple[
                 bias = np.concatenate([checkpoint.values(name) for name in part.biases])
                 yield f"{_module_path(linear)}.parts.{index}.bias", bias
     config = checkpoint.config
-    yield from zip(("rope_cos", "rope_sin"), _rope(config, config.rope_theta), strict=True)
+    tables = _rope(config, config.rope_theta, config.rope_factors)
+    yield from zip(("rope_cos", "rope_sin"), tables, strict=True)
     if config.rope_local_theta is not None:
-        yield from zip(
-            ("rope_local_cos", "rope_local_sin"), _rope(config, config.rope_local_theta), strict=True
-        )
+        tables = _rope(config, config.rope_local_theta, ())
+        yield from zip(("rope_local_cos", "rope_local_sin"), tables, strict=True)
 
 
-def _rope(config: ModelConfig, theta: float) -> tuple[F32, F32]:
-    """Cosines and sines, float32 ``(positions, head_dim / 2)`` (Su et al. 2021, section 3.4.2)."""
-    frequencies = theta ** (-np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim)
+def _rope(config: ModelConfig, theta: float, factors: tuple[float, ...]) -> tuple[F32, F32]:
+    """Cosines and sines, float32 ``(positions, rotary_width / 2)`` (Su et al. 2021, section 3.4.2)."""
+    width = config.rotary_width
+    frequencies = theta ** (-np.arange(0, width, 2, dtype=np.float64) / width)
+    if factors:
+        frequencies /= factors
     positions = np.arange(config.context_length + SPARE_ROWS, dtype=np.float64)
     angles = np.outer(positions, frequencies)
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    cos, sin = np.cos(angles), np.sin(angles)
+    cos *= config.rope_magnitude
+    sin *= config.rope_magnitude
+    return cos.astype(np.float32), sin.astype(np.float32)
 
 
 def _write_matrix(
@@ -160,7 +165,7 @@ def _write_matrix(
 
 def _chunks(
     checkpoint: Checkpoint, matrix: _Matrix
-) -> Iterator[tuple[GGUFTensor, int, npt.NDArray[np.uint8]]]:
+) -> Iterator[tuple[SourceTensor, int, npt.NDArray[np.uint8]]]:
     """The tensor, bytes read, and those of its rows that are kept."""
     for source in matrix.sources:
         rows, columns = checkpoint.tensor(source).shape
@@ -176,7 +181,7 @@ def _chunks(
 
 
 def _encode_chunk(
-    encode: Callable[[Blocks | F32], Encoded], tensor: GGUFTensor, raw: npt.NDArray[np.uint8]
+    encode: Callable[[Blocks | F32], Encoded], tensor: SourceTensor, raw: npt.NDArray[np.uint8]
 ) -> Encoded:
     source = unpack(tensor.type, raw)
     if largest(source) > _LARGEST:

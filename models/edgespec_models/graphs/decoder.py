@@ -1,4 +1,4 @@
-"""The decoder graph: one definition for Llama, Qwen2 and Gemma 3 text.
+"""The decoder graph: one definition for every architecture of :class:`ModelConfig`.
 
 Inputs: ``input_ids`` int64 (1, n); ``seqlens_k`` int32 (1) and ``total_sequence_length`` int32 (), as
 GroupQueryAttention defines them; ``logits_rows`` int64 (r), the rows whose logits are wanted;
@@ -96,7 +96,8 @@ class _Attention(nn.Module):
             packed = op.Concat(packed, step.spare[0], axis=1)
         query, key, value = self._split(op, packed) if config.qk_norm else (packed, None, None)
         is_global = config.is_global(self.layer)
-        cos, sin = step.rope if is_global or step.local_rope is None else step.local_rope
+        rope = step.rope if is_global or step.local_rope is None else step.local_rope
+        rotates = self.layer not in config.unrotated_layers
         attended, present_key, present_value = op.GroupQueryAttention(
             query,
             key,
@@ -104,12 +105,11 @@ class _Attention(nn.Module):
             *past,
             step.seqlens_k,
             step.total,
-            cos,
-            sin,
+            *(rope if rotates else ()),
             num_heads=config.num_heads,
             kv_num_heads=config.num_kv_heads,
             scale=config.attention_scale,
-            do_rotary=1,
+            do_rotary=int(rotates),
             rotary_interleaved=int(config.rope_interleaved),
             # The attribute counts the current token (since microsoft/onnxruntime#25927).
             local_window_size=-1 if is_global or config.sliding_window is None else config.sliding_window,
@@ -182,7 +182,7 @@ class _Decoder(nn.Module):
         self.layers = nn.ModuleList([_Layer(config, i, plan.linears) for i in range(config.num_layers)])
         self.final_norm = _Norm(config.hidden_size, config.norm_epsilon)
         self.lm_head = Linear(plan.linears["lm_head"])
-        shape = [config.context_length + SPARE_ROWS, config.head_dim // 2]
+        shape = [config.context_length + SPARE_ROWS, config.rotary_width // 2]
         self.rope_cos, self.rope_sin = nn.Parameter(shape), nn.Parameter(shape)
         if config.rope_local_theta is not None:
             self.rope_local_cos, self.rope_local_sin = nn.Parameter(shape), nn.Parameter(shape)
