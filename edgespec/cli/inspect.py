@@ -96,12 +96,11 @@ def _facts(bundle: "Bundle", verified: bool) -> "Table":
 
 
 def _trim(trim: Mapping[str, Any]) -> str:
-    covers = f"{trim['coverage']:.2%} of the tokens of {trim['texts']:,} target texts"
-    chosen = next((choice for choice in trim["choices"] if choice["rows"] == trim["rows"]), None)
-    if chosen is None:
-        return covers
-    gain = f"{chosen['relative_tokens_per_second']:.3f} times the tokens per second of all rows"
-    return f"{covers}, a promise of {gain}"
+    whole = trim["choices"][-1]
+    return (
+        f"{trim['coverage']:.2%} of the tokens that targets write, {trim['acceptance']:.1%} guessed right "
+        f"({whole['acceptance']:.1%} with all rows), {trim['step_ms']:.2f} ms a step ({whole['step_ms']:.2f})"
+    )
 
 
 def _parity(values: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ import psutil
 
 from edgespec_export.quantization import Quantization
 from edgespec_export.report import ExportReport, FormatLoss
-from edgespec_export.trim import Trim, TrimOptions
+from edgespec_export.trim import Tokens, Trim, TrimOptions
 from edgespec_models.bundle import (
     GRAPH,
     HEAD_TOKENS,
@@ -115,7 +115,8 @@ def _build(
     source: Path, folder: Path, options: ExportOptions, progress: ProgressCallback, started: float
 ) -> ExportReport:
     trim = _plan_trim(source, folder, options, progress)
-    manifest, losses, source_bytes = _write(source, folder, options, trim, progress)
+    kept = None if trim is None else trim.tokens
+    manifest, losses, source_bytes = _write(source, folder, options, kept, progress)
     converted = peak_memory_bytes()
     row_exact, parity = _check(folder, manifest.provenance["sha256"], progress)
     report = ExportReport(
@@ -147,15 +148,15 @@ def _plan_trim(source: Path, folder: Path, options: ExportOptions, progress: Pro
         text, special = checkpoint.tokenizer_json(), checkpoint.special_tokens()
         tokenizer = Tokenizer.from_json(text, vocab_size=checkpoint.config.vocab_size)
 
-    def write(place: Path, trim: Trim) -> None:
-        _write(source, place, options, trim, progress)
+    def write(place: Path, tokens: Tokens) -> None:
+        _write(source, place, options, tokens, ignore_progress)
 
     trim = replace(options.trim, size=size)
     return plan_trim(trim, (tokenizer, special), write, scratch=folder / "sizing", progress=progress)
 
 
 def _write(
-    source: Path, folder: Path, options: ExportOptions, trim: Trim | None, progress: ProgressCallback
+    source: Path, folder: Path, options: ExportOptions, kept: Tokens | None, progress: ProgressCallback
 ) -> tuple[Manifest, tuple[FormatLoss, ...], int]:
     """Everything of a bundle but the report; what the formats cost the weights; the source's bytes."""
     import onnx_ir
@@ -173,7 +174,7 @@ def _write(
         _write_texts(checkpoint, folder)
         special = checkpoint.special_tokens()
         digest = _hash(checkpoint.files, progress)
-        head_tokens = None if trim is None else tuple(trim.tokens.tolist())
+        head_tokens = None if kept is None else tuple(kept.tolist())
         plan = plan_decoder(
             checkpoint,
             chosen,
@@ -181,8 +182,8 @@ def _write(
             spare_rows=options.role == "target",
             head_tokens=head_tokens,
         )
-        if trim is not None:
-            np.save(folder / HEAD_TOKENS, trim.tokens)
+        if kept is not None:
+            np.save(folder / HEAD_TOKENS, kept)
         model = build_decoder(checkpoint.config, plan)
         by_class = write_weights(model, plan, checkpoint, folder, progress)
         onnx_ir.save(model, folder / GRAPH)
@@ -204,7 +205,7 @@ def _write(
             provenance={"source": source.resolve().name, "sha256": digest, "edgespec": version("edgespec")},
             files={file.name: FileRecord.of(file) for file in sorted(folder.iterdir())},
             kv=options.kv,
-            head_rows=None if trim is None else len(trim.tokens),
+            head_rows=None if kept is None else len(kept),
         )
         source_bytes = sum(file.stat().st_size for file in checkpoint.files)
     _write_json(folder / MANIFEST, manifest.to_json())

@@ -6,7 +6,7 @@ targets have written, in the drafter's own vocabulary, so that any target will d
 Special tokens and single bytes are always kept: with them every text can be written.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,12 +21,14 @@ from edgespec_runtimes.cost import CostCurve
 __all__ = [
     "CANDIDATES",
     "Ranking",
+    "Tokens",
     "Trim",
+    "TrimChoice",
     "TrimOptions",
     "TrimReport",
     "TrimSize",
-    "best_size",
     "trim_vocabulary",
+    "weigh",
 ]
 
 Tokens = npt.NDArray[np.int32]
@@ -37,7 +39,6 @@ CANDIDATES = (2048, 4096, 8192, 12288, 16384, 24576, 32768)
 """Sizes among which ``auto`` chooses, besides the whole vocabulary."""
 
 _HELD_OUT = 5  # every fifth text measures coverage and is not counted
-_TYPICAL_ACCEPTANCE = 0.7
 _LONGEST_DRAFT = 8
 
 
@@ -62,27 +63,37 @@ class TrimOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class TrimReport:
-    """What trimming did.
+class TrimChoice:
+    """What a size would mean.
 
     Attributes:
-        rows: rows of the LM head that are left.
-        of: rows it had.
+        rows: of the LM head.
         coverage: share of the drafter's tokens of held-out target text that it can still write.
-        texts: calibration texts.
-        choices: of ``auto``: for each size its coverage, milliseconds a step, and tokens per second that
-            promises over those of the whole vocabulary.
+        acceptance: share of those tokens that are its first guess, given the text before.
+        step_ms: milliseconds of a drafter step.
+        relative_tokens_per_second: what that promises, over the whole vocabulary.
     """
 
     rows: int
-    of: int
     coverage: float
+    acceptance: float
+    step_ms: float
+    relative_tokens_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrimReport:
+    """What trimming did: the choice made, rows before, texts counted, and all that was weighed."""
+
+    chosen: TrimChoice
+    of: int
     texts: int
-    choices: tuple[dict[str, float], ...] = ()
+    choices: tuple[TrimChoice, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return asdict(self)
+        """As plain JSON values, those of the choice made at the top."""
+        choices = [asdict(choice) for choice in self.choices]
+        return {**asdict(self.chosen), "of": self.of, "texts": self.texts, "choices": choices}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +110,8 @@ class Ranking:
     Attributes:
         texts: how many texts were counted.
         whole: tokens of the vocabulary.
-        required: tokens that always stay.
+        required: how many tokens always stay.
+        held_tokens: the held-out texts in the drafter's tokens.
 
     Args:
         sources: texts of each source; every source weighs the same, however long.
@@ -110,7 +122,8 @@ class Ranking:
     def __init__(self, sources: Sequence[Sequence[str]], tokenizer: Tokenizer, ends: Iterable[int]) -> None:
         self.texts = sum(len(texts) for texts in sources)
         self.whole = tokenizer.vocab_size
-        chosen, held = np.zeros((2, tokenizer.vocab_size))
+        self.held_tokens = [tokenizer.encode(text) for texts in sources for text in texts[::_HELD_OUT]]
+        chosen, held = np.zeros((2, self.whole))
         for texts in sources:
             chosen += _frequencies((t for i, t in enumerate(texts) if i % _HELD_OUT), tokenizer)
             held += _frequencies(texts[::_HELD_OUT], tokenizer)
@@ -125,67 +138,58 @@ class Ranking:
         """Sizes of :data:`CANDIDATES` that this vocabulary can be trimmed to."""
         return tuple(size for size in CANDIDATES if self.required <= size < self.whole)
 
+    def check(self, size: int) -> None:
+        """Refuse sizes that cannot be: RequestError."""
+        if not self.required <= size <= self.whole:
+            raise RequestError(
+                f"trim size is {size:,}; this vocabulary can keep {self.required:,} rows (special tokens and "
+                f"single bytes) to {self.whole:,}"
+            )
+
     def coverage(self, size: int) -> float:
         """Share of held-out text that the first ``size`` tokens, ranked without that text, can write."""
         total = self._held.sum()
         return float(self._held[self._order[:size]].sum() / total) if total else 0.0
 
-    def tokens(self, size: int) -> Tokens:
-        """The first ``size`` tokens of the ranking over all texts, ascending."""
-        return np.sort(self._final[:size]).astype(np.int32)
+    def tokens(self, size: int, *, held_out: bool = False) -> Tokens:
+        """The first ``size`` tokens, ascending, ranked by all texts, or without the held-out ones."""
+        order = self._order if held_out else self._final
+        return np.sort(order[:size]).astype(np.int32)
 
 
-def trim_vocabulary(ranking: Ranking, size: int, choices: tuple[dict[str, float], ...] = ()) -> Trim:
-    """Keep the first ``size`` tokens.
-
-    Raises:
-        RequestError: fewer than must stay, or more than there are.
-    """
-    whole = ranking.whole
-    if not ranking.required <= size <= whole:
-        raise RequestError(
-            f"trim size is {size:,}; this vocabulary can keep {ranking.required:,} rows (special tokens and "
-            f"single bytes) to {whole:,}"
-        )
-    report = TrimReport(size, whole, ranking.coverage(size), ranking.texts, choices)
-    return Trim(ranking.tokens(size), report)
+def trim_vocabulary(ranking: Ranking, chosen: TrimChoice, choices: tuple[TrimChoice, ...]) -> Trim:
+    """Keep the rows of ``chosen``."""
+    return Trim(ranking.tokens(chosen.rows), TrimReport(chosen, ranking.whole, ranking.texts, choices))
 
 
-def best_size(
-    ranking: Ranking, step_s: Callable[[int], float], target: CostCurve
-) -> tuple[int, tuple[dict[str, float], ...]]:
-    """The size that promises most tokens per second, and what each promises.
+def weigh(
+    ranking: Ranking, acceptance: Mapping[int, float], step_s: Callable[[int], float], target: CostCurve
+) -> tuple[TrimChoice, ...]:
+    """What each size means for speed.
 
-    With acceptance ``a`` of a drafted token, typical times coverage, a round of k drafted tokens yields
-    (1 - a^(k + 1)) / (1 - a) tokens (Leviathan et al. 2023, equation 1) in T(k + 1) + k steps; each size
-    is judged with the k that is best for it.
+    With acceptance ``a`` of a drafted token, a round of k drafted tokens yields (1 - a^(k + 1)) / (1 - a)
+    tokens (Leviathan et al. 2023, equation 1) in T(k + 1) + k steps; each size is judged with the k that
+    is best for it.
 
     Args:
         ranking: of the tokens.
+        acceptance: by rows of the LM head, that of the whole among them.
         step_s: seconds of a drafter step by rows of the LM head.
         target: the target's cost.
     """
-    whole = ranking.whole
-    sizes = [*ranking.candidates, whole]
-    rates = {
-        size: _rate(_TYPICAL_ACCEPTANCE * ranking.coverage(size), step_s(size), target) for size in sizes
-    }
-    choices = tuple(
-        {
-            "rows": size,
-            "coverage": ranking.coverage(size),
-            "step_ms": step_s(size) * 1000,
-            "relative_tokens_per_second": rate / rates[whole],
-        }
+    rates = {size: _rate(accepted, step_s(size), target) for size, accepted in acceptance.items()}
+    return tuple(
+        TrimChoice(
+            size, ranking.coverage(size), acceptance[size], step_s(size) * 1000, rate / rates[ranking.whole]
+        )
         for size, rate in rates.items()
     )
-    return max(rates, key=lambda size: rates[size]), choices
 
 
 def _rate(acceptance: float, step_s: float, target: CostCurve) -> float:
-    lengths = range(1, _LONGEST_DRAFT + 1)
     return max(
-        (1 - acceptance ** (k + 1)) / (1 - acceptance) / (target.seconds(k + 1) + k * step_s) for k in lengths
+        sum(acceptance**i for i in range(k + 1)) / (target.seconds(k + 1) + k * step_s)
+        for k in range(_LONGEST_DRAFT + 1)
     )
 
 
