@@ -43,7 +43,7 @@ class HFTokenizer:
         names = (_TOKENIZER, _SENTENCEPIECE, _ADDED, _CONFIG, _GENERATION, _TEMPLATE)
         return tuple(self._folder / name for name in names)
 
-    @cached_property
+    @property
     def json(self) -> str:
         """The text of a ``tokenizer.json`` that edgespec can read.
 
@@ -51,6 +51,10 @@ class HFTokenizer:
             ModelFileError: there is no tokenizer, or it is damaged.
             TokenizerError: of an unknown kind, or with more tokens than the model has rows.
         """
+        return self._read[0]
+
+    @cached_property
+    def _read(self) -> tuple[str, Tokenizer]:
         where = self._folder / _TOKENIZER
         if where.is_file():
             try:
@@ -64,14 +68,13 @@ class HFTokenizer:
                 f"{self._folder} has neither {_TOKENIZER} nor {_SENTENCEPIECE}. Download one of them too."
             )
         try:
-            Tokenizer.from_json(text, vocab_size=self._vocab_size)
+            return text, Tokenizer.from_json(text, vocab_size=self._vocab_size)
         except TokenizerError as error:
             raise TokenizerError(f"{where}: {error}") from error
-        return text
 
     def special_tokens(self) -> SpecialTokens:
-        """Raises ModelFileError where ids are malformed or outside the vocabulary."""
-        tokenizer = Tokenizer.from_json(self.json, vocab_size=self._vocab_size)
+        """Raises as :attr:`json` does, and ModelFileError where ids are malformed or out of range."""
+        tokenizer = self._read[1]
         bos = self._first("bos", tokenizer)
         eos = [*self._named("eos", tokenizer), *self._listed("eos")]
         eos += [id_ for text in END_OF_GENERATION if (id_ := tokenizer.special_id(text)) is not None]
@@ -92,10 +95,8 @@ class HFTokenizer:
                 raise ModelFileError(f"cannot read {where}: {error}. Download or copy it again.") from error
         template = self._facts.value("chat_template")
         if isinstance(template, list):  # several by name
-            named = {
-                entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)
-            }
-            template = named.get("default")
+            objects = (entry for entry in template if isinstance(entry, dict))
+            template = next((e.get("template") for e in objects if e.get("name") == "default"), None)
         if template is None or isinstance(template, str):
             return template
         raise ModelFileError(f"{self._facts.where}: chat_template is {type(template).__name__}, not a text")
