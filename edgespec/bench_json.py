@@ -215,7 +215,7 @@ def _bundle(bundle: "Bundle") -> dict[str, Any]:
         "weights": manifest.weights,
         "bytes_per_pass": manifest.bytes_per_pass,
         "parameters_per_pass": manifest.parameters_per_pass,
-        "kv_bytes_per_token": bundle.config.kv_bytes_per_token,
+        "kv_bytes_per_token": manifest.kv_bytes_per_token,
     }
 
 

@@ -8,7 +8,7 @@ from typing import Self, Unpack
 from edgespec.drafting.bridge import Bridge, ByteBridge, IdentityBridge
 from edgespec.drafting.choice import Choice, Guard
 from edgespec.drafting.draft import Drafter
-from edgespec.drafting.model import Calibration, ModelDrafter, VocabularyEnds
+from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.generation import Job, TextStreamer
 from edgespec.loading import NGRAM, open_model, recommended_drafter
@@ -38,7 +38,8 @@ class LoadOptions:
         threads: threads of a pass; 0 takes the physical cores.
         spinning: idle threads wait busily within a pass (see :class:`edgespec_runtimes.cpu.CpuOptions`).
         max_draft: the longest draft; what is worth drafting is decided round by round.
-        weights: policy of exports made at first use, ``exact``, ``close`` or ``fast``; None is the default.
+        weights: policy of exports made at first use, ``exact``, ``close``, ``balanced`` or
+            ``fast``; None is the default.
     """
 
     threads: int = 0
@@ -71,7 +72,8 @@ def load(
     """Load a target and its drafter.
 
     Args:
-        target: a bundle's directory, a catalogue name (pulled and exported at first use), or a GGUF file.
+        target: a bundle's directory, a catalogue name (pulled and exported at first use), a GGUF file, or a
+            Hugging Face directory (``config.json`` and safetensors).
         drafter: the same; ``"auto"`` takes the catalogue's recommendation, ``"ngram"`` drafts from the text
             alone, None is plain decoding.
         options: threads and limits.
@@ -104,6 +106,11 @@ class Model:
     """
 
     def __init__(self, target: Bundle, drafter: Bundle | None, *, options: LoadOptions, drafts: bool) -> None:
+        if target.manifest.role == "drafter":
+            raise RequestError(
+                f"{target.path} was exported as a drafter, which may lack tokens and exact rows; "
+                "export the model with the role target"
+            )
         self.target, self.drafter, self.options = target, drafter, options
         self._drafts = drafts
         # Before the weights, so that a tokenizer that does not fit fails first.
@@ -251,11 +258,12 @@ class Model:
         if len(prompt) >= side.session.capacity or reading_s > gain_s:
             return None
         eos = special.eos if request.stop_at_eos else ()
-        ends = VocabularyEnds(frozenset(bundle.manifest.special_tokens.eos), eos[0] if eos else None)
+        ends = frozenset(bundle.manifest.special_tokens.eos)
+        vocabulary = Vocabulary(ends, eos[0] if eos else None, bundle.head_tokens)
         return ModelDrafter(
             side.session,
             bridge,
-            ends,
+            vocabulary,
             pricing=self._pricing,
             calibration=side.calibration,
             curve=side.curve,

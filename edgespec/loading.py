@@ -1,12 +1,14 @@
-"""From what a user names to a bundle on disk: a directory, a catalogue name or a GGUF file.
+"""From what a user names to a bundle on disk.
 
-Catalogue models are pulled and exported into the cache at first use.
+A bundle, a GGUF file, a Hugging Face directory, or a catalogue name. What is no bundle is exported into the
+cache at first use; catalogue models are pulled before.
 """
 
 import hashlib
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
@@ -14,11 +16,15 @@ from edgespec_models.bundle import MANIFEST, Bundle, Role
 from edgespec_models.catalog import entries, find
 from edgespec_models.download import pull
 from edgespec_models.errors import BundleError, ModelFileError
-from edgespec_models.paths import bundles_dir
+from edgespec_models.paths import bundles_dir, model_name
 from edgespec_models.progress import ProgressCallback, ignore_progress
+
+if TYPE_CHECKING:
+    from edgespec_export.export import ExportOptions
 
 __all__ = ["NGRAM", "open_model", "recommended_drafter"]
 
+_HF_CONFIG = "config.json"
 _LOG = logging.getLogger("edgespec")
 
 NGRAM = "ngram"
@@ -35,9 +41,10 @@ def open_model(
     """Open the bundle ``reference`` names, making it first if need be.
 
     Args:
-        reference: a bundle's directory, a GGUF file, or a catalogue name.
+        reference: a bundle's directory, a Hugging Face directory (``config.json``, safetensors), a GGUF
+            file, or a catalogue name.
         role: what a new export is for.
-        weights: policy of a new export; None takes the role's default.
+        weights: policy of a new export; None takes the default.
         progress: told of downloads and exports.
 
     Raises:
@@ -45,21 +52,22 @@ def open_model(
         EdgespecError: whatever keeps the model from being pulled, exported or opened.
     """
     path = Path(reference)
-    if path.is_dir():
+    is_source = (path / _HF_CONFIG).is_file() and not (path / MANIFEST).is_file()
+    if path.is_dir() and not is_source:
         return Bundle(path)
-    if path.suffix == ".gguf":
-        if not path.is_file():
+    if is_source or path.suffix == ".gguf":
+        if not path.exists():
             raise ModelFileError(f"{path} does not exist; give a GGUF file, a bundle or a catalogue name")
-        stat = path.stat()
-        key = f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
-        name = f"{path.stem}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
-        return _cached(name, path, role, weights, progress)
+        name = model_name(path) if is_source else path.stem
+        folder = bundles_dir() / f"{name}-{_mark(path)}-{role}-{weights or 'default'}"
+        return _open_cached(folder) or _export(path, folder, _options(role, weights, name), progress)
     entry = find(str(reference))
-    name = f"{entry.name}-{entry.sha256[:8]}"
-    existing = _open_cached(name, role, weights)
-    return existing or _cached(
-        name, pull(entry, progress=progress, notify=_LOG.warning), role, weights, progress, entry.name
-    )
+    options = _options(role, weights, entry.name)
+    folder = bundles_dir() / f"{entry.name}-{entry.sha256[:8]}-{role}-{weights or _default(role)}"
+    existing = _open_cached(folder)
+    if existing is not None:
+        return existing
+    return _export(pull(entry, progress=progress, notify=_LOG.warning), folder, options, progress)
 
 
 def recommended_drafter(target: Bundle) -> str:
@@ -69,14 +77,27 @@ def recommended_drafter(target: Bundle) -> str:
     return known.drafter if known is not None and known.drafter is not None else NGRAM
 
 
-def _folder(name: str, role: Role, weights: str | None) -> Path:
+def _mark(source: Path) -> str:
+    """Changes when the source does."""
+    files = [source] if source.is_file() else sorted(file for file in source.iterdir() if file.is_file())
+    stats = [(file.name, file.stat()) for file in files]
+    key = [str(source.resolve()), *((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats)]
+    return hashlib.sha256(repr(key).encode()).hexdigest()[:8]
+
+
+def _default(role: Role) -> str:
     from edgespec_export.export import DEFAULT_WEIGHTS
 
-    return bundles_dir() / f"{name}-{role}-{weights or DEFAULT_WEIGHTS[role]}"
+    return DEFAULT_WEIGHTS[role]
 
 
-def _open_cached(name: str, role: Role, weights: str | None) -> Bundle | None:
-    folder = _folder(name, role, weights)
+def _options(role: Role, weights: str | None, name: str) -> "ExportOptions":
+    from edgespec_export.export import ExportOptions
+
+    return ExportOptions(role=role, weights=weights, name=name, overwrite=True)
+
+
+def _open_cached(folder: Path) -> Bundle | None:
     if not (folder / MANIFEST).is_file():
         return None
     try:
@@ -85,24 +106,13 @@ def _open_cached(name: str, role: Role, weights: str | None) -> Bundle | None:
         return None  # of an older format, or damaged: made again
 
 
-def _cached(
-    name: str,
-    source: Path,
-    role: Role,
-    weights: str | None,
-    progress: ProgressCallback,
-    model_name: str | None = None,
-) -> Bundle:
-    from edgespec_export.export import ExportOptions, export_model
+def _export(source: Path, folder: Path, options: "ExportOptions", progress: ProgressCallback) -> Bundle:
+    from edgespec_export.export import export_model
 
-    folder = _folder(name, role, weights)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(f".{folder.name}.lock")):  # another process may be making it
-        bundle = _open_cached(name, role, weights)
+        bundle = _open_cached(folder)
         if bundle is None:
-            options = ExportOptions(
-                role=role, weights=weights, name=model_name or source.stem, overwrite=True
-            )
             export_model(source, folder, options=options, progress=_naming(progress, options.name or ""))
             bundle = Bundle(folder)
     return bundle

@@ -129,8 +129,11 @@ class FakeStream:
 def _bundle(name: str, size: int, parameters: int, template: bool) -> SimpleNamespace:
     return SimpleNamespace(
         manifest=SimpleNamespace(
-            name=name, weights="close", bytes_per_pass=size, parameters_per_pass=parameters
+            name=name,
+            weights="close",
+            bytes_per_pass=size,
+            parameters_per_pass=parameters,
+            kv_bytes_per_token=16,
         ),
-        config=SimpleNamespace(kv_bytes_per_token=16),
         chat_template="template" if template else None,
     )

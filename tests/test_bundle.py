@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from edgespec_models.bundle import GRAPH, MANIFEST, REPORT, TEMPLATE, TOKENIZER, Bundle, FileRecord, Manifest
-from edgespec_models.errors import BundleError, EdgespecError, TokenizerError
+from edgespec_models.config import ModelConfig
+from edgespec_models.errors import BundleError, EdgespecError, TokenizerError, UnsupportedModelError
 from edgespec_runtimes.cpu import CpuSession
 from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import LLAMA, tiny_bundle
@@ -41,6 +43,35 @@ def test_a_manifest_survives_json(folder: Path) -> None:
     value = json.loads(json.dumps(manifest.to_json()))
     assert Manifest.from_json(value, folder / MANIFEST) == manifest
     assert manifest.bytes_per_pass == manifest.parameters_per_pass == 3000
+
+
+def test_a_manifest_of_before_rotary_factors_opens(folder: Path) -> None:
+    later = ("rope_factors", "rope_magnitude", "rotary_dim", "unrotated_layers")
+    edit_manifest(folder, lambda m: [m["config"].pop(key) for key in later])
+    assert Bundle(folder).config == LLAMA
+
+
+def test_architecture_facts_survive_json() -> None:
+    config = replace(
+        LLAMA, rope_factors=(1.0,) * 16, rope_magnitude=1.5, rotary_dim=32, unrotated_layers=(1,)
+    )
+    assert ModelConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rotary_dim": 24},
+        {"rotary_dim": 48},
+        {"rope_factors": (1.0,)},
+        {"rope_factors": (0.0,) * 16},
+        {"global_every": -1},
+        {"rope_magnitude": 0.0},
+    ],
+)
+def test_impossible_architecture_facts_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModelError, match=next(iter(change))):
+        replace(LLAMA, **change)
 
 
 def test_the_digest_follows_graph_and_weights_only(folder: Path) -> None:

@@ -223,7 +223,7 @@ def test_demo_writes_its_report_and_says_what_to_try(
 
 def test_export_of_nothing_is_an_error(tmp_path: Path) -> None:
     result = run("export", str(tmp_path / "none.gguf"), "-o", str(tmp_path / "out"))
-    assert result.exit_code == 1 and "is not a file" in result.stderr
+    assert result.exit_code == 1 and "does not exist" in result.stderr
     assert not (tmp_path / "out").exists()
     unknown = run("export", "no-such-model", "-o", str(tmp_path / "out"))
     assert unknown.exit_code == 1 and "no-such-model" in unknown.stderr
@@ -250,6 +250,27 @@ def test_export_passes_options_on_and_shows_its_report(
     assert seen == [(source, Path("out"), "drafter", "fast", True)]
     value = json.loads(run(*arguments, "--json").stdout)
     assert value["bytes"]["bundle"] == 1500 and value["parity"] is None and value["seconds"] == 1.5
+
+
+def test_export_with_quantization_options(tmp_path: Path) -> None:
+    from edgespec_models.bundle import Bundle
+    from tests.gguf_for_tests import tiny_gguf
+
+    source = str(tiny_gguf("llama", layers=1).write(tmp_path / "m.gguf"))
+    options = ("--bits", "4", "--block-size", "64", "--method", "hqq", "--mixed", "none", "--kv", "int8")
+    result = run("export", source, "-o", str(tmp_path / "out"), *options)
+    assert result.exit_code == 0 and "as int4/64z+columns by hqq, relative error" in result.stdout
+    assert Bundle(tmp_path / "out").manifest.weights == "4/64/hqq/mixed=none"
+    shown = run("inspect", str(tmp_path / "out")).stdout
+    assert "4/64/hqq/mixed=none" in shown and "int8" in shown.partition("KV cache")[2]
+    for arguments, says in (
+        (("--weights", "fast", "--bits", "8"), "exclude each other"),
+        (("--method", "gptq"), "use 'fit' or 'k-quant'"),
+    ):
+        refused = run("export", source, "-o", str(tmp_path / "no"), *arguments)
+        assert refused.exit_code == 1 and says in " ".join(refused.stderr.split())
+    assert run("export", source, "-o", str(tmp_path / "no"), "--block-size", "48").exit_code == 2
+    assert not (tmp_path / "no").exists()
 
 
 def test_inspect_of_something_else_is_an_error(tmp_path: Path) -> None:

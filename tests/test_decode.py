@@ -13,7 +13,7 @@ from edgespec.decode import decode
 from edgespec.drafting.bridge import Bridge, ByteBridge, IdentityBridge
 from edgespec.drafting.choice import Choice, Guard
 from edgespec.drafting.draft import NO_DRAFT, Draft, Drafter
-from edgespec.drafting.model import Calibration, ModelDrafter, VocabularyEnds
+from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.pricing import Pricing
 from edgespec.sampling import SamplingParams
@@ -32,7 +32,7 @@ QUICK = CostCurve({1: 1e-7})
 KINDS = ("byte", "small byte", "sentencepiece")
 SCRIPT = "\n".join(CORPUS).encode()
 GREEDY = SamplingParams()
-NO_ENDS = VocabularyEnds(frozenset(), None)
+NO_ENDS = Vocabulary()
 
 
 @lru_cache
@@ -44,7 +44,7 @@ def tokenizer(kind: str) -> Tokenizer:
     return Tokenizer.from_json(sentencepiece_json())
 
 
-def _model(session: ToySession | CpuSession, bridge: Bridge, ends: VocabularyEnds = NO_ENDS) -> ModelDrafter:
+def _model(session: ToySession | CpuSession, bridge: Bridge, ends: Vocabulary = NO_ENDS) -> ModelDrafter:
     session.reserve(400)
     pricing, calibration = Pricing(FREE), Calibration()
     return ModelDrafter(session, bridge, ends, pricing=pricing, calibration=calibration, curve=QUICK)

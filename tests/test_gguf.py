@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 
-from edgespec_export.checkpoint import Checkpoint
 from edgespec_export.gguf import GGUFFile
+from edgespec_export.gguf_checkpoint import GGUFCheckpoint
 from edgespec_models.errors import ModelFileError
 from tests.gguf_for_tests import ARCHITECTURES, FORMATS, HEAD_DIM, HIDDEN, WINDOW, tiny_gguf
 
@@ -89,7 +89,7 @@ def test_a_file_that_shrinks_while_read_is_noticed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_architecture_facts(tmp_path: Path, architecture: str) -> None:
     model = tiny_gguf(architecture)
-    with Checkpoint(model.write(tmp_path / "m.gguf")) as checkpoint:
+    with GGUFCheckpoint(model.write(tmp_path / "m.gguf")) as checkpoint:
         config = checkpoint.config
         assert checkpoint.tied_head == (architecture != "llama")
         head = "token_embd.weight" if checkpoint.tied_head else "output.weight"
@@ -107,15 +107,24 @@ def test_architecture_facts(tmp_path: Path, architecture: str) -> None:
 def test_defaults_where_the_file_is_silent(tmp_path: Path) -> None:
     model = tiny_gguf("llama")
     del model.metadata["llama.rope.freq_base"]
-    with Checkpoint(model.write(tmp_path / "m.gguf")) as checkpoint:
+    with GGUFCheckpoint(model.write(tmp_path / "m.gguf")) as checkpoint:
         assert checkpoint.config.rope_theta == 10_000.0
+
+
+def test_rotary_factors_are_facts(tmp_path: Path) -> None:
+    model = tiny_gguf("llama")
+    factors = np.linspace(1, 8, HEAD_DIM // 2, dtype=np.float32)
+    model.tensors["rope_freqs.weight"] = ("F32", factors)
+    with GGUFCheckpoint(model.write(tmp_path / "m.gguf")) as checkpoint:
+        assert checkpoint.config.rope_factors == tuple(factors.tolist())
+        assert "rope_factors" not in checkpoint.tensors
 
 
 def test_biases_and_norms_are_found(tmp_path: Path) -> None:
     qwen, gemma = tiny_gguf("qwen2"), tiny_gguf("gemma3")
-    with Checkpoint(qwen.write(tmp_path / "q.gguf")) as checkpoint:
+    with GGUFCheckpoint(qwen.write(tmp_path / "q.gguf")) as checkpoint:
         np.testing.assert_array_equal(checkpoint.values("layers.1.k_bias"), qwen.values("blk.1.attn_k.bias"))
-    with Checkpoint(gemma.write(tmp_path / "g.gguf")) as checkpoint:
+    with GGUFCheckpoint(gemma.write(tmp_path / "g.gguf")) as checkpoint:
         np.testing.assert_array_equal(
             checkpoint.values("layers.5.post_mlp_norm"), gemma.values("blk.5.post_ffw_norm.weight")
         )

@@ -5,7 +5,7 @@ import pytest
 from edgespec.drafting import model as drafting_model
 from edgespec.drafting.bridge import ByteBridge, IdentityBridge
 from edgespec.drafting.draft import Draft
-from edgespec.drafting.model import Calibration, Guess, ModelDrafter, VocabularyEnds
+from edgespec.drafting.model import Calibration, Guess, ModelDrafter, Vocabulary
 from edgespec.pricing import Pricing
 from edgespec_models.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
@@ -17,14 +17,14 @@ FLAT = CostCurve({1: 1.0, 16: 1.001})
 VOCAB = 50
 QUICK = CostCurve({1: 1e-6})
 SURE = Guess(0, 1.0, open=False)
-NO_ENDS = VocabularyEnds(frozenset(), None)
+NO_ENDS = Vocabulary()
 
 
 def _drafter(
     session: ToySession,
     *,
     curve: CostCurve = FLAT,
-    ends: VocabularyEnds = NO_ENDS,
+    ends: Vocabulary = NO_ENDS,
     calibration: Calibration | None = None,
     step_s: float = 1e-6,
 ) -> ModelDrafter:
@@ -147,7 +147,7 @@ def test_the_end_of_the_text_is_proposed_as_the_target_s_own(
     end: int | None, expected: tuple[int, ...]
 ) -> None:
     session = _Ending(markov_law(0, VOCAB), VOCAB)
-    drafter = _drafter(session, ends=VocabularyEnds(frozenset({0}), end))
+    drafter = _drafter(session, ends=Vocabulary(frozenset({0}), end))
     assert drafter.propose([5, 1], 8).tokens == expected
     assert drafter.propose([5, 1, 2], 1).tokens == (3,)
     at_end = drafter.propose([5, 1, 2, 3], 8)

@@ -8,7 +8,7 @@ import pytest
 import edgespec
 from edgespec.decode import decode
 from edgespec.drafting.bridge import ByteBridge
-from edgespec.drafting.model import Calibration, ModelDrafter, VocabularyEnds
+from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
 from edgespec.loading import open_model
 from edgespec.pricing import Pricing
 from edgespec.verification import verify_greedy
@@ -96,7 +96,7 @@ def test_drafts_that_are_always_verified_change_nothing() -> None:
         drafter = ModelDrafter(
             side,
             bridge,
-            VocabularyEnds(frozenset(), None),
+            Vocabulary(),
             pricing=Pricing(CostCurve({1: 1.0, 8: 1.0})),
             calibration=Calibration(),
             curve=CostCurve({1: 1e-6, 2: 1e-6}),

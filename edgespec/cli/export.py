@@ -1,7 +1,7 @@
 """``edgespec export``: a checkpoint in, a bundle out."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
@@ -9,8 +9,12 @@ from edgespec.cli.answers import print_json
 from edgespec.cli.console import note, output, progress_bars
 from edgespec.cli.inspect import show_report
 from edgespec.cli.options import JsonFlag
-from edgespec_models.errors import ModelFileError
+from edgespec_models.errors import ModelFileError, RequestError
 from edgespec_models.progress import ProgressCallback
+
+if TYPE_CHECKING:
+    from edgespec_export.quantization import Quantization
+    from edgespec_export.trim import TrimSize
 
 __all__ = ["export"]
 
@@ -18,7 +22,11 @@ __all__ = ["export"]
 def export(
     source: Annotated[
         str,
-        typer.Argument(metavar="SOURCE", help="A GGUF file, or a catalogue name, which is pulled first."),
+        typer.Argument(
+            metavar="SOURCE",
+            help="A GGUF file, a Hugging Face directory (config.json, safetensors), or a catalogue name, "
+            "which is pulled first.",
+        ),
     ],
     out: Annotated[
         Path,
@@ -26,9 +34,65 @@ def export(
     ],
     role: Annotated[Literal["target", "drafter"], typer.Option(help="What the model is to be.")] = "target",
     weights: Annotated[
-        Literal["exact", "close", "fast"] | None,
-        typer.Option(help="How near the weights stay to the source's. Default: by role."),
+        Literal["exact", "close", "balanced", "fast"] | None,
+        typer.Option(
+            help="How near the weights stay to the source's. Default: close; balanced for checkpoints in "
+            "floating point."
+        ),
     ] = None,
+    trim_vocab: Annotated[
+        str | None,
+        typer.Option(
+            "--trim-vocab",
+            metavar="N|auto|full",
+            help="Rows a drafter's LM head keeps; auto measures. Default: auto for a drafter, else full.",
+        ),
+    ] = None,
+    calibration: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE.jsonl", help='Texts that targets wrote, {"text": ...} a line. Repeatable.'
+        ),
+    ] = None,
+    calibrate_with: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="BUNDLE", help="A target that is to write such texts now. Repeatable."),
+    ] = None,
+    bits: Annotated[
+        Literal["4", "8"] | None,
+        typer.Option(
+            help="Quantize, instead of --weights: to so many bits. Default: 4 if one of the next four is set."
+        ),
+    ] = None,
+    block_size: Annotated[
+        Literal["16", "32", "64", "128"] | None,
+        typer.Option(help="Weights that share a scale. Default: 32; larger is smaller and less exact."),
+    ] = None,
+    method: Annotated[
+        Literal["rtn", "fit", "k-quant", "hqq", "gptq", "keep"] | None,
+        typer.Option(
+            help="How scales are chosen: round to nearest; least squares; llama.cpp's weighted search; "
+            "half-quadratic; gptq, which is refused; keep repacks what the file holds. Default: fit."
+        ),
+    ] = None,
+    mixed: Annotated[
+        Literal["none", "head", "sensitive"] | None,
+        typer.Option(
+            help="What keeps 8 bits when --bits is 4: nothing; the LM head; or it and half of the value and "
+            "down projections. Default: head."
+        ),
+    ] = None,
+    minimums: Annotated[
+        Literal["columns", "integer", "none"] | None,
+        typer.Option(
+            help="How 4-bit blocks off zero are held: with any offset; with a zero point among the "
+            "codes; or not at all. Default: columns."
+        ),
+    ] = None,
+    kv: Annotated[
+        Literal["float32", "int8"],
+        typer.Option(help="What the KV cache holds; int8 takes a quarter of the memory and rounds."),
+    ] = "float32",
     name: Annotated[str | None, typer.Option(help="The model's name. Default: the source's.")] = None,
     hidden_states: Annotated[
         bool, typer.Option("--hidden-states", help="Add the last hidden state as an output.")
@@ -40,20 +104,33 @@ def export(
 
     Examples:
 
+        edgespec export ~/models/Llama-3.2-1B-Instruct -o target
+
         edgespec export qwen2.5-coder-1.5b-instruct -o target
 
         edgespec export SmolLM2-135M-Instruct.Q8_0.gguf -o drafter --role drafter --weights fast
+
+        edgespec export gemma-3-270m -o drafter --role drafter --trim-vocab 16384 --calibrate-with target
+
+        edgespec export model.gguf -o small --bits 4 --block-size 64 --method k-quant --mixed sensitive
+
+        edgespec export qwen2.5-coder-1.5b-instruct -o long --kv int8
     """
     from edgespec_export.export import ExportOptions, export_model
+    from edgespec_export.trim import TrimOptions
 
+    quantization = _quantization(bits, block_size, method, mixed, minimums)
     with progress_bars() as progress:
         file, known_as = _locate(source, progress)
         options = ExportOptions(
             role=role,
             weights=weights,
+            quantization=quantization,
+            kv=kv,
             name=name or known_as,
             hidden_states=hidden_states,
             overwrite=overwrite,
+            trim=TrimOptions(_trim_size(trim_vocab), tuple(calibration or ()), tuple(calibrate_with or ())),
         )
         report = export_model(file, out, options=options, progress=progress)
     value = report.to_json()
@@ -64,17 +141,41 @@ def export(
     show_report(value)
 
 
+def _trim_size(value: str | None) -> "TrimSize | None":
+    if value is None:
+        return None
+    if value in ("auto", "full"):
+        return cast("TrimSize", value)
+    if value.isdecimal():
+        return int(value)
+    raise RequestError(f"--trim-vocab is {value!r}; give a number of rows, auto or full")
+
+
+def _quantization(
+    bits: str | None, block_size: str | None, method: str | None, mixed: str | None, minimums: str | None
+) -> "Quantization | None":
+    """What the options say, the rest by default; None where there are none."""
+    from edgespec_export.quantization import Quantization
+
+    numbers = {"bits": bits, "block": block_size}
+    given: dict[str, Any] = {name: int(value) for name, value in numbers.items() if value is not None}
+    words = {"method": method, "mixed": mixed, "minimums": minimums}
+    given |= {name: value for name, value in words.items() if value is not None}
+    return Quantization(**given) if given else None
+
+
 def _locate(source: str, progress: ProgressCallback) -> tuple[Path, str | None]:
-    """The checkpoint's file, and the name the catalogue gives it."""
+    """The checkpoint's file or directory, and the name the catalogue gives it."""
     from edgespec_models.catalog import find
     from edgespec_models.download import pull
 
     path = Path(source)
-    if path.is_file():
+    if path.exists():
         return path, None
-    if path.suffix == ".gguf" or path.is_dir():
+    if path.suffix == ".gguf":
         raise ModelFileError(
-            f"{source} is not a file; give a GGUF file or a name that 'edgespec models' lists"
+            f"{source} does not exist; give a GGUF file, a Hugging Face directory, or a name that "
+            "'edgespec models' lists"
         )
     entry = find(source)
     return pull(entry, progress=progress, notify=note), entry.name

@@ -59,7 +59,11 @@ def show_report(report: Mapping[str, Any]) -> None:
             table.add_row(f"  {label}", _parity(values))
     for loss in report["weights"]:
         kept = "exact" if loss["relative_error"] == 0 else f"relative error {loss['relative_error']:.2%}"
-        table.add_row(f"{loss['source']} weights", f"{loss['weights']:,} as {loss['format']}, {kept}")
+        method = loss.get("method", "keep")  # reports of earlier exports lack it
+        form = loss["format"] if method == "keep" else f"{loss['format']} by {method}"
+        table.add_row(f"{loss['source']} weights", f"{loss['weights']:,} as {form}, {kept}")
+    if trim := report.get("trim"):
+        table.add_row("LM head", f"{trim['rows']:,} of {trim['of']:,} rows: {_trim(trim)}")
     sizes = report["bytes"]
     table.add_row("size", f"{size(sizes['bundle'])}, from {size(sizes['source'])}")
     table.add_row("same bits for any rows", "yes" if report["row_exact"] else "no")
@@ -79,8 +83,9 @@ def _facts(bundle: "Bundle", verified: bool) -> "Table":
     table.add_row("role", manifest.role)
     table.add_row("architecture", f"{config.architecture}, {config.num_layers} layers")
     table.add_row("vocabulary", f"{config.vocab_size:,}")
-    table.add_row("context", f"{config.context_length:,} tokens, {size(config.kv_bytes_per_token)} each")
+    table.add_row("context", f"{config.context_length:,} tokens, {size(manifest.kv_bytes_per_token)} each")
     table.add_row("weights", manifest.weights)
+    table.add_row("KV cache", manifest.kv)
     table.add_row(
         "read in a pass", f"{size(manifest.bytes_per_pass)}, {manifest.parameters_per_pass:,} weights"
     )
@@ -88,6 +93,14 @@ def _facts(bundle: "Bundle", verified: bool) -> "Table":
     table.add_row("source", escape(manifest.provenance.get("source", "unknown")))
     table.add_row("files", "sizes and SHA-256 are right" if verified else "sizes are right")
     return table
+
+
+def _trim(trim: Mapping[str, Any]) -> str:
+    whole = trim["choices"][-1]
+    return (
+        f"{trim['coverage']:.2%} of the tokens that targets write, {trim['acceptance']:.1%} guessed right "
+        f"({whole['acceptance']:.1%} with all rows), {trim['step_ms']:.2f} ms a step ({whole['step_ms']:.2f})"
+    )
 
 
 def _parity(values: Mapping[str, Any]) -> str:

@@ -36,7 +36,9 @@ __all__ = [
 Target = Annotated[
     str,
     typer.Argument(
-        metavar="TARGET", help="A bundle's directory, a GGUF file, or a name that 'edgespec models' lists."
+        metavar="TARGET",
+        help="A bundle's directory, a GGUF file, a Hugging Face directory, or a name that 'edgespec models' "
+        "lists.",
     ),
 ]
 Drafter = Annotated[

@@ -6,6 +6,7 @@ from math import prod
 from time import perf_counter
 
 import numpy as np
+import numpy.typing as npt
 
 from edgespec.drafting.bridge import Bridge
 from edgespec.drafting.draft import Draft
@@ -14,7 +15,7 @@ from edgespec_models.errors import TokenizerError
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.session import Logits, Session
 
-__all__ = ["Calibration", "Guess", "ModelDrafter", "VocabularyEnds"]
+__all__ = ["Calibration", "Guess", "ModelDrafter", "Vocabulary"]
 
 _SOURCE = "model"
 _BINS = 10
@@ -102,11 +103,22 @@ class _Clock:
 
 
 @dataclass(frozen=True, slots=True)
-class VocabularyEnds:
-    """Tokens that end a text: the drafter's, and the one of the target to propose for them."""
+class Vocabulary:
+    """What a drafter's LM head writes.
 
-    drafter: frozenset[int]
-    target: int | None
+    Attributes:
+        ends: the drafter's tokens that end a text.
+        target_end: the target's token to propose for them, if any.
+        head_tokens: the token of every row of a trimmed LM head, int32; None where row i is token i.
+    """
+
+    ends: frozenset[int] = frozenset()
+    target_end: int | None = None
+    head_tokens: npt.NDArray[np.int32] | None = None
+
+    def token(self, row: int) -> int:
+        """The token of a row."""
+        return row if self.head_tokens is None else int(self.head_tokens[row])
 
 
 class ModelDrafter:
@@ -119,7 +131,7 @@ class ModelDrafter:
     Args:
         session: the drafter's session; shared between requests, one at a time.
         bridge: between the vocabularies, for this request.
-        ends: tokens that end a text.
+        vocabulary: what its LM head writes.
         pricing: what verification costs.
         calibration: acceptance by confidence; shared between requests.
         curve: the drafter's measured T(n).
@@ -129,13 +141,13 @@ class ModelDrafter:
         self,
         session: Session,
         bridge: Bridge,
-        ends: VocabularyEnds,
+        vocabulary: Vocabulary,
         *,
         pricing: Pricing,
         calibration: Calibration,
         curve: CostCurve,
     ) -> None:
-        self._session, self._bridge, self._ends = session, bridge, ends
+        self._session, self._bridge, self._vocabulary = session, bridge, vocabulary
         self._pricing, self._calibration = pricing, calibration
         # The first pass of a round also reads what was committed since the last.
         self._first, self._step = _Clock(curve.seconds(2)), _Clock(curve.seconds(1))
@@ -174,8 +186,9 @@ class ModelDrafter:
         guesses: list[Guess] = []
         logits = self._read(ids)
         while True:
-            token, probability = _best(logits)
-            if token in self._ends.drafter:
+            row, probability = _best(logits)
+            token = self._vocabulary.token(row)
+            if token in self._vocabulary.ends:
                 return [*guesses, *self._end(probability)][:limit]
             drafted.append(token)
             probabilities.append(probability)
@@ -203,7 +216,8 @@ class ModelDrafter:
 
     def _end(self, probability: float) -> list[Guess]:
         """The guess that the text ends here."""
-        return [] if self._ends.target is None else [Guess(self._ends.target, probability, False)]
+        end = self._vocabulary.target_end
+        return [] if end is None else [Guess(end, probability, False)]
 
     def _learn(self, tokens: Sequence[int]) -> None:
         """Compare the last proposals with what was committed in their place."""
@@ -228,6 +242,6 @@ def _guesses(translated: Sequence[tuple[int, int]], probabilities: Sequence[floa
 
 
 def _best(logits: Logits) -> tuple[int, float]:
-    """The most probable token and its probability."""
-    token = int(logits.argmax())
-    return token, float(1.0 / np.exp(logits - logits[token]).sum())
+    """The most probable row and its probability."""
+    row = int(logits.argmax())
+    return row, float(1.0 / np.exp(logits - logits[row]).sum())

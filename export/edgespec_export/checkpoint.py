@@ -1,70 +1,58 @@
-"""A GGUF file seen as a checkpoint: architecture facts, and tensors under edgespec's own names.
+"""What an export asks of a checkpoint, whatever files it lies in.
 
-Names: ``embed``, ``final_norm``, ``lm_head``; per layer L ``layers.L.`` + ``q k v o gate up down``,
-``q_bias k_bias v_bias``, ``attn_norm mlp_norm post_attn_norm post_mlp_norm q_norm k_norm``.
+Tensors go under edgespec's own names: ``embed``, ``final_norm``, ``lm_head``; per layer L ``layers.L.`` +
+``q k v o gate up down``, ``q_bias k_bias v_bias``,
+``attn_norm mlp_norm post_attn_norm post_mlp_norm q_norm k_norm``.
 """
 
-import re
-from math import sqrt
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Self, cast
+from typing import Protocol, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from edgespec_export.blocks import F32, Blocks, unpack
-from edgespec_export.gguf import GGMLType, GGUFFile, GGUFTensor
-from edgespec_models.config import Architecture, ModelConfig
+from edgespec_export.gguf import GGMLType
+from edgespec_models.config import ModelConfig
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
+from edgespec_models.tokenizer import SpecialTokens
 
-__all__ = ["Checkpoint"]
+__all__ = ["FLOATS", "Checkpoint", "SourceTensor"]
 
-_ARCHITECTURES = ("llama", "qwen2", "gemma3")
-_GLOBAL = {"token_embd.weight": "embed", "output_norm.weight": "final_norm", "output.weight": "lm_head"}
-_LAYER = {
-    "attn_norm.weight": "attn_norm",
-    "attn_q.weight": "q",
-    "attn_k.weight": "k",
-    "attn_v.weight": "v",
-    "attn_output.weight": "o",
-    "attn_q.bias": "q_bias",
-    "attn_k.bias": "k_bias",
-    "attn_v.bias": "v_bias",
-    "attn_q_norm.weight": "q_norm",
-    "attn_k_norm.weight": "k_norm",
-    "post_attention_norm.weight": "post_attn_norm",
-    "ffn_norm.weight": "mlp_norm",
-    "ffn_gate.weight": "gate",
-    "ffn_up.weight": "up",
-    "ffn_down.weight": "down",
-    "post_ffw_norm.weight": "post_mlp_norm",
-}
-_GEMMA3_27B_LAYERS = 62  # the one size whose attention scale is not 1 / sqrt(head_dim)
+FLOATS = frozenset({GGMLType.F32, GGMLType.F16, GGMLType.BF16})
+"""The floating-point formats: weights that nobody has quantized yet."""
 
 
-class Checkpoint:
-    """A model to export; a context manager over its open file.
+class SourceTensor(Protocol):
+    """A tensor of a checkpoint: ``shape`` in row-major order (rows, columns), ``name`` as in the file."""
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def shape(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def type(self) -> GGMLType: ...  # noqa: D102
+    @property
+    def n_bytes(self) -> int: ...  # noqa: D102
+
+
+class Checkpoint(ABC):
+    """A model to export; a context manager over its open files.
+
+    Opening one raises ModelFileError for damaged or missing files and tensors of a wrong shape, and
+    UnsupportedModelError for architectures, features and weight formats that edgespec does not know.
 
     Attributes:
-        path: the file.
-        metadata: the file's key-value pairs.
+        path: the file or directory.
         config: what the graph has to compute.
-
-    Raises:
-        ModelFileError: damaged file, missing tensors or tensors of a wrong shape.
-        UnsupportedModelError: an architecture, feature or weight format that edgespec does not know.
+        tensors: what there is, by edgespec's names.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = GGUFFile(path)
-        try:
-            self.metadata = self._file.metadata
-            self.tensors = self._rename()
-            self.config = self._read_config()
-            self._check_shapes()
-        except BaseException:
-            self._file.close()
-            raise
+    path: Path
+    config: ModelConfig
+    tensors: Mapping[str, SourceTensor]
 
     def __enter__(self) -> Self:
         return self
@@ -72,28 +60,60 @@ class Checkpoint:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    @abstractmethod
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the files."""
+
+    @property
+    @abstractmethod
+    def files(self) -> tuple[Path, ...]:
+        """Everything the model is made of, in a fixed order: what its digest covers."""
+
+    @property
+    @abstractmethod
+    def model_name(self) -> str:
+        """What to call the model where the user gives no name."""
+
+    @abstractmethod
+    def read(
+        self, name: str, start: int = 0, stop: int | None = None
+    ) -> tuple[GGMLType, npt.NDArray[np.uint8]]:
+        """Raw blocks of rows ``start`` to ``stop``, to be unpacked in another thread.
+
+        Returns:
+            The format, and uint8 ``(rows, blocks per row, bytes per block)``. Read, not mapped: a mapped
+            checkpoint would count as memory of the export.
+        """
+
+    @abstractmethod
+    def tokenizer_json(self) -> str:
+        """The text of a ``tokenizer.json``. Raises as opening does, and TokenizerError."""
+
+    @abstractmethod
+    def special_tokens(self) -> SpecialTokens:
+        """BOS, padding and what ends generation. Raises as opening does."""
+
+    @abstractmethod
+    def chat_template(self) -> str | None:
+        """Jinja source, or None. Raises as opening does."""
 
     @property
     def tied_head(self) -> bool:
         """Whether the LM head is the token embedding."""
         return "lm_head" not in self.tensors
 
-    def tensor(self, name: str) -> GGUFTensor:
+    def tensor(self, name: str) -> SourceTensor:
         """The tensor called ``name``; ``lm_head`` of a tied model is its embedding."""
-        return self.tensors["embed" if name == "lm_head" and self.tied_head else name]
+        return self.tensors[self.stored_name(name)]
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> tuple[GGMLType, np.ndarray]:
-        """Raw blocks of rows ``start`` to ``stop``, to be unpacked in another thread."""
-        tensor = self.tensor(name)
-        return tensor.type, self._file.blocks(tensor, start, stop)
+    def stored_name(self, name: str) -> str:
+        """``embed`` for the ``lm_head`` of a tied model, else ``name``."""
+        return "embed" if name == "lm_head" and self.tied_head else name
 
     def values(self, name: str) -> F32:
         """A small tensor whole, as float32."""
         tensor = self.tensor(name)
-        unpacked = unpack(tensor.type, self._file.blocks(tensor))
+        unpacked = unpack(*self.read(name))
         values = unpacked.values() if isinstance(unpacked, Blocks) else unpacked
         if not np.isfinite(values).all():
             raise ModelFileError(
@@ -102,99 +122,13 @@ class Checkpoint:
             )
         return values.reshape(tensor.shape)
 
-    def _rename(self) -> dict[str, GGUFTensor]:
-        architecture = self.metadata.get("general.architecture")
-        if not isinstance(architecture, str) or architecture not in _ARCHITECTURES:
-            raise UnsupportedModelError(
-                f"{self.path.name} is of architecture {architecture!r}; edgespec exports "
-                f"{', '.join(_ARCHITECTURES)} from GGUF"
-            )
-        renamed, unknown = {}, []
-        for name, tensor in self._file.tensors.items():
-            layer = re.fullmatch(r"blk\.(0|[1-9][0-9]{0,5})\.(.+)", name)
-            if name in _GLOBAL:
-                renamed[_GLOBAL[name]] = tensor
-            elif layer and layer[2] in _LAYER:
-                renamed[f"layers.{int(layer[1])}.{_LAYER[layer[2]]}"] = tensor
-            else:
-                unknown.append(name)
-        if unknown:
-            raise UnsupportedModelError(
-                f"{self.path.name} ({architecture}) has {len(unknown)} tensors that edgespec has no use for, "
-                f"such as {unknown[0]!r}: it is not a plain {', '.join(_ARCHITECTURES)} text model"
-            )
-        return renamed
+    def check_shapes(self) -> None:
+        """Compare ``tensors`` with what ``config`` asks for.
 
-    def _key(self, key: str, kind: type, default: object = None) -> object:
-        full = f"{self.metadata['general.architecture']}.{key}"
-        value = self.metadata.get(full, default)
-        if value is None:
-            raise ModelFileError(f"{self.path.name} lacks the metadata key {full!r}")
-        if kind is float and isinstance(value, int):
-            value = float(value)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise ModelFileError(f"{self.path.name}: {full} is {value!r}, not one {kind.__name__}")
-        return value
-
-    def _int(self, key: str, default: int | None = None) -> int:
-        return cast(int, self._key(key, int, default))
-
-    def _float(self, key: str, default: float | None = None) -> float:
-        return cast(float, self._key(key, float, default))
-
-    def _read_config(self) -> ModelConfig:
-        architecture = self.metadata["general.architecture"]
-        scaling = self._key("rope.scaling.type", str, "none")
-        if scaling != "none" and self._float("rope.scaling.factor", 1.0) != 1.0:
-            raise UnsupportedModelError(
-                f"{self.path.name} scales its rotary embedding ({scaling}); not supported yet"
-            )
-        hidden, heads = self._int("embedding_length"), self._int("attention.head_count")
-        if heads < 1 or "embed" not in self.tensors:
-            raise ModelFileError(
-                f"{self.path.name} has {heads} attention heads and no usable token embedding"
-            )
-        head_dim = self._int("attention.key_length", hidden // heads)
-        if head_dim < 1:
-            raise ModelFileError(f"{self.path.name} has attention heads of width {head_dim}")
-        common = ModelConfig(
-            architecture=cast(Architecture, architecture),
-            vocab_size=self.tensors["embed"].shape[0],
-            hidden_size=hidden,
-            intermediate_size=self._int("feed_forward_length"),
-            num_layers=self._int("block_count"),
-            num_heads=heads,
-            num_kv_heads=self._int("attention.head_count_kv", heads),
-            head_dim=head_dim,
-            norm_epsilon=self._float("attention.layer_norm_rms_epsilon"),
-            context_length=self._int("context_length"),
-            rope_theta=self._float("rope.freq_base", 1e6 if architecture == "gemma3" else 1e4),
-            attention_scale=1 / sqrt(head_dim),
-            # llama.cpp's conversion reorders the query and key rows of Llama for neighbouring pairs.
-            rope_interleaved=architecture == "llama",
-        )
-        if self._int("rope.dimension_count", head_dim) != head_dim:
-            raise UnsupportedModelError(
-                f"{self.path.name} rotates only a part of each head; not supported yet"
-            )
-        return self._gemma3(common) if architecture == "gemma3" else common
-
-    def _gemma3(self, common: ModelConfig) -> ModelConfig:
-        facts = common.to_json()
-        facts |= {
-            "qk_norm": True,
-            "post_norms": True,
-            "activation": "gelu_tanh",
-            "embedding_scale": sqrt(common.hidden_size),
-            "rope_local_theta": 1e4,
-            "sliding_window": self._int("attention.sliding_window"),
-            "global_every": 6,
-        }
-        if common.num_layers == _GEMMA3_27B_LAYERS:
-            facts["attention_scale"] = 1 / sqrt(common.hidden_size / common.num_heads)
-        return ModelConfig.from_json(facts)
-
-    def _check_shapes(self) -> None:
+        Raises:
+            ModelFileError: a tensor is missing or has another shape.
+            UnsupportedModelError: there are more.
+        """
         config = self.config
         expected: dict[str, tuple[int, ...]] = {
             "embed": (config.vocab_size, config.hidden_size),

@@ -7,13 +7,10 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_export.blocks import F32, U8, Blocks
-from edgespec_models.graphs.linear import EmbeddingSpec, WeightFormat
+from edgespec_export.rounding import round_matrix
+from edgespec_models.graphs.linear import EmbeddingSpec, Method, WeightFormat
 
 __all__ = ["Encoded", "decode_linear", "encode_embedding", "encode_linear"]
-
-# Shrinking the range of a block clips its extremes and makes every step finer; which is better
-# differs by block, so each of these is tried.
-_SHRINK = (1.0, 0.94, 0.88, 0.82, 0.76)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +20,41 @@ class Encoded:
     arrays: dict[str, npt.NDArray[Any]]
 
 
-def encode_linear(source: Blocks | F32, form: WeightFormat) -> Encoded:
-    """Rows of a projection in ``form``; what the source holds already is repacked, the rest quantized."""
-    if form.bits == 32:
-        return Encoded({"weight": source.values() if isinstance(source, Blocks) else source})
-    if form.bits == 8:
+def encode_linear(
+    source: Blocks | F32, form: WeightFormat, method: Method = "keep", importance: F32 | None = None
+) -> Encoded:
+    """Rows of a projection in ``form``.
+
+    Args:
+        source: the rows as the checkpoint has them.
+        form: how they are to be stored.
+        method: ``keep`` repacks what the source holds already and fits the rest; any other rounds anew.
+        importance: float32 ``(columns,)``, what an error in each column counts
+            (:func:`~edgespec_export.rounding.round_matrix`).
+    """
+    if method == "keep" and form.bits == 8:
         return _encode_8(source, form)
-    if isinstance(source, Blocks) and source.bits == 4 and source.block == form.block:
+    if method == "keep" and isinstance(source, Blocks) and _holds(form, source):
         return _encode_4(source, form)
     values = source.values() if isinstance(source, Blocks) else source
-    return _encode_4(_quantize_4(values, form.block), form)
+    if form.bits == 32:
+        return Encoded({"weight": values})
+    rounded = round_matrix(values, form, "fit" if method == "keep" else method, importance)
+    return _encode_8(rounded, form) if form.bits == 8 else _encode_4(rounded, form)
+
+
+def _holds(form: WeightFormat, source: Blocks) -> bool:
+    """Whether 4-bit blocks have a place in ``form`` as they are, minimums and all."""
+    if source.bits != 4 or source.block != form.block:
+        return False
+    return form.remainder != "drop" or (source.minimums is None and source.zero == 8)
 
 
 def encode_embedding(source: Blocks | F32, spec: EmbeddingSpec) -> Encoded:
-    """Rows of a token embedding, exactly as the source has them."""
+    """Rows of a token embedding: exactly as a quantized source has them, floats rounded to ``spec``."""
     if not isinstance(source, Blocks):
-        return Encoded({"weight": source})
+        encoded = encode_linear(source, spec.format)
+        return Encoded(encoded.arrays | {"weight": encoded.arrays["weight"].reshape(len(source), -1)})
     if spec.format.bits == 8:
         arrays: dict[str, npt.NDArray[Any]] = {"weight": _centred_8(source)}
     else:
@@ -148,33 +164,3 @@ def _codes(grouped: F32, scales: F32, zero: np.float32, top: int) -> U8:
     codes = grouped / safe[..., None]
     codes += zero
     return np.clip(np.rint(codes, out=codes), 0, top, out=codes).astype(np.uint8)
-
-
-def _quantize_4(values: F32, block: int) -> Blocks:
-    """4 bits, scale and minimum; the least squared error over a few ranges.
-
-    After rounding, scale and minimum of each block are refitted by linear regression on the codes it got.
-    """
-    grouped = values.reshape(values.shape[0], -1, block)
-    low, high = grouped.min(axis=-1), grouped.max(axis=-1)
-    middle, mean = (low + high) / 2, grouped.mean(axis=-1)
-    best_error = np.full(low.shape, np.inf, np.float32)
-    best_codes = np.zeros(grouped.shape, np.uint8)
-    best_scales, best_minimums = np.zeros_like(low), np.zeros_like(low)
-    for shrink in _SHRINK:
-        scales = (high - low) * np.float32(shrink / 15)
-        codes = _codes(grouped - middle[..., None], scales, np.float32(7.5), 15)
-        mean_code = codes.mean(axis=-1, dtype=np.float32)
-        centred = codes - mean_code[..., None]
-        square = np.einsum("rbi,rbi->rb", centred, centred)
-        fitted = np.einsum("rbi,rbi->rb", centred, grouped) / np.where(square == 0, np.float32(1), square)
-        centred *= fitted[..., None]
-        centred += mean[..., None]
-        centred -= grouped
-        error = np.einsum("rbi,rbi->rb", centred, centred)
-        better = error < best_error
-        best_error = np.where(better, error, best_error)
-        best_codes = np.where(better[..., None], codes, best_codes)
-        best_scales = np.where(better, fitted, best_scales)
-        best_minimums = np.where(better, fitted * mean_code - mean, best_minimums)
-    return Blocks(best_codes.reshape(values.shape), 0, best_scales, best_minimums, 4, block)

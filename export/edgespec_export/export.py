@@ -8,37 +8,50 @@ import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_args
 
+import numpy as np
 import psutil
 
-from edgespec_export.gguf_tokenizer import chat_template, special_tokens, tokenizer_json
+from edgespec_export.quantization import Quantization
 from edgespec_export.report import ExportReport, FormatLoss
+from edgespec_export.trim import Tokens, Trim, TrimOptions
 from edgespec_models.bundle import (
     GRAPH,
+    HEAD_TOKENS,
     MANIFEST,
     REPORT,
     TEMPLATE,
     TOKENIZER,
     Bundle,
     FileRecord,
+    KVType,
     Manifest,
     Role,
 )
+from edgespec_models.config import ModelConfig
 from edgespec_models.errors import EdgespecError, ModelFileError, ParityError, RequestError, StorageError
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
+from edgespec_models.tokenizer import SpecialTokens, Tokenizer
 from edgespec_runtimes.memory import peak_memory_bytes
+
+if TYPE_CHECKING:
+    from edgespec_export.checkpoint import Checkpoint
+    from edgespec_models.graphs.decoder import DecoderPlan
 
 __all__ = ["DEFAULT_WEIGHTS", "ExportOptions", "ExportReport", "export_model"]
 
 DEFAULT_WEIGHTS: dict[Role, str] = {"target": "close", "drafter": "close"}
-"""The policy of :data:`edgespec_export.plan.POLICIES` a role gets; docs/benchmarks.md has the figures."""
+"""The policy of :data:`edgespec_export.plan.POLICIES` a role gets; docs/benchmarks.md has the figures.
+
+Checkpoints that nobody has quantized yet get :data:`edgespec_export.plan.FLOAT_WEIGHTS`.
+"""
 
 _HASH_CHUNK = 1 << 24
 
@@ -49,17 +62,24 @@ class ExportOptions:
 
     Attributes:
         role: ``target`` or ``drafter``.
-        weights: a policy of :data:`edgespec_export.plan.POLICIES`; None takes the role's default.
-        name: the model's name; None takes the file's.
+        weights: a policy of :data:`edgespec_export.plan.POLICIES`; None takes the default for the role and
+            the source.
+        quantization: bits, block size and method instead of a policy.
+        kv: what the KV cache holds; ``int8`` takes a quarter of the memory and is calibrated at export.
+        name: the model's name; None takes the source's.
         hidden_states: add the last hidden state as an output, for drafters that adapt.
         overwrite: replace a bundle that is there already.
+        trim: which rows a drafter's LM head keeps.
     """
 
     role: Role = "target"
     weights: str | None = None
+    quantization: Quantization | None = None
+    kv: KVType = "float32"
     name: str | None = None
     hidden_states: bool = False
     overwrite: bool = False
+    trim: TrimOptions = field(default_factory=TrimOptions)
 
 
 def export_model(
@@ -69,14 +89,15 @@ def export_model(
     options: ExportOptions | None = None,
     progress: ProgressCallback = ignore_progress,
 ) -> ExportReport:
-    """Export the GGUF file ``source`` to the bundle ``out``.
+    """Export ``source``, a GGUF file or a Hugging Face directory, to the bundle ``out``.
 
     The bundle appears at ``out`` when it is complete and has passed its checks, or not at all.
 
     Raises:
-        ModelFileError, UnsupportedModelError, TokenizerError: the source cannot be exported.
+        ModelFileError, UnsupportedModelError, TokenizerError: the source cannot be exported: damaged, or of
+            an architecture, feature or weight format that edgespec lacks.
         ParityError: the export does not compute what the source computes.
-        RequestError: an unknown policy, or ``out`` exists.
+        RequestError: an unknown policy, a policy and a quantization at once, or ``out`` exists.
         StorageError: the disk is full, or ``out`` cannot be written.
         EdgespecError: the ``export`` extra is not installed.
     """
@@ -93,19 +114,22 @@ def export_model(
 def _build(
     source: Path, folder: Path, options: ExportOptions, progress: ProgressCallback, started: float
 ) -> ExportReport:
-    manifest, losses = _write(source, folder, options, progress)
+    trim = _plan_trim(source, folder, options, progress)
+    kept = None if trim is None else trim.tokens
+    manifest, losses, source_bytes = _write(source, folder, options, kept, progress)
     converted = peak_memory_bytes()
     row_exact, parity = _check(folder, manifest.provenance["sha256"], progress)
     report = ExportReport(
         parity=parity,
         row_exact=row_exact,
         weights=losses,
-        source_bytes=source.stat().st_size,
+        source_bytes=source_bytes,
         bundle_bytes=sum(file.stat().st_size for file in folder.iterdir()),
         bytes_by_class=dict(manifest.bytes_by_class),
         seconds=perf_counter() - started,
         peak_memory_bytes=peak_memory_bytes(),
         conversion_peak_memory_bytes=converted,
+        trim=None if trim is None else trim.report,
     )
     _write_json(folder / REPORT, report.to_json())
     files = {**manifest.files, REPORT: FileRecord.of(folder / REPORT)}
@@ -113,48 +137,92 @@ def _build(
     return report
 
 
+def _plan_trim(source: Path, folder: Path, options: ExportOptions, progress: ProgressCallback) -> Trim | None:
+    from edgespec_export.sizing import plan_trim
+    from edgespec_export.sources import open_checkpoint
+
+    size = options.trim.size or ("auto" if options.role == "drafter" else "full")
+    if size == "full":
+        return None
+    with open_checkpoint(source) as checkpoint:
+        text, special = checkpoint.tokenizer_json(), checkpoint.special_tokens()
+        tokenizer = Tokenizer.from_json(text, vocab_size=checkpoint.config.vocab_size)
+
+    def write(place: Path, tokens: Tokens) -> None:
+        _write(source, place, options, tokens, ignore_progress)
+
+    trim = replace(options.trim, size=size)
+    return plan_trim(trim, (tokenizer, special), write, scratch=folder / "sizing", progress=progress)
+
+
 def _write(
-    source: Path, folder: Path, options: ExportOptions, progress: ProgressCallback
-) -> tuple[Manifest, tuple[FormatLoss, ...]]:
-    """Everything of a bundle but the report, and what the formats cost the weights."""
+    source: Path, folder: Path, options: ExportOptions, kept: Tokens | None, progress: ProgressCallback
+) -> tuple[Manifest, tuple[FormatLoss, ...], int]:
+    """Everything of a bundle but the report; what the formats cost the weights; the source's bytes."""
     import onnx_ir
 
-    from edgespec_export.checkpoint import Checkpoint
     from edgespec_export.losses import measure_losses
-    from edgespec_export.plan import POLICIES, plan_decoder
+    from edgespec_export.plan import FLOAT_WEIGHTS, POLICIES, all_floats, plan_decoder
+    from edgespec_export.sources import open_checkpoint
     from edgespec_export.writer import write_weights
     from edgespec_models.graphs.decoder import build_decoder
 
-    weights = options.weights or DEFAULT_WEIGHTS[options.role]
-    with Checkpoint(source) as checkpoint:
-        digest = _hash(source, progress)
-        plan = plan_decoder(checkpoint, POLICIES[weights], hidden_states=options.hidden_states)
-        _write_texts(checkpoint.metadata, folder)
+    with open_checkpoint(source) as checkpoint:
+        default = FLOAT_WEIGHTS if all_floats(checkpoint) else DEFAULT_WEIGHTS[options.role]
+        policy = options.weights or default
+        chosen = options.quantization or POLICIES[policy]
+        _write_texts(checkpoint, folder)
+        special = checkpoint.special_tokens()
+        digest = _hash(checkpoint.files, progress)
+        head_tokens = None if kept is None else tuple(kept.tolist())
+        plan = plan_decoder(
+            checkpoint,
+            chosen,
+            hidden_states=options.hidden_states,
+            spare_rows=options.role == "target",
+            head_tokens=head_tokens,
+        )
+        if kept is not None:
+            np.save(folder / HEAD_TOKENS, kept)
         model = build_decoder(checkpoint.config, plan)
         by_class = write_weights(model, plan, checkpoint, folder, progress)
         onnx_ir.save(model, folder / GRAPH)
+        even_rows = any(part.format.even_rows for spec in plan.linears.values() for part in spec.parts)
+        if options.kv == "int8":
+            _quantize_cache(folder, checkpoint.config, special, even_rows)
         losses = measure_losses(plan, checkpoint)
         manifest = Manifest(
-            name=options.name or source.stem,
+            name=options.name or checkpoint.model_name,
             role=options.role,
             config=checkpoint.config,
-            even_rows=any(part.format.even_rows for spec in plan.linears.values() for part in spec.parts),
+            even_rows=even_rows,
             hidden_states=options.hidden_states,
-            weights=weights,
+            weights=policy if options.quantization is None else options.quantization.name,
             formats=_weights_by_format(losses),
             bytes_by_class=by_class,
-            parameters_by_class=_parameters_by_class(checkpoint),
-            special_tokens=special_tokens(checkpoint.metadata),
-            provenance={"source": source.name, "sha256": digest, "edgespec": version("edgespec")},
+            parameters_by_class=_parameters_by_class(checkpoint, plan),
+            special_tokens=special,
+            provenance={"source": source.resolve().name, "sha256": digest, "edgespec": version("edgespec")},
             files={file.name: FileRecord.of(file) for file in sorted(folder.iterdir())},
+            kv=options.kv,
+            head_rows=None if kept is None else len(kept),
         )
+        source_bytes = sum(file.stat().st_size for file in checkpoint.files)
     _write_json(folder / MANIFEST, manifest.to_json())
-    return manifest, losses
+    return manifest, losses, source_bytes
 
 
-def _write_texts(metadata: Mapping[str, object], folder: Path) -> None:
-    (folder / TOKENIZER).write_text(tokenizer_json(metadata), encoding="utf-8")
-    template = chat_template(metadata)
+def _quantize_cache(folder: Path, config: ModelConfig, special: SpecialTokens, even_rows: bool) -> None:
+    from edgespec_export.kv_cache import calibration_tokens, quantize_cache
+
+    tokenizer = Tokenizer.from_file(folder / TOKENIZER, vocab_size=config.vocab_size)
+    texts = calibration_tokens(tokenizer, special)
+    quantize_cache(folder / GRAPH, config, texts, even_rows=even_rows)
+
+
+def _write_texts(checkpoint: "Checkpoint", folder: Path) -> None:
+    (folder / TOKENIZER).write_text(checkpoint.tokenizer_json(), encoding="utf-8")
+    template = checkpoint.chat_template()
     if template is not None:
         (folder / TEMPLATE).write_text(template, encoding="utf-8")
 
@@ -183,7 +251,8 @@ def _check(folder: Path, digest: str, progress: ProgressCallback) -> tuple[bool,
     )
     if not result.rolls_back:
         raise ParityError("the exported graph gives other logits after a truncation; nothing was kept")
-    parity = None if golden is None else check_parity(([rows] for rows in result.logits), golden)
+    logits = ([rows] for rows in result.logits)
+    parity = None if golden is None else check_parity(logits, golden, bundle.head_tokens)
     for piece in pieces:
         piece.unlink()
     progress(Progress("Checking", len(pieces), len(pieces), "step"))
@@ -196,26 +265,28 @@ def _reported(pieces: Sequence[Path], progress: ProgressCallback) -> Iterator[Pa
         yield piece
 
 
-def _parameters_by_class(checkpoint: Any) -> dict[str, int]:
+def _parameters_by_class(checkpoint: "Checkpoint", plan: "DecoderPlan") -> dict[str, int]:
     counts = dict.fromkeys(("embedding", "attention", "mlp", "lm_head", "other"), 0)
     classes = {"embed": "embedding", "lm_head": "lm_head"}
     classes |= dict.fromkeys("qkvo", "attention") | dict.fromkeys(("gate", "up", "down"), "mlp")
-    names = [*checkpoint.tensors, *(["lm_head"] if checkpoint.tied_head else [])]
-    for name in names:
+    for name in checkpoint.tensors:
         size = 1
         for dim in checkpoint.tensor(name).shape:
             size *= dim
         counts[classes.get(name.rpartition(".")[2], "other")] += size
-    return counts
+    head = plan.linears["lm_head"]
+    return counts | {"lm_head": head.in_features * head.out_features}
 
 
-def _hash(source: Path, progress: ProgressCallback) -> str:
-    digest, done, total = hashlib.sha256(), 0, source.stat().st_size
-    with source.open("rb") as file:
-        while chunk := file.read(_HASH_CHUNK):
-            digest.update(chunk)
-            done += len(chunk)
-            progress(Progress("Reading", done, total))
+def _hash(files: Sequence[Path], progress: ProgressCallback) -> str:
+    """SHA-256 (hex) of the files' bytes, one file after the other."""
+    digest, done, total = hashlib.sha256(), 0, sum(file.stat().st_size for file in files)
+    for path in files:
+        with path.open("rb") as file:
+            while chunk := file.read(_HASH_CHUNK):
+                digest.update(chunk)
+                done += len(chunk)
+                progress(Progress("Reading", done, total))
     return digest.hexdigest()
 
 
@@ -238,19 +309,33 @@ def _check_request(source: Path, out: Path, options: ExportOptions) -> None:
 
     if options.role not in DEFAULT_WEIGHTS:
         raise RequestError(f"role={options.role!r} is not known; allowed: {', '.join(DEFAULT_WEIGHTS)}")
+    if options.role == "target" and options.trim.size not in (None, "full"):
+        raise RequestError(
+            f"trim size {options.trim.size} with role=target: a target must be able to write every token; "
+            "only drafters are trimmed (role=drafter)"
+        )
+    if options.kv not in get_args(KVType):
+        raise RequestError(f"kv={options.kv!r} is not known; allowed: {', '.join(get_args(KVType))}")
     if options.weights is not None and options.weights not in POLICIES:
         known = "; ".join(f"{name} ({policy.summary})" for name, policy in POLICIES.items())
         raise RequestError(f"weights={options.weights!r} is not known; allowed: {known}")
-    if not source.is_file():
-        raise ModelFileError(f"{source} is not a file; give a GGUF file or a catalogue name")
+    if options.weights is not None and options.quantization is not None:
+        raise RequestError(
+            f"weights={options.weights!r} and quantization {options.quantization.name!r} exclude each other; "
+            "give a policy, or bits, block size and method"
+        )
+    if not source.exists():
+        raise ModelFileError(
+            f"{source} does not exist; give a GGUF file, a Hugging Face directory or a catalogue name"
+        )
     if not out.exists():
         return
     if not options.overwrite:
         raise RequestError(f"{out} exists; choose another directory or ask to overwrite it")
     if not out.is_dir() or (any(out.iterdir()) and not (out / MANIFEST).is_file()):
         raise RequestError(f"{out} is not a bundle; it will not be overwritten")
-    if out.resolve() in source.resolve().parents:
-        raise RequestError(f"{out} holds the source file {source.name}, which overwriting would delete")
+    if out.resolve() in (source.resolve(), *source.resolve().parents):
+        raise RequestError(f"{out} holds the source {source.name}, which overwriting would delete")
 
 
 @contextmanager

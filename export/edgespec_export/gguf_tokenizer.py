@@ -22,11 +22,11 @@ import numpy.typing as npt
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.tokenizer import SPACE_SIGN, SpecialTokens
 
-__all__ = ["chat_template", "special_tokens", "tokenizer_json"]
+__all__ = ["END_OF_GENERATION", "TokenType", "chat_template", "special_tokens", "tokenizer_json"]
 
 Json = dict[str, object]
 
-_END_OF_GENERATION = (
+END_OF_GENERATION = (
     "<|im_end|>",
     "<|endoftext|>",
     "<end_of_turn>",
@@ -36,6 +36,7 @@ _END_OF_GENERATION = (
     "<|end_of_text|>",
     "<|end|>",
 )
+"""Control tokens that end generation in the models that have them."""
 
 
 class TokenType(IntEnum):
@@ -103,7 +104,7 @@ def special_tokens(metadata: Mapping[str, object]) -> SpecialTokens:
     size = len(vocabulary.texts)
     eos = [_token_id(metadata, "eos_token_id", size, default=2 if sentencepiece else None)]
     eos += [_token_id(metadata, key, size) for key in ("eot_token_id", "eom_token_id")]
-    eos += [vocabulary.control_id(text) for text in _END_OF_GENERATION]
+    eos += [vocabulary.control_id(text) for text in END_OF_GENERATION]
     return SpecialTokens(
         bos=_token_id(metadata, "bos_token_id", size, default=1 if sentencepiece else None),
         eos=tuple(dict.fromkeys(token for token in eos if token is not None)),

@@ -91,12 +91,16 @@ def session_logits(session: Session, golden: Golden) -> Iterator[Iterator[Logits
         yield (session.forward(tokens[at : at + _ROWS]) for at in range(0, len(tokens), _ROWS))
 
 
-def check_parity(logits: Iterable[Iterable[Logits]], golden: Golden) -> ParityReport:
+def check_parity(
+    logits: Iterable[Iterable[Logits]], golden: Golden, head_tokens: npt.NDArray[np.int32] | None = None
+) -> ParityReport:
     """Compare with the reference at every position.
 
     Args:
-        logits: of each text in turn, float32 ``(rows, vocab)``, in parts of any number of rows.
+        logits: of each text in turn, float32 ``(rows, head rows)``, in parts of any number of rows.
         golden: the reference.
+        head_tokens: of a trimmed LM head; the laws are then compared as they are given that the next token
+            is one that both name: kept, and among the reference's most probable.
 
     Raises:
         ParityError: so far apart that the export must be wrong, not only quantized.
@@ -105,7 +109,13 @@ def check_parity(logits: Iterable[Iterable[Logits]], golden: Golden) -> ParityRe
     for label, parts, ids, logprobs in zip(
         golden.labels, logits, golden.top_ids, golden.top_logprobs, strict=True
     ):
-        by_text.setdefault(label, []).append(_compare(parts, ids, logprobs))
+        every = (row for part in parts for row in part)
+        if head_tokens is None:
+            rows = [_compare(row, *reference) for row, *reference in zip(every, ids, logprobs, strict=True)]
+        else:
+            rows = list(_compare_kept(every, ids, logprobs, head_tokens))
+        if rows:
+            by_text.setdefault(label, []).append(np.array(rows, np.float32))
     all_rows = np.concatenate([rows for many in by_text.values() for rows in many])
     summaries = {label: np.concatenate(many).mean(axis=0) for label, many in by_text.items()}
     report = ParityReport(
@@ -124,18 +134,31 @@ def check_parity(logits: Iterable[Iterable[Logits]], golden: Golden) -> ParityRe
     return report
 
 
-def _compare(parts: Iterable[Logits], top_ids: npt.NDArray[np.int32], logprobs: F32) -> F32:
-    """For every position: whether the most probable token agrees, and the KL divergence; ``(n, 2)``."""
-    rows = np.empty((len(top_ids), 2), np.float32)
-    every = (row for part in parts for row in part)
-    for at, row in enumerate(every):
-        rows[at] = int(row.argmax()) == top_ids[at, 0], _coarse_kl(row, top_ids[at], logprobs[at])
-    return rows
+def _compare(row: F32, ids: npt.NDArray[np.int32], logprobs: F32) -> tuple[bool, float]:
+    """Whether the most probable token agrees, and the KL divergence."""
+    return int(row.argmax()) == ids[0], _coarse_kl(row, ids, logprobs)
+
+
+def _compare_kept(
+    rows: Iterable[F32], ids: npt.NDArray[np.int32], logprobs: F32, head_tokens: npt.NDArray[np.int32]
+) -> Iterator[tuple[bool, float]]:
+    """The same for every position where the reference's most probable tokens include a kept one."""
+    columns = np.searchsorted(head_tokens, ids).clip(max=len(head_tokens) - 1)
+    kept = head_tokens[columns] == ids
+    for row, column, is_kept, reference in zip(rows, columns, kept, logprobs, strict=True):
+        if is_kept.any():
+            log_p = _normalized(reference[is_kept])
+            log_q = _normalized(row[column[is_kept]])
+            yield log_q.argmax() == 0, float((np.exp(log_p) * (log_p - log_q)).sum())
+
+
+def _normalized(logits: F32) -> npt.NDArray[np.float64]:
+    shifted = logits.astype(np.float64) - logits.max()
+    return np.asarray(shifted - np.log(np.exp(shifted).sum()), np.float64)
 
 
 def _coarse_kl(row: F32, ids: npt.NDArray[np.int32], logprobs: F32) -> float:
-    shifted = row.astype(np.float64) - row.max()
-    log_q = shifted[ids] - np.log(np.exp(shifted).sum())
+    log_q = _normalized(row)[ids]
     log_p = logprobs.astype(np.float64)
     p, q = np.exp(log_p), np.exp(log_q)
     rest_p, rest_q = max(1 - p.sum(), 1e-12), max(1 - q.sum(), 1e-12)

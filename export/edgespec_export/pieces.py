@@ -18,7 +18,7 @@ from edgespec_models.config import ModelConfig
 from edgespec_runtimes.cpu import CpuOptions, open_graph
 from edgespec_runtimes.session import Logits
 
-__all__ = ["PIECE_BYTES", "PiecewiseResult", "cut", "run_pieces"]
+__all__ = ["PIECE_BYTES", "PiecewiseResult", "cache_extremes", "cut", "run_pieces"]
 
 PIECE_BYTES = 256 << 20
 """Weights of a piece, about: what one fused projection needs more is loaded with it."""
@@ -87,11 +87,36 @@ def run_pieces(
     return PiecewiseResult(rolls_back, row_exact, logits)
 
 
+def cache_extremes(
+    pieces: Iterable[Path], config: ModelConfig, texts: Sequence[Sequence[int]], *, even_rows: bool
+) -> dict[str, npt.NDArray[np.float32]]:
+    """The largest magnitudes that ``texts`` leave in the KV cache, one piece after the other.
+
+    Returns:
+        Name of the cache's input -> float32 ``(kv heads, head_dim)``.
+
+    Raises:
+        BundleError: ONNX Runtime cannot load a piece.
+    """
+    carried: list[_Values] = [{"input_ids": np.array([tokens], np.int64)} for tokens in texts]
+    extremes: dict[str, npt.NDArray[np.float32]] = {}
+    for path in pieces:
+        piece = _Piece(path, config, even_rows)
+        for index, values in enumerate(carried):
+            kept, cache = piece.run(values)
+            carried[index] = {} if piece.is_last else kept
+            for name, array in cache.items():
+                largest = np.abs(array[0]).max(axis=1)
+                extremes[name] = np.maximum(extremes.get(name, largest), largest)
+        del piece
+    return extremes
+
+
 class _Piece:
     def __init__(self, path: Path, config: ModelConfig, even_rows: bool) -> None:
         self._session = open_graph(path, CpuOptions())
         self._config, self._even_rows = config, even_rows
-        self._inputs = {value.name for value in self._session.get_inputs()}
+        self._inputs = {value.name: value.type for value in self._session.get_inputs()}
         self._outputs = [value.name for value in self._session.get_outputs()]
 
     @property
@@ -106,7 +131,7 @@ class _Piece:
         """
         config, count = self._config, next(iter(values.values())).shape[1]
         spare = count % 2 if self._even_rows else 0
-        pad = int(count + spare == 1)
+        pad = int(count + spare == 1 and "attention_pad" in self._inputs)
         total = start + count + spare + pad
         rows = np.arange(count + spare, dtype=np.int64)
         feeds: _Values = {
@@ -119,7 +144,7 @@ class _Piece:
         feeds |= past or self._empty(total + 2)
         feeds |= {name: array[:, np.minimum(rows, count - 1)] for name, array in values.items()}
         results = self._session.run(
-            self._outputs, {name: feeds[name] for name in feeds.keys() & self._inputs}
+            self._outputs, {name: feeds[name] for name in feeds.keys() & self._inputs.keys()}
         )
         named = dict(zip(self._outputs, results, strict=True))
         kept = {name: array[:, :count] for name, array in named.items() if not name.startswith("present.")}
@@ -150,7 +175,9 @@ class _Piece:
     def _empty(self, capacity: int) -> _Values:
         shape = (1, self._config.num_kv_heads, capacity, self._config.head_dim)
         return {
-            name: np.zeros(shape, np.float32) for name in self._inputs if name.startswith("past_key_values.")
+            name: np.zeros(shape, np.int8 if kind == "tensor(int8)" else np.float32)
+            for name, kind in self._inputs.items()
+            if name.startswith("past_key_values.")
         }
 
 

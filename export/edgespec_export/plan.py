@@ -1,19 +1,23 @@
-"""Which format each weight gets: the policies a user chooses from, applied to a checkpoint.
+"""Which format each weight gets: a policy or a quantization the user chose, applied to a checkpoint.
 
 What they cost and what they keep is measured in docs/benchmarks.md, "Weight formats".
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from types import MappingProxyType
 
-from edgespec_export.checkpoint import Checkpoint
+from edgespec_export.checkpoint import FLOATS, Checkpoint
 from edgespec_export.gguf import GGMLType
+from edgespec_export.quantization import Quantization
 from edgespec_models.graphs.decoder import DecoderPlan
-from edgespec_models.graphs.linear import EmbeddingSpec, LinearPart, LinearSpec, WeightFormat
+from edgespec_models.graphs.linear import EmbeddingSpec, LinearPart, LinearSpec, Method, WeightFormat
 
-__all__ = ["POLICIES", "Policy", "plan_decoder"]
+__all__ = ["FLOAT_WEIGHTS", "POLICIES", "Policy", "all_floats", "plan_decoder"]
+
+FLOAT_WEIGHTS = "balanced"
+"""The policy of a checkpoint whose weights have no format to keep."""
 
 _INT4 = WeightFormat(4, 32)
 _INT4_COLUMNS = WeightFormat(4, 32, zero_points=True, remainder="columns")
@@ -22,6 +26,7 @@ _INT8 = WeightFormat(8, 32)
 _INT8_64 = WeightFormat(8, 64)
 _INT8_16 = WeightFormat(8, 16)
 _FLOAT = WeightFormat(32)
+_MATRICES = frozenset(("q", "k", "v", "o", "gate", "up", "down"))
 
 _EXACT: Mapping[GGMLType, WeightFormat] = MappingProxyType(
     {
@@ -45,6 +50,13 @@ class Policy:
     summary: str
     layers: Mapping[GGMLType, WeightFormat]
     head: Mapping[GGMLType, WeightFormat]
+    method: Method = "keep"
+
+    def format_of(self, name: str, kind: GGMLType, columns: int, layers: int) -> WeightFormat:
+        """The format of tensor ``name``, which the source has as ``kind``, in a model of ``layers``."""
+        chosen = (self.head if name == "lm_head" else self.layers)[kind]
+        # Widths without whole blocks stay float.
+        return chosen if chosen.bits == 32 or columns % chosen.block == 0 else _FLOAT
 
 
 _CLOSE = {
@@ -54,6 +66,7 @@ _CLOSE = {
     GGMLType.Q6_K: _INT8_64,
 }
 _FAST = {kind: _INT4 if kind is GGMLType.Q4_0 else _INT4_COLUMNS for kind in GGMLType}
+_8_BITS = dict.fromkeys(GGMLType, _INT8)
 
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
@@ -61,15 +74,32 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
         "close": Policy(
             "what 4 bits cannot hold is rounded to a hundredth of a step or to 8 bits", _CLOSE, _CLOSE
         ),
+        "balanced": Policy("4 bits in the layers, 8 bits in the LM head and the embedding", _FAST, _8_BITS),
         "fast": Policy("4 bits everywhere", _FAST, _FAST),
     }
 )
 
 
-def plan_decoder(checkpoint: Checkpoint, policy: Policy, *, hidden_states: bool = False) -> DecoderPlan:
+def all_floats(checkpoint: Checkpoint) -> bool:
+    """Whether no matrix of the layers has been quantized yet."""
+    matrices = [name for name in checkpoint.tensors if name.rpartition(".")[2] in _MATRICES]
+    return all(checkpoint.tensor(name).type in FLOATS for name in matrices)
+
+
+def plan_decoder(
+    checkpoint: Checkpoint,
+    policy: Policy | Quantization,
+    *,
+    hidden_states: bool = False,
+    spare_rows: bool = True,
+    head_tokens: tuple[int, ...] | None = None,
+) -> DecoderPlan:
     """Assign formats; neighbouring projections with one format are fused into one matrix."""
     config = checkpoint.config
-    linears = {"lm_head": _linear(checkpoint, policy.head, ("lm_head",), ())}
+    head = _linear(checkpoint, policy, ("lm_head",), ())
+    if head_tokens is not None:
+        head = replace(head, parts=(replace(head.parts[0], out_features=len(head_tokens)),))
+    linears = {"lm_head": head}
     for i in range(config.num_layers):
         prefix = f"layers.{i}."
         biases = ("q_bias", "k_bias", "v_bias") if f"{prefix}q_bias" in checkpoint.tensors else ()
@@ -81,40 +111,45 @@ def plan_decoder(checkpoint: Checkpoint, policy: Policy, *, hidden_states: bool 
         ):
             linears[prefix + name] = _linear(
                 checkpoint,
-                policy.layers,
+                policy,
                 tuple(prefix + s for s in sources),
                 tuple(prefix + b for b in its_biases),
             )
-    return DecoderPlan(_embedding(checkpoint), linears, hidden_states)
+    return DecoderPlan(_embedding(checkpoint, policy), linears, hidden_states, spare_rows, head_tokens)
 
 
 def _linear(
     checkpoint: Checkpoint,
-    formats: Mapping[GGMLType, WeightFormat],
+    policy: Policy | Quantization,
     sources: tuple[str, ...],
     biases: tuple[str, ...],
 ) -> LinearSpec:
-    columns = checkpoint.tensor(sources[0]).shape[1]
+    columns, layers = checkpoint.tensor(sources[0]).shape[1], checkpoint.config.num_layers
 
     def form(source: str) -> WeightFormat:
-        chosen = formats[checkpoint.tensor(source).type]
-        # Widths without whole blocks stay float.
-        return chosen if chosen.bits == 32 or columns % chosen.block == 0 else _FLOAT
+        return policy.format_of(source, checkpoint.tensor(source).type, columns, layers)
 
     parts, at = [], 0
     for chosen, group in groupby(sources, form):
         names = tuple(group)
         rows = sum(checkpoint.tensor(name).shape[0] for name in names)
-        parts.append(LinearPart(names, rows, chosen, biases[at : at + len(names)] if biases else ()))
+        its_biases = biases[at : at + len(names)] if biases else ()
+        parts.append(LinearPart(names, rows, chosen, its_biases, policy.method))
         at += len(names)
     return LinearSpec(columns, tuple(parts))
 
 
-def _embedding(checkpoint: Checkpoint) -> EmbeddingSpec:
-    """A row is gathered, not multiplied, so exactness costs no time: the embedding is always exact."""
-    kind = checkpoint.tensor("embed").type
-    if kind in (GGMLType.F32, GGMLType.F16, GGMLType.BF16):
-        return EmbeddingSpec("embed", _FLOAT)
+def _embedding(checkpoint: Checkpoint, policy: Policy | Quantization) -> EmbeddingSpec:
+    """A row is gathered, not multiplied, so exactness costs no time: a quantized embedding stays as it is.
+
+    One in floating point takes 8 bits where the LM head would be quantized.
+    """
+    tensor = checkpoint.tensor("embed")
+    kind = tensor.type
+    if kind in FLOATS:
+        head = policy.format_of("lm_head", kind, tensor.shape[1], checkpoint.config.num_layers)
+        quantized = head.bits != 32 and tensor.shape[1] % _INT8.block == 0
+        return EmbeddingSpec("embed", _INT8 if quantized else _FLOAT)
     if kind in (GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q4_K):
         return EmbeddingSpec("embed", _INT4, offsets=kind is not GGMLType.Q4_0)
     return EmbeddingSpec("embed", _INT8_16 if kind is GGMLType.Q6_K else _INT8)

@@ -4,6 +4,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from edgespec_export.parity import ParityReport
+from edgespec_export.trim import TrimReport
+from edgespec_models.graphs.linear import Method
 
 __all__ = ["ExportReport", "FormatLoss"]
 
@@ -17,20 +19,22 @@ class FormatLoss:
         format: format in the bundle.
         weights: how many weights.
         relative_error: root mean square of the differences over that of the weights, on a sample of rows.
+        method: how the weights were rounded; ``keep`` where the source's own were repacked if they fit.
     """
 
     source: str
     format: str
     weights: int
     relative_error: float
+    method: Method = "keep"
 
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
     """One export; times in seconds, sizes in bytes.
 
-    ``parity`` is None where no reference is stored for the source file. The conversion's peak memory leaves
-    out the checks, which run the model and need what running it needs.
+    ``parity`` is None where no reference is stored for the source file, ``trim`` where no row was left out.
+    The conversion's peak memory leaves out the checks, which run the model and need what running it needs.
     """
 
     parity: ParityReport | None
@@ -42,12 +46,14 @@ class ExportReport:
     seconds: float
     peak_memory_bytes: int
     conversion_peak_memory_bytes: int
+    trim: TrimReport | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
         return {
             "parity": None if self.parity is None else self.parity.to_json(),
             "row_exact": self.row_exact,
+            "trim": None if self.trim is None else self.trim.to_json(),
             "weights": [asdict(loss) for loss in self.weights],
             "bytes": {
                 "source": self.source_bytes,

@@ -17,9 +17,8 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from edgespec_export.blocks import F32, Blocks, largest, unpack
-from edgespec_export.checkpoint import Checkpoint
+from edgespec_export.checkpoint import Checkpoint, SourceTensor
 from edgespec_export.encode import Encoded, encode_embedding, encode_linear
-from edgespec_export.gguf import GGUFTensor
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import ModelFileError
 from edgespec_models.graphs.decoder import SPARE_ROWS, DecoderPlan
@@ -42,6 +41,7 @@ class _Matrix:
     prefix: str
     sources: tuple[str, ...]
     encode: Callable[[Blocks | F32], Encoded]
+    keep: npt.NDArray[np.int64] | None = None  # ascending rows; None keeps all
 
 
 def write_weights(
@@ -92,11 +92,14 @@ def _matrices(plan: DecoderPlan, checkpoint: Checkpoint) -> Iterator[_Matrix]:
     yield _Matrix("embedding", ("embed",), lambda source: encode_embedding(source, plan.embedding))
     for name, spec in plan.linears.items():
         for index, part in enumerate(spec.parts):
-            yield _Matrix(f"{_module_path(name)}.parts.{index}", part.sources, _encoder(part))
+            keep = None
+            if name == "lm_head" and plan.head_tokens is not None:
+                keep = np.array(plan.head_tokens, np.int64)
+            yield _Matrix(f"{_module_path(name)}.parts.{index}", part.sources, _encoder(part), keep)
 
 
 def _encoder(part: LinearPart) -> Callable[[Blocks | F32], Encoded]:
-    return lambda source: encode_linear(source, part.format)
+    return lambda source: encode_linear(source, part.format, part.method)
 
 
 def _module_path(linear: str) -> str:
@@ -121,19 +124,25 @@ def _small_tensors(plan: DecoderPlan, checkpoint: Checkpoint) -> Iterator[tuple[
                 bias = np.concatenate([checkpoint.values(name) for name in part.biases])
                 yield f"{_module_path(linear)}.parts.{index}.bias", bias
     config = checkpoint.config
-    yield from zip(("rope_cos", "rope_sin"), _rope(config, config.rope_theta), strict=True)
+    tables = _rope(config, config.rope_theta, config.rope_factors)
+    yield from zip(("rope_cos", "rope_sin"), tables, strict=True)
     if config.rope_local_theta is not None:
-        yield from zip(
-            ("rope_local_cos", "rope_local_sin"), _rope(config, config.rope_local_theta), strict=True
-        )
+        tables = _rope(config, config.rope_local_theta, ())
+        yield from zip(("rope_local_cos", "rope_local_sin"), tables, strict=True)
 
 
-def _rope(config: ModelConfig, theta: float) -> tuple[F32, F32]:
-    """Cosines and sines, float32 ``(positions, head_dim / 2)`` (Su et al. 2021, section 3.4.2)."""
-    frequencies = theta ** (-np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim)
+def _rope(config: ModelConfig, theta: float, factors: tuple[float, ...]) -> tuple[F32, F32]:
+    """Cosines and sines, float32 ``(positions, rotary_width / 2)`` (Su et al. 2021, section 3.4.2)."""
+    width = config.rotary_width
+    frequencies = theta ** (-np.arange(0, width, 2, dtype=np.float64) / width)
+    if factors:
+        frequencies /= factors
     positions = np.arange(config.context_length + SPARE_ROWS, dtype=np.float64)
     angles = np.outer(positions, frequencies)
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    cos, sin = np.cos(angles), np.sin(angles)
+    cos *= config.rope_magnitude
+    sin *= config.rope_magnitude
+    return cos.astype(np.float32), sin.astype(np.float32)
 
 
 def _write_matrix(
@@ -146,8 +155,8 @@ def _write_matrix(
     """Encode and write one matrix; yields source bytes done."""
     at = {name: offset for name, offset in offsets.items() if name.rpartition(".")[0] == matrix.prefix}
     pending: deque[tuple[int, Future[Encoded]]] = deque()
-    for tensor, raw in _chunks(checkpoint, matrix.sources):
-        pending.append((raw.nbytes, pool.submit(_encode_chunk, matrix.encode, tensor, raw)))
+    for tensor, n_bytes, raw in _chunks(checkpoint, matrix):
+        pending.append((n_bytes, pool.submit(_encode_chunk, matrix.encode, tensor, raw)))
         if len(pending) >= _IN_FLIGHT:
             yield _drain(file, at, matrix.prefix, pending)
     while pending:
@@ -155,18 +164,24 @@ def _write_matrix(
 
 
 def _chunks(
-    checkpoint: Checkpoint, sources: tuple[str, ...]
-) -> Iterator[tuple[GGUFTensor, npt.NDArray[np.uint8]]]:
-    for source in sources:
+    checkpoint: Checkpoint, matrix: _Matrix
+) -> Iterator[tuple[SourceTensor, int, npt.NDArray[np.uint8]]]:
+    """The tensor, bytes read, and those of its rows that are kept."""
+    for source in matrix.sources:
         rows, columns = checkpoint.tensor(source).shape
         step = max(1, _CHUNK_WEIGHTS // columns)
         for start in range(0, rows, step):
             _, raw = checkpoint.read(source, start, min(start + step, rows))
-            yield checkpoint.tensor(source), raw
+            n_bytes = raw.nbytes
+            if matrix.keep is not None:
+                first, last = np.searchsorted(matrix.keep, [start, start + len(raw)])
+                raw = raw[matrix.keep[first:last] - start]
+            if len(raw):
+                yield checkpoint.tensor(source), n_bytes, raw
 
 
 def _encode_chunk(
-    encode: Callable[[Blocks | F32], Encoded], tensor: GGUFTensor, raw: npt.NDArray[np.uint8]
+    encode: Callable[[Blocks | F32], Encoded], tensor: SourceTensor, raw: npt.NDArray[np.uint8]
 ) -> Encoded:
     source = unpack(tensor.type, raw)
     if largest(source) > _LARGEST:

@@ -4,6 +4,7 @@
 ``model.onnx``         the graph, its weights in ``model.onnx.data``
 ``tokenizer.json``     as the `tokenizers` library reads it
 ``chat_template.jinja`` where the model has one
+``head_tokens.npy``    of a trimmed drafter: the token of every row of the LM head
 ``report.json``        what the export measured, the parity check included
 
 Nothing in a bundle is executed but the graph; the chat template runs in Jinja's sandbox.
@@ -17,18 +18,34 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
+import numpy.typing as npt
+
 from edgespec_models.chat_template import ChatTemplate
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import BundleError
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
 
-__all__ = ["GRAPH", "MANIFEST", "REPORT", "TEMPLATE", "TOKENIZER", "Bundle", "FileRecord", "Manifest", "Role"]
+__all__ = [
+    "GRAPH",
+    "HEAD_TOKENS",
+    "MANIFEST",
+    "REPORT",
+    "TEMPLATE",
+    "TOKENIZER",
+    "Bundle",
+    "FileRecord",
+    "KVType",
+    "Manifest",
+    "Role",
+]
 
 MANIFEST, GRAPH, TOKENIZER = "edgespec.json", "model.onnx", "tokenizer.json"
-TEMPLATE, REPORT = "chat_template.jinja", "report.json"
+TEMPLATE, REPORT, HEAD_TOKENS = "chat_template.jinja", "report.json", "head_tokens.npy"
 FORMAT_VERSION = 1
 
 Role = Literal["target", "drafter"]
+KVType = Literal["float32", "int8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +84,8 @@ class Manifest:
         special_tokens: ids of begin- and end-of-sequence tokens.
         provenance: source file, its sha256, the exporter's version.
         files: every file of the bundle but the manifest.
+        head_rows: rows of a trimmed LM head; None where it has one for every token.
+        kv: what the KV cache holds.
     """
 
     name: str
@@ -81,6 +100,13 @@ class Manifest:
     special_tokens: SpecialTokens
     provenance: Mapping[str, str]
     files: Mapping[str, FileRecord]
+    head_rows: int | None = None
+    kv: KVType = "float32"
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of KV cache a token takes."""
+        return self.config.kv_bytes_per_token // (4 if self.kv == "int8" else 1)
 
     @property
     def bytes_per_pass(self) -> int:
@@ -118,6 +144,8 @@ class Manifest:
             manifest = cls(**value)
             if manifest.role not in get_args(Role):
                 raise ValueError(f"role is {manifest.role!r}")
+            if manifest.kv not in get_args(KVType):
+                raise ValueError(f"kv is {manifest.kv!r}")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise BundleError(f"{where} is damaged ({error}); export the model again") from error
         return manifest
@@ -185,6 +213,26 @@ class Bundle:
             TokenizerError: unreadable, or more tokens than the model has rows.
         """
         return Tokenizer.from_file(self.path / TOKENIZER, vocab_size=self.config.vocab_size)
+
+    @cached_property
+    def head_tokens(self) -> npt.NDArray[np.int32] | None:
+        """Tokens of a trimmed LM head's rows, ascending, int32 ``(head_rows,)``; None if it is whole.
+
+        Raises:
+            BundleError: the list cannot be read, or does not fit the model.
+        """
+        rows = self.manifest.head_rows
+        if rows is None:
+            return None
+        where = self.path / HEAD_TOKENS
+        try:
+            tokens: npt.NDArray[np.int32] = np.load(where, allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise BundleError(f"cannot read {where} ({error}); export the model again") from error
+        fits = tokens.dtype == np.int32 and tokens.shape == (rows,) and rows > 0
+        if not fits or tokens[0] < 0 or tokens[-1] >= self.config.vocab_size or (np.diff(tokens) < 1).any():
+            raise BundleError(f"{where} does not fit the model; export it again")
+        return tokens
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:

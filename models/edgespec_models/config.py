@@ -8,7 +8,7 @@ from edgespec_models.errors import BundleError, UnsupportedModelError
 
 __all__ = ["Architecture", "ModelConfig"]
 
-Architecture = Literal["llama", "qwen2", "gemma3"]
+Architecture = Literal["llama", "mistral", "smollm3", "qwen2", "qwen3", "gemma3", "phi3"]
 
 _COUNTS = (
     "vocab_size",
@@ -18,9 +18,8 @@ _COUNTS = (
     "num_heads",
     "head_dim",
     "context_length",
-    "global_every",
 )
-_FACTORS = ("norm_epsilon", "rope_theta", "embedding_scale", "attention_scale")
+_FACTORS = ("norm_epsilon", "rope_theta", "rope_magnitude", "embedding_scale", "attention_scale")
 _MAX_CONTEXT = 1 << 21  # the rotary tables have a row for every position
 
 
@@ -29,7 +28,7 @@ class ModelConfig:
     """A decoder-only transformer.
 
     Attributes:
-        architecture: the family, named as in GGUF files.
+        architecture: the family.
         vocab_size: rows of the LM head.
         hidden_size: width of the residual stream.
         intermediate_size: width of the MLP.
@@ -41,9 +40,14 @@ class ModelConfig:
         context_length: positions the model was made for.
         rope_theta: base of the rotary embedding.
         rope_interleaved: rotate neighbouring elements rather than the two halves of a head.
+        rope_factors: where a model's context was extended, what each frequency of ``rope_theta`` is divided
+            by, ``rotary_width / 2`` numbers; empty where by nothing.
+        rope_magnitude: factor on every rotary cosine and sine.
+        rotary_dim: leading elements of a head that are rotated; None where all are.
+        unrotated_layers: layers without a rotary embedding (Yang et al. 2025, "RoPE to NoPE and Back Again").
         rope_local_theta: base in sliding-window layers; None where every layer uses ``rope_theta``.
         sliding_window: tokens a sliding-window layer sees, itself included; None where all see all.
-        global_every: with a sliding window, every n-th layer sees all.
+        global_every: with a sliding window, every n-th layer sees all; 0 where none does.
         qk_norm: RMSNorm on each query and key head before the rotary embedding.
         post_norms: RMSNorm after attention and after the MLP too.
         activation: of the gate.
@@ -64,6 +68,10 @@ class ModelConfig:
     rope_theta: float
     attention_scale: float
     rope_interleaved: bool = False
+    rope_factors: tuple[float, ...] = ()
+    rope_magnitude: float = 1.0
+    rotary_dim: int | None = None
+    unrotated_layers: tuple[int, ...] = ()
     rope_local_theta: float | None = None
     sliding_window: int | None = None
     global_every: int = 1
@@ -87,6 +95,19 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise UnsupportedModelError(f"head_dim is {self.head_dim}; a rotary embedding needs an even one")
+        # ONNX Runtime's GroupQueryAttention takes rotary tables whose width is a multiple of 8.
+        if self.rotary_dim is not None and (self.rotary_dim % 16 or not 0 < self.rotary_dim <= self.head_dim):
+            raise UnsupportedModelError(
+                f"rotary_dim is {self.rotary_dim}; it must be a multiple of 16 up to {self.head_dim}"
+            )
+        if self.rope_factors and len(self.rope_factors) != self.rotary_width // 2:
+            raise UnsupportedModelError(
+                f"there are {len(self.rope_factors)} rope_factors for {self.rotary_width // 2} frequencies"
+            )
+        if not all(0 < factor < inf for factor in self.rope_factors):
+            raise UnsupportedModelError("rope_factors must be positive and finite")
+        if not 0 <= self.global_every < 1 << 31:
+            raise UnsupportedModelError(f"global_every is {self.global_every}; it must be 0 or positive")
         if self.sliding_window is not None and not 0 < self.sliding_window < 1 << 31:
             raise UnsupportedModelError(f"sliding_window is {self.sliding_window}; it must be positive")
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
@@ -105,13 +126,20 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def rotary_width(self) -> int:
+        """Elements of a head that are rotated."""
+        return self.rotary_dim or self.head_dim
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of float32 KV cache a token takes."""
         return self.num_layers * 2 * self.kv_width * 4
 
     def is_global(self, layer: int) -> bool:
         """Whether ``layer`` sees the whole context."""
-        return self.sliding_window is None or (layer + 1) % self.global_every == 0
+        if self.sliding_window is None:
+            return True
+        return self.global_every > 0 and (layer + 1) % self.global_every == 0
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -123,7 +151,8 @@ class ModelConfig:
         unknown = value.keys() - {f.name for f in fields(cls)}
         if unknown:
             raise BundleError(f"unknown architecture facts: {', '.join(sorted(unknown))}")
+        lists = {key: tuple(entry) for key, entry in value.items() if isinstance(entry, list)}
         try:
-            return cls(**value)
+            return cls(**(value | lists))
         except TypeError as error:
             raise BundleError(f"incomplete architecture facts: {error}") from error

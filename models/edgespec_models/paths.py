@@ -1,11 +1,11 @@
-"""Where edgespec keeps files: ``EDGESPEC_HOME``, or the platform's cache folder."""
+"""Where edgespec keeps files: ``EDGESPEC_HOME``, or the platform's cache folder; what folders are called."""
 
 import os
 from pathlib import Path
 
 import platformdirs
 
-__all__ = ["bundles_dir", "home", "models_dir"]
+__all__ = ["bundles_dir", "home", "model_name", "models_dir"]
 
 
 def home() -> Path:
@@ -24,3 +24,13 @@ def models_dir() -> Path:
 def bundles_dir() -> Path:
     """Where bundles exported on first use lie."""
     return home() / "bundles"
+
+
+def model_name(folder: Path) -> str:
+    """What a model's directory is called.
+
+    In the hub's cache, ``models--OWNER--NAME/snapshots/COMMIT``, that is NAME; elsewhere its own name.
+    """
+    resolved = folder.resolve()
+    cached = next((part for part in resolved.parts if part.startswith("models--")), None)
+    return resolved.name if cached is None else cached.rpartition("--")[2]

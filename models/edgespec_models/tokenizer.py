@@ -3,8 +3,8 @@
 Two kinds of vocabulary are read, told apart by the decoder a ``tokenizer.json`` states:
 
 - byte-level BPE, whose token strings spell bytes in GPT-2's alphabet (Radford et al. 2019, ``encoder.py``);
-- SentencePiece-style BPE with byte fallback, whose strings spell spaces as U+2581 and single bytes as
-  ``<0xNN>`` (Kudo and Richardson 2018).
+- SentencePiece-style BPE or Unigram with byte fallback, whose strings spell spaces as U+2581 and single
+  bytes as ``<0xNN>`` (Kudo and Richardson 2018).
 
 Work between vocabularies goes by bytes, never by decoded strings: a token may hold a part of a UTF-8
 character, and only its bytes are the same to every tokenizer.
@@ -60,11 +60,11 @@ class Tokenizer:
         self._byte_level = _is_byte_level(core)
         added = core.get_added_tokens_decoder()
         self._specials = {token.content: id_ for id_, token in added.items() if token.special}
-        unknown = core.model.unk_token
+        unknown = _unknown_token(core)
         self._unknown = core.model.token_to_id(unknown) if unknown else None
         if unknown and self._unknown is None:
             raise TokenizerError(f"The tokenizer.json names an unknown token {unknown!r} that it lacks.")
-        if self._unknown is not None:
+        if unknown and self._unknown is not None:
             self._specials[unknown] = self._unknown
         self._special_ids = frozenset(self._specials.values())
         ids = 1 + max(core.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -307,7 +307,7 @@ def _parse(text: str) -> tokenizers.Tokenizer:
 
 
 def _is_byte_level(core: tokenizers.Tokenizer) -> bool:
-    """Tell byte-level BPE (true) from SentencePiece-style BPE (false); refuse anything else."""
+    """Tell byte-level BPE (true) from SentencePiece-style models (false); refuse anything else."""
     model = type(core.model).__name__
     decoder = core.decoder
     steps = list(_steps(json.loads(decoder.__getstate__()), "decoders")) if decoder else []
@@ -316,13 +316,23 @@ def _is_byte_level(core: tokenizers.Tokenizer) -> bool:
         return True
     unescape = {"type": "Replace", "pattern": {"String": SPACE_SIGN}, "content": " "}
     spaces = unescape in steps or "Metaspace" in kinds
-    if model == "BPE" and "ByteFallback" in kinds and spaces:
+    if model in ("BPE", "Unigram") and "ByteFallback" in kinds and spaces:
         return False
     raise TokenizerError(
         f"The tokenizer is a {model} model with the decoder {' + '.join(kinds) or 'none'}. "
-        "Readable are byte-level BPE (decoder ByteLevel) and SentencePiece-style BPE with byte fallback "
-        "(decoders Replace or Metaspace, and ByteFallback)."
+        "Readable are byte-level BPE (decoder ByteLevel) and SentencePiece-style BPE or Unigram with byte "
+        "fallback (decoders Replace or Metaspace, and ByteFallback)."
     )
+
+
+def _unknown_token(core: tokenizers.Tokenizer) -> str | None:
+    if not isinstance(core.model, tokenizers.models.Unigram):
+        unknown: str | None = core.model.unk_token
+        return unknown
+    model = json.loads(core.to_str())[
+        "model"
+    ]  # the library shows a Unigram model's unknown token nowhere else
+    return None if model["unk_id"] is None else str(model["vocab"][model["unk_id"]][0])
 
 
 def _steps(part: Mapping[str, Any] | None, name: str) -> Iterator[dict[str, Any]]:

@@ -35,21 +35,23 @@ class CostCurve:
         return t0 + slope * (rows - n0) if rows <= n1 else t1 + max(slope, 0.0) * (rows - n1)
 
 
-def measure_cost(session: Session, rows: Sequence[int] = DEFAULT_ROWS, repeats: int = _REPEATS) -> CostCurve:
-    """Time passes over each number of rows, in turn, ``repeats`` times; the least of each.
+def measure_cost(
+    session: Session, rows: Sequence[int] = DEFAULT_ROWS, repeats: int = _REPEATS, *, past: int = _PAST
+) -> CostCurve:
+    """Time passes over each number of rows behind ``past`` tokens, in turn, ``repeats`` times; the least.
 
     The session's sequence is replaced and forgotten. Disturbances of the machine only ever add time, so
     the least is the nearest to what a pass costs.
     """
-    tokens = [index * 7919 % session.vocab_size for index in range(_PAST + max(rows))]
-    session.prefill(tokens[:_PAST])
+    tokens = [index * 7919 % session.vocab_size for index in range(past + max(rows))]
+    session.prefill(tokens[:past])
     times: dict[int, list[float]] = {n: [] for n in rows}
     for repeat in range(repeats + 1):
         for n in rows:
             started = perf_counter()
-            session.forward(tokens[_PAST : _PAST + n])
+            session.forward(tokens[past : past + n])
             if repeat:  # the first round binds and warms up
                 times[n].append(perf_counter() - started)
-            session.truncate(_PAST)
+            session.truncate(past)
     session.truncate(0)
     return CostCurve({n: min(values) for n, values in times.items()})

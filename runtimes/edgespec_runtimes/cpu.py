@@ -28,7 +28,7 @@ _KV_STEP = 256
 _MAX_KEPT_BINDINGS = 32
 _SPARE_ROWS = 1
 _COMPARED = 256
-_ONNX_TYPES = {np.dtype(np.float32): 1, np.dtype(np.int32): 6, np.dtype(np.int64): 7}
+_ONNX_TYPES = {np.dtype(np.float32): 1, np.dtype(np.int8): 3, np.dtype(np.int32): 6, np.dtype(np.int64): 7}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,17 +96,20 @@ class CpuSession:
         """
         self._config: ModelConfig = bundle.config
         self._even_rows = bundle.manifest.even_rows
+        self._head_rows = bundle.manifest.head_rows or bundle.config.vocab_size
         self._options = options or CpuOptions()
         self._tokens: list[int] = []
-        self._kv: list[tuple[str, str, npt.NDArray[np.float32], Any]] = []
+        self._kv: list[tuple[str, str, npt.NDArray[Any], Any]] = []
         self._capacity = 0
         self._passes: dict[tuple[int, int], _Pass] = {}
+        self._kv_type = np.dtype(bundle.manifest.kv)
         self._session = open_graph(bundle.path / GRAPH, self._options)
+        self._inputs = {value.name for value in self._session.get_inputs()}
         self.row_exact = self._self_test()
 
     @property
     def vocab_size(self) -> int:
-        """Width of the logits."""
+        """Tokens the model reads: ids from 0 to ``vocab_size - 1``."""
         return self._config.vocab_size
 
     @property
@@ -140,7 +143,7 @@ class CpuSession:
         old, self._kv, self._passes = self._kv, [], {}
         for index in range(2 * self._config.num_layers):
             layer, kind = index // 2, ("key", "value")[index % 2]
-            array = np.zeros(shape, np.float32)
+            array = np.zeros(shape, self._kv_type)
             if old:
                 array[:, :, : self.length] = old[index][2][:, :, : self.length]
             names = f"past_key_values.{layer}.{kind}", f"present.{layer}.{kind}"
@@ -156,14 +159,14 @@ class CpuSession:
         self._extend(tokens, len(tokens), cancelled)
 
     def next_logits(self, tokens: Sequence[int]) -> Logits:
-        """Make the cache hold exactly ``tokens``; return the logits of what follows, ``(vocab_size,)``."""
+        """Make the cache hold exactly ``tokens``; return the logits of what follows, ``(head_rows,)``."""
         logits = self._extend(tokens, len(tokens) - 1, None)
         if logits is None:
             raise RequestError("next_logits needs at least one token")
         return logits
 
     def forward(self, tokens: Sequence[int]) -> Logits:
-        """Append ``tokens`` and return their logits, float32 ``(len(tokens), vocab_size)``."""
+        """Append ``tokens`` and return their logits, float32 ``(len(tokens), head_rows)``."""
         self.reserve(self.length + len(tokens))
         return self._run(tokens, len(tokens))
 
@@ -198,13 +201,13 @@ class CpuSession:
     def _bind(self, count: int, rows: int) -> _Pass:
         """Bind inputs and outputs for ``count`` tokens, logits of the last ``rows`` of them."""
         spare = count % 2 if self._even_rows and self._options.exact_rows else 0
-        pad = int(count + spare == 1 and self._options.exact_rows)
+        pad = int(count + spare == 1 and self._options.exact_rows and "attention_pad" in self._inputs)
         width = self._config.query_width + 2 * self._config.kv_width
         ids, seqlens = np.zeros((1, count + spare), np.int64), np.zeros(1, np.int32)
         wanted = np.arange(count - rows, count, dtype=np.int64)
         if self._even_rows and self._options.exact_rows and rows % 2:  # the LM head's kernel sees pairs too
             wanted = np.append(wanted, wanted[-1])
-        total, logits = np.zeros((), np.int32), np.empty((1, len(wanted), self.vocab_size), np.float32)
+        total, logits = np.zeros((), np.int32), np.empty((1, len(wanted), self._head_rows), np.float32)
         inputs: dict[str, npt.NDArray[Any]] = {
             "input_ids": ids,
             "seqlens_k": seqlens,
@@ -214,7 +217,8 @@ class CpuSession:
             "logits_rows": wanted,
         }
         binding, keep_alive = self._session.io_binding(), []
-        for name, array in inputs.items():
+        for name in inputs.keys() & self._inputs:
+            array = inputs[name]
             value = _ort_value(array)
             keep_alive.append((array, value))
             binding.bind_ortvalue_input(name, value)

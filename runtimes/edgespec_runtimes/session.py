@@ -15,12 +15,13 @@ class Session(Protocol):
     """One model reading one sequence; the only owner of its KV cache.
 
     The cache holds the keys and values of ``length`` tokens, at most ``capacity``.
-    Rollback is a number: :meth:`truncate`.
+    Rollback is a number: :meth:`truncate`. Logits have a column for every row of the LM head: every token,
+    or the tokens a trimmed drafter's bundle lists (:attr:`edgespec_models.bundle.Bundle.head_tokens`).
     """
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the LM head: the width of the logits."""
+        """Tokens the model reads: ids from 0 to ``vocab_size - 1``."""
 
     @property
     def length(self) -> int:
@@ -53,11 +54,11 @@ class Session(Protocol):
     def next_logits(self, tokens: Sequence[int]) -> Logits:
         """Make the cache hold exactly ``tokens``; return the logits of what follows.
 
-        float32 ``(vocab_size,)``. At least the last token is computed. The array is the session's own buffer.
+        float32 ``(head_rows,)``. At least the last token is computed. The array is the session's own buffer.
         """
 
     def forward(self, tokens: Sequence[int]) -> Logits:
-        """Append ``tokens`` to the cache and return their logits, float32 ``(len(tokens), vocab_size)``.
+        """Append ``tokens`` to the cache and return their logits, float32 ``(len(tokens), head_rows)``.
 
         The array is the session's own buffer: the next call overwrites it.
         """

@@ -1,16 +1,17 @@
-"""The decoder graph: one definition for Llama, Qwen2 and Gemma 3 text.
+"""The decoder graph: one definition for every architecture of :class:`ModelConfig`.
 
 Inputs: ``input_ids`` int64 (1, n); ``seqlens_k`` int32 (1) and ``total_sequence_length`` int32 (), as
 GroupQueryAttention defines them; ``logits_rows`` int64 (r), the rows whose logits are wanted;
 ``past_key_values.L.key/value`` float32 (1, kv heads, capacity, head_dim), written in place.
-Outputs: ``logits`` float32 (1, r, vocab); ``hidden_states`` float32 (1, r, hidden) where asked for;
-``present.L.key/value``.
+Outputs: ``logits`` float32 (1, r, rows of the LM head); ``hidden_states`` float32 (1, r, hidden) where asked
+for; ``present.L.key/value``.
 
-``attention_pad`` float32 (1, p, (heads + 2 * kv heads) * head_dim), p rows of zeros that attention computes
-behind the pass's own, and ``attention_rows`` int64 (1), n: ONNX Runtime's CPU kernel computes attention
-over a single row with other code, whose sums differ in the last bit; from two rows on, a row's bits do not
-depend on their number. A pass over one token takes one such row (``edgespec_runtimes.cpu``). Its keys and
-values land behind the sequence and are overwritten by the next pass.
+Targets have two more: ``attention_pad`` float32 (1, p, (heads + 2 * kv heads) * head_dim), p rows of zeros
+that attention computes behind the pass's own, and ``attention_rows`` int64 (1), n: ONNX Runtime's CPU
+kernel computes attention over a single row with other code, whose sums differ in the last bit; from two
+rows on, a row's bits do not depend on their number. A pass over one token takes one such row
+(``edgespec_runtimes.cpu``). Its keys and values land behind the sequence and are overwritten by the next
+pass.
 """
 
 from collections.abc import Mapping
@@ -35,11 +36,16 @@ class DecoderPlan:
     """How each weight is stored.
 
     ``linears`` has ``layers.L.qkv``, ``layers.L.o``, ``layers.L.gate_up``, ``layers.L.down``, ``lm_head``.
+    ``spare_rows`` gives the graph the inputs that make a row's bits independent of the number of rows; a
+    drafter does without. ``head_tokens`` names the tokens, ascending, whose rows a trimmed LM head keeps;
+    None keeps all.
     """
 
     embedding: EmbeddingSpec
     linears: Mapping[str, LinearSpec]
     hidden_states: bool = False
+    spare_rows: bool = True
+    head_tokens: tuple[int, ...] | None = None
 
 
 class _Norm(nn.Module):
@@ -66,8 +72,7 @@ class _Step:
 
     seqlens_k: ir.Value
     total: ir.Value
-    pad: ir.Value
-    rows: ir.Value
+    spare: tuple[ir.Value, ir.Value] | None  # rows of zeros behind the pass's own; how many those are
     rope: tuple[ir.Value, ir.Value]
     local_rope: tuple[ir.Value, ir.Value] | None
 
@@ -86,10 +91,13 @@ class _Attention(nn.Module):
         self, op: OpBuilder, x: ir.Value, step: _Step, past: tuple[ir.Value, ir.Value]
     ) -> list[ir.Value]:
         config = self.config
-        packed = op.Concat(self.qkv(op, x), step.pad, axis=1)
+        packed = self.qkv(op, x)
+        if step.spare is not None:
+            packed = op.Concat(packed, step.spare[0], axis=1)
         query, key, value = self._split(op, packed) if config.qk_norm else (packed, None, None)
         is_global = config.is_global(self.layer)
-        cos, sin = step.rope if is_global or step.local_rope is None else step.local_rope
+        rope = step.rope if is_global or step.local_rope is None else step.local_rope
+        rotates = self.layer not in config.unrotated_layers
         attended, present_key, present_value = op.GroupQueryAttention(
             query,
             key,
@@ -97,20 +105,20 @@ class _Attention(nn.Module):
             *past,
             step.seqlens_k,
             step.total,
-            cos,
-            sin,
+            *(rope if rotates else ()),
             num_heads=config.num_heads,
             kv_num_heads=config.num_kv_heads,
             scale=config.attention_scale,
-            do_rotary=1,
+            do_rotary=int(rotates),
             rotary_interleaved=int(config.rope_interleaved),
             # The attribute counts the current token (since microsoft/onnxruntime#25927).
             local_window_size=-1 if is_global or config.sliding_window is None else config.sliding_window,
             _outputs=3,
             **MICROSOFT,
         )
-        rows = op.Slice(attended, [0], step.rows, [1])
-        return [self.o(op, rows), present_key, present_value]
+        if step.spare is not None:
+            attended = op.Slice(attended, [0], step.spare[1], [1])
+        return [self.o(op, attended), present_key, present_value]
 
     def _split(self, op: OpBuilder, packed: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
         config = self.config
@@ -174,7 +182,7 @@ class _Decoder(nn.Module):
         self.layers = nn.ModuleList([_Layer(config, i, plan.linears) for i in range(config.num_layers)])
         self.final_norm = _Norm(config.hidden_size, config.norm_epsilon)
         self.lm_head = Linear(plan.linears["lm_head"])
-        shape = [config.context_length + SPARE_ROWS, config.head_dim // 2]
+        shape = [config.context_length + SPARE_ROWS, config.rotary_width // 2]
         self.rope_cos, self.rope_sin = nn.Parameter(shape), nn.Parameter(shape)
         if config.rope_local_theta is not None:
             self.rope_local_cos, self.rope_local_sin = nn.Parameter(shape), nn.Parameter(shape)
@@ -183,7 +191,8 @@ class _Decoder(nn.Module):
         self,
         op: OpBuilder,
         ids: ir.Value,
-        lengths: tuple[ir.Value, ir.Value, ir.Value, ir.Value],
+        lengths: tuple[ir.Value, ir.Value],
+        spare: tuple[ir.Value, ir.Value] | None,
         rows: ir.Value,
         past: list[tuple[ir.Value, ir.Value]],
     ) -> tuple[ir.Value, ir.Value, list[tuple[ir.Value, ir.Value]]]:
@@ -191,8 +200,7 @@ class _Decoder(nn.Module):
         step = _Step(
             seqlens_k=lengths[0],
             total=lengths[1],
-            pad=lengths[2],
-            rows=lengths[3],
+            spare=spare,
             rope=(self.rope_cos, self.rope_sin),
             local_rope=(self.rope_local_cos, self.rope_local_sin) if local else None,
         )
@@ -219,8 +227,10 @@ def build_decoder(config: ModelConfig, plan: DecoderPlan) -> ir.Model:
     ids = builder.input("input_ids", int64, [1, "n"])
     seqlens_k = builder.input("seqlens_k", int32, [1])
     total = builder.input("total_sequence_length", int32, [])
-    pad = builder.input("attention_pad", float32, [1, "p", config.query_width + 2 * config.kv_width])
-    attention_rows = builder.input("attention_rows", int64, [1])
+    spare = None
+    if plan.spare_rows:
+        pad = builder.input("attention_pad", float32, [1, "p", config.query_width + 2 * config.kv_width])
+        spare = pad, builder.input("attention_rows", int64, [1])
     rows = builder.input("logits_rows", int64, ["r"])
     kv_shape: list[int | str | None] = [1, config.num_kv_heads, "capacity", config.head_dim]
     past = [
@@ -230,11 +240,9 @@ def build_decoder(config: ModelConfig, plan: DecoderPlan) -> ir.Model:
         )
         for i in range(config.num_layers)
     ]
-    logits, hidden, present = _Decoder(config, plan)(
-        builder.op, ids, (seqlens_k, total, pad, attention_rows), rows, past
-    )
+    logits, hidden, present = _Decoder(config, plan)(builder.op, ids, (seqlens_k, total), spare, rows, past)
     outputs: list[tuple[str, ir.Value, list[int | str | None]]] = [
-        ("logits", logits, [1, "r", config.vocab_size])
+        ("logits", logits, [1, "r", plan.linears["lm_head"].out_features])
     ]
     if plan.hidden_states:
         outputs.append(("hidden_states", hidden, [1, "r", config.hidden_size]))

@@ -16,7 +16,19 @@ from typing import Any, Literal
 import onnx_ir as ir
 from onnxscript import OpBuilder, nn
 
-__all__ = ["MICROSOFT", "Embedding", "EmbeddingSpec", "Linear", "LinearPart", "LinearSpec", "WeightFormat"]
+__all__ = [
+    "MICROSOFT",
+    "Embedding",
+    "EmbeddingSpec",
+    "Linear",
+    "LinearPart",
+    "LinearSpec",
+    "Method",
+    "WeightFormat",
+]
+
+Method = Literal["keep", "rtn", "fit", "k-quant", "hqq"]
+"""How weights are rounded (``edgespec_export.rounding``); ``keep`` repacks those that the format holds."""
 
 MICROSOFT: dict[str, Any] = {"_domain": "com.microsoft", "_version": 1}
 INT8_ACTIVATIONS = 4  # MatMulNBits' accuracy_level; float activations are 2 to 5 times slower on CPUs
@@ -54,13 +66,15 @@ class WeightFormat:
 class LinearPart:
     """Rows of a projection that share a format: the tensors ``sources``, stacked.
 
-    ``biases`` names the bias vectors of the same tensors, or is empty.
+    ``biases`` names the bias vectors of the same tensors, or is empty. The graph does not depend on
+    ``method``, how the weights came to be in their format.
     """
 
     sources: tuple[str, ...]
     out_features: int
     format: WeightFormat
     biases: tuple[str, ...] = ()
+    method: Method = "keep"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +83,11 @@ class LinearSpec:
 
     in_features: int
     parts: tuple[LinearPart, ...]
+
+    @property
+    def out_features(self) -> int:
+        """Width of the output."""
+        return sum(part.out_features for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,137 @@
+"""How far to trim: as asked, or as measured."""
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from edgespec_export.calibration import read_texts, shipped_texts, written_by
+from edgespec_export.trim import CANDIDATES, Ranking, Tokens, Trim, TrimOptions, trim_vocabulary, weigh
+from edgespec_models.bundle import Bundle
+from edgespec_models.progress import Progress, ProgressCallback
+from edgespec_models.tokenizer import SpecialTokens, Tokenizer
+from edgespec_runtimes.cost import CostCurve, measure_cost
+from edgespec_runtimes.cpu import CpuOptions, CpuSession
+
+__all__ = ["plan_trim"]
+
+WriteBundle = Callable[[Path, Tokens], None]
+
+_STAGE = "Sizing the vocabulary"
+_ROUNDS = 3
+_TYPICAL_TARGET = 8.0  # a target's pass costs as much as so many steps of the untrimmed drafter,
+_TYPICAL_ROW = 0.2  # and every further row so much of it
+_HELD_TEXTS = 40
+_HELD_TOKENS = 80
+_UNJUDGED = 8  # tokens at a text's beginning, which without its prompt nobody could guess
+
+
+def plan_trim(
+    options: TrimOptions,
+    vocabulary: tuple[Tokenizer, SpecialTokens],
+    write: WriteBundle,
+    *,
+    scratch: Path,
+    progress: ProgressCallback,
+) -> Trim | None:
+    """Decide which tokens stay; None keeps all.
+
+    Args:
+        options: ``size`` is a number or ``auto``.
+        vocabulary: the drafter's.
+        write: writes the drafter's bundle with these tokens into a folder, for measurements.
+        scratch: a folder that does not exist, for these; gone afterwards.
+        progress: told of text being written and of measurements.
+
+    Raises:
+        RequestError: calibration text that cannot be read, or a size this vocabulary cannot have.
+    """
+    tokenizer, special = vocabulary
+    if options.size == "auto" and tokenizer.vocab_size <= CANDIDATES[0]:
+        return None
+    sources, target = _sources(options, progress)
+    ranking = Ranking(sources, tokenizer, special.eos)
+    sizes = (options.size,) if isinstance(options.size, int) else ranking.candidates
+    for size in sizes:
+        ranking.check(size)
+    progress(Progress(_STAGE, 0, 2, "step"))
+    try:
+        with _sessions(ranking, (sizes[0], ranking.whole), write, scratch) as (small, whole):
+            progress(Progress(_STAGE, 1, 2, "step"))
+            step_s = _steps(small, whole, (sizes[0], ranking.whole))
+            acceptance = _acceptance(whole, ranking, (*sizes, ranking.whole), special)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    progress(Progress(_STAGE, 2, 2, "step"))
+    choices = weigh(ranking, acceptance, step_s, target or _typical_target(step_s(ranking.whole)))
+    best = max(choices, key=lambda choice: choice.relative_tokens_per_second)
+    chosen = choices[0] if isinstance(options.size, int) else best
+    return None if chosen.rows == ranking.whole else trim_vocabulary(ranking, chosen, choices)
+
+
+def _sources(
+    options: TrimOptions, progress: ProgressCallback
+) -> tuple[Sequence[Sequence[str]], CostCurve | None]:
+    """Texts by source, and the cost of the first target if one writes."""
+    if not (options.texts or options.targets):
+        return [shipped_texts()], None
+    sources, curves = [read_texts(path) for path in options.texts], []
+    for target in options.targets:
+        texts, curve = written_by(target, progress)
+        sources.append(texts)
+        curves.append(curve)
+    return sources, curves[0] if curves else None
+
+
+@contextmanager
+def _sessions(
+    ranking: Ranking, sizes: tuple[int, int], write: WriteBundle, scratch: Path
+) -> Iterator[tuple[CpuSession, CpuSession]]:
+    """The drafter with LM heads of two sizes."""
+    opened: list[CpuSession] = []
+    try:
+        for number, size in enumerate(sizes):
+            folder = scratch / str(number)
+            folder.mkdir(parents=True)
+            write(folder, ranking.tokens(size))
+            opened.append(CpuSession(Bundle(folder), CpuOptions(exact_rows=False)))
+        yield opened[0], opened[1]
+    finally:
+        for session in opened:
+            session.close()
+
+
+def _steps(small: CpuSession, whole: CpuSession, sizes: tuple[int, int]) -> Callable[[int], float]:
+    """Seconds of a step by rows of the LM head: a line through two sizes, timed in turn."""
+    rounds = [[measure_cost(session, (1,)).seconds(1) for session in (small, whole)] for _ in range(_ROUNDS)]
+    first, last = (min(times) for times in zip(*rounds, strict=True))
+    per_row = max(0.0, (last - first) / max(1, sizes[1] - sizes[0]))
+    return lambda size: first + (size - sizes[0]) * per_row
+
+
+def _acceptance(
+    session: CpuSession, ranking: Ranking, sizes: Sequence[int], special: SpecialTokens
+) -> dict[int, float]:
+    """Share of held-out tokens that are the drafter's first guess, given the text before, by size."""
+    bos = [special.bos] if special.add_bos and special.bos is not None else []
+    right, total = dict.fromkeys(sizes, 0), 0
+    for tokens in ranking.held_tokens[:_HELD_TEXTS]:
+        ids = [*bos, *tokens[:_HELD_TOKENS]]
+        if len(ids) <= _UNJUDGED + 1:
+            continue
+        session.prefill(ids[:_UNJUDGED])
+        logits = session.forward(ids[_UNJUDGED:-1])
+        truth = np.array(ids[_UNJUDGED + 1 :])
+        for size in sizes:
+            kept = ranking.tokens(size, held_out=True)
+            right[size] += int((kept[logits[:, kept].argmax(axis=1)] == truth).sum())
+        total += len(truth)
+    session.truncate(0)
+    return {size: count / max(1, total) for size, count in right.items()}
+
+
+def _typical_target(step_s: float) -> CostCurve:
+    first = _TYPICAL_TARGET * step_s
+    return CostCurve({1: first, 2: first * (1 + _TYPICAL_ROW), 9: first * (1 + 8 * _TYPICAL_ROW)})

@@ -1,0 +1,197 @@
+"""Tiny Hugging Face checkpoints, written on the spot.
+
+Needs numpy only: ``tools/make_hf_golden.py`` imports it where nothing else of edgespec is.
+Weights are a formula: the stream of PCG64 (whose raw numbers are the same in every version of numpy) over
+the tensors in the order of their names, seven significant bits each, so that float32, float16 and bfloat16
+files hold the same values.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+F32 = npt.NDArray[np.float32]
+Tensors = dict[str, F32]
+
+VOCAB = 320
+CONTEXT = 96
+TOKENS = tuple((7 + 37 * index * index) % VOCAB for index in range(40))
+ROWS = (0, 1, 5, 6, 7, 12, 20, 28, 38, 39)
+"""Positions whose logits the goldens hold."""
+
+_COMMON: Mapping[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": CONTEXT,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+    "pad_token_id": 0,
+    "torch_dtype": "float32",
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 24,
+}
+_PHI = {"partial_rotary_factor": 0.5, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+_LONGROPE = {
+    "type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.4, 2.9, 3.5],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0],
+}
+CASES: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "llama_tied": {"model_type": "llama", "tie_word_embeddings": True, "head_dim": 32},
+    "llama3": {"model_type": "llama", "rope_scaling": _LLAMA3, "rope_theta": 500.0},
+    "llama_linear": {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "mistral": {"model_type": "mistral", "sliding_window": None, "head_dim": 32},
+    "mistral_window": {"model_type": "mistral", "sliding_window": 7},
+    "smollm3": {"model_type": "smollm3", "num_hidden_layers": 4, "tie_word_embeddings": True},
+    "smollm3_list": {"model_type": "smollm3", "no_rope_layers": [0, 1]},
+    "qwen2": {"model_type": "qwen2", "sliding_window": 7, "use_sliding_window": False},
+    "qwen3": {"model_type": "qwen3", "head_dim": 32, "attention_bias": False},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 6,
+        "sliding_window_pattern": 3,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 100.0,
+        "tie_word_embeddings": True,
+    },
+    "phi3": {"model_type": "phi3", "sliding_window": 7},
+    "phi4": {
+        "model_type": "phi3",
+        **_PHI,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 4 * CONTEXT,
+        "original_max_position_embeddings": CONTEXT,
+        "rope_scaling": _LONGROPE,
+    },
+}
+"""What ``config.json`` says beside the common facts, by the name of the golden."""
+
+
+def config_of(case: str) -> dict[str, Any]:
+    """The ``config.json`` of a case."""
+    return {**_COMMON, **CASES[case]}
+
+
+def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The tensors of a checkpoint with this ``config.json``."""
+    hidden, kind = config["hidden_size"], config["model_type"]
+    found: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config["vocab_size"], hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config["tie_word_embeddings"]:
+        found["lm_head.weight"] = (config["vocab_size"], hidden)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        found |= {f"{prefix}{name}.weight": shape for name, shape in _layer(config).items()}
+        if kind == "qwen2":
+            rows = {name: _layer(config)[f"self_attn.{name}_proj"][0] for name in "qkv"}
+            found |= {f"{prefix}self_attn.{name}_proj.bias": (width,) for name, width in rows.items()}
+    return found
+
+
+def _layer(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, mlp, kind = config["hidden_size"], config["intermediate_size"], config["model_type"]
+    heads = config["num_attention_heads"]
+    head = config.get("head_dim", hidden // heads)
+    query, kv = heads * head, config["num_key_value_heads"] * head
+    found: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.o_proj": (hidden, query),
+        "mlp.down_proj": (hidden, mlp),
+    }
+    if kind == "phi3":
+        found |= {"self_attn.qkv_proj": (query + 2 * kv, hidden), "mlp.gate_up_proj": (2 * mlp, hidden)}
+    else:
+        found |= {
+            f"self_attn.{name}_proj": (rows, hidden)
+            for name, rows in zip("qkv", (query, kv, kv), strict=True)
+        }
+        found |= {"mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden)}
+    if kind in ("qwen3", "gemma3_text"):
+        found |= {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)}
+    if kind == "gemma3_text":
+        found |= {"pre_feedforward_layernorm": (hidden,), "post_feedforward_layernorm": (hidden,)}
+    return found
+
+
+def weights(config: Mapping[str, Any], seed: int = 0) -> Tensors:
+    """The values of every tensor, float32."""
+    stream = np.random.PCG64(seed)
+    tensors: Tensors = {}
+    for name, shape in sorted(shapes(config).items()):
+        raw = np.asarray(stream.random_raw(int(np.prod(shape))), np.uint64)
+        sevenths = ((raw >> np.uint64(57)).astype(np.float32) - 64) / 64  # in [-1, 1), steps of 1/64
+        if name.endswith("norm.weight"):
+            gemma = config["model_type"] == "gemma3_text"  # stores its norms' weights less 1
+            values = sevenths / 2 + (0 if gemma else 1)
+        else:
+            values = sevenths * (0.5 if len(shape) == 1 else 2.0 ** -np.round(np.log2(shape[-1]) / 2 - 0.5))
+        tensors[name] = values.reshape(shape).astype(np.float32)
+    return tensors
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, F32], dtype: str = "F32") -> Path:
+    """A safetensors file; values that ``dtype`` cannot hold are cut off."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    chunks, at = [], 0
+    for name, values in tensors.items():
+        data = _bytes(values, dtype)
+        header[name] = {"dtype": dtype, "shape": list(values.shape), "data_offsets": [at, at + len(data)]}
+        chunks.append(data)
+        at += len(data)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(chunks))
+    return path
+
+
+def _bytes(values: F32, dtype: str) -> bytes:
+    if dtype == "BF16":
+        return (np.ascontiguousarray(values).view(np.uint32) >> np.uint32(16)).astype("<u2").tobytes()
+    return values.astype({"F32": "<f4", "F16": "<f2"}[dtype]).tobytes()
+
+
+def write_checkpoint(
+    folder: Path, config: Mapping[str, Any], *, dtype: str = "F32", shards: int = 1, seed: int = 0
+) -> Path:
+    """``config.json`` and the weights, in one file or several; no tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    tensors = weights(config, seed)
+    if shards == 1:
+        write_safetensors(folder / "model.safetensors", tensors, dtype)
+        return folder
+    names = list(tensors)
+    weight_map: dict[str, str] = {}
+    for number in range(shards):
+        file = f"model-{number + 1:05}-of-{shards:05}.safetensors"
+        part = names[number::shards]
+        write_safetensors(folder / file, {name: tensors[name] for name in part}, dtype)
+        weight_map |= dict.fromkeys(part, file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    return folder

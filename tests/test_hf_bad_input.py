@@ -1,0 +1,287 @@
+"""Hugging Face directories that cannot be exported: one clear error each, and nothing left behind."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from edgespec_export.export import ExportOptions, export_model
+from edgespec_export.hf_checkpoint import HFCheckpoint
+from edgespec_export.hf_config import read_config
+from edgespec_export.hf_facts import Facts
+from edgespec_export.hf_tokenizer import HFTokenizer
+from edgespec_export.safetensors_file import SafetensorsFile
+from edgespec_models.bundle import Bundle
+from edgespec_models.config import ModelConfig
+from edgespec_models.errors import (
+    EdgespecError,
+    ModelFileError,
+    RequestError,
+    TokenizerError,
+    UnsupportedModelError,
+)
+from tests.hf_for_tests import VOCAB, config_of, weights, write_checkpoint, write_safetensors
+from tests.tokenizers_for_tests import byte_level_json
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def config_after(folder: Path, change: dict[str, Any], case: str = "llama") -> ModelConfig:
+    config = {**config_of(case), **change}
+    config = {key: value for key, value in config.items() if value != "absent"}
+    with HFCheckpoint(write_checkpoint(folder, config)) as opened:
+        return opened.config
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mamba"}, r"'mamba'.*llama, mistral.*not supported yet"),
+        ({"model_type": "absent"}, "model type ''"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized already .gptq.*GGUF"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized already .fp8"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'.*llama3"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types"),
+        ({"max_position_embeddings": 1 << 40}, "context_length"),
+        ({"num_attention_heads": 3, "head_dim": 16}, "3 query heads cannot share 2"),
+        ({"num_key_value_heads": 0}, "0 key-value heads"),
+    ],
+)
+def test_what_edgespec_lacks_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    config = {**config_of("llama"), **change}
+    folder = write_checkpoint(tmp_path, config_of("llama"))
+    config = {key: value for key, value in config.items() if value != "absent"}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(UnsupportedModelError, match=message):
+        HFCheckpoint(folder)
+
+
+@pytest.mark.parametrize("case", ["gemma3"])
+@pytest.mark.parametrize("key", ["final_logit_softcapping", "use_bidirectional_attention"])
+def test_features_of_gemma_that_change_logits_are_refused(tmp_path: Path, case: str, key: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=key):
+        config_after(tmp_path, {key: 30.0}, case)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": None}, "lacks 'hidden_size'"),
+        ({"num_hidden_layers": "two"}, "num_hidden_layers is 'two', not a whole number"),
+        ({"vocab_size": True}, "vocab_size is True"),
+        ({"rope_theta": [1]}, "rope_theta"),
+        ({"rope_scaling": 3}, "rope_scaling is 3, not an object"),
+        ({"rope_scaling": {"type": "linear"}}, "lacks 'factor'"),
+        ({"rope_scaling": {"type": "linear", "factor": -1}}, "not positive"),
+        ({"vocab_size": VOCAB + 1}, r"has shape \(320, 64\).*\(321, 64\)"),
+        ({"num_hidden_layers": 3}, "lacks a tensor for layers.2"),
+        ({"tie_word_embeddings": "maybe"}, "not true or false"),
+    ],
+)
+def test_wrong_facts_are_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    folder = write_checkpoint(tmp_path, config_of("llama"))
+    (folder / "config.json").write_text(json.dumps({**config_of("llama"), **change}), encoding="utf-8")
+    with pytest.raises(ModelFileError, match=message):
+        HFCheckpoint(folder)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    case=st.sampled_from(["llama3", "smollm3", "gemma3", "phi4", "qwen3"]),
+    key=st.sampled_from(
+        [*sorted(config_of("gemma3").keys() | config_of("phi4").keys()), "layer_types", "no_rope_layers"]
+    ),
+    value=st.sampled_from(
+        [None, 0, -1, 1, 7, 1 << 40, 10**400, 1.5, -0.5, 1e308, "x", [], [0], {}, {"type": 1}, True]
+    ),
+)
+def test_any_fact_may_be_wrong(case: str, key: str, value: object) -> None:
+    try:
+        config = read_config(Facts({**config_of(case), key: value}, "config.json"))
+    except EdgespecError:
+        return
+    assert ModelConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+
+
+def test_wrong_shape_of_a_fused_tensor(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, config_of("phi3"))
+    config = {**config_of("phi3"), "num_key_value_heads": 1}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ModelFileError, match=r"qkv_proj.*\(128, 64\).*\(96, 64\)"):
+        HFCheckpoint(folder)
+
+
+def test_longrope_needs_as_many_factors_as_frequencies(tmp_path: Path) -> None:
+    scaling = {**config_of("phi4")["rope_scaling"], "short_factor": [1.0, 2.0]}
+    with pytest.raises(ModelFileError, match=r"short_factor.*8 numbers"):
+        config_after(tmp_path, {"rope_scaling": scaling}, "phi4")
+
+
+def test_missing_parts_are_named(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, config_of("llama"), shards=3)
+    shard = folder / "model-00002-of-00003.safetensors"
+    kept = shard.read_bytes()
+    shard.unlink()
+    with pytest.raises(ModelFileError, match=r"lacks model-00002-of-00003\.safetensors"):
+        HFCheckpoint(folder)
+    shard.write_bytes(kept[: len(kept) // 2])
+    with pytest.raises(ModelFileError, match=r"model-00002.*truncated"):
+        HFCheckpoint(folder)
+    write_safetensors(shard, {"other": np.zeros((2, 2), np.float32)})
+    with pytest.raises(ModelFileError, match=r"says that model-00002.*does not"):
+        HFCheckpoint(folder)
+    (folder / INDEX).write_text('{"weight_map": {"a": "../b"}}', encoding="utf-8")
+    with pytest.raises(ModelFileError, match="outside the directory"):
+        HFCheckpoint(folder)
+    (folder / INDEX).unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(ModelFileError, match=r"neither.*pytorch_model\.bin.*safetensors"):
+        HFCheckpoint(folder)
+
+
+def test_an_untied_head_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match="tie_word_embeddings"):
+        folder = write_checkpoint(tmp_path, config_of("llama_tied"))
+        text = (folder / "config.json").read_text(encoding="utf-8")
+        (folder / "config.json").write_text(text.replace("true", "false"), encoding="utf-8")
+        HFCheckpoint(folder)
+
+
+def test_a_tied_head_that_is_stored_too_is_not_read(tmp_path: Path) -> None:
+    tensors = weights(config_of("llama_tied"))
+    tensors["lm_head.weight"] = np.full((VOCAB, 64), np.nan, np.float32)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    folder = write_checkpoint(tmp_path, config_of("llama_tied"))
+    write_safetensors(folder / SINGLE, tensors)
+    with HFCheckpoint(folder) as opened:
+        assert opened.tied_head
+        assert np.array_equal(opened.values("lm_head"), opened.values("embed"))
+
+
+def test_unknown_tensors_are_named(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, config_of("llama"))
+    extra = {"model.layers.0.self_attn.o_proj.bias": np.zeros(64, np.float32)}
+    write_safetensors(folder / SINGLE, weights(config_of("llama")) | extra)
+    with pytest.raises(UnsupportedModelError, match=r"o_proj\.bias"):
+        HFCheckpoint(folder)
+
+
+def test_other_dtypes_are_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, config_of("llama"))
+    data = (folder / SINGLE).read_bytes().replace(b'"dtype": "F32"', b'"dtype": "I32"', 1)
+    (folder / SINGLE).write_bytes(data)
+    with pytest.raises(UnsupportedModelError, match=r"I32.*F32, F16, BF16"):
+        HFCheckpoint(folder)
+
+
+def test_weights_that_are_no_numbers_leave_nothing(tmp_path: Path) -> None:
+    tensors = weights(config_of("llama"))
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = np.inf
+    folder = write_checkpoint(tmp_path / "m", config_of("llama"))
+    write_safetensors(folder / SINGLE, tensors)
+    (folder / "tokenizer.json").write_text(byte_level_json(size=300), encoding="utf-8")
+    with pytest.raises(ModelFileError, match=r"up_proj.*not finite"):
+        export_model(folder, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_the_tokenizer_must_fit_the_model(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "m", config_of("llama"))
+    (folder / "tokenizer.json").write_text(byte_level_json(size=400), encoding="utf-8")
+    with pytest.raises(TokenizerError, match="320 rows"):
+        export_model(folder, tmp_path / "out")
+    (folder / "tokenizer.json").write_text("{", encoding="utf-8")
+    with pytest.raises(TokenizerError, match=r"m.tokenizer\.json"):
+        export_model(folder, tmp_path / "out")
+
+
+def test_special_tokens_come_from_every_file(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, {**config_of("llama"), "eos_token_id": 7})
+    (folder / "tokenizer.json").write_text(byte_level_json(size=300), encoding="utf-8")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [9, 7]}', encoding="utf-8")
+    facts = {
+        "eos_token": "<|im_end|>",
+        "bos_token": None,
+        "chat_template": [{"name": "default", "template": "x"}],
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(facts), encoding="utf-8")
+    with HFCheckpoint(folder) as opened:
+        special = opened.special_tokens()
+        assert special.eos == (2, 9, 7, 0)  # <|im_end|>, the lists, <|endoftext|>
+        assert (special.bos, special.pad, special.add_bos) == (1, 0, False)
+        assert opened.chat_template() == "x"
+        (folder / "chat_template.jinja").write_text("y", encoding="utf-8")
+        assert opened.chat_template() == "y"
+        assert {file.name for file in opened.files} == {file.name for file in folder.iterdir()}
+
+
+def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, {**config_of("llama"), "eos_token_id": [2, VOCAB]})
+    (folder / "tokenizer.json").write_text(byte_level_json(size=300), encoding="utf-8")
+    with HFCheckpoint(folder) as opened, pytest.raises(ModelFileError, match=r"eos_token_id.*319"):
+        opened.special_tokens()
+
+
+def test_a_directory_is_not_overwritten_by_its_own_bundle(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "m", config_of("llama"))
+    for out in (folder, tmp_path):
+        with pytest.raises(RequestError):
+            export_model(folder, out, options=ExportOptions(overwrite=True))
+    assert (folder / SINGLE).is_file()
+
+
+def test_a_bundle_needs_no_export(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "m", config_of("llama"))
+    (folder / "tokenizer.json").write_text(byte_level_json(size=300), encoding="utf-8")
+    export_model(folder, tmp_path / "out")
+    with pytest.raises(ModelFileError, match="bundle already"):
+        export_model(Bundle(tmp_path / "out").path, tmp_path / "again")
+
+
+@pytest.mark.parametrize("dtype", ["F32", "F16"])
+def test_the_safetensors_package_reads_the_same(tmp_path: Path, dtype: str) -> None:
+    path = write_safetensors(tmp_path / SINGLE, weights(config_of("qwen2")), dtype)
+    file = SafetensorsFile(path)
+    with safe_open(path, "numpy") as theirs:
+        assert file.names == set(theirs.keys())
+        for name in file.names:
+            expected = theirs.get_tensor(name)
+            raw = file.read(file.tensor(name))
+            assert np.array_equal(raw.view(expected.dtype).reshape(expected.shape), expected)
+    file.close()
+
+
+@settings(max_examples=200, deadline=None)
+@given(at=st.integers(0, 400), byte=st.integers(0, 255), length=st.integers(0, 700))
+def test_damaged_headers_meet_one_kind_of_error(
+    tmp_path_factory: pytest.TempPathFactory, at: int, byte: int, length: int
+) -> None:
+    path = tmp_path_factory.mktemp("damaged") / SINGLE
+    tensors = {"a": np.ones((3, 2), np.float32), "b": np.ones(5, np.float32)}
+    data = bytearray(write_safetensors(path, tensors).read_bytes())
+    data[at % len(data)] = byte
+    path.write_bytes(data[:length])
+    try:
+        file = SafetensorsFile(path)
+    except EdgespecError:
+        return
+    try:
+        for name in file.names:
+            file.read(file.tensor(name))
+    except EdgespecError:
+        pass
+    finally:
+        file.close()
+
+
+def test_no_tokenizer_config_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(byte_level_json(size=300), encoding="utf-8")
+    special = HFTokenizer(tmp_path, Facts({}, "config.json"), VOCAB).special_tokens()
+    assert special.bos is None
+    assert special.add_bos is False

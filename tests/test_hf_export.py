@@ -1,0 +1,187 @@
+"""From Hugging Face directories to bundles, compared with what transformers computes."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import edgespec
+from edgespec.cli import app
+from edgespec.loading import open_model
+from edgespec_export.export import ExportOptions, export_model
+from edgespec_export.hf_checkpoint import HFCheckpoint
+from edgespec_models.bundle import Bundle
+from edgespec_runtimes.cpu import CpuSession
+from tests.hf_for_tests import CASES, CONTEXT, F32, ROWS, TOKENS, VOCAB, config_of, weights, write_checkpoint
+from tests.tokenizers_for_tests import byte_level_json
+
+GOLDEN = Path(__file__).parent / "golden_hf"
+EXACT = ExportOptions(weights="exact")
+
+
+def checkpoint(folder: Path, case: str, **how: Any) -> Path:
+    """A complete directory."""
+    return with_tokenizer(write_checkpoint(folder, config_of(case), **how))
+
+
+def with_tokenizer(folder: Path) -> Path:
+    (folder / "tokenizer.json").write_text(byte_level_json(size=300), encoding="utf-8")
+    return folder
+
+
+def logits_of(bundle: Path) -> F32:
+    session = CpuSession(Bundle(bundle, verify_digests=True))
+    logits = session.forward(TOKENS)[list(ROWS)].copy()
+    session.close()
+    return logits
+
+
+def golden(case: str) -> F32:
+    with np.load(GOLDEN / f"{case}.npz") as data:
+        assert json.loads(str(data["config"])) == config_of(case), "run tools/make_hf_golden.py"
+        logits: F32 = data["logits"]
+    return logits
+
+
+def distance(logits: F32, case: str) -> float:
+    """The largest difference from the golden, over the golden's standard deviation."""
+    expected = golden(case)
+    return float(np.abs(logits - expected).max() / expected.std())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_graph_computes_what_transformers_computes(tmp_path: Path, case: str) -> None:
+    report = export_model(checkpoint(tmp_path / "m", case), tmp_path / "out", options=EXACT)
+    assert report.row_exact
+    assert all(loss.format == "float32" and loss.relative_error == 0 for loss in report.weights)
+    assert distance(logits_of(tmp_path / "out"), case) < 2e-5
+
+
+@pytest.mark.parametrize("dtype", ["F16", "BF16"])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_half_precision_and_shards_give_the_same_logits(tmp_path: Path, dtype: str, shards: int) -> None:
+    source = checkpoint(tmp_path / "m", "phi4", dtype=dtype, shards=shards)
+    report = export_model(source, tmp_path / "out", options=EXACT)
+    assert {loss.source for loss in report.weights} == {dtype}
+    assert distance(logits_of(tmp_path / "out"), "phi4") < 2e-5
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_by_default_layers_take_4_bits_and_the_vocabulary_8(tmp_path: Path, case: str) -> None:
+    export_model(checkpoint(tmp_path / "m", case, dtype="BF16"), tmp_path / "out")
+    manifest = Bundle(tmp_path / "out").manifest
+    assert manifest.weights == "balanced"
+    assert manifest.formats.keys() == {"int4/32z+columns", "int8/32"}
+    assert manifest.formats["int8/32"] == VOCAB * 64
+    assert manifest.bytes_by_class["embedding"] == manifest.bytes_by_class["lm_head"] == VOCAB * 64 * 36 // 32
+    # In a random model 64 wide the rounding hardly averages out.
+    assert np.corrcoef(logits_of(tmp_path / "out").ravel(), golden(case).ravel())[0, 1] > 0.95
+
+
+def test_facts_that_change_the_graph_change_the_logits(tmp_path: Path) -> None:
+    """The goldens can tell a window, a scaling and a NoPE layer from their absence."""
+    changes: Mapping[str, Mapping[str, Any]] = {
+        "llama3": {"rope_scaling": None},
+        "llama_linear": {"rope_scaling": None},
+        "mistral_window": {"sliding_window": None},
+        "smollm3": {"no_rope_layers": [1, 1, 1, 1]},
+        "gemma3": {"sliding_window_pattern": 2},
+        "phi3": {"sliding_window": 8},
+    }
+    for case, change in changes.items():
+        config = {**config_of(case), **change}
+        source = with_tokenizer(write_checkpoint(tmp_path / case, config))
+        export_model(source, tmp_path / f"{case}-out", options=EXACT)
+        assert distance(logits_of(tmp_path / f"{case}-out"), case) > 1e-3, case
+
+
+def test_new_spelling_of_rotary_facts(tmp_path: Path) -> None:
+    """What transformers 5 writes."""
+    for case in ("llama3", "gemma3", "phi4"):
+        old = config_of(case)
+        new = {key: value for key, value in old.items() if not key.startswith(("rope_", "partial_"))}
+        full = {"rope_theta": old["rope_theta"], **old.get("rope_scaling", {})}
+        if case == "gemma3":
+            local = {"rope_type": "default", "rope_theta": old["rope_local_base_freq"]}
+            new["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
+            new["layer_types"] = [
+                "sliding_attention",
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+            ]
+            del new["sliding_window_pattern"]
+        else:
+            share = {"partial_rotary_factor": old["partial_rotary_factor"]} if case == "phi4" else {}
+            new["rope_parameters"] = full | share
+        with (
+            HFCheckpoint(write_checkpoint(tmp_path / f"{case}-old", old)) as before,
+            HFCheckpoint(write_checkpoint(tmp_path / f"{case}-new", new)) as after,
+        ):
+            assert before.config == after.config
+
+
+def test_llama3_factors_keep_short_waves_and_stretch_long_ones(tmp_path: Path) -> None:
+    scaling = {**config_of("llama3")["rope_scaling"], "original_max_position_embeddings": 48}
+    config = {**config_of("llama3"), "rope_scaling": scaling, "head_dim": 64}
+    with HFCheckpoint(write_checkpoint(tmp_path, config)) as opened:
+        factors = opened.config.rope_factors
+    assert factors[0] == 1.0
+    assert factors[-1] == 8.0
+    assert list(factors) == sorted(factors)
+    assert any(1.0 < factor < 8.0 for factor in factors)
+
+
+def test_longrope_is_exact_within_its_original_context(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with HFCheckpoint(write_checkpoint(tmp_path, config_of("phi4"))) as opened:
+        assert opened.config.context_length == CONTEXT
+        assert opened.config.rotary_dim == 16
+    assert "exported for 96 tokens" in caplog.text
+
+
+def test_phis_fused_tensors_are_read_by_rows(tmp_path: Path) -> None:
+    config = config_of("phi3")
+    expected = weights(config)["model.layers.1.self_attn.qkv_proj.weight"]
+    with HFCheckpoint(write_checkpoint(tmp_path, config)) as opened:
+        q, k, v = (opened.values(f"layers.1.{name}") for name in "qkv")
+        part = opened.read("layers.1.k", 3, 5)[1].view(np.float32)[..., 0]
+    assert np.array_equal(np.concatenate([q, k, v]), expected)
+    assert np.array_equal(part, k[3:5])
+
+
+def test_a_snapshot_in_the_hubs_cache_has_its_repositorys_name(tmp_path: Path) -> None:
+    folder = tmp_path / "models--owner--Tiny-1.5B" / "snapshots" / "0a1b2c"
+    with HFCheckpoint(write_checkpoint(folder, config_of("llama"))) as opened:
+        assert opened.model_name == "Tiny-1.5B"
+
+
+def test_the_command_line_exports_a_directory(tmp_path: Path) -> None:
+    source, out = checkpoint(tmp_path / "m", "qwen3"), tmp_path / "out"
+    result = CliRunner().invoke(app, ["export", str(source), "-o", str(out), "--weights", "balanced"])
+    assert result.exit_code == 0, result.output
+    assert Bundle(out, verify_digests=True).manifest.name == "m"
+    empty = CliRunner().invoke(app, ["export", str(tmp_path), "-o", str(tmp_path / "x")])
+    assert empty.exit_code == 1
+    assert "lacks config.json" in empty.stderr
+
+
+def test_a_directory_is_loaded_through_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgespec.loading.bundles_dir", lambda: tmp_path / "cache")
+    source = checkpoint(tmp_path / "Tiny-1.5B", "llama")
+    first = open_model(source, "target")
+    assert first.manifest.name == "Tiny-1.5B"
+    assert open_model(source, "target").path == first.path
+    assert open_model(source, "target", weights="exact").path != first.path
+    assert open_model(first.path, "target").path == first.path
+    (source / "generation_config.json").write_text('{"eos_token_id": 5}', encoding="utf-8")
+    changed = open_model(source, "target")
+    assert changed.path != first.path
+    assert 5 in changed.manifest.special_tokens.eos
+    with edgespec.load(source, drafter="ngram") as engine:
+        assert engine.generate("the", max_new_tokens=3).text is not None

@@ -1,0 +1,99 @@
+"""An int8 KV cache: what it computes, that it rolls back to the bit, and what it takes."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from edgespec_export.export import ExportOptions, export_model
+from edgespec_export.kv_cache import calibration_tokens, quantize_cache
+from edgespec_export.pieces import cache_extremes, cut
+from edgespec_models.bundle import GRAPH, MANIFEST, Bundle
+from edgespec_models.errors import BundleError, RequestError
+from edgespec_runtimes.cpu import CpuSession
+from tests.gguf_for_tests import ARCHITECTURES, tiny_gguf
+from tests.toy import GEMMA, LLAMA, tiny_bundle
+
+TOKENS = [5, 17, 300, 2, 2, 41, 17, 300, 99, 250, 7, 63, 11, 380]
+
+
+def export(folder: Path, architecture: str, kv: str, kind: str = "F32") -> Bundle:
+    source = tiny_gguf(architecture, kind).write(folder / "m.gguf")
+    report = export_model(source, folder / kv, options=ExportOptions(kv=kv))  # type: ignore[arg-type]
+    assert report.row_exact or kind == "F32"
+    return Bundle(folder / kv)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_it_computes_nearly_the_same_in_a_quarter_of_the_memory(tmp_path: Path, architecture: str) -> None:
+    sessions = {kv: CpuSession(export(tmp_path, architecture, kv)) for kv in ("float32", "int8")}
+    logits = {kv: session.forward(TOKENS).copy() for kv, session in sessions.items()}
+    difference = np.linalg.norm(logits["int8"] - logits["float32"]) / np.linalg.norm(logits["float32"])
+    assert 0 < difference < 0.05
+    assert sessions["int8"].kv_bytes * 4 == sessions["float32"].kv_bytes
+    for session in sessions.values():
+        session.close()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_number_of_rows_leaves_no_trace_in_the_bits(tmp_path: Path, architecture: str) -> None:
+    bundle = export(tmp_path, architecture, "int8", "Q4_K")
+    session = CpuSession(bundle)
+    assert session.row_exact
+    session.prefill(TOKENS[:4])
+    together = session.forward(TOKENS[4:]).copy()
+    session.reserve(session.capacity + 1)  # moves what the cache holds
+    for sizes in ((1,) * 10, (3, 3, 4), (2, 7, 1)):
+        session.truncate(4)
+        parts, at = [], 4
+        for size in sizes:
+            parts.append(session.forward(TOKENS[at : at + size]).copy())
+            at += size
+        np.testing.assert_array_equal(np.concatenate(parts), together)
+    session.close()
+
+
+def test_the_bundle_says_so(tmp_path: Path) -> None:
+    bundle = export(tmp_path, "llama", "int8")
+    assert bundle.manifest.kv == "int8"
+    assert bundle.manifest.kv_bytes_per_token * 4 == bundle.config.kv_bytes_per_token
+    facts = json.loads((bundle.path / MANIFEST).read_text(encoding="utf-8"))
+    del facts["kv"]  # bundles made before there was a choice
+    (bundle.path / MANIFEST).write_text(json.dumps(facts), encoding="utf-8")
+    assert Bundle(bundle.path).manifest.kv == "float32"
+    (bundle.path / MANIFEST).write_text(json.dumps(facts | {"kv": "int3"}), encoding="utf-8")
+    with pytest.raises(BundleError, match="int3"):
+        Bundle(bundle.path)
+
+
+def test_another_type_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="allowed: float32, int8"):
+        export(tmp_path, "llama", "int4")
+
+
+@pytest.mark.parametrize("config", [LLAMA, GEMMA], ids=lambda config: config.architecture)
+def test_scales_cover_what_the_cache_held(tmp_path: Path, config: object) -> None:
+    bundle = tiny_bundle(tmp_path / "b", config).bundle  # type: ignore[arg-type]
+    texts = calibration_tokens(bundle.tokenizer, bundle.manifest.special_tokens)
+    texts = [[token % bundle.config.vocab_size for token in tokens[:50]] for tokens in texts]
+    whole = cache_extremes(cut(bundle.path / GRAPH), bundle.config, texts, even_rows=False)
+    in_pieces = cache_extremes(cut(bundle.path / GRAPH, 1), bundle.config, texts, even_rows=False)
+    assert whole.keys() == in_pieces.keys() and len(whole) == 2 * bundle.config.num_layers
+    quantize_cache(bundle.path / GRAPH, bundle.config, texts, even_rows=False)
+    model = onnx.load(str(bundle.path / GRAPH), load_external_data=False)
+    scales = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer if "past" in t.name}
+    for name, largest in whole.items():
+        np.testing.assert_allclose(in_pieces[name], largest, rtol=1e-5)
+        assert largest.shape == (bundle.config.num_kv_heads, bundle.config.head_dim)
+        assert (scales[f"{name}.scale"] * 127 >= largest.ravel()).all()
+
+
+def test_calibration_texts_begin_as_prompts_do(tmp_path: Path) -> None:
+    bundle = tiny_bundle(tmp_path / "b").bundle
+    special = replace(bundle.manifest.special_tokens, bos=3, add_bos=True)
+    with_start = calibration_tokens(bundle.tokenizer, special)
+    without = calibration_tokens(bundle.tokenizer, replace(special, add_bos=False))
+    assert with_start == [[3, *tokens] for tokens in without]

@@ -1,0 +1,286 @@
+"""Trimmed vocabularies: which tokens stay, how far to trim, and drafters that write fewer tokens."""
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import edgespec
+from edgespec import LoadOptions
+from edgespec_export import calibration, sizing, trim
+from edgespec_export.calibration import read_texts, shipped_texts, written_by
+from edgespec_export.export import ExportOptions, export_model
+from edgespec_export.parity import Golden, check_parity
+from edgespec_export.trim import Ranking, TrimOptions, weigh
+from edgespec_models.bundle import HEAD_TOKENS, Bundle
+from edgespec_models.errors import BundleError, RequestError
+from edgespec_models.tokenizer import Tokenizer
+from edgespec_runtimes.cost import CostCurve
+from edgespec_runtimes.cpu import CpuSession
+from tests.gguf_for_tests import ARCHITECTURES, TinyGGUF, tiny_gguf
+from tests.tokenizers_for_tests import CORPUS, byte_level_json, sentencepiece_json
+from tests.toy import COLUMNS, LLAMA, tiny_bundle
+
+TOKENIZERS = {
+    name: Tokenizer.from_json(text())
+    for name, text in (("bytes", byte_level_json), ("sentencepiece", sentencepiece_json))
+}
+KEPT = 320
+"""A multiple of what the kernels compute at once: the last rows of other numbers are summed otherwise."""
+TOKENS = [5, 17, 300, 2, 2, 41, 17, 300, 99, 250, 7, 63, 11, 380]
+
+
+def _ranking(name: str = "bytes") -> Ranking:
+    return Ranking([list(CORPUS)], TOKENIZERS[name], [2])
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=50)
+@given(data=st.binary(max_size=40))
+def test_whatever_is_kept_every_text_can_be_written(name: str, data: bytes) -> None:
+    ranking = _ranking(name)
+    kept = set(ranking.tokens(ranking.required).tolist())
+    tokenizer = TOKENIZERS[name]
+    spelled = [next(t for t in kept if tokenizer.token_bytes(t) == data[i : i + 1]) for i in range(len(data))]
+    assert tokenizer.bytes_of(spelled) == data
+    assert {t for t in range(tokenizer.vocab_size) if tokenizer.is_special(t)} <= kept
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_larger_vocabularies_hold_the_smaller_ones(name: str) -> None:
+    ranking = _ranking(name)
+    sizes = range(ranking.required, ranking.whole + 1, 7)
+    kept = [set(ranking.tokens(size).tolist()) for size in sizes]
+    assert all(small < large for small, large in itertools.pairwise(kept))
+    coverage = [ranking.coverage(size) for size in sizes]
+    assert coverage == sorted(coverage)
+    assert ranking.coverage(ranking.whole) == pytest.approx(1.0)
+
+
+def test_frequent_tokens_stay() -> None:
+    tokenizer = TOKENIZERS["bytes"]
+    words = tokenizer.encode(CORPUS[0])
+    ranking = Ranking([[CORPUS[0]] * 9], tokenizer, [])
+    assert set(words) <= set(ranking.tokens(ranking.required + len(set(words))).tolist())
+
+
+def test_every_source_weighs_the_same() -> None:
+    tokenizer = TOKENIZERS["bytes"]
+    alone = Ranking([[CORPUS[0]] * 5, [CORPUS[2]] * 5], tokenizer, [])
+    long = Ranking([[CORPUS[0]] * 500, [CORPUS[2]] * 5], tokenizer, [])
+    for size in range(alone.required, alone.whole, 5):
+        assert alone.tokens(size).tolist() == long.tokens(size).tolist()
+
+
+def test_coverage_is_of_texts_that_were_not_counted() -> None:
+    tokenizer = TOKENIZERS["bytes"]
+    rare = CORPUS[3]
+    ranking = Ranking([[rare, *[CORPUS[0]] * 4]], tokenizer, [])  # the first of five is held out
+    known = ranking.required + len(set(tokenizer.encode(CORPUS[0])))
+    everything = Ranking([[rare, *[rare] * 4]], tokenizer, [])
+    assert ranking.coverage(known) < everything.coverage(known)
+
+
+@pytest.mark.parametrize("size", [1, 200, 100_000])
+def test_impossible_sizes_are_refused(size: int) -> None:
+    with pytest.raises(RequestError, match="can keep"):
+        _ranking().check(size)
+
+
+def test_a_size_must_be_positive() -> None:
+    with pytest.raises(RequestError, match="positive"):
+        TrimOptions(size=0)
+
+
+def _best(per_row_s: float) -> int:
+    """The size that promises most where acceptance is 0.7 of coverage."""
+    ranking = Ranking([[CORPUS[0]] * 10], TOKENIZERS["bytes"], [])
+    sizes = (280, 300, 330, 360, ranking.whole)
+    target = CostCurve({1: 40e-3, 2: 44e-3, 9: 72e-3})
+    acceptance = {size: 0.7 * ranking.coverage(size) for size in sizes}
+    choices = weigh(ranking, acceptance, lambda rows: 1e-3 + rows * per_row_s, target)
+    assert tuple(choice.rows for choice in choices) == sizes
+    assert choices[-1].relative_tokens_per_second == 1.0
+    assert [choice.step_ms for choice in choices] == pytest.approx(
+        [1 + size * per_row_s * 1e3 for size in sizes]
+    )
+    return max(choices, key=lambda choice: choice.relative_tokens_per_second).rows
+
+
+def test_where_rows_cost_nothing_all_that_are_used_stay() -> None:
+    ranking = Ranking([[CORPUS[0]] * 10], TOKENIZERS["bytes"], [])
+    assert ranking.coverage(_best(0.0)) == pytest.approx(1.0)
+
+
+def test_dear_rows_are_cut() -> None:
+    assert _best(1e-3) == 280
+
+
+def test_what_a_choice_promises_is_the_expected_rate() -> None:
+    ranking = _ranking()
+    target = CostCurve({1: 1.0, 2: 1.1, 3: 1.2})
+    some, whole = weigh(ranking, {300: 0.5, ranking.whole: 0.6}, lambda rows: rows / 4000, target)
+    best = [
+        max(sum(a**i for i in range(k + 1)) / (1 + k / 10 + k * rows / 4000) for k in range(9))
+        for a, rows in ((0.5, 300), (0.6, ranking.whole))
+    ]
+    assert some.relative_tokens_per_second == pytest.approx(best[0] / best[1])
+    assert (some.acceptance, whole.acceptance) == (0.5, 0.6)
+
+
+def _drafter(folder: Path, model: TinyGGUF, size: trim.TrimSize = KEPT) -> Bundle:
+    source = model.write(folder / "m.gguf")
+    options = ExportOptions(role="drafter", weights="exact", trim=TrimOptions(size))
+    export_model(source, folder / f"out-{size}", options=options)
+    return Bundle(folder / f"out-{size}", verify_digests=True)
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_K"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_rows_that_stay_give_the_same_bits(tmp_path: Path, architecture: str, kind: str) -> None:
+    model = tiny_gguf(architecture, kind)
+    trimmed, whole = _drafter(tmp_path, model), _drafter(tmp_path, model, "full")
+    assert whole.head_tokens is None
+    kept = trimmed.head_tokens
+    assert kept is not None and len(kept) == KEPT == trimmed.manifest.head_rows
+    logits = [CpuSession(bundle).forward(TOKENS).copy() for bundle in (trimmed, whole)]
+    np.testing.assert_array_equal(logits[0], logits[1][:, kept])
+    hidden = trimmed.config.hidden_size
+    assert trimmed.manifest.parameters_by_class["lm_head"] == KEPT * hidden
+    assert trimmed.manifest.bytes_per_pass < whole.manifest.bytes_per_pass
+    assert trimmed.report()["trim"]["rows"] == KEPT
+    assert trimmed.report()["trim"]["of"] == trimmed.config.vocab_size
+    assert [choice["rows"] for choice in trimmed.report()["trim"]["choices"]] == [
+        KEPT,
+        trimmed.config.vocab_size,
+    ]
+
+
+def test_a_small_vocabulary_is_left_alone(tmp_path: Path) -> None:
+    assert _drafter(tmp_path, tiny_gguf("llama"), "auto").head_tokens is None
+
+
+def test_auto_measures_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (trim, sizing):
+        monkeypatch.setattr(module, "CANDIDATES", (280, 320))
+    monkeypatch.setattr(
+        sizing, "measure_cost", lambda session, rows: CostCurve({1: session._head_rows * 1e-4})
+    )
+    bundle = _drafter(tmp_path, tiny_gguf("llama"), "auto")
+    assert bundle.manifest.head_rows in (280, 320)
+    choices = bundle.report()["trim"]["choices"]
+    assert [choice["rows"] for choice in choices] == [280, 320, bundle.config.vocab_size]
+    assert [choice["step_ms"] for choice in choices] == pytest.approx([c["rows"] / 10 for c in choices])
+    assert sorted(file.name for file in bundle.path.iterdir() if file.is_dir()) == []
+
+
+@pytest.mark.parametrize("size", [300, "auto"])
+def test_targets_are_not_trimmed(tmp_path: Path, size: trim.TrimSize) -> None:
+    source = tiny_gguf("llama").write(tmp_path / "m.gguf")
+    with pytest.raises(RequestError, match="must be able to write every token"):
+        export_model(source, tmp_path / "out", options=ExportOptions(trim=TrimOptions(size)))
+    assert not (tmp_path / "out").exists()
+
+
+def _greedy(target: Path, drafter: Path | None) -> tuple[str, int]:
+    with edgespec.load(target, drafter, options=LoadOptions(threads=1)) as model:
+        result = model.generate("def add(a, b):", max_new_tokens=40)
+        return result.text, result.stats.drafted
+
+
+def test_a_trimmed_drafter_changes_no_output_and_is_no_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny_bundle(tmp_path / "target", LLAMA, COLUMNS).path
+    drafter = _drafter(tmp_path, tiny_gguf("llama")).path
+    monkeypatch.setattr("edgespec.pricing.Pricing.pays", lambda *_: True)
+    monkeypatch.setattr("edgespec.pricing.Pricing.keep", lambda _, confidence: (len(confidence), 0.0))
+    plain, _ = _greedy(target, None)
+    drafted, count = _greedy(target, drafter)
+    assert drafted == plain
+    assert count > 0
+    with pytest.raises(RequestError, match="exported as a drafter"):
+        edgespec.load(drafter, None)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda kept: kept[::-1],
+        lambda kept: kept + 10_000,
+        lambda kept: kept[:-1],
+        lambda kept: kept.astype(np.int64),
+        lambda kept: np.array([{}], object),
+    ],
+)
+def test_a_damaged_list_of_tokens_is_found(
+    tmp_path: Path, damage: Callable[[np.ndarray], np.ndarray]
+) -> None:
+    folder = _drafter(tmp_path, tiny_gguf("llama")).path
+    kept = Bundle(folder).head_tokens
+    assert kept is not None
+    np.save(folder / HEAD_TOKENS, damage(kept), allow_pickle=True)
+    with pytest.raises(BundleError, match="export"):
+        _ = Bundle(folder).head_tokens
+
+
+def test_parity_of_a_trimmed_head_is_given_what_it_can_write() -> None:
+    ids = np.array([[7, 3, 5], [3, 5, 7], [5, 7, 1]], np.int32)
+    logprobs = np.log(np.array([[0.6, 0.3, 0.1]] * 3, np.float32))
+    golden = Golden("m", ("en",), ((1, 2, 3),), (ids,), (logprobs,))
+    kept = np.array([3, 5, 9], np.int32)
+    rows = np.log(np.array([[0.75, 0.25, 1e-9], [2 / 3, 1 / 3, 1e-9], [0.1, 0.9, 0.5]], np.float32))
+    report = check_parity([[rows]], golden, kept)
+    assert report.positions == 3
+    assert report.top1_agreement == 1.0
+    assert report.kl == pytest.approx(0.0, abs=1e-6)
+
+
+def test_calibration_files(tmp_path: Path) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"text": "one"}\n\n{"text": "two", "more": 1}\n', encoding="utf-8")
+    assert read_texts(path) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no"),
+        ("{", "line 1"),
+        ('{"text": "a"}\n{"no": 1}', "line 2"),
+        ('{"text": 3}', "not a string"),
+        ("[1]", "line 1"),
+    ],
+)
+def test_calibration_files_that_are_none(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(RequestError, match=message):
+        read_texts(path)
+    with pytest.raises(RequestError, match="cannot read"):
+        read_texts(tmp_path / "none.jsonl")
+
+
+def test_the_shipped_text_comes_from_several_targets() -> None:
+    assert len(shipped_texts()) > 200
+    assert len({record["target"] for record in calibration._shipped()}) >= 2
+
+
+def test_a_target_writes_calibration_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_PROMPTS", 3)
+    monkeypatch.setattr(calibration, "_TOKENS", 4)
+    bundle = tiny_bundle(tmp_path / "target", LLAMA, COLUMNS)
+    stages: list[tuple[int, int]] = []
+    texts, curve = written_by(bundle.path, lambda step: stages.append((step.done, step.total)))
+    assert len(texts) == 3
+    assert curve.seconds(1) > 0
+    assert stages == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    source = tiny_gguf("llama").write(tmp_path / "m.gguf")
+    options = ExportOptions(role="drafter", trim=TrimOptions(KEPT, targets=(bundle.path,)))
+    export_model(source, tmp_path / "out", options=options)
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["trim"]["texts"] == 3
