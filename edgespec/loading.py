@@ -86,7 +86,7 @@ def _mark(source: Path) -> str:
 
 
 def _default(role: Role) -> str:
-    from edgespec_export.export import DEFAULT_WEIGHTS
+    from edgespec_export.plan import DEFAULT_WEIGHTS
 
     return DEFAULT_WEIGHTS[role]
 

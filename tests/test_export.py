@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgespec_export.export import DEFAULT_WEIGHTS, ExportOptions, export_model
-from edgespec_export.plan import FLOAT_WEIGHTS, POLICIES
+from edgespec_export import plan
+from edgespec_export.export import ExportOptions, export_model
+from edgespec_export.plan import DEFAULT_WEIGHTS, POLICIES
 from edgespec_models.bundle import MANIFEST, REPORT, Bundle
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import Progress
@@ -40,10 +41,16 @@ def test_floats_compute_what_the_file_says(tmp_path: Path, architecture: str) ->
     assert logits_error(model, tmp_path / "out") < 1e-5
 
 
-def test_floats_are_quantized_by_default(tmp_path: Path) -> None:
-    export_model(tiny_gguf("llama", "F16").write(tmp_path / "m.gguf"), tmp_path / "out")
-    manifest = Bundle(tmp_path / "out").manifest
-    assert manifest.weights == FLOAT_WEIGHTS
+def test_floats_are_quantized_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tiny_gguf("llama", "F16").write(tmp_path / "m.gguf")
+    export_model(source, tmp_path / "small")
+    manifest = Bundle(tmp_path / "small").manifest
+    assert manifest.weights == "int8"
+    assert manifest.formats.keys() == {"int8/64"}
+    monkeypatch.setattr(plan, "_LARGE", 1000)
+    export_model(source, tmp_path / "large")
+    manifest = Bundle(tmp_path / "large").manifest
+    assert manifest.weights == "balanced"
     assert manifest.formats.keys() == {"int4/32z+columns", "int8/32"}
 
 
@@ -97,7 +104,7 @@ def test_the_manifest_counts_weights_by_class(tmp_path: Path) -> None:
     assert manifest.parameters_by_class["mlp"] == 2 * (
         weights["layers.0.gate_up"].size + weights["layers.0.down"].size
     )
-    assert manifest.bytes_by_class["lm_head"] == weights["lm_head"].size * 36 // 32  # 32 codes, a scale
+    assert manifest.bytes_by_class["lm_head"] == weights["lm_head"].size * 68 // 64  # 64 codes, a scale
 
 
 def test_hidden_states_on_request(tmp_path: Path) -> None:

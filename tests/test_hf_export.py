@@ -71,8 +71,9 @@ def test_half_precision_and_shards_give_the_same_logits(tmp_path: Path, dtype: s
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_by_default_layers_take_4_bits_and_the_vocabulary_8(tmp_path: Path, case: str) -> None:
-    export_model(checkpoint(tmp_path / "m", case, dtype="BF16"), tmp_path / "out")
+def test_balanced_layers_take_4_bits_and_the_vocabulary_8(tmp_path: Path, case: str) -> None:
+    options = ExportOptions(weights="balanced")
+    export_model(checkpoint(tmp_path / "m", case, dtype="BF16"), tmp_path / "out", options=options)
     manifest = Bundle(tmp_path / "out").manifest
     assert manifest.weights == "balanced"
     assert manifest.formats.keys() == {"int4/32z+columns", "int8/32"}

@@ -34,10 +34,10 @@ def export(
     ],
     role: Annotated[Literal["target", "drafter"], typer.Option(help="What the model is to be.")] = "target",
     weights: Annotated[
-        Literal["exact", "close", "balanced", "fast"] | None,
+        Literal["exact", "close", "balanced", "int8", "fast"] | None,
         typer.Option(
-            help="How near the weights stay to the source's. Default: close; balanced for checkpoints in "
-            "floating point."
+            help="How near the weights stay to the source's. Default: close; for drafters int8; for targets "
+            "in floating point balanced, below a billion weights int8."
         ),
     ] = None,
     trim_vocab: Annotated[

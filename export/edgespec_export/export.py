@@ -45,13 +45,7 @@ if TYPE_CHECKING:
     from edgespec_export.checkpoint import Checkpoint
     from edgespec_models.graphs.decoder import DecoderPlan
 
-__all__ = ["DEFAULT_WEIGHTS", "ExportOptions", "ExportReport", "export_model"]
-
-DEFAULT_WEIGHTS: dict[Role, str] = {"target": "close", "drafter": "close"}
-"""The policy of :data:`edgespec_export.plan.POLICIES` a role gets; docs/benchmarks.md has the figures.
-
-Checkpoints that nobody has quantized yet get :data:`edgespec_export.plan.FLOAT_WEIGHTS`.
-"""
+__all__ = ["ExportOptions", "ExportReport", "export_model"]
 
 _HASH_CHUNK = 1 << 24
 
@@ -162,14 +156,13 @@ def _write(
     import onnx_ir
 
     from edgespec_export.losses import measure_losses
-    from edgespec_export.plan import FLOAT_WEIGHTS, POLICIES, all_floats, plan_decoder
+    from edgespec_export.plan import POLICIES, default_weights, plan_decoder
     from edgespec_export.sources import open_checkpoint
     from edgespec_export.writer import write_weights
     from edgespec_models.graphs.decoder import build_decoder
 
     with open_checkpoint(source) as checkpoint:
-        default = FLOAT_WEIGHTS if all_floats(checkpoint) else DEFAULT_WEIGHTS[options.role]
-        policy = options.weights or default
+        policy = options.weights or default_weights(checkpoint, options.role)
         chosen = options.quantization or POLICIES[policy]
         _write_texts(checkpoint, folder)
         special = checkpoint.special_tokens()
@@ -307,8 +300,8 @@ def _require_extra() -> None:
 def _check_request(source: Path, out: Path, options: ExportOptions) -> None:
     from edgespec_export.plan import POLICIES
 
-    if options.role not in DEFAULT_WEIGHTS:
-        raise RequestError(f"role={options.role!r} is not known; allowed: {', '.join(DEFAULT_WEIGHTS)}")
+    if options.role not in get_args(Role):
+        raise RequestError(f"role={options.role!r} is not known; allowed: {', '.join(get_args(Role))}")
     if options.role == "target" and options.trim.size not in (None, "full"):
         raise RequestError(
             f"trim size {options.trim.size} with role=target: a target must be able to write every token; "

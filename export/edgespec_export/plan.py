@@ -6,19 +6,22 @@ What they cost and what they keep is measured in docs/benchmarks.md, "Weight for
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
+from math import prod
 from types import MappingProxyType
 
 from edgespec_export.checkpoint import FLOATS, Checkpoint
 from edgespec_export.gguf import GGMLType
 from edgespec_export.quantization import Quantization
+from edgespec_models.bundle import Role
 from edgespec_models.graphs.decoder import DecoderPlan
 from edgespec_models.graphs.linear import EmbeddingSpec, LinearPart, LinearSpec, Method, WeightFormat
 
-__all__ = ["FLOAT_WEIGHTS", "POLICIES", "Policy", "all_floats", "plan_decoder"]
+__all__ = ["DEFAULT_WEIGHTS", "POLICIES", "Policy", "default_weights", "plan_decoder"]
 
-FLOAT_WEIGHTS = "balanced"
-"""The policy of a checkpoint whose weights have no format to keep."""
+DEFAULT_WEIGHTS: Mapping[Role, str] = MappingProxyType({"target": "close", "drafter": "int8"})
+"""The policy a role gets, but for targets in floating point; docs/benchmarks.md has the figures."""
 
+_LARGE = 1_000_000_000  # weights; smaller models lose too much by 4 bits that nobody chose for them
 _INT4 = WeightFormat(4, 32)
 _INT4_COLUMNS = WeightFormat(4, 32, zero_points=True, remainder="columns")
 _INT4_MATMUL = WeightFormat(4, 32, zero_points=True, remainder="matmul")
@@ -55,8 +58,11 @@ class Policy:
     def format_of(self, name: str, kind: GGMLType, columns: int, layers: int) -> WeightFormat:
         """The format of tensor ``name``, which the source has as ``kind``, in a model of ``layers``."""
         chosen = (self.head if name == "lm_head" else self.layers)[kind]
-        # Widths without whole blocks stay float.
-        return chosen if chosen.bits == 32 or columns % chosen.block == 0 else _FLOAT
+        while (
+            chosen.bits != 32 and columns % chosen.block
+        ):  # widths without whole blocks: smaller ones, or float
+            chosen = replace(chosen, block=chosen.block // 2) if chosen.block > 16 else _FLOAT
+        return chosen
 
 
 _CLOSE = {
@@ -66,6 +72,7 @@ _CLOSE = {
     GGMLType.Q6_K: _INT8_64,
 }
 _FAST = {kind: _INT4 if kind is GGMLType.Q4_0 else _INT4_COLUMNS for kind in GGMLType}
+_INT8_ALL = {kind: _INT4 if kind is GGMLType.Q4_0 else _INT8_64 for kind in GGMLType}
 _8_BITS = dict.fromkeys(GGMLType, _INT8)
 
 POLICIES: Mapping[str, Policy] = MappingProxyType(
@@ -75,15 +82,19 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
             "what 4 bits cannot hold is rounded to a hundredth of a step or to 8 bits", _CLOSE, _CLOSE
         ),
         "balanced": Policy("4 bits in the layers, 8 bits in the LM head and the embedding", _FAST, _8_BITS),
+        "int8": Policy("8 bits everywhere, but 4 where the file has 4 that fit", _INT8_ALL, _INT8_ALL),
         "fast": Policy("4 bits everywhere", _FAST, _FAST),
     }
 )
 
 
-def all_floats(checkpoint: Checkpoint) -> bool:
-    """Whether no matrix of the layers has been quantized yet."""
-    matrices = [name for name in checkpoint.tensors if name.rpartition(".")[2] in _MATRICES]
-    return all(checkpoint.tensor(name).type in FLOATS for name in matrices)
+def default_weights(checkpoint: Checkpoint, role: Role) -> str:
+    """The policy for a role, and for a target by what its layers' matrices are and how many weights."""
+    names = [name for name in checkpoint.tensors if name.rpartition(".")[2] in _MATRICES]
+    matrices = [checkpoint.tensor(name) for name in names]
+    if role == "drafter" or not all(matrix.type in FLOATS for matrix in matrices):
+        return DEFAULT_WEIGHTS[role]
+    return "balanced" if sum(prod(matrix.shape) for matrix in matrices) >= _LARGE else "int8"
 
 
 def plan_decoder(
