@@ -1,9 +1,9 @@
 """What each way to store the weights costs and keeps: `python tools/quantization.py --gguf FILE [SPEC ...]`.
 
-A SPEC is a policy (`exact`, `close`, `fast`) or a quantization as `edgespec inspect` names it: `4/32/fit`,
+A SPEC is a policy (`exact`, `close`, ...) or a quantization as `edgespec inspect` names it: `4/32/fit`,
 `4/64/k-quant/mixed=none/minimums=integer`; either with `+kv8` for an int8 KV cache. Each is exported into a
 temporary folder (TMPDIR chooses where); the table has, by row: megabytes and bytes per weight of a pass;
-milliseconds of a pass over 1, 4 and 8 rows behind 256 tokens (least of several, the bundles in turn); top-1
+milliseconds of a pass over 1, 2, 4 and 8 rows behind 256 tokens (least of several, the bundles in turn); top-1
 agreement and KL divergence (nats a token, whole vocabulary) against the file's own weights, which the
 `exact` export stands for; perplexity; and KL against the stored reference logits, which another
 implementation computed, where there are some. Texts: the stored reference's and `--text FILE`.
@@ -30,7 +30,7 @@ from edgespec_models.errors import ParityError
 from edgespec_runtimes.cost import measure_cost
 from edgespec_runtimes.cpu import CpuSession
 
-ROWS = (1, 4, 8)
+ROWS = (1, 2, 4, 8)
 PAST = 256
 WINDOW = 256
 CHUNK = 16
@@ -187,8 +187,8 @@ def main() -> None:
         parse(spec)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         rows = measure(options, Path(name))
-    print("| weights | MB a pass | bytes a weight | ms, n = 1 | n = 4 | n = 8 ", end="")
-    print("| top-1 | KL | perplexity | stored KL |\n|---|---|---|---|---|---|---|---|---|---|")
+    print("| weights | MB a pass | bytes a weight | ms, n = 1 | n = 2 | n = 4 | n = 8 ", end="")
+    print("| top-1 | KL | perplexity | stored KL |\n|---|---|---|---|---|---|---|---|---|---|---|")
     for row in rows:
         ms = " | ".join(f"{row.ms[n]:.1f}" for n in ROWS)
         kept = f"{row.top1:.3f} | {row.kl:.4f} | {row.perplexity:.2f}"
