@@ -7,6 +7,7 @@ from typing import Self, Unpack
 
 from edgespec.drafting.bridge import Bridge, ByteBridge, IdentityBridge
 from edgespec.drafting.choice import Choice, Guard
+from edgespec.drafting.context import context_tokens
 from edgespec.drafting.draft import Drafter
 from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
 from edgespec.drafting.ngram import NgramDrafter
@@ -258,8 +259,10 @@ class Model:
         if len(prompt) >= side.session.capacity or reading_s > gain_s:
             return None
         eos = special.eos if request.stop_at_eos else ()
+        if bundle.head_tokens is not None:
+            side.session.offer(context_tokens(prompt, bundle.tokenizer, bundle.head_tokens))
         ends = frozenset(bundle.manifest.special_tokens.eos)
-        vocabulary = Vocabulary(ends, eos[0] if eos else None, bundle.head_tokens)
+        vocabulary = Vocabulary(ends, eos[0] if eos else None, side.session.head_tokens)
         return ModelDrafter(
             side.session,
             bridge,

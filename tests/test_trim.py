@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import edgespec
 from edgespec import LoadOptions
+from edgespec.drafting.context import context_tokens
 from edgespec_export import calibration, sizing, trim
 from edgespec_export.calibration import read_texts, shipped_texts, written_by
 from edgespec_export.export import ExportOptions, export_model
@@ -149,7 +150,7 @@ def test_the_rows_that_stay_give_the_same_bits(tmp_path: Path, architecture: str
     kept = trimmed.head_tokens
     assert kept is not None and len(kept) == KEPT == trimmed.manifest.head_rows
     logits = [CpuSession(bundle).forward(TOKENS).copy() for bundle in (trimmed, whole)]
-    np.testing.assert_array_equal(logits[0], logits[1][:, kept])
+    np.testing.assert_array_equal(logits[0][:, :KEPT], logits[1][:, kept])
     hidden = trimmed.config.hidden_size
     assert trimmed.manifest.parameters_by_class["lm_head"] == KEPT * hidden
     assert trimmed.manifest.bytes_per_pass < whole.manifest.bytes_per_pass
@@ -159,6 +160,56 @@ def test_the_rows_that_stay_give_the_same_bits(tmp_path: Path, architecture: str
         KEPT,
         trimmed.config.vocab_size,
     ]
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_K"])
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != "llama"])
+def test_offered_tokens_can_be_written_too(tmp_path: Path, architecture: str, kind: str) -> None:
+    model = tiny_gguf(architecture, kind)
+    session = CpuSession(_drafter(tmp_path, model))
+    whole = CpuSession(_drafter(tmp_path, model, "full"))
+    assert session.head_tokens is not None
+    offered = [t for t in range(whole.vocab_size) if t not in session.head_tokens][:9]
+    expected = whole.forward(TOKENS).copy()
+    for tokens in (offered[:3], offered[2:], []):
+        session.offer(tokens)
+        session.prefill(TOKENS[:3])
+        logits = session.forward(TOKENS[3:]).copy()
+        columns = session.head_tokens
+        assert columns[KEPT : KEPT + len(tokens)].tolist() == tokens
+        assert logits.shape[1] == len(columns)
+        error = np.linalg.norm(logits - expected[3:, columns]) / np.linalg.norm(logits)
+        assert error < 0.02  # the embedding meets float activations, the LM head 8-bit ones
+        session.truncate(0)
+
+
+def test_a_head_of_its_own_takes_no_offers(tmp_path: Path) -> None:
+    session = CpuSession(_drafter(tmp_path, tiny_gguf("llama")))
+    session.offer([1, 2, 3])
+    assert session.head_tokens is not None and len(session.head_tokens) == KEPT
+    assert session.forward(TOKENS).shape == (len(TOKENS), KEPT)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_words_of_the_prompt_are_offered_in_several_spellings(name: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    prompt = [2, *tokenizer.encode(CORPUS[0])]
+    offered = context_tokens(prompt, tokenizer, np.array([], np.int32))
+    assert set(tokenizer.encode(CORPUS[0])) <= set(offered)
+    assert len(set(offered)) == len(offered)
+    assert not any(tokenizer.is_special(token) for token in offered)
+    words = {tokenizer.token_bytes(token).strip().lower() for token in prompt}
+    assert {tokenizer.token_bytes(token).strip().lower() for token in offered} <= words
+    kept = np.array(sorted(offered)[::2], np.int32)
+    assert set(context_tokens(prompt, tokenizer, kept)) == set(offered) - set(kept.tolist())
+
+
+def test_long_prompts_offer_their_latest_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgespec.drafting.context._MOST", 5)
+    tokenizer = TOKENIZERS["bytes"]
+    offered = context_tokens(tokenizer.encode(CORPUS[0]), tokenizer, np.array([], np.int32))
+    assert len(offered) == 5
+    assert offered[0] == tokenizer.encode(CORPUS[0])[-1]
 
 
 def test_a_small_vocabulary_is_left_alone(tmp_path: Path) -> None:

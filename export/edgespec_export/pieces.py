@@ -140,6 +140,7 @@ class _Piece:
             "attention_pad": np.zeros((1, pad, config.query_width + 2 * config.kv_width), np.float32),
             "attention_rows": np.array([len(rows)], np.int64),
             "logits_rows": np.minimum(rows, count - 1),
+            "context_tokens": np.zeros(1, np.int64),
         }
         feeds |= past or self._empty(total + 2)
         feeds |= {name: array[:, np.minimum(rows, count - 1)] for name, array in values.items()}

@@ -126,7 +126,10 @@ def plan_decoder(
                 tuple(prefix + s for s in sources),
                 tuple(prefix + b for b in its_biases),
             )
-    return DecoderPlan(_embedding(checkpoint, policy), linears, hidden_states, spare_rows, head_tokens)
+    context = head_tokens is not None and checkpoint.tied_head
+    return DecoderPlan(
+        _embedding(checkpoint, policy), linears, hidden_states, spare_rows, head_tokens, context
+    )
 
 
 def _linear(

@@ -105,12 +105,32 @@ class CpuSession:
         self._kv_type = np.dtype(bundle.manifest.kv)
         self._session = open_graph(bundle.path / GRAPH, self._options)
         self._inputs = {value.name for value in self._session.get_inputs()}
+        self._head_tokens = bundle.head_tokens
+        self._context = np.zeros(int("context_tokens" in self._inputs), np.int64)
         self.row_exact = self._self_test()
 
     @property
     def vocab_size(self) -> int:
         """Tokens the model reads: ids from 0 to ``vocab_size - 1``."""
         return self._config.vocab_size
+
+    @property
+    def head_tokens(self) -> npt.NDArray[np.int32] | None:
+        """The token of every column of the logits, int32; None where column i is token i."""
+        if self._head_tokens is None:
+            return None
+        return np.concatenate([self._head_tokens, self._context.astype(np.int32)])
+
+    def offer(self, tokens: Sequence[int]) -> None:
+        """Let a trimmed LM head write ``tokens`` too: a column of the logits each, behind those of its rows.
+
+        They replace what was offered before. Graphs without a trimmed head tied to the embedding take no
+        notice. The tokens in the cache stay.
+        """
+        offered = np.array(tokens or [0], np.int64)
+        if len(self._context) and not np.array_equal(offered, self._context):
+            self._context = offered
+            self._passes.clear()
 
     @property
     def length(self) -> int:
@@ -207,7 +227,8 @@ class CpuSession:
         wanted = np.arange(count - rows, count, dtype=np.int64)
         if self._even_rows and self._options.exact_rows and rows % 2:  # the LM head's kernel sees pairs too
             wanted = np.append(wanted, wanted[-1])
-        total, logits = np.zeros((), np.int32), np.empty((1, len(wanted), self._head_rows), np.float32)
+        columns = self._head_rows + len(self._context)
+        total, logits = np.zeros((), np.int32), np.empty((1, len(wanted), columns), np.float32)
         inputs: dict[str, npt.NDArray[Any]] = {
             "input_ids": ids,
             "seqlens_k": seqlens,
@@ -215,6 +236,7 @@ class CpuSession:
             "attention_pad": np.zeros((1, pad, width), np.float32),
             "attention_rows": np.array([count + spare], np.int64),
             "logits_rows": wanted,
+            "context_tokens": self._context,
         }
         binding, keep_alive = self._session.io_binding(), []
         for name in inputs.keys() & self._inputs:

@@ -6,6 +6,8 @@ GroupQueryAttention defines them; ``logits_rows`` int64 (r), the rows whose logi
 Outputs: ``logits`` float32 (1, r, rows of the LM head); ``hidden_states`` float32 (1, r, hidden) where asked
 for; ``present.L.key/value``.
 
+Trimmed drafters with tied embeddings also have ``context_tokens`` int64 (m): m more columns of the logits.
+
 Targets have two more: ``attention_pad`` float32 (1, p, (heads + 2 * kv heads) * head_dim), p rows of zeros
 that attention computes behind the pass's own, and ``attention_rows`` int64 (1), n: ONNX Runtime's CPU
 kernel computes attention over a single row with other code, whose sums differ in the last bit; from two
@@ -38,7 +40,8 @@ class DecoderPlan:
     ``linears`` has ``layers.L.qkv``, ``layers.L.o``, ``layers.L.gate_up``, ``layers.L.down``, ``lm_head``.
     ``spare_rows`` gives the graph the inputs that make a row's bits independent of the number of rows; a
     drafter does without. ``head_tokens`` names the tokens, ascending, whose rows a trimmed LM head keeps;
-    None keeps all.
+    None keeps all. ``context`` gives such a graph the input ``context_tokens``: tokens it can write besides,
+    for which the token embedding serves as LM head.
     """
 
     embedding: EmbeddingSpec
@@ -46,6 +49,7 @@ class DecoderPlan:
     hidden_states: bool = False
     spare_rows: bool = True
     head_tokens: tuple[int, ...] | None = None
+    context: bool = False
 
 
 class _Norm(nn.Module):
@@ -195,6 +199,7 @@ class _Decoder(nn.Module):
         spare: tuple[ir.Value, ir.Value] | None,
         rows: ir.Value,
         past: list[tuple[ir.Value, ir.Value]],
+        context: ir.Value | None,
     ) -> tuple[ir.Value, ir.Value, list[tuple[ir.Value, ir.Value]]]:
         local = self.config.rope_local_theta is not None
         step = _Step(
@@ -213,7 +218,11 @@ class _Decoder(nn.Module):
             present.append((key, value))
         hidden, _ = self.final_norm(op, x, skip)
         hidden = op.Gather(hidden, rows, axis=1)
-        return self.lm_head(op, hidden), hidden, present
+        logits = self.lm_head(op, hidden)
+        if context is not None:
+            rows = op.Transpose(self.embedding(op, op.Unsqueeze(context, [0])), perm=[0, 2, 1])
+            logits = op.Concat(logits, op.MatMul(hidden, rows), axis=-1)
+        return logits, hidden, present
 
 
 def build_decoder(config: ModelConfig, plan: DecoderPlan) -> ir.Model:
@@ -240,10 +249,12 @@ def build_decoder(config: ModelConfig, plan: DecoderPlan) -> ir.Model:
         )
         for i in range(config.num_layers)
     ]
-    logits, hidden, present = _Decoder(config, plan)(builder.op, ids, (seqlens_k, total), spare, rows, past)
-    outputs: list[tuple[str, ir.Value, list[int | str | None]]] = [
-        ("logits", logits, [1, "r", plan.linears["lm_head"].out_features])
-    ]
+    context = builder.input("context_tokens", int64, ["m"]) if plan.context else None
+    logits, hidden, present = _Decoder(config, plan)(
+        builder.op, ids, (seqlens_k, total), spare, rows, past, context
+    )
+    columns = "columns" if plan.context else plan.linears["lm_head"].out_features
+    outputs: list[tuple[str, ir.Value, list[int | str | None]]] = [("logits", logits, [1, "r", columns])]
     if plan.hidden_states:
         outputs.append(("hidden_states", hidden, [1, "r", config.hidden_size]))
     for i, (key, value) in enumerate(present):
