@@ -40,7 +40,7 @@ class LoadOptions:
         spinning: idle threads wait busily within a pass (see :class:`edgespec_runtimes.cpu.CpuOptions`).
         max_draft: the longest draft; what is worth drafting is decided round by round.
         weights: policy of exports made at first use, ``exact``, ``close``, ``balanced``,
-            ``int8`` or ``fast``; None is the default.
+            ``int8``, ``quick`` or ``fast``; None is the default.
     """
 
     threads: int = 0

@@ -3,8 +3,8 @@
 A SPEC is a policy (`exact`, `close`, ...) or a quantization as `edgespec inspect` names it: `4/32/fit`,
 `4/64/k-quant/mixed=none/minimums=integer`; either with `+kv8` for an int8 KV cache. Each is exported into a
 temporary folder (TMPDIR chooses where); the table has, by row: megabytes and bytes per weight of a pass;
-milliseconds of a pass over 1, 2, 4 and 8 rows behind 256 tokens (least of several, the bundles in turn); top-1
-agreement and KL divergence (nats a token, whole vocabulary) against the file's own weights, which the
+milliseconds of a pass over 1, 2, 4 and 8 rows behind 256 tokens (least of several, the bundles in turn);
+top-1 agreement and KL divergence (nats a token, whole vocabulary) against the file's own weights, which the
 `exact` export stands for; perplexity; and KL against the stored reference logits, which another
 implementation computed, where there are some. Texts: the stored reference's and `--text FILE`.
 """

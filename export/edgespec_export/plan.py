@@ -18,7 +18,7 @@ from edgespec_models.graphs.linear import EmbeddingSpec, LinearPart, LinearSpec,
 
 __all__ = ["DEFAULT_WEIGHTS", "POLICIES", "Policy", "default_weights", "plan_decoder"]
 
-DEFAULT_WEIGHTS: Mapping[Role, str] = MappingProxyType({"target": "close", "drafter": "int8"})
+DEFAULT_WEIGHTS: Mapping[Role, str] = MappingProxyType({"target": "close", "drafter": "quick"})
 """The policy a role gets, but for targets in floating point; docs/benchmarks.md has the figures."""
 
 _LARGE = 1_000_000_000  # weights; smaller models lose too much by 4 bits that nobody chose for them
@@ -27,6 +27,7 @@ _INT4_COLUMNS = WeightFormat(4, 32, zero_points=True, remainder="columns")
 _INT4_MATMUL = WeightFormat(4, 32, zero_points=True, remainder="matmul")
 _INT8 = WeightFormat(8, 32)
 _INT8_64 = WeightFormat(8, 64)
+_INT8_128 = WeightFormat(8, 128)
 _INT8_16 = WeightFormat(8, 16)
 _FLOAT = WeightFormat(32)
 _MATRICES = frozenset(("q", "k", "v", "o", "gate", "up", "down"))
@@ -73,6 +74,7 @@ _CLOSE = {
 }
 _FAST = {kind: _INT4 if kind is GGMLType.Q4_0 else _INT4_COLUMNS for kind in GGMLType}
 _INT8_ALL = {kind: _INT4 if kind is GGMLType.Q4_0 else _INT8_64 for kind in GGMLType}
+_QUICK = {kind: _INT4 if kind is GGMLType.Q4_0 else _INT8_128 for kind in GGMLType}
 _8_BITS = dict.fromkeys(GGMLType, _INT8)
 
 POLICIES: Mapping[str, Policy] = MappingProxyType(
@@ -83,6 +85,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
         ),
         "balanced": Policy("4 bits in the layers, 8 bits in the LM head and the embedding", _FAST, _8_BITS),
         "int8": Policy("8 bits everywhere, but 4 where the file has 4 that fit", _INT8_ALL, _INT8_ALL),
+        "quick": Policy("like int8, in larger blocks: for drafters", _QUICK, _QUICK),
         "fast": Policy("4 bits everywhere", _FAST, _FAST),
     }
 )
