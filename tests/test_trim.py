@@ -230,6 +230,13 @@ def test_auto_measures_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: py
     assert sorted(file.name for file in bundle.path.iterdir() if file.is_dir()) == []
 
 
+def test_auto_keeps_all_where_little_is_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (trim, sizing):
+        monkeypatch.setattr(module, "CANDIDATES", (280, 320))
+    monkeypatch.setattr(sizing, "measure_cost", lambda session, rows: CostCurve({1: 1e-3}))
+    assert _drafter(tmp_path, tiny_gguf("llama"), "auto").head_tokens is None
+
+
 @pytest.mark.parametrize("size", [300, "auto"])
 def test_targets_are_not_trimmed(tmp_path: Path, size: trim.TrimSize) -> None:
     source = tiny_gguf("llama").write(tmp_path / "m.gguf")

@@ -8,7 +8,16 @@ from pathlib import Path
 import numpy as np
 
 from edgespec_export.calibration import read_texts, shipped_texts, written_by
-from edgespec_export.trim import CANDIDATES, Ranking, Tokens, Trim, TrimOptions, trim_vocabulary, weigh
+from edgespec_export.trim import (
+    CANDIDATES,
+    Ranking,
+    Tokens,
+    Trim,
+    TrimChoice,
+    TrimOptions,
+    trim_vocabulary,
+    weigh,
+)
 from edgespec_models.bundle import Bundle
 from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
@@ -21,6 +30,7 @@ WriteBundle = Callable[[Path, Tokens], None]
 
 _STAGE = "Sizing the vocabulary"
 _ROUNDS = 3
+_LEAST_GAIN = 1.03  # held-out texts are about what the counted ones are about, so that they flatter
 _TYPICAL_TARGET = 8.0  # a target's pass costs as much as so many steps of the untrimmed drafter,
 _TYPICAL_ROW = 0.2  # and every further row so much of it
 _HELD_TEXTS = 40
@@ -66,9 +76,14 @@ def plan_trim(
         shutil.rmtree(scratch, ignore_errors=True)
     progress(Progress(_STAGE, 2, 2, "step"))
     choices = weigh(ranking, acceptance, step_s, target or _typical_target(step_s(ranking.whole)))
-    best = max(choices, key=lambda choice: choice.relative_tokens_per_second)
-    chosen = choices[0] if isinstance(options.size, int) else best
+    chosen = choices[0] if isinstance(options.size, int) else _best(choices)
     return None if chosen.rows == ranking.whole else trim_vocabulary(ranking, chosen, choices)
+
+
+def _best(choices: Sequence[TrimChoice]) -> TrimChoice:
+    """What promises most; the whole vocabulary, the last choice, where nothing promises clearly more."""
+    best = max(choices, key=lambda choice: choice.relative_tokens_per_second)
+    return best if best.relative_tokens_per_second >= _LEAST_GAIN else choices[-1]
 
 
 def _sources(
