@@ -13,7 +13,6 @@ from safetensors import safe_open
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.hf_checkpoint import HFCheckpoint
 from edgespec_export.hf_config import read_config
-from edgespec_export.hf_facts import Facts
 from edgespec_export.hf_tokenizer import HFTokenizer
 from edgespec_export.safetensors_file import SafetensorsFile
 from edgespec_models.bundle import Bundle
@@ -25,6 +24,7 @@ from edgespec_models.errors import (
     TokenizerError,
     UnsupportedModelError,
 )
+from edgespec_models.facts import Facts
 from tests.hf_for_tests import VOCAB, config_of, weights, write_checkpoint, write_safetensors
 from tests.tokenizers_for_tests import byte_level_json
 

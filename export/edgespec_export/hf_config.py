@@ -8,10 +8,10 @@ from dataclasses import replace
 from math import sqrt
 from types import MappingProxyType
 
-from edgespec_export.hf_facts import Facts
 from edgespec_export.hf_rope import read_rope
 from edgespec_models.config import Architecture, ModelConfig
 from edgespec_models.errors import UnsupportedModelError
+from edgespec_models.facts import Facts
 
 __all__ = ["HF_ARCHITECTURES", "read_config"]
 
