@@ -18,6 +18,7 @@ from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.parity import Golden, check_parity
 from edgespec_export.trim import Ranking, TrimOptions, weigh
 from edgespec_models.bundle import HEAD_TOKENS, Bundle
+from edgespec_models.config import ModelConfig
 from edgespec_models.errors import BundleError, RequestError
 from edgespec_models.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
@@ -150,6 +151,7 @@ def test_the_rows_that_stay_give_the_same_bits(tmp_path: Path, architecture: str
     assert kept is not None and len(kept) == KEPT == trimmed.manifest.head_rows
     logits = [CpuSession(bundle).forward(TOKENS).copy() for bundle in (trimmed, whole)]
     np.testing.assert_array_equal(logits[0], logits[1][:, kept])
+    assert isinstance(trimmed.config, ModelConfig)
     hidden = trimmed.config.hidden_size
     assert trimmed.manifest.parameters_by_class["lm_head"] == KEPT * hidden
     assert trimmed.manifest.bytes_per_pass < whole.manifest.bytes_per_pass

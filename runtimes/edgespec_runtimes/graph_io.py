@@ -26,7 +26,7 @@ _LOGITS_BYTES = 32 << 20
 _PROBED = 4
 _FATAL = 4  # ONNX Runtime's severity
 _RUN_ERRORS = (ort_state.Fail, ort_state.InvalidArgument, ort_state.RuntimeException)
-_TYPES = {
+_TYPES: dict[str, np.dtype[Any]] = {
     "tensor(float)": np.dtype(np.float32),
     "tensor(float16)": np.dtype(np.float16),
     "tensor(int8)": np.dtype(np.int8),
@@ -192,7 +192,7 @@ class MaskedIO:
 
     def __init__(self, session: Any, tensors: GraphTensors, vocab_size: int) -> None:
         self._session, self._tensors, self._vocab_size = session, tensors, vocab_size
-        self._types = {
+        self._types: dict[str, np.dtype[Any]] = {
             value.name: _TYPES[value.type] for value in (*session.get_inputs(), *session.get_outputs())
         }
         layout = [
