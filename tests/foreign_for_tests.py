@@ -77,7 +77,7 @@ class _Builder:
         if self.spec.positions:
             inputs.append("position_ids")
         outputs = [name, f"present.{layer}.key", f"present.{layer}.value"]
-        facts = {"num_heads": HEADS, "kv_num_heads": KV_HEADS, "do_rotary": 1}
+        facts: dict[str, Any] = {"num_heads": HEADS, "kv_num_heads": KV_HEADS, "do_rotary": 1}
         node = helper.make_node("GroupQueryAttention", inputs, outputs, domain="com.microsoft", **facts)
         self.nodes.append(node)
         if self.spec.kv == "float16":
@@ -207,7 +207,7 @@ def write_optimum(folder: Path, spec: ForeignSpec | None = None, **changes: Any)
 def _write(folder: Path, spec: ForeignSpec, where: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     model = graph(spec)
-    kept = {"save_as_external_data": True, "location": f"{GRAPH}.data", "size_threshold": 64}
+    kept: dict[str, Any] = {"save_as_external_data": True, "location": f"{GRAPH}.data", "size_threshold": 64}
     onnx.save(model, str(where), **(kept if spec.external else {}))
     (folder / "tokenizer.json").write_text(byte_level_json(), encoding="utf-8")
 

@@ -192,9 +192,8 @@ class MaskedIO:
 
     def __init__(self, session: Any, tensors: GraphTensors, vocab_size: int) -> None:
         self._session, self._tensors, self._vocab_size = session, tensors, vocab_size
-        self._types: dict[str, np.dtype[Any]] = {
-            value.name: _TYPES[value.type] for value in (*session.get_inputs(), *session.get_outputs())
-        }
+        used = [*session.get_inputs(), *(v for v in session.get_outputs() if v.name == tensors.logits)]
+        self._types = {value.name: _TYPES[value.type] for value in used}
         layout = [
             CacheLayout(t.past, t.present, t.heads, t.head_dim, self._types[t.past]) for t in tensors.cache
         ]
