@@ -35,6 +35,7 @@ __all__ = [
     "TEMPLATE",
     "TOKENIZER",
     "Bundle",
+    "CacheType",
     "FileRecord",
     "KVType",
     "Manifest",
@@ -46,7 +47,8 @@ TEMPLATE, REPORT, HEAD_TOKENS = "chat_template.jinja", "report.json", "head_toke
 FORMAT_VERSION = 1
 
 Role = Literal["target", "drafter"]
-KVType = Literal["float32", "float16", "int8"]
+KVType = Literal["float32", "int8"]
+CacheType = Literal["float32", "float16", "int8"]  # float16: of foreign graphs only
 _NOT_MULTIPLIED = ("embedding", "other")
 
 
@@ -104,7 +106,7 @@ class Manifest:
     provenance: Mapping[str, str]
     files: Mapping[str, FileRecord]
     head_rows: int | None = None
-    kv: KVType = "float32"
+    kv: CacheType = "float32"
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path, PurePath
 from typing import cast
 
-from edgespec_models.bundle import MANIFEST, TOKENIZER, Bundle, KVType, Manifest
+from edgespec_models.bundle import MANIFEST, TOKENIZER, Bundle, CacheType, Manifest
 from edgespec_models.chat_template import ChatTemplate
 from edgespec_models.errors import BundleError, UnsupportedModelError
 from edgespec_models.facts import Facts
@@ -89,7 +89,7 @@ class ForeignBundle(Bundle):
             special_tokens=special,
             provenance={"source": facts.where},
             files={},
-            kv=cast(KVType, self._graph.tensors.cache[0].type),
+            kv=cast(CacheType, self._graph.tensors.cache[0].type),
         )
 
     @property
