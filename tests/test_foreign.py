@@ -196,6 +196,17 @@ REFUSED_CONFIGS: dict[str, tuple[Callable[[Json], None], type[EdgespecError], st
         "lacks the input past_0",
     ),
     "layers": (set_in(*DECODER, num_hidden_layers=3), UnsupportedModelError, r"past_key_values\.2\.key"),
+    "no layers": (set_in(*DECODER, num_hidden_layers=0), UnsupportedModelError, "the inputs past_key"),
+    "no pattern": (
+        set_in(*DECODER, "inputs", past_key_names="past_key_values.0.key"),
+        UnsupportedModelError,
+        r"the inputs past_key_values\.1\.key",
+    ),
+    "a percent sign": (
+        set_in(*DECODER, "inputs", past_key_names="100%"),
+        UnsupportedModelError,
+        "input 100%",
+    ),
     "outside": (set_in(*DECODER, filename="../model.onnx"), BundleError, "outside"),
     "missing": (set_in(*DECODER, filename="other.onnx"), BundleError, r"other\.onnx"),
     "context": (set_in("model", context_length=0), UnsupportedModelError, "context"),

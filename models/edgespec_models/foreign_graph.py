@@ -117,9 +117,9 @@ class ForeignGraph:
 
 
 def _find_tensors(path: Path, header: Graph, names: TensorNames, facts: ModelFacts) -> GraphTensors:
-    layers = range(facts.num_layers or _layers(header, names))
+    layers = range(_layers(header, names) if facts.num_layers is None else facts.num_layers)
     cache = tuple(
-        _cache_tensor(path, header, past % layer, present % layer)
+        _cache_tensor(path, header, _of_layer(past, layer), _of_layer(present, layer))
         for layer in layers
         for past, present in zip(names.past, names.present, strict=True)
     )
@@ -147,7 +147,11 @@ def _find_tensors(path: Path, header: Graph, names: TensorNames, facts: ModelFac
 
 
 def _layers(header: Graph, names: TensorNames) -> int:
-    return next(layer for layer in count() if names.past[0] % layer not in header.inputs)
+    return next(layer for layer in count() if _of_layer(names.past[0], layer) not in header.inputs)
+
+
+def _of_layer(name: str, layer: int) -> str:
+    return name.replace("%d", str(layer))
 
 
 def _cache_tensor(path: Path, header: Graph, past: str, present: str) -> CacheTensor:
