@@ -73,8 +73,9 @@ def load(
     """Load a target and its drafter.
 
     Args:
-        target: a bundle's directory, a catalogue name (pulled and exported at first use), a GGUF file, or a
-            Hugging Face directory (``config.json`` and safetensors).
+        target: a bundle's directory, one that onnxruntime-genai's builder, mobius or Optimum wrote (run as it
+            is), a catalogue name (pulled and exported at first use), a GGUF file, or a Hugging Face directory
+            (``config.json`` and safetensors).
         drafter: the same; ``"auto"`` takes the catalogue's recommendation, ``"ngram"`` drafts from the text
             alone, None is plain decoding.
         options: threads and limits.

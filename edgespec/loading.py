@@ -1,7 +1,7 @@
 """From what a user names to a bundle on disk.
 
-A bundle, a GGUF file, a Hugging Face directory, or a catalogue name. What is no bundle is exported into the
-cache at first use; catalogue models are pulled before.
+A bundle, a directory that another exporter wrote, a GGUF file, a Hugging Face directory, or a catalogue
+name. Checkpoints are exported into the cache at first use; catalogue models are pulled before.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ from edgespec_models.bundle import MANIFEST, Bundle, Role
 from edgespec_models.catalog import entries, find
 from edgespec_models.download import pull
 from edgespec_models.errors import BundleError, ModelFileError
+from edgespec_models.foreign import is_model, open_bundle
 from edgespec_models.paths import bundles_dir, model_name
 from edgespec_models.progress import ProgressCallback, ignore_progress
 
@@ -41,8 +42,8 @@ def open_model(
     """Open the bundle ``reference`` names, making it first if need be.
 
     Args:
-        reference: a bundle's directory, a Hugging Face directory (``config.json``, safetensors), a GGUF
-            file, or a catalogue name.
+        reference: a bundle's directory, one that onnxruntime-genai's builder, mobius or Optimum wrote, a
+            Hugging Face directory (``config.json``, safetensors), a GGUF file, or a catalogue name.
         role: what a new export is for.
         weights: policy of a new export; None takes the default.
         progress: told of downloads and exports.
@@ -52,9 +53,9 @@ def open_model(
         EdgespecError: whatever keeps the model from being pulled, exported or opened.
     """
     path = Path(reference)
-    is_source = (path / _HF_CONFIG).is_file() and not (path / MANIFEST).is_file()
+    is_source = (path / _HF_CONFIG).is_file() and not is_model(path)
     if path.is_dir() and not is_source:
-        return Bundle(path)
+        return open_bundle(path)
     if is_source or path.suffix == ".gguf":
         if not path.exists():
             raise ModelFileError(f"{path} does not exist; give a GGUF file, a bundle or a catalogue name")

@@ -13,6 +13,7 @@ from edgespec_models.config import ModelConfig
 from edgespec_models.errors import BundleError, Cancelled, RequestError
 from edgespec_models.graphs.linear import WeightFormat
 from edgespec_runtimes.cpu import CpuOptions, CpuSession, default_threads
+from edgespec_runtimes.graph_io import EdgespecIO
 from edgespec_runtimes.session import Session
 from tests.toy import COLUMNS, F32, FLOAT, GEMMA, INT4, INT8, LLAMA, MATMUL, WIDE, tiny_bundle
 
@@ -291,7 +292,8 @@ def test_a_step_allocates_no_logits(session: CpuSession) -> None:
 
 
 def test_the_cache_is_written_in_place(session: CpuSession) -> None:
-    arrays = [array for _, _, array, _ in session._kv]
+    assert isinstance(session._io, EdgespecIO)
+    arrays = session._io.cache.arrays
     for array in arrays:
         array[:] = 0
     session.forward(TOKENS[:5])
@@ -309,7 +311,8 @@ def test_many_sizes_of_pass_do_not_pile_up(session: CpuSession) -> None:
     for size in range(1, 41):
         session.truncate(0)
         session.forward(TOKENS[:size])
-    assert len(session._passes) <= 32
+    assert isinstance(session._io, EdgespecIO)
+    assert len(session._io.passes) <= 32
 
 
 @pytest.mark.parametrize(("config", "form"), [(LLAMA, INT4), (GEMMA, FLOAT)])

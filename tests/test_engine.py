@@ -289,9 +289,9 @@ def test_closed_it_says_so(models: _Models) -> None:
         stream = model.stream(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
         next(iter(stream))
         late = model.stream(PROMPT)
-    assert model._session.kv_bytes == 0 and model._session._session is None
+    assert model._session.kv_bytes == 0 and model._session._io is None
     assert model._side is not None
-    assert model._side.session.kv_bytes == 0 and model._side.session._session is None
+    assert model._side.session.kv_bytes == 0 and model._side.session._io is None
     model.close()
     uses: tuple[Callable[[], Generation], ...] = (lambda: model.generate(PROMPT), stream.run, late.run)
     for use in uses:
@@ -302,7 +302,7 @@ def test_closed_it_says_so(models: _Models) -> None:
 def test_an_error_in_the_block_frees_the_model_too(models: _Models) -> None:
     with pytest.raises(ZeroDivisionError), edgespec.load(models.target, None, options=OPTIONS) as model:
         raise ZeroDivisionError
-    assert model._session._session is None
+    assert model._session._io is None
 
 
 @pytest.mark.parametrize(

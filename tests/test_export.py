@@ -11,6 +11,7 @@ from edgespec_export import plan
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.plan import DEFAULT_WEIGHTS, POLICIES
 from edgespec_models.bundle import MANIFEST, REPORT, Bundle
+from edgespec_models.config import ModelConfig
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import Progress
 from edgespec_runtimes.cpu import CpuSession
@@ -25,6 +26,7 @@ NEVER_A_PROCESS = 2**22 + 1
 def logits_error(model: TinyGGUF, bundle: Path) -> float:
     """Relative error of the bundle's logits against numpy over the ``gguf`` package's weights."""
     opened = Bundle(bundle, verify_digests=True)
+    assert isinstance(opened.config, ModelConfig)
     expected = reference_logits(TinyModel(bundle, opened.config, reference_weights(model)), TOKENS)
     session = CpuSession(opened)
     got = session.forward(TOKENS).copy()

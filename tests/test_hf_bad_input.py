@@ -13,7 +13,6 @@ from safetensors import safe_open
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.hf_checkpoint import HFCheckpoint
 from edgespec_export.hf_config import read_config
-from edgespec_export.hf_facts import Facts
 from edgespec_export.hf_tokenizer import HFTokenizer
 from edgespec_export.safetensors_file import SafetensorsFile
 from edgespec_models.bundle import Bundle
@@ -25,6 +24,7 @@ from edgespec_models.errors import (
     TokenizerError,
     UnsupportedModelError,
 )
+from edgespec_models.facts import Facts
 from tests.hf_for_tests import VOCAB, config_of, weights, write_checkpoint, write_safetensors
 from tests.tokenizers_for_tests import byte_level_json
 
@@ -41,7 +41,7 @@ def config_after(folder: Path, change: dict[str, Any], case: str = "llama") -> M
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba"}, r"'mamba'.*llama, mistral.*not supported yet"),
+        ({"model_type": "mamba"}, r"'mamba'.*llama, mistral.*optimum-cli"),
         ({"model_type": "absent"}, "model type ''"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized already .gptq.*GGUF"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized already .fp8"),

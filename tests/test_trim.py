@@ -19,6 +19,7 @@ from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.parity import Golden, check_parity
 from edgespec_export.trim import Ranking, TrimOptions, weigh
 from edgespec_models.bundle import HEAD_TOKENS, Bundle
+from edgespec_models.config import ModelConfig
 from edgespec_models.errors import BundleError, RequestError
 from edgespec_models.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
@@ -151,6 +152,7 @@ def test_the_rows_that_stay_give_the_same_bits(tmp_path: Path, architecture: str
     assert kept is not None and len(kept) == KEPT == trimmed.manifest.head_rows
     logits = [CpuSession(bundle).forward(TOKENS).copy() for bundle in (trimmed, whole)]
     np.testing.assert_array_equal(logits[0][:, :KEPT], logits[1][:, kept])
+    assert isinstance(trimmed.config, ModelConfig)
     hidden = trimmed.config.hidden_size
     assert trimmed.manifest.parameters_by_class["lm_head"] == KEPT * hidden
     assert trimmed.manifest.bytes_per_pass < whole.manifest.bytes_per_pass
@@ -220,7 +222,7 @@ def test_auto_measures_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: py
     for module in (trim, sizing):
         monkeypatch.setattr(module, "CANDIDATES", (280, 320))
     monkeypatch.setattr(
-        sizing, "measure_cost", lambda session, rows: CostCurve({1: session._head_rows * 1e-4})
+        sizing, "measure_cost", lambda session, rows: CostCurve({1: len(session.head_tokens) * 1e-4})
     )
     bundle = _drafter(tmp_path, tiny_gguf("llama"), "auto")
     assert bundle.manifest.head_rows in (280, 320)

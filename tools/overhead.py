@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import Any
 
 import edgespec
+from edgespec_runtimes.graph_io import EdgespecIO, MaskedIO
 
 
 class Clocked:
@@ -34,8 +35,9 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     options = parser.parse_args()
     with edgespec.load(options.target, drafter=None) as model:
-        clocked = Clocked(model._session._session)
-        model._session._session = clocked
+        io = model._session._io
+        assert isinstance(io, EdgespecIO | MaskedIO)
+        clocked = io._session = Clocked(io._session)
         count = options.max_new_tokens
         stream = iter(model.stream("Once upon a time", max_new_tokens=count, stop_at_eos=False))
         next(stream)

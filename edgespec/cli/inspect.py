@@ -19,7 +19,12 @@ __all__ = ["inspect", "show_report"]
 
 
 def inspect(
-    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A bundle's directory.")],
+    bundle: Annotated[
+        Path,
+        typer.Argument(
+            metavar="BUNDLE", help="A bundle's directory, or one made for onnxruntime-genai or by Optimum."
+        ),
+    ],
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare every file with its SHA-256 too, not only its size.")
     ] = False,
@@ -33,9 +38,9 @@ def inspect(
 
         edgespec inspect ./target --verify --json
     """
-    from edgespec_models.bundle import Bundle
+    from edgespec_models.foreign import open_bundle
 
-    opened = Bundle(bundle, verify_digests=verify)
+    opened = open_bundle(bundle, verify_digests=verify)
     if as_json:
         manifest = opened.manifest.to_json()
         print_json({"path": str(bundle), "verified": verify, **opened.report(), "manifest": manifest})
@@ -91,8 +96,14 @@ def _facts(bundle: "Bundle", verified: bool) -> "Table":
     )
     table.add_row("chat template", "yes" if bundle.chat_template is not None else "no")
     table.add_row("source", escape(manifest.provenance.get("source", "unknown")))
-    table.add_row("files", "sizes and SHA-256 are right" if verified else "sizes are right")
+    table.add_row("files", _files(bundle, verified))
     return table
+
+
+def _files(bundle: "Bundle", verified: bool) -> str:
+    if bundle.tensors is not None:
+        return "not edgespec's: run as they are, no digests recorded"
+    return "sizes and SHA-256 are right" if verified else "sizes are right"
 
 
 def _trim(trim: Mapping[str, Any]) -> str:

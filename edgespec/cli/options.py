@@ -37,8 +37,8 @@ Target = Annotated[
     str,
     typer.Argument(
         metavar="TARGET",
-        help="A bundle's directory, a GGUF file, a Hugging Face directory, or a name that 'edgespec models' "
-        "lists.",
+        help="A bundle's directory, one made for onnxruntime-genai or by Optimum, a GGUF file, a Hugging "
+        "Face directory, or a name that 'edgespec models' lists.",
     ),
 ]
 Drafter = Annotated[

@@ -9,6 +9,7 @@ from typing import Any
 
 from edgespec_models.bundle import Bundle
 from edgespec_models.errors import RequestError
+from edgespec_models.foreign import open_bundle
 from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_runtimes.cost import CostCurve, measure_cost
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
@@ -47,7 +48,7 @@ def written_by(target: Path, progress: ProgressCallback) -> tuple[list[str], Cos
         BundleError: the target cannot be opened.
         RequestError: it is a trimmed drafter.
     """
-    bundle = Bundle(target)
+    bundle = open_bundle(target)
     if bundle.head_tokens is not None:
         raise RequestError(f"{target} is a trimmed drafter; calibrate with a target")
     session = CpuSession(bundle, CpuOptions(exact_rows=False))

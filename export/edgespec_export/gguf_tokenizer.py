@@ -21,22 +21,11 @@ import numpy.typing as npt
 
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.tokenizer import SPACE_SIGN, SpecialTokens
+from edgespec_models.tokenizer_files import END_OF_GENERATION
 
-__all__ = ["END_OF_GENERATION", "TokenType", "chat_template", "special_tokens", "tokenizer_json"]
+__all__ = ["TokenType", "chat_template", "special_tokens", "tokenizer_json"]
 
 Json = dict[str, object]
-
-END_OF_GENERATION = (
-    "<|im_end|>",
-    "<|endoftext|>",
-    "<end_of_turn>",
-    "<eos>",
-    "</s>",
-    "<|eot_id|>",
-    "<|end_of_text|>",
-    "<|end|>",
-)
-"""Control tokens that end generation in the models that have them."""
 
 
 class TokenType(IntEnum):

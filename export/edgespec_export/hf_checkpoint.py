@@ -12,10 +12,10 @@ from edgespec_export.blocks import F32
 from edgespec_export.checkpoint import Checkpoint
 from edgespec_export.gguf import GGMLType
 from edgespec_export.hf_config import read_config
-from edgespec_export.hf_facts import Facts
 from edgespec_export.hf_tokenizer import HFTokenizer
 from edgespec_export.safetensors_file import SafeTensor, SafetensorsFile
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
+from edgespec_models.facts import Facts
 from edgespec_models.paths import model_name
 from edgespec_models.tokenizer import SpecialTokens
 

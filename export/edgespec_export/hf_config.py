@@ -8,10 +8,10 @@ from dataclasses import replace
 from math import sqrt
 from types import MappingProxyType
 
-from edgespec_export.hf_facts import Facts
 from edgespec_export.hf_rope import read_rope
 from edgespec_models.config import Architecture, ModelConfig
 from edgespec_models.errors import UnsupportedModelError
+from edgespec_models.facts import Facts
 
 __all__ = ["HF_ARCHITECTURES", "read_config"]
 
@@ -95,7 +95,9 @@ def _architecture(facts: Facts) -> Architecture:
     if found not in HF_ARCHITECTURES:
         raise UnsupportedModelError(
             f"{facts.where} is of the model type {found!r}. edgespec exports these from Hugging Face "
-            f"checkpoints: {', '.join(HF_ARCHITECTURES)}; other architectures are not supported yet."
+            f"checkpoints: {', '.join(HF_ARCHITECTURES)}. Of other decoders it runs what Optimum exports: "
+            "optimum-cli export onnx --model DIR --task text-generation-with-past OUT, in an environment of "
+            "its own."
         )
     if facts.value("quantization_config") is not None or facts.value("compression_config") is not None:
         method = facts.section("quantization_config").text("quant_method", "an unknown method")

@@ -8,9 +8,9 @@ down to a divisor for each frequency and a factor on the tables.
 from dataclasses import dataclass, replace
 from math import log, pi, sqrt
 
-from edgespec_export.hf_facts import Facts
 from edgespec_models.config import Architecture
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
+from edgespec_models.facts import Facts
 
 __all__ = ["Rope", "read_rope"]
 

@@ -14,7 +14,7 @@ import onnx.numpy_helper
 
 from edgespec_export.blocks import F32
 from edgespec_export.pieces import cache_extremes, cut
-from edgespec_models.config import ModelConfig
+from edgespec_models.config import DecoderShape
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
 
 __all__ = ["calibration_tokens", "quantize_cache"]
@@ -43,7 +43,7 @@ def calibration_tokens(tokenizer: Tokenizer, special: SpecialTokens) -> list[lis
 
 
 def quantize_cache(
-    graph: Path, config: ModelConfig, texts: Sequence[Sequence[int]], *, even_rows: bool
+    graph: Path, config: DecoderShape, texts: Sequence[Sequence[int]], *, even_rows: bool
 ) -> None:
     """Rewrite the decoder ``graph``, its weights beside it, to keep keys and values as int8.
 

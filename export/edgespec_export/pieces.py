@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from edgespec_models.config import ModelConfig
+from edgespec_models.config import DecoderShape
 from edgespec_runtimes.cpu import CpuOptions, open_graph
 from edgespec_runtimes.session import Logits
 
@@ -64,7 +64,7 @@ def cut(graph: Path, piece_bytes: int = PIECE_BYTES) -> list[Path]:
 
 
 def run_pieces(
-    pieces: Iterable[Path], config: ModelConfig, texts: Sequence[Sequence[int]], *, even_rows: bool
+    pieces: Iterable[Path], config: DecoderShape, texts: Sequence[Sequence[int]], *, even_rows: bool
 ) -> PiecewiseResult:
     """Take a few fixed tokens and ``texts`` through all ``pieces``, one piece after the other.
 
@@ -88,7 +88,7 @@ def run_pieces(
 
 
 def cache_extremes(
-    pieces: Iterable[Path], config: ModelConfig, texts: Sequence[Sequence[int]], *, even_rows: bool
+    pieces: Iterable[Path], config: DecoderShape, texts: Sequence[Sequence[int]], *, even_rows: bool
 ) -> dict[str, npt.NDArray[np.float32]]:
     """The largest magnitudes that ``texts`` leave in the KV cache, one piece after the other.
 
@@ -113,7 +113,7 @@ def cache_extremes(
 
 
 class _Piece:
-    def __init__(self, path: Path, config: ModelConfig, even_rows: bool) -> None:
+    def __init__(self, path: Path, config: DecoderShape, even_rows: bool) -> None:
         self._session = open_graph(path, CpuOptions())
         self._config, self._even_rows = config, even_rows
         self._inputs = {value.name: value.type for value in self._session.get_inputs()}

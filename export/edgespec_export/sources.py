@@ -5,8 +5,8 @@ from pathlib import Path
 from edgespec_export.checkpoint import Checkpoint
 from edgespec_export.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.hf_checkpoint import CONFIG, HFCheckpoint
-from edgespec_models.bundle import MANIFEST
 from edgespec_models.errors import ModelFileError
+from edgespec_models.foreign import is_model
 
 __all__ = ["open_checkpoint"]
 
@@ -20,8 +20,8 @@ def open_checkpoint(source: Path) -> Checkpoint:
     """
     if source.is_file():
         return GGUFCheckpoint(source)
-    if (source / MANIFEST).is_file():
-        raise ModelFileError(f"{source} is a bundle already; it needs no export")
+    if is_model(source):
+        raise ModelFileError(f"{source} is a bundle already, or runs as it is; it needs no export")
     if (source / CONFIG).is_file():
         return HFCheckpoint(source)
     what = f"lacks {CONFIG}" if source.is_dir() else "does not exist"

@@ -22,8 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_models.chat_template import ChatTemplate
-from edgespec_models.config import ModelConfig
+from edgespec_models.config import DecoderShape, ModelConfig
 from edgespec_models.errors import BundleError
+from edgespec_models.graph_tensors import GraphTensors
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "TEMPLATE",
     "TOKENIZER",
     "Bundle",
+    "CacheType",
     "FileRecord",
     "KVType",
     "Manifest",
@@ -46,6 +48,8 @@ FORMAT_VERSION = 1
 
 Role = Literal["target", "drafter"]
 KVType = Literal["float32", "int8"]
+CacheType = Literal["float32", "float16", "int8"]  # float16: of foreign graphs only
+_NOT_MULTIPLIED = ("embedding", "other")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,8 @@ class Manifest:
         hidden_states: whether the graph has that output.
         weights: the export's policy, such as ``fast``.
         formats: how many weights got which format.
-        bytes_by_class: bytes of ``embedding``, ``attention``, ``mlp``, ``lm_head``, ``other``.
+        bytes_by_class: bytes of ``embedding``, ``attention``, ``mlp``, ``lm_head``, ``other``; of a foreign
+            graph, whose matrices have no such names, ``embedding``, ``matrices``, ``other``.
         parameters_by_class: weights of the same classes.
         special_tokens: ids of begin- and end-of-sequence tokens.
         provenance: source file, its sha256, the exporter's version.
@@ -90,7 +95,7 @@ class Manifest:
 
     name: str
     role: Role
-    config: ModelConfig
+    config: DecoderShape
     even_rows: bool
     hidden_states: bool
     weights: str
@@ -101,22 +106,22 @@ class Manifest:
     provenance: Mapping[str, str]
     files: Mapping[str, FileRecord]
     head_rows: int | None = None
-    kv: KVType = "float32"
+    kv: CacheType = "float32"
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of KV cache a token takes."""
-        return self.config.kv_bytes_per_token // (4 if self.kv == "int8" else 1)
+        return self.config.kv_bytes_per_token * np.dtype(self.kv).itemsize // 4
 
     @property
     def bytes_per_pass(self) -> int:
         """Bytes of weights a pass reads: all but the embedding table and the rotary tables."""
-        return sum(self.bytes_by_class[name] for name in ("attention", "mlp", "lm_head"))
+        return sum(value for name, value in self.bytes_by_class.items() if name not in _NOT_MULTIPLIED)
 
     @property
     def parameters_per_pass(self) -> int:
         """Weights a pass multiplies by: all but the embedding table."""
-        return sum(self.parameters_by_class[name] for name in ("attention", "mlp", "lm_head"))
+        return sum(value for name, value in self.parameters_by_class.items() if name not in _NOT_MULTIPLIED)
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -195,9 +200,19 @@ class Bundle:
             raise BundleError(f"{file} has changed since the export (sha256 differs); export the model again")
 
     @property
-    def config(self) -> ModelConfig:
+    def config(self) -> DecoderShape:
         """Architecture facts."""
         return self.manifest.config
+
+    @property
+    def graph(self) -> Path:
+        """The ONNX file."""
+        return self.path / GRAPH
+
+    @property
+    def tensors(self) -> GraphTensors | None:
+        """Names of the graph's inputs and outputs; None where they are those that edgespec's exports have."""
+        return None
 
     @property
     def digest(self) -> str:
@@ -239,10 +254,13 @@ class Bundle:
         """The chat template; None for models without one."""
         if TEMPLATE not in self.manifest.files:
             return None
+        return self._compile((self.path / TEMPLATE).read_text(encoding="utf-8"))
+
+    def _compile(self, template: str) -> ChatTemplate:
         special, tokenizer = self.manifest.special_tokens, self.tokenizer
         bos = "" if special.bos is None else tokenizer.token_bytes(special.bos).decode()
         eos = "" if not special.eos else tokenizer.token_bytes(special.eos[0]).decode()
-        return ChatTemplate((self.path / TEMPLATE).read_text(encoding="utf-8"), bos=bos, eos=eos)
+        return ChatTemplate(template, bos=bos, eos=eos)
 
     def report(self) -> dict[str, Any]:
         """What the export measured; empty where the bundle has no report.

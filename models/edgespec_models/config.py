@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from edgespec_models.errors import BundleError, UnsupportedModelError
 
-__all__ = ["Architecture", "ModelConfig"]
+__all__ = ["Architecture", "DecoderShape", "ModelConfig"]
 
 Architecture = Literal["llama", "mistral", "smollm3", "qwen2", "qwen3", "gemma3", "phi3"]
 
@@ -24,8 +24,50 @@ _MAX_CONTEXT = 1 << 21  # the rotary tables have a row for every position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """A decoder-only transformer.
+class DecoderShape:
+    """What running a decoder needs to know of it, whoever made its graph.
+
+    Attributes:
+        architecture: the family.
+        vocab_size: rows of the LM head.
+        num_layers: layers with a KV cache.
+        num_heads: query heads.
+        num_kv_heads: key and value heads.
+        head_dim: width of a head.
+        context_length: positions the model was made for.
+    """
+
+    architecture: str
+    vocab_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    context_length: int
+
+    @property
+    def query_width(self) -> int:
+        """Width of all query heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Width of all key heads (and of all value heads)."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of float32 KV cache a token takes."""
+        return self.num_layers * 2 * self.kv_width * 4
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig(DecoderShape):
+    """A decoder-only transformer that edgespec can build a graph of.
 
     Attributes:
         architecture: the family.
@@ -56,15 +98,9 @@ class ModelConfig:
     """
 
     architecture: Architecture
-    vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     norm_epsilon: float
-    context_length: int
     rope_theta: float
     attention_scale: float
     rope_interleaved: bool = False
@@ -116,34 +152,15 @@ class ModelConfig:
             )
 
     @property
-    def query_width(self) -> int:
-        """Width of all query heads."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_width(self) -> int:
-        """Width of all key heads (and of all value heads)."""
-        return self.num_kv_heads * self.head_dim
-
-    @property
     def rotary_width(self) -> int:
         """Elements of a head that are rotated."""
         return self.rotary_dim or self.head_dim
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of float32 KV cache a token takes."""
-        return self.num_layers * 2 * self.kv_width * 4
 
     def is_global(self, layer: int) -> bool:
         """Whether ``layer`` sees the whole context."""
         if self.sliding_window is None:
             return True
         return self.global_every > 0 and (layer + 1) % self.global_every == 0
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return asdict(self)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "ModelConfig":

@@ -17,18 +17,15 @@ import numpy.typing as npt
 import onnxruntime as ort
 import psutil
 
-from edgespec_models.bundle import GRAPH, Bundle
-from edgespec_models.config import ModelConfig
+from edgespec_models.bundle import Bundle
 from edgespec_models.errors import BundleError, Cancelled, DeviceError, RequestError
+from edgespec_runtimes.graph_io import GraphIO, open_io
 from edgespec_runtimes.session import Logits
 
 __all__ = ["CpuOptions", "CpuSession", "default_threads", "open_graph"]
 
 _KV_STEP = 256
-_MAX_KEPT_BINDINGS = 32
-_SPARE_ROWS = 1
 _COMPARED = 256
-_ONNX_TYPES = {np.dtype(np.float32): 1, np.dtype(np.int8): 3, np.dtype(np.int32): 6, np.dtype(np.int64): 7}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,24 +60,6 @@ def default_threads() -> int:
     return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed))
 
 
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """A binding for passes over ``n`` tokens: write the inputs, run, read the logits."""
-
-    binding: Any
-    ids: npt.NDArray[np.int64]
-    seqlens_k: npt.NDArray[np.int32]
-    total: npt.NDArray[np.int32]
-    logits: Logits
-    spare: int  # rows behind the tokens
-    keep_alive: tuple[Any, ...]
-
-
-def _ort_value(array: npt.NDArray[Any]) -> Any:
-    """An OrtValue over the array's own memory."""
-    return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, _ONNX_TYPES[array.dtype])
-
-
 class CpuSession:
     """One model reading one sequence on the CPU; see :class:`edgespec_runtimes.session.Session`.
 
@@ -94,19 +73,12 @@ class CpuSession:
         Raises:
             BundleError: ONNX Runtime cannot load the graph, or the graph cannot roll back.
         """
-        self._config: ModelConfig = bundle.config
-        self._even_rows = bundle.manifest.even_rows
-        self._head_rows = bundle.manifest.head_rows or bundle.config.vocab_size
+        self._config = bundle.config
         self._options = options or CpuOptions()
         self._tokens: list[int] = []
-        self._kv: list[tuple[str, str, npt.NDArray[Any], Any]] = []
         self._capacity = 0
-        self._passes: dict[tuple[int, int], _Pass] = {}
-        self._kv_type = np.dtype(bundle.manifest.kv)
-        self._session = open_graph(bundle.path / GRAPH, self._options)
-        self._inputs = {value.name for value in self._session.get_inputs()}
-        self._head_tokens = bundle.head_tokens
-        self._context = np.zeros(int("context_tokens" in self._inputs), np.int64)
+        session = open_graph(bundle.graph, self._options)
+        self._io: GraphIO | None = open_io(session, bundle, exact_rows=self._options.exact_rows)
         self.row_exact = self._self_test()
 
     @property
@@ -117,9 +89,7 @@ class CpuSession:
     @property
     def head_tokens(self) -> npt.NDArray[np.int32] | None:
         """The token of every column of the logits, int32; None where column i is token i."""
-        if self._head_tokens is None:
-            return None
-        return np.concatenate([self._head_tokens, self._context.astype(np.int32)])
+        return self._open_io.head_tokens
 
     def offer(self, tokens: Sequence[int]) -> None:
         """Let a trimmed LM head write ``tokens`` too: a column of the logits each, behind those of its rows.
@@ -127,10 +97,7 @@ class CpuSession:
         They replace what was offered before. Graphs without a trimmed head tied to the embedding take no
         notice. The tokens in the cache stay.
         """
-        offered = np.array(tokens or [0], np.int64)
-        if len(self._context) and not np.array_equal(offered, self._context):
-            self._context = offered
-            self._passes.clear()
+        self._open_io.offer(tokens)
 
     @property
     def length(self) -> int:
@@ -145,12 +112,11 @@ class CpuSession:
     @property
     def kv_bytes(self) -> int:
         """Bytes reserved for the KV cache."""
-        return sum(array.nbytes for _, _, array, _ in self._kv)
+        return 0 if self._io is None else self._io.kv_bytes
 
     def reserve(self, capacity: int) -> None:
         """Make room for ``capacity`` tokens, keeping what the cache holds."""
-        if self._session is None:
-            raise RequestError("this session is closed; open the bundle again")
+        io = self._open_io
         if capacity > self._config.context_length:
             raise RequestError(
                 f"{capacity:,} tokens do not fit the model's context of {self._config.context_length:,}; "
@@ -159,15 +125,7 @@ class CpuSession:
         if capacity <= self._capacity:
             return
         rounded = min(-(-capacity // _KV_STEP) * _KV_STEP, self._config.context_length)
-        shape = (1, self._config.num_kv_heads, rounded + _SPARE_ROWS, self._config.head_dim)
-        old, self._kv, self._passes = self._kv, [], {}
-        for index in range(2 * self._config.num_layers):
-            layer, kind = index // 2, ("key", "value")[index % 2]
-            array = np.zeros(shape, self._kv_type)
-            if old:
-                array[:, :, : self.length] = old[index][2][:, :, : self.length]
-            names = f"past_key_values.{layer}.{kind}", f"present.{layer}.{kind}"
-            self._kv.append((*names, array, _ort_value(array)))
+        io.reserve(rounded, self.length)
         self._capacity = rounded
 
     def shared_prefix(self, tokens: Sequence[int]) -> int:
@@ -198,11 +156,17 @@ class CpuSession:
 
     def close(self) -> None:
         """Free the model and its cache."""
-        self._passes.clear()
-        self._kv.clear()
+        if self._io is not None:
+            self._io.close()
+        self._io = None
         self._tokens.clear()
         self._capacity = 0
-        self._session = None
+
+    @property
+    def _open_io(self) -> GraphIO:
+        if self._io is None:
+            raise RequestError("this session is closed; open the bundle again")
+        return self._io
 
     def _extend(
         self, tokens: Sequence[int], keep: int, cancelled: Callable[[], bool] | None
@@ -210,65 +174,21 @@ class CpuSession:
         """Make the cache hold ``tokens``, reusing at most ``keep`` of them; logits of the last if any ran."""
         self.reserve(len(tokens))
         self.truncate(min(self.shared_prefix(tokens), max(keep, 0)))
-        logits = None
+        logits, size = None, min(self._options.prefill_chunk, self._open_io.most_rows)
         while self.length < len(tokens):
             if cancelled is not None and cancelled():
                 raise Cancelled(f"cancelled after {self.length} of {len(tokens)} prompt tokens")
-            chunk = tokens[self.length : self.length + self._options.prefill_chunk]
+            chunk = tokens[self.length : self.length + size]
             logits = self._run(chunk, 1)[0]
         return logits
 
-    def _bind(self, count: int, rows: int) -> _Pass:
-        """Bind inputs and outputs for ``count`` tokens, logits of the last ``rows`` of them."""
-        spare = count % 2 if self._even_rows and self._options.exact_rows else 0
-        pad = int(count + spare == 1 and self._options.exact_rows and "attention_pad" in self._inputs)
-        width = self._config.query_width + 2 * self._config.kv_width
-        ids, seqlens = np.zeros((1, count + spare), np.int64), np.zeros(1, np.int32)
-        wanted = np.arange(count - rows, count, dtype=np.int64)
-        if self._even_rows and self._options.exact_rows and rows % 2:  # the LM head's kernel sees pairs too
-            wanted = np.append(wanted, wanted[-1])
-        columns = self._head_rows + len(self._context)
-        total, logits = np.zeros((), np.int32), np.empty((1, len(wanted), columns), np.float32)
-        inputs: dict[str, npt.NDArray[Any]] = {
-            "input_ids": ids,
-            "seqlens_k": seqlens,
-            "total_sequence_length": total,
-            "attention_pad": np.zeros((1, pad, width), np.float32),
-            "attention_rows": np.array([count + spare], np.int64),
-            "logits_rows": wanted,
-            "context_tokens": self._context,
-        }
-        binding, keep_alive = self._session.io_binding(), []
-        for name in inputs.keys() & self._inputs:
-            array = inputs[name]
-            value = _ort_value(array)
-            keep_alive.append((array, value))
-            binding.bind_ortvalue_input(name, value)
-        for past, present, _, value in self._kv:
-            binding.bind_ortvalue_input(past, value)
-            binding.bind_ortvalue_output(present, value)
-        value = _ort_value(logits)
-        keep_alive.append((logits, value))
-        binding.bind_ortvalue_output("logits", value)
-        return _Pass(binding, ids, seqlens, total, logits[0, :rows], spare + pad, tuple(keep_alive))
-
     def _run(self, tokens: Sequence[int], rows: int) -> Logits:
         """Append ``tokens``; logits of the last ``rows``."""
-        count = len(tokens)
-        if not count or not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+        if not len(tokens) or not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
             raise RequestError(f"a pass needs token ids from 0 to {self.vocab_size - 1}, at least one")
-        one_pass = self._passes.get((count, rows))
-        if one_pass is None:
-            if len(self._passes) >= _MAX_KEPT_BINDINGS:
-                self._passes.clear()
-            one_pass = self._passes[count, rows] = self._bind(count, rows)
-        total = self.length + count + one_pass.spare
-        one_pass.ids[0, :count] = tokens
-        one_pass.seqlens_k[0] = total - 1
-        one_pass.total[()] = total
-        self._session.run_with_iobinding(one_pass.binding)
+        logits = self._open_io.run(tokens, self.length, rows)
         self._tokens.extend(tokens)
-        return one_pass.logits
+        return logits
 
     def _self_test(self) -> bool:
         """Roll back and compare; returns whether the number of rows leaves no trace in the bits."""

@@ -1,4 +1,4 @@
-"""Facts from a checkpoint's JSON files, read with care: every value is checked before it is used."""
+"""Facts from a model's JSON files, read with care: every value is checked before it is used."""
 
 import json
 from collections.abc import Mapping

@@ -1,0 +1,295 @@
+"""How a pass fills a graph's inputs and reads its outputs: edgespec's own graphs, and everyone else's.
+
+:class:`edgespec_runtimes.cpu.CpuSession` knows tokens; what a graph is called with is known here only.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
+
+from edgespec_models.bundle import Bundle
+from edgespec_models.errors import BundleError
+from edgespec_models.graph_tensors import GraphTensors
+from edgespec_runtimes.kv_buffers import CacheLayout, GrowingCache, KVBuffers, SharedCache, ort_value
+from edgespec_runtimes.session import Logits
+
+__all__ = ["EdgespecIO", "GraphIO", "MaskedIO", "open_io"]
+
+_MAX_KEPT_BINDINGS = 32
+_SPARE_ROWS = 1
+_LOGITS_BYTES = 32 << 20
+_PROBED = 4
+_FATAL = 4  # ONNX Runtime's severity
+_RUN_ERRORS = (ort_state.Fail, ort_state.InvalidArgument, ort_state.RuntimeException)
+_TYPES: dict[str, np.dtype[Any]] = {
+    "tensor(float)": np.dtype(np.float32),
+    "tensor(float16)": np.dtype(np.float16),
+    "tensor(int8)": np.dtype(np.int8),
+    "tensor(int32)": np.dtype(np.int32),
+    "tensor(int64)": np.dtype(np.int64),
+}
+
+
+class GraphIO(Protocol):
+    """Runs passes of one graph over one sequence.
+
+    Attributes:
+        most_rows: rows of a pass whose logits are not all wanted, at most; bounds the memory for logits.
+    """
+
+    most_rows: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes reserved for the KV cache."""
+
+    @property
+    def head_tokens(self) -> npt.NDArray[np.int32] | None:
+        """The token of every column of the logits; None where column i is token i."""
+
+    def offer(self, tokens: Sequence[int]) -> None:
+        """Give a trimmed LM head a column for each of ``tokens``; others take no notice."""
+
+    def reserve(self, capacity: int, keep: int) -> None:
+        """Make room for ``capacity`` tokens, keeping the first ``keep``."""
+
+    def run(self, tokens: Sequence[int], start: int, rows: int) -> Logits:
+        """Run ``tokens`` behind the first ``start`` of the cache; logits of the last ``rows``.
+
+        float32 ``(rows, head_rows)``, the graph's own buffer. Room must be reserved.
+
+        Raises:
+            BundleError: ONNX Runtime fails to run a foreign graph.
+        """
+
+    def close(self) -> None:
+        """Free what passes use."""
+
+
+def open_io(session: Any, bundle: Bundle, *, exact_rows: bool) -> GraphIO:
+    """How ``session``, ONNX Runtime's over the bundle's graph, is to be called.
+
+    Args:
+        session: an ``onnxruntime.InferenceSession``.
+        bundle: whose graph it runs.
+        exact_rows: take spare rows where they make a row's bits independent of the number of rows; no
+            foreign graph can.
+    """
+    if bundle.tensors is None:
+        return EdgespecIO(session, bundle, exact_rows=exact_rows)
+    return MaskedIO(session, bundle.tensors, bundle.config.vocab_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """A binding for passes over ``n`` tokens: write the inputs, run, read the logits."""
+
+    binding: Any
+    ids: npt.NDArray[np.int64]
+    seqlens_k: npt.NDArray[np.int32]
+    total: npt.NDArray[np.int32]
+    logits: Logits
+    spare: int  # rows behind the tokens
+    keep_alive: tuple[Any, ...]
+
+
+class EdgespecIO:
+    """Graphs of :func:`edgespec_models.graphs.decoder.build_decoder`.
+
+    Attributes:
+        cache: keys and values.
+        passes: bindings by number of tokens and of wanted rows.
+        most_rows: no bound, since only wanted rows have logits.
+    """
+
+    def __init__(self, session: Any, bundle: Bundle, *, exact_rows: bool) -> None:
+        config, dtype = bundle.config, np.dtype(bundle.manifest.kv)
+        self._session, self._exact = session, exact_rows
+        self._even = bundle.manifest.even_rows and exact_rows
+        self._inputs = {value.name for value in session.get_inputs()}
+        self._width = config.query_width + 2 * config.kv_width
+        self._head_rows = bundle.manifest.head_rows or config.vocab_size
+        self._head_tokens = bundle.head_tokens
+        self._context = np.zeros(int("context_tokens" in self._inputs), np.int64)
+        self.most_rows = config.context_length
+        self.passes: dict[tuple[int, int], _Pass] = {}
+        layers = (f"{layer}.{kind}" for layer in range(config.num_layers) for kind in ("key", "value"))
+        heads, width = config.num_kv_heads, config.head_dim
+        self.cache = SharedCache(
+            [
+                CacheLayout(f"past_key_values.{name}", f"present.{name}", heads, width, dtype)
+                for name in layers
+            ]
+        )
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes reserved for the KV cache."""
+        return self.cache.nbytes
+
+    @property
+    def head_tokens(self) -> npt.NDArray[np.int32] | None:
+        """The token of every column of the logits; None where column i is token i."""
+        if self._head_tokens is None:
+            return None
+        return np.concatenate([self._head_tokens, self._context.astype(np.int32)])
+
+    def offer(self, tokens: Sequence[int]) -> None:
+        """Give a trimmed LM head that is tied to the embedding a column for each of ``tokens``."""
+        offered = np.array(tokens or [0], np.int64)
+        if len(self._context) and not np.array_equal(offered, self._context):
+            self._context = offered
+            self.passes.clear()
+
+    def reserve(self, capacity: int, keep: int) -> None:
+        """Make room for ``capacity`` tokens, keeping the first ``keep``."""
+        self.passes.clear()
+        self.cache.reserve(capacity + _SPARE_ROWS, keep)
+
+    def run(self, tokens: Sequence[int], start: int, rows: int) -> Logits:
+        """Run ``tokens`` behind the first ``start`` of the cache; logits of the last ``rows``."""
+        count = len(tokens)
+        one_pass = self.passes.get((count, rows))
+        if one_pass is None:
+            if len(self.passes) >= _MAX_KEPT_BINDINGS:
+                self.passes.clear()
+            one_pass = self.passes[count, rows] = self._bind(count, rows)
+        total = start + count + one_pass.spare
+        one_pass.ids[0, :count] = tokens
+        one_pass.seqlens_k[0] = total - 1
+        one_pass.total[()] = total
+        self._session.run_with_iobinding(one_pass.binding)
+        return one_pass.logits
+
+    def close(self) -> None:
+        """Free what passes use."""
+        self.passes.clear()
+        self.cache.clear()
+        self._session = None
+
+    def _bind(self, count: int, rows: int) -> _Pass:
+        """Bind inputs and outputs for ``count`` tokens, logits of the last ``rows`` of them."""
+        spare = count % 2 if self._even else 0
+        pad = int(count + spare == 1 and self._exact and "attention_pad" in self._inputs)
+        ids, seqlens = np.zeros((1, count + spare), np.int64), np.zeros(1, np.int32)
+        wanted = np.arange(count - rows, count, dtype=np.int64)
+        if self._even and rows % 2:  # the LM head's kernel sees pairs too
+            wanted = np.append(wanted, wanted[-1])
+        columns = self._head_rows + len(self._context)
+        total, logits = np.zeros((), np.int32), np.empty((1, len(wanted), columns), np.float32)
+        inputs: dict[str, npt.NDArray[Any]] = {
+            "input_ids": ids,
+            "seqlens_k": seqlens,
+            "total_sequence_length": total,
+            "attention_pad": np.zeros((1, pad, self._width), np.float32),
+            "attention_rows": np.array([count + spare], np.int64),
+            "logits_rows": wanted,
+            "context_tokens": self._context,
+        }
+        binding, keep_alive = self._session.io_binding(), []
+        for name in inputs.keys() & self._inputs:
+            value = ort_value(inputs[name])
+            keep_alive.append((inputs[name], value))
+            binding.bind_ortvalue_input(name, value)
+        self.cache.bind(binding)
+        value = ort_value(logits)
+        keep_alive.append((logits, value))
+        binding.bind_ortvalue_output("logits", value)
+        return _Pass(binding, ids, seqlens, total, logits[0, :rows], spare + pad, tuple(keep_alive))
+
+
+class MaskedIO:
+    """Graphs that read ids and a mask and write logits of all rows; see :class:`GraphTensors`.
+
+    Where GroupQueryAttention is given a cache with room to spare, it writes in place; the mask's length and
+    sum are those of past and new tokens all the same. Graphs that concatenate return a longer cache. A short
+    trial at the start tells which: configurations do not always, and Optimum's not at all.
+
+    Attributes:
+        cache: keys and values.
+        most_rows: rows whose logits take about 32 MiB.
+    """
+
+    def __init__(self, session: Any, tensors: GraphTensors, vocab_size: int) -> None:
+        self._session, self._tensors, self._vocab_size = session, tensors, vocab_size
+        used = [*session.get_inputs(), *(v for v in session.get_outputs() if v.name == tensors.logits)]
+        self._types = {value.name: _TYPES[value.type] for value in used}
+        layout = [
+            CacheLayout(t.past, t.present, t.heads, t.head_dim, self._types[t.past]) for t in tensors.cache
+        ]
+        self.cache: KVBuffers = GrowingCache(layout) if self._grows(layout) else SharedCache(layout)
+        dtype = self._types[tensors.logits]
+        self.most_rows = max(1, _LOGITS_BYTES // (vocab_size * dtype.itemsize))
+        self._logits: npt.NDArray[Any] = np.empty(0, dtype)
+        self._binding = session.io_binding()
+        self._bound: list[tuple[npt.NDArray[Any], Any]] = []
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes reserved for the KV cache."""
+        return self.cache.nbytes
+
+    @property
+    def head_tokens(self) -> None:
+        """Column i is token i."""
+
+    def offer(self, tokens: Sequence[int]) -> None:
+        """Take no notice: a foreign LM head is whole."""
+
+    def reserve(self, capacity: int, keep: int) -> None:
+        """Make room for ``capacity`` tokens, keeping the first ``keep``."""
+        self.cache.reserve(capacity, keep)
+
+    def run(self, tokens: Sequence[int], start: int, rows: int) -> Logits:
+        """Run ``tokens`` behind the first ``start`` of the cache; logits of the last ``rows``."""
+        count = len(tokens)
+        if self._logits.size < count * self._vocab_size:
+            self._logits = np.empty(count * self._vocab_size, self._logits.dtype)
+        logits = self._logits[: count * self._vocab_size].reshape(1, count, self._vocab_size)
+        self._bound.clear()
+        for name, array in self._inputs(tokens, start).items():
+            self._binding.bind_ortvalue_input(name, self._value(array))
+        self._binding.bind_ortvalue_output(self._tensors.logits, self._value(logits))
+        self.cache.bind(self._binding, start, count)
+        try:
+            self._session.run_with_iobinding(self._binding)
+        except _RUN_ERRORS as error:
+            raise BundleError(
+                f"ONNX Runtime cannot run this graph, which edgespec did not make: {error}"
+            ) from error
+        self.cache.written(start + count)
+        return logits[0, count - rows :].astype(np.float32, copy=False)
+
+    def close(self) -> None:
+        """Free what passes use."""
+        self._binding = self._session = None
+        self._bound.clear()
+        self.cache.clear()
+
+    def _inputs(self, tokens: Sequence[int], start: int) -> dict[str, npt.NDArray[Any]]:
+        names, total = self._tensors, start + len(tokens)
+        values = {names.ids: np.array([tokens]), names.mask: np.ones((1, total))}
+        values[names.positions] = np.arange(start, total)[None]
+        return {name: array.astype(self._types[name]) for name, array in values.items() if name is not None}
+
+    def _value(self, array: npt.NDArray[Any]) -> Any:
+        value = ort_value(array)
+        self._bound.append((array, value))
+        return value
+
+    def _grows(self, layout: Sequence[CacheLayout]) -> bool:
+        """Whether the cache comes back longer than it went in, although it had room."""
+        feeds = self._inputs([0, 0], 0)
+        feeds |= {t.past: np.zeros((1, t.heads, _PROBED, t.head_dim), t.dtype) for t in layout}
+        quiet = ort.RunOptions()
+        quiet.log_severity_level = _FATAL
+        try:
+            present = self._session.run([layout[0].present], feeds, quiet)[0]
+        except _RUN_ERRORS:  # a mask shorter than the cache: not for this graph
+            return True
+        return bool(present.shape[2] != _PROBED)

@@ -1,0 +1,152 @@
+"""Where a graph keeps keys and values, and how a pass reads and writes them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+__all__ = ["CacheLayout", "GrowingCache", "KVBuffers", "SharedCache", "ort_value"]
+
+_Array = npt.NDArray[Any]
+_ONNX_TYPES = {"float32": 1, "int8": 3, "int32": 6, "int64": 7, "float16": 10}
+
+
+def ort_value(array: _Array) -> Any:
+    """An OrtValue over the array's own memory, which must outlive it."""
+    return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, _ONNX_TYPES[array.dtype.name])
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """Keys or values of one layer: names of the input and the output, heads, their width, element type."""
+
+    past: str
+    present: str
+    heads: int
+    head_dim: int
+    dtype: np.dtype[Any]
+
+
+class KVBuffers(Protocol):
+    """The KV cache of one sequence."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved."""
+
+    def reserve(self, capacity: int, keep: int) -> None:
+        """Make room for ``capacity`` tokens, keeping the first ``keep``; earlier bindings are void."""
+
+    def bind(self, binding: Any, start: int, count: int) -> None:
+        """Let a pass over ``count`` tokens behind ``start`` others read and write the cache."""
+
+    def written(self, length: int) -> None:
+        """Tell that the bound pass ran, and left keys and values of ``length`` tokens."""
+
+    def clear(self) -> None:
+        """Free the memory."""
+
+
+class SharedCache:
+    """One buffer of full capacity for each tensor: the graph reads it and writes new rows in place.
+
+    Attributes:
+        arrays: ``(1, heads, capacity, head_dim)`` each.
+    """
+
+    def __init__(self, layout: Sequence[CacheLayout]) -> None:
+        self._layout = layout
+        self.arrays: list[_Array] = []
+        self._values: list[Any] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved."""
+        return sum(array.nbytes for array in self.arrays)
+
+    def reserve(self, capacity: int, keep: int) -> None:
+        """Make room for ``capacity`` tokens, keeping the first ``keep``; earlier bindings are void."""
+        old, self.arrays, self._values = self.arrays, [], []
+        for index, tensor in enumerate(self._layout):
+            array = np.zeros((1, tensor.heads, capacity, tensor.head_dim), tensor.dtype)
+            if old:
+                array[:, :, :keep] = old[index][:, :, :keep]
+            self.arrays.append(array)
+            self._values.append(ort_value(array))
+
+    def bind(self, binding: Any, start: int = 0, count: int = 0) -> None:
+        """Let passes read and write the cache; the same for every pass until :meth:`reserve`."""
+        for tensor, value in zip(self._layout, self._values, strict=True):
+            binding.bind_ortvalue_input(tensor.past, value)
+            binding.bind_ortvalue_output(tensor.present, value)
+
+    def written(self, length: int) -> None:
+        """Nothing to do: the new rows lie where the next pass reads them."""
+
+    def clear(self) -> None:
+        """Free the memory."""
+        self.arrays.clear()
+        self._values.clear()
+
+
+class GrowingCache:
+    """For graphs that concatenate: each pass reads exactly the past and writes past and new rows anew.
+
+    Two buffers for each tensor take turns, so that passes allocate nothing. A truncation is made good when
+    the next pass binds: the rows that stay move together.
+    """
+
+    def __init__(self, layout: Sequence[CacheLayout]) -> None:
+        self._layout = layout
+        self._past: list[_Array] = []
+        self._present: list[_Array] = []
+        self._held = 0  # tokens that the arrangement of the past is for
+        self._bound: list[tuple[_Array, Any]] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved."""
+        return sum(array.nbytes for array in (*self._past, *self._present))
+
+    def reserve(self, capacity: int, keep: int) -> None:
+        """Make room for ``capacity`` tokens, keeping the first ``keep``; earlier bindings are void."""
+        old, held = self._past, self._held
+        self._past, self._present, self._held = [], [], keep
+        for index, tensor in enumerate(self._layout):
+            size = tensor.heads * capacity * tensor.head_dim
+            self._past.append(np.zeros(size, tensor.dtype))
+            self._present.append(np.zeros(size, tensor.dtype))
+            if old:
+                _rows(self._past[index], tensor, keep)[:] = _rows(old[index], tensor, held)[:, :, :keep]
+
+    def bind(self, binding: Any, start: int, count: int) -> None:
+        """Let a pass over ``count`` tokens behind ``start`` others read and write the cache."""
+        self._bound.clear()
+        for tensor, past, present in zip(self._layout, self._past, self._present, strict=True):
+            read, write = _rows(past, tensor, start), _rows(present, tensor, start + count)
+            if start != self._held:
+                read[:] = _rows(past, tensor, self._held)[:, :, :start].copy()
+            values = ort_value(read), ort_value(write)
+            self._bound += [(read, values[0]), (write, values[1])]
+            binding.bind_ortvalue_input(tensor.past, values[0])
+            binding.bind_ortvalue_output(tensor.present, values[1])
+        self._held = start
+
+    def written(self, length: int) -> None:
+        """Tell that the bound pass ran, and left keys and values of ``length`` tokens."""
+        self._past, self._present, self._held = self._present, self._past, length
+
+    def clear(self) -> None:
+        """Free the memory."""
+        for kept in (self._past, self._present, self._bound):
+            kept.clear()
+
+
+def _rows(buffer: _Array, tensor: CacheLayout, tokens: int) -> _Array:
+    """The beginning of a buffer as keys or values of ``tokens`` tokens."""
+    shape = (1, tensor.heads, tokens, tensor.head_dim)
+    return buffer[: prod(shape)].reshape(shape)

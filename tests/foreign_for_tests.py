@@ -1,0 +1,219 @@
+"""Directories as onnxruntime-genai's builder, mobius and Optimum write them, with tiny random models."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from tests.tokenizers_for_tests import byte_level_json
+
+VOCAB, HIDDEN, HEADS, KV_HEADS, WIDTH, LAYERS, CONTEXT = 404, 64, 4, 2, 16, 2, 640
+GRAPH = "model.onnx"
+_GROUPS = HEADS // KV_HEADS
+_FLOATS = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
+EOS = 2  # <|im_end|> of the test tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignSpec:
+    """A tiny decoder.
+
+    Attributes:
+        attention: GroupQueryAttention, or products with a concatenated cache.
+        positions: whether position ids are an input.
+        kv: what the KV cache holds; GroupQueryAttention then computes in it.
+        external: keep weights in a file of their own.
+        seed: of the weights.
+    """
+
+    attention: Literal["gqa", "concat"] = "gqa"
+    positions: bool = False
+    kv: Literal["float32", "float16"] = "float32"
+    external: bool = False
+    seed: int = 0
+
+
+class _Builder:
+    """Collects nodes and weights; every method adds an operator and returns its output's name."""
+
+    def __init__(self, spec: ForeignSpec) -> None:
+        self.spec, self.nodes, self.weights = spec, list[Any](), list[Any]()
+        self._rng = np.random.default_rng(spec.seed)
+
+    def op(self, kind: str, *inputs: str, domain: str = "", outputs: int = 1, **attributes: Any) -> str:
+        names = [f"{kind}_{len(self.nodes)}{'' if i == 0 else f'_{i}'}" for i in range(outputs)]
+        self.nodes.append(helper.make_node(kind, list(inputs), names, domain=domain, **attributes))
+        return names[0]
+
+    def const(self, value: Any, dtype: Any = np.int64) -> str:
+        name = f"const_{len(self.weights)}"
+        self.weights.append(numpy_helper.from_array(np.array(value, dtype), name))
+        return name
+
+    def random(self, *shape: int, scale: float | None = None) -> str:
+        return self.const(self._rng.normal(0.0, scale or shape[0] ** -0.5, shape), np.float32)
+
+    def product(self, value: str, rows: int, columns: int) -> str:
+        return self.op("MatMul", value, self.random(rows, columns))
+
+    def norm(self, value: str) -> str:
+        weight = self.const(np.ones(HIDDEN), np.float32)
+        return self.op("SimplifiedLayerNormalization", value, weight, axis=-1, epsilon=1e-5)
+
+    def gqa(self, layer: int, value: str, shared: dict[str, str]) -> str:
+        """Rotary embedding inside; the mask tells how long the sequence is."""
+        query = self.product(value, HIDDEN, HEADS * WIDTH)
+        key = self.product(value, HIDDEN, KV_HEADS * WIDTH)
+        inner = self.product(value, HIDDEN, KV_HEADS * WIDTH)
+        if self.spec.kv == "float16":
+            query, key, inner = (self.op("Cast", x, to=TensorProto.FLOAT16) for x in (query, key, inner))
+        past = [f"past_key_values.{layer}.{kind}" for kind in ("key", "value")]
+        name = f"attention_{layer}"
+        inputs = [query, key, inner, *past, shared["seqlens"], shared["total"], shared["cos"], shared["sin"]]
+        if self.spec.positions:
+            inputs.append("position_ids")
+        outputs = [name, f"present.{layer}.key", f"present.{layer}.value"]
+        facts: dict[str, Any] = {"num_heads": HEADS, "kv_num_heads": KV_HEADS, "do_rotary": 1}
+        node = helper.make_node("GroupQueryAttention", inputs, outputs, domain="com.microsoft", **facts)
+        self.nodes.append(node)
+        if self.spec.kv == "float16":
+            name = self.op("Cast", name, to=TensorProto.FLOAT)
+        return self.product(name, HEADS * WIDTH, HIDDEN)
+
+    def concat(self, layer: int, value: str, shared: dict[str, str]) -> str:
+        """The cache grows by a concatenation; the mask is causal and has the mask input's length."""
+        query, key, inner = (
+            self.heads(self.product(value, HIDDEN, n * WIDTH), n) for n in (HEADS, KV_HEADS, KV_HEADS)
+        )
+        grown = []
+        for kind, new in (("key", key), ("value", inner)):
+            cast = self.op("Cast", new, to=_FLOATS[self.spec.kv])
+            inputs, output = [f"past_key_values.{layer}.{kind}", cast], f"present.{layer}.{kind}"
+            self.nodes.append(helper.make_node("Concat", inputs, [output], axis=2))
+            grown.append(self.op("Cast", output, to=TensorProto.FLOAT))
+        # Query heads that share a key head are rows of one product.
+        shape = self.const([1, KV_HEADS, -1, WIDTH])
+        query = self.op("Reshape", query, shape)
+        scores = self.op("MatMul", query, self.op("Transpose", grown[0], perm=[0, 1, 3, 2]))
+        split = self.op("Concat", self.const([1, KV_HEADS, _GROUPS]), shared["lengths"], axis=0)
+        scores = self.op("Mul", self.op("Reshape", scores, split), self.const(WIDTH**-0.5, np.float32))
+        weights = self.op("Softmax", self.op("Add", scores, shared["bias"]), axis=-1)
+        value = self.op("MatMul", weights, self.op("Unsqueeze", grown[1], self.const([2])))
+        value = self.op("Reshape", value, self.const([1, HEADS, -1, WIDTH]))
+        value = self.op("Transpose", value, perm=[0, 2, 1, 3])
+        value = self.op("Reshape", value, self.const([1, -1, HEADS * WIDTH]))
+        return self.product(value, HEADS * WIDTH, HIDDEN)
+
+    def heads(self, value: str, heads: int) -> str:
+        value = self.op("Reshape", value, self.const([1, -1, heads, WIDTH]))
+        return self.op("Transpose", value, perm=[0, 2, 1, 3])
+
+    def shared_gqa(self) -> dict[str, str]:
+        """``seqlens_k`` and the total length from the mask, as builders derive them; rotary tables."""
+        total = self.op("ReduceSum", "attention_mask", self.const([1]), keepdims=0)
+        seqlens = self.op("Cast", self.op("Sub", total, self.const([1])), to=TensorProto.INT32)
+        length = self.op("Gather", self.op("Shape", "attention_mask"), self.const(1), axis=0)
+        angles = np.outer(np.arange(CONTEXT), 10_000.0 ** (-np.arange(0, WIDTH, 2) / WIDTH))
+        dtype = np.float16 if self.spec.kv == "float16" else np.float32
+        return {
+            "seqlens": seqlens,
+            "total": self.op("Cast", length, to=TensorProto.INT32),
+            "cos": self.const(np.cos(angles), dtype),
+            "sin": self.const(np.sin(angles), dtype),
+        }
+
+    def shared_concat(self) -> dict[str, str]:
+        """The causal bias, float32 ``(n, past + n)``, and those two lengths."""
+        total = self.op("Gather", self.op("Shape", "attention_mask"), self.const([1]), axis=0)
+        count = self.op("Gather", self.op("Shape", "input_ids"), self.const([1]), axis=0)
+        zero, one = self.const(0), self.const(1)
+        columns = self.op("Range", zero, self.op("Squeeze", total), one)
+        first = self.op("Squeeze", self.op("Sub", total, count))
+        rows = self.op("Range", first, self.op("Squeeze", total), one)
+        later = self.op("Greater", columns, self.op("Unsqueeze", rows, self.const([1])))
+        bias = self.op("Mul", self.op("Cast", later, to=TensorProto.FLOAT), self.const(-1e9, np.float32))
+        return {"bias": bias, "lengths": self.op("Concat", count, total, axis=0)}
+
+
+def graph(spec: ForeignSpec) -> onnx.ModelProto:
+    """The decoder."""
+    b = _Builder(spec)
+    hidden = b.op("Gather", b.random(VOCAB, HIDDEN, scale=1.0), "input_ids")
+    if spec.attention == "gqa":
+        shared, attend = b.shared_gqa(), b.gqa
+    else:
+        shared, attend = b.shared_concat(), b.concat
+        if spec.positions:  # learned positions, as in GPT-2
+            hidden = b.op("Add", hidden, b.op("Gather", b.random(CONTEXT, HIDDEN, scale=0.5), "position_ids"))
+    for layer in range(LAYERS):
+        hidden = b.op("Add", hidden, attend(layer, b.norm(hidden), shared))
+        inner = b.product(b.norm(hidden), HIDDEN, 2 * HIDDEN)
+        hidden = b.op("Add", hidden, b.product(b.op("Relu", inner), 2 * HIDDEN, HIDDEN))
+    scaled = b.op("Mul", b.norm(hidden), b.const(4.0, np.float32))
+    b.nodes.append(helper.make_node("MatMul", [scaled, b.random(HIDDEN, VOCAB)], ["logits"]))
+    return _model(b, spec)
+
+
+def _model(b: _Builder, spec: ForeignSpec) -> onnx.ModelProto:
+    info, kv = helper.make_tensor_value_info, _FLOATS[spec.kv]
+    inputs = [info("input_ids", TensorProto.INT64, ["batch", "n"])]
+    inputs += [info("attention_mask", TensorProto.INT64, ["batch", "total"])]
+    if spec.positions:
+        inputs += [info("position_ids", TensorProto.INT64, ["batch", "n"])]
+    outputs = [info("logits", TensorProto.FLOAT, ["batch", "n", VOCAB])]
+    for layer in range(LAYERS):
+        for kind in ("key", "value"):
+            inputs += [info(f"past_key_values.{layer}.{kind}", kv, ["batch", KV_HEADS, "past", WIDTH])]
+            outputs += [info(f"present.{layer}.{kind}", kv, ["batch", KV_HEADS, "present", WIDTH])]
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
+    made = helper.make_graph(b.nodes, "decoder", inputs, outputs, b.weights)
+    return helper.make_model(made, opset_imports=opsets, ir_version=10)
+
+
+def write_genai(folder: Path, spec: ForeignSpec | None = None, **changes: Any) -> Path:
+    """A directory with ``genai_config.json``; ``changes`` go into its ``model.decoder``."""
+    spec = spec or ForeignSpec()
+    _write(folder, spec, folder / GRAPH)
+    past, present = "past_key_values.%d", "present.%d"
+    inputs = {"input_ids": "input_ids", "attention_mask": "attention_mask"}
+    inputs |= {"past_key_names": f"{past}.key", "past_value_names": f"{past}.value"}
+    outputs = {"logits": "logits"}
+    outputs |= {"present_key_names": f"{present}.key", "present_value_names": f"{present}.value"}
+    decoder = {"filename": GRAPH, "head_size": WIDTH, "hidden_size": HIDDEN, "num_attention_heads": HEADS}
+    decoder |= {"num_hidden_layers": LAYERS, "num_key_value_heads": KV_HEADS}
+    decoder |= {"inputs": inputs, "outputs": outputs, **changes}
+    model = {"type": "llama", "vocab_size": VOCAB, "context_length": CONTEXT, "decoder": decoder}
+    model |= {"bos_token_id": 0, "eos_token_id": [EOS, 0], "pad_token_id": 0}
+    config = {"model": model, "search": {"past_present_share_buffer": True}}
+    (folder / "genai_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def write_optimum(folder: Path, spec: ForeignSpec | None = None, **changes: Any) -> Path:
+    """A directory with ``config.json`` and ``onnx/model.onnx``; ``changes`` go into the configuration."""
+    spec = spec or ForeignSpec(attention="concat", positions=True)
+    (folder / "onnx").mkdir(parents=True)
+    _write(folder, spec, folder / "onnx" / GRAPH)
+    config = {"model_type": "gpt2", "vocab_size": VOCAB, "n_positions": CONTEXT, "n_head": HEADS}
+    config |= {"eos_token_id": EOS, **changes}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def _write(folder: Path, spec: ForeignSpec, where: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    model = graph(spec)
+    kept: dict[str, Any] = {"save_as_external_data": True, "location": f"{GRAPH}.data", "size_threshold": 64}
+    onnx.save(model, str(where), **(kept if spec.external else {}))
+    (folder / "tokenizer.json").write_text(byte_level_json(), encoding="utf-8")
+
+
+def edit_graph(where: Path, edit: Any) -> None:
+    """Change the graph in the file ``where`` by ``edit(graph)``."""
+    model = onnx.load(str(where), load_external_data=False)
+    edit(model.graph)
+    onnx.save(model, str(where))

@@ -1,0 +1,343 @@
+"""Directories that other exporters wrote: what is read from them, and what is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper
+from typer.testing import CliRunner
+
+from edgespec.cli import app
+from edgespec.loading import open_model, recommended_drafter
+from edgespec_export.export import export_model
+from edgespec_models.errors import BundleError, EdgespecError, ModelFileError, UnsupportedModelError
+from edgespec_models.foreign import ForeignBundle, is_model, open_bundle
+from edgespec_models.onnx_header import read_header
+from tests.foreign_for_tests import (
+    CONTEXT,
+    EOS,
+    GRAPH,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    LAYERS,
+    VOCAB,
+    WIDTH,
+    ForeignSpec,
+    edit_graph,
+    graph,
+    write_genai,
+    write_optimum,
+)
+from tests.toy import tiny_bundle
+
+Json = dict[str, Any]
+GENAI = "genai_config.json"
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+EXTERNAL = ForeignSpec(external=True)
+
+
+def edit_json(where: Path, edit: Callable[[Json], object]) -> None:
+    value = json.loads(where.read_text(encoding="utf-8")) if where.is_file() else {}
+    edit(value)
+    where.write_text(json.dumps(value), encoding="utf-8")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_a_genai_directory_is_seen_as_a_bundle(tmp_path: Path) -> None:
+    folder = write_genai(tmp_path / "Tiny-1", EXTERNAL)
+    before = contents(folder)
+    bundle = open_bundle(folder)
+    manifest, config = bundle.manifest, bundle.config
+    assert (manifest.name, manifest.role, manifest.kv) == ("Tiny-1", "target", "float32")
+    assert (config.vocab_size, config.num_layers, config.context_length) == (VOCAB, LAYERS, CONTEXT)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (HEADS, KV_HEADS, WIDTH)
+    assert manifest.kv_bytes_per_token == LAYERS * 2 * KV_HEADS * WIDTH * 4
+    assert manifest.special_tokens.eos == (EOS, 0)
+    assert not manifest.special_tokens.add_bos
+    assert bundle.tokenizer.vocab_size == VOCAB
+    assert bundle.head_tokens is None
+    assert bundle.report() == {}
+    layer = HIDDEN * (HEADS + 2 * KV_HEADS) * WIDTH + HEADS * WIDTH * HIDDEN + 4 * HIDDEN * HIDDEN
+    assert manifest.parameters_per_pass == LAYERS * layer + HIDDEN * VOCAB
+    assert manifest.bytes_per_pass == 4 * manifest.parameters_per_pass
+    assert manifest.parameters_by_class["embedding"] == VOCAB * HIDDEN
+    assert manifest.formats == {"float32": manifest.parameters_per_pass + VOCAB * HIDDEN}
+    json.dumps(manifest.to_json())
+    assert contents(folder) == before
+
+
+def test_an_optimum_directory_is_seen_as_a_bundle(tmp_path: Path) -> None:
+    bundle = open_bundle(write_optimum(tmp_path / "m"))
+    assert bundle.graph == tmp_path / "m" / "onnx" / GRAPH
+    assert (bundle.config.num_layers, bundle.config.context_length) == (LAYERS, CONTEXT)
+    assert bundle.config.architecture == "gpt2"
+    assert bundle.manifest.special_tokens.eos[0] == EOS
+
+
+def test_a_float16_cache_takes_half(tmp_path: Path) -> None:
+    manifest = open_bundle(write_genai(tmp_path / "m", ForeignSpec(kv="float16"))).manifest
+    assert manifest.kv == "float16"
+    assert manifest.kv_bytes_per_token == LAYERS * 2 * KV_HEADS * WIDTH * 2
+
+
+@pytest.mark.parametrize("where", ["chat_template.jinja", "tokenizer_config.json", "list"])
+def test_the_chat_template_is_found(tmp_path: Path, where: str) -> None:
+    folder = write_genai(tmp_path / "m")
+    assert open_bundle(folder).chat_template is None
+    if where == "chat_template.jinja":
+        (folder / where).write_text(TEMPLATE, encoding="utf-8")
+    else:
+        several = [{"name": "tools", "template": "no"}, {"name": "default", "template": TEMPLATE}]
+        value = several if where == "list" else TEMPLATE
+        edit_json(folder / "tokenizer_config.json", lambda c: c.update(chat_template=value))
+    template = open_bundle(folder).chat_template
+    assert template is not None
+    assert template.render([{"role": "user", "content": "hi"}]) == "hi"
+
+
+def test_names_are_the_configurations(tmp_path: Path) -> None:
+    names = {
+        "input_ids": "ids",
+        "attention_mask": "mask",
+        "past_key_names": "k.%d",
+        "past_value_names": "v.%d",
+    }
+    folder = write_genai(tmp_path / "m", inputs=names)
+    renamed = {"input_ids": "ids", "attention_mask": "mask"}
+    for layer in range(LAYERS):
+        renamed |= {
+            f"past_key_values.{layer}.key": f"k.{layer}",
+            f"past_key_values.{layer}.value": f"v.{layer}",
+        }
+
+    def rename(graph: onnx.GraphProto) -> None:
+        for value in graph.input:
+            value.name = renamed[value.name]
+        for node in graph.node:
+            for index, name in enumerate(node.input):
+                node.input[index] = renamed.get(name, name)
+
+    edit_graph(folder / GRAPH, rename)
+    tensors = open_bundle(folder).tensors
+    assert tensors is not None
+    assert (tensors.ids, tensors.mask, tensors.positions, tensors.cache[1].past) == (
+        "ids",
+        "mask",
+        None,
+        "v.0",
+    )
+
+
+def test_the_digest_names_graph_and_weights(tmp_path: Path) -> None:
+    folder = write_genai(tmp_path / "m", EXTERNAL)
+    before = open_bundle(folder).digest
+    assert open_bundle(folder).digest == before
+    data = folder / f"{GRAPH}.data"
+    data.write_bytes(data.read_bytes() + b"\0")
+    assert open_bundle(folder).digest != before
+
+
+def test_what_is_opened_and_what_is_exported(tmp_path: Path) -> None:
+    genai, optimum = write_genai(tmp_path / "genai"), write_optimum(tmp_path / "optimum")
+    own = tiny_bundle(tmp_path / "own").path
+    assert all(is_model(folder) for folder in (genai, optimum, own))
+    assert not is_model(tmp_path)
+    for folder in (genai, optimum):
+        opened = open_model(folder, "drafter")
+        assert isinstance(opened, ForeignBundle)
+        assert recommended_drafter(opened) == "ngram"
+        with pytest.raises(ModelFileError, match="runs as it is"):
+            export_model(folder, tmp_path / "out")
+    assert not isinstance(open_bundle(own), ForeignBundle)
+    (optimum / "model.safetensors").write_bytes(b"")
+    assert not is_model(optimum)  # the checkpoint exports to something better
+    with pytest.raises(BundleError, match="not a bundle"):
+        open_bundle(tmp_path)
+
+
+def test_inspect_shows_it(tmp_path: Path) -> None:
+    folder = write_genai(tmp_path / "m")
+    shown = CliRunner().invoke(app, ["inspect", str(folder)])
+    assert shown.exit_code == 0
+    assert "run as they are" in shown.stdout
+    value = json.loads(CliRunner().invoke(app, ["inspect", str(folder), "--json"]).stdout)
+    assert value["manifest"]["config"]["num_layers"] == LAYERS
+    with pytest.raises(BundleError, match="no digests"):
+        open_bundle(folder, verify_digests=True)
+
+
+def set_in(*path: str, **values: Any) -> Callable[[Json], None]:
+    def edit(config: Json) -> None:
+        for key in path:
+            config = config.setdefault(key, {})
+        config.update(values)
+
+    return edit
+
+
+DECODER = ("model", "decoder")
+REFUSED_CONFIGS: dict[str, tuple[Callable[[Json], None], type[EdgespecError], str]] = {
+    "encoder": (set_in("model", encoder={"filename": "e.onnx"}), UnsupportedModelError, "has encoder"),
+    "vision": (set_in("model", vision={"filename": "v.onnx"}), UnsupportedModelError, "has vision"),
+    "pipeline": (set_in(*DECODER, pipeline=[{"a": {}}]), UnsupportedModelError, "pipeline"),
+    "sliding": (set_in(*DECODER, "sliding_window", window_size=16), UnsupportedModelError, "slides"),
+    "combined": (
+        set_in(*DECODER, "inputs", past_key_names="past_%d", past_value_names="past_%d"),
+        UnsupportedModelError,
+        "lacks the input past_0",
+    ),
+    "layers": (set_in(*DECODER, num_hidden_layers=3), UnsupportedModelError, r"past_key_values\.2\.key"),
+    "no layers": (set_in(*DECODER, num_hidden_layers=0), UnsupportedModelError, "the inputs past_key"),
+    "no pattern": (
+        set_in(*DECODER, "inputs", past_key_names="past_key_values.0.key"),
+        UnsupportedModelError,
+        r"the inputs past_key_values\.1\.key",
+    ),
+    "a percent sign": (
+        set_in(*DECODER, "inputs", past_key_names="100%"),
+        UnsupportedModelError,
+        "input 100%",
+    ),
+    "outside": (set_in(*DECODER, filename="../model.onnx"), BundleError, "outside"),
+    "missing": (set_in(*DECODER, filename="other.onnx"), BundleError, r"other\.onnx"),
+    "context": (set_in("model", context_length=0), UnsupportedModelError, "context"),
+    "text": (set_in("model", context_length="long"), ModelFileError, "whole number"),
+    "eos": (set_in("model", eos_token_id=VOCAB), ModelFileError, "eos_token_id"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_CONFIGS)
+def test_configurations_that_cannot_run_are_one_clear_error(tmp_path: Path, name: str) -> None:
+    edit, kind, message = REFUSED_CONFIGS[name]
+    folder = write_genai(tmp_path / "m")
+    edit_json(folder / GENAI, edit)
+    with pytest.raises(kind, match=message):
+        open_bundle(folder)
+
+
+def test_a_window_whose_cache_stays_is_taken(tmp_path: Path) -> None:
+    open_bundle(
+        write_genai(tmp_path / "m", sliding_window={"window_size": 8, "slide_key_value_cache": False})
+    )
+
+
+def add_input(name: str) -> Callable[[onnx.GraphProto], None]:
+    value = helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 1])
+    return lambda graph: graph.input.append(value)
+
+
+def set_type(name: str, kind: int) -> Callable[[onnx.GraphProto], None]:
+    def edit(graph: onnx.GraphProto) -> None:
+        for value in (*graph.input, *graph.output):
+            if value.name.startswith(name):
+                value.type.tensor_type.elem_type = kind
+
+    return edit
+
+
+def set_dim(name: str, dim: int, value: int | str) -> Callable[[onnx.GraphProto], None]:
+    def edit(graph: onnx.GraphProto) -> None:
+        for tensor in (*graph.input, *graph.output):
+            if tensor.name.startswith(name):
+                where = tensor.type.tensor_type.shape.dim[dim]
+                where.Clear()
+                setattr(where, "dim_value" if isinstance(value, int) else "dim_param", value)
+
+    return edit
+
+
+def branch(graph: onnx.GraphProto) -> None:
+    graph.node.append(helper.make_node("If", ["attention_mask"], ["either"]))
+
+
+REFUSED_GRAPHS = {
+    "recurrent": (add_input("past_conv.0"), r"the inputs past_conv\.0"),
+    "cross attention": (add_input("encoder_hidden_states"), "the inputs encoder_hidden_states"),
+    "bfloat16 cache": (set_type("past", TensorProto.BFLOAT16), "must be float32 or float16 or int8"),
+    "two types": (set_type("past_key_values.1", TensorProto.FLOAT16), "several types"),
+    "bfloat16 logits": (set_type("logits", TensorProto.BFLOAT16), "logits is bfloat16"),
+    "float ids": (set_type("input_ids", TensorProto.FLOAT), "input_ids is float32"),
+    "fixed prompt": (set_dim("input_ids", 1, 64), "any number of tokens"),
+    "fixed cache": (set_dim("past", 2, 128), "exactly 128"),
+    "free heads": (set_dim("past", 1, "heads"), "heads and head size fixed"),
+    "last logits": (set_dim("logits", 1, 1), "prune_lm_head"),
+    "branches": (branch, "one of two ways"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_GRAPHS)
+def test_graphs_that_cannot_run_are_one_clear_error(tmp_path: Path, name: str) -> None:
+    edit, message = REFUSED_GRAPHS[name]
+    folder = write_genai(tmp_path / "m")
+    edit_graph(folder / GRAPH, edit)
+    with pytest.raises(UnsupportedModelError, match=message):
+        open_bundle(folder)
+
+
+def test_a_model_without_a_cache_is_refused(tmp_path: Path) -> None:
+    folder = write_optimum(tmp_path / "m")
+
+    def forget(graph: onnx.GraphProto) -> None:
+        kept = [value for value in graph.input if not value.name.startswith("past")]
+        del graph.input[:]
+        graph.input.extend(kept)
+
+    edit_graph(folder / "onnx" / GRAPH, forget)
+    with pytest.raises(UnsupportedModelError, match="no KV cache"):
+        open_bundle(folder)
+
+
+def test_an_encoder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="encoder"):
+        open_bundle(write_optimum(tmp_path / "m", is_encoder_decoder=True))
+
+
+@pytest.mark.parametrize("missing", [f"{GRAPH}.data", GRAPH, "tokenizer.json"])
+def test_a_missing_file_is_named(tmp_path: Path, missing: str) -> None:
+    folder = write_genai(tmp_path / "m", EXTERNAL)
+    (folder / missing).unlink()
+    with pytest.raises(EdgespecError, match=missing):
+        open_bundle(folder)
+
+
+def test_the_header_is_what_onnx_reads(tmp_path: Path) -> None:
+    model = graph(ForeignSpec(positions=True))
+    onnx.save(model, str(tmp_path / GRAPH))
+    header = read_header(tmp_path / GRAPH)
+    assert list(header.inputs) == [value.name for value in model.graph.input]
+    assert list(header.outputs) == [value.name for value in model.graph.output]
+    assert header.inputs["past_key_values.0.key"].dims == ("batch", KV_HEADS, "past", WIDTH)
+    assert [node.op_type for node in header.nodes] == [node.op_type for node in model.graph.node]
+    for tensor in model.graph.initializer:
+        found = header.weights[tensor.name]
+        assert found.dims == tuple(tensor.dims)
+        assert found.size_bytes == len(tensor.raw_data)
+    attention = next(node for node in header.nodes if node.op_type == "GroupQueryAttention")
+    assert attention.attributes == {"num_heads": HEADS, "kv_num_heads": KV_HEADS, "do_rotary": 1}
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_damaged_graph_is_an_error_of_the_bundle(
+    tmp_path_factory: pytest.TempPathFactory, data: Any
+) -> None:
+    whole = graph(ForeignSpec()).SerializeToString()
+    at = data.draw(st.integers(0, 3000))
+    damaged = whole[:at] + bytes([data.draw(st.integers(0, 255))]) + whole[at + 1 :]
+    if data.draw(st.booleans()):
+        damaged = whole[:at]
+    where = tmp_path_factory.mktemp("m") / GRAPH
+    where.write_bytes(damaged)
+    try:
+        read_header(where)
+    except BundleError as error:
+        assert str(where) in str(error)

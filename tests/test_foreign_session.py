@@ -1,0 +1,248 @@
+"""Graphs of other exporters under a session: the same contract, whatever keeps their KV cache."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+import edgespec
+from edgespec import LoadOptions, engine, generation
+from edgespec import decode as decoding
+from edgespec.drafting import choice
+from edgespec.drafting import model as drafting_model
+from edgespec_models.errors import BundleError, Cancelled, RequestError
+from edgespec_models.foreign import open_bundle
+from edgespec_runtimes import cost, graph_io
+from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_runtimes.graph_io import MaskedIO
+from edgespec_runtimes.kv_buffers import GrowingCache, SharedCache
+from edgespec_runtimes.session import Session
+from tests.foreign_for_tests import (
+    CONTEXT,
+    GRAPH,
+    KV_HEADS,
+    LAYERS,
+    WIDTH,
+    ForeignSpec,
+    edit_graph,
+    write_genai,
+    write_optimum,
+)
+from tests.toy import F32
+
+TOKENS = [(7 * i * i + 3) % 400 for i in range(40)]
+ONE_THREAD = CpuOptions(threads=1)
+SPECS = {
+    "gqa": ForeignSpec(),
+    "gqa, positions": ForeignSpec(positions=True),
+    "gqa, float16": ForeignSpec(kv="float16"),
+    "gqa, external": ForeignSpec(external=True),
+    "concat": ForeignSpec(attention="concat"),
+    "concat, positions": ForeignSpec(attention="concat", positions=True),
+    "concat, float16": ForeignSpec(attention="concat", kv="float16"),
+}
+TOLERANCE = 5e-3  # of logits up to 17: float16 attention
+
+
+def open_session(folder: Path, options: CpuOptions = ONE_THREAD) -> CpuSession:
+    return CpuSession(open_bundle(folder), options)
+
+
+@pytest.fixture(scope="module", params=SPECS)
+def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CpuSession:
+    folder = write_genai(tmp_path_factory.mktemp("foreign") / "m", SPECS[request.param])
+    return open_session(folder, replace(ONE_THREAD, prefill_chunk=8))
+
+
+@pytest.fixture
+def session(shared: CpuSession) -> CpuSession:
+    shared.truncate(0)
+    return shared
+
+
+def in_one_pass(folder: Path, tokens: Sequence[int]) -> F32:
+    """What ONNX Runtime computes without any cache of ours."""
+    graph = ort.InferenceSession(str(folder / GRAPH), providers=["CPUExecutionProvider"])
+    count = len(tokens)
+    ids, mask = np.array([tokens], np.int64), np.ones((1, count), np.int64)
+    feeds = {"input_ids": ids, "attention_mask": mask, "position_ids": np.arange(count)[None]}
+    for value in graph.get_inputs():
+        if value.name.startswith("past"):
+            dtype = np.float16 if value.type == "tensor(float16)" else np.float32
+            feeds[value.name] = np.zeros((1, KV_HEADS, 0, WIDTH), dtype)
+    known = {value.name for value in graph.get_inputs()}
+    logits: F32 = graph.run(["logits"], {name: feeds[name] for name in known})[0][0]
+    return logits
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("sizes", [(40,), (1,), (3, 1, 8), (1, 39)])
+def test_passes_of_any_size_compute_what_one_pass_does(
+    tmp_path: Path, name: str, sizes: tuple[int, ...]
+) -> None:
+    folder = write_genai(tmp_path / "m", SPECS[name])
+    session, rows, at = open_session(folder), list[F32](), 0
+    while at < len(TOKENS):
+        size = sizes[min(len(rows), len(sizes) - 1)]
+        rows.append(session.forward(TOKENS[at : at + size]).copy())
+        at += size
+    np.testing.assert_allclose(np.concatenate(rows), in_one_pass(folder, TOKENS), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("gqa", SharedCache), ("concat", GrowingCache)])
+def test_the_cache_is_kept_as_the_graph_wants_it(tmp_path: Path, name: str, kind: type) -> None:
+    session = open_session(write_genai(tmp_path / "m", SPECS[name]))
+    assert isinstance(session._io, MaskedIO)
+    assert isinstance(session._io.cache, kind)
+    buffers = 1 if kind is SharedCache else 2
+    assert session.kv_bytes == buffers * session.capacity * LAYERS * 2 * KV_HEADS * WIDTH * 4
+
+
+def test_finding_out_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The trial pass fails inside of ONNX Runtime, which would print."""
+    open_session(write_genai(tmp_path / "m", SPECS["concat"]))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_rollback_forgets_all(session: CpuSession) -> None:
+    expected = session.forward(TOKENS).copy()
+    for keep in (0, 1, 17, 39, 3):
+        session.truncate(keep)
+        session.forward([9, 8, 7, 6])
+        session.truncate(keep)
+        got = session.forward(TOKENS[keep:])
+        np.testing.assert_allclose(got, expected[keep:], atol=TOLERANCE)
+        assert session.length == 40
+
+
+def test_prefill_reuses_the_shared_prefix(session: CpuSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = session.forward(TOKENS).copy()
+    session.truncate(0)
+    run, passes = session._run, list[int]()
+
+    def counted(tokens: Sequence[int], rows: int) -> F32:
+        passes.append(len(tokens))
+        return run(tokens, rows)
+
+    monkeypatch.setattr(session, "_run", counted)
+    session.prefill(TOKENS[:20])
+    session.prefill([*TOKENS[:12], 399, 398])
+    logits = session.next_logits(TOKENS[:14])
+    assert (session.length, passes) == (14, [8, 8, 4, 2, 2])
+    np.testing.assert_allclose(logits, expected[13], atol=TOLERANCE)
+    assert logits.dtype == np.float32
+
+
+def test_cancelling_a_prefill_leaves_the_session_valid(session: CpuSession) -> None:
+    expected = session.forward(TOKENS).copy()
+    session.truncate(0)
+    answers = iter([False, False, True])
+    with pytest.raises(Cancelled, match="16 of 40"):
+        session.prefill(TOKENS, lambda: next(answers))
+    np.testing.assert_allclose(session.forward(TOKENS[16:]), expected[16:], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["gqa", "concat"])
+def test_reserving_keeps_what_the_cache_holds(tmp_path: Path, name: str) -> None:
+    session = open_session(write_genai(tmp_path / "m", SPECS[name]))
+    expected = session.forward(TOKENS).copy()
+    session.truncate(30)
+    session.reserve(session.capacity + 1)
+    assert session.length == 30
+    np.testing.assert_allclose(session.forward(TOKENS[30:]), expected[30:], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["gqa", "gqa, positions", "concat, positions"])
+def test_the_whole_context_can_be_used_and_no_more(tmp_path: Path, name: str) -> None:
+    session = open_session(write_genai(tmp_path / "m", SPECS[name]))
+    tokens = [(11 * i * i + 5 * i) % 400 for i in range(CONTEXT)]
+    session.prefill(tokens[:-3])
+    assert np.isfinite(session.forward(tokens[-3:])).all()
+    with pytest.raises(RequestError, match=r"641 tokens do not fit .* 640"):
+        session.forward([1])
+
+
+def test_logits_of_a_long_prompt_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_io, "_LOGITS_BYTES", 5 * 404 * 4)
+    session = open_session(write_genai(tmp_path / "m"))
+    assert isinstance(session._io, MaskedIO)
+    assert session._io.most_rows == 5
+    session.prefill(TOKENS)
+    assert session._io._logits.size <= 5 * 404
+    assert len(session.forward(TOKENS)) == 40  # asked for, so given
+
+
+def test_a_step_allocates_no_logits(session: CpuSession) -> None:
+    session.prefill(TOKENS)
+    session.truncate(10)
+    assert len({session.forward([3]).ctypes.data for _ in range(5)}) == 1
+
+
+def test_a_closed_session_says_so(tmp_path: Path) -> None:
+    session: Session = open_session(write_genai(tmp_path / "m"))
+    session.close()
+    with pytest.raises(RequestError, match="closed"):
+        session.forward([1])
+
+
+def test_a_pass_that_fails_is_an_error_of_the_bundle(tmp_path: Path) -> None:
+    """The header promises what the operators do not keep."""
+    folder = write_genai(tmp_path / "m", SPECS["concat"])
+
+    def narrower(graph: onnx.GraphProto) -> None:
+        for value in graph.input:
+            if value.name.startswith("past"):
+                value.type.tensor_type.shape.dim[3].dim_value = WIDTH + 1
+        del graph.value_info[:]
+
+    edit_graph(folder / GRAPH, narrower)
+    with pytest.raises(BundleError, match=r"ONNX Runtime cannot (run|load)"):
+        open_session(folder)
+
+
+@pytest.fixture
+def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock on which a target's pass takes a second and a drafter's 10 ms: drafts are always made."""
+    now = 0.0
+
+    class Timed(CpuSession):
+        def _run(self, tokens: Sequence[int], rows: int) -> F32:
+            nonlocal now
+            now += 1.0 if self._options.exact_rows else 0.01
+            return super()._run(tokens, rows)
+
+    monkeypatch.setattr(engine, "CpuSession", Timed)
+    for module in (cost, choice, drafting_model, decoding, generation):
+        monkeypatch.setattr(module, "perf_counter", lambda: now)
+
+
+Write = Callable[[Path, ForeignSpec], Path]
+
+
+@pytest.mark.parametrize(
+    ("write", "spec"),
+    [
+        (write_genai, SPECS["gqa"]),
+        (write_genai, SPECS["gqa, float16"]),
+        (write_genai, SPECS["concat"]),
+        (write_optimum, SPECS["concat, positions"]),
+    ],
+)
+@pytest.mark.usefixtures("cheap_drafts")
+def test_speculation_does_not_change_the_output(tmp_path: Path, write: Write, spec: ForeignSpec) -> None:
+    target = write(tmp_path / "target", spec)
+    same, other = write(tmp_path / "same", spec), write(tmp_path / "other", replace(spec, seed=1))
+    drafters: list[Path | str] = [same, other, "ngram"]
+    for drafter in drafters:
+        with edgespec.load(target, drafter, options=LoadOptions(threads=1)) as model:
+            plain = model.generate("def add(a, b):", max_new_tokens=60, speculate=False, stop_at_eos=False)
+            got = model.generate("def add(a, b):", max_new_tokens=60, stop_at_eos=False)
+            assert got.tokens == plain.tokens
+            assert len(got.tokens) == 60
+            assert got.stats.drafted > 0 or drafter == "ngram"
+            if drafter == same:
+                assert got.stats.accepted > 30
