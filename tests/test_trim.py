@@ -224,8 +224,9 @@ def test_auto_measures_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(
         sizing, "measure_cost", lambda session, rows: CostCurve({1: len(session.head_tokens) * 1e-4})
     )
+    monkeypatch.setattr(sizing, "_best", lambda choices: choices[0])  # random models accept nothing
     bundle = _drafter(tmp_path, tiny_gguf("llama"), "auto")
-    assert bundle.manifest.head_rows in (280, 320)
+    assert bundle.manifest.head_rows == 280
     choices = bundle.report()["trim"]["choices"]
     assert [choice["rows"] for choice in choices] == [280, 320, bundle.config.vocab_size]
     assert [choice["step_ms"] for choice in choices] == pytest.approx([c["rows"] / 10 for c in choices])
