@@ -171,7 +171,7 @@ def test_auto_measures_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: py
     for module in (trim, sizing):
         monkeypatch.setattr(module, "CANDIDATES", (280, 320))
     monkeypatch.setattr(
-        sizing, "measure_cost", lambda session, rows: CostCurve({1: session._head_rows * 1e-4})
+        sizing, "measure_cost", lambda session, rows: CostCurve({1: session.next_logits([0]).size * 1e-4})
     )
     bundle = _drafter(tmp_path, tiny_gguf("llama"), "auto")
     assert bundle.manifest.head_rows in (280, 320)
