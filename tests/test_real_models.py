@@ -22,7 +22,8 @@ from edgespec_runtimes.cpu import CpuSession
 pytestmark = pytest.mark.models
 
 TOKENIZERS = Path(__file__).parent / "golden" / "tokenizers.json"
-MIN_TOP1, MAX_KL = 0.93, 0.01
+MIN_TOP1 = 0.93
+MAX_KL: dict[Role, float] = {"target": 0.01, "drafter": 0.02}
 PROMPTS = (
     "The capital of France is",
     "def fibonacci(n):\n    ",
@@ -43,13 +44,13 @@ def test_an_export_computes_what_its_source_computes(name: str) -> None:
     assert bundle.manifest.provenance["sha256"] == entry.sha256
     stored = bundle.report()["parity"]
     assert stored["top1_agreement"] >= MIN_TOP1
-    assert stored["kl"] <= MAX_KL
-    assert bundle.report()["row_exact"]
+    assert stored["kl"] <= MAX_KL[ROLES[name]]
+    assert bundle.report()["row_exact"] or ROLES[name] == "drafter"
     golden = find_golden(entry.sha256)
     assert golden is not None
     session = CpuSession(bundle)
     try:
-        now = check_parity(session_logits(session, golden), golden)
+        now = check_parity(session_logits(session, golden), golden, bundle.head_tokens)
     finally:
         session.close()
     assert now.positions == stored["positions"] > 100
