@@ -26,6 +26,7 @@ class ForeignSpec:
         attention: GroupQueryAttention, or products with a concatenated cache.
         positions: whether position ids are an input.
         kv: what the KV cache holds; GroupQueryAttention then computes in it.
+        weights: of the projections.
         external: keep weights in a file of their own.
         seed: of the weights.
     """
@@ -33,6 +34,7 @@ class ForeignSpec:
     attention: Literal["gqa", "concat"] = "gqa"
     positions: bool = False
     kv: Literal["float32", "float16"] = "float32"
+    weights: Literal["float32", "int4"] = "float32"
     external: bool = False
     seed: int = 0
 
@@ -58,7 +60,12 @@ class _Builder:
         return self.const(self._rng.normal(0.0, scale or shape[0] ** -0.5, shape), np.float32)
 
     def product(self, value: str, rows: int, columns: int) -> str:
-        return self.op("MatMul", value, self.random(rows, columns))
+        if self.spec.weights == "float32":
+            return self.op("MatMul", value, self.random(rows, columns))
+        codes = self.const(self._rng.integers(0, 256, (columns, rows // 32, 16)), np.uint8)
+        scales = self.const(self._rng.uniform(0.5, 1.5, columns * rows // 32) * rows**-0.5 / 4, np.float32)
+        facts: dict[str, Any] = {"K": rows, "N": columns, "bits": 4, "block_size": 32, "accuracy_level": 4}
+        return self.op("MatMulNBits", value, codes, scales, domain="com.microsoft", **facts)
 
     def norm(self, value: str) -> str:
         weight = self.const(np.ones(HIDDEN), np.float32)
@@ -154,7 +161,7 @@ def graph(spec: ForeignSpec) -> onnx.ModelProto:
         inner = b.product(b.norm(hidden), HIDDEN, 2 * HIDDEN)
         hidden = b.op("Add", hidden, b.product(b.op("Relu", inner), 2 * HIDDEN, HIDDEN))
     scaled = b.op("Mul", b.norm(hidden), b.const(4.0, np.float32))
-    b.nodes.append(helper.make_node("MatMul", [scaled, b.random(HIDDEN, VOCAB)], ["logits"]))
+    b.nodes.append(helper.make_node("Identity", [b.product(scaled, HIDDEN, VOCAB)], ["logits"]))
     return _model(b, spec)
 
 

@@ -93,13 +93,29 @@ def test_passes_of_any_size_compute_what_one_pass_does(
     np.testing.assert_allclose(np.concatenate(rows), in_one_pass(folder, TOKENS), atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("positions", [False, True])
+def test_int4_blocks_of_32_are_row_exact(tmp_path: Path, positions: bool) -> None:
+    """A single token is run twice, since attention over one row sums in another order."""
+    folder = write_genai(tmp_path / "m", ForeignSpec(weights="int4", positions=positions))
+    session = open_session(folder)
+    assert session.row_exact
+    assert open_bundle(folder).manifest.formats.keys() == {"int4/32", "float32"}
+    expected = session.forward(TOKENS).copy()
+    for size in (1, 2, 3, 7):
+        session.truncate(0)
+        rows = [session.forward(TOKENS[at : at + size]).copy() for at in range(0, len(TOKENS), size)]
+        np.testing.assert_array_equal(np.concatenate(rows), expected)
+    assert session.next_logits(TOKENS[:5]).shape == (404,)
+    assert not open_session(folder, replace(ONE_THREAD, exact_rows=False)).row_exact
+
+
 @pytest.mark.parametrize(("name", "kind"), [("gqa", SharedCache), ("concat", GrowingCache)])
 def test_the_cache_is_kept_as_the_graph_wants_it(tmp_path: Path, name: str, kind: type) -> None:
     session = open_session(write_genai(tmp_path / "m", SPECS[name]))
     assert isinstance(session._io, MaskedIO)
     assert isinstance(session._io.cache, kind)
     buffers = 1 if kind is SharedCache else 2
-    assert session.kv_bytes == buffers * session.capacity * LAYERS * 2 * KV_HEADS * WIDTH * 4
+    assert session.kv_bytes == buffers * (session.capacity + 1) * LAYERS * 2 * KV_HEADS * WIDTH * 4
 
 
 def test_finding_out_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
 from edgespec_models.bundle import Bundle
+from edgespec_models.config import DecoderShape
 from edgespec_models.errors import BundleError
 from edgespec_models.graph_tensors import GraphTensors
 from edgespec_runtimes.kv_buffers import CacheLayout, GrowingCache, KVBuffers, SharedCache, ort_value
@@ -77,12 +78,11 @@ def open_io(session: Any, bundle: Bundle, *, exact_rows: bool) -> GraphIO:
     Args:
         session: an ``onnxruntime.InferenceSession``.
         bundle: whose graph it runs.
-        exact_rows: take spare rows where they make a row's bits independent of the number of rows; no
-            foreign graph can.
+        exact_rows: take spare rows where they make a row's bits independent of the number of rows.
     """
     if bundle.tensors is None:
         return EdgespecIO(session, bundle, exact_rows=exact_rows)
-    return MaskedIO(session, bundle.tensors, bundle.config.vocab_size)
+    return MaskedIO(session, bundle.tensors, bundle.config, exact_rows=exact_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,19 +210,28 @@ class MaskedIO:
     sum are those of past and new tokens all the same. Graphs that concatenate return a longer cache. A short
     trial at the start tells which: configurations do not always, and Optimum's not at all.
 
+    GroupQueryAttention takes other code for a single row, which sums in another order. Where it writes in
+    place and rows are to be exact, a single token is run twice; the second's keys and values land behind the
+    sequence and are overwritten by the next pass.
+
     Attributes:
         cache: keys and values.
         most_rows: rows whose logits take about 32 MiB.
     """
 
-    def __init__(self, session: Any, tensors: GraphTensors, vocab_size: int) -> None:
-        self._session, self._tensors, self._vocab_size = session, tensors, vocab_size
+    def __init__(
+        self, session: Any, tensors: GraphTensors, config: DecoderShape, *, exact_rows: bool
+    ) -> None:
+        self._session, self._tensors, self._config = session, tensors, config
+        vocab_size = config.vocab_size
         used = [*session.get_inputs(), *(v for v in session.get_outputs() if v.name == tensors.logits)]
         self._types = {value.name: _TYPES[value.type] for value in used}
         layout = [
             CacheLayout(t.past, t.present, t.heads, t.head_dim, self._types[t.past]) for t in tensors.cache
         ]
-        self.cache: KVBuffers = GrowingCache(layout) if self._grows(layout) else SharedCache(layout)
+        grows = self._grows(layout)
+        self.cache: KVBuffers = GrowingCache(layout) if grows else SharedCache(layout)
+        self._pairs = exact_rows and not grows
         dtype = self._types[tensors.logits]
         self.most_rows = max(1, _LOGITS_BYTES // (vocab_size * dtype.itemsize))
         self._logits: npt.NDArray[Any] = np.empty(0, dtype)
@@ -243,14 +252,18 @@ class MaskedIO:
 
     def reserve(self, capacity: int, keep: int) -> None:
         """Make room for ``capacity`` tokens, keeping the first ``keep``."""
-        self.cache.reserve(capacity, keep)
+        self.cache.reserve(min(capacity + _SPARE_ROWS, self._config.context_length), keep)
 
     def run(self, tokens: Sequence[int], start: int, rows: int) -> Logits:
         """Run ``tokens`` behind the first ``start`` of the cache; logits of the last ``rows``."""
+        wanted, width = len(tokens), self._config.vocab_size
+        # The graph's rotary tables end with the context.
+        if self._pairs and wanted == 1 and start + 2 <= self._config.context_length:
+            tokens = [*tokens, *tokens]
         count = len(tokens)
-        if self._logits.size < count * self._vocab_size:
-            self._logits = np.empty(count * self._vocab_size, self._logits.dtype)
-        logits = self._logits[: count * self._vocab_size].reshape(1, count, self._vocab_size)
+        if self._logits.size < count * width:
+            self._logits = np.empty(count * width, self._logits.dtype)
+        logits = self._logits[: count * width].reshape(1, count, width)
         self._bound.clear()
         for name, array in self._inputs(tokens, start).items():
             self._binding.bind_ortvalue_input(name, self._value(array))
@@ -263,7 +276,7 @@ class MaskedIO:
                 f"ONNX Runtime cannot run this graph, which edgespec did not make: {error}"
             ) from error
         self.cache.written(start + count)
-        return logits[0, count - rows :].astype(np.float32, copy=False)
+        return logits[0, wanted - rows : wanted].astype(np.float32, copy=False)
 
     def close(self) -> None:
         """Free what passes use."""
