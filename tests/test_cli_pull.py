@@ -134,7 +134,10 @@ def test_ctrl_c_is_exit_code_130(tmp_path: Path) -> None:
     with running_hub() as hub:
         hub.silent = True
         environment = os.environ | {"HF_ENDPOINT": hub.address, "HF_HUB_ETAG_TIMEOUT": "60"}
-        command = [sys.executable, "-c", "from edgespec.cli import main; main()", "pull", "gemma-3-270m"]
+        # A shell starts what it runs in the background with the signal ignored, and children inherit that.
+        heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+        program = f"{heed}; from edgespec.cli import main; main()"
+        command = [sys.executable, "-c", program, "pull", "gemma-3-270m"]
         with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as child:
             while not hub.requests and child.poll() is None:
                 pass
