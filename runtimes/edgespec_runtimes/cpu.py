@@ -26,6 +26,7 @@ __all__ = ["CpuOptions", "CpuSession", "default_threads", "open_graph"]
 
 _KV_STEP = 256
 _COMPARED = 256
+_SAME, _NEAR = 1e-3, 0.2  # of the largest logit
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,9 +199,19 @@ class CpuSession:
         again = self.forward(tokens[1:]).copy()
         self.truncate(1)
         single = np.concatenate([self.forward([token]).copy() for token in tokens[1:]])
+        self.truncate(1)
+        self.forward(tokens[:0:-1])
+        self.truncate(1)
+        after = self.forward(tokens[1:]).copy()
         self.truncate(0)
         scale = float(np.abs(together).max())
-        if not np.isfinite(together).all() or not np.allclose(together[1:], again, atol=1e-2 * scale):
+        # Passes over as many rows agree to the bit; others may round otherwise in every layer.
+        rolled_back = np.allclose(again, after, atol=_SAME * scale)
+        if not (
+            np.isfinite(together).all()
+            and rolled_back
+            and np.allclose(together[1:], again, atol=_NEAR * scale)
+        ):
             raise BundleError(
                 "this graph cannot roll back: the same tokens gave other logits after a truncation. "
                 "Export the model again; sliding-window and recurrent caches cannot be used for speculation."
