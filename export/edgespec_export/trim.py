@@ -122,11 +122,12 @@ class Ranking:
     def __init__(self, sources: Sequence[Sequence[str]], tokenizer: Tokenizer, ends: Iterable[int]) -> None:
         self.texts = sum(len(texts) for texts in sources)
         self.whole = tokenizer.vocab_size
-        self.held_tokens = [tokenizer.encode(text) for texts in sources for text in texts[::_HELD_OUT]]
+        encoded = [[tokenizer.encode(text) for text in texts] for texts in sources]
+        self.held_tokens = [ids for texts in encoded for ids in texts[::_HELD_OUT]]
         chosen, held = np.zeros((2, self.whole))
-        for texts in sources:
-            chosen += _frequencies((t for i, t in enumerate(texts) if i % _HELD_OUT), tokenizer)
-            held += _frequencies(texts[::_HELD_OUT], tokenizer)
+        for texts in encoded:
+            chosen += _frequencies((ids for i, ids in enumerate(texts) if i % _HELD_OUT), self.whole)
+            held += _frequencies(texts[::_HELD_OUT], self.whole)
         required = _required(tokenizer, ends)
         self.required = int(required.sum())
         self._held = held
@@ -193,11 +194,10 @@ def _rate(acceptance: float, step_s: float, target: CostCurve) -> float:
     )
 
 
-def _frequencies(texts: Iterable[str], tokenizer: Tokenizer) -> Counts:
-    counts = np.zeros(tokenizer.vocab_size)
-    for text in texts:
-        ids = tokenizer.encode(text)
-        counts += np.bincount(ids, minlength=len(counts)) if ids else 0
+def _frequencies(texts: Iterable[Sequence[int]], vocab_size: int) -> Counts:
+    counts = np.zeros(vocab_size)
+    for ids in texts:
+        counts += np.bincount(ids, minlength=vocab_size) if ids else 0
     frequencies: Counts = counts / max(counts.sum(), 1.0)
     return frequencies
 
