@@ -75,6 +75,24 @@ ones without putting back?; A worker earns {a} dollars a week and saves {c} perc
 are {d} hundred dollars saved?
 """
 
+PROOFS = """
+Compute the integral of x^{c} from 0 to {d} and write every step in LaTeX.; Prove that the sum of the first n
+odd numbers is n^2. Use LaTeX.; Solve x^2 - {a}x + {b} = 0 with the quadratic formula and give the roots as
+\\\\boxed{{...}}.; Let f(x) = {c}x + {d} and g(x) = x^2 - {b}. Find f(g({c})). End with "The answer is" and the
+number.; How many positive divisors does {a} have? Think step by step.; Convert the point (0, {c}) in
+rectangular coordinates to polar coordinates.; Factor {a} into primes, then say whether it is a perfect
+square.; What is the remainder when {c}^{d} is divided by {b}?
+"""
+
+SHORT_TASKS = (
+    "Answer in one sentence: what is most often misunderstood about {subject}?",
+    "Name one famous place connected with {subject}. Answer with the name alone.",
+    "Is this true or false, and why? Nobody has written a book about {subject}.",
+    "Give a JSON object with the keys title, year, tags and summary for an article about {subject}.",
+    "Which year and which person come to mind first about {subject}? Answer in at most ten words.",
+    "Write three search queries that somebody interested in {subject} would type.",
+)
+
 ON_A_TEXT = (
     "Summarize the following text in two sentences.",
     "Translate the following text into English, or, if it is English, into {language}.",
@@ -91,18 +109,20 @@ def first_round() -> Iterator[str]:
     """Prompts that stand by themselves; neighbours differ in kind."""
     subjects = [" ".join(subject.split()) for subject in SUBJECTS.split(";")]
     code = [" ".join(task.split()) for task in CODE_TASKS.split(";")]
-    sums = [" ".join(task.split()) for task in SUMS.split(";")]
-    texts, programs = cycle(TEXT_TASKS), cycle(CODE_LANGUAGES)
+    sums = [" ".join(task.split()) for pair in zip(SUMS.split(";"), cycle(PROOFS.split(";")), strict=False) for task in pair]
+    texts, programs, short = cycle(TEXT_TASKS), cycle(CODE_LANGUAGES), cycle(SHORT_TASKS)
     for turn in range(3):
         for index, subject in enumerate(subjects):
             yield next(texts).format(subject=subject)
             if index % 2 == 0:
                 task = code[(index // 2) % len(code)]
                 yield f"Write this in {next(programs)}: {task}. Explain the code."
-            if index % 4 == 1:
+            if index % 2 == 1:
+                yield next(short).format(subject=subject)
+            if index % 3 == 1:
                 number = 3 + 7 * index + 11 * turn
                 values = {"a": number, "b": number % 37 + 2, "c": number % 9 + 2, "d": number % 83 + 20}
-                yield sums[(index // 4) % len(sums)].format(**values)
+                yield sums[(index // 3 + 20 * turn) % len(sums)].format(**values)
             if index % 6 == 5:
                 language = LANGUAGES[(index // 6 + turn) % len(LANGUAGES)]
                 yield f"Write two paragraphs in {language} about {subject}."
