@@ -9,6 +9,7 @@ from edgespec.drafting.bridge import Bridge, ByteBridge, IdentityBridge
 from edgespec.drafting.choice import Choice, Guard
 from edgespec.drafting.context import context_tokens
 from edgespec.drafting.draft import Drafter
+from edgespec.drafting.experience import Experience
 from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.generation import Job, TextStreamer
@@ -28,7 +29,6 @@ Messages = Sequence[Mapping[str, str]]
 
 _READING_ROWS = 32  # reading costs per token what it costs in a pass of this size
 _DRAFTER_ROWS = (1, 2, _READING_ROWS)
-_EXPECTED_GAIN = 0.15  # share of the decoding time that a model drafter saves in typical text
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +130,7 @@ class Model:
             raise
         self._pricing = Pricing(self.cost_curve)
         self._guard = Guard(self._pricing)
+        self._experience = Experience()
 
     def __enter__(self) -> Self:
         return self
@@ -229,10 +230,10 @@ class Model:
     def _drafter(
         self, tokens: list[int], drafter_prompt: Callable[[Bundle], list[int]], request: Request
     ) -> Drafter:
-        model = None
+        model, reading_s = None, 0.0
         if self._side is not None:
-            model = self._model_drafter(self._side, tokens, drafter_prompt, request)
-        return Choice(NgramDrafter(), model, pricing=self._pricing, guard=self._guard)
+            model, reading_s = self._model_drafter(self._side, tokens, drafter_prompt, request)
+        return Choice(NgramDrafter(), model, pricing=self._pricing, guard=self._guard, reading_s=reading_s)
 
     def _model_drafter(
         self,
@@ -240,8 +241,8 @@ class Model:
         tokens: list[int],
         drafter_prompt: Callable[[Bundle], list[int]],
         request: Request,
-    ) -> ModelDrafter | None:
-        """The drafter for one request; None if it cannot read the prompt, or not soon enough to pay."""
+    ) -> tuple[ModelDrafter | None, float]:
+        """The drafter for one request and the seconds of its reading; None if that will not pay."""
         special, bundle = self.target.manifest.special_tokens, side.bundle
         bridge: Bridge
         if self._same_vocabulary:
@@ -256,15 +257,15 @@ class Model:
         side.session.reserve(min(wanted, bundle.config.context_length))
         unread = len(prompt) - side.session.shared_prefix(prompt)
         reading_s = unread * side.curve.seconds(_READING_ROWS) / _READING_ROWS
-        gain_s = _EXPECTED_GAIN * request.max_new_tokens * self._pricing.pass_seconds(1)
-        if len(prompt) >= side.session.capacity or reading_s > gain_s:
-            return None
+        longest_s = request.max_new_tokens * self._pricing.pass_seconds(1)
+        if len(prompt) >= side.session.capacity or not self._experience.pays(tokens, reading_s / longest_s):
+            return None, 0.0
         eos = special.eos if request.stop_at_eos else ()
         if bundle.head_tokens is not None:
             side.session.offer(context_tokens(prompt, bundle.tokenizer, bundle.head_tokens))
         ends = frozenset(bundle.manifest.special_tokens.eos)
         vocabulary = Vocabulary(ends, eos[0] if eos else None, side.session.head_tokens)
-        return ModelDrafter(
+        drafter = ModelDrafter(
             side.session,
             bridge,
             vocabulary,
@@ -272,6 +273,8 @@ class Model:
             calibration=side.calibration,
             curve=side.curve,
         )
+        self._experience.begin(tokens, lambda: drafter.gain_s and drafter.gain_s / longest_s)
+        return drafter, reading_s
 
     @staticmethod
     def _plain_prompt(bundle: Bundle, prompt: str) -> list[int]:

@@ -12,8 +12,9 @@ from edgespec_runtimes.cost import CostCurve
 
 __all__ = ["Pricing"]
 
-_SMOOTHING = 0.1
-_MEMORY = 0.9
+_SMOOTHING = 0.03
+_MEMORY = 0.97
+_AHEAD = 3  # tokens; steps of T(n) are two or four rows wide
 
 
 class Pricing:
@@ -64,16 +65,25 @@ class Pricing:
                 best_count, best_surplus = count, surplus
         return best_count, best_surplus
 
-    def pays(self, survival: float, rows: int, drafting_s: float) -> bool:
-        """Whether to draft one more token for a pass that has ``rows`` already.
+    def pays(self, survival: float, rows: int, drafting_s: float, *, typical: float = 0.0) -> bool:
+        """Whether to draft on for a pass that has ``rows`` already: one more token, or several.
+
+        Several, since T(n) has steps: where two more rows cost what one does, one token alone may not pay.
 
         Args:
-            survival: probability that the token and all before it are accepted.
+            survival: probability that the next token and all before it are accepted.
             rows: rows of the pass without it.
-            drafting_s: seconds it takes to draft it.
+            drafting_s: seconds it takes to draft a token.
+            typical: expected acceptance of the tokens behind it.
         """
-        more = self.pass_seconds(rows + 1) - self.pass_seconds(rows)
-        return survival > self.rate * (drafting_s + more)
+        base, gain = self.pass_seconds(rows), 0.0
+        for count in range(1, 1 + (_AHEAD if typical else 1)):
+            gain += survival
+            cost = self.rate * (count * drafting_s + self.pass_seconds(rows + count) - base)
+            if gain > cost:
+                return True
+            survival *= typical
+        return False
 
     def observe_pass(self, rows: int, seconds: float) -> None:
         """Tell of a target pass that took ``seconds``; outliers count for little."""

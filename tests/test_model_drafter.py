@@ -60,6 +60,16 @@ def test_it_proposes_what_the_model_would_write() -> None:
     assert draft.confidence == pytest.approx((0.95,) * 5)  # untested, the highest bin means its middle
 
 
+def test_it_knows_what_it_saved() -> None:
+    law = markov_law(0, VOCAB, scale=200.0)
+    drafter, tokens = _drafter(_sure()), [3, 1, 4]
+    assert drafter.gain_s is None
+    draft = drafter.propose(tokens, 5)
+    assert drafter.gain_s == pytest.approx(0.0, abs=0.1)
+    drafter.propose([*tokens, *_follow(law, tokens, 2), (draft.tokens[2] + 1) % VOCAB], 5)
+    assert drafter.gain_s == pytest.approx(2.0, abs=0.1)  # two plain passes of a second
+
+
 @pytest.mark.parametrize("limit", [0, 1, 2, 7])
 def test_the_limit_is_kept(limit: int) -> None:
     session = _sure()

@@ -82,15 +82,23 @@ def test_a_cliff_is_jumped_where_what_lies_behind_it_pays() -> None:
     assert Pricing(cliff).keep([0.7, 1.0, 1.0])[0] == 3
 
 
+def test_a_cliff_is_drafted_over_where_several_tokens_pay_and_one_does_not() -> None:
+    pairs = Pricing(CostCurve({1: 0.010, 2: 0.010, 3: 0.016, 4: 0.016, 5: 0.022, 6: 0.022}))
+    assert not pairs.pays(0.6, 2, 0.001)
+    assert pairs.pays(0.6, 2, 0.001, typical=0.8)
+    assert not pairs.pays(0.6, 2, 0.001, typical=0.1)
+    assert not pairs.pays(0.2, 2, 0.001, typical=0.8)
+
+
 def test_time_is_dearer_when_rounds_realise_more() -> None:
     pricing = Pricing(FLAT)
     assert pricing.rate == pricing.plain_rate == pytest.approx(100.0)
     assert pricing.pays(0.3, 1, 0.001)
-    for _ in range(60):
+    for _ in range(200):
         pricing.observe_round(4, 0.016)
     assert pricing.rate == pytest.approx(250.0, rel=0.01)
     assert not pricing.pays(0.3, 1, 0.001)
-    for _ in range(60):
+    for _ in range(200):
         pricing.observe_round(1, 0.010)  # plain rounds bring the price back down
     assert pricing.rate == pytest.approx(100.0, rel=0.01)
     assert pricing.pays(0.3, 1, 0.001)
@@ -98,7 +106,7 @@ def test_time_is_dearer_when_rounds_realise_more() -> None:
 
 def test_rounds_slower_than_plain_decoding_do_not_make_time_cheap() -> None:
     pricing = Pricing(FLAT)
-    for _ in range(60):
+    for _ in range(200):
         pricing.observe_round(1, 0.050)
     assert pricing.rate == pytest.approx(100.0)
 
@@ -142,7 +150,7 @@ def test_a_disturbed_pass_counts_for_little_and_passes(seconds: float) -> None:
     pricing.observe_pass(2, seconds)
     assert pricing.pass_seconds(1) == pytest.approx(0.010, rel=0.11)
     assert pricing.keep([0.9] * 7)[0] == 7
-    for _ in range(60):
+    for _ in range(200):
         pricing.observe_pass(1, 0.010)
     assert pricing.pass_seconds(1) == pytest.approx(0.010, rel=0.01)
 

@@ -78,8 +78,8 @@ are {d} hundred dollars saved?
 PROOFS = """
 Compute the integral of x^{c} from 0 to {d} and write every step in LaTeX.; Prove that the sum of the first n
 odd numbers is n^2. Use LaTeX.; Solve x^2 - {a}x + {b} = 0 with the quadratic formula and give the roots as
-\\\\boxed{{...}}.; Let f(x) = {c}x + {d} and g(x) = x^2 - {b}. Find f(g({c})). End with "The answer is" and the
-number.; How many positive divisors does {a} have? Think step by step.; Convert the point (0, {c}) in
+\\boxed{{...}}.; Let f(x) = {c}x + {d} and g(x) = x^2 - {b}. Find f(g({c})). End with "The answer is"
+and the number.; How many positive divisors does {a} have? Think step by step.; Convert the point (0, {c}) in
 rectangular coordinates to polar coordinates.; Factor {a} into primes, then say whether it is a perfect
 square.; What is the remainder when {c}^{d} is divided by {b}?
 """
@@ -109,7 +109,11 @@ def first_round() -> Iterator[str]:
     """Prompts that stand by themselves; neighbours differ in kind."""
     subjects = [" ".join(subject.split()) for subject in SUBJECTS.split(";")]
     code = [" ".join(task.split()) for task in CODE_TASKS.split(";")]
-    sums = [" ".join(task.split()) for pair in zip(SUMS.split(";"), cycle(PROOFS.split(";")), strict=False) for task in pair]
+    sums = [
+        " ".join(task.split())
+        for pair in zip(SUMS.split(";"), cycle(PROOFS.split(";")), strict=False)
+        for task in pair
+    ]
     texts, programs, short = cycle(TEXT_TASKS), cycle(CODE_LANGUAGES), cycle(SHORT_TASKS)
     for turn in range(3):
         for index, subject in enumerate(subjects):

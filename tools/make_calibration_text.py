@@ -82,10 +82,15 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=360)
     parser.add_argument("--tokens", type=int, default=128, help="most tokens of an answer")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--keep", type=Path, help="an earlier OUT; its texts stay, but for prompts asked again"
+    )
     args = parser.parse_args()
-    lines = [
-        json.dumps(record, ensure_ascii=False) for gguf in args.gguf for record in records_of(gguf, args)
-    ]
+    records = [record for gguf in args.gguf for record in records_of(gguf, args)]
+    if args.keep is not None:
+        records += [json.loads(line) for line in gzip.decompress(args.keep.read_bytes()).splitlines()]
+    first = {(record["target"], record.get("prompt", record["text"])): record for record in reversed(records)}
+    lines = [json.dumps(record, ensure_ascii=False) for record in reversed(first.values())]
     # No time stamp, so that the same text gives the same file.
     args.out.write_bytes(gzip.compress("\n".join(lines).encode("utf-8"), compresslevel=9, mtime=0))
     print(f"{len(lines)} texts, {args.out.stat().st_size:,} bytes")

@@ -8,25 +8,26 @@ from edgespec.pricing import Pricing
 
 __all__ = ["Choice", "Guard"]
 
-_MIN_ROUNDS = 8
-_MEMORY = 0.9
-_TOLERANCE = 0.97
+_STAKE = 5.0  # tokens
 _FIRST_PAUSE, _LONGEST_PAUSE = 16, 256
 _SMOOTHING = 0.1
 _FORGETTING = 0.005
+_PATIENCE = 0.5  # of the time reading takes
 
 
 class Guard:
-    """Pauses drafting when the rounds that drafted were, on the whole, slower than plain decoding.
+    """Pauses drafting when rounds that drafted lose time against plain decoding.
 
-    Estimates can be wrong; what was realised cannot. After a pause drafting is tried again, and each
-    failure doubles the pause.
+    Estimates can be wrong; what was realised cannot. Luck decides single rounds, so what is watched is the
+    sum of losses that no gains have made good (the cumulative sum test of Page 1954, "Continuous
+    inspection schemes"): a drafter that pays never gets far below, one that does not gets there soon.
+    After a pause drafting is tried again, and each failure doubles the pause.
     """
 
     def __init__(self, pricing: Pricing) -> None:
         self._pricing = pricing
-        self._tokens = self._seconds = 0.0
-        self._rounds = 0
+        self._lost = self._won = 0.0  # tokens that plain decoding would have been ahead; that drafts were
+        self._tokens = self._seconds = 0.0  # of the losing streak
         self._pause, self._left = _FIRST_PAUSE, 0
         self.reason: str | None = None
 
@@ -39,20 +40,19 @@ class Guard:
 
     def observe(self, committed: int, seconds: float) -> None:
         """Tell of a round that drafted."""
-        self._tokens = _MEMORY * self._tokens + committed
-        self._seconds = _MEMORY * self._seconds + seconds
-        self._rounds += 1
-        if self._rounds < _MIN_ROUNDS:
+        gain = committed - seconds * self._pricing.plain_rate
+        self._lost, self._won = max(0.0, self._lost - gain), self._won + gain
+        self._tokens, self._seconds = self._tokens + committed, self._seconds + seconds
+        if self._lost == 0.0:
+            self._tokens = self._seconds = 0.0
+        if self._won >= _STAKE:
+            self._pause, self.reason = _FIRST_PAUSE, None
+        if self._lost <= _STAKE:
             return
         ratio = self._tokens / self._seconds / self._pricing.plain_rate
-        if ratio >= _TOLERANCE:
-            self._pause, self.reason = _FIRST_PAUSE, None
-            return
-        self._left = self._pause
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-        self._tokens = self._seconds = 0.0
-        self._rounds = 0
         self.reason = f"rounds with drafts ran at {ratio:.2f} times the speed of plain decoding"
+        self._left, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
+        self._lost = self._won = self._tokens = self._seconds = 0.0
 
 
 class Choice:
@@ -63,10 +63,21 @@ class Choice:
         model: a drafter that takes time and prices its own drafts; None if there is none.
         pricing: what verification costs.
         guard: whether drafting is allowed now.
+        reading_s: seconds the model needs for the prompt when it is first asked. It is asked when decoding
+            has taken half of that: a very short answer is over by then.
     """
 
-    def __init__(self, free: Drafter, model: Drafter | None, *, pricing: Pricing, guard: Guard) -> None:
+    def __init__(
+        self,
+        free: Drafter,
+        model: Drafter | None,
+        *,
+        pricing: Pricing,
+        guard: Guard,
+        reading_s: float = 0.0,
+    ) -> None:
         self._free, self._model = free, model
+        self._wait_s = _PATIENCE * reading_s
         self._pricing, self._guard = pricing, guard
         self._model_surplus = 0.5  # expected surplus of asking the model, tokens a round
         self._asked = False
@@ -77,6 +88,9 @@ class Choice:
             return NO_DRAFT
         free = self._free.propose(tokens, limit)
         count, surplus = self._pricing.keep(free.confidence)
+        if self._wait_s > 0.0:
+            self._wait_s -= self._pricing.pass_seconds(1)
+            return _head(free, count)
         if self._model is None or surplus > self._model_surplus or self._model_surplus <= 0.0:
             # Time lets an old verdict on the model fade, so that it is asked again.
             self._model_surplus += _FORGETTING

@@ -151,14 +151,20 @@ class ModelDrafter:
         self._pricing, self._calibration = pricing, calibration
         # The first pass of a round also reads what was committed since the last.
         self._first, self._step = _Clock(curve.seconds(2)), _Clock(curve.seconds(1))
-        self._has_read = False
+        self._gain_s: float | None = None
         self._last: tuple[int, tuple[Guess, ...]] = (0, ())
+
+    @property
+    def gain_s(self) -> float | None:
+        """Seconds saved so far against plain decoding, reading the prompt not counted; None if not read."""
+        return self._gain_s
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
         """See :class:`edgespec.drafting.Drafter`."""
         self._learn(tokens)
         guesses: list[Guess] = []
-        if limit > 0 and self._pricing.pays(self._calibration.typical, 1, self._first.seconds):
+        typical = self._calibration.typical
+        if limit > 0 and self._pricing.pays(typical, 1, self._first.seconds, typical=typical):
             try:
                 guesses = self._draft(self._bridge.align(tokens), limit)
             except TokenizerError:  # a byte one of the vocabularies cannot spell: seen in binary data only
@@ -198,21 +204,29 @@ class ModelDrafter:
                 self._calibration.consider(guesses[-1])
             if len(guesses) >= limit or len(drafted) >= 2 * limit:
                 return guesses[:limit]
-            after = survival * self._calibration.typical
-            if not self._pricing.pays(after, 1 + len(guesses), self._step.seconds):
+            typical = self._calibration.typical
+            if not self._pricing.pays(
+                survival * typical, 1 + len(guesses), self._step.seconds, typical=typical
+            ):
                 return guesses
             started = perf_counter()
             logits = self._session.forward([token])[0]
-            self._step.observe(perf_counter() - started)
+            self._spent(self._step, started)
 
     def _read(self, ids: list[int]) -> Logits:
         """Catch up with the committed text; the first time that is the whole prompt."""
         started = perf_counter()
         logits = self._session.next_logits(ids)
-        if self._has_read:
-            self._first.observe(perf_counter() - started)
-        self._has_read = True
+        if self._gain_s is None:
+            self._gain_s = 0.0
+        else:
+            self._spent(self._first, started)
         return logits
+
+    def _spent(self, clock: _Clock, started: float) -> None:
+        seconds = perf_counter() - started
+        clock.observe(seconds)
+        self._gain_s = (self._gain_s or 0.0) - seconds
 
     def _end(self, probability: float) -> list[Guess]:
         """The guess that the text ends here."""
@@ -222,13 +236,15 @@ class ModelDrafter:
     def _learn(self, tokens: Sequence[int]) -> None:
         """Compare the last proposals with what was committed in their place."""
         at, guesses = self._last
-        for offset, guess in enumerate(guesses):
-            if at + offset >= len(tokens):
-                return
-            accepted = tokens[at + offset] == guess.token
+        one_s = self._pricing.pass_seconds(1)
+        gain_s = one_s - self._pricing.pass_seconds(1 + len(guesses))
+        for guess, token in zip(guesses, tokens[at:], strict=False):
+            accepted = token == guess.token
             self._calibration.observe(guess, accepted)
             if not accepted:
-                return
+                break
+            gain_s += one_s
+        self._gain_s = None if self._gain_s is None else self._gain_s + gain_s
 
 
 def _guesses(translated: Sequence[tuple[int, int]], probabilities: Sequence[float]) -> list[Guess]:

@@ -1,0 +1,70 @@
+"""Which prompts are worth a drafter's reading."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgespec.drafting.experience import Experience
+
+TEMPLATE = list(range(24))
+TRANSLATE, WRITE = [500, 501, 502, 503, 504, 505, 506, 507], [600, 601, 602, 603, 604, 605, 606, 607]
+
+
+def _request(experience: Experience, instruction: list[int], text: int, gain: float, price: float) -> bool:
+    """Whether the prompt was read; if so, what that gained."""
+    prompt = TEMPLATE + instruction + [text] * 20
+    read = experience.pays(prompt, price)
+    if read:
+        experience.begin(prompt, lambda: gain)
+    return read
+
+
+def test_before_any_experience_a_typical_gain_is_expected() -> None:
+    assert Experience().pays(TEMPLATE, 0.1)
+    assert not Experience().pays(TEMPLATE, 0.2)
+
+
+def test_instructions_that_gain_nothing_are_not_read_and_others_are() -> None:
+    experience = Experience()
+    for text in range(6):
+        _request(experience, TRANSLATE, 1000 + text, -0.02, 0.05)
+        assert _request(experience, WRITE, 2000 + text, 0.2, 0.05)
+    assert not _request(experience, TRANSLATE, 3000, -0.02, 0.05)
+    assert _request(experience, [700, 701, 702, 703], 3001, 0.2, 0.05)
+
+
+def test_a_drafter_that_is_never_right_is_hardly_ever_read() -> None:
+    experience = Experience()
+    read = [_request(experience, [text] * 8, text, -0.05, 0.05) for text in range(200)]
+    assert 1 <= sum(read) < 20
+
+
+def test_what_is_not_read_is_tried_again() -> None:
+    experience = Experience()
+    while _request(experience, TRANSLATE, 1, -0.1, 0.05):
+        pass
+    rounds = next(n for n in range(1000) if _request(experience, TRANSLATE, 1, 0.3, 0.05))
+    assert rounds > 5
+
+
+def test_a_request_that_never_read_teaches_nothing() -> None:
+    experience = Experience()
+    for _ in range(20):
+        experience.begin(TEMPLATE, lambda: None)
+    assert experience.pays(TEMPLATE, 0.149)
+
+
+def test_memory_is_bounded() -> None:
+    experience = Experience()
+    for text in range(1000):
+        experience.begin([text] * 96, lambda: 0.1)
+    assert experience.pays([1], 0.09)
+    assert len(experience._records) <= 4096
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 3), max_size=60), st.floats(-1, 1)), max_size=30))
+def test_expectations_stay_within_what_was_seen(requests: list[tuple[list[int], float]]) -> None:
+    experience = Experience()
+    for prompt, gain in requests:
+        experience.begin(prompt, lambda gain=gain: gain)  # type: ignore[misc]
+        assert experience.pays(prompt, -1.01)
+        assert not experience.pays(prompt, 1.01)

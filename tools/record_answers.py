@@ -1,0 +1,44 @@
+"""Record a target's greedy answers, for tools/replay.py.
+
+Usage: ``python -m tools.record_answers TARGET --prompts FILE.jsonl -o ANSWERS.jsonl``. Prompts answered in
+ANSWERS already are passed over, so an interrupted run goes on where it ended.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import edgespec
+from edgespec.prompts import load_prompts
+from edgespec.trial import ask
+
+
+def main() -> None:
+    """Answer every prompt without drafts; a line each: id and the answer's tokens."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target")
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("-o", "--out", type=Path, required=True)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    args = parser.parse_args()
+    prompts = load_prompts(args.prompts)
+    known = set()
+    if args.out.exists():
+        known = {json.loads(line)["id"] for line in args.out.read_text(encoding="utf-8").splitlines()}
+    # One of each category, then the next of each: what an interrupted run leaves is a fair sample too.
+    order = sorted(
+        range(len(prompts)), key=lambda i: [p.category for p in prompts[:i]].count(prompts[i].category)
+    )
+    with edgespec.load(args.target, drafter=None) as model, args.out.open("a", encoding="utf-8") as out:
+        for number, index in enumerate(order, start=1):
+            prompt = prompts[index]
+            if prompt.id in known:
+                continue
+            answer = ask(model, prompt, {"max_new_tokens": args.max_new_tokens})
+            print(json.dumps({"id": prompt.id, "tokens": answer.tokens}), file=out, flush=True)
+            print(f"\r{number} of {len(prompts)}", end="", flush=True)
+    print()
+
+
+if __name__ == "__main__":
+    main()

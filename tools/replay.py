@@ -1,0 +1,280 @@
+"""What would speculation gain where passes take these times? Recorded answers, real drafter, made-up clock.
+
+Usage: ``python -m tools.replay TARGET --answers ANSWERS.jsonl --prompts PROMPTS.jsonl --drafter DIR
+--target-ms 1:38,2:48,4:72,8:120 --drafter-ms 1:6.5,2:7,32:38``
+
+Benchmarks on a shared machine differ more from run to run than policies do from each other. Here the
+engine runs as it is, but for three things: the target's passes return the recorded answer instead of
+computing it; every clock that the engine reads shows the sum of the given pass times; and what the drafter
+says after a text is kept in a file, so that another policy is replayed in seconds. ANSWERS comes from
+``python -m tools.record_answers``.
+"""
+
+import argparse
+import hashlib
+import json
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from edgespec.engine import LoadOptions, Model
+from edgespec.prompts import Prompt, load_prompts
+from edgespec.results import Generation, GenerationStats
+from edgespec.trial import ask
+from edgespec_models.bundle import Bundle
+from edgespec_models.foreign import open_bundle
+from edgespec_runtimes.cost import CostCurve
+from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_runtimes.session import Logits
+
+_CLOCKED = ("decode", "generation", "drafting.model", "drafting.choice")
+_TOP = 8
+_SURE = 30.0  # logit of a recorded token
+
+
+class Clock:
+    """Seconds that passes were said to take, each disturbed by a factor of ``exp(noise * N(0, 1))``."""
+
+    def __init__(self, noise: float = 0.0) -> None:
+        self.now, self._noise, self._random = 0.0, noise, np.random.default_rng(1)
+
+    def __call__(self) -> float:
+        """The time."""
+        return self.now
+
+    def spend(self, seconds: float) -> None:
+        """Let time pass."""
+        self.now += seconds * float(np.exp(self._noise * self._random.standard_normal()))
+
+
+class Recorded:
+    """A target that writes what it wrote before: one sequence, no weights."""
+
+    row_exact = True
+
+    def __init__(self, vocab_size: int, curve: CostCurve, clock: Clock) -> None:
+        self.vocab_size, self._curve, self._clock = vocab_size, curve, clock
+        self._tokens: list[int] = []
+        self._text: Sequence[int] = ()
+        self.capacity = 1 << 30
+
+    @property
+    def length(self) -> int:
+        """Tokens the KV cache would hold."""
+        return len(self._tokens)
+
+    def expect(self, text: Sequence[int]) -> None:
+        """The prompt and the answer of the request to come."""
+        self._text = text
+
+    def reserve(self, capacity: int) -> None:
+        """There is room."""
+
+    def close(self) -> None:
+        """There is nothing to free."""
+
+    def shared_prefix(self, tokens: Sequence[int]) -> int:
+        """Every request begins anew: prefill is not what a replay is about."""
+        return 0
+
+    def prefill(self, tokens: Sequence[int], cancelled: Any = None) -> None:
+        """Takes no time here."""
+        self._tokens = list(tokens)
+
+    def truncate(self, length: int) -> None:
+        """Forget tokens."""
+        del self._tokens[length:]
+
+    def forward(self, tokens: Sequence[int]) -> Logits:
+        """The recorded token behind every token that is as recorded; anything behind others."""
+        logits = np.zeros((len(tokens), self.vocab_size), np.float32)
+        for row, token in enumerate(tokens):
+            self._tokens.append(token)
+            at = len(self._tokens)
+            if at < len(self._text):
+                logits[row, self._text[at]] = _SURE
+        self._clock.spend(self._curve.seconds(len(tokens)))
+        return logits
+
+
+@dataclass
+class Memo:
+    """What drafters said: a digest of bundle and text -> the most probable rows and their logarithms."""
+
+    path: Path
+    said: dict[bytes, tuple[Any, Any]] = field(default_factory=dict)
+
+    def load(self) -> "Memo":
+        """Read the file if there is one."""
+        if self.path.exists():
+            self.said = pickle.loads(self.path.read_bytes())
+        return self
+
+    def save(self) -> None:
+        """Write the file."""
+        self.path.write_bytes(pickle.dumps(self.said))
+
+
+class Priced(CpuSession):
+    """A drafter whose passes take the given time, and compute only what the memo lacks."""
+
+    def __init__(self, bundle: Bundle, options: CpuOptions, pricing: "tuple[CostCurve, Clock, Memo]") -> None:
+        self._priced: tuple[CostCurve, Clock, Memo] | None = None
+        super().__init__(bundle, options)
+        self._priced, self._key = (
+            pricing,
+            hashlib.sha256(json.dumps(bundle.manifest.files["model.onnx.data"].sha256).encode()).digest(),
+        )
+        self._computed: list[int] = []
+        self._offered: tuple[int, ...] = ()
+
+    def offer(self, tokens: Sequence[int]) -> None:
+        """Remember what is offered: the law depends on it."""
+        self._offered = tuple(tokens)
+        super().offer(tokens)
+
+    def _run(self, tokens: Sequence[int], rows: int) -> Logits:
+        if self._priced is None:
+            return super()._run(tokens, rows)
+        curve, clock, memo = self._priced
+        clock.spend(curve.seconds(len(tokens)))
+        sequence = [*self._tokens, *tokens]
+        text = np.array([*self._offered, -1, *sequence], np.int64).tobytes()
+        key = hashlib.blake2b(self._key + text, digest_size=16).digest()
+        if key not in memo.said:
+            memo.said[key] = self._compute(sequence)
+        self._tokens = sequence
+        return self._logits(*memo.said[key])
+
+    def _compute(self, sequence: list[int]) -> tuple[Any, Any]:
+        """Bring the real cache up to date and ask."""
+        self._tokens = self._computed
+        priced, self._priced = self._priced, None
+        logits = super().next_logits(sequence).astype(np.float64)
+        self._priced, self._computed = priced, list(self._tokens)
+        logits -= logits.max() + np.log(np.exp(logits - logits.max()).sum())
+        top = np.argpartition(logits, -_TOP)[-_TOP:]
+        return top.astype(np.int32), logits[top].astype(np.float32)
+
+    def _logits(self, rows: Any, logs: Any) -> Logits:
+        """A law with these most probable rows; the others share the rest."""
+        head = self.head_tokens
+        width = self.vocab_size if head is None else len(head)
+        rest = max(1.0 - float(np.exp(logs.astype(np.float64)).sum()), 1e-12)
+        logits = np.full((1, width), np.log(rest / max(width - len(rows), 1)), np.float32)
+        logits[0, rows] = logs
+        return logits
+
+
+def curve_of(text: str) -> CostCurve:
+    """``1:38,2:48`` -> T(n)."""
+    return CostCurve({int(n): float(ms) / 1e3 for n, ms in (item.split(":") for item in text.split(","))})
+
+
+@contextmanager
+def replayed(
+    target: Bundle, drafter: Bundle | None, args: argparse.Namespace
+) -> Iterator[tuple[Model, Recorded]]:
+    """A model whose clocks and target are made up."""
+    clock, memo = Clock(args.noise), Memo(args.memo).load()
+    recorded = Recorded(target.config.vocab_size, curve_of(args.target_ms), clock)
+
+    def session(bundle: Bundle, options: CpuOptions) -> Any:
+        if bundle is target:
+            return recorded
+        return Priced(bundle, options, (curve_of(args.drafter_ms), clock, memo))
+
+    def cost(session: Any, rows: Sequence[int] = (), **_: Any) -> CostCurve:
+        return curve_of(args.target_ms if session is recorded else args.drafter_ms)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch("edgespec.engine.CpuSession", session))
+        stack.enter_context(mock.patch("edgespec.engine.measure_cost", cost))
+        for module in _CLOCKED:
+            stack.enter_context(mock.patch(f"edgespec.{module}.perf_counter", clock))
+        options = LoadOptions(max_draft=args.max_draft)
+        try:
+            yield stack.enter_context(Model(target, drafter, options=options, drafts=True)), recorded
+        finally:
+            memo.save()
+
+
+def answers(path: Path) -> dict[str, list[int]]:
+    """Recorded tokens by prompt id."""
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {record["id"]: record["tokens"] for record in records}
+
+
+def replay(
+    model: Model, recorded: Recorded, prompts: Sequence[Prompt], written: Mapping[str, Sequence[int]]
+) -> Iterator[tuple[Prompt, Generation, float]]:
+    """Answer every recorded prompt; prompt, answer, and its speedup over plain decoding."""
+    longest = max(len(tokens) for tokens in written.values())
+    for prompt in prompts:
+        if prompt.id not in written or len(written[prompt.id]) < 2:
+            continue
+        text = [{"role": "user", "content": prompt.turns[0]}]
+        recorded.expect([*model._chat_prompt(model.target, text), *written[prompt.id]])
+        answer = ask(model, prompt, {"max_new_tokens": longest})
+        if list(answer.tokens) != list(written[prompt.id]):
+            raise AssertionError(f"{prompt.id}: another answer than recorded")
+        plain_s = answer.stats.decode_tokens * model.cost_curve.seconds(1)
+        yield prompt, answer, plain_s / answer.stats.decode_s
+
+
+def main() -> None:
+    """Replay and print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--answers", type=Path, required=True)
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--drafter", type=Path, action="append", default=[], help="repeatable; none: n-grams")
+    parser.add_argument("--target-ms", default="1:38,2:48,3:60,4:72,5:82,6:93,8:120")
+    parser.add_argument("--drafter-ms", default="1:6.5,2:7,32:38")
+    parser.add_argument("--max-draft", type=int, default=8)
+    parser.add_argument(
+        "--noise", type=float, default=0.0, help="standard deviation of the logarithm of a pass's time"
+    )
+    parser.add_argument("--memo", type=Path, default=Path("replay.memo"))
+    args = parser.parse_args()
+    prompts, written = load_prompts(args.prompts), answers(args.answers)
+    target = open_bundle(args.target)
+    for path in args.drafter or [None]:
+        drafter = None if path is None else open_bundle(path)
+        with replayed(target, drafter, args) as (model, recorded):
+            print(path.name if path else "ngram")
+            show(list(replay(model, recorded, prompts, written)), model)
+
+
+def show(results: Sequence[tuple[Prompt, Generation, float]], model: Model) -> None:
+    """A line a category, then all."""
+    print("category          speedup  tokens a pass   model: drafted, accepted   n-grams: drafted, accepted")
+    for name in [*{prompt.category: None for prompt, _, _ in results}, "all"]:
+        chosen = [answer.stats for prompt, answer, _ in results if name in (prompt.category, "all")]
+        tokens, seconds = sum(s.decode_tokens for s in chosen), sum(s.decode_s for s in chosen)
+        ratio = tokens * model.cost_curve.seconds(1) / seconds
+        tau = tokens / sum(s.rounds - 1 for s in chosen)
+        counts = [counted(chosen, source) for source in ("model", "ngram")]
+        (drafted, accepted), (copied, right) = counts
+        print(f"{name:16s} {ratio:8.3f} {tau:14.2f} {drafted:16d} {accepted:9d} {copied:18d} {right:9d}")
+    ratios = sorted(ratio for _, _, ratio in results)
+    quarter, slower = ratios[len(ratios) // 4], sum(ratio < 1 for ratio in ratios)
+    print(f"worst {ratios[0]:.2f}, lower quarter {quarter:.2f}, slower than plain: {slower} of {len(ratios)}")
+
+
+def counted(stats: Sequence[GenerationStats], source: str) -> tuple[int, int]:
+    """Tokens that ``source`` drafted, and accepted ones."""
+    counts = [s.by_source[source] for s in stats if source in s.by_source]
+    return sum(count.drafted for count in counts), sum(count.accepted for count in counts)
+
+
+if __name__ == "__main__":
+    main()
