@@ -7,7 +7,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["describe_machine"]
+__all__ = ["describe_machine", "fingerprint"]
 
 _PACKAGES = ("edgespec", "onnxruntime", "numpy", "tokenizers")
 
@@ -25,6 +25,21 @@ def describe_machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "packages": {name: found for name in _PACKAGES if (found := _version(name)) is not None},
+    }
+
+
+def fingerprint() -> dict[str, Any]:
+    """What the speed and the bits of a pass depend on: processor, cores, system, version of ONNX Runtime."""
+    import onnxruntime
+    import psutil
+
+    return {
+        "cpu": _cpu_name(),
+        "architecture": platform.machine(),
+        "cores": psutil.cpu_count(logical=False),
+        "logical_cores": psutil.cpu_count(),
+        "system": f"{platform.system()} {platform.release()}",
+        "onnxruntime": onnxruntime.__version__,
     }
 
 
