@@ -125,6 +125,7 @@ class Profile:
             "weights": manifest.weights,
             "threads": self.threads,
             "remembered": self.remembered,
+            "confirmed": self.curve.confirmed,
             "bytes_per_pass": manifest.bytes_per_pass,
             "parameters_per_pass": manifest.parameters_per_pass,
             "memory_gigabytes_per_second": self.bandwidth / 1e9,
@@ -177,7 +178,7 @@ def profile_model(
     fresh: bool = False,
     progress: ProgressCallback = ignore_progress,
 ) -> Profile:
-    """Load a model and find out what its passes cost; the result is kept for later loads.
+    """Load a model and find out what its passes cost; what was confirmed is kept for later loads.
 
     Args:
         bundle: the model.

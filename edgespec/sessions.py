@@ -126,12 +126,13 @@ def _open(bundle: Bundle, options: CpuOptions, opened: list[CpuSession]) -> _Ope
 
 
 def _timed(opened: _Opened, rows: Sequence[int], progress: ProgressCallback = ignore_progress) -> Running:
-    """The earlier curve if it still holds, else a new one, which is kept for the next load."""
+    """The earlier curve if it still holds, else a new one, kept for the next load unless in doubt."""
     session, known = opened.session, opened.known
     if known is not None and known.curve.seconds_by_rows.keys() >= set(rows):
         curve = recheck_cost(session, known.curve, max(rows))
         if curve is not None:
             return Running(session, curve, remembered=True)
     curve = measure_cost(session, rows, progress=progress)
-    remember(opened.conditions, Measurement(session.row_exact, curve))
+    if curve.confirmed:
+        remember(opened.conditions, Measurement(session.row_exact, curve))
     return Running(session, curve, remembered=False)

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def _damage(**changes: Any) -> str:
     return json.dumps(json.loads(HERE.path.read_text(encoding="utf-8")) | changes)
 
 
-DAMAGE = {
+DAMAGE: dict[str, Callable[[], str]] = {
     "nothing": lambda: "",
     "no JSON": lambda: "{",
     "a list": lambda: "[]",

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from edgespec.profiling import PROFILE_ROWS, Profile, as_ranges, draft_gain, pro
 from edgespec.report import render_profile
 from edgespec_models.bundle import Bundle
 from edgespec_models.errors import RequestError
-from edgespec_runtimes.cost import CostCurve
+from edgespec_runtimes.cost import CostCurve, measure_cost
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.memory import memory_bandwidth
 from tests.test_report import Page
@@ -36,6 +37,14 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         profiling, "memory_bandwidth", lambda threads: memory_bandwidth(threads, size=1 << 20)
+    )
+
+
+@pytest.fixture(autouse=True)
+def believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine of the test is, what it measures is kept."""
+    monkeypatch.setattr(
+        sessions, "measure_cost", lambda *a, **o: replace(measure_cost(*a, **o), confirmed=True)
     )
 
 
@@ -171,6 +180,17 @@ def test_a_page_that_cannot_be_written_is_found_before_anything_is_measured(
 ) -> None:
     result = _run(str(bundle.path), "--html", str(tmp_path / "none" / "cost.html"))
     assert result.exit_code == 1 and "does not exist" in result.stderr
+    assert not own_measurements.exists()
+
+
+@pytest.mark.usefixtures("consoles")
+def test_disturbed_times_are_shown_and_not_kept(
+    bundle: Bundle, own_measurements: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doubtful = replace(CURVE, confirmed=False)
+    monkeypatch.setattr(sessions, "measure_cost", lambda *_, **__: doubtful)
+    result = _run(str(bundle.path))
+    assert result.exit_code == 0 and "which are not kept" in result.stderr
     assert not own_measurements.exists()
 
 

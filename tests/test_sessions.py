@@ -13,7 +13,7 @@ from edgespec.measurements import Conditions, recall
 from edgespec.sessions import open_one, open_pair
 from edgespec_models.bundle import Bundle
 from edgespec_models.errors import BundleError, TokenizerError
-from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve
+from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve, measure_cost
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from tests.toy import INT4, LLAMA, tiny_bundle
 
@@ -27,6 +27,14 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
         "target": tiny_bundle(folder / "target", LLAMA, INT4).bundle,
         "drafter": tiny_bundle(folder / "drafter", LLAMA, INT4, seed=1).bundle,
     }
+
+
+@pytest.fixture(autouse=True)
+def believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine of the test is, what it measures is kept."""
+    monkeypatch.setattr(
+        sessions, "measure_cost", lambda *a, **o: replace(measure_cost(*a, **o), confirmed=True)
+    )
 
 
 class _Recorded(CpuSession):
@@ -106,6 +114,16 @@ def test_a_curve_that_no_longer_fits_is_measured_again_and_kept(
     assert not opened[1].tested  # the machine's speed is no matter of correctness
     known = recall(where)
     assert known is not None and known.curve == running.curve
+
+
+def test_what_is_in_doubt_is_not_kept(bundles: dict[str, Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
+    doubtful = CostCurve({1: 1.0, 2: 1.1}, confirmed=False)
+    monkeypatch.setattr(sessions, "measure_cost", lambda *_, **__: doubtful)
+    for _ in range(2):
+        running = open_one(bundles["target"], OPTIONS, (1, 2))
+        running.session.close()
+        assert (running.curve, running.remembered) == (doubtful, False)
+    assert recall(Conditions.of(bundles["target"], OPTIONS)) is None
 
 
 def test_a_stored_curve_serves_those_who_need_less_of_it(

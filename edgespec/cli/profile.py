@@ -64,7 +64,10 @@ def profile(
         print_json(result)
     else:
         _show(result)
-    note(f"Kept for later loads: {Conditions.of(opened, options).path}")
+    if result["confirmed"]:
+        note(f"Kept for later loads: {Conditions.of(opened, options).path}")
+    else:
+        note("Other programs disturbed the times, which are not kept; close them and run this again.")
     if html is not None:
         from edgespec.report import render_profile
 

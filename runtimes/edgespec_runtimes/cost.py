@@ -14,7 +14,7 @@ DEFAULT_ROWS = (1, 2, 3, 4, 5, 6, 8)
 _REPEATS = 2
 _PAST = 16
 _AGREE = 1.1  # two samples this near to each other were not disturbed, or both by the same
-_MORE_REPEATS = 6
+_MORE_REPEATS = 4
 _CHECKS = 3
 _SHAPE_TOLERANCE = 1.35
 
@@ -25,9 +25,11 @@ class CostCurve:
 
     Attributes:
         seconds_by_rows: measured points; steps and cliffs are kept as they are.
+        confirmed: whether a second sample came near every point, so that it is none that was disturbed.
     """
 
     seconds_by_rows: Mapping[int, float]
+    confirmed: bool = True
 
     def seconds(self, rows: int) -> float:
         """Cost of a pass over ``rows`` tokens: linear between measured points and, never falling, beyond."""
@@ -53,7 +55,7 @@ def measure_cost(
 
     The session's sequence is replaced and forgotten. Disturbances of the machine only ever add time, so
     the least is the nearest to what a pass costs. It is believed once a second sample comes near it: sizes
-    of which none does are timed again, at most six times more.
+    of which none does are timed again, at most four times more, and then the curve is not ``confirmed``.
     """
     tokens = _tokens(session, past + max(rows))
     session.prefill(tokens[:past])
@@ -68,7 +70,8 @@ def measure_cost(
         if not unsettled:
             break
     session.truncate(0)
-    return CostCurve({n: min(values) for n, values in times.items()})
+    confirmed = all(_settled(values) for values in times.values())
+    return CostCurve({n: min(values) for n, values in times.items()}, confirmed)
 
 
 def recheck_cost(session: Session, stored: CostCurve, rows: int) -> CostCurve | None:
