@@ -106,8 +106,7 @@ def test_a_size_that_was_disturbed_each_time_is_timed_again(monkeypatch: pytest.
 
 def test_a_machine_that_never_settles_is_not_timed_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     session = _timed(monkeypatch, {1: 1.0, 2: 1.5})
-    draws = random.Random(0)
-    session.jitter = lambda: draws.uniform(1.0, 50.0)
+    session.jitter = lambda: 2.0 ** len(session.passes)
     session.disturbed = range(1000)
     assert not measure_cost(session, rows=(1, 2), repeats=2).confirmed
     assert len(session.passes) <= READING + 2 * 7

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec import measurements
@@ -30,9 +30,10 @@ FOUND = Measurement(True, CostCurve({1: 0.04, 2: 0.05, 8: 0.12}))
 points = st.dictionaries(st.integers(2, 99), st.floats(1e-9, 1e6), max_size=12)
 
 
+@settings(max_examples=30, deadline=None)  # a busy disk takes its time
 @given(points, st.floats(1e-9, 1e6), st.booleans())
 def test_what_is_remembered_is_recalled_to_the_bit(
-    tmp_path_factory: pytest.TempPathFactory, more: dict[int, float], single: float, row_exact: bool
+    more: dict[int, float], single: float, row_exact: bool
 ) -> None:
     found = Measurement(row_exact, CostCurve({1: single} | more))
     remember(HERE, found)
@@ -108,6 +109,7 @@ def test_what_is_damaged_or_foreign_is_ignored_and_written_anew(kind: str, own_m
     assert recall(HERE) == FOUND
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.binary(max_size=300))
 def test_no_bytes_are_an_error(noise: bytes) -> None:
     HERE.path.parent.mkdir(exist_ok=True)
@@ -137,11 +139,11 @@ def test_those_who_read_while_others_write_see_whole_files(own_measurements: Pat
     wrong: list[object] = []
 
     def write(count: int) -> None:
-        for index in range(1, 60):
+        for index in range(1, 25):
             remember(HERE, Measurement(True, CostCurve({n: count + index * n for n in range(1, 40)})))
 
     def read() -> None:
-        wrong.extend("missing" for _ in range(200) if recall(HERE) is None)
+        wrong.extend("missing" for _ in range(100) if recall(HERE) is None)
 
     threads = [threading.Thread(target=write, args=(count,)) for count in (100, 200)]
     threads += [threading.Thread(target=read)]
