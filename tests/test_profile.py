@@ -226,6 +226,12 @@ def test_a_page_of_one_point_can_be_drawn(bundle: Bundle) -> None:
     assert Page(render_profile(_result(bundle, curve=CostCurve({1: 0.01})))).open == []
 
 
+def test_a_page_of_disturbed_times_says_so(bundle: Bundle) -> None:
+    disturbed = render_profile(_result(bundle, curve=replace(CURVE, confirmed=False)))
+    assert "disturbed" in disturbed and Page(disturbed).open == []
+    assert "disturbed" not in render_profile(_result(bundle))
+
+
 def test_names_are_escaped(bundle: Bundle) -> None:
     assert "<b>x" not in render_profile(_result(bundle) | {"name": "<b>x"})
 
