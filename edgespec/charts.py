@@ -81,13 +81,14 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class LineChart:
-    """Points joined by a line. ``line`` and ``compare`` are SVG point lists."""
+    """Points joined. ``line``, ``compare`` and ``bound`` are SVG point lists; the last may be empty."""
 
     width: float
     height: float
     points: tuple[Point, ...]
     line: str
     compare: str
+    bound: str
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
     left: float
@@ -151,15 +152,18 @@ def column_chart(bars: Sequence[Bar]) -> BarChart:
     )
 
 
-def line_chart(points: Sequence[tuple[int, float]]) -> LineChart:
+def line_chart(
+    points: Sequence[tuple[int, float]], *, bound: Sequence[tuple[float, float]] = ()
+) -> LineChart:
     """Measured values by whole number, with the straight line n * value(first) to compare.
 
     Args:
         points: at least one, by rising number; numbers and values are above 0.
+        bound: corners of another line, between the first and the last number.
     """
     (first, base), bottom = points[0], _TOP + _PLOT_HEIGHT
     last = max(points[-1][0], first + 1)
-    y_values = ticks(max(value for _, value in points) * 1.05)
+    y_values = ticks(max(value for _, value in (*points, *bound)) * 1.05)
 
     def place(number: float, value: float) -> tuple[float, float]:
         across = (number - first) / (last - first)
@@ -174,6 +178,7 @@ def line_chart(points: Sequence[tuple[int, float]]) -> LineChart:
         points=tuple(Point(*place(n, value), f"{value:.1f} ms for {n}") for n, value in points),
         line=_joined(place(n, value) for n, value in points),
         compare=_joined(ends),
+        bound=_joined(place(n, value) for n, value in bound),
         x_ticks=tuple(Tick(place(n, 0.0)[0], str(n)) for n, _ in points),
         y_ticks=tuple(Tick(place(first, value)[1], f"{value:g}") for value in y_values),
         left=_LEFT,

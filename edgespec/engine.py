@@ -1,7 +1,7 @@
 """The SDK: load a target and a drafter, generate, stream, chat."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, Unpack
 
@@ -17,18 +17,16 @@ from edgespec.loading import NGRAM, open_model, recommended_drafter
 from edgespec.pricing import Pricing
 from edgespec.request import Request, RequestOptions
 from edgespec.results import Generation
+from edgespec.sessions import DRAFTER_READING_ROWS, open_pair
 from edgespec_models.bundle import Bundle
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import ProgressCallback, ignore_progress
-from edgespec_runtimes.cost import CostCurve, measure_cost
+from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 
 __all__ = ["LoadOptions", "Model", "TextStreamer", "load"]
 
 Messages = Sequence[Mapping[str, str]]
-
-_READING_ROWS = 32  # reading costs per token what it costs in a pass of this size
-_DRAFTER_ROWS = (1, 2, _READING_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +101,7 @@ class Model:
     Attributes:
         target: the target's bundle.
         drafter: the drafter's bundle; None without a drafter model.
-        cost_curve: the target's measured T(n).
+        cost_curve: the target's T(n), measured at this load or at an earlier one and checked at this.
         options: as given.
     """
 
@@ -115,19 +113,12 @@ class Model:
             )
         self.target, self.drafter, self.options = target, drafter, options
         self._drafts = drafts
-        # Before the weights, so that a tokenizer that does not fit fails first.
-        self._same_vocabulary = drafter is not None and drafter.tokenizer.matches(target.tokenizer)
-        cpu = CpuOptions(threads=options.threads, spinning=options.spinning)
-        self._session = CpuSession(target, cpu)
+        pair = open_pair(target, drafter, CpuOptions(threads=options.threads, spinning=options.spinning))
+        self._session, self._same_vocabulary = pair.target.session, pair.same_vocabulary
+        self.cost_curve: CostCurve = pair.target.curve
         self._side: _Side | None = None
-        try:
-            if drafter is not None:
-                session = CpuSession(drafter, replace(cpu, exact_rows=False))
-                self._side = _Side(drafter, session, measure_cost(session, _DRAFTER_ROWS), Calibration())
-            self.cost_curve: CostCurve = measure_cost(self._session)
-        except BaseException:
-            self.close()
-            raise
+        if drafter is not None and pair.drafter is not None:
+            self._side = _Side(drafter, pair.drafter.session, pair.drafter.curve, Calibration())
         self._pricing = Pricing(self.cost_curve)
         self._guard = Guard(self._pricing)
         self._experience = Experience()
@@ -256,7 +247,7 @@ class Model:
         wanted = len(prompt) + 2 * request.max_new_tokens + 4 * self.options.max_draft
         side.session.reserve(min(wanted, bundle.config.context_length))
         unread = len(prompt) - side.session.shared_prefix(prompt)
-        reading_s = unread * side.curve.seconds(_READING_ROWS) / _READING_ROWS
+        reading_s = unread * side.curve.seconds(DRAFTER_READING_ROWS) / DRAFTER_READING_ROWS
         longest_s = request.max_new_tokens * self._pricing.pass_seconds(1)
         if len(prompt) >= side.session.capacity or not self._experience.pays(tokens, reading_s / longest_s):
             return None, 0.0

@@ -1,15 +1,15 @@
-"""A bench as one self-contained HTML page: no scripts, no files beside it, nothing fetched."""
+"""Figures as self-contained HTML pages: no scripts, no files beside them, nothing fetched."""
 
 from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
 from edgespec.charts import Bar, BarChart, LineChart, bar_chart, column_chart, line_chart
+from edgespec.profiling import as_ranges
 from edgespec_models.errors import RequestError
 
-__all__ = ["render_report"]
+__all__ = ["render_profile", "render_report"]
 
-_TEMPLATE = "bench_report.html"
 _FORMAT = 1
 
 
@@ -19,24 +19,49 @@ def render_report(result: Mapping[str, Any]) -> str:
     Raises:
         RequestError: ``result`` is not of that form.
     """
-    import jinja2
-
-    if result.get("format") != _FORMAT:
-        raise RequestError(
-            f"not the result of a bench of format {_FORMAT}: format is {result.get('format')!r}"
-        )
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters.update(number=_number, percent=_percent, gigabytes=_gigabytes)
-    source = (resources.files("edgespec") / _TEMPLATE).read_text(encoding="utf-8")
-    return environment.from_string(source).render(
-        result=result,
+    return _render(
+        "bench_report.html",
+        _checked(result, "bench"),
         verdict=_verdict(result),
         speedups=_speedup_chart(result),
         cost=_cost_chart(result),
         positions=_position_chart(result),
     )
+
+
+def render_profile(result: Mapping[str, Any]) -> str:
+    """The page for what :meth:`edgespec.profiling.Profile.to_json` returned, or the same read from JSON.
+
+    Raises:
+        RequestError: ``result`` is not of that form.
+    """
+    return _render("profile_report.html", _checked(result, "profile"), cost=_roofline_chart(result))
+
+
+def _checked(result: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    if result.get("format") != _FORMAT:
+        raise RequestError(
+            f"not the result of a {kind} of format {_FORMAT}: format is {result.get('format')!r}"
+        )
+    return result
+
+
+def _render(template: str, result: Mapping[str, Any], **parts: Any) -> str:
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_source),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(number=_number, percent=_percent, gigabytes=_gigabytes, ranges=as_ranges)
+    return environment.get_template(template).render(result=result, **parts)
+
+
+def _source(template: str) -> str:
+    return (resources.files("edgespec") / template).read_text(encoding="utf-8")
 
 
 def _verdict(result: Mapping[str, Any]) -> str:
@@ -59,6 +84,14 @@ def _speedup_chart(result: Mapping[str, Any]) -> BarChart | None:
 def _cost_chart(result: Mapping[str, Any]) -> LineChart | None:
     points = [(point["n"], point["ms"]) for point in result["cost_curve"]]
     return line_chart(points) if points else None
+
+
+def _roofline_chart(result: Mapping[str, Any]) -> LineChart:
+    rows = result["rows"]
+    first, ridge, last = rows[0]["n"], result["ridge_rows"], rows[-1]["n"]
+    floor, end = rows[0]["roofline_ms"], rows[-1]["roofline_ms"]
+    kink = [(ridge, floor)] if first < ridge < last else []
+    return line_chart([(row["n"], row["ms"]) for row in rows], bound=[(first, floor), *kink, (last, end)])
 
 
 def _position_chart(result: Mapping[str, Any]) -> BarChart | None:

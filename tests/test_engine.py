@@ -6,11 +6,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import edgespec
-from edgespec import LoadOptions, Model, engine, generation
+from edgespec import LoadOptions, Model, generation, sessions
 from edgespec import decode as decoding
 from edgespec.drafting import choice
 from edgespec.drafting import model as drafting_model
@@ -65,7 +66,7 @@ def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
             now += 1.0 if self._options.exact_rows else 0.01
             return super()._run(tokens, rows)
 
-    monkeypatch.setattr(engine, "CpuSession", Timed)
+    monkeypatch.setattr(sessions, "CpuSession", Timed)
     for module in (cost, choice, drafting_model, decoding, generation):
         monkeypatch.setattr(module, "perf_counter", lambda: now)
 
@@ -348,12 +349,18 @@ def test_a_target_the_catalogue_does_not_know_drafts_from_the_text(models: _Mode
         assert (model.drafter, model.drafter_step_s, model.name) == (None, None, "target")
 
 
-def test_a_tokenizer_that_does_not_fit_is_found_before_a_model_loads(
+def test_a_tokenizer_that_does_not_fit_leaves_no_model_loaded(
     models: _Models, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     broken = tiny_bundle(tmp_path / "broken", replace(LLAMA, vocab_size=300)).path
-    loaded = list[object]()
-    monkeypatch.setattr(engine, "CpuSession", lambda *_: loaded.append(1))
+    opened = list[CpuSession]()
+
+    class Recorded(CpuSession):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            opened.append(self)
+
+    monkeypatch.setattr(sessions, "CpuSession", Recorded)
     with pytest.raises(TokenizerError):
         edgespec.load(models.target, broken)
-    assert not loaded
+    assert [session._io for session in opened] == [None]

@@ -10,7 +10,7 @@ import onnxruntime as ort
 import pytest
 
 import edgespec
-from edgespec import LoadOptions, engine, generation
+from edgespec import LoadOptions, generation, sessions
 from edgespec import decode as decoding
 from edgespec.drafting import choice
 from edgespec.drafting import model as drafting_model
@@ -231,7 +231,7 @@ def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
             now += 1.0 if self._options.exact_rows else 0.01
             return super()._run(tokens, rows)
 
-    monkeypatch.setattr(engine, "CpuSession", Timed)
+    monkeypatch.setattr(sessions, "CpuSession", Timed)
     for module in (cost, choice, drafting_model, decoding, generation):
         monkeypatch.setattr(module, "perf_counter", lambda: now)
 

@@ -6,34 +6,16 @@ between chips that share a memory path and chips that each have one; which it is
 and in T(1).
 """
 
-import os
-
-os.environ["OPENBLAS_NUM_THREADS"] = "1"  # a product is one thread's reading; before numpy is imported
-
 import argparse
-from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 from time import perf_counter
 
-import numpy as np
-import numpy.typing as npt
-
 from edgespec.loading import open_model
 from edgespec_runtimes.cpu import CpuSession, default_threads
+from edgespec_runtimes.memory import memory_bandwidth
 
 ROWS = (1, 2, 8)
 PAST = 256
-FLOATS = 1 << 26  # 256 MB, more than any cache
-
-
-def bandwidth(data: npt.NDArray[np.float32], pool: ThreadPoolExecutor, threads: int) -> float:
-    """Gigabytes a second that ``threads`` read together, the best of four times."""
-    best = 0.0
-    for _ in range(4):
-        started = perf_counter()
-        list(pool.map(lambda part: float(np.dot(part, part)), np.array_split(data, threads)))
-        best = max(best, data.nbytes / (perf_counter() - started) / 1e9)
-    return best
 
 
 def passes(session: CpuSession) -> str:
@@ -57,13 +39,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     options = parser.parse_args()
     threads = default_threads()
-    data = np.ones(FLOATS, np.float32)
     session = CpuSession(open_model(options.target, "target"))
     print(f"| 1 thread, GB/s | {threads} threads | T(1), ms | T(2) | T(8) |\n|---|---|---|---|---|")
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in range(options.rounds):
-            one, all_of_them = bandwidth(data, pool, 1), bandwidth(data, pool, threads)
-            print(f"| {one:.1f} | {all_of_them:.1f} | {passes(session)} |", flush=True)
+    for _ in range(options.rounds):
+        one, together = memory_bandwidth(1) / 1e9, memory_bandwidth(threads) / 1e9
+        print(f"| {one:.1f} | {together:.1f} | {passes(session)} |", flush=True)
     session.close()
 
 

@@ -16,9 +16,9 @@ import json
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -26,6 +26,7 @@ import numpy as np
 from edgespec.engine import LoadOptions, Model
 from edgespec.prompts import Prompt, load_prompts
 from edgespec.results import Generation, GenerationStats
+from edgespec.sessions import Pair, Running
 from edgespec.trial import ask
 from edgespec_models.bundle import Bundle
 from edgespec_models.foreign import open_bundle
@@ -185,17 +186,17 @@ def replayed(
     clock, memo = Clock(args.noise), Memo(args.memo).load()
     recorded = Recorded(target.config.vocab_size, curve_of(args.target_ms), clock)
 
-    def session(bundle: Bundle, options: CpuOptions) -> Any:
-        if bundle is target:
-            return recorded
-        return Priced(bundle, options, (curve_of(args.drafter_ms), clock, memo))
-
-    def cost(session: Any, rows: Sequence[int] = (), **_: Any) -> CostCurve:
-        return curve_of(args.target_ms if session is recorded else args.drafter_ms)
+    def opened(target: Bundle, drafter: Bundle | None, options: CpuOptions) -> Pair:
+        first = Running(cast(Any, recorded), curve_of(args.target_ms), remembered=False)
+        if drafter is None:
+            return Pair(first, None, same_vocabulary=False)
+        curve = curve_of(args.drafter_ms)
+        session = Priced(drafter, replace(options, exact_rows=False), (curve, clock, memo))
+        same = drafter.tokenizer.matches(target.tokenizer)
+        return Pair(first, Running(session, curve, remembered=False), same)
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch("edgespec.engine.CpuSession", session))
-        stack.enter_context(mock.patch("edgespec.engine.measure_cost", cost))
+        stack.enter_context(mock.patch("edgespec.engine.open_pair", opened))
         for module in _CLOCKED:
             stack.enter_context(mock.patch(f"edgespec.{module}.perf_counter", clock))
         options = LoadOptions(max_draft=args.max_draft)

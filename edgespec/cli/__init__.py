@@ -23,6 +23,7 @@ COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
         "demo": "Pull two models and show how much faster they are.",
         "chat": "Talk with a model.",
         "generate": "Answer one prompt.",
+        "profile": "Measure what passes of a model cost on this machine.",
         "bench": "Measure plain against speculative decoding.",
         "verify": "Check that speculation does not change the output.",
         "models": "List the models of the catalogue.",

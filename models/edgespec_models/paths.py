@@ -5,7 +5,7 @@ from pathlib import Path
 
 import platformdirs
 
-__all__ = ["bundles_dir", "home", "model_name", "models_dir"]
+__all__ = ["bundles_dir", "home", "measurements_dir", "model_name", "models_dir"]
 
 
 def home() -> Path:
@@ -24,6 +24,11 @@ def models_dir() -> Path:
 def bundles_dir() -> Path:
     """Where bundles exported on first use lie."""
     return home() / "bundles"
+
+
+def measurements_dir() -> Path:
+    """Where it is kept what models cost on this machine. May be deleted at any time."""
+    return home() / "measurements"
 
 
 def model_name(folder: Path) -> str:

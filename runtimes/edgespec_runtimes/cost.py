@@ -1,16 +1,22 @@
-"""What a pass costs on this machine: T(n), measured."""
+"""What a pass costs on this machine: T(n), measured, and measured curves checked again later."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
+from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_runtimes.session import Session
 
-__all__ = ["CostCurve", "measure_cost"]
+__all__ = ["DEFAULT_ROWS", "CostCurve", "measure_cost", "recheck_cost"]
 
 DEFAULT_ROWS = (1, 2, 3, 4, 5, 6, 8)
 _REPEATS = 2
-_PAST = 64
+_PAST = 16
+_AGREE = 1.1  # two samples this near to each other were not disturbed, or both by the same
+_MORE_REPEATS = 4
+_CHECKS = 3
+_SHAPE_TOLERANCE = 1.35
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +25,11 @@ class CostCurve:
 
     Attributes:
         seconds_by_rows: measured points; steps and cliffs are kept as they are.
+        confirmed: whether a second sample came near every point, so that it is none that was disturbed.
     """
 
     seconds_by_rows: Mapping[int, float]
+    confirmed: bool = True
 
     def seconds(self, rows: int) -> float:
         """Cost of a pass over ``rows`` tokens: linear between measured points and, never falling, beyond."""
@@ -36,22 +44,84 @@ class CostCurve:
 
 
 def measure_cost(
-    session: Session, rows: Sequence[int] = DEFAULT_ROWS, repeats: int = _REPEATS, *, past: int = _PAST
+    session: Session,
+    rows: Sequence[int] = DEFAULT_ROWS,
+    repeats: int = _REPEATS,
+    *,
+    past: int = _PAST,
+    progress: ProgressCallback = ignore_progress,
 ) -> CostCurve:
     """Time passes over each number of rows behind ``past`` tokens, in turn, ``repeats`` times; the least.
 
     The session's sequence is replaced and forgotten. Disturbances of the machine only ever add time, so
-    the least is the nearest to what a pass costs.
+    the least is the nearest to what a pass costs. It is believed once a second sample comes near it: sizes
+    of which none does are timed again, at most four times more, and then the curve is not ``confirmed``.
     """
-    tokens = [index * 7919 % session.vocab_size for index in range(past + max(rows))]
+    tokens = _tokens(session, past + max(rows))
     session.prefill(tokens[:past])
     times: dict[int, list[float]] = {n: [] for n in rows}
-    for repeat in range(repeats + 1):
-        for n in rows:
-            started = perf_counter()
-            session.forward(tokens[past : past + n])
+    for repeat in range(repeats + 1 + _MORE_REPEATS):
+        unsettled = [n for n in rows if repeat <= repeats or not _settled(times[n])]
+        for n in unsettled:
+            seconds = _timed(session, tokens[past : past + n])
             if repeat:  # the first round binds and warms up
-                times[n].append(perf_counter() - started)
-            session.truncate(past)
+                times[n].append(seconds)
+        progress(Progress("Timing passes", min(repeat + 1, repeats + 1), repeats + 1, "rounds"))
+        if not unsettled:
+            break
     session.truncate(0)
-    return CostCurve({n: min(values) for n, values in times.items()})
+    confirmed = all(_settled(values) for values in times.values())
+    return CostCurve({n: min(values) for n, values in times.items()}, confirmed)
+
+
+def recheck_cost(session: Session, stored: CostCurve, rows: int) -> CostCurve | None:
+    """Bring a curve that was measured earlier on this machine to the machine's present state.
+
+    Two passes over one row and one over ``rows`` tell by what factors they changed. Where the factors agree
+    within a third, all points are scaled by that of the wide pass, which hangs on the processor's speed;
+    the single row, which hangs on memory too, takes the time it has now, and no pass costs less than it.
+    Samples that disagree are taken again, twice at most, since they may have been disturbed.
+
+    Args:
+        session: its sequence is replaced and forgotten.
+        stored: the earlier curve; it has a point for one row.
+        rows: the wide pass.
+
+    Returns:
+        The curve as it is now; None where its shape has changed: measure again.
+    """
+    tokens = _tokens(session, 1 + rows)
+    session.truncate(0)
+    session.forward(tokens[:1])  # warms up
+    least = {1: math.inf, rows: math.inf}
+    found = None
+    for _ in range(_CHECKS):
+        for n in (1, 1, rows):
+            least[n] = min(least[n], _timed(session, tokens[1 : 1 + n]))
+        single, wide = (least[n] / stored.seconds(n) for n in (1, rows))
+        if max(single, wide) <= _SHAPE_TOLERANCE * min(single, wide):
+            found = {n: max(t * wide, least[1]) for n, t in stored.seconds_by_rows.items()}
+            break
+    session.truncate(0)
+    return None if found is None else CostCurve(found | {1: least[1]})
+
+
+def _tokens(session: Session, count: int) -> list[int]:
+    """Tokens of many kinds; which they are makes no difference."""
+    return [index * 7919 % session.vocab_size for index in range(count)]
+
+
+def _timed(session: Session, tokens: Sequence[int]) -> float:
+    """Seconds of a pass over ``tokens``; the cache is left as it was."""
+    before = session.length
+    started = perf_counter()
+    session.forward(tokens)
+    seconds = perf_counter() - started
+    session.truncate(before)
+    return seconds
+
+
+def _settled(times: Sequence[float]) -> bool:
+    """Whether the least is confirmed; of a single sample nothing is asked."""
+    least = sorted(times)[:2]
+    return len(least) < 2 or least[1] <= _AGREE * least[0]

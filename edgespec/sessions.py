@@ -1,0 +1,138 @@
+"""From bundles to running models whose passes have a price: opened side by side, timed one after the other.
+
+Most of a load is ONNX Runtime repacking the target's weights, which holds no lock of Python's. The drafter
+and the tokenizers load meanwhile. What was found at an earlier load (:mod:`edgespec.measurements`) is not
+found out again: not whether the sessions can roll back, and T(n) takes a few passes instead of dozens.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from edgespec.measurements import Conditions, Measurement, recall, remember
+from edgespec_models.bundle import Bundle
+from edgespec_models.progress import ProgressCallback, ignore_progress
+from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve, measure_cost, recheck_cost
+from edgespec_runtimes.cpu import CpuOptions, CpuSession
+
+__all__ = ["DRAFTER_READING_ROWS", "Pair", "Running", "open_one", "open_pair"]
+
+DRAFTER_READING_ROWS = 32
+"""Reading a prompt costs a drafter per token what it costs in a pass of this size."""
+
+_DRAFTER_ROWS = (1, 2, DRAFTER_READING_ROWS)
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A model that runs, and what its passes cost.
+
+    Attributes:
+        session: the model.
+        curve: its T(n), now.
+        remembered: whether the curve is an earlier load's, checked, or was measured now.
+    """
+
+    session: CpuSession
+    curve: CostCurve
+    remembered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A target and its drafter.
+
+    Attributes:
+        target: the target.
+        drafter: the drafter; None without one.
+        same_vocabulary: whether both have the same tokens.
+    """
+
+    target: Running
+    drafter: Running | None
+    same_vocabulary: bool
+
+
+def open_pair(target: Bundle, drafter: Bundle | None, options: CpuOptions) -> Pair:
+    """Load a target and its drafter; whatever goes wrong, neither stays loaded.
+
+    Args:
+        target: the target's bundle.
+        drafter: the drafter's; None loads the target alone.
+        options: of the target; the drafter's are the same, without exact rows.
+
+    Raises:
+        EdgespecError: a tokenizer or graph that cannot be loaded, too little memory.
+    """
+    with _closed_on_failure() as opened:
+        # Leaving the pool waits for its thread, so that a session it opens late is closed too.
+        with ThreadPoolExecutor(1, thread_name_prefix="edgespec-load") as pool:
+            opening = pool.submit(_open, target, options, opened)
+            own = target.tokenizer
+            same = drafter is not None and drafter.tokenizer.matches(own)
+            second = None
+            if drafter is not None:
+                second = _open(drafter, replace(options, exact_rows=False), opened)
+            first = opening.result()
+        # Only now, when nothing else runs, do passes take their own time.
+        drafting = None if second is None else _timed(second, _DRAFTER_ROWS)
+        return Pair(_timed(first, DEFAULT_ROWS), drafting, same)
+
+
+def open_one(
+    bundle: Bundle,
+    options: CpuOptions,
+    rows: Sequence[int],
+    *,
+    progress: ProgressCallback = ignore_progress,
+) -> Running:
+    """Load one model; its curve has a point for each of ``rows``.
+
+    Raises:
+        EdgespecError: the graph cannot be loaded, too little memory.
+    """
+    with _closed_on_failure() as opened:
+        return _timed(_open(bundle, options, opened), rows, progress)
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A session and what an earlier load found out about it."""
+
+    session: CpuSession
+    conditions: Conditions
+    known: Measurement | None
+
+
+@contextmanager
+def _closed_on_failure() -> Iterator[list[CpuSession]]:
+    """A list of sessions that are closed if the block ends with an exception."""
+    opened: list[CpuSession] = []
+    try:
+        yield opened
+    except BaseException:
+        for session in opened:
+            session.close()
+        raise
+
+
+def _open(bundle: Bundle, options: CpuOptions, opened: list[CpuSession]) -> _Opened:
+    conditions = Conditions.of(bundle, options)
+    known = recall(conditions)
+    session = CpuSession(bundle, options, row_exact=None if known is None else known.row_exact)
+    opened.append(session)
+    return _Opened(session, conditions, known)
+
+
+def _timed(opened: _Opened, rows: Sequence[int], progress: ProgressCallback = ignore_progress) -> Running:
+    """The earlier curve if it still holds, else a new one, kept for the next load unless in doubt."""
+    session, known = opened.session, opened.known
+    if known is not None and known.curve.seconds_by_rows.keys() >= set(rows):
+        curve = recheck_cost(session, known.curve, max(rows))
+        if curve is not None:
+            return Running(session, curve, remembered=True)
+    curve = measure_cost(session, rows, progress=progress)
+    if curve.confirmed:
+        remember(opened.conditions, Measurement(session.row_exact, curve))
+    return Running(session, curve, remembered=False)

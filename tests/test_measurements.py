@@ -1,0 +1,165 @@
+"""What is kept between loads: read back as written, never an error, whatever lies there."""
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgespec import measurements
+from edgespec.measurements import Conditions, Measurement, forget, recall, remember
+from edgespec_runtimes.cost import CostCurve
+from edgespec_runtimes.cpu import CpuOptions, default_threads
+from tests.toy import tiny_bundle
+
+HERE = Conditions(
+    bundle="0123456789abcdef",
+    device="cpu",
+    threads=2,
+    spinning=True,
+    exact_rows=True,
+    machine={"cpu": "some", "cores": 2, "system": None},
+)
+FOUND = Measurement(True, CostCurve({1: 0.04, 2: 0.05, 8: 0.12}))
+
+points = st.dictionaries(st.integers(2, 99), st.floats(1e-9, 1e6), max_size=12)
+
+
+@settings(max_examples=30, deadline=None)  # a busy disk takes its time
+@given(points, st.floats(1e-9, 1e6), st.booleans())
+def test_what_is_remembered_is_recalled_to_the_bit(
+    more: dict[int, float], single: float, row_exact: bool
+) -> None:
+    found = Measurement(row_exact, CostCurve({1: single} | more))
+    remember(HERE, found)
+    assert recall(HERE) == found
+
+
+def test_nothing_is_known_before_and_after(own_measurements: Path) -> None:
+    assert recall(HERE) is None
+    forget(HERE)
+    assert not own_measurements.exists()
+    remember(HERE, FOUND)
+    assert [file.suffix for file in own_measurements.iterdir()] == [".json"]
+    assert HERE.path.parent == own_measurements and HERE.path.is_file()
+    forget(HERE)
+    assert recall(HERE) is None and list(own_measurements.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"bundle": "fedcba9876543210"},
+        {"device": "npu"},
+        {"threads": 1},
+        {"spinning": False},
+        {"exact_rows": False},
+        {"machine": HERE.machine | {"cpu": "another"}},
+        {"machine": HERE.machine | {"onnxruntime": "9.9"}},
+    ],
+)
+def test_other_conditions_have_a_file_of_their_own(other: dict[str, Any]) -> None:
+    remember(HERE, FOUND)
+    elsewhere = replace(HERE, **other)
+    assert recall(elsewhere) is None
+    remember(elsewhere, Measurement(False, CostCurve({1: 1.0})))
+    assert recall(HERE) == FOUND
+
+
+def _damage(**changes: Any) -> str:
+    remember(HERE, FOUND)
+    return json.dumps(json.loads(HERE.path.read_text(encoding="utf-8")) | changes)
+
+
+DAMAGE: dict[str, Callable[[], str]] = {
+    "nothing": lambda: "",
+    "no JSON": lambda: "{",
+    "a list": lambda: "[]",
+    "a number": lambda: "3",
+    "nested deep": lambda: "[" * 60_000,
+    "too large": lambda: _damage(more="x" * 70_000),
+    "another format": lambda: _damage(format=2),
+    "other conditions": lambda: _damage(conditions={"bundle": "another"}),
+    "no curve": lambda: _damage(seconds_by_rows=None),
+    "an empty curve": lambda: _damage(seconds_by_rows={}),
+    "without a single row": lambda: _damage(seconds_by_rows={"2": 0.1}),
+    "rows below one": lambda: _damage(seconds_by_rows={"0": 0.1, "1": 0.1}),
+    "rows that are words": lambda: _damage(seconds_by_rows={"1": 0.1, "two": 0.1}),
+    "no time at all": lambda: _damage(seconds_by_rows={"1": 0.0}),
+    "not a number": lambda: _damage(seconds_by_rows={"1": float("nan")}),
+    "for ever": lambda: _damage(seconds_by_rows={"1": float("inf")}),
+    "more than a float holds": lambda: _damage(seconds_by_rows={"1": 10**400}),
+    "a word": lambda: _damage(seconds_by_rows={"1": "fast"}),
+    "row_exact is no flag": lambda: _damage(row_exact="yes"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_what_is_damaged_or_foreign_is_ignored_and_written_anew(kind: str, own_measurements: Path) -> None:
+    text = DAMAGE[kind]()
+    own_measurements.mkdir(exist_ok=True)
+    HERE.path.write_text(text, encoding="utf-8")
+    assert recall(HERE) is None
+    remember(HERE, FOUND)
+    assert recall(HERE) == FOUND
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.binary(max_size=300))
+def test_no_bytes_are_an_error(noise: bytes) -> None:
+    HERE.path.parent.mkdir(exist_ok=True)
+    HERE.path.write_bytes(noise)
+    assert recall(HERE) is None
+
+
+def test_a_place_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    file.write_text("in the way", encoding="utf-8")
+    monkeypatch.setattr(measurements, "measurements_dir", lambda: file)
+    remember(HERE, FOUND)
+    assert recall(HERE) is None
+    forget(HERE)
+    assert file.read_text(encoding="utf-8") == "in the way"
+
+
+def test_a_folder_in_place_of_the_file_is_no_error() -> None:
+    HERE.path.mkdir(parents=True)
+    remember(HERE, FOUND)
+    assert recall(HERE) is None
+    forget(HERE)
+
+
+def test_those_who_read_while_others_write_see_whole_files(own_measurements: Path) -> None:
+    remember(HERE, FOUND)
+    wrong: list[object] = []
+
+    def write(count: int) -> None:
+        for index in range(1, 25):
+            remember(HERE, Measurement(True, CostCurve({n: count + index * n for n in range(1, 40)})))
+
+    def read() -> None:
+        wrong.extend("missing" for _ in range(100) if recall(HERE) is None)
+
+    threads = [threading.Thread(target=write, args=(count,)) for count in (100, 200)]
+    threads += [threading.Thread(target=read)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert len(list(own_measurements.iterdir())) == 1
+
+
+def test_conditions_are_those_that_passes_run_under(tmp_path: Path) -> None:
+    bundle = tiny_bundle(tmp_path / "m").bundle
+    conditions = Conditions.of(bundle, CpuOptions())
+    assert conditions.threads == default_threads()
+    assert conditions.machine["onnxruntime"] and conditions.machine["logical_cores"] >= 1
+    assert conditions == Conditions.of(bundle, CpuOptions(threads=default_threads()))
+    assert conditions != Conditions.of(bundle, CpuOptions(exact_rows=False))
+    assert json.loads(json.dumps(conditions.machine)) == conditions.machine
