@@ -24,8 +24,8 @@ def export(
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="A GGUF file, a Hugging Face directory (config.json, safetensors), or a catalogue name, "
-            "which is pulled first.",
+            help="A GGUF file, a Hugging Face directory (config.json, safetensors), a catalogue name, or a "
+            "model on the hub, hf:OWNER/REPO[/FILE.gguf][@REVISION]; what is named is pulled first.",
         ),
     ],
     out: Annotated[
@@ -106,6 +106,8 @@ def export(
 
         edgespec export ~/models/Llama-3.2-1B-Instruct -o target
 
+        edgespec export hf:HuggingFaceTB/SmolLM2-360M-Instruct -o target
+
         edgespec export qwen2.5-coder-1.5b-instruct -o target
 
         edgespec export SmolLM2-135M-Instruct.Q8_0.gguf -o drafter --role drafter --weights fast
@@ -166,9 +168,13 @@ def _quantization(
 
 def _locate(source: str, progress: ProgressCallback) -> tuple[Path, str | None]:
     """The checkpoint's file or directory, and the name the catalogue gives it."""
+    from edgespec.loading import locate_hub
     from edgespec_models.catalog import find
     from edgespec_models.download import pull
+    from edgespec_models.hub import PREFIX
 
+    if source.startswith(PREFIX):
+        return locate_hub(source, progress), None
     path = Path(source)
     if path.exists():
         return path, None
