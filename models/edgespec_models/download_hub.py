@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 from edgespec_models.catalog import HubFile
-from edgespec_models.download_job import Job, length
+from edgespec_models.download_job import Job, Wanted, length
 from edgespec_models.errors import DownloadError
 from edgespec_models.hub_http import LostError, Response, chunks, open_url, refuse_offline, refuse_status
 
@@ -17,7 +17,7 @@ __all__ = ["fetch_hub"]
 _FRUITLESS_ATTEMPTS = 2
 
 
-def fetch_hub(job: Job, source: HubFile) -> Path:
+def fetch_hub(job: Job[Wanted], source: HubFile) -> Path:
     """Download ``source`` next to the target; return the file, of the right size, digest unchecked.
 
     Raises:
@@ -44,7 +44,7 @@ def fetch_hub(job: Job, source: HubFile) -> Path:
     return target
 
 
-def _receive(job: Job, source: HubFile, target: Path) -> str:
+def _receive(job: Job[Wanted], source: HubFile, target: Path) -> str:
     """Append what one connection brings; return why it ended."""
     size = job.entry.size_bytes
     start = length(target)
@@ -69,7 +69,7 @@ def _receive(job: Job, source: HubFile, target: Path) -> str:
     return "the server closed it early"
 
 
-def _open(job: Job, source: HubFile, start: int) -> Response:
+def _open(job: Job[Wanted], source: HubFile, start: int) -> Response:
     """The hub's answer to a request for the file from byte ``start`` on, its body unread."""
 
     def address(endpoint: str | None) -> str:
@@ -80,7 +80,7 @@ def _open(job: Job, source: HubFile, start: int) -> Response:
     return open_url(address, job.check_cancelled, start)
 
 
-def _refuse_other_file(response: Response, job: Job, source: HubFile) -> None:
+def _refuse_other_file(response: Response, job: Job[Wanted], source: HubFile) -> None:
     """Refuse by what the headers announce, before hundreds of megabytes tell the same.
 
     The hub announces a large file's SHA-256 as ``X-Linked-ETag``, on the answer that redirects to

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from edgespec_models.errors import Cancelled, DownloadError
 from edgespec_models.progress import Progress, ProgressCallback
@@ -31,11 +31,14 @@ class Wanted(Protocol):
         """In lower-case hex; empty where it is not known beforehand."""
 
 
+WantedT = TypeVar("WantedT", bound=Wanted, covariant=True)
+
+
 @dataclass(frozen=True, slots=True)
-class Job:
+class Job(Generic[WantedT]):
     """One file being pulled into ``folder``."""
 
-    entry: Wanted
+    entry: WantedT
     folder: Path
     progress: ProgressCallback
     notify: Callable[[str], None]
@@ -78,7 +81,7 @@ def length(path: Path) -> int:
         return 0
 
 
-def digest_of(job: Job, path: Path) -> str:
+def digest_of(job: Job[Wanted], path: Path) -> str:
     """The file's SHA-256 in lower-case hex."""
     digest = hashlib.sha256()
     done = 0
@@ -91,7 +94,7 @@ def digest_of(job: Job, path: Path) -> str:
 
 
 @contextmanager
-def alone(job: Job) -> Iterator[None]:
+def alone(job: Job[Wanted]) -> Iterator[None]:
     """Hold the lock of this file, waiting for another process that is pulling it."""
     import filelock
 
@@ -113,7 +116,7 @@ def alone(job: Job) -> Iterator[None]:
 
 
 @contextmanager
-def file_errors(job: Job) -> Iterator[None]:
+def file_errors(job: Job[Wanted]) -> Iterator[None]:
     """Turn errors of the file system into DownloadError."""
     try:
         yield

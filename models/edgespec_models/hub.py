@@ -148,7 +148,7 @@ def _unreachable(reference: HubReference, error: DownloadError) -> DownloadError
 
 
 def _fetch_all(
-    job: Job, reference: HubReference, listing: Listing, check: Callable[[Path], object] | None
+    job: Job[RemoteFile], reference: HubReference, listing: Listing, check: Callable[[Path], object] | None
 ) -> Iterator[RemoteFile]:
     """Fetch what is missing; yields every file of the model."""
     job = replace(job, folder=reference.folder / "snapshots" / listing.commit)
@@ -185,7 +185,7 @@ def _weights(folder: Path, listing: Listing) -> list[RemoteFile]:
     return [listing.file(name) for name in sorted({weight_map.text(key) for key in weight_map.keys})]
 
 
-def _fetch(job: Job, file: RemoteFile, listing: Listing) -> None:
+def _fetch(job: Job[RemoteFile], file: RemoteFile, listing: Listing) -> None:
     """Put one file in place, unless it is there with the right digest."""
     job, path = replace(job, entry=file), job.folder / file.filename
     if path.is_file() and length(path) == file.size_bytes and file.is_right(path, digest_of(job, path)):
