@@ -5,7 +5,7 @@ compares its logits with what transformers computed for the same weights where a
 (``tests/golden_hf``), else a pass over all tokens with passes over few, and generates 16 tokens plain and
 with n-grams of the text. Prints a Markdown table and exits with 1 if anything differs: with float weights
 logits by more than 2e-5 of their standard deviation, otherwise tokens, where the bundle says that its rows
-are exact. ``--catalogue NAME`` does the same with a model of the catalogue that is pulled.
+are exact. ``--catalogue NAME`` does the same with models of the catalogue, pulled and exported as by default.
 """
 
 import argparse
@@ -57,9 +57,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Row:
-    """What came of one source; ``difference`` is of float logits, in their standard deviations."""
+    """What came of one source; ``difference`` is of logits, in their standard deviations."""
 
     source: Source
+    against: str
     formats: str
     difference: float
     row_exact: bool
@@ -173,7 +174,18 @@ def check(source: Source, out: Path, started: float) -> Row:
     far, exact = difference(bundle, source.golden)
     same, drafted = generate(out)
     formats = ", ".join(sorted(bundle.manifest.formats))
-    return Row(source, formats, far, exact, drafted, same, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    return Row(source, reference_of(source, bundle), formats, far, exact, drafted, same, seconds)
+
+
+def reference_of(source: Source, bundle: Bundle) -> str:
+    """What the logits are compared with, and what an export with a stored reference measured."""
+    if source.golden is not None:
+        return "transformers"
+    parity = bundle.report().get("parity")
+    if parity is None:
+        return "itself"
+    return f"itself; transformers: KL {parity['kl']:.4f}, top-1 {parity['top1_agreement']:.3f}"
 
 
 def pulled(names: Sequence[str]) -> Iterator[Row]:
@@ -204,9 +216,8 @@ def main() -> None:
     print("| same bits for any rows | same 16 tokens | s |\n|---|---|---|---|---|---|---|---|")
     failed = []
     for row in rows(options.catalogue):
-        against = "transformers" if row.source.golden else "itself"
         words = ["yes" if value else "no" for value in (row.row_exact, row.same)]
-        known = f"{row.source.kind} | {row.source.architecture} | {row.formats} | {against}"
+        known = f"{row.source.kind} | {row.source.architecture} | {row.formats} | {row.against}"
         found = f"{row.difference:.1e} | {words[0]} | {words[1]}, {row.drafted} drafted | {row.seconds:.1f}"
         print(f"| {known} | {found} |", flush=True)
         failed += [row.source.kind] if row.failed else []

@@ -25,7 +25,7 @@ __all__ = ["calibration_tokens", "quantize_cache"]
 
 _MARGIN = np.float32(1.25)
 _LARGEST_CODE = np.float32(127)
-_LARGEST_STEP = np.float32(0.5)
+_LARGEST_STEP = np.float32(1)
 _SCALE_INPUTS = 12  # GroupQueryAttention's k_scale; v_scale is the next
 _PAST, _PRESENT = "past_key_values.", "present."
 _TEXTS = (
