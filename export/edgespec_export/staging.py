@@ -85,4 +85,4 @@ def storage_errors(out: Path) -> Iterator[None]:
             raise StorageError(
                 f"the disk that holds {out.parent} is full; free space and export again"
             ) from error
-        raise StorageError(f"cannot write {out}: {error}") from error
+        raise StorageError(f"cannot write the bundle {out}: {error}") from error
