@@ -72,8 +72,8 @@ def load(
 
     Args:
         target: a bundle's directory, one that onnxruntime-genai's builder, mobius or Optimum wrote (run as it
-            is), a catalogue name (pulled and exported at first use), a GGUF file, or a Hugging Face directory
-            (``config.json`` and safetensors).
+            is), a GGUF file, a Hugging Face directory (``config.json`` and safetensors), a catalogue name, or
+            ``hf:OWNER/REPO`` on the hub. Names are pulled, checkpoints exported, at first use.
         drafter: the same; ``"auto"`` takes the catalogue's recommendation, ``"ngram"`` drafts from the text
             alone, None is plain decoding.
         options: threads and limits.

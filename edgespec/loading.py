@@ -1,11 +1,13 @@
 """From what a user names to a bundle on disk.
 
-A bundle, a directory that another exporter wrote, a GGUF file, a Hugging Face directory, or a catalogue
-name. Checkpoints are exported into the cache at first use; catalogue models are pulled before.
+A bundle, a directory that another exporter wrote, a GGUF file, a Hugging Face directory, a catalogue name,
+or ``hf:OWNER/REPO``. Checkpoints are exported into the cache at first use; models that are named are pulled
+before.
 """
 
 import hashlib
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,14 +18,16 @@ from edgespec_models.bundle import MANIFEST, Bundle, Role
 from edgespec_models.catalog import entries, find
 from edgespec_models.download import pull
 from edgespec_models.errors import BundleError, ModelFileError
+from edgespec_models.facts import Facts
 from edgespec_models.foreign import is_model, open_bundle
+from edgespec_models.hub import PREFIX, HubReference, pull_hub, pulled_hub
 from edgespec_models.paths import bundles_dir, model_name
 from edgespec_models.progress import ProgressCallback, ignore_progress
 
 if TYPE_CHECKING:
     from edgespec_export.export import ExportOptions
 
-__all__ = ["NGRAM", "open_model", "recommended_drafter"]
+__all__ = ["NGRAM", "locate_hub", "open_model", "pull_checked", "recommended_drafter"]
 
 _HF_CONFIG = "config.json"
 _LOG = logging.getLogger("edgespec")
@@ -43,16 +47,20 @@ def open_model(
 
     Args:
         reference: a bundle's directory, one that onnxruntime-genai's builder, mobius or Optimum wrote, a
-            Hugging Face directory (``config.json``, safetensors), a GGUF file, or a catalogue name.
+            Hugging Face directory (``config.json``, safetensors), a GGUF file, a catalogue name, or a model
+            on the hub: ``hf:OWNER/REPO[/FILE.gguf][@REVISION]``, which is asked for at first use only.
         role: what a new export is for.
         weights: policy of a new export; None takes the default.
         progress: told of downloads and exports.
 
     Raises:
         CatalogueError: neither a path nor a name of the catalogue.
-        EdgespecError: whatever keeps the model from being pulled, exported or opened.
+        DownloadError: what was named cannot be pulled.
+        EdgespecError: whatever else keeps the model from being pulled, exported or opened.
     """
     path = Path(reference)
+    if str(reference).startswith(PREFIX):
+        path = locate_hub(str(reference), progress)
     is_source = (path / _HF_CONFIG).is_file() and not is_model(path)
     if path.is_dir() and not is_source:
         return open_bundle(path)
@@ -69,6 +77,34 @@ def open_model(
     if existing is not None:
         return existing
     return _export(pull(entry, progress=progress, notify=_LOG.warning), folder, options, progress)
+
+
+def locate_hub(reference: str, progress: ProgressCallback) -> Path:
+    """The checkpoint that ``hf:OWNER/REPO[/FILE.gguf][@REVISION]`` names, pulled unless it is here already.
+
+    A model that edgespec cannot export is refused before its weights are fetched.
+
+    Raises:
+        RequestError: of another form.
+        DownloadError: it cannot be pulled.
+        UnsupportedModelError: of an architecture or with a feature that edgespec lacks.
+        ModelFileError: no checkpoint in safetensors.
+    """
+    parsed = HubReference.parse(reference)
+    return pulled_hub(parsed) or pull_checked(parsed, progress=progress, notify=_LOG.warning)
+
+
+def pull_checked(
+    reference: HubReference, *, progress: ProgressCallback, notify: Callable[[str], None]
+) -> Path:
+    """Bring a model of the hub up to date; raises as :func:`locate_hub` does."""
+    return pull_hub(reference, check=_check_config, progress=progress, notify=notify)
+
+
+def _check_config(folder: Path) -> None:
+    from edgespec_export.hf_config import read_config
+
+    read_config(Facts.read(folder / _HF_CONFIG))
 
 
 def recommended_drafter(target: Bundle) -> str:

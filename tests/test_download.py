@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from edgespec_models.catalog import CatalogueEntry, HubFile, IndexPart, IndexParts, find
 from edgespec_models.download import check, is_pulled, model_path, pull
-from edgespec_models.download_hub import _LostError, _within
 from edgespec_models.download_index import _joined
 from edgespec_models.errors import Cancelled, DownloadError
+from edgespec_models.hub_http import LostError, within
 from edgespec_models.progress import Progress
 from tests.hub_stand_in import Hub, running_hub, write_wheel
 
@@ -314,8 +314,8 @@ def test_an_answer_that_comes_too_late_is_closed() -> None:
         late.wait(10)
         return SimpleNamespace(close=closed.set)
 
-    with pytest.raises(_LostError, match=r"no answer within 0\.2 s"):
-        _within(0.2, send, lambda: None)
+    with pytest.raises(LostError, match=r"no answer within 0\.2 s"):
+        within(0.2, send, lambda: None)
     late.set()
     assert closed.wait(10)
 

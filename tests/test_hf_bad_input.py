@@ -41,7 +41,7 @@ def config_after(folder: Path, change: dict[str, Any], case: str = "llama") -> M
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba"}, r"'mamba'.*llama, mistral.*optimum-cli"),
+        ({"model_type": "mamba"}, r"'mamba'.*llama, mistral.*--via optimum"),
         ({"model_type": "absent"}, "model type ''"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized already .gptq.*GGUF"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized already .fp8"),

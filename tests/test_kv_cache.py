@@ -10,11 +10,11 @@ import pytest
 
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.kv_cache import calibration_tokens, quantize_cache
-from edgespec_export.pieces import cache_extremes, cut
+from edgespec_export.pieces import cache_statistics, cut
 from edgespec_models.bundle import GRAPH, MANIFEST, Bundle
 from edgespec_models.errors import BundleError, RequestError
 from edgespec_runtimes.cpu import CpuSession
-from tests.gguf_for_tests import ARCHITECTURES, tiny_gguf
+from tests.gguf_for_tests import ARCHITECTURES, HEAD_DIM, tiny_gguf
 from tests.toy import GEMMA, LLAMA, tiny_bundle
 
 TOKENS = [5, 17, 300, 2, 2, 41, 17, 300, 99, 250, 7, 63, 11, 380]
@@ -64,9 +64,10 @@ def test_the_bundle_says_so(tmp_path: Path) -> None:
     del facts["kv"]  # bundles made before there was a choice
     (bundle.path / MANIFEST).write_text(json.dumps(facts), encoding="utf-8")
     assert Bundle(bundle.path).manifest.kv == "float32"
-    (bundle.path / MANIFEST).write_text(json.dumps(facts | {"kv": "int3"}), encoding="utf-8")
-    with pytest.raises(BundleError, match="int3"):
-        Bundle(bundle.path)
+    for damage in ({"kv": "int3"}, {"float_kv_layers": 7}, {"float_kv_layers": [99]}):
+        (bundle.path / MANIFEST).write_text(json.dumps(facts | damage), encoding="utf-8")
+        with pytest.raises(BundleError, match="is damaged"):
+            Bundle(bundle.path)
 
 
 def test_another_type_is_refused(tmp_path: Path) -> None:
@@ -79,16 +80,63 @@ def test_scales_cover_what_the_cache_held(tmp_path: Path, config: object) -> Non
     bundle = tiny_bundle(tmp_path / "b", config).bundle  # type: ignore[arg-type]
     texts = calibration_tokens(bundle.tokenizer, bundle.manifest.special_tokens)
     texts = [[token % bundle.config.vocab_size for token in tokens[:50]] for tokens in texts]
-    whole = cache_extremes(cut(bundle.path / GRAPH), bundle.config, texts, even_rows=False)
-    in_pieces = cache_extremes(cut(bundle.path / GRAPH, 1), bundle.config, texts, even_rows=False)
+    whole = cache_statistics(cut(bundle.path / GRAPH), bundle.config, texts, even_rows=False)
+    in_pieces = cache_statistics(cut(bundle.path / GRAPH, 1), bundle.config, texts, even_rows=False)
     assert whole.keys() == in_pieces.keys() and len(whole) == 2 * bundle.config.num_layers
-    quantize_cache(bundle.path / GRAPH, bundle.config, texts, even_rows=False)
+    assert quantize_cache(bundle.path / GRAPH, bundle.config, texts, even_rows=False) == ()
     model = onnx.load(str(bundle.path / GRAPH), load_external_data=False)
     scales = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer if "past" in t.name}
-    for name, largest in whole.items():
-        np.testing.assert_allclose(in_pieces[name], largest, rtol=1e-5)
-        assert largest.shape == (bundle.config.num_kv_heads, bundle.config.head_dim)
-        assert (scales[f"{name}.scale"] * 127 >= largest.ravel()).all()
+    for name, seen in whole.items():
+        np.testing.assert_allclose(in_pieces[name].largest, seen.largest, rtol=1e-5)
+        np.testing.assert_allclose(in_pieces[name].spread, seen.spread, rtol=1e-4)
+        assert seen.largest.shape == (bundle.config.num_kv_heads, bundle.config.head_dim)
+        assert (seen.spread <= seen.largest).all()
+        assert (scales[f"{name}.scale"] * 127 >= seen.largest.ravel()).all()
+
+
+def outlying(folder: Path, layers: tuple[int, ...]) -> Path:
+    """A model whose keys have a channel with a huge bias in some layers, as Qwen2.5-0.5B's first."""
+    source = tiny_gguf("qwen2", "Q8_0")
+    for layer in layers:
+        kind, raw = source.tensors[f"blk.{layer}.attn_k.bias"]
+        bias = raw.copy()
+        bias[HEAD_DIM - 1] = 400.0  # the channel that turns slowest
+        source.tensors[f"blk.{layer}.attn_k.bias"] = (kind, bias)
+    return source.write(folder / "m.gguf")
+
+
+@pytest.mark.parametrize("layers", [(), (1,), (0, 1)])
+def test_layers_with_keys_too_unequal_stay_float(tmp_path: Path, layers: tuple[int, ...]) -> None:
+    source = outlying(tmp_path, layers)
+    report = export_model(source, tmp_path / "out", options=ExportOptions(kv="int8"))
+    assert report.row_exact
+    manifest = Bundle(tmp_path / "out").manifest
+    assert manifest.float_kv_layers == layers
+    session = CpuSession(Bundle(tmp_path / "out"))
+    together = session.forward(TOKENS).copy()
+    session.truncate(4)
+    apart = np.concatenate([session.forward(TOKENS[at : at + 1]).copy() for at in range(4, len(TOKENS))])
+    np.testing.assert_array_equal(apart, together[4:])
+    rows = session.kv_bytes // manifest.kv_bytes_per_token
+    assert session.kv_bytes == rows * manifest.kv_bytes_per_token
+    count = manifest.config.num_layers
+    share = (count - len(layers) + 4 * len(layers)) / (4 * count)
+    assert manifest.kv_bytes_per_token == share * manifest.config.kv_bytes_per_token
+    session.close()
+
+
+def test_rounding_them_all_the_same_would_cost_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = outlying(tmp_path, (0,))
+    logits = {}
+    for name, limit in (("float32", 1), ("int8", 1), ("all int8", np.inf)):
+        monkeypatch.setattr("edgespec_export.kv_cache._LARGEST_STEP", np.float32(limit))
+        kv = "float32" if name == "float32" else "int8"
+        export_model(source, tmp_path / name, options=ExportOptions(kv=kv))  # type: ignore[arg-type]
+        session = CpuSession(Bundle(tmp_path / name))
+        logits[name] = session.forward(TOKENS).copy()
+        session.close()
+    far = {name: np.abs(rows - logits["float32"]).max() for name, rows in logits.items()}
+    assert 0 < 3 * far["int8"] < far["all int8"]
 
 
 def test_calibration_texts_begin_as_prompts_do(tmp_path: Path) -> None:

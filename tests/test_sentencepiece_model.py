@@ -1,8 +1,6 @@
 """``tokenizer.model`` files, compared with the ``sentencepiece`` package; and what lies beside them."""
 
-import io
 import json
-from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -17,30 +15,11 @@ from edgespec_models.bundle import Bundle
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.tokenizer import Tokenizer
 from tests.hf_for_tests import config_of, write_checkpoint
+from tests.sentencepiece_for_tests import trained
 from tests.tokenizers_for_tests import CORPUS
 
 KINDS = ("bpe", "unigram")
 TEXTS = (*CORPUS, "", " ", "a", "   runs   of spaces ", "<s>[INST] x </s>", "Ω unseen ✓", "line\nbreak\ttab")
-
-
-@lru_cache
-def trained(kind: str, rule: str = "identity", *, prefix: bool = True, extra: bool = False) -> bytes:
-    """A SentencePiece model; ``extra`` removes superfluous spaces."""
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter((*CORPUS, "a < b > c / d") * 4),  # what control tokens are spelled with
-        model_writer=model,
-        model_type=kind,
-        vocab_size=318,
-        byte_fallback=True,
-        normalization_rule_name=rule,
-        remove_extra_whitespaces=extra,
-        add_dummy_prefix=prefix,
-        user_defined_symbols=["<sep>"],
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
-    return model.getvalue()
 
 
 def both(tmp_path: Path, model: bytes) -> tuple[Tokenizer, sentencepiece.SentencePieceProcessor]:

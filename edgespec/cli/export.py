@@ -1,12 +1,13 @@
 """``edgespec export``: a checkpoint in, a bundle out."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
 from edgespec.cli.answers import print_json
-from edgespec.cli.console import note, output, progress_bars
+from edgespec.cli.console import note, output, progress_bars, size
 from edgespec.cli.inspect import show_report
 from edgespec.cli.options import JsonFlag
 from edgespec_models.errors import ModelFileError, RequestError
@@ -24,8 +25,8 @@ def export(
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="A GGUF file, a Hugging Face directory (config.json, safetensors), or a catalogue name, "
-            "which is pulled first.",
+            help="A GGUF file, a Hugging Face directory (config.json, safetensors), a catalogue name, or a "
+            "model on the hub, hf:OWNER/REPO[/FILE.gguf][@REVISION]; what is named is pulled first.",
         ),
     ],
     out: Annotated[
@@ -97,6 +98,19 @@ def export(
     hidden_states: Annotated[
         bool, typer.Option("--hidden-states", help="Add the last hidden state as an output.")
     ] = False,
+    via: Annotated[
+        Literal["edgespec", "optimum"],
+        typer.Option(
+            help="Who builds the graph. Optimum knows more architectures; its graph is taken as it is, in "
+            "floating point, and copies its KV cache in every pass."
+        ),
+    ] = "edgespec",
+    optimum_cli: Annotated[
+        str,
+        typer.Option(
+            "--optimum-cli", metavar="PROGRAM", help="Optimum's command, in an environment of its own."
+        ),
+    ] = "optimum-cli",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a bundle that is there.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -105,6 +119,8 @@ def export(
     Examples:
 
         edgespec export ~/models/Llama-3.2-1B-Instruct -o target
+
+        edgespec export hf:HuggingFaceTB/SmolLM2-360M-Instruct -o target
 
         edgespec export qwen2.5-coder-1.5b-instruct -o target
 
@@ -115,11 +131,20 @@ def export(
         edgespec export model.gguf -o small --bits 4 --block-size 64 --method k-quant --mixed sensitive
 
         edgespec export qwen2.5-coder-1.5b-instruct -o long --kv int8
+
+        edgespec export ~/models/pythia-160m -o pythia --via optimum --optimum-cli optimum/bin/optimum-cli
     """
     from edgespec_export.export import ExportOptions, export_model
     from edgespec_export.trim import TrimOptions
 
     quantization = _quantization(bits, block_size, method, mixed, minimums)
+    if via == "optimum":
+        words: dict[str, object] = {"--weights": weights, "--trim-vocab": trim_vocab, "--name": name}
+        words |= {"--bits": quantization, "--calibration": calibration, "--calibrate-with": calibrate_with}
+        words |= {"--kv": kv == "int8", "--hidden-states": hidden_states, "--role": role == "drafter"}
+        _refuse_with_optimum([word for word, value in words.items() if value])
+        _via_optimum(source, out, program=optimum_cli, overwrite=overwrite, as_json=as_json)
+        return
     with progress_bars() as progress:
         file, known_as = _locate(source, progress)
         options = ExportOptions(
@@ -139,6 +164,38 @@ def export(
         return
     output().print(f"{out}", markup=False, soft_wrap=True)
     show_report(value)
+
+
+def _refuse_with_optimum(options: list[str]) -> None:
+    if options:
+        raise RequestError(
+            f"--via optimum takes the graph as Optimum writes it, for targets and drafters alike; leave out "
+            f"{', '.join(options)} (--bits stands for all that quantizes)"
+        )
+
+
+def _via_optimum(source: str, out: Path, *, program: str, overwrite: bool, as_json: bool) -> None:
+    from edgespec_export.optimum import export_with_optimum
+    from edgespec_models.hub import PREFIX, HubReference, pull_hub, pulled_hub
+
+    with progress_bars() as progress:
+        folder = Path(source)
+        if source.startswith(PREFIX):
+            reference = HubReference.parse(source)
+            folder = pulled_hub(reference) or pull_hub(reference, progress=progress, notify=note)
+        report = export_with_optimum(folder, out, program=program, overwrite=overwrite, progress=progress)
+    if as_json:
+        print_json({"path": str(out), **report.to_json()})
+        return
+    cache = "copied in every pass (the graph concatenates)" if report.copies_cache else "written in place"
+    exact = (
+        "yes" if report.row_exact else "no: where two tokens are nearly equally likely, answers may differ"
+    )
+    say = partial(output().print, markup=False, soft_wrap=True)
+    say(f"{out}: {report.architecture}, {size(report.bytes)}, from {size(report.source_bytes)}")
+    say(f"  KV cache: {cache}")
+    say(f"  same bits for any rows: {exact}")
+    say(f"  export: {report.seconds:.1f} s, by Optimum; not compared with its source")
 
 
 def _trim_size(value: str | None) -> "TrimSize | None":
@@ -166,9 +223,13 @@ def _quantization(
 
 def _locate(source: str, progress: ProgressCallback) -> tuple[Path, str | None]:
     """The checkpoint's file or directory, and the name the catalogue gives it."""
+    from edgespec.loading import locate_hub
     from edgespec_models.catalog import find
     from edgespec_models.download import pull
+    from edgespec_models.hub import PREFIX
 
+    if source.startswith(PREFIX):
+        return locate_hub(source, progress), None
     path = Path(source)
     if path.exists():
         return path, None

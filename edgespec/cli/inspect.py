@@ -90,7 +90,8 @@ def _facts(bundle: "Bundle", verified: bool) -> "Table":
     table.add_row("vocabulary", f"{config.vocab_size:,}")
     table.add_row("context", f"{config.context_length:,} tokens, {size(manifest.kv_bytes_per_token)} each")
     table.add_row("weights", manifest.weights)
-    table.add_row("KV cache", manifest.kv)
+    floats = ", ".join(map(str, manifest.float_kv_layers))
+    table.add_row("KV cache", manifest.kv + (f", float32 in the layers {floats}" if floats else ""))
     table.add_row(
         "read in a pass", f"{size(manifest.bytes_per_pass)}, {manifest.parameters_per_pass:,} weights"
     )

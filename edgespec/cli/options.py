@@ -38,7 +38,7 @@ Target = Annotated[
     typer.Argument(
         metavar="TARGET",
         help="A bundle's directory, one made for onnxruntime-genai or by Optimum, a GGUF file, a Hugging "
-        "Face directory, or a name that 'edgespec models' lists.",
+        "Face directory, a name that 'edgespec models' lists, or hf:OWNER/REPO on the hub.",
     ),
 ]
 Drafter = Annotated[

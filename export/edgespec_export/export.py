@@ -1,15 +1,9 @@
 """From a checkpoint to a bundle: plan, write, check, place."""
 
-import errno
-import glob
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -17,10 +11,10 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
-import psutil
 
 from edgespec_export.quantization import Quantization
 from edgespec_export.report import ExportReport, FormatLoss
+from edgespec_export.staging import check_place, place, staging, storage_errors
 from edgespec_export.trim import Tokens, Trim, TrimOptions
 from edgespec_models.bundle import (
     GRAPH,
@@ -36,7 +30,7 @@ from edgespec_models.bundle import (
     Role,
 )
 from edgespec_models.config import ModelConfig
-from edgespec_models.errors import EdgespecError, ModelFileError, ParityError, RequestError, StorageError
+from edgespec_models.errors import EdgespecError, ParityError, RequestError
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
 from edgespec_runtimes.memory import peak_memory_bytes
@@ -99,9 +93,9 @@ def export_model(
     _require_extra()
     _check_request(source, out, options)
     started = perf_counter()
-    with _storage_errors(out), _staging(out) as folder:
+    with storage_errors(out), staging(out) as folder:
         report = _build(source, folder, options, progress, started)
-        _place(folder, out)
+        place(folder, out)
     return report
 
 
@@ -181,8 +175,8 @@ def _write(
         by_class = write_weights(model, plan, checkpoint, folder, progress)
         onnx_ir.save(model, folder / GRAPH)
         even_rows = any(part.format.even_rows for spec in plan.linears.values() for part in spec.parts)
-        if options.kv == "int8":
-            _quantize_cache(folder, checkpoint.config, special, even_rows)
+        int8 = options.kv == "int8"
+        float_kv_layers = _quantize_cache(folder, checkpoint.config, special, even_rows) if int8 else ()
         losses = measure_losses(plan, checkpoint)
         manifest = Manifest(
             name=options.name or checkpoint.model_name,
@@ -198,6 +192,7 @@ def _write(
             provenance={"source": source.resolve().name, "sha256": digest, "edgespec": version("edgespec")},
             files={file.name: FileRecord.of(file) for file in sorted(folder.iterdir())},
             kv=options.kv,
+            float_kv_layers=float_kv_layers,
             head_rows=None if kept is None else len(kept),
         )
         source_bytes = sum(file.stat().st_size for file in checkpoint.files)
@@ -205,12 +200,14 @@ def _write(
     return manifest, losses, source_bytes
 
 
-def _quantize_cache(folder: Path, config: ModelConfig, special: SpecialTokens, even_rows: bool) -> None:
+def _quantize_cache(
+    folder: Path, config: ModelConfig, special: SpecialTokens, even_rows: bool
+) -> tuple[int, ...]:
     from edgespec_export.kv_cache import calibration_tokens, quantize_cache
 
     tokenizer = Tokenizer.from_file(folder / TOKENIZER, vocab_size=config.vocab_size)
     texts = calibration_tokens(tokenizer, special)
-    quantize_cache(folder / GRAPH, config, texts, even_rows=even_rows)
+    return quantize_cache(folder / GRAPH, config, texts, even_rows=even_rows)
 
 
 def _write_texts(checkpoint: "Checkpoint", folder: Path) -> None:
@@ -317,59 +314,4 @@ def _check_request(source: Path, out: Path, options: ExportOptions) -> None:
             f"weights={options.weights!r} and quantization {options.quantization.name!r} exclude each other; "
             "give a policy, or bits, block size and method"
         )
-    if not source.exists():
-        raise ModelFileError(
-            f"{source} does not exist; give a GGUF file, a Hugging Face directory or a catalogue name"
-        )
-    if not out.exists():
-        return
-    if not options.overwrite:
-        raise RequestError(f"{out} exists; choose another directory or ask to overwrite it")
-    if not out.is_dir() or (any(out.iterdir()) and not (out / MANIFEST).is_file()):
-        raise RequestError(f"{out} is not a bundle; it will not be overwritten")
-    if out.resolve() in (source.resolve(), *source.resolve().parents):
-        raise RequestError(f"{out} holds the source {source.name}, which overwriting would delete")
-
-
-@contextmanager
-def _staging(out: Path) -> Iterator[Path]:
-    """A folder beside ``out`` to build in; gone afterwards unless it was moved away."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f".{out.name}.partial-"
-    for stale in out.parent.glob(f"{glob.escape(prefix)}*"):
-        pid = stale.name.removeprefix(prefix).partition("-")[0]
-        if not (pid.isdigit() and psutil.pid_exists(int(pid))):
-            shutil.rmtree(stale, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=out.parent))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _place(folder: Path, out: Path) -> None:
-    """Move the finished bundle to ``out``, replacing one that is there."""
-    folder.chmod(0o755)  # mkdtemp makes it private
-    if out.exists():
-        old = folder.with_name(folder.name + "-old")
-        out.rename(old)
-        try:
-            folder.rename(out)
-        except BaseException:
-            old.rename(out)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        folder.rename(out)
-
-
-@contextmanager
-def _storage_errors(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise StorageError(
-                f"the disk that holds {out.parent} is full; free space and export again"
-            ) from error
-        raise StorageError(f"cannot write the bundle {out}: {error}") from error
+    check_place(source, out, overwrite=options.overwrite, replaceable=(out / MANIFEST).is_file)

@@ -95,9 +95,8 @@ def _architecture(facts: Facts) -> Architecture:
     if found not in HF_ARCHITECTURES:
         raise UnsupportedModelError(
             f"{facts.where} is of the model type {found!r}. edgespec exports these from Hugging Face "
-            f"checkpoints: {', '.join(HF_ARCHITECTURES)}. Of other decoders it runs what Optimum exports: "
-            "optimum-cli export onnx --model DIR --task text-generation-with-past OUT, in an environment of "
-            "its own."
+            f"checkpoints: {', '.join(HF_ARCHITECTURES)}. Other decoders go through Optimum: edgespec export "
+            "SOURCE -o OUT --via optimum."
         )
     if facts.value("quantization_config") is not None or facts.value("compression_config") is not None:
         method = facts.section("quantization_config").text("quant_method", "an unknown method")

@@ -3,6 +3,10 @@
 ONNX Runtime's GroupQueryAttention keeps keys and values as int8 with one constant scale per channel of
 a head. The scales come from running the finished graph, piece by piece, over the texts below; what lies
 beyond the largest magnitude seen there, and a margin, is clipped.
+
+Models whose keys have a bias (Qwen2, Qwen2.5) may have channels that stay near 100 in every token, with most
+others near 1. Their steps, though small beside such a channel, are rounding noise in the scores as large as
+what the other channels say. A layer with such a channel keeps its cache in float32.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +17,7 @@ import onnx
 import onnx.numpy_helper
 
 from edgespec_export.blocks import F32
-from edgespec_export.pieces import cache_extremes, cut
+from edgespec_export.pieces import CacheStatistics, cache_statistics, cut
 from edgespec_models.config import DecoderShape
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
 
@@ -21,6 +25,7 @@ __all__ = ["calibration_tokens", "quantize_cache"]
 
 _MARGIN = np.float32(1.25)
 _LARGEST_CODE = np.float32(127)
+_LARGEST_STEP = np.float32(1)
 _SCALE_INPUTS = 12  # GroupQueryAttention's k_scale; v_scale is the next
 _PAST, _PRESENT = "past_key_values.", "present."
 _TEXTS = (
@@ -44,8 +49,11 @@ def calibration_tokens(tokenizer: Tokenizer, special: SpecialTokens) -> list[lis
 
 def quantize_cache(
     graph: Path, config: DecoderShape, texts: Sequence[Sequence[int]], *, even_rows: bool
-) -> None:
+) -> tuple[int, ...]:
     """Rewrite the decoder ``graph``, its weights beside it, to keep keys and values as int8.
+
+    Returns:
+        The layers that stay float32: their keys have channels too large for the others.
 
     Raises:
         BundleError: ONNX Runtime cannot load the graph.
@@ -53,28 +61,43 @@ def quantize_cache(
     texts = [tokens[: config.context_length] for tokens in texts]
     pieces = cut(graph)
     try:
-        extremes = cache_extremes(pieces, config, texts, even_rows=even_rows)
+        statistics = cache_statistics(pieces, config, texts, even_rows=even_rows)
     finally:
         for piece in pieces:
             piece.unlink()
+    kept = tuple(
+        layer for layer in range(config.num_layers) if not _bears_int8(statistics[f"{_PAST}{layer}.key"])
+    )
+    kept_names = tuple(f"{end}{layer}." for layer in kept for end in (_PAST, _PRESENT))
     model = onnx.load(str(graph), load_external_data=False)
     for node in model.graph.node:
-        if node.op_type == "GroupQueryAttention":
-            _scale(model, node, extremes)
+        if node.op_type == "GroupQueryAttention" and not node.input[3].startswith(kept_names):
+            _scale(model, node, statistics)
     for value in (*model.graph.input, *model.graph.output):
-        if value.name.startswith((_PAST, _PRESENT)):
+        if value.name.startswith((_PAST, _PRESENT)) and not value.name.startswith(kept_names):
             value.type.tensor_type.elem_type = onnx.TensorProto.INT8
     onnx.save(model, str(graph))
+    return kept
 
 
-def _scale(model: onnx.ModelProto, node: onnx.NodeProto, extremes: Mapping[str, F32]) -> None:
-    """Give one attention its scales, one per channel."""
+def _bears_int8(keys: CacheStatistics) -> bool:
+    """Whether no channel's rounding drowns what the other channels of its head say."""
+    step = _scales(keys).max(axis=1)
+    return bool((step <= _LARGEST_STEP * np.median(keys.spread, axis=1)).all())
+
+
+def _scales(channels: CacheStatistics) -> F32:
+    """One for each channel, float32 ``(kv heads, head_dim)``."""
+    # A channel that was never used keeps what little may come.
+    largest = np.maximum(channels.largest, channels.largest.max() / _LARGEST_CODE)
+    return np.where(largest == 0, np.float32(1), largest * (_MARGIN / _LARGEST_CODE))
+
+
+def _scale(model: onnx.ModelProto, node: onnx.NodeProto, statistics: Mapping[str, CacheStatistics]) -> None:
+    """Give one attention its scales."""
     node.input.extend([""] * (_SCALE_INPUTS - len(node.input)))
     for past in node.input[3:5]:
-        largest = extremes[past]
-        # A channel that was never used keeps what little may come.
-        largest = np.maximum(largest, largest.max() / _LARGEST_CODE)
-        scales = np.where(largest == 0, np.float32(1), largest * (_MARGIN / _LARGEST_CODE)).ravel()
+        scales = _scales(statistics[past]).ravel()
         model.graph.initializer.append(onnx.numpy_helper.from_array(scales, f"{past}.scale"))
         node.input.append(f"{past}.scale")
     node.attribute.extend(

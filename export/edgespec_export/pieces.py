@@ -5,10 +5,11 @@ export's check knows all its texts beforehand, so it may take them through the f
 and go on with the next: the same kernels, one piece in memory at a time.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ from edgespec_models.config import DecoderShape
 from edgespec_runtimes.cpu import CpuOptions, open_graph
 from edgespec_runtimes.session import Logits
 
-__all__ = ["PIECE_BYTES", "PiecewiseResult", "cache_extremes", "cut", "run_pieces"]
+__all__ = ["PIECE_BYTES", "CacheStatistics", "PiecewiseResult", "cache_statistics", "cut", "run_pieces"]
 
 PIECE_BYTES = 256 << 20
 """Weights of a piece, about: what one fused projection needs more is loaded with it."""
@@ -87,29 +88,44 @@ def run_pieces(
     return PiecewiseResult(rolls_back, row_exact, logits)
 
 
-def cache_extremes(
-    pieces: Iterable[Path], config: DecoderShape, texts: Sequence[Sequence[int]], *, even_rows: bool
-) -> dict[str, npt.NDArray[np.float32]]:
-    """The largest magnitudes that ``texts`` leave in the KV cache, one piece after the other.
+@dataclass(frozen=True, slots=True)
+class CacheStatistics:
+    """What texts leave in one tensor of the KV cache; float32 ``(kv heads, head_dim)`` each.
 
-    Returns:
-        Name of the cache's input -> float32 ``(kv heads, head_dim)``.
+    Attributes:
+        largest: magnitude of each channel.
+        spread: standard deviation of each channel over all tokens.
+    """
+
+    largest: npt.NDArray[np.float32]
+    spread: npt.NDArray[np.float32]
+
+    @classmethod
+    def of(cls, values: npt.NDArray[np.float32]) -> Self:
+        """Of keys or values, float32 ``(kv heads, tokens, head_dim)``."""
+        return cls(np.abs(values).max(axis=1), values.std(axis=1))
+
+
+def cache_statistics(
+    pieces: Iterable[Path], config: DecoderShape, texts: Sequence[Sequence[int]], *, even_rows: bool
+) -> dict[str, CacheStatistics]:
+    """What ``texts`` leave in the KV cache, one piece after the other; by the names of the cache's inputs.
 
     Raises:
         BundleError: ONNX Runtime cannot load a piece.
     """
     carried: list[_Values] = [{"input_ids": np.array([tokens], np.int64)} for tokens in texts]
-    extremes: dict[str, npt.NDArray[np.float32]] = {}
+    found: dict[str, CacheStatistics] = {}
     for path in pieces:
-        piece = _Piece(path, config, even_rows)
+        piece, seen = _Piece(path, config, even_rows), defaultdict[str, list[npt.NDArray[Any]]](list)
         for index, values in enumerate(carried):
             kept, cache = piece.run(values)
             carried[index] = {} if piece.is_last else kept
             for name, array in cache.items():
-                largest = np.abs(array[0]).max(axis=1)
-                extremes[name] = np.maximum(extremes.get(name, largest), largest)
+                seen[name].append(array[0, :, : len(texts[index])])
+        found |= {name: CacheStatistics.of(np.concatenate(rows, axis=1)) for name, rows in seen.items()}
         del piece
-    return extremes
+    return found
 
 
 class _Piece:

@@ -91,6 +91,7 @@ class Manifest:
         files: every file of the bundle but the manifest.
         head_rows: rows of a trimmed LM head; None where it has one for every token.
         kv: what the KV cache holds.
+        float_kv_layers: layers whose cache is float32 all the same.
     """
 
     name: str
@@ -107,11 +108,14 @@ class Manifest:
     files: Mapping[str, FileRecord]
     head_rows: int | None = None
     kv: CacheType = "float32"
+    float_kv_layers: tuple[int, ...] = ()
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of KV cache a token takes."""
-        return self.config.kv_bytes_per_token * np.dtype(self.kv).itemsize // 4
+        whole, layers = self.config.kv_bytes_per_token, self.config.num_layers
+        floats = whole * len(self.float_kv_layers) // layers
+        return floats + (whole - floats) * np.dtype(self.kv).itemsize // 4
 
     @property
     def bytes_per_pass(self) -> int:
@@ -145,12 +149,15 @@ class Manifest:
             special["eos"] = tuple(special["eos"])
             value["special_tokens"] = SpecialTokens(**special)
             value["config"] = ModelConfig.from_json(value["config"])
+            value["float_kv_layers"] = tuple(map(int, value.get("float_kv_layers", ())))
             value["files"] = {str(name): FileRecord(**record) for name, record in value["files"].items()}
             manifest = cls(**value)
             if manifest.role not in get_args(Role):
                 raise ValueError(f"role is {manifest.role!r}")
             if manifest.kv not in get_args(KVType):
                 raise ValueError(f"kv is {manifest.kv!r}")
+            if not set(manifest.float_kv_layers) <= set(range(manifest.config.num_layers)):
+                raise ValueError(f"float_kv_layers is {manifest.float_kv_layers!r}")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise BundleError(f"{where} is damaged ({error}); export the model again") from error
         return manifest

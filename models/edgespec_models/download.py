@@ -6,24 +6,20 @@ checked; what an interrupted pull gathered is kept and continued. Next to the fi
 as ``FILE.sha256`` (in the form of sha256sum), the record that it was checked.
 """
 
-import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from edgespec_models.catalog import CatalogueEntry, HubFile, Source
 from edgespec_models.download_hub import fetch_hub
 from edgespec_models.download_index import fetch_index
-from edgespec_models.download_job import CHUNK_BYTES, Job, length
+from edgespec_models.download_job import Job, alone, digest_of, file_errors, length, require_space
 from edgespec_models.errors import DownloadError
 from edgespec_models.paths import models_dir
 from edgespec_models.progress import ProgressCallback, ignore_progress
 
 __all__ = ["check", "is_pulled", "model_path", "pull"]
-
-_LOCK_POLL_SECONDS = 0.2
 
 
 def _say_nothing(message: str) -> None:
@@ -64,7 +60,7 @@ def check(
         Cancelled: the caller asked to stop.
     """
     job = Job(entry, models_dir(), progress, _say_nothing, cancelled)
-    with _file_errors(job):
+    with file_errors(job):
         return _certify(job)
 
 
@@ -92,16 +88,16 @@ def pull(
     if is_pulled(entry):
         return path
     job = Job(entry, path.parent, progress, notify, cancelled)
-    with _file_errors(job):
+    with file_errors(job):
         job.folder.mkdir(parents=True, exist_ok=True)
-        with _alone(job):
+        with alone(job):
             # Another process may have pulled it meanwhile; or the user put the file there.
             if not is_pulled(entry) and not _certify(job):
                 _fetch(job)
     return path
 
 
-def _fetch(job: Job) -> None:
+def _fetch(job: Job[CatalogueEntry]) -> None:
     """Try source after source until one delivers the right file; put that in place."""
     reasons: list[str] = []
     for i, source in enumerate(job.entry.sources):
@@ -120,10 +116,10 @@ def _fetch(job: Job) -> None:
     )
 
 
-def _from_source(job: Job, source: Source) -> Path:
+def _from_source(job: Job[CatalogueEntry], source: Source) -> Path:
     """Gather the file from ``source``; return it, its digest checked."""
     gathered = fetch_hub(job, source) if isinstance(source, HubFile) else fetch_index(job, source)
-    digest = _digest(job, gathered)
+    digest = digest_of(job, gathered)
     if digest != job.entry.sha256:
         gathered.unlink()
         raise DownloadError(
@@ -133,7 +129,7 @@ def _from_source(job: Job, source: Source) -> Path:
     return gathered
 
 
-def _place(job: Job, gathered: Path) -> None:
+def _place(job: Job[CatalogueEntry], gathered: Path) -> None:
     with gathered.open("r+b") as file:
         os.fsync(file.fileno())
     path = model_path(job.entry)
@@ -146,10 +142,10 @@ def _place(job: Job, gathered: Path) -> None:
     shutil.rmtree(job.parts, ignore_errors=True)
 
 
-def _certify(job: Job) -> bool:
+def _certify(job: Job[CatalogueEntry]) -> bool:
     """Whether the file in place has the right size and digest; write or remove its record accordingly."""
     path = model_path(job.entry)
-    if length(path) == job.entry.size_bytes and _digest(job, path) == job.entry.sha256:
+    if length(path) == job.entry.size_bytes and digest_of(job, path) == job.entry.sha256:
         if not is_pulled(job.entry):
             _write_record(job.entry, path)
         return True
@@ -157,18 +153,6 @@ def _certify(job: Job) -> bool:
     if path.exists():
         job.notify(f"{path} is not {job.entry.name} as the catalogue knows it; it will be replaced")
     return False
-
-
-def _digest(job: Job, path: Path) -> str:
-    """The file's SHA-256 in lower-case hex."""
-    digest = hashlib.sha256()
-    done = 0
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-            done += len(chunk)
-            job.report(done, stage="Checking")
-    return digest.hexdigest()
 
 
 def _record(path: Path) -> Path:
@@ -186,49 +170,10 @@ def _title(source: Source) -> str:
     return "the Hugging Face hub" if isinstance(source, HubFile) else "the package index"
 
 
-def _require_space(job: Job, source: Source) -> None:
-    """Refuse before the first byte what the disk could not hold: what is missing, and 5 % to spare."""
+def _require_space(job: Job[CatalogueEntry], source: Source) -> None:
+    """Refuse before the first byte what the disk could not hold."""
     name = "hub" if isinstance(source, HubFile) else "index"
     missing = job.entry.size_bytes - length(job.unfinished(name))
     # A part is on the disk twice while it is unpacked.
     extra = 0 if isinstance(source, HubFile) else max(part.size_bytes for part in source.parts)
-    needed = int((missing + extra) * 1.05)
-    free = shutil.disk_usage(job.folder).free
-    if free < needed:
-        raise DownloadError(
-            f"{job.folder} has {free:,} bytes free, but {job.entry.name} from {_title(source)} needs "
-            f"{needed:,}: free some space, or set EDGESPEC_HOME to a folder on a larger disk"
-        )
-
-
-@contextmanager
-def _alone(job: Job) -> Iterator[None]:
-    """Hold the lock of this model's file, waiting for another process that is pulling it."""
-    import filelock
-
-    lock = filelock.FileLock(job.folder / f"{job.entry.filename}.lock")
-    waiting = False
-    while True:
-        try:
-            lock.acquire(timeout=_LOCK_POLL_SECONDS)
-            break
-        except filelock.Timeout:
-            job.check_cancelled()
-            if not waiting:
-                job.notify(f"another process is pulling {job.entry.name}; waiting for it")
-                waiting = True
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-@contextmanager
-def _file_errors(job: Job) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DownloadError(
-            f"cannot read or write below {job.folder}: {error}. Free some space, mend its "
-            "permissions, or set EDGESPEC_HOME to another folder"
-        ) from error
+    require_space(job.folder, missing + extra, f"{job.entry.name} from {_title(source)}")

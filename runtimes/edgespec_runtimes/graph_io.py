@@ -50,6 +50,10 @@ class GraphIO(Protocol):
         """Bytes reserved for the KV cache."""
 
     @property
+    def copies_cache(self) -> bool:
+        """Whether every pass writes the whole KV cache anew."""
+
+    @property
     def head_tokens(self) -> npt.NDArray[np.int32] | None:
         """The token of every column of the logits; None where column i is token i."""
 
@@ -108,10 +112,11 @@ class EdgespecIO:
     """
 
     def __init__(self, session: Any, bundle: Bundle, *, exact_rows: bool) -> None:
-        config, dtype = bundle.config, np.dtype(bundle.manifest.kv)
+        config = bundle.config
         self._session, self._exact = session, exact_rows
         self._even = bundle.manifest.even_rows and exact_rows
-        self._inputs = {value.name for value in session.get_inputs()}
+        types = {value.name: _TYPES[value.type] for value in session.get_inputs()}
+        self._inputs = types.keys()
         self._width = config.query_width + 2 * config.kv_width
         self._head_rows = bundle.manifest.head_rows or config.vocab_size
         self._head_tokens = bundle.head_tokens
@@ -122,7 +127,7 @@ class EdgespecIO:
         heads, width = config.num_kv_heads, config.head_dim
         self.cache = SharedCache(
             [
-                CacheLayout(f"past_key_values.{name}", f"present.{name}", heads, width, dtype)
+                CacheLayout(past := f"past_key_values.{name}", f"present.{name}", heads, width, types[past])
                 for name in layers
             ]
         )
@@ -131,6 +136,11 @@ class EdgespecIO:
     def kv_bytes(self) -> int:
         """Bytes reserved for the KV cache."""
         return self.cache.nbytes
+
+    @property
+    def copies_cache(self) -> bool:
+        """False: passes write in place."""
+        return False
 
     @property
     def head_tokens(self) -> npt.NDArray[np.int32] | None:
@@ -242,6 +252,11 @@ class MaskedIO:
     def kv_bytes(self) -> int:
         """Bytes reserved for the KV cache."""
         return self.cache.nbytes
+
+    @property
+    def copies_cache(self) -> bool:
+        """Whether every pass writes the whole KV cache anew: the graph concatenates."""
+        return isinstance(self.cache, GrowingCache)
 
     @property
     def head_tokens(self) -> None:

@@ -1,0 +1,88 @@
+"""Where an export is built, and how it comes to its place: complete, or not at all."""
+
+import errno
+import glob
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from edgespec_models.errors import ModelFileError, RequestError, StorageError
+
+__all__ = ["check_place", "place", "staging", "storage_errors"]
+
+
+def check_place(source: Path, out: Path, *, overwrite: bool, replaceable: Callable[[], bool]) -> None:
+    """Refuse what could not be written at the end.
+
+    Args:
+        source: what is exported.
+        out: where to.
+        overwrite: whether the user asked to replace what is there.
+        replaceable: whether what is there is of a kind that may be replaced.
+
+    Raises:
+        ModelFileError: the source does not exist.
+        RequestError: ``out`` exists and is not to be replaced, or holds the source.
+    """
+    if not source.exists():
+        raise ModelFileError(
+            f"{source} does not exist; give a GGUF file, a Hugging Face directory or a catalogue name"
+        )
+    if not out.exists():
+        return
+    if not overwrite:
+        raise RequestError(f"{out} exists; choose another directory or ask to overwrite it")
+    if not out.is_dir() or (any(out.iterdir()) and not replaceable()):
+        raise RequestError(f"{out} is not a bundle; it will not be overwritten")
+    if out.resolve() in (source.resolve(), *source.resolve().parents):
+        raise RequestError(f"{out} holds the source {source.name}, which overwriting would delete")
+
+
+@contextmanager
+def staging(out: Path) -> Iterator[Path]:
+    """A folder beside ``out`` to build in; gone afterwards unless it was moved away."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{out.name}.partial-"
+    for stale in out.parent.glob(f"{glob.escape(prefix)}*"):
+        pid = stale.name.removeprefix(prefix).partition("-")[0]
+        if not (pid.isdigit() and psutil.pid_exists(int(pid))):
+            shutil.rmtree(stale, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=out.parent))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def place(folder: Path, out: Path) -> None:
+    """Move the finished directory to ``out``, replacing one that is there."""
+    folder.chmod(0o755)  # mkdtemp makes it private
+    if out.exists():
+        old = folder.with_name(folder.name + "-old")
+        out.rename(old)
+        try:
+            folder.rename(out)
+        except BaseException:
+            old.rename(out)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        folder.rename(out)
+
+
+@contextmanager
+def storage_errors(out: Path) -> Iterator[None]:
+    """Turn errors of the file system into StorageError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise StorageError(
+                f"the disk that holds {out.parent} is full; free space and export again"
+            ) from error
+        raise StorageError(f"cannot write the bundle {out}: {error}") from error

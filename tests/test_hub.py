@@ -1,0 +1,272 @@
+"""Models on the hub: which files are fetched, checked and taken up again, and what happens offline."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from edgespec.cli import app
+from edgespec.loading import open_model
+from edgespec_models.bundle import Bundle
+from edgespec_models.errors import (
+    Cancelled,
+    DownloadError,
+    ModelFileError,
+    RequestError,
+    UnsupportedModelError,
+)
+from edgespec_models.hub import HubReference, pull_hub, pulled_hub
+from edgespec_models.progress import Progress
+from tests.gguf_for_tests import tiny_gguf
+from tests.hf_for_tests import config_of, write_checkpoint
+from tests.hub_repository import REPOSITORY, Repository, running_repository
+from tests.tokenizers_for_tests import byte_level_json
+
+NAME = f"hf:{REPOSITORY}"
+SAFETENSORS = HubReference(REPOSITORY)
+GGUF = HubReference(REPOSITORY, filename="q/tiny.gguf")
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+UNWANTED = {"modeling.py": b"import os", "pytorch_model.bin": b"pickle", "README.md": b"# Tiny"}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty EDGESPEC_HOME, and no hub."""
+    for name in list(os.environ):
+        if name.startswith("HF_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "5")
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Repository]:
+    """A hub with a sharded checkpoint, a GGUF file and things nobody should fetch."""
+    folder = write_checkpoint(tmp_path / "source", config_of("llama"), dtype="BF16", shards=2)
+    (folder / "tokenizer.json").write_text(byte_level_json(size=300), encoding="utf-8")
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}", encoding="utf-8")
+    with running_repository() as hub:
+        hub.files = {file.name: file.read_bytes() for file in folder.iterdir()} | UNWANTED
+        hub.files["q/tiny.gguf"] = tiny_gguf("llama", "Q4_0").write(tmp_path / "tiny.gguf").read_bytes()
+        monkeypatch.setenv("HF_ENDPOINT", hub.address)
+        yield hub
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("hf:a/b", HubReference("a/b")),
+        ("hf:a/b@v1.0", HubReference("a/b", "v1.0")),
+        ("hf:a/b@refs/pr/3", HubReference("a/b", "refs/pr/3")),
+        ("hf:A-1/b.c/m.gguf", HubReference("A-1/b.c", "main", "m.gguf")),
+        ("hf:a/b/q4/m.gguf@abc", HubReference("a/b", "abc", "q4/m.gguf")),
+    ],
+)
+def test_references(text: str, expected: HubReference) -> None:
+    assert HubReference.parse(text) == expected
+    assert HubReference.parse(str(expected)) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "hf:",
+            "hf:a",
+            "hf:a/b/c",
+            "hf:a/b/c.bin",
+            "hf:../b",
+            "hf:a/../m.gguf",
+            "hf:a/b@",
+            "hf:a/b@-x",
+            "a/b",
+        ),
+        *("hf:a/b/../c.gguf", "hf:/b", "hf:a/b@a..b", "hf:a--b/c", "hf:a/b?x=1", "hf:a/b#x", "hf:a\\b/c"),
+    ],
+)
+def test_other_names_are_refused(text: str) -> None:
+    with pytest.raises(RequestError, match="write hf:OWNER/REPO"):
+        HubReference.parse(text)
+
+
+@given(st.text(alphabet="ab./@:-_~%\\ ", max_size=20))
+def test_no_reference_leads_out_of_its_folder(text: str) -> None:
+    try:
+        reference = HubReference.parse(f"hf:{text}")
+    except RequestError:
+        return
+    root = reference.folder.parent.resolve()
+    for place in (reference.record, reference.place("0a" * 20)):
+        assert root in place.resolve().parents
+
+
+def test_a_checkpoint_comes_whole_and_nothing_else(hub: Repository, home: Path) -> None:
+    seen: list[Progress] = []
+    place = pull_hub(SAFETENSORS, progress=seen.append)
+    assert place == home / "hub" / "models--someone--Tiny-1.5B" / "snapshots" / hub.commit
+    wanted = hub.files.keys() - UNWANTED.keys() - {"q/tiny.gguf"}
+    assert {file.name for file in place.iterdir()} == wanted
+    assert all((place / name).read_bytes() == hub.files[name] for name in wanted)
+    assert hub.fetched[-2:] == SHARDS
+    total = sum(len(hub.files[name]) for name in SHARDS)
+    for stage in (f"Downloading {REPOSITORY}", f"Checking {REPOSITORY}"):
+        done = [report.done for report in seen if report.stage == stage]
+        assert done == sorted(done)
+        assert done[-1] == total
+    assert {report.total for report in seen} == {total}
+
+
+def test_what_is_here_needs_no_network(hub: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pulled_hub(SAFETENSORS) is None
+    place = pull_hub(SAFETENSORS)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert pulled_hub(SAFETENSORS) == place
+    assert pulled_hub(GGUF) is None
+    assert pulled_hub(HubReference(REPOSITORY, "v2")) is None
+    (place / SHARDS[0]).write_bytes(b"cut")
+    assert pulled_hub(SAFETENSORS) is None
+
+
+def test_a_gguf_file_comes_alone(hub: Repository) -> None:
+    place = pull_hub(GGUF)
+    assert place.read_bytes() == hub.files["q/tiny.gguf"]
+    assert hub.fetched == ["q/tiny.gguf"]
+    assert pulled_hub(GGUF) == place
+
+
+def test_a_new_commit_is_seen_by_a_pull_only(hub: Repository) -> None:
+    old = pull_hub(SAFETENSORS)
+    hub.commit = "1b" * 20
+    hub.files["chat_template.jinja"] = b"{{ 'new' }}"
+    assert pulled_hub(SAFETENSORS) == old
+    new = pull_hub(SAFETENSORS)
+    assert new != old
+    assert (pulled_hub(SAFETENSORS), (new / "chat_template.jinja").read_bytes()) == (new, b"{{ 'new' }}")
+
+
+def test_a_broken_connection_and_a_stopped_pull_are_taken_up_again(hub: Repository) -> None:
+    hub.cuts[SHARDS[0]] = [1000]
+    asked = []
+
+    def stop() -> bool:
+        asked.append(1)
+        return len(hub.fetched) > 0 and hub.fetched[-1] == SHARDS[1]
+
+    with pytest.raises(Cancelled):
+        pull_hub(SAFETENSORS, cancelled=stop)
+    assert hub.fetched.count(SHARDS[0]) == 2
+    assert pulled_hub(SAFETENSORS) is None
+    hub.requests.clear()
+    place = pull_hub(SAFETENSORS)
+    assert hub.fetched == [SHARDS[1]]
+    assert (place / SHARDS[0]).read_bytes() == hub.files[SHARDS[0]]
+
+
+@pytest.mark.parametrize("name", [SHARDS[1], "config.json"])
+def test_a_file_that_arrives_damaged_is_not_kept(hub: Repository, name: str) -> None:
+    hub.damaged = {name}
+    with pytest.raises(DownloadError, match=rf"{name} .* arrived damaged"):
+        pull_hub(SAFETENSORS)
+    assert pulled_hub(SAFETENSORS) is None
+    hub.damaged = set()
+    assert (pull_hub(SAFETENSORS) / name).read_bytes() == hub.files[name]
+
+
+def test_a_pull_mends_what_changed_on_the_disk(hub: Repository) -> None:
+    place = pull_hub(SAFETENSORS)
+    sound = (place / SHARDS[0]).read_bytes()
+    (place / SHARDS[0]).write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
+    pull_hub(SAFETENSORS)
+    assert (place / SHARDS[0]).read_bytes() == sound
+
+
+@pytest.mark.parametrize("endpoint", ["none", "offline"])
+def test_without_a_network_one_error_says_what_to_do(
+    hub: Repository, monkeypatch: pytest.MonkeyPatch, endpoint: str
+) -> None:
+    monkeypatch.setenv(
+        *(("HF_ENDPOINT", "http://127.0.0.1:9") if endpoint == "none" else ("HF_HUB_OFFLINE", "1"))
+    )
+    with pytest.raises(DownloadError) as caught:
+        pull_hub(HubReference(REPOSITORY, "v2"))
+    message = str(caught.value)
+    assert f"{NAME}@v2 cannot be pulled" in message
+    assert f"hf download {REPOSITORY} --revision v2 --local-dir DIR" in message
+    assert ("HF_HUB_OFFLINE" in message) == (endpoint == "offline")
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize(
+    ("status", "said"), [(404, "has no someone"), (401, "set HF_TOKEN"), (500, "HTTP 500")]
+)
+def test_a_hub_that_refuses(hub: Repository, status: int, said: str) -> None:
+    hub.status = status
+    with pytest.raises(DownloadError, match=said):
+        pull_hub(SAFETENSORS)
+
+
+def test_an_unknown_revision(hub: Repository) -> None:
+    with pytest.raises(DownloadError, match=r"has no someone/Tiny-1.5B \(revision v9\)"):
+        pull_hub(HubReference(REPOSITORY, "v9"))
+
+
+@pytest.mark.parametrize(
+    "answer", [b"<html>", b"[]", b'{"sha": "../x", "siblings": []}', b'{"sha": "' + b"a" * 40 + b'"}']
+)
+def test_an_answer_that_is_no_listing(
+    hub: Repository, monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
+    monkeypatch.setattr(hub, "listing", lambda: answer)
+    with pytest.raises(DownloadError, match="cannot be read"):
+        pull_hub(SAFETENSORS)
+
+
+def test_repositories_without_a_checkpoint_say_what_they_have(hub: Repository) -> None:
+    for shard in [*SHARDS, "model.safetensors.index.json"]:
+        del hub.files[shard]
+    with pytest.raises(ModelFileError, match=r"neither model\.safetensors .* such as q/tiny\.gguf"):
+        pull_hub(SAFETENSORS)
+    del hub.files["config.json"], hub.files["q/tiny.gguf"]
+    with pytest.raises(ModelFileError, match=r"has no config\.json.*Look for"):
+        pull_hub(SAFETENSORS)
+    with pytest.raises(ModelFileError, match=r"has no q/tiny\.gguf"):
+        pull_hub(GGUF)
+
+
+@pytest.mark.parametrize("name", ["../../evil.safetensors", "/etc/passwd", "absent.safetensors"])
+def test_an_index_names_only_files_of_the_repository(hub: Repository, home: Path, name: str) -> None:
+    hub.files["model.safetensors.index.json"] = json.dumps({"weight_map": {"a": name}}).encode()
+    with pytest.raises(ModelFileError, match="has no"):
+        pull_hub(SAFETENSORS)
+    assert not list(home.rglob("evil*"))
+
+
+def test_a_model_that_cannot_be_exported_is_refused_before_its_weights(hub: Repository) -> None:
+    hub.files["config.json"] = json.dumps(config_of("llama") | {"model_type": "mamba"}).encode()
+    with pytest.raises(UnsupportedModelError, match="mamba"):
+        open_model(NAME, "target")
+    assert not set(SHARDS) & set(hub.fetched)
+
+
+def test_export_load_and_pull_by_name(
+    hub: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    result = CliRunner().invoke(app, ["export", NAME, "-o", str(out), "--weights", "exact"])
+    assert result.exit_code == 0, result.output
+    assert Bundle(out, verify_digests=True).manifest.name == "Tiny-1.5B"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert open_model(NAME, "target").manifest.name == "Tiny-1.5B"
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    pulled = CliRunner().invoke(app, ["pull", f"{NAME}/q/tiny.gguf", "--json"])
+    assert pulled.exit_code == 0, pulled.output
+    (facts,) = json.loads(pulled.stdout)
+    assert Path(facts["path"]).read_bytes() == hub.files["q/tiny.gguf"]
+    assert open_model(f"{NAME}/q/tiny.gguf", "target").manifest.name == "tiny"

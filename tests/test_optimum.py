@@ -1,0 +1,133 @@
+"""Export through Optimum: its command stands for itself here, and writes what Optimum writes."""
+
+import json
+import os
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import edgespec
+from edgespec.cli import app
+from edgespec_export.optimum import export_with_optimum
+from edgespec_models.errors import EdgespecError, ModelFileError, RequestError
+from tests.foreign_for_tests import ForeignSpec, write_optimum
+
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="the stand-in is a script with a shebang line")
+
+STAND_IN = f"""#!{sys.executable}
+import json, os, shutil, sys
+sys.path[:0] = {[str(ROOT), *(str(ROOT / part) for part in ("models", "runtimes", "export"))]!r}
+from pathlib import Path
+from tests.foreign_for_tests import ForeignSpec, write_optimum
+arguments = sys.argv[1:]
+assert arguments[:3] == ["export", "onnx", "--model"]
+assert arguments[4:6] == ["--task", "text-generation-with-past"]
+assert os.environ["HF_HUB_OFFLINE"] == "1" and "PYTHONPATH" not in os.environ
+source, out = Path(arguments[3]), Path(arguments[6])
+says = json.loads((source / "config.json").read_text())
+if "fails" in says:
+    print("Loading", says["fails"], sep="\\n")
+    sys.exit(3)
+write_optimum(out / "x", ForeignSpec(attention=says["attention"], positions=says["attention"] == "concat"))
+for part in (out / "x").iterdir():
+    shutil.move(part, out / part.name)
+(out / "x").rmdir()
+if "extra" in says:
+    (out / "config.json").write_text(json.dumps({{"is_encoder_decoder": True}}))
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    script = tmp_path / "optimum-cli"
+    script.write_text(STAND_IN, encoding="utf-8")
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    return str(script)
+
+
+def checkpoint(folder: Path, **says: str) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"} | says), encoding="utf-8")
+    return folder
+
+
+def left(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} - {"optimum-cli", "m"}
+
+
+@pytest.mark.parametrize("attention", ["concat", "gqa"])
+def test_what_it_writes_runs_and_its_cache_is_told(tmp_path: Path, program: str, attention: str) -> None:
+    source, out = checkpoint(tmp_path / "m", attention=attention), tmp_path / "out"
+    report = export_with_optimum(source, out, program=program)
+    assert report.copies_cache == (attention == "concat")
+    assert report.architecture == "gpt2"
+    assert report.bytes == sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+    assert left(tmp_path) == {"out"}
+    with edgespec.load(out, "ngram") as model:
+        drafted = model.generate("a b a b a b a", max_new_tokens=8, stop_at_eos=False)
+        plain = model.generate("a b a b a b a", max_new_tokens=8, stop_at_eos=False, speculate=False)
+    assert drafted.tokens == plain.tokens
+
+
+def test_the_command_line(tmp_path: Path, program: str) -> None:
+    source, out = checkpoint(tmp_path / "m", attention="concat"), tmp_path / "out"
+    arguments = ["export", str(source), "-o", str(out), "--via", "optimum", "--optimum-cli", program]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "KV cache: copied in every pass" in result.stdout
+    again = CliRunner().invoke(app, arguments)
+    assert again.exit_code == 1
+    assert "exists" in again.stderr
+    replaced = CliRunner().invoke(app, [*arguments, "--overwrite", "--json"])
+    assert replaced.exit_code == 0, replaced.output
+    assert json.loads(replaced.stdout)["copies_cache"] is True
+
+
+def test_what_optimum_does_not_do_is_refused(tmp_path: Path) -> None:
+    arguments = ["export", str(tmp_path), "-o", str(tmp_path / "out"), "--via", "optimum"]
+    for extra in (["--weights", "int8"], ["--kv", "int8"], ["--block-size", "64"], ["--role", "drafter"]):
+        result = CliRunner().invoke(app, [*arguments, *extra])
+        assert result.exit_code == 1
+        assert "leave out --" in result.stderr
+
+
+def test_a_missing_program_says_how_to_get_it(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "m")
+    with pytest.raises(EdgespecError, match=r"no program 'no-such-cli'.*pip install optimum-onnx"):
+        export_with_optimum(source, tmp_path / "out", program="no-such-cli")
+
+
+def test_its_last_words_are_the_error_and_nothing_is_left(tmp_path: Path, program: str) -> None:
+    source = checkpoint(tmp_path / "m", fails="ValueError: mamba is not supported")
+    with pytest.raises(
+        EdgespecError, match="failed with code 3: Loading / ValueError: mamba is not supported"
+    ):
+        export_with_optimum(source, tmp_path / "out", program=program)
+    assert left(tmp_path) == set()
+
+
+def test_what_cannot_run_is_not_kept(tmp_path: Path, program: str) -> None:
+    source = checkpoint(tmp_path / "m", attention="concat", extra="1")
+    with pytest.raises(EdgespecError, match="an encoder and a decoder"):
+        export_with_optimum(source, tmp_path / "out", program=program)
+    assert left(tmp_path) == set()
+
+
+def test_sources_and_places_that_cannot_be(tmp_path: Path, program: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelFileError, match=r"lacks config\.json"):
+        export_with_optimum(tmp_path / "empty", tmp_path / "out", program=program)
+    with pytest.raises(ModelFileError, match="does not exist"):
+        export_with_optimum(tmp_path / "none", tmp_path / "out", program=program)
+    source = checkpoint(tmp_path / "m")
+    (tmp_path / "empty" / "letter.txt").write_text("dear")
+    with pytest.raises(RequestError, match="not be overwritten"):
+        export_with_optimum(source, tmp_path / "empty", program=program, overwrite=True)
+    model = write_optimum(tmp_path / "model", ForeignSpec(attention="gqa"))
+    with pytest.raises(RequestError, match="exists"):
+        export_with_optimum(source, model, program=program)
