@@ -63,6 +63,7 @@ def test_a_worker_answers_until_it_is_closed(fake: Path) -> None:
     reply = worker.ask(Request("text", 3, chat="hello", options={"times": 2}))
     worker.close()
     assert (reply.tokens, reply.text, reply.tokens_per_s) == ([0, 1, 2], "hello", 14.0)
+    assert reply.request_s > 0
     assert worker.facts["kl"] == 0.25
 
 
@@ -132,7 +133,14 @@ def test_a_comparison_goes_on_without_the_rows_that_fail(
 
 
 def sample(row: str, prompt: str, speed: float, **other: Any) -> Sample:
-    values: dict[str, Any] = {"turn": 0, "prompt_tokens": 5, "tokens": (1, 2), "text": "", "busy": 0.0}
+    values: dict[str, Any] = {
+        "turn": 0,
+        "prompt_tokens": 5,
+        "tokens": (1, 2),
+        "text": "",
+        "busy": 0.0,
+        "request_s": 1.0,
+    }
     return Sample(row=row, prompt=prompt, category=prompt, tokens_per_s=speed, **values | other)
 
 
@@ -153,6 +161,7 @@ def test_ratios_are_taken_over_the_prompts_both_ran() -> None:
     assert row["same_as_plain"] == pytest.approx(0.75)
     assert row["acceptance_rate"] == pytest.approx(3 / 8)
     assert row["total"] == pytest.approx(16.0)
+    assert row["request"] == pytest.approx(2.0)
     (warning,) = table.warnings(2)
     assert warning.startswith("b: the rows read prompts of different lengths")
     assert len(tables(table.summary(), {}).split("\n\n")) == 2

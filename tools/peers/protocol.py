@@ -8,9 +8,10 @@ its stdin closes. Between requests it waits in a read, so it burns no CPU. What 
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TextIO
 
 __all__ = ["Reply", "Request", "reporting", "serve"]
@@ -45,6 +46,7 @@ class Reply:
         tokens_per_s: tokens made after the first, which prefill gives, over the seconds they took.
         drafted: proposed tokens; None where the runtime does not say.
         accepted: proposed tokens that were kept.
+        request_s: seconds of the whole request, prefill included; :func:`serve` measures them.
     """
 
     prompt_tokens: int
@@ -53,6 +55,7 @@ class Reply:
     tokens_per_s: float
     drafted: int | None = None
     accepted: int | None = None
+    request_s: float = 0.0
 
 
 @contextmanager
@@ -74,7 +77,10 @@ def serve(channel: TextIO, facts: Mapping[str, Any], generate: Callable[[Request
     """Say what was loaded, then answer requests until stdin closes."""
     _say(channel, {"ready": facts})
     for line in sys.stdin:
-        _say(channel, asdict(generate(Request(**json.loads(line)))))
+        request = Request(**json.loads(line))
+        start = time.perf_counter()
+        reply = generate(request)
+        _say(channel, asdict(replace(reply, request_s=time.perf_counter() - start)))
 
 
 def _say(channel: TextIO, message: Mapping[str, Any]) -> None:

@@ -17,7 +17,10 @@ __all__ = ["Sample", "Table", "tables"]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measurement. ``busy`` is the share of the processors others used just before it."""
+    """One measurement: a reply, and where it belongs.
+
+    ``busy`` is the share of the processors others used just before it.
+    """
 
     row: str
     prompt: str
@@ -30,6 +33,7 @@ class Sample:
     busy: float
     drafted: int | None = None
     accepted: int | None = None
+    request_s: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -116,6 +120,11 @@ class Table:
                 found.append(f"{name} made {sorted(other)} tokens, not {tokens}")
         return found
 
+    def _request_speed(self, name: str) -> float | None:
+        own = self._samples[name]
+        seconds = sum(s.request_s for s in own)
+        return sum(len(s.tokens) for s in own) / seconds if seconds else None
+
     def _row(self, row: Row, ours: str, first: str) -> dict[str, Any]:
         samples = self._samples[row.name]
         speeds = [s.tokens_per_s for s in samples]
@@ -125,6 +134,7 @@ class Table:
             "min": min(speeds),
             "max": max(speeds),
             "total": self.speed(row.name),
+            "request": self._request_speed(row.name),
             "gain": self.gain(row),
             "ours": self.ratios(ours, row.name),
             "acceptance_rate": sum(s.accepted or 0 for s in samples) / drafted if drafted else None,
@@ -139,12 +149,20 @@ class Table:
 
 def tables(summary: Mapping[str, Mapping[str, Any]], kl: Mapping[str, float | None]) -> str:
     """Two tables in Markdown: the rows, and their speeds by category where there are several."""
-    head = ["", "tokens/s, median (min - max)", "over all", "x plain", "(median)", "best edgespec / row"]
+    head = [
+        "",
+        "tokens/s, median (min - max)",
+        "over all",
+        "with prefill",
+        "x plain",
+        "(median)",
+        "best edgespec / row",
+    ]
     head += ["(median)", "accepted", "as plain", "as the first", "KL"]
     body = []
     for name, row in summary.items():
         spread = f"{row['median']:.1f} ({row['min']:.1f} - {row['max']:.1f})"
-        cells = [name, spread, _number(row["total"], 1)]
+        cells = [name, spread, _number(row["total"], 1), _number(row["request"], 1)]
         cells += [_number(row[key] and row[key][kind]) for key in ("gain", "ours") for kind in _KINDS]
         shares = (row["acceptance_rate"], row["same_as_plain"], row["same_as_first"])
         body.append([*cells, *(_number(share) for share in shares), _number(kl.get(name), 4)])
