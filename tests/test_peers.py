@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tools.peers import compare
+from tools.peers import compare, processes
 from tools.peers.processes import Worker, WorkerError, Workers
 from tools.peers.protocol import Request
 from tools.peers.rows import Row, build
@@ -44,6 +44,7 @@ with reporting() as channel:
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A worker without a model; it runs where the tests do, so that it finds ``tools``."""
+    monkeypatch.setattr(processes, "IDLE_S", 0.01)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     path = tmp_path / "fake_worker.py"
     path.write_text(FAKE, encoding="utf-8")
@@ -145,11 +146,11 @@ def sample(row: str, prompt: str, speed: float, **other: Any) -> Sample:
 
 
 def test_ratios_are_taken_over_the_prompts_both_ran() -> None:
-    rows = [Row(name, "edgespec", ()) for name in ("plain", "fast")]
+    rows = [Row(name, "edgespec", ()) for name in ("edgespec plain", "fast")]
     samples = [
-        sample("plain", "a", 10.0),
-        sample("plain", "b", 20.0),
-        sample("plain", "c", 1.0),
+        sample("edgespec plain", "a", 10.0),
+        sample("edgespec plain", "b", 20.0),
+        sample("edgespec plain", "c", 1.0),
         sample("fast", "a", 40.0, tokens=(1, 3), drafted=4, accepted=1),
         sample("fast", "b", 10.0, prompt_tokens=6, drafted=4, accepted=2),
     ]
@@ -165,6 +166,12 @@ def test_ratios_are_taken_over_the_prompts_both_ran() -> None:
     (warning,) = table.warnings(2)
     assert warning.startswith("b: the rows read prompts of different lengths")
     assert len(tables(table.summary(), {}).split("\n\n")) == 2
+
+
+def test_without_its_plain_row_a_mode_has_no_gain() -> None:
+    table = Table([Row("fast", "edgespec", ())], [sample("fast", "a", 40.0)])
+    assert table.summary()["fast"]["gain"] is None
+    assert table.summary()["fast"]["same_as_plain"] is None
 
 
 def test_the_table_is_empty_if_nothing_ran() -> None:
@@ -201,7 +208,7 @@ def test_every_mode_is_a_row_and_every_group_starts_plain() -> None:
     seen = set()
     for row in rows:
         if row.group not in seen:
-            assert row.name == f"{row.group} plain"
+            assert row.name == row.plain
         seen.add(row.group)
     assert seen == {"edgespec close", "edgespec fast", "openvino", "genai", "llama.cpp"}
     assert len({row.command for row in rows if row.group == "genai"}) == 2

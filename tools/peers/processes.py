@@ -21,7 +21,7 @@ from tools.peers.protocol import Reply, Request
 __all__ = ["Worker", "WorkerError", "Workers"]
 
 LIMIT_S = 900.0
-MAX_IDLE_CPU_S = 0.05
+IDLE_S, MAX_IDLE_CPU_S = 1.0, 0.05
 WARM_UP, WARM_UP_TOKENS = "Once upon a time, in a land of one and two and one and two and", 8
 QUIET = {"ORT_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -154,11 +154,11 @@ class Workers:
     def _why_not(self, worker: Worker) -> str | None:
         if psutil.virtual_memory().available < self._reserve:
             return "memory is short"
-        time.sleep(0.5)
+        time.sleep(IDLE_S)  # threads that spin for a while after a pass may end
         start = worker.cpu_s()
-        time.sleep(1.0)
+        time.sleep(IDLE_S)
         used = worker.cpu_s() - start
-        return f"it used {used:.2f} s of CPU in an idle second" if used > MAX_IDLE_CPU_S else None
+        return f"it used {used:.2f} s of CPU while it idled" if used > MAX_IDLE_CPU_S else None
 
 
 def _warm(command: Command, options: Mapping[str, Any]) -> Worker:

@@ -38,7 +38,7 @@ class Row:
 
     Attributes:
         name: in the table.
-        group: rows of one group run the same weights in the same runtime; its first row is plain decoding.
+        group: rows of one group run the same weights in the same runtime.
         command: starts the worker.
         options: what the worker's requests say.
     """
@@ -47,6 +47,11 @@ class Row:
     group: str
     command: tuple[str, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def plain(self) -> str:
+        """The name of the group's row of plain decoding."""
+        return f"{self.group} plain"
 
 
 def build(args: argparse.Namespace) -> list[Row]:

@@ -52,7 +52,6 @@ class Table:
     def __init__(self, rows: Sequence[Row], samples: Sequence[Sample]) -> None:
         self._samples = {row.name: [s for s in samples if s.row == row.name] for row in rows}
         self.rows = [row for row in rows if self._samples[row.name]]
-        self._plain = {row.group: row.name for row in reversed(rows)}
         self.categories = list(dict.fromkeys(s.category for s in samples))
 
     @property
@@ -67,7 +66,7 @@ class Table:
 
     def ratios(self, fast: str, slow: str, category: str | None = None) -> dict[str, float] | None:
         """How many times as fast one row is as another; None where they have no sample in common."""
-        base = {_key(s): s.tokens_per_s for s in self._samples[slow]}
+        base = {_key(s): s.tokens_per_s for s in self._samples.get(slow, [])}
         own = [s for s in self._samples[fast] if category in (None, s.category)]
         pairs = [(s.tokens_per_s, base[_key(s)]) for s in own if _key(s) in base]
         if not pairs:
@@ -77,7 +76,7 @@ class Table:
 
     def gain(self, row: Row, category: str | None = None) -> dict[str, float] | None:
         """The row's speed over its group's plain row."""
-        return self.ratios(row.name, self._plain[row.group], category)
+        return self.ratios(row.name, row.plain, category)
 
     def best(self, groups: Iterable[str]) -> str | None:
         """The fastest row of these groups."""
@@ -96,14 +95,14 @@ class Table:
 
     def same(self, name: str, reference: str) -> float | None:
         """Mean share of leading tokens that are the reference row's."""
-        texts = {_key(s): s.tokens for s in self._samples[reference]}
+        texts = {_key(s): s.tokens for s in self._samples.get(reference, [])}
         shares = [_same(s.tokens, texts[_key(s)]) for s in self._samples[name] if _key(s) in texts]
         return statistics.fmean(shares) if shares else None
 
     def summary(self) -> dict[str, dict[str, Any]]:
         """Everything about every row, by name."""
         ours = self.best(self.groups[:1])
-        first = self._plain[self.rows[0].group] if self.rows else ""
+        first = self.rows[0].plain if self.rows else ""
         return {row.name: self._row(row, ours or row.name, first) for row in self.rows}
 
     def warnings(self, tokens: int) -> list[str]:
@@ -138,7 +137,7 @@ class Table:
             "gain": self.gain(row),
             "ours": self.ratios(ours, row.name),
             "acceptance_rate": sum(s.accepted or 0 for s in samples) / drafted if drafted else None,
-            "same_as_plain": self.same(row.name, self._plain[row.group]),
+            "same_as_plain": self.same(row.name, row.plain),
             "same_as_first": self.same(row.name, first),
             "by_category": {
                 category: {"total": self.speed(row.name, category), "gain": self.gain(row, category)}
