@@ -121,7 +121,7 @@ class Run:
         return {row.name: known.get(row.group, facts.get(row.command, {}).get("kl")) for row in self.rows}
 
     def _fail(self, row: Row, error: WorkerError) -> None:
-        self.failures[row.name] = str(error)
+        self.failures[row.name] = " ".join(str(error).split())
         self._report(f"{row.name} does not run: {error}")
 
 
