@@ -1,14 +1,14 @@
-"""Compare plain greedy decoding of the same GGUF file, side by side: edgespec, onnxruntime-genai, llama.cpp.
+"""Compare greedy decoding of the same GGUF file, side by side: every mode of edgespec and of its peers.
 
-Every row is a worker process that keeps its model loaded. The rows take turns, prompt by prompt (A B C A B
-C), so that a machine that slows down slows all of them; ratios are taken inside one turn. Speeds count from
-the first new token to the last. It knows nothing of how a runtime works: see the workers.
+Every row is a worker process. The rows take turns, prompt by prompt (A B C A B C), so that a machine that
+slows down slows all of them; ratios are taken inside one turn. Speeds count from the first new token to the
+last. A row that fails says so in the table; the others go on. How a runtime works: see the workers; which
+modes there are: rows.py.
 
 Usage, from the repository's root, in edgespec's environment, after install.py::
 
-    python -m tools.peers.compare --peers DIR --gguf FILE --edgespec TARGET --json OUT
-
-A new mode is a new entry in :func:`rows`.
+    python -m tools.peers.compare --peers DIR --gguf FILE --draft-gguf SMALL --edgespec close=TARGET \\
+        --drafter DRAFTER --prompts FILE --limit 26 --json OUT
 """
 
 import argparse
@@ -16,22 +16,26 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from tools.peers.protocol import Reply, Request
+from edgespec.prompts import Prompt, load_prompts, select
+from edgespec_export.gguf_checkpoint import GGUFCheckpoint
+from edgespec_models.chat_template import ChatTemplate
+from edgespec_models.errors import EdgespecError
+from tools.peers.processes import WorkerError, Workers
+from tools.peers.protocol import Request
+from tools.peers.rows import Row, build, named
+from tools.peers.table import Sample, Table, tables
 
-MAX_IDLE_CPU = 0.05
-SETTLE_S = 0.3
-QUIET = {"ORT_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "1"}
+SETTLE_S = 0.2
 
-PROMPTS = {
+PLAIN_TEXTS = {
     "write-code": (
         "# Read a CSV file, group its rows by the column `city`, and print the mean of `price`.\nimport csv\n"
     ),
@@ -46,147 +50,131 @@ PROMPTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One measurement. ``busy`` is the share of the processors others used just before it."""
+class Task:
+    """A prompt as the model reads it, and the user's message in it, if it is a conversation."""
 
-    row: str
-    prompt: str
-    turn: int
-    tokens_per_s: float
-    prompt_tokens: int
-    new_tokens: int
-    busy: float
+    id: str
+    category: str
     text: str
+    chat: str | None = None
 
 
-class Worker:
-    """A running row: a process that answers requests."""
+def tasks(args: argparse.Namespace) -> list[Task]:
+    """The prompts of the file, in the GGUF's own chat template; without a file, four plain texts."""
+    if args.prompts is None:
+        return [Task(name, name, text) for name, text in PLAIN_TEXTS.items()][: args.limit]
+    checkpoint = GGUFCheckpoint(args.gguf)
+    try:
+        source = checkpoint.chat_template()
+    finally:
+        checkpoint.close()
+    if source is None:
+        raise EdgespecError(f"{args.gguf} has no chat template; leave out --prompts to measure plain texts")
+    template = ChatTemplate(source)  # no BOS in the text: every runtime adds its own
+    prompts = select(load_prompts(args.prompts), args.limit)
+    return [_conversation(prompt, template) for prompt in prompts]
 
-    def __init__(self, name: str, command: list[str]) -> None:
-        self.name = name
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | QUIET
+
+def _conversation(prompt: Prompt, template: ChatTemplate) -> Task:
+    text = template.render([{"role": "user", "content": prompt.turns[0]}])
+    return Task(prompt.id, prompt.category, text, prompt.turns[0])
+
+
+class Run:
+    """One comparison: rows that take turns, and what came of it."""
+
+    def __init__(self, rows: Sequence[Row], workers: Workers, report: Callable[[str], None]) -> None:
+        self.rows, self._workers, self._report = rows, workers, report
+        self.samples: list[Sample] = []
+        self.failures: dict[str, str] = {}
+
+    def load(self) -> None:
+        """Start every row's worker."""
+        for row in self.rows:
+            self._report(f"loading {row.name}")
+            try:
+                self._workers.open(row.command, row.options)
+            except WorkerError as error:
+                self._fail(row, error)
+
+    def measure(self, task: Task, turn: int, tokens: int) -> None:
+        """Let every row that still runs continue one prompt."""
+        for row in self.rows:
+            if row.name in self.failures:
+                continue
+            busy = psutil.cpu_percent(interval=SETTLE_S) / 100
+            try:
+                reply = self._workers.ask(row.command, Request(task.text, tokens, task.chat, row.options))
+            except WorkerError as error:
+                self._fail(row, error)
+                continue
+            answer = asdict(reply) | {"tokens": tuple(reply.tokens)}
+            self.samples.append(
+                Sample(row=row.name, prompt=task.id, category=task.category, turn=turn, busy=busy, **answer)
+            )
+            self._report(f"{turn} {task.id:16} {row.name:28} {reply.tokens_per_s:6.1f} tokens/s, {busy:4.0%}")
+
+    def kl(self, given: Sequence[str]) -> dict[str, float | None]:
+        """By row: the KL divergence its worker knows, or that of its group in ``given``."""
+        known = {group: float(value) for group, value in (named(text, "") for text in given)}
+        facts = self._workers.facts
+        return {row.name: known.get(row.group, facts.get(row.command, {}).get("kl")) for row in self.rows}
+
+    def _fail(self, row: Row, error: WorkerError) -> None:
+        self.failures[row.name] = " ".join(str(error).split())
+        self._report(f"{row.name} does not run: {error}")
+
+
+def outcome(run: Run, args: argparse.Namespace) -> dict[str, Any]:
+    """Print the tables; return everything for ``--json``."""
+    table = Table(run.rows, run.samples)
+    summary, kl = table.summary(), run.kl(args.kl)
+    print(tables(summary, kl))
+    for name, reason in run.failures.items():
+        print(f"\n{name}: does not run: {reason}")
+    headlines, warnings = table.headlines(), table.warnings(args.tokens)
+    for line in headlines:
+        ratio = line["ratio"] or {"total": 0.0, "median": 0.0}
+        print(
+            f"\n{line['ours']} / {line['peer']}: {ratio['total']:.3f} over all, {ratio['median']:.3f} median"
         )
-        self._read()
-
-    def ask(self, request: Request) -> Reply:
-        """Run one request to its end."""
-        assert self._process.stdin is not None
-        print(json.dumps(asdict(request)), file=self._process.stdin, flush=True)
-        return Reply(**json.loads(self._read()))
-
-    def cpu_s(self) -> float:
-        """Processor seconds used so far, child processes included."""
-        process = psutil.Process(self._process.pid)
-        times = [p.cpu_times() for p in (process, *process.children(recursive=True))]
-        return float(sum(t.user + t.system for t in times))
-
-    def close(self) -> None:
-        """Let the worker end by itself, then make sure."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            self._process.terminate()
-
-    def _read(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise ChildProcessError(f"{self.name} ended with {self._process.wait()}; its messages are above")
-        return line
-
-
-def rows(args: argparse.Namespace) -> dict[str, list[str]]:
-    """The command of every row, by name, in the order they take turns."""
-    python = "Scripts/python.exe" if os.name == "nt" else "bin/python"
-    threads = ["--threads", str(args.threads)]
-    onnx = args.genai_model or args.peers / "onnx" / args.gguf.stem
-    server = str(args.peers / "llama.cpp" / "bin" / "llama-server")
-    genai = [str(args.peers / "genai" / python), "-m", "tools.peers.genai_worker", str(onnx), *threads]
-    llama = [sys.executable, "-m", "tools.peers.llama_worker", str(args.gguf), "--server", server, *threads]
-    commands = {"onnxruntime-genai": genai, "llama.cpp": llama}
-    if args.edgespec:
-        own = [sys.executable, "-m", "tools.peers.edgespec_worker", args.edgespec, *threads]
-        commands = {"edgespec": own, **commands}
-    return commands
-
-
-def check_idle(workers: list[Worker]) -> None:
-    """Refuse workers that burn CPU while the others are measured."""
-    before = [worker.cpu_s() for worker in workers]
-    time.sleep(1.0)
-    for worker, start in zip(workers, before, strict=True):
-        used = worker.cpu_s() - start
-        if used > MAX_IDLE_CPU:
-            raise RuntimeError(f"{worker.name} used {used:.2f} s of CPU in an idle second")
-
-
-def measure(workers: list[Worker], turns: int, tokens: int, report: Callable[[str], None]) -> list[Sample]:
-    """Let the workers take turns over all prompts."""
-    samples: list[Sample] = []
-    for turn in range(turns):
-        for name, prompt in PROMPTS.items():
-            for worker in workers:
-                busy = psutil.cpu_percent(interval=SETTLE_S) / 100
-                reply = worker.ask(Request(prompt, tokens))
-                if reply.new_tokens != tokens:
-                    raise RuntimeError(f"{worker.name} made {reply.new_tokens} tokens, not {tokens}")
-                speed, read = reply.tokens_per_s, reply.prompt_tokens
-                samples.append(Sample(worker.name, name, turn, speed, read, tokens, busy, reply.text))
-                report(f"{turn} {name:12} {worker.name:18} {speed:6.1f} tokens/s, others {busy:4.0%} busy")
-    return samples
-
-
-def summary(samples: list[Sample]) -> dict[str, dict[str, float]]:
-    """By row: the median speed, its extremes, and ``ratio``, the first row's speed over its own."""
-    names = list(dict.fromkeys(sample.row for sample in samples))
-    base = {(s.prompt, s.turn): s.tokens_per_s for s in samples if s.row == names[0]}
-    result = {}
-    for name in names:
-        own = [s for s in samples if s.row == name]
-        speeds = [s.tokens_per_s for s in own]
-        ratios = [base[s.prompt, s.turn] / s.tokens_per_s for s in own]
-        result[name] = {
-            "median": statistics.median(speeds),
-            "min": min(speeds),
-            "max": max(speeds),
-            "ratio": statistics.median(ratios),
-            "ratio_min": min(ratios),
-            "ratio_max": max(ratios),
-        }
-    return result
-
-
-def print_summary(table: dict[str, dict[str, float]], samples: list[Sample]) -> None:
-    """The table for people; a warning where the prompts were not the same tokens."""
-    first = next(iter(table))
-    print(f"\n{'row':18} {'tokens/s':>8} {'min - max':>15}  {first} / row (min - max)")
-    for name, row in table.items():
-        spread = f"{row['min']:.1f} - {row['max']:.1f}"
-        ratio = f"{row['ratio']:.3f} ({row['ratio_min']:.3f} - {row['ratio_max']:.3f})"
-        print(f"{name:18} {row['median']:8.1f} {spread:>15}  {ratio}")
-    for prompt in PROMPTS:
-        lengths = {s.row: s.prompt_tokens for s in samples if s.prompt == prompt}
-        if len(set(lengths.values())) > 1:
-            print(f"warning: {prompt}: the rows read prompts of different lengths: {lengths}")
-    print(f"others used {statistics.median(s.busy for s in samples):.0%} of the processors (median)")
+    for warning in warnings:
+        print(f"warning: {warning}")
+    if run.samples:
+        print(
+            f"\nothers used {statistics.median(s.busy for s in run.samples):.0%} of the processors (median)"
+        )
+    return {
+        "machine": {"system": platform.platform(), "cpus": os.cpu_count()},
+        "arguments": {name: str(value) for name, value in vars(args).items()},
+        "rows": [asdict(row) | {"kl": kl[row.name]} for row in run.rows],
+        "summary": summary,
+        "headlines": headlines,
+        "failures": run.failures,
+        "warnings": warnings,
+        "samples": [asdict(sample) for sample in run.samples],
+    }
 
 
 def parse() -> argparse.Namespace:
     """Command line."""
-    parser = argparse.ArgumentParser(description="Compare plain greedy decoding with the peers.")
-    parser.add_argument("--peers", type=Path, required=True, help="the folder install.py filled")
-    parser.add_argument("--gguf", type=Path, required=True)
-    parser.add_argument(
-        "--edgespec", metavar="TARGET", help="catalogue name, GGUF or bundle; default: peers only"
-    )
-    parser.add_argument("--genai-model", type=Path, help="default: PEERS/onnx/<name of the GGUF file>")
-    parser.add_argument("--tokens", type=int, default=128, help="new tokens of each run")
-    parser.add_argument("--turns", type=int, default=3, help="how often each prompt is run by each row")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write every sample and the summary here")
+    parser = argparse.ArgumentParser(description="Compare decoding with the peers, plain and speculative.")
+    add = parser.add_argument
+    add("--peers", type=Path, required=True, help="the folder install.py filled")
+    add("--gguf", type=Path, required=True)
+    add("--draft-gguf", type=Path, help="draft model of onnxruntime-genai and llama.cpp (same vocabulary)")
+    add("--edgespec", metavar="[NAME=]TARGET", action="append", default=[], help="may be repeated")
+    add("--drafter", metavar="[NAME=]DRAFTER", action="append", default=[], help="of every --edgespec")
+    add("--genai-model", type=Path, help="default: PEERS/onnx/<name of the GGUF file>")
+    add("--rows", action="append", metavar="PATTERN", help="only rows of such names, like 'llama.cpp *'")
+    add("--prompts", type=Path, help="JSON Lines: id, category, turns; default: four plain texts")
+    add("--limit", type=int, help="at most so many prompts, spread over the categories")
+    add("--tokens", type=int, default=128, help="new tokens of each run")
+    add("--turns", type=int, default=1, help="how often each prompt is run by each row")
+    add("--threads", type=int, default=2)
+    add("--reserve-gb", type=float, default=5.0, help="memory to leave free of kept workers")
+    add("--kl", metavar="GROUP=VALUE", action="append", default=[], help="known KL against the file")
+    add("--json", type=Path, metavar="OUT", help="write every sample and the summary here")
     args = parser.parse_args()
     if args.tokens < 2 or args.turns < 1:
         parser.error("--tokens must be at least 2, --turns at least 1")
@@ -196,26 +184,23 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Start the rows, let them take turns, report."""
     args = parse()
-    workers: list[Worker] = []
+
+    def report(line: str) -> None:
+        print(line, file=sys.stderr)
+
     try:
-        for name, command in rows(args).items():
-            print(f"loading {name}", file=sys.stderr)
-            workers.append(Worker(name, command))
-        for worker in workers:
-            worker.ask(Request(PROMPTS["story"], 8))  # warm-up
-        time.sleep(1.0)
-        check_idle(workers)
-        samples = measure(workers, args.turns, args.tokens, lambda line: print(line, file=sys.stderr))
-    finally:
-        for worker in workers:
-            worker.close()
-    table = summary(samples)
-    print_summary(table, samples)
+        prompts = tasks(args)
+    except EdgespecError as error:
+        sys.exit(str(error))
+    with Workers(int(args.reserve_gb * 2**30), report) as workers:
+        run = Run(build(args), workers, report)
+        run.load()
+        for turn in range(args.turns):
+            for task in prompts:
+                run.measure(task, turn, args.tokens)
+        result = outcome(run, args)
     if args.json:
-        machine = {"system": platform.platform(), "cpus": os.cpu_count(), "threads": args.threads}
-        result = {"machine": machine, "model": args.gguf.name, "summary": table}
-        result["samples"] = [asdict(sample) for sample in samples]
-        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps(result) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

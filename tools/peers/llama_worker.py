@@ -1,4 +1,4 @@
-"""The llama.cpp row of compare.py: llama-server on the loopback interface, and its own timings.
+"""The llama.cpp rows of compare.py: llama-server on the loopback interface, and its own timings.
 
 Usage: ``python -m tools.peers.llama_worker MODEL.gguf --server PATH --threads 2``. Options it does not know
 go to llama-server as they are, for rows with other modes.
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tools.peers.protocol import Reply, Request, reserve_stdout, serve
+from tools.peers.protocol import Reply, Request, reporting, serve
 
 HOST = "127.0.0.1"
 START_LIMIT_S = 180.0
@@ -64,18 +64,24 @@ def complete(port: int, request: Request) -> Reply:
         "temperature": 0,
         "ignore_eos": True,
         "cache_prompt": False,
+        "return_tokens": True,
     }
     status, answer = ask(port, "POST", "/completion", body)
     if status != 200:
         raise RuntimeError(f"llama-server answered {status}: {answer}")
     timings = answer["timings"]
-    speed = (timings["predicted_n"] - 1) / timings["predicted_ms"] * 1e3
-    return Reply(answer["tokens_evaluated"], timings["predicted_n"], speed, answer["content"])
+    return Reply(
+        prompt_tokens=answer["tokens_evaluated"],
+        tokens=answer["tokens"],
+        text=answer["content"],
+        tokens_per_s=(timings["predicted_n"] - 1) / timings["predicted_ms"] * 1e3,
+        drafted=timings.get("draft_n", 0),
+        accepted=timings.get("draft_n_accepted", 0),
+    )
 
 
 def main() -> None:
     """Start the server, answer requests, stop the server."""
-    channel = reserve_stdout()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server below is stopped too
     parser = argparse.ArgumentParser()
     parser.add_argument("gguf", type=Path)
@@ -85,13 +91,14 @@ def main() -> None:
     port = free_port()
     command = [args.server, "-m", args.gguf, "--host", HOST, "--port", str(port), *OPTIONS, *extra]
     command += ["-t", str(args.threads), "-tb", str(args.threads)]
-    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr)
-    try:
-        wait_until_ready(server, port)
-        serve("llama.cpp", channel, lambda request: complete(port, request))
-    finally:
-        server.terminate()
-        server.wait()
+    with reporting() as channel:
+        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr)
+        try:
+            wait_until_ready(server, port)
+            serve(channel, {}, lambda request: complete(port, request))
+        finally:
+            server.terminate()
+            server.wait()
 
 
 if __name__ == "__main__":
