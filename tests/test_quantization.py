@@ -40,7 +40,6 @@ def test_a_name_says_it_all(choice: Quantization) -> None:
         ({"bits": 5}, "bits=5 is not offered; allowed: 4, 8"),
         ({"block": 48}, "allowed: 16, 32, 64, 128"),
         ({"method": "awq"}, "keep, rtn, fit, k-quant, hqq"),
-        ({"method": "gptq"}, "use 'fit' or 'k-quant'"),
         ({"mixed": "all"}, "none, head, sensitive"),
         ({"minimums": "float"}, "columns, integer, none"),
     ],

@@ -72,7 +72,7 @@ def export(
         Literal["rtn", "fit", "k-quant", "hqq", "gptq", "keep"] | None,
         typer.Option(
             help="How scales are chosen: round to nearest; least squares; llama.cpp's weighted search; "
-            "half-quadratic; gptq, which is refused; keep repacks what the file holds. Default: fit."
+            "half-quadratic; gptq, for a text's activations; keep repacks what the file holds. Default: fit."
         ),
     ] = None,
     mixed: Annotated[

@@ -43,6 +43,7 @@ from edgespec_runtimes.memory import peak_memory_bytes
 
 if TYPE_CHECKING:
     from edgespec_export.checkpoint import Checkpoint
+    from edgespec_export.writer import FactorsOf
     from edgespec_models.graphs.decoder import DecoderPlan
 
 __all__ = ["ExportOptions", "ExportReport", "export_model"]
@@ -178,12 +179,13 @@ def _write(
         if kept is not None:
             np.save(folder / HEAD_TOKENS, kept)
         model = build_decoder(checkpoint.config, plan)
-        by_class = write_weights(model, plan, checkpoint, folder, progress)
+        with _factors(plan, checkpoint, options.trim.texts, folder, progress) as factors:
+            by_class = write_weights(model, plan, checkpoint, folder, progress, factors)
+        losses = measure_losses(plan, checkpoint, model)
         onnx_ir.save(model, folder / GRAPH)
         even_rows = any(part.format.even_rows for spec in plan.linears.values() for part in spec.parts)
         if options.kv == "int8":
             _quantize_cache(folder, checkpoint.config, special, even_rows)
-        losses = measure_losses(plan, checkpoint)
         manifest = Manifest(
             name=options.name or checkpoint.model_name,
             role=options.role,
@@ -203,6 +205,27 @@ def _write(
         source_bytes = sum(file.stat().st_size for file in checkpoint.files)
     _write_json(folder / MANIFEST, manifest.to_json())
     return manifest, losses, source_bytes
+
+
+@contextmanager
+def _factors(
+    plan: "DecoderPlan",
+    checkpoint: "Checkpoint",
+    texts: Sequence[Path],
+    folder: Path,
+    progress: ProgressCallback,
+) -> Iterator["FactorsOf | None"]:
+    """The factors of the activations, computed where they are asked for; None where no part needs any."""
+    from edgespec_export.activations import open_activations
+    from edgespec_export.encode import needs_factors
+    from edgespec_export.gptq import factor
+
+    parts = (part for spec in plan.linears.values() for part in spec.parts)
+    if not any(needs_factors(part.format, part.method) for part in parts):
+        yield None
+        return
+    with open_activations(checkpoint, texts, folder / "activations", progress) as activations:
+        yield lambda linear: [factor(moments) for moments in activations.moments(linear)]
 
 
 def _quantize_cache(folder: Path, config: ModelConfig, special: SpecialTokens, even_rows: bool) -> None:
