@@ -18,7 +18,7 @@ from edgespec_models.bundle import GRAPH, Bundle
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import RequestError
 from edgespec_models.graphs.linear import WeightFormat
-from edgespec_models.progress import Progress, ignore_progress
+from edgespec_models.progress import Progress
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
 from tests.gguf_for_tests import tiny_gguf
 from tests.test_export import logits_error
@@ -121,13 +121,10 @@ def test_it_needs_factors() -> None:
 @pytest.mark.parametrize("config", [LLAMA, GEMMA])
 def test_moments_are_those_of_the_whole_graph(tmp_path: Path, config: ModelConfig) -> None:
     graph = tiny_bundle(tmp_path / "b", config, FLOAT).path / GRAPH
-    activations = Activations(graph, config, TEXTS, ignore_progress)
-    got = {
-        f"layers.{layer}.{name}": activations.moments(f"layers.{layer}.{name}")
-        for layer in range(config.num_layers)
-        for name in ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down")
-    }
-    got["lm_head"] = activations.moments("lm_head")
+    names = ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down")
+    linears = [f"layers.{layer}.{name}" for layer in range(config.num_layers) for name in names] + ["lm_head"]
+    activations = Activations(graph, set(linears), config, TEXTS)
+    got = {linear: activations.moments(linear) for linear in linears}
     for linear, spans in got.items():
         value = next(name for name, linears in activations._linears.items() if linear in linears)
         seen: list[F32] = []

@@ -5,7 +5,7 @@ as far as the moments asked for need it, so that those of a few projections are 
 """
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from edgespec_models.bundle import GRAPH
 from edgespec_models.config import DecoderShape
 from edgespec_models.errors import RequestError
 from edgespec_models.graphs.decoder import build_decoder
-from edgespec_models.progress import Progress, ProgressCallback
+from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
 
 __all__ = ["Activations", "activation_tokens", "open_activations"]
@@ -40,15 +40,21 @@ class Activations:
 
     Args:
         graph: of a decoder whose weights are beside it, without ``even_rows``.
+        wanted: the projections that will be asked for, by their names in the graph.
         config: its shape.
         texts: token ids.
         progress: is told how much of the graph the texts have been through.
     """
 
     def __init__(
-        self, graph: Path, config: DecoderShape, texts: Sequence[Sequence[int]], progress: ProgressCallback
+        self,
+        graph: Path,
+        wanted: Set[str],
+        config: DecoderShape,
+        texts: Sequence[Sequence[int]],
+        progress: ProgressCallback = ignore_progress,
     ) -> None:
-        self._linears = _linears_by_input(graph)
+        self._linears = _linears_by_input(graph, wanted)
         self._sums: dict[str, list[F32]] = {}
         self._tokens = sum(len(text) - 1 for text in texts)
         pieces = cut(graph, piece_bytes=1, watched=self._linears.keys())
@@ -94,12 +100,17 @@ class Activations:
 
 @contextmanager
 def open_activations(
-    checkpoint: Checkpoint, files: Sequence[Path], scratch: Path, progress: ProgressCallback
+    checkpoint: Checkpoint,
+    wanted: Set[str],
+    files: Sequence[Path],
+    scratch: Path,
+    progress: ProgressCallback,
 ) -> Iterator[Activations]:
     """The activations of ``checkpoint`` over the texts of ``files``, or over the shipped ones without any.
 
     Args:
         checkpoint: the model.
+        wanted: the projections that will be asked for, by their names in the graph.
         files: JSON Lines with texts that targets wrote.
         scratch: a folder that does not exist; it takes a byte a weight, until the context ends.
         progress: is told of the writing and the reading.
@@ -119,7 +130,7 @@ def open_activations(
         write_weights(model, plan, checkpoint, scratch, progress)
         graph = scratch / GRAPH
         ir.save(model, graph)
-        yield Activations(graph, config, tokens, progress)
+        yield Activations(graph, wanted, config, tokens, progress)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -143,14 +154,14 @@ def activation_tokens(
     return [encoded[number * len(encoded) // taken] for number in range(taken)]
 
 
-def _linears_by_input(graph: Path) -> dict[str, list[str]]:
-    """The projections that each value of ``graph`` is given to."""
+def _linears_by_input(graph: Path, wanted: Set[str]) -> dict[str, list[str]]:
+    """Those of the projections ``wanted`` that each value of ``graph`` is given to."""
     nodes = onnx.load(str(graph), load_external_data=False).graph.node
     transposed = {node.output[0]: node.input[0] for node in nodes if node.op_type == "Transpose"}
     linears: dict[str, list[str]] = {}
     for node in nodes:
         weight = node.input[1] if node.op_type in ("MatMulNBits", "MatMul") else ""
         weight = transposed.get(weight, weight)
-        if weight.endswith(_WEIGHT):
+        if weight.endswith(_WEIGHT) and weight.removesuffix(_WEIGHT) in wanted:
             linears.setdefault(node.input[0], []).append(weight.removesuffix(_WEIGHT))
     return linears

@@ -217,14 +217,14 @@ def _factors(
 ) -> Iterator["FactorsOf | None"]:
     """The factors of the activations, computed where they are asked for; None where no part needs any."""
     from edgespec_export.activations import open_activations
-    from edgespec_export.encode import needs_factors
     from edgespec_export.gptq import factor
+    from edgespec_export.writer import linears_to_calibrate
 
-    parts = (part for spec in plan.linears.values() for part in spec.parts)
-    if not any(needs_factors(part.format, part.method) for part in parts):
+    wanted = linears_to_calibrate(plan)
+    if not wanted:
         yield None
         return
-    with open_activations(checkpoint, texts, folder / "activations", progress) as activations:
+    with open_activations(checkpoint, wanted, texts, folder / "activations", progress) as activations:
         yield lambda linear: [factor(moments) for moments in activations.moments(linear)]
 
 

@@ -25,7 +25,7 @@ from edgespec_models.graphs.decoder import SPARE_ROWS, DecoderPlan
 from edgespec_models.graphs.linear import LinearPart
 from edgespec_models.progress import Progress, ProgressCallback
 
-__all__ = ["DATA_FILE", "FactorsOf", "module_path", "write_weights"]
+__all__ = ["DATA_FILE", "FactorsOf", "linears_to_calibrate", "module_path", "write_weights"]
 
 DATA_FILE = "model.onnx.data"
 FactorsOf = Callable[[str], Sequence[F32]]
@@ -98,11 +98,11 @@ def _allocate(parameters: dict[str, ir.Value], folder: Path) -> tuple[dict[str, 
 
 
 def _matrices(plan: DecoderPlan, factors_of: FactorsOf | None) -> Iterator[_Matrix]:
+    calibrated = linears_to_calibrate(plan)
     yield _Matrix("embedding", ("embed",), lambda source: encode_embedding(source, plan.embedding))
     for name, spec in sorted(plan.linears.items(), key=lambda item: item[0] == "lm_head"):
-        path, factors = module_path(name), None
-        if factors_of is not None and any(needs_factors(part.format, part.method) for part in spec.parts):
-            factors = factors_of(path)
+        path = module_path(name)
+        factors = factors_of(path) if factors_of is not None and path in calibrated else None
         for index, part in enumerate(spec.parts):
             keep = None
             if name == "lm_head" and plan.head_tokens is not None:
@@ -112,6 +112,15 @@ def _matrices(plan: DecoderPlan, factors_of: FactorsOf | None) -> Iterator[_Matr
 
 def _encoder(part: LinearPart, factors: Sequence[F32] | None) -> Callable[[Blocks | F32], Encoded]:
     return lambda source: encode_linear(source, part.format, part.method, factors=factors)
+
+
+def linears_to_calibrate(plan: DecoderPlan) -> set[str]:
+    """The projections whose factors :func:`write_weights` asks for, by their names in the graph."""
+    return {
+        module_path(name)
+        for name, spec in plan.linears.items()
+        if any(needs_factors(part.format, part.method) for part in spec.parts)
+    }
 
 
 def module_path(linear: str) -> str:
