@@ -1,7 +1,8 @@
 """What projections are given, on average, when a model reads a text: second moments of their inputs.
 
-The model is written once more, in 8 bits, and run over the text piece by piece (:mod:`edgespec_export.pieces`)
-as far as the moments asked for need it, so that those of a few projections are in memory at any time.
+The model is written once more, in 8 bits, and run over the text piece by piece
+(:mod:`edgespec_export.pieces`) as far as the moments asked for need it, so that those of a few projections
+are in memory at any time.
 """
 
 import shutil
@@ -94,8 +95,8 @@ class Activations:
         for linear in self._linears.get(value, ()):
             spans = [rest[:, at : at + _SPAN] for at in range(0, rest.shape[1], _SPAN)]
             sums = self._sums.setdefault(linear, [np.zeros((x.shape[1],) * 2, np.float32) for x in spans])
-            for total, x in zip(sums, spans, strict=True):
-                total += x.T @ x
+            for number, x in enumerate(spans):
+                sums[number] += x.T @ x
 
 
 @contextmanager

@@ -7,6 +7,7 @@ and go on with the next: the same kernels, one piece in memory at a time.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ def cache_extremes(
 
 
 def watch_pieces(
-    pieces: Iterable[Path],
+    pieces: Sequence[Path],
     config: DecoderShape,
     texts: Sequence[Sequence[int]],
     observe: Callable[[str, npt.NDArray[np.float32]], None],
@@ -135,15 +136,20 @@ def watch_pieces(
         BundleError: ONNX Runtime cannot load a piece.
     """
     carried: list[_Values] = [{"input_ids": np.array([tokens], np.int64)} for tokens in texts]
-    for path in pieces:
+    for path, following in zip_longest(pieces, pieces[1:]):
         piece = _Piece(path, config, even_rows=False)
+        needed = _input_names(following) if following is not None else set()
         for index, values in enumerate(carried):
             kept, _ = piece.run(values)
             for name, array in kept.items():
                 observe(name, array[0])
-            carried[index] = kept
+            carried[index] = {name: array for name, array in kept.items() if name in needed}
         del piece
         yield
+
+
+def _input_names(path: Path) -> set[str]:
+    return {value.name for value in onnx.load(str(path), load_external_data=False).graph.input}
 
 
 class _Piece:
