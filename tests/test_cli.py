@@ -265,7 +265,7 @@ def test_export_with_quantization_options(tmp_path: Path) -> None:
     assert "4/64/hqq/mixed=none" in shown and "int8" in shown.partition("KV cache")[2]
     for arguments, says in (
         (("--weights", "fast", "--bits", "8"), "exclude each other"),
-        (("--method", "gptq"), "use 'fit' or 'k-quant'"),
+        (("--method", "gptq", "--calibration", str(tmp_path / "none")), "cannot read calibration text"),
     ):
         refused = run("export", source, "-o", str(tmp_path / "no"), *arguments)
         assert refused.exit_code == 1 and says in " ".join(refused.stderr.split())

@@ -35,7 +35,7 @@ def export(
     ],
     role: Annotated[Literal["target", "drafter"], typer.Option(help="What the model is to be.")] = "target",
     weights: Annotated[
-        Literal["exact", "close", "balanced", "int8", "quick", "fast"] | None,
+        Literal["exact", "close", "balanced", "int8", "quick", "fast", "wide"] | None,
         typer.Option(
             help="How near the weights stay to the source's. Default: close; for drafters quick; for targets "
             "in floating point balanced, below a billion weights int8."
@@ -73,7 +73,7 @@ def export(
         Literal["rtn", "fit", "k-quant", "hqq", "gptq", "keep"] | None,
         typer.Option(
             help="How scales are chosen: round to nearest; least squares; llama.cpp's weighted search; "
-            "half-quadratic; gptq, which is refused; keep repacks what the file holds. Default: fit."
+            "half-quadratic; gptq, for a text's activations; keep repacks what the file holds. Default: fit."
         ),
     ] = None,
     mixed: Annotated[

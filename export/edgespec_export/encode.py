@@ -1,5 +1,6 @@
 """Blocks of weights in the layouts of MatMulNBits and GatherBlockQuantized."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,10 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_export.blocks import F32, U8, Blocks
+from edgespec_export.gptq import round_for
 from edgespec_export.rounding import round_matrix
 from edgespec_models.graphs.linear import EmbeddingSpec, Method, WeightFormat
 
-__all__ = ["Encoded", "decode_linear", "encode_embedding", "encode_linear"]
+__all__ = ["Encoded", "decode_linear", "encode_embedding", "encode_linear", "needs_factors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +22,18 @@ class Encoded:
     arrays: dict[str, npt.NDArray[Any]]
 
 
+def needs_factors(form: WeightFormat, method: Method) -> bool:
+    """Whether :func:`encode_linear` wants factors: 8 bits lose too little for ``gptq`` to win any of it."""
+    return method == "gptq" and form.bits == 4
+
+
 def encode_linear(
-    source: Blocks | F32, form: WeightFormat, method: Method = "keep", importance: F32 | None = None
+    source: Blocks | F32,
+    form: WeightFormat,
+    method: Method = "keep",
+    importance: F32 | None = None,
+    *,
+    factors: Sequence[F32] | None = None,
 ) -> Encoded:
     """Rows of a projection in ``form``.
 
@@ -31,14 +43,23 @@ def encode_linear(
         method: ``keep`` repacks what the source holds already and fits the rest; any other rounds anew.
         importance: float32 ``(columns,)``, what an error in each column counts
             (:func:`~edgespec_export.rounding.round_matrix`).
+        factors: of the activations that meet the columns (:mod:`edgespec_export.gptq`).
+
+    Raises:
+        ValueError: the method needs factors, and there are none.
     """
-    if method == "keep" and form.bits == 8:
+    if needs_factors(form, method) and factors is None:
+        raise ValueError("gptq needs factors of the activations")
+    if method in ("keep", "gptq") and form.bits == 8:
         return _encode_8(source, form)
     if method == "keep" and isinstance(source, Blocks) and _holds(form, source):
         return _encode_4(source, form)
     values = source.values() if isinstance(source, Blocks) else source
     if form.bits == 32:
         return Encoded({"weight": values})
+    if method == "gptq":
+        assert factors is not None
+        return _encode_4(round_for(values, form, factors), form)
     rounded = round_matrix(values, form, "fit" if method == "keep" else method, importance)
     return _encode_8(rounded, form) if form.bits == 8 else _encode_4(rounded, form)
 

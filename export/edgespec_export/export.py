@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -37,6 +38,7 @@ from edgespec_runtimes.memory import peak_memory_bytes
 
 if TYPE_CHECKING:
     from edgespec_export.checkpoint import Checkpoint
+    from edgespec_export.writer import FactorsOf
     from edgespec_models.graphs.decoder import DecoderPlan
 
 __all__ = ["ExportOptions", "ExportReport", "export_model"]
@@ -172,12 +174,13 @@ def _write(
         if kept is not None:
             np.save(folder / HEAD_TOKENS, kept)
         model = build_decoder(checkpoint.config, plan)
-        by_class = write_weights(model, plan, checkpoint, folder, progress)
+        with _factors(plan, checkpoint, options.trim.texts, folder, progress) as factors:
+            by_class = write_weights(model, plan, checkpoint, folder, progress, factors)
+        losses = measure_losses(plan, checkpoint, model)
         onnx_ir.save(model, folder / GRAPH)
         even_rows = any(part.format.even_rows for spec in plan.linears.values() for part in spec.parts)
         int8 = options.kv == "int8"
         float_kv_layers = _quantize_cache(folder, checkpoint.config, special, even_rows) if int8 else ()
-        losses = measure_losses(plan, checkpoint)
         manifest = Manifest(
             name=options.name or checkpoint.model_name,
             role=options.role,
@@ -198,6 +201,27 @@ def _write(
         source_bytes = sum(file.stat().st_size for file in checkpoint.files)
     _write_json(folder / MANIFEST, manifest.to_json())
     return manifest, losses, source_bytes
+
+
+@contextmanager
+def _factors(
+    plan: "DecoderPlan",
+    checkpoint: "Checkpoint",
+    texts: Sequence[Path],
+    folder: Path,
+    progress: ProgressCallback,
+) -> Iterator["FactorsOf | None"]:
+    """The factors of the activations, computed where they are asked for; None where no part needs any."""
+    from edgespec_export.activations import open_activations
+    from edgespec_export.gptq import factor
+    from edgespec_export.writer import linears_to_calibrate
+
+    wanted = linears_to_calibrate(plan)
+    if not wanted:
+        yield None
+        return
+    with open_activations(checkpoint, wanted, texts, folder / "activations", progress) as activations:
+        yield lambda linear: [factor(moments) for moments in activations.moments(linear)]
 
 
 def _quantize_cache(

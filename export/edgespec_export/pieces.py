@@ -6,8 +6,9 @@ and go on with the next: the same kernels, one piece in memory at a time.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,7 +20,15 @@ from edgespec_models.config import DecoderShape
 from edgespec_runtimes.cpu import CpuOptions, open_graph
 from edgespec_runtimes.session import Logits
 
-__all__ = ["PIECE_BYTES", "CacheStatistics", "PiecewiseResult", "cache_statistics", "cut", "run_pieces"]
+__all__ = [
+    "PIECE_BYTES",
+    "CacheStatistics",
+    "PiecewiseResult",
+    "cache_statistics",
+    "cut",
+    "run_pieces",
+    "watch_pieces",
+]
 
 PIECE_BYTES = 256 << 20
 """Weights of a piece, about: what one fused projection needs more is loaded with it."""
@@ -45,8 +54,11 @@ class PiecewiseResult:
     logits: Iterator[Logits]
 
 
-def cut(graph: Path, piece_bytes: int = PIECE_BYTES) -> list[Path]:
-    """Write the pieces of ``graph`` beside it, over the same weights file; returns their paths in order."""
+def cut(graph: Path, piece_bytes: int = PIECE_BYTES, *, watched: Set[str] = frozenset()) -> list[Path]:
+    """Write the pieces of ``graph`` beside it, over the same weights file; returns their paths in order.
+
+    The values that ``watched`` names become outputs of the piece that computes them.
+    """
     model = onnx.load(str(graph), load_external_data=False)
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
     produced_at = {name: i for i, node in enumerate(model.graph.node) for name in node.output}
@@ -60,7 +72,8 @@ def cut(graph: Path, piece_bytes: int = PIECE_BYTES) -> list[Path]:
     paths = []
     for number, (begin, end) in enumerate(spans):
         paths.append(graph.with_name(f"piece-{number}.onnx"))
-        onnx.save(_piece(model, begin, end, weights, produced_at), str(paths[-1]))
+        later = {name for node in model.graph.node[end:] for name in node.input}
+        onnx.save(_piece(model, (begin, end), later | watched, weights, produced_at), str(paths[-1]))
     return paths
 
 
@@ -126,6 +139,41 @@ def cache_statistics(
         found |= {name: CacheStatistics.of(np.concatenate(rows, axis=1)) for name, rows in seen.items()}
         del piece
     return found
+
+
+def watch_pieces(
+    pieces: Sequence[Path],
+    config: DecoderShape,
+    texts: Sequence[Sequence[int]],
+    observe: Callable[[str, npt.NDArray[np.float32]], None],
+) -> Iterator[None]:
+    """Take ``texts`` through all ``pieces``, one piece at each step of the iteration.
+
+    Args:
+        pieces: of a graph without ``even_rows``.
+        config: the model's shape.
+        texts: token ids.
+        observe: is given the name of every value that leaves a piece and what it is for each text, float32
+            ``(tokens, width)``.
+
+    Raises:
+        BundleError: ONNX Runtime cannot load a piece.
+    """
+    carried: list[_Values] = [{"input_ids": np.array([tokens], np.int64)} for tokens in texts]
+    for path, following in zip_longest(pieces, pieces[1:]):
+        piece = _Piece(path, config, even_rows=False)
+        needed = _input_names(following) if following is not None else set()
+        for index, values in enumerate(carried):
+            kept, _ = piece.run(values)
+            for name, array in kept.items():
+                observe(name, array[0])
+            carried[index] = {name: array for name, array in kept.items() if name in needed}
+        del piece
+        yield
+
+
+def _input_names(path: Path) -> set[str]:
+    return {value.name for value in onnx.load(str(path), load_external_data=False).graph.input}
 
 
 class _Piece:
@@ -208,17 +256,17 @@ def _stored_bytes(tensor: onnx.TensorProto) -> int:
 
 def _piece(
     model: onnx.ModelProto,
-    begin: int,
-    end: int,
+    span: tuple[int, int],
+    wanted: Set[str],
     weights: Mapping[str, onnx.TensorProto],
     produced_at: Mapping[str, int],
 ) -> onnx.ModelProto:
-    """The nodes from ``begin`` to ``end`` as a model of its own; what crosses its borders is float32."""
+    """The nodes of ``span`` as a model of its own; what it is given and ``wanted`` of it is float32."""
+    begin, end = span
     nodes = model.graph.node[begin:end]
     used = {name for node in nodes for name in node.input if name}
-    used_later = {name for node in model.graph.node[end:] for name in node.input}
     entering = sorted(name for name in used if produced_at.get(name, begin) < begin)
-    leaving = sorted(name for name in used_later if name in produced_at and begin <= produced_at[name] < end)
+    leaving = sorted(name for name in wanted if name in produced_at and begin <= produced_at[name] < end)
     inputs = [value for value in model.graph.input if value.name in used]
     inputs += [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in entering]
     outputs = [value for value in model.graph.output if begin <= produced_at[value.name] < end]

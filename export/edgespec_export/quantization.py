@@ -36,7 +36,8 @@ class Quantization:
         block: weights that share a scale, one of :data:`BLOCKS`; a matrix whose width has no whole blocks
             of that size takes the next smaller that fits, or stays float32.
         method: how scales and offsets are chosen (:mod:`edgespec_export.rounding`); ``keep`` repacks
-            matrices that the source holds in this form already and fits the others.
+            matrices that the source holds in this form already and fits the others; ``gptq``
+            (:mod:`edgespec_export.gptq`) runs the model over a calibration text and fits 8-bit matrices.
         mixed: what keeps 8 bits where ``bits`` is 4: ``none``; ``head``, the LM head; ``sensitive``, the
             LM head and, in half of the layers (the first and last, and every third between, as
             llama.cpp's Q4_K_M has it), values and down projections.
@@ -55,11 +56,6 @@ class Quantization:
     minimums: Minimums = "columns"
 
     def __post_init__(self) -> None:
-        if self.method == "gptq":  # type: ignore[comparison-overlap]
-            raise RequestError(
-                "method='gptq' is not offered: it needs a calibration text, and in trials it learned that "
-                "text by heart and lost more elsewhere than 'fit' did; use 'fit' or 'k-quant'"
-            )
         for name, allowed in (
             ("bits", (4, 8)),
             ("block", BLOCKS),
@@ -119,6 +115,10 @@ class Quantization:
             return WeightFormat(4, block)
         remainder: Literal["columns", "drop"] = "columns" if self.minimums == "columns" else "drop"
         return WeightFormat(4, block, zero_points=True, remainder=remainder)
+
+    def method_of(self, form: WeightFormat, kind: GGMLType) -> Method:
+        """How a matrix is rounded from ``kind`` to ``form``."""
+        return self.method
 
     def _spares(self, name: str, layers: int) -> bool:
         """Whether ``name`` keeps 8 bits."""

@@ -6,7 +6,7 @@ small pool of threads (numpy releases the interpreter's lock) and written in ord
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,16 +18,17 @@ import onnx_ir as ir
 
 from edgespec_export.blocks import F32, Blocks, largest, unpack
 from edgespec_export.checkpoint import Checkpoint, SourceTensor
-from edgespec_export.encode import Encoded, encode_embedding, encode_linear
+from edgespec_export.encode import Encoded, encode_embedding, encode_linear, needs_factors
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import ModelFileError
 from edgespec_models.graphs.decoder import SPARE_ROWS, DecoderPlan
 from edgespec_models.graphs.linear import LinearPart
 from edgespec_models.progress import Progress, ProgressCallback
 
-__all__ = ["DATA_FILE", "write_weights"]
+__all__ = ["DATA_FILE", "FactorsOf", "linears_to_calibrate", "module_path", "write_weights"]
 
 DATA_FILE = "model.onnx.data"
+FactorsOf = Callable[[str], Sequence[F32]]
 _CHUNK_WEIGHTS = 1 << 20
 _IN_FLIGHT = 4
 _LARGEST = 1e15  # no model has such weights, and their squares are finite still
@@ -45,9 +46,17 @@ class _Matrix:
 
 
 def write_weights(
-    model: ir.Model, plan: DecoderPlan, checkpoint: Checkpoint, folder: Path, progress: ProgressCallback
+    model: ir.Model,
+    plan: DecoderPlan,
+    checkpoint: Checkpoint,
+    folder: Path,
+    progress: ProgressCallback,
+    factors: FactorsOf | None = None,
 ) -> dict[str, int]:
     """Fill every parameter of ``model`` from ``checkpoint``; the bytes go to ``folder / DATA_FILE``.
+
+    ``factors`` gives those of a projection (:mod:`edgespec_export.gptq`) by its name in the graph; it is
+    asked once for each that has parts to be rounded with ``gptq``, in the order of the model.
 
     Returns:
         Bytes by tensor class: ``embedding``, ``attention``, ``mlp``, ``lm_head``, ``other``.
@@ -56,13 +65,13 @@ def write_weights(
         name: value for name, value in model.graph.initializers.items() if value.const_value is None
     }
     offsets, size = _allocate(parameters, folder)
-    matrices = list(_matrices(plan, checkpoint))
-    total = sum(checkpoint.tensor(source).n_bytes for matrix in matrices for source in matrix.sources)
-    done = 0
+    parts = [part for spec in plan.linears.values() for part in spec.parts]
+    sources = ["embed", *(source for part in parts for source in part.sources)]
+    total, done = sum(checkpoint.tensor(source).n_bytes for source in sources), 0
     with (folder / DATA_FILE).open("wb") as file, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         for name, small in _small_tensors(plan, checkpoint):
             _write_at(file, offsets[name], small)
-        for matrix in matrices:
+        for matrix in _matrices(plan, factors):
             for written in _write_matrix(file, offsets, checkpoint, matrix, pool):
                 done += written
                 progress(Progress("Exporting", done, total))
@@ -88,22 +97,34 @@ def _allocate(parameters: dict[str, ir.Value], folder: Path) -> tuple[dict[str, 
     return offsets, at
 
 
-def _matrices(plan: DecoderPlan, checkpoint: Checkpoint) -> Iterator[_Matrix]:
+def _matrices(plan: DecoderPlan, factors_of: FactorsOf | None) -> Iterator[_Matrix]:
+    calibrated = linears_to_calibrate(plan)
     yield _Matrix("embedding", ("embed",), lambda source: encode_embedding(source, plan.embedding))
-    for name, spec in plan.linears.items():
+    for name, spec in sorted(plan.linears.items(), key=lambda item: item[0] == "lm_head"):
+        path = module_path(name)
+        factors = factors_of(path) if factors_of is not None and path in calibrated else None
         for index, part in enumerate(spec.parts):
             keep = None
             if name == "lm_head" and plan.head_tokens is not None:
                 keep = np.array(plan.head_tokens, np.int64)
-            yield _Matrix(f"{_module_path(name)}.parts.{index}", part.sources, _encoder(part), keep)
+            yield _Matrix(f"{path}.parts.{index}", part.sources, _encoder(part, factors), keep)
 
 
-def _encoder(part: LinearPart) -> Callable[[Blocks | F32], Encoded]:
-    return lambda source: encode_linear(source, part.format, part.method)
+def _encoder(part: LinearPart, factors: Sequence[F32] | None) -> Callable[[Blocks | F32], Encoded]:
+    return lambda source: encode_linear(source, part.format, part.method, factors=factors)
 
 
-def _module_path(linear: str) -> str:
-    """``layers.3.qkv`` in the plan is ``layers.3.attention.qkv`` in the graph."""
+def linears_to_calibrate(plan: DecoderPlan) -> set[str]:
+    """The projections whose factors :func:`write_weights` asks for, by their names in the graph."""
+    return {
+        module_path(name)
+        for name, spec in plan.linears.items()
+        if any(needs_factors(part.format, part.method) for part in spec.parts)
+    }
+
+
+def module_path(linear: str) -> str:
+    """A projection's name in the graph: ``layers.3.qkv`` of the plan is ``layers.3.attention.qkv`` there."""
     if linear == "lm_head":
         return linear
     layers, index, name = linear.split(".")
@@ -122,7 +143,7 @@ def _small_tensors(plan: DecoderPlan, checkpoint: Checkpoint) -> Iterator[tuple[
         for index, part in enumerate(spec.parts):
             if part.biases:
                 bias = np.concatenate([checkpoint.values(name) for name in part.biases])
-                yield f"{_module_path(linear)}.parts.{index}.bias", bias
+                yield f"{module_path(linear)}.parts.{index}.bias", bias
     config = checkpoint.config
     tables = _rope(config, config.rope_theta, config.rope_factors)
     yield from zip(("rope_cos", "rope_sin"), tables, strict=True)

@@ -27,8 +27,8 @@ __all__ = [
     "WeightFormat",
 ]
 
-Method = Literal["keep", "rtn", "fit", "k-quant", "hqq"]
-"""How weights are rounded (``edgespec_export.rounding``); ``keep`` repacks those that the format holds."""
+Method = Literal["keep", "rtn", "fit", "k-quant", "hqq", "gptq"]
+"""How weights are rounded (``edgespec_export.rounding``, ``gptq``); ``keep`` repacks those that fit."""
 
 MICROSOFT: dict[str, Any] = {"_domain": "com.microsoft", "_version": 1}
 INT8_ACTIVATIONS = 4  # MatMulNBits' accuracy_level; float activations are 2 to 5 times slower on CPUs
