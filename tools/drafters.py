@@ -27,6 +27,18 @@ from edgespec_models.bundle import Bundle
 from edgespec_models.foreign import open_bundle
 from edgespec_runtimes.cpu import CpuOptions
 
+_COLUMNS = (
+    *(
+        "speedup",
+        "tokens a pass",
+        "accepted of drafted",
+        "drafted",
+        "accepted",
+        "MBSU by bytes",
+        "by weights",
+    ),
+    *("bytes a step", "ms a step", "answers the same"),
+)
 _ROWS = (1, 2, DRAFTER_READING_ROWS)
 
 
@@ -96,20 +108,14 @@ def main() -> None:
             rows.append(answers(model, seats, prompt, names, args.max_new_tokens))
             print(f"\r{number} of {len(prompts)}", end="", flush=True)
         plain_s = sum(row["plain"].stats.decode_s for row in rows)
-        print(
-            "\rdrafter  MB a step  ms a step  drafted  accepted  rate  tau  MBSU bytes, weights  speedup  same"
-        )
+        print("\rdrafter", *_COLUMNS, sep=" | ")
         table = {}
         for name, its in seats.items():
             found = figures(model.target, its["drafter"], [row[name].stats for row in rows], plain_s)
             found["step_ms"] = its["_side"].curve.seconds(1) * 1e3
             found["same"] = sum(row[name].tokens == row["plain"].tokens for row in rows)
             table[name] = found
-            print(
-                f"{name} {found['bytes_per_step'] / 1e6:.0f} {found['step_ms']:.2f} {found['drafted']} "
-                f"{found['accepted']} {found['acceptance_rate']:.3f} {found['block_efficiency']:.2f} "
-                f"{found['mbsu_bytes']:.2f} {found['mbsu_parameters']:.2f} {found['speedup']:.3f} {found['same']}"
-            )
+            print(name, *(f"{value:.4g}" for value in found.values()), sep=" | ")
         if args.json is not None:
             curve = {n: t * 1e3 for n, t in model.cost_curve.seconds_by_rows.items()}
             args.json.write_text(json.dumps({"target_ms": curve, "drafters": table}, indent=1) + "\n")
