@@ -110,20 +110,6 @@ def test_a_bundle_of_every_way_to_hold_minimums(
     assert logits_error(model, tmp_path / "out") < 0.4
 
 
-def test_wide_rounds_gate_and_up_and_keeps_the_rest(tmp_path: Path) -> None:
-    """The file's own 4 bits stay in attention's matrices; what has no 4 bits takes 8."""
-    for kind, expected in (
-        ("Q4_K", {("int4/32z+columns", "keep"), ("int4/128z", "gptq"), ("int8/128", "keep")}),
-        ("Q6_K", {("int8/128", "keep")}),
-        ("F16", {("int4/32z+columns", "gptq"), ("int4/128z", "gptq"), ("int8/128", "keep")}),
-    ):
-        source = tiny_gguf("llama", kind).write(tmp_path / f"{kind}.gguf")
-        report = export_model(source, tmp_path / kind, options=ExportOptions(weights="wide"))
-        assert {(loss.format, loss.method) for loss in report.weights} == expected
-        shares = Bundle(tmp_path / kind).manifest.formats
-        assert kind == "Q6_K" or shares["int4/128z"] == 2 * 2 * 256 * 256
-
-
 def test_keep_keeps_what_the_file_holds(tmp_path: Path) -> None:
     for kind, choice in (
         ("Q4_0", Quantization(method="keep", mixed="none")),

@@ -35,7 +35,7 @@ def export(
     ],
     role: Annotated[Literal["target", "drafter"], typer.Option(help="What the model is to be.")] = "target",
     weights: Annotated[
-        Literal["exact", "close", "balanced", "int8", "quick", "fast", "wide"] | None,
+        Literal["exact", "close", "balanced", "int8", "quick", "fast"] | None,
         typer.Option(
             help="How near the weights stay to the source's. Default: close; for drafters quick; for targets "
             "in floating point balanced, below a billion weights int8."

@@ -48,8 +48,8 @@ def factor(moments: F32) -> F32:
     steady *= 1 - _SHRINKAGE
     np.fill_diagonal(steady, own + _DAMPING * mean)
     # H = R R^T with R upper triangular is Cholesky's decomposition from the last column to the first.
-    upper = np.asarray(np.linalg.cholesky(steady[::-1, ::-1])[::-1, ::-1], np.float64)
-    return _inverse(upper).astype(np.float32)
+    upper = np.linalg.cholesky(steady[::-1, ::-1])[::-1, ::-1]
+    return _inverse(upper.astype(np.float64)).astype(np.float32)
 
 
 def _inverse(upper: F64) -> F64:

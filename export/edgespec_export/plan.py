@@ -49,32 +49,16 @@ _EXACT: Mapping[GGMLType, WeightFormat] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A format for every source format.
-
-    Attributes:
-        summary: what it does, in a few words.
-        layers: for the blocks' matrices.
-        head: for the LM head.
-        gated: for gate and up projections, the largest class; None where they are like the others.
-        method: how matrices are rounded to 4 bits where ``close`` has another format.
-    """
+    """A format for every source format: ``layers`` for the blocks' matrices, ``head`` for the LM head."""
 
     summary: str
     layers: Mapping[GGMLType, WeightFormat]
     head: Mapping[GGMLType, WeightFormat]
-    gated: Mapping[GGMLType, WeightFormat] | None = None
     method: Method = "keep"
-
-    def method_of(self, form: WeightFormat, kind: GGMLType) -> Method:
-        """How a matrix is rounded from ``kind`` to ``form``."""
-        return "keep" if form.bits == 8 or form == _CLOSE[kind] else self.method
 
     def format_of(self, name: str, kind: GGMLType, columns: int, layers: int) -> WeightFormat:
         """The format of tensor ``name``, which the source has as ``kind``, in a model of ``layers``."""
-        by_kind = self.head if name == "lm_head" else self.layers
-        if self.gated is not None and name.endswith((".gate", ".up")):
-            by_kind = self.gated
-        chosen = by_kind[kind]
+        chosen = (self.head if name == "lm_head" else self.layers)[kind]
         while (
             chosen.bits != 32 and columns % chosen.block
         ):  # widths without whole blocks: smaller ones, or float
@@ -92,11 +76,6 @@ _FAST = {kind: _INT4 if kind is GGMLType.Q4_0 else _INT4_COLUMNS for kind in GGM
 _INT8_ALL = {kind: _INT4 if kind is GGMLType.Q4_0 else _INT8_64 for kind in GGMLType}
 _QUICK = {kind: _INT4 if kind is GGMLType.Q4_0 else _INT8_128 for kind in GGMLType}
 _8_BITS = dict.fromkeys(GGMLType, _INT8)
-_4_BITS = (GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q4_K)
-_WIDE = {kind: _CLOSE[kind] if kind in _4_BITS else _INT8_128 for kind in GGMLType}
-_WIDE |= dict.fromkeys(FLOATS, _INT4_COLUMNS)
-_WIDE_GATED = _WIDE | dict.fromkeys((*_4_BITS, *FLOATS), WeightFormat(4, 128, zero_points=True))
-_WIDE_HEAD = dict.fromkeys(GGMLType, _INT8_128)
 
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
@@ -108,14 +87,6 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
         "int8": Policy("8 bits everywhere, but 4 where the file has 4 that fit", _INT8_ALL, _INT8_ALL),
         "quick": Policy("like int8, in larger blocks: for drafters", _QUICK, _QUICK),
         "fast": Policy("4 bits everywhere", _FAST, _FAST),
-        "wide": Policy(
-            "gate and up projections in 4 bits, 8 bits where close has them, both in blocks of 128: "
-            "the faster kernels; rounded with gptq",
-            _WIDE,
-            _WIDE_HEAD,
-            _WIDE_GATED,
-            "gptq",
-        ),
     }
 )
 
@@ -172,17 +143,15 @@ def _linear(
 ) -> LinearSpec:
     columns, layers = checkpoint.tensor(sources[0]).shape[1], checkpoint.config.num_layers
 
-    def rounding(source: str) -> tuple[WeightFormat, Method]:
-        kind = checkpoint.tensor(source).type
-        form = policy.format_of(source, kind, columns, layers)
-        return form, policy.method_of(form, kind)
+    def form(source: str) -> WeightFormat:
+        return policy.format_of(source, checkpoint.tensor(source).type, columns, layers)
 
     parts, at = [], 0
-    for (form, method), group in groupby(sources, rounding):
+    for chosen, group in groupby(sources, form):
         names = tuple(group)
         rows = sum(checkpoint.tensor(name).shape[0] for name in names)
         its_biases = biases[at : at + len(names)] if biases else ()
-        parts.append(LinearPart(names, rows, form, its_biases, method))
+        parts.append(LinearPart(names, rows, chosen, its_biases, policy.method))
         at += len(names)
     return LinearSpec(columns, tuple(parts))
 

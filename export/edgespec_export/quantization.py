@@ -116,10 +116,6 @@ class Quantization:
         remainder: Literal["columns", "drop"] = "columns" if self.minimums == "columns" else "drop"
         return WeightFormat(4, block, zero_points=True, remainder=remainder)
 
-    def method_of(self, form: WeightFormat, kind: GGMLType) -> Method:
-        """How a matrix is rounded from ``kind`` to ``form``."""
-        return self.method
-
     def _spares(self, name: str, layers: int) -> bool:
         """Whether ``name`` keeps 8 bits."""
         kind = name.rpartition(".")[2]
