@@ -5,7 +5,7 @@ from pathlib import Path
 
 import platformdirs
 
-__all__ = ["bundles_dir", "home", "model_name", "models_dir"]
+__all__ = ["bundles_dir", "home", "model_name", "models_dir", "profiles_dir"]
 
 
 def home() -> Path:
@@ -24,6 +24,13 @@ def models_dir() -> Path:
 def bundles_dir() -> Path:
     """Where bundles exported on first use lie."""
     return home() / "bundles"
+
+
+def profiles_dir() -> Path:
+    """Where profiles lie: no cache, since no download brings them back."""
+    override = os.environ.get("EDGESPEC_HOME")
+    base = home() if override else platformdirs.user_data_path("edgespec", appauthor=False)
+    return base / "profiles"
 
 
 def model_name(folder: Path) -> str:
