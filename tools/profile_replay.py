@@ -8,6 +8,7 @@ alone. No model runs. Prints a table, and the processor time of a lookup.
 
 import argparse
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from time import process_time
@@ -79,11 +80,14 @@ def main() -> None:
     parser.add_argument("tokenizer", type=Path)
     parser.add_argument("texts", type=Path, nargs="+")
     parser.add_argument("--repeat", type=int, default=1, help="replay the list so many times in a row")
+    parser.add_argument("--shuffle", type=int, metavar="SEED", help="replay them in a random order")
     options = parser.parse_args()
     tokenizer = Tokenizer.from_file(options.tokenizer)
     rows = [json.loads(line) for file in options.texts for line in file.read_text("utf-8").splitlines()]
     texts = [tokenizer.encode(row["text"] if "text" in row else row["turns"][0]) for row in rows]
     texts = [text for text in texts if len(text) > 1] * options.repeat
+    if options.shuffle is not None:
+        random.Random(options.shuffle).shuffle(texts)
     print(f"{len(texts)} texts, {sum(map(len, texts)):,} tokens")
     print(f"{'':24}{'t/pass':>7} {'accepted':>8} {'drafted':>8} {'tokens':>9}")
     print(f"{'text alone':24}{replay(texts, None)}")

@@ -1,9 +1,10 @@
 """The command line: ``edgespec COMMAND``.
 
 A command is a module ``edgespec/cli/<name>.py`` with a function ``<name>`` whose parameters typer
-understands, or a typer application ``<name>`` with commands of its own, and one line in :data:`COMMANDS`. Modules are imported when their command runs, so that
-``edgespec --help`` needs none of them. A command raises :class:`~edgespec_models.errors.EdgespecError`
-to fail: one line on standard error, exit code 1. Ctrl-C ends with exit code 130.
+understands, or a typer application ``<name>`` with commands of its own, and one line in :data:`COMMANDS`.
+Modules are imported when their command runs, so that ``edgespec --help`` needs none of them. A command
+raises :class:`~edgespec_models.errors.EdgespecError` to fail: one line on standard error, exit code 1.
+Ctrl-C ends with exit code 130.
 """
 
 import importlib

@@ -7,8 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from filelock import FileLock, Timeout
-
 from edgespec_models.errors import StorageError
 
 __all__ = ["SUFFIX", "connect", "connect_read_only", "is_damage", "set_aside"]
@@ -72,6 +70,7 @@ def connect(path: Path) -> sqlite3.Connection:
     _make_private(path)
     connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
     try:
+        _version(connection, path)  # before anything is written
         connection.execute("PRAGMA foreign_keys = ON")
         connection.execute("PRAGMA secure_delete = ON")  # forgotten text is overwritten
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
@@ -122,6 +121,8 @@ def set_aside(path: Path) -> Path | None:
     Raises:
         OSError: it cannot be renamed, as where another program has it open on Windows.
     """
+    from filelock import FileLock, Timeout  # takes as long to import as all of this package
+
     lock = path.with_name(f".{path.name}.lock")
     try:
         with FileLock(lock, timeout=_BUSY_S):

@@ -164,7 +164,7 @@ class Store:
 
     def overwrite(self) -> None:
         """Leave no deleted text in the file or in its log."""
-        self._connection.execute("PRAGMA incremental_vacuum").fetchall()
+        self._vacuum()
         self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     @contextmanager
@@ -250,8 +250,13 @@ class Store:
                     self._keep(key, clock, int(_ROOM * tokens))
             if other is None and tokens == 0:
                 break
+        self._vacuum()
+
+    def _vacuum(self) -> None:
+        """Give free pages back to the disk."""
         if self._pragma("freelist_count"):
-            self._connection.execute("PRAGMA incremental_vacuum").fetchall()
+            # It is stepped through page by page, which ``execute`` does not do where no rows come.
+            self._connection.executescript("PRAGMA incremental_vacuum")
 
     def _size(self) -> int:
         return (self._pragma("page_count") - self._pragma("freelist_count")) * self._pragma("page_size")

@@ -41,6 +41,7 @@ class ProfileUse:
     def __init__(self, memory: Memory, writer: Writer | None, problem: str | None) -> None:
         self.memory = memory
         self._writer, self._problem = writer, problem
+        self._request: RequestUse | None = None
 
     @property
     def problem(self) -> str | None:
@@ -48,8 +49,10 @@ class ProfileUse:
         return (self._writer.problem if self._writer is not None else None) or self._problem
 
     def request(self) -> "RequestUse":
-        """What the next request drafts with and tells its answer to."""
-        return RequestUse(ProfileDrafter(self.memory), self)
+        """What the next request drafts with and tells its answer to; the one before has ended."""
+        self._end_request()
+        self._request = RequestUse(ProfileDrafter(self.memory), self)
+        return self._request
 
     def flush(self) -> None:
         """Store what was learned so far."""
@@ -58,8 +61,14 @@ class ProfileUse:
 
     def close(self) -> None:
         """Store what was learned and close the file."""
+        self._end_request()
         if self._writer is not None:
             self._writer.close()
+
+    def _end_request(self) -> None:
+        # A stream that was left early may not have been collected yet.
+        if self._request is not None:
+            self._request.finish()
 
 
 class RequestUse:
@@ -82,7 +91,7 @@ class RequestUse:
         self.drafter.commit(tokens)
 
     def finish(self) -> None:
-        """Learn the end of the answer."""
+        """Learn the end of the answer. May be called again."""
         self.drafter.finish()
 
 
