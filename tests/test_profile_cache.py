@@ -230,7 +230,7 @@ class TestDrafter:
         text = _noise(5, 30)
         memory = _memory(text)
         proposed = []
-        for round_ in range(6):
+        for round_ in range(16):
             drafter = ProfileDrafter(memory)
             draft = drafter.propose(text[:10], 1)
             proposed.append(bool(draft.tokens))

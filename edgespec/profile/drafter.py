@@ -62,8 +62,9 @@ class ProfileDrafter:
         self._memory.learn(self._cutter.push(tokens))
 
     def finish(self) -> None:
-        """Learn the end of the answer."""
+        """Learn the end of the answer, and make it findable now rather than in front of the next one."""
         self._memory.learn(self._cutter.finish())
+        self._memory.refresh()
 
     def _draft(self, tokens: Sequence[int], before: Draft, limit: int) -> Draft:
         context = [*tokens[-MAX_N:], *before.tokens]

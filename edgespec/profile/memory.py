@@ -18,7 +18,7 @@ _FRESH: Final = 8192
 _ROOM: Final = 7 / 8
 """How much of the bound is kept when it is exceeded, so that passages do not leave one by one."""
 _CLASS_PRIOR: Final = 8.0  # judged proposals that the prior of a class weighs as much as
-_TOKEN_PRIOR: Final = 2.0  # judged proposals that a class weighs as much as for one token
+_TOKEN_PRIOR: Final = 2.0  # the same, for one token: what its class weighs
 
 
 @dataclass(slots=True)
