@@ -15,6 +15,10 @@ from edgespec.drafting.ngram import NgramDrafter
 from edgespec.generation import Job, TextStreamer
 from edgespec.loading import NGRAM, open_model, recommended_drafter
 from edgespec.pricing import Pricing
+from edgespec.profile.drafter import BestOf
+from edgespec.profile.manage import Profile
+from edgespec.profile.store import Scope
+from edgespec.profile.use import ProfileUse, RequestUse, open_use
 from edgespec.request import Request, RequestOptions
 from edgespec.results import Generation
 from edgespec.sessions import DRAFTER_READING_ROWS, open_pair
@@ -39,12 +43,14 @@ class LoadOptions:
         max_draft: the longest draft; what is worth drafting is decided round by round.
         weights: policy of exports made at first use, ``exact``, ``close``, ``balanced``,
             ``int8``, ``quick`` or ``fast``; None is the default.
+        namespace: keeps what a profile learns apart, by app, task or language.
     """
 
     threads: int = 0
     spinning: bool = True
     max_draft: int = 8
     weights: str | None = None
+    namespace: str = ""
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_draft <= 64:
@@ -66,6 +72,7 @@ def load(
     drafter: str | Path | None = "auto",
     *,
     options: LoadOptions | None = None,
+    profile: str | Path | None = None,
     progress: ProgressCallback = ignore_progress,
 ) -> "Model":
     """Load a target and its drafter.
@@ -77,6 +84,8 @@ def load(
         drafter: the same; ``"auto"`` takes the catalogue's recommendation, ``"ngram"`` drafts from the text
             alone, None is plain decoding.
         options: threads and limits.
+        profile: a name or a file: what answers teach is kept there and drafted from, across requests and
+            restarts (:class:`edgespec.profile.Profile`). With None nothing is written anywhere.
         progress: told of downloads and exports.
 
     Returns:
@@ -86,13 +95,19 @@ def load(
         EdgespecError: what kept a model from being found, made or loaded.
     """
     options = options or LoadOptions()
+    if profile is not None and drafter is None:
+        raise RequestError("plain decoding (drafter None) uses no profile; give drafter='ngram' or a model")
+    profile = None if profile is None else Profile(profile).path
     target_bundle = open_model(target, "target", weights=options.weights, progress=progress)
     if drafter == "auto":
         drafter = recommended_drafter(target_bundle)
     drafter_bundle = None
     if drafter is not None and drafter != NGRAM:
         drafter_bundle = open_model(drafter, "drafter", weights=options.weights, progress=progress)
-    return Model(target_bundle, drafter_bundle, options=options, drafts=drafter is not None)
+    model = Model(target_bundle, drafter_bundle, options=options, drafts=drafter is not None)
+    if profile is not None:
+        model.use_profile(profile)
+    return model
 
 
 class Model:
@@ -117,6 +132,7 @@ class Model:
         self._session, self._same_vocabulary = pair.target.session, pair.same_vocabulary
         self.cost_curve: CostCurve = pair.target.curve
         self._side: _Side | None = None
+        self._profile: ProfileUse | None = None
         if drafter is not None and pair.drafter is not None:
             self._side = _Side(drafter, pair.drafter.session, pair.drafter.curve, Calibration())
         self._pricing = Pricing(self.cost_curve)
@@ -130,10 +146,22 @@ class Model:
         self.close()
 
     def close(self) -> None:
-        """Free both models. The model cannot be used afterwards."""
+        """Free both models and store what was learned. The model cannot be used afterwards."""
+        if self._profile is not None:
+            self._profile.close()
         self._session.close()
         if self._side is not None:
             self._side.session.close()
+
+    def use_profile(self, path: Path) -> None:
+        """Draft from the profile at ``path``, and learn into it, from the next request on.
+
+        A file that cannot be used is reported in the log and in ``result.stats.profile_problem``.
+        """
+        if self._profile is not None:
+            self._profile.close()
+        scope = Scope(self.name, self.target.tokenizer.digest, self.options.namespace)
+        self._profile = open_use(path, scope, self.target.tokenizer)
 
     @property
     def name(self) -> str:
@@ -198,12 +226,16 @@ class Model:
         if not tokens:
             raise RequestError("the prompt is empty; give at least one character")
         self._session.reserve(len(tokens) + request.max_new_tokens)
-        drafter = (
-            self._drafter(tokens, drafter_prompt, request) if request.speculate and self._drafts else None
-        )
-        return TextStreamer(self._job(drafter, tokens, request))
+        if not (request.speculate and self._drafts):
+            return TextStreamer(self._job(None, None, tokens, request))
+        use = None if self._profile is None else self._profile.request()
+        free = NgramDrafter() if use is None else BestOf(NgramDrafter(), use.drafter)
+        drafter = self._drafter(free, tokens, drafter_prompt, request)
+        return TextStreamer(self._job(drafter, use, tokens, request))
 
-    def _job(self, drafter: Drafter | None, tokens: list[int], request: Request) -> Job:
+    def _job(
+        self, drafter: Drafter | None, learner: RequestUse | None, tokens: list[int], request: Request
+    ) -> Job:
         off = "the drafter is None" if not self._drafts else None if request.speculate else "speculate=False"
         return Job(
             session=self._session,
@@ -216,15 +248,20 @@ class Model:
             pricing=self._pricing,
             guard=self._guard,
             off_reason=off,
+            learner=learner,
         )
 
     def _drafter(
-        self, tokens: list[int], drafter_prompt: Callable[[Bundle], list[int]], request: Request
+        self,
+        free: Drafter,
+        tokens: list[int],
+        drafter_prompt: Callable[[Bundle], list[int]],
+        request: Request,
     ) -> Drafter:
         model, reading_s = None, 0.0
         if self._side is not None:
             model, reading_s = self._model_drafter(self._side, tokens, drafter_prompt, request)
-        return Choice(NgramDrafter(), model, pricing=self._pricing, guard=self._guard, reading_s=reading_s)
+        return Choice(free, model, pricing=self._pricing, guard=self._guard, reading_s=reading_s)
 
     def _model_drafter(
         self,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from edgespec_models.errors import RequestError
 
-__all__ = ["check_writable", "write_text"]
+__all__ = ["check_writable", "write_private_text", "write_text"]
 
 
 def check_writable(path: Path) -> None:
@@ -27,14 +27,23 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         RequestError: it cannot be written; what was there is untouched.
     """
+    _write(path, text, 0o666)
+
+
+def write_private_text(path: Path, text: str) -> None:
+    """Like :func:`write_text`, for nobody but the user to read (mode 0600)."""
+    _write(path, text, 0o600)
+
+
+def _write(path: Path, text: str, mode: int) -> None:
     check_writable(path)
     try:
-        _replace(path, text)
+        _replace(path, text, mode)
     except OSError as error:
         raise RequestError(f"cannot write {path}: {error}") from error
 
 
-def _replace(path: Path, text: str) -> None:
+def _replace(path: Path, text: str, mode: int) -> None:
     handle, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
     temporary = Path(name)
     try:
@@ -42,10 +51,10 @@ def _replace(path: Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        if os.name == "posix":  # mkstemp makes private files; a report is an ordinary one
+        if os.name == "posix":  # mkstemp makes private files
             umask = os.umask(0)
             os.umask(umask)
-            temporary.chmod(0o666 & ~umask)
+            temporary.chmod(mode & ~umask)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -1,9 +1,11 @@
 """One request: rounds of the decoding loop turned into text and statistics."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Protocol
 
 from edgespec.decode import Step, decode
 from edgespec.drafting.choice import Guard
@@ -17,9 +19,23 @@ from edgespec_models.text_stream import TextStream
 from edgespec_models.tokenizer import Tokenizer
 from edgespec_runtimes.session import Session
 
-__all__ = ["Job", "TextStreamer"]
+__all__ = ["Job", "Learner", "TextStreamer"]
 
 _NOTICEABLE = 0.03
+
+
+class Learner(Protocol):
+    """Told of an answer as it is written."""
+
+    @property
+    def problem(self) -> str | None:
+        """What keeps it from learning or from remembering; None if nothing."""
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """These tokens of the answer are final."""
+
+    def finish(self) -> None:
+        """The answer has ended, or the caller wants no more of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +52,7 @@ class Job:
     pricing: Pricing
     guard: Guard
     off_reason: str | None
+    learner: Learner | None = None
 
 
 class TextStreamer:
@@ -76,15 +93,16 @@ class TextStreamer:
         stream, meter, text = TextStream(job.tokenizer, stop=request.stop), _Meter(job), []
         reason: FinishReason = "length"
         try:
-            for step in self._rounds(meter):
-                piece = stream.push(step.tokens)
-                if step.tokens[-1] in job.eos or stream.stopped:
-                    reason = "stop"
-                if piece:
-                    text.append(piece)
-                    yield piece
-                if stream.stopped:
-                    break
+            with closing(self._rounds(meter)) as rounds:
+                for step in rounds:
+                    piece = stream.push(step.tokens)
+                    if step.tokens[-1] in job.eos or stream.stopped:
+                        reason = "stop"
+                    if piece:
+                        text.append(piece)
+                        yield piece
+                    if stream.stopped:
+                        break
         except Cancelled:
             reason = "cancelled"
         if reason == "length" and request.cancelled():
@@ -97,20 +115,26 @@ class TextStreamer:
         if rest:
             yield rest
 
-    def _rounds(self, meter: "_Meter") -> Iterator[Step]:
+    def _rounds(self, meter: "_Meter") -> Generator[Step, None, None]:
         job, request = self._job, self._job.request
-        for step in decode(
-            job.session,
-            job.drafter,
-            make_verifier(request.sampling),
-            job.tokens,
-            max_new_tokens=request.max_new_tokens,
-            max_draft=job.max_draft,
-            stop=job.eos,
-            cancelled=request.cancelled,
-        ):
-            meter.observe(step)
-            yield step
+        try:
+            for step in decode(
+                job.session,
+                job.drafter,
+                make_verifier(request.sampling),
+                job.tokens,
+                max_new_tokens=request.max_new_tokens,
+                max_draft=job.max_draft,
+                stop=job.eos,
+                cancelled=request.cancelled,
+            ):
+                meter.observe(step)
+                if job.learner is not None:
+                    job.learner.commit(step.tokens)
+                yield step
+        finally:
+            if job.learner is not None:
+                job.learner.finish()
 
 
 class _Meter:
@@ -179,4 +203,5 @@ class _Meter:
             target_s=self._target_s,
             drafter_s=self._drafter_s,
             speculation_off_reason=off,
+            profile_problem=None if self._job.learner is None else self._job.learner.problem,
         )

@@ -37,6 +37,7 @@ class GenerationStats:
         target_s: time inside the target's passes (prefill excluded).
         drafter_s: time inside the drafter (its prefill included).
         speculation_off_reason: why no or few drafts were made; None while speculation pays.
+        profile_problem: what keeps the profile from being read or written; None if nothing, or without one.
     """
 
     prompt_tokens: int
@@ -54,6 +55,7 @@ class GenerationStats:
     target_s: float = 0.0
     drafter_s: float = 0.0
     speculation_off_reason: str | None = None
+    profile_problem: str | None = None
 
     @property
     def tpot_s(self) -> float:
@@ -97,6 +99,7 @@ class GenerationStats:
             "target_ms": self.target_s * 1e3,
             "drafter_ms": self.drafter_s * 1e3,
             "speculation_off_reason": self.speculation_off_reason,
+            "profile_problem": self.profile_problem,
         }
 
 

@@ -1,9 +1,10 @@
 """The command line: ``edgespec COMMAND``.
 
 A command is a module ``edgespec/cli/<name>.py`` with a function ``<name>`` whose parameters typer
-understands, and one line in :data:`COMMANDS`. Modules are imported when their command runs, so that
-``edgespec --help`` needs none of them. A command raises :class:`~edgespec_models.errors.EdgespecError`
-to fail: one line on standard error, exit code 1. Ctrl-C ends with exit code 130.
+understands, or a typer application ``<name>`` with commands of its own, and one line in :data:`COMMANDS`.
+Modules are imported when their command runs, so that ``edgespec --help`` needs none of them. A command
+raises :class:`~edgespec_models.errors.EdgespecError` to fail: one line on standard error, exit code 1.
+Ctrl-C ends with exit code 130.
 """
 
 import importlib
@@ -29,6 +30,7 @@ COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
         "models": "List the models of the catalogue.",
         "pull": "Download models of the catalogue.",
         "export": "Make a bundle from a checkpoint.",
+        "learned": "Show, export and delete what profiles learned from answers.",
         "inspect": "Show what a bundle says of itself.",
     }
 )
@@ -48,6 +50,8 @@ class _LazyGroup(TyperGroup):
 
     def _load(self, name: str | None) -> Any:
         function = getattr(importlib.import_module(f"edgespec.cli.{name}"), str(name))
+        if isinstance(function, typer.Typer):
+            return typer.main.get_command(function)
         single = typer.Typer(add_completion=False, rich_markup_mode=self.rich_markup_mode)
         single.command(name=name)(function)
         return typer.main.get_command(single)

@@ -11,6 +11,7 @@ from edgespec.cli.options import (
     Drafter,
     Limit,
     MaxNewTokens,
+    ProfileName,
     PromptsFile,
     Target,
     Temperature,
@@ -34,6 +35,7 @@ def bench(
         bool, typer.Option("--ignore-eos", help="Make every answer as long as --max-new-tokens.")
     ] = False,
     threads: Threads = 0,
+    profile: ProfileName = None,
     json_file: Annotated[
         Path | None,
         typer.Option(
@@ -68,7 +70,7 @@ def bench(
     )
     with (
         progress_bars() as progress,
-        load_model(target, drafter, threads=threads, progress=progress) as model,
+        load_model(target, drafter, threads=threads, progress=progress, profile=profile) as model,
     ):
         result = measured(model, chosen, options, progress)
     if json_file != Path("-"):

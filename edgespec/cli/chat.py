@@ -17,6 +17,7 @@ from edgespec.cli.options import (
     Drafter,
     MaxNewTokens,
     MinP,
+    ProfileName,
     RepetitionPenalty,
     Seed,
     Stop,
@@ -61,6 +62,7 @@ def chat(
     stop: Stop = None,
     no_speculation: WithoutSpeculation = False,
     threads: Threads = 0,
+    profile: ProfileName = None,
     as_json: Annotated[
         bool,
         typer.Option(
@@ -78,7 +80,7 @@ def chat(
     """
     allow_any_text()
     with progress_bars() as progress:
-        model = load_model(target, drafter, threads=threads, progress=progress)
+        model = load_model(target, drafter, threads=threads, progress=progress, profile=profile)
     with model:
         if model.target.chat_template is None:
             raise RequestError(

@@ -11,6 +11,7 @@ from edgespec.cli.options import (
     JsonFlag,
     MaxNewTokens,
     MinP,
+    ProfileName,
     RepetitionPenalty,
     Seed,
     Stop,
@@ -52,6 +53,7 @@ def generate(
     stop: Stop = None,
     no_speculation: WithoutSpeculation = False,
     threads: Threads = 0,
+    profile: ProfileName = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Answer a prompt. The text goes to standard output, what it cost to standard error.
@@ -67,7 +69,7 @@ def generate(
     text = _read(prompt)
     allow_any_text()
     with progress_bars() as progress:
-        model = load_model(target, drafter, threads=threads, progress=progress)
+        model = load_model(target, drafter, threads=threads, progress=progress, profile=profile)
     with model:
         stream = _start(model, text, raw, request_options(context))
         if as_json:

@@ -18,6 +18,7 @@ __all__ = [
     "Limit",
     "MaxNewTokens",
     "MinP",
+    "ProfileName",
     "PromptsFile",
     "RepetitionPenalty",
     "Seed",
@@ -61,6 +62,15 @@ WithoutSpeculation = Annotated[
     bool, typer.Option("--no-speculation", help="Decode without drafts, for comparison.")
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
+ProfileName = Annotated[
+    str | None,
+    typer.Option(
+        "--profile",
+        metavar="NAME",
+        help="Learn from answers into this profile and draft from it (a name, or a file); 'edgespec learned' "
+        "shows and deletes what was learned. Without it nothing is kept.",
+    ),
+]
 PromptsFile = Annotated[
     Path | None,
     typer.Option(
@@ -74,13 +84,15 @@ Limit = Annotated[
 ]
 
 
-def load_model(target: str, drafter: str, *, threads: int, progress: ProgressCallback) -> "Model":
+def load_model(
+    target: str, drafter: str, *, threads: int, progress: ProgressCallback, profile: str | None = None
+) -> "Model":
     """Load what the user named; ``none`` is no drafter."""
     import edgespec
 
     options = edgespec.LoadOptions(threads=threads)
     chosen = None if drafter == "none" else drafter
-    return edgespec.load(target, chosen, options=options, progress=progress)
+    return edgespec.load(target, chosen, options=options, profile=profile, progress=progress)
 
 
 def prompts_to_run(file: Path | None, limit: int | None) -> "tuple[Prompt, ...]":

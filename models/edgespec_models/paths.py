@@ -5,7 +5,7 @@ from pathlib import Path
 
 import platformdirs
 
-__all__ = ["bundles_dir", "home", "measurements_dir", "model_name", "models_dir"]
+__all__ = ["bundles_dir", "home", "measurements_dir", "model_name", "models_dir", "profiles_dir"]
 
 
 def home() -> Path:
@@ -29,6 +29,13 @@ def bundles_dir() -> Path:
 def measurements_dir() -> Path:
     """Where it is kept what models cost on this machine. May be deleted at any time."""
     return home() / "measurements"
+
+
+def profiles_dir() -> Path:
+    """Where profiles lie: no cache, since no download brings them back."""
+    override = os.environ.get("EDGESPEC_HOME")
+    base = home() if override else platformdirs.user_data_path("edgespec", appauthor=False)
+    return base / "profiles"
 
 
 def model_name(folder: Path) -> str:

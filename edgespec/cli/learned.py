@@ -1,0 +1,192 @@
+"""``edgespec learned``: what was learned from answers, and the ways to take it along or get rid of it."""
+
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from edgespec.cli.answers import allow_any_text, print_json
+from edgespec.cli.console import note, output, size
+from edgespec.cli.options import JsonFlag
+
+if TYPE_CHECKING:
+    from edgespec.profile.manage import LearnedText, Profile
+
+__all__ = ["learned"]
+
+learned = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="""Show, export and delete what was learned from answers.
+
+    A profile is learned where 'generate', 'chat' or 'bench' are given --profile NAME, and nowhere else.
+    docs/profile.md says what it holds.
+    """,
+)
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="A profile that 'list' shows, or a file.")]
+Namespace = Annotated[
+    str | None,
+    typer.Option(metavar="NAMESPACE", help="Of this namespace only; '' is the one without a name."),
+]
+
+
+@learned.command("list")
+def list_profiles(as_json: JsonFlag = False) -> None:
+    """List profiles, their size, and whose answers they hold.
+
+    Example: edgespec learned list
+    """
+    from rich.markup import escape
+    from rich.table import Table
+
+    from edgespec.profile.manage import profiles
+
+    described = [_describe(each) for each in profiles()]
+    if as_json:
+        print_json(described)
+        return
+    table = Table("name", "size", "target", "namespace", "tokens", box=None, pad_edge=False)
+    for each in described:
+        rows = each["kept"] or [{"target": each["problem"] or "-", "namespace": "", "tokens": 0}]
+        for row in rows:
+            names = (escape(str(row[key])) for key in ("target", "namespace"))
+            table.add_row(escape(each["name"]), size(each["size_bytes"]), *names, f"{row['tokens']:,}")
+    output().print(table)
+
+
+@learned.command()
+def show(
+    name: Name,
+    namespace: Namespace = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many passages.")] = 20,
+    as_json: JsonFlag = False,
+) -> None:
+    """Print what was learned, most useful first.
+
+    Examples:
+
+        edgespec learned show work
+
+        edgespec learned show work --limit 1000 --json
+    """
+    from edgespec.profile.manage import Profile
+
+    allow_any_text()
+    texts = Profile(name).show(namespace)
+    shown = texts[:limit]
+    if as_json:
+        print_json([text.to_json() for text in shown])
+        return
+    for text in shown:
+        output().print(_headline(text), style="dim", markup=False, soft_wrap=True)
+        output().print(text.text.strip("\n"), markup=False, soft_wrap=True)
+    note(f"{len(shown)} of {len(texts)} passages")
+
+
+@learned.command()
+def export(
+    name: Name,
+    file: Annotated[Path, typer.Argument(metavar="FILE.json", help="Replaced if it exists.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Write all that was learned to a JSON file, for yourself or for another machine.
+
+    Example: edgespec learned export work work.json
+    """
+    from edgespec.profile.manage import Profile
+
+    count = Profile(name).export(file)
+    _done({"passages": count, "file": str(file)}, f"{count} passages: {file}", as_json)
+
+
+@learned.command("import")
+def import_file(
+    name: Name,
+    file: Annotated[Path, typer.Argument(metavar="FILE.json", help="What 'export' wrote.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Add what 'export' wrote to a profile; it is made if there is none.
+
+    Example: edgespec learned import work work.json
+    """
+    from edgespec.profile.manage import Profile
+
+    count = Profile(name).load(file)
+    _done({"passages": count}, f"{count} passages added to {name}", as_json)
+
+
+@learned.command()
+def delete(
+    name: Name,
+    namespace: Namespace = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Delete a profile, or one namespace of it.
+
+    Examples:
+
+        edgespec learned delete work
+
+        edgespec learned delete work --namespace mail --yes
+    """
+    from edgespec.profile.manage import Profile
+
+    what = name if namespace is None else f"namespace {namespace!r} of {name}"
+    if not yes and not as_json:
+        typer.confirm(f"Delete {what}?", abort=True, err=True)
+    Profile(name).delete(namespace)
+    _done({"deleted": name, "namespace": namespace}, f"deleted {what}", as_json)
+
+
+@learned.command()
+def forget(
+    name: Name,
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="Upper and lower case are the same.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Delete every passage in which TEXT occurs.
+
+    Example: edgespec learned forget work "Mrs. Miller"
+    """
+    from edgespec.profile.manage import Profile
+
+    count = Profile(name).forget(text)
+    _done({"passages": count}, f"{count} passages forgotten", as_json)
+
+
+def _describe(profile: "Profile") -> dict[str, Any]:
+    from edgespec_models.errors import StorageError
+
+    kept: list[dict[str, Any]] = []
+    problem = None
+    try:
+        rows = profile.namespaces().items()
+        kept = [{"target": target, "namespace": space, "tokens": n} for (target, space), n in rows]
+    except StorageError as error:
+        problem = str(error)
+    return {
+        "name": profile.name,
+        "path": str(profile.path),
+        "size_bytes": profile.size_bytes,
+        "kept": kept,
+        "problem": problem,
+    }
+
+
+def _headline(text: "LearnedText") -> str:
+    day = datetime.fromtimestamp(text.learned_on).date().isoformat()
+    where = f"{text.target}, {text.namespace}" if text.namespace else text.target
+    judged = f"{text.right} of {text.right + text.wrong} proposals right"
+    return f"[{where}] learned {day}, worth {text.worth:.1f}, {text.tokens} tokens, {judged}"
+
+
+def _done(value: dict[str, Any], line: str, as_json: bool) -> None:
+    if as_json:
+        print_json(value)
+    else:
+        note(line)

@@ -1,0 +1,135 @@
+"""Proposals from what the user's earlier answers said, alone and together with those of the text."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from edgespec.drafting.draft import NO_DRAFT, Draft, Drafter
+from edgespec.profile.index import MAX_N, Found
+from edgespec.profile.memory import Memory
+from edgespec.profile.passages import Cutter
+
+__all__ = ["BestOf", "ProfileDrafter"]
+
+_SOURCE: Final = "profile"
+
+
+@dataclass(frozen=True, slots=True)
+class _Considered:
+    """Proposals that were considered behind ``start`` committed tokens and ``head``, proposals of others."""
+
+    start: int
+    head: tuple[int, ...]
+    found: list[Found]
+
+
+class ProfileDrafter:
+    """Proposes what followed, in earlier answers, the longest run of tokens that the text ends with.
+
+    It serves one request: it judges its proposals by what is committed, whoever drafted it, and learns
+    the answer (:meth:`commit`, :meth:`finish`).
+
+    Args:
+        memory: what was learned; refreshed here, and not again until the next request.
+        stop_below: a draft ends before the token that would be reached and accepted with less than
+            this probability (the product of the confidences so far).
+    """
+
+    def __init__(self, memory: Memory, *, stop_below: float = 0.15) -> None:
+        self._memory, self._stop_below = memory, stop_below
+        self._cutter = Cutter()
+        self._considered: list[_Considered] = []
+        memory.refresh()
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
+        """See :class:`~edgespec.drafting.draft.Drafter`. ``tokens`` grows from call to call."""
+        self._judge(tokens)
+        return self._draft(tokens, NO_DRAFT, limit)
+
+    def extend(self, tokens: Sequence[int], draft: Draft, limit: int) -> Draft:
+        """``draft``, which another drafter proposed behind ``tokens``, made longer: up to ``limit`` tokens.
+
+        To be called after :meth:`propose` with the same tokens, at most once.
+        """
+        more = self._draft(tokens, draft, limit - len(draft.tokens))
+        if not more.tokens:
+            return draft
+        sources, confidence = draft.sources + more.sources, draft.confidence + more.confidence
+        return Draft(draft.tokens + more.tokens, None, sources, confidence)
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Learn the next tokens of the answer."""
+        self._memory.learn(self._cutter.push(tokens))
+
+    def finish(self) -> None:
+        """Learn the end of the answer, and make it findable now rather than in front of the next one."""
+        self._memory.learn(self._cutter.finish())
+        self._memory.refresh()
+
+    def _draft(self, tokens: Sequence[int], before: Draft, limit: int) -> Draft:
+        context = [*tokens[-MAX_N:], *before.tokens]
+        considered: list[Found] = []
+        drafted: list[int] = []
+        confidence: list[float] = []
+        reached = 1.0
+        for probability in before.confidence:
+            reached *= probability
+        while len(drafted) < limit and (found := self._memory.find(context)) is not None:
+            considered.append(found)
+            estimate = self._memory.estimate(found)
+            reached *= estimate
+            if reached < self._stop_below:
+                break  # judged as well, or what fell out of favour would never be tried again
+            drafted.append(found.token)
+            confidence.append(estimate)
+            context.append(found.token)
+        if considered:
+            self._considered.append(_Considered(len(tokens), before.tokens, considered))
+        if not drafted:
+            return NO_DRAFT
+        return Draft(tuple(drafted), None, (_SOURCE,) * len(drafted), tuple(confidence))
+
+    def _judge(self, tokens: Sequence[int]) -> None:
+        judged: set[int] = set()
+        for considered in self._considered:
+            came = tuple(tokens[considered.start :])
+            offset = len(considered.head)
+            if came[:offset] != considered.head:
+                continue
+            for position, (found, token) in enumerate(
+                zip(considered.found, came[offset:], strict=False), start=offset
+            ):
+                if position not in judged:
+                    judged.add(position)
+                    self._memory.judge(found, found.token == token)
+                if found.token != token:
+                    break  # what follows a rejected token was never judged
+        self._considered = []
+
+
+class BestOf:
+    """N-grams of the text, gone on with by the profile, or the profile alone: whichever promises more tokens.
+
+    Args:
+        near: drafts from the text; its drafts are deterministic.
+        far: drafts from earlier answers.
+    """
+
+    def __init__(self, near: Drafter, far: ProfileDrafter) -> None:
+        self._near, self._far = near, far
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
+        """See :class:`~edgespec.drafting.draft.Drafter`."""
+        near, far = self._near.propose(tokens, limit), self._far.propose(tokens, limit)
+        if near.tokens and len(near.tokens) < limit:
+            near = self._far.extend(tokens, near, limit)
+        return near if _expected(near) >= _expected(far) else far
+
+
+def _expected(draft: Draft) -> float:
+    """Expected number of accepted proposals."""
+    expected, reached = 0.0, 1.0
+    for probability in draft.confidence:
+        reached *= probability
+        expected += reached
+    return expected

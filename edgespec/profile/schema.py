@@ -1,0 +1,226 @@
+"""The profile's file: one SQLite database, private to its user, brought up to date as it is opened."""
+
+import os
+import sqlite3
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from edgespec_models.errors import StorageError
+
+__all__ = ["SUFFIX", "connect", "connect_read_only", "is_damage", "set_aside"]
+
+SUFFIX: Final = ".profile"
+_APPLICATION: Final = 0x65647370  # "edsp"
+_BUSY_S: Final = 5.0
+_FIRST: Final = """
+CREATE TABLE scope (
+    id INTEGER PRIMARY KEY,
+    target TEXT NOT NULL,
+    tokenizer TEXT NOT NULL,
+    namespace TEXT NOT NULL,
+    clock INTEGER NOT NULL DEFAULT 0,
+    tokens INTEGER NOT NULL DEFAULT 0,
+    used_on REAL NOT NULL,
+    UNIQUE (target, tokenizer, namespace)
+);
+CREATE TABLE passage (
+    scope INTEGER NOT NULL REFERENCES scope (id) ON DELETE CASCADE,
+    digest BLOB NOT NULL,
+    lead BLOB NOT NULL,
+    body BLOB NOT NULL,
+    before BLOB NOT NULL,
+    text BLOB NOT NULL,
+    uses REAL NOT NULL,
+    used_at INTEGER NOT NULL,
+    learned_on REAL NOT NULL,
+    verdicts BLOB NOT NULL,
+    PRIMARY KEY (scope, digest)
+) WITHOUT ROWID;
+CREATE TABLE tally (
+    scope INTEGER NOT NULL REFERENCES scope (id) ON DELETE CASCADE,
+    class TEXT NOT NULL,
+    accepted REAL NOT NULL,
+    judged REAL NOT NULL,
+    PRIMARY KEY (scope, class)
+) WITHOUT ROWID;
+CREATE TRIGGER passage_in AFTER INSERT ON passage BEGIN
+    UPDATE scope SET tokens = tokens + (length(NEW.lead) + length(NEW.body)) / 4 WHERE id = NEW.scope;
+END;
+CREATE TRIGGER passage_out AFTER DELETE ON passage BEGIN
+    UPDATE scope SET tokens = tokens - (length(OLD.lead) + length(OLD.body)) / 4 WHERE id = OLD.scope;
+END;
+"""
+_MIGRATIONS: Final = (_FIRST,)
+"""Script number n takes a file from schema version n to n + 1."""
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """Open the file for reading and writing; make it, and its folder, if need be.
+
+    New folders are the user's alone (0700), the file always is (0600); SQLite gives its companions
+    (``-wal``, ``-shm``) the same mode. The connection commits by itself and may change threads.
+
+    Raises:
+        OSError: it cannot be made.
+        sqlite3.Error: it cannot be opened, or it is damaged (:func:`is_damage`).
+        StorageError: a later version of edgespec made it, or something else did.
+    """
+    _make_private(path)
+    connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+    try:
+        _version(connection, path)  # before anything is written
+        connection.execute("PRAGMA foreign_keys = ON")
+        connection.execute("PRAGMA secure_delete = ON")  # forgotten text is overwritten
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        _use_wal(connection)
+        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute("PRAGMA journal_size_limit = 1048576")
+        _migrate(connection, path)
+        _check(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def connect_read_only(path: Path) -> sqlite3.Connection:
+    """Open a file that cannot be written, as it is.
+
+    Raises:
+        sqlite3.Error: it cannot be read, or it is damaged.
+        StorageError: see :func:`connect`.
+    """
+    uri = f"{path.absolute().as_uri()}?immutable=1"
+    connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
+    try:
+        if _version(connection, path) != len(_MIGRATIONS):
+            raise StorageError(f"{path} is of another format version and cannot be written; nothing is read")
+        _check(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def is_damage(error: BaseException) -> bool:
+    """Whether an error says that the file is damaged, or no database at all."""
+    code = getattr(error, "sqlite_errorcode", None)
+    return code is not None and code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+def set_aside(path: Path) -> Path | None:
+    """Rename a damaged file with its companions, so that a new one can begin.
+
+    Of several processes that meet the damage at once, one renames.
+
+    Returns:
+        The new name; None if the file is sound now.
+
+    Raises:
+        OSError: it cannot be renamed, as where another program has it open on Windows.
+    """
+    from filelock import FileLock, Timeout  # takes as long to import as all of this package
+
+    lock = path.with_name(f".{path.name}.lock")
+    try:
+        with FileLock(lock, timeout=_BUSY_S):
+            if not _is_damaged(path):
+                return None
+            aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}")
+            for ending in ("-wal", "-shm"):
+                with suppress(FileNotFoundError):
+                    path.with_name(path.name + ending).replace(aside.with_name(aside.name + ending))
+            path.replace(aside)
+            return aside
+    except Timeout as error:
+        raise OSError(f"another process holds {lock}") from error
+
+
+def _is_damaged(path: Path) -> bool:
+    try:
+        connect(path).close()
+    except sqlite3.Error as error:
+        return is_damage(error)
+    return False
+
+
+def _make_private(path: Path) -> None:
+    if not path.parent.is_dir():
+        path.parent.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+    except FileExistsError:
+        if os.name == "posix" and path.stat().st_mode & 0o077:
+            path.chmod(0o600)
+
+
+def _use_wal(connection: sqlite3.Connection) -> None:
+    """Switching does not wait for other connections by itself."""
+    end = time.monotonic() + _BUSY_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL").fetchone()
+            return
+        except sqlite3.OperationalError as error:
+            busy = error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+            if not busy or time.monotonic() > end:
+                raise
+        time.sleep(0.02)
+
+
+def _migrate(connection: sqlite3.Connection, path: Path) -> None:
+    connection.execute("BEGIN")  # another process may be making the tables: before or after, not between
+    try:
+        version = _version(connection, path)
+    finally:
+        connection.execute("COMMIT")
+    if version == len(_MIGRATIONS):
+        return
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        for number in range(_version(connection, path), len(_MIGRATIONS)):
+            for statement in _statements(_MIGRATIONS[number]):
+                connection.execute(statement)
+        connection.execute(f"PRAGMA application_id = {_APPLICATION}")
+        connection.execute(f"PRAGMA user_version = {len(_MIGRATIONS)}")
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+def _version(connection: sqlite3.Connection, path: Path) -> int:
+    version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+    application = int(connection.execute("PRAGMA application_id").fetchone()[0])
+    tables = int(connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0])
+    if application != _APPLICATION and (tables or version):
+        raise StorageError(f"{path} is a database of another program; name another file")
+    if version > len(_MIGRATIONS):
+        raise StorageError(
+            f"{path} has format version {version}; this edgespec knows up to {len(_MIGRATIONS)}. "
+            "Update edgespec, or name another profile"
+        )
+    return version
+
+
+def _statements(script: str) -> list[str]:
+    """The statements of a script; ``executescript`` would commit between them."""
+    statements, begun = [], ""
+    for line in script.splitlines(keepends=True):
+        begun += line
+        if sqlite3.complete_statement(begun):
+            statements.append(begun)
+            begun = ""
+    return statements
+
+
+def _check(connection: sqlite3.Connection) -> None:
+    found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if found != "ok":
+        error = sqlite3.DatabaseError(f"quick_check: {found}")
+        error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+        raise error

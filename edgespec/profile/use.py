@@ -1,0 +1,155 @@
+"""A profile in use by a loaded model: what it knows in memory, what it learns on its way to the file."""
+
+import logging
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgespec.profile.drafter import ProfileDrafter
+from edgespec.profile.entries import Entry
+from edgespec.profile.memory import Memory, Snapshot
+from edgespec.profile.schema import connect_read_only, is_damage, set_aside
+from edgespec.profile.store import MAX_TOKENS, Scope, Store
+from edgespec.profile.writer import Writer
+from edgespec_models.errors import StorageError
+from edgespec_models.tokenizer import Tokenizer
+
+__all__ = ["ProfileUse", "RequestUse", "open_use"]
+
+_LOG = logging.getLogger("edgespec")
+
+
+@dataclass(slots=True)
+class _Opened:
+    """A file, as far as it could be opened."""
+
+    store: Store | None = None
+    writable: bool = False
+    problem: str | None = None
+
+
+class ProfileUse:
+    """What one model uses of one profile. One request at a time.
+
+    Args:
+        memory: what is known.
+        writer: None where nothing can be written.
+        problem: why not, or what happened to the file.
+    """
+
+    def __init__(self, memory: Memory, writer: Writer | None, problem: str | None) -> None:
+        self.memory = memory
+        self._writer, self._problem = writer, problem
+        self._request: RequestUse | None = None
+
+    @property
+    def problem(self) -> str | None:
+        """What keeps the file from being read or written, or what happened to it; None if nothing."""
+        return (self._writer.problem if self._writer is not None else None) or self._problem
+
+    def request(self) -> "RequestUse":
+        """What the next request drafts with and tells its answer to; the one before has ended."""
+        self._end_request()
+        self._request = RequestUse(ProfileDrafter(self.memory), self)
+        return self._request
+
+    def flush(self) -> None:
+        """Store what was learned so far."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Store what was learned and close the file."""
+        self._end_request()
+        if self._writer is not None:
+            self._writer.close()
+
+    def _end_request(self) -> None:
+        # A stream that was left early may not have been collected yet.
+        if self._request is not None:
+            self._request.finish()
+
+
+class RequestUse:
+    """What one request uses of a profile: a :class:`edgespec.generation.Learner` with its drafter.
+
+    Attributes:
+        drafter: drafts from earlier answers.
+    """
+
+    def __init__(self, drafter: ProfileDrafter, use: ProfileUse) -> None:
+        self.drafter, self._use = drafter, use
+
+    @property
+    def problem(self) -> str | None:
+        """See :attr:`ProfileUse.problem`."""
+        return self._use.problem
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Learn the next tokens of the answer."""
+        self.drafter.commit(tokens)
+
+    def finish(self) -> None:
+        """Learn the end of the answer. May be called again."""
+        self.drafter.finish()
+
+
+def open_use(path: Path, scope: Scope, tokenizer: Tokenizer) -> ProfileUse:
+    """Open a profile, making it if need be; without fail.
+
+    A damaged file is set aside and a new one begun; one that cannot be written is read; where nothing is to
+    be had the model learns until it is closed. :attr:`ProfileUse.problem` and the log say so.
+    """
+    opened = _open(path)
+    snapshot = Snapshot()
+    if opened.store is not None:
+        try:
+            snapshot = opened.store.read(scope)
+        except sqlite3.Error as error:
+            opened.problem = f"the profile {path} cannot be read ({error}); it is not used"
+            opened.writable = False
+    # An import may hold what this model cannot read.
+    snapshot.entries = [e for e in snapshot.entries if _spells(e, tokenizer.vocab_size)]
+    if opened.problem is not None:
+        _LOG.warning("%s", opened.problem)
+    if opened.store is None or not opened.writable:
+        if opened.store is not None:
+            opened.store.close()
+        return ProfileUse(Memory(snapshot, max_tokens=MAX_TOKENS), None, opened.problem)
+    writer = Writer(opened.store, path, scope=scope, text_of=tokenizer.bytes_of)
+    return ProfileUse(Memory(snapshot, max_tokens=MAX_TOKENS, tell=writer.tell), writer, opened.problem)
+
+
+def _spells(entry: Entry, vocab_size: int) -> bool:
+    return max((*entry.passage.lead, *entry.passage.body)) < vocab_size
+
+
+def _open(path: Path) -> _Opened:
+    try:
+        return _Opened(Store.open(path), writable=True)
+    except StorageError as error:
+        return _Opened(problem=f"{error}. The profile is not used")
+    except (OSError, sqlite3.Error) as error:
+        if is_damage(error):
+            return _begin_anew(path, error)
+        return _open_unwritable(path, error)
+
+
+def _begin_anew(path: Path, error: BaseException) -> _Opened:
+    try:
+        aside = set_aside(path)
+        problem = f"the profile {path} was damaged ({error}); it is {aside or 'replaced'} now"
+        return _Opened(Store.open(path), writable=True, problem=problem)
+    except (OSError, sqlite3.Error, StorageError) as again:
+        return _Opened(problem=f"the profile {path} is damaged ({error}) and cannot be replaced ({again})")
+
+
+def _open_unwritable(path: Path, error: BaseException) -> _Opened:
+    problem = f"the profile {path} cannot be written ({error}); what is learned now is lost at the end"
+    if not path.is_file():
+        return _Opened(problem=problem)
+    try:
+        return _Opened(Store(connect_read_only(path)), problem=problem)
+    except (OSError, sqlite3.Error, StorageError):
+        return _Opened(problem=problem)
