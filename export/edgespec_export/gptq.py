@@ -26,7 +26,7 @@ __all__ = ["factor", "round_for"]
 F64 = npt.NDArray[np.float64]
 
 _SHRINKAGE = 0.2  # of the moments between different columns
-_DAMPING = 0.3  # of the mean over columns, added to every column's own moment
+_DAMPING = 0.1  # of the mean over columns, added to every column's own moment
 _SMALL = 128
 _AT_ONCE = 16  # columns rounded before the rest of their block is updated
 
