@@ -259,7 +259,7 @@ def test_a_trimmed_drafter_changes_no_output_and_is_no_target(
 ) -> None:
     target = tiny_bundle(tmp_path / "target", LLAMA, COLUMNS).path
     drafter = _drafter(tmp_path, tiny_gguf("llama")).path
-    monkeypatch.setattr("edgespec.pricing.Pricing.pays", lambda *_: True)
+    monkeypatch.setattr("edgespec.pricing.Pricing.pays", lambda *_, **__: True)
     monkeypatch.setattr("edgespec.pricing.Pricing.keep", lambda _, confidence: (len(confidence), 0.0))
     plain, _ = _greedy(target, None)
     drafted, count = _greedy(target, drafter)
