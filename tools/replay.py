@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import json
 import pickle
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -128,10 +129,8 @@ class Priced(CpuSession):
     def __init__(self, bundle: Bundle, options: CpuOptions, pricing: "tuple[CostCurve, Clock, Memo]") -> None:
         self._priced: tuple[CostCurve, Clock, Memo] | None = None
         super().__init__(bundle, options)
-        self._priced, self._key = (
-            pricing,
-            hashlib.sha256(json.dumps(bundle.manifest.files["model.onnx.data"].sha256).encode()).digest(),
-        )
+        self._priced = pricing
+        self._key = bundle.manifest.files["model.onnx.data"].sha256.encode()
         self._computed: list[int] = []
         self._offered: tuple[int, ...] = ()
 
@@ -173,6 +172,16 @@ class Priced(CpuSession):
         return logits
 
 
+class Useless(Priced):
+    """A drafter that guesses at random and is sure of it."""
+
+    certainty = 0.9
+
+    def _compute(self, sequence: list[int]) -> tuple[Any, Any]:
+        row = zlib.crc32(np.array(sequence[-8:]).tobytes()) % self.vocab_size
+        return np.array([row], np.int32), np.log(np.array([self.certainty], np.float32))
+
+
 def curve_of(text: str) -> CostCurve:
     """``1:38,2:48`` -> T(n)."""
     return CostCurve({int(n): float(ms) / 1e3 for n, ms in (item.split(":") for item in text.split(","))})
@@ -183,7 +192,9 @@ def replayed(
     target: Bundle, drafter: Bundle | None, args: argparse.Namespace
 ) -> Iterator[tuple[Model, Recorded]]:
     """A model whose clocks and target are made up."""
-    clock, memo = Clock(args.noise), Memo(args.memo).load()
+    clock, memo = Clock(args.noise), Memo(args.memo)
+    if not args.useless:
+        memo.load()
     recorded = Recorded(target.config.vocab_size, curve_of(args.target_ms), clock)
 
     def opened(target: Bundle, drafter: Bundle | None, options: CpuOptions) -> Pair:
@@ -191,7 +202,8 @@ def replayed(
         if drafter is None:
             return Pair(first, None, same_vocabulary=False)
         curve = curve_of(args.drafter_ms)
-        session = Priced(drafter, replace(options, exact_rows=False), (curve, clock, memo))
+        kind = Useless if args.useless else Priced
+        session = kind(drafter, replace(options, exact_rows=False), (curve, clock, memo))
         same = drafter.tokenizer.matches(target.tokenizer)
         return Pair(first, Running(session, curve, remembered=False), same)
 
@@ -203,7 +215,8 @@ def replayed(
         try:
             yield stack.enter_context(Model(target, drafter, options=options, drafts=True)), recorded
         finally:
-            memo.save()
+            if not args.useless:
+                memo.save()
 
 
 def answers(path: Path) -> dict[str, list[int]]:
@@ -241,6 +254,7 @@ def main() -> None:
     parser.add_argument("--target-ms", default="1:38,2:48,3:60,4:72,5:82,6:93,8:120")
     parser.add_argument("--drafter-ms", default="1:6.5,2:7,32:38")
     parser.add_argument("--max-draft", type=int, default=8)
+    parser.add_argument("--useless", action="store_true", help="let the drafter guess at random, sure of it")
     parser.add_argument(
         "--noise", type=float, default=0.0, help="standard deviation of the logarithm of a pass's time"
     )
