@@ -151,7 +151,7 @@ def forget(
 ) -> None:
     """Delete every passage in which TEXT occurs.
 
-    Example: edgespec learned forget work "Mrs. Miller"
+    Example: edgespec learned forget work "account 4711"
     """
     from edgespec.profile.manage import Profile
 
