@@ -99,8 +99,11 @@ class Worker:
 
     def _failure(self, said: str) -> WorkerError:
         """With the last line of its log, where that says more; the process is closed."""
-        self._process.terminate()
-        self._process.wait()
+        try:
+            self._process.wait(timeout=20)  # it is writing its traceback
+        except subprocess.TimeoutExpired:
+            self._process.terminate()
+            self._process.wait()
         self._log.seek(0)
         lines = [line.strip() for line in self._log if line.strip()]
         self.close()
