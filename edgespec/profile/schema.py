@@ -172,12 +172,7 @@ def _use_wal(connection: sqlite3.Connection) -> None:
 
 
 def _migrate(connection: sqlite3.Connection, path: Path) -> None:
-    connection.execute("BEGIN")  # another process may be making the tables: before or after, not between
-    try:
-        version = _version(connection, path)
-    finally:
-        connection.execute("COMMIT")
-    if version == len(_MIGRATIONS):
+    if _version(connection, path) == len(_MIGRATIONS):
         return
     connection.execute("BEGIN IMMEDIATE")
     try:
@@ -194,9 +189,16 @@ def _migrate(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def _version(connection: sqlite3.Connection, path: Path) -> int:
-    version = int(connection.execute("PRAGMA user_version").fetchone()[0])
-    application = int(connection.execute("PRAGMA application_id").fetchone()[0])
-    tables = int(connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0])
+    own = not connection.in_transaction
+    if own:  # another process may be making the tables: look before it or after it, not between
+        connection.execute("BEGIN")
+    try:
+        version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+        application = int(connection.execute("PRAGMA application_id").fetchone()[0])
+        tables = int(connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0])
+    finally:
+        if own and connection.in_transaction:
+            connection.execute("COMMIT")
     if application != _APPLICATION and (tables or version):
         raise StorageError(f"{path} is a database of another program; name another file")
     if version > len(_MIGRATIONS):
