@@ -178,7 +178,9 @@ def _write(
             by_class = write_weights(model, plan, checkpoint, folder, progress, factors)
         losses = measure_losses(plan, checkpoint, model)
         onnx_ir.save(model, folder / GRAPH)
-        even_rows = any(part.format.even_rows for spec in plan.linears.values() for part in spec.parts)
+        even_head = any(part.format.even_rows for part in plan.linears["lm_head"].parts)
+        layers = (spec for name, spec in plan.linears.items() if name != "lm_head")
+        even_rows = any(part.format.even_rows for spec in layers for part in spec.parts)
         int8 = options.kv == "int8"
         float_kv_layers = _quantize_cache(folder, checkpoint.config, special, even_rows) if int8 else ()
         manifest = Manifest(
@@ -197,6 +199,7 @@ def _write(
             kv=options.kv,
             float_kv_layers=float_kv_layers,
             head_rows=None if kept is None else len(kept),
+            even_head=even_head,
         )
         source_bytes = sum(file.stat().st_size for file in checkpoint.files)
     _write_json(folder / MANIFEST, manifest.to_json())
@@ -262,6 +265,7 @@ def _check(folder: Path, digest: str, progress: ProgressCallback) -> tuple[bool,
         bundle.config,
         () if golden is None else golden.texts,
         even_rows=bundle.manifest.even_rows,
+        even_head=bundle.manifest.even_head,
     )
     if not result.rolls_back:
         raise ParityError("the exported graph gives other logits after a truncation; nothing was kept")

@@ -78,9 +78,16 @@ def cut(graph: Path, piece_bytes: int = PIECE_BYTES, *, watched: Set[str] = froz
 
 
 def run_pieces(
-    pieces: Iterable[Path], config: DecoderShape, texts: Sequence[Sequence[int]], *, even_rows: bool
+    pieces: Iterable[Path],
+    config: DecoderShape,
+    texts: Sequence[Sequence[int]],
+    *,
+    even_rows: bool,
+    even_head: bool = False,
 ) -> PiecewiseResult:
     """Take a few fixed tokens and ``texts`` through all ``pieces``, one piece after the other.
+
+    ``even_rows`` and ``even_head`` are the bundle's.
 
     Raises:
         BundleError: ONNX Runtime cannot load a piece.
@@ -90,7 +97,7 @@ def run_pieces(
     rolls_back = row_exact = True
     logits: Iterator[Logits] = iter(())
     for path in pieces:
-        piece = _Piece(path, config, even_rows)
+        piece = _Piece(path, config, even_rows, even_head)
         same, exact = piece.test(carried[0])
         rolls_back, row_exact = rolls_back and same, row_exact and exact
         if piece.is_last:
@@ -177,9 +184,9 @@ def _input_names(path: Path) -> set[str]:
 
 
 class _Piece:
-    def __init__(self, path: Path, config: DecoderShape, even_rows: bool) -> None:
+    def __init__(self, path: Path, config: DecoderShape, even_rows: bool, even_head: bool = False) -> None:
         self._session = open_graph(path, CpuOptions())
-        self._config, self._even_rows = config, even_rows
+        self._config, self._even_rows, self._even_head = config, even_rows, even_rows or even_head
         self._inputs = {value.name: value.type for value in self._session.get_inputs()}
         self._outputs = [value.name for value in self._session.get_outputs()]
 
@@ -198,12 +205,13 @@ class _Piece:
         pad = int(count + spare == 1 and "attention_pad" in self._inputs)
         total = start + count + spare + pad
         rows = np.arange(count + spare, dtype=np.int64)
+        wanted = np.arange(count + (count % 2 if self._even_head else 0), dtype=np.int64)
         feeds: _Values = {
             "seqlens_k": np.array([total - 1], np.int32),
             "total_sequence_length": np.array(total, np.int32),
             "attention_pad": np.zeros((1, pad, config.query_width + 2 * config.kv_width), np.float32),
             "attention_rows": np.array([len(rows)], np.int64),
-            "logits_rows": np.minimum(rows, count - 1),
+            "logits_rows": np.minimum(wanted, count - 1),
             "context_tokens": np.zeros(1, np.int64),
         }
         feeds |= past or self._empty(total + 2)

@@ -13,7 +13,7 @@ from edgespec_export.checkpoint import FLOATS, Checkpoint
 from edgespec_export.gguf import GGMLType
 from edgespec_export.quantization import Quantization
 from edgespec_models.bundle import Role
-from edgespec_models.graphs.decoder import DecoderPlan
+from edgespec_models.graphs.decoder import DecoderPlan, Refinement
 from edgespec_models.graphs.linear import EmbeddingSpec, LinearPart, LinearSpec, Method, WeightFormat
 
 __all__ = ["DEFAULT_WEIGHTS", "POLICIES", "Policy", "default_weights", "plan_decoder"]
@@ -30,6 +30,9 @@ _INT8_64 = WeightFormat(8, 64)
 _INT8_128 = WeightFormat(8, 128)
 _INT8_16 = WeightFormat(8, 16)
 _FLOAT = WeightFormat(32)
+_COARSE = WeightFormat(4, 128)
+_REFINED_FROM = 32_768  # tokens; smaller LM heads take too little of a pass
+_REFINED_COLUMNS = 128
 _MATRICES = frozenset(("q", "k", "v", "o", "gate", "up", "down"))
 
 _EXACT: Mapping[GGMLType, WeightFormat] = MappingProxyType(
@@ -49,21 +52,21 @@ _EXACT: Mapping[GGMLType, WeightFormat] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A format for every source format: ``layers`` for the blocks' matrices, ``head`` for the LM head."""
+    """A format for every source format: ``layers`` for the blocks' matrices, ``head`` for the LM head.
+
+    ``refined`` targets have a coarse LM head where the vocabulary is large, and the exact rows of the most
+    probable tokens (:class:`~edgespec_models.graphs.decoder.Refinement`).
+    """
 
     summary: str
     layers: Mapping[GGMLType, WeightFormat]
     head: Mapping[GGMLType, WeightFormat]
     method: Method = "keep"
+    refined: bool = False
 
     def format_of(self, name: str, kind: GGMLType, columns: int, layers: int) -> WeightFormat:
         """The format of tensor ``name``, which the source has as ``kind``, in a model of ``layers``."""
-        chosen = (self.head if name == "lm_head" else self.layers)[kind]
-        while (
-            chosen.bits != 32 and columns % chosen.block
-        ):  # widths without whole blocks: smaller ones, or float
-            chosen = replace(chosen, block=chosen.block // 2) if chosen.block > 16 else _FLOAT
-        return chosen
+        return _fitting((self.head if name == "lm_head" else self.layers)[kind], columns)
 
 
 _CLOSE = {
@@ -81,14 +84,28 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
         "exact": Policy("every weight keeps the value it has in the file", _EXACT, _EXACT),
         "close": Policy(
-            "what 4 bits cannot hold is rounded to a hundredth of a step or to 8 bits", _CLOSE, _CLOSE
+            "what 4 bits cannot hold is rounded to a hundredth of a step or to 8 bits",
+            _CLOSE,
+            _CLOSE,
+            refined=True,
         ),
-        "balanced": Policy("4 bits in the layers, 8 bits in the LM head and the embedding", _FAST, _8_BITS),
-        "int8": Policy("8 bits everywhere, but 4 where the file has 4 that fit", _INT8_ALL, _INT8_ALL),
+        "balanced": Policy(
+            "4 bits in the layers, 8 bits in the LM head and the embedding", _FAST, _8_BITS, refined=True
+        ),
+        "int8": Policy(
+            "8 bits everywhere, but 4 where the file has 4 that fit", _INT8_ALL, _INT8_ALL, refined=True
+        ),
         "quick": Policy("like int8, in larger blocks: for drafters", _QUICK, _QUICK),
-        "fast": Policy("4 bits everywhere", _FAST, _FAST),
+        "fast": Policy("4 bits everywhere", _FAST, _FAST, refined=True),
     }
 )
+
+
+def _fitting(form: WeightFormat, columns: int) -> WeightFormat:
+    """``form``, in smaller blocks where the width has no whole ones of its own, or in floating point."""
+    while form.bits != 32 and columns % form.block:
+        form = replace(form, block=form.block // 2) if form.block > 16 else _FLOAT
+    return form
 
 
 def default_weights(checkpoint: Checkpoint, role: Role) -> str:
@@ -110,9 +127,14 @@ def plan_decoder(
 ) -> DecoderPlan:
     """Assign formats; neighbouring projections with one format are fused into one matrix."""
     config = checkpoint.config
-    head = _linear(checkpoint, policy, ("lm_head",), ())
+    head, embedding = _linear(checkpoint, policy, ("lm_head",), ()), _table(checkpoint, policy, "embed")
+    coarse, refinement = _fitting(_COARSE, head.in_features), None
     if head_tokens is not None:
         head = replace(head, parts=(replace(head.parts[0], out_features=len(head_tokens)),))
+    elif spare_rows and policy.refined and head.out_features >= _REFINED_FROM and coarse.bits == 4:
+        head = replace(head, parts=(replace(head.parts[0], format=coarse, method="fit"),))
+        rows = embedding if checkpoint.tied_head else _table(checkpoint, policy, "lm_head")
+        refinement = Refinement(rows, _REFINED_COLUMNS)
     linears = {"lm_head": head}
     for i in range(config.num_layers):
         prefix = f"layers.{i}."
@@ -130,9 +152,7 @@ def plan_decoder(
                 tuple(prefix + b for b in its_biases),
             )
     context = head_tokens is not None and checkpoint.tied_head
-    return DecoderPlan(
-        _embedding(checkpoint, policy), linears, hidden_states, spare_rows, head_tokens, context
-    )
+    return DecoderPlan(embedding, linears, hidden_states, spare_rows, head_tokens, context, refinement)
 
 
 def _linear(
@@ -156,17 +176,17 @@ def _linear(
     return LinearSpec(columns, tuple(parts))
 
 
-def _embedding(checkpoint: Checkpoint, policy: Policy | Quantization) -> EmbeddingSpec:
-    """A row is gathered, not multiplied, so exactness costs no time: a quantized embedding stays as it is.
+def _table(checkpoint: Checkpoint, policy: Policy | Quantization, name: str) -> EmbeddingSpec:
+    """Rows are gathered, not multiplied, so exactness costs no time: a quantized table stays as it is.
 
     One in floating point takes 8 bits where the LM head would be quantized.
     """
-    tensor = checkpoint.tensor("embed")
+    tensor = checkpoint.tensor(name)
     kind = tensor.type
     if kind in FLOATS:
         head = policy.format_of("lm_head", kind, tensor.shape[1], checkpoint.config.num_layers)
         quantized = head.bits != 32 and tensor.shape[1] % _INT8.block == 0
-        return EmbeddingSpec("embed", _INT8 if quantized else _FLOAT)
+        return EmbeddingSpec(name, _INT8 if quantized else _FLOAT)
     if kind in (GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q4_K):
-        return EmbeddingSpec("embed", _INT4, offsets=kind is not GGMLType.Q4_0)
-    return EmbeddingSpec("embed", _INT8_16 if kind is GGMLType.Q6_K else _INT8)
+        return EmbeddingSpec(name, _INT4, offsets=kind is not GGMLType.Q4_0)
+    return EmbeddingSpec(name, _INT8_16 if kind is GGMLType.Q6_K else _INT8)

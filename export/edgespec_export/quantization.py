@@ -8,7 +8,7 @@ block 64 .005; queries and keys .003; attention's output .002. The LM head is on
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from edgespec_export.gguf import GGMLType
 from edgespec_models.errors import RequestError
@@ -54,6 +54,7 @@ class Quantization:
     method: Method = "fit"
     mixed: Mixed = "head"
     minimums: Minimums = "columns"
+    refined: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name, allowed in (

@@ -22,7 +22,7 @@ from edgespec_export.encode import Encoded, encode_embedding, encode_linear, nee
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import ModelFileError
 from edgespec_models.graphs.decoder import SPARE_ROWS, DecoderPlan
-from edgespec_models.graphs.linear import LinearPart
+from edgespec_models.graphs.linear import EmbeddingSpec, LinearPart
 from edgespec_models.progress import Progress, ProgressCallback
 
 __all__ = ["DATA_FILE", "FactorsOf", "linears_to_calibrate", "module_path", "write_weights"]
@@ -66,7 +66,8 @@ def write_weights(
     }
     offsets, size = _allocate(parameters, folder)
     parts = [part for spec in plan.linears.values() for part in spec.parts]
-    sources = ["embed", *(source for part in parts for source in part.sources)]
+    tables = [spec.source for spec in _tables(plan).values()]
+    sources = [*tables, *(source for part in parts for source in part.sources)]
     total, done = sum(checkpoint.tensor(source).n_bytes for source in sources), 0
     with (folder / DATA_FILE).open("wb") as file, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         for name, small in _small_tensors(plan, checkpoint):
@@ -99,7 +100,8 @@ def _allocate(parameters: dict[str, ir.Value], folder: Path) -> tuple[dict[str, 
 
 def _matrices(plan: DecoderPlan, factors_of: FactorsOf | None) -> Iterator[_Matrix]:
     calibrated = linears_to_calibrate(plan)
-    yield _Matrix("embedding", ("embed",), lambda source: encode_embedding(source, plan.embedding))
+    for prefix, table in _tables(plan).items():
+        yield _Matrix(prefix, (table.source,), _table_encoder(table))
     for name, spec in sorted(plan.linears.items(), key=lambda item: item[0] == "lm_head"):
         path = module_path(name)
         factors = factors_of(path) if factors_of is not None and path in calibrated else None
@@ -108,6 +110,18 @@ def _matrices(plan: DecoderPlan, factors_of: FactorsOf | None) -> Iterator[_Matr
             if name == "lm_head" and plan.head_tokens is not None:
                 keep = np.array(plan.head_tokens, np.int64)
             yield _Matrix(f"{path}.parts.{index}", part.sources, _encoder(part, factors), keep)
+
+
+def _tables(plan: DecoderPlan) -> dict[str, EmbeddingSpec]:
+    """What rows are gathered from, by its name in the graph."""
+    tables = {"embedding": plan.embedding}
+    if plan.refinement is not None and plan.refinement.rows != plan.embedding:
+        tables["head_rows"] = plan.refinement.rows
+    return tables
+
+
+def _table_encoder(table: EmbeddingSpec) -> Callable[[Blocks | F32], Encoded]:
+    return lambda source: encode_embedding(source, table)
 
 
 def _encoder(part: LinearPart, factors: Sequence[F32] | None) -> Callable[[Blocks | F32], Encoded]:
@@ -232,7 +246,7 @@ def _bytes_by_class(parameters: dict[str, ir.Value]) -> dict[str, int]:
     totals = dict.fromkeys(("embedding", "attention", "mlp", "lm_head", "other"), 0)
     for name, value in parameters.items():
         assert value.const_value is not None
-        parts = name.split(".")
+        parts = name.replace("head_rows.", "embedding.").split(".")  # rows of both are gathered
         kind = next((p for p in parts if p in totals), "other")
         totals[kind] += value.const_value.nbytes
     return totals

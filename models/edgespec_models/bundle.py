@@ -80,6 +80,7 @@ class Manifest:
         config: architecture facts.
         even_rows: whether the kernels for these weight formats give a row the same bits only in passes
             over an even number of rows.
+        even_head: the same of the LM head alone and the rows whose logits are wanted.
         hidden_states: whether the graph has that output.
         weights: the export's policy, such as ``fast``.
         formats: how many weights got which format.
@@ -109,6 +110,7 @@ class Manifest:
     head_rows: int | None = None
     kv: CacheType = "float32"
     float_kv_layers: tuple[int, ...] = ()
+    even_head: bool = False
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -119,7 +121,7 @@ class Manifest:
 
     @property
     def bytes_per_pass(self) -> int:
-        """Bytes of weights a pass reads: all but the embedding table and the rotary tables."""
+        """Bytes of weights a pass reads: all but tables of which it reads a few rows."""
         return sum(value for name, value in self.bytes_by_class.items() if name not in _NOT_MULTIPLIED)
 
     @property

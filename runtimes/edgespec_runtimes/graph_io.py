@@ -115,6 +115,7 @@ class EdgespecIO:
         config = bundle.config
         self._session, self._exact = session, exact_rows
         self._even = bundle.manifest.even_rows and exact_rows
+        self._even_head = bundle.manifest.even_head and exact_rows
         types = {value.name: _TYPES[value.type] for value in session.get_inputs()}
         self._inputs = types.keys()
         self._width = config.query_width + 2 * config.kv_width
@@ -188,7 +189,7 @@ class EdgespecIO:
         pad = int(count + spare == 1 and self._exact and "attention_pad" in self._inputs)
         ids, seqlens = np.zeros((1, count + spare), np.int64), np.zeros(1, np.int32)
         wanted = np.arange(count - rows, count, dtype=np.int64)
-        if self._even and rows % 2:  # the LM head's kernel sees pairs too
+        if (self._even or self._even_head) and rows % 2:  # the LM head's kernel sees pairs too
             wanted = np.append(wanted, wanted[-1])
         columns = self._head_rows + len(self._context)
         total, logits = np.zeros((), np.int32), np.empty((1, len(wanted), columns), np.float32)

@@ -25,12 +25,29 @@ from onnxscript import GraphBuilder, OpBuilder, nn
 from edgespec_models.config import ModelConfig
 from edgespec_models.graphs.linear import MICROSOFT, Embedding, EmbeddingSpec, Linear, LinearSpec
 
-__all__ = ["SPARE_ROWS", "DecoderPlan", "build_decoder"]
+__all__ = ["SPARE_ROWS", "DecoderPlan", "Refinement", "build_decoder"]
 
 SPARE_ROWS = 1
 """Rows a pass may have behind its tokens; the rotary tables reach that far beyond the context."""
 _OPSET = 23
 _IR_VERSION = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Refinement:
+    """Exact logits for the most probable tokens of a coarse LM head.
+
+    Where a vocabulary is large, reading the LM head takes a fifth of a pass. So few bits choose, and the
+    logits of the ``columns`` best are computed again, from rows that a pass need not read but for these.
+    The idea is that of SVD-Softmax (Shim et al. 2017), with coarse weights for the first look: a projection
+    that is right for one kind of text misses the tokens of another.
+
+    ``rows`` says where they are from and how they are stored: the embedding's own where it is the plan's
+    ``embedding``.
+    """
+
+    rows: EmbeddingSpec
+    columns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +58,7 @@ class DecoderPlan:
     ``spare_rows`` gives the graph the inputs that make a row's bits independent of the number of rows; a
     drafter does without. ``head_tokens`` names the tokens, ascending, whose rows a trimmed LM head keeps;
     None keeps all. ``context`` gives such a graph the input ``context_tokens``: tokens it can write besides,
-    for which the token embedding serves as LM head.
+    for which the token embedding serves as LM head. With ``refinement`` the LM head is a coarse one.
     """
 
     embedding: EmbeddingSpec
@@ -50,6 +67,7 @@ class DecoderPlan:
     spare_rows: bool = True
     head_tokens: tuple[int, ...] | None = None
     context: bool = False
+    refinement: Refinement | None = None
 
 
 class _Norm(nn.Module):
@@ -186,6 +204,9 @@ class _Decoder(nn.Module):
         self.layers = nn.ModuleList([_Layer(config, i, plan.linears) for i in range(config.num_layers)])
         self.final_norm = _Norm(config.hidden_size, config.norm_epsilon)
         self.lm_head = Linear(plan.linears["lm_head"])
+        self.refinement, self.head_rows = plan.refinement, None
+        if plan.refinement is not None and plan.refinement.rows != plan.embedding:
+            self.head_rows = Embedding(config.vocab_size, config.hidden_size, plan.refinement.rows)
         shape = [config.context_length + SPARE_ROWS, config.rotary_width // 2]
         self.rope_cos, self.rope_sin = nn.Parameter(shape), nn.Parameter(shape)
         if config.rope_local_theta is not None:
@@ -219,10 +240,21 @@ class _Decoder(nn.Module):
         hidden, _ = self.final_norm(op, x, skip)
         hidden = op.Gather(hidden, rows, axis=1)
         logits = self.lm_head(op, hidden)
+        if self.refinement is not None:
+            table = self.head_rows or self.embedding
+            logits = _refine(op, logits, hidden, table, self.refinement.columns)
         if context is not None:
             rows = op.Transpose(self.embedding(op, op.Unsqueeze(context, [0])), perm=[0, 2, 1])
             logits = op.Concat(logits, op.MatMul(hidden, rows), axis=-1)
         return logits, hidden, present
+
+
+def _refine(op: OpBuilder, logits: ir.Value, hidden: ir.Value, table: Embedding, columns: int) -> ir.Value:
+    """``logits`` (1, r, vocab) with the largest ``columns`` of each row replaced by ``hidden`` times rows."""
+    _, best = op.TopK(logits, [columns], axis=-1, sorted=0, _outputs=2)
+    rows = op.Reshape(table(op, op.Reshape(best, [1, -1])), [-1, columns, table.hidden])
+    products = op.MatMul(rows, op.Reshape(hidden, [-1, table.hidden, 1]))
+    return op.ScatterElements(logits, best, op.Reshape(products, [1, -1, columns]), axis=2)
 
 
 def build_decoder(config: ModelConfig, plan: DecoderPlan) -> ir.Model:
