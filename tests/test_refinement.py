@@ -23,7 +23,7 @@ TEXTS = ([5, 17, 300, 2, 2, 41, 17], [300, 99], [250])
 def export(model: TinyGGUF, folder: Path, options: ExportOptions) -> ExportReport:
     """Export with every vocabulary large enough for a coarse head."""
     source = model.write(folder.with_suffix(".gguf"))
-    with mock.patch.multiple(plan, _REFINED_FROM=1, _REFINED_COLUMNS=COLUMNS):
+    with mock.patch.multiple(plan, _REFINED_FROM=1, _REFINED_WEIGHTS=COLUMNS * 256, _LEAST_REFINED=1):
         return export_model(source, folder, options=options)
 
 

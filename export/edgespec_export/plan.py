@@ -32,7 +32,8 @@ _INT8_16 = WeightFormat(8, 16)
 _FLOAT = WeightFormat(32)
 _COARSE = WeightFormat(4, 128)
 _REFINED_FROM = 32_768  # tokens; smaller LM heads take too little of a pass
-_REFINED_COLUMNS = 128
+_REFINED_WEIGHTS = 1 << 18  # of the rows looked up for a token; more cost time, fewer nearness
+_LEAST_REFINED = 128  # rows
 _MATRICES = frozenset(("q", "k", "v", "o", "gate", "up", "down"))
 
 _EXACT: Mapping[GGMLType, WeightFormat] = MappingProxyType(
@@ -134,7 +135,8 @@ def plan_decoder(
     elif spare_rows and policy.refined and head.out_features >= _REFINED_FROM and coarse.bits == 4:
         head = replace(head, parts=(replace(head.parts[0], format=coarse, method="fit"),))
         rows = embedding if checkpoint.tied_head else _table(checkpoint, policy, "lm_head")
-        refinement = Refinement(rows, _REFINED_COLUMNS)
+        columns = max(_LEAST_REFINED, _REFINED_WEIGHTS // head.in_features)
+        refinement = Refinement(rows, min(columns, head.out_features))
     linears = {"lm_head": head}
     for i in range(config.num_layers):
         prefix = f"layers.{i}."
