@@ -207,13 +207,21 @@ class _StaticAttention(nn.Module):
         config, points = self.config, shared.points
         heads = self._split(op, x, name, points)
         if config.qk_norm:
-            norm = self.q_norm if name.endswith(".q") else self.k_norm
-            name = f"{name}.norm"
-            heads = norm(op, heads, name, points)
+            heads, name = self._normed(op, heads, name, points), f"{name}.norm"
         if self.layer in config.unrotated_layers:
             return heads
         local = not config.is_global(self.layer) and "rope_local" in shared.ropes
         return self._rotate(op, heads, name, (points, shared.ropes["rope_local" if local else "rope"]))
+
+    def _normed(self, op: OpBuilder, heads: ir.Value, name: str, points: Points) -> ir.Value:
+        """In three dimensions: of four, the emulated Hexagon processor normalizes the wrong one at times."""
+        norm, count = (self.k_norm, self.config.num_kv_heads)
+        if name.endswith(".q"):
+            norm, count = self.q_norm, self.config.num_heads
+        width = self.config.head_dim
+        flat = points(op, op.Reshape(heads, [1, count * self.plan.rows, width]), name)
+        normed = norm(op, flat, f"{name}.norm", points)
+        return points(op, op.Reshape(normed, [1, count, self.plan.rows, width]), f"{name}.norm")
 
     def _rotate(self, op: OpBuilder, x: ir.Value, name: str, how: tuple[Points, _Pair]) -> ir.Value:
         points, (cos, sin) = how
@@ -322,10 +330,13 @@ class _StaticDecoder(nn.Module):
         return self.lm_head(op, x, "logits", points), present
 
     def _embed(self, op: OpBuilder, ids: ir.Value, points: Points) -> ir.Value:
-        table = self.embedding
         if self.plan.int8:
-            table = op.DequantizeLinear(table, self.embedding_scale, self.embedding_zero)
-        x = points(op, op.Gather(table, ids, axis=0), "embedding")
+            stored = self.embedding_scale, self.embedding_zero
+            x = op.Gather(op.DequantizeLinear(self.embedding, *stored), ids, axis=0)
+            if points.quantized:  # Qualcomm's compiler wants rows with the table's own encoding
+                x = op.DequantizeLinear(op.QuantizeLinear(x, *stored), *stored)
+        else:
+            x = op.Gather(self.embedding, ids, axis=0)
         if self.config.embedding_scale == 1.0:
             return x
         factor = op.Constant(value_float=float(self.config.embedding_scale))
