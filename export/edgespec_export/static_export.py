@@ -14,7 +14,8 @@ from edgespec_export.parity import Golden, ParityReport, check_parity
 from edgespec_export.report import StaticReport
 from edgespec_export.static_weights import WeightFile, write_static_weights
 from edgespec_models.config import ModelConfig
-from edgespec_models.graphs.static_decoder import StaticPlan, build_static_decoder
+from edgespec_models.graphs.static_decoder import build_static_decoder
+from edgespec_models.graphs.static_points import StaticPlan
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_models.static_graphs import PREFILL_ROWS, VERIFY_ROWS, ExportDevice, StaticGraphs
 from edgespec_runtimes.cpu import CpuOptions, open_graph
@@ -104,14 +105,13 @@ def export_static(
         for rows in graphs.widths:
             shape = replace(plan, rows=rows, capacity=bucket, all_logits=rows != graphs.prefill)
             _save(config, shape, weights, folder / graphs.file(bucket, rows))
-    # The golden texts take the same way, a pass each; they are no longer than a pass.
+    # The golden texts take the same way, a pass each.
     compared = [*held_out, *(() if golden is None else golden.texts)]
     whole = replace(plan, rows=max(map(len, compared)))
     results = _run_whole(config, whole, weights, folder / "whole.onnx", compared, graphs.masked)
     logits = [result["logits"][0, : len(t)] for result, t in zip(results, compared, strict=True)]
-    own, others = logits[: len(held_out)], logits[len(held_out) :]
-    parity = None if golden is None else check_parity(([rows] for rows in others), golden)
-    report = _compare(reference, own, len(calibrated))
+    report = _compare(reference, logits[: len(held_out)], len(calibrated))
+    parity = None if golden is None else check_parity(([rows] for rows in logits[len(held_out) :]), golden)
     return StaticExport(graphs, weights.bytes_by_class, report, parity)
 
 

@@ -18,7 +18,8 @@ from edgespec_export.blocks import F32
 from edgespec_export.checkpoint import Checkpoint
 from edgespec_export.writer import DATA_FILE, allocate
 from edgespec_models.config import ModelConfig
-from edgespec_models.graphs.static_decoder import StaticPlan, build_static_decoder, encoding
+from edgespec_models.graphs.static_decoder import build_static_decoder
+from edgespec_models.graphs.static_points import StaticPlan, encoding
 from edgespec_models.progress import Progress, ProgressCallback
 
 __all__ = ["WeightFile", "write_static_weights"]

@@ -1,12 +1,14 @@
-"""Run a bundle made with ``edgespec export --device npu-qnn`` on Qualcomm's NPU or its emulator.
+"""Run a bundle of fixed shapes on the device it was made for: an NPU, a GPU, or Qualcomm's emulator.
 
 Prints what compiling and passes take, how near they come to the CPU's run of the same graphs, and a few
-tokens. With --context FOLDER each graph of the smallest cache is also compiled ahead for a chip, to a context
-binary of which the size is printed, and loaded again. Needs onnxruntime-qnn, which on Linux for x86-64 brings
-an emulator (glibc 2.35 or newer); figures from it say nothing of a chip's speed.
+tokens. --device takes what ``edgespec devices`` lists. For qnn:htp on Linux for x86-64 the package
+onnxruntime-qnn brings an emulator (glibc 2.35 or newer); times from it say nothing of a chip's.
 
-Usage, from the repository's root: ``python -m tools.qnn_check BUNDLE [--rows 32] [--new-tokens 4]
-[--context FOLDER] [--soc 60] [--arch 73]``. The default chip is Snapdragon X Elite.
+With --context FOLDER each graph of the smallest cache is also compiled ahead for a Qualcomm chip, to a
+context binary of which the size is printed, and loaded again. The default chip is Snapdragon X Elite.
+
+Usage, from the repository's root: ``python -m tools.device_check BUNDLE --device qnn:htp [--rows 32]
+[--new-tokens 4] [--context FOLDER] [--soc 60] [--arch 73]``
 """
 
 import argparse
@@ -21,7 +23,8 @@ import onnxruntime as ort
 
 from edgespec_models.bundle import Bundle
 from edgespec_runtimes.cpu import CpuOptions, session_settings
-from edgespec_runtimes.discovery import Device, resolve
+from edgespec_runtimes.discovery import Device
+from edgespec_runtimes.placement import place
 from edgespec_runtimes.static_session import open_on
 from tools.static_check import check
 
@@ -72,13 +75,17 @@ def main() -> None:
     """Read the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("bundle", type=Path)
+    parser.add_argument("--device", required=True)
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=4)
     parser.add_argument("--context", type=Path, metavar="FOLDER", help="must not exist")
     parser.add_argument("--soc", default="60")
     parser.add_argument("--arch", default="73")
     options = parser.parse_args()
-    bundle, device = Bundle(options.bundle), resolve("qnn:htp")
+    bundle = Bundle(options.bundle)
+    device = place(bundle, options.device).device
+    if options.context is not None and device.name != "qnn:htp":
+        parser.error(f"--context is of --device qnn:htp, not {device.name}")
     check(bundle, device, options.rows, options.new_tokens)
     if options.context is not None:
         chip = {"soc_model": options.soc, "htp_arch": options.arch}
