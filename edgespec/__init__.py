@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from edgespec.request import RequestOptions
     from edgespec.results import Generation, GenerationStats, SourceStats
     from edgespec_models.errors import EdgespecError
+    from edgespec_runtimes.discovery import Device, devices
 
 __all__ = [
     "load",
@@ -27,6 +28,8 @@ __all__ = [
     "GenerationStats",
     "SourceStats",
     "Profile",
+    "devices",
+    "Device",
     "EdgespecError",
 ]
 
@@ -40,6 +43,8 @@ _HOMES = {
     "Generation": "edgespec.results",
     "GenerationStats": "edgespec.results",
     "SourceStats": "edgespec.results",
+    "devices": "edgespec_runtimes.discovery",
+    "Device": "edgespec_runtimes.discovery",
     "EdgespecError": "edgespec_models.errors",
 }
 

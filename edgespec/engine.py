@@ -21,12 +21,15 @@ from edgespec.profile.store import Scope
 from edgespec.profile.use import ProfileUse, RequestUse, open_use
 from edgespec.request import Request, RequestOptions
 from edgespec.results import Generation
-from edgespec.sessions import DRAFTER_READING_ROWS, open_pair
+from edgespec.sessions import DRAFTER_READING_ROWS, Devices, open_pair
 from edgespec_models.bundle import Bundle
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_runtimes.cpu import CpuOptions
+from edgespec_runtimes.discovery import AUTO
+from edgespec_runtimes.placement import Placement, export_for, place
+from edgespec_runtimes.session import ModelSession
 
 __all__ = ["LoadOptions", "Model", "TextStreamer", "load"]
 
@@ -62,7 +65,7 @@ class _Side:
     """The drafter's half of a model."""
 
     bundle: Bundle
-    session: CpuSession
+    session: ModelSession
     curve: CostCurve
     calibration: Calibration
 
@@ -74,6 +77,8 @@ def load(
     options: LoadOptions | None = None,
     profile: str | Path | None = None,
     progress: ProgressCallback = ignore_progress,
+    device: str = AUTO,
+    drafter_device: str = AUTO,
 ) -> "Model":
     """Load a target and its drafter.
 
@@ -87,6 +92,10 @@ def load(
         profile: a name or a file: what answers teach is kept there and drafted from, across requests and
             restarts (:class:`edgespec.profile.Profile`). With None nothing is written anywhere.
         progress: told of downloads and exports.
+        device: where the target runs: a name that :func:`edgespec.devices` lists, or ``npu``; what cannot be
+            had, or does not fit the bundle, is an error. ``"auto"`` takes the device the bundle was made for,
+            or the CPU, and says why (:attr:`Model.placement`).
+        drafter_device: the same for the drafter.
 
     Returns:
         A :class:`Model`, to be used as a context manager or closed.
@@ -98,13 +107,26 @@ def load(
     if profile is not None and drafter is None:
         raise RequestError("plain decoding (drafter None) uses no profile; give drafter='ngram' or a model")
     profile = None if profile is None else Profile(profile).path
-    target_bundle = open_model(target, "target", weights=options.weights, progress=progress)
+    made_for = export_for(device), export_for(drafter_device)
+    target_bundle = open_model(
+        target, "target", weights=options.weights, device=made_for[0], progress=progress
+    )
+    placement = place(target_bundle, device)
     if drafter == "auto":
         drafter = recommended_drafter(target_bundle)
-    drafter_bundle = None
+    drafter_bundle, drafter_placement = None, None
     if drafter is not None and drafter != NGRAM:
-        drafter_bundle = open_model(drafter, "drafter", weights=options.weights, progress=progress)
-    model = Model(target_bundle, drafter_bundle, options=options, drafts=drafter is not None)
+        drafter_bundle = open_model(
+            drafter, "drafter", weights=options.weights, device=made_for[1], progress=progress
+        )
+        drafter_placement = place(drafter_bundle, drafter_device)
+    model = Model(
+        target_bundle,
+        drafter_bundle,
+        options=options,
+        drafts=drafter is not None,
+        placements=(placement, drafter_placement),
+    )
     if profile is not None:
         model.use_profile(profile)
     return model
@@ -118,9 +140,19 @@ class Model:
         drafter: the drafter's bundle; None without a drafter model.
         cost_curve: the target's T(n), measured at this load or at an earlier one and checked at this.
         options: as given.
+        placement: where the target runs, and why.
+        drafter_placement: the same of the drafter; None without a drafter model.
     """
 
-    def __init__(self, target: Bundle, drafter: Bundle | None, *, options: LoadOptions, drafts: bool) -> None:
+    def __init__(
+        self,
+        target: Bundle,
+        drafter: Bundle | None,
+        *,
+        options: LoadOptions,
+        drafts: bool,
+        placements: tuple[Placement, Placement | None] | None = None,
+    ) -> None:
         if target.manifest.role == "drafter":
             raise RequestError(
                 f"{target.path} was exported as a drafter, which may lack tokens and exact rows; "
@@ -128,7 +160,13 @@ class Model:
             )
         self.target, self.drafter, self.options = target, drafter, options
         self._drafts = drafts
-        pair = open_pair(target, drafter, CpuOptions(threads=options.threads, spinning=options.spinning))
+        if placements is None:
+            placements = place(target), None if drafter is None else place(drafter)
+        self.placement, self.drafter_placement = placements
+        aside = None if self.drafter_placement is None else self.drafter_placement.device
+        devices = Devices(self.placement.device, aside)
+        cpu = CpuOptions(threads=options.threads, spinning=options.spinning)
+        pair = open_pair(target, drafter, cpu, devices)
         self._session, self._same_vocabulary = pair.target.session, pair.same_vocabulary
         self.cost_curve: CostCurve = pair.target.curve
         self._side: _Side | None = None
@@ -174,6 +212,12 @@ class Model:
         if self.drafter is not None:
             return self.drafter.manifest.name
         return NGRAM if self._drafts else None
+
+    @property
+    def _placements(self) -> str:
+        """Where the models run and why, in a line."""
+        line = f"target on {self.placement}"
+        return line if self.drafter_placement is None else f"{line}; drafter on {self.drafter_placement}"
 
     @property
     def drafter_step_s(self) -> float | None:
@@ -248,6 +292,7 @@ class Model:
             pricing=self._pricing,
             guard=self._guard,
             off_reason=off,
+            placement=self._placements,
             learner=learner,
         )
 
@@ -282,7 +327,7 @@ class Model:
             )
         # Another vocabulary may need more tokens for the same text.
         wanted = len(prompt) + 2 * request.max_new_tokens + 4 * self.options.max_draft
-        side.session.reserve(min(wanted, bundle.config.context_length))
+        side.session.reserve(min(wanted, side.session.longest))
         unread = len(prompt) - side.session.shared_prefix(prompt)
         reading_s = unread * side.curve.seconds(DRAFTER_READING_ROWS) / DRAFTER_READING_ROWS
         longest_s = request.max_new_tokens * self._pricing.pass_seconds(1)

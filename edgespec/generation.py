@@ -52,6 +52,7 @@ class Job:
     pricing: Pricing
     guard: Guard
     off_reason: str | None
+    placement: str = ""
     learner: Learner | None = None
 
 
@@ -203,5 +204,6 @@ class _Meter:
             target_s=self._target_s,
             drafter_s=self._drafter_s,
             speculation_off_reason=off,
+            placement=self._job.placement,
             profile_problem=None if self._job.learner is None else self._job.learner.problem,
         )

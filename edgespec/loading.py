@@ -23,6 +23,7 @@ from edgespec_models.foreign import is_model, open_bundle
 from edgespec_models.hub import PREFIX, HubReference, pull_hub, pulled_hub
 from edgespec_models.paths import bundles_dir, model_name
 from edgespec_models.progress import ProgressCallback, ignore_progress
+from edgespec_models.static_graphs import ExportDevice
 
 if TYPE_CHECKING:
     from edgespec_export.export import ExportOptions
@@ -41,6 +42,7 @@ def open_model(
     role: Role,
     *,
     weights: str | None = None,
+    device: ExportDevice | None = None,
     progress: ProgressCallback = ignore_progress,
 ) -> Bundle:
     """Open the bundle ``reference`` names, making it first if need be.
@@ -51,6 +53,7 @@ def open_model(
             on the hub: ``hf:OWNER/REPO[/FILE.gguf][@REVISION]``, which is asked for at first use only.
         role: what a new export is for.
         weights: policy of a new export; None takes the default.
+        device: what else than the CPU a new export is for.
         progress: told of downloads and exports.
 
     Raises:
@@ -68,11 +71,12 @@ def open_model(
         if not path.exists():
             raise ModelFileError(f"{path} does not exist; give a GGUF file, a bundle or a catalogue name")
         name = model_name(path) if is_source else path.stem
-        folder = bundles_dir() / f"{name}-{_mark(path)}-{role}-{weights or 'default'}"
-        return _open_cached(folder) or _export(path, folder, _options(role, weights, name), progress)
+        options = _options(role, weights, name, device)
+        folder = bundles_dir() / f"{name}-{_mark(path)}-{role}-{device or weights or 'default'}"
+        return _open_cached(folder) or _export(path, folder, options, progress)
     entry = find(str(reference))
-    options = _options(role, weights, entry.name)
-    folder = bundles_dir() / f"{entry.name}-{entry.sha256[:8]}-{role}-{weights or _default(role)}"
+    options = _options(role, weights, entry.name, device)
+    folder = bundles_dir() / f"{entry.name}-{entry.sha256[:8]}-{role}-{device or weights or _default(role)}"
     existing = _open_cached(folder)
     if existing is not None:
         return existing
@@ -128,10 +132,10 @@ def _default(role: Role) -> str:
     return DEFAULT_WEIGHTS[role]
 
 
-def _options(role: Role, weights: str | None, name: str) -> "ExportOptions":
+def _options(role: Role, weights: str | None, name: str, device: ExportDevice | None) -> "ExportOptions":
     from edgespec_export.export import ExportOptions
 
-    return ExportOptions(role=role, weights=weights, name=name, overwrite=True)
+    return ExportOptions(role=role, weights=weights, name=name, device=device, overwrite=True)
 
 
 def _open_cached(folder: Path) -> Bundle | None:

@@ -36,7 +36,7 @@ class Conditions:
 
     Attributes:
         bundle: the bundle's digest.
-        device: kind of the device; ``cpu``.
+        device: ``cpu``, or name and version of another (:attr:`edgespec_runtimes.discovery.Device.identity`).
         threads: of a pass.
         spinning: as in :class:`edgespec_runtimes.cpu.CpuOptions`.
         exact_rows: the same.
@@ -51,11 +51,11 @@ class Conditions:
     machine: dict[str, Any]
 
     @classmethod
-    def of(cls, bundle: Bundle, options: CpuOptions) -> "Conditions":
-        """Those of ``bundle`` run with ``options`` here."""
+    def of(cls, bundle: Bundle, options: CpuOptions, device: str = "cpu") -> "Conditions":
+        """Those of ``bundle`` run with ``options`` on ``device`` here."""
         return cls(
             bundle=bundle.digest,
-            device="cpu",
+            device=device,
             threads=options.threads or default_threads(),
             spinning=options.spinning,
             exact_rows=options.exact_rows,

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgespec.machine import describe_machine
-from edgespec.measurements import Conditions, forget
-from edgespec.sessions import open_one
+from edgespec.measurements import forget
+from edgespec.sessions import conditions_of, open_one
 from edgespec_models.bundle import Bundle
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_runtimes.cost import CostCurve
@@ -190,7 +190,7 @@ def profile_model(
     Raises:
         EdgespecError: the model cannot be loaded, or there is too little memory.
     """
-    conditions = Conditions.of(bundle, options)
+    conditions = conditions_of(bundle, options)
     if fresh:
         forget(conditions)
     fitting = [n for n in rows if n <= bundle.config.context_length // 2]

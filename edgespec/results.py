@@ -38,6 +38,7 @@ class GenerationStats:
         drafter_s: time inside the drafter (its prefill included).
         speculation_off_reason: why no or few drafts were made; None while speculation pays.
         profile_problem: what keeps the profile from being read or written; None if nothing, or without one.
+        placement: on which devices target and drafter ran, and why there.
     """
 
     prompt_tokens: int
@@ -56,6 +57,7 @@ class GenerationStats:
     drafter_s: float = 0.0
     speculation_off_reason: str | None = None
     profile_problem: str | None = None
+    placement: str = ""
 
     @property
     def tpot_s(self) -> float:
@@ -100,6 +102,7 @@ class GenerationStats:
             "drafter_ms": self.drafter_s * 1e3,
             "speculation_off_reason": self.speculation_off_reason,
             "profile_problem": self.profile_problem,
+            "placement": self.placement,
         }
 
 

@@ -15,8 +15,12 @@ from edgespec_models.bundle import Bundle
 from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve, measure_cost, recheck_cost
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_runtimes.discovery import Device
+from edgespec_runtimes.placement import place
+from edgespec_runtimes.session import ModelSession
+from edgespec_runtimes.static_session import StaticSession
 
-__all__ = ["DRAFTER_READING_ROWS", "Pair", "Running", "open_one", "open_pair"]
+__all__ = ["DRAFTER_READING_ROWS", "Devices", "Pair", "Running", "conditions_of", "open_one", "open_pair"]
 
 DRAFTER_READING_ROWS = 32
 """Reading a prompt costs a drafter per token what it costs in a pass of this size."""
@@ -34,7 +38,7 @@ class Running:
         remembered: whether the curve is an earlier load's, checked, or was measured now.
     """
 
-    session: CpuSession
+    session: ModelSession
     curve: CostCurve
     remembered: bool
 
@@ -54,26 +58,38 @@ class Pair:
     same_vocabulary: bool
 
 
-def open_pair(target: Bundle, drafter: Bundle | None, options: CpuOptions) -> Pair:
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """Where target and drafter run; None takes the CPU, or whatever suits a bundle of fixed shapes."""
+
+    target: Device | None = None
+    drafter: Device | None = None
+
+
+def open_pair(
+    target: Bundle, drafter: Bundle | None, options: CpuOptions, devices: Devices | None = None
+) -> Pair:
     """Load a target and its drafter; whatever goes wrong, neither stays loaded.
 
     Args:
         target: the target's bundle.
         drafter: the drafter's; None loads the target alone.
         options: of the target; the drafter's are the same, without exact rows.
+        devices: where they run; None lets their bundles say.
 
     Raises:
         EdgespecError: a tokenizer or graph that cannot be loaded, too little memory.
     """
+    devices = devices or Devices()
     with _closed_on_failure() as opened:
         # Leaving the pool waits for its thread, so that a session it opens late is closed too.
         with ThreadPoolExecutor(1, thread_name_prefix="edgespec-load") as pool:
-            opening = pool.submit(_open, target, options, opened)
+            opening = pool.submit(_open, target, options, opened, devices.target)
             own = target.tokenizer
             same = drafter is not None and drafter.tokenizer.matches(own)
             second = None
             if drafter is not None:
-                second = _open(drafter, replace(options, exact_rows=False), opened)
+                second = _open(drafter, replace(options, exact_rows=False), opened, devices.drafter)
             first = opening.result()
         # Only now, when nothing else runs, do passes take their own time.
         drafting = None if second is None else _timed(second, _DRAFTER_ROWS)
@@ -100,15 +116,15 @@ def open_one(
 class _Opened:
     """A session and what an earlier load found out about it."""
 
-    session: CpuSession
+    session: ModelSession
     conditions: Conditions
     known: Measurement | None
 
 
 @contextmanager
-def _closed_on_failure() -> Iterator[list[CpuSession]]:
+def _closed_on_failure() -> Iterator[list[ModelSession]]:
     """A list of sessions that are closed if the block ends with an exception."""
-    opened: list[CpuSession] = []
+    opened: list[ModelSession] = []
     try:
         yield opened
     except BaseException:
@@ -117,10 +133,24 @@ def _closed_on_failure() -> Iterator[list[CpuSession]]:
         raise
 
 
-def _open(bundle: Bundle, options: CpuOptions, opened: list[CpuSession]) -> _Opened:
-    conditions = Conditions.of(bundle, options)
+def conditions_of(bundle: Bundle, options: CpuOptions, device: Device | None = None) -> Conditions:
+    """What measurements of ``bundle`` depend on; without a device, on the one it would be opened on."""
+    if bundle.manifest.static is None:
+        return Conditions.of(bundle, options)
+    return Conditions.of(bundle, options, (device or place(bundle).device).identity)
+
+
+def _open(
+    bundle: Bundle, options: CpuOptions, opened: list[ModelSession], device: Device | None = None
+) -> _Opened:
+    conditions = conditions_of(bundle, options, device)
     known = recall(conditions)
-    session = CpuSession(bundle, options, row_exact=None if known is None else known.row_exact)
+    row_exact = None if known is None else known.row_exact
+    session: ModelSession
+    if bundle.manifest.static is None:
+        session = CpuSession(bundle, options, row_exact=row_exact)
+    else:
+        session = StaticSession(bundle, device or place(bundle).device, options, row_exact=row_exact)
     opened.append(session)
     return _Opened(session, conditions, known)
 

@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import Any
 
 import edgespec
+from edgespec_runtimes.cpu import CpuSession
 from edgespec_runtimes.graph_io import EdgespecIO, MaskedIO
 
 
@@ -35,6 +36,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     options = parser.parse_args()
     with edgespec.load(options.target, drafter=None) as model:
+        assert isinstance(model._session, CpuSession)
         io = model._session._io
         assert isinstance(io, EdgespecIO | MaskedIO)
         clocked = io._session = Clocked(io._session)

@@ -6,6 +6,7 @@ checkout into it, and runs there. Further arguments go to the command it runs.
 
 import argparse
 import os
+import platform
 import subprocess
 import sys
 import venv
@@ -51,9 +52,16 @@ def demo(arguments: Sequence[str]) -> None:
     run(("edgespec", "demo", *arguments))
 
 
+def emulates_qnn() -> bool:
+    """Whether Qualcomm's package has an emulator for this machine: x86-64 Linux, glibc 2.35 or newer."""
+    name, version = platform.libc_ver()
+    new_enough = name == "glibc" and tuple(map(int, version.split(".")[:2])) >= (2, 35)
+    return platform.machine() == "x86_64" and new_enough
+
+
 def test(arguments: Sequence[str]) -> None:
     """Run the whole gate; with arguments, only pytest with these."""
-    set_up("dev")
+    set_up("dev,npu-qnn" if emulates_qnn() else "dev")
     for command in (("pytest", *arguments),) if arguments else GATE:
         print(f"\n$ {' '.join(command)}", flush=True)
         run(command)

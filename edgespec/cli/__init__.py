@@ -27,6 +27,7 @@ COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
         "profile": "Measure what passes of a model cost on this machine.",
         "bench": "Measure plain against speculative decoding.",
         "verify": "Check that speculation does not change the output.",
+        "devices": "List what models can run on here, and what is missing.",
         "models": "List the models of the catalogue.",
         "pull": "Download models of the catalogue.",
         "export": "Make a bundle from a checkpoint.",

@@ -8,7 +8,9 @@ import typer
 from edgespec.cli.console import progress_bars
 from edgespec.cli.measuring import exit_if_stopped, measured, show, write_results
 from edgespec.cli.options import (
+    Device,
     Drafter,
+    DrafterDevice,
     Limit,
     MaxNewTokens,
     ProfileName,
@@ -35,6 +37,8 @@ def bench(
         bool, typer.Option("--ignore-eos", help="Make every answer as long as --max-new-tokens.")
     ] = False,
     threads: Threads = 0,
+    device: Device = "auto",
+    drafter_device: DrafterDevice = "auto",
     profile: ProfileName = None,
     json_file: Annotated[
         Path | None,
@@ -70,7 +74,14 @@ def bench(
     )
     with (
         progress_bars() as progress,
-        load_model(target, drafter, threads=threads, progress=progress, profile=profile) as model,
+        load_model(
+            target,
+            drafter,
+            threads=threads,
+            progress=progress,
+            profile=profile,
+            devices=(device, drafter_device),
+        ) as model,
     ):
         result = measured(model, chosen, options, progress)
     if json_file != Path("-"):

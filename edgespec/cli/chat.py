@@ -14,7 +14,9 @@ import typer
 from edgespec.cli.answers import allow_any_text, answer_json, print_json, stats_line, stream_to_terminal
 from edgespec.cli.console import errors, note, progress_bars
 from edgespec.cli.options import (
+    Device,
     Drafter,
+    DrafterDevice,
     MaxNewTokens,
     MinP,
     ProfileName,
@@ -62,6 +64,8 @@ def chat(
     stop: Stop = None,
     no_speculation: WithoutSpeculation = False,
     threads: Threads = 0,
+    device: Device = "auto",
+    drafter_device: DrafterDevice = "auto",
     profile: ProfileName = None,
     as_json: Annotated[
         bool,
@@ -80,7 +84,14 @@ def chat(
     """
     allow_any_text()
     with progress_bars() as progress:
-        model = load_model(target, drafter, threads=threads, progress=progress, profile=profile)
+        model = load_model(
+            target,
+            drafter,
+            threads=threads,
+            progress=progress,
+            profile=profile,
+            devices=(device, drafter_device),
+        )
     with model:
         if model.target.chat_template is None:
             raise RequestError(

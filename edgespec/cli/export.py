@@ -111,6 +111,20 @@ def export(
             "--optimum-cli", metavar="PROGRAM", help="Optimum's command, in an environment of its own."
         ),
     ] = "optimum-cli",
+    device: Annotated[
+        Literal["cpu", "npu-qnn", "npu-openvino", "cuda"],
+        typer.Option(
+            help="What the bundle is for. Graphs for other devices than the CPU have fixed shapes, int8 "
+            "weights (cuda: float32), and for npu-qnn 16-bit activations, calibrated on text."
+        ),
+    ] = "cpu",
+    buckets: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,...",
+            help="With --device: tokens a KV cache holds, a graph each. Default: 512,1024,2048.",
+        ),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a bundle that is there.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -132,6 +146,8 @@ def export(
 
         edgespec export qwen2.5-coder-1.5b-instruct -o long --kv int8
 
+        edgespec export qwen2.5-coder-0.5b-instruct -o npu --device npu-qnn --buckets 512,2048
+
         edgespec export ~/models/pythia-160m -o pythia --via optimum --optimum-cli optimum/bin/optimum-cli
     """
     from edgespec_export.export import ExportOptions, export_model
@@ -142,6 +158,7 @@ def export(
         words: dict[str, object] = {"--weights": weights, "--trim-vocab": trim_vocab, "--name": name}
         words |= {"--bits": quantization, "--calibration": calibration, "--calibrate-with": calibrate_with}
         words |= {"--kv": kv == "int8", "--hidden-states": hidden_states, "--role": role == "drafter"}
+        words |= {"--device": device != "cpu", "--buckets": buckets}
         _refuse_with_optimum([word for word, value in words.items() if value])
         _via_optimum(source, out, program=optimum_cli, overwrite=overwrite, as_json=as_json)
         return
@@ -155,6 +172,8 @@ def export(
             name=name or known_as,
             hidden_states=hidden_states,
             overwrite=overwrite,
+            device=None if device == "cpu" else device,
+            buckets=_buckets(buckets),
             trim=TrimOptions(_trim_size(trim_vocab), tuple(calibration or ()), tuple(calibrate_with or ())),
         )
         report = export_model(file, out, options=options, progress=progress)
@@ -206,6 +225,15 @@ def _trim_size(value: str | None) -> "TrimSize | None":
     if value.isdecimal():
         return int(value)
     raise RequestError(f"--trim-vocab is {value!r}; give a number of rows, auto or full")
+
+
+def _buckets(value: str | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    numbers = [part.strip() for part in value.split(",")]
+    if not all(number.isdecimal() for number in numbers):
+        raise RequestError(f"--buckets is {value!r}; give numbers of tokens, such as 512,2048")
+    return tuple(map(int, numbers))
 
 
 def _quantization(

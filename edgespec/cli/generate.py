@@ -7,7 +7,9 @@ import typer
 from edgespec.cli.answers import allow_any_text, answer_json, print_json, stats_line, stream_to_terminal
 from edgespec.cli.console import note, progress_bars
 from edgespec.cli.options import (
+    Device,
     Drafter,
+    DrafterDevice,
     JsonFlag,
     MaxNewTokens,
     MinP,
@@ -53,6 +55,8 @@ def generate(
     stop: Stop = None,
     no_speculation: WithoutSpeculation = False,
     threads: Threads = 0,
+    device: Device = "auto",
+    drafter_device: DrafterDevice = "auto",
     profile: ProfileName = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -69,7 +73,14 @@ def generate(
     text = _read(prompt)
     allow_any_text()
     with progress_bars() as progress:
-        model = load_model(target, drafter, threads=threads, progress=progress, profile=profile)
+        model = load_model(
+            target,
+            drafter,
+            threads=threads,
+            progress=progress,
+            profile=profile,
+            devices=(device, drafter_device),
+        )
     with model:
         stream = _start(model, text, raw, request_options(context))
         if as_json:

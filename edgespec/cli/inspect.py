@@ -69,6 +69,8 @@ def show_report(report: Mapping[str, Any]) -> None:
         table.add_row(f"{loss['source']} weights", f"{loss['weights']:,} as {form}, {kept}")
     if trim := report.get("trim"):
         table.add_row("LM head", f"{trim['rows']:,} of {trim['of']:,} rows: {_trim(trim)}")
+    if static := report.get("static"):
+        table.add_row("fixed shapes", f"{_parity(static)} from the model in float32")
     sizes = report["bytes"]
     table.add_row("size", f"{size(sizes['bundle'])}, from {size(sizes['source'])}")
     table.add_row("same bits for any rows", "yes" if report["row_exact"] else "no")
@@ -90,6 +92,12 @@ def _facts(bundle: "Bundle", verified: bool) -> "Table":
     table.add_row("vocabulary", f"{config.vocab_size:,}")
     table.add_row("context", f"{config.context_length:,} tokens, {size(manifest.kv_bytes_per_token)} each")
     table.add_row("weights", manifest.weights)
+    if manifest.static is not None:
+        graphs = manifest.static
+        lengths = ", ".join(map(str, graphs.buckets))
+        table.add_row(
+            "made for", f"{graphs.device}: passes of {graphs.widths} rows, caches of {lengths} tokens"
+        )
     floats = ", ".join(map(str, manifest.float_kv_layers))
     table.add_row("KV cache", manifest.kv + (f", float32 in the layers {floats}" if floats else ""))
     table.add_row(

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from edgespec.request import RequestOptions
 
 __all__ = [
+    "Device",
     "Drafter",
+    "DrafterDevice",
     "JsonFlag",
     "Limit",
     "MaxNewTokens",
@@ -48,6 +50,13 @@ Drafter = Annotated[
         metavar="DRAFTER",
         help="The same, or 'auto' (recommended for the target), 'ngram' (phrases of the text), 'none'.",
     ),
+]
+_DEVICE_NAMES = "auto, cpu, npu, or a name that 'edgespec devices' lists"
+Device = Annotated[
+    str, typer.Option("--device", metavar="DEVICE", help=f"Where the target runs: {_DEVICE_NAMES}.")
+]
+DrafterDevice = Annotated[
+    str, typer.Option("--drafter-device", metavar="DEVICE", help="The same for the drafter.")
 ]
 Threads = Annotated[int, typer.Option(min=0, help="Threads of a pass; 0 takes the physical cores.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
@@ -85,14 +94,29 @@ Limit = Annotated[
 
 
 def load_model(
-    target: str, drafter: str, *, threads: int, progress: ProgressCallback, profile: str | None = None
+    target: str,
+    drafter: str,
+    *,
+    threads: int,
+    progress: ProgressCallback,
+    profile: str | None = None,
+    devices: tuple[str, str] = ("auto", "auto"),
 ) -> "Model":
-    """Load what the user named; ``none`` is no drafter."""
+    """Load what the user named; ``none`` is no drafter. ``devices`` are the target's and the drafter's."""
     import edgespec
 
     options = edgespec.LoadOptions(threads=threads)
     chosen = None if drafter == "none" else drafter
-    return edgespec.load(target, chosen, options=options, profile=profile, progress=progress)
+    device, drafter_device = devices
+    return edgespec.load(
+        target,
+        chosen,
+        options=options,
+        profile=profile,
+        progress=progress,
+        device=device,
+        drafter_device=drafter_device,
+    )
 
 
 def prompts_to_run(file: Path | None, limit: int | None) -> "tuple[Prompt, ...]":

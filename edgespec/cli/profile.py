@@ -49,8 +49,8 @@ def profile(
     """
     from edgespec.files import check_writable, write_text
     from edgespec.loading import open_model
-    from edgespec.measurements import Conditions
     from edgespec.profiling import profile_model
+    from edgespec.sessions import conditions_of
     from edgespec_runtimes.cpu import CpuOptions
 
     if html is not None:
@@ -65,7 +65,7 @@ def profile(
     else:
         _show(result)
     if result["confirmed"]:
-        note(f"Kept for later loads: {Conditions.of(opened, options).path}")
+        note(f"Kept for later loads: {conditions_of(opened, options).path}")
     else:
         note("Other programs disturbed the times, which are not kept; close them and run this again.")
     if html is not None:

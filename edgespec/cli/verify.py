@@ -7,7 +7,9 @@ import typer
 from edgespec.cli.answers import print_json
 from edgespec.cli.console import output, progress_bars
 from edgespec.cli.options import (
+    Device,
     Drafter,
+    DrafterDevice,
     JsonFlag,
     MaxNewTokens,
     PromptsFile,
@@ -43,6 +45,8 @@ def verify(
         ),
     ] = 100,
     threads: Threads = 0,
+    device: Device = "auto",
+    drafter_device: DrafterDevice = "auto",
     as_json: JsonFlag = False,
 ) -> None:
     """Check that speculation does not change the output: greedy answers, and the law of sampled ones.
@@ -58,7 +62,9 @@ def verify(
     chosen = prompts_to_run(prompts, limit)
     with (
         progress_bars() as progress,
-        load_model(target, drafter, threads=threads, progress=progress) as model,
+        load_model(
+            target, drafter, threads=threads, progress=progress, devices=(device, drafter_device)
+        ) as model,
     ):
         audit = _audit(model, chosen, max_new_tokens, samples, progress)
     if as_json:

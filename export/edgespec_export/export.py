@@ -1,7 +1,5 @@
 """From a checkpoint to a bundle: plan, write, check, place."""
 
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
+from edgespec_export.bundle_files import hash_files, parameters_by_class, write_json, write_texts
 from edgespec_export.quantization import Quantization
 from edgespec_export.report import ExportReport, FormatLoss
 from edgespec_export.staging import check_place, place, staging, storage_errors
@@ -22,7 +21,6 @@ from edgespec_models.bundle import (
     HEAD_TOKENS,
     MANIFEST,
     REPORT,
-    TEMPLATE,
     TOKENIZER,
     Bundle,
     FileRecord,
@@ -33,6 +31,7 @@ from edgespec_models.bundle import (
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import EdgespecError, ParityError, RequestError
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
+from edgespec_models.static_graphs import ExportDevice
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
 from edgespec_runtimes.memory import peak_memory_bytes
 
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
     from edgespec_models.graphs.decoder import DecoderPlan
 
 __all__ = ["ExportOptions", "ExportReport", "export_model"]
-
-_HASH_CHUNK = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +56,10 @@ class ExportOptions:
         name: the model's name; None takes the source's.
         hidden_states: add the last hidden state as an output, for drafters that adapt.
         overwrite: replace a bundle that is there already.
-        trim: which rows a drafter's LM head keeps.
+        trim: which rows a drafter's LM head keeps, and the texts that settle it.
+        device: what else than the CPU the bundle is for; None is the CPU. Its graphs have fixed shapes, and
+            the device settles the formats of weights and KV cache.
+        buckets: with a device, lengths of the KV cache in tokens; empty takes 512, 1024 and 2048.
     """
 
     role: Role = "target"
@@ -70,6 +70,8 @@ class ExportOptions:
     hidden_states: bool = False
     overwrite: bool = False
     trim: TrimOptions = field(default_factory=TrimOptions)
+    device: ExportDevice | None = None
+    buckets: tuple[int, ...] = ()
 
 
 def export_model(
@@ -96,7 +98,12 @@ def export_model(
     _check_request(source, out, options)
     started = perf_counter()
     with storage_errors(out), staging(out) as folder:
-        report = _build(source, folder, options, progress, started)
+        if options.device is None:
+            report = _build(source, folder, options, progress, started)
+        else:
+            from edgespec_export.device_bundle import build_for_device
+
+            report = build_for_device(source, folder, options, progress, started)
         place(folder, out)
     return report
 
@@ -121,9 +128,9 @@ def _build(
         conversion_peak_memory_bytes=converted,
         trim=None if trim is None else trim.report,
     )
-    _write_json(folder / REPORT, report.to_json())
+    write_json(folder / REPORT, report.to_json())
     files = {**manifest.files, REPORT: FileRecord.of(folder / REPORT)}
-    _write_json(folder / MANIFEST, replace(manifest, files=files).to_json())
+    write_json(folder / MANIFEST, replace(manifest, files=files).to_json())
     return report
 
 
@@ -160,9 +167,9 @@ def _write(
     with open_checkpoint(source) as checkpoint:
         policy = options.weights or default_weights(checkpoint, options.role)
         chosen = options.quantization or POLICIES[policy]
-        _write_texts(checkpoint, folder)
+        write_texts(checkpoint, folder)
         special = checkpoint.special_tokens()
-        digest = _hash(checkpoint.files, progress)
+        digest = hash_files(checkpoint.files, progress)
         head_tokens = None if kept is None else tuple(kept.tolist())
         plan = plan_decoder(
             checkpoint,
@@ -178,10 +185,9 @@ def _write(
             by_class = write_weights(model, plan, checkpoint, folder, progress, factors)
         losses = measure_losses(plan, checkpoint, model)
         onnx_ir.save(model, folder / GRAPH)
-        even_head = any(part.format.even_rows for part in plan.linears["lm_head"].parts)
         layers = (spec for name, spec in plan.linears.items() if name != "lm_head")
         even_rows = any(part.format.even_rows for spec in layers for part in spec.parts)
-        int8 = options.kv == "int8"
+        int8, head = options.kv == "int8", plan.linears["lm_head"]
         float_kv_layers = _quantize_cache(folder, checkpoint.config, special, even_rows) if int8 else ()
         manifest = Manifest(
             name=options.name or checkpoint.model_name,
@@ -192,17 +198,17 @@ def _write(
             weights=policy if options.quantization is None else options.quantization.name,
             formats=_weights_by_format(losses),
             bytes_by_class=by_class,
-            parameters_by_class=_parameters_by_class(checkpoint, plan),
+            parameters_by_class=parameters_by_class(checkpoint, head.in_features * head.out_features),
             special_tokens=special,
             provenance={"source": source.resolve().name, "sha256": digest, "edgespec": version("edgespec")},
             files={file.name: FileRecord.of(file) for file in sorted(folder.iterdir())},
             kv=options.kv,
             float_kv_layers=float_kv_layers,
             head_rows=None if kept is None else len(kept),
-            even_head=even_head,
+            even_head=any(part.format.even_rows for part in head.parts),
         )
         source_bytes = sum(file.stat().st_size for file in checkpoint.files)
-    _write_json(folder / MANIFEST, manifest.to_json())
+    write_json(folder / MANIFEST, manifest.to_json())
     return manifest, losses, source_bytes
 
 
@@ -235,13 +241,6 @@ def _quantize_cache(
     tokenizer = Tokenizer.from_file(folder / TOKENIZER, vocab_size=config.vocab_size)
     texts = calibration_tokens(tokenizer, special)
     return quantize_cache(folder / GRAPH, config, texts, even_rows=even_rows)
-
-
-def _write_texts(checkpoint: "Checkpoint", folder: Path) -> None:
-    (folder / TOKENIZER).write_text(checkpoint.tokenizer_json(), encoding="utf-8")
-    template = checkpoint.chat_template()
-    if template is not None:
-        (folder / TEMPLATE).write_text(template, encoding="utf-8")
 
 
 def _weights_by_format(losses: Sequence[FormatLoss]) -> dict[str, int]:
@@ -283,35 +282,6 @@ def _reported(pieces: Sequence[Path], progress: ProgressCallback) -> Iterator[Pa
         yield piece
 
 
-def _parameters_by_class(checkpoint: "Checkpoint", plan: "DecoderPlan") -> dict[str, int]:
-    counts = dict.fromkeys(("embedding", "attention", "mlp", "lm_head", "other"), 0)
-    classes = {"embed": "embedding", "lm_head": "lm_head"}
-    classes |= dict.fromkeys("qkvo", "attention") | dict.fromkeys(("gate", "up", "down"), "mlp")
-    for name in checkpoint.tensors:
-        size = 1
-        for dim in checkpoint.tensor(name).shape:
-            size *= dim
-        counts[classes.get(name.rpartition(".")[2], "other")] += size
-    head = plan.linears["lm_head"]
-    return counts | {"lm_head": head.in_features * head.out_features}
-
-
-def _hash(files: Sequence[Path], progress: ProgressCallback) -> str:
-    """SHA-256 (hex) of the files' bytes, one file after the other."""
-    digest, done, total = hashlib.sha256(), 0, sum(file.stat().st_size for file in files)
-    for path in files:
-        with path.open("rb") as file:
-            while chunk := file.read(_HASH_CHUNK):
-                digest.update(chunk)
-                done += len(chunk)
-                progress(Progress("Reading", done, total))
-    return digest.hexdigest()
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
 def _require_extra() -> None:
     try:
         import onnx_ir  # noqa: F401
@@ -342,4 +312,30 @@ def _check_request(source: Path, out: Path, options: ExportOptions) -> None:
             f"weights={options.weights!r} and quantization {options.quantization.name!r} exclude each other; "
             "give a policy, or bits, block size and method"
         )
+    _check_device(options)
     check_place(source, out, overwrite=options.overwrite, replaceable=(out / MANIFEST).is_file)
+
+
+def _check_device(options: ExportOptions) -> None:
+    """With a device, what it settles cannot be chosen; without, there are no buckets."""
+    if options.device is None:
+        if options.buckets:
+            raise RequestError("buckets are of bundles with fixed shapes; give a device too, such as npu-qnn")
+        return
+    if options.device not in get_args(ExportDevice):
+        known = ", ".join(get_args(ExportDevice))
+        raise RequestError(f"device={options.device!r} is not known; allowed: {known}")
+    settled = {
+        "weights": options.weights,
+        "quantization": options.quantization,
+        "kv": options.kv != "float32",
+        "hidden_states": options.hidden_states,
+        "trim": options.trim.size not in (None, "full"),
+    }
+    given = ", ".join(name for name, value in settled.items() if value)
+    if given:
+        raise RequestError(
+            f"device={options.device} settles formats and keeps the whole LM head; leave out {given}"
+        )
+    if options.buckets and min(options.buckets) < 1:
+        raise RequestError(f"buckets={options.buckets}: a KV cache holds at least 1 token")

@@ -7,7 +7,7 @@ from edgespec_export.parity import ParityReport
 from edgespec_export.trim import TrimReport
 from edgespec_models.graphs.linear import Method
 
-__all__ = ["ExportReport", "FormatLoss"]
+__all__ = ["ExportReport", "FormatLoss", "StaticReport"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,32 @@ class FormatLoss:
 
 
 @dataclass(frozen=True, slots=True)
+class StaticReport:
+    """What the format costs, against the same model in float32, on texts it was not calibrated on.
+
+    Attributes:
+        positions: next tokens compared.
+        top1_agreement: share of positions where both name the same most probable token.
+        kl: mean Kullback-Leibler divergence from the float model, nats a token.
+        calibration_texts: how many texts the ranges come from.
+    """
+
+    positions: int
+    top1_agreement: float
+    kl: float
+    calibration_texts: int
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
 class ExportReport:
     """One export; times in seconds, sizes in bytes.
 
-    ``parity`` is None where no reference is stored for the source file, ``trim`` where no row was left out.
+    ``parity`` is None where no reference is stored for the source file, ``trim`` where no row was left out,
+    ``static`` where the graphs take any shape.
     The conversion's peak memory leaves out the checks, which run the model and need what running it needs.
     """
 
@@ -47,6 +69,7 @@ class ExportReport:
     peak_memory_bytes: int
     conversion_peak_memory_bytes: int
     trim: TrimReport | None = None
+    static: StaticReport | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -54,6 +77,7 @@ class ExportReport:
             "parity": None if self.parity is None else self.parity.to_json(),
             "row_exact": self.row_exact,
             "trim": None if self.trim is None else self.trim.to_json(),
+            "static": None if self.static is None else self.static.to_json(),
             "weights": [asdict(loss) for loss in self.weights],
             "bytes": {
                 "source": self.source_bytes,

@@ -19,13 +19,13 @@ import onnx_ir as ir
 from edgespec_export.blocks import F32, Blocks, largest, unpack
 from edgespec_export.checkpoint import Checkpoint, SourceTensor
 from edgespec_export.encode import Encoded, encode_embedding, encode_linear, needs_factors
-from edgespec_models.config import ModelConfig
 from edgespec_models.errors import ModelFileError
 from edgespec_models.graphs.decoder import SPARE_ROWS, DecoderPlan
 from edgespec_models.graphs.linear import EmbeddingSpec, LinearPart
 from edgespec_models.progress import Progress, ProgressCallback
+from edgespec_models.rope import rotary_tables
 
-__all__ = ["DATA_FILE", "FactorsOf", "linears_to_calibrate", "module_path", "write_weights"]
+__all__ = ["DATA_FILE", "FactorsOf", "allocate", "linears_to_calibrate", "module_path", "write_weights"]
 
 DATA_FILE = "model.onnx.data"
 FactorsOf = Callable[[str], Sequence[F32]]
@@ -64,7 +64,7 @@ def write_weights(
     parameters = {
         name: value for name, value in model.graph.initializers.items() if value.const_value is None
     }
-    offsets, size = _allocate(parameters, folder)
+    offsets, size = allocate(parameters, folder)
     parts = [part for spec in plan.linears.values() for part in spec.parts]
     tables = [spec.source for spec in _tables(plan).values()]
     sources = [*tables, *(source for part in parts for source in part.sources)]
@@ -82,7 +82,7 @@ def write_weights(
     return _bytes_by_class(parameters)
 
 
-def _allocate(parameters: dict[str, ir.Value], folder: Path) -> tuple[dict[str, int], int]:
+def allocate(parameters: dict[str, ir.Value], folder: Path) -> tuple[dict[str, int], int]:
     """Give every parameter its place in the data file; returns the places and the file's size."""
     offsets, at = {}, 0
     for name, value in parameters.items():
@@ -159,25 +159,12 @@ def _small_tensors(plan: DecoderPlan, checkpoint: Checkpoint) -> Iterator[tuple[
                 bias = np.concatenate([checkpoint.values(name) for name in part.biases])
                 yield f"{module_path(linear)}.parts.{index}.bias", bias
     config = checkpoint.config
-    tables = _rope(config, config.rope_theta, config.rope_factors)
+    positions = config.context_length + SPARE_ROWS
+    tables = rotary_tables(config, config.rope_theta, config.rope_factors, positions=positions)
     yield from zip(("rope_cos", "rope_sin"), tables, strict=True)
     if config.rope_local_theta is not None:
-        tables = _rope(config, config.rope_local_theta, ())
+        tables = rotary_tables(config, config.rope_local_theta, positions=positions)
         yield from zip(("rope_local_cos", "rope_local_sin"), tables, strict=True)
-
-
-def _rope(config: ModelConfig, theta: float, factors: tuple[float, ...]) -> tuple[F32, F32]:
-    """Cosines and sines, float32 ``(positions, rotary_width / 2)`` (Su et al. 2021, section 3.4.2)."""
-    width = config.rotary_width
-    frequencies = theta ** (-np.arange(0, width, 2, dtype=np.float64) / width)
-    if factors:
-        frequencies /= factors
-    positions = np.arange(config.context_length + SPARE_ROWS, dtype=np.float64)
-    angles = np.outer(positions, frequencies)
-    cos, sin = np.cos(angles), np.sin(angles)
-    cos *= config.rope_magnitude
-    sin *= config.rope_magnitude
-    return cos.astype(np.float32), sin.astype(np.float32)
 
 
 def _write_matrix(

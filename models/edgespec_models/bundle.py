@@ -1,7 +1,8 @@
 """A bundle: the directory an export leaves and a session opens.
 
 ``edgespec.json``      the manifest: everything below, with the size and sha256 of every other file
-``model.onnx``         the graph, its weights in ``model.onnx.data``
+``model.onnx``         the graph, its weights in ``model.onnx.data``; or ``model-CxN.onnx``, several graphs of
+                       fixed shapes (:mod:`edgespec_models.static_graphs`) over the same file of weights
 ``tokenizer.json``     as the `tokenizers` library reads it
 ``chat_template.jinja`` where the model has one
 ``head_tokens.npy``    of a trimmed drafter: the token of every row of the LM head
@@ -25,6 +26,7 @@ from edgespec_models.chat_template import ChatTemplate
 from edgespec_models.config import DecoderShape, ModelConfig
 from edgespec_models.errors import BundleError
 from edgespec_models.graph_tensors import GraphTensors
+from edgespec_models.static_graphs import StaticGraphs
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
 
 __all__ = [
@@ -48,7 +50,9 @@ FORMAT_VERSION = 1
 
 Role = Literal["target", "drafter"]
 KVType = Literal["float32", "int8"]
-CacheType = Literal["float32", "float16", "int8"]  # float16: of foreign graphs only
+CacheType = Literal["float32", "float16", "int8", "uint8"]
+"""What caches hold; float16 is of foreign graphs only, uint8 of graphs with quantized activations."""
+_GRAPHS = "model"  # graphs and weights begin so
 _NOT_MULTIPLIED = ("embedding", "other")
 
 
@@ -93,6 +97,7 @@ class Manifest:
         head_rows: rows of a trimmed LM head; None where it has one for every token.
         kv: what the KV cache holds.
         float_kv_layers: layers whose cache is float32 all the same.
+        static: the graphs of fixed shapes that a bundle for another device than the CPU has; None without.
     """
 
     name: str
@@ -111,6 +116,7 @@ class Manifest:
     kv: CacheType = "float32"
     float_kv_layers: tuple[int, ...] = ()
     even_head: bool = False
+    static: StaticGraphs | None = None
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -133,6 +139,7 @@ class Manifest:
         """As plain JSON values."""
         value = {f.name: getattr(self, f.name) for f in fields(self)}
         value["config"] = self.config.to_json()
+        value["static"] = None if self.static is None else self.static.to_json()
         value["special_tokens"] = asdict(self.special_tokens)
         value["files"] = {name: asdict(record) for name, record in self.files.items()}
         return {"format_version": FORMAT_VERSION, **value}
@@ -151,12 +158,14 @@ class Manifest:
             special["eos"] = tuple(special["eos"])
             value["special_tokens"] = SpecialTokens(**special)
             value["config"] = ModelConfig.from_json(value["config"])
+            if value.get("static") is not None:
+                value["static"] = StaticGraphs.from_json(value["static"])
             value["float_kv_layers"] = tuple(map(int, value.get("float_kv_layers", ())))
             value["files"] = {str(name): FileRecord(**record) for name, record in value["files"].items()}
             manifest = cls(**value)
             if manifest.role not in get_args(Role):
                 raise ValueError(f"role is {manifest.role!r}")
-            if manifest.kv not in get_args(KVType):
+            if manifest.kv not in get_args(CacheType):
                 raise ValueError(f"kv is {manifest.kv!r}")
             if not set(manifest.float_kv_layers) <= set(range(manifest.config.num_layers)):
                 raise ValueError(f"float_kv_layers is {manifest.float_kv_layers!r}")
@@ -192,7 +201,8 @@ class Bundle:
         self.manifest = Manifest.from_json(value, where)
         for name, record in self.manifest.files.items():
             self._check(name, record, verify_digests)
-        for name in (GRAPH, TOKENIZER):
+        static = self.manifest.static
+        for name in (TOKENIZER, *([GRAPH] if static is None else static.files)):
             if name not in self.manifest.files:
                 raise BundleError(f"{where} does not list {name}; export the model again")
 
@@ -215,8 +225,9 @@ class Bundle:
 
     @property
     def graph(self) -> Path:
-        """The ONNX file."""
-        return self.path / GRAPH
+        """The ONNX file; of a bundle with graphs of fixed shapes, the first of them."""
+        static = self.manifest.static
+        return self.path / (GRAPH if static is None else static.files[0])
 
     @property
     def tensors(self) -> GraphTensors | None:
@@ -226,7 +237,9 @@ class Bundle:
     @property
     def digest(self) -> str:
         """Names this bundle's weights and graph: what measurements of it are stored under."""
-        files = sorted((name, r.sha256) for name, r in self.manifest.files.items() if name.startswith(GRAPH))
+        files = sorted(
+            (name, r.sha256) for name, r in self.manifest.files.items() if name.startswith(_GRAPHS)
+        )
         return hashlib.sha256(repr(files).encode()).hexdigest()[:16]
 
     @cached_property

@@ -12,7 +12,7 @@ import onnxruntime as ort
 __all__ = ["CacheLayout", "GrowingCache", "KVBuffers", "SharedCache", "ort_value"]
 
 _Array = npt.NDArray[Any]
-_ONNX_TYPES = {"float32": 1, "int8": 3, "int32": 6, "int64": 7, "float16": 10}
+_ONNX_TYPES = {"float32": 1, "uint8": 2, "int8": 3, "int32": 6, "int64": 7, "float16": 10}
 
 
 def ort_value(array: _Array) -> Any:

@@ -6,7 +6,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Logits", "Session"]
+__all__ = ["Logits", "ModelSession", "Session"]
 
 Logits = npt.NDArray[np.float32]
 
@@ -68,3 +68,26 @@ class Session(Protocol):
 
     def close(self) -> None:
         """Free the model. The session cannot be used afterwards."""
+
+
+class ModelSession(Session, Protocol):
+    """What loading and drafting ask of a session besides, whatever device it runs on."""
+
+    @property
+    def row_exact(self) -> bool:
+        """Whether passes give the same bits for any number of rows."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens the KV cache can hold at most."""
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes reserved for the KV cache."""
+
+    @property
+    def head_tokens(self) -> npt.NDArray[np.int32] | None:
+        """The token of every column of the logits, int32; None where column i is token i."""
+
+    def offer(self, tokens: Sequence[int]) -> None:
+        """Let a trimmed LM head write ``tokens`` too; others take no notice."""

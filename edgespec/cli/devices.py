@@ -1,0 +1,63 @@
+"""``edgespec devices``: what models can run on here, and what is missing for the rest."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from edgespec.cli.answers import print_json
+from edgespec.cli.console import output
+
+if TYPE_CHECKING:
+    from edgespec_runtimes.discovery import Device
+
+__all__ = ["devices", "show_devices"]
+
+
+def devices(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object a device.")] = False,
+) -> None:
+    """List what models can run on: on this machine, and what would have to be added for more.
+
+    Asks ONNX Runtime and its installed plugins. A model runs on the CPU unless its bundle was made for
+    another device; --device of the commands that load models asks for one.
+
+    Examples:
+
+        edgespec devices
+
+        edgespec devices --json
+    """
+    import edgespec
+
+    found = edgespec.devices()
+    if as_json:
+        print_json([device.to_json() for device in found])
+        return
+    show_devices(found)
+
+
+def show_devices(found: "Sequence[Device]") -> None:
+    """Print a paragraph for each device."""
+    for device in found:
+        profile = device.profile
+        vendor = f", {device.vendor}" if device.vendor else ""
+        version = f", {profile.provider} {device.version}" if device.version else ""
+        _say(f"{device.name}: {device.state} ({profile.title}{vendor}{version})")
+        made = f"edgespec export SOURCE -o DIR --device {profile.export}" if profile.export else "any bundle"
+        _say(f"  runs: {made}")
+        if device.problem is not None:
+            _say(f"  missing: {device.problem}")
+        if device.remedy is not None:
+            _say(f"  {device.remedy}")
+        for limit in profile.limits:
+            _say(f"  - {limit}")
+    first = next((d for d in found[1:] if d.state == "ready"), None)
+    if first is None:
+        _say("\nauto takes: cpu, since nothing else is ready here")
+    else:
+        _say(f"\nauto takes: {first.name} for bundles made for it, cpu for all others")
+
+
+def _say(line: str) -> None:
+    output().print(line, markup=False, soft_wrap=True)

@@ -1,0 +1,232 @@
+"""From a checkpoint to graphs with fixed shapes: weights, ranges of activations, graphs, checks."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from edgespec_export.blocks import F32
+from edgespec_export.checkpoint import Checkpoint
+from edgespec_export.parity import Golden, ParityReport, check_parity
+from edgespec_export.report import StaticReport
+from edgespec_export.static_weights import WeightFile, write_static_weights
+from edgespec_models.config import ModelConfig
+from edgespec_models.graphs.static_decoder import build_static_decoder
+from edgespec_models.graphs.static_points import StaticPlan
+from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
+from edgespec_models.static_graphs import PREFILL_ROWS, VERIFY_ROWS, ExportDevice, StaticGraphs
+from edgespec_runtimes.cpu import CpuOptions, open_graph
+from edgespec_runtimes.host_inputs import HostInputs
+from edgespec_runtimes.session import Logits
+
+__all__ = ["StaticExport", "StaticFormat", "export_static", "format_for", "planned"]
+
+MASKED = -10_000.0
+"""In floating point; 16-bit floats hold it too."""
+ROWS = 128
+"""Tokens of a text that is calibrated or compared with, at most."""
+_MARGIN = 15.0  # a masked score's share is below a 16-bit step: exp(-15) = 3e-7
+_SCORES, _MASKED = ".scores", ".masked"
+_Ranges = dict[str, tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class StaticFormat:
+    """How a device wants numbers: ``int8`` weights or float32, activations ``quantized`` or float32."""
+
+    int8: bool
+    quantized: bool
+
+    @property
+    def name(self) -> str:
+        """For manifests and tables."""
+        weights = "int8/channel" if self.int8 else "float32"
+        return f"{weights}, uint16 activations" if self.quantized else weights
+
+
+@dataclass(frozen=True, slots=True)
+class StaticExport:
+    """What :func:`export_static` wrote.
+
+    Attributes:
+        graphs: which graphs there are.
+        bytes_by_class: of weights.
+        report: what the format costs.
+        parity: against the stored reference; None without one.
+    """
+
+    graphs: StaticGraphs
+    bytes_by_class: dict[str, int]
+    report: StaticReport
+    parity: ParityReport | None
+
+
+def format_for(device: ExportDevice) -> StaticFormat:
+    """What ``device`` wants: compilers of NPUs keep int8 weights, kernels of CUDA would unpack them."""
+    return StaticFormat(int8=device != "cuda", quantized=device == "npu-qnn")
+
+
+def export_static(
+    checkpoint: Checkpoint,
+    folder: Path,
+    graphs: StaticGraphs,
+    texts: Sequence[Sequence[int]],
+    *,
+    golden: Golden | None = None,
+    progress: ProgressCallback = ignore_progress,
+) -> StaticExport:
+    """Write the weights and every graph of ``graphs`` to ``folder``.
+
+    Args:
+        checkpoint: the source.
+        folder: the bundle's, without graphs and weights so far.
+        graphs: which graphs; the mask's value is found here where activations are quantized.
+        texts: token ids, at least two texts; every fourth is kept for the comparison.
+        golden: reference logits of the source; None without.
+        progress: told of stages.
+
+    Raises:
+        ParityError: far from the reference.
+    """
+    config, chosen = checkpoint.config, format_for(graphs.device)
+    held_out = [tokens[:ROWS] for tokens in texts[::4]]
+    calibrated = [tokens[:ROWS] for index, tokens in enumerate(texts) if index % 4]
+    found, reference = _float_run(checkpoint, folder / "float", (calibrated, held_out), progress)
+    weights = write_static_weights(checkpoint, folder, int8=chosen.int8, progress=progress)
+    ranges: _Ranges | None = None
+    if chosen.quantized:
+        graphs = replace(graphs, masked=_mask_value(found))
+        ranges = _all_ranges(config, found | weights.ranges, graphs.masked)
+    plan = StaticPlan(rows=1, capacity=1, all_logits=True, int8=chosen.int8, ranges=ranges)
+    for bucket in graphs.buckets:
+        for rows in graphs.widths:
+            shape = replace(plan, rows=rows, capacity=bucket, all_logits=rows != graphs.prefill)
+            _save(config, shape, weights, folder / graphs.file(bucket, rows))
+    # The golden texts take the same way, a pass each.
+    compared = [*held_out, *(() if golden is None else golden.texts)]
+    whole = replace(plan, rows=max(map(len, compared)))
+    results = _run_whole(config, whole, weights, folder / "whole.onnx", compared, graphs.masked)
+    logits = [result["logits"][0, : len(t)] for result, t in zip(results, compared, strict=True)]
+    report = _compare(reference, logits[: len(held_out)], len(calibrated))
+    parity = None if golden is None else check_parity(([rows] for rows in logits[len(held_out) :]), golden)
+    return StaticExport(graphs, weights.bytes_by_class, report, parity)
+
+
+def _mask_value(found: _Ranges) -> float:
+    """Such that a masked score, whatever it is, has no share beside one that is not."""
+    span = max(high - low for name, (low, high) in found.items() if name.endswith(_SCORES))
+    return round(-span - _MARGIN, 1)
+
+
+def planned(device: ExportDevice, buckets: tuple[int, ...]) -> StaticGraphs:
+    """The graphs of a bundle for ``device``."""
+    quantized = format_for(device).quantized
+    return StaticGraphs(
+        device=device,
+        verify=VERIFY_ROWS,
+        prefill=PREFILL_ROWS,
+        buckets=buckets,
+        activations="uint16" if quantized else "float32",
+        masked=MASKED,
+    )
+
+
+def _float_run(
+    checkpoint: Checkpoint,
+    scratch: Path,
+    texts: tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]],
+    progress: ProgressCallback,
+) -> tuple[_Ranges, list[Logits]]:
+    """What values points take on the first texts, and the logits of the second, in float32."""
+    scratch.mkdir()
+    config, plan = checkpoint.config, StaticPlan(rows=ROWS, capacity=1, all_logits=True, watched=True)
+    weights = write_static_weights(checkpoint, scratch, int8=False, progress=progress)
+    ranges: _Ranges = {}
+    # Texts are repeated to fill a pass, so that no range comes from spare rows.
+    every = [*((list(tokens) * ROWS)[:ROWS] for tokens in texts[0]), *texts[1]]
+    logits = []
+    found = _run_whole(config, plan, weights, scratch / "watched.onnx", every, MASKED)
+    for number, (tokens, values) in enumerate(zip(every, found, strict=True)):
+        progress(Progress("Calibrating", number, len(every), "text"))
+        if number < len(texts[0]):
+            _widen(ranges, values)
+        else:
+            logits.append(values["logits"][0, : len(tokens)])
+    progress(Progress("Calibrating", len(every), len(every), "text"))
+    for file in scratch.iterdir():
+        file.unlink()
+    scratch.rmdir()
+    return ranges, logits
+
+
+def _widen(ranges: _Ranges, values: Mapping[str, F32]) -> None:
+    """Let ``ranges`` hold what points took."""
+    for output, value in values.items():
+        _, colon, name = output.partition(":")
+        if colon:
+            low, high = ranges.get(name, (0.0, 0.0))
+            ranges[name] = min(low, float(value.min())), max(high, float(value.max()))
+
+
+def _all_ranges(config: ModelConfig, found: _Ranges, masked: float) -> _Ranges:
+    """Those that were watched, and those that are known."""
+    turned = {
+        name.removesuffix(_SCORES) + _MASKED: (low + masked, high)
+        for name, (low, high) in found.items()
+        if name.endswith(_SCORES)
+    }
+    known = {
+        "mask": (masked, 0.0),
+        "probabilities": (0.0, 1.0),
+        "rope": (-config.rope_magnitude, config.rope_magnitude),
+        "embedding_scale": (0.0, config.embedding_scale),
+    }
+    return found | turned | known
+
+
+def _run_whole(
+    config: ModelConfig,
+    plan: StaticPlan,
+    weights: WeightFile,
+    path: Path,
+    texts: Sequence[Sequence[int]],
+    masked: float,
+) -> Iterator[dict[str, F32]]:
+    _save(config, plan, weights, path)
+    session = open_graph(path, CpuOptions())
+    types = {"tensor(float)": np.float32, "tensor(int32)": np.int32, "tensor(uint8)": np.uint8}
+    inputs = {value.name: np.zeros(value.shape, types[value.type]) for value in session.get_inputs()}
+    names = [value.name for value in session.get_outputs()]
+    host = HostInputs(config, masked)
+    try:
+        for tokens in texts:
+            host.fill(inputs, tokens, 0)
+            yield dict(zip(names, session.run(names, inputs), strict=True))
+    finally:
+        path.unlink()
+
+
+def _save(config: ModelConfig, plan: StaticPlan, weights: WeightFile, path: Path) -> None:
+    model = build_static_decoder(config, plan)
+    weights.fill(model)
+    ir.save(model, path)
+
+
+def _compare(reference: Sequence[Logits], logits: Sequence[Logits], calibrated: int) -> StaticReport:
+    expected, found = (np.concatenate(many).astype(np.float64) for many in (reference, logits))
+    log_p, log_q = _log_law(expected), _log_law(found)
+    return StaticReport(
+        positions=len(expected),
+        top1_agreement=float((expected.argmax(1) == found.argmax(1)).mean()),
+        kl=float((np.exp(log_p) * (log_p - log_q)).sum(1).mean()),
+        calibration_texts=calibrated,
+    )
+
+
+def _log_law(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    law: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return law

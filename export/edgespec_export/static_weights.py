@@ -1,0 +1,162 @@
+"""Weights as graphs with fixed shapes take them: matrices (inputs, outputs), float32 or int8.
+
+Two rewrites leave what the model computes unchanged. Rotations of neighbouring elements become rotations of
+the halves of a head, by ordering the rows of queries and keys alike (a product of the two does not see it).
+And queries carry the attention scale, so that no operator has to.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from edgespec_export.blocks import F32
+from edgespec_export.checkpoint import Checkpoint
+from edgespec_export.writer import DATA_FILE, allocate
+from edgespec_models.config import ModelConfig
+from edgespec_models.graphs.static_decoder import build_static_decoder
+from edgespec_models.graphs.static_points import StaticPlan, encoding
+from edgespec_models.progress import Progress, ProgressCallback
+
+__all__ = ["WeightFile", "write_static_weights"]
+
+_Tensors = Iterator[tuple[str, npt.NDArray[Any]]]
+_ATTENTION, _MLP = ("q", "k", "v", "o"), ("gate", "up", "down")
+_NORMS = ("attn_norm", "mlp_norm", "post_attn_norm", "post_mlp_norm")
+_LARGEST_CODE = np.float32(127)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """A written file of weights.
+
+    Attributes:
+        tensors: where each parameter lies.
+        ranges: least and largest value of the weights that are quantized with the activations.
+        bytes_by_class: of ``embedding``, ``attention``, ``mlp``, ``lm_head``, ``other``.
+    """
+
+    tensors: dict[str, ir.ExternalTensor]
+    ranges: dict[str, tuple[float, float]]
+    bytes_by_class: dict[str, int]
+
+    def fill(self, model: ir.Model) -> None:
+        """Give every parameter of ``model`` its place in the file."""
+        for name, value in model.graph.initializers.items():
+            if value.const_value is None:
+                value.const_value = self.tensors[name]
+
+
+def write_static_weights(
+    checkpoint: Checkpoint, folder: Path, *, int8: bool, progress: ProgressCallback
+) -> WeightFile:
+    """Write all weights to ``folder``, a matrix in memory at a time.
+
+    Args:
+        checkpoint: the source.
+        folder: of the graphs.
+        int8: matrices with a scale for each output, the embedding as uint16; else float32.
+        progress: told of matrices.
+    """
+    model = build_static_decoder(
+        checkpoint.config, StaticPlan(rows=1, capacity=1, all_logits=True, int8=int8)
+    )
+    parameters = {n: value for n, value in model.graph.initializers.items() if value.const_value is None}
+    offsets, size = allocate(parameters, folder)
+    ranges: dict[str, tuple[float, float]] = {}
+    with (folder / DATA_FILE).open("wb") as file:
+        for number, (name, array) in enumerate(_stored(checkpoint, int8)):
+            if array.ndim == 1 and array.dtype == np.float32:
+                ranges[_point(name)] = float(array.min()), float(array.max())
+            file.seek(offsets[name])
+            file.write(np.ascontiguousarray(array).data)
+            progress(Progress("Exporting", number, len(parameters), "tensor"))
+        file.truncate(size)
+    tensors, by_class = {}, dict.fromkeys(("embedding", "attention", "mlp", "lm_head", "other"), 0)
+    for name, value in parameters.items():
+        tensor = value.const_value
+        assert isinstance(tensor, ir.ExternalTensor)
+        tensors[name] = tensor
+        by_class[next((kind for kind in by_class if kind in name.split(".")), "other")] += tensor.nbytes
+    return WeightFile(tensors, ranges, by_class)
+
+
+def _point(name: str) -> str:
+    """The point of the graph at which a vector is quantized."""
+    return name.replace("attention.", "").replace("q_norm", "q.norm").replace("k_norm", "k.norm")
+
+
+def _stored(checkpoint: Checkpoint, int8: bool) -> _Tensors:
+    """Every parameter and what it holds."""
+    table = checkpoint.values("embed")
+    if int8:
+        scale, zero = encoding(float(table.min()), float(table.max()), np.uint16)
+        yield "embedding_scale", np.array(scale)
+        yield "embedding_zero", np.array(zero, np.uint16)
+        yield "embedding", _rounded_table(table, scale, zero)
+    else:
+        yield "embedding", table
+    matrix = _int8 if int8 else _float
+    for layer in range(checkpoint.config.num_layers):
+        yield from _layer(checkpoint, f"layers.{layer}.", matrix)
+    yield "final_norm.weight", checkpoint.values("final_norm")
+    yield from matrix("lm_head", checkpoint.values("lm_head"))
+
+
+def _layer(checkpoint: Checkpoint, prefix: str, matrix: Callable[[str, F32], _Tensors]) -> _Tensors:
+    config = checkpoint.config
+    order, scale = _head_order(config), np.float32(config.attention_scale)
+    for name in _ATTENTION:
+        weight, module = checkpoint.values(prefix + name), f"{prefix}attention.{name}"
+        factor = scale if name == "q" and not config.qk_norm else np.float32(1)
+        reorder = name in ("q", "k") and order is not None
+        yield from matrix(module, (_reordered(weight, order, config) if reorder else weight) * factor)
+        if f"{prefix}{name}_bias" in checkpoint.tensors:
+            bias = checkpoint.values(f"{prefix}{name}_bias")
+            yield f"{module}.bias", (_reordered(bias, order, config) if reorder else bias) * factor
+    for name in _MLP:
+        yield from matrix(f"{prefix}mlp.{name}", checkpoint.values(prefix + name))
+    for name in _NORMS:
+        if prefix + name in checkpoint.tensors:
+            yield f"{prefix}{name}.weight", checkpoint.values(prefix + name)
+    if config.qk_norm:
+        for name, factor in (("q_norm", scale), ("k_norm", np.float32(1))):
+            norm = checkpoint.values(prefix + name)
+            yield f"{prefix}attention.{name}.weight", (norm if order is None else norm[order]) * factor
+
+
+def _head_order(config: ModelConfig) -> npt.NDArray[np.int64] | None:
+    """Elements of a head such that neighbours that rotate together lie half a rotation apart."""
+    if not config.rope_interleaved:
+        return None
+    turned = np.arange(config.rotary_width).reshape(-1, 2).T.reshape(-1)
+    return np.concatenate([turned, np.arange(config.rotary_width, config.head_dim)])
+
+
+def _reordered(rows: F32, order: npt.NDArray[np.int64] | None, config: ModelConfig) -> F32:
+    heads = rows.reshape(-1, config.head_dim, *rows.shape[1:])
+    return heads[:, order].reshape(rows.shape)
+
+
+def _float(name: str, weight: F32) -> _Tensors:
+    yield f"{name}.weight", weight.T
+
+
+def _int8(name: str, weight: F32) -> _Tensors:
+    """Symmetric, with the scale that lets each output's largest weight be 127."""
+    scale = np.maximum(np.abs(weight).max(axis=1) / _LARGEST_CODE, np.float32(1e-9))
+    yield f"{name}.weight", np.rint(weight / scale[:, None]).astype(np.int8).T
+    yield f"{name}.scale", scale.astype(np.float32)
+    yield f"{name}.zero", np.zeros(len(weight), np.int8)
+
+
+def _rounded_table(table: F32, scale: np.float32, zero: int) -> npt.NDArray[np.uint16]:
+    codes = np.empty(table.shape, np.uint16)
+    for start in range(0, len(table), 4096):  # a whole table in float64 would take gigabytes
+        rows = np.rint(table[start : start + 4096] / scale) + zero
+        codes[start : start + 4096] = rows.clip(0, 65535)
+    return codes

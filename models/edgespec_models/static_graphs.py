@@ -1,0 +1,119 @@
+"""Bundles of graphs with fixed shapes, for devices that compile a graph once for all passes.
+
+There is a graph for each number of rows (``verify``, whose passes return all logits, and ``prefill``, which
+returns one row's) and each length of the KV cache (``buckets``), over one file of weights.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any, Literal, get_args
+
+from edgespec_models.errors import BundleError
+
+__all__ = [
+    "PREFILL_ROWS",
+    "VERIFY_ROWS",
+    "Activations",
+    "ExportDevice",
+    "Form",
+    "StaticGraphs",
+    "buckets_for",
+]
+
+ExportDevice = Literal["npu-qnn", "npu-openvino", "cuda"]
+"""Kinds of device that ``edgespec export --device`` makes static bundles for."""
+Activations = Literal["float32", "uint16"]
+Form = Literal["dynamic", "static-float", "static-quantized"]
+"""What the graphs of a bundle are: of any shape, or of fixed ones, in floating point or quantized."""
+
+VERIFY_ROWS = (1, 4, 8)
+PREFILL_ROWS = 64
+_FIRST_BUCKET = 512
+_BUCKETS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticGraphs:
+    """Which graphs a bundle has, and what its session must know of them.
+
+    Attributes:
+        device: what they were made for.
+        verify: rows of the passes that return the logits of all their rows, ascending.
+        prefill: rows of the pass that returns one row's; more than those.
+        buckets: tokens the KV cache holds, ascending.
+        activations: ``uint16`` where every tensor is quantized, ``float32`` where only weights may be.
+        masked: what the attention mask adds where a row must not look.
+    """
+
+    device: ExportDevice
+    verify: tuple[int, ...]
+    prefill: int
+    buckets: tuple[int, ...]
+    activations: Activations
+    masked: float
+
+    def __post_init__(self) -> None:
+        for name, numbers in (
+            ("verify and prefill", (*self.verify, self.prefill)),
+            ("buckets", self.buckets),
+        ):
+            if not numbers or min(numbers) < 1 or any(a >= b for a, b in pairwise(numbers)):
+                raise BundleError(f"{name} are {numbers}; they must be positive and ascending")
+        if self.activations not in get_args(Activations) or self.device not in get_args(ExportDevice):
+            raise BundleError(f"static graphs for {self.device!r} with {self.activations!r} are not known")
+        if self.verify[0] != 1 or not self.masked < 0:
+            raise BundleError("static graphs need a pass over one row, and a mask below zero")
+
+    @property
+    def form(self) -> Form:
+        """What the graphs are."""
+        return "static-float" if self.activations == "float32" else "static-quantized"
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Rows of every pass, ascending."""
+        return (*self.verify, self.prefill)
+
+    @property
+    def longest(self) -> int:
+        """Tokens the largest bucket holds."""
+        return self.buckets[-1]
+
+    @property
+    def files(self) -> list[str]:
+        """The graphs' files, in the bundle."""
+        return [self.file(bucket, rows) for bucket in self.buckets for rows in self.widths]
+
+    @staticmethod
+    def file(bucket: int, rows: int) -> str:
+        """The graph of passes over ``rows`` tokens behind at most ``bucket`` others."""
+        return f"model-{bucket}x{rows}.onnx"
+
+    def bucket_for(self, tokens: int) -> int:
+        """The least bucket that holds ``tokens``; the largest if none does."""
+        return next((bucket for bucket in self.buckets if bucket >= tokens), self.longest)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "StaticGraphs":
+        """Read :meth:`to_json`'s form; raises TypeError, ValueError or BundleError for others."""
+        lists = {name: tuple(map(int, value[name])) for name in ("verify", "buckets")}
+        return cls(**value | lists)
+
+
+def buckets_for(context_length: int, chosen: Sequence[int] = ()) -> tuple[int, ...]:
+    """``chosen``, or 512, 1024 and 2048, as far as the context reaches.
+
+    Raises:
+        BundleError: a bucket is longer than the context.
+    """
+    if chosen:
+        if max(chosen) > context_length:
+            raise BundleError(f"a bucket of {max(chosen)} tokens exceeds the context of {context_length}")
+        return tuple(sorted(set(chosen)))
+    every = [_FIRST_BUCKET << power for power in range(_BUCKETS)]
+    return tuple(sorted({min(bucket, context_length) for bucket in every}))

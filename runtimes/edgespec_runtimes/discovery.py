@@ -1,0 +1,229 @@
+"""Which devices this machine offers through ONNX Runtime, and what keeps it from offering the others."""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import metadata
+from typing import Any, Literal, Protocol
+
+import onnxruntime as ort
+
+from edgespec_models.errors import DeviceError
+from edgespec_runtimes.devices import CPU, PROFILES, DeviceProfile, Hardware
+
+__all__ = ["AUTO", "Device", "FoundHardware", "OrtRuntime", "Runtime", "devices", "resolve"]
+
+State = Literal["ready", "emulated", "missing"]
+_NPU = "npu"
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class FoundHardware:
+    """What a provider found: its name, the kind and vendor of hardware, ONNX Runtime's own handle."""
+
+    provider: str
+    hardware: Hardware
+    vendor: str
+    handle: Any = None
+
+
+class Runtime(Protocol):
+    """ONNX Runtime and its plugins, as far as discovery needs them; tests have their own machines."""
+
+    def providers(self) -> Sequence[str]:
+        """Providers built into ONNX Runtime."""
+
+    def register(self, module: str) -> str | None:
+        """Make the plugin of ``module`` known; None, or what kept it from that.
+
+        Raises:
+            ModuleNotFoundError: the plugin's package is not installed.
+        """
+
+    def found(self) -> Sequence[FoundHardware]:
+        """What all known providers found."""
+
+    def options(self, profile: DeviceProfile) -> Mapping[str, str]:
+        """Options of the profile's provider."""
+
+    def version(self, profile: DeviceProfile) -> str:
+        """Of what brings the provider."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A kind of device on this machine.
+
+    Attributes:
+        profile: the kind.
+        state: ``ready``; ``emulated``, which is for checks; ``missing``.
+        vendor: of the hardware; empty where it is missing.
+        version: of what brings the provider; empty where it is missing.
+        problem: what is missing; None where nothing is.
+        remedy: what adds it, a command where there is one.
+        handle: ONNX Runtime's own; None for built-in providers.
+        options: the provider's.
+    """
+
+    profile: DeviceProfile
+    state: State
+    vendor: str = ""
+    version: str = ""
+    problem: str | None = None
+    remedy: str | None = None
+    handle: Any = field(default=None, repr=False, compare=False)
+    options: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    @property
+    def name(self) -> str:
+        """What ``load(device=...)`` takes."""
+        return self.profile.name
+
+    @property
+    def identity(self) -> str:
+        """What measurements on it are kept under: name and version of the provider."""
+        return self.name if self.profile is CPU else f"{self.name} {self.version}"
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        profile = self.profile
+        return {
+            "name": self.name,
+            "title": profile.title,
+            "hardware": profile.hardware,
+            "provider": profile.provider,
+            "state": self.state,
+            "vendor": self.vendor or None,
+            "version": self.version or None,
+            "runs": sorted(profile.runs),
+            "export": profile.export,
+            "limits": list(profile.limits),
+            "problem": self.problem,
+            "remedy": self.remedy,
+        }
+
+
+class OrtRuntime:
+    """This machine."""
+
+    def providers(self) -> Sequence[str]:
+        """Providers built into ONNX Runtime."""
+        return list(ort.get_available_providers())
+
+    def register(self, module: str) -> str | None:
+        """Make the plugin of ``module`` known; None, or what kept it from that."""
+        return _register(module)
+
+    def found(self) -> Sequence[FoundHardware]:
+        """What all known providers found."""
+        return [
+            FoundHardware(d.ep_name, d.device.type.name, d.device.vendor, d) for d in ort.get_ep_devices()
+        ]
+
+    def options(self, profile: DeviceProfile) -> Mapping[str, str]:
+        """Options of the profile's provider."""
+        if profile.name != "qnn:htp":
+            return {}
+        plugin = importlib.import_module("onnxruntime_qnn")
+        # Quantizing inputs is offloaded to the CPU unless said otherwise, and counts as falling back.
+        return {"backend_path": plugin.get_qnn_htp_path(), "offload_graph_io_quantization": "0"}
+
+    def version(self, profile: DeviceProfile) -> str:
+        """Of what brings the provider."""
+        if profile.module is None:
+            return str(ort.__version__)
+        try:
+            return metadata.version(profile.module.replace("_", "-"))
+        except metadata.PackageNotFoundError:
+            return "unknown"
+
+
+@cache
+def _register(module: str) -> str | None:
+    """ONNX Runtime refuses to register a library twice in a process."""
+    plugin = importlib.import_module(module)
+    try:
+        ort.register_execution_provider_library(plugin.get_ep_name(), plugin.get_library_path())
+    except Exception as error:  # noqa: BLE001 - ONNX Runtime's own exceptions share no base class
+        return " ".join(str(error).split())
+    return None
+
+
+def devices(runtime: Runtime | None = None) -> tuple[Device, ...]:
+    """Every kind of device edgespec knows, the CPU first, and whether this machine has it.
+
+    Plugins that are installed are registered with ONNX Runtime, which other sessions do not notice.
+    """
+    machine = runtime or OrtRuntime()
+    return tuple(_look(profile, machine) for profile in PROFILES.values())
+
+
+def resolve(name: str, runtime: Runtime | None = None) -> Device:
+    """The device that was asked for.
+
+    Args:
+        name: of a profile, or ``npu`` for whichever NPU there is.
+        runtime: None for this machine's.
+
+    Raises:
+        DeviceError: not known, or this machine lacks it; says what adds it.
+    """
+    machine = runtime or OrtRuntime()
+    if name == _NPU:
+        return _any_npu(machine)
+    profile = PROFILES.get(name)
+    if profile is None:
+        known = ", ".join((AUTO, *PROFILES, _NPU))
+        raise DeviceError(f"device {name!r} is not known; allowed: {known}")
+    device = _look(profile, machine)
+    if device.state == "missing":
+        raise DeviceError(f"device {name} cannot be had: {device.problem}. {device.remedy}")
+    return device
+
+
+def _any_npu(machine: Runtime) -> Device:
+    npus = [_look(profile, machine) for profile in PROFILES.values() if profile.hardware == "NPU"]
+    ready = next((npu for npu in npus if npu.state == "ready"), None)
+    if ready is not None:
+        return ready
+    reasons = "; ".join(
+        f"{npu.name}: {npu.problem or 'only emulated here, ask for it by name'}. {npu.remedy or ''}".rstrip()
+        for npu in npus
+    )
+    raise DeviceError(f"no NPU can be had. {reasons}")
+
+
+def _look(profile: DeviceProfile, machine: Runtime) -> Device:
+    problem = _provider_problem(profile, machine)
+    if problem is not None:
+        return Device(profile, "missing", problem=problem, remedy=f"Add it: {profile.install}")
+    mine = [found for found in machine.found() if found.provider == profile.provider]
+    exact = next((found for found in mine if found.hardware == profile.hardware), None)
+    # On machines without the NPU, Qualcomm's plugin offers the processor, on which it emulates the NPU.
+    emulator = next(iter(mine), None) if profile.name == "qnn:htp" else None
+    chosen = exact or emulator
+    if chosen is None:
+        problem = f"{profile.provider} is installed and finds no such {profile.hardware}"
+        return Device(profile, "missing", problem=problem, remedy=f"Needed: {profile.driver}")
+    return Device(
+        profile,
+        "ready" if chosen is exact else "emulated",
+        vendor=chosen.vendor,
+        version=machine.version(profile),
+        handle=None if profile.module is None else chosen.handle,
+        options=machine.options(profile),
+    )
+
+
+def _provider_problem(profile: DeviceProfile, machine: Runtime) -> str | None:
+    if profile.module is None:
+        if profile.provider in machine.providers():
+            return None
+        return f"this ONNX Runtime has no {profile.provider}"
+    try:
+        problem = machine.register(profile.module)
+    except ModuleNotFoundError:
+        return f"the plugin {profile.module.replace('_', '-')} is not installed"
+    return problem and f"the plugin {profile.module.replace('_', '-')} cannot be registered ({problem})"

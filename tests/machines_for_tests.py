@@ -1,0 +1,68 @@
+"""Machines that ONNX Runtime and its plugins find other devices on."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from edgespec_runtimes.devices import DeviceProfile
+from edgespec_runtimes.discovery import FoundHardware
+
+_PROVIDERS = {
+    "onnxruntime_qnn": "QNNExecutionProvider",
+    "onnxruntime_ep_openvino": "OpenVINOExecutionProvider",
+}
+PROCESSOR = FoundHardware("CPUExecutionProvider", "CPU", "Example")
+
+
+@dataclass
+class Machine:
+    """A machine: which wheel of ONNX Runtime, which plugins, and what those find once registered."""
+
+    builtin: tuple[str, ...] = ("CPUExecutionProvider",)
+    plugins: tuple[str, ...] = ()
+    hardware: tuple[FoundHardware, ...] = ()
+    broken: Mapping[str, str] = field(default_factory=dict)
+    registered: list[str] = field(default_factory=list)
+
+    def providers(self) -> Sequence[str]:
+        return self.builtin
+
+    def register(self, module: str) -> str | None:
+        if module not in self.plugins:
+            raise ModuleNotFoundError(module)
+        if module in self.broken:
+            return self.broken[module]
+        self.registered.append(module)
+        return None
+
+    def found(self) -> Sequence[FoundHardware]:
+        known = {*self.builtin, *(_PROVIDERS[module] for module in self.registered)}
+        return [PROCESSOR, *(found for found in self.hardware if found.provider in known)]
+
+    def options(self, profile: DeviceProfile) -> Mapping[str, str]:
+        return {"backend": profile.name}
+
+    def version(self, profile: DeviceProfile) -> str:
+        return "9.9"
+
+
+PLAIN = Machine()
+SNAPDRAGON = Machine(
+    plugins=("onnxruntime_qnn",),
+    hardware=(
+        FoundHardware("QNNExecutionProvider", "CPU", "Qualcomm"),
+        FoundHardware("QNNExecutionProvider", "NPU", "Qualcomm", "htp"),
+    ),
+)
+WORKSTATION = Machine(
+    builtin=("CUDAExecutionProvider", "CPUExecutionProvider"),
+    plugins=("onnxruntime_ep_openvino",),
+    hardware=(
+        FoundHardware("CUDAExecutionProvider", "GPU", "NVIDIA"),
+        FoundHardware("OpenVINOExecutionProvider", "NPU", "Intel", "npu"),
+        FoundHardware("OpenVINOExecutionProvider", "GPU", "Intel", "gpu"),
+        FoundHardware("OpenVINOExecutionProvider", "CPU", "Intel", "cpu"),
+    ),
+)
+EMULATING = Machine(
+    plugins=("onnxruntime_qnn",), hardware=(FoundHardware("QNNExecutionProvider", "CPU", "Example", "cpu"),)
+)

@@ -1,0 +1,88 @@
+"""Qualcomm's compiler and, where there is no such processor, its emulator: bundles made for it run there.
+
+Skipped where the plugin is not installed (``pip install 'edgespec[npu-qnn]'``; on Linux for x86-64 it brings
+the emulator). What the emulator computes is held against ONNX Runtime's CPU run of the same quantized graph.
+"""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import edgespec
+from edgespec_export.export import ExportOptions, export_model
+from edgespec_models.bundle import Bundle
+from edgespec_models.errors import DeviceError
+from edgespec_runtimes.cpu import CpuOptions
+from edgespec_runtimes.devices import CPU
+from edgespec_runtimes.discovery import Device, resolve
+from edgespec_runtimes.static_session import StaticSession, open_on
+from tests.gguf_for_tests import F32, tiny_gguf
+from tests.toy import tiny_bundle
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("onnxruntime_qnn") is None,
+    reason="onnxruntime-qnn is not installed: pip install 'edgespec[npu-qnn]'",
+)
+TOLERANCE = 0.03
+"""Of the largest logit: the processor multiplies 16-bit by 8-bit numbers with other roundings."""
+TOKENS = [(7 * i * i + 3) % 250 for i in range(40)]
+Pair = tuple[StaticSession, StaticSession]
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    folder = tmp_path_factory.mktemp("qnn")
+    source = tiny_gguf("llama").write(folder / "m.gguf")
+    export_model(source, folder / "bundle", options=ExportOptions(device="npu-qnn", buckets=(64,)))
+    return Bundle(folder / "bundle")
+
+
+@pytest.fixture(scope="module")
+def pair(bundle: Bundle) -> Pair:
+    """On the processor or its emulator, and on the CPU."""
+    options = CpuOptions(threads=1)
+    return StaticSession(bundle, resolve("qnn:htp"), options), StaticSession(bundle, Device(CPU, "ready"))
+
+
+def _near(found: F32, expected: F32) -> None:
+    assert found.shape == expected.shape
+    assert float(np.abs(found - expected).max()) < TOLERANCE * float(np.abs(expected).max())
+
+
+def test_passes_of_every_width_agree_with_the_cpu(pair: Pair) -> None:
+    for session in pair:
+        session.prefill([])
+    for count in (1, 4, 8, 3):
+        _near(*(session.forward(TOKENS[:count]).copy() for session in pair))
+    _near(*(session.next_logits(TOKENS).copy() for session in pair))
+
+
+def test_a_rollback_is_bookkeeping(pair: Pair) -> None:
+    session, _ = pair
+    session.prefill([])
+    whole = session.forward(TOKENS[:24]).copy()
+    session.truncate(16)
+    session.forward([9, 9, 9, 9, 9])
+    session.truncate(16)
+    np.testing.assert_array_equal(session.forward(TOKENS[16:24]), whole[16:24])
+
+
+def test_speculation_verifies_what_was_drafted(bundle: Bundle) -> None:
+    prompt = "one two one two one two one two"
+    with edgespec.load(bundle.path, "ngram", device="qnn:htp") as model:
+        plain, drafted = (
+            model.generate(prompt, max_new_tokens=12, stop_at_eos=False, speculate=speculate)
+            for speculate in (False, True)
+        )
+        assert model.row_exact
+    assert drafted.tokens == plain.tokens
+    assert drafted.stats.placement == "target on qnn:htp (asked for)"
+
+
+def test_nothing_falls_back_to_the_cpu(tmp_path: Path) -> None:
+    """A graph made for the CPU has operators the processor lacks: an error, not a slow run elsewhere."""
+    graph = tiny_bundle(tmp_path / "m").bundle.graph
+    with pytest.raises(DeviceError, match="qnn:htp cannot run all of"):
+        open_on(resolve("qnn:htp"), graph, CpuOptions())

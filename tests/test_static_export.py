@@ -1,0 +1,82 @@
+"""Exports for other devices than the CPU: what may be asked for, and what the weights become."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from edgespec.cli import app
+from edgespec_export.export import ExportOptions, export_model
+from edgespec_export.quantization import Quantization
+from edgespec_export.trim import TrimOptions
+from edgespec_models.bundle import Bundle
+from edgespec_models.errors import BundleError, EdgespecError, RequestError
+from edgespec_models.graphs.static_points import encoding
+from tests.gguf_for_tests import tiny_gguf
+
+QNN = ExportOptions(device="npu-qnn", buckets=(64,))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_gguf("llama", layers=1).write(tmp_path_factory.mktemp("source") / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (replace(QNN, weights="fast"), RequestError, "device=npu-qnn settles formats.*leave out weights"),
+        (replace(QNN, quantization=Quantization()), RequestError, "leave out quantization"),
+        (replace(QNN, kv="int8", hidden_states=True), RequestError, "leave out kv, hidden_states"),
+        (replace(QNN, role="drafter", trim=TrimOptions(1000)), RequestError, "leave out trim"),
+        (replace(QNN, buckets=(0, 64)), RequestError, "at least 1 token"),
+        (replace(QNN, buckets=(64, 641)), BundleError, "641 tokens exceeds the context of 640"),
+        (replace(QNN, device=None), RequestError, "give a device too"),
+        (replace(QNN, device="tpu"), RequestError, "allowed: npu-qnn, npu-openvino, cuda"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_cannot_be_is_refused_and_leaves_nothing(
+    source: Path, tmp_path: Path, options: ExportOptions, error: type[EdgespecError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        export_model(source, tmp_path / "out", options=options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_bundle_is_whole_and_says_what_it_is(source: Path, tmp_path: Path) -> None:
+    report = export_model(source, tmp_path / "out", options=replace(QNN, role="drafter"))
+    bundle = Bundle(tmp_path / "out", verify_digests=True)
+    manifest, static = bundle.manifest, bundle.manifest.static
+    assert static is not None and static.form == "static-quantized"
+    assert {*static.files, "model.onnx.data", "report.json"} <= manifest.files.keys()
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {*manifest.files, "edgespec.json"}
+    assert (manifest.role, manifest.kv, manifest.head_rows) == ("drafter", "uint8", None)
+    assert report.static is not None and report.static.calibration_texts > 1
+    assert bundle.report() == report.to_json()
+    other = export_model(source, tmp_path / "other", options=ExportOptions(device="cuda", buckets=(64,)))
+    assert Bundle(tmp_path / "other").digest != bundle.digest
+    assert other.static is not None and other.static.kl < 1e-6 < report.static.kl
+
+
+def test_the_command_takes_device_and_buckets(source: Path, tmp_path: Path) -> None:
+    command = ["export", str(source), "-o", str(tmp_path / "out"), "--device", "cuda", "--buckets"]
+    refused = CliRunner().invoke(app, [*command, "many"])
+    assert refused.exit_code == 1 and not (tmp_path / "out").exists()
+    assert CliRunner().invoke(app, [*command, "32, 16"]).exit_code == 0
+    static = Bundle(tmp_path / "out").manifest.static
+    assert static is not None and static.buckets == (16, 32)
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "out")]).stdout
+    assert "made for" in shown and "cuda" in shown
+
+
+@pytest.mark.parametrize(("low", "high"), [(-3.0, 5.0), (0.0, 1.0), (2.0, 4.0), (-4.0, -2.0), (0.0, 0.0)])
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16])
+def test_an_encoding_spans_its_range_and_holds_zero(
+    low: float, high: float, kind: type[np.unsignedinteger]
+) -> None:
+    scale, zero = encoding(low, high, kind)
+    least, most = (np.array([0, np.iinfo(kind).max]) - zero) * scale
+    assert least <= min(low, 0.0) + scale and most >= max(high, 0.0) - scale
+    assert 0 <= zero <= np.iinfo(kind).max

@@ -1,0 +1,223 @@
+"""Graphs of fixed shapes against the graph of any shape, of the same weights."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from edgespec_export.export import ExportOptions, export_model
+from edgespec_models.bundle import Bundle
+from edgespec_models.errors import BundleError, Cancelled, DeviceError, RequestError
+from edgespec_models.static_graphs import ExportDevice, StaticGraphs
+from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_runtimes.devices import CPU
+from edgespec_runtimes.discovery import Device
+from edgespec_runtimes.static_io import cheapest_passes
+from edgespec_runtimes.static_session import StaticSession
+from tests.gguf_for_tests import F32, tiny_gguf
+
+ON_CPU = Device(CPU, "ready")
+ONE_THREAD = CpuOptions(threads=1)
+
+BUCKETS: dict[ExportDevice | None, tuple[int, ...]] = {
+    None: (),
+    "cuda": (32, 96),
+    "npu-qnn": (64,),
+    "npu-openvino": (64,),
+}
+ARCHITECTURES = ("llama", "qwen2", "gemma3")
+Make = Callable[[str, ExportDevice | None], Bundle]
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Bundles of random models: for the CPU, or for a device; each is made once."""
+    folder = tmp_path_factory.mktemp("static")
+
+    @cache
+    def bundle(architecture: str, device: ExportDevice | None) -> Bundle:
+        source = folder / f"{architecture}.gguf"
+        if not source.exists():
+            tiny_gguf(architecture).write(source)
+        options = ExportOptions(device=device, buckets=BUCKETS[device], weights=None if device else "exact")
+        out = folder / f"{architecture}-{device}"
+        export_model(source, out, options=options)
+        return Bundle(out)
+
+    return bundle
+
+
+@pytest.fixture(scope="module")
+def open_static(make: Make) -> Callable[[str, ExportDevice], StaticSession]:
+    @cache
+    def opened(architecture: str, device: ExportDevice) -> StaticSession:
+        return StaticSession(make(architecture, device), ON_CPU, ONE_THREAD)
+
+    return opened
+
+
+@pytest.fixture(scope="module")
+def open_dynamic(make: Make) -> Callable[[str], CpuSession]:
+    return cache(lambda architecture: CpuSession(make(architecture, None), ONE_THREAD))
+
+
+Steps = list[tuple[str, int]]
+_STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("forward"), st.integers(1, 12)),
+        st.tuples(st.just("truncate"), st.integers(0, 90)),
+        st.tuples(st.just("prefill"), st.integers(1, 90)),
+        st.tuples(st.just("next"), st.integers(1, 90)),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=_STEPS, seed=st.integers(0, 99))
+def test_whatever_is_asked_equals_the_cpu_session(
+    architecture: str,
+    open_static: Callable[[str, ExportDevice], StaticSession],
+    open_dynamic: Callable[[str], CpuSession],
+    steps: Steps,
+    seed: int,
+) -> None:
+    static, dynamic = open_static(architecture, "cuda"), open_dynamic(architecture)
+    rng = np.random.default_rng(seed)
+    for session in (static, dynamic):
+        session.prefill([])
+    for step, number in steps:
+        tokens = rng.integers(0, 250, number).tolist()
+        if step == "truncate":
+            for session in (static, dynamic):
+                session.truncate(min(number, session.length))
+        elif step == "forward" and static.length + number <= static.longest:
+            _close(static.forward(tokens), dynamic.forward(tokens))
+        elif step == "prefill":
+            for session in (static, dynamic):
+                session.prefill(tokens)
+        elif step == "next":
+            _close(static.next_logits(tokens), dynamic.next_logits(tokens))
+        assert static.length == dynamic.length
+
+
+def _close(found: F32, expected: F32) -> None:
+    assert found.shape == expected.shape
+    np.testing.assert_allclose(found, expected, atol=2e-4 * float(np.abs(expected).max()))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_quantized_graphs_stay_near_and_roll_back_to_the_bit(
+    architecture: str, open_static: Callable[[str, ExportDevice], StaticSession], make: Make
+) -> None:
+    report = make(architecture, "npu-qnn").report()["static"]
+    assert report["top1_agreement"] > 0.7
+    assert report["kl"] < 0.01
+    session = open_static(architecture, "npu-qnn")
+    session.prefill([])
+    tokens = list(range(40))
+    whole = session.forward(tokens).copy()
+    session.truncate(33)
+    session.forward([9, 9, 9])
+    session.truncate(33)
+    again = session.forward(tokens[33:])
+    np.testing.assert_allclose(again, whole[33:], atol=0.02 * float(np.abs(whole).max()))
+
+
+def test_int8_weights_alone_stay_near(make: Make) -> None:
+    report = make("llama", "npu-openvino").report()["static"]
+    assert report["top1_agreement"] > 0.7
+    assert report["kl"] < 0.01
+
+
+def test_what_does_not_fit_is_an_error(
+    open_static: Callable[[str, ExportDevice], StaticSession], make: Make
+) -> None:
+    session = open_static("llama", "cuda")
+    session.prefill([])
+    with pytest.raises(
+        RequestError, match=r"97 tokens do not fit the largest bucket of this bundle, 96.*--buckets"
+    ):
+        session.reserve(97)
+    with pytest.raises(RequestError, match="641 tokens do not fit the model's context of 640"):
+        session.reserve(641)
+    session.prefill(list(range(90)))
+    with pytest.raises(RequestError, match="largest bucket"):
+        session.forward(list(range(8)))
+    assert session.length == 90
+    with pytest.raises(BundleError, match="no graphs of fixed shapes"):
+        StaticSession(make("llama", None), ON_CPU)
+    with pytest.raises(BundleError, match="graphs of fixed shapes"):
+        CpuSession(make("llama", "cuda"))
+
+
+def test_a_prefill_can_be_cancelled(open_static: Callable[[str, ExportDevice], StaticSession]) -> None:
+    session = open_static("llama", "cuda")
+    session.prefill([])
+    asked = iter([False, True])
+    with pytest.raises(Cancelled):
+        session.prefill(list(range(90)), lambda: next(asked))
+    assert session.length == 64
+
+
+def test_a_device_that_fails_leaves_an_empty_session(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = StaticSession(make("llama", "cuda"), ON_CPU, ONE_THREAD)
+    session.prefill(list(range(20)))
+    assert session.capacity == 32
+
+    def refuse(graph: Path) -> None:
+        raise DeviceError(f"no room for {graph}")
+
+    io = session._open_io
+    with monkeypatch.context() as patch:
+        patch.setattr(io, "_open", refuse)
+        with pytest.raises(DeviceError, match="no room"):
+            session.reserve(40)
+    assert (session.length, session.capacity) == (0, 0)
+    session.prefill(list(range(40)))
+    assert session.capacity == 96
+
+
+GRAPHS = StaticGraphs(
+    device="cuda", verify=(1, 4, 8), prefill=64, buckets=(128,), activations="float32", masked=-1.0
+)
+
+
+@pytest.mark.parametrize(
+    ("count", "rows", "seconds", "expected"),
+    [
+        (1, 1, (1, 1.1, 1.2, 3), (1,)),
+        (3, 3, (1, 1.1, 1.2, 3), (4,)),
+        (9, 9, (1, 1.1, 1.2, 3), (1, 8)),
+        (5, 5, (1, 9, 9, 9), (1, 1, 1, 1, 1)),
+        (64, 1, (1, 1.1, 1.2, 3), (64,)),
+        (64, 64, (1, 1.1, 1.2, 3), (8,) * 8),
+        (66, 1, (1, 1.1, 1.2, 3), (4, 64)),
+        (20, 1, (1, 1.1, 1.2, 9), (4, 8, 8)),
+    ],
+)
+def test_the_passes_that_take_least_time_are_chosen(
+    count: int, rows: int, seconds: tuple[float, ...], expected: tuple[int, ...]
+) -> None:
+    costs = dict(zip(GRAPHS.widths, seconds, strict=True))
+    chosen = cheapest_passes(count, rows, GRAPHS, costs)
+    assert sorted(chosen) == sorted(expected)
+
+
+@given(st.integers(1, 150), st.data())
+def test_passes_take_every_token_once(count: int, data: st.DataObject) -> None:
+    rows = data.draw(st.sampled_from([1, count]))
+    costs = {width: data.draw(st.floats(0.1, 10)) for width in GRAPHS.widths}
+    left = count
+    for width in cheapest_passes(count, rows, GRAPHS, costs):
+        taken = min(width, left)
+        left -= taken
+        wanted = max(0, min(rows, left + taken) - left)
+        assert width != GRAPHS.prefill or wanted <= 1
+    assert left == 0
