@@ -39,7 +39,7 @@ class ForeignSpec:
     seed: int = 0
 
 
-class _Builder:
+class GraphBuilder:
     """Collects nodes and weights; every method adds an operator and returns its output's name."""
 
     def __init__(self, spec: ForeignSpec) -> None:
@@ -115,8 +115,8 @@ class _Builder:
         value = self.op("Reshape", value, self.const([1, -1, HEADS * WIDTH]))
         return self.product(value, HEADS * WIDTH, HIDDEN)
 
-    def heads(self, value: str, heads: int) -> str:
-        value = self.op("Reshape", value, self.const([1, -1, heads, WIDTH]))
+    def heads(self, value: str, heads: int, width: int = WIDTH) -> str:
+        value = self.op("Reshape", value, self.const([1, -1, heads, width]))
         return self.op("Transpose", value, perm=[0, 2, 1, 3])
 
     def shared_gqa(self) -> dict[str, str]:
@@ -148,7 +148,7 @@ class _Builder:
 
 def graph(spec: ForeignSpec) -> onnx.ModelProto:
     """The decoder."""
-    b = _Builder(spec)
+    b = GraphBuilder(spec)
     hidden = b.op("Gather", b.random(VOCAB, HIDDEN, scale=1.0), "input_ids")
     if spec.attention == "gqa":
         shared, attend = b.shared_gqa(), b.gqa
@@ -162,10 +162,11 @@ def graph(spec: ForeignSpec) -> onnx.ModelProto:
         hidden = b.op("Add", hidden, b.product(b.op("Relu", inner), 2 * HIDDEN, HIDDEN))
     scaled = b.op("Mul", b.norm(hidden), b.const(4.0, np.float32))
     b.nodes.append(helper.make_node("Identity", [b.product(scaled, HIDDEN, VOCAB)], ["logits"]))
-    return _model(b, spec)
+    return decoder_model(b, spec)
 
 
-def _model(b: _Builder, spec: ForeignSpec) -> onnx.ModelProto:
+def decoder_model(b: GraphBuilder, spec: ForeignSpec) -> onnx.ModelProto:
+    """What was built, with inputs and outputs."""
     info, kv = helper.make_tensor_value_info, _FLOATS[spec.kv]
     inputs = [info("input_ids", TensorProto.INT64, ["batch", "n"])]
     inputs += [info("attention_mask", TensorProto.INT64, ["batch", "total"])]

@@ -23,6 +23,7 @@ import json, os, shutil, sys
 sys.path[:0] = {[str(ROOT), *(str(ROOT / part) for part in ("models", "runtimes", "export"))]!r}
 from pathlib import Path
 from tests.foreign_for_tests import ForeignSpec, write_optimum
+from tests.written_out_for_tests import WrittenOut, write_written_out
 arguments = sys.argv[1:]
 assert arguments[:3] == ["export", "onnx", "--model"]
 assert arguments[4:6] == ["--task", "text-generation-with-past"]
@@ -32,7 +33,11 @@ says = json.loads((source / "config.json").read_text())
 if "fails" in says:
     print("Loading", says["fails"], sep="\\n")
     sys.exit(3)
-write_optimum(out / "x", ForeignSpec(attention=says["attention"], positions=says["attention"] == "concat"))
+attention = says["attention"]
+if attention == "written out":
+    write_written_out(out / "x", WrittenOut())
+else:
+    write_optimum(out / "x", ForeignSpec(attention=attention, positions=attention == "concat"))
 for part in (out / "x").iterdir():
     shutil.move(part, out / part.name)
 (out / "x").rmdir()
@@ -79,13 +84,33 @@ def test_the_command_line(tmp_path: Path, program: str) -> None:
     arguments = ["export", str(source), "-o", str(out), "--via", "optimum", "--optimum-cli", program]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    assert "KV cache: copied in every pass" in result.stdout
+    assert "KV cache: concatenated: " in result.stdout
     again = CliRunner().invoke(app, arguments)
     assert again.exit_code == 1
     assert "exists" in again.stderr
     replaced = CliRunner().invoke(app, [*arguments, "--overwrite", "--json"])
     assert replaced.exit_code == 0, replaced.output
-    assert json.loads(replaced.stdout)["copies_cache"] is True
+    said = json.loads(replaced.stdout)
+    assert said["copies_cache"] is True
+    assert said["rewritten_layers"] == 0
+    assert "heads" in said["concatenated_because"]
+
+
+def test_attention_that_is_written_out_is_put_in_place(tmp_path: Path, program: str) -> None:
+    source, out = checkpoint(tmp_path / "m", attention="written out"), tmp_path / "out"
+    arguments = ["export", str(source), "-o", str(out), "--via", "optimum", "--optimum-cli", program]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "KV cache: in place (2 layers)" in result.stdout
+    assert {path.name for path in out.iterdir()} == {
+        "config.json",
+        "model.onnx",
+        "model.onnx_data",
+        "tokenizer.json",
+    }
+    replaced = CliRunner().invoke(app, [*arguments, "--overwrite", "--json"])
+    said = json.loads(replaced.stdout)
+    assert (said["copies_cache"], said["rewritten_layers"], said["concatenated_because"]) == (False, 2, "")
 
 
 def test_what_optimum_does_not_do_is_refused(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 import edgespec  # noqa: E402
 from edgespec.loading import open_model  # noqa: E402
+from edgespec_export.cache_rewrite import rewrite_cache  # noqa: E402
 from edgespec_export.export import ExportOptions, export_model  # noqa: E402
 from edgespec_models.bundle import Bundle  # noqa: E402
 from edgespec_models.foreign import is_model, open_bundle  # noqa: E402
@@ -35,6 +36,7 @@ from tests.gguf_for_tests import ARCHITECTURES, tiny_gguf  # noqa: E402
 from tests.hf_for_tests import CASES, ROWS, TOKENS, config_of, write_checkpoint  # noqa: E402
 from tests.sentencepiece_for_tests import trained  # noqa: E402
 from tests.tokenizers_for_tests import byte_level_json  # noqa: E402
+from tests.written_out_for_tests import WrittenOut, write_written_out  # noqa: E402
 
 F32 = npt.NDArray[np.float32]
 GOLDEN = ROOT / "tests" / "golden_hf"
@@ -98,6 +100,14 @@ def gguf(architecture: str, kind: str) -> Callable[[Path], Path]:
     return lambda folder: tiny_gguf(architecture, kind).write(folder.with_suffix(".gguf"))
 
 
+def rewritten(folder: Path) -> Path:
+    """A graph with attention written out, put in place."""
+    path = write_written_out(folder, WrittenOut(window=12))
+    if reason := rewrite_cache(path).reason:
+        raise SystemExit(reason)
+    return path
+
+
 def sources() -> Iterator[Source]:
     """Every kind there is."""
     for architecture in ARCHITECTURES:
@@ -119,6 +129,7 @@ def sources() -> Iterator[Source]:
     for name, spec in specs.items():
         yield Source(f"genai_config.json, {name}", "llama", partial(foreign.write_genai, spec=spec))
     yield Source("Optimum", "gpt2", foreign.write_optimum)
+    yield Source("Optimum, rewritten", "llama", rewritten)
     in_place = foreign.ForeignSpec(attention="gqa", positions=True)
     yield Source("Optimum, GroupQueryAttention", "gpt2", partial(foreign.write_optimum, spec=in_place))
 

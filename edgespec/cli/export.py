@@ -101,8 +101,8 @@ def export(
     via: Annotated[
         Literal["edgespec", "optimum"],
         typer.Option(
-            help="Who builds the graph. Optimum knows more architectures; its graph is taken as it is, in "
-            "floating point, and copies its KV cache in every pass."
+            help="Who builds the graph. Optimum knows more architectures; its weights stay in floating "
+            "point, and where its attention cannot be rewritten each pass copies the KV cache."
         ),
     ] = "edgespec",
     optimum_cli: Annotated[
@@ -188,7 +188,7 @@ def export(
 def _refuse_with_optimum(options: list[str]) -> None:
     if options:
         raise RequestError(
-            f"--via optimum takes the graph as Optimum writes it, for targets and drafters alike; leave out "
+            f"--via optimum takes weights as Optimum writes them, for targets and drafters alike; leave out "
             f"{', '.join(options)} (--bits stands for all that quantizes)"
         )
 
@@ -206,7 +206,8 @@ def _via_optimum(source: str, out: Path, *, program: str, overwrite: bool, as_js
     if as_json:
         print_json({"path": str(out), **report.to_json()})
         return
-    cache = "copied in every pass (the graph concatenates)" if report.copies_cache else "written in place"
+    rewritten = f" ({report.rewritten_layers} layers)" if report.rewritten_layers else ""
+    cache = f"concatenated: {report.concatenated_because}" if report.copies_cache else f"in place{rewritten}"
     exact = (
         "yes" if report.row_exact else "no: where two tokens are nearly equally likely, answers may differ"
     )

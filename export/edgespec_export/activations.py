@@ -32,6 +32,7 @@ __all__ = ["Activations", "activation_tokens", "open_activations"]
 _SPAN = 2048  # a few thousand tokens determine the moments of so many columns
 _TOKENS = 16_384
 _LONGEST = 192
+_ROWS = 2048  # multiplied at once
 _POLICY = "int8"  # near to any source, and its graph gives projections their input as it is
 _WEIGHT = ".parts.0.weight"
 
@@ -57,6 +58,7 @@ class Activations:
     ) -> None:
         self._linears = _linears_by_input(graph, wanted)
         self._sums: dict[str, list[F32]] = {}
+        self._waiting: dict[str, list[F32]] = {}
         self._tokens = sum(len(text) - 1 for text in texts)
         pieces = cut(graph, piece_bytes=1, watched=self._linears.keys())
         self._steps = self._run(pieces, config, texts, progress)
@@ -85,18 +87,29 @@ class Activations:
         progress: ProgressCallback,
     ) -> Iterator[None]:
         for number, _ in enumerate(watch_pieces(pieces, config, texts, self._observe), start=1):
+            for value in list(self._waiting):
+                self._add(value)
             progress(Progress("Calibrating", number, len(pieces), "step"))
             yield
 
     def _observe(self, value: str, given: F32) -> None:
         # A text's first token draws attention whatever it is; in some layers its activations are
         # twenty times the others'.
-        rest = given[1:]
-        for linear in self._linears.get(value, ()):
-            spans = [rest[:, at : at + _SPAN] for at in range(0, rest.shape[1], _SPAN)]
-            sums = self._sums.setdefault(linear, [np.zeros((x.shape[1],) * 2, np.float32) for x in spans])
-            for number, x in enumerate(spans):
-                sums[number] += x.T @ x
+        if value in self._linears:
+            rows = self._waiting.setdefault(value, [])
+            rows.append(given[1:])
+            if sum(map(len, rows)) >= _ROWS:
+                self._add(value)
+
+    def _add(self, value: str) -> None:
+        """Add what waits to the sums: a product over many rows takes half as long as many over few."""
+        rows = np.concatenate(self._waiting.pop(value))
+        spans = [rows[:, at : at + _SPAN] for at in range(0, rows.shape[1], _SPAN)]
+        products = [x.T @ x for x in spans]
+        for linear in self._linears[value]:
+            sums = self._sums.setdefault(linear, [np.zeros_like(product) for product in products])
+            for total, product in zip(sums, products, strict=True):
+                np.add(total, product, out=total)
 
 
 @contextmanager

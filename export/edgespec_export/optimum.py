@@ -2,7 +2,9 @@
 
 Optimum (optimum-onnx 0.1) needs versions of transformers and huggingface_hub that exclude edgespec's, so it
 cannot be imported here: its command is run, from an environment of its own. What it writes is opened, tried
-and put in place as it is. Its graphs concatenate keys and values; that is not rewritten.
+and put in place. Its graphs concatenate keys and values; where their attention can be shown to be causal
+attention, it is rewritten to write the KV cache in place (:mod:`edgespec_export.cache_rewrite`), and
+otherwise left as it is, which the report says.
 """
 
 import os
@@ -14,6 +16,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from edgespec_export.cache_rewrite import rewrite_cache
 from edgespec_export.staging import check_place, place, staging, storage_errors
 from edgespec_models.errors import EdgespecError, ModelFileError
 from edgespec_models.foreign import is_model, open_bundle
@@ -42,6 +45,8 @@ class OptimumReport:
     Attributes:
         architecture: as ``config.json`` names it.
         copies_cache: whether every pass writes the whole KV cache anew; else it is written in place.
+        rewritten_layers: how many were made to write it in place.
+        concatenated_because: why none was; empty where the cache is written in place.
         row_exact: whether passes over one and over several tokens gave the same bits.
         source_bytes: of the checkpoint's directory.
         bytes: of the directory written.
@@ -50,6 +55,8 @@ class OptimumReport:
 
     architecture: str
     copies_cache: bool
+    rewritten_layers: int
+    concatenated_because: str
     row_exact: bool
     source_bytes: int
     bytes: int
@@ -68,14 +75,14 @@ def export_with_optimum(
     overwrite: bool = False,
     progress: ProgressCallback = ignore_progress,
 ) -> OptimumReport:
-    """Have Optimum export ``source`` to ``out``, a directory that edgespec runs as it is.
+    """Have Optimum export ``source`` to ``out``, a directory that edgespec runs.
 
     Args:
         source: a Hugging Face directory.
         out: where to; it appears when it has been opened and has rolled back, or not at all.
         program: Optimum's command, by name or path.
         overwrite: replace a model that is there.
-        progress: told of the two stages.
+        progress: told of Optimum's beginning and end.
 
     Raises:
         ModelFileError: no Hugging Face directory.
@@ -95,11 +102,14 @@ def export_with_optimum(
         progress(Progress("Exporting with Optimum", 0, 1, "model"))
         _run([found, "export", "onnx", "--model", str(source.resolve()), "--task", _TASK, str(folder)])
         progress(Progress("Exporting with Optimum", 1, 1, "model"))
+        rewrite = rewrite_cache(folder)
         bundle = open_bundle(folder)
         session = CpuSession(bundle, CpuOptions())
         report = OptimumReport(
             architecture=bundle.config.architecture,
             copies_cache=session.copies_cache,
+            rewritten_layers=rewrite.layers,
+            concatenated_because=rewrite.reason,
             row_exact=session.row_exact,
             source_bytes=_size(source),
             bytes=_size(folder),
