@@ -58,7 +58,7 @@ def _teach(correction: Correction, token: int, times: int = 20) -> None:
 @given(rows)
 def test_before_it_has_learned_a_guess_is_the_drafter_s_own(logits: F32) -> None:
     row, probability = _correction().guess(TEXT, logits, None)
-    assert logits[row] == logits.max()
+    assert logits.max() - logits[row] < 1e-5
     assert probability == pytest.approx(_plain(logits)[1], rel=1e-4)
 
 
@@ -265,8 +265,10 @@ def test_whatever_was_learned_every_token_is_that_of_plain_decoding(
 
 def test_drafts_get_better_request_by_request() -> None:
     correction, greedy = _correction(), SamplingParams()
-    rounds = [_run(correction, [number % VOCAB], greedy, 60)[1] for number in range(30)]
-    assert sum(rounds[-6:]) < 0.8 * sum(rounds[:6])
+    prompts = [[number % VOCAB] for number in range(30)]
+    rounds = [_run(correction, prompt, greedy, 60)[1] for prompt in prompts]
+    unlearned = [_run(_correction(), prompt, greedy, 60)[1] for prompt in prompts]
+    assert sum(rounds[-10:]) < 0.8 * sum(unlearned[-10:])
 
 
 def test_samples_keep_their_law_while_the_drafter_learns_from_them() -> None:
