@@ -52,7 +52,16 @@ CREATE TRIGGER passage_out AFTER DELETE ON passage BEGIN
     UPDATE scope SET tokens = tokens - (length(OLD.lead) + length(OLD.body)) / 4 WHERE id = OLD.scope;
 END;
 """
-_MIGRATIONS: Final = (_FIRST,)
+_SECOND: Final = """
+CREATE TABLE weights (
+    scope INTEGER NOT NULL REFERENCES scope (id) ON DELETE CASCADE,
+    drafter TEXT NOT NULL,
+    used_on REAL NOT NULL,
+    data BLOB NOT NULL,
+    PRIMARY KEY (scope, drafter)
+);
+"""
+_MIGRATIONS: Final = (_FIRST, _SECOND)
 """Script number n takes a file from schema version n to n + 1."""
 
 
