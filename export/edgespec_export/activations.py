@@ -27,10 +27,10 @@ from edgespec_models.graphs.decoder import build_decoder
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
 
-__all__ = ["Activations", "activation_tokens", "open_activations"]
+__all__ = ["Activations", "activation_tokens", "linears_by_input", "open_activations", "write_reader"]
 
 _SPAN = 2048  # a few thousand tokens determine the moments of so many columns
-_TOKENS = 16_384
+_TOKENS = 4096
 _LONGEST = 192
 _ROWS = 2048  # multiplied at once
 _POLICY = "int8"  # near to any source, and its graph gives projections their input as it is
@@ -56,7 +56,7 @@ class Activations:
         texts: Sequence[Sequence[int]],
         progress: ProgressCallback = ignore_progress,
     ) -> None:
-        self._linears = _linears_by_input(graph, wanted)
+        self._linears = linears_by_input(graph, wanted)
         self._sums: dict[str, list[F32]] = {}
         self._waiting: dict[str, list[F32]] = {}
         self._tokens = sum(len(text) - 1 for text in texts)
@@ -139,20 +139,29 @@ def open_activations(
     tokens = activation_tokens(texts, tokenizer, checkpoint.special_tokens(), config.context_length)
     scratch.mkdir(parents=True)
     try:
-        plan = plan_decoder(checkpoint, POLICIES[_POLICY], spare_rows=False)
-        model = build_decoder(config, plan)
-        write_weights(model, plan, checkpoint, scratch, progress)
-        graph = scratch / GRAPH
-        ir.save(model, graph)
-        yield Activations(graph, wanted, config, tokens, progress)
+        yield Activations(write_reader(checkpoint, scratch, progress), wanted, config, tokens, progress)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def write_reader(checkpoint: Checkpoint, folder: Path, progress: ProgressCallback = ignore_progress) -> Path:
+    """Write the model that reads the texts into ``folder``, a byte a weight; returns its graph.
+
+    Raises:
+        ModelFileError: weights that cannot be read.
+    """
+    plan = plan_decoder(checkpoint, POLICIES[_POLICY], spare_rows=False)
+    model = build_decoder(checkpoint.config, plan)
+    write_weights(model, plan, checkpoint, folder, progress)
+    graph = folder / GRAPH
+    ir.save(model, graph)
+    return graph
 
 
 def activation_tokens(
     texts: Sequence[str], tokenizer: Tokenizer, special: SpecialTokens, longest: int
 ) -> list[list[int]]:
-    """Token ids of the beginnings of some 16,000 tokens' worth of ``texts``, taken from all over them.
+    """Token ids of the beginnings of some 4,000 tokens' worth of ``texts``, taken from all over them.
 
     Raises:
         RequestError: the texts are too short to tell anything.
@@ -168,7 +177,7 @@ def activation_tokens(
     return [encoded[number * len(encoded) // taken] for number in range(taken)]
 
 
-def _linears_by_input(graph: Path, wanted: Set[str]) -> dict[str, list[str]]:
+def linears_by_input(graph: Path, wanted: Set[str]) -> dict[str, list[str]]:
     """Those of the projections ``wanted`` that each value of ``graph`` is given to."""
     nodes = onnx.load(str(graph), load_external_data=False).graph.node
     transposed = {node.output[0]: node.input[0] for node in nodes if node.op_type == "Transpose"}
