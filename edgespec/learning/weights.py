@@ -61,7 +61,8 @@ class Weights:
         hashes += [hashes[-1]] * (CONTEXTS - len(hashes))  # at a text's beginning
         keys = np.array(hashes, np.uint64)[:, None] + tokens.astype(np.uint64) * _EVEN
         keys = (keys ^ (keys >> _HALF)) * _MIX
-        return (keys >> _UPPER).astype(np.intp)
+        slots: npt.NDArray[np.intp] = (keys >> _UPPER).astype(np.intp)
+        return slots
 
     def read(self, slots: npt.NDArray[np.intp]) -> npt.NDArray[np.float32]:
         """What is added to the logits of the tokens with these slots, float32 ``(n,)``."""
