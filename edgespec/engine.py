@@ -163,6 +163,8 @@ class Model:
             self._profile.close()
         scope = Scope(self.name, self.target.tokenizer.digest, self.options.namespace)
         self._profile = open_use(path, scope, self.target.tokenizer)
+        if self.drafter is not None:
+            self._experience = self._profile.experience(self.drafter.digest)
 
     @property
     def name(self) -> str:

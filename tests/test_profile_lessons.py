@@ -9,6 +9,7 @@ import pytest
 
 import edgespec
 from edgespec import LoadOptions, sessions
+from edgespec.drafting.experience import Outcome
 from edgespec.learning import Correction
 from edgespec.learning.correction import Lesson
 from edgespec.learning.weights import SLOTS
@@ -192,3 +193,31 @@ def test_a_model_with_a_drafter_learns_and_answers_as_ever(
     assert result.tokens == plain.tokens
     assert result.stats.learning_undone == 0
     assert result.stats.to_json()["learning_undone"] == 0
+
+
+def test_what_reading_prompts_gained_is_remembered_by_drafter(path: Path, tokenizer: Tokenizer) -> None:
+    prompt = list(range(40))
+    use = open_use(path, SCOPE, tokenizer)
+    for _ in range(6):
+        use.experience("d").begin(prompt, lambda: -0.1)
+    use.close()
+    again = open_use(path, SCOPE, tokenizer)
+    assert not again.experience("d").pays(prompt, 0.02)
+    assert again.experience("another").pays(prompt, 0.02)
+    again.close()
+    store = Store.open(path)
+    records = store.read(SCOPE).records["d"]
+    store.close()
+    assert len(records) == 11 and {len(digest) for digest in records} == {8}
+    assert all(record.count == pytest.approx(4.69, abs=0.01) for record in records.values())
+
+
+def test_the_latest_beginnings_are_kept(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgespec.profile.store.MOST", 3)
+    for number in range(5):
+        delta = Delta()
+        delta.gained("d", Outcome((bytes([number] * 8),), 0.1))
+        _merge(path, delta)
+    store = Store.open(path)
+    assert [digest[0] for digest in store.read(SCOPE).records["d"]] == [2, 3, 4]
+    store.close()

@@ -15,6 +15,7 @@ from typing import Final
 
 import numpy as np
 
+from edgespec.drafting.experience import MOST, Outcome, Record
 from edgespec.learning.correction import Lesson
 from edgespec.learning.weights import SLOTS, Table
 from edgespec.profile.entries import Entry, Tally
@@ -109,11 +110,15 @@ class Store:
             "SELECT class, accepted, judged FROM tally WHERE scope = ?", (key,)
         )
         weights = self._connection.execute("SELECT drafter, data FROM weights WHERE scope = ?", (key,))
+        records: dict[str, dict[bytes, Record]] = {}
+        for drafter, digest, gain, count in self._connection.execute(_RECORDS, (key,)):
+            records.setdefault(drafter, {})[digest] = Record(gain, count)
         return Snapshot(
             clock,
             entries,
             {kind: Tally(right, judged) for kind, right, judged in tallies},
             {drafter: _unpacked(data) for drafter, data in weights},
+            records,
         )
 
     def learned(self) -> Iterator[Learned]:
@@ -147,6 +152,8 @@ class Store:
                 self._count(key, kind, right, judged)
             for drafter, lesson in delta.lessons.items():
                 self._teach(key, drafter, lesson)
+            for drafter, outcomes in delta.outcomes.items():
+                self._remember(key, drafter, outcomes)
             self._trim(key, clock)
         self._shrink(scope)
 
@@ -242,6 +249,18 @@ class Store:
         self._connection.execute("INSERT OR REPLACE INTO weights VALUES (?, ?, ?, ?)", values)
         self._connection.execute(_KEEP_DRAFTERS, {"scope": key, "most": _MOST_DRAFTERS})
 
+    def _remember(self, key: int, drafter: str, outcomes: Sequence[Outcome]) -> None:
+        now = time.time()
+        query = "SELECT gain, count FROM beginning WHERE scope = ? AND drafter = ? AND digest = ?"
+        for outcome in outcomes:
+            for digest in outcome.beginnings:
+                row = self._connection.execute(query, (key, drafter, digest)).fetchone()
+                record = Record(*(row or (0.0, 0.0)))
+                record.add(outcome.share)
+                values = (key, drafter, digest, record.gain, record.count, now)
+                self._connection.execute("INSERT OR REPLACE INTO beginning VALUES (?, ?, ?, ?, ?, ?)", values)
+        self._connection.execute(_KEEP_BEGINNINGS, {"scope": key, "drafter": drafter, "most": MOST})
+
     def _trim(self, key: int, clock: int) -> None:
         """Keep the scope within its tokens."""
         tokens = self._connection.execute("SELECT tokens FROM scope WHERE id = ?", (key,)).fetchone()[0]
@@ -321,6 +340,11 @@ _UPDATE: Final = "UPDATE passage SET uses = ?, used_at = ?, verdicts = ? WHERE s
 _KEEP_DRAFTERS: Final = """
 DELETE FROM weights WHERE scope = :scope AND drafter NOT IN
 (SELECT drafter FROM weights WHERE scope = :scope ORDER BY used_on DESC LIMIT :most)
+"""
+_RECORDS: Final = "SELECT drafter, digest, gain, count FROM beginning WHERE scope = ? ORDER BY used_on"
+_KEEP_BEGINNINGS: Final = """
+DELETE FROM beginning WHERE scope = :scope AND drafter = :drafter AND digest NOT IN
+(SELECT digest FROM beginning WHERE scope = :scope AND drafter = :drafter ORDER BY used_on DESC LIMIT :most)
 """
 _ADVANCE: Final = """
 INSERT INTO scope (target, tokenizer, namespace, clock, used_on) VALUES (?, ?, ?, ?, ?)

@@ -9,6 +9,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Final
 
+from edgespec.drafting.experience import Experience, Outcome
 from edgespec.learning.correction import Correction
 from edgespec.learning.weights import Table
 from edgespec.profile.drafter import ProfileDrafter
@@ -53,6 +54,8 @@ class ProfileUse:
         self._writer, self._problem = writer, problem
         self._weights: dict[str, Table] = snapshot.weights
         self._corrections: dict[str, Correction] = {}
+        self._records = snapshot.records
+        self._experiences: dict[str, Experience] = {}
         self._told_at = monotonic()
         self._request: RequestUse | None = None
 
@@ -83,6 +86,13 @@ class ProfileUse:
             self._corrections[drafter] = Correction(self._weights.get(drafter), fixed=fixed)
         return self._corrections[drafter]
 
+    def experience(self, drafter: str) -> Experience:
+        """What reading prompts gained a drafter, named by its digest, and goes on gaining."""
+        if drafter not in self._experiences:
+            tell = partial(self._tell_outcome, drafter)
+            self._experiences[drafter] = Experience(self._records.get(drafter), tell=tell)
+        return self._experiences[drafter]
+
     def flush(self) -> None:
         """Store what was learned so far."""
         self._tell_lessons()
@@ -93,6 +103,8 @@ class ProfileUse:
         """Store what was learned and close the file."""
         self._end_request()
         self._tell_lessons()
+        for experience in self._experiences.values():
+            experience.settle()
         if self._writer is not None:
             self._writer.close()
 
@@ -100,6 +112,10 @@ class ProfileUse:
         """Have what drafters learned stored if the last time was a minute ago."""
         if monotonic() - self._told_at >= _TELL_S:
             self._tell_lessons()
+
+    def _tell_outcome(self, drafter: str, outcome: Outcome) -> None:
+        if self._writer is not None:
+            self._writer.tell(partial(Delta.gained, drafter=drafter, outcome=outcome))
 
     def _tell_lessons(self) -> None:
         self._told_at = monotonic()
