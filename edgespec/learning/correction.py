@@ -22,7 +22,7 @@ __all__ = ["Correction", "Lesson"]
 
 _WITHIN: Final = 6.0  # logits below the largest
 _MOST: Final = 32  # tokens whose logits are corrected
-_STAKE: Final = 8.0  # guesses
+_STAKE: Final = 16.0  # guesses; wrong ones come in clusters
 _SAVED_S: Final = 0.05  # time for learning that is saved up, at most
 _LOG = logging.getLogger("edgespec")
 
@@ -79,7 +79,7 @@ class Correction:
     """Corrects the guesses of one drafter for one target. One request at a time.
 
     Corrected guesses are a function of committed text, never of what the target would draw next, so
-    verification keeps its output exact. When they were right less often than the drafter's own, by eight
+    verification keeps its output exact. When they were right less often than the drafter's own, by sixteen
     guesses that no gains made good, the weights are put back to the last state that had proved itself by
     as many; if that one fails too, to nothing.
 

@@ -21,7 +21,7 @@ LONGEST: Final = 3
 """Tokens of the longest context."""
 CONTEXTS: Final = LONGEST + 1
 """Contexts of a token: the last three, two, one, and none."""
-_RATE: Final = 0.3
+_RATE: Final = 0.2
 _FIRST: Final = 0.25  # what the sum of squared gradients begins with
 _LEAST: Final = 0.01  # gradients below it change nothing that matters
 _EVEN: Final = np.uint64(0x9E3779B97F4A7C15)
