@@ -38,8 +38,6 @@ class GenerationStats:
         drafter_s: time inside the drafter (its prefill included).
         speculation_off_reason: why no or few drafts were made; None while speculation pays.
         profile_problem: what keeps the profile from being read or written; None if nothing, or without one.
-        learning_undone: how often, since the model was loaded, what the drafter had learned of the user was
-            put back because it made its guesses worse.
     """
 
     prompt_tokens: int
@@ -58,7 +56,6 @@ class GenerationStats:
     drafter_s: float = 0.0
     speculation_off_reason: str | None = None
     profile_problem: str | None = None
-    learning_undone: int = 0
 
     @property
     def tpot_s(self) -> float:
@@ -103,7 +100,6 @@ class GenerationStats:
             "drafter_ms": self.drafter_s * 1e3,
             "speculation_off_reason": self.speculation_off_reason,
             "profile_problem": self.profile_problem,
-            "learning_undone": self.learning_undone,
         }
 
 

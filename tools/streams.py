@@ -18,15 +18,13 @@ from pathlib import Path
 from unittest import mock
 
 from edgespec.drafting.bridge import ByteBridge
-from edgespec.drafting.draft import Drafter
 from edgespec.engine import Model
-from edgespec.profile.drafter import BestOf, ProfileDrafter
 from edgespec.prompts import load_prompts
 from edgespec_models.foreign import open_bundle
 from tools.replay import answers, replay, replayed
 
 _WINDOW = 25
-_COLOURS = ("#c9a227", "#777777", "#1b7f4d", "#c2571a", "#2457a8")
+_COLOURS = ("#c9a227", "#777777", "#1b7f4d")
 _WIDTH, _HEIGHT, _EDGE = 720, 190, 44
 
 
@@ -51,21 +49,10 @@ MEASURES: dict[str, Measure] = {
 }
 
 
-class Watching:
-    """The profile's drafter, told of answers as ever, without its proposals."""
-
-    def __init__(self, near: Drafter, far: ProfileDrafter) -> None:
-        self.propose = near.propose
-
-
 @contextmanager
-def learning(model: Model, *, ngrams: bool, correction: bool) -> Iterator[None]:
-    """With a new profile, of which parts are used."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch("edgespec.engine.BestOf", BestOf if ngrams else Watching),
-        nullcontext() if correction else mock.patch.object(Model, "_correction", return_value=None),
-    ):
+def learning(model: Model) -> Iterator[None]:
+    """With a new profile."""
+    with tempfile.TemporaryDirectory() as folder:
         model.use_profile(Path(folder) / "stream.profile")
         yield
         model.close()
@@ -88,9 +75,7 @@ def ways(model: Model) -> dict[str, Callable[[], AbstractContextManager[object]]
     return {
         "direct mapping": lambda: mock.patch.object(ByteBridge, "translate", directly),
         "nothing learned": nullcontext,
-        "n-grams": lambda: learning(model, ngrams=True, correction=False),
-        "correction": lambda: learning(model, ngrams=False, correction=True),
-        "both": lambda: learning(model, ngrams=True, correction=True),
+        "n-grams": lambda: learning(model),
     }
 
 
@@ -194,7 +179,7 @@ def main() -> None:
     parser.add_argument("--memo", type=Path, default=Path("replay.memo"))
     parser.set_defaults(useless=False, noise=0.0)
     args = parser.parse_args()
-    names = args.way or ["direct mapping", "nothing learned", "n-grams", "correction", "both"]
+    names = args.way or ["direct mapping", "nothing learned", "n-grams"]
     streams = {name: run(args, name) for name in names}
     show(streams, args.stretch)
     if args.picture is not None:

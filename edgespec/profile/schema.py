@@ -53,13 +53,6 @@ CREATE TRIGGER passage_out AFTER DELETE ON passage BEGIN
 END;
 """
 _SECOND: Final = """
-CREATE TABLE weights (
-    scope INTEGER NOT NULL REFERENCES scope (id) ON DELETE CASCADE,
-    drafter TEXT NOT NULL,
-    used_on REAL NOT NULL,
-    data BLOB NOT NULL,
-    PRIMARY KEY (scope, drafter)
-);
 CREATE TABLE beginning (
     scope INTEGER NOT NULL REFERENCES scope (id) ON DELETE CASCADE,
     drafter TEXT NOT NULL,
