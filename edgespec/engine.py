@@ -13,7 +13,6 @@ from edgespec.drafting.experience import Experience
 from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.generation import Job, TextStreamer
-from edgespec.learning.correction import Correction
 from edgespec.loading import NGRAM, open_model, recommended_drafter
 from edgespec.pricing import Pricing
 from edgespec.profile.drafter import BestOf
@@ -201,6 +200,8 @@ class Model:
             self._profile.close()
         scope = Scope(self.name, self.target.tokenizer.digest, self.options.namespace)
         self._profile = open_use(path, scope, self.target.tokenizer)
+        if self.drafter is not None:
+            self._experience = self._profile.experience(self.drafter.digest)
 
     @property
     def name(self) -> str:
@@ -346,16 +347,9 @@ class Model:
             pricing=self._pricing,
             calibration=side.calibration,
             curve=side.curve,
-            correction=self._correction(side.bundle),
         )
         self._experience.begin(tokens, lambda: drafter.gain_s and drafter.gain_s / longest_s)
         return drafter, reading_s
-
-    def _correction(self, drafter: Bundle) -> Correction | None:
-        """What the drafter learned of this profile's user; None without a profile."""
-        if self._profile is None:
-            return None
-        return self._profile.correction(drafter.digest, fixed=drafter.manifest.special_tokens.eos)
 
     @staticmethod
     def _plain_prompt(bundle: Bundle, prompt: str) -> list[int]:

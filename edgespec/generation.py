@@ -31,10 +31,6 @@ class Learner(Protocol):
     def problem(self) -> str | None:
         """What keeps it from learning or from remembering; None if nothing."""
 
-    @property
-    def undone(self) -> int:
-        """How often something learned was put back because it misled."""
-
     def commit(self, tokens: Sequence[int]) -> None:
         """These tokens of the answer are final."""
 
@@ -210,5 +206,4 @@ class _Meter:
             speculation_off_reason=off,
             placement=self._job.placement,
             profile_problem=None if self._job.learner is None else self._job.learner.problem,
-            learning_undone=0 if self._job.learner is None else self._job.learner.undone,
         )

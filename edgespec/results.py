@@ -39,8 +39,6 @@ class GenerationStats:
         speculation_off_reason: why no or few drafts were made; None while speculation pays.
         profile_problem: what keeps the profile from being read or written; None if nothing, or without one.
         placement: on which devices target and drafter ran, and why there.
-        learning_undone: how often, since the model was loaded, what the drafter had learned of the user was
-            put back because it made its guesses worse.
     """
 
     prompt_tokens: int
@@ -60,7 +58,6 @@ class GenerationStats:
     speculation_off_reason: str | None = None
     profile_problem: str | None = None
     placement: str = ""
-    learning_undone: int = 0
 
     @property
     def tpot_s(self) -> float:
@@ -106,7 +103,6 @@ class GenerationStats:
             "speculation_off_reason": self.speculation_off_reason,
             "profile_problem": self.profile_problem,
             "placement": self.placement,
-            "learning_undone": self.learning_undone,
         }
 
 

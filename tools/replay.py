@@ -35,8 +35,8 @@ from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.session import Logits
 
-_CLOCKED = ("decode", "generation", "drafting.model", "drafting.choice", "learning.correction")
-_TOP = 32
+_CLOCKED = ("decode", "generation", "drafting.model", "drafting.choice")
+_TOP = 8
 _SURE = 30.0  # logit of a recorded token
 
 

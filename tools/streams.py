@@ -17,15 +17,14 @@ from html import escape
 from pathlib import Path
 from unittest import mock
 
-from edgespec.drafting.draft import Drafter
+from edgespec.drafting.bridge import ByteBridge
 from edgespec.engine import Model
-from edgespec.profile.drafter import BestOf, ProfileDrafter
 from edgespec.prompts import load_prompts
 from edgespec_models.foreign import open_bundle
 from tools.replay import answers, replay, replayed
 
 _WINDOW = 25
-_COLOURS = ("#777777", "#1b7f4d", "#c2571a", "#2457a8")
+_COLOURS = ("#c9a227", "#777777", "#1b7f4d")
 _WIDTH, _HEIGHT, _EDGE = 720, 190, 44
 
 
@@ -50,33 +49,33 @@ MEASURES: dict[str, Measure] = {
 }
 
 
-class Watching:
-    """The profile's drafter, told of answers as ever, without its proposals."""
-
-    def __init__(self, near: Drafter, far: ProfileDrafter) -> None:
-        self.propose = near.propose
-
-
 @contextmanager
-def learning(model: Model, *, ngrams: bool, correction: bool) -> Iterator[None]:
-    """With a new profile, of which parts are used."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch("edgespec.engine.BestOf", BestOf if ngrams else Watching),
-        nullcontext() if correction else mock.patch.object(Model, "_correction", return_value=None),
-    ):
+def learning(model: Model) -> Iterator[None]:
+    """With a new profile."""
+    with tempfile.TemporaryDirectory() as folder:
         model.use_profile(Path(folder) / "stream.profile")
         yield
         model.close()
 
 
-def ways(model: Model) -> dict[str, Callable[[], AbstractContextManager[None]]]:
+def directly(bridge: ByteBridge, drafted: Sequence[int]) -> list[tuple[int, int]]:
+    """Every drafted token as the target's token of the same bytes, up to the first that has none."""
+    pairs = []
+    for count, token in enumerate(drafted, start=1):
+        data = bridge._drafter.tokenizer.token_bytes(token)
+        same = bridge._target.tokenizer.id_of_bytes(data)
+        if same is None:
+            break
+        pairs.append((same, count))
+    return pairs
+
+
+def ways(model: Model) -> dict[str, Callable[[], AbstractContextManager[object]]]:
     """Ways to learn, by name."""
     return {
+        "direct mapping": lambda: mock.patch.object(ByteBridge, "translate", directly),
         "nothing learned": nullcontext,
-        "n-grams": lambda: learning(model, ngrams=True, correction=False),
-        "correction": lambda: learning(model, ngrams=False, correction=True),
-        "both": lambda: learning(model, ngrams=True, correction=True),
+        "n-grams": lambda: learning(model),
     }
 
 
@@ -122,7 +121,7 @@ def picture(streams: dict[str, list[Request]]) -> str:
         'font-family="sans-serif" font-size="11">'
     ]
     for index, name in enumerate(streams):
-        at = _EDGE + 150 * index
+        at = _EDGE + 130 * index
         parts.append(f'<text x="{at}" y="16" fill="{_COLOURS[index]}">\u25a0 {escape(name)}</text>')
     for index, (title, measure) in enumerate(MEASURES.items()):
         parts += _plot(streams, title, measure, 30 + _HEIGHT * index)
@@ -180,7 +179,7 @@ def main() -> None:
     parser.add_argument("--memo", type=Path, default=Path("replay.memo"))
     parser.set_defaults(useless=False, noise=0.0)
     args = parser.parse_args()
-    names = args.way or ["nothing learned", "n-grams", "correction", "both"]
+    names = args.way or ["direct mapping", "nothing learned", "n-grams"]
     streams = {name: run(args, name) for name in names}
     show(streams, args.stretch)
     if args.picture is not None:

@@ -5,26 +5,48 @@ text behind them. Short answers, and answers the drafter cannot foresee, never e
 prompt costs; which those are is told by how the prompt begins.
 """
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-__all__ = ["Experience"]
+import numpy as np
+
+__all__ = ["MOST", "Experience", "Outcome", "Record"]
 
 _STRIDE, _DEPTH = 4, 96  # tokens
 _PRIOR = 0.15
 _PRIOR_WEIGHT = 1.0
 _MEMORY = 0.9
 _FORGETTING = 0.97
-_MOST = 4096
+MOST = 4096
+"""Beginnings that are remembered."""
 
 
 @dataclass(slots=True)
-class _Record:
+class Record:
     """Decayed sum and number of the gains of requests with one beginning."""
 
     gain: float = 0.0
     count: float = 0.0
+
+    def add(self, share: float) -> None:
+        """One more request."""
+        self.gain = _MEMORY * self.gain + share
+        self.count = _MEMORY * self.count + 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one request gained.
+
+    Attributes:
+        beginnings: 8 bytes for each beginning of its prompt: a hash, from which no prompt can be read.
+        share: time saved, as a share of the longest answer's plain decoding time.
+    """
+
+    beginnings: tuple[bytes, ...]
+    share: float
 
 
 class Experience:
@@ -33,20 +55,30 @@ class Experience:
     A gain is time saved as a share of the longest answer's plain decoding time. What is known of a
     longer beginning is weighed against what shorter ones let expect, those against the prior: 15 %, the
     typical gain.
+
+    Args:
+        records: what is known, by beginning; the latest last.
+        tell: told what requests gained.
     """
 
-    def __init__(self) -> None:
-        self._records: dict[tuple[int, ...], _Record] = {}
-        self._open: tuple[list[tuple[int, ...]], Callable[[], float | None]] | None = None
+    def __init__(
+        self,
+        records: Mapping[bytes, Record] | None = None,
+        *,
+        tell: Callable[[Outcome], None] = lambda outcome: None,
+    ) -> None:
+        self._records = dict(records or {})
+        self._tell = tell
+        self._open: tuple[list[bytes], Callable[[], float | None]] | None = None
 
     def begin(self, prompt: Sequence[int], gain: Callable[[], float | None]) -> None:
         """A request with ``prompt`` begins; ``gain`` tells its gain when it is over, None if unknown."""
-        self._settle()
+        self.settle()
         self._open = _beginnings(prompt), gain
 
     def pays(self, prompt: Sequence[int], price: float) -> bool:
         """Whether reading ``prompt`` is expected to gain more than ``price``, a share like the gain."""
-        self._settle()
+        self.settle()
         known = [self._records[key] for key in _beginnings(prompt) if key in self._records]
         expected = _PRIOR
         for record, longer in zip_longest(known, known[1:]):
@@ -59,7 +91,7 @@ class Experience:
             record.count *= _FORGETTING
         return False
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Learn from the last request."""
         if self._open is None:
             return
@@ -68,13 +100,15 @@ class Experience:
         if share is None:
             return
         for key in keys:
-            record = self._records.pop(key, _Record())
-            record.gain = _MEMORY * record.gain + share
-            record.count = _MEMORY * record.count + 1.0
+            record = self._records.pop(key, Record())
+            record.add(share)
             self._records[key] = record  # the latest last
-        while len(self._records) > _MOST:
+        while len(self._records) > MOST:
             del self._records[next(iter(self._records))]
+        self._tell(Outcome(tuple(keys), share))
 
 
-def _beginnings(prompt: Sequence[int]) -> list[tuple[int, ...]]:
-    return [tuple(prompt[:length]) for length in range(0, min(len(prompt), _DEPTH) + 1, _STRIDE)]
+def _beginnings(prompt: Sequence[int]) -> list[bytes]:
+    data = np.array(prompt[:_DEPTH], "<u4").tobytes()
+    lengths = range(0, min(len(prompt), _DEPTH) + 1, _STRIDE)
+    return [hashlib.blake2b(data[: 4 * length], digest_size=8).digest() for length in lengths]

@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from edgespec.drafting.bridge import Bridge
 from edgespec.drafting.draft import Draft
-from edgespec.learning.correction import Correction
 from edgespec.pricing import Pricing
 from edgespec_models.errors import TokenizerError
 from edgespec_runtimes.cost import CostCurve
@@ -136,7 +135,6 @@ class ModelDrafter:
         pricing: what verification costs.
         calibration: acceptance by confidence; shared between requests.
         curve: the drafter's measured T(n).
-        correction: what it learned of its user, and learns; None guesses as the model does.
     """
 
     def __init__(
@@ -148,11 +146,9 @@ class ModelDrafter:
         pricing: Pricing,
         calibration: Calibration,
         curve: CostCurve,
-        correction: Correction | None = None,
     ) -> None:
         self._session, self._bridge, self._vocabulary = session, bridge, vocabulary
         self._pricing, self._calibration = pricing, calibration
-        self._correction = correction
         # The first pass of a round also reads what was committed since the last.
         self._first, self._step = _Clock(curve.seconds(2)), _Clock(curve.seconds(1))
         self._gain_s: float | None = None
@@ -194,11 +190,9 @@ class ModelDrafter:
         drafted: list[int] = []
         probabilities: list[float] = []
         guesses: list[Guess] = []
-        if self._correction is not None:
-            self._correction.settle(ids)
         logits = self._read(ids)
         while True:
-            row, probability = self._guess([*ids, *drafted], logits)
+            row, probability = _best(logits)
             token = self._vocabulary.token(row)
             if token in self._vocabulary.ends:
                 return [*guesses, *self._end(probability)][:limit]
@@ -218,12 +212,6 @@ class ModelDrafter:
             started = perf_counter()
             logits = self._session.forward([token])[0]
             self._spent(self._step, started)
-
-    def _guess(self, text: list[int], logits: Logits) -> tuple[int, float]:
-        """The row to draft behind ``text`` and its probability."""
-        if self._correction is None:
-            return _best(logits)
-        return self._correction.guess(text, logits, self._vocabulary.head_tokens)
 
     def _read(self, ids: list[int]) -> Logits:
         """Catch up with the committed text; the first time that is the whole prompt."""

@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from edgespec.learning.correction import Lesson
-from edgespec.learning.weights import Table
+from edgespec.drafting.experience import Outcome, Record
 from edgespec.profile.entries import Entry, Tally, total_tokens
 from edgespec.profile.index import Found, Index
 from edgespec.profile.passages import Passage
@@ -31,13 +30,13 @@ class Snapshot:
         clock: tokens learned so far.
         entries: the passages.
         tallies: how proposals fared, by class of match.
-        weights: what drafters learned, by drafter.
+        records: what drafters gained, by drafter and by beginning of the prompt.
     """
 
     clock: int = 0
     entries: list[Entry] = field(default_factory=list)
     tallies: dict[str, Tally] = field(default_factory=dict)
-    weights: dict[str, Table] = field(default_factory=dict)
+    records: dict[str, dict[bytes, Record]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -58,16 +57,16 @@ class Delta:
         tokens: tokens learned.
         changes: by digest of the passage.
         verdicts: (right, judged) proposals by class of match.
-        lessons: what drafters learned, by drafter.
+        outcomes: what drafters gained in requests, by drafter.
     """
 
     tokens: int = 0
     changes: dict[bytes, Change] = field(default_factory=dict)
     verdicts: dict[str, tuple[int, int]] = field(default_factory=dict)
-    lessons: dict[str, Lesson] = field(default_factory=dict)
+    outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.tokens or self.changes or self.verdicts or self.lessons)
+        return bool(self.tokens or self.changes or self.verdicts or self.outcomes)
 
     def wrote(self, passage: Passage) -> None:
         """A passage was written."""
@@ -86,9 +85,9 @@ class Delta:
         yes, no = change.verdicts.get(found.offset, (0, 0))
         change.verdicts[found.offset] = (yes + right, no + (not right))
 
-    def learned(self, drafter: str, lesson: Lesson) -> None:
-        """A drafter learned something."""
-        self.lessons[drafter] = lesson.after(self.lessons.get(drafter))
+    def gained(self, drafter: str, outcome: Outcome) -> None:
+        """A drafter gained something, or lost."""
+        self.outcomes.setdefault(drafter, []).append(outcome)
 
     def add(self, later: "Delta") -> None:
         """Append what happened after it."""
@@ -103,8 +102,8 @@ class Delta:
         for kind, (right, judged) in later.verdicts.items():
             before = self.verdicts.get(kind, (0, 0))
             self.verdicts[kind] = (before[0] + right, before[1] + judged)
-        for drafter, lesson in later.lessons.items():
-            self.learned(drafter, lesson)
+        for drafter, outcomes in later.outcomes.items():
+            self.outcomes.setdefault(drafter, []).extend(outcomes)
 
 
 class Memory:

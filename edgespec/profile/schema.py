@@ -53,13 +53,15 @@ CREATE TRIGGER passage_out AFTER DELETE ON passage BEGIN
 END;
 """
 _SECOND: Final = """
-CREATE TABLE weights (
+CREATE TABLE beginning (
     scope INTEGER NOT NULL REFERENCES scope (id) ON DELETE CASCADE,
     drafter TEXT NOT NULL,
+    digest BLOB NOT NULL,
+    gain REAL NOT NULL,
+    count REAL NOT NULL,
     used_on REAL NOT NULL,
-    data BLOB NOT NULL,
-    PRIMARY KEY (scope, drafter)
-);
+    PRIMARY KEY (scope, drafter, digest)
+) WITHOUT ROWID;
 """
 _MIGRATIONS: Final = (_FIRST, _SECOND)
 """Script number n takes a file from schema version n to n + 1."""

@@ -6,17 +6,13 @@ killed leaves what its last transaction left.
 
 import sqlite3
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
-from edgespec.learning.correction import Lesson
-from edgespec.learning.weights import SLOTS, Table
+from edgespec.drafting.experience import MOST, Outcome, Record
 from edgespec.profile.entries import Entry, Tally
 from edgespec.profile.memory import Change, Delta, Snapshot, keep_best
 from edgespec.profile.passages import Passage, pack_tokens, unpack_tokens
@@ -29,7 +25,6 @@ MAX_TOKENS: Final = 262_144
 MAX_BYTES: Final = 64 * 2**20
 """Bytes of the file."""
 _ROOM: Final = 7 / 8  # how much is kept where a bound is exceeded
-_MOST_DRAFTERS: Final = 4  # of one scope
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +103,14 @@ class Store:
         tallies = self._connection.execute(
             "SELECT class, accepted, judged FROM tally WHERE scope = ?", (key,)
         )
-        weights = self._connection.execute("SELECT drafter, data FROM weights WHERE scope = ?", (key,))
+        records: dict[str, dict[bytes, Record]] = {}
+        for drafter, digest, gain, count in self._connection.execute(_RECORDS, (key,)):
+            records.setdefault(drafter, {})[digest] = Record(gain, count)
         return Snapshot(
             clock,
             entries,
             {kind: Tally(right, judged) for kind, right, judged in tallies},
-            {drafter: _unpacked(data) for drafter, data in weights},
+            records,
         )
 
     def learned(self) -> Iterator[Learned]:
@@ -145,8 +142,8 @@ class Store:
                 self._apply(key, clock, change, text_of)
             for kind, (right, judged) in delta.verdicts.items():
                 self._count(key, kind, right, judged)
-            for drafter, lesson in delta.lessons.items():
-                self._teach(key, drafter, lesson)
+            for drafter, outcomes in delta.outcomes.items():
+                self._remember(key, drafter, outcomes)
             self._trim(key, clock)
         self._shrink(scope)
 
@@ -162,14 +159,12 @@ class Store:
         self._trim(key, clock)
 
     def remove(self, found: Sequence[Learned]) -> None:
-        """Delete passages, and overwrite what they said; with them what drafters learned in their scopes."""
+        """Delete passages, and overwrite what they said."""
         with self.transaction():
             for learned in found:
                 row = self._find(learned.scope)
                 if row is not None:
                     self._delete(row[0], [learned.entry])
-                    # Nobody can tell what of it they learned from this text.
-                    self._connection.execute("DELETE FROM weights WHERE scope = ?", (row[0],))
         self.overwrite()
 
     def remove_namespace(self, namespace: str) -> None:
@@ -234,13 +229,17 @@ class Store:
         values = (key, kind, tally.right, tally.judged)
         self._connection.execute("INSERT OR REPLACE INTO tally VALUES (?, ?, ?, ?)", values)
 
-    def _teach(self, key: int, drafter: str, lesson: Lesson) -> None:
-        query = "SELECT data FROM weights WHERE scope = ? AND drafter = ?"
-        row = None if lesson.anew else self._connection.execute(query, (key, drafter)).fetchone()
-        table = lesson.change if row is None else _unpacked(row[0]) + lesson.change
-        values = (key, drafter, time.time(), _packed(table))
-        self._connection.execute("INSERT OR REPLACE INTO weights VALUES (?, ?, ?, ?)", values)
-        self._connection.execute(_KEEP_DRAFTERS, {"scope": key, "most": _MOST_DRAFTERS})
+    def _remember(self, key: int, drafter: str, outcomes: Sequence[Outcome]) -> None:
+        now = time.time()
+        query = "SELECT gain, count FROM beginning WHERE scope = ? AND drafter = ? AND digest = ?"
+        for outcome in outcomes:
+            for digest in outcome.beginnings:
+                row = self._connection.execute(query, (key, drafter, digest)).fetchone()
+                record = Record(*(row or (0.0, 0.0)))
+                record.add(outcome.share)
+                values = (key, drafter, digest, record.gain, record.count, now)
+                self._connection.execute("INSERT OR REPLACE INTO beginning VALUES (?, ?, ?, ?, ?, ?)", values)
+        self._connection.execute(_KEEP_BEGINNINGS, {"scope": key, "drafter": drafter, "most": MOST})
 
     def _trim(self, key: int, clock: int) -> None:
         """Keep the scope within its tokens."""
@@ -289,21 +288,6 @@ class Store:
         return int(self._connection.execute(f"PRAGMA {name}").fetchone()[0])
 
 
-def _packed(table: Table) -> bytes:
-    return zlib.compress(table.astype("<f4").tobytes(), 1)
-
-
-def _unpacked(data: bytes) -> Table:
-    try:
-        flat = np.frombuffer(zlib.decompress(data), "<f4")
-        table: Table = flat.reshape(2, SLOTS).astype(np.float32)
-    except (zlib.error, ValueError) as error:
-        raise sqlite3.DataError("a drafter's weights are not as edgespec writes them") from error
-    # Two programs may have taken back the same.
-    table[1] = np.maximum(table[1], 0.0)
-    return np.nan_to_num(table, nan=0.0, posinf=0.0, neginf=0.0)
-
-
 def _entry(lead: bytes, body: bytes, uses: float, at: int, verdicts: bytes) -> Entry:
     middle = len(body) // 4
     if len(lead) % 4 or len(body) % 4 or not middle or len(verdicts) != 2 * middle:
@@ -318,9 +302,10 @@ _ENTRY: Final = f"SELECT {_COLUMNS} FROM passage WHERE scope = ? AND digest = ?"
 _PASSAGES: Final = f"SELECT {_COLUMNS}, before, text, learned_on FROM passage WHERE scope = ?"
 _INSERT: Final = "INSERT INTO passage VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _UPDATE: Final = "UPDATE passage SET uses = ?, used_at = ?, verdicts = ? WHERE scope = ? AND digest = ?"
-_KEEP_DRAFTERS: Final = """
-DELETE FROM weights WHERE scope = :scope AND drafter NOT IN
-(SELECT drafter FROM weights WHERE scope = :scope ORDER BY used_on DESC LIMIT :most)
+_RECORDS: Final = "SELECT drafter, digest, gain, count FROM beginning WHERE scope = ? ORDER BY used_on"
+_KEEP_BEGINNINGS: Final = """
+DELETE FROM beginning WHERE scope = :scope AND drafter = :drafter AND digest NOT IN
+(SELECT digest FROM beginning WHERE scope = :scope AND drafter = :drafter ORDER BY used_on DESC LIMIT :most)
 """
 _ADVANCE: Final = """
 INSERT INTO scope (target, tokenizer, namespace, clock, used_on) VALUES (?, ?, ?, ?, ?)

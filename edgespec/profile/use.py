@@ -2,15 +2,12 @@
 
 import logging
 import sqlite3
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from time import monotonic
-from typing import Final
 
-from edgespec.learning.correction import Correction
-from edgespec.learning.weights import Table
+from edgespec.drafting.experience import Experience, Outcome
 from edgespec.profile.drafter import ProfileDrafter
 from edgespec.profile.entries import Entry
 from edgespec.profile.memory import Delta, Memory, Snapshot
@@ -22,8 +19,6 @@ from edgespec_models.tokenizer import Tokenizer
 
 __all__ = ["ProfileUse", "RequestUse", "open_use"]
 
-_TELL_S: Final = 60.0
-"""Seconds after which what a drafter learned is on its way to the file: half a megabyte each time."""
 _LOG = logging.getLogger("edgespec")
 
 
@@ -51,9 +46,8 @@ class ProfileUse:
         else:
             self.memory = Memory(snapshot, max_tokens=MAX_TOKENS, tell=writer.tell)
         self._writer, self._problem = writer, problem
-        self._weights: dict[str, Table] = snapshot.weights
-        self._corrections: dict[str, Correction] = {}
-        self._told_at = monotonic()
+        self._records = snapshot.records
+        self._experiences: dict[str, Experience] = {}
         self._request: RequestUse | None = None
 
     @property
@@ -61,52 +55,35 @@ class ProfileUse:
         """What keeps the file from being read or written, or what happened to it; None if nothing."""
         return (self._writer.problem if self._writer is not None else None) or self._problem
 
-    @property
-    def undone(self) -> int:
-        """How often what drafters had learned was put back because it misled."""
-        return sum(correction.undone for correction in self._corrections.values())
-
     def request(self) -> "RequestUse":
         """What the next request drafts with and tells its answer to; the one before has ended."""
         self._end_request()
         self._request = RequestUse(ProfileDrafter(self.memory), self)
         return self._request
 
-    def correction(self, drafter: str, *, fixed: Collection[int] = ()) -> Correction:
-        """What a drafter, named by its digest, has learned here, and goes on learning.
-
-        Args:
-            drafter: whose guesses it corrects.
-            fixed: tokens of its that are not corrected.
-        """
-        if drafter not in self._corrections:
-            self._corrections[drafter] = Correction(self._weights.get(drafter), fixed=fixed)
-        return self._corrections[drafter]
+    def experience(self, drafter: str) -> Experience:
+        """What reading prompts gained a drafter, named by its digest, and goes on gaining."""
+        if drafter not in self._experiences:
+            tell = partial(self._tell, drafter)
+            self._experiences[drafter] = Experience(self._records.get(drafter), tell=tell)
+        return self._experiences[drafter]
 
     def flush(self) -> None:
         """Store what was learned so far."""
-        self._tell_lessons()
         if self._writer is not None:
             self._writer.flush()
 
     def close(self) -> None:
         """Store what was learned and close the file."""
         self._end_request()
-        self._tell_lessons()
+        for experience in self._experiences.values():
+            experience.settle()
         if self._writer is not None:
             self._writer.close()
 
-    def tell_lessons(self) -> None:
-        """Have what drafters learned stored if the last time was a minute ago."""
-        if monotonic() - self._told_at >= _TELL_S:
-            self._tell_lessons()
-
-    def _tell_lessons(self) -> None:
-        self._told_at = monotonic()
-        for drafter, correction in self._corrections.items():
-            lesson = correction.lesson()
-            if lesson is not None and self._writer is not None:
-                self._writer.tell(partial(Delta.learned, drafter=drafter, lesson=lesson))
+    def _tell(self, drafter: str, outcome: Outcome) -> None:
+        if self._writer is not None:
+            self._writer.tell(partial(Delta.gained, drafter=drafter, outcome=outcome))
 
     def _end_request(self) -> None:
         # A stream that was left early may not have been collected yet.
@@ -129,11 +106,6 @@ class RequestUse:
         """See :attr:`ProfileUse.problem`."""
         return self._use.problem
 
-    @property
-    def undone(self) -> int:
-        """See :attr:`ProfileUse.undone`."""
-        return self._use.undone
-
     def commit(self, tokens: Sequence[int]) -> None:
         """Learn the next tokens of the answer."""
         self.drafter.commit(tokens)
@@ -141,7 +113,6 @@ class RequestUse:
     def finish(self) -> None:
         """Learn the end of the answer. May be called again."""
         self.drafter.finish()
-        self._use.tell_lessons()
 
 
 def open_use(path: Path, scope: Scope, tokenizer: Tokenizer) -> ProfileUse:
