@@ -270,7 +270,7 @@ def interrupted(*_: Any) -> None:
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [(writer_module, "_write_at"), (export_module, "_write_json"), (export_module, "place")],
+    [(writer_module, "_write_at"), (export_module, "write_json"), (export_module, "place")],
     ids=["weights", "manifest", "placing"],
 )
 def test_a_full_disk_or_an_interruption_leaves_nothing(

@@ -1,5 +1,6 @@
 """Exports for other devices than the CPU: what may be asked for, and what the weights become."""
 
+import errno
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,11 +9,12 @@ import pytest
 from typer.testing import CliRunner
 
 from edgespec.cli import app
+from edgespec_export import device_bundle
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.quantization import Quantization
 from edgespec_export.trim import TrimOptions
 from edgespec_models.bundle import Bundle
-from edgespec_models.errors import BundleError, EdgespecError, RequestError
+from edgespec_models.errors import BundleError, EdgespecError, RequestError, StorageError
 from edgespec_models.graphs.static_points import encoding
 from tests.gguf_for_tests import tiny_gguf
 
@@ -31,7 +33,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (replace(QNN, quantization=Quantization()), RequestError, "leave out quantization"),
         (replace(QNN, kv="int8", hidden_states=True), RequestError, "leave out kv, hidden_states"),
         (replace(QNN, role="drafter", trim=TrimOptions(1000)), RequestError, "leave out trim"),
-        (replace(QNN, buckets=(0, 64)), RequestError, "at least 1 token"),
+        (replace(QNN, buckets=(0, 64)), RequestError, "at least 64 tokens"),
         (replace(QNN, buckets=(64, 641)), BundleError, "641 tokens exceeds the context of 640"),
         (replace(QNN, device=None), RequestError, "give a device too"),
         (replace(QNN, device="tpu"), RequestError, "allowed: npu-qnn, npu-openvino, cuda"),  # type: ignore[arg-type]
@@ -42,6 +44,17 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(
 ) -> None:
     with pytest.raises(error, match=message):
         export_model(source, tmp_path / "out", options=options)
+    assert not list(tmp_path.iterdir())
+
+
+def _full_disk(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_leaves_nothing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_bundle, "write_json", _full_disk)
+    with pytest.raises(StorageError, match="full; free space"):
+        export_model(source, tmp_path / "out", options=QNN)
     assert not list(tmp_path.iterdir())
 
 
@@ -64,9 +77,9 @@ def test_the_command_takes_device_and_buckets(source: Path, tmp_path: Path) -> N
     command = ["export", str(source), "-o", str(tmp_path / "out"), "--device", "cuda", "--buckets"]
     refused = CliRunner().invoke(app, [*command, "many"])
     assert refused.exit_code == 1 and not (tmp_path / "out").exists()
-    assert CliRunner().invoke(app, [*command, "32, 16"]).exit_code == 0
+    assert CliRunner().invoke(app, [*command, "128, 64"]).exit_code == 0
     static = Bundle(tmp_path / "out").manifest.static
-    assert static is not None and static.buckets == (16, 32)
+    assert static is not None and static.buckets == (64, 128)
     shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "out")]).stdout
     assert "made for" in shown and "cuda" in shown
 

@@ -25,7 +25,7 @@ ONE_THREAD = CpuOptions(threads=1)
 
 BUCKETS: dict[ExportDevice | None, tuple[int, ...]] = {
     None: (),
-    "cuda": (32, 96),
+    "cuda": (64, 128),
     "npu-qnn": (64,),
     "npu-openvino": (64,),
 }
@@ -69,8 +69,8 @@ Steps = list[tuple[str, int]]
 _STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("forward"), st.integers(1, 12)),
-        st.tuples(st.just("truncate"), st.integers(0, 90)),
-        st.tuples(st.just("prefill"), st.integers(1, 90)),
+        st.tuples(st.just("truncate"), st.integers(0, 120)),
+        st.tuples(st.just("prefill"), st.integers(1, 120)),
         st.tuples(st.just("next"), st.integers(1, 90)),
     ),
     min_size=1,
@@ -142,15 +142,15 @@ def test_what_does_not_fit_is_an_error(
     session = open_static("llama", "cuda")
     session.prefill([])
     with pytest.raises(
-        RequestError, match=r"97 tokens do not fit the largest bucket of this bundle, 96.*--buckets"
+        RequestError, match=r"129 tokens do not fit the largest bucket of this bundle, 128.*--buckets"
     ):
-        session.reserve(97)
+        session.reserve(129)
     with pytest.raises(RequestError, match="641 tokens do not fit the model's context of 640"):
         session.reserve(641)
-    session.prefill(list(range(90)))
+    session.prefill(list(range(124)))
     with pytest.raises(RequestError, match="largest bucket"):
         session.forward(list(range(8)))
-    assert session.length == 90
+    assert session.length == 124
     with pytest.raises(BundleError, match="no graphs of fixed shapes"):
         StaticSession(make("llama", None), ON_CPU)
     with pytest.raises(BundleError, match="graphs of fixed shapes"):
@@ -169,7 +169,7 @@ def test_a_prefill_can_be_cancelled(open_static: Callable[[str, ExportDevice], S
 def test_a_device_that_fails_leaves_an_empty_session(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     session = StaticSession(make("llama", "cuda"), ON_CPU, ONE_THREAD)
     session.prefill(list(range(20)))
-    assert session.capacity == 32
+    assert session.capacity == 64
 
     def refuse(graph: Path) -> None:
         raise DeviceError(f"no room for {graph}")
@@ -178,10 +178,10 @@ def test_a_device_that_fails_leaves_an_empty_session(make: Make, monkeypatch: py
     with monkeypatch.context() as patch:
         patch.setattr(io, "_open", refuse)
         with pytest.raises(DeviceError, match="no room"):
-            session.reserve(40)
+            session.reserve(100)
     assert (session.length, session.capacity) == (0, 0)
-    session.prefill(list(range(40)))
-    assert session.capacity == 96
+    session.prefill(list(range(100)))
+    assert session.capacity == 128
 
 
 GRAPHS = StaticGraphs(

@@ -54,6 +54,7 @@ def contexts(bundle: Bundle, device: Device, folder: Path, chip: dict[str, str])
     folder.mkdir(parents=True)
     static = bundle.manifest.static
     assert static is not None
+    words = ", ".join(f"{name} {value}" for name, value in chip.items())
     aimed = replace(device, options={**device.options, **chip})
     for rows in static.widths:
         graph = bundle.path / static.file(static.buckets[0], rows)
@@ -61,12 +62,12 @@ def contexts(bundle: Bundle, device: Device, folder: Path, chip: dict[str, str])
         seconds = write_context(aimed, graph, out)
         size = sum(file.stat().st_size for file in folder.glob(f"{graph.stem}_ctx*"))
         started = perf_counter()
-        again = open_on(device, out, CpuOptions())
+        again = open_on(aimed, out, CpuOptions())  # the emulator runs nothing compiled for another chip
         loaded = perf_counter() - started
-        direct = run_zeros(open_on(device, graph, CpuOptions()))
+        direct = run_zeros(open_on(aimed, graph, CpuOptions()))
         same = all(np.array_equal(a, b) for a, b in zip(direct, run_zeros(again), strict=True))
         print(
-            f"{graph.name}: compiled for {chip} in {seconds:.1f} s, {size / 1e6:.1f} MB, loaded in "
+            f"{graph.name}: compiled for {words} in {seconds:.1f} s, {size / 1e6:.1f} MB, loaded in "
             f"{loaded:.1f} s, {'same bits' if same else 'other bits'} as compiled at load"
         )
 

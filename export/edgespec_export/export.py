@@ -31,7 +31,7 @@ from edgespec_models.bundle import (
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import EdgespecError, ParityError, RequestError
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
-from edgespec_models.static_graphs import ExportDevice
+from edgespec_models.static_graphs import PREFILL_ROWS, ExportDevice
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
 from edgespec_runtimes.memory import peak_memory_bytes
 
@@ -337,5 +337,5 @@ def _check_device(options: ExportOptions) -> None:
         raise RequestError(
             f"device={options.device} settles formats and keeps the whole LM head; leave out {given}"
         )
-    if options.buckets and min(options.buckets) < 1:
-        raise RequestError(f"buckets={options.buckets}: a KV cache holds at least 1 token")
+    if options.buckets and min(options.buckets) < PREFILL_ROWS:
+        raise RequestError(f"buckets={options.buckets}: a KV cache holds at least {PREFILL_ROWS} tokens")
