@@ -6,7 +6,6 @@ import sqlite3
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,56 +17,18 @@ from edgespec.profile.entries import Entry
 from edgespec.profile.index import Found
 from edgespec.profile.memory import Delta, Memory, Snapshot
 from edgespec.profile.passages import Passage, cut
-from edgespec.profile.store import Scope, Store
-from edgespec.profile.use import ProfileUse, open_use
+from edgespec.profile.store import Store
 from edgespec.profile.writer import Writer
 from edgespec_models.errors import StorageError
-from edgespec_models.tokenizer import Tokenizer
-from tests.tokenizers_for_tests import byte_level_json
+from tests.profiles_for_tests import OTHERS, SCOPE, delta_of, passage_of, stored, text_of
 from tools.profile_kills import kill_writers
 
-SCOPE = Scope("target", "digest", "mail")
-OTHERS = (Scope("other", "digest", "mail"), Scope("target", "other", "mail"), Scope("target", "digest"))
-TEXT = "the quick brown fox jumps over the lazy dog, and the lazy dog sleeps on. " * 3
 POSIX = pytest.mark.skipif(os.name != "posix", reason="modes are a matter of POSIX")
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_json(byte_level_json(), vocab_size=404)
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "profiles" / f"me{schema.SUFFIX}"
-
-
-def _text_of(tokens: Sequence[int]) -> bytes:
-    return b"x" * len(tokens)
-
-
-def _delta(*passages: Passage) -> Delta:
-    delta = Delta()
-    for passage in passages:
-        delta.wrote(passage)
-    return delta
-
-
-def _passage(number: int, length: int = 20) -> Passage:
-    return Passage((), (number, *range(length - 1)))
-
-
-def _stored(path: Path, scope: Scope = SCOPE) -> Snapshot:
-    store = Store.open(path)
-    snapshot = store.read(scope)
-    store.close()
-    return snapshot
-
-
-def _learn(use: ProfileUse, tokens: Sequence[int]) -> None:
-    request = use.request()
-    request.commit(tokens)
-    request.finish()
 
 
 class TestStore:
@@ -90,9 +51,9 @@ class TestStore:
                 if found is not None:
                     memory.judge(found, found.token == answer[end])
             if number % splits == 0:
-                store.merge(SCOPE, pending, _text_of)
+                store.merge(SCOPE, pending, text_of)
                 pending = Delta()
-        store.merge(SCOPE, pending, _text_of)
+        store.merge(SCOPE, pending, text_of)
         snapshot = store.read(SCOPE)
         store.close()
         assert snapshot.clock == memory.clock
@@ -105,23 +66,23 @@ class TestStore:
 
     def test_scopes_share_nothing(self, path: Path) -> None:
         store = Store.open(path)
-        store.merge(SCOPE, _delta(_passage(1)), _text_of)
+        store.merge(SCOPE, delta_of(passage_of(1)), text_of)
         for number, scope in enumerate(OTHERS):
             assert store.read(scope).entries == []
-            store.merge(scope, _delta(_passage(2 + number)), _text_of)
-        assert [entry.passage for entry in store.read(SCOPE).entries] == [_passage(1)]
+            store.merge(scope, delta_of(passage_of(2 + number)), text_of)
+        assert [entry.passage for entry in store.read(SCOPE).entries] == [passage_of(1)]
         assert set(store.scopes()) == {SCOPE, *OTHERS}
         store.close()
 
     def test_deltas_of_two_connections_add_up(self, path: Path) -> None:
         one, two = Store.open(path), Store.open(path)
-        passage, delta = _passage(1), Delta()
-        one.merge(SCOPE, _delta(passage), _text_of)
-        two.merge(SCOPE, _delta(passage, _passage(2)), _text_of)
+        passage, delta = passage_of(1), Delta()
+        one.merge(SCOPE, delta_of(passage), text_of)
+        two.merge(SCOPE, delta_of(passage, passage_of(2)), text_of)
         found = _found(two.read(SCOPE), passage)
         delta.judged("unique 1", found, False)
-        one.merge(SCOPE, delta, _text_of)
-        two.merge(SCOPE, delta, _text_of)
+        one.merge(SCOPE, delta, text_of)
+        two.merge(SCOPE, delta, text_of)
         snapshot = one.read(SCOPE)
         entry = next(entry for entry in snapshot.entries if entry.passage == passage)
         assert entry.uses == pytest.approx(2.0, rel=0.01)
@@ -132,28 +93,28 @@ class TestStore:
         two.close()
 
     def test_verdicts_on_what_was_forgotten_do_not_bring_it_back(self, path: Path) -> None:
-        store, passage, delta = Store.open(path), _passage(1), Delta()
-        store.merge(SCOPE, _delta(passage), _text_of)
+        store, passage, delta = Store.open(path), passage_of(1), Delta()
+        store.merge(SCOPE, delta_of(passage), text_of)
         delta.judged("unique 1", _found(store.read(SCOPE), passage), True)
         store.remove(list(store.learned()))
-        store.merge(SCOPE, delta, _text_of)
+        store.merge(SCOPE, delta, text_of)
         assert store.read(SCOPE).entries == []
         store.close()
 
     def test_a_scope_is_bounded_and_keeps_what_is_used(self, path: Path) -> None:
         store = Store.open(path, max_tokens=400)
         for number in range(100):
-            store.merge(SCOPE, _delta(_passage(number), _passage(777)), _text_of)
+            store.merge(SCOPE, delta_of(passage_of(number), passage_of(777)), text_of)
             assert sum(store.scopes().values()) <= 400
-        assert _passage(777) in {entry.passage for entry in store.read(SCOPE).entries}
+        assert passage_of(777) in {entry.passage for entry in store.read(SCOPE).entries}
         store.close()
 
     def test_the_file_is_bounded_and_gives_up_other_scopes_first(self, path: Path) -> None:
         limit = 200_000
         store = Store.open(path, max_bytes=limit)
-        store.merge(OTHERS[0], _delta(*(_passage(n) for n in range(200))), _text_of)
+        store.merge(OTHERS[0], delta_of(*(passage_of(n) for n in range(200))), text_of)
         for start in range(0, 3000, 100):
-            store.merge(SCOPE, _delta(*(_passage(start + n) for n in range(100))), _text_of)
+            store.merge(SCOPE, delta_of(*(passage_of(start + n) for n in range(100))), text_of)
             store.overwrite()
             assert path.stat().st_size <= limit + 4096
         assert OTHERS[0] not in store.scopes()
@@ -162,7 +123,9 @@ class TestStore:
 
     def test_deleted_text_is_gone_from_the_file(self, path: Path) -> None:
         store = Store.open(path)
-        store.merge(SCOPE, _delta(*(_passage(n) for n in range(50))), lambda tokens: b"s3cret" * len(tokens))
+        store.merge(
+            SCOPE, delta_of(*(passage_of(n) for n in range(50))), lambda tokens: b"s3cret" * len(tokens)
+        )
         store.overwrite()
         assert b"s3cret" in path.read_bytes()
         store.remove(list(store.learned()))
@@ -175,7 +138,7 @@ class TestStore:
         before = os.umask(0)
         try:
             store = Store.open(path)
-            store.merge(SCOPE, _delta(_passage(1)), _text_of)
+            store.merge(SCOPE, delta_of(passage_of(1)), text_of)
             modes = {file.name: file.stat().st_mode & 0o777 for file in path.parent.iterdir()}
             store.close()
         finally:
@@ -218,7 +181,7 @@ class TestProcesses:
         def work(worker: int) -> None:
             store = Store.open(path)
             for number in range(10):
-                store.merge(SCOPE, _delta(_passage(100 * worker + number), _passage(9999)), _text_of)
+                store.merge(SCOPE, delta_of(passage_of(100 * worker + number), passage_of(9999)), text_of)
             store.close()
 
         threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
@@ -226,28 +189,28 @@ class TestProcesses:
             thread.start()
         for thread in threads:
             thread.join()
-        snapshot = _stored(path)
+        snapshot = stored(path)
         assert len(snapshot.entries) == 41
-        shared = next(entry for entry in snapshot.entries if entry.passage == _passage(9999))
+        shared = next(entry for entry in snapshot.entries if entry.passage == passage_of(9999))
         assert shared.uses == pytest.approx(40.0, rel=0.01)
 
 
 class TestWriter:
     def test_it_writes_within_the_interval_by_itself(self, path: Path) -> None:
-        writer = Writer(Store.open(path), path, scope=SCOPE, text_of=_text_of, flush_s=0.02)
-        writer.tell(lambda delta: delta.wrote(_passage(1)))
+        writer = Writer(Store.open(path), path, scope=SCOPE, text_of=text_of, flush_s=0.02)
+        writer.tell(lambda delta: delta.wrote(passage_of(1)))
         end = time.monotonic() + 20
-        while not _stored(path).entries and time.monotonic() < end:
+        while not stored(path).entries and time.monotonic() < end:
             time.sleep(0.01)
-        assert len(_stored(path).entries) == 1
+        assert len(stored(path).entries) == 1
         writer.close()
         writer.close()
 
     def test_closing_writes_what_is_left(self, path: Path) -> None:
-        writer = Writer(Store.open(path), path, scope=SCOPE, text_of=_text_of, flush_s=1000.0)
-        writer.tell(lambda delta: delta.wrote(_passage(1)))
+        writer = Writer(Store.open(path), path, scope=SCOPE, text_of=text_of, flush_s=1000.0)
+        writer.tell(lambda delta: delta.wrote(passage_of(1)))
         writer.close()
-        assert len(_stored(path).entries) == 1
+        assert len(stored(path).entries) == 1
 
     @pytest.mark.parametrize("fault", ["full", "readonly"])
     def test_a_disk_that_takes_nothing_is_reported_once_and_tried_again(
@@ -263,27 +226,27 @@ class TestWriter:
             ),
             "readonly": ("PRAGMA query_only = ON", "PRAGMA query_only = OFF", "readonly"),
         }[fault]
-        writer = Writer(store, path, scope=SCOPE, text_of=_text_of, flush_s=1000.0)
+        writer = Writer(store, path, scope=SCOPE, text_of=text_of, flush_s=1000.0)
         connection.execute(break_it)
         with caplog.at_level(logging.WARNING, logger="edgespec"):
             for start in range(3):
                 for number in range(100):
-                    writer.tell(lambda delta, n=100 * start + number: delta.wrote(_passage(n)))  # type: ignore[misc]
+                    writer.tell(lambda delta, n=100 * start + number: delta.wrote(passage_of(n)))  # type: ignore[misc]
                 writer.flush()
         assert writer.problem is not None and says in writer.problem and "decoding goes on" in writer.problem
         assert len(caplog.records) == 1
         connection.execute(mend_it)
         writer.close()
         assert writer.problem is None
-        assert len(_stored(path).entries) == 300
+        assert len(stored(path).entries) == 300
 
     def test_what_waits_for_room_is_bounded(self, path: Path) -> None:
         store = Store.open(path)
-        writer = Writer(store, path, scope=SCOPE, text_of=_text_of, flush_s=1000.0)
+        writer = Writer(store, path, scope=SCOPE, text_of=text_of, flush_s=1000.0)
         store._connection.execute("PRAGMA query_only = ON")
         for start in range(0, 12_000, 1500):
             for number in range(1500):
-                writer.tell(lambda delta, n=start + number: delta.wrote(_passage(n, 2)))  # type: ignore[misc]
+                writer.tell(lambda delta, n=start + number: delta.wrote(passage_of(n, 2)))  # type: ignore[misc]
             writer.flush()
         assert len(writer._pending.changes) <= 4096
         writer.close()
@@ -299,142 +262,19 @@ class TestWriter:
 
         if sys.platform == "win32":
             pytest.skip("an open file cannot be renamed")
-        writer = Writer(Damaged.open(path), path, scope=SCOPE, text_of=_text_of, flush_s=1000.0)
-        writer.tell(lambda delta: delta.wrote(_passage(1)))
+        writer = Writer(Damaged.open(path), path, scope=SCOPE, text_of=text_of, flush_s=1000.0)
+        writer.tell(lambda delta: delta.wrote(passage_of(1)))
         with caplog.at_level(logging.WARNING, logger="edgespec"):
             writer.flush()
         assert writer.problem is not None and "was damaged" in writer.problem
         assert len(caplog.records) == 1
         writer.close()
-        assert len(_stored(path).entries) == 1
+        assert len(stored(path).entries) == 1
         assert [file for file in path.parent.iterdir() if ".damaged-" in file.name]
 
 
 def _pages(connection: sqlite3.Connection) -> int:
     return int(connection.execute("PRAGMA page_count").fetchone()[0])
-
-
-class TestUse:
-    def test_what_was_learned_is_there_after_a_restart(self, path: Path, tokenizer: Tokenizer) -> None:
-        tokens = tokenizer.encode(TEXT)
-        use = open_use(path, SCOPE, tokenizer)
-        assert use.problem is None and len(use.memory) == 0
-        _learn(use, tokens)
-        use.close()
-        again = open_use(path, SCOPE, tokenizer)
-        assert again.request().drafter.propose(tokens[:12], 6).tokens == tuple(tokens[12:18])
-        again.close()
-        other = open_use(path, OTHERS[0], tokenizer)
-        assert other.request().drafter.propose(tokens[:12], 6).tokens == ()
-        other.close()
-
-    @pytest.mark.parametrize(
-        "damage",
-        [
-            lambda data: b"not a database, but long enough to be read as one" * 100,
-            lambda data: data[:5000],
-            lambda data: data[:100] + bytes(len(data) - 100),
-            lambda data: data[: len(data) // 2] + os.urandom(len(data) - len(data) // 2),
-        ],
-        ids=["foreign", "cut", "zeros", "noise"],
-    )
-    def test_a_damaged_file_is_set_aside_and_reported(
-        self,
-        path: Path,
-        tokenizer: Tokenizer,
-        damage: Callable[[bytes], bytes],
-        caplog: pytest.LogCaptureFixture,
-    ) -> None:
-        use = open_use(path, SCOPE, tokenizer)
-        for start in range(300):
-            _learn(use, [(start + n) % 400 for n in range(60)])
-        use.close()
-        bad = damage(path.read_bytes())
-        path.write_bytes(bad)
-        with caplog.at_level(logging.WARNING, logger="edgespec"):
-            use = open_use(path, SCOPE, tokenizer)
-        assert use.problem is not None and "was damaged" in use.problem
-        assert caplog.messages == [use.problem]
-        aside = [file for file in path.parent.iterdir() if ".damaged-" in file.name]
-        assert [len(file.read_bytes()) for file in aside] == [len(bad)]
-        _learn(use, tokenizer.encode(TEXT))
-        use.close()
-        assert _stored(path).entries
-
-    def test_rows_that_make_no_sense_are_not_used(self, path: Path, tokenizer: Tokenizer) -> None:
-        use = open_use(path, SCOPE, tokenizer)
-        _learn(use, tokenizer.encode(TEXT))
-        use.close()
-        connection = sqlite3.connect(path)
-        connection.execute("UPDATE passage SET verdicts = x'00'")
-        connection.commit()
-        connection.close()
-        use = open_use(path, SCOPE, tokenizer)
-        assert use.problem is not None and "cannot be read" in use.problem and len(use.memory) == 0
-        _learn(use, tokenizer.encode(TEXT))
-        use.close()
-
-    def test_tokens_that_the_model_lacks_are_never_proposed(self, path: Path, tokenizer: Tokenizer) -> None:
-        store = Store.open(path)
-        store.merge(SCOPE, _delta(Passage((), (1, 2, 404)), Passage((), (1, 2, 403))), _text_of)
-        store.close()
-        use = open_use(path, SCOPE, tokenizer)
-        assert [entry.passage.body for entry in use.memory.entries] == [(1, 2, 403)]
-        use.close()
-
-    def test_where_no_file_can_be_made_it_learns_until_it_is_closed(
-        self, tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        (tmp_path / "file").write_text("in the way")
-        with caplog.at_level(logging.WARNING, logger="edgespec"):
-            use = open_use(tmp_path / "file" / "me.profile", SCOPE, tokenizer)
-        assert use.problem is not None and "cannot be written" in use.problem
-        assert caplog.messages == [use.problem]
-        tokens = tokenizer.encode(TEXT)
-        _learn(use, tokens)
-        assert use.request().drafter.propose(tokens[:12], 6).tokens == tuple(tokens[12:18])
-        use.flush()
-        use.close()
-
-    def test_a_file_that_cannot_be_written_is_read(
-        self, path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        tokens = tokenizer.encode(TEXT)
-        use = open_use(path, SCOPE, tokenizer)
-        _learn(use, tokens)
-        use.close()
-        before = path.read_bytes()
-
-        def refuse(path: Path) -> sqlite3.Connection:
-            raise sqlite3.OperationalError("attempt to write a readonly database")
-
-        monkeypatch.setattr("edgespec.profile.store.connect", refuse)
-        use = open_use(path, SCOPE, tokenizer)
-        assert use.problem is not None and "readonly" in use.problem
-        assert use.request().drafter.propose(tokens[:12], 6).tokens == tuple(tokens[12:18])
-        _learn(use, tokens)
-        use.close()
-        assert path.read_bytes() == before
-
-    @POSIX
-    @pytest.mark.skipif(hasattr(os, "geteuid") and os.geteuid() == 0, reason="root may write anywhere")
-    def test_a_folder_that_cannot_be_written(self, tmp_path: Path, tokenizer: Tokenizer) -> None:
-        folder = tmp_path / "shut"
-        folder.mkdir(mode=0o500)
-        use = open_use(folder / "me.profile", SCOPE, tokenizer)
-        assert use.problem is not None and "cannot be written" in use.problem
-        use.close()
-
-    def test_a_later_format_is_not_used_and_not_touched(self, path: Path, tokenizer: Tokenizer) -> None:
-        Store.open(path).close()
-        connection = sqlite3.connect(path)
-        connection.execute("PRAGMA user_version = 99")
-        connection.close()
-        before = path.read_bytes()
-        use = open_use(path, SCOPE, tokenizer)
-        assert use.problem is not None and "Update edgespec" in use.problem
-        use.close()
-        assert path.read_bytes() == before
 
 
 def test_a_sound_file_is_not_set_aside(path: Path) -> None:
@@ -444,8 +284,8 @@ def test_a_sound_file_is_not_set_aside(path: Path) -> None:
 
 
 def test_entries_of_the_file_carry_their_verdicts(path: Path) -> None:
-    store, passage = Store.open(path), _passage(1)
-    store.merge(SCOPE, _delta(passage), _text_of)
+    store, passage = Store.open(path), passage_of(1)
+    store.merge(SCOPE, delta_of(passage), text_of)
     learned = next(iter(store.learned()))
     assert isinstance(learned.entry, Entry)
     assert (learned.before, learned.text, learned.scope) == (b"", b"x" * 20, SCOPE)
