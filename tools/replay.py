@@ -27,7 +27,7 @@ import numpy as np
 from edgespec.engine import LoadOptions, Model
 from edgespec.prompts import Prompt, load_prompts
 from edgespec.results import Generation, GenerationStats
-from edgespec.sessions import Pair, Running
+from edgespec.sessions import Devices, Pair, Running
 from edgespec.trial import ask
 from edgespec_models.bundle import Bundle
 from edgespec_models.foreign import open_bundle
@@ -197,7 +197,7 @@ def replayed(
         memo.load()
     recorded = Recorded(target.config.vocab_size, curve_of(args.target_ms), clock)
 
-    def opened(target: Bundle, drafter: Bundle | None, options: CpuOptions) -> Pair:
+    def opened(target: Bundle, drafter: Bundle | None, options: CpuOptions, devices: Devices) -> Pair:
         first = Running(cast(Any, recorded), curve_of(args.target_ms), remembered=False)
         if drafter is None:
             return Pair(first, None, same_vocabulary=False)
