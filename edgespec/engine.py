@@ -8,7 +8,7 @@ from typing import Self, Unpack
 from edgespec.drafting.bridge import Bridge, ByteBridge, IdentityBridge
 from edgespec.drafting.choice import Choice, Guard
 from edgespec.drafting.context import context_tokens
-from edgespec.drafting.draft import Drafter
+from edgespec.drafting.draft import Drafter, Extending
 from edgespec.drafting.experience import Experience
 from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
 from edgespec.drafting.ngram import NgramDrafter
@@ -300,7 +300,7 @@ class Model:
 
     def _drafter(
         self,
-        free: Drafter,
+        free: Extending,
         tokens: list[int],
         drafter_prompt: Callable[[Bundle], list[int]],
         request: Request,

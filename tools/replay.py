@@ -267,6 +267,13 @@ def main() -> None:
         with replayed(target, drafter, args) as (model, recorded):
             print(path.name if path else "ngram")
             show(list(replay(model, recorded, prompts, written)), model)
+            print(f"a drafter that is always right and costs nothing: {oracle(model):.2f}")
+
+
+def oracle(model: Model) -> float:
+    """Speedup if every pass committed all its rows, at the best number of them."""
+    one_s, curve = model.cost_curve.seconds(1), model.cost_curve
+    return max(rows * one_s / curve.seconds(rows) for rows in range(1, model.options.max_draft + 2))
 
 
 def show(results: Sequence[tuple[Prompt, Generation, float]], model: Model) -> None:
