@@ -181,10 +181,10 @@ class TestChoice:
         free.beyond = (0.95,) * 9  # a second pass of four rows pays too
         assert chosen.propose([1], 7).sources == ("model",) * 2 + ("ngram",) * 5
 
-    def test_the_model_is_not_asked_before_half_of_its_reading_has_passed(self, clock: _Clock) -> None:
+    def test_the_model_is_not_asked_before_twice_its_reading_has_passed(self, clock: _Clock) -> None:
         free, model = _Source(clock, name="ngram"), _Source(clock, (0.9,))
         pricing = Pricing(FLAT)
-        choice = Choice(free, model, pricing=pricing, guard=Guard(pricing), reading_s=6.0)
+        choice = Choice(free, model, pricing=pricing, guard=Guard(pricing), reading_s=1.5)
         assert [choice.propose([1] * n, 4).tokens for n in range(1, 6)] == [(), (), (), (0,), (0,)]
         assert (free.asked, model.asked) == ([1, 2, 3, 4, 5], [4, 5])
 

@@ -12,7 +12,7 @@ _STAKE = 5.0  # tokens
 _FIRST_PAUSE, _LONGEST_PAUSE = 16, 256
 _SMOOTHING = 0.1
 _FORGETTING = 0.005
-_PATIENCE = 0.5  # of the time reading takes
+_PATIENCE = 2.0  # times what reading takes
 
 
 class Guard:
@@ -66,7 +66,7 @@ class Choice:
         pricing: what verification costs.
         guard: whether drafting is allowed now.
         reading_s: seconds the model needs for the prompt when it is first asked. It is asked when decoding
-            has taken half of that: a very short answer is over by then.
+            has taken twice that: a short answer is over by then.
     """
 
     def __init__(
