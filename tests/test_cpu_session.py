@@ -11,7 +11,7 @@ import pytest
 
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import BundleError, Cancelled, RequestError
-from edgespec_models.graphs.linear import WeightFormat
+from edgespec_models.weight_format import WeightFormat
 from edgespec_runtimes.cpu import CpuOptions, CpuSession, default_threads
 from edgespec_runtimes.graph_io import EdgespecIO
 from edgespec_runtimes.session import Session

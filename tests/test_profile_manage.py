@@ -114,6 +114,21 @@ def test_what_is_exported_can_be_imported(tokenizer: Tokenizer, tmp_path: Path) 
         assert file.stat().st_mode & 0o777 == 0o600
 
 
+def _passage(**changes: object) -> str:
+    """An export of one passage."""
+    scope = {"target": "t", "tokenizer": "", "namespace": ""}
+    sound = {"scope": scope, "before": "", "text": "a", "lead": [], "body": [1], "worth": 1}
+    sound |= {"right": [0], "wrong": [0], "learned_on": 0}
+    return json.dumps({"format": "edgespec profile 1", "passages": [sound | changes]})
+
+
+def test_a_passage_that_was_written_by_hand_is_imported(tmp_path: Path) -> None:
+    file = tmp_path / "in.json"
+    file.write_text(_passage(), encoding="utf-8")
+    assert Profile("new").load(file) == 1
+    assert run("show", "new").exit_code == 0
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -122,9 +137,14 @@ def test_what_is_exported_can_be_imported(tokenizer: Tokenizer, tmp_path: Path) 
         "{}",
         '{"format": "edgespec profile 1"}',
         '{"format": "edgespec profile 1", "passages": [{"lead": []}]}',
-        '{"format": "edgespec profile 1", "passages": [{"scope": {"target": "t", "tokenizer": "",'
-        '"namespace": ""}, "before": "", "text": "", "lead": [], "body": [-1], "worth": 1,'
-        '"right": [0], "wrong": [0], "learned_on": 0}]}',
+        _passage(body=[-1]),
+        _passage(body=[]),
+        _passage(right=10**15),
+        _passage(worth=float("nan")),
+        _passage(learned_on=float("nan")),
+        _passage(learned_on=1e300),
+        _passage(learned_on=-1e12),
+        _passage(scope={"target": "\ud800", "tokenizer": "", "namespace": ""}),
     ],
 )
 def test_other_files_are_not_imported_and_nothing_is_made(text: str, tmp_path: Path) -> None:
@@ -165,7 +185,9 @@ def test_what_is_no_profile_is_an_error_and_stays(tmp_path: Path) -> None:
     assert file.read_text().startswith("my notes")
 
 
-def test_the_commands(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_the_commands(tokenizer: Tokenizer, tmp_path: Path, home: Path) -> None:
+    assert run("list").exit_code == 0 and profiles() == []
+    (home / "profiles" / "folder.profile").mkdir(parents=True)
     assert run("list").exit_code == 0 and profiles() == []
     _learn(tokenizer, [LETTER, *SENTENCES[:3]], namespace="mail")
     listed = run("list").stdout

@@ -12,7 +12,7 @@ from edgespec_export.gguf import GGMLType
 from edgespec_export.quantization import BLOCKS, Minimums, Mixed, Quantization
 from edgespec_models.bundle import Bundle
 from edgespec_models.errors import RequestError
-from edgespec_models.graphs.linear import Method
+from edgespec_models.weight_format import Method
 from tests.gguf_for_tests import tiny_gguf
 from tests.test_export import logits_error
 

@@ -18,8 +18,9 @@ from edgespec_models.bundle import GRAPH, MANIFEST, TOKENIZER, Bundle, FileRecor
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import Cancelled, RequestError
 from edgespec_models.graphs.decoder import SPARE_ROWS, DecoderPlan, build_decoder
-from edgespec_models.graphs.linear import EmbeddingSpec, LinearPart, LinearSpec, WeightFormat
+from edgespec_models.graphs.linear import EmbeddingSpec, LinearPart, LinearSpec
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
+from edgespec_models.weight_format import WeightFormat
 from tests.tokenizers_for_tests import byte_level_json
 
 F32 = npt.NDArray[np.float32]

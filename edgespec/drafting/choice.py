@@ -12,7 +12,7 @@ _STAKE = 5.0  # tokens
 _FIRST_PAUSE, _LONGEST_PAUSE = 16, 256
 _SMOOTHING = 0.1
 _FORGETTING = 0.005
-_PATIENCE = 2.0  # times the time reading takes
+_PATIENCE = 2.0  # times what reading takes
 
 
 class Guard:

@@ -10,7 +10,8 @@ import numpy.typing as npt
 from edgespec_export.blocks import F32, U8, Blocks
 from edgespec_export.gptq import round_for
 from edgespec_export.rounding import round_matrix
-from edgespec_models.graphs.linear import EmbeddingSpec, Method, WeightFormat
+from edgespec_models.graphs.linear import EmbeddingSpec
+from edgespec_models.weight_format import Method, WeightFormat
 
 __all__ = ["Encoded", "decode_linear", "encode_embedding", "encode_linear", "needs_factors"]
 

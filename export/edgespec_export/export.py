@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 
 from edgespec_export.bundle_files import hash_files, parameters_by_class, write_json, write_texts
+from edgespec_export.extra import require_extra
 from edgespec_export.quantization import Quantization
 from edgespec_export.report import ExportReport, FormatLoss
 from edgespec_export.staging import check_place, place, staging, storage_errors
@@ -29,7 +30,7 @@ from edgespec_models.bundle import (
     Role,
 )
 from edgespec_models.config import ModelConfig
-from edgespec_models.errors import EdgespecError, ParityError, RequestError
+from edgespec_models.errors import ParityError, RequestError
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_models.static_graphs import PREFILL_ROWS, ExportDevice
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
@@ -37,6 +38,7 @@ from edgespec_runtimes.memory import peak_memory_bytes
 
 if TYPE_CHECKING:
     from edgespec_export.checkpoint import Checkpoint
+    from edgespec_export.plan import Policy
     from edgespec_export.writer import FactorsOf
     from edgespec_models.graphs.decoder import DecoderPlan
 
@@ -51,7 +53,7 @@ class ExportOptions:
         role: ``target`` or ``drafter``.
         weights: a policy of :data:`edgespec_export.plan.POLICIES`; None takes the default for the role and
             the source.
-        quantization: bits, block size and method instead of a policy.
+        quantization: bits, block size and method, or a policy of one's own, instead.
         kv: what the KV cache holds; ``int8`` takes a quarter of the memory and is calibrated at export.
         name: the model's name; None takes the source's.
         hidden_states: add the last hidden state as an output, for drafters that adapt.
@@ -64,7 +66,7 @@ class ExportOptions:
 
     role: Role = "target"
     weights: str | None = None
-    quantization: Quantization | None = None
+    quantization: "Quantization | Policy | None" = None
     kv: KVType = "float32"
     name: str | None = None
     hidden_states: bool = False
@@ -94,7 +96,7 @@ def export_model(
         EdgespecError: the ``export`` extra is not installed.
     """
     options = options or ExportOptions()
-    _require_extra()
+    require_extra()
     _check_request(source, out, options)
     started = perf_counter()
     with storage_errors(out), staging(out) as folder:
@@ -145,8 +147,13 @@ def _plan_trim(source: Path, folder: Path, options: ExportOptions, progress: Pro
         text, special = checkpoint.tokenizer_json(), checkpoint.special_tokens()
         tokenizer = Tokenizer.from_json(text, vocab_size=checkpoint.config.vocab_size)
 
+    # What is measured, speed and first guesses, hardly depends on it, and gptq would calibrate every time.
+    trial = options.quantization
+    if trial is not None and trial.method == "gptq":
+        trial = replace(trial, method="fit")
+
     def write(place: Path, tokens: Tokens) -> None:
-        _write(source, place, options, tokens, ignore_progress)
+        _write(source, place, replace(options, quantization=trial), tokens, ignore_progress)
 
     trim = replace(options.trim, size=size)
     return plan_trim(trim, (tokenizer, special), write, scratch=folder / "sizing", progress=progress)
@@ -165,8 +172,8 @@ def _write(
     from edgespec_models.graphs.decoder import build_decoder
 
     with open_checkpoint(source) as checkpoint:
-        policy = options.weights or default_weights(checkpoint, options.role)
-        chosen = options.quantization or POLICIES[policy]
+        default = options.weights or default_weights(checkpoint, options.role)
+        chosen = options.quantization or POLICIES[default]
         write_texts(checkpoint, folder)
         special = checkpoint.special_tokens()
         digest = hash_files(checkpoint.files, progress)
@@ -195,7 +202,7 @@ def _write(
             config=checkpoint.config,
             even_rows=even_rows,
             hidden_states=options.hidden_states,
-            weights=policy if options.quantization is None else options.quantization.name,
+            weights=chosen.name,
             formats=_weights_by_format(losses),
             bytes_by_class=by_class,
             parameters_by_class=parameters_by_class(checkpoint, head.in_features * head.out_features),
@@ -280,16 +287,6 @@ def _reported(pieces: Sequence[Path], progress: ProgressCallback) -> Iterator[Pa
     for number, piece in enumerate(pieces):
         progress(Progress("Checking", number, len(pieces), "step"))
         yield piece
-
-
-def _require_extra() -> None:
-    try:
-        import onnx_ir  # noqa: F401
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise EdgespecError(
-            f"exporting needs {error.name}, which is not installed: pip install 'edgespec[export]'"
-        ) from error
 
 
 def _check_request(source: Path, out: Path, options: ExportOptions) -> None:

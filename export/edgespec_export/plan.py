@@ -12,14 +12,13 @@ from types import MappingProxyType
 from edgespec_export.checkpoint import FLOATS, Checkpoint
 from edgespec_export.gguf import GGMLType
 from edgespec_export.quantization import Quantization
+from edgespec_export.recipe import DEFAULT_WEIGHTS
 from edgespec_models.bundle import Role
 from edgespec_models.graphs.decoder import DecoderPlan, Refinement
-from edgespec_models.graphs.linear import EmbeddingSpec, LinearPart, LinearSpec, Method, WeightFormat
+from edgespec_models.graphs.linear import EmbeddingSpec, LinearPart, LinearSpec
+from edgespec_models.weight_format import Method, WeightFormat
 
-__all__ = ["DEFAULT_WEIGHTS", "POLICIES", "Policy", "default_weights", "plan_decoder"]
-
-DEFAULT_WEIGHTS: Mapping[Role, str] = MappingProxyType({"target": "close", "drafter": "quick"})
-"""The policy a role gets, but for targets in floating point; docs/benchmarks.md has the figures."""
+__all__ = ["POLICIES", "Policy", "default_weights", "plan_decoder"]
 
 _LARGE = 1_000_000_000  # weights; smaller models lose too much by 4 bits that nobody chose for them
 _INT4 = WeightFormat(4, 32)
@@ -55,10 +54,12 @@ _EXACT: Mapping[GGMLType, WeightFormat] = MappingProxyType(
 class Policy:
     """A format for every source format: ``layers`` for the blocks' matrices, ``head`` for the LM head.
 
-    ``refined`` targets have a coarse LM head where the vocabulary is large, and the exact rows of the most
-    probable tokens (:class:`~edgespec_models.graphs.decoder.Refinement`).
+    The manifest tells its ``name``, the command line its ``summary``. ``refined`` targets have a coarse LM
+    head where the vocabulary is large, and the exact rows of the most probable tokens
+    (:class:`~edgespec_models.graphs.decoder.Refinement`).
     """
 
+    name: str
     summary: str
     layers: Mapping[GGMLType, WeightFormat]
     head: Mapping[GGMLType, WeightFormat]
@@ -83,23 +84,36 @@ _8_BITS = dict.fromkeys(GGMLType, _INT8)
 
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
-        "exact": Policy("every weight keeps the value it has in the file", _EXACT, _EXACT),
-        "close": Policy(
-            "what 4 bits cannot hold is rounded to a hundredth of a step or to 8 bits",
-            _CLOSE,
-            _CLOSE,
-            refined=True,
-        ),
-        "balanced": Policy(
-            "4 bits in the layers, 8 bits in the LM head and the embedding", _FAST, _8_BITS, refined=True
-        ),
-        "int8": Policy(
-            "8 bits everywhere, but 4 where the file has 4 that fit", _INT8_ALL, _INT8_ALL, refined=True
-        ),
-        "quick": Policy("like int8, in larger blocks: for drafters", _QUICK, _QUICK),
-        "fast": Policy("4 bits everywhere", _FAST, _FAST, refined=True),
+        policy.name: policy
+        for policy in (
+            Policy("exact", "every weight keeps the value it has in the file", _EXACT, _EXACT),
+            Policy(
+                "close",
+                "what 4 bits cannot hold is rounded to a hundredth of a step or to 8 bits",
+                _CLOSE,
+                _CLOSE,
+                refined=True,
+            ),
+            Policy(
+                "balanced",
+                "4 bits in the layers, 8 bits in the LM head and the embedding",
+                _FAST,
+                _8_BITS,
+                refined=True,
+            ),
+            Policy(
+                "int8",
+                "8 bits everywhere, but 4 where the file has 4 that fit",
+                _INT8_ALL,
+                _INT8_ALL,
+                refined=True,
+            ),
+            Policy("quick", "like int8, in larger blocks: for drafters", _QUICK, _QUICK),
+            Policy("fast", "4 bits everywhere", _FAST, _FAST, refined=True),
+        )
     }
 )
+"""Policies by name."""
 
 
 def _fitting(form: WeightFormat, columns: int) -> WeightFormat:

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal, get_args
 
 from edgespec_export.gguf import GGMLType
 from edgespec_models.errors import RequestError
-from edgespec_models.graphs.linear import Method, WeightFormat
+from edgespec_models.weight_format import Method, WeightFormat
 
 __all__ = ["BLOCKS", "Minimums", "Mixed", "Quantization"]
 

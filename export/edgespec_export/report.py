@@ -5,7 +5,7 @@ from typing import Any
 
 from edgespec_export.parity import ParityReport
 from edgespec_export.trim import TrimReport
-from edgespec_models.graphs.linear import Method
+from edgespec_models.weight_format import Method
 
 __all__ = ["ExportReport", "FormatLoss", "StaticReport"]
 

@@ -11,10 +11,12 @@ zero points only, so a format with minimums (Q4_1, Q4_K) leaves a remainder per 
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import onnx_ir as ir
 from onnxscript import OpBuilder, nn
+
+from edgespec_models.weight_format import Method, WeightFormat
 
 __all__ = [
     "MICROSOFT",
@@ -23,43 +25,10 @@ __all__ = [
     "Linear",
     "LinearPart",
     "LinearSpec",
-    "Method",
-    "WeightFormat",
 ]
-
-Method = Literal["keep", "rtn", "fit", "k-quant", "hqq", "gptq"]
-"""How weights are rounded (``edgespec_export.rounding``, ``gptq``); ``keep`` repacks those that fit."""
 
 MICROSOFT: dict[str, Any] = {"_domain": "com.microsoft", "_version": 1}
 INT8_ACTIVATIONS = 4  # MatMulNBits' accuracy_level; float activations are 2 to 5 times slower on CPUs
-
-
-@dataclass(frozen=True, slots=True)
-class WeightFormat:
-    """How a matrix is stored: ``bits`` 4 or 8 in blocks of ``block`` along the input, or 32 for float32."""
-
-    bits: Literal[4, 8, 32]
-    block: int = 32
-    zero_points: bool = False
-    remainder: Literal["drop", "columns", "matmul"] = "drop"
-
-    @property
-    def even_rows(self) -> bool:
-        """Whether MatMulNBits computes pairs of rows and an odd last row with sums in another order.
-
-        Seen on ONNX Runtime 1.31 with AVX-512 VNNI: a row's bits are the same in every pass for blocks of
-        16 and 32 (4 bits) and up to 64 (8 bits), and in every pass over an even number of rows for the
-        others.
-        """
-        return (self.bits == 4 and self.block > 32) or (self.bits == 8 and self.block > 64)
-
-    @property
-    def name(self) -> str:
-        """Short name for tables, such as ``int4/32+columns``."""
-        if self.bits == 32:
-            return "float32"
-        extra = "" if self.remainder == "drop" else f"+{self.remainder}"
-        return f"int{self.bits}/{self.block}{'z' if self.zero_points else ''}{extra}"
 
 
 @dataclass(frozen=True, slots=True)
