@@ -60,7 +60,7 @@ def mixed(law: Law, other: Law, right: float) -> Law:
 
 
 def job_of(
-    target: ToySession, drafter: ModelDrafter, ahead: Ahead, pricing: Pricing, request: Request
+    target: ToySession, drafter: ModelDrafter, ahead: Ahead | None, pricing: Pricing, request: Request
 ) -> Job:
     return Job(
         session=target,

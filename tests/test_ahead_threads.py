@@ -17,7 +17,7 @@ from edgespec.drafting.model import ModelDrafter
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.generation import TextStreamer
 from edgespec.pricing import Pricing
-from edgespec.request import Request
+from edgespec.request import Request, RequestOptions
 from edgespec.sampling import SamplingParams
 from edgespec.verification import make_verifier
 from edgespec_models.tokenizer import Tokenizer
@@ -157,6 +157,10 @@ class _Held(_Small):
         super().__init__(law)
         self.entered, self.let_go, self.error = threading.Event(), threading.Event(), error
 
+    def let_go_when(self, happened: threading.Event) -> None:
+        assert happened.wait(60)
+        self.let_go.set()
+
     def forward(self, tokens: Sequence[int]) -> F32:
         if _is_ahead():
             self.entered.set()
@@ -190,7 +194,7 @@ def test_a_request_that_is_cancelled_waits_for_the_step_that_runs() -> None:
     def cancelled() -> bool:
         run = ahead._run
         if run is not None and held.entered.is_set():
-            threading.Thread(target=lambda: run.stop.wait(60) and held.let_go.set()).start()
+            threading.Thread(target=held.let_go_when, args=(run.stop,)).start()
         return held.entered.is_set()
 
     job = job_of(target, drafter, ahead, pricing, Request(max_new_tokens=40, cancelled=cancelled))
@@ -280,9 +284,10 @@ def test_models_on_two_devices_write_what_one_writes_alone(tmp_path: Path, draft
     def written(model: Model) -> list[tuple[int, ...]]:
         for _ in model.stream("def add(a, b):", max_new_tokens=60, stop_at_eos=False):
             break  # left early, and not closed
+        options = RequestOptions(max_new_tokens=60, stop_at_eos=False, seed=3)
         return [
-            model.generate("def add(a, b):", max_new_tokens=60, stop_at_eos=False, **sampling).tokens
-            for sampling in ({}, {"temperature": 0.9, "seed": 3})
+            model.generate("def add(a, b):", temperature=temperature, **options).tokens
+            for temperature in (0.0, 0.9)
         ]
 
     with Model(target, None, options=options, drafts=False) as alone:
