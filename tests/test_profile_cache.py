@@ -209,6 +209,16 @@ class TestMemory:
         assert both.changes[found.entry.passage.digest].verdicts == {found.offset: (2, 2)}
 
 
+class _Near:
+    """Knows nothing."""
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
+        return NO_DRAFT
+
+    def extend(self, tokens: Sequence[int], draft: Draft, limit: int) -> Draft:
+        return draft
+
+
 class TestDrafter:
     def test_a_repeated_answer_is_copied_across_passages(self) -> None:
         text = _noise(4, 400)
@@ -267,7 +277,7 @@ class TestDrafter:
     def test_a_draft_of_the_text_is_gone_on_with(self) -> None:
         text = _noise(8, 60)
 
-        class Near:
+        class Near(_Near):
             def propose(self, tokens: Sequence[int], limit: int) -> Draft:
                 return Draft(tuple(text[20:22]), None, ("ngram",) * 2, (0.99, 0.99))
 
@@ -278,12 +288,21 @@ class TestDrafter:
         assert draft.sources == ("ngram",) * 2 + ("profile",) * 4
         assert len(draft.confidence) == 6 and draft.probs is None
 
+    def test_the_draft_of_a_model_is_gone_on_with(self) -> None:
+        text = _noise(8, 60)
+        both = BestOf(_Near(), ProfileDrafter(_memory(text[15:]), stop_below=0.0))
+        both.propose([7777, *text[18:20]], 6)
+        model = Draft(tuple(text[20:22]), None, ("model",) * 2, (0.9, 0.9))
+        draft = both.extend([7777, *text[18:20]], model, 6)
+        assert draft.tokens == tuple(text[20:26])
+        assert draft.sources == ("model",) * 2 + ("profile",) * 4
+
     def test_the_better_promise_wins(self) -> None:
         text = _noise(9, 60)
         memory = _memory(text)
         alone = ProfileDrafter(memory).propose(text[:20], 4)
 
-        class Near:
+        class Near(_Near):
             confidence: tuple[float, ...] = (0.1,)
 
             def propose(self, tokens: Sequence[int], limit: int) -> Draft:

@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--way", action="append", default=[], help="repeatable; all by default")
     parser.add_argument("--picture", type=Path, help="an SVG file")
     parser.add_argument("--memo", type=Path, default=Path("replay.memo"))
-    parser.set_defaults(useless=False, noise=0.0)
+    parser.set_defaults(useless=False, noise=0.0, ahead=False)
     args = parser.parse_args()
     names = args.way or ["direct mapping", "nothing learned", "n-grams"]
     streams = {name: run(args, name) for name in names}

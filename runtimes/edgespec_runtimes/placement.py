@@ -10,7 +10,7 @@ from edgespec_models.errors import DeviceError
 from edgespec_models.static_graphs import ExportDevice, Form
 from edgespec_runtimes.discovery import AUTO, Device, Runtime, devices, resolve
 
-__all__ = ["Placement", "export_for", "form_of", "place"]
+__all__ = ["Placement", "export_for", "form_of", "place", "run_at_once"]
 
 _FORMS: Mapping[Form, str] = MappingProxyType(
     {
@@ -72,6 +72,12 @@ def export_for(wanted: str, runtime: Runtime | None = None) -> ExportDevice | No
         DeviceError: the device is not known or cannot be had.
     """
     return None if wanted == AUTO else resolve(wanted, runtime).profile.export
+
+
+def run_at_once(one: Placement, other: Placement) -> bool:
+    """Whether two models there compute side by side: on hardware of two kinds, none of it emulated."""
+    first, second = one.device, other.device
+    return first.profile.hardware != second.profile.hardware and first.state == second.state == "ready"
 
 
 def _best(bundle: Bundle, form: Form, found: Sequence[Device]) -> Placement:
