@@ -2,14 +2,13 @@
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from edgespec.cli import app
-from edgespec.cli.console import errors, output
 from edgespec.profile import Profile, profiles
 from edgespec.profile.passages import cut
 from edgespec.profile.store import Scope
@@ -21,6 +20,7 @@ from tests.tokenizers_for_tests import byte_level_json
 SENTENCES = [
     f"Sentence number {n} says that {n} times two is {2 * n}, as everybody knows. " for n in range(40)
 ]
+pytestmark = pytest.mark.usefixtures("consoles")
 LETTER = "Dear Mrs. Müller, thank you for your letter of the fifth of May. Yours, Ferdinand Mustermann"
 
 
@@ -30,14 +30,9 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("COLUMNS", "200")
-    for console in (output, errors):
-        console.cache_clear()
-    yield tmp_path / "home"
-    for console in (output, errors):
-        console.cache_clear()
+    return tmp_path / "home"
 
 
 def _learn(tokenizer: Tokenizer, texts: Sequence[str], *, name: str = "me", namespace: str = "") -> Profile:

@@ -139,6 +139,21 @@ class TestStore:
         assert store.scopes()[SCOPE] > 1000
         store.close()
 
+    def test_an_import_is_bounded_too(self, tmp_path: Path, path: Path) -> None:
+        elsewhere = Store.open(tmp_path / "elsewhere.profile")
+        elsewhere.merge(SCOPE, delta_of(*(passage_of(n) for n in range(1000))), text_of)
+        limit = 100_000
+        store = Store.open(path, max_bytes=limit)
+        store.merge(OTHERS[0], delta_of(passage_of(1)), text_of)
+        with store.transaction():
+            for learned in elsewhere.learned():
+                store.put(learned)
+        store.overwrite()
+        assert path.stat().st_size <= limit + 4096
+        assert set(store.scopes()) == {SCOPE} and store.scopes()[SCOPE] > 1000
+        elsewhere.close()
+        store.close()
+
     def test_deleted_text_is_gone_from_the_file(self, path: Path) -> None:
         store = Store.open(path)
         store.merge(

@@ -151,7 +151,10 @@ class Store:
             self._vacuum()
 
     def put(self, learned: Learned) -> None:
-        """Add a passage from elsewhere, with its history; to be called within :meth:`transaction`."""
+        """Add a passage from elsewhere, with its history, and hold the bounds.
+
+        To be called within :meth:`transaction`.
+        """
         key, clock = self._advance(learned.scope, 0)
         known = self._connection.execute(_ENTRY, (key, learned.entry.passage.digest)).fetchone()
         entry = learned.entry if known is None else _entry(*known)
@@ -160,6 +163,7 @@ class Store:
         entry.at = clock
         self._save(key, entry, (learned.before, learned.text), learned.learned_on)
         self._trim(key, clock)
+        self._shrink(key, clock)
 
     def remove(self, found: Sequence[Learned]) -> None:
         """Delete passages, and overwrite what they said."""

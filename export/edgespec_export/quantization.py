@@ -90,7 +90,7 @@ class Quantization:
         block, _, rest = rest.partition("/")
         method, *more = rest.split("/")
         options = dict(item.partition("=")[::2] for item in more)
-        if not (bits.isdigit() and block.isdigit()) or not options.keys() <= {"mixed", "minimums"}:
+        if not (bits.isdecimal() and block.isdecimal()) or not options.keys() <= {"mixed", "minimums"}:
             raise RequestError(
                 f"{name!r} is no quantization; write BITS/BLOCK/METHOD, such as 4/32/fit or "
                 "4/64/k-quant/mixed=none/minimums=integer"
