@@ -169,6 +169,9 @@ class Model:
         devices = Devices(self.placement.device, aside)
         cpu = CpuOptions(threads=options.threads, spinning=options.spinning)
         pair = open_pair(target, drafter, cpu, devices)
+        self.placement = self.placement.opened(pair.target.session)
+        if self.drafter_placement is not None and pair.drafter is not None:
+            self.drafter_placement = self.drafter_placement.opened(pair.drafter.session)
         self._session, self._same_vocabulary = pair.target.session, pair.same_vocabulary
         self.cost_curve: CostCurve = pair.target.curve
         self._pricing = Pricing(self.cost_curve)

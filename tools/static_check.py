@@ -53,6 +53,8 @@ def timed_session(bundle: Bundle, device: Device) -> StaticSession:
     started = perf_counter()
     session = StaticSession(bundle, device)
     print(f"{device.name} ({device.state}): opened and tested in {perf_counter() - started:.1f} s")
+    if session.compiled:
+        print(f"  {session.compiled}")
     assert isinstance(session._io, StaticIO)
     for rows, seconds in session._io.seconds.items():
         print(f"  a pass over {rows:2} rows: {seconds * 1e3:,.0f} ms")

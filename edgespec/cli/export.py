@@ -10,6 +10,7 @@ from edgespec.cli.answers import print_json
 from edgespec.cli.console import note, output, progress_bars, size
 from edgespec.cli.inspect import show_report
 from edgespec.cli.options import JsonFlag
+from edgespec_models.chips import CHIPS
 from edgespec_models.errors import ModelFileError, RequestError
 from edgespec_models.progress import ProgressCallback
 
@@ -125,6 +126,14 @@ def export(
             help="With --device: tokens a KV cache holds, a graph each. Default: 512,1024,2048.",
         ),
     ] = None,
+    chip: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="With --device npu-qnn: compile every graph for this chip now, so that it need not when it "
+            f"loads them. Known: {', '.join(CHIPS)}.",
+        ),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a bundle that is there.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -148,6 +157,8 @@ def export(
 
         edgespec export qwen2.5-coder-0.5b-instruct -o npu --device npu-qnn --buckets 512,2048
 
+        edgespec export qwen2.5-coder-0.5b-instruct -o laptop --device npu-qnn --chip snapdragon-x-elite
+
         edgespec export ~/models/pythia-160m -o pythia --via optimum --optimum-cli optimum/bin/optimum-cli
     """
     from edgespec_export.export import ExportOptions, export_model
@@ -158,7 +169,7 @@ def export(
         words: dict[str, object] = {"--weights": weights, "--trim-vocab": trim_vocab, "--name": name}
         words |= {"--bits": quantization, "--calibration": calibration, "--calibrate-with": calibrate_with}
         words |= {"--kv": kv == "int8", "--hidden-states": hidden_states, "--role": role == "drafter"}
-        words |= {"--device": device != "cpu", "--buckets": buckets}
+        words |= {"--device": device != "cpu", "--buckets": buckets, "--chip": chip}
         _refuse_with_optimum([word for word, value in words.items() if value])
         _via_optimum(source, out, program=optimum_cli, overwrite=overwrite, as_json=as_json)
         return
@@ -174,6 +185,7 @@ def export(
             overwrite=overwrite,
             device=None if device == "cpu" else device,
             buckets=_buckets(buckets),
+            chip=chip,
             trim=TrimOptions(_trim_size(trim_vocab), tuple(calibration or ()), tuple(calibrate_with or ())),
         )
         report = export_model(file, out, options=options, progress=progress)

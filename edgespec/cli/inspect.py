@@ -98,6 +98,12 @@ def _facts(bundle: "Bundle", verified: bool) -> "Table":
         table.add_row(
             "made for", f"{graphs.device}: passes of {graphs.widths} rows, caches of {lengths} tokens"
         )
+        if graphs.contexts is not None:
+            binaries = (manifest.files[graphs.context_files(name)[1]].size_bytes for name in graphs.graphs)
+            table.add_row(
+                "compiled for",
+                f"{graphs.contexts.chip.name}: {size(sum(binaries))}, by version {graphs.contexts.version}",
+            )
     floats = ", ".join(map(str, manifest.float_kv_layers))
     table.add_row("KV cache", manifest.kv + (f", float32 in the layers {floats}" if floats else ""))
     table.add_row(

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 from edgespec_export.bundle_files import hash_files, parameters_by_class, write_json, write_texts
 from edgespec_export.calibration import read_texts, shipped_texts
 from edgespec_export.checkpoint import Checkpoint
+from edgespec_export.contexts import compile_contexts, compiler_for
 from edgespec_export.parity import find_golden
 from edgespec_export.report import ExportReport
 from edgespec_export.sources import open_checkpoint
 from edgespec_export.static_export import ROWS, StaticExport, export_static, format_for, planned
 from edgespec_models.bundle import MANIFEST, REPORT, TOKENIZER, Bundle, FileRecord, Manifest
+from edgespec_models.chips import find_chip
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import ProgressCallback
 from edgespec_models.static_graphs import buckets_for
@@ -47,6 +49,10 @@ def build_for_device(
         texts = _texts(tokenizer, checkpoint.special_tokens(), options.trim.texts)
         golden = find_golden(digest)
         made = export_static(checkpoint, folder, graphs, texts, golden=golden, progress=progress)
+        if options.chip is not None:
+            chip = find_chip(options.chip)
+            compiled = compile_contexts(folder, made.graphs, chip, compiler_for(chip), progress)
+            made = replace(made, graphs=compiled)
         manifest = _manifest(checkpoint, folder, made, options, (source.resolve().name, digest))
         source_bytes = sum(file.stat().st_size for file in checkpoint.files)
     write_json(folder / MANIFEST, manifest.to_json())

@@ -29,6 +29,7 @@ from edgespec_models.bundle import (
     Manifest,
     Role,
 )
+from edgespec_models.chips import find_chip
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import ParityError, RequestError
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
@@ -62,6 +63,8 @@ class ExportOptions:
         device: what else than the CPU the bundle is for; None is the CPU. Its graphs have fixed shapes, and
             the device settles the formats of weights and KV cache.
         buckets: with a device, lengths of the KV cache in tokens; empty takes 512, 1024 and 2048.
+        chip: with ``npu-qnn``, one of :data:`edgespec_models.chips.CHIPS` to compile every graph for; None
+            leaves that to the device, at each load.
     """
 
     role: Role = "target"
@@ -74,6 +77,7 @@ class ExportOptions:
     trim: TrimOptions = field(default_factory=TrimOptions)
     device: ExportDevice | None = None
     buckets: tuple[int, ...] = ()
+    chip: str | None = None
 
 
 def export_model(
@@ -93,6 +97,7 @@ def export_model(
         ParityError: the export does not compute what the source computes.
         RequestError: an unknown policy, a policy and a quantization at once, or ``out`` exists.
         StorageError: the disk is full, or ``out`` cannot be written.
+        DeviceError: a chip is named, and its compiler is missing or refuses a graph.
         EdgespecError: the ``export`` extra is not installed.
     """
     options = options or ExportOptions()
@@ -314,7 +319,9 @@ def _check_request(source: Path, out: Path, options: ExportOptions) -> None:
 
 
 def _check_device(options: ExportOptions) -> None:
-    """With a device, what it settles cannot be chosen; without, there are no buckets."""
+    """With a device, what it settles cannot be chosen; without, there are no buckets, and no chip."""
+    if options.chip is not None:
+        _check_chip(options.chip, options.device)
     if options.device is None:
         if options.buckets:
             raise RequestError("buckets are of bundles with fixed shapes; give a device too, such as npu-qnn")
@@ -336,3 +343,14 @@ def _check_device(options: ExportOptions) -> None:
         )
     if options.buckets and min(options.buckets) < PREFILL_ROWS:
         raise RequestError(f"buckets={options.buckets}: a KV cache holds at least {PREFILL_ROWS} tokens")
+
+
+def _check_chip(name: str, device: ExportDevice | None) -> None:
+    """Before the export's minutes: the chip is known, and there is a compiler for it."""
+    from edgespec_export.contexts import compiler_for
+
+    if device != "npu-qnn":
+        raise RequestError(
+            f"chip={name!r} is of bundles for the device npu-qnn, not for {device or 'the CPU'}"
+        )
+    compiler_for(find_chip(name))

@@ -2,7 +2,8 @@
 
 ``edgespec.json``      the manifest: everything below, with the size and sha256 of every other file
 ``model.onnx``         the graph, its weights in ``model.onnx.data``; or ``model-CxN.onnx``, several graphs of
-                       fixed shapes (:mod:`edgespec_models.static_graphs`) over the same file of weights
+                       fixed shapes (:mod:`edgespec_models.static_graphs`) over the same file of weights, and
+                       ``model-CxN.context.onnx`` with ``model-CxN.context_qnn.bin`` where compiled for a chip
 ``tokenizer.json``     as the `tokenizers` library reads it
 ``chat_template.jinja`` where the model has one
 ``head_tokens.npy``    of a trimmed drafter: the token of every row of the LM head
@@ -217,6 +218,14 @@ class Bundle:
             raise BundleError(f"{file} has {size:,} bytes, not {record.size_bytes:,}; export the model again")
         if digest and FileRecord.of(file) != record:
             raise BundleError(f"{file} has changed since the export (sha256 differs); export the model again")
+
+    def verify(self, name: str) -> None:
+        """Compare a file with the manifest.
+
+        Raises:
+            BundleError: it is missing, or its size or sha256 differs.
+        """
+        self._check(name, self.manifest.files[name], True)
 
     @property
     def config(self) -> DecoderShape:

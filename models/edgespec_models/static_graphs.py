@@ -1,7 +1,9 @@
 """Bundles of graphs with fixed shapes, for devices that compile a graph once for all passes.
 
 There is a graph for each number of rows (``verify``, whose passes return all logits, and ``prefill``, which
-returns one row's) and each length of the KV cache (``buckets``), over one file of weights.
+returns one row's) and each length of the KV cache (``buckets``), over one file of weights. Beside each there
+may be what a device's compiler made of it for one chip (``contexts``): a small graph of one operator, and the
+context binary that it names, which holds weights of its own.
 """
 
 from collections.abc import Sequence
@@ -9,12 +11,14 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
+from edgespec_models.chips import Chip
 from edgespec_models.errors import BundleError
 
 __all__ = [
     "PREFILL_ROWS",
     "VERIFY_ROWS",
     "Activations",
+    "Contexts",
     "ExportDevice",
     "Form",
     "StaticGraphs",
@@ -34,6 +38,26 @@ _BUCKETS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Contexts:
+    """What compiled the graphs ahead.
+
+    Attributes:
+        chip: what for.
+        version: of the provider's package.
+    """
+
+    chip: Chip
+    version: str
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "Contexts":
+        """Read what ``asdict`` gives; raises TypeError, KeyError or ValueError for others."""
+        chip = value["chip"]
+        numbers = {name: int(chip[name]) for name in ("soc_model", "htp_arch")}
+        return cls(chip=Chip(name=str(chip["name"]), **numbers), version=str(value["version"]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StaticGraphs:
     """Which graphs a bundle has, and what its session must know of them.
 
@@ -44,6 +68,7 @@ class StaticGraphs:
         buckets: tokens the KV cache holds, ascending.
         activations: ``uint16`` where every tensor is quantized, ``float32`` where only weights may be.
         masked: what the attention mask adds where a row must not look.
+        contexts: what compiled every graph ahead; None where the device is to do that.
     """
 
     device: ExportDevice
@@ -52,6 +77,7 @@ class StaticGraphs:
     buckets: tuple[int, ...]
     activations: Activations
     masked: float
+    contexts: Contexts | None = None
 
     def __post_init__(self) -> None:
         for name, numbers in (
@@ -81,14 +107,27 @@ class StaticGraphs:
         return self.buckets[-1]
 
     @property
-    def files(self) -> list[str]:
-        """The graphs' files, in the bundle."""
+    def graphs(self) -> list[str]:
+        """Files of the graphs, in the bundle."""
         return [self.file(bucket, rows) for bucket in self.buckets for rows in self.widths]
+
+    @property
+    def files(self) -> list[str]:
+        """The graphs' files, and those of what they were compiled to."""
+        if self.contexts is None:
+            return self.graphs
+        return self.graphs + [name for graph in self.graphs for name in self.context_files(graph)]
 
     @staticmethod
     def file(bucket: int, rows: int) -> str:
         """The graph of passes over ``rows`` tokens behind at most ``bucket`` others."""
         return f"model-{bucket}x{rows}.onnx"
+
+    @staticmethod
+    def context_files(graph: str) -> tuple[str, str]:
+        """What ``graph`` is compiled to: a graph to open, and its context binary, named by the provider."""
+        stem = graph.removesuffix(".onnx")
+        return f"{stem}.context.onnx", f"{stem}.context_qnn.bin"
 
     def bucket_for(self, tokens: int) -> int:
         """The least bucket that holds ``tokens``; the largest if none does."""
@@ -102,7 +141,8 @@ class StaticGraphs:
     def from_json(cls, value: dict[str, Any]) -> "StaticGraphs":
         """Read :meth:`to_json`'s form; raises TypeError, ValueError or BundleError for others."""
         lists = {name: tuple(map(int, value[name])) for name in ("verify", "buckets")}
-        return cls(**value | lists)
+        contexts = value.get("contexts")
+        return cls(**value | lists | {"contexts": None if contexts is None else Contexts.from_json(contexts)})
 
 
 def buckets_for(context_length: int, chosen: Sequence[int] = ()) -> tuple[int, ...]:

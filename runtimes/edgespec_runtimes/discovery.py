@@ -201,8 +201,10 @@ def _look(profile: DeviceProfile, machine: Runtime) -> Device:
         return Device(profile, "missing", problem=problem, remedy=f"Add it: {profile.install}")
     mine = [found for found in machine.found() if found.provider == profile.provider]
     exact = next((found for found in mine if found.hardware == profile.hardware), None)
-    # On machines without the NPU, Qualcomm's plugin offers the processor, on which it emulates the NPU.
-    emulator = next(iter(mine), None) if profile.name == "qnn:htp" else None
+    # Where Qualcomm's plugin offers a processor of another vendor, it emulates the NPU there. One of
+    # Qualcomm's own is of a Snapdragon whose NPU has no driver.
+    others = (found for found in mine if "qualcomm" not in found.vendor.lower())
+    emulator = next(others, None) if profile.name == "qnn:htp" else None
     chosen = exact or emulator
     if chosen is None:
         problem = f"{profile.provider} is installed and finds no such {profile.hardware}"

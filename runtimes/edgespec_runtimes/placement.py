@@ -2,13 +2,15 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from edgespec_models.bundle import Bundle
 from edgespec_models.errors import DeviceError
 from edgespec_models.static_graphs import ExportDevice, Form
 from edgespec_runtimes.discovery import AUTO, Device, Runtime, devices, resolve
+from edgespec_runtimes.session import Session
+from edgespec_runtimes.static_session import StaticSession
 
 __all__ = ["Placement", "export_for", "form_of", "place", "run_at_once"]
 
@@ -35,6 +37,11 @@ class Placement:
 
     def __str__(self) -> str:
         return f"{self.device.name} ({self.reason})"
+
+    def opened(self, session: Session) -> "Placement":
+        """With what opening the graphs found out: whether the bundle's context binaries are used."""
+        found = session.compiled if isinstance(session, StaticSession) else ""
+        return replace(self, reason=f"{self.reason}; {found}") if found else self
 
 
 def form_of(bundle: Bundle) -> Form:

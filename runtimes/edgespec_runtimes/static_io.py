@@ -90,12 +90,12 @@ class StaticIO:
         seconds: what a pass of each width cost when its graph was opened.
     """
 
-    def __init__(self, bundle: Bundle, open_graph: Callable[[Path], Any]) -> None:
+    def __init__(self, bundle: Bundle, open_graphs: Callable[[Sequence[Path]], Sequence[Any]]) -> None:
         """Open nothing yet: :meth:`reserve` does.
 
         Args:
             bundle: with graphs of fixed shapes.
-            open_graph: ONNX Runtime's session over a graph, on the device.
+            open_graphs: ONNX Runtime's sessions over a bucket's graphs, on the device.
 
         Raises:
             BundleError: the bundle has no such graphs.
@@ -103,7 +103,7 @@ class StaticIO:
         static, config = bundle.manifest.static, bundle.config
         if static is None or not isinstance(config, ModelConfig):
             raise BundleError(f"{bundle.path} has no graphs of fixed shapes")
-        self._static, self._config, self._path, self._open = static, config, bundle.path, open_graph
+        self._static, self._config, self._path, self._open = static, config, bundle.path, open_graphs
         self._host = HostInputs(config, static.masked)
         self._passes: dict[int, _Pass] = {}
         self._cache: list[_Array] = []
@@ -140,7 +140,8 @@ class StaticIO:
             return
         old, files = self._cache, {rows: self._static.file(capacity, rows) for rows in self._static.widths}
         self.close()  # two buckets' graphs at a time would take twice the memory
-        sessions = {rows: self._open(self._path / file) for rows, file in files.items()}
+        opened = self._open([self._path / file for file in files.values()])
+        sessions = dict(zip(files, opened, strict=True))
         types = {value.name: _TYPES[value.type] for value in sessions[1].get_inputs()}
         for index, (name, shape) in enumerate(_cache_shapes(self._config, capacity)):
             self._cache.append(np.zeros(shape, types[name]))

@@ -1,5 +1,7 @@
 """A model on a device that compiles graphs of fixed shapes: an NPU, a GPU, or, for comparison, the CPU."""
 
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ import onnxruntime as ort
 
 from edgespec_models.bundle import Bundle
 from edgespec_models.errors import BundleError, DeviceError
+from edgespec_models.static_graphs import Contexts, StaticGraphs
 from edgespec_runtimes.cpu import CpuOptions, session_settings
 from edgespec_runtimes.devices import CPU
 from edgespec_runtimes.discovery import Device
@@ -30,7 +33,9 @@ class StaticSession(GraphSession):
         *,
         row_exact: bool | None = None,
     ) -> None:
-        """Compile the graphs of the smallest bucket and prove that the session can roll back.
+        """Open the graphs of the smallest bucket and prove that the session can roll back.
+
+        Context binaries are opened where they fit; else the device's compiler takes the graphs.
 
         Args:
             bundle: with graphs of fixed shapes that ``device`` runs.
@@ -39,7 +44,7 @@ class StaticSession(GraphSession):
             row_exact: what an earlier self-test found; None tests now.
 
         Raises:
-            BundleError: the bundle has other graphs, or they cannot roll back.
+            BundleError: the bundle has other graphs, or they cannot roll back; a context binary is damaged.
             DeviceError: the device cannot run all of a graph.
         """
         static = bundle.manifest.static
@@ -47,8 +52,14 @@ class StaticSession(GraphSession):
             raise BundleError(f"{bundle.path} has no graphs of fixed shapes; open it with edgespec.load")
         self._static = static
         options = options or CpuOptions()
-        io = StaticIO(bundle, lambda graph: open_on(device, graph, options))
+        self._opener = _Opener(bundle, device, options)
+        io = StaticIO(bundle, self._opener.open)
         super().__init__(io, bundle.config, chunk=static.prefill, row_exact=row_exact)
+
+    @property
+    def compiled(self) -> str:
+        """Whether context binaries are used and, if not, why; empty where there are none for the device."""
+        return self._opener.compiled
 
     @property
     def longest(self) -> int:
@@ -65,6 +76,57 @@ class StaticSession(GraphSession):
             f"{tokens:,} tokens do not fit the largest bucket of this bundle, {self.longest:,}; shorten the "
             f"prompt, ask for fewer new tokens, or export the model with --buckets up to {tokens:,}"
         )
+
+
+class _Opener:
+    """Opens a bundle's graphs on a device: from context binaries where those fit, else compiled now."""
+
+    def __init__(self, bundle: Bundle, device: Device, options: CpuOptions) -> None:
+        self._bundle, self._device, self._options = bundle, device, options
+        static = bundle.manifest.static
+        fits = static is not None and static.device == device.profile.export
+        self._contexts = static.contexts if static is not None and fits else None
+        self._refusal = None if self._contexts is None else _misfit(self._contexts, device)
+
+    @property
+    def compiled(self) -> str:
+        """See :attr:`StaticSession.compiled`."""
+        if self._contexts is None:
+            return ""
+        chip = self._contexts.chip.name
+        if self._refusal is None:
+            return f"from context binaries for {chip}"
+        return f"compiled at load, not from the context binaries for {chip}: {self._refusal}"
+
+    def open(self, graphs: Sequence[Path]) -> list[Any]:
+        """ONNX Runtime's sessions over ``graphs``, or over what was compiled from them: all or none."""
+        if self._contexts is not None and self._refusal is None:
+            try:
+                return self._open_compiled(graphs)
+            except DeviceError as error:
+                self._refusal = str(error)
+        try:
+            return [open_on(self._device, graph, self._options) for graph in graphs]
+        except DeviceError as error:
+            if self._refusal is None:
+                raise
+            raise DeviceError(f"{error}; {self.compiled}") from error
+
+    def _open_compiled(self, graphs: Sequence[Path]) -> list[Any]:
+        files = [StaticGraphs.context_files(graph.name) for graph in graphs]
+        for name in chain.from_iterable(files):
+            self._bundle.verify(name)  # the provider's library is given whole files only
+        return [open_on(self._device, self._bundle.path / name, self._options) for name, _ in files]
+
+
+def _misfit(contexts: Contexts, device: Device) -> str | None:
+    """What is known to keep context binaries from being used, before the provider is asked.
+
+    The chip is not: a provider knows its own and refuses binaries for others.
+    """
+    if contexts.version.partition(".")[0] == device.version.partition(".")[0]:
+        return None
+    return f"version {contexts.version} of the provider compiled them, this is {device.version or 'unknown'}"
 
 
 def open_on(device: Device, graph: Path, options: CpuOptions) -> Any:

@@ -1,0 +1,305 @@
+"""Context binaries in bundles: who compiles them, when they are used, and what is said where they are not.
+
+The compiler and the provider are doubles: a compiled graph is a copy of the graph, and runs on the CPU.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnxruntime as ort
+import pytest
+from typer.testing import CliRunner
+
+import edgespec
+from edgespec.cli import app
+from edgespec_export import contexts
+from edgespec_export.export import ExportOptions, export_model
+from edgespec_models.bundle import MANIFEST, Bundle
+from edgespec_models.chips import CHIPS, find_chip
+from edgespec_models.errors import BundleError, DeviceError, EdgespecError, RequestError
+from edgespec_models.progress import Progress
+from edgespec_models.static_graphs import StaticGraphs
+from edgespec_runtimes import static_session
+from edgespec_runtimes.cpu import CpuOptions
+from edgespec_runtimes.devices import CPU, PROFILES
+from edgespec_runtimes.discovery import Device, OrtRuntime, resolve
+from edgespec_runtimes.placement import Placement
+from edgespec_runtimes.static_session import StaticSession, open_on
+from tests.gguf_for_tests import tiny_gguf
+from tests.machines_for_tests import EMULATING, PLAIN, SNAPDRAGON
+
+X_ELITE = CHIPS["snapdragon-x-elite"]
+OPTIONS = ExportOptions(device="npu-qnn", buckets=(64,), chip=X_ELITE.name)
+EMULATED = Device(PROFILES["qnn:htp"], "emulated", version="2.7.0", handle="cpu", options={"path": "lib"})
+ON_CPU = Device(CPU, "ready")
+Opened = list[str]
+
+
+class Settings:
+    """ONNX Runtime's, which does not take a made-up device."""
+
+    def add_session_config_entry(self, key: str, value: str) -> None:
+        pass
+
+    def add_provider_for_devices(self, handles: list[Any], options: dict[str, str]) -> None:
+        self.options = options
+
+
+class Compiler:
+    """ONNX Runtime's, without a device."""
+
+    def __init__(self, settings: Settings, graph: str, **options: bool) -> None:
+        assert settings.options["enable_htp_prepare_only"] == "1"
+        assert options == {"embed_compiled_data_into_model": False}
+        self._graph, self._settings = Path(graph), settings
+
+    def compile_to_file(self, out: str) -> None:
+        shutil.copy(self._graph, out)
+        Path(out.removesuffix(".onnx") + "_qnn.bin").write_text(str(self._settings.options))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_gguf("llama", layers=1).write(tmp_path_factory.mktemp("source") / "m.gguf")
+
+
+def _install(patch: pytest.MonkeyPatch, compiler: type = Compiler) -> None:
+    patch.setattr(contexts, "resolve", lambda name, runtime: resolve(name, EMULATING))
+    patch.setattr(contexts, "session_settings", lambda options: Settings())
+    patch.setattr(ort, "ModelCompiler", compiler)
+
+
+@pytest.fixture(scope="module")
+def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("made") / "bundle"
+    with pytest.MonkeyPatch.context() as patch:
+        _install(patch)
+        export_model(source, out, options=OPTIONS)
+    return out
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
+    """What the provider was asked to open; it opens everything, on the CPU."""
+    return _provider(monkeypatch)
+
+
+def _provider(monkeypatch: pytest.MonkeyPatch, refuses: Callable[[str], bool] = lambda name: False) -> Opened:
+    asked: Opened = []
+
+    def open_or_refuse(device: Device, graph: Path, options: CpuOptions) -> Any:
+        asked.append(graph.name)
+        if refuses(graph.name):
+            raise DeviceError(f"{graph.name} is for another chip")
+        return open_on(ON_CPU, graph, options)
+
+    monkeypatch.setattr(static_session, "open_on", open_or_refuse)
+    return asked
+
+
+def _copy(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "copy"))
+
+
+def _static(path: Path) -> StaticGraphs:
+    static = Bundle(path).manifest.static
+    assert static is not None
+    return static
+
+
+def test_every_chip_can_be_found() -> None:
+    assert all(find_chip(name).name == name for name in CHIPS)
+    assert len({chip.soc_model for chip in CHIPS.values()}) == len(CHIPS)
+    with pytest.raises(RequestError, match="chip 'tpu' is not known; allowed: snapdragon-x-elite, "):
+        find_chip("tpu")
+
+
+def test_the_bundle_lists_what_was_compiled_and_by_what(made: Path) -> None:
+    bundle, static = Bundle(made, verify_digests=True), _static(made)
+    assert static.contexts is not None
+    assert (static.contexts.chip, static.contexts.version) == (X_ELITE, "9.9")
+    assert len(static.files) == 3 * len(static.graphs) == 12
+    assert {file.name for file in made.iterdir()} == {*bundle.manifest.files, MANIFEST}
+    binary = made / static.context_files(static.graphs[0])[1]
+    assert "'soc_model': '60', 'htp_arch': '73'" in binary.read_text()
+    assert "snapdragon-x-elite: " in CliRunner().invoke(app, ["inspect", str(made)]).stdout
+
+
+def test_a_bundle_without_context_binaries_opens(made: Path, tmp_path: Path) -> None:
+    """As those of earlier versions, whose manifest does not know them."""
+    path = _copy(made, tmp_path)
+    value = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    del value["static"]["contexts"]
+    (path / MANIFEST).write_text(json.dumps(value), encoding="utf-8")
+    assert _static(path).contexts is None
+
+
+@pytest.mark.parametrize(
+    "broken", [{"chip": {"name": "x"}}, {"version": "2"}, [], {"chip": 3, "version": ""}]
+)
+def test_a_damaged_list_is_an_error(made: Path, tmp_path: Path, broken: object) -> None:
+    path = _copy(made, tmp_path)
+    value = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    value["static"]["contexts"] = broken
+    (path / MANIFEST).write_text(json.dumps(value), encoding="utf-8")
+    with pytest.raises(BundleError, match="damaged"):
+        Bundle(path)
+
+
+def test_a_missing_binary_is_an_error(made: Path, tmp_path: Path) -> None:
+    path = _copy(made, tmp_path)
+    (path / "model-64x1.context_qnn.bin").unlink()
+    with pytest.raises(BundleError, match=r"lacks model-64x1.context_qnn.bin; export the model again"):
+        Bundle(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (replace(OPTIONS, chip="tpu"), RequestError, "chip 'tpu' is not known"),
+        (replace(OPTIONS, device="cuda"), RequestError, "for the device npu-qnn, not for cuda"),
+        (replace(OPTIONS, device=None, buckets=()), RequestError, "for the device npu-qnn, not for the CPU"),
+        (
+            OPTIONS,
+            DeviceError,
+            r"snapdragon-x-elite takes Qualcomm's compiler.*pip install 'edgespec\[npu-qnn\]'",
+        ),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_at_once(
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: ExportOptions,
+    error: type[EdgespecError],
+    message: str,
+) -> None:
+    monkeypatch.setattr(contexts, "resolve", lambda name, runtime: resolve(name, PLAIN))
+    begun: list[Progress] = []
+    with pytest.raises(error, match=message):
+        export_model(source, tmp_path / "out", options=options, progress=begun.append)
+    assert not begun and not list(tmp_path.iterdir())
+
+
+def test_each_graph_is_reported(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(monkeypatch)
+    told: list[Progress] = []
+    export_model(source, tmp_path / "out", options=OPTIONS, progress=told.append)
+    compiling = [report for report in told if report.stage == "Compiling"]
+    assert [(report.done, report.total) for report in compiling] == [(done, 4) for done in range(5)]
+
+
+class Interrupted(Compiler):
+    def compile_to_file(self, out: str) -> None:
+        if "x4" in out:
+            raise KeyboardInterrupt
+        super().compile_to_file(out)
+
+
+class Refusing(Compiler):
+    def compile_to_file(self, out: str) -> None:
+        raise RuntimeError("no such operator")
+
+
+class Silent(Compiler):
+    def compile_to_file(self, out: str) -> None:
+        shutil.copy(self._graph, out)
+
+
+@pytest.mark.parametrize(
+    ("compiler", "error", "message"),
+    [
+        (Interrupted, KeyboardInterrupt, None),
+        (Refusing, DeviceError, "Qualcomm's compiler refuses model-64x1.onnx: no such operator"),
+        (Silent, DeviceError, "left no model-64x1.context_qnn.bin"),
+    ],
+)
+def test_what_ends_early_leaves_nothing(
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    compiler: type,
+    error: type[BaseException],
+    message: str | None,
+) -> None:
+    _install(monkeypatch, compiler)
+    with pytest.raises(error, match=message):
+        export_model(source, tmp_path / "out", options=OPTIONS)
+    assert not list(tmp_path.iterdir())
+
+
+def test_context_binaries_are_opened_where_they_fit(made: Path, opened: Opened) -> None:
+    device = replace(EMULATED, version="9.1")
+    session = StaticSession(Bundle(made), device)
+    assert opened == [f"model-64x{rows}.context.onnx" for rows in (1, 4, 8, 64)]
+    assert session.compiled == "from context binaries for snapdragon-x-elite"
+    placement = Placement(device, "asked for").opened(session)
+    assert str(placement) == "qnn:htp (asked for; from context binaries for snapdragon-x-elite)"
+
+
+def test_those_of_another_major_version_are_not_tried(made: Path, opened: Opened) -> None:
+    session = StaticSession(Bundle(made), EMULATED)
+    assert opened == [f"model-64x{rows}.onnx" for rows in (1, 4, 8, 64)]
+    assert session.compiled == (
+        "compiled at load, not from the context binaries for snapdragon-x-elite: "
+        "version 9.9 of the provider compiled them, this is 2.7.0"
+    )
+
+
+def test_once_one_is_refused_the_graphs_are_compiled(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = _provider(monkeypatch, lambda name: name == "model-64x4.context.onnx")
+    session = StaticSession(Bundle(made), replace(EMULATED, version="9.1"))
+    assert asked == [
+        "model-64x1.context.onnx",
+        "model-64x4.context.onnx",
+        *(f"model-64x{rows}.onnx" for rows in (1, 4, 8, 64)),
+    ]
+    assert session.compiled.endswith("snapdragon-x-elite: model-64x4.context.onnx is for another chip")
+
+
+def test_where_neither_can_be_had_the_error_names_both(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _provider(monkeypatch, lambda name: True)
+    with pytest.raises(
+        DeviceError, match=r"^model-64x1.onnx is.*binaries.*: model-64x1.context.onnx is for another chip"
+    ):
+        StaticSession(Bundle(made), replace(EMULATED, version="9.1"))
+
+
+def test_a_damaged_binary_never_reaches_the_provider(made: Path, tmp_path: Path, opened: Opened) -> None:
+    path = _copy(made, tmp_path)
+    binary = path / "model-64x4.context_qnn.bin"
+    binary.write_bytes(bytes(binary.stat().st_size))
+    with pytest.raises(BundleError, match=r"model-64x4.context_qnn.bin has changed.*export the model again"):
+        StaticSession(Bundle(path), replace(EMULATED, version="9.1"))
+    assert opened == []
+
+
+def test_the_cpu_takes_no_notice(made: Path) -> None:
+    session = StaticSession(Bundle(made), ON_CPU)
+    assert session.compiled == ""
+    placement = Placement(ON_CPU, "asked for")
+    assert placement.opened(session) is placement
+
+
+def test_results_say_which_were_used(made: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("register", "found", "options", "version"):
+        monkeypatch.setattr(OrtRuntime, name, lambda self, *args, name=name: getattr(EMULATING, name)(*args))
+    with edgespec.load(made, "ngram", device="qnn:htp") as model:
+        stats = model.generate("one two", max_new_tokens=2).stats
+        with pytest.raises(RequestError, match="do not fit the largest bucket of this bundle, 64"):
+            model.generate("one two", max_new_tokens=64)
+        with pytest.raises(RequestError, match="do not fit the model's context of 640"):
+            model.generate("one two " * 640)
+    assert stats.placement == "target on qnn:htp (asked for; from context binaries for snapdragon-x-elite)"
+
+
+def test_a_snapdragon_without_its_driver_is_no_emulator() -> None:
+    machine = replace(SNAPDRAGON, hardware=SNAPDRAGON.hardware[:1], registered=[])
+    with pytest.raises(
+        DeviceError, match=r"finds no such NPU\. Needed: A Snapdragon processor with Qualcomm's NPU"
+    ):
+        resolve("qnn:htp", machine)
