@@ -72,11 +72,12 @@ def open_model(
             raise ModelFileError(f"{path} does not exist; give a GGUF file, a bundle or a catalogue name")
         name = model_name(path) if is_source else path.stem
         options = _options(role, weights, name, device)
-        folder = bundles_dir() / f"{name}-{_mark(path)}-{role}-{device or weights or 'default'}"
+        folder = bundles_dir() / f"{name}-{_mark(path)}-{role}-{_kind(device, weights) or 'default'}"
         return _open_cached(folder) or _export(path, folder, options, progress)
     entry = find(str(reference))
     options = _options(role, weights, entry.name, device)
-    folder = bundles_dir() / f"{entry.name}-{entry.sha256[:8]}-{role}-{device or weights or _default(role)}"
+    kind = _kind(device, weights) or _default(role)
+    folder = bundles_dir() / f"{entry.name}-{entry.sha256[:8]}-{role}-{kind}"
     existing = _open_cached(folder)
     if existing is not None:
         return existing
@@ -124,6 +125,11 @@ def _mark(source: Path) -> str:
     stats = [(file.name, file.stat()) for file in files]
     key = [str(source.resolve()), *((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats)]
     return hashlib.sha256(repr(key).encode()).hexdigest()[:8]
+
+
+def _kind(device: ExportDevice | None, weights: str | None) -> str:
+    """What was asked for of an export; empty where nothing was."""
+    return "-".join(part for part in (device, weights) if part)
 
 
 def _default(role: Role) -> str:

@@ -98,6 +98,10 @@ def _facts(bundle: "Bundle", verified: bool) -> "Table":
         table.add_row(
             "made for", f"{graphs.device}: passes of {graphs.widths} rows, caches of {lengths} tokens"
         )
+    elif manifest.device is not None:
+        table.add_row(
+            "made for", f"{manifest.device}: {manifest.activations} activations, passes of any size"
+        )
     floats = ", ".join(map(str, manifest.float_kv_layers))
     table.add_row("KV cache", manifest.kv + (f", float32 in the layers {floats}" if floats else ""))
     table.add_row(

@@ -55,7 +55,7 @@ def encode_linear(
     if method == "keep" and isinstance(source, Blocks) and _holds(form, source):
         return _encode_4(source, form)
     values = source.values() if isinstance(source, Blocks) else source
-    if form.bits == 32:
+    if form.is_float:
         return Encoded({"weight": values})
     if method == "gptq":
         assert factors is not None
@@ -92,7 +92,7 @@ def decode_linear(encoded: Encoded, form: WeightFormat, columns: int) -> F32:
     """What ``encoded`` stands for: float32 ``(rows, columns)``; the inverse of :func:`encode_linear`."""
     arrays = encoded.arrays
     weight = arrays["weight"]
-    if form.bits == 32:
+    if form.is_float:
         floats: F32 = weight
         return floats
     rows, blocks = arrays["scales"].shape
