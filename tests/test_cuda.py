@@ -24,11 +24,12 @@ from edgespec_export.trim import TrimOptions
 from edgespec_models.bundle import GRAPH, Bundle
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import BundleError, DeviceError, RequestError, UnsupportedModelError
-from edgespec_models.graphs.linear import Linear, LinearPart, LinearSpec
+from edgespec_models.graphs.decoder import Precision
+from edgespec_models.graphs.linear import Linear, LinearPart, LinearSpec, WeightFormat
 from edgespec_runtimes import discovery
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.cuda import CudaSession
-from edgespec_runtimes.devices import CPU
+from edgespec_runtimes.devices import CPU, PROFILES
 from edgespec_runtimes.discovery import Device, OrtRuntime, devices, resolve
 from edgespec_runtimes.graph_io import EdgespecIO
 from edgespec_runtimes.placement import place
@@ -36,14 +37,27 @@ from edgespec_runtimes.tensor_memory import DeviceCache, DeviceMemory
 from tests.gguf_for_tests import F32, TinyGGUF, reference_weights, tiny_gguf
 from tests.machines_for_tests import PLAIN, SNAPDRAGON, WORKSTATION
 from tests.test_graphs import reference_logits
-from tests.toy import COLUMNS, TinyModel, random_blocks
+from tests.toy import (
+    COLUMNS,
+    FLOAT,
+    GEMMA,
+    INT4,
+    INT8,
+    LLAMA,
+    MATMUL,
+    QWEN,
+    TinyModel,
+    random_blocks,
+    tiny_bundle,
+)
 
 ON_CPU = Device(CPU, "ready")
 ONE_THREAD = CpuOptions(threads=1)
 ARCHITECTURES = ("llama", "qwen2", "gemma3")
 TOKENS = [5, 17, 300, 2, 2, 41, 17, 300, 99, 250, 7, 63, 11, 380]
-TOLERANCE = {"F32": 5e-3, "Q8_0": 5e-3, "Q4_K": 2e-2}
+TOLERANCE = {"F32": 5e-3, "Q8_0": 5e-3, "Q4_K": 6e-2}
 """Of the logits' norm: float16 rounds by 5e-4 in every operator, 4-bit remainders come on top in Q4_K."""
+PRECISIONS = (Precision("float16", "float16"), Precision("float16", "float32"))
 CUDA = ExportOptions(device="cuda", weights="close")
 
 Make = Callable[[str, str], Bundle]
@@ -87,6 +101,23 @@ def _types(bundle: Bundle) -> dict[str, str]:
     return {value.name: value.type for value in (*session.get_inputs(), *session.get_outputs())}
 
 
+@pytest.mark.parametrize("form", [FLOAT, INT8, INT4, COLUMNS, MATMUL], ids=lambda form: form.name)
+@pytest.mark.parametrize("precision", PRECISIONS, ids=lambda precision: precision.residual)
+@pytest.mark.parametrize("config", [LLAMA, QWEN, GEMMA], ids=lambda config: config.architecture)
+def test_float16_computes_the_architecture(
+    tmp_path: Path, config: ModelConfig, precision: Precision, form: WeightFormat
+) -> None:
+    """Against the same weights in float64, in one pass and token by token."""
+    model = tiny_bundle(tmp_path / "m", config, form, precision=precision)
+    expected = reference_logits(model, TOKENS)
+    session = _open(model.bundle)
+    together = session.forward(TOKENS).copy()
+    session.truncate(0)
+    stepwise = np.concatenate([session.forward([token]).copy() for token in TOKENS])
+    for got in (together, stepwise):
+        assert 1e-5 < float(np.linalg.norm(got - expected) / np.linalg.norm(expected)) < 5e-3
+
+
 @pytest.mark.parametrize("kind", TOLERANCE)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_float16_computes_what_the_file_says(make: Make, architecture: str, kind: str) -> None:
@@ -111,8 +142,10 @@ def test_weights_are_in_blocks_that_cuda_has_kernels_for(make: Make) -> None:
     ]
     assert {each["bits"] for each in products} == {4, 8}
     assert {each["block_size"] for each in products} == {32}
-    assert all(each["K"] % 8 == 0 and each["N"] % 8 == 0 for each in products)
-    assert dict.fromkeys(make("llama", "F32").manifest.formats, 0) == {"float16": 0}
+    assert all(each["K"] % 8 == 0 for each in products)
+    assert set(make("llama", "F32").manifest.formats) == {"float16"}
+    gathers = [node for node in nodes if node.op_type == "GatherBlockQuantized"]
+    assert all("zero_points" in node.input[3] for node in gathers) and gathers
 
 
 @pytest.mark.parametrize("width", [96, 576, 896, 1024, 1536])
@@ -120,7 +153,7 @@ def test_block_sums_are_padded_to_whole_words(width: int) -> None:
     rng = np.random.default_rng(width)
     encoded = encode_linear(random_blocks(rng, (48, width), COLUMNS), COLUMNS)
     x = rng.normal(0.2, 1.0, (1, 5, width)).astype(np.float16)
-    graph = ir.Graph([], [], nodes=[], opset_imports={"": 23, "com.microsoft": 1}, name="linear")
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": 20, "com.microsoft": 1}, name="linear")
     builder = GraphBuilder(graph)
     value = builder.input("x", ir.DataType.FLOAT16, [1, "n", width])
     output = Linear(LinearSpec(width, (LinearPart(("w",), 48, COLUMNS),)), "float16")(builder.op, value)
@@ -178,6 +211,7 @@ def test_layers_that_float16_does_not_hold_are_refused(tmp_path: Path) -> None:
         (ExportOptions(device="cuda", buckets=(64,)), "give an NPU as device"),
         (ExportOptions(device="cuda", kv="int8"), "float16 KV cache; leave out kv='int8'"),
         (ExportOptions(device="cuda", role="drafter", trim=TrimOptions("auto")), "measures on this CPU"),
+        (ExportOptions(device="cuda", role="drafter", trim=TrimOptions(300)), "multiple of 8, such as 304"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path: Path, options: ExportOptions, message: str) -> None:
@@ -295,7 +329,7 @@ def test_other_graphs_and_devices_are_refused(make: Make, tmp_path: Path) -> Non
     whole = _export(tiny_gguf("llama", layers=1), tmp_path / "m", ExportOptions())
     with pytest.raises(BundleError, match="no float16 graph"):
         _open(whole)
-    missing = Device(discovery.PROFILES["cuda"], "ready")
+    missing = Device(PROFILES["cuda"], "ready")
     with pytest.raises(DeviceError, match="cuda cannot run all of"), pytest.warns(UserWarning):
         CudaSession(bundle, missing, ONE_THREAD)
     bundle.graph.with_name("copy.onnx").write_bytes(b"no graph")
@@ -349,11 +383,11 @@ def test_speculation_writes_what_plain_decoding_does(make: Make, tmp_path: Path)
 
 def test_a_trimmed_drafter_also_writes_what_it_is_offered(tmp_path: Path) -> None:
     model = tiny_gguf("qwen2", "Q8_0")
-    options = ExportOptions(device="cuda", role="drafter", trim=TrimOptions(300))
+    options = ExportOptions(device="cuda", role="drafter", trim=TrimOptions(304))
     bundle = _export(model, tmp_path / "m", options)
     session, whole = _open(bundle), _open(_export(model, tmp_path / "w", CUDA))
     kept = bundle.head_tokens
-    assert kept is not None and len(kept) == 300
+    assert kept is not None and len(kept) == 304
     others = np.setdiff1d(np.arange(bundle.config.vocab_size), kept)[:3].tolist()
     session.offer(others)
     columns = session.head_tokens

@@ -7,8 +7,8 @@ second, with the drafter on the same device and on the CPU, each beside plain de
 
 Usage, from the repository's root: ``python -m tools.cuda_table --target TARGET.gguf --drafter DRAFTER.gguf
 --work DIR [--genai FOLDER] [--prompts FILE.jsonl] [--limit 12] [--max-new-tokens 128] [--json OUT.json]``.
-Sources may be Hugging Face directories too; DIR keeps the bundles for the next time. ``--device cpu`` runs the
-same float16 bundles on the CPU: slow, and of use to check this script only.
+Sources may be Hugging Face directories too; DIR keeps the bundles for the next time. ``--device cpu`` runs
+the same float16 bundles on the CPU: slow, and of use to check this script only.
 """
 
 import argparse
@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import onnxruntime as ort
 
 from edgespec import load
 from edgespec.bench import BenchOptions, measure
@@ -138,7 +140,7 @@ def markdown(result: dict[str, Any]) -> str:
     times = result["target_passes"]["ms"]
     lines = [
         f"Target on {result['device']} ({result['gpu'] or 'no nvidia-smi'}); ONNX Runtime "
-        f"{result['machine']['packages']['onnxruntime']}; same bits for any rows: "
+        f"{result['onnxruntime']}; same bits for any rows: "
         f"{'yes' if result['target_passes']['row_exact'] else 'no'}",
         "",
         f"| rows | {' | '.join(str(n) for n in times)} |",
@@ -167,6 +169,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "device": name,
         "gpu": gpu() if name == "cuda" else None,
         "machine": describe_machine(),
+        "onnxruntime": ort.__version__,
         "target_passes": pass_times(target, device),
         "drafter_passes": pass_times(drafter, device),
         "answers": {

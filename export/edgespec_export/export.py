@@ -33,6 +33,8 @@ from edgespec_runtimes.memory import peak_memory_bytes
 
 __all__ = ["ExportOptions", "ExportReport", "export_model"]
 
+_CUDA_ROWS = 8
+
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
@@ -322,5 +324,12 @@ def _check_device(options: ExportOptions) -> None:
 def _check_cuda(options: ExportOptions) -> None:
     if options.kv != "float32":
         raise RequestError(f"device=cuda has a float16 KV cache; leave out kv={options.kv!r}")
-    if options.trim.size == "auto":
+    size = options.trim.size
+    if size == "auto":
         raise RequestError("trim size auto measures on this CPU; with device=cuda give a number, or 'full'")
+    if isinstance(size, int) and size % _CUDA_ROWS:
+        more = size - size % -_CUDA_ROWS
+        raise RequestError(
+            f"trim size is {size}; CUDA's kernels for few rows take a multiple of {_CUDA_ROWS}, such as "
+            f"{more}"
+        )

@@ -179,7 +179,7 @@ def _with_precision(plan: DecoderPlan, precision: Precision) -> DecoderPlan:
         )
         for name, spec in plan.linears.items()
     }
-    embedding = plan.embedding
+    embedding = replace(plan.embedding, zero_points=not plan.embedding.format.is_float)
     if embedding.format.is_float and precision.residual == "float16":
         embedding = replace(embedding, format=_HALF)
     return replace(plan, linears=linears, embedding=embedding, precision=precision)

@@ -21,6 +21,7 @@ float32 all the same.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import onnx_ir as ir
 from onnxscript import GraphBuilder, OpBuilder, nn
@@ -32,7 +33,9 @@ __all__ = ["FULL", "SPARE_ROWS", "DecoderPlan", "Precision", "Refinement", "buil
 
 SPARE_ROWS = 1
 """Rows a pass may have behind its tokens; the rotary tables reach that far beyond the context."""
-_OPSET = 23
+# CUDA's provider takes an operator at the versions it lists only, of which the older ones are complete (issue
+# microsoft/onnxruntime#27729): 20 is the first with Gelu.
+_OPSETS: Mapping[FloatType, int] = MappingProxyType({"float32": 23, "float16": 20})
 _IR_VERSION = 10
 
 
@@ -317,7 +320,8 @@ def build_decoder(config: ModelConfig, plan: DecoderPlan) -> ir.Model:
 
     Parameter names follow the plan: ``layers.3.attention.qkv.parts.0.weight``, ``layers.3.attn_norm.weight``.
     """
-    graph = ir.Graph([], [], nodes=[], opset_imports={"": _OPSET, "com.microsoft": 1}, name="decoder")
+    opset = _OPSETS[plan.precision.activations]
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": opset, "com.microsoft": 1}, name="decoder")
     builder = GraphBuilder(graph)
     float32, int32, int64 = ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64
     floats = FLOATS[plan.precision.activations]

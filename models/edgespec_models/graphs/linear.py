@@ -110,11 +110,16 @@ class LinearSpec:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingSpec:
-    """A token embedding: floats or blocks of 4 or 8 bits, with a float offset per block or without."""
+    """A token embedding: floats or blocks of 4 or 8 bits, with a float offset per block or without.
+
+    The code of zero is the middle one. ``zero_points`` says so in the graph: where it does not, CUDA's kernel
+    takes 0 in some versions of ONNX Runtime (issue microsoft/onnxruntime#31692).
+    """
 
     source: str
     format: WeightFormat
     offsets: bool = False
+    zero_points: bool = False
 
 
 class _Projection(nn.Module):
@@ -148,9 +153,9 @@ class _Projection(nn.Module):
             y = op.MatMul(x, op.Transpose(self.weight, perm=[1, 0]))
             return y if self.bias is None else op.Add(y, self.bias)
         if form.remainder == "columns":
-            if self.spare:  # the matrix has whole blocks: zeros meet zeros
-                sums = op.Pad(sums, [0, 0, 0, 0, 0, self.spare])
-            x = op.Concat(x, sums, axis=-1)
+            # The rest of the last block are zeros of the matrix, whatever they are multiplied with.
+            rest = (op.Slice(x, [0], [self.spare], [2]),) if self.spare else ()
+            x = op.Concat(x, sums, *rest, axis=-1)
         y = op.MatMulNBits(
             x,
             self.weight,
@@ -200,9 +205,12 @@ class Embedding(nn.Module):
             self.weight = nn.Parameter([rows, hidden], dtype=kind)
             return
         self.weight = nn.Parameter([rows, hidden * form.bits // 8], dtype=ir.DataType.UINT8)
-        self.scales = nn.Parameter([rows, hidden // form.block], dtype=kind)
+        blocks, self.zero_points = hidden // form.block, None
+        self.scales = nn.Parameter([rows, blocks], dtype=kind)
         if spec.offsets:
-            self.offsets = nn.Parameter([rows, hidden // form.block], dtype=kind)
+            self.offsets = nn.Parameter([rows, blocks], dtype=kind)
+        if spec.zero_points:
+            self.zero_points = nn.Parameter([rows, -(-blocks * form.bits // 8)], dtype=ir.DataType.UINT8)
 
     def forward(self, op: OpBuilder, ids: ir.Value) -> ir.Value:
         """Define the rows of ``ids``."""
@@ -213,6 +221,7 @@ class Embedding(nn.Module):
             self.weight,
             ids,
             self.scales,
+            self.zero_points,
             bits=form.bits,
             block_size=form.block,
             gather_axis=0,
