@@ -51,7 +51,7 @@ class _Wanted:
         The recipe is in the name, not in the bundle, so that two versions of edgespec on one machine do
         not replace each other's.
         """
-        kind = self.device or self.weights or default
+        kind = "-".join(part for part in (self.device, self.weights) if part) or default
         return bundles_dir() / f"{name}-{mark}-{self.role}-{kind}{_RECIPE_MARK}{RECIPE}"
 
 

@@ -284,11 +284,11 @@ def test_models_on_two_devices_write_what_one_writes_alone(tmp_path: Path, draft
     def written(model: Model) -> list[tuple[int, ...]]:
         for _ in model.stream("def add(a, b):", max_new_tokens=60, stop_at_eos=False):
             break  # left early, and not closed
-        options = RequestOptions(max_new_tokens=60, stop_at_eos=False, seed=3)
-        return [
-            model.generate("def add(a, b):", temperature=temperature, **options).tokens
+        asked = [
+            RequestOptions(max_new_tokens=60, stop_at_eos=False, seed=3, temperature=temperature)
             for temperature in (0.0, 0.9)
         ]
+        return [model.generate("def add(a, b):", **options).tokens for options in asked]
 
     with Model(target, None, options=options, drafts=False) as alone:
         expected = written(alone)

@@ -11,12 +11,17 @@ Method = Literal["keep", "rtn", "fit", "k-quant", "hqq", "gptq"]
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How a matrix is stored: ``bits`` 4 or 8 in blocks of ``block`` along the input, or 32 for float32."""
+    """How a matrix is stored: ``bits`` 4 or 8 in blocks of ``block`` along the input; 16, 32 for floats."""
 
-    bits: Literal[4, 8, 32]
+    bits: Literal[4, 8, 16, 32]
     block: int = 32
     zero_points: bool = False
     remainder: Literal["drop", "columns", "matmul"] = "drop"
+
+    @property
+    def is_float(self) -> bool:
+        """Whether weights are floats and there are no blocks."""
+        return self.bits >= 16
 
     @property
     def even_rows(self) -> bool:
@@ -31,7 +36,7 @@ class WeightFormat:
     @property
     def name(self) -> str:
         """Short name for tables, such as ``int4/32+columns``."""
-        if self.bits == 32:
-            return "float32"
+        if self.is_float:
+            return f"float{self.bits}"
         extra = "" if self.remainder == "drop" else f"+{self.remainder}"
         return f"int{self.bits}/{self.block}{'z' if self.zero_points else ''}{extra}"
