@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from edgespec_export import activations
+from edgespec_export import activations, graph_files
 from edgespec_export.activations import Activations, activation_tokens
 from edgespec_export.blocks import F32
 from edgespec_export.encode import encode_linear
@@ -190,7 +190,7 @@ def test_a_vocabulary_is_sized_without_calibrating_for_it(
 ) -> None:
     source = tiny_gguf("llama", "F16", layers=1).write(tmp_path / "m.gguf")
     opened = mock.Mock(side_effect=activations.open_activations)
-    monkeypatch.setattr(activations, "open_activations", opened)
+    monkeypatch.setattr(graph_files, "open_activations", opened)
     options = replace(GPTQ, role="drafter", trim=TrimOptions(320))
     report = export_model(source, tmp_path / "out", options=options)
     assert opened.call_count == 1
