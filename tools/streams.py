@@ -19,6 +19,7 @@ from unittest import mock
 
 from edgespec.drafting.bridge import ByteBridge
 from edgespec.engine import Model
+from edgespec.profile.manage import Profile
 from edgespec.prompts import load_prompts
 from edgespec_models.foreign import open_bundle
 from tools.replay import answers, replay, replayed
@@ -53,9 +54,12 @@ MEASURES: dict[str, Measure] = {
 def learning(model: Model) -> Iterator[None]:
     """With a new profile."""
     with tempfile.TemporaryDirectory() as folder:
-        model.use_profile(Path(folder) / "stream.profile")
+        path = Path(folder) / "stream.profile"
+        model.use_profile(path)
         yield
         model.close()
+        tokens = sum(Profile(path).namespaces().values())
+        print(f"The profile keeps {tokens:,} tokens in {path.stat().st_size / 1024:,.0f} KiB on disk.")
 
 
 def directly(bridge: ByteBridge, drafted: Sequence[int]) -> list[tuple[int, int]]:
