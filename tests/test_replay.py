@@ -133,7 +133,8 @@ def test_a_stream_that_repeats_itself_is_learned(
     arguments += ["--way", "nothing learned", "--way", "n-grams", "--stretch", 4]
     monkeypatch.setattr(sys, "argv", ["tool", *map(str, arguments)])
     streams.main()
-    table = capsys.readouterr().out.splitlines()[:4]
+    size, *table = capsys.readouterr().out.splitlines()[:5]
+    assert "KiB on disk" in size
     early, late, _ = ([float(cell) for cell in line.split()[-2:]] for line in table[1:])
     assert early[0] == late[0] == pytest.approx(1.0, abs=0.05)
     assert late[1] > early[1] > 1.2
