@@ -28,7 +28,8 @@ Keys stay; new ones may come. A figure that could not be measured is null. Times
     speculation_off.REASON          in how many answers few or no drafts were made for this reason
     models.target, models.drafter   what ran; models.drafter_name may be "ngram"
     options, machine                how and where
-    rows                            a prompt each: id, category, identical, speedup, plain, speculative
+    rows                            a prompt each: id, category, identical, speedup, finish_reason, plain,
+                                    speculative
 """
 
 from collections import Counter

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, Unpack
 
+from edgespec.drafting.ahead import Ahead
 from edgespec.drafting.bridge import Bridge, ByteBridge, IdentityBridge
 from edgespec.drafting.choice import Choice, Guard
 from edgespec.drafting.context import context_tokens
-from edgespec.drafting.draft import Drafter
+from edgespec.drafting.draft import Drafter, Extending
 from edgespec.drafting.experience import Experience
 from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
 from edgespec.drafting.ngram import NgramDrafter
@@ -28,7 +29,7 @@ from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.discovery import AUTO
-from edgespec_runtimes.placement import Placement, export_for, place
+from edgespec_runtimes.placement import Placement, export_for, place, run_at_once
 from edgespec_runtimes.session import ModelSession
 
 __all__ = ["LoadOptions", "Model", "TextStreamer", "load"]
@@ -68,6 +69,7 @@ class _Side:
     session: ModelSession
     curve: CostCurve
     calibration: Calibration
+    ahead: Ahead | None = None
 
 
 def load(
@@ -172,11 +174,12 @@ class Model:
             self.drafter_placement = self.drafter_placement.opened(pair.drafter.session)
         self._session, self._same_vocabulary = pair.target.session, pair.same_vocabulary
         self.cost_curve: CostCurve = pair.target.curve
+        self._pricing = Pricing(self.cost_curve)
         self._side: _Side | None = None
         self._profile: ProfileUse | None = None
         if drafter is not None and pair.drafter is not None:
-            self._side = _Side(drafter, pair.drafter.session, pair.drafter.curve, Calibration())
-        self._pricing = Pricing(self.cost_curve)
+            session, curve = pair.drafter.session, pair.drafter.curve
+            self._side = _Side(drafter, session, curve, Calibration(), self._ahead(curve))
         self._guard = Guard(self._pricing)
         self._experience = Experience()
 
@@ -190,6 +193,8 @@ class Model:
         """Free both models and store what was learned. The model cannot be used afterwards."""
         if self._profile is not None:
             self._profile.close()
+        if self._side is not None and self._side.ahead is not None:
+            self._side.ahead.stop()
         self._session.close()
         if self._side is not None:
             self._side.session.close()
@@ -269,11 +274,18 @@ class Model:
             Request.of(options),
         )
 
+    def _ahead(self, curve: CostCurve) -> Ahead | None:
+        """Drafting ahead, where target and drafter compute side by side."""
+        aside = self.drafter_placement
+        return Ahead(self._pricing, curve) if aside and run_at_once(self.placement, aside) else None
+
     def _start(
         self, tokens: list[int], drafter_prompt: Callable[[Bundle], list[int]], request: Request
     ) -> TextStreamer:
         if not tokens:
             raise RequestError("the prompt is empty; give at least one character")
+        if self._side is not None and self._side.ahead is not None:
+            self._side.ahead.begin()
         self._session.reserve(len(tokens) + request.max_new_tokens)
         if not (request.speculate and self._drafts):
             return TextStreamer(self._job(None, None, tokens, request))
@@ -286,6 +298,7 @@ class Model:
         self, drafter: Drafter | None, learner: RequestUse | None, tokens: list[int], request: Request
     ) -> Job:
         off = "the drafter is None" if not self._drafts else None if request.speculate else "speculate=False"
+        ahead = None if self._side is None else self._side.ahead
         return Job(
             session=self._session,
             tokenizer=self.target.tokenizer,
@@ -299,11 +312,12 @@ class Model:
             off_reason=off,
             placement=self._placements,
             learner=learner,
+            ahead=ahead,
         )
 
     def _drafter(
         self,
-        free: Drafter,
+        free: Extending,
         tokens: list[int],
         drafter_prompt: Callable[[Bundle], list[int]],
         request: Request,
@@ -350,6 +364,7 @@ class Model:
             pricing=self._pricing,
             calibration=side.calibration,
             curve=side.curve,
+            ahead=side.ahead,
         )
         self._experience.begin(tokens, lambda: drafter.gain_s and drafter.gain_s / longest_s)
         return drafter, reading_s

@@ -8,8 +8,10 @@ from time import perf_counter
 from typing import Protocol
 
 from edgespec.decode import Step, decode
+from edgespec.drafting.ahead import Ahead
 from edgespec.drafting.choice import Guard
 from edgespec.drafting.draft import Drafter
+from edgespec.drafting.reading import Tally
 from edgespec.pricing import Pricing
 from edgespec.request import Request
 from edgespec.results import FinishReason, Generation, GenerationStats, SourceStats
@@ -54,6 +56,7 @@ class Job:
     off_reason: str | None
     placement: str = ""
     learner: Learner | None = None
+    ahead: Ahead | None = None
 
 
 class TextStreamer:
@@ -134,6 +137,8 @@ class TextStreamer:
                     job.learner.commit(step.tokens)
                 yield step
         finally:
+            if job.ahead is not None:
+                job.ahead.stop()
             if job.learner is not None:
                 job.learner.finish()
 
@@ -161,7 +166,7 @@ class _Meter:
         else:
             self._decode_tokens += len(step.tokens)
             seconds = now - self._last
-            self._job.pricing.observe_pass(1 + len(step.draft.tokens), step.target_s)
+            self._observe_pass(1 + len(step.draft.tokens), step.target_s)
             # A drafter that is asked costs time whether it proposes or not. Once a request that is the
             # reading of the prompt, which says nothing about the rounds to come.
             asked = bool(step.draft.tokens) or step.drafter_s > _NOTICEABLE * step.target_s
@@ -182,11 +187,16 @@ class _Meter:
                 self._accepted[source] += 1
                 self._accepted_at[position] += 1
 
+    def _observe_pass(self, rows: int, seconds: float) -> None:
+        ahead = self._job.ahead
+        self._job.pricing.observe_pass(rows, seconds if ahead is None else ahead.observe_pass(rows, seconds))
+
     def stats(self, prompt_tokens: int, new_tokens: int) -> GenerationStats:
         drafted = sum(self._drafted.values())
         off = self._job.off_reason or self._job.guard.reason
         if off is None and not drafted and self._rounds > 1:
             off = "no proposal was expected to pay"
+        ahead = Tally() if self._job.ahead is None else self._job.ahead.tally
         positions = range(max(self._drafted_at, default=-1) + 1)
         return GenerationStats(
             prompt_tokens=prompt_tokens,
@@ -205,5 +215,7 @@ class _Meter:
             drafter_s=self._drafter_s,
             speculation_off_reason=off,
             placement=self._job.placement,
+            drafted_ahead=ahead.drafted,
+            used_ahead=ahead.used,
             profile_problem=None if self._job.learner is None else self._job.learner.problem,
         )

@@ -5,15 +5,17 @@ or ``hf:OWNER/REPO``. Checkpoints are exported into the cache at first use; mode
 before.
 """
 
+import glob
 import hashlib
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
+from edgespec_export.extra import require_extra
+from edgespec_export.recipe import DEFAULT_WEIGHTS, RECIPE
 from edgespec_models.bundle import MANIFEST, Bundle, Role
 from edgespec_models.catalog import entries, find
 from edgespec_models.download import pull
@@ -25,16 +27,32 @@ from edgespec_models.paths import bundles_dir, model_name
 from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_models.static_graphs import ExportDevice
 
-if TYPE_CHECKING:
-    from edgespec_export.export import ExportOptions
-
 __all__ = ["NGRAM", "locate_hub", "open_model", "pull_checked", "recommended_drafter"]
 
 _HF_CONFIG = "config.json"
+_RECIPE_MARK = "-r"
 _LOG = logging.getLogger("edgespec")
 
 NGRAM = "ngram"
 """Names the drafter that is no model."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What a new export is for."""
+
+    role: Role
+    weights: str | None
+    device: ExportDevice | None
+
+    def folder(self, name: str, mark: str, default: str) -> Path:
+        """Where a model is cached; ``mark`` says which, ``default`` what its weights are unless asked for.
+
+        The recipe is in the name, not in the bundle, so that two versions of edgespec on one machine do
+        not replace each other's.
+        """
+        kind = "-".join(part for part in (self.device, self.weights) if part) or default
+        return bundles_dir() / f"{name}-{mark}-{self.role}-{kind}{_RECIPE_MARK}{RECIPE}"
 
 
 def open_model(
@@ -61,7 +79,7 @@ def open_model(
         DownloadError: what was named cannot be pulled.
         EdgespecError: whatever else keeps the model from being pulled, exported or opened.
     """
-    path = Path(reference)
+    path, wanted = Path(reference), _Wanted(role, weights, device)
     if str(reference).startswith(PREFIX):
         path = locate_hub(str(reference), progress)
     is_source = (path / _HF_CONFIG).is_file() and not is_model(path)
@@ -71,16 +89,16 @@ def open_model(
         if not path.exists():
             raise ModelFileError(f"{path} does not exist; give a GGUF file, a bundle or a catalogue name")
         name = model_name(path) if is_source else path.stem
-        options = _options(role, weights, name, device)
-        folder = bundles_dir() / f"{name}-{_mark(path)}-{role}-{device or weights or 'default'}"
-        return _open_cached(folder) or _export(path, folder, options, progress)
+        folder = wanted.folder(name, _mark(path), "default")
+        return _open_cached(folder) or _export(path, folder, name, wanted, progress)
     entry = find(str(reference))
-    options = _options(role, weights, entry.name, device)
-    folder = bundles_dir() / f"{entry.name}-{entry.sha256[:8]}-{role}-{device or weights or _default(role)}"
+    folder = wanted.folder(entry.name, entry.sha256[:8], DEFAULT_WEIGHTS[role])
     existing = _open_cached(folder)
     if existing is not None:
         return existing
-    return _export(pull(entry, progress=progress, notify=_LOG.warning), folder, options, progress)
+    require_extra()
+    source = pull(entry, progress=progress, notify=_LOG.warning)
+    return _export(source, folder, entry.name, wanted, progress)
 
 
 def locate_hub(reference: str, progress: ProgressCallback) -> Path:
@@ -93,9 +111,14 @@ def locate_hub(reference: str, progress: ProgressCallback) -> Path:
         DownloadError: it cannot be pulled.
         UnsupportedModelError: of an architecture or with a feature that edgespec lacks.
         ModelFileError: no checkpoint in safetensors.
+        EdgespecError: it is not here, and the ``export`` extra that it would be pulled for is not installed.
     """
     parsed = HubReference.parse(reference)
-    return pulled_hub(parsed) or pull_checked(parsed, progress=progress, notify=_LOG.warning)
+    pulled = pulled_hub(parsed)
+    if pulled is not None:
+        return pulled
+    require_extra()
+    return pull_checked(parsed, progress=progress, notify=_LOG.warning)
 
 
 def pull_checked(
@@ -126,18 +149,6 @@ def _mark(source: Path) -> str:
     return hashlib.sha256(repr(key).encode()).hexdigest()[:8]
 
 
-def _default(role: Role) -> str:
-    from edgespec_export.plan import DEFAULT_WEIGHTS
-
-    return DEFAULT_WEIGHTS[role]
-
-
-def _options(role: Role, weights: str | None, name: str, device: ExportDevice | None) -> "ExportOptions":
-    from edgespec_export.export import ExportOptions
-
-    return ExportOptions(role=role, weights=weights, name=name, device=device, overwrite=True)
-
-
 def _open_cached(folder: Path) -> Bundle | None:
     if not (folder / MANIFEST).is_file():
         return None
@@ -147,16 +158,30 @@ def _open_cached(folder: Path) -> Bundle | None:
         return None  # of an older format, or damaged: made again
 
 
-def _export(source: Path, folder: Path, options: "ExportOptions", progress: ProgressCallback) -> Bundle:
-    from edgespec_export.export import export_model
+def _export(source: Path, folder: Path, name: str, wanted: _Wanted, progress: ProgressCallback) -> Bundle:
+    from edgespec_export.export import ExportOptions, export_model
 
+    options = ExportOptions(
+        role=wanted.role, weights=wanted.weights, name=name, device=wanted.device, overwrite=True
+    )
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(f".{folder.name}.lock")):  # another process may be making it
         bundle = _open_cached(folder)
         if bundle is None:
-            export_model(source, folder, options=options, progress=_naming(progress, options.name or ""))
+            export_model(source, folder, options=options, progress=_naming(progress, name))
             bundle = Bundle(folder)
+            for other in _by_other_recipes(folder):
+                _LOG.warning(
+                    "%s was made by another version of edgespec; delete it unless that is still in use", other
+                )
     return bundle
+
+
+def _by_other_recipes(folder: Path) -> list[Path]:
+    """Bundles like ``folder``; those of before there were recipes have no number."""
+    stem = folder.name.rpartition(_RECIPE_MARK)[0]
+    alike = [folder.with_name(stem), *folder.parent.glob(f"{glob.escape(stem + _RECIPE_MARK)}*")]
+    return sorted(path for path in alike if path != folder and (path / MANIFEST).is_file())
 
 
 def _naming(progress: ProgressCallback, name: str) -> ProgressCallback:

@@ -10,7 +10,7 @@ from typing import Any
 
 __all__ = ["describe_machine", "fingerprint"]
 
-_PACKAGES = ("edgespec", "onnxruntime", "numpy", "tokenizers")
+_PACKAGES = ("edgespec", "onnxruntime", "onnxruntime-gpu", "numpy", "tokenizers")
 
 
 def describe_machine() -> dict[str, Any]:

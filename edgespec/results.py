@@ -34,8 +34,10 @@ class GenerationStats:
         by_source: drafted and accepted by source.
         drafted_by_position: how often position i of a draft was proposed.
         accepted_by_position: how often it was accepted.
+        drafted_ahead: tokens that the drafter read while the target's passes ran, in its own vocabulary.
+        used_ahead: of these, how many a later draft needed.
         target_s: time inside the target's passes (prefill excluded).
-        drafter_s: time inside the drafter (its prefill included).
+        drafter_s: time that rounds waited for the drafter (its prefill included).
         speculation_off_reason: why no or few drafts were made; None while speculation pays.
         profile_problem: what keeps the profile from being read or written; None if nothing, or without one.
         placement: on which devices target and drafter ran, and why there.
@@ -58,6 +60,8 @@ class GenerationStats:
     speculation_off_reason: str | None = None
     profile_problem: str | None = None
     placement: str = ""
+    drafted_ahead: int = 0
+    used_ahead: int = 0
 
     @property
     def tpot_s(self) -> float:
@@ -98,6 +102,8 @@ class GenerationStats:
             },
             "drafted_by_position": list(self.drafted_by_position),
             "accepted_by_position": list(self.accepted_by_position),
+            "drafted_ahead": self.drafted_ahead,
+            "used_ahead": self.used_ahead,
             "target_ms": self.target_s * 1e3,
             "drafter_ms": self.drafter_s * 1e3,
             "speculation_off_reason": self.speculation_off_reason,

@@ -15,6 +15,7 @@ from edgespec_models.bundle import Bundle
 from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve, measure_cost, recheck_cost
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_runtimes.cuda import CudaSession
 from edgespec_runtimes.discovery import Device
 from edgespec_runtimes.placement import place
 from edgespec_runtimes.session import ModelSession
@@ -60,7 +61,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """Where target and drafter run; None takes the CPU, or whatever suits a bundle of fixed shapes."""
+    """Where target and drafter run; None takes the CPU, or whatever a bundle was made for."""
 
     target: Device | None = None
     drafter: Device | None = None
@@ -135,7 +136,7 @@ def _closed_on_failure() -> Iterator[list[ModelSession]]:
 
 def conditions_of(bundle: Bundle, options: CpuOptions, device: Device | None = None) -> Conditions:
     """What measurements of ``bundle`` depend on; without a device, on the one it would be opened on."""
-    if bundle.manifest.static is None:
+    if bundle.manifest.form == "dynamic":
         return Conditions.of(bundle, options)
     return Conditions.of(bundle, options, (device or place(bundle).device).identity)
 
@@ -147,8 +148,10 @@ def _open(
     known = recall(conditions)
     row_exact = None if known is None else known.row_exact
     session: ModelSession
-    if bundle.manifest.static is None:
+    if bundle.manifest.form == "dynamic":
         session = CpuSession(bundle, options, row_exact=row_exact)
+    elif bundle.manifest.form == "dynamic-float16":
+        session = CudaSession(bundle, device or place(bundle).device, options, row_exact=row_exact)
     else:
         session = StaticSession(bundle, device or place(bundle).device, options, row_exact=row_exact)
     opened.append(session)

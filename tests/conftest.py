@@ -1,4 +1,4 @@
-"""What all tests share: nothing is measured into the user's own folders."""
+"""What tests share: nothing is measured into the user's own folders; consoles of their own."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from edgespec import measurements
+from edgespec.cli.console import errors, output
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -23,3 +24,14 @@ def own_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path.with_name(f"{tmp_path.name}-measurements")
     monkeypatch.setattr(measurements, "measurements_dir", lambda: folder)
     return folder
+
+
+@pytest.fixture
+def consoles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Wide, and this test's own: consoles are cached and hold the streams of the test before."""
+    monkeypatch.setenv("COLUMNS", "200")
+    for console in (output, errors):
+        console.cache_clear()
+    yield
+    for console in (output, errors):
+        console.cache_clear()

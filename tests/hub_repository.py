@@ -2,12 +2,12 @@
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
+
+from tests.servers_for_tests import Handler, serving
 
 REPOSITORY = "someone/Tiny-1.5B"
 _LARGE = (".safetensors", ".gguf", ".bin")
@@ -69,17 +69,17 @@ def _git_sha1(data: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
 
 
-def _handler_of(hub: Repository) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+def _handler_of(hub: Repository) -> type[Handler]:
+    class Answers(Handler):
+        def answer(self) -> None:
             hub.requests.append(self.path)
             path = unquote(urlsplit(self.path).path)
             body = hub.answer(path)
             status = hub.status if hub.status != 200 else 404 if body is None else 200
             body, start = body or b"", 0
-            asked = self.headers.get("Range")
-            if status == 200 and asked:
-                start, status = int(asked.removeprefix("bytes=").rstrip("-")), 206
+            asked = self.asked_from()
+            if status == 200 and asked is not None:
+                start, status = asked, 206
             self.send_response(status)
             if status == 206:
                 self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
@@ -88,23 +88,12 @@ def _handler_of(hub: Repository) -> type[BaseHTTPRequestHandler]:
             cuts = hub.cuts.get(path.rpartition("/")[2])
             self.wfile.write(body[start:][: cuts.pop(0)] if cuts else body[start:])
 
-        def log_message(self, format: str, *args: object) -> None:
-            """Keep the test's output clean."""
-
-    return Handler
+    return Answers
 
 
 @contextmanager
 def running_repository() -> Iterator[Repository]:
     """The stand-in on a free port, its address in ``address``."""
     hub = Repository()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(hub))
-    hub.address = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
+    with serving(_handler_of(hub)) as hub.address:
         yield hub
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()

@@ -5,8 +5,9 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+from tests.servers_for_tests import Handler, serving
 
 
 @dataclass
@@ -28,9 +29,9 @@ class Hub:
     address: str = ""
 
 
-def _handler_of(hub: Hub) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+def _handler_of(hub: Hub) -> type[Handler]:
+    class Answers(Handler):
+        def answer(self) -> None:
             hub.requests.append((self.path, {key.lower(): value for key, value in self.headers.items()}))
             if hub.silent:
                 hub.over.wait()
@@ -38,10 +39,9 @@ def _handler_of(hub: Hub) -> type[BaseHTTPRequestHandler]:
             self._answer()
 
         def _answer(self) -> None:
-            start = 0
-            asked = self.headers.get("Range")
-            if hub.status == 200 and asked and hub.resumes:
-                start = int(asked.removeprefix("bytes=").rstrip("-"))
+            start, asked = 0, self.asked_from()
+            if hub.status == 200 and asked is not None and hub.resumes:
+                start = asked
                 self.send_response(206)
                 total = len(hub.content)
                 self.send_header("Content-Range", f"bytes {start}-{total - 1}/{total}")
@@ -58,27 +58,18 @@ def _handler_of(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 return
             self.wfile.write(body[: hub.cuts.pop(0)] if hub.cuts else body)
 
-        def log_message(self, format: str, *args: object) -> None:
-            """Keep the test's output clean."""
-
-    return Handler
+    return Answers
 
 
 @contextmanager
 def running_hub() -> Iterator[Hub]:
     """A hub on a free port, its address in ``address``."""
     hub = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(hub))
-    hub.address = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield hub
-    finally:
-        hub.over.set()
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serving(_handler_of(hub)) as hub.address:
+        try:
+            yield hub
+        finally:
+            hub.over.set()
 
 
 def write_wheel(folder: Path, package: str, members: Mapping[str, bytes], version: str = "1.0") -> Path:

@@ -1,5 +1,6 @@
 """KV caches that graphs concatenate, rewritten to attention in place: what is recognized and what is not."""
 
+import errno
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -139,4 +140,21 @@ def test_other_logits_bring_the_graph_back(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr("edgespec_export.cache_rewrite.examine", mistaken)
     assert "logits differ by" in rewrite_cache(folder).reason
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_full_disk_brings_the_graph_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_written_out(tmp_path / "m", WrittenOut())
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    save = onnx.save
+
+    def full(model: onnx.ModelProto, path: str) -> None:
+        if path == str(folder / GRAPH):
+            Path(path).write_bytes(b"half of it")
+            raise OSError(errno.ENOSPC, "no space left")
+        save(model, path)
+
+    monkeypatch.setattr(onnx, "save", full)
+    with pytest.raises(OSError, match="no space left"):
+        rewrite_cache(folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

@@ -50,12 +50,17 @@ class _Source:
     seconds: float = 0.0
     name: str = "model"
     asked: list[int] = field(default_factory=list)
+    beyond: tuple[float, ...] = ()
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
         self.asked.append(len(tokens))
         self.clock.now += self.seconds
         confidence = self.confidence[:limit]
         return Draft(tuple(range(len(confidence))), None, (self.name,) * len(confidence), confidence)
+
+    def extend(self, tokens: Sequence[int], draft: Draft, limit: int) -> Draft:
+        more = self.beyond[: limit - len(draft.tokens)]
+        return draft.then(Draft((99,) * len(more), None, (self.name,) * len(more), more))
 
 
 def _choice(free: _Source, model: _Source | None) -> Choice:
@@ -167,10 +172,19 @@ class TestChoice:
         assert _choice(free, model).propose([1], 8).sources == ("ngram",)
         assert len(model.asked) == 1
 
-    def test_the_model_is_not_asked_before_half_of_its_reading_has_passed(self, clock: _Clock) -> None:
+    def test_rows_that_cost_nothing_are_filled_behind_the_model(self, clock: _Clock) -> None:
+        free, model = _Source(clock, beyond=(0.2,) * 9), _Source(clock, (0.9, 0.9), name="model")
+        free.name = "ngram"
+        pricing = Pricing(CostCurve({1: 1.0, 4: 1.0, 5: 2.0, 8: 2.0}))  # passes are four rows wide
+        chosen = Choice(free, model, pricing=pricing, guard=Guard(pricing))
+        assert chosen.propose([1], 8).sources == ("model", "model", "ngram")
+        free.beyond = (0.95,) * 9  # a second pass of four rows pays too
+        assert chosen.propose([1], 7).sources == ("model",) * 2 + ("ngram",) * 5
+
+    def test_the_model_is_not_asked_before_twice_its_reading_has_passed(self, clock: _Clock) -> None:
         free, model = _Source(clock, name="ngram"), _Source(clock, (0.9,))
         pricing = Pricing(FLAT)
-        choice = Choice(free, model, pricing=pricing, guard=Guard(pricing), reading_s=6.0)
+        choice = Choice(free, model, pricing=pricing, guard=Guard(pricing), reading_s=1.5)
         assert [choice.propose([1] * n, 4).tokens for n in range(1, 6)] == [(), (), (), (0,), (0,)]
         assert (free.asked, model.asked) == ([1, 2, 3, 4, 5], [4, 5])
 

@@ -12,21 +12,10 @@ from typer.testing import CliRunner, Result
 
 import edgespec.engine
 from edgespec.cli import COMMANDS, app
-from edgespec.cli.console import errors, output
 from tests.fake_model import FakeModel, FakeStream
 
 Use = Callable[[FakeModel], None]
-
-
-@pytest.fixture(autouse=True)
-def fresh_consoles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Consoles are cached and hold the streams of the test before."""
-    monkeypatch.setenv("COLUMNS", "200")
-    for console in (output, errors):
-        console.cache_clear()
-    yield
-    for console in (output, errors):
-        console.cache_clear()
+pytestmark = pytest.mark.usefixtures("consoles")
 
 
 @pytest.fixture

@@ -11,9 +11,10 @@ import pytest
 
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import BundleError, Cancelled, RequestError
-from edgespec_models.graphs.linear import WeightFormat
+from edgespec_models.weight_format import WeightFormat
 from edgespec_runtimes.cpu import CpuOptions, CpuSession, default_threads
 from edgespec_runtimes.graph_io import EdgespecIO
+from edgespec_runtimes.kv_buffers import SharedCache
 from edgespec_runtimes.session import Session
 from tests.toy import COLUMNS, F32, FLOAT, GEMMA, INT4, INT8, LLAMA, MATMUL, WIDE, tiny_bundle
 
@@ -292,7 +293,7 @@ def test_a_step_allocates_no_logits(session: CpuSession) -> None:
 
 
 def test_the_cache_is_written_in_place(session: CpuSession) -> None:
-    assert isinstance(session._io, EdgespecIO)
+    assert isinstance(session._io, EdgespecIO) and isinstance(session._io.cache, SharedCache)
     arrays = session._io.cache.arrays
     for array in arrays:
         array[:] = 0

@@ -130,7 +130,6 @@ def test_what_cannot_be_had_is_an_error_that_says_why(machine: Machine, name: st
         (QNN, "cpu", PLAIN, "cpu"),
         (OPENVINO, "auto", WORKSTATION, "openvino:npu"),
         (OPENVINO, "openvino:gpu", WORKSTATION, "openvino:gpu"),
-        (replace(OPENVINO, device="cuda"), "auto", WORKSTATION, "cuda"),
         (OPENVINO, "auto", SNAPDRAGON, "cpu"),
     ],
 )

@@ -13,8 +13,7 @@ import pytest
 import edgespec
 from edgespec import LoadOptions, Model, generation, sessions
 from edgespec import decode as decoding
-from edgespec.drafting import choice
-from edgespec.drafting import model as drafting_model
+from edgespec.drafting import choice, reading
 from edgespec.results import Generation
 from edgespec_models.bundle import MANIFEST
 from edgespec_models.errors import CatalogueError, RequestError, TokenizerError
@@ -68,7 +67,7 @@ def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
             return super()._run(tokens, rows)
 
     monkeypatch.setattr(sessions, "CpuSession", Timed)
-    for module in (cost, choice, drafting_model, decoding, generation):
+    for module in (cost, choice, reading, decoding, generation):
         monkeypatch.setattr(module, "perf_counter", lambda: now)
 
 

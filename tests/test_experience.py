@@ -32,6 +32,14 @@ def test_instructions_that_gain_nothing_are_not_read_and_others_are() -> None:
     assert _request(experience, [700, 701, 702, 703], 3001, 0.2, 0.05)
 
 
+def test_among_others_one_loss_says_enough_of_its_kind() -> None:
+    experience = Experience()
+    for text in range(4):
+        _request(experience, WRITE, 2000 + text, 0.2, 0.05)
+    assert _request(experience, TRANSLATE, 3000, -0.02, 0.05)
+    assert not _request(experience, TRANSLATE, 3001, -0.02, 0.05)
+
+
 def test_a_drafter_that_is_never_right_is_hardly_ever_read() -> None:
     experience = Experience()
     read = [_request(experience, [text] * 8, text, -0.05, 0.05) for text in range(200)]

@@ -9,7 +9,8 @@ import pytest
 
 from edgespec_export import plan
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_export.plan import DEFAULT_WEIGHTS, POLICIES
+from edgespec_export.plan import POLICIES
+from edgespec_export.recipe import DEFAULT_WEIGHTS
 from edgespec_models.bundle import MANIFEST, REPORT, Bundle
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import RequestError

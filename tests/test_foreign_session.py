@@ -12,8 +12,7 @@ import pytest
 import edgespec
 from edgespec import LoadOptions, generation, sessions
 from edgespec import decode as decoding
-from edgespec.drafting import choice
-from edgespec.drafting import model as drafting_model
+from edgespec.drafting import choice, reading
 from edgespec_models.errors import BundleError, Cancelled, RequestError
 from edgespec_models.foreign import open_bundle
 from edgespec_runtimes import cost, graph_io
@@ -232,7 +231,7 @@ def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
             return super()._run(tokens, rows)
 
     monkeypatch.setattr(sessions, "CpuSession", Timed)
-    for module in (cost, choice, drafting_model, decoding, generation):
+    for module in (cost, choice, reading, decoding, generation):
         monkeypatch.setattr(module, "perf_counter", lambda: now)
 
 

@@ -1,11 +1,14 @@
 """GPTQ: what it wins where activations go together, what it comes to where they do not, and its bundles."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
+from edgespec_export import activations, graph_files
 from edgespec_export.activations import Activations, activation_tokens
 from edgespec_export.blocks import F32
 from edgespec_export.encode import encode_linear
@@ -18,9 +21,9 @@ from edgespec_export.trim import TrimOptions
 from edgespec_models.bundle import GRAPH, Bundle
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import RequestError
-from edgespec_models.graphs.linear import WeightFormat
 from edgespec_models.progress import Progress
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
+from edgespec_models.weight_format import WeightFormat
 from tests.gguf_for_tests import tiny_gguf
 from tests.test_export import logits_error
 from tests.tokenizers_for_tests import byte_level_json
@@ -180,6 +183,19 @@ def test_a_text_of_ones_own(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="two tokens or more"):
         export_model(source, tmp_path / "out", options=options)
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
+def test_a_vocabulary_is_sized_without_calibrating_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tiny_gguf("llama", "F16", layers=1).write(tmp_path / "m.gguf")
+    opened = mock.Mock(side_effect=activations.open_activations)
+    monkeypatch.setattr(graph_files, "open_activations", opened)
+    options = replace(GPTQ, role="drafter", trim=TrimOptions(320))
+    report = export_model(source, tmp_path / "out", options=options)
+    assert opened.call_count == 1
+    assert "gptq" in {loss.method for loss in report.weights}
+    assert Bundle(tmp_path / "out").manifest.head_rows == 320
 
 
 def test_tokens_are_taken_from_all_over_the_texts() -> None:

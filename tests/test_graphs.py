@@ -14,7 +14,8 @@ from onnxscript import GraphBuilder
 from edgespec_export.encode import decode_linear, encode_linear
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import BundleError, UnsupportedModelError
-from edgespec_models.graphs.linear import Linear, LinearPart, LinearSpec, WeightFormat
+from edgespec_models.graphs.linear import Linear, LinearPart, LinearSpec
+from edgespec_models.weight_format import WeightFormat
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from tests.toy import (
     COLUMNS,

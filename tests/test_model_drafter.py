@@ -2,7 +2,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from edgespec.drafting import model as drafting_model
+from edgespec.drafting import reading
 from edgespec.drafting.bridge import ByteBridge, IdentityBridge
 from edgespec.drafting.draft import Draft
 from edgespec.drafting.model import Calibration, Guess, ModelDrafter, Vocabulary
@@ -217,7 +217,7 @@ def test_one_slow_step_does_not_end_drafting(monkeypatch: pytest.MonkeyPatch) ->
         now += next(steps, 0.001)
         return now
 
-    monkeypatch.setattr(drafting_model, "perf_counter", clock)
+    monkeypatch.setattr(reading, "perf_counter", clock)
     curve = CostCurve({1: 0.010, 16: 0.012})
     drafter = _drafter(_sure(), curve=curve, step_s=0.001)
     tokens = [3, 1, 4]
@@ -235,7 +235,7 @@ def test_a_slow_spell_ends_drafting_only_for_a_while(monkeypatch: pytest.MonkeyP
         now += step
         return now
 
-    monkeypatch.setattr(drafting_model, "perf_counter", clock)
+    monkeypatch.setattr(reading, "perf_counter", clock)
     drafter = _drafter(_sure(), curve=CostCurve({1: 0.010, 16: 0.012}), step_s=0.001)
     tokens = [3, 1, 4]
     while draft := drafter.propose(tokens, 8).tokens:

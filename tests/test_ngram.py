@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.drafting.draft import NO_DRAFT
+from edgespec.drafting.draft import NO_DRAFT, Draft
 from edgespec.drafting.ngram import ContextTree, Match, NgramDrafter
 from edgespec_models.errors import RequestError
 
@@ -153,6 +153,17 @@ def test_matches_that_fell_out_of_favour_are_still_judged() -> None:
     for i in range(1000, 1300, 5):
         last = proposals([i, i + 1, i + 2, i, i + 1])
     assert last[3]
+
+
+def test_the_draft_of_another_is_gone_on_with() -> None:
+    drafter, text = NgramDrafter(stop_below=0.0), [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]
+    drafter.propose(text, 8)
+    other = Draft((4, 5), None, ("model",) * 2, (0.9, 0.8))
+    longer = drafter.extend(text, other, 6)
+    assert longer.tokens == (4, 5, 6, 7, 8, 9)
+    assert longer.sources == ("model",) * 2 + ("ngram",) * 4 and len(longer.confidence) == 6
+    assert drafter.extend(text, other, 2) is other
+    assert drafter.extend(text, Draft((99,), None, ("model",), (0.9,)), 6).tokens == (99,)
 
 
 def test_a_draft_stops_where_it_would_hardly_be_reached() -> None:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 import edgespec
 from edgespec.cli import app
@@ -61,6 +61,12 @@ def checkpoint(folder: Path, **says: str) -> Path:
     return folder
 
 
+def run(source: Path, out: Path, program: str, *more: str) -> Result:
+    """The command line."""
+    arguments = ["export", str(source), "-o", str(out), "--via", "optimum", "--optimum-cli", program]
+    return CliRunner().invoke(app, [*arguments, *more])
+
+
 def left(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()} - {"optimum-cli", "m"}
 
@@ -81,14 +87,13 @@ def test_what_it_writes_runs_and_its_cache_is_told(tmp_path: Path, program: str,
 
 def test_the_command_line(tmp_path: Path, program: str) -> None:
     source, out = checkpoint(tmp_path / "m", attention="concat"), tmp_path / "out"
-    arguments = ["export", str(source), "-o", str(out), "--via", "optimum", "--optimum-cli", program]
-    result = CliRunner().invoke(app, arguments)
+    result = run(source, out, program)
     assert result.exit_code == 0, result.output
     assert "KV cache: concatenated: " in result.stdout
-    again = CliRunner().invoke(app, arguments)
+    again = run(source, out, program)
     assert again.exit_code == 1
     assert "exists" in again.stderr
-    replaced = CliRunner().invoke(app, [*arguments, "--overwrite", "--json"])
+    replaced = run(source, out, program, "--overwrite", "--json")
     assert replaced.exit_code == 0, replaced.output
     said = json.loads(replaced.stdout)
     assert said["copies_cache"] is True
@@ -98,8 +103,7 @@ def test_the_command_line(tmp_path: Path, program: str) -> None:
 
 def test_attention_that_is_written_out_is_put_in_place(tmp_path: Path, program: str) -> None:
     source, out = checkpoint(tmp_path / "m", attention="written out"), tmp_path / "out"
-    arguments = ["export", str(source), "-o", str(out), "--via", "optimum", "--optimum-cli", program]
-    result = CliRunner().invoke(app, arguments)
+    result = run(source, out, program)
     assert result.exit_code == 0, result.output
     assert "KV cache: in place (2 layers)" in result.stdout
     assert {path.name for path in out.iterdir()} == {
@@ -108,15 +112,13 @@ def test_attention_that_is_written_out_is_put_in_place(tmp_path: Path, program: 
         "model.onnx_data",
         "tokenizer.json",
     }
-    replaced = CliRunner().invoke(app, [*arguments, "--overwrite", "--json"])
-    said = json.loads(replaced.stdout)
+    said = json.loads(run(source, out, program, "--overwrite", "--json").stdout)
     assert (said["copies_cache"], said["rewritten_layers"], said["concatenated_because"]) == (False, 2, "")
 
 
 def test_what_optimum_does_not_do_is_refused(tmp_path: Path) -> None:
-    arguments = ["export", str(tmp_path), "-o", str(tmp_path / "out"), "--via", "optimum"]
     for extra in (["--weights", "int8"], ["--kv", "int8"], ["--block-size", "64"], ["--role", "drafter"]):
-        result = CliRunner().invoke(app, [*arguments, *extra])
+        result = run(tmp_path, tmp_path / "out", "optimum-cli", *extra)
         assert result.exit_code == 1
         assert "leave out --" in result.stderr
 

@@ -11,7 +11,7 @@ from edgespec_export.pieces import cut, run_pieces
 from edgespec_models.bundle import GRAPH, Bundle
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import ParityError
-from edgespec_models.graphs.linear import WeightFormat
+from edgespec_models.weight_format import WeightFormat
 from edgespec_runtimes.cpu import CpuSession
 from tests.gguf_for_tests import tiny_gguf
 from tests.toy import COLUMNS, FLOAT, GEMMA, LLAMA, WIDE, tiny_bundle

@@ -1,7 +1,6 @@
 """What verification costs: the figures from their definitions, the command, the page."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from typer.testing import CliRunner, Result
 
 from edgespec import profiling, sessions
 from edgespec.cli import app
-from edgespec.cli.console import errors, output
 from edgespec.profiling import PROFILE_ROWS, Profile, as_ranges, draft_gain, profile_model
 from edgespec.report import render_profile
 from edgespec_models.bundle import Bundle
@@ -135,16 +133,6 @@ def test_what_is_profiled_serves_the_next_load_and_fresh_forgets_it(
 
 def test_memory_is_read_at_some_speed() -> None:
     assert 1e7 < memory_bandwidth(2, size=1 << 22) < 1e13
-
-
-@pytest.fixture
-def consoles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("COLUMNS", "200")
-    for console in (output, errors):
-        console.cache_clear()
-    yield
-    for console in (output, errors):
-        console.cache_clear()
 
 
 def _run(*arguments: str) -> Result:

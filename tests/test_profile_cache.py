@@ -12,7 +12,7 @@ from edgespec.drafting.draft import NO_DRAFT, Draft
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.profile.drafter import BestOf, ProfileDrafter
 from edgespec.profile.entries import HALF_LIFE, Entry, Tally
-from edgespec.profile.index import MAX_N, Index
+from edgespec.profile.index import MAX_N, Found, Index
 from edgespec.profile.memory import Delta, Memory, Snapshot
 from edgespec.profile.passages import LEAD, LONGEST, Cutter, Passage, cut, pack_tokens, unpack_tokens
 
@@ -32,6 +32,19 @@ def _memory(*texts: Sequence[int], max_tokens: int = 1 << 20) -> Memory:
 def _noise(seed: int, count: int, vocab: int = 5000) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(vocab) for _ in range(count)]
+
+
+OFTEN = _noise(2, 120)
+
+
+def _found_after_much_else(memory: Memory) -> Found | None:
+    """What ``memory`` knows of OFTEN, written ten times, forty other texts later."""
+    for number in range(100):
+        memory.learn(cut(_noise(100 + number, 100)))
+        if number % 5 == 0 and number < 50:
+            memory.learn(cut(OFTEN))
+        memory.refresh()
+    return memory.find(OFTEN[:50])
 
 
 class TestPassages:
@@ -167,25 +180,12 @@ class TestMemory:
         assert found is not None and found.token == text[20]
 
     def test_what_is_written_often_stays(self) -> None:
-        often = _noise(2, 120)
-        memory = Memory(Snapshot(), max_tokens=2000)
-        for number in range(100):
-            memory.learn(cut(_noise(100 + number, 100)))
-            if number % 5 == 0 and number < 50:
-                memory.learn(cut(often))
-            memory.refresh()
-        found = memory.find(often[:50])
-        assert found is not None and found.length == MAX_N and found.token == often[50]
+        found = _found_after_much_else(Memory(Snapshot(), max_tokens=2000))
+        assert found is not None and found.length == MAX_N and found.token == OFTEN[50]
 
     def test_by_recency_alone_it_would_have_gone(self) -> None:
-        often = _noise(2, 120)
-        memory = Memory(Snapshot(), max_tokens=2000, worth=lambda entry, now: float(entry.at))
-        for number in range(100):
-            memory.learn(cut(_noise(100 + number, 100)))
-            if number % 5 == 0 and number < 50:
-                memory.learn(cut(often))
-            memory.refresh()
-        found = memory.find(often[:50])
+        by_age = Memory(Snapshot(), max_tokens=2000, worth=lambda entry, now: float(entry.at))
+        found = _found_after_much_else(by_age)
         assert found is None or found.length < MAX_N
 
     def test_what_happened_is_told_so_that_it_adds_up(self) -> None:
@@ -207,6 +207,16 @@ class TestMemory:
         both.add(delta)
         assert both.tokens == 2 * delta.tokens and bool(both) and not Delta()
         assert both.changes[found.entry.passage.digest].verdicts == {found.offset: (2, 2)}
+
+
+class _Near:
+    """Knows nothing."""
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
+        return NO_DRAFT
+
+    def extend(self, tokens: Sequence[int], draft: Draft, limit: int) -> Draft:
+        return draft
 
 
 class TestDrafter:
@@ -267,7 +277,7 @@ class TestDrafter:
     def test_a_draft_of_the_text_is_gone_on_with(self) -> None:
         text = _noise(8, 60)
 
-        class Near:
+        class Near(_Near):
             def propose(self, tokens: Sequence[int], limit: int) -> Draft:
                 return Draft(tuple(text[20:22]), None, ("ngram",) * 2, (0.99, 0.99))
 
@@ -278,12 +288,21 @@ class TestDrafter:
         assert draft.sources == ("ngram",) * 2 + ("profile",) * 4
         assert len(draft.confidence) == 6 and draft.probs is None
 
+    def test_the_draft_of_a_model_is_gone_on_with(self) -> None:
+        text = _noise(8, 60)
+        both = BestOf(_Near(), ProfileDrafter(_memory(text[15:]), stop_below=0.0))
+        both.propose([7777, *text[18:20]], 6)
+        model = Draft(tuple(text[20:22]), None, ("model",) * 2, (0.9, 0.9))
+        draft = both.extend([7777, *text[18:20]], model, 6)
+        assert draft.tokens == tuple(text[20:26])
+        assert draft.sources == ("model",) * 2 + ("profile",) * 4
+
     def test_the_better_promise_wins(self) -> None:
         text = _noise(9, 60)
         memory = _memory(text)
         alone = ProfileDrafter(memory).propose(text[:20], 4)
 
-        class Near:
+        class Near(_Near):
             confidence: tuple[float, ...] = (0.1,)
 
             def propose(self, tokens: Sequence[int], limit: int) -> Draft:

@@ -11,10 +11,9 @@ from edgespec.profile.memory import Delta
 from edgespec.profile.store import Scope, Store
 from edgespec.profile.use import open_use
 from edgespec_models.tokenizer import Tokenizer
+from tests.profiles_for_tests import OTHERS, SCOPE, stored, text_of
 from tests.tokenizers_for_tests import byte_level_json
 
-SCOPE = Scope("target", "digest", "mail")
-OTHERS = (Scope("other", "digest", "mail"), Scope("target", "other", "mail"), Scope("target", "digest"))
 PROMPT = list(range(40))
 
 
@@ -54,17 +53,13 @@ def _gained(*outcomes: Outcome) -> Delta:
 def _merge(path: Path, *deltas: Delta) -> None:
     store = Store.open(path)
     for delta in deltas:
-        store.merge(SCOPE, delta, lambda tokens: b"x" * len(tokens))
+        store.merge(SCOPE, delta, text_of)
     store.close()
 
 
 def _stored(path: Path) -> dict[bytes, tuple[float, float]]:
-    store = Store.open(path)
-    try:
-        records = store.read(SCOPE).records.get("d", {})
-        return {digest: (record.gain, record.count) for digest, record in records.items()}
-    finally:
-        store.close()
+    records = stored(path).records.get("d", {})
+    return {digest: (record.gain, record.count) for digest, record in records.items()}
 
 
 def test_it_outlives_the_program_by_target_drafter_and_namespace(path: Path, tokenizer: Tokenizer) -> None:
@@ -106,6 +101,4 @@ def test_a_file_of_the_first_format_is_brought_up_to_date(path: Path) -> None:
     connection.close()
     _merge(path, _gained(Outcome((b"12345678",), 0.5)))
     assert len(_stored(path)) == 1
-    store = Store.open(path)
-    assert store.read(SCOPE).clock == 7
-    store.close()
+    assert stored(path).clock == 7

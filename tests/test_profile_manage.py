@@ -2,14 +2,13 @@
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from edgespec.cli import app
-from edgespec.cli.console import errors, output
 from edgespec.profile import Profile, profiles
 from edgespec.profile.passages import cut
 from edgespec.profile.store import Scope
@@ -21,6 +20,7 @@ from tests.tokenizers_for_tests import byte_level_json
 SENTENCES = [
     f"Sentence number {n} says that {n} times two is {2 * n}, as everybody knows. " for n in range(40)
 ]
+pytestmark = pytest.mark.usefixtures("consoles")
 LETTER = "Dear Mrs. Müller, thank you for your letter of the fifth of May. Yours, Ferdinand Mustermann"
 
 
@@ -30,14 +30,9 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("COLUMNS", "200")
-    for console in (output, errors):
-        console.cache_clear()
-    yield tmp_path / "home"
-    for console in (output, errors):
-        console.cache_clear()
+    return tmp_path / "home"
 
 
 def _learn(tokenizer: Tokenizer, texts: Sequence[str], *, name: str = "me", namespace: str = "") -> Profile:
@@ -114,6 +109,21 @@ def test_what_is_exported_can_be_imported(tokenizer: Tokenizer, tmp_path: Path) 
         assert file.stat().st_mode & 0o777 == 0o600
 
 
+def _passage(**changes: object) -> str:
+    """An export of one passage."""
+    scope = {"target": "t", "tokenizer": "", "namespace": ""}
+    sound = {"scope": scope, "before": "", "text": "a", "lead": [], "body": [1], "worth": 1}
+    sound |= {"right": [0], "wrong": [0], "learned_on": 0}
+    return json.dumps({"format": "edgespec profile 1", "passages": [sound | changes]})
+
+
+def test_a_passage_that_was_written_by_hand_is_imported(tmp_path: Path) -> None:
+    file = tmp_path / "in.json"
+    file.write_text(_passage(), encoding="utf-8")
+    assert Profile("new").load(file) == 1
+    assert run("show", "new").exit_code == 0
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -122,9 +132,14 @@ def test_what_is_exported_can_be_imported(tokenizer: Tokenizer, tmp_path: Path) 
         "{}",
         '{"format": "edgespec profile 1"}',
         '{"format": "edgespec profile 1", "passages": [{"lead": []}]}',
-        '{"format": "edgespec profile 1", "passages": [{"scope": {"target": "t", "tokenizer": "",'
-        '"namespace": ""}, "before": "", "text": "", "lead": [], "body": [-1], "worth": 1,'
-        '"right": [0], "wrong": [0], "learned_on": 0}]}',
+        _passage(body=[-1]),
+        _passage(body=[]),
+        _passage(right=10**15),
+        _passage(worth=float("nan")),
+        _passage(learned_on=float("nan")),
+        _passage(learned_on=1e300),
+        _passage(learned_on=-1e12),
+        _passage(scope={"target": "\ud800", "tokenizer": "", "namespace": ""}),
     ],
 )
 def test_other_files_are_not_imported_and_nothing_is_made(text: str, tmp_path: Path) -> None:
@@ -165,7 +180,9 @@ def test_what_is_no_profile_is_an_error_and_stays(tmp_path: Path) -> None:
     assert file.read_text().startswith("my notes")
 
 
-def test_the_commands(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_the_commands(tokenizer: Tokenizer, tmp_path: Path, home: Path) -> None:
+    assert run("list").exit_code == 0 and profiles() == []
+    (home / "profiles" / "folder.profile").mkdir(parents=True)
     assert run("list").exit_code == 0 and profiles() == []
     _learn(tokenizer, [LETTER, *SENTENCES[:3]], namespace="mail")
     listed = run("list").stdout

@@ -1,9 +1,7 @@
 """The profile's file: nothing lost, nothing shared between scopes, and no way to break an application."""
 
-import logging
 import os
 import sqlite3
-import sys
 import threading
 import time
 from pathlib import Path
@@ -18,7 +16,6 @@ from edgespec.profile.index import Found
 from edgespec.profile.memory import Delta, Memory, Snapshot
 from edgespec.profile.passages import Passage, cut
 from edgespec.profile.store import Store
-from edgespec.profile.writer import Writer
 from edgespec_models.errors import StorageError
 from tests.profiles_for_tests import OTHERS, SCOPE, delta_of, passage_of, stored, text_of
 from tools.profile_kills import kill_writers
@@ -109,6 +106,27 @@ class TestStore:
         assert passage_of(777) in {entry.passage for entry in store.read(SCOPE).entries}
         store.close()
 
+    def test_a_delta_that_is_stored_is_no_error_where_tidying_up_fails(self, path: Path) -> None:
+        class Locked(Store):
+            def _vacuum(self) -> None:
+                raise sqlite3.OperationalError("database is locked")
+
+        store = Locked.open(path)
+        store.merge(SCOPE, delta_of(passage_of(1)), text_of)
+        store.close()
+        assert [entry.uses for entry in stored(path).entries] == [1.0]
+
+    def test_where_room_cannot_be_made_nothing_is_stored(self, path: Path) -> None:
+        class Full(Store):
+            def _keep(self, key: int, clock: int, tokens: int) -> None:
+                raise sqlite3.OperationalError("database or disk is full")
+
+        store = Full.open(path, max_bytes=4096)
+        with pytest.raises(sqlite3.OperationalError, match="full"):
+            store.merge(SCOPE, delta_of(passage_of(1)), text_of)
+        store.close()
+        assert stored(path).entries == []
+
     def test_the_file_is_bounded_and_gives_up_other_scopes_first(self, path: Path) -> None:
         limit = 200_000
         store = Store.open(path, max_bytes=limit)
@@ -119,6 +137,21 @@ class TestStore:
             assert path.stat().st_size <= limit + 4096
         assert OTHERS[0] not in store.scopes()
         assert store.scopes()[SCOPE] > 1000
+        store.close()
+
+    def test_an_import_is_bounded_too(self, tmp_path: Path, path: Path) -> None:
+        elsewhere = Store.open(tmp_path / "elsewhere.profile")
+        elsewhere.merge(SCOPE, delta_of(*(passage_of(n) for n in range(1000))), text_of)
+        limit = 100_000
+        store = Store.open(path, max_bytes=limit)
+        store.merge(OTHERS[0], delta_of(passage_of(1)), text_of)
+        with store.transaction():
+            for learned in elsewhere.learned():
+                store.put(learned)
+        store.overwrite()
+        assert path.stat().st_size <= limit + 4096
+        assert set(store.scopes()) == {SCOPE} and store.scopes()[SCOPE] > 1000
+        elsewhere.close()
         store.close()
 
     def test_deleted_text_is_gone_from_the_file(self, path: Path) -> None:
@@ -193,88 +226,6 @@ class TestProcesses:
         assert len(snapshot.entries) == 41
         shared = next(entry for entry in snapshot.entries if entry.passage == passage_of(9999))
         assert shared.uses == pytest.approx(40.0, rel=0.01)
-
-
-class TestWriter:
-    def test_it_writes_within_the_interval_by_itself(self, path: Path) -> None:
-        writer = Writer(Store.open(path), path, scope=SCOPE, text_of=text_of, flush_s=0.02)
-        writer.tell(lambda delta: delta.wrote(passage_of(1)))
-        end = time.monotonic() + 20
-        while not stored(path).entries and time.monotonic() < end:
-            time.sleep(0.01)
-        assert len(stored(path).entries) == 1
-        writer.close()
-        writer.close()
-
-    def test_closing_writes_what_is_left(self, path: Path) -> None:
-        writer = Writer(Store.open(path), path, scope=SCOPE, text_of=text_of, flush_s=1000.0)
-        writer.tell(lambda delta: delta.wrote(passage_of(1)))
-        writer.close()
-        assert len(stored(path).entries) == 1
-
-    @pytest.mark.parametrize("fault", ["full", "readonly"])
-    def test_a_disk_that_takes_nothing_is_reported_once_and_tried_again(
-        self, path: Path, fault: str, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        store = Store.open(path)
-        connection = store._connection
-        break_it, mend_it, says = {
-            "full": (
-                f"PRAGMA max_page_count = {_pages(connection)}",
-                "PRAGMA max_page_count = 100000",
-                "full",
-            ),
-            "readonly": ("PRAGMA query_only = ON", "PRAGMA query_only = OFF", "readonly"),
-        }[fault]
-        writer = Writer(store, path, scope=SCOPE, text_of=text_of, flush_s=1000.0)
-        connection.execute(break_it)
-        with caplog.at_level(logging.WARNING, logger="edgespec"):
-            for start in range(3):
-                for number in range(100):
-                    writer.tell(lambda delta, n=100 * start + number: delta.wrote(passage_of(n)))  # type: ignore[misc]
-                writer.flush()
-        assert writer.problem is not None and says in writer.problem and "decoding goes on" in writer.problem
-        assert len(caplog.records) == 1
-        connection.execute(mend_it)
-        writer.close()
-        assert writer.problem is None
-        assert len(stored(path).entries) == 300
-
-    def test_what_waits_for_room_is_bounded(self, path: Path) -> None:
-        store = Store.open(path)
-        writer = Writer(store, path, scope=SCOPE, text_of=text_of, flush_s=1000.0)
-        store._connection.execute("PRAGMA query_only = ON")
-        for start in range(0, 12_000, 1500):
-            for number in range(1500):
-                writer.tell(lambda delta, n=start + number: delta.wrote(passage_of(n, 2)))  # type: ignore[misc]
-            writer.flush()
-        assert len(writer._pending.changes) <= 4096
-        writer.close()
-
-    def test_damage_while_in_use_is_set_aside(self, path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        class Damaged(Store):
-            def merge(self, *arguments: object) -> None:
-                self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-                path.write_bytes(b"no database at all" * 1000)
-                error = sqlite3.DatabaseError("database disk image is malformed")
-                error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
-                raise error
-
-        if sys.platform == "win32":
-            pytest.skip("an open file cannot be renamed")
-        writer = Writer(Damaged.open(path), path, scope=SCOPE, text_of=text_of, flush_s=1000.0)
-        writer.tell(lambda delta: delta.wrote(passage_of(1)))
-        with caplog.at_level(logging.WARNING, logger="edgespec"):
-            writer.flush()
-        assert writer.problem is not None and "was damaged" in writer.problem
-        assert len(caplog.records) == 1
-        writer.close()
-        assert len(stored(path).entries) == 1
-        assert [file for file in path.parent.iterdir() if ".damaged-" in file.name]
-
-
-def _pages(connection: sqlite3.Connection) -> int:
-    return int(connection.execute("PRAGMA page_count").fetchone()[0])
 
 
 def test_a_sound_file_is_not_set_aside(path: Path) -> None:

@@ -12,7 +12,7 @@ from edgespec_export.gguf import GGMLType
 from edgespec_export.quantization import BLOCKS, Minimums, Mixed, Quantization
 from edgespec_models.bundle import Bundle
 from edgespec_models.errors import RequestError
-from edgespec_models.graphs.linear import Method
+from edgespec_models.weight_format import Method
 from tests.gguf_for_tests import tiny_gguf
 from tests.test_export import logits_error
 
@@ -50,7 +50,7 @@ def test_what_is_not_offered_is_named(given: dict[str, object], says: str) -> No
 
 
 @pytest.mark.parametrize(
-    "name", ["", "4", "close", "4/32", "four/32/fit", "4/32/fit/colour=red", "4/32/fit/x"]
+    "name", ["", "4", "close", "4/32", "four/32/fit", "4/32/fit/colour=red", "4/32/fit/x", "²/32/fit"]
 )
 def test_names_that_are_none(name: str) -> None:
     with pytest.raises(RequestError):

@@ -11,7 +11,7 @@ from edgespec_export.blocks import F32
 from edgespec_export.encode import decode_linear, encode_linear
 from edgespec_export.quantization import BLOCKS
 from edgespec_export.rounding import Rounding, round_matrix
-from edgespec_models.graphs.linear import WeightFormat
+from edgespec_models.weight_format import WeightFormat
 
 METHODS: tuple[Rounding, ...] = get_args(Rounding)
 SEARCHES: tuple[Rounding, ...] = ("fit", "k-quant", "hqq")

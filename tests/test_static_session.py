@@ -4,16 +4,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from edgespec_export import static_export
 from edgespec_export.export import ExportOptions, export_model
+from edgespec_export.static_export import StaticFormat
 from edgespec_models.bundle import Bundle
 from edgespec_models.errors import BundleError, Cancelled, DeviceError, RequestError
-from edgespec_models.static_graphs import ExportDevice, StaticGraphs
+from edgespec_models.static_graphs import StaticDevice, StaticGraphs
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.devices import CPU
 from edgespec_runtimes.discovery import Device
@@ -24,14 +27,16 @@ from tests.gguf_for_tests import F32, tiny_gguf
 ON_CPU = Device(CPU, "ready")
 ONE_THREAD = CpuOptions(threads=1)
 
-BUCKETS: dict[ExportDevice | None, tuple[int, ...]] = {
-    None: (),
-    "cuda": (64, 128),
+Kind = StaticDevice | Literal["float", "cpu"]
+"""A device; ``float`` is like ``npu-openvino`` with float32 weights."""
+BUCKETS: dict[Kind, tuple[int, ...]] = {
+    "cpu": (),
+    "float": (64, 128),
     "npu-qnn": (64,),
     "npu-openvino": (64,),
 }
 ARCHITECTURES = ("llama", "qwen2", "gemma3")
-Make = Callable[[str, ExportDevice | None], Bundle]
+Make = Callable[[str, Kind], Bundle]
 
 
 @pytest.fixture(scope="module")
@@ -40,22 +45,27 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     folder = tmp_path_factory.mktemp("static")
 
     @cache
-    def bundle(architecture: str, device: ExportDevice | None) -> Bundle:
+    def bundle(architecture: str, kind: Kind) -> Bundle:
         source = folder / f"{architecture}.gguf"
         if not source.exists():
             tiny_gguf(architecture).write(source)
-        options = ExportOptions(device=device, buckets=BUCKETS[device], weights=None if device else "exact")
-        out = folder / f"{architecture}-{device}"
-        export_model(source, out, options=options)
+        options = ExportOptions(weights="exact")
+        if kind != "cpu":
+            options = ExportOptions(device="npu-openvino" if kind == "float" else kind, buckets=BUCKETS[kind])
+        out = folder / f"{architecture}-{kind}"
+        with pytest.MonkeyPatch.context() as patch:
+            if kind == "float":
+                patch.setattr(static_export, "format_for", lambda device: StaticFormat(False, False))
+            export_model(source, out, options=options)
         return Bundle(out)
 
     return bundle
 
 
 @pytest.fixture(scope="module")
-def open_static(make: Make) -> Callable[[str, ExportDevice], StaticSession]:
+def open_static(make: Make) -> Callable[[str, Kind], StaticSession]:
     @cache
-    def opened(architecture: str, device: ExportDevice) -> StaticSession:
+    def opened(architecture: str, device: Kind) -> StaticSession:
         return StaticSession(make(architecture, device), ON_CPU, ONE_THREAD)
 
     return opened
@@ -63,7 +73,7 @@ def open_static(make: Make) -> Callable[[str, ExportDevice], StaticSession]:
 
 @pytest.fixture(scope="module")
 def open_dynamic(make: Make) -> Callable[[str], CpuSession]:
-    return cache(lambda architecture: CpuSession(make(architecture, None), ONE_THREAD))
+    return cache(lambda architecture: CpuSession(make(architecture, "cpu"), ONE_THREAD))
 
 
 Steps = list[tuple[str, int]]
@@ -84,12 +94,12 @@ _STEPS = st.lists(
 @given(steps=_STEPS, seed=st.integers(0, 99))
 def test_whatever_is_asked_equals_the_cpu_session(
     architecture: str,
-    open_static: Callable[[str, ExportDevice], StaticSession],
+    open_static: Callable[[str, Kind], StaticSession],
     open_dynamic: Callable[[str], CpuSession],
     steps: Steps,
     seed: int,
 ) -> None:
-    static, dynamic = open_static(architecture, "cuda"), open_dynamic(architecture)
+    static, dynamic = open_static(architecture, "float"), open_dynamic(architecture)
     rng = np.random.default_rng(seed)
     for session in (static, dynamic):
         session.prefill([])
@@ -115,7 +125,7 @@ def _close(found: F32, expected: F32) -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_quantized_graphs_stay_near_and_roll_back_to_the_bit(
-    architecture: str, open_static: Callable[[str, ExportDevice], StaticSession], make: Make
+    architecture: str, open_static: Callable[[str, Kind], StaticSession], make: Make
 ) -> None:
     report = make(architecture, "npu-qnn").report()["static"]
     assert report["top1_agreement"] > 0.7
@@ -137,10 +147,8 @@ def test_int8_weights_alone_stay_near(make: Make) -> None:
     assert report["kl"] < 0.01
 
 
-def test_what_does_not_fit_is_an_error(
-    open_static: Callable[[str, ExportDevice], StaticSession], make: Make
-) -> None:
-    session = open_static("llama", "cuda")
+def test_what_does_not_fit_is_an_error(open_static: Callable[[str, Kind], StaticSession], make: Make) -> None:
+    session = open_static("llama", "float")
     session.prefill([])
     with pytest.raises(
         RequestError, match=r"129 tokens do not fit the largest bucket of this bundle, 128.*--buckets"
@@ -153,15 +161,15 @@ def test_what_does_not_fit_is_an_error(
         session.forward(list(range(8)))
     assert session.length == 124
     with pytest.raises(BundleError, match="no graphs of fixed shapes"):
-        StaticSession(make("llama", None), ON_CPU)
+        StaticSession(make("llama", "cpu"), ON_CPU)
     with pytest.raises(BundleError, match="graphs of fixed shapes"):
-        CpuSession(make("llama", "cuda"))
+        CpuSession(make("llama", "float"))
 
 
 def test_a_longer_bucket_keeps_what_the_cache_holds(
     make: Make, open_dynamic: Callable[[str], CpuSession]
 ) -> None:
-    static, dynamic = StaticSession(make("llama", "cuda"), ON_CPU, ONE_THREAD), open_dynamic("llama")
+    static, dynamic = StaticSession(make("llama", "float"), ON_CPU, ONE_THREAD), open_dynamic("llama")
     tokens = [(5 * i) % 250 for i in range(68)]
     for session in (static, dynamic):
         session.prefill(tokens[:60])
@@ -170,8 +178,8 @@ def test_a_longer_bucket_keeps_what_the_cache_holds(
     assert (static.capacity, static.length) == (128, 68)
 
 
-def test_a_prefill_can_be_cancelled(open_static: Callable[[str, ExportDevice], StaticSession]) -> None:
-    session = open_static("llama", "cuda")
+def test_a_prefill_can_be_cancelled(open_static: Callable[[str, Kind], StaticSession]) -> None:
+    session = open_static("llama", "float")
     session.prefill([])
     asked = iter([False, True])
     with pytest.raises(Cancelled):
@@ -180,7 +188,7 @@ def test_a_prefill_can_be_cancelled(open_static: Callable[[str, ExportDevice], S
 
 
 def test_a_device_that_fails_leaves_an_empty_session(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = StaticSession(make("llama", "cuda"), ON_CPU, ONE_THREAD)
+    session = StaticSession(make("llama", "float"), ON_CPU, ONE_THREAD)
     session.prefill(list(range(20)))
     assert session.capacity == 64
 
@@ -212,7 +220,7 @@ def test_a_pass_that_fails_is_an_error_of_the_device(make: Make) -> None:
 
 
 GRAPHS = StaticGraphs(
-    device="cuda", verify=(1, 4, 8), prefill=64, buckets=(128,), activations="float32", masked=-1.0
+    device="npu-openvino", verify=(1, 4, 8), prefill=64, buckets=(128,), activations="float32", masked=-1.0
 )
 
 

@@ -17,9 +17,10 @@ from edgespec_export.encode import decode_linear, encode_embedding, encode_linea
 from edgespec_models.bundle import GRAPH, MANIFEST, TOKENIZER, Bundle, FileRecord, Manifest
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import Cancelled, RequestError
-from edgespec_models.graphs.decoder import SPARE_ROWS, DecoderPlan, build_decoder
-from edgespec_models.graphs.linear import EmbeddingSpec, LinearPart, LinearSpec, WeightFormat
+from edgespec_models.graphs.decoder import FULL, SPARE_ROWS, DecoderPlan, Precision, build_decoder
+from edgespec_models.graphs.linear import EmbeddingSpec, LinearPart, LinearSpec
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
+from edgespec_models.weight_format import WeightFormat
 from tests.tokenizers_for_tests import byte_level_json
 
 F32 = npt.NDArray[np.float32]
@@ -217,12 +218,16 @@ def tiny_bundle(
     tokenizer_json: str | None = None,
     seed: int = 0,
     hidden_states: bool = False,
+    precision: Precision = FULL,
 ) -> TinyModel:
     """Build a random model of ``config``, every projection in ``form``, in the new directory ``folder``."""
     folder.mkdir(parents=True)
     text = tokenizer_json or byte_level_json()
     (folder / TOKENIZER).write_text(text, encoding="utf-8")
     plan = tiny_plan(config, form, hidden_states=hidden_states)
+    half = precision.activations == "float16"
+    if half:
+        plan = replace(plan, precision=precision, spare_rows=False)
     model = build_decoder(config, plan)
     weights = _fill(model, config, plan, np.random.default_rng(seed))
     ir.save(model, folder / GRAPH, external_data=f"{GRAPH}.data")
@@ -232,7 +237,7 @@ def tiny_bundle(
         name=folder.name,
         role="target",
         config=config,
-        even_rows=form.even_rows,
+        even_rows=form.even_rows and not half,
         hidden_states=hidden_states,
         weights="exact",
         formats={form.name: 1},
@@ -240,6 +245,9 @@ def tiny_bundle(
         parameters_by_class=dict.fromkeys(("embedding", "attention", "mlp", "lm_head", "other"), 1000),
         special_tokens=SpecialTokens(None, () if eos is None else (eos,), add_bos=False, pad=None),
         provenance={"source": "random"},
+        kv=precision.activations,
+        activations=precision.activations,
+        device="cuda" if half else None,
         files={file.name: FileRecord.of(file) for file in sorted(folder.iterdir())},
     )
     (folder / MANIFEST).write_text(json.dumps(manifest.to_json()), encoding="utf-8")
@@ -317,7 +325,8 @@ def _fill(
             arrays[name] = rng.uniform(0.5, 1.5, shape).astype(np.float32)
             weights[name] = arrays[name]
         assert list(arrays[name].shape) == [int(str(dim)) for dim in value.shape], name
-        value.const_value = ir.tensor(np.ascontiguousarray(arrays[name]), name=name)
+        assert value.dtype is not None
+        value.const_value = ir.tensor(np.ascontiguousarray(arrays[name], value.dtype.numpy()), name=name)
     return weights
 
 

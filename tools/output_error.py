@@ -22,8 +22,8 @@ from edgespec_export.encode import Encoded, decode_linear, encode_linear
 from edgespec_export.gptq import factor
 from edgespec_export.pieces import cut, watch_pieces
 from edgespec_export.sources import open_checkpoint
-from edgespec_models.graphs.linear import Method, WeightFormat
 from edgespec_models.tokenizer import Tokenizer
+from edgespec_models.weight_format import Method, WeightFormat
 
 F32 = npt.NDArray[np.float32]
 

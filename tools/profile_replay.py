@@ -45,11 +45,11 @@ def replay(texts: Sequence[Sequence[int]], memory: Memory | None, *, alone: bool
     """Replay all texts; a line of what they took."""
     rounds = drafted = accepted = 0
     for tokens in texts:
-        drafter: Drafter = NgramDrafter()
-        profile = None
+        near, profile = NgramDrafter(), None
+        drafter: Drafter = near
         if memory is not None:
             profile = ProfileDrafter(memory)
-            drafter = profile if alone else BestOf(drafter, profile)
+            drafter = profile if alone else BestOf(near, profile)
         counts = passes(tokens, drafter)
         rounds, drafted, accepted = rounds + counts[0], drafted + counts[1], accepted + counts[2]
         if profile is not None:

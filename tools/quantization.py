@@ -1,12 +1,17 @@
 """What each way to store the weights costs and keeps: `python tools/quantization.py --gguf FILE [SPEC ...]`.
 
 A SPEC is a policy (`exact`, `close`, ...) or a quantization as `edgespec inspect` names it: `4/32/fit`,
-`4/64/k-quant/mixed=none/minimums=integer`; either with `+kv8` for an int8 KV cache. Each is exported into a
-temporary folder (TMPDIR chooses where); the table has, by row: megabytes and bytes per weight of a pass;
+`4/64/k-quant/mixed=none/minimums=integer`; either with `+kv8` for an int8 KV cache, a policy with `+whole`
+for the whole LM head where it has a coarse one. Each is exported into a temporary folder (TMPDIR chooses
+where); the table has, by row: megabytes and bytes per weight of a pass;
 milliseconds of a pass over 1, 2, 4 and 8 rows behind 256 tokens (least of several, the bundles in turn);
 top-1 agreement and KL divergence (nats a token, whole vocabulary) against the file's own weights, which the
 `exact` export stands for; perplexity; and KL against the stored reference logits, which another
 implementation computed, where there are some. Texts: the stored reference's and `--text FILE`.
+
+`--alternate PASSES` only times passes over one row, of all SPECs in turn, pass by pass, so that what the
+machine does meanwhile meets all of them. What a coarse LM head saves:
+`python tools/quantization.py --gguf FILE --alternate 200 close+whole close`.
 """
 
 import argparse
@@ -17,6 +22,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
+from time import perf_counter
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +33,13 @@ from edgespec_export.parity import find_golden
 from edgespec_export.plan import POLICIES
 from edgespec_export.quantization import Quantization
 from edgespec_models.bundle import Bundle
-from edgespec_models.errors import ParityError
+from edgespec_models.errors import ParityError, RequestError
 from edgespec_runtimes.cost import measure_cost
 from edgespec_runtimes.cpu import CpuSession
 
 ROWS = (1, 2, 4, 8)
 PAST = 256
+WARM_UP = 3
 WINDOW = 256
 CHUNK = 16
 REFERENCE = "exact"
@@ -56,11 +64,17 @@ class Row:
 
 def parse(spec: str) -> ExportOptions:
     """What a SPEC asks for; RequestError where it is none."""
-    weights, cache = spec.removesuffix("+kv8"), spec.endswith("+kv8")
-    options = ExportOptions(kv="int8" if cache else "float32")
-    if weights in POLICIES:
-        return replace(options, weights=weights)
-    return replace(options, quantization=Quantization.parse(weights))
+    weights, *extras = spec.split("+")
+    policy = POLICIES.get(weights)
+    if not set(extras) <= {"kv8", "whole"} or ("whole" in extras and not (policy and policy.refined)):
+        refined = ", ".join(name for name, known in POLICIES.items() if known.refined)
+        raise RequestError(f"{spec!r}: allowed are +kv8, and +whole behind {refined}")
+    options = ExportOptions(kv="int8" if "kv8" in extras else "float32")
+    if policy is None:
+        return replace(options, quantization=Quantization.parse(weights))
+    if "whole" in extras:
+        return replace(options, quantization=replace(policy, name=f"{weights}+whole", refined=False))
+    return replace(options, weights=weights)
 
 
 def export(gguf: Path, out: Path, spec: str) -> str | None:
@@ -142,6 +156,40 @@ def time_passes(folder: Path, specs: Sequence[str], turns: int, repeats: int) ->
     return best
 
 
+def alternate(options: argparse.Namespace, folder: Path) -> None:
+    """Export every spec, time passes over one row in turn, and print medians and ratios to the first."""
+    specs = list(dict.fromkeys(options.specs))
+    for spec in specs:
+        if reason := export(options.gguf, place(folder, spec), spec):
+            raise SystemExit(f"{spec}: {reason}")
+    bundles = [Bundle(place(folder, spec)) for spec in specs]
+    times = times_in_turn([CpuSession(bundle) for bundle in bundles], options.alternate)
+    print(
+        "| weights | MB a pass | ms, median | least | to the first, median of turns |\n|---|---|---|---|---|"
+    )
+    for spec, bundle, mine in zip(specs, bundles, times, strict=True):
+        ratio = median(own / first for own, first in zip(mine, times[0], strict=True))
+        size = bundle.manifest.bytes_per_pass / 1e6
+        print(f"| {spec} | {size:.0f} | {median(mine) * 1e3:.2f} | {min(mine) * 1e3:.2f} | {ratio:.3f} |")
+
+
+def times_in_turn(sessions: Sequence[CpuSession], passes: int) -> list[list[float]]:
+    """Seconds of passes over one row behind PAST tokens, by session; closes the sessions."""
+    times: list[list[float]] = [[] for _ in sessions]
+    for session in sessions:
+        session.prefill([token % session.vocab_size for token in range(PAST)])
+    for turn in range(WARM_UP + passes):
+        for session, mine in zip(sessions, times, strict=True):
+            started = perf_counter()
+            session.forward([turn % session.vocab_size])
+            if turn >= WARM_UP:
+                mine.append(perf_counter() - started)
+            session.truncate(PAST)
+    for session in sessions:
+        session.close()
+    return times
+
+
 def place(folder: Path, spec: str) -> Path:
     """The bundle's directory."""
     return folder / spec.replace("/", "_")
@@ -181,11 +229,17 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="compare on this text too")
     parser.add_argument("--turns", type=int, default=3, help="how often each bundle is loaded and timed")
     parser.add_argument("--repeats", type=int, default=8, help="passes of each size at every turn")
+    parser.add_argument(
+        "--alternate", type=int, metavar="PASSES", help="only time passes over one row, in turn"
+    )
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     options = parser.parse_args()
     for spec in options.specs:
         parse(spec)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        if options.alternate:
+            alternate(options, Path(name))
+            return
         rows = measure(options, Path(name))
     print("| weights | MB a pass | bytes a weight | ms, n = 1 | n = 2 | n = 4 | n = 8 ", end="")
     print("| top-1 | KL | perplexity | stored KL |\n|---|---|---|---|---|---|---|---|---|---|---|")

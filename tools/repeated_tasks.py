@@ -1,8 +1,9 @@
 """Does a task get faster when it comes again? Plain decoding against a profile that starts empty.
 
-Usage: ``python -m tools.repeated_tasks TARGET --drafter D --prompts tools/workloads/repeated.jsonl``. The
+Usage: ``python -m tools.repeated_tasks TARGET ... --drafter D --prompts tools/workloads/repeated.jsonl``. The
 file's categories are times: every task comes a first time, then every task a second time with small changes,
-and so on, each answered plainly and then with what the profile has learned so far.
+and so on, each answered plainly and then with what the profile has learned so far. Several targets take turns
+with one profile.
 """
 
 import argparse
@@ -51,20 +52,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("target")
+    parser.add_argument("targets", nargs="+", metavar="TARGET")
     parser.add_argument("--drafter", default="auto")
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--max-new-tokens", type=int, default=160)
     args = parser.parse_args()
     prompts = load_prompts(args.prompts)
     print("", *_COLUMNS, sep=" | ")
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        edgespec.load(args.target, args.drafter, profile=Path(folder) / "repeated.profile") as model,
-    ):
-        for time in dict.fromkeys(prompt.category for prompt in prompts):
-            chosen = [prompt for prompt in prompts if prompt.category == time]
-            print(time, *compare(model, chosen, args.max_new_tokens), sep=" | ", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for target in args.targets:
+            with edgespec.load(target, args.drafter, profile=Path(folder) / "repeated.profile") as model:
+                for time in dict.fromkeys(prompt.category for prompt in prompts):
+                    chosen = [prompt for prompt in prompts if prompt.category == time]
+                    cells = compare(model, chosen, args.max_new_tokens)
+                    print(f"{model.name}, {time}", *cells, sep=" | ", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,10 @@ import hashlib
 import json
 import pickle
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -35,7 +36,7 @@ from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.session import Logits
 
-_CLOCKED = ("decode", "generation", "drafting.model", "drafting.choice")
+_CLOCKED = ("decode", "generation", "drafting.reading", "drafting.ahead", "drafting.choice")
 _TOP = 8
 _SURE = 30.0  # logit of a recorded token
 
@@ -53,6 +54,32 @@ class Clock:
     def spend(self, seconds: float) -> None:
         """Let time pass."""
         self.now += seconds * float(np.exp(self._noise * self._random.standard_normal()))
+
+
+def lane(clock: Clock) -> type:
+    """What stands in for :class:`threading.Thread` beside a clock: its time runs beside the clock's."""
+
+    class Lane:
+        """All it does is done at its start; who waits for it waits until the time when it was through."""
+
+        def __init__(self, target: Callable[..., None], args: Sequence[Any], name: str) -> None:
+            self._run, self._end = partial(target, *args), 0.0
+
+        def start(self) -> None:
+            """Run."""
+            before = clock.now
+            self._run()
+            self._end, clock.now = clock.now, before
+
+        def is_alive(self) -> bool:
+            """Whether it is still running."""
+            return clock.now < self._end
+
+        def join(self) -> None:
+            """Wait."""
+            clock.now = self._end
+
+    return Lane
 
 
 class Recorded:
@@ -209,6 +236,8 @@ def replayed(
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch("edgespec.engine.open_pair", opened))
+        stack.enter_context(mock.patch("edgespec.engine.run_at_once", lambda *_: args.ahead))
+        stack.enter_context(mock.patch("edgespec.drafting.ahead.Thread", lane(clock)))
         for module in _CLOCKED:
             stack.enter_context(mock.patch(f"edgespec.{module}.perf_counter", clock))
         options = LoadOptions(max_draft=args.max_draft)
@@ -254,6 +283,11 @@ def main() -> None:
     parser.add_argument("--target-ms", default="1:38,2:48,3:60,4:72,5:82,6:93,8:120")
     parser.add_argument("--drafter-ms", default="1:6.5,2:7,32:38")
     parser.add_argument("--max-draft", type=int, default=8)
+    parser.add_argument(
+        "--ahead",
+        action="store_true",
+        help="target and drafter on two devices: draft while the target verifies",
+    )
     parser.add_argument("--useless", action="store_true", help="let the drafter guess at random, sure of it")
     parser.add_argument(
         "--noise", type=float, default=0.0, help="standard deviation of the logarithm of a pass's time"
@@ -267,6 +301,13 @@ def main() -> None:
         with replayed(target, drafter, args) as (model, recorded):
             print(path.name if path else "ngram")
             show(list(replay(model, recorded, prompts, written)), model)
+            print(f"a drafter that is always right and costs nothing: {oracle(model):.2f}")
+
+
+def oracle(model: Model) -> float:
+    """Speedup if every pass committed all its rows, at the best number of them."""
+    one_s, curve = model.cost_curve.seconds(1), model.cost_curve
+    return max(rows * one_s / curve.seconds(rows) for rows in range(1, model.options.max_draft + 2))
 
 
 def show(results: Sequence[tuple[Prompt, Generation, float]], model: Model) -> None:

@@ -19,10 +19,12 @@ from unittest import mock
 
 from edgespec.drafting.bridge import ByteBridge
 from edgespec.engine import Model
+from edgespec.profile.manage import Profile
 from edgespec.prompts import load_prompts
 from edgespec_models.foreign import open_bundle
 from tools.replay import answers, replay, replayed
 
+_WAYS = ("direct mapping", "nothing learned", "n-grams")
 _WINDOW = 25
 _COLOURS = ("#c9a227", "#777777", "#1b7f4d")
 _WIDTH, _HEIGHT, _EDGE = 720, 190, 44
@@ -53,9 +55,14 @@ MEASURES: dict[str, Measure] = {
 def learning(model: Model) -> Iterator[None]:
     """With a new profile."""
     with tempfile.TemporaryDirectory() as folder:
-        model.use_profile(Path(folder) / "stream.profile")
-        yield
-        model.close()
+        path = Path(folder) / "stream.profile"
+        model.use_profile(path)
+        try:
+            yield
+        finally:
+            model.close()
+        tokens = sum(Profile(path).namespaces().values())
+        print(f"The profile keeps {tokens:,} tokens in {path.stat().st_size / 1024:,.0f} KiB on disk.")
 
 
 def directly(bridge: ByteBridge, drafted: Sequence[int]) -> list[tuple[int, int]]:
@@ -73,9 +80,9 @@ def directly(bridge: ByteBridge, drafted: Sequence[int]) -> list[tuple[int, int]
 def ways(model: Model) -> dict[str, Callable[[], AbstractContextManager[object]]]:
     """Ways to learn, by name."""
     return {
-        "direct mapping": lambda: mock.patch.object(ByteBridge, "translate", directly),
-        "nothing learned": nullcontext,
-        "n-grams": lambda: learning(model),
+        _WAYS[0]: lambda: mock.patch.object(ByteBridge, "translate", directly),
+        _WAYS[1]: nullcontext,
+        _WAYS[2]: lambda: learning(model),
     }
 
 
@@ -174,12 +181,14 @@ def main() -> None:
     parser.add_argument("--drafter-ms", default="1:6.5,2:7,32:38")
     parser.add_argument("--max-draft", type=int, default=8)
     parser.add_argument("--stretch", type=int, default=50, help="requests of a line of the tables")
-    parser.add_argument("--way", action="append", default=[], help="repeatable; all by default")
+    parser.add_argument(
+        "--way", action="append", default=[], choices=_WAYS, help="repeatable; all by default"
+    )
     parser.add_argument("--picture", type=Path, help="an SVG file")
     parser.add_argument("--memo", type=Path, default=Path("replay.memo"))
-    parser.set_defaults(useless=False, noise=0.0)
+    parser.set_defaults(useless=False, noise=0.0, ahead=False)
     args = parser.parse_args()
-    names = args.way or ["direct mapping", "nothing learned", "n-grams"]
+    names = args.way or _WAYS
     streams = {name: run(args, name) for name in names}
     show(streams, args.stretch)
     if args.picture is not None:

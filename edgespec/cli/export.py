@@ -115,15 +115,15 @@ def export(
     device: Annotated[
         Literal["cpu", "npu-qnn", "npu-openvino", "cuda"],
         typer.Option(
-            help="What the bundle is for. Graphs for other devices than the CPU have fixed shapes, int8 "
-            "weights (cuda: float32), and for npu-qnn 16-bit activations, calibrated on text."
+            help="What the bundle is for. cuda: float16 activations and KV cache, weights in blocks of 32. "
+            "NPUs: graphs of fixed shapes, int8 weights, for npu-qnn 16-bit activations, calibrated on text."
         ),
     ] = "cpu",
     buckets: Annotated[
         str | None,
         typer.Option(
             metavar="N,N,...",
-            help="With --device: tokens a KV cache holds, a graph each. Default: 512,1024,2048.",
+            help="With --device of an NPU: tokens a KV cache holds, a graph each. Default: 512,1024,2048.",
         ),
     ] = None,
     chip: Annotated[
@@ -158,6 +158,8 @@ def export(
         edgespec export qwen2.5-coder-0.5b-instruct -o npu --device npu-qnn --buckets 512,2048
 
         edgespec export qwen2.5-coder-0.5b-instruct -o laptop --device npu-qnn --chip snapdragon-x-elite
+
+        edgespec export qwen2.5-coder-1.5b-instruct -o gpu --device cuda
 
         edgespec export ~/models/pythia-160m -o pythia --via optimum --optimum-cli optimum/bin/optimum-cli
     """

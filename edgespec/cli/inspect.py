@@ -104,6 +104,10 @@ def _facts(bundle: "Bundle", verified: bool) -> "Table":
                 "compiled for",
                 f"{graphs.contexts.chip.name}: {size(sum(binaries))}, by version {graphs.contexts.version}",
             )
+    elif manifest.device is not None:
+        table.add_row(
+            "made for", f"{manifest.device}: {manifest.activations} activations, passes of any size"
+        )
     floats = ", ".join(map(str, manifest.float_kv_layers))
     table.add_row("KV cache", manifest.kv + (f", float32 in the layers {floats}" if floats else ""))
     table.add_row(

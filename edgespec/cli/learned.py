@@ -73,10 +73,8 @@ def show(
 
         edgespec learned show work --limit 1000 --json
     """
-    from edgespec.profile.manage import Profile
-
     allow_any_text()
-    texts = Profile(name).show(namespace)
+    texts = _profile(name).show(namespace)
     shown = texts[:limit]
     if as_json:
         print_json([text.to_json() for text in shown])
@@ -97,9 +95,7 @@ def export(
 
     Example: edgespec learned export work work.json
     """
-    from edgespec.profile.manage import Profile
-
-    count = Profile(name).export(file)
+    count = _profile(name).export(file)
     _done({"passages": count, "file": str(file)}, f"{count} passages: {file}", as_json)
 
 
@@ -113,9 +109,7 @@ def import_file(
 
     Example: edgespec learned import work work.json
     """
-    from edgespec.profile.manage import Profile
-
-    count = Profile(name).load(file)
+    count = _profile(name).load(file)
     _done({"passages": count}, f"{count} passages added to {name}", as_json)
 
 
@@ -134,12 +128,10 @@ def delete(
 
         edgespec learned delete work --namespace mail --yes
     """
-    from edgespec.profile.manage import Profile
-
     what = name if namespace is None else f"namespace {namespace!r} of {name}"
     if not yes and not as_json:
         typer.confirm(f"Delete {what}?", abort=True, err=True)
-    Profile(name).delete(namespace)
+    _profile(name).delete(namespace)
     _done({"deleted": name, "namespace": namespace}, f"deleted {what}", as_json)
 
 
@@ -153,10 +145,14 @@ def forget(
 
     Example: edgespec learned forget work "account 4711"
     """
+    count = _profile(name).forget(text)
+    _done({"passages": count}, f"{count} passages forgotten", as_json)
+
+
+def _profile(name: str) -> "Profile":
     from edgespec.profile.manage import Profile
 
-    count = Profile(name).forget(text)
-    _done({"passages": count}, f"{count} passages forgotten", as_json)
+    return Profile(name)
 
 
 def _describe(profile: "Profile") -> dict[str, Any]:

@@ -12,6 +12,7 @@ from edgespec.cli.options import (
     DrafterDevice,
     JsonFlag,
     MaxNewTokens,
+    ProfileName,
     PromptsFile,
     Target,
     Threads,
@@ -45,6 +46,7 @@ def verify(
         ),
     ] = 100,
     threads: Threads = 0,
+    profile: ProfileName = None,
     device: Device = "auto",
     drafter_device: DrafterDevice = "auto",
     as_json: JsonFlag = False,
@@ -58,12 +60,19 @@ def verify(
         edgespec verify qwen2.5-coder-1.5b-instruct --drafter smollm2-135m-instruct --prompts my.jsonl
 
         edgespec verify ./target --drafter ngram --limit 12 --samples 0 --json
+
+        edgespec verify ./target --profile work
     """
     chosen = prompts_to_run(prompts, limit)
     with (
         progress_bars() as progress,
         load_model(
-            target, drafter, threads=threads, progress=progress, devices=(device, drafter_device)
+            target,
+            drafter,
+            threads=threads,
+            profile=profile,
+            progress=progress,
+            devices=(device, drafter_device),
         ) as model,
     ):
         audit = _audit(model, chosen, max_new_tokens, samples, progress)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from time import perf_counter
 
-from edgespec.drafting.draft import NO_DRAFT, Draft, Drafter
+from edgespec.drafting.draft import NO_DRAFT, Draft, Drafter, Extending
 from edgespec.pricing import Pricing
 
 __all__ = ["Choice", "Guard"]
@@ -12,7 +12,7 @@ _STAKE = 5.0  # tokens
 _FIRST_PAUSE, _LONGEST_PAUSE = 16, 256
 _SMOOTHING = 0.1
 _FORGETTING = 0.005
-_PATIENCE = 0.5  # of the time reading takes
+_PATIENCE = 2.0  # times what reading takes
 
 
 class Guard:
@@ -58,18 +58,20 @@ class Guard:
 class Choice:
     """N-grams, which cost nothing, or the model, whichever is expected to gain more; or neither.
 
+    What the model drafted is gone on with by n-grams where the rows that takes are expected to pay.
+
     Args:
         free: a drafter whose proposals cost no time worth counting.
         model: a drafter that takes time and prices its own drafts; None if there is none.
         pricing: what verification costs.
         guard: whether drafting is allowed now.
         reading_s: seconds the model needs for the prompt when it is first asked. It is asked when decoding
-            has taken half of that: a very short answer is over by then.
+            has taken twice that: a short answer is over by then.
     """
 
     def __init__(
         self,
-        free: Drafter,
+        free: Extending,
         model: Drafter | None,
         *,
         pricing: Pricing,
@@ -103,7 +105,12 @@ class Choice:
             loss = self._pricing.rate * asking
             self._model_surplus += _SMOOTHING * (gained - loss - self._model_surplus)
         self._asked = True
-        return draft if draft.tokens else _head(free, count)
+        if not draft.tokens:
+            return _head(free, count)
+        draft = self._free.extend(
+            tokens, draft, limit
+        )  # rows that cost nothing are filled, others if it pays
+        return _head(draft, self._pricing.keep(draft.confidence)[0])
 
 
 def _head(draft: Draft, count: int) -> Draft:

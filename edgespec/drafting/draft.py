@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Draft", "Drafter", "NO_DRAFT"]
+__all__ = ["Draft", "Drafter", "Extending", "NO_DRAFT"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,14 @@ class Draft:
     sources: tuple[str, ...] = ()
     confidence: tuple[float, ...] = field(default=())
 
+    def then(self, more: "Draft") -> "Draft":
+        """This draft and ``more`` behind it; both deterministic."""
+        if not more.tokens:
+            return self
+        return Draft(
+            self.tokens + more.tokens, None, self.sources + more.sources, self.confidence + more.confidence
+        )
+
 
 NO_DRAFT = Draft()
 
@@ -39,4 +47,14 @@ class Drafter(Protocol):
         """Propose at most ``limit`` tokens to follow ``tokens`` (all committed so far, prompt included).
 
         An empty draft is always legal.
+        """
+
+
+class Extending(Drafter, Protocol):
+    """A drafter that also goes on where another one stopped."""
+
+    def extend(self, tokens: Sequence[int], draft: Draft, limit: int) -> Draft:
+        """``draft``, which another drafter proposed behind ``tokens``, made longer: up to ``limit`` tokens.
+
+        To be called after :meth:`propose` with the same tokens. ``draft`` itself if there is nothing to add.
         """

@@ -16,7 +16,7 @@ __all__ = ["MOST", "Experience", "Outcome", "Record"]
 
 _STRIDE, _DEPTH = 4, 96  # tokens
 _PRIOR = 0.15
-_PRIOR_WEIGHT = 1.0
+_PRIOR_WEIGHT, _SHORTER_WEIGHT = 1.0, 0.3  # requests
 _MEMORY = 0.9
 _FORGETTING = 0.97
 MOST = 4096
@@ -54,7 +54,7 @@ class Experience:
 
     A gain is time saved as a share of the longest answer's plain decoding time. What is known of a
     longer beginning is weighed against what shorter ones let expect, those against the prior: 15 %, the
-    typical gain.
+    typical gain. A single request of the same kind says more than many of others.
 
     Args:
         records: what is known, by beginning; the latest last.
@@ -80,10 +80,11 @@ class Experience:
         """Whether reading ``prompt`` is expected to gain more than ``price``, a share like the gain."""
         self.settle()
         known = [self._records[key] for key in _beginnings(prompt) if key in self._records]
-        expected = _PRIOR
+        expected, weight = _PRIOR, _PRIOR_WEIGHT
         for record, longer in zip_longest(known, known[1:]):
             if longer is None or longer.count < record.count:  # else it says the same
-                expected = (record.gain + _PRIOR_WEIGHT * expected) / (record.count + _PRIOR_WEIGHT)
+                expected = (record.gain + weight * expected) / (record.count + weight)
+                weight = _SHORTER_WEIGHT
         if expected > price:
             return True
         for record in known:  # so that it is tried again

@@ -1,19 +1,20 @@
 """A small model as drafter, of any vocabulary."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from time import perf_counter
 
 import numpy as np
 import numpy.typing as npt
 
+from edgespec.drafting.ahead import Ahead
 from edgespec.drafting.bridge import Bridge
 from edgespec.drafting.draft import Draft
+from edgespec.drafting.reading import Reader
 from edgespec.pricing import Pricing
 from edgespec_models.errors import TokenizerError
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.session import Logits, Session
+from edgespec_runtimes.session import Session
 
 __all__ = ["Calibration", "Guess", "ModelDrafter", "Vocabulary"]
 
@@ -21,8 +22,6 @@ _SOURCE = "model"
 _BINS = 10
 _PRIOR = 12.0
 _DECAY = 0.995
-_STEP_SMOOTHING = 0.1
-_FORGETTING = 0.005
 _FADING = 0.003
 _TYPICAL_SMOOTHING = 0.02
 _TYPICAL = 0.6
@@ -88,20 +87,6 @@ class Guess:
     open: bool
 
 
-class _Clock:
-    """What a drafter pass takes: a running mean that outliers hardly move and that drifts back unused."""
-
-    def __init__(self, usual_s: float) -> None:
-        self.seconds = self._usual_s = usual_s
-
-    def observe(self, seconds: float) -> None:
-        bounded = min(seconds, 2.0 * self.seconds)
-        self.seconds += _STEP_SMOOTHING * (bounded - self.seconds)
-
-    def idle(self) -> None:
-        self.seconds += _FORGETTING * (self._usual_s - self.seconds)
-
-
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     """What a drafter's LM head writes.
@@ -135,6 +120,7 @@ class ModelDrafter:
         pricing: what verification costs.
         calibration: acceptance by confidence; shared between requests.
         curve: the drafter's measured T(n).
+        ahead: lets it draft on while the target's pass runs; None where both run on one device.
     """
 
     def __init__(
@@ -146,37 +132,34 @@ class ModelDrafter:
         pricing: Pricing,
         calibration: Calibration,
         curve: CostCurve,
+        ahead: Ahead | None = None,
     ) -> None:
-        self._session, self._bridge, self._vocabulary = session, bridge, vocabulary
-        self._pricing, self._calibration = pricing, calibration
-        # The first pass of a round also reads what was committed since the last.
-        self._first, self._step = _Clock(curve.seconds(2)), _Clock(curve.seconds(1))
-        self._gain_s: float | None = None
+        self._bridge, self._vocabulary = bridge, vocabulary
+        self._pricing, self._calibration, self._ahead = pricing, calibration, ahead
+        self._reader = Reader(session, curve, None if ahead is None else ahead.tally)
+        self._saved_s = 0.0
         self._last: tuple[int, tuple[Guess, ...]] = (0, ())
 
     @property
     def gain_s(self) -> float | None:
         """Seconds saved so far against plain decoding, reading the prompt not counted; None if not read."""
-        return self._gain_s
+        spent_s = self._reader.spent_s
+        return None if spent_s is None else self._saved_s - spent_s
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
         """See :class:`edgespec.drafting.Drafter`."""
+        if self._ahead is not None:
+            self._saved_s -= self._ahead.settle()
         self._learn(tokens)
-        guesses: list[Guess] = []
-        typical = self._calibration.typical
-        if limit > 0 and self._pricing.pays(typical, 1, self._first.seconds, typical=typical):
-            try:
-                guesses = self._draft(self._bridge.align(tokens), limit)
-            except TokenizerError:  # a byte one of the vocabularies cannot spell: seen in binary data only
-                guesses = []
-        else:
-            self._first.idle()
-            self._step.idle()
+        guesses = self._draft(tokens, limit)
         confidence = [self._calibration.probability(guess) for guess in guesses]
         count, _ = self._pricing.keep(confidence)
         if not count:
             self._calibration.forget()
         self._last = (len(tokens), tuple(guesses[:count]))
+        if self._ahead is not None and count:
+            steps = self._read_on(prod(confidence[:count]), limit)
+            self._ahead.start(steps, rows=1 + count, wanted=len(guesses))
         return Draft(
             tuple(guess.token for guess in guesses[:count]),
             None,
@@ -184,49 +167,65 @@ class ModelDrafter:
             tuple(confidence[:count]),
         )
 
-    def _draft(self, ids: list[int], limit: int) -> list[Guess]:
-        if len(ids) + limit * 2 > self._session.capacity:
+    def _draft(self, tokens: Sequence[int], limit: int) -> list[Guess]:
+        try:
+            ids = self._bridge.align(tokens) if limit > 0 else []
+            if ids and self._pays(1.0, 1, self._reader.seconds_of_text(ids)):
+                return self._guess(ids, limit) if self._reader.room_for(len(ids) + 2 * limit) else []
+        except TokenizerError:  # a byte one of the vocabularies cannot spell: seen in binary data only
             return []
+        self._reader.idle()
+        return []
+
+    def _guess(self, ids: list[int], limit: int) -> list[Guess]:
         drafted: list[int] = []
         probabilities: list[float] = []
         guesses: list[Guess] = []
-        logits = self._read(ids)
+        said = self._reader.read(ids)
         while True:
-            row, probability = _best(logits)
-            token = self._vocabulary.token(row)
+            token = self._vocabulary.token(said.row)
             if token in self._vocabulary.ends:
-                return [*guesses, *self._end(probability)][:limit]
+                return [*guesses, *self._end(said.probability)][:limit]
             drafted.append(token)
-            probabilities.append(probability)
+            probabilities.append(said.probability)
             guesses = _guesses(self._bridge.translate(drafted), probabilities)
             survival = prod(self._calibration.probability(guess) for guess in guesses)
             if guesses:
                 self._calibration.consider(guesses[-1])
             if len(guesses) >= limit or len(drafted) >= 2 * limit:
                 return guesses[:limit]
-            typical = self._calibration.typical
-            if not self._pricing.pays(
-                survival * typical, 1 + len(guesses), self._step.seconds, typical=typical
-            ):
+            if not self._pays(survival, 1 + len(guesses), self._reader.seconds_of_step(token)):
                 return guesses
-            started = perf_counter()
-            logits = self._session.forward([token])[0]
-            self._spent(self._step, started)
+            said = self._reader.step(token)
 
-    def _read(self, ids: list[int]) -> Logits:
-        """Catch up with the committed text; the first time that is the whole prompt."""
-        started = perf_counter()
-        logits = self._session.next_logits(ids)
-        if self._gain_s is None:
-            self._gain_s = 0.0
-        else:
-            self._spent(self._first, started)
-        return logits
+    def _read_on(self, accepted: float, limit: int) -> Iterator[float]:
+        """Read what the model would write behind its draft, a token at a step, as far as it may be drafted.
 
-    def _spent(self, clock: _Clock, started: float) -> None:
-        seconds = perf_counter() - started
-        clock.observe(seconds)
-        self._gain_s = (self._gain_s or 0.0) - seconds
+        Yields, before each step, the probability that the token is needed: that the whole draft is accepted
+        (``accepted``) and the token behind it, which the target adds, is the one that the model would write.
+        """
+        said, added, survival = self._reader.latest, self._calibration.typical, 1.0
+        for count in range(limit + 1):  # the last of the draft, what the target adds, the next draft
+            token = self._vocabulary.token(said.row)
+            guessed = self._calibration.probability(Guess(token, said.probability, open=False))
+            if count == 1:
+                added = guessed
+            elif count:
+                survival *= guessed
+            if token in self._vocabulary.ends or not self._pays(survival, max(1, count), 0.0):
+                return
+            known = self._reader.ahead(count)
+            if known is None:
+                if not self._reader.room_ahead:
+                    return
+                yield accepted * added
+                known = self._reader.read_on(token)
+            said = known
+
+    def _pays(self, survival: float, rows: int, seconds: float) -> bool:
+        """Whether one more token, or several, pay in a pass of ``rows``; see :meth:`Pricing.pays`."""
+        typical = self._calibration.typical
+        return self._pricing.pays(survival * typical, rows, seconds, typical=typical)
 
     def _end(self, probability: float) -> list[Guess]:
         """The guess that the text ends here."""
@@ -244,7 +243,7 @@ class ModelDrafter:
             if not accepted:
                 break
             gain_s += one_s
-        self._gain_s = None if self._gain_s is None else self._gain_s + gain_s
+        self._saved_s += gain_s
 
 
 def _guesses(translated: Sequence[tuple[int, int]], probabilities: Sequence[float]) -> list[Guess]:
@@ -255,9 +254,3 @@ def _guesses(translated: Sequence[tuple[int, int]], probabilities: Sequence[floa
         guesses.append(Guess(token, confidence, index == len(translated) - 1))
         used = max(used, needed)
     return guesses
-
-
-def _best(logits: Logits) -> tuple[int, float]:
-    """The most probable row and its probability."""
-    row = int(logits.argmax())
-    return row, float(1.0 / np.exp(logits - logits[row]).sum())

@@ -7,6 +7,7 @@ by one bounded walk a token, and it is exact: no hashing of runs, nothing to ver
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Final
 
 from edgespec.drafting.draft import NO_DRAFT, Draft
@@ -224,13 +225,23 @@ class NgramDrafter:
         asked_at = len(self._tree)
         if self._tree.align(tokens) == asked_at:
             self._learn(tokens[asked_at:])
-        context = list(tokens[-_LONGEST:])
-        self._considered = []
+        self._considered, draft = self._draft(tokens, NO_DRAFT, limit)
+        return draft
+
+    def extend(self, tokens: Sequence[int], draft: Draft, limit: int) -> Draft:
+        """See :class:`~edgespec.drafting.draft.Extending`. What is added is not learned from."""
+        return draft.then(self._draft(tokens, draft, limit)[1])
+
+    def _draft(self, tokens: Sequence[int], before: Draft, limit: int) -> tuple[list[Match], Draft]:
+        """Matches that were considered behind ``tokens`` and ``before``, and the proposals they make."""
+        context = [*tokens[-_LONGEST:], *before.tokens]
+        considered: list[Match] = []
         drafted: list[int] = []
         confidence: list[float] = []
-        reached = 1.0
-        while len(drafted) < limit and (match := self._tree.find(context)) is not None:
-            self._considered.append(match)
+        reached = prod(before.confidence)
+        room = limit - len(before.tokens)
+        while len(drafted) < room and (match := self._tree.find(context)) is not None:
+            considered.append(match)
             estimate = self._acceptance.estimate(match)
             reached *= estimate
             if reached < self._stop_below:
@@ -239,8 +250,9 @@ class NgramDrafter:
             confidence.append(estimate)
             context.append(match.token)
         if not drafted:
-            return NO_DRAFT
-        return Draft(tuple(drafted), sources=(_SOURCE,) * len(drafted), confidence=tuple(confidence))
+            return considered, NO_DRAFT
+        sources = (_SOURCE,) * len(drafted)
+        return considered, Draft(tuple(drafted), sources=sources, confidence=tuple(confidence))
 
     def _learn(self, committed: Sequence[int]) -> None:
         for match, token in zip(self._considered, committed, strict=False):

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Final
 
-from edgespec.drafting.draft import NO_DRAFT, Draft, Drafter
+from edgespec.drafting.draft import NO_DRAFT, Draft, Extending
 from edgespec.profile.index import MAX_N, Found
 from edgespec.profile.memory import Memory
 from edgespec.profile.passages import Cutter
@@ -47,15 +48,8 @@ class ProfileDrafter:
         return self._draft(tokens, NO_DRAFT, limit)
 
     def extend(self, tokens: Sequence[int], draft: Draft, limit: int) -> Draft:
-        """``draft``, which another drafter proposed behind ``tokens``, made longer: up to ``limit`` tokens.
-
-        To be called after :meth:`propose` with the same tokens, at most once.
-        """
-        more = self._draft(tokens, draft, limit - len(draft.tokens))
-        if not more.tokens:
-            return draft
-        sources, confidence = draft.sources + more.sources, draft.confidence + more.confidence
-        return Draft(draft.tokens + more.tokens, None, sources, confidence)
+        """See :class:`~edgespec.drafting.draft.Extending`."""
+        return draft.then(self._draft(tokens, draft, limit - len(draft.tokens)))
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Learn the next tokens of the answer."""
@@ -71,9 +65,7 @@ class ProfileDrafter:
         considered: list[Found] = []
         drafted: list[int] = []
         confidence: list[float] = []
-        reached = 1.0
-        for probability in before.confidence:
-            reached *= probability
+        reached = prod(before.confidence)
         while len(drafted) < limit and (found := self._memory.find(context)) is not None:
             considered.append(found)
             estimate = self._memory.estimate(found)
@@ -115,15 +107,20 @@ class BestOf:
         far: drafts from earlier answers.
     """
 
-    def __init__(self, near: Drafter, far: ProfileDrafter) -> None:
+    def __init__(self, near: Extending, far: ProfileDrafter) -> None:
         self._near, self._far = near, far
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
         """See :class:`~edgespec.drafting.draft.Drafter`."""
         near, far = self._near.propose(tokens, limit), self._far.propose(tokens, limit)
-        if near.tokens and len(near.tokens) < limit:
+        if near.tokens:
             near = self._far.extend(tokens, near, limit)
-        return near if _expected(near) >= _expected(far) else far
+        return max(near, far, key=_expected)
+
+    def extend(self, tokens: Sequence[int], draft: Draft, limit: int) -> Draft:
+        """See :class:`~edgespec.drafting.draft.Extending`."""
+        drafts = (source.extend(tokens, draft, limit) for source in (self._near, self._far))
+        return max(drafts, key=_expected)
 
 
 def _expected(draft: Draft) -> float:

@@ -11,7 +11,7 @@ from typing import Final
 
 from edgespec.profile.passages import Passage
 
-__all__ = ["CLASS_MEMORY", "HALF_LIFE", "Entry", "Tally", "decayed"]
+__all__ = ["CLASS_MEMORY", "HALF_LIFE", "Entry", "Tally", "decayed", "total_tokens"]
 
 HALF_LIFE: Final = 65_536
 """Learned tokens after which a use counts half."""

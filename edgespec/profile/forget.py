@@ -49,7 +49,8 @@ def _chains(
         return [chain]
     passage = chain[-1].entry.passage
     appended = len(_folded(b"".join(each.text for each in chain[1:])))
-    begun = any(joined.endswith(wanted[:length]) for length in range(appended + 1, len(wanted)))
+    longest = min(len(wanted) - 1, len(joined))
+    begun = any(joined.endswith(wanted[:length]) for length in range(appended + 1, longest + 1))
     if not begun or len(chain) == _MOST_CHAINED:
         return []
     tail = (*passage.lead, *passage.body)[-LEAD:]

@@ -22,6 +22,7 @@ __all__ = ["LearnedText", "Profile", "profiles"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _FORMAT = "edgespec profile 1"
+_YEAR_3000 = 32_503_680_000.0  # beyond it Windows has no dates
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +188,7 @@ class Profile:
 
 def profiles() -> list[Profile]:
     """The profiles that have a name, in alphabetical order."""
-    return [Profile(file) for file in sorted(profiles_dir().glob(f"*{SUFFIX}"))]
+    return [Profile(file) for file in sorted(profiles_dir().glob(f"*{SUFFIX}")) if file.is_file()]
 
 
 def _path(profile: str | Path) -> Path:
@@ -252,13 +253,17 @@ def _parse(file: Path) -> list[Learned]:
 
 def _from_json(value: Any) -> Learned:
     passage = Passage(_tokens(value["lead"], LEAD), _tokens(value["body"], LONGEST))
-    right, wrong = bytearray(value["right"]), bytearray(value["wrong"])
+    right, wrong = bytearray(iter(value["right"])), bytearray(iter(value["wrong"]))
     worth, learned_on = float(value["worth"]), float(value["learned_on"])
     texts = [value[key].encode("utf-8", errors="surrogateescape") for key in ("before", "text")]
-    scope = Scope(*(str(value["scope"][key]) for key in ("target", "tokenizer", "namespace")))
-    if not passage.body or not len(right) == len(wrong) == len(passage.body) or not 0 <= worth < 1e9:
+    names = [str(value["scope"][key]) for key in ("target", "tokenizer", "namespace")]
+    "".join(names).encode()  # SQLite takes no lone surrogates
+    whole = passage.body and len(right) == len(wrong) == len(passage.body)
+    if not whole or not 0 <= worth < 1e9 or not 0 <= learned_on < _YEAR_3000:
         raise ValueError(passage)
-    return Learned(scope, Entry(passage, worth, 0, right, wrong), texts[0], texts[1], learned_on, worth)
+    return Learned(
+        Scope(*names), Entry(passage, worth, 0, right, wrong), texts[0], texts[1], learned_on, worth
+    )
 
 
 def _tokens(values: Any, most: int) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from edgespec.drafting.experience import Outcome, Record
@@ -157,7 +158,7 @@ class Memory:
                 entry = self._entries[passage.digest] = self._fresh[passage.digest] = Entry(passage)
                 self._new = True
             entry.use(1.0, self._clock)
-            self._tell(lambda delta, passage=passage: delta.wrote(passage))  # type: ignore[misc]
+            self._tell(partial(Delta.wrote, passage=passage))
 
     def refresh(self) -> None:
         """Make what was learned findable, and hold the bound."""
@@ -190,7 +191,7 @@ class Memory:
         found.entry.judge(found.offset, right=int(right), wrong=int(not right))
         if right:
             found.entry.use(1.0 / len(found.entry.passage.body), self._clock)
-        self._tell(lambda delta: delta.judged(kind, found, right))
+        self._tell(partial(Delta.judged, kind=kind, found=found, right=right))
 
     def _sort(self) -> None:
         if len(self) > self._max_tokens:

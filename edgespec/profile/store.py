@@ -7,7 +7,7 @@ killed leaves what its last transaction left.
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -134,7 +134,7 @@ class Store:
             text_of: the bytes of tokens.
 
         Raises:
-            sqlite3.Error: it cannot be written.
+            sqlite3.Error: it cannot be written; nothing was.
         """
         with self.transaction():
             key, clock = self._advance(scope, delta.tokens)
@@ -145,10 +145,16 @@ class Store:
             for drafter, outcomes in delta.outcomes.items():
                 self._remember(key, drafter, outcomes)
             self._trim(key, clock)
-        self._shrink(scope)
+            self._shrink(key, clock)
+        # The delta is stored: an error now would have it added once more. The next merge gives back more.
+        with suppress(sqlite3.OperationalError):
+            self._vacuum()
 
     def put(self, learned: Learned) -> None:
-        """Add a passage from elsewhere, with its history; to be called within :meth:`transaction`."""
+        """Add a passage from elsewhere, with its history, and hold the bounds.
+
+        To be called within :meth:`transaction`.
+        """
         key, clock = self._advance(learned.scope, 0)
         known = self._connection.execute(_ENTRY, (key, learned.entry.passage.digest)).fetchone()
         entry = learned.entry if known is None else _entry(*known)
@@ -157,6 +163,7 @@ class Store:
         entry.at = clock
         self._save(key, entry, (learned.before, learned.text), learned.learned_on)
         self._trim(key, clock)
+        self._shrink(key, clock)
 
     def remove(self, found: Sequence[Learned]) -> None:
         """Delete passages, and overwrite what they said."""
@@ -243,9 +250,11 @@ class Store:
 
     def _trim(self, key: int, clock: int) -> None:
         """Keep the scope within its tokens."""
-        tokens = self._connection.execute("SELECT tokens FROM scope WHERE id = ?", (key,)).fetchone()[0]
-        if tokens > self._max_tokens:
+        if self._tokens(key) > self._max_tokens:
             self._keep(key, clock, int(_ROOM * self._max_tokens))
+
+    def _tokens(self, key: int) -> int:
+        return int(self._connection.execute("SELECT tokens FROM scope WHERE id = ?", (key,)).fetchone()[0])
 
     def _keep(self, key: int, clock: int, tokens: int) -> None:
         entries = [_entry(*values) for values in self._connection.execute(_ENTRIES, (key,))]
@@ -258,22 +267,18 @@ class Store:
         rows = [(key, entry.passage.digest) for entry in entries]
         self._connection.executemany("DELETE FROM passage WHERE scope = ? AND digest = ?", rows)
 
-    def _shrink(self, scope: Scope) -> None:
+    def _shrink(self, key: int, clock: int) -> None:
         """Keep the file within its bytes: other scopes go first, those used longest ago before others."""
         while self._size() > self._max_bytes:
-            with self.transaction():
-                key, clock = self._advance(scope, 0)
-                query = "SELECT id FROM scope WHERE id <> ? ORDER BY used_on LIMIT 1"
-                other = self._connection.execute(query, (key,)).fetchone()
-                if other is not None:
-                    self._connection.execute("DELETE FROM scope WHERE id = ?", other)
-                else:
-                    query = "SELECT tokens FROM scope WHERE id = ?"
-                    tokens = self._connection.execute(query, (key,)).fetchone()[0]
-                    self._keep(key, clock, int(_ROOM * tokens))
-            if other is None and tokens == 0:
+            query = "SELECT id FROM scope WHERE id <> ? ORDER BY used_on LIMIT 1"
+            other = self._connection.execute(query, (key,)).fetchone()
+            if other is not None:
+                self._connection.execute("DELETE FROM scope WHERE id = ?", other)
+                continue
+            tokens = self._tokens(key)
+            if tokens == 0:
                 break
-        self._vacuum()
+            self._keep(key, clock, int(_ROOM * tokens))
 
     def _vacuum(self) -> None:
         """Give free pages back to the disk."""

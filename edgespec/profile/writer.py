@@ -51,6 +51,7 @@ class Writer:
         self._changed = threading.Condition()  # guards the pending delta and the end
         self._writing = threading.Lock()  # guards the store
         self._closing = False
+        self._damage: sqlite3.Error | None = None  # until the file is replaced
         self.problem: str | None = None
         self._thread = threading.Thread(target=self._run, name="edgespec-profile", daemon=True)
         self._thread.start()
@@ -59,8 +60,10 @@ class Writer:
     def tell(self, note: Callable[[Delta], None]) -> None:
         """Have ``note`` write down what happened; it is stored soon."""
         with self._changed:
+            sleeping = not self._pending
             note(self._pending)
-            self._changed.notify()
+            if sleeping:  # else the thread knows, and waits for more
+                self._changed.notify()
 
     def flush(self) -> None:
         """Store what happened so far, now."""
@@ -95,6 +98,9 @@ class Writer:
         return self._flush_s if self.problem is None else _RETRY_S
 
     def _merge(self, delta: Delta) -> None:
+        if self._damage is not None:
+            self._begin_anew(delta, self._damage)
+            return
         try:
             self._store.merge(self._scope, delta, self._text_of)
         except sqlite3.Error as error:
@@ -108,6 +114,7 @@ class Writer:
             self.problem = None
 
     def _begin_anew(self, delta: Delta, error: sqlite3.Error) -> None:
+        self._damage = error
         try:
             self._store.close()
             aside = set_aside(self._path)
@@ -118,6 +125,7 @@ class Writer:
                 delta, f"the profile {self._path} is damaged ({error}) and cannot be replaced ({again})"
             )
         else:
+            self._damage = None
             self._report(f"the profile {self._path} was damaged ({error}); it is {aside or 'replaced'} now")
 
     def _postpone(self, delta: Delta, problem: str) -> None:

@@ -8,6 +8,7 @@ onnxruntime-genai, so the graph is called as before. All layers are rewritten or
 graph takes the other's place only if its logits are the same but for float noise.
 """
 
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,23 +59,29 @@ def rewrite_cache(folder: Path) -> CacheRewrite:
     """
     bundle = open_bundle(folder)
     graph, tensors, context = bundle.graph, bundle.tensors, bundle.config.context_length
-    aside = graph.with_name(_ASIDE)
     try:
         if context < _SHORTEST:
             raise UnsuitableError(f"a context of {context} tokens is too short to try it")
         expected, copies = _trial(bundle)
         if not copies or tensors is None:
             return CacheRewrite(0, "")
-        rewritten = _rewritten(graph, tensors, context)
-        graph.rename(aside)
+        _replace(graph, _rewritten(graph, tensors, context), folder, expected)
+    except UnsuitableError as error:
+        return CacheRewrite(0, str(error))
+    return CacheRewrite(len(tensors.cache) // 2, "")
+
+
+def _replace(graph: Path, rewritten: onnx.ModelProto, folder: Path, expected: Logits) -> None:
+    """Put ``rewritten`` in the place of ``graph``, which comes back whatever fails."""
+    aside = graph.with_name(_ASIDE)
+    graph.rename(aside)
+    try:
         onnx.save(rewritten, str(graph))
         _check(folder, expected)
-    except UnsuitableError as error:
-        if aside.exists():
-            aside.replace(graph)
-        return CacheRewrite(0, str(error))
+    except BaseException:
+        aside.replace(graph)
+        raise
     aside.unlink()
-    return CacheRewrite(len(tensors.cache) // 2, "")
 
 
 def _rewritten(path: Path, tensors: GraphTensors, context: int) -> onnx.ModelProto:
@@ -94,17 +101,15 @@ def _trial(bundle: Bundle) -> tuple[Logits, bool]:
 
     They are read in one pass, in single steps, in a few rows at a time and after a rollback.
     """
-    session = CpuSession(bundle, CpuOptions(threads=1))
     count = _PREFILL + _STEPS + 2 * _ROWS
-    tokens: list[int] = np.random.default_rng(0).integers(0, session.vocab_size, count).tolist()
-    seen = [session.forward(tokens[:_PREFILL]).copy()]
-    seen += [session.forward([token]).copy() for token in tokens[_PREFILL : _PREFILL + _STEPS]]
-    seen.append(session.forward(tokens[-2 * _ROWS : -_ROWS]).copy())
-    session.truncate(session.length - _BACK)
-    seen.append(session.forward(tokens[-_ROWS:]).copy())
-    copies = session.copies_cache
-    session.close()
-    return np.concatenate(seen), copies
+    with closing(CpuSession(bundle, CpuOptions(threads=1))) as session:  # Windows moves no open files
+        tokens: list[int] = np.random.default_rng(0).integers(0, session.vocab_size, count).tolist()
+        seen = [session.forward(tokens[:_PREFILL]).copy()]
+        seen += [session.forward([token]).copy() for token in tokens[_PREFILL : _PREFILL + _STEPS]]
+        seen.append(session.forward(tokens[-2 * _ROWS : -_ROWS]).copy())
+        session.truncate(session.length - _BACK)
+        seen.append(session.forward(tokens[-_ROWS:]).copy())
+        return np.concatenate(seen), session.copies_cache
 
 
 def _check(folder: Path, expected: Logits) -> None:

@@ -39,7 +39,7 @@ def build_for_device(
     source: Path, folder: Path, options: "ExportOptions", progress: ProgressCallback, started: float
 ) -> ExportReport:
     """Everything of a bundle for ``options.device``, in ``folder``; raises as ``export_model`` does."""
-    assert options.device is not None
+    assert options.device is not None and options.device != "cuda"
     with open_checkpoint(source) as checkpoint:
         config = checkpoint.config
         graphs = planned(options.device, buckets_for(config.context_length, options.buckets))

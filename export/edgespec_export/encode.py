@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,13 @@ import numpy.typing as npt
 from edgespec_export.blocks import F32, U8, Blocks
 from edgespec_export.gptq import round_for
 from edgespec_export.rounding import round_matrix
-from edgespec_models.graphs.linear import EmbeddingSpec, Method, WeightFormat
+from edgespec_models.graphs.linear import EmbeddingSpec
+from edgespec_models.weight_format import Method, WeightFormat
 
 __all__ = ["Encoded", "decode_linear", "encode_embedding", "encode_linear", "needs_factors"]
+
+
+_MIDDLES = MappingProxyType({4: 0x88, 8: 0x80})  # two codes to a byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +60,7 @@ def encode_linear(
     if method == "keep" and isinstance(source, Blocks) and _holds(form, source):
         return _encode_4(source, form)
     values = source.values() if isinstance(source, Blocks) else source
-    if form.bits == 32:
+    if form.is_float:
         return Encoded({"weight": values})
     if method == "gptq":
         assert factors is not None
@@ -73,26 +78,33 @@ def _holds(form: WeightFormat, source: Blocks) -> bool:
 
 def encode_embedding(source: Blocks | F32, spec: EmbeddingSpec) -> Encoded:
     """Rows of a token embedding: exactly as a quantized source has them, floats rounded to ``spec``."""
+    arrays = _embedding_arrays(source, spec)
+    if spec.zero_points and not spec.format.is_float:
+        rows, blocks = arrays["scales"].shape
+        packed = -(-blocks * spec.format.bits // 8)
+        arrays["zero_points"] = np.full((rows, packed), _MIDDLES[spec.format.bits], np.uint8)
+    return Encoded(arrays)
+
+
+def _embedding_arrays(source: Blocks | F32, spec: EmbeddingSpec) -> dict[str, npt.NDArray[Any]]:
+    arrays: dict[str, npt.NDArray[Any]]
     if not isinstance(source, Blocks):
-        encoded = encode_linear(source, spec.format)
-        return Encoded(encoded.arrays | {"weight": encoded.arrays["weight"].reshape(len(source), -1)})
-    if spec.format.bits == 8:
-        arrays: dict[str, npt.NDArray[Any]] = {"weight": _centred_8(source)}
-    else:
-        arrays = {"weight": _pack_4(source.codes)}
+        arrays = encode_linear(source, spec.format).arrays
+        return arrays | {"weight": arrays["weight"].reshape(len(source), -1)}
+    arrays = {"weight": _centred_8(source)} if spec.format.bits == 8 else {"weight": _pack_4(source.codes)}
     arrays["scales"] = source.scales
     if spec.offsets:
         shift = 8.0 - source.zero
         minimums = np.float32(0) if source.minimums is None else source.minimums
         arrays["offsets"] = np.float32(shift) * source.scales - minimums
-    return Encoded(arrays)
+    return arrays
 
 
 def decode_linear(encoded: Encoded, form: WeightFormat, columns: int) -> F32:
     """What ``encoded`` stands for: float32 ``(rows, columns)``; the inverse of :func:`encode_linear`."""
     arrays = encoded.arrays
     weight = arrays["weight"]
-    if form.bits == 32:
+    if form.is_float:
         floats: F32 = weight
         return floats
     rows, blocks = arrays["scales"].shape

@@ -2,23 +2,20 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, get_args
 
-import numpy as np
-
 from edgespec_export.bundle_files import hash_files, parameters_by_class, write_json, write_texts
+from edgespec_export.extra import require_extra
 from edgespec_export.quantization import Quantization
-from edgespec_export.report import ExportReport, FormatLoss
+from edgespec_export.report import ActivationRanges, ExportReport, FormatLoss
 from edgespec_export.staging import check_place, place, staging, storage_errors
 from edgespec_export.trim import Tokens, Trim, TrimOptions
 from edgespec_models.bundle import (
     GRAPH,
-    HEAD_TOKENS,
     MANIFEST,
     REPORT,
     TOKENIZER,
@@ -30,18 +27,18 @@ from edgespec_models.bundle import (
 )
 from edgespec_models.chips import find_chip
 from edgespec_models.config import ModelConfig
-from edgespec_models.errors import EdgespecError, ParityError, RequestError
+from edgespec_models.errors import ParityError, RequestError
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_models.static_graphs import PREFILL_ROWS, ExportDevice
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
 from edgespec_runtimes.memory import peak_memory_bytes
 
 if TYPE_CHECKING:
-    from edgespec_export.checkpoint import Checkpoint
-    from edgespec_export.writer import FactorsOf
-    from edgespec_models.graphs.decoder import DecoderPlan
+    from edgespec_export.plan import Policy
 
 __all__ = ["ExportOptions", "ExportReport", "export_model"]
+
+_CUDA_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,22 +49,23 @@ class ExportOptions:
         role: ``target`` or ``drafter``.
         weights: a policy of :data:`edgespec_export.plan.POLICIES`; None takes the default for the role and
             the source.
-        quantization: bits, block size and method instead of a policy.
+        quantization: bits, block size and method, or a policy of one's own, instead.
         kv: what the KV cache holds; ``int8`` takes a quarter of the memory and is calibrated at export.
         name: the model's name; None takes the source's.
         hidden_states: add the last hidden state as an output, for drafters that adapt.
         overwrite: replace a bundle that is there already.
         trim: which rows a drafter's LM head keeps, and the texts that settle it.
-        device: what else than the CPU the bundle is for; None is the CPU. Its graphs have fixed shapes, and
-            the device settles the formats of weights and KV cache.
-        buckets: with a device, lengths of the KV cache in tokens; empty takes 512, 1024 and 2048.
+        device: what else than the CPU the bundle is for; None is the CPU. ``cuda`` computes in float16, its
+            KV cache too. Graphs for NPUs have fixed shapes, and the device settles the formats of weights and
+            KV cache.
+        buckets: with an NPU, lengths of the KV cache in tokens; empty takes 512, 1024 and 2048.
         chip: with ``npu-qnn``, one of :data:`edgespec_models.chips.CHIPS` to compile every graph for; None
             leaves that to the device, at each load.
     """
 
     role: Role = "target"
     weights: str | None = None
-    quantization: Quantization | None = None
+    quantization: "Quantization | Policy | None" = None
     kv: KVType = "float32"
     name: str | None = None
     hidden_states: bool = False
@@ -99,11 +97,11 @@ def export_model(
         EdgespecError: the ``export`` extra is not installed.
     """
     options = options or ExportOptions()
-    _require_extra()
+    require_extra()
     _check_request(source, out, options)
     started = perf_counter()
     with storage_errors(out), staging(out) as folder:
-        if options.device is None:
+        if options.device in (None, "cuda"):
             report = _build(source, folder, options, progress, started)
         else:
             from edgespec_export.device_bundle import build_for_device
@@ -117,8 +115,9 @@ def _build(
     source: Path, folder: Path, options: ExportOptions, progress: ProgressCallback, started: float
 ) -> ExportReport:
     trim = _plan_trim(source, folder, options, progress)
-    kept = None if trim is None else trim.tokens
-    manifest, losses, source_bytes = _write(source, folder, options, kept, progress)
+    ranges = _ranges(source, folder, options, progress)
+    settled = None if trim is None else trim.tokens, ranges
+    manifest, losses, source_bytes = _write(source, folder, options, settled, progress)
     converted = peak_memory_bytes()
     row_exact, parity = _check(folder, manifest.provenance["sha256"], progress)
     report = ExportReport(
@@ -132,6 +131,7 @@ def _build(
         peak_memory_bytes=peak_memory_bytes(),
         conversion_peak_memory_bytes=converted,
         trim=None if trim is None else trim.report,
+        activations=ranges,
     )
     write_json(folder / REPORT, report.to_json())
     files = {**manifest.files, REPORT: FileRecord.of(folder / REPORT)}
@@ -143,56 +143,48 @@ def _plan_trim(source: Path, folder: Path, options: ExportOptions, progress: Pro
     from edgespec_export.sizing import plan_trim
     from edgespec_export.sources import open_checkpoint
 
-    size = options.trim.size or ("auto" if options.role == "drafter" else "full")
+    on_cpu = options.device is None
+    size = options.trim.size or ("auto" if options.role == "drafter" and on_cpu else "full")
     if size == "full":
         return None
     with open_checkpoint(source) as checkpoint:
         text, special = checkpoint.tokenizer_json(), checkpoint.special_tokens()
         tokenizer = Tokenizer.from_json(text, vocab_size=checkpoint.config.vocab_size)
 
+    # What is measured, speed and first guesses, hardly depends on it, and gptq would calibrate every time.
+    trial = options.quantization
+    if trial is not None and trial.method == "gptq":
+        trial = replace(trial, method="fit")
+
     def write(place: Path, tokens: Tokens) -> None:
-        _write(source, place, options, tokens, ignore_progress)
+        _write(source, place, replace(options, quantization=trial), (tokens, None), ignore_progress)
 
     trim = replace(options.trim, size=size)
     return plan_trim(trim, (tokenizer, special), write, scratch=folder / "sizing", progress=progress)
 
 
 def _write(
-    source: Path, folder: Path, options: ExportOptions, kept: Tokens | None, progress: ProgressCallback
+    source: Path,
+    folder: Path,
+    options: ExportOptions,
+    settled: tuple[Tokens | None, ActivationRanges | None],
+    progress: ProgressCallback,
 ) -> tuple[Manifest, tuple[FormatLoss, ...], int]:
-    """Everything of a bundle but the report; what the formats cost the weights; the source's bytes."""
-    import onnx_ir
+    """Everything of a bundle but the report; what the formats cost the weights; the source's bytes.
 
-    from edgespec_export.losses import measure_losses
-    from edgespec_export.plan import POLICIES, default_weights, plan_decoder
+    ``settled`` are tokens that a trimmed LM head keeps, and what float16 would have to hold.
+    """
+    from edgespec_export.graph_files import write_graph
     from edgespec_export.sources import open_checkpoint
-    from edgespec_export.writer import write_weights
-    from edgespec_models.graphs.decoder import build_decoder
 
+    kept, ranges = settled
     with open_checkpoint(source) as checkpoint:
-        policy = options.weights or default_weights(checkpoint, options.role)
-        chosen = options.quantization or POLICIES[policy]
         write_texts(checkpoint, folder)
         special = checkpoint.special_tokens()
         digest = hash_files(checkpoint.files, progress)
-        head_tokens = None if kept is None else tuple(kept.tolist())
-        plan = plan_decoder(
-            checkpoint,
-            chosen,
-            hidden_states=options.hidden_states,
-            spare_rows=options.role == "target",
-            head_tokens=head_tokens,
-        )
-        if kept is not None:
-            np.save(folder / HEAD_TOKENS, kept)
-        model = build_decoder(checkpoint.config, plan)
-        with _factors(plan, checkpoint, options.trim.texts, folder, progress) as factors:
-            by_class = write_weights(model, plan, checkpoint, folder, progress, factors)
-        losses = measure_losses(plan, checkpoint, model)
-        onnx_ir.save(model, folder / GRAPH)
-        layers = (spec for name, spec in plan.linears.items() if name != "lm_head")
-        even_rows = any(part.format.even_rows for spec in layers for part in spec.parts)
-        int8, head = options.kv == "int8", plan.linears["lm_head"]
+        written = write_graph(checkpoint, folder, options, (kept, ranges), progress)
+        even_rows, head = written.even_rows(head=False), written.plan.linears["lm_head"]
+        floats, int8 = written.plan.precision.activations, options.kv == "int8"
         float_kv_layers = _quantize_cache(folder, checkpoint.config, special, even_rows) if int8 else ()
         manifest = Manifest(
             name=options.name or checkpoint.model_name,
@@ -200,42 +192,36 @@ def _write(
             config=checkpoint.config,
             even_rows=even_rows,
             hidden_states=options.hidden_states,
-            weights=policy if options.quantization is None else options.quantization.name,
-            formats=_weights_by_format(losses),
-            bytes_by_class=by_class,
+            weights=written.weights,
+            formats=_weights_by_format(written.losses),
+            bytes_by_class=written.bytes_by_class,
             parameters_by_class=parameters_by_class(checkpoint, head.in_features * head.out_features),
             special_tokens=special,
             provenance={"source": source.resolve().name, "sha256": digest, "edgespec": version("edgespec")},
             files={file.name: FileRecord.of(file) for file in sorted(folder.iterdir())},
-            kv=options.kv,
+            kv=options.kv if int8 else floats,
             float_kv_layers=float_kv_layers,
             head_rows=None if kept is None else len(kept),
-            even_head=any(part.format.even_rows for part in head.parts),
+            even_head=written.even_rows(head=True),
+            activations=floats,
+            device="cuda" if options.device == "cuda" else None,
         )
         source_bytes = sum(file.stat().st_size for file in checkpoint.files)
     write_json(folder / MANIFEST, manifest.to_json())
-    return manifest, losses, source_bytes
+    return manifest, written.losses, source_bytes
 
 
-@contextmanager
-def _factors(
-    plan: "DecoderPlan",
-    checkpoint: "Checkpoint",
-    texts: Sequence[Path],
-    folder: Path,
-    progress: ProgressCallback,
-) -> Iterator["FactorsOf | None"]:
-    """The factors of the activations, computed where they are asked for; None where no part needs any."""
-    from edgespec_export.activations import open_activations
-    from edgespec_export.gptq import factor
-    from edgespec_export.writer import linears_to_calibrate
+def _ranges(
+    source: Path, folder: Path, options: ExportOptions, progress: ProgressCallback
+) -> ActivationRanges | None:
+    """How large activations become; None where they are float32, which holds all."""
+    from edgespec_export.ranges import measure_ranges
+    from edgespec_export.sources import open_checkpoint
 
-    wanted = linears_to_calibrate(plan)
-    if not wanted:
-        yield None
-        return
-    with open_activations(checkpoint, wanted, texts, folder / "activations", progress) as activations:
-        yield lambda linear: [factor(moments) for moments in activations.moments(linear)]
+    if options.device is None:
+        return None
+    with open_checkpoint(source) as checkpoint:
+        return measure_ranges(checkpoint, options.trim.texts, folder / "ranges", progress)
 
 
 def _quantize_cache(
@@ -287,16 +273,6 @@ def _reported(pieces: Sequence[Path], progress: ProgressCallback) -> Iterator[Pa
         yield piece
 
 
-def _require_extra() -> None:
-    try:
-        import onnx_ir  # noqa: F401
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise EdgespecError(
-            f"exporting needs {error.name}, which is not installed: pip install 'edgespec[export]'"
-        ) from error
-
-
 def _check_request(source: Path, out: Path, options: ExportOptions) -> None:
     from edgespec_export.plan import POLICIES
 
@@ -322,16 +298,19 @@ def _check_request(source: Path, out: Path, options: ExportOptions) -> None:
 
 
 def _check_device(options: ExportOptions) -> None:
-    """With a device, what it settles cannot be chosen; without, there are no buckets, and no chip."""
+    """With a device, what it settles cannot be chosen; only bundles with fixed shapes have buckets."""
     if options.chip is not None:
         _check_chip(options.chip, options.device)
-    if options.device is None:
-        if options.buckets:
-            raise RequestError("buckets are of bundles with fixed shapes; give a device too, such as npu-qnn")
-        return
-    if options.device not in get_args(ExportDevice):
+    if options.device not in (None, *get_args(ExportDevice)):
         known = ", ".join(get_args(ExportDevice))
         raise RequestError(f"device={options.device!r} is not known; allowed: {known}")
+    if options.device in (None, "cuda") and options.buckets:
+        raise RequestError("buckets are of bundles with fixed shapes; give an NPU as device, such as npu-qnn")
+    if options.device is None:
+        return
+    if options.device == "cuda":
+        _check_cuda(options)
+        return
     settled = {
         "weights": options.weights,
         "quantization": options.quantization,
@@ -357,3 +336,17 @@ def _check_chip(name: str, device: ExportDevice | None) -> None:
             f"chip={name!r} is of bundles for the device npu-qnn, not for {device or 'the CPU'}"
         )
     compiler_for(find_chip(name))
+
+
+def _check_cuda(options: ExportOptions) -> None:
+    if options.kv != "float32":
+        raise RequestError(f"device=cuda has a float16 KV cache; leave out kv={options.kv!r}")
+    size = options.trim.size
+    if size == "auto":
+        raise RequestError("trim size auto measures on this CPU; with device=cuda give a number, or 'full'")
+    if isinstance(size, int) and size % _CUDA_ROWS:
+        more = size - size % -_CUDA_ROWS
+        raise RequestError(
+            f"trim size is {size}; CUDA's kernels for few rows take a multiple of {_CUDA_ROWS}, such as "
+            f"{more}"
+        )

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from edgespec_export.blocks import F32, Blocks
 from edgespec_export.rounding import round_matrix
-from edgespec_models.graphs.linear import WeightFormat
+from edgespec_models.weight_format import WeightFormat
 
 __all__ = ["factor", "round_for"]
 

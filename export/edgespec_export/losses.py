@@ -14,7 +14,8 @@ from edgespec_export.encode import Encoded, decode_linear
 from edgespec_export.report import FormatLoss
 from edgespec_export.writer import module_path
 from edgespec_models.graphs.decoder import DecoderPlan
-from edgespec_models.graphs.linear import LinearPart, Method
+from edgespec_models.graphs.linear import LinearPart
+from edgespec_models.weight_format import Method
 
 __all__ = ["measure_losses"]
 

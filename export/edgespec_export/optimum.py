@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
@@ -104,18 +105,18 @@ def export_with_optimum(
         progress(Progress("Exporting with Optimum", 1, 1, "model"))
         rewrite = rewrite_cache(folder)
         bundle = open_bundle(folder)
-        session = CpuSession(bundle, CpuOptions())
+        with closing(CpuSession(bundle, CpuOptions())) as session:
+            copies_cache, row_exact = session.copies_cache, session.row_exact
         report = OptimumReport(
             architecture=bundle.config.architecture,
-            copies_cache=session.copies_cache,
+            copies_cache=copies_cache,
             rewritten_layers=rewrite.layers,
             concatenated_because=rewrite.reason,
-            row_exact=session.row_exact,
+            row_exact=row_exact,
             source_bytes=_size(source),
             bytes=_size(folder),
             seconds=perf_counter() - started,
         )
-        session.close()
         del bundle, session  # Windows moves no open files
         place(folder, out)
     return report

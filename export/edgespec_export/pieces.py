@@ -34,8 +34,10 @@ PIECE_BYTES = 256 << 20
 """Weights of a piece, about: what one fused projection needs more is loaded with it."""
 
 _Values = dict[str, npt.NDArray[Any]]
-# Where a graph may be cut: a layer's normalization. Only its two results, float32, cross there.
+# Where a graph may be cut: a layer's normalization. Only its two results, in its weight's type, cross there.
 _CUT_BEHIND = "SkipSimplifiedLayerNormalization"
+_NORM_WEIGHT = 2
+_CACHE_TYPES = {"tensor(int8)": np.int8, "tensor(float16)": np.float16}  # else float32
 _TEST_TOKENS = (7, 11, 13, 5)
 
 
@@ -248,7 +250,7 @@ class _Piece:
     def _empty(self, capacity: int) -> _Values:
         shape = (1, self._config.num_kv_heads, capacity, self._config.head_dim)
         return {
-            name: np.zeros(shape, np.int8 if kind == "tensor(int8)" else np.float32)
+            name: np.zeros(shape, _CACHE_TYPES.get(kind, np.float32))
             for name, kind in self._inputs.items()
             if name.startswith("past_key_values.")
         }
@@ -269,16 +271,22 @@ def _piece(
     weights: Mapping[str, onnx.TensorProto],
     produced_at: Mapping[str, int],
 ) -> onnx.ModelProto:
-    """The nodes of ``span`` as a model of its own; what it is given and ``wanted`` of it is float32."""
+    """The nodes of ``span`` as a model of its own, with what later nodes need and ``wanted`` as outputs."""
     begin, end = span
+    types = {
+        name: weights[node.input[_NORM_WEIGHT]].data_type
+        for node in model.graph.node
+        if node.op_type == _CUT_BEHIND
+        for name in node.output
+    }
     nodes = model.graph.node[begin:end]
     used = {name for node in nodes for name in node.input if name}
     entering = sorted(name for name in used if produced_at.get(name, begin) < begin)
     leaving = sorted(name for name in wanted if name in produced_at and begin <= produced_at[name] < end)
     inputs = [value for value in model.graph.input if value.name in used]
-    inputs += [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in entering]
+    inputs += [onnx.helper.make_tensor_value_info(name, types[name], None) for name in entering]
     outputs = [value for value in model.graph.output if begin <= produced_at[value.name] < end]
-    outputs += [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in leaving]
+    outputs += [onnx.ValueInfoProto(name=name) for name in leaving]  # ONNX Runtime infers their types
     graph = onnx.helper.make_graph(
         nodes, "piece", inputs, outputs, [tensor for name, tensor in weights.items() if name in used]
     )

@@ -12,14 +12,13 @@ from types import MappingProxyType
 from edgespec_export.checkpoint import FLOATS, Checkpoint
 from edgespec_export.gguf import GGMLType
 from edgespec_export.quantization import Quantization
+from edgespec_export.recipe import DEFAULT_WEIGHTS
 from edgespec_models.bundle import Role
-from edgespec_models.graphs.decoder import DecoderPlan, Refinement
-from edgespec_models.graphs.linear import EmbeddingSpec, LinearPart, LinearSpec, Method, WeightFormat
+from edgespec_models.graphs.decoder import FULL, DecoderPlan, Precision, Refinement
+from edgespec_models.graphs.linear import EmbeddingSpec, LinearPart, LinearSpec
+from edgespec_models.weight_format import Method, WeightFormat
 
-__all__ = ["DEFAULT_WEIGHTS", "POLICIES", "Policy", "default_weights", "plan_decoder"]
-
-DEFAULT_WEIGHTS: Mapping[Role, str] = MappingProxyType({"target": "close", "drafter": "quick"})
-"""The policy a role gets, but for targets in floating point; docs/benchmarks.md has the figures."""
+__all__ = ["POLICIES", "Policy", "default_weights", "plan_decoder"]
 
 _LARGE = 1_000_000_000  # weights; smaller models lose too much by 4 bits that nobody chose for them
 _INT4 = WeightFormat(4, 32)
@@ -30,6 +29,8 @@ _INT8_64 = WeightFormat(8, 64)
 _INT8_128 = WeightFormat(8, 128)
 _INT8_16 = WeightFormat(8, 16)
 _FLOAT = WeightFormat(32)
+_HALF = WeightFormat(16)
+_GPU_BLOCK = 32  # CUDA's kernels are made and measured for blocks of 32, and have no use for larger ones
 _COARSE = WeightFormat(4, 128)
 _REFINED_FROM = 32_768  # tokens; smaller LM heads take too little of a pass
 _REFINED_WEIGHTS = 1 << 18  # of the rows looked up for a token; more cost time, fewer nearness
@@ -55,10 +56,12 @@ _EXACT: Mapping[GGMLType, WeightFormat] = MappingProxyType(
 class Policy:
     """A format for every source format: ``layers`` for the blocks' matrices, ``head`` for the LM head.
 
-    ``refined`` targets have a coarse LM head where the vocabulary is large, and the exact rows of the most
-    probable tokens (:class:`~edgespec_models.graphs.decoder.Refinement`).
+    The manifest tells its ``name``, the command line its ``summary``. ``refined`` targets have a coarse LM
+    head where the vocabulary is large, and the exact rows of the most probable tokens
+    (:class:`~edgespec_models.graphs.decoder.Refinement`).
     """
 
+    name: str
     summary: str
     layers: Mapping[GGMLType, WeightFormat]
     head: Mapping[GGMLType, WeightFormat]
@@ -68,6 +71,14 @@ class Policy:
     def format_of(self, name: str, kind: GGMLType, columns: int, layers: int) -> WeightFormat:
         """The format of tensor ``name``, which the source has as ``kind``, in a model of ``layers``."""
         return _fitting((self.head if name == "lm_head" else self.layers)[kind], columns)
+
+    def in_blocks_up_to(self, block: int) -> "Policy":
+        """The same in smaller blocks."""
+        layers, head = (
+            {kind: replace(form, block=min(form.block, block)) for kind, form in forms.items()}
+            for forms in (self.layers, self.head)
+        )
+        return replace(self, layers=layers, head=head)
 
 
 _CLOSE = {
@@ -83,28 +94,41 @@ _8_BITS = dict.fromkeys(GGMLType, _INT8)
 
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
-        "exact": Policy("every weight keeps the value it has in the file", _EXACT, _EXACT),
-        "close": Policy(
-            "what 4 bits cannot hold is rounded to a hundredth of a step or to 8 bits",
-            _CLOSE,
-            _CLOSE,
-            refined=True,
-        ),
-        "balanced": Policy(
-            "4 bits in the layers, 8 bits in the LM head and the embedding", _FAST, _8_BITS, refined=True
-        ),
-        "int8": Policy(
-            "8 bits everywhere, but 4 where the file has 4 that fit", _INT8_ALL, _INT8_ALL, refined=True
-        ),
-        "quick": Policy("like int8, in larger blocks: for drafters", _QUICK, _QUICK),
-        "fast": Policy("4 bits everywhere", _FAST, _FAST, refined=True),
+        policy.name: policy
+        for policy in (
+            Policy("exact", "every weight keeps the value it has in the file", _EXACT, _EXACT),
+            Policy(
+                "close",
+                "what 4 bits cannot hold is rounded to a hundredth of a step or to 8 bits",
+                _CLOSE,
+                _CLOSE,
+                refined=True,
+            ),
+            Policy(
+                "balanced",
+                "4 bits in the layers, 8 bits in the LM head and the embedding",
+                _FAST,
+                _8_BITS,
+                refined=True,
+            ),
+            Policy(
+                "int8",
+                "8 bits everywhere, but 4 where the file has 4 that fit",
+                _INT8_ALL,
+                _INT8_ALL,
+                refined=True,
+            ),
+            Policy("quick", "like int8, in larger blocks: for drafters", _QUICK, _QUICK),
+            Policy("fast", "4 bits everywhere", _FAST, _FAST, refined=True),
+        )
     }
 )
+"""Policies by name."""
 
 
 def _fitting(form: WeightFormat, columns: int) -> WeightFormat:
     """``form``, in smaller blocks where the width has no whole ones of its own, or in floating point."""
-    while form.bits != 32 and columns % form.block:
+    while not form.is_float and columns % form.block:
         form = replace(form, block=form.block // 2) if form.block > 16 else _FLOAT
     return form
 
@@ -125,9 +149,12 @@ def plan_decoder(
     hidden_states: bool = False,
     spare_rows: bool = True,
     head_tokens: tuple[int, ...] | None = None,
+    precision: Precision = FULL,
 ) -> DecoderPlan:
     """Assign formats; neighbouring projections with one format are fused into one matrix."""
     config = checkpoint.config
+    if precision.activations == "float16" and isinstance(policy, Policy):
+        policy = policy.in_blocks_up_to(_GPU_BLOCK)
     head, embedding = _linear(checkpoint, policy, ("lm_head",), ()), _table(checkpoint, policy, "embed")
     coarse, refinement = _fitting(_COARSE, head.in_features), None
     if head_tokens is not None:
@@ -154,7 +181,22 @@ def plan_decoder(
                 tuple(prefix + b for b in its_biases),
             )
     context = head_tokens is not None and checkpoint.tied_head
-    return DecoderPlan(embedding, linears, hidden_states, spare_rows, head_tokens, context, refinement)
+    plan = DecoderPlan(embedding, linears, hidden_states, spare_rows, head_tokens, context, refinement)
+    return plan if precision == FULL else _with_precision(plan, precision)
+
+
+def _with_precision(plan: DecoderPlan, precision: Precision) -> DecoderPlan:
+    """Matrices in floating point are kept in the type that they are multiplied in."""
+    linears = {
+        name: replace(
+            spec, parts=tuple(replace(p, format=_HALF) if p.format.is_float else p for p in spec.parts)
+        )
+        for name, spec in plan.linears.items()
+    }
+    embedding = replace(plan.embedding, zero_points=not plan.embedding.format.is_float)
+    if embedding.format.is_float and precision.residual == "float16":
+        embedding = replace(embedding, format=_HALF)
+    return replace(plan, linears=linears, embedding=embedding, precision=precision)
 
 
 def _linear(

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal, get_args
 
 from edgespec_export.gguf import GGMLType
 from edgespec_models.errors import RequestError
-from edgespec_models.graphs.linear import Method, WeightFormat
+from edgespec_models.weight_format import Method, WeightFormat
 
 __all__ = ["BLOCKS", "Minimums", "Mixed", "Quantization"]
 
@@ -90,7 +90,7 @@ class Quantization:
         block, _, rest = rest.partition("/")
         method, *more = rest.split("/")
         options = dict(item.partition("=")[::2] for item in more)
-        if not (bits.isdigit() and block.isdigit()) or not options.keys() <= {"mixed", "minimums"}:
+        if not (bits.isdecimal() and block.isdecimal()) or not options.keys() <= {"mixed", "minimums"}:
             raise RequestError(
                 f"{name!r} is no quantization; write BITS/BLOCK/METHOD, such as 4/32/fit or "
                 "4/64/k-quant/mixed=none/minimums=integer"

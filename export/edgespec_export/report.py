@@ -5,9 +5,13 @@ from typing import Any
 
 from edgespec_export.parity import ParityReport
 from edgespec_export.trim import TrimReport
-from edgespec_models.graphs.linear import Method
+from edgespec_models.config import FloatType
+from edgespec_models.weight_format import Method
 
-__all__ = ["ExportReport", "FormatLoss", "StaticReport"]
+__all__ = ["LARGEST_FLOAT16", "ActivationRanges", "ExportReport", "FormatLoss", "StaticReport"]
+
+LARGEST_FLOAT16 = 65_504.0
+_STREAM_MARGIN = 8.0  # other texts may go further; a stream in float32 costs two casts in each sublayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +55,35 @@ class StaticReport:
 
 
 @dataclass(frozen=True, slots=True)
+class ActivationRanges:
+    """Largest magnitudes on some text, of a model that is to compute in float16.
+
+    Attributes:
+        residual: of the residual stream and of what is added to it.
+        inner: of everything within a layer.
+        tokens: how many were read.
+    """
+
+    residual: float
+    inner: float
+    tokens: int
+
+    @property
+    def residual_type(self) -> FloatType:
+        """What holds the residual stream, with room for other texts."""
+        return "float16" if self.residual * _STREAM_MARGIN <= LARGEST_FLOAT16 else "float32"
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {**asdict(self), "residual_type": self.residual_type}
+
+
+@dataclass(frozen=True, slots=True)
 class ExportReport:
     """One export; times in seconds, sizes in bytes.
 
     ``parity`` is None where no reference is stored for the source file, ``trim`` where no row was left out,
-    ``static`` where the graphs take any shape.
+    ``static`` where the graphs take any shape, ``activations`` where they compute in float32.
     The conversion's peak memory leaves out the checks, which run the model and need what running it needs.
     """
 
@@ -70,6 +98,7 @@ class ExportReport:
     conversion_peak_memory_bytes: int
     trim: TrimReport | None = None
     static: StaticReport | None = None
+    activations: ActivationRanges | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -78,6 +107,7 @@ class ExportReport:
             "row_exact": self.row_exact,
             "trim": None if self.trim is None else self.trim.to_json(),
             "static": None if self.static is None else self.static.to_json(),
+            "activations": None if self.activations is None else self.activations.to_json(),
             "weights": [asdict(loss) for loss in self.weights],
             "bytes": {
                 "source": self.source_bytes,

@@ -1,7 +1,7 @@
 """Rounding a matrix to 4 or 8 bits: how the scale and the offset of each block are chosen.
 
 A block's codes stand for ``scale * code + offset``. What the offset may be is the format's
-(:class:`~edgespec_models.graphs.linear.WeightFormat`): anything where a remainder carries it, ``-scale``
+(:class:`~edgespec_models.weight_format.WeightFormat`): anything where a remainder carries it, ``-scale``
 times an integer with zero points, ``-scale`` times the middle code without. How both are chosen is the
 method's:
 
@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_export.blocks import F32, Blocks
-from edgespec_models.graphs.linear import WeightFormat
+from edgespec_models.weight_format import WeightFormat
 
 __all__ = ["Rounding", "round_matrix"]
 

@@ -17,7 +17,7 @@ from edgespec_models.config import ModelConfig
 from edgespec_models.graphs.static_decoder import build_static_decoder
 from edgespec_models.graphs.static_points import StaticPlan
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
-from edgespec_models.static_graphs import PREFILL_ROWS, VERIFY_ROWS, ExportDevice, StaticGraphs
+from edgespec_models.static_graphs import PREFILL_ROWS, VERIFY_ROWS, StaticDevice, StaticGraphs
 from edgespec_runtimes.cpu import CpuOptions, open_graph
 from edgespec_runtimes.host_inputs import HostInputs
 from edgespec_runtimes.session import Logits
@@ -64,9 +64,9 @@ class StaticExport:
     parity: ParityReport | None
 
 
-def format_for(device: ExportDevice) -> StaticFormat:
-    """What ``device`` wants: compilers of NPUs keep int8 weights, kernels of CUDA would unpack them."""
-    return StaticFormat(int8=device != "cuda", quantized=device == "npu-qnn")
+def format_for(device: StaticDevice) -> StaticFormat:
+    """What ``device`` wants: compilers of NPUs keep int8 weights."""
+    return StaticFormat(int8=True, quantized=device == "npu-qnn")
 
 
 def export_static(
@@ -121,7 +121,7 @@ def _mask_value(found: _Ranges) -> float:
     return round(-span - _MARGIN, 1)
 
 
-def planned(device: ExportDevice, buckets: tuple[int, ...]) -> StaticGraphs:
+def planned(device: StaticDevice, buckets: tuple[int, ...]) -> StaticGraphs:
     """The graphs of a bundle for ``device``."""
     quantized = format_for(device).quantized
     return StaticGraphs(

@@ -45,6 +45,20 @@ class _Matrix:
     keep: npt.NDArray[np.int64] | None = None  # ascending rows; None keeps all
 
 
+class _Parameters:
+    """Parameters in the data file, each written row after row in its own type."""
+
+    def __init__(self, file: BinaryIO, parameters: dict[str, ir.Value], offsets: dict[str, int]) -> None:
+        self._file, self._at = file, dict(offsets)
+        self._types = {name: value.dtype.numpy() for name, value in parameters.items() if value.dtype}
+
+    def append(self, name: str, rows: npt.NDArray[np.generic]) -> None:
+        """Write ``rows`` behind those that are there."""
+        rows = np.ascontiguousarray(rows, self._types[name])
+        _write_at(self._file, self._at[name], rows)
+        self._at[name] += rows.nbytes
+
+
 def write_weights(
     model: ir.Model,
     plan: DecoderPlan,
@@ -70,10 +84,11 @@ def write_weights(
     sources = [*tables, *(source for part in parts for source in part.sources)]
     total, done = sum(checkpoint.tensor(source).n_bytes for source in sources), 0
     with (folder / DATA_FILE).open("wb") as file, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        parts_of_file = _Parameters(file, parameters, offsets)
         for name, small in _small_tensors(plan, checkpoint):
-            _write_at(file, offsets[name], small)
+            parts_of_file.append(name, small)
         for matrix in _matrices(plan, factors):
-            for written in _write_matrix(file, offsets, checkpoint, matrix, pool):
+            for written in _write_matrix(parts_of_file, checkpoint, matrix, pool):
                 done += written
                 progress(Progress("Exporting", done, total))
         file.truncate(size)
@@ -168,21 +183,19 @@ def _small_tensors(plan: DecoderPlan, checkpoint: Checkpoint) -> Iterator[tuple[
 
 
 def _write_matrix(
-    file: BinaryIO,
-    offsets: dict[str, int],
+    parameters: _Parameters,
     checkpoint: Checkpoint,
     matrix: _Matrix,
     pool: ThreadPoolExecutor,
 ) -> Iterator[int]:
     """Encode and write one matrix; yields source bytes done."""
-    at = {name: offset for name, offset in offsets.items() if name.rpartition(".")[0] == matrix.prefix}
     pending: deque[tuple[int, Future[Encoded]]] = deque()
     for tensor, n_bytes, raw in _chunks(checkpoint, matrix):
         pending.append((n_bytes, pool.submit(_encode_chunk, matrix.encode, tensor, raw)))
         if len(pending) >= _IN_FLIGHT:
-            yield _drain(file, at, matrix.prefix, pending)
+            yield _drain(parameters, matrix.prefix, pending)
     while pending:
-        yield _drain(file, at, matrix.prefix, pending)
+        yield _drain(parameters, matrix.prefix, pending)
 
 
 def _chunks(
@@ -213,20 +226,16 @@ def _encode_chunk(
     return encode(source)
 
 
-def _drain(
-    file: BinaryIO, at: dict[str, int], prefix: str, pending: deque[tuple[int, Future[Encoded]]]
-) -> int:
+def _drain(parameters: _Parameters, prefix: str, pending: deque[tuple[int, Future[Encoded]]]) -> int:
     n_bytes, future = pending.popleft()
     for name, array in future.result().arrays.items():
-        key = f"{prefix}.{name}"
-        _write_at(file, at[key], array)
-        at[key] += array.nbytes
+        parameters.append(f"{prefix}.{name}", array)
     return n_bytes
 
 
 def _write_at(file: BinaryIO, offset: int, array: npt.NDArray[np.generic]) -> None:
     file.seek(offset)
-    file.write(np.ascontiguousarray(array).data)
+    file.write(array.data)
 
 
 def _bytes_by_class(parameters: dict[str, ir.Value]) -> dict[str, int]:

@@ -24,10 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_models.chat_template import ChatTemplate
-from edgespec_models.config import DecoderShape, ModelConfig
+from edgespec_models.config import DecoderShape, FloatType, ModelConfig
 from edgespec_models.errors import BundleError
 from edgespec_models.graph_tensors import GraphTensors
-from edgespec_models.static_graphs import StaticGraphs
+from edgespec_models.static_graphs import ExportDevice, Form, StaticGraphs
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
 
 __all__ = [
@@ -52,7 +52,7 @@ FORMAT_VERSION = 1
 Role = Literal["target", "drafter"]
 KVType = Literal["float32", "int8"]
 CacheType = Literal["float32", "float16", "int8", "uint8"]
-"""What caches hold; float16 is of foreign graphs only, uint8 of graphs with quantized activations."""
+"""What caches hold; float16 is of graphs for GPUs and foreign ones, uint8 of quantized activations."""
 _GRAPHS = "model"  # graphs and weights begin so
 _NOT_MULTIPLIED = ("embedding", "other")
 
@@ -98,7 +98,9 @@ class Manifest:
         head_rows: rows of a trimmed LM head; None where it has one for every token.
         kv: what the KV cache holds.
         float_kv_layers: layers whose cache is float32 all the same.
-        static: the graphs of fixed shapes that a bundle for another device than the CPU has; None without.
+        static: the graphs of fixed shapes that a bundle for an NPU has; None without.
+        activations: what a graph of any shape computes in.
+        device: what else than the CPU a graph of any shape was made for.
     """
 
     name: str
@@ -118,6 +120,20 @@ class Manifest:
     float_kv_layers: tuple[int, ...] = ()
     even_head: bool = False
     static: StaticGraphs | None = None
+    activations: FloatType = "float32"
+    device: Literal["cuda"] | None = None
+
+    @property
+    def form(self) -> Form:
+        """What the graphs are."""
+        if self.static is not None:
+            return self.static.form
+        return "dynamic" if self.activations == "float32" else "dynamic-float16"
+
+    @property
+    def made_for(self) -> ExportDevice | None:
+        """What ``edgespec export --device`` made the bundle for; None is the CPU."""
+        return self.device if self.static is None else self.static.device
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -168,6 +184,8 @@ class Manifest:
                 raise ValueError(f"role is {manifest.role!r}")
             if manifest.kv not in get_args(CacheType):
                 raise ValueError(f"kv is {manifest.kv!r}")
+            if manifest.activations not in get_args(FloatType) or manifest.device not in (None, "cuda"):
+                raise ValueError(f"activations are {manifest.activations!r} on {manifest.device!r}")
             if not set(manifest.float_kv_layers) <= set(range(manifest.config.num_layers)):
                 raise ValueError(f"float_kv_layers is {manifest.float_kv_layers!r}")
         except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -6,8 +6,10 @@ from typing import Any, Literal
 
 from edgespec_models.errors import BundleError, UnsupportedModelError
 
-__all__ = ["Architecture", "DecoderShape", "ModelConfig"]
+__all__ = ["Architecture", "DecoderShape", "FloatType", "ModelConfig"]
 
+FloatType = Literal["float32", "float16"]
+"""What a graph of any shape computes in."""
 Architecture = Literal["llama", "mistral", "smollm3", "qwen2", "qwen3", "gemma3", "phi3"]
 
 _COUNTS = (

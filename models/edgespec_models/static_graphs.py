@@ -21,15 +21,18 @@ __all__ = [
     "Contexts",
     "ExportDevice",
     "Form",
+    "StaticDevice",
     "StaticGraphs",
     "buckets_for",
 ]
 
 ExportDevice = Literal["npu-qnn", "npu-openvino", "cuda"]
-"""Kinds of device that ``edgespec export --device`` makes static bundles for."""
+"""Kinds of device that ``edgespec export --device`` makes bundles for."""
+StaticDevice = Literal["npu-qnn", "npu-openvino"]
+"""Those whose bundles have graphs of fixed shapes."""
 Activations = Literal["float32", "uint16"]
-Form = Literal["dynamic", "static-float", "static-quantized"]
-"""What the graphs of a bundle are: of any shape, or of fixed ones, in floating point or quantized."""
+Form = Literal["dynamic", "dynamic-float16", "static-float", "static-quantized"]
+"""What the graphs of a bundle are: of any shape, float32 or float16; of fixed ones, float or quantized."""
 
 VERIFY_ROWS = (1, 4, 8)
 PREFILL_ROWS = 64
@@ -71,7 +74,7 @@ class StaticGraphs:
         contexts: what compiled every graph ahead; None where the device is to do that.
     """
 
-    device: ExportDevice
+    device: StaticDevice
     verify: tuple[int, ...]
     prefill: int
     buckets: tuple[int, ...]
@@ -86,7 +89,7 @@ class StaticGraphs:
         ):
             if not numbers or min(numbers) < 1 or any(a >= b for a, b in pairwise(numbers)):
                 raise BundleError(f"{name} are {numbers}; they must be positive and ascending")
-        if self.activations not in get_args(Activations) or self.device not in get_args(ExportDevice):
+        if self.activations not in get_args(Activations) or self.device not in get_args(StaticDevice):
             raise BundleError(f"static graphs for {self.device!r} with {self.activations!r} are not known")
         if self.verify[0] != 1 or not self.masked < 0:
             raise BundleError("static graphs need a pass over one row, and a mask below zero")

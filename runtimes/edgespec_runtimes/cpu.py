@@ -18,6 +18,7 @@ from edgespec_models.bundle import Bundle
 from edgespec_models.errors import BundleError, DeviceError, RequestError
 from edgespec_runtimes.graph_io import open_io
 from edgespec_runtimes.graph_session import GraphSession
+from edgespec_runtimes.huge_pages import huge_pages
 
 __all__ = ["CpuOptions", "CpuSession", "default_threads", "open_graph", "session_settings"]
 
@@ -74,7 +75,8 @@ class CpuSession(GraphSession):
         if bundle.manifest.static is not None:
             raise BundleError(f"{bundle.path} has graphs of fixed shapes; open it with edgespec.load")
         self._options = options or CpuOptions()
-        session = open_graph(bundle.graph, self._options)
+        with huge_pages():
+            session = open_graph(bundle.graph, self._options)
         io = open_io(session, bundle, exact_rows=self._options.exact_rows)
         super().__init__(io, bundle.config, chunk=self._options.prefill_chunk, row_exact=row_exact)
 

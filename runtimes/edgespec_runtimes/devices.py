@@ -27,6 +27,7 @@ class DeviceProfile:
         install: the command that adds the provider.
         driver: what else the machine needs, in a sentence.
         limits: what it cannot do or what is not known of it, and why.
+        memory: where a session's KV cache lies, as ONNX Runtime calls it.
     """
 
     name: str
@@ -39,6 +40,7 @@ class DeviceProfile:
     install: str
     driver: str
     limits: tuple[str, ...]
+    memory: str = "cpu"
 
 
 _OPENVINO = "OpenVINOExecutionProvider"
@@ -52,11 +54,11 @@ CPU = DeviceProfile(
     title="processor",
     provider="CPUExecutionProvider",
     hardware="CPU",
-    runs=frozenset[Form]({"dynamic", "static-float", "static-quantized"}),
+    runs=frozenset[Form]({"dynamic", "dynamic-float16", "static-float", "static-quantized"}),
     export=None,
     install="pip install onnxruntime",
     driver="",
-    limits=("static bundles run too, for comparison: slower than bundles made for the CPU",),
+    limits=("bundles for other devices run too, for comparison: slower than bundles made for the CPU",),
 )
 
 _ALL = (
@@ -118,15 +120,17 @@ _ALL = (
         title="NVIDIA GPU",
         provider="CUDAExecutionProvider",
         hardware="GPU",
-        runs=_STATIC,
+        runs=frozenset[Form]({"dynamic-float16"}),
         export="cuda",
         install="pip uninstall --yes onnxruntime && pip install 'onnxruntime-gpu[cuda,cudnn]'",
-        driver="An NVIDIA GPU with its driver; nvidia-smi must list it.",
+        driver="An NVIDIA GPU with its driver, which nvidia-smi must list, and CUDA's libraries: "
+        "pip install 'onnxruntime-gpu[cuda,cudnn]'.",
         limits=(
             "no bundles made for the CPU: their attention kernel takes 16-bit floats on CUDA",
-            _HOST_CACHE + " and writes it back; a cache on the GPU is not there yet",
+            "passes over one, a few and many tokens take other kernels, whose sums differ in the last bits",
             "not tried on a GPU yet",
         ),
+        memory="cuda",
     ),
 )
 

@@ -2,11 +2,14 @@
 
 import importlib
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
+from io import StringIO
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import onnxruntime as ort
 
 from edgespec_models.errors import DeviceError
@@ -15,7 +18,7 @@ from edgespec_runtimes.devices import CPU, PROFILES, DeviceProfile, Hardware
 __all__ = ["AUTO", "Device", "FoundHardware", "OrtRuntime", "Runtime", "devices", "resolve"]
 
 State = Literal["ready", "emulated", "missing"]
-_NPU = "npu"
+_NPU, _CUDA = "npu", "CUDAExecutionProvider"
 AUTO = "auto"
 
 
@@ -118,12 +121,21 @@ class OrtRuntime:
 
     def found(self) -> Sequence[FoundHardware]:
         """What all known providers found."""
-        return [
+        found = [
             FoundHardware(d.ep_name, d.device.type.name, d.device.vendor, d) for d in ort.get_ep_devices()
         ]
+        # A graphics card that is listed may lack CUDA's libraries, and in a container one that is there need
+        # not be listed: CUDA itself knows.
+        found = [one for one in found if one.provider != _CUDA]
+        if _CUDA in self.providers() and _cuda_answers():
+            found.append(FoundHardware(_CUDA, "GPU", "NVIDIA"))
+        return found
 
     def options(self, profile: DeviceProfile) -> Mapping[str, str]:
         """Options of the profile's provider."""
+        if profile.provider == _CUDA:
+            # Sums of squares of normalizations in 32 bits: those of float16 end at 65,504.
+            return {"enable_skip_layer_norm_strict_mode": "1"}
         if profile.name != "qnn:htp":
             return {}
         plugin = importlib.import_module("onnxruntime_qnn")
@@ -149,6 +161,18 @@ def _register(module: str) -> str | None:
     except Exception as error:  # noqa: BLE001 - ONNX Runtime's own exceptions share no base class
         return " ".join(str(error).split())
     return None
+
+
+@cache
+def _cuda_answers() -> bool:
+    """Whether CUDA gives memory: libraries, driver and a GPU are there."""
+    with redirect_stdout(StringIO()):  # it prints what it does not find
+        ort.preload_dlls()
+    try:
+        ort.OrtValue.ortvalue_from_shape_and_type([1], np.uint8, "cuda", 0)
+    except Exception:  # noqa: BLE001 - ONNX Runtime's own exceptions share no base class
+        return False
+    return True
 
 
 def devices(runtime: Runtime | None = None) -> tuple[Device, ...]:

@@ -18,6 +18,7 @@ from edgespec_models.errors import BundleError
 from edgespec_models.graph_tensors import GraphTensors
 from edgespec_runtimes.kv_buffers import CacheLayout, GrowingCache, KVBuffers, SharedCache, ort_value
 from edgespec_runtimes.session import Logits
+from edgespec_runtimes.tensor_memory import HostMemory, TensorMemory
 
 __all__ = ["EdgespecIO", "GraphIO", "MaskedIO", "open_io"]
 
@@ -99,6 +100,7 @@ class _Pass:
     total: npt.NDArray[np.int32]
     logits: Logits
     spare: int  # rows behind the tokens
+    changing: tuple[tuple[Any, npt.NDArray[Any]], ...]  # values and their arrays, of ids and seqlens_k
     keep_alive: tuple[Any, ...]
 
 
@@ -111,13 +113,15 @@ class EdgespecIO:
         most_rows: no bound, since only wanted rows have logits.
     """
 
-    def __init__(self, session: Any, bundle: Bundle, *, exact_rows: bool) -> None:
+    def __init__(
+        self, session: Any, bundle: Bundle, *, exact_rows: bool, memory: TensorMemory | None = None
+    ) -> None:
         config = bundle.config
-        self._session, self._exact = session, exact_rows
+        self._session, self._exact, self._memory = session, exact_rows, memory or HostMemory()
         self._even = bundle.manifest.even_rows and exact_rows
         self._even_head = bundle.manifest.even_head and exact_rows
         types = {value.name: _TYPES[value.type] for value in session.get_inputs()}
-        self._inputs = types.keys()
+        self._inputs = types
         self._width = config.query_width + 2 * config.kv_width
         self._head_rows = bundle.manifest.head_rows or config.vocab_size
         self._head_tokens = bundle.head_tokens
@@ -126,7 +130,7 @@ class EdgespecIO:
         self.passes: dict[tuple[int, int], _Pass] = {}
         layers = (f"{layer}.{kind}" for layer in range(config.num_layers) for kind in ("key", "value"))
         heads, width = config.num_kv_heads, config.head_dim
-        self.cache = SharedCache(
+        self.cache = self._memory.cache(
             [
                 CacheLayout(past := f"past_key_values.{name}", f"present.{name}", heads, width, types[past])
                 for name in layers
@@ -174,6 +178,8 @@ class EdgespecIO:
         one_pass.ids[0, :count] = tokens
         one_pass.seqlens_k[0] = total - 1
         one_pass.total[()] = total
+        for value, array in one_pass.changing:
+            self._memory.write(value, array)
         self._session.run_with_iobinding(one_pass.binding)
         return one_pass.logits
 
@@ -197,21 +203,25 @@ class EdgespecIO:
             "input_ids": ids,
             "seqlens_k": seqlens,
             "total_sequence_length": total,
-            "attention_pad": np.zeros((1, pad, self._width), np.float32),
+            "attention_pad": np.zeros((1, pad, self._width), self._inputs.get("attention_pad")),
             "attention_rows": np.array([count + spare], np.int64),
             "logits_rows": wanted,
             "context_tokens": self._context,
         }
-        binding, keep_alive = self._session.io_binding(), []
-        for name in inputs.keys() & self._inputs:
-            value = ort_value(inputs[name])
-            keep_alive.append((inputs[name], value))
-            binding.bind_ortvalue_input(name, value)
-        self.cache.bind(binding)
-        value = ort_value(logits)
-        keep_alive.append((logits, value))
-        binding.bind_ortvalue_output("logits", value)
-        return _Pass(binding, ids, seqlens, total, logits[0, :rows], spare + pad, tuple(keep_alive))
+        binding = self._session.io_binding()
+        values: dict[str, Any] = {}
+        for name in inputs.keys() & self._inputs.keys():
+            # GroupQueryAttention reads the total length on the host, wherever it runs.
+            memory = HostMemory() if name == "total_sequence_length" else self._memory
+            values[name] = memory.value(inputs[name])
+            binding.bind_ortvalue_input(name, values[name])
+        self.cache.bind(binding, 0, 0)
+        values["logits"] = ort_value(logits)
+        binding.bind_ortvalue_output("logits", values["logits"])
+        changing = ((values["input_ids"], ids), (values["seqlens_k"], seqlens))
+        return _Pass(
+            binding, ids, seqlens, total, logits[0, :rows], spare + pad, changing, (inputs, values, logits)
+        )
 
 
 class MaskedIO:

@@ -12,11 +12,12 @@ from edgespec_runtimes.discovery import AUTO, Device, Runtime, devices, resolve
 from edgespec_runtimes.session import Session
 from edgespec_runtimes.static_session import StaticSession
 
-__all__ = ["Placement", "export_for", "form_of", "place"]
+__all__ = ["Placement", "export_for", "form_of", "place", "run_at_once"]
 
 _FORMS: Mapping[Form, str] = MappingProxyType(
     {
         "dynamic": "graphs of any shape",
+        "dynamic-float16": "graphs of any shape in float16",
         "static-float": "static shapes in floating point",
         "static-quantized": "static shapes with quantized activations",
     }
@@ -46,8 +47,7 @@ class Placement:
 
 def form_of(bundle: Bundle) -> Form:
     """What the graphs of ``bundle`` are."""
-    static = bundle.manifest.static
-    return "dynamic" if static is None else static.form
+    return bundle.manifest.form
 
 
 def place(bundle: Bundle, wanted: str = AUTO, runtime: Runtime | None = None) -> Placement:
@@ -81,10 +81,16 @@ def export_for(wanted: str, runtime: Runtime | None = None) -> ExportDevice | No
     return None if wanted == AUTO else resolve(wanted, runtime).profile.export
 
 
+def run_at_once(one: Placement, other: Placement) -> bool:
+    """Whether two models there compute side by side: on hardware of two kinds, none of it emulated."""
+    first, second = one.device, other.device
+    return first.profile.hardware != second.profile.hardware and first.state == second.state == "ready"
+
+
 def _best(bundle: Bundle, form: Form, found: Sequence[Device]) -> Placement:
     cpu, *others = found
     suited = [device for device in others if form in device.profile.runs]
-    made_for = getattr(bundle.manifest.static, "device", None)
+    made_for = bundle.manifest.made_for
     suited.sort(key=lambda device: device.profile.export != made_for)
     ready = next((device for device in suited if device.state == "ready"), None)
     if ready is not None:

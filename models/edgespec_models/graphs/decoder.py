@@ -14,22 +14,28 @@ kernel computes attention over a single row with other code, whose sums differ i
 rows on, a row's bits do not depend on their number. A pass over one token takes one such row
 (``edgespec_runtimes.cpu``). Its keys and values land behind the sequence and are overwritten by the next
 pass.
+
+Graphs for GPUs (:class:`Precision`) compute in float16 and have a float16 cache; logits and hidden states are
+float32 all the same.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import onnx_ir as ir
 from onnxscript import GraphBuilder, OpBuilder, nn
 
-from edgespec_models.config import ModelConfig
-from edgespec_models.graphs.linear import MICROSOFT, Embedding, EmbeddingSpec, Linear, LinearSpec
+from edgespec_models.config import FloatType, ModelConfig
+from edgespec_models.graphs.linear import FLOATS, MICROSOFT, Embedding, EmbeddingSpec, Linear, LinearSpec
 
-__all__ = ["SPARE_ROWS", "DecoderPlan", "Refinement", "build_decoder"]
+__all__ = ["FULL", "SPARE_ROWS", "DecoderPlan", "Precision", "Refinement", "build_decoder"]
 
 SPARE_ROWS = 1
 """Rows a pass may have behind its tokens; the rotary tables reach that far beyond the context."""
-_OPSET = 23
+# CUDA's provider takes an operator at the versions it lists only, of which the older ones are complete (issue
+# microsoft/onnxruntime#27729): 20 is the first with Gelu.
+_OPSETS: Mapping[FloatType, int] = MappingProxyType({"float32": 23, "float16": 20})
 _IR_VERSION = 10
 
 
@@ -51,6 +57,29 @@ class Refinement:
 
 
 @dataclass(frozen=True, slots=True)
+class Precision:
+    """What a graph computes in.
+
+    Attributes:
+        activations: projections, attention and the KV cache.
+        residual: embedding, the residual stream, and the normalizations that read it or add to it. Its sums
+            grow from layer to layer, in some models (Gemma 3) beyond what float16 holds.
+    """
+
+    activations: FloatType
+    residual: FloatType
+
+    @property
+    def mixed(self) -> bool:
+        """Whether values change their type on the way into a layer and out of it."""
+        return self.activations != self.residual
+
+
+FULL = Precision("float32", "float32")
+"""What graphs for the CPU compute in."""
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderPlan:
     """How each weight is stored.
 
@@ -68,14 +97,15 @@ class DecoderPlan:
     head_tokens: tuple[int, ...] | None = None
     context: bool = False
     refinement: Refinement | None = None
+    precision: Precision = FULL
 
 
 class _Norm(nn.Module):
     """RMSNorm, with the residual addition before it where ``skip`` is given; returns (normed, sum)."""
 
-    def __init__(self, width: int, epsilon: float) -> None:
+    def __init__(self, width: int, epsilon: float, floats: FloatType) -> None:
         super().__init__()
-        self.weight = nn.Parameter([width])
+        self.weight = nn.Parameter([width], dtype=FLOATS[floats])
         self.epsilon = epsilon
 
     def forward(self, op: OpBuilder, x: ir.Value, skip: ir.Value | None = None) -> tuple[ir.Value, ir.Value]:
@@ -86,6 +116,18 @@ class _Norm(nn.Module):
             x, skip, self.weight, epsilon=self.epsilon, _outputs=4, **MICROSOFT
         )
         return y, total
+
+
+class _StreamNorm(_Norm):
+    """A norm of the residual stream, for a sublayer to read."""
+
+    def __init__(self, width: int, epsilon: float, precision: Precision) -> None:
+        super().__init__(width, epsilon, precision.residual)
+        self.precision = precision
+
+    def forward(self, op: OpBuilder, x: ir.Value, skip: ir.Value | None = None) -> tuple[ir.Value, ir.Value]:
+        y, total = super().forward(op, x, skip)
+        return (op.Cast(y, to=FLOATS[self.precision.activations]) if self.precision.mixed else y), total
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +142,14 @@ class _Step:
 
 
 class _Attention(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, linears: Mapping[str, LinearSpec]) -> None:
+    def __init__(self, config: ModelConfig, layer: int, plan: DecoderPlan) -> None:
         super().__init__()
-        self.config, self.layer = config, layer
-        self.qkv = Linear(linears[f"layers.{layer}.qkv"])
-        self.o = Linear(linears[f"layers.{layer}.o"])
+        self.config, self.layer, floats = config, layer, plan.precision.activations
+        self.qkv = Linear(plan.linears[f"layers.{layer}.qkv"], floats)
+        self.o = Linear(plan.linears[f"layers.{layer}.o"], floats)
         if config.qk_norm:
-            self.q_norm = _Norm(config.head_dim, config.norm_epsilon)
-            self.k_norm = _Norm(config.head_dim, config.norm_epsilon)
+            self.q_norm = _Norm(config.head_dim, config.norm_epsilon, floats)
+            self.k_norm = _Norm(config.head_dim, config.norm_epsilon, floats)
 
     def forward(
         self, op: OpBuilder, x: ir.Value, step: _Step, past: tuple[ir.Value, ir.Value]
@@ -154,11 +196,11 @@ class _Attention(nn.Module):
 
 
 class _MLP(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, linears: Mapping[str, LinearSpec]) -> None:
+    def __init__(self, config: ModelConfig, layer: int, plan: DecoderPlan) -> None:
         super().__init__()
-        self.config = config
-        self.gate_up = Linear(linears[f"layers.{layer}.gate_up"])
-        self.down = Linear(linears[f"layers.{layer}.down"])
+        self.config, floats = config, plan.precision.activations
+        self.gate_up = Linear(plan.linears[f"layers.{layer}.gate_up"], floats)
+        self.down = Linear(plan.linears[f"layers.{layer}.down"], floats)
 
     def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
         width = self.config.intermediate_size
@@ -171,46 +213,57 @@ class _MLP(nn.Module):
 
 
 class _Layer(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, linears: Mapping[str, LinearSpec]) -> None:
+    def __init__(self, config: ModelConfig, layer: int, plan: DecoderPlan) -> None:
         super().__init__()
-        self.post_norms = config.post_norms
-        self.attn_norm = _Norm(config.hidden_size, config.norm_epsilon)
-        self.attention = _Attention(config, layer, linears)
-        self.mlp_norm = _Norm(config.hidden_size, config.norm_epsilon)
-        self.mlp = _MLP(config, layer, linears)
+        width, epsilon, precision = config.hidden_size, config.norm_epsilon, plan.precision
+        self.post_norms, self.precision = config.post_norms, precision
+        self.attn_norm = _StreamNorm(width, epsilon, precision)
+        self.attention = _Attention(config, layer, plan)
+        self.mlp_norm = _StreamNorm(width, epsilon, precision)
+        self.mlp = _MLP(config, layer, plan)
         if config.post_norms:
-            self.post_attn_norm = _Norm(config.hidden_size, config.norm_epsilon)
-            self.post_mlp_norm = _Norm(config.hidden_size, config.norm_epsilon)
+            self.post_attn_norm = _Norm(width, epsilon, precision.residual)
+            self.post_mlp_norm = _Norm(width, epsilon, precision.residual)
 
     def forward(
         self, op: OpBuilder, x: ir.Value, skip: ir.Value | None, step: _Step, past: tuple[ir.Value, ir.Value]
     ) -> list[ir.Value]:
         normed, x = self.attn_norm(op, x, skip)
         attended, key, value = self.attention(op, normed, step, past)
+        attended = self._to_stream(op, attended)
         if self.post_norms:
             attended, _ = self.post_attn_norm(op, attended)
         normed, x = self.mlp_norm(op, attended, x)
-        y = self.mlp(op, normed)
+        y = self._to_stream(op, self.mlp(op, normed))
         if self.post_norms:
             y, _ = self.post_mlp_norm(op, y)
         return [y, x, key, value]
+
+    def _to_stream(self, op: OpBuilder, y: ir.Value) -> ir.Value:
+        """What a sublayer adds, in the residual stream's type."""
+        return op.Cast(y, to=FLOATS[self.precision.residual]) if self.precision.mixed else y
 
 
 class _Decoder(nn.Module):
     def __init__(self, config: ModelConfig, plan: DecoderPlan) -> None:
         super().__init__()
-        self.config = config
-        self.embedding = Embedding(config.vocab_size, config.hidden_size, plan.embedding)
-        self.layers = nn.ModuleList([_Layer(config, i, plan.linears) for i in range(config.num_layers)])
-        self.final_norm = _Norm(config.hidden_size, config.norm_epsilon)
-        self.lm_head = Linear(plan.linears["lm_head"])
+        self.config, self.precision = config, plan.precision
+        floats = plan.precision.activations
+        self.embedding = Embedding(
+            config.vocab_size, config.hidden_size, plan.embedding, plan.precision.residual
+        )
+        self.layers = nn.ModuleList([_Layer(config, i, plan) for i in range(config.num_layers)])
+        self.final_norm = _StreamNorm(config.hidden_size, config.norm_epsilon, plan.precision)
+        self.lm_head = Linear(plan.linears["lm_head"], floats)
         self.refinement, self.head_rows = plan.refinement, None
         if plan.refinement is not None and plan.refinement.rows != plan.embedding:
             self.head_rows = Embedding(config.vocab_size, config.hidden_size, plan.refinement.rows)
         shape = [config.context_length + SPARE_ROWS, config.rotary_width // 2]
-        self.rope_cos, self.rope_sin = nn.Parameter(shape), nn.Parameter(shape)
+        self.rope_cos, self.rope_sin = (nn.Parameter(shape, dtype=FLOATS[floats]) for _ in range(2))
         if config.rope_local_theta is not None:
-            self.rope_local_cos, self.rope_local_sin = nn.Parameter(shape), nn.Parameter(shape)
+            self.rope_local_cos, self.rope_local_sin = (
+                nn.Parameter(shape, dtype=FLOATS[floats]) for _ in range(2)
+            )
 
     def forward(
         self,
@@ -244,8 +297,13 @@ class _Decoder(nn.Module):
             table = self.head_rows or self.embedding
             logits = _refine(op, logits, hidden, table, self.refinement.columns)
         if context is not None:
-            rows = op.Transpose(self.embedding(op, op.Unsqueeze(context, [0])), perm=[0, 2, 1])
-            logits = op.Concat(logits, op.MatMul(hidden, rows), axis=-1)
+            table_rows = self.embedding(op, op.Unsqueeze(context, [0]))
+            if self.precision.mixed:
+                table_rows = op.Cast(table_rows, to=FLOATS[self.precision.activations])
+            products = op.MatMul(hidden, op.Transpose(table_rows, perm=[0, 2, 1]))
+            logits = op.Concat(logits, products, axis=-1)
+        if self.precision.activations != "float32":
+            logits, hidden = (op.Cast(value, to=ir.DataType.FLOAT) for value in (logits, hidden))
         return logits, hidden, present
 
 
@@ -262,22 +320,24 @@ def build_decoder(config: ModelConfig, plan: DecoderPlan) -> ir.Model:
 
     Parameter names follow the plan: ``layers.3.attention.qkv.parts.0.weight``, ``layers.3.attn_norm.weight``.
     """
-    graph = ir.Graph([], [], nodes=[], opset_imports={"": _OPSET, "com.microsoft": 1}, name="decoder")
+    opset = _OPSETS[plan.precision.activations]
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": opset, "com.microsoft": 1}, name="decoder")
     builder = GraphBuilder(graph)
     float32, int32, int64 = ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64
+    floats = FLOATS[plan.precision.activations]
     ids = builder.input("input_ids", int64, [1, "n"])
     seqlens_k = builder.input("seqlens_k", int32, [1])
     total = builder.input("total_sequence_length", int32, [])
     spare = None
     if plan.spare_rows:
-        pad = builder.input("attention_pad", float32, [1, "p", config.query_width + 2 * config.kv_width])
+        pad = builder.input("attention_pad", floats, [1, "p", config.query_width + 2 * config.kv_width])
         spare = pad, builder.input("attention_rows", int64, [1])
     rows = builder.input("logits_rows", int64, ["r"])
     kv_shape: list[int | str | None] = [1, config.num_kv_heads, "capacity", config.head_dim]
     past = [
         (
-            builder.input(f"past_key_values.{i}.key", float32, kv_shape),
-            builder.input(f"past_key_values.{i}.value", float32, kv_shape),
+            builder.input(f"past_key_values.{i}.key", floats, kv_shape),
+            builder.input(f"past_key_values.{i}.value", floats, kv_shape),
         )
         for i in range(config.num_layers)
     ]
@@ -292,6 +352,7 @@ def build_decoder(config: ModelConfig, plan: DecoderPlan) -> ir.Model:
     for i, (key, value) in enumerate(present):
         outputs += [(f"present.{i}.key", key, kv_shape), (f"present.{i}.value", value, kv_shape)]
     for name, output, shape in outputs:
-        output.type, output.shape = ir.TensorType(float32), ir.Shape(shape)
+        kind = floats if name.startswith("present.") else float32
+        output.type, output.shape = ir.TensorType(kind), ir.Shape(shape)
         builder.add_output(output, name)
     return ir.Model(graph, ir_version=_IR_VERSION, producer_name="edgespec")

@@ -8,58 +8,39 @@ zero points only, so a format with minimums (Q4_1, Q4_K) leaves a remainder per 
 ``columns``  append the block sums to the activations and the remainders, quantized to 4 bits like any other
              weight, to the matrix: one kernel, 1/32 more columns.
 ``matmul``   a float product of the block sums with the remainders: exact.
+
+Projections compute in the type that their graph's activations have, ``float32`` or ``float16``.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any
 
 import onnx_ir as ir
 from onnxscript import OpBuilder, nn
 
+from edgespec_models.config import FloatType
+from edgespec_models.weight_format import Method, WeightFormat
+
 __all__ = [
+    "FLOATS",
     "MICROSOFT",
     "Embedding",
     "EmbeddingSpec",
     "Linear",
     "LinearPart",
     "LinearSpec",
-    "Method",
-    "WeightFormat",
 ]
 
-Method = Literal["keep", "rtn", "fit", "k-quant", "hqq", "gptq"]
-"""How weights are rounded (``edgespec_export.rounding``, ``gptq``); ``keep`` repacks those that fit."""
-
 MICROSOFT: dict[str, Any] = {"_domain": "com.microsoft", "_version": 1}
-INT8_ACTIVATIONS = 4  # MatMulNBits' accuracy_level; float activations are 2 to 5 times slower on CPUs
-
-
-@dataclass(frozen=True, slots=True)
-class WeightFormat:
-    """How a matrix is stored: ``bits`` 4 or 8 in blocks of ``block`` along the input, or 32 for float32."""
-
-    bits: Literal[4, 8, 32]
-    block: int = 32
-    zero_points: bool = False
-    remainder: Literal["drop", "columns", "matmul"] = "drop"
-
-    @property
-    def even_rows(self) -> bool:
-        """Whether MatMulNBits computes pairs of rows and an odd last row with sums in another order.
-
-        Seen on ONNX Runtime 1.31 with AVX-512 VNNI: a row's bits are the same in every pass for blocks of
-        16 and 32 (4 bits) and up to 64 (8 bits), and in every pass over an even number of rows for the
-        others.
-        """
-        return (self.bits == 4 and self.block > 32) or (self.bits == 8 and self.block > 64)
-
-    @property
-    def name(self) -> str:
-        """Short name for tables, such as ``int4/32+columns``."""
-        if self.bits == 32:
-            return "float32"
-        extra = "" if self.remainder == "drop" else f"+{self.remainder}"
-        return f"int{self.bits}/{self.block}{'z' if self.zero_points else ''}{extra}"
+FLOATS: Mapping[FloatType, ir.DataType] = MappingProxyType(
+    {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16}
+)
+# MatMulNBits' accuracy_level: int8 activations, or floats, 2 to 5 times slower on CPUs. CUDA's kernels take
+# no notice, and a check of their graphs on the CPU is to see the rounding of float16 only.
+_ACCURACY: Mapping[FloatType, int] = MappingProxyType({"float32": 4, "float16": 0})
+_ALIGNED = 8  # columns; CUDA's kernels for few rows take no other widths
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,43 +73,54 @@ class LinearSpec:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingSpec:
-    """A token embedding: float32 or blocks of 4 or 8 bits, with a float32 offset per block or without."""
+    """A token embedding: floats or blocks of 4 or 8 bits, with a float offset per block or without.
+
+    The code of zero is the middle one. ``zero_points`` says so in the graph: where it does not, CUDA's kernel
+    takes 0 in some versions of ONNX Runtime (issue microsoft/onnxruntime#31692).
+    """
 
     source: str
     format: WeightFormat
     offsets: bool = False
+    zero_points: bool = False
 
 
 class _Projection(nn.Module):
     """One :class:`LinearPart`."""
 
-    def __init__(self, in_features: int, part: LinearPart) -> None:
+    def __init__(self, in_features: int, part: LinearPart, floats: FloatType) -> None:
         super().__init__()
-        self.part, self.in_features = part, in_features
-        form, rows = part.format, part.out_features
-        self.columns = in_features + (in_features // form.block if form.remainder == "columns" else 0)
+        self.part, self.in_features, self.floats = part, in_features, floats
+        form, rows, kind = part.format, part.out_features, FLOATS[floats]
+        sums = in_features // form.block if form.remainder == "columns" else 0
+        self.spare = -(in_features + sums) % _ALIGNED if sums and floats == "float16" else 0
+        self.columns = in_features + sums + self.spare
         self.zero_points = self.bias = None
-        if form.bits == 32:
-            self.weight = nn.Parameter([rows, in_features])
+        if form.is_float:
+            self.weight = nn.Parameter([rows, in_features], dtype=kind)
         else:
             blocks = -(-self.columns // form.block)
             self.weight = nn.Parameter([rows, blocks, form.block * form.bits // 8], dtype=ir.DataType.UINT8)
-            self.scales = nn.Parameter([rows, blocks])
+            self.scales = nn.Parameter([rows, blocks], dtype=kind)
             if form.zero_points:
                 self.zero_points = nn.Parameter([rows, -(-blocks * form.bits // 8)], dtype=ir.DataType.UINT8)
         if form.remainder == "matmul":
-            self.remainders = nn.Parameter([rows, in_features // form.block])
+            self.remainders = nn.Parameter([rows, in_features // form.block], dtype=kind)
         if part.biases:
-            self.bias = nn.Parameter([rows])
+            self.bias = nn.Parameter([rows], dtype=kind)
 
     def forward(self, op: OpBuilder, x: ir.Value, sums: ir.Value | None) -> ir.Value:
         form = self.part.format
-        if form.bits == 32:
+        if form.is_float:
             # Stored row by row, as sources are read; ONNX Runtime folds the transposition at load.
             y = op.MatMul(x, op.Transpose(self.weight, perm=[1, 0]))
             return y if self.bias is None else op.Add(y, self.bias)
+        if form.remainder == "columns":
+            # The rest of the last block are zeros of the matrix, whatever they are multiplied with.
+            rest = (op.Slice(x, [0], [self.spare], [2]),) if self.spare else ()
+            x = op.Concat(x, sums, *rest, axis=-1)
         y = op.MatMulNBits(
-            op.Concat(x, sums, axis=-1) if form.remainder == "columns" else x,
+            x,
             self.weight,
             self.scales,
             self.zero_points,
@@ -138,7 +130,7 @@ class _Projection(nn.Module):
             N=self.part.out_features,
             bits=form.bits,
             block_size=form.block,
-            accuracy_level=INT8_ACTIVATIONS,
+            accuracy_level=_ACCURACY[self.floats],
             **MICROSOFT,
         )
         if form.remainder == "matmul":
@@ -149,10 +141,10 @@ class _Projection(nn.Module):
 class Linear(nn.Module):
     """``(1, n, in_features) -> (1, n, sum of out_features)``."""
 
-    def __init__(self, spec: LinearSpec) -> None:
+    def __init__(self, spec: LinearSpec, floats: FloatType = "float32") -> None:
         super().__init__()
         self.spec = spec
-        self.parts = nn.ModuleList([_Projection(spec.in_features, part) for part in spec.parts])
+        self.parts = nn.ModuleList([_Projection(spec.in_features, part, floats) for part in spec.parts])
 
     def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
         """Define the projection of ``x``."""
@@ -166,29 +158,33 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token embedding: int64 ``(1, n)`` -> float32 ``(1, n, hidden)``."""
+    """Token embedding: int64 ``(1, n)`` -> floats ``(1, n, hidden)``."""
 
-    def __init__(self, rows: int, hidden: int, spec: EmbeddingSpec) -> None:
+    def __init__(self, rows: int, hidden: int, spec: EmbeddingSpec, floats: FloatType = "float32") -> None:
         super().__init__()
         self.spec, self.hidden = spec, hidden
-        form = spec.format
-        if form.bits == 32:
-            self.weight = nn.Parameter([rows, hidden])
+        form, kind = spec.format, FLOATS[floats]
+        if form.is_float:
+            self.weight = nn.Parameter([rows, hidden], dtype=kind)
             return
         self.weight = nn.Parameter([rows, hidden * form.bits // 8], dtype=ir.DataType.UINT8)
-        self.scales = nn.Parameter([rows, hidden // form.block])
+        blocks, self.zero_points = hidden // form.block, None
+        self.scales = nn.Parameter([rows, blocks], dtype=kind)
         if spec.offsets:
-            self.offsets = nn.Parameter([rows, hidden // form.block])
+            self.offsets = nn.Parameter([rows, blocks], dtype=kind)
+        if spec.zero_points:
+            self.zero_points = nn.Parameter([rows, -(-blocks * form.bits // 8)], dtype=ir.DataType.UINT8)
 
     def forward(self, op: OpBuilder, ids: ir.Value) -> ir.Value:
         """Define the rows of ``ids``."""
         form = self.spec.format
-        if form.bits == 32:
+        if form.is_float:
             return op.Gather(self.weight, ids, axis=0)
         x = op.GatherBlockQuantized(
             self.weight,
             ids,
             self.scales,
+            self.zero_points,
             bits=form.bits,
             block_size=form.block,
             gather_axis=0,

@@ -1,0 +1,170 @@
+"""Drafting ahead: the drafter goes on while the target, on another device, verifies what it drafted.
+
+It takes its own draft for accepted and its next guess for the token that the target adds. If both come true
+the next draft is there when verification ends (PEARL, arXiv 2408.11850, post-verify); if not, what was read
+is dropped, at the price of waiting for a drafter step that runs. Drafts are the same, only sooner.
+"""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from threading import Event, Thread, current_thread
+from time import perf_counter
+
+from edgespec.drafting.reading import Clock, Tally
+from edgespec.pricing import Pricing
+from edgespec_runtimes.cost import CostCurve
+
+__all__ = ["Ahead"]
+
+_LOG = logging.getLogger("edgespec")
+_ALONE_EVERY = 16  # rounds
+_SMOOTHING = 0.1
+_FORGETTING = 0.005
+
+
+@dataclass(slots=True)
+class _Run:
+    """Reading ahead beside one pass of the target.
+
+    Attributes:
+        until: when the pass is expected to end.
+        extra_s: by how much it is expected to take longer.
+        stop: asks the thread to end. One for each run, so that a thread never takes another's for its own.
+        error: what ended it.
+    """
+
+    until: float
+    extra_s: float
+    stop: Event = field(default_factory=Event)
+    thread: Thread | None = None
+    error: BaseException | None = None
+
+
+class _Ratio:
+    """A running mean of what was taken over what was expected; it begins at 1 and learns fast at first."""
+
+    def __init__(self) -> None:
+        self.value, self._seen = 1.0, 1
+
+    def observe(self, ratio: float) -> None:
+        self._seen += 1
+        self.value += max(_SMOOTHING, 1.0 / self._seen) * (min(ratio, 2.0 * self.value) - self.value)
+
+    def fade(self) -> None:
+        self.value += _FORGETTING * (1.0 - self.value)
+
+
+class Ahead:
+    """Decides whether to read ahead beside a pass of the target, and does it in a thread of its own.
+
+    The thread lives for one pass and ends by itself; whoever else is to use the drafter's session calls
+    :meth:`settle` or :meth:`stop` before. One for each model.
+
+    Another step is begun where its expected gain exceeds its price. Of a step that ends after the target's
+    pass only the time beside the pass is gained, if the text goes on as guessed, and the rest is waited for
+    in vain if it does not. A pass may take longer with the drafter beside it, where both share memory or
+    power; by how much is learned from passes of both kinds, one in sixteen being left alone to compare with.
+
+    Args:
+        pricing: what the target's passes take.
+        curve: the drafter's measured T(n).
+
+    Attributes:
+        tally: what was read ahead in this request.
+    """
+
+    def __init__(self, pricing: Pricing, curve: CostCurve) -> None:
+        self.tally = Tally()
+        self._pricing = pricing
+        self._step = Clock(curve.seconds(1))
+        self._alone, self._slowdown = _Ratio(), _Ratio()
+        self._rounds = 0
+        self._ran = False  # beside the pass that is observed next
+        self._run: _Run | None = None
+
+    @property
+    def slowdown(self) -> float:
+        """Factor by which the target's passes take longer while the drafter runs; at least 1."""
+        return max(1.0, self._slowdown.value)
+
+    def begin(self) -> None:
+        """A request begins; one that was left early may not have ended yet."""
+        self.stop()
+        self.tally, self._ran = Tally(), False
+
+    def start(self, steps: Iterator[float], *, rows: int, wanted: int) -> None:
+        """Go through ``steps`` beside the target's pass, which is about to begin, if that pays.
+
+        Args:
+            steps: reads a token at each step; yields, before each, the probability that it is needed.
+            rows: of the target's pass.
+            wanted: steps that the next draft is expected to need.
+        """
+        self._rounds += 1
+        chance, pass_s = next(steps, 0.0), self._pricing.pass_seconds(rows)
+        gain_s, extra_s = chance * min(wanted * self._step.seconds, pass_s), (self.slowdown - 1.0) * pass_s
+        if gain_s <= extra_s:
+            self._slowdown.fade()
+        elif self._rounds % _ALONE_EVERY:
+            self._ran = True
+            run = self._run = _Run(perf_counter() + pass_s + extra_s, extra_s)
+            run.thread = Thread(target=self._go_through, args=(run, steps, chance), name="edgespec-ahead")
+            run.thread.start()
+
+    def settle(self) -> float:
+        """Stop reading ahead and wait for the step that runs.
+
+        Returns:
+            Seconds that the last run has cost: of waiting, and of the target's pass beside it.
+
+        Raises:
+            BaseException: what reading ahead raised.
+        """
+        started, run = perf_counter(), self._wait()
+        if run is None:
+            return 0.0
+        if run.error is not None:
+            raise run.error
+        return perf_counter() - started + run.extra_s
+
+    def stop(self) -> None:
+        """Like :meth:`settle`, where no draft is wanted any more: errors go to the log."""
+        run = self._wait()
+        if run is not None and run.error is not None:
+            _LOG.warning("drafting ahead failed: %r", run.error)
+
+    def observe_pass(self, rows: int, seconds: float) -> float:
+        """Tell of a target pass; returns the seconds it would have taken alone."""
+        ratio = seconds / self._pricing.pass_seconds(rows)
+        if not self._ran:
+            self._alone.observe(ratio)
+            return seconds
+        self._ran = False
+        self._slowdown.observe(ratio / self._alone.value)
+        return seconds / self.slowdown
+
+    def _wait(self) -> _Run | None:
+        run = self._run
+        if run is None or run.thread is None:
+            return None
+        run.stop.set()
+        if run.thread is current_thread():  # collecting garbage there may end a request that was left early
+            return None
+        if run.thread.is_alive():  # not if an interrupt kept it from starting; then it finds itself stopped
+            run.thread.join()
+        self._run = None
+        return run
+
+    def _go_through(self, run: _Run, steps: Iterator[float], chance: float) -> None:
+        try:
+            while chance and not run.stop.is_set() and self._pays(chance, run.until):
+                started = perf_counter()
+                chance = next(steps, 0.0)
+                self._step.observe(perf_counter() - started)
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            run.error = error
+
+    def _pays(self, chance: float, until: float) -> bool:
+        beyond_s = max(0.0, perf_counter() + self._step.seconds - until)
+        return chance * self._step.seconds > beyond_s

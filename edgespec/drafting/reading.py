@@ -1,0 +1,188 @@
+"""What a drafter says behind each token of a text, asked once, and what asking takes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+
+from edgespec_runtimes.cost import CostCurve
+from edgespec_runtimes.session import Logits, Session
+
+__all__ = ["Clock", "Reader", "Said", "Tally"]
+
+_SMOOTHING = 0.1
+_FORGETTING = 0.005
+
+
+class Clock:
+    """What something takes: a running mean that outliers hardly move and that drifts back unused.
+
+    Attributes:
+        seconds: the mean now.
+    """
+
+    def __init__(self, usual_s: float) -> None:
+        self.seconds = self._usual_s = usual_s
+
+    def observe(self, seconds: float) -> None:
+        """It took ``seconds``."""
+        bounded = min(seconds, 2.0 * self.seconds)
+        self.seconds += _SMOOTHING * (bounded - self.seconds)
+
+    def idle(self) -> None:
+        """It was not tried."""
+        self.seconds += _FORGETTING * (self._usual_s - self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What the model says behind a token.
+
+    Attributes:
+        token: the token, which it has read.
+        row: the most probable row of its LM head.
+        probability: of that row.
+    """
+
+    token: int
+    row: int
+    probability: float
+
+
+@dataclass(slots=True)
+class Tally:
+    """Tokens of one request that a drafter read ahead, and how many of them later drafts needed."""
+
+    drafted: int = 0
+    used: int = 0
+
+
+class Reader:
+    """Reads a text with the drafter's session: what is committed, and what is drafted behind it.
+
+    What was said behind a token is kept as long as the KV cache holds the token, so nothing is read twice:
+    neither tokens that were drafted and not proposed, nor those read ahead of the text (:meth:`read_on`).
+    To be used by one thread at a time.
+
+    Args:
+        session: the drafter's; nobody else uses it while the request lasts.
+        curve: the drafter's measured T(n).
+        tally: counts what is read ahead.
+    """
+
+    def __init__(self, session: Session, curve: CostCurve, tally: Tally | None = None) -> None:
+        self._session, self._tally = session, tally or Tally()
+        # The first pass of a round also reads what was committed since the last.
+        self._first, self._step = Clock(curve.seconds(2)), Clock(curve.seconds(1))
+        self._said: dict[int, Said] = {}  # by position
+        self._length = 0  # of the text; the cache may hold tokens read ahead of it
+        self._ahead: set[int] = set()  # positions read ahead that no draft has needed yet
+        self._spent_s: float | None = None
+
+    @property
+    def spent_s(self) -> float | None:
+        """Seconds of passes so far, reading the prompt and ahead not counted; None if nothing was read."""
+        return self._spent_s
+
+    @property
+    def latest(self) -> Said:
+        """What was said behind the text."""
+        return self._said[self._length - 1]
+
+    @property
+    def room_ahead(self) -> bool:
+        """Whether the KV cache has room for one more token."""
+        return self._session.length < self._session.capacity
+
+    def room_for(self, count: int) -> bool:
+        """Whether the KV cache has room for ``count`` tokens."""
+        return count <= self._session.capacity
+
+    def seconds_of_text(self, text: Sequence[int]) -> float:
+        """What :meth:`read` is expected to take."""
+        return 0.0 if self._knows(text) else self._first.seconds
+
+    def seconds_of_step(self, token: int) -> float:
+        """What :meth:`step` is expected to take."""
+        return self._step.seconds if self._known(token) is None else 0.0
+
+    def idle(self) -> None:
+        """Tell of a round in which nothing was read."""
+        self._first.idle()
+        self._step.idle()
+
+    def read(self, text: Sequence[int]) -> Said:
+        """Catch up with the committed text; the first time that is the whole prompt."""
+        last = len(text) - 1
+        if not self._knows(text):
+            self._forget(min(self._session.shared_prefix(text), last))
+            started = perf_counter()
+            logits = self._session.next_logits(text)
+            if self._spent_s is None:
+                self._spent_s = 0.0
+            else:
+                self._spent(self._first, started)
+            self._said[last] = Said(text[last], *_best(logits))
+        self._move(len(text))
+        self._said = {at: said for at, said in self._said.items() if at >= last}
+        return self._said[last]
+
+    def step(self, token: int) -> Said:
+        """Read a drafted token."""
+        said = self._known(token)
+        if said is None:
+            self._forget(self._length)
+            if self._session.length > self._length:
+                self._session.truncate(self._length)
+            started = perf_counter()
+            said = self._ask(token)
+            self._spent(self._step, started)
+        self._move(self._length + 1)
+        return said
+
+    def ahead(self, count: int) -> Said | None:
+        """What was said behind the token ``count`` places behind the text, if that was read already."""
+        return self._said.get(self._length + count)
+
+    def read_on(self, token: int) -> Said:
+        """Read a token ahead of the text, behind those read ahead already."""
+        said = self._ask(token)
+        self._ahead.add(self._session.length - 1)
+        self._tally.drafted += 1
+        return said
+
+    def _ask(self, token: int) -> Said:
+        logits = self._session.forward([token])[0]
+        said = self._said[self._session.length - 1] = Said(token, *_best(logits))
+        return said
+
+    def _knows(self, text: Sequence[int]) -> bool:
+        return len(text) - 1 in self._said and self._session.shared_prefix(text) == len(text)
+
+    def _known(self, token: int) -> Said | None:
+        said = self._said.get(self._length)
+        return said if said is not None and said.token == token else None
+
+    def _spent(self, clock: Clock, started: float) -> None:
+        seconds = perf_counter() - started
+        clock.observe(seconds)
+        self._spent_s = (self._spent_s or 0.0) + seconds
+
+    def _move(self, length: int) -> None:
+        """The text has ``length`` tokens now."""
+        self._length = length
+        needed = {at for at in self._ahead if at < length}
+        self._tally.used += len(needed)
+        self._ahead -= needed
+
+    def _forget(self, length: int) -> None:
+        """The KV cache is about to lose every token from position ``length`` on."""
+        self._said = {at: said for at, said in self._said.items() if at < length}
+        self._ahead = {at for at in self._ahead if at < length}
+
+
+def _best(logits: Logits) -> tuple[int, float]:
+    """The most probable row and its probability."""
+    row = int(logits.argmax())
+    return row, float(1.0 / np.exp(logits - logits[row]).sum())

@@ -1,0 +1,94 @@
+"""How large a model's activations become, and so what a graph in 16-bit floats may compute in.
+
+float16 ends at 65,504. The residual stream is a sum over all layers: Gemma 3's exceeds that, and in many
+models a few channels of the first token are thousands of times larger than the rest (Sun et al. 2024,
+"Massive Activations in Large Language Models"). So the model, in 8 bits and float32, reads some text, and the
+residual stream is kept in float32 where it comes near the end.
+"""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from edgespec_export.activations import activation_tokens, write_reader
+from edgespec_export.blocks import F32
+from edgespec_export.calibration import read_texts, shipped_texts
+from edgespec_export.checkpoint import Checkpoint
+from edgespec_export.pieces import cut, watch_pieces
+from edgespec_export.report import LARGEST_FLOAT16, ActivationRanges
+from edgespec_models.errors import UnsupportedModelError
+from edgespec_models.graphs.decoder import Precision
+from edgespec_models.progress import Progress, ProgressCallback
+from edgespec_models.tokenizer import Tokenizer
+
+__all__ = ["measure_ranges", "precision_for"]
+
+_INNER_MARGIN = 2.0  # the largest are the first token's, which hardly depend on the text
+_TEXTS = 16
+_SUM = 3  # SkipSimplifiedLayerNormalization's output
+_INNER = ("MatMulNBits", "MatMul", "GroupQueryAttention", "Mul", "Gelu", "QuickGelu")
+
+
+def precision_for(ranges: ActivationRanges) -> Precision:
+    """What a graph in 16-bit floats computes in.
+
+    Raises:
+        UnsupportedModelError: float16 does not hold what layers compute.
+    """
+    if not ranges.inner * _INNER_MARGIN <= LARGEST_FLOAT16:
+        raise UnsupportedModelError(
+            f"within its layers this model computes values up to {ranges.inner:,.0f}; float16 ends at "
+            f"{LARGEST_FLOAT16:,.0f} and other texts may go further. Export it for the CPU (without --device)"
+        )
+    return Precision("float16", ranges.residual_type)
+
+
+def measure_ranges(
+    checkpoint: Checkpoint, files: Sequence[Path], scratch: Path, progress: ProgressCallback
+) -> ActivationRanges:
+    """Let ``checkpoint`` read the texts of ``files``, or the shipped ones without any.
+
+    Args:
+        checkpoint: the model.
+        files: JSON Lines with texts that targets wrote.
+        scratch: a folder that does not exist; it takes a byte a weight until the function returns.
+        progress: told of the writing and the reading.
+
+    Raises:
+        RequestError: calibration text that cannot be read.
+        ModelFileError: weights that cannot be read.
+    """
+    texts = [text for file in files for text in read_texts(file)] if files else shipped_texts()
+    config = checkpoint.config
+    tokenizer = Tokenizer.from_json(checkpoint.tokenizer_json(), vocab_size=config.vocab_size)
+    tokens = activation_tokens(texts, tokenizer, checkpoint.special_tokens(), config.context_length)[:_TEXTS]
+    scratch.mkdir()
+    try:
+        graph = write_reader(checkpoint, scratch, progress)
+        stream, inner = _watched(graph)
+        largest = dict.fromkeys((*stream, *inner), 0.0)
+
+        def observe(name: str, value: F32) -> None:
+            if name in largest:
+                largest[name] = max(largest[name], float(np.abs(value).max()))
+
+        pieces = cut(graph, watched=largest.keys())
+        for number, _ in enumerate(watch_pieces(pieces, config, tokens, observe), start=1):
+            progress(Progress("Calibrating", number, len(pieces), "step"))
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return ActivationRanges(
+        max(largest[name] for name in stream), max(largest[name] for name in inner), sum(map(len, tokens))
+    )
+
+
+def _watched(graph: Path) -> tuple[set[str], set[str]]:
+    """Names of the values of ``graph`` that belong to the residual stream, and of those within layers."""
+    nodes = onnx.load(str(graph), load_external_data=False).graph.node
+    skips = [node for node in nodes if node.op_type == "SkipSimplifiedLayerNormalization"]
+    stream = {node.output[_SUM] for node in skips} | {name for node in skips for name in node.input[:2]}
+    inner = {node.output[0] for node in nodes if node.op_type in _INNER} | {n.output[0] for n in skips}
+    return stream - inner, inner - {"logits"}

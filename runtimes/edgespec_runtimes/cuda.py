@@ -1,0 +1,70 @@
+"""A model on an NVIDIA GPU: float16, its KV cache in the GPU's memory, logits of the wanted rows on the host.
+
+The session runs on the CPU too, where the same kernels' float16 versions are slow: for checks and tests.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import onnxruntime as ort
+
+from edgespec_models.bundle import Bundle
+from edgespec_models.errors import BundleError, DeviceError
+from edgespec_runtimes.cpu import CpuOptions, session_settings
+from edgespec_runtimes.devices import CPU
+from edgespec_runtimes.discovery import Device
+from edgespec_runtimes.graph_io import EdgespecIO
+from edgespec_runtimes.graph_session import GraphSession
+from edgespec_runtimes.tensor_memory import DeviceMemory
+
+__all__ = ["CudaSession"]
+
+_PREFILL_CHUNK = 512  # passes of many rows unpack all weights first, so there should be few
+
+
+class CudaSession(GraphSession):
+    """One model reading one sequence on a GPU; see :class:`edgespec_runtimes.session.Session`.
+
+    Whether a row's bits depend on the number of rows is up to the kernels, which are chosen by that number
+    (``row_exact``); there are no spare rows.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        device: Device,
+        options: CpuOptions | None = None,
+        *,
+        row_exact: bool | None = None,
+    ) -> None:
+        """Load the graph and prove that the session can roll back.
+
+        Args:
+            bundle: with a float16 graph of any shape.
+            device: where every operator of it runs, or it is an error.
+            options: threads, and the least size of a prefill pass.
+            row_exact: what an earlier self-test found; None tests now.
+
+        Raises:
+            BundleError: the bundle has another graph, or one that cannot roll back.
+            DeviceError: the device cannot run all of the graph, or has too little memory.
+        """
+        if bundle.manifest.form != "dynamic-float16":
+            raise BundleError(f"{bundle.path} has no float16 graph of any shape; open it with edgespec.load")
+        options = options or CpuOptions()
+        session = _open(device, bundle.graph, options)
+        io = EdgespecIO(session, bundle, exact_rows=False, memory=DeviceMemory(device.profile.memory))
+        chunk = max(options.prefill_chunk, _PREFILL_CHUNK)
+        super().__init__(io, bundle.config, chunk=chunk, row_exact=row_exact)
+
+
+def _open(device: Device, graph: Path, options: CpuOptions) -> Any:
+    """ONNX Runtime's session over ``graph`` on ``device``, and nowhere else."""
+    settings = session_settings(options)
+    if device.profile is not CPU:
+        settings.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    providers = [(device.profile.provider, dict(device.options))]
+    try:
+        return ort.InferenceSession(str(graph), settings, providers=providers, enable_fallback=0)
+    except Exception as error:  # ONNX Runtime's own exceptions share no base class
+        raise DeviceError(f"{device.name} cannot run all of {graph}: {error}") from error

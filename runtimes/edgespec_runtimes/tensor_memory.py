@@ -1,0 +1,113 @@
+"""Where a session's inputs and its KV cache lie: in the host's memory, or in a device's.
+
+ONNX Runtime copies an input that lies elsewhere than its graph runs when it is bound, not when the graph is
+run (``IOBinding::BindInput``). So what changes from pass to pass has a value on the device, and is written
+there before the pass.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+from edgespec_runtimes.kv_buffers import CacheLayout, KVBuffers, SharedCache, ort_value
+
+__all__ = ["DeviceCache", "DeviceMemory", "HostMemory", "TensorMemory"]
+
+_Array = npt.NDArray[Any]
+
+
+class TensorMemory(Protocol):
+    """A kind of memory that ONNX Runtime's values lie in."""
+
+    def value(self, array: _Array) -> Any:
+        """An OrtValue that holds what ``array`` does; the array must outlive it."""
+
+    def write(self, value: Any, array: _Array) -> None:
+        """Let ``value``, made from ``array``, hold what the array does now."""
+
+    def cache(self, layout: Sequence[CacheLayout]) -> KVBuffers:
+        """A KV cache that graphs write in place."""
+
+
+class HostMemory:
+    """numpy's: a graph on the CPU reads the arrays themselves."""
+
+    def value(self, array: _Array) -> Any:
+        """An OrtValue over the array's own memory."""
+        return ort_value(array)
+
+    def write(self, value: Any, array: _Array) -> None:
+        """Nothing to do: they are one."""
+
+    def cache(self, layout: Sequence[CacheLayout]) -> KVBuffers:
+        """A KV cache that graphs write in place."""
+        return SharedCache(layout)
+
+
+class DeviceMemory:
+    """A device's: arrays are copied there.
+
+    Args:
+        kind: as ONNX Runtime calls it, such as ``cuda``. With ``cpu`` everything is copied all the same.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def value(self, array: _Array) -> Any:
+        """An OrtValue on the device, with what ``array`` holds now."""
+        value = ort.OrtValue.ortvalue_from_shape_and_type(list(array.shape), array.dtype.type, self._kind, 0)
+        value.update_inplace(array)
+        return value
+
+    def write(self, value: Any, array: _Array) -> None:
+        """Copy ``array`` to ``value``."""
+        value.update_inplace(array)
+
+    def cache(self, layout: Sequence[CacheLayout]) -> KVBuffers:
+        """A KV cache that graphs write in place."""
+        return DeviceCache(layout, self)
+
+
+class DeviceCache:
+    """One buffer of full capacity for each tensor, on the device: passes read it and write in place.
+
+    To grow, what is kept travels over the host, a tensor at a time: a device has no other copy here, and
+    sessions reserve what a request needs at its start.
+    """
+
+    def __init__(self, layout: Sequence[CacheLayout], memory: DeviceMemory) -> None:
+        self._layout, self._memory = layout, memory
+        self._values: list[Any] = []
+        self.nbytes = 0
+        """Bytes reserved."""
+
+    def reserve(self, capacity: int, keep: int) -> None:
+        """Make room for ``capacity`` tokens, keeping the first ``keep``; earlier bindings are void."""
+        self.nbytes = 0
+        for index, tensor in enumerate(self._layout):
+            array = np.zeros((1, tensor.heads, capacity, tensor.head_dim), tensor.dtype)
+            self.nbytes += array.nbytes
+            if index == len(self._values):
+                self._values.append(None)
+            elif keep:
+                array[:, :, :keep] = self._values[index].numpy()[:, :, :keep]
+            self._values[index] = None  # the device need not hold both
+            self._values[index] = self._memory.value(array)
+
+    def bind(self, binding: Any, start: int = 0, count: int = 0) -> None:
+        """Let passes read and write the cache; the same for every pass until :meth:`reserve`."""
+        for tensor, value in zip(self._layout, self._values, strict=True):
+            binding.bind_ortvalue_input(tensor.past, value)
+            binding.bind_ortvalue_output(tensor.present, value)
+
+    def written(self, length: int) -> None:
+        """Nothing to do: the new rows lie where the next pass reads them."""
+
+    def clear(self) -> None:
+        """Free the memory."""
+        self._values.clear()
+        self.nbytes = 0

@@ -1,0 +1,161 @@
+"""Whether to draft ahead: what is begun, what it costs, what it gains, on a clock that the tests turn."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from edgespec import decode as decoding
+from edgespec import generation
+from edgespec.drafting import ahead as drafting_ahead
+from edgespec.drafting import choice, reading
+from edgespec.drafting.ahead import Ahead
+from edgespec.drafting.model import ModelDrafter
+from edgespec.generation import TextStreamer
+from edgespec.pricing import Pricing
+from edgespec.request import Request
+from edgespec.results import Generation
+from edgespec_runtimes.cost import CostCurve
+from edgespec_runtimes.placement import Placement, run_at_once
+from tests.ahead_for_tests import PROMPT, VOCAB, drafter_of, job_of, mixed, placed, plain
+from tests.toy import F32, Law, ToySession, markov_law
+from tools.replay import Clock, lane
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """All time is made up; beside it, time of threads."""
+    clock = Clock()
+    for module in (reading, drafting_ahead, choice, decoding, generation):
+        monkeypatch.setattr(module, "perf_counter", clock)
+    monkeypatch.setattr(drafting_ahead, "Thread", lane(clock))
+    return clock
+
+
+@dataclass
+class _Steps:
+    """Steps of three seconds that are needed with a constant probability."""
+
+    clock: Clock
+    chance: float
+    taken: int = 0
+    seconds: float = 3.0
+
+    def __iter__(self) -> Iterator[float]:
+        while True:
+            yield self.chance
+            self.clock.spend(self.seconds)
+            self.taken += 1
+
+
+@pytest.mark.parametrize(("chance", "taken"), [(0.0, 0), (0.05, 3), (0.6, 3), (0.7, 4), (1.0, 4)])
+def test_a_step_beyond_the_pass_is_begun_where_it_is_worth_the_waiting(
+    clock: Clock, chance: float, taken: int
+) -> None:
+    """The fourth step would be two thirds beyond the pass."""
+    ahead = Ahead(Pricing(CostCurve({1: 10.0})), CostCurve({1: 3.0}))
+    steps = _Steps(clock, chance)
+    ahead.start(iter(steps), rows=1, wanted=3)
+    assert steps.taken == taken
+    clock.spend(10.0)
+    assert ahead.settle() == pytest.approx(2.0 if taken == 4 else 0.0)
+    assert ahead.settle() == 0.0
+
+
+def _passes(ahead: Ahead, clock: Clock, rounds: int, *, slowdown: float, chance: float = 0.9) -> int:
+    """How many of so many passes the drafter read beside, each then taking longer by a factor."""
+    beside = 0
+    for _ in range(rounds):
+        steps = _Steps(clock, chance)
+        ahead.start(iter(steps), rows=1, wanted=3)
+        taken = 10.0 * (slowdown if steps.taken else 1.0)
+        beside += steps.taken > 0
+        clock.spend(taken)
+        ahead.observe_pass(1, taken)
+        ahead.settle()
+    return beside
+
+
+def test_how_much_the_target_suffers_is_learned_and_ends_what_does_not_pay(clock: Clock) -> None:
+    pricing = Pricing(CostCurve({1: 10.0}))
+    harmless, harmful = (Ahead(pricing, CostCurve({1: 3.0})) for _ in range(2))
+    assert _passes(harmless, clock, 160, slowdown=1.3) == 150  # every sixteenth pass is left alone
+    assert harmless.slowdown == pytest.approx(1.3, rel=0.01)
+    assert harmless.observe_pass(1, 10.0) == 10.0
+    harmless.start(iter(_Steps(clock, 0.9)), rows=1, wanted=3)
+    assert harmless.observe_pass(1, 13.0) == pytest.approx(10.0, rel=0.01)
+    harmless.settle()
+    assert _passes(harmful, clock, 160, slowdown=3.0) < 20
+    assert _passes(harmful, clock, 160, slowdown=3.0) > 0  # it is tried again
+    assert _passes(harmful, clock, 400, slowdown=1.0) > 200
+
+
+def test_a_machine_that_is_slower_than_measured_is_no_harm_of_the_drafter(clock: Clock) -> None:
+    ahead = Ahead(Pricing(CostCurve({1: 10.0})), CostCurve({1: 3.0}))
+    for _ in range(8):
+        assert ahead.observe_pass(1, 15.0) == 15.0
+    for _ in range(40):
+        ahead.start(iter(_Steps(clock, 0.9)), rows=1, wanted=3)
+        ahead.observe_pass(1, 15.0)
+        ahead.settle()
+    assert ahead.slowdown == pytest.approx(1.0, abs=0.07)
+
+
+class _Timed(ToySession):
+    """A toy whose passes take a given time."""
+
+    def __init__(self, law: Law, clock: Clock, seconds: float) -> None:
+        super().__init__(law, VOCAB)
+        self._clock, self._seconds = clock, seconds
+        self.reserve(1000)
+
+    def forward(self, tokens: Sequence[int]) -> F32:
+        self._clock.spend(self._seconds)
+        return super().forward(tokens)
+
+
+def _answer(clock: Clock, *, right: float, side_by_side: bool) -> tuple[Generation, ModelDrafter]:
+    """128 tokens, a drafter's step taking a quarter of the target's pass."""
+    pricing, law = Pricing(CostCurve({1: 1.0, 16: 1.02})), markov_law(5, VOCAB)
+    curve = CostCurve({1: 0.25})
+    ahead = Ahead(pricing, curve) if side_by_side else None
+    small = _Timed(mixed(law, markov_law(6, VOCAB), right), clock, 0.25)
+    target = _Timed(law, clock, 1.0)
+    drafter = drafter_of(small, ahead, pricing, curve=curve)
+    result = TextStreamer(job_of(target, drafter, ahead, pricing, Request(max_new_tokens=128))).run()
+    assert [*PROMPT, *result.tokens] == plain(law, 128)
+    return result, drafter
+
+
+@pytest.mark.parametrize("right", [1.0, 0.9, 0.6, 0.0])
+def test_two_devices_are_faster_than_one_and_never_much_slower(clock: Clock, right: float) -> None:
+    (one, _), (two, drafter) = (_answer(clock, right=right, side_by_side=both) for both in (False, True))
+    assert (one.stats.drafted_ahead, one.stats.used_ahead) == (0, 0)
+    gained = one.stats.decode_s / two.stats.decode_s
+    if right == 1.0:
+        assert gained > 1.3 and two.stats.used_ahead > 60
+    assert gained > (1.05 if right == 0.9 else 0.97)
+    assert two.stats.used_ahead <= two.stats.drafted_ahead
+    assert two.stats.to_json()["drafted_ahead"] == two.stats.drafted_ahead
+    assert drafter.gain_s is not None
+    # What the drafter believes to have saved is what was saved.
+    saved_s = 127 * 1.0 - two.stats.decode_s
+    assert drafter.gain_s == pytest.approx(saved_s, abs=6.0)
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter", "expected"),
+    [
+        (placed("cuda"), placed("cpu"), True),
+        (placed("qnn:htp"), placed("cpu"), True),
+        (placed("cpu"), placed("openvino:npu"), True),
+        (placed("cpu"), placed("cpu"), False),
+        (placed("cuda"), placed("cuda"), False),
+        (placed("openvino:cpu"), placed("cpu"), False),
+        (placed("qnn:htp", "emulated"), placed("cpu"), False),
+    ],
+)
+def test_two_devices_compute_at_once_where_they_are_of_two_kinds(
+    target: Placement, drafter: Placement, expected: bool
+) -> None:
+    assert run_at_once(target, drafter) is expected is run_at_once(drafter, target)

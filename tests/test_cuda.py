@@ -1,0 +1,396 @@
+"""Graphs in 16-bit floats, and the session that keeps a device's memory, on the CPU provider."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from onnxscript import GraphBuilder
+
+import edgespec
+from edgespec.audit import audit_greedy
+from edgespec.prompts import Prompt
+from edgespec_export import report as report_module
+from edgespec_export.encode import decode_linear, encode_linear
+from edgespec_export.export import ExportOptions, export_model
+from edgespec_export.trim import TrimOptions
+from edgespec_models.bundle import GRAPH, Bundle
+from edgespec_models.config import ModelConfig
+from edgespec_models.errors import BundleError, DeviceError, RequestError, UnsupportedModelError
+from edgespec_models.graphs.decoder import Precision
+from edgespec_models.graphs.linear import Linear, LinearPart, LinearSpec
+from edgespec_models.weight_format import WeightFormat
+from edgespec_runtimes import discovery
+from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_runtimes.cuda import CudaSession
+from edgespec_runtimes.devices import CPU, PROFILES
+from edgespec_runtimes.discovery import Device, OrtRuntime, devices, resolve
+from edgespec_runtimes.graph_io import EdgespecIO
+from edgespec_runtimes.placement import place
+from edgespec_runtimes.tensor_memory import DeviceCache, DeviceMemory
+from tests.gguf_for_tests import F32, TinyGGUF, reference_weights, tiny_gguf
+from tests.machines_for_tests import PLAIN, SNAPDRAGON, WORKSTATION
+from tests.test_graphs import reference_logits
+from tests.toy import (
+    COLUMNS,
+    FLOAT,
+    GEMMA,
+    INT4,
+    INT8,
+    LLAMA,
+    MATMUL,
+    QWEN,
+    TinyModel,
+    random_blocks,
+    tiny_bundle,
+)
+
+ON_CPU = Device(CPU, "ready")
+ONE_THREAD = CpuOptions(threads=1)
+ARCHITECTURES = ("llama", "qwen2", "gemma3")
+TOKENS = [5, 17, 300, 2, 2, 41, 17, 300, 99, 250, 7, 63, 11, 380]
+TOLERANCE = {"F32": 5e-3, "Q8_0": 5e-3, "Q4_K": 6e-2}
+"""Of the logits' norm: float16 rounds by 5e-4 in every operator, 4-bit remainders come on top in Q4_K."""
+PRECISIONS = (Precision("float16", "float16"), Precision("float16", "float32"))
+CUDA = ExportOptions(device="cuda", weights="close")
+
+Make = Callable[[str, str], Bundle]
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Bundles of random models in float16, each made once."""
+    folder = tmp_path_factory.mktemp("cuda")
+
+    @cache
+    def bundle(architecture: str, kind: str) -> Bundle:
+        out = folder / f"{architecture}-{kind}"
+        return _export(tiny_gguf(architecture, kind), out)
+
+    return bundle
+
+
+def _export(model: TinyGGUF, out: Path, options: ExportOptions = CUDA) -> Bundle:
+    export_model(model.write(out.with_suffix(".gguf")), out, options=options)
+    return Bundle(out, verify_digests=True)
+
+
+def _open(bundle: Bundle) -> CudaSession:
+    return CudaSession(bundle, ON_CPU, ONE_THREAD)
+
+
+def _error(model: TinyGGUF, bundle: Bundle) -> float:
+    """Relative error of the logits against numpy over the ``gguf`` package's weights, in float64."""
+    assert isinstance(bundle.config, ModelConfig)
+    expected = reference_logits(TinyModel(bundle.path, bundle.config, reference_weights(model)), TOKENS)
+    session = _open(bundle)
+    got = session.forward(TOKENS).copy()
+    session.close()
+    assert got.dtype == np.float32
+    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
+
+
+def _types(bundle: Bundle) -> dict[str, str]:
+    session = ort.InferenceSession(str(bundle.graph), providers=["CPUExecutionProvider"])
+    return {value.name: value.type for value in (*session.get_inputs(), *session.get_outputs())}
+
+
+@pytest.mark.parametrize("form", [FLOAT, INT8, INT4, COLUMNS, MATMUL], ids=lambda form: form.name)
+@pytest.mark.parametrize("precision", PRECISIONS, ids=lambda precision: precision.residual)
+@pytest.mark.parametrize("config", [LLAMA, QWEN, GEMMA], ids=lambda config: config.architecture)
+def test_float16_computes_the_architecture(
+    tmp_path: Path, config: ModelConfig, precision: Precision, form: WeightFormat
+) -> None:
+    """Against the same weights in float64, in one pass and token by token."""
+    model = tiny_bundle(tmp_path / "m", config, form, precision=precision)
+    expected = reference_logits(model, TOKENS)
+    session = _open(model.bundle)
+    together = session.forward(TOKENS).copy()
+    session.truncate(0)
+    stepwise = np.concatenate([session.forward([token]).copy() for token in TOKENS])
+    for got in (together, stepwise):
+        assert 1e-5 < float(np.linalg.norm(got - expected) / np.linalg.norm(expected)) < 5e-3
+
+
+@pytest.mark.parametrize("kind", TOLERANCE)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_float16_computes_what_the_file_says(make: Make, architecture: str, kind: str) -> None:
+    bundle = make(architecture, kind)
+    error = _error(tiny_gguf(architecture, kind), bundle)
+    assert 1e-5 < error < TOLERANCE[kind]  # float32 would be nearer
+    manifest = bundle.manifest
+    assert (manifest.activations, manifest.device, manifest.kv) == ("float16", "cuda", "float16")
+    assert (manifest.form, manifest.made_for, manifest.even_rows) == ("dynamic-float16", "cuda", False)
+    types = _types(bundle)
+    assert types["past_key_values.0.key"] == types["present.1.value"] == "tensor(float16)"
+    assert types["logits"] == "tensor(float)"
+    assert "attention_pad" not in types
+
+
+def test_weights_are_in_blocks_that_cuda_has_kernels_for(make: Make) -> None:
+    nodes = onnx.load(str(make("llama", "Q4_K").graph), load_external_data=False).graph.node
+    products = [
+        {attribute.name: attribute.i for attribute in node.attribute}
+        for node in nodes
+        if node.op_type == "MatMulNBits"
+    ]
+    assert {each["bits"] for each in products} == {4, 8}
+    assert {each["block_size"] for each in products} == {32}
+    assert all(each["K"] % 8 == 0 for each in products)
+    assert set(make("llama", "F32").manifest.formats) == {"float16"}
+    gathers = [node for node in nodes if node.op_type == "GatherBlockQuantized"]
+    assert all("zero_points" in node.input[3] for node in gathers) and gathers
+
+
+@pytest.mark.parametrize("width", [96, 576, 896, 1024, 1536])
+def test_block_sums_are_padded_to_whole_words(width: int) -> None:
+    rng = np.random.default_rng(width)
+    encoded = encode_linear(random_blocks(rng, (48, width), COLUMNS), COLUMNS)
+    x = rng.normal(0.2, 1.0, (1, 5, width)).astype(np.float16)
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": 20, "com.microsoft": 1}, name="linear")
+    builder = GraphBuilder(graph)
+    value = builder.input("x", ir.DataType.FLOAT16, [1, "n", width])
+    output = Linear(LinearSpec(width, (LinearPart(("w",), 48, COLUMNS),)), "float16")(builder.op, value)
+    output.type, output.shape = ir.TensorType(ir.DataType.FLOAT16), ir.Shape([1, "n", None])
+    builder.add_output(output, "y")
+    for name, parameter in graph.initializers.items():
+        if parameter.const_value is None:
+            assert parameter.dtype is not None
+            array = encoded.arrays[name.rsplit(".", 1)[1]].astype(parameter.dtype.numpy())
+            parameter.const_value = ir.tensor(np.ascontiguousarray(array), name=name)
+    proto = ir.to_proto(ir.Model(graph, ir_version=10))
+    session = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    got = session.run(None, {"x": x})[0][0]
+    expected = x[0].astype(np.float32) @ decode_linear(encoded, COLUMNS, width).T
+    assert float(np.linalg.norm(got - expected) / np.linalg.norm(expected)) < 2e-3
+    columns = next(a.i for n in proto.graph.node for a in n.attribute if a.name == "K")
+    assert columns % 8 == 0 and 0 <= columns - width - width // 32 < 8
+
+
+def test_a_residual_stream_that_float16_does_not_hold_is_float32(tmp_path: Path) -> None:
+    model = tiny_gguf("gemma3")
+    for layer in range(6):
+        name = f"blk.{layer}.post_ffw_norm.weight"
+        kind, weight = model.tensors[name]
+        model.tensors[name] = kind, (weight * np.float32(30_000)).astype(np.float32)
+    bundle = _export(model, tmp_path / "m")
+    ranges = bundle.report()["activations"]
+    assert ranges["residual"] > 65_504 > ranges["inner"] and ranges["residual_type"] == "float32"
+    assert _error(model, bundle) < 5e-3
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_stream_in_float32_costs_nothing_but_casts(
+    make: Make, tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report_module, "_STREAM_MARGIN", 1e9)
+    mixed = _export(tiny_gguf(architecture, "Q8_0"), tmp_path / "m")
+    assert mixed.report()["activations"]["residual_type"] == "float32"
+    assert _error(tiny_gguf(architecture, "Q8_0"), mixed) < TOLERANCE["Q8_0"]
+    assert make(architecture, "Q8_0").report()["activations"]["residual_type"] == "float16"
+
+
+def test_layers_that_float16_does_not_hold_are_refused(tmp_path: Path) -> None:
+    model = tiny_gguf("llama")
+    kind, weight = model.tensors["blk.1.ffn_down.weight"]
+    model.tensors["blk.1.ffn_down.weight"] = kind, (weight * np.float32(1e5)).astype(np.float32)
+    with pytest.raises(UnsupportedModelError, match=r"float16 ends at 65,504.*Export it for the CPU"):
+        _export(model, tmp_path / "m")
+    assert [file.name for file in tmp_path.iterdir()] == ["m.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (ExportOptions(device="cuda", buckets=(64,)), "give an NPU as device"),
+        (ExportOptions(device="cuda", kv="int8"), "float16 KV cache; leave out kv='int8'"),
+        (ExportOptions(device="cuda", role="drafter", trim=TrimOptions("auto")), "measures on this CPU"),
+        (ExportOptions(device="cuda", role="drafter", trim=TrimOptions(300)), "multiple of 8, such as 304"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, options: ExportOptions, message: str) -> None:
+    source = tiny_gguf("llama", layers=1).write(tmp_path / "m.gguf")
+    with pytest.raises(RequestError, match=message):
+        export_model(source, tmp_path / "out", options=options)
+    assert [file.name for file in tmp_path.iterdir()] == ["m.gguf"]
+
+
+@pytest.fixture(scope="module")
+def pairs(make: Make, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Any]]:
+    """Sessions over the same float weights, in float16 with a device's memory and in float32."""
+    folder = tmp_path_factory.mktemp("float32")
+
+    @cache
+    def opened(architecture: str) -> tuple[CudaSession, CpuSession]:
+        out = folder / architecture
+        whole = _export(tiny_gguf(architecture), out, ExportOptions(weights="exact"))
+        return _open(make(architecture, "F32")), CpuSession(whole, ONE_THREAD)
+
+    return opened
+
+
+_STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("forward"), st.integers(1, 12)),
+        st.tuples(st.just("truncate"), st.integers(0, 300)),
+        st.tuples(st.just("prefill"), st.integers(1, 300)),
+        st.tuples(st.just("next"), st.integers(1, 90)),
+        st.tuples(st.just("reserve"), st.integers(1, 600)),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=_STEPS, seed=st.integers(0, 99))
+def test_whatever_is_asked_comes_near_the_cpu_session(
+    architecture: str,
+    pairs: Callable[[str], tuple[CudaSession, CpuSession]],
+    steps: list[tuple[str, int]],
+    seed: int,
+) -> None:
+    half, whole = pairs(architecture)
+    rng = np.random.default_rng(seed)
+    for session in (half, whole):
+        session.prefill([])
+    for step, number in steps:
+        tokens = rng.integers(0, 250, number).tolist()
+        if step == "truncate":
+            for session in (half, whole):
+                session.truncate(min(number, session.length))
+        elif step == "reserve":
+            half.reserve(number)
+        elif step == "forward":
+            _near(half.forward(tokens), whole.forward(tokens))
+        elif step == "prefill":
+            for session in (half, whole):
+                session.prefill(tokens)
+        else:
+            _near(half.next_logits(tokens), whole.next_logits(tokens))
+        assert half.length == whole.length
+
+
+def _near(found: F32, expected: F32) -> None:
+    assert found.shape == expected.shape and found.dtype == np.float32
+    np.testing.assert_allclose(found, expected, atol=2e-2 * float(np.abs(expected).max()))
+
+
+def test_a_rollback_forgets_all_and_growing_keeps_all(make: Make) -> None:
+    session = _open(make("gemma3", "Q4_K"))
+    expected = session.forward(TOKENS * 20).copy()
+    for keep in (0, 1, 17, 279):
+        session.truncate(keep)
+        session.forward([9, 8, 7, 6])
+        session.truncate(keep)
+        again = session.forward((TOKENS * 20)[keep:])
+        _near(again, expected[keep:])
+    session.truncate(250)
+    before, held = session.capacity, session.kv_bytes
+    session.reserve(before + 1)
+    assert session.capacity > before and session.kv_bytes > held
+    assert session.kv_bytes == make("gemma3", "Q4_K").manifest.kv_bytes_per_token * (session.capacity + 1)
+    _near(session.forward((TOKENS * 20)[250:]), expected[250:])
+
+
+def test_a_cache_on_a_device_keeps_its_rows_when_it_grows(make: Make) -> None:
+    session = _open(make("llama", "F32"))
+    assert isinstance(session._io, EdgespecIO) and isinstance(session._io.cache, DeviceCache)
+    session.forward(TOKENS)
+    before = [value.numpy() for value in session._io.cache._values]
+    session.reserve(session.capacity + 1)
+    for old, new in zip(before, session._io.cache._values, strict=True):
+        np.testing.assert_array_equal(new.numpy()[:, :, : len(TOKENS)], old[:, :, : len(TOKENS)])
+        assert old[:, :, : len(TOKENS)].any() and not new.numpy()[:, :, len(TOKENS) + 1 :].any()
+    session.close()
+    assert session.kv_bytes == 0
+
+
+def test_inputs_that_change_are_written_to_the_device(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, a value is a copy: one that is not written again holds the last pass's tokens."""
+    session = _open(make("llama", "F32"))
+    right = session.forward([3]).copy()
+    session.truncate(0)
+    session.forward([250])
+    session.truncate(0)
+    monkeypatch.setattr(DeviceMemory, "write", lambda self, value, array: None)
+    assert not np.array_equal(session.forward([3]), right)
+
+
+def test_other_graphs_and_devices_are_refused(make: Make, tmp_path: Path) -> None:
+    bundle = make("llama", "F32")
+    whole = _export(tiny_gguf("llama", layers=1), tmp_path / "m", ExportOptions())
+    with pytest.raises(BundleError, match="no float16 graph"):
+        _open(whole)
+    missing = Device(PROFILES["cuda"], "ready")
+    with pytest.raises(DeviceError, match="cuda cannot run all of"), pytest.warns(UserWarning):
+        CudaSession(bundle, missing, ONE_THREAD)
+    bundle.graph.with_name("copy.onnx").write_bytes(b"no graph")
+    assert bundle.graph.name == GRAPH
+
+
+def test_a_bundle_goes_to_the_gpu_or_the_cpu_and_says_why(make: Make) -> None:
+    bundle = make("llama", "F32")
+    assert place(bundle, "auto", WORKSTATION).device.name == "cuda"
+    assert place(bundle, "cuda", WORKSTATION).reason == "asked for"
+    placed = place(bundle, "auto", PLAIN)
+    assert placed.device.name == "cpu" and "no CUDAExecutionProvider" in placed.reason
+    with pytest.raises(DeviceError, match=r"float16; qnn:htp runs static.*--device npu-qnn$"):
+        place(bundle, "qnn:htp", SNAPDRAGON)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_gpu_is_there_if_cuda_answers(monkeypatch: pytest.MonkeyPatch, answers: bool) -> None:
+    monkeypatch.setattr(OrtRuntime, "providers", lambda self: ["CUDAExecutionProvider"])
+    monkeypatch.setattr(discovery, "_cuda_answers", lambda: answers)
+    found = next(device for device in devices() if device.name == "cuda")
+    assert found.state == ("ready" if answers else "missing")
+    if answers:
+        assert found.options == {"enable_skip_layer_norm_strict_mode": "1"}
+    else:
+        with pytest.raises(DeviceError, match=r"finds no such GPU. Needed: .*nvidia-smi"):
+            resolve("cuda")
+
+
+def test_without_cuda_nothing_answers(capfd: pytest.CaptureFixture[str]) -> None:
+    discovery._cuda_answers.cache_clear()
+    if "CUDAExecutionProvider" not in ort.get_available_providers():
+        assert not discovery._cuda_answers()
+        assert capfd.readouterr() == ("", "")
+
+
+def test_speculation_writes_what_plain_decoding_does(make: Make, tmp_path: Path) -> None:
+    """Kernels are chosen by the number of rows, so near ties may flip; the audit counts them."""
+    drafter = _export(
+        tiny_gguf("llama", seed=3), tmp_path / "d", ExportOptions(device="cuda", role="drafter")
+    )
+    prompts = [Prompt(str(n), "test", (text,)) for n, text in enumerate(("a b a b a", "one two one", "x"))]
+    with edgespec.load(make("llama", "Q4_K").path, drafter.path) as model:
+        audit = audit_greedy(model, prompts, max_new_tokens=24)
+        assert model.placement.device.name == "cpu"
+    assert audit.prompts == 3
+    if model.row_exact:
+        assert audit.flip_rate == 0.0
+    assert audit.flip_rate < 0.05
+
+
+def test_a_trimmed_drafter_also_writes_what_it_is_offered(tmp_path: Path) -> None:
+    model = tiny_gguf("qwen2", "Q8_0")
+    options = ExportOptions(device="cuda", role="drafter", trim=TrimOptions(304))
+    bundle = _export(model, tmp_path / "m", options)
+    session, whole = _open(bundle), _open(_export(model, tmp_path / "w", CUDA))
+    kept = bundle.head_tokens
+    assert kept is not None and len(kept) == 304
+    others = np.setdiff1d(np.arange(bundle.config.vocab_size), kept)[:3].tolist()
+    session.offer(others)
+    columns = session.head_tokens
+    assert columns is not None and columns[-3:].tolist() == others
+    _near(session.forward(TOKENS), whole.forward(TOKENS)[:, columns])

@@ -1,0 +1,131 @@
+"""The cache of bundles that `load` exports: what is opened again, what is made anew, and for whom."""
+
+import hashlib
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import onnx_ir as ir
+import pytest
+
+from edgespec import loading
+from edgespec.loading import open_model
+from edgespec_export import plan
+from edgespec_export.plan import POLICIES, plan_decoder
+from edgespec_export.recipe import RECIPE
+from edgespec_export.sources import open_checkpoint
+from edgespec_models.bundle import Role
+from edgespec_models.graphs.decoder import DecoderPlan, build_decoder
+from tests.gguf_for_tests import tiny_gguf
+
+WRITTEN = {1: "265d35e899d6d574"}
+"""Of each recipe, what it makes of tiny models: the beginning of a digest."""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
+    return tmp_path / "home" / "bundles"
+
+
+def made(cache: Path) -> dict[str, bytes]:
+    return {str(file): file.read_bytes() for file in cache.rglob("*") if file.is_file()}
+
+
+def test_what_another_recipe_made_is_made_anew_and_left_alone(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = tiny_gguf("llama").write(tmp_path / "m.gguf")
+    first = open_model(source, "target").path
+    nameless = first.rename(first.with_name(first.name.rpartition("-r")[0]))  # of before there were recipes
+    before = made(cache)
+    second = open_model(source, "target").path
+    assert second == first
+    monkeypatch.setattr(loading, "RECIPE", RECIPE + 1)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="edgespec"):
+        third = open_model(source, "target").path
+        assert open_model(source, "target").path == third
+    assert third not in (first, nameless)
+    assert [record.getMessage().split(" was made")[0] for record in caplog.records] == [
+        str(nameless),
+        str(first),
+    ]
+    assert made(cache).items() >= before.items()
+    assert open_model(source, "target", weights="exact").path not in (first, third)
+
+
+WITHOUT_THE_EXTRA = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Missing(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("onnx", "onnx_ir", "onnxscript"):
+            raise ModuleNotFoundError(name, name=name)
+
+sys.meta_path.insert(0, Missing())
+sys.path[:] = {path!r}
+from edgespec.loading import open_model
+from edgespec_models.errors import EdgespecError
+print(open_model({cached!r}, "target").path)
+for name in ({other!r}, "smollm2-135m-instruct", "hf:someone/something"):
+    try:
+        open_model(name, "target")
+    except EdgespecError as error:
+        print(error)
+"""
+
+
+def test_a_cached_model_needs_no_exporter_and_others_say_what_is_missing(cache: Path, tmp_path: Path) -> None:
+    source, other = (tiny_gguf("llama", kind).write(tmp_path / f"{kind}.gguf") for kind in ("F16", "Q8_0"))
+    path = open_model(source, "target").path
+    code = WITHOUT_THE_EXTRA.format(path=sys.path, cached=str(source), other=str(other))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    cached, *missing = done.stdout.splitlines()
+    assert Path(cached) == path
+    assert len(missing) == 3
+    assert all("onnx_ir" in line and "pip install 'edgespec[export]'" in line for line in missing)
+    assert not (tmp_path / "home" / "models").exists()
+
+
+def described(config: Any, chosen: DecoderPlan) -> Iterator[Any]:
+    """A decoder's operators and weights, and how these are rounded."""
+    graph = build_decoder(config, chosen).graph
+    for node in graph:
+        if node.op_type != "Constant":
+            attributes = {name: str(attribute.value) for name, attribute in sorted(node.attributes.items())}
+            yield node.domain, node.op_type, attributes
+    for value in graph.initializers.values():
+        if value.const_value is None:
+            assert isinstance(value.shape, ir.Shape)
+            yield value.name, str(value.dtype), [str(length) for length in value.shape]
+    for name, linear in chosen.linears.items():
+        yield name, [(part.format.name, part.method) for part in linear.parts]
+
+
+def digest(folder: Path) -> str:
+    seen: list[list[Any]] = [[plan._REFINED_FROM, plan._REFINED_WEIGHTS, plan._LEAST_REFINED, plan._LARGE]]
+    roles: tuple[Role, ...] = ("target", "drafter")
+    models = [("llama", kind) for kind in ("F16", "Q4_0", "Q4_K", "Q6_K", "Q8_0")]
+    for architecture, kind in [*models, ("qwen2", "Q4_K"), ("gemma3", "Q8_0")]:
+        source = tiny_gguf(architecture, kind).write(folder / "m.gguf")
+        with open_checkpoint(source) as checkpoint, mock.patch.multiple(plan, _REFINED_FROM=1):
+            for role in roles:
+                seen.append([plan.default_weights(checkpoint, role)])
+                for policy in POLICIES.values():
+                    chosen = plan_decoder(checkpoint, policy, spare_rows=role == "target")
+                    seen.append([*described(checkpoint.config, chosen)])
+    return hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:16]
+
+
+def test_what_exports_write_changes_with_the_recipe_only(tmp_path: Path) -> None:
+    assert WRITTEN.get(RECIPE) == digest(tmp_path), (
+        "exports write something else than when this was stored: raise edgespec_export.recipe.RECIPE, so "
+        "that bundles in users' caches are made anew, and store the new digest here"
+    )

@@ -1,0 +1,208 @@
+"""What a GPU does for a target and its drafter: one command, a table in Markdown, everything in JSON.
+
+Exports what is missing, compares speculative with plain greedy answers, and measures T(n) and tokens a
+second, with the drafter on the same device and on the CPU, each beside plain decoding of the same load. With
+--genai a model that onnxruntime-genai's builder made answers the same prompts, if that package
+(onnxruntime-genai-cuda) is installed.
+
+Usage, from the repository's root: ``python -m tools.cuda_table --target TARGET.gguf --drafter DRAFTER.gguf
+--work DIR [--genai FOLDER] [--prompts FILE.jsonl] [--limit 12] [--max-new-tokens 128] [--json OUT.json]``.
+Sources may be Hugging Face directories too; DIR keeps the bundles for the next time. ``--device cpu`` runs
+the same float16 bundles on the CPU: slow, and of use to check this script only.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import onnxruntime as ort
+
+from edgespec import load
+from edgespec.bench import BenchOptions, measure
+from edgespec.bench_json import summarize
+from edgespec.machine import describe_machine
+from edgespec.prompts import Prompt, builtin_prompts, load_prompts, select
+from edgespec_export.export import ExportOptions, export_model
+from edgespec_export.trim import TrimOptions
+from edgespec_models.bundle import MANIFEST, Bundle
+from edgespec_models.errors import EdgespecError
+from edgespec_runtimes.cost import measure_cost
+from edgespec_runtimes.cuda import CudaSession
+from edgespec_runtimes.discovery import Device, resolve
+
+ROWS = tuple(range(1, 17))
+COLUMNS = (
+    *("drafter on", "plain tokens/s", "speculative tokens/s", "speedup", "tokens a pass"),
+    *("accepted of drafted", "MBSU", "answers the same"),
+)
+
+
+def bundle(source: Path, folder: Path, options: ExportOptions) -> Bundle:
+    """The bundle in ``folder``, exported from ``source`` if it is not there."""
+    if not (folder / MANIFEST).is_file():
+        print(f"Exporting {source.name} to {folder}", file=sys.stderr, flush=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        export_model(source, folder, options=options)
+    return Bundle(folder)
+
+
+def bundles(target: Path, drafter: Path, work: Path) -> tuple[Bundle, Bundle, Bundle]:
+    """The target and the drafter for the GPU, and the drafter for the CPU; its LM head is whole too."""
+    whole = TrimOptions("full")
+    return (
+        bundle(target, work / "target", ExportOptions(device="cuda")),
+        bundle(drafter, work / "drafter", ExportOptions(role="drafter", device="cuda", trim=whole)),
+        bundle(drafter, work / "drafter-cpu", ExportOptions(role="drafter", trim=whole)),
+    )
+
+
+def pass_times(opened: Bundle, device: Device) -> dict[str, Any]:
+    """T(n) in milliseconds, and what the session's self-test found."""
+    session = CudaSession(opened, device)
+    try:
+        curve = measure_cost(session, ROWS)
+        return {
+            "ms": {n: t * 1e3 for n, t in sorted(curve.seconds_by_rows.items())},
+            "confirmed": curve.confirmed,
+            "row_exact": session.row_exact,
+            "gigabytes_per_second": opened.manifest.bytes_per_pass / curve.seconds(1) / 1e9,
+        }
+    finally:
+        session.close()
+
+
+def answers(
+    target: Bundle, drafter: Bundle, devices: tuple[str, str], prompts: Sequence[Prompt], tokens: int
+) -> dict[str, Any]:
+    """Every prompt plainly and speculatively; what ``edgespec bench --json`` writes."""
+    options = BenchOptions(max_new_tokens=tokens, stop_at_eos=False)
+    with load(target.path, drafter.path, device=devices[0], drafter_device=devices[1]) as model:
+        pairs = list(measure(model, prompts, options))
+        return {**summarize(model, pairs, options), "placement": pairs[0].speculative.stats.placement}
+
+
+def genai(folder: Path, target: Bundle, prompts: Sequence[Prompt], tokens: int) -> dict[str, Any]:
+    """Plain decoding of onnxruntime-genai; ``skipped`` says why where it cannot be had."""
+    if find_spec("onnxruntime_genai") is None:
+        return {"skipped": "onnxruntime-genai is not installed: pip install onnxruntime-genai-cuda"}
+    import onnxruntime_genai as og
+
+    from tools.peers.genai_worker import answer
+    from tools.peers.protocol import Request
+
+    model = og.Model(str(folder))
+    tokenizer, template, seconds = og.Tokenizer(model), target.chat_template, 0.0
+    texts = [prompt.turns[0] for prompt in prompts]
+    if template is not None:
+        texts = [template.render([{"role": "user", "content": text}]) for text in texts]
+    answer(model, tokenizer, Request(texts[0], tokens))  # warms up
+    for text in texts:
+        seconds += (tokens - 1) / answer(model, tokenizer, Request(text, tokens)).tokens_per_s
+    return {"tokens_per_second": len(texts) * (tokens - 1) / seconds, "model": folder.name}
+
+
+def gpu() -> str | None:
+    """Name, driver and memory of the GPU; None where there is no nvidia-smi."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    query = [program, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip() or None
+
+
+def row(name: str, found: dict[str, Any]) -> str:
+    """A line of the table."""
+
+    def shown(value: float | None, form: str = ".1f") -> str:
+        return "" if value is None else format(value, form)
+
+    cells = (
+        name,
+        shown(found["plain"]["tokens_per_second"]),
+        shown(found["speculative"]["tokens_per_second"]),
+        shown(found["speedup"]["overall"], ".2f"),
+        shown(found["block_efficiency"], ".2f"),
+        shown(found["acceptance_rate"], ".1%"),
+        shown(found["mbsu"]["bytes"], ".2f"),
+        f"{found['identical']} of {found['prompts']}",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The report."""
+    times = result["target_passes"]["ms"]
+    lines = [
+        f"Target on {result['device']} ({result['gpu'] or 'no nvidia-smi'}); ONNX Runtime "
+        f"{result['onnxruntime']}; same bits for any rows: "
+        f"{'yes' if result['target_passes']['row_exact'] else 'no'}",
+        "",
+        f"| rows | {' | '.join(str(n) for n in times)} |",
+        f"|---|{'---|' * len(times)}",
+        f"| target, ms | {' | '.join(f'{ms:.2f}' for ms in times.values())} |",
+        f"| drafter, ms | {' | '.join(f'{ms:.2f}' for ms in result['drafter_passes']['ms'].values())} |",
+        "",
+        f"| {' | '.join(COLUMNS)} |",
+        f"|{'---|' * len(COLUMNS)}",
+        *(row(name, found) for name, found in result["answers"].items()),
+    ]
+    if (other := result["genai"]) is not None:
+        speed = other.get("skipped") or f"{other['tokens_per_second']:.1f} tokens/s, plain"
+        lines += ["", f"onnxruntime-genai: {speed}"]
+    return "\n".join(lines)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Everything, in turn: models are loaded one pair at a time."""
+    device = resolve(options.device)
+    prompts = select(load_prompts(options.prompts) if options.prompts else builtin_prompts(), options.limit)
+    target, drafter, on_cpu = bundles(options.target, options.drafter, options.work)
+    tokens, name = options.max_new_tokens, device.name
+    made = {name: (drafter, name), "the CPU": (on_cpu, "cpu")}
+    return {
+        "device": name,
+        "gpu": gpu() if name == "cuda" else None,
+        "machine": describe_machine(),
+        "onnxruntime": ort.__version__,
+        "target_passes": pass_times(target, device),
+        "drafter_passes": pass_times(drafter, device),
+        "answers": {
+            label: answers(target, small, (name, where), prompts, tokens)
+            for label, (small, where) in made.items()
+        },
+        "genai": None if options.genai is None else genai(options.genai, target, prompts, tokens),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read the command line, measure, print and write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", type=Path, required=True, metavar="SOURCE")
+    parser.add_argument("--drafter", type=Path, required=True, metavar="SOURCE")
+    parser.add_argument("--work", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--genai", type=Path, metavar="FOLDER")
+    parser.add_argument("--prompts", type=Path)
+    parser.add_argument("--limit", type=int)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    try:
+        result = run(options)
+    except EdgespecError as error:
+        sys.exit(f"error: {error}")
+    print(markdown(result))
+    if options.json is not None:
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
