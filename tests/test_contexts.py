@@ -42,6 +42,8 @@ Opened = list[str]
 class Settings:
     """ONNX Runtime's, which does not take a made-up device."""
 
+    graph_optimization_level = "as sessions have it"
+
     def add_session_config_entry(self, key: str, value: str) -> None:
         pass
 
@@ -52,9 +54,9 @@ class Settings:
 class Compiler:
     """ONNX Runtime's, without a device."""
 
-    def __init__(self, settings: Settings, graph: str, **options: bool) -> None:
+    def __init__(self, settings: Settings, graph: str, graph_optimization_level: str) -> None:
         assert settings.options["enable_htp_prepare_only"] == "1"
-        assert options == {"embed_compiled_data_into_model": False}
+        assert graph_optimization_level == "as sessions have it"
         self._graph, self._settings = Path(graph), settings
 
     def compile_to_file(self, out: str) -> None:

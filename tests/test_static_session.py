@@ -1,6 +1,7 @@
 """Graphs of fixed shapes against the graph of any shape, of the same weights."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -19,7 +20,7 @@ from edgespec_models.static_graphs import StaticDevice, StaticGraphs
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.devices import CPU
 from edgespec_runtimes.discovery import Device
-from edgespec_runtimes.static_io import cheapest_passes
+from edgespec_runtimes.static_io import StaticIO, cheapest_passes
 from edgespec_runtimes.static_session import StaticSession
 from tests.gguf_for_tests import F32, tiny_gguf
 
@@ -165,6 +166,18 @@ def test_what_does_not_fit_is_an_error(open_static: Callable[[str, Kind], Static
         CpuSession(make("llama", "float"))
 
 
+def test_a_longer_bucket_keeps_what_the_cache_holds(
+    make: Make, open_dynamic: Callable[[str], CpuSession]
+) -> None:
+    static, dynamic = StaticSession(make("llama", "float"), ON_CPU, ONE_THREAD), open_dynamic("llama")
+    tokens = [(5 * i) % 250 for i in range(68)]
+    for session in (static, dynamic):
+        session.prefill(tokens[:60])
+    assert static.capacity == 64
+    _close(static.forward(tokens[60:]), dynamic.forward(tokens[60:]))
+    assert (static.capacity, static.length) == (128, 68)
+
+
 def test_a_prefill_can_be_cancelled(open_static: Callable[[str, Kind], StaticSession]) -> None:
     session = open_static("llama", "float")
     session.prefill([])
@@ -190,6 +203,20 @@ def test_a_device_that_fails_leaves_an_empty_session(make: Make, monkeypatch: py
     assert (session.length, session.capacity) == (0, 0)
     session.prefill(list(range(100)))
     assert session.capacity == 128
+
+
+def test_a_pass_that_fails_is_an_error_of_the_device(make: Make) -> None:
+    class Failing:
+        def run_with_iobinding(self, binding: object) -> None:
+            raise RuntimeError("Error in execution: driver lost")
+
+    session = StaticSession(make("llama", "npu-qnn"), ON_CPU, ONE_THREAD)
+    io = session._open_io
+    assert isinstance(io, StaticIO)
+    io._passes = {rows: replace(one, session=Failing()) for rows, one in io._passes.items()}
+    with pytest.raises(DeviceError, match=r"the device cannot run .*: Error in execution: driver lost"):
+        session.forward([1])
+    assert session.length == 0
 
 
 GRAPHS = StaticGraphs(

@@ -71,7 +71,12 @@ def compile_graph(graph: Path, out: Path, compiler: Device) -> None:
     settings.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     settings.add_provider_for_devices([compiler.handle], dict(compiler.options))
     try:
-        model = ort.ModelCompiler(settings, str(graph), embed_compiled_data_into_model=False)
+        model = ort.ModelCompiler(
+            settings,
+            str(graph),
+            # As a session has it, so that both compile the same; left out, a compiler optimizes nothing.
+            graph_optimization_level=settings.graph_optimization_level,
+        )
         model.compile_to_file(str(out))
     except Exception as error:  # ONNX Runtime's own exceptions share no base class
         raise DeviceError(f"Qualcomm's compiler refuses {graph.name}: {error}") from error

@@ -27,7 +27,14 @@ from edgespec_runtimes.session import Logits
 __all__ = ["StaticIO", "cheapest_passes"]
 
 _Array = npt.NDArray[Any]
-_RUN_ERRORS = (ort_state.Fail, ort_state.InvalidArgument, ort_state.RuntimeException, ort_state.EPFail)
+# Where memory is bound, ONNX Runtime raises what Python has.
+_RUN_ERRORS = (
+    RuntimeError,
+    ort_state.Fail,
+    ort_state.InvalidArgument,
+    ort_state.RuntimeException,
+    ort_state.EPFail,
+)
 _TIMED = 2
 _TYPES: Mapping[str, type[np.generic]] = {
     "tensor(float)": np.float32,
@@ -138,7 +145,10 @@ class StaticIO:
         """
         if capacity == self._capacity:
             return
-        old, files = self._cache, {rows: self._static.file(capacity, rows) for rows in self._static.widths}
+        old, files = (
+            list(self._cache),
+            {rows: self._static.file(capacity, rows) for rows in self._static.widths},
+        )
         self.close()  # two buckets' graphs at a time would take twice the memory
         opened = self._open([self._path / file for file in files.values()])
         sessions = dict(zip(files, opened, strict=True))
