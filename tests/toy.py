@@ -224,10 +224,7 @@ def tiny_bundle(
     folder.mkdir(parents=True)
     text = tokenizer_json or byte_level_json()
     (folder / TOKENIZER).write_text(text, encoding="utf-8")
-    plan = tiny_plan(config, form, hidden_states=hidden_states)
-    half = precision.activations == "float16"
-    if half:
-        plan = replace(plan, precision=precision, spare_rows=False)
+    plan = tiny_plan(config, form, hidden_states=hidden_states, precision=precision)
     model = build_decoder(config, plan)
     weights = _fill(model, config, plan, np.random.default_rng(seed))
     ir.save(model, folder / GRAPH, external_data=f"{GRAPH}.data")
@@ -237,7 +234,7 @@ def tiny_bundle(
         name=folder.name,
         role="target",
         config=config,
-        even_rows=form.even_rows and not half,
+        even_rows=form.even_rows and precision == FULL,
         hidden_states=hidden_states,
         weights="exact",
         formats={form.name: 1},
@@ -247,14 +244,16 @@ def tiny_bundle(
         provenance={"source": "random"},
         kv=precision.activations,
         activations=precision.activations,
-        device="cuda" if half else None,
+        device=None if precision == FULL else "cuda",
         files={file.name: FileRecord.of(file) for file in sorted(folder.iterdir())},
     )
     (folder / MANIFEST).write_text(json.dumps(manifest.to_json()), encoding="utf-8")
     return TinyModel(folder, config, weights)
 
 
-def tiny_plan(config: ModelConfig, form: WeightFormat, *, hidden_states: bool = False) -> DecoderPlan:
+def tiny_plan(
+    config: ModelConfig, form: WeightFormat, *, hidden_states: bool = False, precision: Precision = FULL
+) -> DecoderPlan:
     """Every projection in ``form``; the embedding in 4 or 8 bits where ``form`` has as many."""
 
     def linear(in_features: int, *parts: LinearPart) -> LinearSpec:
@@ -275,7 +274,8 @@ def tiny_plan(config: ModelConfig, form: WeightFormat, *, hidden_states: bool = 
         linears[f"layers.{i}.gate_up"] = linear(hidden, both)
         linears[f"layers.{i}.down"] = linear(config.intermediate_size, LinearPart(("down",), hidden, form))
     embedding_form = WeightFormat(form.bits, 32)
-    return DecoderPlan(EmbeddingSpec("embed", embedding_form, offsets=form.bits == 4), linears, hidden_states)
+    embedding = EmbeddingSpec("embed", embedding_form, offsets=form.bits == 4)
+    return DecoderPlan(embedding, linears, hidden_states, precision == FULL, precision=precision)
 
 
 def random_blocks(rng: np.random.Generator, shape: tuple[int, int], form: WeightFormat) -> Blocks | F32:

@@ -174,12 +174,8 @@ def plan_decoder(
             ("gate_up", ("gate", "up"), ()),
             ("down", ("down",), ()),
         ):
-            linears[prefix + name] = _linear(
-                checkpoint,
-                policy,
-                tuple(prefix + s for s in sources),
-                tuple(prefix + b for b in its_biases),
-            )
+            named = (tuple(prefix + tensor for tensor in group) for group in (sources, its_biases))
+            linears[prefix + name] = _linear(checkpoint, policy, *named)
     context = head_tokens is not None and checkpoint.tied_head
     plan = DecoderPlan(embedding, linears, hidden_states, spare_rows, head_tokens, context, refinement)
     return plan if precision == FULL else _with_precision(plan, precision)

@@ -320,11 +320,10 @@ def build_decoder(config: ModelConfig, plan: DecoderPlan) -> ir.Model:
 
     Parameter names follow the plan: ``layers.3.attention.qkv.parts.0.weight``, ``layers.3.attn_norm.weight``.
     """
-    opset = _OPSETS[plan.precision.activations]
+    opset, floats = _OPSETS[plan.precision.activations], FLOATS[plan.precision.activations]
     graph = ir.Graph([], [], nodes=[], opset_imports={"": opset, "com.microsoft": 1}, name="decoder")
     builder = GraphBuilder(graph)
     float32, int32, int64 = ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64
-    floats = FLOATS[plan.precision.activations]
     ids = builder.input("input_ids", int64, [1, "n"])
     seqlens_k = builder.input("seqlens_k", int32, [1])
     total = builder.input("total_sequence_length", int32, [])
