@@ -108,6 +108,7 @@ def session_settings(options: CpuOptions) -> Any:
     # pass while the other's begins. One pool for both would do too, but ONNX Runtime's shared pool is the
     # whole process's: every other session of the application would fail to load.
     settings.add_session_config_entry("session.force_spinning_stop", "1")
+    settings.add_session_config_entry("session.prepack.enable_parallel", "1")  # the same bits, sooner
     return settings
 
 
