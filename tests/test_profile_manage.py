@@ -197,7 +197,8 @@ def test_the_commands(tokenizer: Tokenizer, tmp_path: Path, home: Path) -> None:
     assert json.loads(run("export", "me", str(file), "--json").stdout)["passages"] == len(texts)
     assert "added to you" in run("import", "you", str(file)).stderr
     assert json.loads(run("forget", "you", "Mustermann", "--json").stdout)["passages"] >= 1
-    assert run("delete", "you", stdin="n\n").exit_code == 1 and Profile("you").path.is_file()
+    for flags in ((), ("--json",)):
+        assert run("delete", "you", *flags, stdin="n\n").exit_code == 1 and Profile("you").path.is_file()
     assert run("delete", "you", stdin="y\n").exit_code == 0 and not Profile("you").path.exists()
     assert run("delete", "me", "--namespace", "mail", "--yes").exit_code == 0
     assert json.loads(run("list", "--json").stdout)[0]["kept"] == []

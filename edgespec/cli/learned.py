@@ -129,7 +129,7 @@ def delete(
         edgespec learned delete work --namespace mail --yes
     """
     what = name if namespace is None else f"namespace {namespace!r} of {name}"
-    if not yes and not as_json:
+    if not yes:
         typer.confirm(f"Delete {what}?", abort=True, err=True)
     _profile(name).delete(namespace)
     _done({"deleted": name, "namespace": namespace}, f"deleted {what}", as_json)

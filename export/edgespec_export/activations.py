@@ -15,7 +15,7 @@ import onnx
 import onnx_ir as ir
 
 from edgespec_export.blocks import F32
-from edgespec_export.calibration import read_texts, shipped_texts
+from edgespec_export.calibration import calibration_texts
 from edgespec_export.checkpoint import Checkpoint
 from edgespec_export.pieces import cut, watch_pieces
 from edgespec_export.plan import POLICIES, plan_decoder
@@ -27,7 +27,14 @@ from edgespec_models.graphs.decoder import build_decoder
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
 
-__all__ = ["Activations", "activation_tokens", "linears_by_input", "open_activations", "write_reader"]
+__all__ = [
+    "Activations",
+    "activation_tokens",
+    "linears_by_input",
+    "open_activations",
+    "tokens_to_read",
+    "write_reader",
+]
 
 _SPAN = 2048  # a few thousand tokens determine the moments of so many columns
 _TOKENS = 4096
@@ -133,13 +140,12 @@ def open_activations(
         RequestError: calibration text that cannot be read.
         ModelFileError: weights that cannot be read.
     """
-    texts = [text for file in files for text in read_texts(file)] if files else shipped_texts()
-    config = checkpoint.config
-    tokenizer = Tokenizer.from_json(checkpoint.tokenizer_json(), vocab_size=config.vocab_size)
-    tokens = activation_tokens(texts, tokenizer, checkpoint.special_tokens(), config.context_length)
+    tokens = tokens_to_read(checkpoint, files)
     scratch.mkdir(parents=True)
     try:
-        yield Activations(write_reader(checkpoint, scratch, progress), wanted, config, tokens, progress)
+        yield Activations(
+            write_reader(checkpoint, scratch, progress), wanted, checkpoint.config, tokens, progress
+        )
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -156,6 +162,18 @@ def write_reader(checkpoint: Checkpoint, folder: Path, progress: ProgressCallbac
     graph = folder / GRAPH
     ir.save(model, graph)
     return graph
+
+
+def tokens_to_read(checkpoint: Checkpoint, files: Sequence[Path]) -> list[list[int]]:
+    """:func:`activation_tokens` of the texts of ``files``, or of the shipped ones without any.
+
+    Raises:
+        RequestError: calibration text that cannot be read, or too little of it.
+    """
+    config = checkpoint.config
+    tokenizer = Tokenizer.from_json(checkpoint.tokenizer_json(), vocab_size=config.vocab_size)
+    texts, special = calibration_texts(files), checkpoint.special_tokens()
+    return activation_tokens(texts, tokenizer, special, config.context_length)
 
 
 def activation_tokens(

@@ -2,7 +2,7 @@
 
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_runtimes.cost import CostCurve, measure_cost
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 
-__all__ = ["read_texts", "shipped_texts", "written_by"]
+__all__ = ["calibration_texts", "read_texts", "shipped_texts", "written_by"]
 
 _SHIPPED = "calibration.jsonl.gz"
 _PROMPTS = 64
@@ -39,6 +39,15 @@ def read_texts(path: Path) -> list[str]:
     if not texts:
         raise RequestError(f"{path} holds no calibration text; give some hundred texts that a target wrote")
     return texts
+
+
+def calibration_texts(files: Sequence[Path]) -> list[str]:
+    """The texts of JSON Lines ``files``, or the shipped ones without any.
+
+    Raises:
+        RequestError: as :func:`read_texts`.
+    """
+    return [text for file in files for text in read_texts(file)] if files else shipped_texts()
 
 
 def written_by(target: Path, progress: ProgressCallback) -> tuple[list[str], CostCurve]:

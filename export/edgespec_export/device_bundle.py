@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from edgespec_export.bundle_files import hash_files, parameters_by_class, write_json, write_texts
-from edgespec_export.calibration import read_texts, shipped_texts
+from edgespec_export.calibration import calibration_texts
 from edgespec_export.checkpoint import Checkpoint
 from edgespec_export.contexts import compile_contexts, compiler_for
 from edgespec_export.parity import find_golden
@@ -105,7 +105,7 @@ def _manifest(
 
 def _texts(tokenizer: Tokenizer, special: SpecialTokens, files: Sequence[Path]) -> list[list[int]]:
     """Token ids of some of the texts in ``files``, or of the shipped ones, begun as prompts are."""
-    texts = [text for file in files for text in read_texts(file)] or shipped_texts()
+    texts = calibration_texts(files)
     start = [special.bos] if special.add_bos and special.bos is not None else []
     chosen = texts[:: max(1, len(texts) // _TEXTS)][:_TEXTS]
     found = [tokens for text in chosen if len(tokens := (start + tokenizer.encode(text))[:ROWS]) >= _SHORTEST]

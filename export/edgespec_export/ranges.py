@@ -13,16 +13,14 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from edgespec_export.activations import activation_tokens, write_reader
+from edgespec_export.activations import tokens_to_read, write_reader
 from edgespec_export.blocks import F32
-from edgespec_export.calibration import read_texts, shipped_texts
 from edgespec_export.checkpoint import Checkpoint
 from edgespec_export.pieces import cut, watch_pieces
 from edgespec_export.report import LARGEST_FLOAT16, ActivationRanges
 from edgespec_models.errors import UnsupportedModelError
 from edgespec_models.graphs.decoder import Precision
 from edgespec_models.progress import Progress, ProgressCallback
-from edgespec_models.tokenizer import Tokenizer
 
 __all__ = ["measure_ranges", "precision_for"]
 
@@ -61,10 +59,7 @@ def measure_ranges(
         RequestError: calibration text that cannot be read.
         ModelFileError: weights that cannot be read.
     """
-    texts = [text for file in files for text in read_texts(file)] if files else shipped_texts()
-    config = checkpoint.config
-    tokenizer = Tokenizer.from_json(checkpoint.tokenizer_json(), vocab_size=config.vocab_size)
-    tokens = activation_tokens(texts, tokenizer, checkpoint.special_tokens(), config.context_length)[:_TEXTS]
+    tokens = tokens_to_read(checkpoint, files)[:_TEXTS]
     scratch.mkdir()
     try:
         graph = write_reader(checkpoint, scratch, progress)
@@ -76,7 +71,7 @@ def measure_ranges(
                 largest[name] = max(largest[name], float(np.abs(value).max()))
 
         pieces = cut(graph, watched=largest.keys())
-        for number, _ in enumerate(watch_pieces(pieces, config, tokens, observe), start=1):
+        for number, _ in enumerate(watch_pieces(pieces, checkpoint.config, tokens, observe), start=1):
             progress(Progress("Calibrating", number, len(pieces), "step"))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

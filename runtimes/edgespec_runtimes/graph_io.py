@@ -27,7 +27,8 @@ _SPARE_ROWS = 1
 _LOGITS_BYTES = 32 << 20
 _PROBED = 4
 _FATAL = 4  # ONNX Runtime's severity
-_RUN_ERRORS = (ort_state.Fail, ort_state.InvalidArgument, ort_state.RuntimeException)
+# Where memory is bound, ONNX Runtime raises what Python has.
+_RUN_ERRORS = (RuntimeError, ort_state.Fail, ort_state.InvalidArgument, ort_state.RuntimeException)
 _TYPES: dict[str, np.dtype[Any]] = {
     "tensor(float)": np.dtype(np.float32),
     "tensor(float16)": np.dtype(np.float16),

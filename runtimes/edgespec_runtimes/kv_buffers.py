@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-__all__ = ["CacheLayout", "GrowingCache", "KVBuffers", "SharedCache", "ort_value"]
+__all__ = ["CacheLayout", "GrowingCache", "InPlaceCache", "KVBuffers", "SharedCache", "ort_value"]
 
 _Array = npt.NDArray[Any]
 _ONNX_TYPES = {"float32": 1, "uint8": 2, "int8": 3, "int32": 6, "int64": 7, "float16": 10}
@@ -51,17 +51,33 @@ class KVBuffers(Protocol):
         """Free the memory."""
 
 
-class SharedCache:
-    """One buffer of full capacity for each tensor: the graph reads it and writes new rows in place.
+class InPlaceCache:
+    """One buffer of full capacity for each tensor: the graph reads it and writes new rows in place."""
+
+    def __init__(self, layout: Sequence[CacheLayout]) -> None:
+        self._layout = layout
+        self._values: list[Any] = []
+
+    def bind(self, binding: Any, start: int = 0, count: int = 0) -> None:
+        """Let passes read and write the cache; the same for every pass until :meth:`reserve`."""
+        for tensor, value in zip(self._layout, self._values, strict=True):
+            binding.bind_ortvalue_input(tensor.past, value)
+            binding.bind_ortvalue_output(tensor.present, value)
+
+    def written(self, length: int) -> None:
+        """Nothing to do: the new rows lie where the next pass reads them."""
+
+
+class SharedCache(InPlaceCache):
+    """In numpy's memory.
 
     Attributes:
         arrays: ``(1, heads, capacity, head_dim)`` each.
     """
 
     def __init__(self, layout: Sequence[CacheLayout]) -> None:
-        self._layout = layout
+        super().__init__(layout)
         self.arrays: list[_Array] = []
-        self._values: list[Any] = []
 
     @property
     def nbytes(self) -> int:
@@ -77,15 +93,6 @@ class SharedCache:
                 array[:, :, :keep] = old[index][:, :, :keep]
             self.arrays.append(array)
             self._values.append(ort_value(array))
-
-    def bind(self, binding: Any, start: int = 0, count: int = 0) -> None:
-        """Let passes read and write the cache; the same for every pass until :meth:`reserve`."""
-        for tensor, value in zip(self._layout, self._values, strict=True):
-            binding.bind_ortvalue_input(tensor.past, value)
-            binding.bind_ortvalue_output(tensor.present, value)
-
-    def written(self, length: int) -> None:
-        """Nothing to do: the new rows lie where the next pass reads them."""
 
     def clear(self) -> None:
         """Free the memory."""

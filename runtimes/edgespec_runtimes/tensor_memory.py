@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from edgespec_runtimes.kv_buffers import CacheLayout, KVBuffers, SharedCache, ort_value
+from edgespec_runtimes.kv_buffers import CacheLayout, InPlaceCache, KVBuffers, SharedCache, ort_value
 
 __all__ = ["DeviceCache", "DeviceMemory", "HostMemory", "TensorMemory"]
 
@@ -72,16 +72,16 @@ class DeviceMemory:
         return DeviceCache(layout, self)
 
 
-class DeviceCache:
-    """One buffer of full capacity for each tensor, on the device: passes read it and write in place.
+class DeviceCache(InPlaceCache):
+    """On a device.
 
     To grow, what is kept travels over the host, a tensor at a time: a device has no other copy here, and
     sessions reserve what a request needs at its start.
     """
 
     def __init__(self, layout: Sequence[CacheLayout], memory: DeviceMemory) -> None:
-        self._layout, self._memory = layout, memory
-        self._values: list[Any] = []
+        super().__init__(layout)
+        self._memory = memory
         self.nbytes = 0
         """Bytes reserved."""
 
@@ -97,15 +97,6 @@ class DeviceCache:
                 array[:, :, :keep] = self._values[index].numpy()[:, :, :keep]
             self._values[index] = None  # the device need not hold both
             self._values[index] = self._memory.value(array)
-
-    def bind(self, binding: Any, start: int = 0, count: int = 0) -> None:
-        """Let passes read and write the cache; the same for every pass until :meth:`reserve`."""
-        for tensor, value in zip(self._layout, self._values, strict=True):
-            binding.bind_ortvalue_input(tensor.past, value)
-            binding.bind_ortvalue_output(tensor.present, value)
-
-    def written(self, length: int) -> None:
-        """Nothing to do: the new rows lie where the next pass reads them."""
 
     def clear(self) -> None:
         """Free the memory."""
