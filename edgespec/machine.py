@@ -35,8 +35,9 @@ def fingerprint() -> dict[str, Any]:
     ``cpu``, ``features`` (a digest of its instruction sets where the system lists them: virtual machines
     often hide the processor's name), cores, system, version of ONNX Runtime.
     """
-    import onnxruntime
     import psutil
+
+    from edgespec_runtimes.ort import ort
 
     return {
         "cpu": _cpu_name(),
@@ -45,7 +46,7 @@ def fingerprint() -> dict[str, Any]:
         "cores": psutil.cpu_count(logical=False),
         "logical_cores": psutil.cpu_count(),
         "system": f"{platform.system()} {platform.release()}",
-        "onnxruntime": onnxruntime.__version__,
+        "onnxruntime": ort.__version__,
     }
 
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import onnxruntime as ort
 import pytest
 from typer.testing import CliRunner
 
@@ -27,6 +26,7 @@ from edgespec_runtimes import static_session
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.devices import CPU, PROFILES
 from edgespec_runtimes.discovery import Device, OrtRuntime, resolve
+from edgespec_runtimes.ort import ort
 from edgespec_runtimes.placement import Placement
 from edgespec_runtimes.static_session import StaticSession, open_on
 from tests.gguf_for_tests import tiny_gguf

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import onnxruntime as ort
 import pytest
 
 from edgespec_models.config import ModelConfig
@@ -15,6 +14,7 @@ from edgespec_models.weight_format import WeightFormat
 from edgespec_runtimes.cpu import CpuOptions, CpuSession, default_threads
 from edgespec_runtimes.graph_io import EdgespecIO
 from edgespec_runtimes.kv_buffers import SharedCache
+from edgespec_runtimes.ort import ort
 from edgespec_runtimes.session import Session
 from tests.toy import COLUMNS, F32, FLOAT, GEMMA, INT4, INT8, LLAMA, MATMUL, WIDE, tiny_bundle
 

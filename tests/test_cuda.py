@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -33,6 +32,7 @@ from edgespec_runtimes.cuda import CudaSession
 from edgespec_runtimes.devices import CPU, PROFILES
 from edgespec_runtimes.discovery import Device, OrtRuntime, devices, resolve
 from edgespec_runtimes.graph_io import EdgespecIO
+from edgespec_runtimes.ort import ort
 from edgespec_runtimes.placement import place
 from edgespec_runtimes.tensor_memory import DeviceCache, DeviceMemory
 from tests.gguf_for_tests import F32, TinyGGUF, reference_weights, tiny_gguf

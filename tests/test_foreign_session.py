@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 
 import edgespec
@@ -19,6 +18,7 @@ from edgespec_runtimes import cost, graph_io
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.graph_io import MaskedIO
 from edgespec_runtimes.kv_buffers import GrowingCache, SharedCache
+from edgespec_runtimes.ort import ort
 from edgespec_runtimes.session import Session
 from tests.foreign_for_tests import (
     CONTEXT,

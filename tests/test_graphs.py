@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 from onnxscript import GraphBuilder
 
@@ -17,6 +16,7 @@ from edgespec_models.errors import BundleError, UnsupportedModelError
 from edgespec_models.graphs.linear import Linear, LinearPart, LinearSpec
 from edgespec_models.weight_format import WeightFormat
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_runtimes.ort import ort
 from tests.toy import (
     COLUMNS,
     F32,

@@ -6,7 +6,6 @@ from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
-import onnxruntime as ort
 import pytest
 
 from edgespec_export import plan
@@ -14,6 +13,7 @@ from edgespec_export.export import ExportOptions, ExportReport, export_model
 from edgespec_export.pieces import cut, run_pieces
 from edgespec_models.bundle import GRAPH, Bundle
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_runtimes.ort import ort
 from tests.gguf_for_tests import TinyGGUF, tiny_gguf
 
 COLUMNS = 24

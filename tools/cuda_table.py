@@ -21,8 +21,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import onnxruntime as ort
-
 from edgespec import load
 from edgespec.bench import BenchOptions, measure
 from edgespec.bench_json import summarize
@@ -35,6 +33,7 @@ from edgespec_models.errors import EdgespecError
 from edgespec_runtimes.cost import measure_cost
 from edgespec_runtimes.cuda import CudaSession
 from edgespec_runtimes.discovery import Device, resolve
+from edgespec_runtimes.ort import ort
 
 ROWS = tuple(range(1, 17))
 COLUMNS = (

@@ -13,14 +13,13 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-import onnxruntime as ort
-
 from edgespec.loading import open_model
 from edgespec.sessions import open_pair
 from edgespec_models.bundle import Bundle, Role
 from edgespec_models.foreign import open_bundle
 from edgespec_runtimes.cost import measure_cost, recheck_cost
 from edgespec_runtimes.cpu import CpuOptions, CpuSession, open_graph, session_settings
+from edgespec_runtimes.ort import ort
 
 
 def seconds(work: Callable[[], Any]) -> tuple[float, Any]:

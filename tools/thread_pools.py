@@ -12,10 +12,9 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter, sleep
 
-import onnxruntime as ort
-
 from edgespec_models.bundle import Bundle
 from edgespec_runtimes.cpu import CpuOptions, CpuSession, default_threads
+from edgespec_runtimes.ort import ort
 
 MODES = ("spinning", "spinning, stopped after a pass", "no spinning", "one pool")
 PAST = 256

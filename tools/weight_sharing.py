@@ -11,14 +11,13 @@ with a bundle exported with ``--device npu-qnn`` and a folder OUT that does not 
 import argparse
 from pathlib import Path
 
-import onnxruntime as ort
-
 from edgespec_export.contexts import compiler_for
 from edgespec_models.bundle import Bundle
 from edgespec_models.chips import find_chip
 from edgespec_models.errors import DeviceError
 from edgespec_runtimes.cpu import CpuOptions, session_settings
 from edgespec_runtimes.discovery import Device, resolve
+from edgespec_runtimes.ort import ort
 
 
 def compile_shared(graphs: list[Path], out: Path, compiler: Device) -> None:

@@ -126,7 +126,7 @@ def _run(command: Sequence[str]) -> None:
     """Run to the end, asking no network: everything lies in the source's directory."""
     ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
-    environment |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    environment |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "ORT_DISABLE_TELEMETRY": "1"}
     try:
         result = subprocess.run(
             command,

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import onnxruntime as ort
 import psutil
 
 from edgespec_models.bundle import Bundle
@@ -19,6 +18,7 @@ from edgespec_models.errors import BundleError, DeviceError, RequestError
 from edgespec_runtimes.graph_io import open_io
 from edgespec_runtimes.graph_session import GraphSession
 from edgespec_runtimes.huge_pages import huge_pages
+from edgespec_runtimes.ort import ort
 
 __all__ = ["CpuOptions", "CpuSession", "default_threads", "open_graph", "session_settings"]
 

@@ -6,8 +6,6 @@ The session runs on the CPU too, where the same kernels' float16 versions are sl
 from pathlib import Path
 from typing import Any
 
-import onnxruntime as ort
-
 from edgespec_models.bundle import Bundle
 from edgespec_models.errors import BundleError, DeviceError
 from edgespec_runtimes.cpu import CpuOptions, session_settings
@@ -15,6 +13,7 @@ from edgespec_runtimes.devices import CPU
 from edgespec_runtimes.discovery import Device
 from edgespec_runtimes.graph_io import EdgespecIO
 from edgespec_runtimes.graph_session import GraphSession
+from edgespec_runtimes.ort import ort
 from edgespec_runtimes.tensor_memory import DeviceMemory
 
 __all__ = ["CudaSession"]

@@ -10,10 +10,10 @@ from io import StringIO
 from typing import Any, Literal, Protocol
 
 import numpy as np
-import onnxruntime as ort
 
 from edgespec_models.errors import DeviceError
 from edgespec_runtimes.devices import CPU, PROFILES, DeviceProfile, Hardware
+from edgespec_runtimes.ort import ort
 
 __all__ = ["AUTO", "Device", "FoundHardware", "OrtRuntime", "Runtime", "devices", "resolve"]
 

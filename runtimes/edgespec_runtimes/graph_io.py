@@ -9,14 +9,13 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import onnxruntime as ort
-from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
 from edgespec_models.bundle import Bundle
 from edgespec_models.config import DecoderShape
 from edgespec_models.errors import BundleError
 from edgespec_models.graph_tensors import GraphTensors
 from edgespec_runtimes.kv_buffers import CacheLayout, GrowingCache, KVBuffers, SharedCache, ort_value
+from edgespec_runtimes.ort import ort, ort_state
 from edgespec_runtimes.session import Logits
 from edgespec_runtimes.tensor_memory import HostMemory, TensorMemory
 

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import onnxruntime as ort
+
+from edgespec_runtimes.ort import ort
 
 __all__ = ["CacheLayout", "GrowingCache", "InPlaceCache", "KVBuffers", "SharedCache", "ort_value"]
 

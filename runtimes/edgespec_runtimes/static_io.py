@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
 from edgespec_models.bundle import Bundle
 from edgespec_models.config import ModelConfig
@@ -22,6 +21,7 @@ from edgespec_models.errors import BundleError, DeviceError
 from edgespec_models.static_graphs import StaticGraphs
 from edgespec_runtimes.host_inputs import HostInputs
 from edgespec_runtimes.kv_buffers import ort_value
+from edgespec_runtimes.ort import ort_state
 from edgespec_runtimes.session import Logits
 
 __all__ = ["StaticIO", "cheapest_passes"]

@@ -5,8 +5,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import onnxruntime as ort
-
 from edgespec_models.bundle import Bundle
 from edgespec_models.errors import BundleError, DeviceError
 from edgespec_models.static_graphs import Contexts, StaticGraphs
@@ -14,6 +12,7 @@ from edgespec_runtimes.cpu import CpuOptions, session_settings
 from edgespec_runtimes.devices import CPU
 from edgespec_runtimes.discovery import Device
 from edgespec_runtimes.graph_session import GraphSession
+from edgespec_runtimes.ort import ort
 from edgespec_runtimes.static_io import StaticIO
 
 __all__ = ["StaticSession", "open_on"]

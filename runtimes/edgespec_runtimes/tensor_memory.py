@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import onnxruntime as ort
 
 from edgespec_runtimes.kv_buffers import CacheLayout, InPlaceCache, KVBuffers, SharedCache, ort_value
+from edgespec_runtimes.ort import ort
 
 __all__ = ["DeviceCache", "DeviceMemory", "HostMemory", "TensorMemory"]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 
 from edgespec_export.parity import check_parity, find_golden, session_logits
+from edgespec_runtimes.ort import ort
 
 
 class OneShot:

@@ -1,0 +1,18 @@
+"""ONNX Runtime without telemetry: the one place that imports it (ruff refuses any other).
+
+Since 1.29 its official builds upload usage data on every system, and keep an identifier of the device in the
+user's cache folder, unless this variable is set before the library starts (its Privacy.md). So this module
+does what modules should not: it acts when imported. Where an application has imported onnxruntime before
+edgespec, the call ends what has begun; older Windows builds listen to the call alone.
+"""
+
+import os
+
+os.environ["ORT_DISABLE_TELEMETRY"] = "1"
+
+import onnxruntime as ort
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
+
+ort.disable_telemetry_events()
+
+__all__ = ["ort", "ort_state"]

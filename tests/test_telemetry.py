@@ -1,0 +1,40 @@
+"""ONNX Runtime's official builds send usage data unless told not to before they start: edgespec tells them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.toy import COLUMNS, LLAMA, tiny_bundle
+
+_VARIABLE = "ORT_DISABLE_TELEMETRY"
+_RUN = """
+import os, sys
+
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "onnxruntime":
+            assert os.environ.get("ORT_DISABLE_TELEMETRY") == "1", "too late"
+
+sys.meta_path.insert(0, Watch())
+from importlib import import_module
+from pathlib import Path
+import_module(sys.argv[1])
+from edgespec_models.bundle import Bundle
+from edgespec_runtimes.cpu import CpuSession
+CpuSession(Bundle(Path(sys.argv[2]))).forward([1, 2])
+"""
+
+
+@pytest.mark.parametrize(
+    "first", ["edgespec", "edgespec.engine", "edgespec_export.contexts", "edgespec_runtimes.discovery"]
+)
+def test_nothing_is_sent_or_kept(tmp_path: Path, first: str) -> None:
+    model, home = tiny_bundle(tmp_path / "m", LLAMA, COLUMNS), tmp_path / "home"
+    home.mkdir()
+    kept = {name: value for name, value in os.environ.items() if name not in (_VARIABLE, "XDG_CACHE_HOME")}
+    environment = kept | {"HOME": str(home), "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", _RUN, first, str(model.path)], check=True, env=environment)
+    assert list(home.rglob("*")) == []  # with telemetry on: a device identifier and a queue of events
