@@ -1,4 +1,4 @@
-"""ONNX Runtime's official builds send usage data unless told not to before they start: edgespec tells them."""
+"""ONNX Runtime sends usage data unless told not to before it starts: edgespec tells it."""
 
 import os
 import subprocess
