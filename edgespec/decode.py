@@ -67,6 +67,7 @@ def decode(
         started = perf_counter()
         limit = 0 if first or drafter is None else min(max_draft, end - len(tokens) - 1)
         draft = drafter.propose(tokens, limit) if limit > 0 and drafter is not None else NO_DRAFT
+        draft = draft.head(len(_until_stop(draft.tokens, stop)[0]))  # nothing is committed behind the end
         drafted = perf_counter()
         logits = target.forward([tokens[-1], *draft.tokens])  # (k + 1, vocab)
         passed = perf_counter()

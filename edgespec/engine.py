@@ -1,8 +1,9 @@
 """The SDK: load a target and a drafter, generate, stream, chat."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Self, Unpack
 
 from edgespec.drafting.ahead import Ahead
@@ -13,6 +14,7 @@ from edgespec.drafting.draft import Drafter, Extending
 from edgespec.drafting.experience import Experience
 from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
 from edgespec.drafting.ngram import NgramDrafter
+from edgespec.encoding import Messages, encode_chat, encode_text
 from edgespec.generation import Job, TextStreamer
 from edgespec.loading import NGRAM, open_model, recommended_drafter
 from edgespec.pricing import Pricing
@@ -33,8 +35,6 @@ from edgespec_runtimes.placement import Placement, export_for, place, run_at_onc
 from edgespec_runtimes.session import ModelSession
 
 __all__ = ["LoadOptions", "Model", "TextStreamer", "load"]
-
-Messages = Sequence[Mapping[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +137,9 @@ def load(
 class Model:
     """A loaded target, with its drafter. A context manager; one request at a time.
 
+    A new request ends the one before, whose stream then stops. From several threads, begin one when the
+    other has ended: a request while another thread reads a stream is a :class:`RequestError`.
+
     Attributes:
         target: the target's bundle.
         drafter: the drafter's bundle; None without a drafter model.
@@ -182,6 +185,8 @@ class Model:
             self._side = _Side(drafter, session, curve, Calibration(), self._ahead(curve))
         self._guard = Guard(self._pricing)
         self._experience = Experience()
+        self._stream: TextStreamer | None = None  # the last request's
+        self._starting = Lock()
 
     def __enter__(self) -> Self:
         return self
@@ -190,20 +195,25 @@ class Model:
         self.close()
 
     def close(self) -> None:
-        """Free both models and store what was learned. The model cannot be used afterwards."""
-        if self._profile is not None:
-            self._profile.close()
-        if self._side is not None and self._side.ahead is not None:
-            self._side.ahead.stop()
-        self._session.close()
-        if self._side is not None:
-            self._side.session.close()
+        """End a request that is not over, store what was learned, free both models.
+
+        The model cannot be used afterwards.
+        """
+        self._end_request()
+        try:
+            if self._profile is not None:
+                self._profile.close()
+        finally:  # a second Ctrl-C, perhaps
+            if self._side is not None:
+                self._side.session.close()
+            self._session.close()
 
     def use_profile(self, path: Path) -> None:
         """Draft from the profile at ``path``, and learn into it, from the next request on.
 
         A file that cannot be used is reported in the log and in ``result.stats.profile_problem``.
         """
+        self._end_request()
         if self._profile is not None:
             self._profile.close()
         scope = Scope(self.name, self.target.tokenizer.digest, self.options.namespace)
@@ -259,8 +269,8 @@ class Model:
     def stream(self, prompt: str, **options: Unpack[RequestOptions]) -> TextStreamer:
         """Like :meth:`generate`, piece by piece: iterate over text, then read ``.result``."""
         return self._start(
-            self._plain_prompt(self.target, prompt),
-            lambda bundle: self._plain_prompt(bundle, prompt),
+            encode_text(self.target, prompt),
+            lambda bundle: encode_text(bundle, prompt),
             Request.of(options),
         )
 
@@ -269,8 +279,8 @@ class Model:
         if self.target.chat_template is None:
             raise RequestError(f"{self.name} has no chat template; use generate, or another model")
         return self._start(
-            self._chat_prompt(self.target, messages),
-            lambda bundle: self._chat_prompt(bundle, messages),
+            encode_chat(self.target, messages),
+            lambda bundle: encode_chat(bundle, messages),
             Request.of(options),
         )
 
@@ -279,20 +289,33 @@ class Model:
         aside = self.drafter_placement
         return Ahead(self._pricing, curve) if aside and run_at_once(self.placement, aside) else None
 
+    def _end_request(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+        if self._side is not None and self._side.ahead is not None:
+            self._side.ahead.begin()
+
     def _start(
         self, tokens: list[int], drafter_prompt: Callable[[Bundle], list[int]], request: Request
     ) -> TextStreamer:
+        """A new request, which ends the one before: both sessions hold one text."""
         if not tokens:
             raise RequestError("the prompt is empty; give at least one character")
-        if self._side is not None and self._side.ahead is not None:
-            self._side.ahead.begin()
+        with self._starting:
+            self._end_request()
+            self._stream = TextStreamer(self._prepared(tokens, drafter_prompt, request))
+        return self._stream
+
+    def _prepared(
+        self, tokens: list[int], drafter_prompt: Callable[[Bundle], list[int]], request: Request
+    ) -> Job:
         self._session.reserve(len(tokens) + request.max_new_tokens)
         if not (request.speculate and self._drafts):
-            return TextStreamer(self._job(None, None, tokens, request))
+            return self._job(None, None, tokens, request)
         use = None if self._profile is None else self._profile.request()
         free = NgramDrafter() if use is None else BestOf(NgramDrafter(), use.drafter)
         drafter = self._drafter(free, tokens, drafter_prompt, request)
-        return TextStreamer(self._job(drafter, use, tokens, request))
+        return self._job(drafter, use, tokens, request)
 
     def _job(
         self, drafter: Drafter | None, learner: RequestUse | None, tokens: list[int], request: Request
@@ -368,19 +391,3 @@ class Model:
         )
         self._experience.begin(tokens, lambda: drafter.gain_s and drafter.gain_s / longest_s)
         return drafter, reading_s
-
-    @staticmethod
-    def _plain_prompt(bundle: Bundle, prompt: str) -> list[int]:
-        special = bundle.manifest.special_tokens
-        bos = [special.bos] if special.add_bos and special.bos is not None else []
-        return bos + bundle.tokenizer.encode(prompt)
-
-    def _chat_prompt(self, bundle: Bundle, messages: Messages) -> list[int]:
-        """The conversation in the bundle's own template; without one, as plain text."""
-        if bundle.chat_template is None:
-            return self._plain_prompt(bundle, "".join(f"{m['content']}\n\n" for m in messages))
-        ids = bundle.chat_template.encode(messages, bundle.tokenizer)
-        special = bundle.manifest.special_tokens
-        if special.add_bos and special.bos is not None and ids[:1] != [special.bos]:
-            ids = [special.bos, *ids]
-        return ids

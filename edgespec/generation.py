@@ -63,7 +63,7 @@ class TextStreamer:
     """Iterate over the text as it is generated; afterwards ``result`` is the whole :class:`Generation`.
 
     Pieces are never half a character and never text that a stop string takes back. Leaving the loop
-    early ends the request; the model stays usable.
+    early ends the request, as the model's next request does; the model stays usable.
     """
 
     def __init__(self, job: Job) -> None:
@@ -72,7 +72,13 @@ class TextStreamer:
         self._pieces = self._generate()
 
     def __iter__(self) -> Iterator[str]:
-        return self._pieces
+        return self
+
+    def __next__(self) -> str:
+        for piece in self._pieces:
+            return piece
+        _ = self.result  # an error where something else has ended it
+        raise StopIteration
 
     @property
     def result(self) -> Generation:
@@ -82,16 +88,32 @@ class TextStreamer:
             RequestError: the stream was not read to its end.
         """
         if self._result is None:
-            raise RequestError("the generation is not finished; read the stream to its end first")
+            raise RequestError(
+                "the generation is not finished; read the stream to its end, before the model is asked again "
+                "or closed"
+            )
         return self._result
+
+    def close(self) -> None:
+        """End the request: what is not generated yet never will be.
+
+        Raises:
+            RequestError: it is being read just now, by another thread or by whoever calls this.
+        """
+        try:
+            self._pieces.close()
+        except ValueError as error:
+            raise RequestError(
+                "the model is writing another answer; it answers one request at a time"
+            ) from error
 
     def run(self) -> Generation:
         """Generate to the end."""
-        for _ in self._pieces:
+        for _ in self:
             pass
         return self.result
 
-    def _generate(self) -> Iterator[str]:
+    def _generate(self) -> Generator[str, None, None]:
         job, request = self._job, self._job.request
         prompt_tokens = len(job.tokens)
         stream, meter, text = TextStream(job.tokenizer, stop=request.stop), _Meter(job), []
@@ -104,7 +126,9 @@ class TextStreamer:
                         reason = "stop"
                     if piece:
                         text.append(piece)
+                        left = perf_counter()
                         yield piece
+                        meter.pause(perf_counter() - left)
                     if stream.stopped:
                         break
         except Cancelled:
@@ -144,11 +168,15 @@ class TextStreamer:
 
 
 class _Meter:
-    """Times and counts of one request; tells the pricing what rounds cost."""
+    """Times and counts of one request; tells the pricing what rounds cost.
+
+    Its clock stands while the caller does something with a piece of text: that is no round's time.
+    """
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._cached_tokens = job.session.shared_prefix(job.tokens[:-1])  # the last is always read
+        self._paused_s = 0.0
         self._started = perf_counter()
         self._first = self._last = self._started
         self._rounds = self._decode_tokens = 0
@@ -159,8 +187,12 @@ class _Meter:
         self._drafted_at: Counter[int] = Counter()
         self._accepted_at: Counter[int] = Counter()
 
+    def pause(self, seconds: float) -> None:
+        """For so long the caller kept the last piece."""
+        self._paused_s += seconds
+
     def observe(self, step: Step) -> None:
-        now = perf_counter()
+        now = perf_counter() - self._paused_s
         if self._rounds == 0:
             self._first = now
         else:

@@ -6,14 +6,16 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import perf_counter, sleep
 from typing import Any
 
 import pytest
 
 import edgespec
-from edgespec import LoadOptions, Model, generation, sessions
+from edgespec import LoadOptions, Model, RequestOptions, generation, sessions
 from edgespec import decode as decoding
 from edgespec.drafting import choice, reading
+from edgespec.generation import TextStreamer
 from edgespec.results import Generation
 from edgespec_models.bundle import MANIFEST
 from edgespec_models.errors import CatalogueError, RequestError, TokenizerError
@@ -158,6 +160,46 @@ def test_a_stream_left_early_leaves_the_model_usable(model: Model, plain: Genera
     with pytest.raises(RequestError, match="not finished"):
         _ = stream.result
     assert model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False).text == plain.text
+
+
+@pytest.mark.parametrize("read", [0, 1, 3])
+def test_a_new_request_ends_the_one_before(model: Model, plain: Generation, read: int) -> None:
+    first = model.stream("Something else:", max_new_tokens=NEW, stop_at_eos=False)
+    for _ in range(read):
+        next(first)
+    second = model.stream(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+    for use in (next, list, TextStreamer.run):
+        with pytest.raises(RequestError, match="before the model is asked again"):
+            use(first)
+    assert second.run().tokens == plain.tokens
+
+
+def test_a_request_while_another_one_runs_is_refused(model: Model, plain: Generation) -> None:
+    refused = []
+
+    def meanwhile() -> bool:
+        with pytest.raises(RequestError, match="one request at a time"):
+            model.generate("Something else:")
+        refused.append(True)
+        return False
+
+    options = RequestOptions(max_new_tokens=NEW, stop_at_eos=False, cancelled=meanwhile)
+    assert model.generate(PROMPT, **options).tokens == plain.tokens
+    assert len(refused) > 3
+
+
+def test_what_the_caller_does_with_the_text_is_not_time_of_decoding(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "perf_counter", perf_counter)  # the real one
+    started, away = perf_counter(), 0.0
+    stream = model.stream(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+    for _ in stream:
+        left = perf_counter()
+        sleep(0.02)
+        away += perf_counter() - left
+    stats = stream.result.stats
+    assert stats.ttft_s + stats.decode_s <= perf_counter() - started - away
 
 
 def _words(text: str) -> list[str]:

@@ -145,12 +145,11 @@ class TestStore:
         limit = 100_000
         store = Store.open(path, max_bytes=limit)
         store.merge(OTHERS[0], delta_of(passage_of(1)), text_of)
-        with store.transaction():
-            for learned in elsewhere.learned():
-                store.put(learned)
+        kept = store.put(elsewhere.learned())
         store.overwrite()
         assert path.stat().st_size <= limit + 4096
         assert set(store.scopes()) == {SCOPE} and store.scopes()[SCOPE] > 1000
+        assert kept == len(list(store.learned())) < 1000
         elsewhere.close()
         store.close()
 

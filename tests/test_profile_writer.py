@@ -39,6 +39,21 @@ def test_closing_writes_what_is_left(path: Path) -> None:
     assert len(stored(path).entries) == 1
 
 
+def test_an_interrupted_close_can_be_repeated(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    writer = Writer(Store.open(path), path, scope=SCOPE, text_of=text_of, flush_s=1000.0)
+    writer.tell(lambda delta: delta.wrote(passage_of(1)))
+    monkeypatch.setattr(Store, "merge", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        writer.close()
+    assert not stored(path).entries
+    writer.close()
+    assert len(stored(path).entries) == 1
+
+
 @pytest.mark.parametrize("fault", ["full", "readonly"])
 def test_a_disk_that_takes_nothing_is_reported_once_and_tried_again(
     path: Path, fault: str, caplog: pytest.LogCaptureFixture

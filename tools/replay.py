@@ -25,6 +25,7 @@ from unittest import mock
 
 import numpy as np
 
+from edgespec.encoding import encode_chat
 from edgespec.engine import LoadOptions, Model
 from edgespec.prompts import Prompt, load_prompts
 from edgespec.results import Generation, GenerationStats
@@ -263,7 +264,7 @@ def replay(
         if prompt.id not in written or len(written[prompt.id]) < 2:
             continue
         text = [{"role": "user", "content": prompt.turns[0]}]
-        recorded.expect([*model._chat_prompt(model.target, text), *written[prompt.id]])
+        recorded.expect([*encode_chat(model.target, text), *written[prompt.id]])
         answer = ask(model, prompt, {"max_new_tokens": longest})
         if list(answer.tokens) != list(written[prompt.id]):
             raise AssertionError(f"{prompt.id}: another answer than recorded")

@@ -22,7 +22,8 @@ learned = typer.Typer(
     rich_markup_mode="markdown",
     help="""Show, export and delete what was learned from answers.
 
-    A profile is learned where 'generate', 'chat' or 'bench' are given --profile NAME, and nowhere else.
+    A profile is learned where 'generate', 'chat', 'bench' or 'verify' are given --profile NAME, and nowhere
+    else.
     docs/profile.md says what it holds.
     """,
 )

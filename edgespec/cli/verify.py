@@ -55,13 +55,15 @@ def verify(
 
     Exit code 1 if it does, or if nothing was drafted and so nothing was tested.
 
+    With --profile the answers are learned, as everywhere; take a profile for trials.
+
     Examples:
 
         edgespec verify qwen2.5-coder-1.5b-instruct --drafter smollm2-135m-instruct --prompts my.jsonl
 
         edgespec verify ./target --drafter ngram --limit 12 --samples 0 --json
 
-        edgespec verify ./target --profile work
+        edgespec verify ./target --profile trial
     """
     chosen = prompts_to_run(prompts, limit)
     with (

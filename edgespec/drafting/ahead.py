@@ -2,7 +2,8 @@
 
 It takes its own draft for accepted and its next guess for the token that the target adds. If both come true
 the next draft is there when verification ends (PEARL, arXiv 2408.11850, post-verify); if not, what was read
-is dropped, at the price of waiting for a drafter step that runs. Drafts are the same, only sooner.
+is dropped, at the price of waiting for a drafter step that runs. Guesses are the same, only sooner; as they
+cost nothing any more, drafts may be longer.
 """
 
 import logging

@@ -92,11 +92,11 @@ class Choice:
         count, surplus = self._pricing.keep(free.confidence)
         if self._wait_s > 0.0:
             self._wait_s -= self._pricing.pass_seconds(1)
-            return _head(free, count)
+            return free.head(count)
         if self._model is None or surplus > self._model_surplus or self._model_surplus <= 0.0:
             # Time lets an old verdict on the model fade, so that it is asked again.
             self._model_surplus += _FORGETTING
-            return _head(free, count)
+            return free.head(count)
         started = perf_counter()
         draft = self._model.propose(tokens, limit)
         asking = perf_counter() - started
@@ -106,13 +106,6 @@ class Choice:
             self._model_surplus += _SMOOTHING * (gained - loss - self._model_surplus)
         self._asked = True
         if not draft.tokens:
-            return _head(free, count)
-        draft = self._free.extend(
-            tokens, draft, limit
-        )  # rows that cost nothing are filled, others if it pays
-        return _head(draft, self._pricing.keep(draft.confidence)[0])
-
-
-def _head(draft: Draft, count: int) -> Draft:
-    """The first ``count`` proposals of a deterministic draft."""
-    return Draft(draft.tokens[:count], None, draft.sources[:count], draft.confidence[:count])
+            return free.head(count)
+        draft = self._free.extend(tokens, draft, limit)  # idle rows are filled, others if that pays
+        return draft.head(self._pricing.keep(draft.confidence)[0])

@@ -28,6 +28,11 @@ class Draft:
     sources: tuple[str, ...] = ()
     confidence: tuple[float, ...] = field(default=())
 
+    def head(self, count: int) -> "Draft":
+        """The first ``count`` proposals."""
+        probs = None if self.probs is None else self.probs[:count]
+        return Draft(self.tokens[:count], probs, self.sources[:count], self.confidence[:count])
+
     def then(self, more: "Draft") -> "Draft":
         """This draft and ``more`` behind it; both deterministic."""
         if not more.tokens:

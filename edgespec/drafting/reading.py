@@ -61,8 +61,8 @@ class Tally:
 class Reader:
     """Reads a text with the drafter's session: what is committed, and what is drafted behind it.
 
-    What was said behind a token is kept as long as the KV cache holds the token, so nothing is read twice:
-    neither tokens that were drafted and not proposed, nor those read ahead of the text (:meth:`read_on`).
+    What was said behind the end of the text is kept as long as the KV cache holds the token, so nothing is
+    read twice: neither tokens that were drafted and not proposed, nor those read ahead (:meth:`read_on`).
     To be used by one thread at a time.
 
     Args:

@@ -146,17 +146,14 @@ class Profile:
         """Add what :meth:`export` wrote, all or nothing; the profile is made if it does not exist.
 
         Returns:
-            How many passages.
+            How many passages of it the profile holds then: it is bounded.
 
         Raises:
             RequestError: ``file`` cannot be read, or something else wrote it.
         """
         learned = _parse(file)
         with self._opened() as store:
-            with store.transaction():
-                for each in learned:
-                    store.put(each)
-            return len(learned)
+            return store.put(learned)
 
     def _files(self) -> list[Path]:
         return [self.path.with_name(self.path.name + ending) for ending in ("-wal", "-shm", "")]

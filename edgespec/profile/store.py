@@ -6,7 +6,7 @@ killed leaves what its last transaction left.
 
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,11 +150,25 @@ class Store:
         with suppress(sqlite3.OperationalError):
             self._vacuum()
 
-    def put(self, learned: Learned) -> None:
-        """Add a passage from elsewhere, with its history, and hold the bounds.
+    def put(self, learned: Iterable[Learned]) -> int:
+        """Add passages from elsewhere, with their history, all or none, and hold the bounds.
 
-        To be called within :meth:`transaction`.
+        Returns:
+            How many of them are stored then.
         """
+        clocks, given = {}, set()
+        with self.transaction():
+            for each in learned:
+                key, clock = self._put(each)
+                clocks[key] = clock
+                given.add((key, each.entry.passage.digest))
+            for key, clock in clocks.items():
+                self._trim(key, clock)
+                self._shrink(key, clock)
+            return sum(self._connection.execute(_ENTRY, which).fetchone() is not None for which in given)
+
+    def _put(self, learned: Learned) -> tuple[int, int]:
+        """Returns its scope's row and clock."""
         key, clock = self._advance(learned.scope, 0)
         known = self._connection.execute(_ENTRY, (key, learned.entry.passage.digest)).fetchone()
         entry = learned.entry if known is None else _entry(*known)
@@ -162,8 +176,7 @@ class Store:
             entry.use(learned.entry.uses, clock)
         entry.at = clock
         self._save(key, entry, (learned.before, learned.text), learned.learned_on)
-        self._trim(key, clock)
-        self._shrink(key, clock)
+        return key, clock
 
     def remove(self, found: Sequence[Learned]) -> None:
         """Delete passages, and overwrite what they said."""

@@ -50,7 +50,7 @@ class Writer:
         self._pending = Delta()
         self._changed = threading.Condition()  # guards the pending delta and the end
         self._writing = threading.Lock()  # guards the store
-        self._closing = False
+        self._closing = self._closed = False
         self._damage: sqlite3.Error | None = None  # until the file is replaced
         self.problem: str | None = None
         self._thread = threading.Thread(target=self._run, name="edgespec-profile", daemon=True)
@@ -70,20 +70,25 @@ class Writer:
         with self._writing:
             with self._changed:
                 delta, self._pending = self._pending, Delta()
-            if delta:
-                self._merge(delta)
+            try:
+                if delta:
+                    self._merge(delta)
+            except BaseException:  # Ctrl-C
+                self._put_back(delta)
+                raise
 
     def close(self) -> None:
-        """Store the rest and end the thread. May be called again."""
-        atexit.unregister(self.close)
+        """Store the rest and end the thread. May be called again, after an interrupt too."""
+        if self._closed:
+            return
         with self._changed:
-            if self._closing:
-                return
             self._closing = True
             self._changed.notify()
         self._thread.join()
         self.flush()
         self._store.close()
+        self._closed = True
+        atexit.unregister(self.close)
 
     def _run(self) -> None:
         while True:
@@ -129,11 +134,15 @@ class Writer:
             self._report(f"the profile {self._path} was damaged ({error}); it is {aside or 'replaced'} now")
 
     def _postpone(self, delta: Delta, problem: str) -> None:
+        self._put_back(delta)
+        self._report(problem)
+
+    def _put_back(self, delta: Delta) -> None:
+        """Have it stored with what comes."""
         with self._changed:
             if len(delta.changes) + len(self._pending.changes) <= _MOST_PENDING:
                 delta.add(self._pending)
                 self._pending = delta
-        self._report(problem)
 
     def _report(self, problem: str) -> None:
         if self.problem is None:
