@@ -2,7 +2,7 @@
 
 Writes a Hugging Face checkpoint of the shape of a 7-billion-parameter model in bfloat16 to FOLDER: sharded,
 sparse files (14.5 GB to a reader, some 40 MB on disks that know holes) with few distinct values. With
-``--export`` it is exported to OUT, about 4.5 GB, and the peak memory compared with the cap.
+``--export`` it is exported to OUT, about 4.9 GB, and the peak memory compared with the cap.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Weights in huge pages (Linux).
 
 A pass reads every weight once. In pages of 4 KiB that is a lookup in the page tables for every 4 KiB, in a
-virtual machine a twofold one, which costs narrow passes 5 to 20 % (``tools/huge_pages.py``). Most
+virtual machine a twofold one, which costs narrow passes 5 to 11 % (``tools/huge_pages.py``). Most
 distributions give huge pages to those who ask (``madvise``); numpy does, ONNX Runtime does not.
 """
 

