@@ -142,7 +142,7 @@ class StaticGraphs:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "StaticGraphs":
-        """Read :meth:`to_json`'s form; raises TypeError, ValueError or BundleError for others."""
+        """Read :meth:`to_json`'s form; raises KeyError, TypeError, ValueError or BundleError for others."""
         lists = {name: tuple(map(int, value[name])) for name in ("verify", "buckets")}
         contexts = value.get("contexts")
         return cls(**value | lists | {"contexts": None if contexts is None else Contexts.from_json(contexts)})
