@@ -14,7 +14,7 @@ import edgespec
 from edgespec.cli import app
 from edgespec.cli.devices import show_devices
 from edgespec_models.bundle import MANIFEST, Bundle
-from edgespec_models.errors import BundleError, DeviceError
+from edgespec_models.errors import BundleError, DeviceError, RequestError
 from edgespec_models.static_graphs import ExportDevice, StaticGraphs, buckets_for
 from edgespec_runtimes import discovery
 from edgespec_runtimes.devices import PROFILES
@@ -244,7 +244,7 @@ def test_buckets(context: int, chosen: tuple[int, ...], expected: tuple[int, ...
 
 
 def test_a_bucket_beyond_the_context_is_refused() -> None:
-    with pytest.raises(BundleError, match="exceeds the context of 640"):
+    with pytest.raises(RequestError, match="exceeds the context of 640"):
         buckets_for(640, (700,))
 
 
