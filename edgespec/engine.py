@@ -145,8 +145,6 @@ class Model:
         drafter: the drafter's bundle; None without a drafter model.
         cost_curve: the target's T(n), measured at this load or at an earlier one and checked at this.
         options: as given.
-        placement: where the target runs, and why.
-        drafter_placement: the same of the drafter; None without a drafter model.
     """
 
     def __init__(
@@ -167,14 +165,10 @@ class Model:
         self._drafts = drafts
         if placements is None:
             placements = place(target), None if drafter is None else place(drafter)
-        self.placement, self.drafter_placement = placements
-        aside = None if self.drafter_placement is None else self.drafter_placement.device
-        devices = Devices(self.placement.device, aside)
+        self._placed = placements
+        devices = Devices(placements[0].device, None if placements[1] is None else placements[1].device)
         cpu = CpuOptions(threads=options.threads, spinning=options.spinning)
         pair = open_pair(target, drafter, cpu, devices)
-        self.placement = self.placement.opened(pair.target.session)
-        if self.drafter_placement is not None and pair.drafter is not None:
-            self.drafter_placement = self.drafter_placement.opened(pair.drafter.session)
         self._session, self._same_vocabulary = pair.target.session, pair.same_vocabulary
         self.cost_curve: CostCurve = pair.target.curve
         self._pricing = Pricing(self.cost_curve)
@@ -234,10 +228,22 @@ class Model:
         return NGRAM if self._drafts else None
 
     @property
+    def placement(self) -> Placement:
+        """Where the target runs, and why; opening a longer bucket may change the reason."""
+        return self._placed[0].opened(self._session)
+
+    @property
+    def drafter_placement(self) -> Placement | None:
+        """The same of the drafter; None without a drafter model."""
+        placed = self._placed[1]
+        return placed if placed is None or self._side is None else placed.opened(self._side.session)
+
+    @property
     def _placements(self) -> str:
         """Where the models run and why, in a line."""
+        aside = self.drafter_placement
         line = f"target on {self.placement}"
-        return line if self.drafter_placement is None else f"{line}; drafter on {self.drafter_placement}"
+        return line if aside is None else f"{line}; drafter on {aside}"
 
     @property
     def drafter_step_s(self) -> float | None:
@@ -286,8 +292,8 @@ class Model:
 
     def _ahead(self, curve: CostCurve) -> Ahead | None:
         """Drafting ahead, where target and drafter compute side by side."""
-        aside = self.drafter_placement
-        return Ahead(self._pricing, curve) if aside and run_at_once(self.placement, aside) else None
+        target, aside = self._placed
+        return Ahead(self._pricing, curve) if aside and run_at_once(target, aside) else None
 
     def _end_request(self) -> None:
         if self._stream is not None:

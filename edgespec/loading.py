@@ -15,11 +15,12 @@ from pathlib import Path
 from filelock import FileLock
 
 from edgespec_export.extra import require_extra
-from edgespec_export.recipe import DEFAULT_WEIGHTS, RECIPE
+from edgespec_export.recipe import DEFAULT_WEIGHTS, RECIPE, WEIGHTS
+from edgespec_export.staging import storage_errors
 from edgespec_models.bundle import MANIFEST, Bundle, Role
 from edgespec_models.catalog import entries, find
 from edgespec_models.download import pull
-from edgespec_models.errors import BundleError, ModelFileError
+from edgespec_models.errors import BundleError, ModelFileError, RequestError
 from edgespec_models.facts import Facts
 from edgespec_models.foreign import is_model, open_bundle
 from edgespec_models.hub import PREFIX, HubReference, pull_hub, pulled_hub
@@ -44,6 +45,17 @@ class _Wanted:
     role: Role
     weights: str | None
     device: ExportDevice | None
+
+    def __post_init__(self) -> None:
+        if self.weights not in (None, *WEIGHTS):  # it becomes part of a path
+            raise RequestError(f"weights={self.weights!r} is not known; allowed: {', '.join(WEIGHTS)}")
+
+    def check(self) -> None:
+        """Raise RequestError if an export would, sooner: before anything is pulled for it."""
+        if self.weights is not None and self.device not in (None, "cuda"):
+            raise RequestError(
+                f"weights={self.weights!r}: an export for {self.device} settles formats; leave out weights"
+            )
 
     def folder(self, name: str, mark: str, default: str) -> Path:
         """Where a model is cached; ``mark`` says which, ``default`` what its weights are unless asked for.
@@ -77,14 +89,18 @@ def open_model(
     Raises:
         CatalogueError: neither a path nor a name of the catalogue.
         DownloadError: what was named cannot be pulled.
+        RequestError: weights that are not known, or for a device that leaves no choice.
+        StorageError: the cache cannot be written.
         EdgespecError: whatever else keeps the model from being pulled, exported or opened.
     """
     path, wanted = Path(reference), _Wanted(role, weights, device)
     if str(reference).startswith(PREFIX):
+        wanted.check()
         path = locate_hub(str(reference), progress)
     is_source = (path / _HF_CONFIG).is_file() and not is_model(path)
     if path.is_dir() and not is_source:
         return open_bundle(path)
+    wanted.check()
     if is_source or path.suffix == ".gguf":
         if not path.exists():
             raise ModelFileError(f"{path} does not exist; give a GGUF file, a bundle or a catalogue name")
@@ -164,8 +180,10 @@ def _export(source: Path, folder: Path, name: str, wanted: _Wanted, progress: Pr
     options = ExportOptions(
         role=wanted.role, weights=wanted.weights, name=name, device=wanted.device, overwrite=True
     )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_name(f".{folder.name}.lock")):  # another process may be making it
+    lock = folder.with_name(f".{folder.name}.lock")
+    with storage_errors(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    with storage_errors(folder), FileLock(lock):  # another process may be making it
         bundle = _open_cached(folder)
         if bundle is None:
             export_model(source, folder, options=options, progress=_naming(progress, name))

@@ -75,7 +75,8 @@ class Measurement:
 
     Attributes:
         row_exact: the session's self-test: it can roll back, and passes give the same bits for any number
-            of rows, or not. A property of graph, kernels and processor, so it need not be tested again.
+            of rows, or not. A property of graph, kernels and processor, so on the CPU it need not be
+            tested again.
         curve: T(n); has a point for one row.
     """
 

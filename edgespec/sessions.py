@@ -2,7 +2,7 @@
 
 Most of a load is ONNX Runtime repacking the target's weights, which holds no lock of Python's. The drafter
 and the tokenizers load meanwhile. What was found at an earlier load (:mod:`edgespec.measurements`) is not
-found out again: not whether the sessions can roll back, and T(n) takes a few passes instead of dozens.
+found out again: not whether sessions on the CPU can roll back, and T(n) takes a few passes instead of dozens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -146,7 +146,8 @@ def _open(
 ) -> _Opened:
     conditions = conditions_of(bundle, options, device)
     known = recall(conditions)
-    row_exact = None if known is None else known.row_exact
+    # Of other devices, what measurements are kept under does not name the chip.
+    row_exact = known.row_exact if known is not None and conditions.device == "cpu" else None
     session: ModelSession
     if bundle.manifest.form == "dynamic":
         session = CpuSession(bundle, options, row_exact=row_exact)

@@ -280,7 +280,7 @@ def test_a_full_disk_or_an_interruption_leaves_nothing(
     refused(tmp_path, sound, StorageError, "full; free space")
     monkeypatch.setattr(module, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
-        export_model(tmp_path / "m.gguf", tmp_path / "out")
+        export_model(tmp_path / "m.gguf", tmp_path / "new" / "deeper" / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
 
 
@@ -304,6 +304,9 @@ def test_a_folder_that_cannot_be_written(
 
     monkeypatch.setattr(tempfile, "mkdtemp", read_only)
     refused(tmp_path, sound, StorageError, "cannot write the bundle .*Permission denied")
+    with pytest.raises(StorageError, match="Permission denied"):
+        export_model(tmp_path / "m.gguf", tmp_path / "new" / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
 
 
 def test_a_parent_that_is_a_file(tmp_path: Path, sound: bytes) -> None:

@@ -153,6 +153,15 @@ def test_a_wrong_manifest_is_one_clear_error(folder: Path, name: str) -> None:
         Bundle(folder)
 
 
+def test_graphs_of_an_earlier_version_are_to_be_exported_again(folder: Path) -> None:
+    shapes = {"verify": [1, 4], "prefill": 64, "buckets": [512], "activations": "float32", "masked": -1.0}
+    edit_manifest(folder, lambda m: m.update(static={"device": "cuda", **shapes}))
+    with pytest.raises(
+        BundleError, match=r"edgespec\.json is damaged or of .*'cuda'.*export the model again"
+    ):
+        Bundle(folder)
+
+
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "null", "3", '{"format_version": 1}', "[" * 100_000, "\ud800"], ids=range(8)
 )

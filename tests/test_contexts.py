@@ -292,6 +292,10 @@ def test_results_say_which_were_used(made: Path, opened: Opened, monkeypatch: py
         monkeypatch.setattr(OrtRuntime, name, lambda self, *args, name=name: getattr(EMULATING, name)(*args))
     with edgespec.load(made, "ngram", device="qnn:htp") as model:
         stats = model.generate("one two", max_new_tokens=2).stats
+        assert isinstance(model._session, StaticSession)
+        model._session._opener._refusal = "no memory"  # as a longer bucket's may be
+        later = model.generate("one two", max_new_tokens=2).stats
+        assert later.placement.endswith("binaries for snapdragon-x-elite: no memory)")
         with pytest.raises(RequestError, match="do not fit the largest bucket of this bundle, 64"):
             model.generate("one two", max_new_tokens=64)
         with pytest.raises(RequestError, match="do not fit the model's context of 640"):

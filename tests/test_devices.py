@@ -1,7 +1,9 @@
 """Which devices a machine has, what is missing on others, and where a bundle goes."""
 
 import json
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +14,12 @@ import edgespec
 from edgespec.cli import app
 from edgespec.cli.devices import show_devices
 from edgespec_models.bundle import MANIFEST, Bundle
-from edgespec_models.errors import BundleError, DeviceError
+from edgespec_models.errors import BundleError, DeviceError, RequestError
 from edgespec_models.static_graphs import ExportDevice, StaticGraphs, buckets_for
+from edgespec_runtimes import discovery
 from edgespec_runtimes.devices import PROFILES
 from edgespec_runtimes.discovery import OrtRuntime, devices, resolve
+from edgespec_runtimes.ort import ort
 from edgespec_runtimes.placement import export_for, place
 from tests.machines_for_tests import EMULATING, PLAIN, SNAPDRAGON, WORKSTATION, Machine
 from tests.toy import tiny_bundle
@@ -240,5 +244,18 @@ def test_buckets(context: int, chosen: tuple[int, ...], expected: tuple[int, ...
 
 
 def test_a_bucket_beyond_the_context_is_refused() -> None:
-    with pytest.raises(BundleError, match="exceeds the context of 640"):
+    with pytest.raises(RequestError, match="exceeds the context of 640"):
         buckets_for(640, (700,))
+
+
+def test_other_threads_may_print_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def preload() -> None:
+        sys.stdout.write("not found\n")
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(lambda: sys.stdout.write("another's\n")).result()
+
+    monkeypatch.setattr(ort, "preload_dlls", preload)
+    discovery._cuda_answers.__wrapped__()
+    assert capfd.readouterr() == ("another's\n", "")

@@ -66,6 +66,17 @@ def test_where_nobody_has_to_ask_or_nobody_is_heard_nothing_is_done(
         pass
 
 
+def test_where_the_mappings_cannot_be_read_nothing_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_page_size", lambda: 2 << 20)
+    monkeypatch.setattr(module, "_MAPS", tmp_path / "hidden")
+    with huge_pages():
+        (tmp_path / "hidden").touch()
+    with huge_pages():
+        (tmp_path / "hidden").unlink()
+
+
 def test_other_systems_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "win32")
     assert _page_size() is None

@@ -17,9 +17,10 @@ from edgespec import loading
 from edgespec.loading import open_model
 from edgespec_export import plan
 from edgespec_export.plan import POLICIES, plan_decoder
-from edgespec_export.recipe import RECIPE
+from edgespec_export.recipe import RECIPE, WEIGHTS
 from edgespec_export.sources import open_checkpoint
 from edgespec_models.bundle import Role
+from edgespec_models.errors import RequestError, StorageError
 from edgespec_models.graphs.decoder import DecoderPlan, build_decoder
 from tests.gguf_for_tests import tiny_gguf
 
@@ -58,6 +59,44 @@ def test_what_another_recipe_made_is_made_anew_and_left_alone(
     ]
     assert made(cache).items() >= before.items()
     assert open_model(source, "target", weights="exact").path not in (first, third)
+
+
+def test_weights_are_those_of_the_policies() -> None:
+    assert tuple(POLICIES) == WEIGHTS
+
+
+@pytest.mark.parametrize("weights", ["fsat", "", "a/b", "a/../../../../x"])
+def test_weights_that_are_not_known_leave_nothing(cache: Path, tmp_path: Path, weights: str) -> None:
+    source = tiny_gguf("llama", layers=1).write(tmp_path / "m.gguf")
+    for reference in (source, "smollm2-135m-instruct", "hf:someone/something"):
+        with pytest.raises(RequestError, match=r"weights='.*' is not known; allowed: exact, close"):
+            open_model(reference, "target", weights=weights)
+    assert [file.name for file in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_a_device_that_settles_formats_takes_no_weights(cache: Path, tmp_path: Path) -> None:
+    source = tiny_gguf("llama", layers=1).write(tmp_path / "m.gguf")
+    bundle = open_model(source, "target").path
+    before = made(cache)
+    for reference in (source, "smollm2-135m-instruct", "hf:someone/something"):
+        with pytest.raises(RequestError, match="npu-qnn settles formats; leave out weights"):
+            open_model(reference, "target", weights="exact", device="npu-qnn")
+    assert made(cache) == before
+    assert open_model(bundle, "target", weights="exact", device="npu-qnn").path == bundle
+
+
+def test_a_cache_that_cannot_be_written_is_an_error_of_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tiny_gguf("llama", layers=1).write(tmp_path / "m.gguf")
+    monkeypatch.setenv("EDGESPEC_HOME", str(source))
+    with pytest.raises(StorageError, match=r"cannot write the bundle .*m.gguf"):
+        open_model(source, "target")
+    home = tmp_path / "home"
+    monkeypatch.setenv("EDGESPEC_HOME", str(home))
+    monkeypatch.setattr(loading, "FileLock", mock.Mock(side_effect=PermissionError("read-only")))
+    with pytest.raises(StorageError, match=r"cannot write the bundle .*home.*: read-only"):
+        open_model(source, "target")
 
 
 WITHOUT_THE_EXTRA = """

@@ -10,11 +10,15 @@ import pytest
 
 from edgespec import sessions
 from edgespec.measurements import Conditions, recall
-from edgespec.sessions import open_one, open_pair
+from edgespec.sessions import Devices, open_one, open_pair
 from edgespec_models.bundle import Bundle
 from edgespec_models.errors import BundleError, TokenizerError
+from edgespec_models.graphs.decoder import Precision
 from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve, measure_cost
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_runtimes.cuda import CudaSession
+from edgespec_runtimes.devices import CPU, PROFILES
+from edgespec_runtimes.discovery import Device
 from tests.toy import INT4, LLAMA, tiny_bundle
 
 OPTIONS = CpuOptions(threads=1)
@@ -99,6 +103,25 @@ def test_what_was_found_is_that_of_the_self_test(bundles: dict[str, Bundle], ope
         assert known is not None and known.row_exact == running.session.row_exact is True
         assert running.session.forward([1, 2, 3]).shape == (3, LLAMA.vocab_size)
         running.session.close()
+
+
+def test_the_self_test_of_a_device_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its measurements are not kept under the name of the chip, and another may have taken its place."""
+    _always_the_same_shape(monkeypatch)
+    half = tiny_bundle(tmp_path / "m", LLAMA, INT4, precision=Precision("float16", "float16")).bundle
+    on_cpu, given = Device(CPU, "ready"), list[bool | None]()
+
+    def open_session(bundle: Bundle, _: Device, options: CpuOptions, *, row_exact: bool | None) -> Any:
+        given.append(row_exact)
+        return CudaSession(bundle, on_cpu, options, row_exact=row_exact)
+
+    monkeypatch.setattr(sessions, "CudaSession", open_session)
+    for device in (on_cpu, Device(PROFILES["cuda"], "ready", version="1")):
+        for remembered in (False, True):
+            running = open_pair(half, None, OPTIONS, Devices(device)).target
+            assert running.remembered == remembered
+            running.session.close()
+    assert given == [None, running.session.row_exact, None, None]
 
 
 def test_a_curve_that_no_longer_fits_is_measured_again_and_kept(

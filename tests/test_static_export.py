@@ -14,7 +14,7 @@ from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.quantization import Quantization
 from edgespec_export.trim import TrimOptions
 from edgespec_models.bundle import Bundle
-from edgespec_models.errors import BundleError, EdgespecError, RequestError, StorageError
+from edgespec_models.errors import EdgespecError, RequestError, StorageError
 from edgespec_models.graphs.static_points import encoding
 from tests.gguf_for_tests import tiny_gguf
 
@@ -34,7 +34,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (replace(QNN, kv="int8", hidden_states=True), RequestError, "leave out kv, hidden_states"),
         (replace(QNN, role="drafter", trim=TrimOptions(1000)), RequestError, "leave out trim"),
         (replace(QNN, buckets=(0, 64)), RequestError, "at least 64 tokens"),
-        (replace(QNN, buckets=(64, 641)), BundleError, "641 tokens exceeds the context of 640"),
+        (replace(QNN, buckets=(64, 641)), RequestError, "641 tokens exceeds the context of 640"),
         (replace(QNN, device=None), RequestError, "give an NPU as device"),
         (replace(QNN, device="tpu"), RequestError, "allowed: npu-qnn, npu-openvino, cuda"),  # type: ignore[arg-type]
     ],

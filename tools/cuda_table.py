@@ -27,6 +27,7 @@ from edgespec.bench_json import summarize
 from edgespec.machine import describe_machine
 from edgespec.prompts import Prompt, builtin_prompts, load_prompts, select
 from edgespec_export.export import ExportOptions, export_model
+from edgespec_export.recipe import RECIPE
 from edgespec_export.trim import TrimOptions
 from edgespec_models.bundle import MANIFEST, Bundle
 from edgespec_models.errors import EdgespecError
@@ -53,11 +54,16 @@ def bundle(source: Path, folder: Path, options: ExportOptions) -> Bundle:
 
 def bundles(target: Path, drafter: Path, work: Path) -> tuple[Bundle, Bundle, Bundle]:
     """The target and the drafter for the GPU, and the drafter for the CPU; its LM head is whole too."""
+
+    def made(source: Path, kind: str, options: ExportOptions) -> Bundle:
+        name = source.stem if source.is_file() else source.name
+        return bundle(source, work / f"{name}-{kind}-r{RECIPE}", options)
+
     whole = TrimOptions("full")
     return (
-        bundle(target, work / "target", ExportOptions(device="cuda")),
-        bundle(drafter, work / "drafter", ExportOptions(role="drafter", device="cuda", trim=whole)),
-        bundle(drafter, work / "drafter-cpu", ExportOptions(role="drafter", trim=whole)),
+        made(target, "target", ExportOptions(device="cuda")),
+        made(drafter, "drafter", ExportOptions(role="drafter", device="cuda", trim=whole)),
+        made(drafter, "drafter-cpu", ExportOptions(role="drafter", trim=whole)),
     )
 
 

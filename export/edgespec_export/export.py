@@ -34,6 +34,8 @@ from edgespec_models.tokenizer import SpecialTokens, Tokenizer
 from edgespec_runtimes.memory import peak_memory_bytes
 
 if TYPE_CHECKING:
+    from edgespec_export.checkpoint import Checkpoint
+    from edgespec_export.graph_files import WrittenGraph
     from edgespec_export.plan import Policy
 
 __all__ = ["ExportOptions", "ExportReport", "export_model"]
@@ -91,7 +93,8 @@ def export_model(
         ModelFileError, UnsupportedModelError, TokenizerError: the source cannot be exported: damaged, or of
             an architecture, feature or weight format that edgespec lacks.
         ParityError: the export does not compute what the source computes.
-        RequestError: an unknown policy, a policy and a quantization at once, or ``out`` exists.
+        BundleError: ONNX Runtime cannot load the graphs, or they cannot roll back.
+        RequestError: an option out of range, options that exclude each other, or ``out`` exists.
         StorageError: the disk is full, or ``out`` cannot be written.
         DeviceError: a chip is named, and its compiler is missing or refuses a graph.
         EdgespecError: the ``export`` extra is not installed.
@@ -177,38 +180,50 @@ def _write(
     from edgespec_export.graph_files import write_graph
     from edgespec_export.sources import open_checkpoint
 
-    kept, ranges = settled
     with open_checkpoint(source) as checkpoint:
         write_texts(checkpoint, folder)
         special = checkpoint.special_tokens()
         digest = hash_files(checkpoint.files, progress)
-        written = write_graph(checkpoint, folder, options, (kept, ranges), progress)
-        even_rows, head = written.even_rows(head=False), written.plan.linears["lm_head"]
-        floats, int8 = written.plan.precision.activations, options.kv == "int8"
-        float_kv_layers = _quantize_cache(folder, checkpoint.config, special, even_rows) if int8 else ()
-        manifest = Manifest(
-            name=options.name or checkpoint.model_name,
-            role=options.role,
-            config=checkpoint.config,
-            even_rows=even_rows,
-            hidden_states=options.hidden_states,
-            weights=written.weights,
-            formats=_weights_by_format(written.losses),
-            bytes_by_class=written.bytes_by_class,
-            parameters_by_class=parameters_by_class(checkpoint, head.in_features * head.out_features),
-            special_tokens=special,
-            provenance={"source": source.resolve().name, "sha256": digest, "edgespec": version("edgespec")},
-            files={file.name: FileRecord.of(file) for file in sorted(folder.iterdir())},
-            kv=options.kv if int8 else floats,
-            float_kv_layers=float_kv_layers,
-            head_rows=None if kept is None else len(kept),
-            even_head=written.even_rows(head=True),
-            activations=floats,
-            device="cuda" if options.device == "cuda" else None,
-        )
+        written = write_graph(checkpoint, folder, options, settled, progress)
+        float_kv_layers: tuple[int, ...] = ()
+        if options.kv == "int8":
+            even_rows = written.even_rows(head=False)
+            float_kv_layers = _quantize_cache(folder, checkpoint.config, special, even_rows)
+        manifest = _manifest(checkpoint, folder, written, options, (source.resolve().name, digest))
+        head_rows = None if settled[0] is None else len(settled[0])
+        manifest = replace(manifest, float_kv_layers=float_kv_layers, head_rows=head_rows)
         source_bytes = sum(file.stat().st_size for file in checkpoint.files)
     write_json(folder / MANIFEST, manifest.to_json())
     return manifest, written.losses, source_bytes
+
+
+def _manifest(
+    checkpoint: "Checkpoint",
+    folder: Path,
+    written: "WrittenGraph",
+    options: ExportOptions,
+    source: tuple[str, str],
+) -> Manifest:
+    """But for what is settled beside the graph: rows of the LM head, layers whose cache is not quantized."""
+    head, floats = written.plan.linears["lm_head"], written.plan.precision.activations
+    return Manifest(
+        name=options.name or checkpoint.model_name,
+        role=options.role,
+        config=checkpoint.config,
+        even_rows=written.even_rows(head=False),
+        hidden_states=options.hidden_states,
+        weights=written.weights,
+        formats=_weights_by_format(written.losses),
+        bytes_by_class=written.bytes_by_class,
+        parameters_by_class=parameters_by_class(checkpoint, head.in_features * head.out_features),
+        special_tokens=checkpoint.special_tokens(),
+        provenance={"source": source[0], "sha256": source[1], "edgespec": version("edgespec")},
+        files={file.name: FileRecord.of(file) for file in sorted(folder.iterdir())},
+        kv="int8" if options.kv == "int8" else floats,
+        even_head=written.even_rows(head=True),
+        activations=floats,
+        device="cuda" if options.device == "cuda" else None,
+    )
 
 
 def _ranges(

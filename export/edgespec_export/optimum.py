@@ -103,23 +103,27 @@ def export_with_optimum(
         progress(Progress("Exporting with Optimum", 0, 1, "model"))
         _run([found, "export", "onnx", "--model", str(source.resolve()), "--task", _TASK, str(folder)])
         progress(Progress("Exporting with Optimum", 1, 1, "model"))
-        rewrite = rewrite_cache(folder)
-        bundle = open_bundle(folder)
-        with closing(CpuSession(bundle, CpuOptions())) as session:
-            copies_cache, row_exact = session.copies_cache, session.row_exact
-        report = OptimumReport(
-            architecture=bundle.config.architecture,
-            copies_cache=copies_cache,
-            rewritten_layers=rewrite.layers,
-            concatenated_because=rewrite.reason,
-            row_exact=row_exact,
-            source_bytes=_size(source),
-            bytes=_size(folder),
-            seconds=perf_counter() - started,
-        )
-        del bundle, session  # Windows moves no open files
+        report = _tried(source, folder, started)
         place(folder, out)
     return report
+
+
+def _tried(source: Path, folder: Path, started: float) -> OptimumReport:
+    """Rewrite what Optimum wrote, and run it. Nothing stays open: Windows moves no open files."""
+    rewrite = rewrite_cache(folder)
+    bundle = open_bundle(folder)
+    with closing(CpuSession(bundle, CpuOptions())) as session:
+        copies_cache, row_exact = session.copies_cache, session.row_exact
+    return OptimumReport(
+        architecture=bundle.config.architecture,
+        copies_cache=copies_cache,
+        rewritten_layers=rewrite.layers,
+        concatenated_because=rewrite.reason,
+        row_exact=row_exact,
+        source_bytes=_size(source),
+        bytes=_size(folder),
+        seconds=perf_counter() - started,
+    )
 
 
 def _run(command: Sequence[str]) -> None:

@@ -27,7 +27,9 @@ __all__ = ["measure_ranges", "precision_for"]
 _INNER_MARGIN = 2.0  # the largest are the first token's, which hardly depend on the text
 _TEXTS = 16
 _SUM = 3  # SkipSimplifiedLayerNormalization's output
-_INNER = ("MatMulNBits", "MatMul", "GroupQueryAttention", "Mul", "Gelu", "QuickGelu")
+_PRODUCTS = ("MatMulNBits", "MatMul")
+_INNER = (*_PRODUCTS, "GroupQueryAttention", "Mul", "Gelu", "QuickGelu")
+_BLOCK = 32  # columns whose sum formats with remainders multiply too
 
 
 def precision_for(ranges: ActivationRanges) -> Precision:
@@ -63,27 +65,32 @@ def measure_ranges(
     scratch.mkdir()
     try:
         graph = write_reader(checkpoint, scratch, progress)
-        stream, inner = _watched(graph)
+        stream, inner, given = _watched(graph)
         largest = dict.fromkeys((*stream, *inner), 0.0)
 
         def observe(name: str, value: F32) -> None:
             if name in largest:
-                largest[name] = max(largest[name], float(np.abs(value).max()))
+                # As max is not, NaN is larger than any other to np.maximum.
+                largest[name] = float(np.maximum(largest[name], np.abs(value).max()))
+            if name in given and not value.shape[-1] % _BLOCK:
+                sums = value.reshape(-1, _BLOCK).sum(axis=1)
+                largest[name] = float(np.maximum(largest[name], np.abs(sums).max()))
 
         pieces = cut(graph, watched=largest.keys())
         for number, _ in enumerate(watch_pieces(pieces, checkpoint.config, tokens, observe), start=1):
             progress(Progress("Calibrating", number, len(pieces), "step"))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return ActivationRanges(
-        max(largest[name] for name in stream), max(largest[name] for name in inner), sum(map(len, tokens))
-    )
+    residual, within = (float(np.max([largest[name] for name in names])) for names in (stream, inner))
+    return ActivationRanges(residual, within, sum(map(len, tokens)))
 
 
-def _watched(graph: Path) -> tuple[set[str], set[str]]:
-    """Names of the values of ``graph`` that belong to the residual stream, and of those within layers."""
+def _watched(graph: Path) -> tuple[set[str], set[str], set[str]]:
+    """Names of the values of ``graph``: of the residual stream, within layers, and, of these, multiplied."""
     nodes = onnx.load(str(graph), load_external_data=False).graph.node
     skips = [node for node in nodes if node.op_type == "SkipSimplifiedLayerNormalization"]
     stream = {node.output[_SUM] for node in skips} | {name for node in skips for name in node.input[:2]}
     inner = {node.output[0] for node in nodes if node.op_type in _INNER} | {n.output[0] for n in skips}
-    return stream - inner, inner - {"logits"}
+    given = {node.input[0] for node in nodes if node.op_type in _PRODUCTS}
+    inner = (inner | given) - {"logits"}
+    return stream - inner, inner, given

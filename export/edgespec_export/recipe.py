@@ -1,4 +1,4 @@
-"""What is exported where nobody asks for anything in particular. Needs no extra."""
+"""What can be asked of an export, and what is made where nobody asks. Needs no extra."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -6,11 +6,14 @@ from typing import Final
 
 from edgespec_models.bundle import Role
 
-__all__ = ["DEFAULT_WEIGHTS", "RECIPE"]
+__all__ = ["DEFAULT_WEIGHTS", "RECIPE", "WEIGHTS"]
 
 RECIPE: Final = 1
 """To be raised whenever the same source and options come out as another bundle: other formats, another
 graph, other rounding. Bundles in the cache that were made by another recipe are not used."""
+
+WEIGHTS: Final = ("exact", "close", "balanced", "int8", "quick", "fast")
+"""Names of :data:`edgespec_export.plan.POLICIES`."""
 
 DEFAULT_WEIGHTS: Final[Mapping[Role, str]] = MappingProxyType({"target": "close", "drafter": "quick"})
 """The policy a role gets, but for targets in floating point; docs/benchmarks.md has the figures."""

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -45,18 +45,33 @@ def check_place(source: Path, out: Path, *, overwrite: bool, replaceable: Callab
 
 @contextmanager
 def staging(out: Path) -> Iterator[Path]:
-    """A folder beside ``out`` to build in; gone afterwards unless it was moved away."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f".{out.name}.partial-"
-    for stale in out.parent.glob(f"{glob.escape(prefix)}*"):
-        pid = stale.name.removeprefix(prefix).partition("-")[0]
-        if not (pid.isdigit() and psutil.pid_exists(int(pid))):
-            shutil.rmtree(stale, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=out.parent))
+    """A folder beside ``out`` to build in; gone afterwards unless it was moved away.
+
+    So are the parents of ``out`` that had to be made, unless something came into them.
+    """
+    with _parents(out):
+        prefix = f".{out.name}.partial-"
+        for stale in out.parent.glob(f"{glob.escape(prefix)}*"):
+            pid = stale.name.removeprefix(prefix).partition("-")[0]
+            if not (pid.isdigit() and psutil.pid_exists(int(pid))):
+                shutil.rmtree(stale, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=out.parent))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _parents(out: Path) -> Iterator[None]:
+    missing = [parent for parent in out.parents if not parent.exists()]
     try:
-        yield folder
+        out.parent.mkdir(parents=True, exist_ok=True)
+        yield
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        for parent in missing:
+            with suppress(OSError):  # not empty
+                parent.rmdir()
 
 
 def place(folder: Path, out: Path) -> None:

@@ -96,15 +96,11 @@ def export_static(
     calibrated = [tokens[:ROWS] for index, tokens in enumerate(texts) if index % 4]
     found, reference = _float_run(checkpoint, folder / "float", (calibrated, held_out), progress)
     weights = write_static_weights(checkpoint, folder, int8=chosen.int8, progress=progress)
-    ranges: _Ranges | None = None
     if chosen.quantized:
         graphs = replace(graphs, masked=_mask_value(found))
-        ranges = _all_ranges(config, found | weights.ranges, graphs.masked)
+    ranges = _all_ranges(config, found | weights.ranges, graphs.masked) if chosen.quantized else None
     plan = StaticPlan(rows=1, capacity=1, all_logits=True, int8=chosen.int8, ranges=ranges)
-    for bucket in graphs.buckets:
-        for rows in graphs.widths:
-            shape = replace(plan, rows=rows, capacity=bucket, all_logits=rows != graphs.prefill)
-            _save(config, shape, weights, folder / graphs.file(bucket, rows))
+    _save_all(config, plan, weights, folder, graphs)
     # The golden texts take the same way, a pass each.
     compared = [*held_out, *(() if golden is None else golden.texts)]
     whole = replace(plan, rows=max(map(len, compared)))
@@ -207,6 +203,15 @@ def _run_whole(
             yield dict(zip(names, session.run(names, inputs), strict=True))
     finally:
         path.unlink()
+
+
+def _save_all(
+    config: ModelConfig, plan: StaticPlan, weights: WeightFile, folder: Path, graphs: StaticGraphs
+) -> None:
+    for bucket in graphs.buckets:
+        for rows in graphs.widths:
+            shape = replace(plan, rows=rows, capacity=bucket, all_logits=rows != graphs.prefill)
+            _save(config, shape, weights, folder / graphs.file(bucket, rows))
 
 
 def _save(config: ModelConfig, plan: StaticPlan, weights: WeightFile, path: Path) -> None:

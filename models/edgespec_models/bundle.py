@@ -188,8 +188,10 @@ class Manifest:
                 raise ValueError(f"activations are {manifest.activations!r} on {manifest.device!r}")
             if not set(manifest.float_kv_layers) <= set(range(manifest.config.num_layers)):
                 raise ValueError(f"float_kv_layers is {manifest.float_kv_layers!r}")
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise BundleError(f"{where} is damaged ({error}); export the model again") from error
+        except (AttributeError, BundleError, KeyError, TypeError, ValueError) as error:
+            raise BundleError(
+                f"{where} is damaged or of another version ({error}); export the model again"
+            ) from error
         return manifest
 
 

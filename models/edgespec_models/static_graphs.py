@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any, Literal, get_args
 
 from edgespec_models.chips import Chip
-from edgespec_models.errors import BundleError
+from edgespec_models.errors import BundleError, RequestError
 
 __all__ = [
     "PREFILL_ROWS",
@@ -142,7 +142,7 @@ class StaticGraphs:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "StaticGraphs":
-        """Read :meth:`to_json`'s form; raises TypeError, ValueError or BundleError for others."""
+        """Read :meth:`to_json`'s form; raises KeyError, TypeError, ValueError or BundleError for others."""
         lists = {name: tuple(map(int, value[name])) for name in ("verify", "buckets")}
         contexts = value.get("contexts")
         return cls(**value | lists | {"contexts": None if contexts is None else Contexts.from_json(contexts)})
@@ -152,11 +152,11 @@ def buckets_for(context_length: int, chosen: Sequence[int] = ()) -> tuple[int, .
     """``chosen``, or 512, 1024 and 2048, as far as the context reaches.
 
     Raises:
-        BundleError: a bucket is longer than the context.
+        RequestError: a bucket is longer than the context.
     """
     if chosen:
         if max(chosen) > context_length:
-            raise BundleError(f"a bucket of {max(chosen)} tokens exceeds the context of {context_length}")
+            raise RequestError(f"a bucket of {max(chosen)} tokens exceeds the context of {context_length}")
         return tuple(sorted(set(chosen)))
     every = [_FIRST_BUCKET << power for power in range(_BUCKETS)]
     return tuple(sorted({min(bucket, context_length) for bucket in every}))

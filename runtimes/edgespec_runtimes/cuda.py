@@ -3,17 +3,13 @@
 The session runs on the CPU too, where the same kernels' float16 versions are slow: for checks and tests.
 """
 
-from pathlib import Path
-from typing import Any
-
 from edgespec_models.bundle import Bundle
-from edgespec_models.errors import BundleError, DeviceError
+from edgespec_models.errors import BundleError
 from edgespec_runtimes.cpu import CpuOptions, session_settings
-from edgespec_runtimes.devices import CPU
+from edgespec_runtimes.device_graph import open_whole
 from edgespec_runtimes.discovery import Device
 from edgespec_runtimes.graph_io import EdgespecIO
 from edgespec_runtimes.graph_session import GraphSession
-from edgespec_runtimes.ort import ort
 from edgespec_runtimes.tensor_memory import DeviceMemory
 
 __all__ = ["CudaSession"]
@@ -51,19 +47,8 @@ class CudaSession(GraphSession):
         if bundle.manifest.form != "dynamic-float16":
             raise BundleError(f"{bundle.path} has no float16 graph of any shape; open it with edgespec.load")
         options = options or CpuOptions()
-        session = _open(device, bundle.graph, options)
+        providers = [(device.profile.provider, dict(device.options))]
+        session = open_whole(device, bundle.graph, session_settings(options), providers)
         io = EdgespecIO(session, bundle, exact_rows=False, memory=DeviceMemory(device.profile.memory))
         chunk = max(options.prefill_chunk, _PREFILL_CHUNK)
         super().__init__(io, bundle.config, chunk=chunk, row_exact=row_exact)
-
-
-def _open(device: Device, graph: Path, options: CpuOptions) -> Any:
-    """ONNX Runtime's session over ``graph`` on ``device``, and nowhere else."""
-    settings = session_settings(options)
-    if device.profile is not CPU:
-        settings.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-    providers = [(device.profile.provider, dict(device.options))]
-    try:
-        return ort.InferenceSession(str(graph), settings, providers=providers, enable_fallback=0)
-    except Exception as error:  # ONNX Runtime's own exceptions share no base class
-        raise DeviceError(f"{device.name} cannot run all of {graph}: {error}") from error

@@ -1,13 +1,15 @@
 """Which devices this machine offers through ONNX Runtime, and what keeps it from offering the others."""
 
 import importlib
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
 from io import StringIO
-from typing import Any, Literal, Protocol
+from threading import get_ident
+from typing import Any, Literal, Protocol, TextIO
 
 import numpy as np
 
@@ -163,10 +165,23 @@ def _register(module: str) -> str | None:
     return None
 
 
+class _Others(StringIO):
+    """Where this thread's output ends, and that of others goes on to ``out``."""
+
+    def __init__(self, out: TextIO | None) -> None:
+        super().__init__()
+        self._out, self._thread = out, get_ident()
+
+    def write(self, text: str) -> int:
+        if self._out is None or get_ident() == self._thread:
+            return len(text)
+        return self._out.write(text)
+
+
 @cache
 def _cuda_answers() -> bool:
     """Whether CUDA gives memory: libraries, driver and a GPU are there."""
-    with redirect_stdout(StringIO()):  # it prints what it does not find
+    with redirect_stdout(_Others(sys.stdout)):  # it prints what it does not find
         ort.preload_dlls()
     try:
         ort.OrtValue.ortvalue_from_shape_and_type([1], np.uint8, "cuda", 0)

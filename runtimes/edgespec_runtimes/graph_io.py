@@ -12,10 +12,10 @@ import numpy.typing as npt
 
 from edgespec_models.bundle import Bundle
 from edgespec_models.config import DecoderShape
-from edgespec_models.errors import BundleError
+from edgespec_models.errors import BundleError, DeviceError
 from edgespec_models.graph_tensors import GraphTensors
 from edgespec_runtimes.kv_buffers import CacheLayout, GrowingCache, KVBuffers, SharedCache, ort_value
-from edgespec_runtimes.ort import ort, ort_state
+from edgespec_runtimes.ort import RUN_ERRORS, ort
 from edgespec_runtimes.session import Logits
 from edgespec_runtimes.tensor_memory import HostMemory, TensorMemory
 
@@ -26,8 +26,6 @@ _SPARE_ROWS = 1
 _LOGITS_BYTES = 32 << 20
 _PROBED = 4
 _FATAL = 4  # ONNX Runtime's severity
-# Where memory is bound, ONNX Runtime raises what Python has.
-_RUN_ERRORS = (RuntimeError, ort_state.Fail, ort_state.InvalidArgument, ort_state.RuntimeException)
 _TYPES: dict[str, np.dtype[Any]] = {
     "tensor(float)": np.dtype(np.float32),
     "tensor(float16)": np.dtype(np.float16),
@@ -71,6 +69,7 @@ class GraphIO(Protocol):
 
         Raises:
             BundleError: ONNX Runtime fails to run a foreign graph.
+            DeviceError: it fails to run one of edgespec's, mostly for want of memory.
         """
 
     def close(self) -> None:
@@ -180,7 +179,10 @@ class EdgespecIO:
         one_pass.total[()] = total
         for value, array in one_pass.changing:
             self._memory.write(value, array)
-        self._session.run_with_iobinding(one_pass.binding)
+        try:
+            self._session.run_with_iobinding(one_pass.binding)
+        except RUN_ERRORS as error:
+            raise DeviceError(f"a pass over {count} tokens failed: {error}") from error
         return one_pass.logits
 
     def close(self) -> None:
@@ -297,7 +299,7 @@ class MaskedIO:
         self.cache.bind(self._binding, start, count)
         try:
             self._session.run_with_iobinding(self._binding)
-        except _RUN_ERRORS as error:
+        except RUN_ERRORS as error:
             raise BundleError(
                 f"ONNX Runtime cannot run this graph, which edgespec did not make: {error}"
             ) from error
@@ -329,6 +331,6 @@ class MaskedIO:
         quiet.log_severity_level = _FATAL
         try:
             present = self._session.run([layout[0].present], feeds, quiet)[0]
-        except _RUN_ERRORS:  # a mask shorter than the cache: not for this graph
+        except RUN_ERRORS:  # a mask shorter than the cache: not for this graph
             return True
         return bool(present.shape[2] != _PROBED)

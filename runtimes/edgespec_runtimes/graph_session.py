@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_models.config import DecoderShape
-from edgespec_models.errors import BundleError, Cancelled, EdgespecError, RequestError
+from edgespec_models.errors import BundleError, Cancelled, DeviceError, RequestError
 from edgespec_runtimes.graph_io import GraphIO
 from edgespec_runtimes.session import Logits
 
@@ -86,7 +86,12 @@ class GraphSession:
         return self._config.context_length
 
     def reserve(self, capacity: int) -> None:
-        """Make room for ``capacity`` tokens, keeping what the cache holds."""
+        """Make room for ``capacity`` tokens, keeping what the cache holds; it is empty after a failure.
+
+        Raises:
+            RequestError: more than :attr:`longest`.
+            DeviceError: no memory for it, or the device's compiler refuses a graph.
+        """
         io = self._open_io
         if capacity > self.longest:
             raise RequestError(self._too_long(capacity))
@@ -95,9 +100,14 @@ class GraphSession:
         rounded = self._rounded(capacity)
         try:
             io.reserve(rounded, self.length)
-        except EdgespecError:
+        except BaseException as error:  # Ctrl-C too: the cache may be half of one size, half of another
             self._tokens.clear()
             self._capacity = 0
+            if isinstance(error, MemoryError):
+                raise DeviceError(
+                    f"not enough memory for a KV cache of {rounded:,} tokens; shorten the prompt, ask for "
+                    "fewer new tokens, or free memory"
+                ) from error
             raise
         self._capacity = rounded
 

@@ -36,9 +36,12 @@ def huge_pages() -> Iterator[None]:
         return
     before = _anonymous()
     yield
+    now = _anonymous()
+    if before is None or now is None:
+        return
     libc = ctypes.CDLL(None)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for start, end in _without(_anonymous(), before):
+    for start, end in _without(now, before):
         first = -(-start // size) * size
         length = end // size * size - first
         if length > 0:
@@ -57,10 +60,14 @@ def _page_size() -> int | None:
         return None
 
 
-def _anonymous() -> list[Range]:
-    """Address ranges of this process's own writable memory, ascending."""
+def _anonymous() -> list[Range] | None:
+    """Address ranges of this process's own writable memory, ascending; None where they cannot be read."""
+    try:
+        lines = _MAPS.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
     ranges = []
-    for line in _MAPS.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in lines:
         addresses, permissions, _, _, _, *name = line.split(maxsplit=5)
         if permissions == "rw-p" and (not name or name[0] == "[heap]"):
             start, end = addresses.split("-")

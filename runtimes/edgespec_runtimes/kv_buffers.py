@@ -87,13 +87,15 @@ class SharedCache(InPlaceCache):
 
     def reserve(self, capacity: int, keep: int) -> None:
         """Make room for ``capacity`` tokens, keeping the first ``keep``; earlier bindings are void."""
-        old, self.arrays, self._values = self.arrays, [], []
+        if not keep:
+            self.clear()
+        arrays = []
         for index, tensor in enumerate(self._layout):
             array = np.zeros((1, tensor.heads, capacity, tensor.head_dim), tensor.dtype)
-            if old:
-                array[:, :, :keep] = old[index][:, :, :keep]
-            self.arrays.append(array)
-            self._values.append(ort_value(array))
+            if keep:
+                array[:, :, :keep] = self.arrays[index][:, :, :keep]
+            arrays.append(array)
+        self.arrays, self._values = arrays, [ort_value(array) for array in arrays]
 
     def clear(self) -> None:
         """Free the memory."""
@@ -122,14 +124,17 @@ class GrowingCache:
 
     def reserve(self, capacity: int, keep: int) -> None:
         """Make room for ``capacity`` tokens, keeping the first ``keep``; earlier bindings are void."""
-        old, held = self._past, self._held
-        self._past, self._present, self._held = [], [], keep
+        if not keep:
+            self.clear()
+        past, present = [], []
         for index, tensor in enumerate(self._layout):
             size = tensor.heads * capacity * tensor.head_dim
-            self._past.append(np.zeros(size, tensor.dtype))
-            self._present.append(np.zeros(size, tensor.dtype))
-            if old:
-                _rows(self._past[index], tensor, keep)[:] = _rows(old[index], tensor, held)[:, :, :keep]
+            past.append(np.zeros(size, tensor.dtype))
+            present.append(np.zeros(size, tensor.dtype))
+            if keep:
+                old = _rows(self._past[index], tensor, self._held)
+                _rows(past[index], tensor, keep)[:] = old[:, :, :keep]
+        self._past, self._present, self._held = past, present, keep
 
     def bind(self, binding: Any, start: int, count: int) -> None:
         """Let a pass over ``count`` tokens behind ``start`` others read and write the cache."""

@@ -15,4 +15,14 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
 ort.disable_telemetry_events()
 
-__all__ = ["ort", "ort_state"]
+__all__ = ["RUN_ERRORS", "ort", "ort_state"]
+
+# Its own share no base class; where memory is bound, it raises what Python has.
+RUN_ERRORS = (
+    RuntimeError,
+    ort_state.Fail,
+    ort_state.InvalidArgument,
+    ort_state.RuntimeException,
+    ort_state.EPFail,
+)
+"""What ONNX Runtime raises where a pass, or memory on a device, fails."""

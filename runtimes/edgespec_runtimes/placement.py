@@ -12,7 +12,7 @@ from edgespec_runtimes.discovery import AUTO, Device, Runtime, devices, resolve
 from edgespec_runtimes.session import Session
 from edgespec_runtimes.static_session import StaticSession
 
-__all__ = ["Placement", "export_for", "form_of", "place", "run_at_once"]
+__all__ = ["Placement", "export_for", "place", "run_at_once"]
 
 _FORMS: Mapping[Form, str] = MappingProxyType(
     {
@@ -45,11 +45,6 @@ class Placement:
         return replace(self, reason=f"{self.reason}; {found}") if found else self
 
 
-def form_of(bundle: Bundle) -> Form:
-    """What the graphs of ``bundle`` are."""
-    return bundle.manifest.form
-
-
 def place(bundle: Bundle, wanted: str = AUTO, runtime: Runtime | None = None) -> Placement:
     """Decide where ``bundle`` runs, before anything of it is loaded.
 
@@ -66,7 +61,7 @@ def place(bundle: Bundle, wanted: str = AUTO, runtime: Runtime | None = None) ->
         device = resolve(wanted, runtime)
         _check_fit(bundle, device)
         return Placement(device, "asked for")
-    form = form_of(bundle)
+    form = bundle.manifest.form
     if form == "dynamic":
         return Placement(resolve("cpu", runtime), "the bundle was made for the CPU")
     return _best(bundle, form, devices(runtime))
@@ -100,7 +95,7 @@ def _best(bundle: Bundle, form: Form, found: Sequence[Device]) -> Placement:
 
 
 def _check_fit(bundle: Bundle, device: Device) -> None:
-    form, profile = form_of(bundle), device.profile
+    form, profile = bundle.manifest.form, device.profile
     if form in profile.runs:
         return
     source = shlex.quote(str(bundle.manifest.provenance.get("source", "SOURCE")))

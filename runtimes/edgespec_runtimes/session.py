@@ -36,6 +36,7 @@ class Session(Protocol):
 
         Raises:
             RequestError: more than the model's context length.
+            DeviceError: no memory for them; the cache is empty then.
         """
 
     def shared_prefix(self, tokens: Sequence[int]) -> int:

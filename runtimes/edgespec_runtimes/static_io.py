@@ -21,20 +21,12 @@ from edgespec_models.errors import BundleError, DeviceError
 from edgespec_models.static_graphs import StaticGraphs
 from edgespec_runtimes.host_inputs import HostInputs
 from edgespec_runtimes.kv_buffers import ort_value
-from edgespec_runtimes.ort import ort_state
+from edgespec_runtimes.ort import RUN_ERRORS
 from edgespec_runtimes.session import Logits
 
 __all__ = ["StaticIO", "cheapest_passes"]
 
 _Array = npt.NDArray[Any]
-# Where memory is bound, ONNX Runtime raises what Python has.
-_RUN_ERRORS = (
-    RuntimeError,
-    ort_state.Fail,
-    ort_state.InvalidArgument,
-    ort_state.RuntimeException,
-    ort_state.EPFail,
-)
 _TIMED = 2
 _TYPES: Mapping[str, type[np.generic]] = {
     "tensor(float)": np.float32,
@@ -140,26 +132,19 @@ class StaticIO:
         """Open the graphs of the bucket of ``capacity`` tokens, keeping the first ``keep`` of the cache.
 
         Raises:
-            DeviceError: the device's compiler refuses a graph, or part of it would run elsewhere. Nothing is
-                open or kept then.
+            DeviceError: the device's compiler refuses a graph, part of it would run elsewhere, or it fails
+                to run. Nothing is open or kept then.
         """
         if capacity == self._capacity:
             return
-        old, files = (
-            list(self._cache),
-            {rows: self._static.file(capacity, rows) for rows in self._static.widths},
-        )
+        old = list(self._cache)
         self.close()  # two buckets' graphs at a time would take twice the memory
-        opened = self._open([self._path / file for file in files.values()])
-        sessions = dict(zip(files, opened, strict=True))
-        types = {value.name: _TYPES[value.type] for value in sessions[1].get_inputs()}
-        for index, (name, shape) in enumerate(_cache_shapes(self._config, capacity)):
-            self._cache.append(np.zeros(shape, types[name]))
-            if old:
-                _tokens(self._cache[-1], index, 0, keep)[:] = _tokens(old[index], index, 0, keep)
+        try:
+            self._open_bucket(capacity, old, keep)
+        except BaseException:
+            self.close()
+            raise
         self._capacity = capacity
-        self._passes = {rows: self._bind(session, rows) for rows, session in sessions.items()}
-        self.seconds = {width: self._time(width) for width in self._static.widths}
 
     def run(self, tokens: Sequence[int], start: int, rows: int) -> Logits:
         """Run ``tokens`` behind the first ``start`` of the cache; logits of the last ``rows``."""
@@ -185,13 +170,25 @@ class StaticIO:
         self._cache.clear()
         self._capacity = 0
 
+    def _open_bucket(self, capacity: int, old: Sequence[_Array], keep: int) -> None:
+        files = {rows: self._static.file(capacity, rows) for rows in self._static.widths}
+        opened = self._open([self._path / file for file in files.values()])
+        sessions = dict(zip(files, opened, strict=True))
+        types = {value.name: _TYPES[value.type] for value in sessions[1].get_inputs()}
+        for index, (name, shape) in enumerate(_cache_shapes(self._config, capacity)):
+            self._cache.append(np.zeros(shape, types[name]))
+            if old:
+                _tokens(self._cache[-1], index, 0, keep)[:] = _tokens(old[index], index, 0, keep)
+        self._passes = {rows: self._bind(session, rows) for rows, session in sessions.items()}
+        self.seconds = {width: self._time(width) for width in self._static.widths}
+
     def _execute(self, width: int, tokens: Sequence[int], start: int) -> None:
         """One pass over ``tokens`` and as many spare rows as are left of ``width``."""
         one = self._passes[width]
         self._host.fill(one.inputs, tokens, start)
         try:
             one.session.run_with_iobinding(one.binding)
-        except _RUN_ERRORS as error:
+        except RUN_ERRORS as error:
             raise DeviceError(f"the device cannot run {self._path}: {error}") from error
 
     def _keep(self, width: int, start: int, count: int) -> None:

@@ -9,10 +9,10 @@ from edgespec_models.bundle import Bundle
 from edgespec_models.errors import BundleError, DeviceError
 from edgespec_models.static_graphs import Contexts, StaticGraphs
 from edgespec_runtimes.cpu import CpuOptions, session_settings
+from edgespec_runtimes.device_graph import open_whole
 from edgespec_runtimes.devices import CPU
 from edgespec_runtimes.discovery import Device
 from edgespec_runtimes.graph_session import GraphSession
-from edgespec_runtimes.ort import ort
 from edgespec_runtimes.static_io import StaticIO
 
 __all__ = ["StaticSession", "open_on"]
@@ -137,13 +137,8 @@ def open_on(device: Device, graph: Path, options: CpuOptions) -> Any:
     settings, providers = session_settings(options), None
     if device.profile is CPU:
         providers = [CPU.provider]
+    elif device.handle is not None:
+        settings.add_provider_for_devices([device.handle], dict(device.options))
     else:
-        settings.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-        if device.handle is not None:
-            settings.add_provider_for_devices([device.handle], dict(device.options))
-        else:
-            settings.add_provider(device.profile.provider, dict(device.options))
-    try:
-        return ort.InferenceSession(str(graph), settings, providers=providers, enable_fallback=0)
-    except Exception as error:  # ONNX Runtime's own exceptions share no base class
-        raise DeviceError(f"{device.name} cannot run all of {graph}: {error}") from error
+        settings.add_provider(device.profile.provider, dict(device.options))
+    return open_whole(device, graph, settings, providers)

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from edgespec_models.errors import DeviceError
 from edgespec_runtimes.kv_buffers import CacheLayout, InPlaceCache, KVBuffers, SharedCache, ort_value
-from edgespec_runtimes.ort import ort
+from edgespec_runtimes.ort import RUN_ERRORS, ort
 
 __all__ = ["DeviceCache", "DeviceMemory", "HostMemory", "TensorMemory"]
 
@@ -58,9 +59,17 @@ class DeviceMemory:
         self._kind = kind
 
     def value(self, array: _Array) -> Any:
-        """An OrtValue on the device, with what ``array`` holds now."""
-        value = ort.OrtValue.ortvalue_from_shape_and_type(list(array.shape), array.dtype.type, self._kind, 0)
-        value.update_inplace(array)
+        """An OrtValue on the device, with what ``array`` holds now.
+
+        Raises:
+            DeviceError: the device has no room for it.
+        """
+        shape, dtype = list(array.shape), array.dtype.type
+        try:
+            value = ort.OrtValue.ortvalue_from_shape_and_type(shape, dtype, self._kind, 0)
+            value.update_inplace(array)
+        except RUN_ERRORS as error:
+            raise DeviceError(f"{self._kind} has no room for {array.nbytes:,} more bytes: {error}") from error
         return value
 
     def write(self, value: Any, array: _Array) -> None:
@@ -86,7 +95,23 @@ class DeviceCache(InPlaceCache):
         """Bytes reserved."""
 
     def reserve(self, capacity: int, keep: int) -> None:
-        """Make room for ``capacity`` tokens, keeping the first ``keep``; earlier bindings are void."""
+        """Make room for ``capacity`` tokens, keeping the first ``keep``; earlier bindings are void.
+
+        Raises:
+            DeviceError: the device has no room for it; nothing is kept then.
+        """
+        try:
+            self._reserve(capacity, keep)
+        except BaseException:
+            self.clear()
+            raise
+
+    def clear(self) -> None:
+        """Free the memory."""
+        self._values.clear()
+        self.nbytes = 0
+
+    def _reserve(self, capacity: int, keep: int) -> None:
         self.nbytes = 0
         for index, tensor in enumerate(self._layout):
             array = np.zeros((1, tensor.heads, capacity, tensor.head_dim), tensor.dtype)
@@ -97,8 +122,3 @@ class DeviceCache(InPlaceCache):
                 array[:, :, :keep] = self._values[index].numpy()[:, :, :keep]
             self._values[index] = None  # the device need not hold both
             self._values[index] = self._memory.value(array)
-
-    def clear(self) -> None:
-        """Free the memory."""
-        self._values.clear()
-        self.nbytes = 0

@@ -1,0 +1,59 @@
+"""What float16 would have to hold is seen, wherever a graph computes it."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgespec_export import ranges
+from edgespec_export.ranges import measure_ranges, precision_for
+from edgespec_export.report import LARGEST_FLOAT16, ActivationRanges
+from edgespec_export.sources import open_checkpoint
+from edgespec_models.errors import UnsupportedModelError
+from edgespec_models.progress import ignore_progress
+from tests.gguf_for_tests import TinyGGUF, tiny_gguf
+
+
+def measured(model: TinyGGUF, folder: Path) -> ActivationRanges:
+    with open_checkpoint(model.write(folder / "m.gguf")) as checkpoint:
+        return measure_ranges(checkpoint, (), folder / "scratch", ignore_progress)
+
+
+def with_large_input(norm: float) -> TinyGGUF:
+    """The first layer's projections are given the embedding times ``norm``, and make little of it."""
+    model = tiny_gguf("llama", layers=1)
+    factors = {"attn_norm": norm, "attn_q": 1e-6, "attn_k": 1e-6, "attn_v": 1e-6}
+    for name, factor in factors.items():
+        kind, weight = model.tensors[f"blk.0.{name}.weight"]
+        model.tensors[f"blk.0.{name}.weight"] = kind, (weight * np.float32(factor)).astype(np.float32)
+    return model
+
+
+def test_what_the_first_projections_are_given_is_seen(tmp_path: Path) -> None:
+    assert measured(with_large_input(1e5), tmp_path).inner > LARGEST_FLOAT16
+
+
+def test_sums_over_blocks_of_what_is_multiplied_are_seen(tmp_path: Path) -> None:
+    """Formats with remainders multiply sums of 32 inputs each, which are larger where signs agree."""
+    model = with_large_input(2000.0)
+    kind, table = model.tensors["token_embd.weight"]
+    signs = np.sign(model.values("blk.0.attn_norm.weight"))
+    model.tensors["token_embd.weight"] = kind, (np.abs(table) * signs).astype(np.float32)
+    assert 2000.0 * np.sqrt(table.shape[1]) < LARGEST_FLOAT16  # what a single input can be
+    assert measured(model, tmp_path).inner > LARGEST_FLOAT16
+
+
+def test_not_a_number_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def watch(pieces: Any, config: Any, texts: Any, observe: Callable[[str, Any], None]) -> Iterator[None]:
+        for name in pieces:
+            observe(name, np.array([[np.nan]], np.float32))
+            observe(name, np.ones((1, 1), np.float32))
+            yield
+
+    monkeypatch.setattr(ranges, "cut", lambda graph, watched: list(watched))
+    monkeypatch.setattr(ranges, "watch_pieces", watch)
+    found = measured(tiny_gguf("llama", layers=1), tmp_path)
+    with pytest.raises(UnsupportedModelError, match="float16 ends at 65,504"):
+        precision_for(found)
