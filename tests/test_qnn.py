@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import edgespec
+from edgespec_export import static_export
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundle import Bundle
 from edgespec_models.errors import DeviceError
@@ -36,7 +37,9 @@ Pair = tuple[StaticSession, StaticSession]
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     folder = tmp_path_factory.mktemp("qnn")
     source = tiny_gguf("llama").write(folder / "m.gguf")
-    export_model(source, folder / "bundle", options=ExportOptions(device="npu-qnn", buckets=(64,)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(static_export._Watched, "wide_keys", (1,))  # a layer of each kind
+        export_model(source, folder / "bundle", options=ExportOptions(device="npu-qnn", buckets=(64,)))
     return Bundle(folder / "bundle")
 
 

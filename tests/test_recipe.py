@@ -24,8 +24,8 @@ from edgespec_models.errors import RequestError, StorageError
 from edgespec_models.graphs.decoder import DecoderPlan, build_decoder
 from tests.gguf_for_tests import tiny_gguf
 
-WRITTEN = {1: "265d35e899d6d574"}
-"""Of each recipe, what it makes of tiny models: the beginning of a digest."""
+WRITTEN = {1: "265d35e899d6d574", 2: "265d35e899d6d574"}
+"""Of each recipe, what it makes of tiny models: the beginning of a digest. The second: bundles for devices."""
 
 
 @pytest.fixture

@@ -9,13 +9,16 @@ import pytest
 from typer.testing import CliRunner
 
 from edgespec.cli import app
-from edgespec_export import device_bundle
+from edgespec_export import device_bundle, static_export
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.quantization import Quantization
 from edgespec_export.trim import TrimOptions
 from edgespec_models.bundle import Bundle
 from edgespec_models.errors import EdgespecError, RequestError, StorageError
 from edgespec_models.graphs.static_points import encoding
+from edgespec_runtimes.devices import CPU
+from edgespec_runtimes.discovery import Device
+from edgespec_runtimes.static_session import StaticSession
 from tests.gguf_for_tests import tiny_gguf
 
 QNN = ExportOptions(device="npu-qnn", buckets=(64,))
@@ -83,6 +86,25 @@ def test_the_command_takes_device_and_buckets(source: Path, tmp_path: Path) -> N
     assert static is not None and static.buckets == (64, 128)
     shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "out")]).stdout
     assert "made for" in shown and "npu-openvino" in shown
+
+
+def test_keys_that_8_bits_would_drown_have_16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen2's first layer: a few channels of its keys' bias are a hundred times as large as the others."""
+    model = tiny_gguf("qwen2")
+    kind, bias = model.tensors["blk.0.attn_k.bias"]
+    model.tensors["blk.0.attn_k.bias"] = kind, bias + 200 * (np.arange(bias.size) == 3).astype(np.float32)
+    source = model.write(tmp_path / "m.gguf")
+    found = {}
+    for step in (0.25, np.inf):
+        monkeypatch.setattr(static_export, "_LARGEST_STEP", step)
+        report = export_model(source, tmp_path / f"{step}", options=QNN)
+        manifest = Bundle(tmp_path / f"{step}").manifest
+        assert manifest.static is not None and report.static is not None
+        found[manifest.static.wide_keys] = report.static.kl
+        session = StaticSession(Bundle(tmp_path / f"{step}"), Device(CPU, "ready"))
+        session.prefill([1, 2, 3])
+        assert session.kv_bytes == 64 * manifest.kv_bytes_per_token
+    assert found.keys() == {(0,), ()} and found[0,] < 0.5 * found[()]
 
 
 @pytest.mark.parametrize(("low", "high"), [(-3.0, 5.0), (0.0, 1.0), (2.0, 4.0), (-4.0, -2.0), (0.0, 0.0)])

@@ -13,7 +13,7 @@ from edgespec.cli.options import JsonFlag
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from edgespec_models.bundle import Bundle
+    from edgespec_models.bundle import Bundle, Manifest
 
 __all__ = ["inspect", "show_report"]
 
@@ -108,8 +108,7 @@ def _facts(bundle: "Bundle", verified: bool) -> "Table":
         table.add_row(
             "made for", f"{manifest.device}: {manifest.activations} activations, passes of any size"
         )
-    floats = ", ".join(map(str, manifest.float_kv_layers))
-    table.add_row("KV cache", manifest.kv + (f", float32 in the layers {floats}" if floats else ""))
+    table.add_row("KV cache", _cache(manifest))
     table.add_row(
         "read in a pass", f"{size(manifest.bytes_per_pass)}, {manifest.parameters_per_pass:,} weights"
     )
@@ -117,6 +116,14 @@ def _facts(bundle: "Bundle", verified: bool) -> "Table":
     table.add_row("source", escape(manifest.provenance.get("source", "unknown")))
     table.add_row("files", _files(bundle, verified))
     return table
+
+
+def _cache(manifest: "Manifest") -> str:
+    floats = ", ".join(map(str, manifest.float_kv_layers))
+    wide = ", ".join(map(str, manifest.static.wide_keys)) if manifest.static is not None else ""
+    words = [f"float32 in the layers {floats}"] if floats else []
+    words += [f"uint16 for the keys of layers {wide}"] if wide else []
+    return ", ".join([manifest.kv, *words])
 
 
 def _files(bundle: "Bundle", verified: bool) -> str:

@@ -8,7 +8,7 @@ from edgespec_models.bundle import Role
 
 __all__ = ["DEFAULT_WEIGHTS", "RECIPE", "WEIGHTS"]
 
-RECIPE: Final = 1
+RECIPE: Final = 2
 """To be raised whenever the same source and options come out as another bundle: other formats, another
 graph, other rounding. Bundles in the cache that were made by another recipe are not used."""
 

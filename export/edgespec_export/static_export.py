@@ -1,7 +1,7 @@
 """From a checkpoint to graphs with fixed shapes: weights, ranges of activations, graphs, checks."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from edgespec_models.static_graphs import PREFILL_ROWS, VERIFY_ROWS, StaticDevic
 from edgespec_runtimes.cpu import CpuOptions, open_graph
 from edgespec_runtimes.host_inputs import HostInputs
 from edgespec_runtimes.session import Logits
+from edgespec_runtimes.static_io import TYPES
 
 __all__ = ["StaticExport", "StaticFormat", "export_static", "format_for", "planned"]
 
@@ -29,8 +30,42 @@ MASKED = -10_000.0
 ROWS = 128
 """Tokens of a text that is calibrated or compared with, at most."""
 _MARGIN = 15.0  # a masked score's share is below a 16-bit step: exp(-15) = 3e-7
-_SCORES, _MASKED = ".scores", ".masked"
+_SCORES, _MASKED, _KEY = ".scores", ".masked", ".key"
+_CODES = 255  # of 8 bits
+_LARGEST_STEP = 0.25
 _Ranges = dict[str, tuple[float, float]]
+
+
+@dataclass(slots=True)
+class _Watched:
+    """What points took.
+
+    Attributes:
+        ranges: their least and largest values.
+        spreads: of each layer's keys, the standard deviation of the median channel, in the text with the
+            least.
+    """
+
+    ranges: _Ranges = field(default_factory=dict)
+    spreads: dict[int, float] = field(default_factory=dict)
+
+    def add(self, name: str, value: F32) -> None:
+        """Tell what the point ``name`` took."""
+        low, high = self.ranges.get(name, (0.0, 0.0))
+        self.ranges[name] = min(low, float(value.min())), max(high, float(value.max()))
+        if name.endswith(_KEY):  # (1, heads, head_dim, rows)
+            layer, spread = int(name.split(".")[1]), float(np.median(value.std(axis=-1)))
+            self.spreads[layer] = min(spread, self.spreads.get(layer, spread))
+
+    @property
+    def wide_keys(self) -> tuple[int, ...]:
+        """Layers in whose keys steps of 8 bits would drown most channels, since a few are very large."""
+        wide = []
+        for layer, spread in sorted(self.spreads.items()):
+            low, high = self.ranges[f"layers.{layer}{_KEY}"]
+            if high - low > _CODES * _LARGEST_STEP * spread:
+                wide.append(layer)
+        return tuple(wide)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +131,11 @@ def export_static(
     calibrated = [tokens[:ROWS] for index, tokens in enumerate(texts) if index % 4]
     found, reference = _float_run(checkpoint, folder / "float", (calibrated, held_out), progress)
     weights = write_static_weights(checkpoint, folder, int8=chosen.int8, progress=progress)
+    plan = StaticPlan(rows=1, capacity=1, all_logits=True, int8=chosen.int8)
     if chosen.quantized:
-        graphs = replace(graphs, masked=_mask_value(found))
-    ranges = _all_ranges(config, found | weights.ranges, graphs.masked) if chosen.quantized else None
-    plan = StaticPlan(rows=1, capacity=1, all_logits=True, int8=chosen.int8, ranges=ranges)
+        graphs = replace(graphs, masked=_mask_value(found.ranges), wide_keys=found.wide_keys)
+        ranges = _all_ranges(config, found.ranges | weights.ranges, graphs.masked)
+        plan = replace(plan, ranges=ranges, wide_keys=graphs.wide_keys)
     _save_all(config, plan, weights, folder, graphs)
     # The golden texts take the same way, a pass each.
     compared = [*held_out, *(() if golden is None else golden.texts)]
@@ -135,12 +171,12 @@ def _float_run(
     scratch: Path,
     texts: tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]],
     progress: ProgressCallback,
-) -> tuple[_Ranges, list[Logits]]:
+) -> tuple[_Watched, list[Logits]]:
     """What values points take on the first texts, and the logits of the second, in float32."""
     scratch.mkdir()
     config, plan = checkpoint.config, StaticPlan(rows=ROWS, capacity=1, all_logits=True, watched=True)
     weights = write_static_weights(checkpoint, scratch, int8=False, progress=progress)
-    ranges: _Ranges = {}
+    watched = _Watched()
     # Texts are repeated to fill a pass, so that no range comes from spare rows.
     every = [*((list(tokens) * ROWS)[:ROWS] for tokens in texts[0]), *texts[1]]
     logits = []
@@ -148,23 +184,16 @@ def _float_run(
     for number, (tokens, values) in enumerate(zip(every, found, strict=True)):
         progress(Progress("Calibrating", number, len(every), "text"))
         if number < len(texts[0]):
-            _widen(ranges, values)
+            for output, value in values.items():
+                if ":" in output:
+                    watched.add(output.partition(":")[2], value)
         else:
             logits.append(values["logits"][0, : len(tokens)])
     progress(Progress("Calibrating", len(every), len(every), "text"))
     for file in scratch.iterdir():
         file.unlink()
     scratch.rmdir()
-    return ranges, logits
-
-
-def _widen(ranges: _Ranges, values: Mapping[str, F32]) -> None:
-    """Let ``ranges`` hold what points took."""
-    for output, value in values.items():
-        _, colon, name = output.partition(":")
-        if colon:
-            low, high = ranges.get(name, (0.0, 0.0))
-            ranges[name] = min(low, float(value.min())), max(high, float(value.max()))
+    return watched, logits
 
 
 def _all_ranges(config: ModelConfig, found: _Ranges, masked: float) -> _Ranges:
@@ -193,8 +222,7 @@ def _run_whole(
 ) -> Iterator[dict[str, F32]]:
     _save(config, plan, weights, path)
     session = open_graph(path, CpuOptions())
-    types = {"tensor(float)": np.float32, "tensor(int32)": np.int32, "tensor(uint8)": np.uint8}
-    inputs = {value.name: np.zeros(value.shape, types[value.type]) for value in session.get_inputs()}
+    inputs = {value.name: np.zeros(value.shape, TYPES[value.type]) for value in session.get_inputs()}
     names = [value.name for value in session.get_outputs()]
     host = HostInputs(config, masked)
     try:

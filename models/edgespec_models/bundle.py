@@ -140,7 +140,8 @@ class Manifest:
         """Bytes of KV cache a token takes."""
         whole, layers = self.config.kv_bytes_per_token, self.config.num_layers
         floats = whole * len(self.float_kv_layers) // layers
-        return floats + (whole - floats) * np.dtype(self.kv).itemsize // 4
+        keys = 0 if self.static is None else whole // 2 * len(self.static.wide_keys) // layers
+        return floats + keys // 4 + (whole - floats) * np.dtype(self.kv).itemsize // 4
 
     @property
     def bytes_per_pass(self) -> int:
@@ -186,8 +187,9 @@ class Manifest:
                 raise ValueError(f"kv is {manifest.kv!r}")
             if manifest.activations not in get_args(FloatType) or manifest.device not in (None, "cuda"):
                 raise ValueError(f"activations are {manifest.activations!r} on {manifest.device!r}")
-            if not set(manifest.float_kv_layers) <= set(range(manifest.config.num_layers)):
-                raise ValueError(f"float_kv_layers is {manifest.float_kv_layers!r}")
+            wide = () if manifest.static is None else manifest.static.wide_keys
+            if not {*manifest.float_kv_layers, *wide} <= set(range(manifest.config.num_layers)):
+                raise ValueError(f"layers of the KV cache are {manifest.float_kv_layers!r}, {wide!r}")
         except (AttributeError, BundleError, KeyError, TypeError, ValueError) as error:
             raise BundleError(
                 f"{where} is damaged or of another version ({error}); export the model again"

@@ -72,6 +72,7 @@ class StaticGraphs:
         activations: ``uint16`` where every tensor is quantized, ``float32`` where only weights may be.
         masked: what the attention mask adds where a row must not look.
         contexts: what compiled every graph ahead; None where the device is to do that.
+        wide_keys: layers whose keys are rounded to 16 bits in a cache that otherwise has 8.
     """
 
     device: StaticDevice
@@ -81,6 +82,7 @@ class StaticGraphs:
     activations: Activations
     masked: float
     contexts: Contexts | None = None
+    wide_keys: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, numbers in (
@@ -144,6 +146,7 @@ class StaticGraphs:
     def from_json(cls, value: dict[str, Any]) -> "StaticGraphs":
         """Read :meth:`to_json`'s form; raises KeyError, TypeError, ValueError or BundleError for others."""
         lists = {name: tuple(map(int, value[name])) for name in ("verify", "buckets")}
+        lists["wide_keys"] = tuple(map(int, value.get("wide_keys", ())))
         contexts = value.get("contexts")
         return cls(**value | lists | {"contexts": None if contexts is None else Contexts.from_json(contexts)})
 

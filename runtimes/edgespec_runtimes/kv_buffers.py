@@ -13,7 +13,7 @@ from edgespec_runtimes.ort import ort
 __all__ = ["CacheLayout", "GrowingCache", "InPlaceCache", "KVBuffers", "SharedCache", "ort_value"]
 
 _Array = npt.NDArray[Any]
-_ONNX_TYPES = {"float32": 1, "uint8": 2, "int8": 3, "int32": 6, "int64": 7, "float16": 10}
+_ONNX_TYPES = {"float32": 1, "uint8": 2, "int8": 3, "uint16": 4, "int32": 6, "int64": 7, "float16": 10}
 
 
 def ort_value(array: _Array) -> Any:

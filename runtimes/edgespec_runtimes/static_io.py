@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -24,16 +24,17 @@ from edgespec_runtimes.kv_buffers import ort_value
 from edgespec_runtimes.ort import RUN_ERRORS
 from edgespec_runtimes.session import Logits
 
-__all__ = ["StaticIO", "cheapest_passes"]
+__all__ = ["TYPES", "StaticIO", "cheapest_passes"]
 
 _Array = npt.NDArray[Any]
 _TIMED = 2
-_TYPES: Mapping[str, type[np.generic]] = {
+TYPES: Final[Mapping[str, type[np.generic]]] = {
     "tensor(float)": np.float32,
     "tensor(int32)": np.int32,
     "tensor(uint8)": np.uint8,
     "tensor(uint16)": np.uint16,
 }
+"""numpy's types for those that ONNX Runtime names."""
 
 
 def cheapest_passes(
@@ -174,7 +175,7 @@ class StaticIO:
         files = {rows: self._static.file(capacity, rows) for rows in self._static.widths}
         opened = self._open([self._path / file for file in files.values()])
         sessions = dict(zip(files, opened, strict=True))
-        types = {value.name: _TYPES[value.type] for value in sessions[1].get_inputs()}
+        types = {value.name: TYPES[value.type] for value in sessions[1].get_inputs()}
         for index, (name, shape) in enumerate(_cache_shapes(self._config, capacity)):
             self._cache.append(np.zeros(shape, types[name]))
             if old:
@@ -209,14 +210,14 @@ class StaticIO:
         binding, keep = session.io_binding(), list[Any]()
         shared = dict(zip((n for n, _ in _cache_shapes(self._config, 1)), self._cache, strict=True))
         inputs = {
-            value.name: np.zeros(value.shape, _TYPES[value.type])
+            value.name: np.zeros(value.shape, TYPES[value.type])
             for value in session.get_inputs()
             if value.name not in shared
         }
         for name, array in (inputs | shared).items():
             keep.append(ort_value(array))
             binding.bind_ortvalue_input(name, keep[-1])
-        outputs = {value.name: np.zeros(value.shape, _TYPES[value.type]) for value in session.get_outputs()}
+        outputs = {value.name: np.zeros(value.shape, TYPES[value.type]) for value in session.get_outputs()}
         for name, array in outputs.items():
             keep.append(ort_value(array))
             binding.bind_ortvalue_output(name, keep[-1])

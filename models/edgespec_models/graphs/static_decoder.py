@@ -20,6 +20,7 @@ Queries arrive scaled and, like keys, with the halves of a rotation apart: see
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import onnx_ir as ir
 from onnxscript import GraphBuilder, OpBuilder, nn
 
@@ -278,7 +279,7 @@ def build_static_decoder(config: ModelConfig, plan: StaticPlan) -> ir.Model:
     _output(builder, logits, "logits", [1, plan.rows if plan.all_logits else 1, config.vocab_size])
     for index, value in enumerate(present):
         name = f"present.{index // 2}.{'key' if index % 2 == 0 else 'value'}"
-        _output(builder, value, name, shapes[index % 2], _cache_type(points))
+        _output(builder, value, name, shapes[index % 2], _cache_type(plan, name))
     for value in points.watched:
         assert value.name is not None
         _output(builder, value, value.name, None)
@@ -308,19 +309,20 @@ def _ropes(builder: GraphBuilder, config: ModelConfig, plan: StaticPlan, points:
 
 
 def _past(builder: GraphBuilder, config: ModelConfig, plan: StaticPlan) -> list[_Pair]:
-    kind = ir.DataType.FLOAT if plan.ranges is None else ir.DataType.UINT8
     heads, width, capacity = config.num_kv_heads, config.head_dim, plan.capacity
-    return [
-        (
-            builder.input(f"past_key_values.{layer}.key", kind, [1, heads, width, capacity]),
-            builder.input(f"past_key_values.{layer}.value", kind, [1, heads, capacity, width]),
-        )
-        for layer in range(config.num_layers)
-    ]
+    shapes = {"key": [1, heads, width, capacity], "value": [1, heads, capacity, width]}
+
+    def tensor(layer: int, kind: str) -> ir.Value:
+        name = f"past_key_values.{layer}.{kind}"
+        return builder.input(name, _cache_type(plan, name), shapes[kind])
+
+    return [(tensor(layer, "key"), tensor(layer, "value")) for layer in range(config.num_layers)]
 
 
-def _cache_type(points: Points) -> ir.DataType:
-    return ir.DataType.UINT8 if points.quantized else ir.DataType.FLOAT
+def _cache_type(plan: StaticPlan, name: str) -> ir.DataType:
+    """Of the input or output ``name``, which ends in layer and kind."""
+    layer, kind = name.split(".")[1:]
+    return ir.DataType.from_numpy(np.dtype(plan.type_at(f"layers.{layer}.{kind}")))
 
 
 def _output(

@@ -24,6 +24,7 @@ class StaticPlan:
         all_logits: whether all rows' logits are returned, or one's.
         int8: whether weights are int8 with a scale for each output, the embedding uint16; else float32.
         ranges: the least and the largest value of every point, to quantize; empty for floating point.
+        wide_keys: layers whose keys are rounded to 16 bits, as all other points are, and not to 8.
         watched: return every point's values too, as outputs ``NUMBER:POINT``, to find those ranges.
     """
 
@@ -32,7 +33,15 @@ class StaticPlan:
     all_logits: bool
     int8: bool = False
     ranges: Mapping[str, tuple[float, float]] | None = None
+    wide_keys: tuple[int, ...] = ()
     watched: bool = False
+
+    def type_at(self, name: str) -> type[np.generic]:
+        """Of the integers that leave the point ``name``; of floats, where nothing is quantized."""
+        if self.ranges is None:
+            return np.float32
+        wide = [f"layers.{layer}.key" for layer in self.wide_keys]
+        return np.uint8 if name.endswith(_KV) and name not in wide else np.uint16
 
 
 def encoding(low: float, high: float, kind: type[np.unsignedinteger[Any]]) -> tuple[np.float32, int]:
@@ -88,7 +97,8 @@ class Points:
     def _encoding(self, name: str) -> _Pair:
         if name not in self._encodings:
             assert self._plan.ranges is not None
-            kind = np.uint8 if name.endswith(_KV) else np.uint16
+            kind = self._plan.type_at(name)
+            assert issubclass(kind, np.unsignedinteger)
             scale, zero = encoding(*self._plan.ranges[name], kind)
             tensors = (("scale", np.array(scale)), ("zero", np.array(zero, kind)))
             first, second = (
