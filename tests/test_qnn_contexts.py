@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import edgespec
-from edgespec_export.contexts import compile_graph, compiler_for
 from edgespec_export import static_export
+from edgespec_export.contexts import compile_graph, compiler_for
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundle import MANIFEST, Bundle, FileRecord
 from edgespec_models.chips import find_chip

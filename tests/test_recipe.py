@@ -25,7 +25,7 @@ from edgespec_models.graphs.decoder import DecoderPlan, build_decoder
 from tests.gguf_for_tests import tiny_gguf
 
 WRITTEN = {1: "265d35e899d6d574", 2: "265d35e899d6d574"}
-"""Of each recipe, what it makes of tiny models: the beginning of a digest. The second: bundles for devices."""
+"""Of each recipe, the beginning of a digest of tiny models. The second changed bundles for devices."""
 
 
 @pytest.fixture
