@@ -189,9 +189,10 @@ class Model:
         self.close()
 
     def close(self) -> None:
-        """End a request that is not over, store what was learned, free both models.
+        """End a request that is not over, store what was learned, free both models, for good.
 
-        The model cannot be used afterwards.
+        Raises:
+            RequestError: another thread reads an answer just now; nothing is closed then.
         """
         self._end_request()
         try:

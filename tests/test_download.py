@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from edgespec_models.catalog import CatalogueEntry, HubFile, IndexPart, IndexParts, find
 from edgespec_models.download import check, is_pulled, model_path, pull
-from edgespec_models.download_index import _joined
+from edgespec_models.download_index import _bytes_under, _joined
 from edgespec_models.errors import Cancelled, DownloadError
 from edgespec_models.hub_http import LostError, within
 from edgespec_models.progress import Progress
@@ -388,3 +388,23 @@ def test_the_smallest_model_can_be_pulled(monkeypatch: pytest.MonkeyPatch) -> No
     entry = find("smollm2-135m-instruct")
     assert pull(entry).stat().st_size == entry.size_bytes
     assert check(entry)
+
+
+def test_what_pip_deletes_while_it_is_counted_counts_nothing(tmp_path: Path) -> None:
+    folder, ended = tmp_path / "incoming", threading.Event()
+
+    def come_and_go() -> None:
+        while not ended.is_set():
+            for work in (Path.mkdir, Path.rmdir):
+                for number in range(40):
+                    work(folder / f"pip-unpack-{number}")
+
+    folder.mkdir()
+    (folder / "kept").write_bytes(b"12345")
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        assert {_bytes_under(folder) for _ in range(300)} == {5}
+    finally:
+        ended.set()
+        thread.join()

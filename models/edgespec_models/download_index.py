@@ -136,7 +136,8 @@ def _environment(scratch: Path) -> dict[str, str]:
 
 
 def _bytes_under(folder: Path) -> int:
-    return sum(length(path) for path in folder.rglob("*") if path.is_file())
+    """Sum of all files' sizes; passes over what is deleted meanwhile, folders included."""
+    return sum(length(Path(root, name)) for root, _, names in os.walk(folder) for name in names)
 
 
 def _complaint(said: str) -> str:
