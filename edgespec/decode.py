@@ -69,9 +69,9 @@ def decode(
         draft = drafter.propose(tokens, limit) if limit > 0 and drafter is not None else NO_DRAFT
         draft = draft.head(len(_until_stop(draft.tokens, stop)[0]))  # nothing is committed behind the end
         drafted = perf_counter()
-        logits = target.forward([tokens[-1], *draft.tokens])  # (k + 1, vocab)
+        predictions = target.predict([tokens[-1], *draft.tokens])  # k + 1 rows
         passed = perf_counter()
-        verdict = verify(logits, draft, tokens)
+        verdict = verify(predictions, draft, tokens)
         new, ended = _until_stop((*draft.tokens[: verdict.accepted], verdict.token), stop)
         tokens += new
         target.truncate(len(tokens) - 1)

@@ -15,7 +15,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from edgespec_export.extra import require_extra
-from edgespec_export.recipe import DEFAULT_WEIGHTS, RECIPE, WEIGHTS
+from edgespec_export.recipe import DEFAULT_WEIGHTS, RECIPES, WEIGHTS
 from edgespec_export.staging import storage_errors
 from edgespec_models.bundle import MANIFEST, Bundle, Role
 from edgespec_models.catalog import entries, find
@@ -64,7 +64,7 @@ class _Wanted:
         not replace each other's.
         """
         kind = "-".join(part for part in (self.device, self.weights) if part) or default
-        return bundles_dir() / f"{name}-{mark}-{self.role}-{kind}{_RECIPE_MARK}{RECIPE}"
+        return bundles_dir() / f"{name}-{mark}-{self.role}-{kind}{_RECIPE_MARK}{RECIPES[self.device]}"
 
 
 def open_model(

@@ -4,7 +4,6 @@ Randomness is a function of the seed and the position, never of how many draws c
 generation is the same with and without speculation as long as the proposals are deterministic.
 """
 
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +12,8 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_models.errors import EdgespecError, RequestError
+from edgespec_models.errors import RequestError
+from edgespec_runtimes.predictions import check_best
 
 __all__ = [
     "SamplingParams",
@@ -133,7 +133,7 @@ def best_token(logits: Row, seen: npt.NDArray[np.int64] | None, params: Sampling
     """
     row = _penalised(logits, seen, params.repetition_penalty)
     token = int(np.argmax(row))
-    _check_top(float(row[token]))
+    check_best(float(row[token]))
     return token
 
 
@@ -158,7 +158,7 @@ def distribution(logits: Row, seen: npt.NDArray[np.int64] | None, params: Sampli
         return law
     row = _penalised(logits, seen, params.repetition_penalty)
     top = float(row.max())
-    _check_top(top)
+    check_best(top)
     kept: npt.NDArray[np.int64] | slice = slice(None)
     if 0 < params.top_k < len(row):
         kept = np.flatnonzero(row >= np.partition(row, -params.top_k)[-params.top_k])
@@ -183,14 +183,6 @@ def _penalised(logits: Row, seen: npt.NDArray[np.int64] | None, penalty: float) 
     values = row[seen]
     row[seen] = np.where(values > 0, values / penalty, values * penalty)
     return row
-
-
-def _check_top(top: float) -> None:
-    if not math.isfinite(top):
-        raise EdgespecError(
-            f"the model's best logit is {top}, not a finite number: the model file is damaged, or its "
-            "device computes it wrongly; check the bundle and try another device"
-        )
 
 
 def _nucleus_cutoff(weights: Law, top_p: float) -> float:

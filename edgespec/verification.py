@@ -24,7 +24,7 @@ from edgespec.sampling import (
     uniform,
 )
 from edgespec_models.errors import RequestError
-from edgespec_runtimes.session import Logits
+from edgespec_runtimes.predictions import Predictions
 
 __all__ = [
     "GreedyVerifier",
@@ -34,8 +34,6 @@ __all__ = [
     "make_verifier",
     "verify_greedy",
 ]
-
-_GREEDY = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +45,19 @@ class Verdict:
 
 
 class Verifier(Protocol):
-    """Judges a draft by the target's logits."""
+    """Judges a draft by what the target says."""
 
-    def __call__(self, logits: Logits, draft: Draft, tokens: Sequence[int]) -> Verdict:
+    def __call__(self, predictions: Predictions, draft: Draft, tokens: Sequence[int]) -> Verdict:
         """Judge ``draft`` as the continuation of ``tokens``.
 
         Args:
-            logits: float32 ``(len(draft.tokens) + 1, vocab)``; row i is for the token after
+            predictions: the target's, of ``len(draft.tokens) + 1`` rows; row i is for the token after
                 ``tokens`` and the first i proposals.
             draft: the proposals; it may be empty, which is plain decoding.
             tokens: all committed tokens, prompt included.
 
         Raises:
-            RequestError: logits or the draft's probabilities of another shape.
+            RequestError: predictions or the draft's probabilities of another shape.
             EdgespecError: a row of logits is not a law.
         """
 
@@ -71,13 +69,13 @@ def make_verifier(params: SamplingParams) -> Verifier:
     return verify_greedy if params.repetition_penalty == 1.0 else GreedyVerifier(params)
 
 
-def verify_greedy(logits: Logits, draft: Draft, tokens: Sequence[int]) -> Verdict:
+def verify_greedy(predictions: Predictions, draft: Draft, tokens: Sequence[int]) -> Verdict:
     """Accept while the proposal is the most likely token; the lowest id of equals counts as that.
 
-    Rows after the first mismatch are not read. See :class:`Verifier`.
+    Rows after the first mismatch are not read, and of none the logits. See :class:`Verifier`.
     """
-    _check_shapes(logits, draft)
-    return _accept_while_equal(draft, lambda i: best_token(logits[i], None, _GREEDY))
+    _check_shapes(predictions, draft)
+    return _accept_while_equal(draft, predictions.best)
 
 
 class GreedyVerifier:
@@ -87,9 +85,10 @@ class GreedyVerifier:
         self._params = params
         self._seen = SeenTokens()
 
-    def __call__(self, logits: Logits, draft: Draft, tokens: Sequence[int]) -> Verdict:
+    def __call__(self, predictions: Predictions, draft: Draft, tokens: Sequence[int]) -> Verdict:
         """See :class:`Verifier`."""
-        _check_shapes(logits, draft)
+        _check_shapes(predictions, draft)
+        logits = predictions.logits
         self._seen.align(tokens)
 
         def choose(i: int) -> int:
@@ -116,9 +115,10 @@ class SamplingVerifier:
         self._seed = seed
         self._seen = SeenTokens()
 
-    def __call__(self, logits: Logits, draft: Draft, tokens: Sequence[int]) -> Verdict:
+    def __call__(self, predictions: Predictions, draft: Draft, tokens: Sequence[int]) -> Verdict:
         """See :class:`Verifier`."""
-        _check_shapes(logits, draft)
+        _check_shapes(predictions, draft)
+        logits = predictions.logits
         if self._params.repetition_penalty != 1.0:
             self._seen.align(tokens)
 
@@ -151,14 +151,12 @@ def _accept_while_equal(draft: Draft, choose: Callable[[int], int]) -> Verdict:
     return Verdict(len(draft.tokens), choose(len(draft.tokens)))
 
 
-def _check_shapes(logits: Logits, draft: Draft) -> None:
-    rows = len(draft.tokens) + 1
-    if logits.ndim != 2 or len(logits) != rows:
+def _check_shapes(predictions: Predictions, draft: Draft) -> None:
+    rows, shape = len(draft.tokens) + 1, predictions.shape
+    if len(shape) != 2 or shape[0] != rows:
+        raise RequestError(f"logits of shape {shape} for {rows - 1} proposals; needed: ({rows}, vocab)")
+    if draft.probs is not None and draft.probs.shape != (rows - 1, shape[1]):
         raise RequestError(
-            f"logits of shape {logits.shape} for {rows - 1} proposals; needed: ({rows}, vocab)"
-        )
-    if draft.probs is not None and draft.probs.shape != (rows - 1, logits.shape[1]):
-        raise RequestError(
-            f"draft probabilities of shape {draft.probs.shape}; needed: {(rows - 1, logits.shape[1])}, "
+            f"draft probabilities of shape {draft.probs.shape}; needed: {(rows - 1, shape[1])}, "
             "over the target's vocabulary"
         )

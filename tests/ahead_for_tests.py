@@ -17,6 +17,7 @@ from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.devices import PROFILES
 from edgespec_runtimes.discovery import Device, State
 from edgespec_runtimes.placement import Placement
+from edgespec_runtimes.predictions import Predictions
 from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import F32, Law, ToySession
 
@@ -28,7 +29,7 @@ QUICK = CostCurve({1: 1e-3})
 def plain(law: Law, count: int, params: SamplingParams | None = None) -> list[int]:
     tokens, verify = list(PROMPT), make_verifier(params or SamplingParams())
     for _ in range(count):
-        tokens.append(verify(law(tokens)[None], NO_DRAFT, tokens).token)
+        tokens.append(verify(Predictions(law(tokens)[None]), NO_DRAFT, tokens).token)
     return tokens
 
 

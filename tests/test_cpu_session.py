@@ -15,6 +15,7 @@ from edgespec_runtimes.cpu import CpuOptions, CpuSession, default_threads
 from edgespec_runtimes.graph_io import EdgespecIO
 from edgespec_runtimes.kv_buffers import SharedCache
 from edgespec_runtimes.ort import ort
+from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Session
 from tests.toy import COLUMNS, F32, FLOAT, GEMMA, INT4, INT8, LLAMA, MATMUL, WIDE, tiny_bundle
 
@@ -152,7 +153,7 @@ def test_prefill_reuses_the_shared_prefix(session: CpuSession, monkeypatch: pyte
     session.truncate(0)
     run, passes = session._run, list[int]()
 
-    def counted(tokens: list[int], rows: int) -> F32:
+    def counted(tokens: list[int], rows: int) -> Predictions:
         passes.append(len(tokens))
         return run(tokens, rows)
 
@@ -336,11 +337,9 @@ def test_a_graph_that_cannot_roll_back_is_refused(tmp_path: Path, monkeypatch: p
     model = tiny_bundle(tmp_path / "m")
     run, calls = CpuSession._run, list[int]()
 
-    def drifting(self: CpuSession, tokens: list[int], rows: int) -> F32:
+    def drifting(self: CpuSession, tokens: list[int], rows: int) -> Predictions:
         calls.append(len(tokens))
-        logits = run(self, tokens, rows)
-        logits += len(calls)
-        return logits
+        return Predictions(run(self, tokens, rows).logits + len(calls))
 
     monkeypatch.setattr(CpuSession, "_run", drifting)
     with pytest.raises(BundleError, match="cannot roll back"):

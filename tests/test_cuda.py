@@ -393,4 +393,7 @@ def test_a_trimmed_drafter_also_writes_what_it_is_offered(tmp_path: Path) -> Non
     session.offer(others)
     columns = session.head_tokens
     assert columns is not None and columns[-3:].tolist() == others
-    _near(session.forward(TOKENS), whole.forward(TOKENS)[:, columns])
+    predictions = session.predict(TOKENS)
+    _near(predictions.logits, whole.forward(TOKENS)[:, columns])
+    best = [predictions.best(row) for row in range(len(TOKENS))]
+    assert best == predictions.logits.argmax(axis=1).tolist()

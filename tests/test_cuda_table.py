@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec_export.recipe import RECIPE
+from edgespec_export.recipe import RECIPES
 from edgespec_models.bundle import Bundle
 from edgespec_runtimes.discovery import resolve
 from tests.gguf_for_tests import tiny_gguf
@@ -38,7 +38,8 @@ def test_a_table_and_everything_behind_it(
     assert {label: found["prompts"] for label, found in result["answers"].items()} == {"cpu": 2, "the CPU": 2}
     assert result["answers"]["the CPU"]["placement"].startswith("target on cpu (asked for); drafter on cpu")
     assert all(ms > 0 for ms in result["target_passes"]["ms"].values())
-    names = [f"{name}-r{RECIPE}" for name in ("0-target", "1-drafter", "1-drafter-cpu")]  # by their sources
+    names = [f"{name}-r{RECIPES['cuda']}" for name in ("0-target", "1-drafter")]  # by their sources
+    names.append(f"1-drafter-cpu-r{RECIPES[None]}")
     kinds = [Bundle(tmp_path / "work" / name).manifest for name in names]
     assert [(kind.role, kind.activations) for kind in kinds] == [
         ("target", "float16"),

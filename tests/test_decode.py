@@ -115,8 +115,7 @@ def _plain(
     tokens, verify = list(prompt), make_verifier(params)
     target.truncate(0)
     while len(tokens) < len(prompt) + count:
-        logits = target.next_logits(tokens)
-        tokens.append(verify(logits[None], NO_DRAFT, tokens).token)
+        tokens.append(verify(target.predict_next(tokens), NO_DRAFT, tokens).token)
         if tokens[-1] in stop:
             break
     return tokens

@@ -22,9 +22,10 @@ from edgespec_models.errors import CatalogueError, RequestError, TokenizerError
 from edgespec_models.tokenizer import Tokenizer
 from edgespec_runtimes import cost
 from edgespec_runtimes.cpu import CpuSession
+from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import ModelSession
 from tests.tokenizers_for_tests import sentencepiece_json
-from tests.toy import COLUMNS, F32, INT4, LLAMA, QWEN, tiny_bundle
+from tests.toy import COLUMNS, INT4, LLAMA, QWEN, tiny_bundle
 
 PROMPT = "def add(a, b):"
 OPTIONS = LoadOptions(threads=1)
@@ -63,7 +64,7 @@ def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
 
     class Timed(CpuSession):
-        def _run(self, tokens: Sequence[int], rows: int) -> F32:
+        def _run(self, tokens: Sequence[int], rows: int) -> Predictions:
             nonlocal now
             now += 1.0 if self._options.exact_rows else 0.01
             return super()._run(tokens, rows)

@@ -19,6 +19,7 @@ from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.graph_io import MaskedIO
 from edgespec_runtimes.kv_buffers import GrowingCache, SharedCache
 from edgespec_runtimes.ort import ort
+from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Session
 from tests.foreign_for_tests import (
     CONTEXT,
@@ -139,7 +140,7 @@ def test_prefill_reuses_the_shared_prefix(session: CpuSession, monkeypatch: pyte
     session.truncate(0)
     run, passes = session._run, list[int]()
 
-    def counted(tokens: Sequence[int], rows: int) -> F32:
+    def counted(tokens: Sequence[int], rows: int) -> Predictions:
         passes.append(len(tokens))
         return run(tokens, rows)
 
@@ -225,7 +226,7 @@ def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
 
     class Timed(CpuSession):
-        def _run(self, tokens: Sequence[int], rows: int) -> F32:
+        def _run(self, tokens: Sequence[int], rows: int) -> Predictions:
             nonlocal now
             now += 1.0 if self._options.exact_rows else 0.01
             return super()._run(tokens, rows)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import onnx_ir as ir
@@ -17,15 +17,21 @@ from edgespec import loading
 from edgespec.loading import open_model
 from edgespec_export import plan
 from edgespec_export.plan import POLICIES, plan_decoder
-from edgespec_export.recipe import RECIPE, WEIGHTS
+from edgespec_export.recipe import RECIPES, WEIGHTS
 from edgespec_export.sources import open_checkpoint
 from edgespec_models.bundle import Role
 from edgespec_models.errors import RequestError, StorageError
-from edgespec_models.graphs.decoder import DecoderPlan, build_decoder
+from edgespec_models.graphs.decoder import DecoderPlan, Precision, build_decoder
+from edgespec_models.static_graphs import ExportDevice
 from tests.gguf_for_tests import tiny_gguf
 
-WRITTEN = {1: "265d35e899d6d574", 2: "265d35e899d6d574"}
+WRITTEN: dict[tuple[ExportDevice | None, int], str] = {
+    (None, 1): "265d35e899d6d574",
+    (None, 2): "265d35e899d6d574",
+    ("cuda", 3): "c8b66b5e81f4f8d3",
+}
 """Of each recipe, the beginning of a digest of tiny models. The second changed bundles for devices."""
+HALF = Precision("float16", "float16")
 
 
 @pytest.fixture
@@ -47,7 +53,7 @@ def test_what_another_recipe_made_is_made_anew_and_left_alone(
     before = made(cache)
     second = open_model(source, "target").path
     assert second == first
-    monkeypatch.setattr(loading, "RECIPE", RECIPE + 1)
+    monkeypatch.setattr(loading, "RECIPES", {None: RECIPES[None] + 1})
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="edgespec"):
         third = open_model(source, "target").path
@@ -148,7 +154,7 @@ def described(config: Any, chosen: DecoderPlan) -> Iterator[Any]:
         yield name, [(part.format.name, part.method) for part in linear.parts]
 
 
-def digest(folder: Path) -> str:
+def digest(folder: Path, device: ExportDevice | None) -> str:
     seen: list[list[Any]] = [[plan._REFINED_FROM, plan._REFINED_WEIGHTS, plan._LEAST_REFINED, plan._LARGE]]
     roles: tuple[Role, ...] = ("target", "drafter")
     models = [("llama", kind) for kind in ("F16", "Q4_0", "Q4_K", "Q6_K", "Q8_0")]
@@ -158,13 +164,21 @@ def digest(folder: Path) -> str:
             for role in roles:
                 seen.append([plan.default_weights(checkpoint, role)])
                 for policy in POLICIES.values():
-                    chosen = plan_decoder(checkpoint, policy, spare_rows=role == "target")
+                    if device is None:
+                        chosen = plan_decoder(checkpoint, policy, spare_rows=role == "target")
+                    else:
+                        chosen = plan_decoder(checkpoint, policy, spare_rows=False, precision=HALF)
                     seen.append([*described(checkpoint.config, chosen)])
     return hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:16]
 
 
-def test_what_exports_write_changes_with_the_recipe_only(tmp_path: Path) -> None:
-    assert WRITTEN.get(RECIPE) == digest(tmp_path), (
-        "exports write something else than when this was stored: raise edgespec_export.recipe.RECIPE, so "
+@pytest.mark.parametrize("device", [None, "cuda"])
+def test_what_exports_write_changes_with_the_recipe_only(device: ExportDevice | None, tmp_path: Path) -> None:
+    assert WRITTEN.get((device, RECIPES[device])) == digest(tmp_path, device), (
+        "exports write something else than when this was stored: raise edgespec_export.recipe.RECIPES, so "
         "that bundles in users' caches are made anew, and store the new digest here"
     )
+
+
+def test_every_device_has_a_recipe() -> None:
+    assert RECIPES.keys() == {None, *get_args(ExportDevice)}

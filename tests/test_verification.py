@@ -21,6 +21,7 @@ from edgespec.verification import (
     verify_greedy,
 )
 from edgespec_models.errors import RequestError
+from edgespec_runtimes.predictions import Predictions
 
 VOCAB = 12
 LENGTH = 3
@@ -41,7 +42,7 @@ def _generate(verify: Verifier, propose: Propose, length: int, target: Matrix = 
     tokens = list(PROMPT)
     while len(tokens) < len(PROMPT) + length:
         draft = propose(tokens)
-        verdict = verify(target[[tokens[-1], *draft.tokens]], draft, tokens)
+        verdict = verify(Predictions(target[[tokens[-1], *draft.tokens]]), draft, tokens)
         tokens += [*draft.tokens[: verdict.accepted], verdict.token]
     return tuple(tokens[len(PROMPT) : len(PROMPT) + length])
 
@@ -178,11 +179,12 @@ def test_a_wrong_residual_is_caught() -> None:
         right = SamplingVerifier(params, seed)
         again = SamplingVerifier(params, seed + 10**6)
 
-        def verify(logits: Matrix, draft: Draft, tokens: Sequence[int]) -> Verdict:
-            verdict = right(logits, draft, tokens)
+        def verify(predictions: Predictions, draft: Draft, tokens: Sequence[int]) -> Verdict:
+            verdict = right(predictions, draft, tokens)
             kept = verdict.accepted
             position = [*tokens, *draft.tokens[:kept]]
-            return Verdict(kept, again(logits[kept : kept + 1], NO_DRAFT, position).token)
+            row = Predictions(predictions.logits[kept : kept + 1])
+            return Verdict(kept, again(row, NO_DRAFT, position).token)
 
         return verify
 
@@ -232,7 +234,7 @@ def test_right_proposals_are_all_accepted() -> None:
     params = SamplingParams(temperature=0.9, seed=5)
     plain = _generate(make_verifier(params), _plain, 5)
     draft = Draft(plain[:4])
-    verdict = make_verifier(params)(TARGET[[PROMPT[-1], *draft.tokens]], draft, PROMPT)
+    verdict = make_verifier(params)(Predictions(TARGET[[PROMPT[-1], *draft.tokens]]), draft, PROMPT)
     assert verdict == Verdict(4, plain[4])
 
 
@@ -242,26 +244,26 @@ def test_proposals_from_the_target_itself_are_all_accepted() -> None:
     for seed in range(50):
         token = draw(law, uniform(seed, len(PROMPT), DRAFT_LANE))
         draft = Draft((token,), probs=law[None])
-        verdict = SamplingVerifier(params, seed)(TARGET[[PROMPT[-1], token]], draft, PROMPT)
+        verdict = SamplingVerifier(params, seed)(Predictions(TARGET[[PROMPT[-1], token]]), draft, PROMPT)
         assert verdict.accepted == 1
 
 
 def test_greedy_does_not_read_past_the_first_mismatch() -> None:
     logits = np.array([[0, 1, 0], [np.nan] * 3, [np.nan] * 3], dtype=np.float32)
-    assert verify_greedy(logits, Draft((2, 0)), [0]) == Verdict(0, 1)
+    assert verify_greedy(Predictions(logits), Draft((2, 0)), [0]) == Verdict(0, 1)
 
 
 def test_greedy_takes_the_lowest_of_equals() -> None:
     logits = np.array([[0, 1, 1], [2, 2, 2]], dtype=np.float32)
-    assert verify_greedy(logits, Draft((2,)), [0]) == Verdict(0, 1)
-    assert verify_greedy(logits, Draft((1,)), [0]) == Verdict(1, 0)
+    assert verify_greedy(Predictions(logits), Draft((2,)), [0]) == Verdict(0, 1)
+    assert verify_greedy(Predictions(logits), Draft((1,)), [0]) == Verdict(1, 0)
 
 
 def test_the_penalty_sees_drafted_tokens() -> None:
     # Without the penalty token 1 wins everywhere; once drafted it is penalised below token 2.
     logits = np.array([[0, 3, 2], [0, 3, 2]], dtype=np.float32)
     verify = GreedyVerifier(SamplingParams(repetition_penalty=2.0))
-    assert verify(logits, Draft((1,)), [0]) == Verdict(1, 2)
+    assert verify(Predictions(logits), Draft((1,)), [0]) == Verdict(1, 2)
 
 
 def test_the_verifier_fits_the_parameters() -> None:
@@ -272,8 +274,8 @@ def test_the_verifier_fits_the_parameters() -> None:
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0)])
 def test_shapes_that_do_not_fit_are_refused(params: SamplingParams) -> None:
-    verify = make_verifier(params)
+    verify, predictions = make_verifier(params), Predictions(TARGET[:2])
     with pytest.raises(RequestError, match=r"needed: \(3, vocab\)"):
-        verify(TARGET[:2], Draft((1, 2)), PROMPT)
+        verify(predictions, Draft((1, 2)), PROMPT)
     with pytest.raises(RequestError, match="target's vocabulary"):
-        verify(TARGET[:2], Draft((1,), probs=np.ones((1, VOCAB + 1))), PROMPT)
+        verify(predictions, Draft((1,), probs=np.ones((1, VOCAB + 1))), PROMPT)

@@ -21,6 +21,7 @@ from edgespec_models.graphs.decoder import FULL, SPARE_ROWS, DecoderPlan, Precis
 from edgespec_models.graphs.linear import EmbeddingSpec, LinearPart, LinearSpec
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
 from edgespec_models.weight_format import WeightFormat
+from edgespec_runtimes.session import Session
 from tests.tokenizers_for_tests import byte_level_json
 
 F32 = npt.NDArray[np.float32]
@@ -95,7 +96,7 @@ def script_law(tokenizer: Tokenizer, script: bytes, start: int) -> Law:
     return law
 
 
-class ToySession:
+class ToySession(Session):
     """A :class:`~edgespec_runtimes.session.Session` over a law, with a real cache: its tokens.
 
     Attributes:
@@ -245,6 +246,7 @@ def tiny_bundle(
         kv=precision.activations,
         activations=precision.activations,
         device=None if precision == FULL else "cuda",
+        choices=plan.choices,
         files={file.name: FileRecord.of(file) for file in sorted(folder.iterdir())},
     )
     (folder / MANIFEST).write_text(json.dumps(manifest.to_json()), encoding="utf-8")

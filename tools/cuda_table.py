@@ -27,7 +27,7 @@ from edgespec.bench_json import summarize
 from edgespec.machine import describe_machine
 from edgespec.prompts import Prompt, builtin_prompts, load_prompts, select
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_export.recipe import RECIPE
+from edgespec_export.recipe import RECIPES
 from edgespec_export.trim import TrimOptions
 from edgespec_models.bundle import MANIFEST, Bundle
 from edgespec_models.errors import EdgespecError
@@ -57,7 +57,7 @@ def bundles(target: Path, drafter: Path, work: Path) -> tuple[Bundle, Bundle, Bu
 
     def made(source: Path, kind: str, options: ExportOptions) -> Bundle:
         name = source.stem if source.is_file() else source.name
-        return bundle(source, work / f"{name}-{kind}-r{RECIPE}", options)
+        return bundle(source, work / f"{name}-{kind}-r{RECIPES[options.device]}", options)
 
     whole = TrimOptions("full")
     return (

@@ -35,7 +35,7 @@ from edgespec_models.bundle import Bundle
 from edgespec_models.foreign import open_bundle
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
-from edgespec_runtimes.session import Logits
+from edgespec_runtimes.predictions import Logits, Predictions
 
 _CLOCKED = ("decode", "generation", "drafting.reading", "drafting.ahead", "drafting.choice")
 _TOP = 8
@@ -121,7 +121,7 @@ class Recorded:
         """Forget tokens."""
         del self._tokens[length:]
 
-    def forward(self, tokens: Sequence[int]) -> Logits:
+    def predict(self, tokens: Sequence[int]) -> Predictions:
         """The recorded token behind every token that is as recorded; anything behind others."""
         logits = np.zeros((len(tokens), self.vocab_size), np.float32)
         for row, token in enumerate(tokens):
@@ -130,7 +130,7 @@ class Recorded:
             if at < len(self._text):
                 logits[row, self._text[at]] = _SURE
         self._clock.spend(self._curve.seconds(len(tokens)))
-        return logits
+        return Predictions(logits)
 
 
 @dataclass
@@ -167,7 +167,7 @@ class Priced(CpuSession):
         self._offered = tuple(tokens)
         super().offer(tokens)
 
-    def _run(self, tokens: Sequence[int], rows: int) -> Logits:
+    def _run(self, tokens: Sequence[int], rows: int) -> Predictions:
         if self._priced is None:
             return super()._run(tokens, rows)
         curve, clock, memo = self._priced
@@ -178,7 +178,7 @@ class Priced(CpuSession):
         if key not in memo.said:
             memo.said[key] = self._compute(sequence)
         self._tokens = sequence
-        return self._logits(*memo.said[key])
+        return Predictions(self._logits(*memo.said[key]))
 
     def _compute(self, sequence: list[int]) -> tuple[Any, Any]:
         """Bring the real cache up to date and ask."""

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-import numpy as np
-
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.session import Logits, Session
+from edgespec_runtimes.predictions import Predictions
+from edgespec_runtimes.session import Session
 
 __all__ = ["Clock", "Reader", "Said", "Tally"]
 
@@ -118,12 +117,12 @@ class Reader:
         if not self._knows(text):
             self._forget(min(self._session.shared_prefix(text), last))
             started = perf_counter()
-            logits = self._session.next_logits(text)
+            predictions = self._session.predict_next(text)
             if self._spent_s is None:
                 self._spent_s = 0.0
             else:
                 self._spent(self._first, started)
-            self._said[last] = Said(text[last], *_best(logits))
+            self._said[last] = _said(text[last], predictions)
         self._move(len(text))
         self._said = {at: said for at, said in self._said.items() if at >= last}
         return self._said[last]
@@ -153,8 +152,8 @@ class Reader:
         return said
 
     def _ask(self, token: int) -> Said:
-        logits = self._session.forward([token])[0]
-        said = self._said[self._session.length - 1] = Said(token, *_best(logits))
+        said = _said(token, self._session.predict([token]))
+        self._said[self._session.length - 1] = said
         return said
 
     def _knows(self, text: Sequence[int]) -> bool:
@@ -182,7 +181,6 @@ class Reader:
         self._ahead = {at for at in self._ahead if at < length}
 
 
-def _best(logits: Logits) -> tuple[int, float]:
-    """The most probable row and its probability."""
-    row = int(logits.argmax())
-    return row, float(1.0 / np.exp(logits - logits[row]).sum())
+def _said(token: int, predictions: Predictions) -> Said:
+    """What a pass says behind its last token."""
+    return Said(token, predictions.best(0), predictions.probability(0))

@@ -223,6 +223,7 @@ def _manifest(
         even_head=written.even_rows(head=True),
         activations=floats,
         device="cuda" if options.device == "cuda" else None,
+        choices=written.plan.choices,
     )
 
 

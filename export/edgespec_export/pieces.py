@@ -64,17 +64,20 @@ def cut(graph: Path, piece_bytes: int = PIECE_BYTES, *, watched: Set[str] = froz
     model = onnx.load(str(graph), load_external_data=False)
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
     produced_at = {name: i for i, node in enumerate(model.graph.node) for name in node.output}
+    # Which columns are the most likely follows from the logits; pieces go as far as those.
+    whole = [value.name for value in model.graph.output if not value.name.startswith("best_")]
+    stop = 1 + max(produced_at[name] for name in whole)
     spans, start, size = [], 0, 0
-    for index, node in enumerate(model.graph.node):
+    for index, node in enumerate(model.graph.node[:stop]):
         size += sum(_stored_bytes(weights[name]) for name in node.input if name in weights)
         if size >= piece_bytes and node.op_type == _CUT_BEHIND:
             spans.append((start, index + 1))
             start, size = index + 1, 0
-    spans.append((start, len(model.graph.node)))
+    spans.append((start, stop))
     paths = []
     for number, (begin, end) in enumerate(spans):
         paths.append(graph.with_name(f"piece-{number}.onnx"))
-        later = {name for node in model.graph.node[end:] for name in node.input}
+        later = {name for node in model.graph.node[end:stop] for name in node.input}
         onnx.save(_piece(model, (begin, end), later | watched, weights, produced_at), str(paths[-1]))
     return paths
 

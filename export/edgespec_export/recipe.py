@@ -5,12 +5,16 @@ from types import MappingProxyType
 from typing import Final
 
 from edgespec_models.bundle import Role
+from edgespec_models.static_graphs import ExportDevice
 
-__all__ = ["DEFAULT_WEIGHTS", "RECIPE", "WEIGHTS"]
+__all__ = ["DEFAULT_WEIGHTS", "RECIPES", "WEIGHTS"]
 
-RECIPE: Final = 2
-"""To be raised whenever the same source and options come out as another bundle: other formats, another
-graph, other rounding. Bundles in the cache that were made by another recipe are not used."""
+RECIPES: Final[Mapping[ExportDevice | None, int]] = MappingProxyType(
+    {None: 2, "cuda": 3, "npu-qnn": 2, "npu-openvino": 2}
+)
+"""Of what is exported for each device, the CPU being None. To be raised whenever the same source and options
+come out as another bundle: other formats, another graph, other rounding. Bundles in the cache that were made
+by another recipe are not used."""
 
 WEIGHTS: Final = ("exact", "close", "balanced", "int8", "quick", "fast")
 """Names of :data:`edgespec_export.plan.POLICIES`."""

@@ -101,6 +101,7 @@ class Manifest:
         static: the graphs of fixed shapes that a bundle for an NPU has; None without.
         activations: what a graph of any shape computes in.
         device: what else than the CPU a graph of any shape was made for.
+        choices: whether the graph itself says which columns are the most likely.
     """
 
     name: str
@@ -122,6 +123,7 @@ class Manifest:
     static: StaticGraphs | None = None
     activations: FloatType = "float32"
     device: Literal["cuda"] | None = None
+    choices: bool = False
 
     @property
     def form(self) -> Form:

@@ -115,7 +115,7 @@ def _timed(session: Session, tokens: Sequence[int]) -> float:
     """Seconds of a pass over ``tokens``; the cache is left as it was."""
     before = session.length
     started = perf_counter()
-    session.forward(tokens)
+    session.predict(tokens)
     seconds = perf_counter() - started
     session.truncate(before)
     return seconds

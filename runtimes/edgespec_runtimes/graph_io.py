@@ -3,7 +3,7 @@
 :class:`edgespec_runtimes.cpu.CpuSession` knows tokens; what a graph is called with is known here only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from edgespec_models.errors import BundleError, DeviceError
 from edgespec_models.graph_tensors import GraphTensors
 from edgespec_runtimes.kv_buffers import CacheLayout, GrowingCache, KVBuffers, SharedCache, ort_value
 from edgespec_runtimes.ort import RUN_ERRORS, ort
-from edgespec_runtimes.session import Logits
+from edgespec_runtimes.predictions import DevicePredictions, Predictions
 from edgespec_runtimes.tensor_memory import HostMemory, TensorMemory
 
 __all__ = ["EdgespecIO", "GraphIO", "MaskedIO", "open_io"]
@@ -62,10 +62,10 @@ class GraphIO(Protocol):
     def reserve(self, capacity: int, keep: int) -> None:
         """Make room for ``capacity`` tokens, keeping the first ``keep``."""
 
-    def run(self, tokens: Sequence[int], start: int, rows: int) -> Logits:
-        """Run ``tokens`` behind the first ``start`` of the cache; logits of the last ``rows``.
+    def run(self, tokens: Sequence[int], start: int, rows: int) -> Predictions:
+        """Run ``tokens`` behind the first ``start`` of the cache; a row for each of the last ``rows``.
 
-        float32 ``(rows, head_rows)``, the graph's own buffer. Room must be reserved.
+        They lie in the graph's own buffers. Room must be reserved.
 
         Raises:
             BundleError: ONNX Runtime fails to run a foreign graph.
@@ -91,13 +91,13 @@ def open_io(session: Any, bundle: Bundle, *, exact_rows: bool) -> GraphIO:
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """A binding for passes over ``n`` tokens: write the inputs, run, read the logits."""
+    """A binding for passes over ``n`` tokens: write the inputs, run, read what comes out."""
 
     binding: Any
     ids: npt.NDArray[np.int64]
     seqlens_k: npt.NDArray[np.int32]
     total: npt.NDArray[np.int32]
-    logits: Logits
+    predictions: Callable[[], Predictions]  # of the last run
     spare: int  # rows behind the tokens
     changing: tuple[tuple[Any, npt.NDArray[Any]], ...]  # values and their arrays, of ids and seqlens_k
     keep_alive: tuple[Any, ...]
@@ -124,6 +124,7 @@ class EdgespecIO:
         self._width = config.query_width + 2 * config.kv_width
         self._head_rows = bundle.manifest.head_rows or config.vocab_size
         self._head_tokens = bundle.head_tokens
+        self._choices = bundle.manifest.choices
         self._context = np.zeros(int("context_tokens" in self._inputs), np.int64)
         self.most_rows = config.context_length
         self.passes: dict[tuple[int, int], _Pass] = {}
@@ -165,8 +166,8 @@ class EdgespecIO:
         self.passes.clear()
         self.cache.reserve(capacity + _SPARE_ROWS, keep)
 
-    def run(self, tokens: Sequence[int], start: int, rows: int) -> Logits:
-        """Run ``tokens`` behind the first ``start`` of the cache; logits of the last ``rows``."""
+    def run(self, tokens: Sequence[int], start: int, rows: int) -> Predictions:
+        """Run ``tokens`` behind the first ``start`` of the cache; a row for each of the last ``rows``."""
         count = len(tokens)
         one_pass = self.passes.get((count, rows))
         if one_pass is None:
@@ -183,7 +184,7 @@ class EdgespecIO:
             self._session.run_with_iobinding(one_pass.binding)
         except RUN_ERRORS as error:
             raise DeviceError(f"a pass over {count} tokens failed: {error}") from error
-        return one_pass.logits
+        return one_pass.predictions()
 
     def close(self) -> None:
         """Free what passes use."""
@@ -199,8 +200,7 @@ class EdgespecIO:
         wanted = np.arange(count - rows, count, dtype=np.int64)
         if (self._even or self._even_head) and rows % 2:  # the LM head's kernel sees pairs too
             wanted = np.append(wanted, wanted[-1])
-        columns = self._head_rows + len(self._context)
-        total, logits = np.zeros((), np.int32), np.empty((1, len(wanted), columns), np.float32)
+        columns, total = self._head_rows + len(self._context), np.zeros((), np.int32)
         inputs: dict[str, npt.NDArray[Any]] = {
             "input_ids": ids,
             "seqlens_k": seqlens,
@@ -209,6 +209,7 @@ class EdgespecIO:
             "attention_rows": np.array([count + spare], np.int64),
             "logits_rows": wanted,
             "context_tokens": self._context,
+            "column_order": -np.arange(columns, dtype=np.float32),
         }
         binding = self._session.io_binding()
         values: dict[str, Any] = {}
@@ -218,12 +219,25 @@ class EdgespecIO:
             values[name] = memory.value(inputs[name])
             binding.bind_ortvalue_input(name, values[name])
         self.cache.bind(binding, 0, 0)
-        values["logits"] = ort_value(logits)
-        binding.bind_ortvalue_output("logits", values["logits"])
+        predictions = self._bind_outputs(binding, (rows, columns), spare=len(wanted) - rows)
         changing = ((values["input_ids"], ids), (values["seqlens_k"], seqlens))
-        return _Pass(
-            binding, ids, seqlens, total, logits[0, :rows], spare + pad, changing, (inputs, values, logits)
-        )
+        return _Pass(binding, ids, seqlens, total, predictions, spare + pad, changing, (inputs, values))
+
+    def _bind_outputs(self, binding: Any, shape: tuple[int, int], *, spare: int) -> Callable[[], Predictions]:
+        """Bind what comes out of a pass, with ``spare`` rows more; what hands it out after each run.
+
+        Logits stay where the graph runs if it says itself which columns are the most likely.
+        """
+        rows, columns = shape
+        memory = self._memory if self._choices else HostMemory()
+        value, logits = memory.output((1, rows + spare, columns), np.dtype(np.float32))
+        binding.bind_ortvalue_output("logits", value)
+        if not self._choices:
+            return lambda: Predictions(logits()[0, :rows])
+        best, likely = np.empty((1, rows + spare), np.int64), np.empty((1, rows + spare), np.float32)
+        binding.bind_ortvalue_output("best_columns", ort_value(best))
+        binding.bind_ortvalue_output("best_probabilities", ort_value(likely))
+        return lambda: DevicePredictions(shape, lambda: logits()[0, :rows], best[0, :rows], likely[0, :rows])
 
 
 class MaskedIO:
@@ -282,8 +296,8 @@ class MaskedIO:
         """Make room for ``capacity`` tokens, keeping the first ``keep``."""
         self.cache.reserve(min(capacity + _SPARE_ROWS, self._config.context_length), keep)
 
-    def run(self, tokens: Sequence[int], start: int, rows: int) -> Logits:
-        """Run ``tokens`` behind the first ``start`` of the cache; logits of the last ``rows``."""
+    def run(self, tokens: Sequence[int], start: int, rows: int) -> Predictions:
+        """Run ``tokens`` behind the first ``start`` of the cache; a row for each of the last ``rows``."""
         wanted, width = len(tokens), self._config.vocab_size
         # The graph's rotary tables end with the context.
         if self._pairs and wanted == 1 and start + 2 <= self._config.context_length:
@@ -304,7 +318,7 @@ class MaskedIO:
                 f"ONNX Runtime cannot run this graph, which edgespec did not make: {error}"
             ) from error
         self.cache.written(start + count)
-        return logits[0, wanted - rows : wanted].astype(np.float32, copy=False)
+        return Predictions(logits[0, wanted - rows : wanted].astype(np.float32, copy=False))
 
     def close(self) -> None:
         """Free what passes use."""

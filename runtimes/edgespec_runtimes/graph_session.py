@@ -8,7 +8,7 @@ import numpy.typing as npt
 from edgespec_models.config import DecoderShape
 from edgespec_models.errors import BundleError, Cancelled, DeviceError, RequestError
 from edgespec_runtimes.graph_io import GraphIO
-from edgespec_runtimes.session import Logits
+from edgespec_runtimes.predictions import Logits, Predictions
 
 __all__ = ["GraphSession"]
 
@@ -121,13 +121,22 @@ class GraphSession:
 
     def next_logits(self, tokens: Sequence[int]) -> Logits:
         """Make the cache hold exactly ``tokens``; return the logits of what follows, ``(head_rows,)``."""
-        logits = self._extend(tokens, len(tokens) - 1, None)
-        if logits is None:
-            raise RequestError("next_logits needs at least one token")
-        return logits
+        row: Logits = self.predict_next(tokens).logits[0]
+        return row
 
     def forward(self, tokens: Sequence[int]) -> Logits:
         """Append ``tokens`` and return their logits, float32 ``(len(tokens), head_rows)``."""
+        return self.predict(tokens).logits
+
+    def predict_next(self, tokens: Sequence[int]) -> Predictions:
+        """Make the cache hold exactly ``tokens``; what the model says of what follows, one row."""
+        predictions = self._extend(tokens, len(tokens) - 1, None)
+        if predictions is None:
+            raise RequestError("the next token needs at least one before it")
+        return predictions
+
+    def predict(self, tokens: Sequence[int]) -> Predictions:
+        """Append ``tokens``; what the model says behind each."""
         self.reserve(self.length + len(tokens))
         return self._run(tokens, len(tokens))
 
@@ -163,25 +172,25 @@ class GraphSession:
 
     def _extend(
         self, tokens: Sequence[int], keep: int, cancelled: Callable[[], bool] | None
-    ) -> Logits | None:
-        """Make the cache hold ``tokens``, reusing at most ``keep`` of them; logits of the last if any ran."""
+    ) -> Predictions | None:
+        """Make the cache hold ``tokens``, reusing at most ``keep`` of them; the last's row if any ran."""
         self.reserve(len(tokens))
         self.truncate(min(self.shared_prefix(tokens), max(keep, 0)))
-        logits, size = None, min(self._chunk, self._open_io.most_rows)
+        last, size = None, min(self._chunk, self._open_io.most_rows)
         while self.length < len(tokens):
             if cancelled is not None and cancelled():
                 raise Cancelled(f"cancelled after {self.length} of {len(tokens)} prompt tokens")
             chunk = tokens[self.length : self.length + size]
-            logits = self._run(chunk, 1)[0]
-        return logits
+            last = self._run(chunk, 1)
+        return last
 
-    def _run(self, tokens: Sequence[int], rows: int) -> Logits:
-        """Append ``tokens``; logits of the last ``rows``."""
+    def _run(self, tokens: Sequence[int], rows: int) -> Predictions:
+        """Append ``tokens``; a row for each of the last ``rows``."""
         if not len(tokens) or not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
             raise RequestError(f"a pass needs token ids from 0 to {self.vocab_size - 1}, at least one")
-        logits = self._open_io.run(tokens, self.length, rows)
+        predictions = self._open_io.run(tokens, self.length, rows)
         self._tokens.extend(tokens)
-        return logits
+        return predictions
 
     def _self_test(self) -> bool:
         """Roll back and compare; returns whether the number of rows leaves no trace in the bits."""

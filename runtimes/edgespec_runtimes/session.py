@@ -6,9 +6,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Logits", "ModelSession", "Session"]
+from edgespec_runtimes.predictions import Logits, Predictions
 
-Logits = npt.NDArray[np.float32]
+__all__ = ["Logits", "ModelSession", "Session"]
 
 
 class Session(Protocol):
@@ -63,6 +63,14 @@ class Session(Protocol):
 
         The array is the session's own buffer: the next call overwrites it.
         """
+
+    def predict(self, tokens: Sequence[int]) -> Predictions:
+        """:meth:`forward` for whoever may need less than whole rows: a row for each of ``tokens``."""
+        return Predictions(self.forward(tokens))
+
+    def predict_next(self, tokens: Sequence[int]) -> Predictions:
+        """:meth:`next_logits` likewise: one row."""
+        return Predictions(self.next_logits(tokens)[None])
 
     def truncate(self, length: int) -> None:
         """Forget every token from position ``length`` on."""

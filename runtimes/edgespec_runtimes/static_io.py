@@ -22,7 +22,7 @@ from edgespec_models.static_graphs import StaticGraphs
 from edgespec_runtimes.host_inputs import HostInputs
 from edgespec_runtimes.kv_buffers import ort_value
 from edgespec_runtimes.ort import RUN_ERRORS
-from edgespec_runtimes.session import Logits
+from edgespec_runtimes.predictions import Logits, Predictions
 
 __all__ = ["TYPES", "StaticIO", "cheapest_passes"]
 
@@ -147,8 +147,8 @@ class StaticIO:
             raise
         self._capacity = capacity
 
-    def run(self, tokens: Sequence[int], start: int, rows: int) -> Logits:
-        """Run ``tokens`` behind the first ``start`` of the cache; logits of the last ``rows``."""
+    def run(self, tokens: Sequence[int], start: int, rows: int) -> Predictions:
+        """Run ``tokens`` behind the first ``start`` of the cache; a row for each of the last ``rows``."""
         if len(self._logits) < rows:
             self._logits = np.zeros((rows, self._config.vocab_size), np.float32)
         left, filled = len(tokens), 0
@@ -163,7 +163,7 @@ class StaticIO:
                 last = 1 if width == self._static.prefill else taken
                 self._logits[filled : filled + wanted] = every[last - wanted : last]
                 filled += wanted
-        return self._logits[:rows]
+        return Predictions(self._logits[:rows])
 
     def close(self) -> None:
         """Free what passes use."""

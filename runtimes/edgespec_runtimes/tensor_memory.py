@@ -5,7 +5,8 @@ run (``IOBinding::BindInput``). So what changes from pass to pass has a value on
 there before the pass.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,12 +30,15 @@ class TensorMemory(Protocol):
     def write(self, value: Any, array: _Array) -> None:
         """Let ``value``, made from ``array``, hold what the array does now."""
 
+    def output(self, shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[Any, Callable[[], _Array]]:
+        """An OrtValue for graphs to write, and what returns, as an array, what it holds then."""
+
     def cache(self, layout: Sequence[CacheLayout]) -> KVBuffers:
         """A KV cache that graphs write in place."""
 
 
 class HostMemory:
-    """numpy's: a graph on the CPU reads the arrays themselves."""
+    """numpy's: a graph on the CPU reads and writes the arrays themselves."""
 
     def value(self, array: _Array) -> Any:
         """An OrtValue over the array's own memory."""
@@ -42,6 +46,11 @@ class HostMemory:
 
     def write(self, value: Any, array: _Array) -> None:
         """Nothing to do: they are one."""
+
+    def output(self, shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[Any, Callable[[], _Array]]:
+        """An OrtValue over an array, and what returns that array."""
+        array = np.empty(shape, dtype)
+        return ort_value(array), lambda: array
 
     def cache(self, layout: Sequence[CacheLayout]) -> KVBuffers:
         """A KV cache that graphs write in place."""
@@ -64,21 +73,33 @@ class DeviceMemory:
         Raises:
             DeviceError: the device has no room for it.
         """
-        shape, dtype = list(array.shape), array.dtype.type
-        try:
-            value = ort.OrtValue.ortvalue_from_shape_and_type(shape, dtype, self._kind, 0)
-            value.update_inplace(array)
-        except RUN_ERRORS as error:
-            raise DeviceError(f"{self._kind} has no room for {array.nbytes:,} more bytes: {error}") from error
+        value = self._allocate(array.shape, array.dtype)
+        value.update_inplace(array)
         return value
 
     def write(self, value: Any, array: _Array) -> None:
         """Copy ``array`` to ``value``."""
         value.update_inplace(array)
 
+    def output(self, shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[Any, Callable[[], _Array]]:
+        """An OrtValue on the device, and what copies it to the host.
+
+        Raises:
+            DeviceError: the device has no room for it.
+        """
+        value = self._allocate(shape, dtype)
+        return value, value.numpy
+
     def cache(self, layout: Sequence[CacheLayout]) -> KVBuffers:
         """A KV cache that graphs write in place."""
         return DeviceCache(layout, self)
+
+    def _allocate(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Any:
+        try:
+            return ort.OrtValue.ortvalue_from_shape_and_type(list(shape), dtype.type, self._kind, 0)
+        except RUN_ERRORS as error:
+            wanted = prod(shape) * dtype.itemsize
+            raise DeviceError(f"{self._kind} has no room for {wanted:,} more bytes: {error}") from error
 
 
 class DeviceCache(InPlaceCache):

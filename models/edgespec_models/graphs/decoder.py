@@ -16,7 +16,10 @@ rows on, a row's bits do not depend on their number. A pass over one token takes
 pass.
 
 Graphs for GPUs (:class:`Precision`) compute in float16 and have a float16 cache; logits and hidden states are
-float32 all the same.
+float32 all the same. So that logits need not leave the GPU, two more outputs say what most readers want of
+them: ``best_columns`` int64 (1, r), the most likely column of each row and the lowest of equals, and
+``best_probabilities`` float32 (1, r), NaN where a row has NaN or its largest logit is not finite. They take
+one more input, ``column_order`` float32 (columns): 0, -1, -2 and so on.
 """
 
 from collections.abc import Mapping
@@ -98,6 +101,11 @@ class DecoderPlan:
     context: bool = False
     refinement: Refinement | None = None
     precision: Precision = FULL
+
+    @property
+    def choices(self) -> bool:
+        """Whether the graph says which columns are the most likely: those for GPUs do."""
+        return self.precision.activations != "float32"
 
 
 class _Norm(nn.Module):
@@ -315,6 +323,19 @@ def _refine(op: OpBuilder, logits: ir.Value, hidden: ir.Value, table: Embedding,
     return op.ScatterElements(logits, best, op.Reshape(products, [1, -1, columns]), axis=2)
 
 
+def _choose(op: OpBuilder, logits: ir.Value, order: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The most likely column of each row, the lowest of equals, and its probability.
+
+    CUDA's ArgMax and TopK promise nothing about equals, of which float16 has many. The largest value is the
+    same in whatever order it is looked for; so is the largest of ``order`` among the columns that have it.
+    """
+    largest = op.ReduceMax(logits, [-1])
+    kept = op.Where(op.Less(logits, largest), float("-inf"), order)
+    columns = op.Cast(op.Neg(op.ReduceMax(kept, [-1], keepdims=0)), to=ir.DataType.INT64)
+    total = op.ReduceSum(op.Exp(op.Sub(logits, largest)), [-1], keepdims=0)
+    return columns, op.Reciprocal(total)
+
+
 def build_decoder(config: ModelConfig, plan: DecoderPlan) -> ir.Model:
     """Build the graph; its weights are parameters without data, for the exporter to fill.
 
@@ -346,12 +367,15 @@ def build_decoder(config: ModelConfig, plan: DecoderPlan) -> ir.Model:
     )
     columns = "columns" if plan.context else plan.linears["lm_head"].out_features
     outputs: list[tuple[str, ir.Value, list[int | str | None]]] = [("logits", logits, [1, "r", columns])]
+    if plan.choices:
+        best, likely = _choose(builder.op, logits, builder.input("column_order", float32, [columns]))
+        outputs += [("best_columns", best, [1, "r"]), ("best_probabilities", likely, [1, "r"])]
     if plan.hidden_states:
         outputs.append(("hidden_states", hidden, [1, "r", config.hidden_size]))
     for i, (key, value) in enumerate(present):
         outputs += [(f"present.{i}.key", key, kv_shape), (f"present.{i}.value", value, kv_shape)]
     for name, output, shape in outputs:
-        kind = floats if name.startswith("present.") else float32
+        kind = int64 if name == "best_columns" else floats if name.startswith("present.") else float32
         output.type, output.shape = ir.TensorType(kind), ir.Shape(shape)
         builder.add_output(output, name)
     return ir.Model(graph, ir_version=_IR_VERSION, producer_name="edgespec")

@@ -1,0 +1,258 @@
+"""The most likely column of each row, found where the model runs, against what the rows of logits say."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays
+from onnxscript import GraphBuilder
+
+import edgespec
+from edgespec.decode import decode
+from edgespec.drafting.bridge import IdentityBridge
+from edgespec.drafting.draft import Drafter
+from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
+from edgespec.pricing import Pricing
+from edgespec.sampling import SamplingParams, best_token
+from edgespec.verification import verify_greedy
+from edgespec_models.bundle import Bundle
+from edgespec_models.errors import EdgespecError
+from edgespec_models.graphs.decoder import Precision, _choose
+from edgespec_runtimes import cuda
+from edgespec_runtimes.cost import CostCurve
+from edgespec_runtimes.cpu import CpuOptions
+from edgespec_runtimes.cuda import CudaSession
+from edgespec_runtimes.devices import CPU
+from edgespec_runtimes.discovery import Device
+from edgespec_runtimes.ort import ort
+from edgespec_runtimes.predictions import DevicePredictions, Logits, Predictions
+from edgespec_runtimes.session import Session
+from edgespec_runtimes.tensor_memory import DeviceMemory
+from tests.toy import F32, GEMMA, INT4, LLAMA, QWEN, Law, RandomDrafter, ToySession, markov_law, tiny_bundle
+
+VOCAB = 40
+GREEDY = SamplingParams()
+HALF = Precision("float16", "float16")
+FREE, QUICK = CostCurve({1: 1.0, 32: 1.0001}), CostCurve({1: 1e-7})
+LEVELS = (-np.inf, -1.5, -0.0, 0.0, 0.25, 3.0, 11.0)
+DAMAGE = (np.nan, np.inf)
+
+
+@lru_cache
+def chooser() -> Any:
+    """The part of the graph that chooses, by itself."""
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": 20, "com.microsoft": 1}, name="choose")
+    builder = GraphBuilder(graph)
+    logits = builder.input("logits", ir.DataType.FLOAT, [1, "r", "columns"])
+    order = builder.input("column_order", ir.DataType.FLOAT, ["columns"])
+    outputs = zip(("best", "likely"), _choose(builder.op, logits, order), strict=True)
+    for (name, value), kind in zip(outputs, (ir.DataType.INT64, ir.DataType.FLOAT), strict=True):
+        value.type, value.shape = ir.TensorType(kind), ir.Shape([1, "r"])
+        builder.add_output(value, name)
+    model = ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString()
+    return ort.InferenceSession(model, providers=["CPUExecutionProvider"])
+
+
+def chosen(logits: F32, read: Callable[[], Logits]) -> DevicePredictions:
+    """What a device would say of ``logits``, which it keeps."""
+    order = -np.arange(logits.shape[1], dtype=np.float32)
+    best, likely = chooser().run(None, {"logits": logits[None], "column_order": order})
+    return DevicePredictions(logits.shape, read, best[0], likely[0])
+
+
+def never() -> Logits:
+    raise AssertionError("rows were copied to the host")
+
+
+def outcome(ask: Callable[[], object]) -> object:
+    try:
+        return ask()
+    except EdgespecError as error:
+        return str(error)
+
+
+rows = arrays(
+    np.float32,
+    array_shapes(min_dims=2, max_dims=2, max_side=33),
+    elements=st.one_of(
+        st.sampled_from(LEVELS), st.floats(-30, 30, width=16), st.sampled_from(LEVELS + DAMAGE)
+    ),
+)
+
+
+@settings(deadline=None)
+@given(rows)
+def test_a_device_chooses_what_the_rows_say(logits: F32) -> None:
+    """Ties, rows with -inf, and damaged rows, where both say the same."""
+    plain, device = Predictions(logits), chosen(logits, logits.copy)
+    assert device.shape == plain.shape
+    for row in range(len(logits)):
+        expected = outcome(lambda row=row: best_token(logits[row], None, GREEDY))  # type: ignore[misc]
+        assert outcome(lambda row=row: plain.best(row)) == expected  # type: ignore[misc]
+        assert outcome(lambda row=row: device.best(row)) == expected  # type: ignore[misc]
+        if isinstance(expected, int):
+            assert device.probability(row) == pytest.approx(plain.probability(row), rel=1e-5)
+            law = np.exp(logits[row].astype(np.float64) - logits[row].max())
+            assert plain.probability(row) == pytest.approx(1 / law.sum(), rel=1e-5)
+        else:
+            assert "not a finite number" in str(expected)
+
+
+def test_rows_are_copied_once_and_only_if_somebody_reads_them() -> None:
+    logits, copies = np.array([[0.0, 1.0, 1.0], [2.0, 0.0, 0.0]], np.float32), list[int]()
+
+    def read() -> Logits:
+        copies.append(1)
+        return logits
+
+    predictions = chosen(logits, read)
+    assert [predictions.best(row) for row in range(2)] == [1, 0]
+    assert predictions.probability(1) > 0.5 and not copies
+    assert predictions.logits is logits and predictions.logits is logits
+    assert copies == [1]
+
+
+class _Choosing(ToySession):
+    """A toy that hands out choices and no rows."""
+
+    def predict(self, tokens: Sequence[int]) -> Predictions:
+        return chosen(self.forward(tokens), never)
+
+    def predict_next(self, tokens: Sequence[int]) -> Predictions:
+        return chosen(self.next_logits(tokens)[None], never)
+
+
+def _tied(seed: int, levels: int) -> Law:
+    """A law whose logits are a few whole numbers, so that rows have many equals."""
+    law = markov_law(seed, VOCAB)
+    return lambda tokens: np.clip(np.round(law(tokens)), -levels, levels)
+
+
+def _model(session: Session) -> ModelDrafter:
+    session.reserve(400)
+    bridge, pricing = IdentityBridge(session.vocab_size), Pricing(FREE)
+    return ModelDrafter(
+        session, bridge, Vocabulary(), pricing=pricing, calibration=Calibration(), curve=QUICK
+    )
+
+
+def _written(target: Session, drafter: Drafter | None, prompt: Sequence[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    steps = decode(target, drafter, verify_greedy, tokens, max_new_tokens=count, max_draft=5)
+    for step in steps:
+        assert len(step.tokens) <= 6
+    return tokens
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(0, 10_000), st.integers(0, 3), st.sampled_from(["none", "random", "model", "other model"]))
+def test_greedy_output_is_that_of_the_rows(seed: int, levels: int, kind: str) -> None:
+    law, other = _tied(seed, levels), _tied(seed + 1, levels)
+
+    def drafter(session: type[ToySession]) -> Drafter | None:
+        if kind == "none":
+            return None
+        if kind == "random":
+            return RandomDrafter(seed, VOCAB, law)
+        return _model(session(law if kind == "model" else other, VOCAB))
+
+    prompt = [seed % VOCAB, 7]
+    plain = _written(ToySession(law, VOCAB), drafter(ToySession), prompt, 30)
+    assert _written(_Choosing(law, VOCAB), drafter(_Choosing), prompt, 30) == plain
+    assert _written(ToySession(law, VOCAB), None, prompt, 30) == plain
+
+
+class _Counted(DeviceMemory):
+    """Counts what is copied to the host but for the choices, which ONNX Runtime copies."""
+
+    copies: list[tuple[int, ...]]
+
+    def output(self, shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[Any, Callable[[], Any]]:
+        value, read = super().output(shape, dtype)
+
+        def counted() -> Any:
+            self.copies.append(tuple(shape))
+            return read()
+
+        return value, counted
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of all outputs that were copied from a device."""
+    seen: list[tuple[int, ...]] = []
+    monkeypatch.setattr(_Counted, "copies", seen, raising=False)
+    monkeypatch.setattr(cuda, "DeviceMemory", _Counted)
+    return seen
+
+
+def _open(bundle: Bundle) -> CudaSession:
+    return CudaSession(bundle, Device(CPU, "ready"), CpuOptions(threads=1))
+
+
+def _of_before(bundle: Bundle) -> Bundle:
+    """As exported before graphs chose: neither the graph nor the manifest knows of it."""
+    model = onnx.load(str(bundle.graph), load_external_data=False)
+    first = next(i for i, node in enumerate(model.graph.node) if node.op_type == "ReduceMax")
+    del model.graph.node[first:]
+    for values in (model.graph.output, model.graph.input):
+        kept = [value for value in values if value.name.partition("_")[0] not in ("best", "column")]
+        del values[:]
+        values.extend(kept)
+    onnx.save(model, str(bundle.graph))
+    bundle.manifest = replace(bundle.manifest, choices=False)
+    return bundle
+
+
+@pytest.mark.parametrize("config", [LLAMA, QWEN, GEMMA], ids=lambda config: config.architecture)
+def test_a_float16_graph_chooses_what_its_rows_say(
+    tmp_path: Path, config: Any, copies: list[tuple[int, ...]]
+) -> None:
+    """In greedy decoding, of target and drafter, no row reaches the host."""
+    target, before, small = (
+        tiny_bundle(tmp_path / name, config, INT4, seed=seed, precision=HALF).bundle
+        for name, seed in (("target", 0), ("before", 0), ("drafter", 1))
+    )
+    assert target.manifest.choices
+    new, old = _open(target), _open(_of_before(before))
+    drafter = _open(small)
+    row_exact = new.row_exact
+    copies.clear()
+    for prompt in ([1], [5, 17, 300, 2, 2, 41], list(range(200))):
+        plain = _written(old, None, prompt, 24)
+        assert _written(new, None, prompt, 24) == plain
+        drafted = _written(new, _model(drafter), prompt, 24)
+        assert drafted == plain or not row_exact
+    assert drafter.length and not copies
+    tokens = [3, 300, 12, 4]
+    for session in (new, old):
+        session.truncate(0)
+    predictions, expected = new.predict(tokens), old.predict(tokens)
+    assert not copies and isinstance(predictions, DevicePredictions)
+    assert not isinstance(expected, DevicePredictions)
+    assert [predictions.best(row) for row in range(4)] == expected.logits.argmax(axis=1).tolist()
+    for row in range(4):
+        assert predictions.probability(row) == pytest.approx(expected.probability(row), rel=1e-5)
+    np.testing.assert_array_equal(predictions.logits, expected.logits)
+    assert copies == [(1, 4, config.vocab_size)]
+
+
+def test_who_samples_reads_rows_once_a_pass(tmp_path: Path, copies: list[tuple[int, ...]]) -> None:
+    target, small = (tiny_bundle(tmp_path / name, precision=HALF, seed=n).path for n, name in enumerate("td"))
+    with edgespec.load(target, small) as model:
+        copies.clear()
+        model.generate("one two three", max_new_tokens=8)
+        assert not copies
+        answer = model.generate("one two three", max_new_tokens=8, temperature=1.0, speculate=False)
+        assert len(copies) == answer.stats.rounds
+        copies.clear()
+        answer = model.generate("one two three", max_new_tokens=8, repetition_penalty=1.3, speculate=False)
+        assert len(copies) == answer.stats.rounds
