@@ -29,15 +29,21 @@ def test_a_table_and_everything_behind_it(
     cuda_table.main([*arguments, "--device", "cpu", "--json", str(out), "--genai", str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("Target on cpu")
-    assert lines[2] == "| rows | 1 | 2 | 16 |"
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[7:]]
+    assert lines[2] == "| a pass, ms, by rows | 1 | 2 | 16 |"
+    assert [line.split(" | ")[0] for line in lines[4:8]] == [
+        f"| {who}, {what}"
+        for who in ("target", "drafter")
+        for what in ("argmax on the device", "logits to the host")
+    ]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[9:]]
     assert [len(row) for row in cells[:4]] == [len(cuda_table.COLUMNS)] * 4
     assert [row[0] for row in cells[2:4]] == ["cpu", "the CPU"]
     assert "not installed" in lines[-1]
     result = json.loads(out.read_text(encoding="utf-8"))
     assert {label: found["prompts"] for label, found in result["answers"].items()} == {"cpu": 2, "the CPU": 2}
     assert result["answers"]["the CPU"]["placement"].startswith("target on cpu (asked for); drafter on cpu")
-    assert all(ms > 0 for ms in result["target_passes"]["ms"].values())
+    for times in result["target_passes"]["ms"].values():
+        assert len(times) == 3 and all(ms > 0 for ms in times.values())
     names = [f"{name}-r{RECIPES['cuda']}" for name in ("0-target", "1-drafter")]  # by their sources
     names.append(f"1-drafter-cpu-r{RECIPES[None]}")
     kinds = [Bundle(tmp_path / "work" / name).manifest for name in names]

@@ -209,7 +209,7 @@ class EdgespecIO:
             "attention_rows": np.array([count + spare], np.int64),
             "logits_rows": wanted,
             "context_tokens": self._context,
-            "column_order": -np.arange(columns, dtype=np.float32),
+            "column_order": -np.arange(columns if self._choices else 0, dtype=np.float32),
         }
         binding = self._session.io_binding()
         values: dict[str, Any] = {}
