@@ -13,7 +13,7 @@ from edgespec_export.blocks import F32
 from edgespec_export.checkpoint import Checkpoint
 from edgespec_export.parity import Golden, ParityReport, check_parity
 from edgespec_export.report import StaticReport
-from edgespec_export.static_pieces import StaticPieces, save_static, split
+from edgespec_export.static_pieces import StaticPieces, save_static
 from edgespec_export.static_weights import WeightFile, write_static_weights
 from edgespec_export.writer import DATA_FILE
 from edgespec_models.config import ModelConfig
@@ -187,8 +187,8 @@ def _float_run(
 
     # Texts are repeated to fill a pass, so that no range comes from spare rows.
     every = [*((list(tokens) * ROWS)[:ROWS] for tokens in texts[0]), *texts[1]]
-    passes = StaticPieces(config, plan, MASKED, weights, scratch).run(every)
-    for index, values in _reported(passes, "Calibrating", config, len(every), progress):
+    pieces = StaticPieces(config, plan, MASKED, weights, scratch)
+    for index, values in _reported(pieces, every, "Calibrating", progress):
         held_out = index - len(texts[0])
         if held_out < 0:
             for output, value in values.items():
@@ -205,25 +205,20 @@ def _reference(scratch: Path, number: int) -> Path:
 
 
 def _reported(
-    passes: Iterator[tuple[int, dict[str, F32]]],
-    stage: str,
-    config: ModelConfig,
-    texts: int,
-    progress: ProgressCallback,
+    pieces: StaticPieces, texts: Sequence[Sequence[int]], stage: str, progress: ProgressCallback
 ) -> Iterator[tuple[int, dict[str, F32]]]:
-    total = texts * len(split(config))
-    for done, one in enumerate(passes):
-        progress(Progress(stage, done, total, "pass"))
+    total = len(texts) * len(pieces.pieces)
+    for done, one in enumerate(pieces.run(texts)):
+        progress(Progress(stage, done, total, "step"))
         yield one
-    progress(Progress(stage, total, total, "pass"))
+    progress(Progress(stage, total, total, "step"))
 
 
 def _logits(
     pieces: StaticPieces, texts: Sequence[Sequence[int]], progress: ProgressCallback
 ) -> Iterator[Logits]:
     """Of each text in turn."""
-    passes = _reported(pieces.run(texts), "Checking", pieces.config, len(texts), progress)
-    for index, values in passes:
+    for index, values in _reported(pieces, texts, "Checking", progress):
         if "logits" in values:
             yield values["logits"][0, : len(texts[index])]
 

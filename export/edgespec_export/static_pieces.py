@@ -47,6 +47,11 @@ class StaticPieces:
     weights: Callable[[range], WeightFile]
     folder: Path
 
+    @property
+    def pieces(self) -> list[range]:
+        """The parts of each piece."""
+        return split(self.config)
+
     def run(self, texts: Sequence[Sequence[int]]) -> Iterator[tuple[int, _Values]]:
         """Take ``texts``, of as many tokens as the plan has rows or fewer, through all pieces.
 
@@ -58,17 +63,18 @@ class StaticPieces:
         """
         carried: list[_Values] = [{} for _ in texts]
         host = HostInputs(self.config, self.masked)
-        for parts in split(self.config):
+        for parts in self.pieces:
             session = self._open(parts)
             inputs = {value.name: np.zeros(value.shape, TYPES[value.type]) for value in session.get_inputs()}
             names = [value.name for value in session.get_outputs()]
             for index, tokens in enumerate(texts):
                 host.fill(inputs, tokens, 0)
                 values = dict(zip(names, session.run(names, inputs | carried[index]), strict=True))
-                carried[index] = {"residual_in": values.pop("residual_out", inputs["input_ids"])}
+                if "residual_out" in values:
+                    carried[index] = {"residual_in": values.pop("residual_out")}
                 yield index, values
-                values.clear()
-            del session  # its file is written anew
+                values.clear()  # or the next pass would run beside them
+            del session  # the next piece may lie in the same file
 
     def _open(self, parts: range) -> Any:
         path = self.folder / f"piece-{parts.start}.onnx"
