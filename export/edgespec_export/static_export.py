@@ -126,17 +126,13 @@ def export_static(
     Raises:
         ParityError: far from the reference.
     """
-    config, chosen = checkpoint.config, format_for(graphs.device)
+    config, int8 = checkpoint.config, format_for(graphs.device).int8
     held_out = [tokens[:ROWS] for tokens in texts[::4]]
     calibrated = [tokens[:ROWS] for index, tokens in enumerate(texts) if index % 4]
     scratch = folder / "float"
     found = _float_run(checkpoint, scratch, (calibrated, held_out), progress)
-    weights = write_static_weights(checkpoint, folder, int8=chosen.int8, progress=progress)
-    plan = StaticPlan(rows=1, capacity=1, all_logits=True, int8=chosen.int8)
-    if chosen.quantized:
-        graphs = replace(graphs, masked=_mask_value(found.ranges), wide_keys=found.wide_keys)
-        ranges = _all_ranges(config, found.ranges | weights.ranges, graphs.masked)
-        plan = replace(plan, ranges=ranges, wide_keys=graphs.wide_keys)
+    weights = write_static_weights(checkpoint, folder, int8=int8, progress=progress)
+    graphs, plan = _settled(config, graphs, found, weights)
     _save_all(config, plan, weights, folder, graphs)
     # The golden texts take the same way, a pass each.
     compared = [*held_out, *(() if golden is None else golden.texts)]
@@ -147,6 +143,19 @@ def export_static(
     parity = None if golden is None else check_parity(([rows] for rows in results), golden)
     rmtree(scratch)
     return StaticExport(graphs, weights.bytes_by_class, report, parity)
+
+
+def _settled(
+    config: ModelConfig, graphs: StaticGraphs, found: _Watched, weights: WeightFile
+) -> tuple[StaticGraphs, StaticPlan]:
+    """What was found, where activations are quantized: in ``graphs``, and in the plan of all graphs."""
+    chosen = format_for(graphs.device)
+    plan = StaticPlan(rows=1, capacity=1, all_logits=True, int8=chosen.int8)
+    if not chosen.quantized:
+        return graphs, plan
+    graphs = replace(graphs, masked=_mask_value(found.ranges), wide_keys=found.wide_keys)
+    ranges = _all_ranges(config, found.ranges | weights.ranges, graphs.masked)
+    return graphs, replace(plan, ranges=ranges, wide_keys=graphs.wide_keys)
 
 
 def _mask_value(found: _Ranges) -> float:
