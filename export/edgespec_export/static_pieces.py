@@ -56,8 +56,8 @@ class StaticPieces:
         """Take ``texts``, of as many tokens as the plan has rows or fewer, through all pieces.
 
         Yields, piece by piece, every text's number and what its pass returned: the values of points, the new
-        rows of the KV cache, and of the last piece ``logits``, float32 ``(1, rows, vocab)``. The dictionary is
-        emptied when the next is asked for.
+        rows of the KV cache, and of the last piece ``logits``, float32 ``(1, rows, vocab)``. The dictionary
+        is emptied when the next is asked for.
 
         Raises:
             BundleError: ONNX Runtime cannot load a piece.
