@@ -20,6 +20,7 @@ from edgespec_models.config import ModelConfig
 from edgespec_models.graphs.static_points import StaticPlan, encoding
 from edgespec_models.progress import Progress, ignore_progress
 from edgespec_models.static_graphs import StaticDevice
+from edgespec_runtimes.cpu import open_graph
 from tests.gguf_for_tests import ARCHITECTURES, tiny_gguf
 from tests.toy import LLAMA
 
@@ -83,11 +84,10 @@ def test_points_take_the_same_values(
 def test_one_piece_is_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[weakref.ref[Any]] = []
     monkeypatch.setattr(static_pieces, "split", _one_by_one)
-    real = static_pieces.open_graph
 
     def spy(*given: Any) -> Any:
         assert not any(session() for session in opened)
-        session = real(*given)
+        session = open_graph(*given)
         opened.append(weakref.ref(session))
         return session
 
