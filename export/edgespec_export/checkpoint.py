@@ -110,17 +110,17 @@ class Checkpoint(ABC):
         """``embed`` for the ``lm_head`` of a tied model, else ``name``."""
         return "embed" if name == "lm_head" and self.tied_head else name
 
-    def values(self, name: str) -> F32:
-        """A small tensor whole, as float32."""
+    def values(self, name: str, start: int = 0, stop: int | None = None) -> F32:
+        """Rows ``start`` to ``stop`` of a tensor, as float32."""
         tensor = self.tensor(name)
-        unpacked = unpack(*self.read(name))
+        unpacked = unpack(*self.read(name, start, stop))
         values = unpacked.values() if isinstance(unpacked, Blocks) else unpacked
         if not np.isfinite(values).all():
             raise ModelFileError(
                 f"tensor {tensor.name!r} of {self.path.name} holds weights that are not finite numbers; "
                 "download or convert it again"
             )
-        return values.reshape(tensor.shape)
+        return values.reshape(-1, *tensor.shape[1:])
 
     def check_shapes(self) -> None:
         """Compare ``tensors`` with what ``config`` asks for.

@@ -21,6 +21,7 @@ from edgespec_models.errors import RequestError
 from edgespec_models.progress import ProgressCallback
 from edgespec_models.static_graphs import buckets_for
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
+from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.devices import CPU
 from edgespec_runtimes.discovery import Device
 from edgespec_runtimes.memory import peak_memory_bytes
@@ -120,6 +121,7 @@ def _rolls_back(folder: Path) -> bool:
     Raises:
         BundleError: they cannot roll back.
     """
-    session = StaticSession(Bundle(folder), Device(CPU, "ready"))
+    options = CpuOptions(keep_memory=False)
+    session = StaticSession(Bundle(folder), Device(CPU, "ready"), options)
     session.close()
     return session.row_exact

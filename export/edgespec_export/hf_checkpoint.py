@@ -103,9 +103,9 @@ class HFCheckpoint(Checkpoint):
         tensor = self.tensors[self.stored_name(name)]
         return tensor.type, tensor.file.read(tensor, start, stop)
 
-    def values(self, name: str) -> F32:
-        """A small tensor whole, as float32. Gemma stores its norms' weights less 1."""
-        values = super().values(name)
+    def values(self, name: str, start: int = 0, stop: int | None = None) -> F32:
+        """Rows of a tensor, as float32. Gemma stores its norms' weights less 1."""
+        values = super().values(name, start, stop)
         gemma_norm = self.config.architecture == "gemma3" and name.endswith("norm")
         return values + np.float32(1) if gemma_norm else values
 

@@ -1,27 +1,26 @@
 """From a checkpoint to graphs with fixed shapes: weights, ranges of activations, graphs, checks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
+from shutil import rmtree
 
 import numpy as np
 import numpy.typing as npt
-import onnx_ir as ir
 
 from edgespec_export.blocks import F32
 from edgespec_export.checkpoint import Checkpoint
 from edgespec_export.parity import Golden, ParityReport, check_parity
 from edgespec_export.report import StaticReport
+from edgespec_export.static_pieces import StaticPieces, save_static
 from edgespec_export.static_weights import WeightFile, write_static_weights
+from edgespec_export.writer import DATA_FILE
 from edgespec_models.config import ModelConfig
-from edgespec_models.graphs.static_decoder import build_static_decoder
 from edgespec_models.graphs.static_points import StaticPlan
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_models.static_graphs import PREFILL_ROWS, VERIFY_ROWS, StaticDevice, StaticGraphs
-from edgespec_runtimes.cpu import CpuOptions, open_graph
-from edgespec_runtimes.host_inputs import HostInputs
 from edgespec_runtimes.session import Logits
-from edgespec_runtimes.static_io import TYPES
 
 __all__ = ["StaticExport", "StaticFormat", "export_static", "format_for", "planned"]
 
@@ -33,6 +32,7 @@ _MARGIN = 15.0  # a masked score's share is below a 16-bit step: exp(-15) = 3e-7
 _SCORES, _MASKED, _KEY = ".scores", ".masked", ".key"
 _CODES = 255  # of 8 bits
 _LARGEST_STEP = 0.25
+_COMPARED_ROWS = 16
 _Ranges = dict[str, tuple[float, float]]
 
 
@@ -126,25 +126,36 @@ def export_static(
     Raises:
         ParityError: far from the reference.
     """
-    config, chosen = checkpoint.config, format_for(graphs.device)
+    config, int8 = checkpoint.config, format_for(graphs.device).int8
     held_out = [tokens[:ROWS] for tokens in texts[::4]]
     calibrated = [tokens[:ROWS] for index, tokens in enumerate(texts) if index % 4]
-    found, reference = _float_run(checkpoint, folder / "float", (calibrated, held_out), progress)
-    weights = write_static_weights(checkpoint, folder, int8=chosen.int8, progress=progress)
-    plan = StaticPlan(rows=1, capacity=1, all_logits=True, int8=chosen.int8)
-    if chosen.quantized:
-        graphs = replace(graphs, masked=_mask_value(found.ranges), wide_keys=found.wide_keys)
-        ranges = _all_ranges(config, found.ranges | weights.ranges, graphs.masked)
-        plan = replace(plan, ranges=ranges, wide_keys=graphs.wide_keys)
+    scratch = folder / "float"
+    found = _float_run(checkpoint, scratch, (calibrated, held_out), progress)
+    weights = write_static_weights(checkpoint, folder, int8=int8, progress=progress)
+    graphs, plan = _settled(config, graphs, found, weights)
     _save_all(config, plan, weights, folder, graphs)
     # The golden texts take the same way, a pass each.
     compared = [*held_out, *(() if golden is None else golden.texts)]
     whole = replace(plan, rows=max(map(len, compared)))
-    results = _run_whole(config, whole, weights, folder / "whole.onnx", compared, graphs.masked)
-    logits = [result["logits"][0, : len(t)] for result, t in zip(results, compared, strict=True)]
-    report = _compare(reference, logits[: len(held_out)], len(calibrated))
-    parity = None if golden is None else check_parity(([rows] for rows in logits[len(held_out) :]), golden)
+    pieces = StaticPieces(config, whole, graphs.masked, lambda parts: weights, folder)
+    results = _logits(pieces, compared, progress)
+    report = _compare(scratch, islice(results, len(held_out)), len(calibrated))
+    parity = None if golden is None else check_parity(([rows] for rows in results), golden)
+    rmtree(scratch)
     return StaticExport(graphs, weights.bytes_by_class, report, parity)
+
+
+def _settled(
+    config: ModelConfig, graphs: StaticGraphs, found: _Watched, weights: WeightFile
+) -> tuple[StaticGraphs, StaticPlan]:
+    """What was found, where activations are quantized: in ``graphs``, and in the plan of all graphs."""
+    chosen = format_for(graphs.device)
+    plan = StaticPlan(rows=1, capacity=1, all_logits=True, int8=chosen.int8)
+    if not chosen.quantized:
+        return graphs, plan
+    graphs = replace(graphs, masked=_mask_value(found.ranges), wide_keys=found.wide_keys)
+    ranges = _all_ranges(config, found.ranges | weights.ranges, graphs.masked)
+    return graphs, replace(plan, ranges=ranges, wide_keys=graphs.wide_keys)
 
 
 def _mask_value(found: _Ranges) -> float:
@@ -171,29 +182,54 @@ def _float_run(
     scratch: Path,
     texts: tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]],
     progress: ProgressCallback,
-) -> tuple[_Watched, list[Logits]]:
-    """What values points take on the first texts, and the logits of the second, in float32."""
+) -> _Watched:
+    """What values points take on the first texts, in float32.
+
+    The logits of the second go to ``scratch``, a file each.
+    """
     scratch.mkdir()
     config, plan = checkpoint.config, StaticPlan(rows=ROWS, capacity=1, all_logits=True, watched=True)
-    weights = write_static_weights(checkpoint, scratch, int8=False, progress=progress)
     watched = _Watched()
+
+    def weights(parts: range) -> WeightFile:
+        return write_static_weights(checkpoint, scratch, int8=False, progress=ignore_progress, parts=parts)
+
     # Texts are repeated to fill a pass, so that no range comes from spare rows.
     every = [*((list(tokens) * ROWS)[:ROWS] for tokens in texts[0]), *texts[1]]
-    logits = []
-    found = _run_whole(config, plan, weights, scratch / "watched.onnx", every, MASKED)
-    for number, (tokens, values) in enumerate(zip(every, found, strict=True)):
-        progress(Progress("Calibrating", number, len(every), "text"))
-        if number < len(texts[0]):
+    pieces = StaticPieces(config, plan, MASKED, weights, scratch)
+    for index, values in _reported(pieces, every, "Calibrating", progress):
+        held_out = index - len(texts[0])
+        if held_out < 0:
             for output, value in values.items():
                 if ":" in output:
                     watched.add(output.partition(":")[2], value)
-        else:
-            logits.append(values["logits"][0, : len(tokens)])
-    progress(Progress("Calibrating", len(every), len(every), "text"))
-    for file in scratch.iterdir():
-        file.unlink()
-    scratch.rmdir()
-    return watched, logits
+        elif "logits" in values:
+            np.save(_reference(scratch, held_out), values["logits"][0, : len(every[index])])
+    (scratch / DATA_FILE).unlink()
+    return watched
+
+
+def _reference(scratch: Path, number: int) -> Path:
+    return scratch / f"{number}.npy"
+
+
+def _reported(
+    pieces: StaticPieces, texts: Sequence[Sequence[int]], stage: str, progress: ProgressCallback
+) -> Iterator[tuple[int, dict[str, F32]]]:
+    total = len(texts) * len(pieces.pieces)
+    for done, one in enumerate(pieces.run(texts)):
+        progress(Progress(stage, done, total, "step"))
+        yield one
+    progress(Progress(stage, total, total, "step"))
+
+
+def _logits(
+    pieces: StaticPieces, texts: Sequence[Sequence[int]], progress: ProgressCallback
+) -> Iterator[Logits]:
+    """Of each text in turn."""
+    for index, values in _reported(pieces, texts, "Checking", progress):
+        if "logits" in values:
+            yield values["logits"][0, : len(texts[index])]
 
 
 def _all_ranges(config: ModelConfig, found: _Ranges, masked: float) -> _Ranges:
@@ -212,54 +248,34 @@ def _all_ranges(config: ModelConfig, found: _Ranges, masked: float) -> _Ranges:
     return found | turned | known
 
 
-def _run_whole(
-    config: ModelConfig,
-    plan: StaticPlan,
-    weights: WeightFile,
-    path: Path,
-    texts: Sequence[Sequence[int]],
-    masked: float,
-) -> Iterator[dict[str, F32]]:
-    _save(config, plan, weights, path)
-    session = open_graph(path, CpuOptions())
-    inputs = {value.name: np.zeros(value.shape, TYPES[value.type]) for value in session.get_inputs()}
-    names = [value.name for value in session.get_outputs()]
-    host = HostInputs(config, masked)
-    try:
-        for tokens in texts:
-            host.fill(inputs, tokens, 0)
-            yield dict(zip(names, session.run(names, inputs), strict=True))
-    finally:
-        path.unlink()
-
-
 def _save_all(
     config: ModelConfig, plan: StaticPlan, weights: WeightFile, folder: Path, graphs: StaticGraphs
 ) -> None:
     for bucket in graphs.buckets:
         for rows in graphs.widths:
             shape = replace(plan, rows=rows, capacity=bucket, all_logits=rows != graphs.prefill)
-            _save(config, shape, weights, folder / graphs.file(bucket, rows))
+            save_static(config, shape, weights, folder / graphs.file(bucket, rows))
 
 
-def _save(config: ModelConfig, plan: StaticPlan, weights: WeightFile, path: Path) -> None:
-    model = build_static_decoder(config, plan)
-    weights.fill(model)
-    ir.save(model, path)
-
-
-def _compare(reference: Sequence[Logits], logits: Sequence[Logits], calibrated: int) -> StaticReport:
-    expected, found = (np.concatenate(many).astype(np.float64) for many in (reference, logits))
-    log_p, log_q = _log_law(expected), _log_law(found)
+def _compare(scratch: Path, logits: Iterable[Logits], calibrated: int) -> StaticReport:
+    """Each text with its reference; no more of them than one is in memory."""
+    same, kl = list[npt.NDArray[np.bool_]](), list[npt.NDArray[np.float64]]()
+    for number, found in enumerate(logits):
+        expected: Logits = np.load(_reference(scratch, number))
+        same.append(expected.argmax(1) == found.argmax(1))
+        for start in range(0, len(found), _COMPARED_ROWS):  # in float64 a text's would take gigabytes
+            rows = slice(start, start + _COMPARED_ROWS)
+            log_p, log_q = _log_law(expected[rows]), _log_law(found[rows])
+            kl.append((np.exp(log_p) * (log_p - log_q)).sum(1))
     return StaticReport(
-        positions=len(expected),
-        top1_agreement=float((expected.argmax(1) == found.argmax(1)).mean()),
-        kl=float((np.exp(log_p) * (log_p - log_q)).sum(1).mean()),
+        positions=sum(map(len, same)),
+        top1_agreement=float(np.concatenate(same).mean()),
+        kl=float(np.concatenate(kl).mean()),
         calibration_texts=calibrated,
     )
 
 
-def _log_law(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    shifted = logits - logits.max(axis=1, keepdims=True)
+def _log_law(logits: Logits) -> npt.NDArray[np.float64]:
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
     law: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     return law

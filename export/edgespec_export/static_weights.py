@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from edgespec_export.blocks import F32
 from edgespec_export.checkpoint import Checkpoint
-from edgespec_export.writer import DATA_FILE, allocate
+from edgespec_export.writer import DATA_FILE, Parameters, allocate
 from edgespec_models.config import ModelConfig
 from edgespec_models.graphs.static_decoder import build_static_decoder
 from edgespec_models.graphs.static_points import StaticPlan, encoding
@@ -28,6 +28,8 @@ _Tensors = Iterator[tuple[str, npt.NDArray[Any]]]
 _ATTENTION, _MLP = ("q", "k", "v", "o"), ("gate", "up", "down")
 _NORMS = ("attn_norm", "mlp_norm", "post_attn_norm", "post_mlp_norm")
 _LARGEST_CODE = np.float32(127)
+_LARGEST_EMBEDDING_CODE = 65535
+_SPAN_ROWS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,36 +54,42 @@ class WeightFile:
 
 
 def write_static_weights(
-    checkpoint: Checkpoint, folder: Path, *, int8: bool, progress: ProgressCallback
+    checkpoint: Checkpoint,
+    folder: Path,
+    *,
+    int8: bool,
+    progress: ProgressCallback,
+    parts: range | None = None,
 ) -> WeightFile:
-    """Write all weights to ``folder``, a matrix in memory at a time.
+    """Write the weights of a graph to ``folder``, a matrix in memory at a time.
 
     Args:
         checkpoint: the source.
         folder: of the graphs.
         int8: matrices with a scale for each output, the embedding as uint16; else float32.
-        progress: told of matrices.
+        progress: told of bytes.
+        parts: those that the graph has; see :class:`StaticPlan`.
     """
-    model = build_static_decoder(
-        checkpoint.config, StaticPlan(rows=1, capacity=1, all_logits=True, int8=int8)
-    )
+    plan = StaticPlan(rows=1, capacity=1, all_logits=True, int8=int8, parts=parts)
+    model = build_static_decoder(checkpoint.config, plan)
     parameters = {n: value for n, value in model.graph.initializers.items() if value.const_value is None}
     offsets, size = allocate(parameters, folder)
-    ranges: dict[str, tuple[float, float]] = {}
-    with (folder / DATA_FILE).open("wb") as file:
-        for number, (name, array) in enumerate(_stored(checkpoint, int8)):
-            if array.ndim == 1 and array.dtype == np.float32:
-                ranges[_point(name)] = float(array.min()), float(array.max())
-            file.seek(offsets[name])
-            file.write(np.ascontiguousarray(array).data)
-            progress(Progress("Exporting", number, len(parameters), "tensor"))
-        file.truncate(size)
     tensors, by_class = {}, dict.fromkeys(("embedding", "attention", "mlp", "lm_head", "other"), 0)
     for name, value in parameters.items():
         tensor = value.const_value
         assert isinstance(tensor, ir.ExternalTensor)
         tensors[name] = tensor
         by_class[next((kind for kind in by_class if kind in name.split(".")), "other")] += tensor.nbytes
+    ranges: dict[str, tuple[float, float]] = {}
+    with (folder / DATA_FILE).open("wb") as file:
+        places, done, total = Parameters(file, parameters, offsets), 0, sum(by_class.values())
+        for name, array in _stored(checkpoint, int8, plan.parts_of(checkpoint.config.num_layers)):
+            if array.ndim == 1 and array.dtype == np.float32:
+                ranges[_point(name)] = float(array.min()), float(array.max())
+            places.append(name, array)
+            done += array.nbytes
+            progress(Progress("Exporting", done, total))
+        file.truncate(size)
     return WeightFile(tensors, ranges, by_class)
 
 
@@ -90,21 +98,47 @@ def _point(name: str) -> str:
     return name.replace("attention.", "").replace("q_norm", "q.norm").replace("k_norm", "k.norm")
 
 
-def _stored(checkpoint: Checkpoint, int8: bool) -> _Tensors:
-    """Every parameter and what it holds."""
-    table = checkpoint.values("embed")
-    if int8:
-        scale, zero = encoding(float(table.min()), float(table.max()), np.uint16)
-        yield "embedding_scale", np.array(scale)
-        yield "embedding_zero", np.array(zero, np.uint16)
-        yield "embedding", _rounded_table(table, scale, zero)
-    else:
-        yield "embedding", table
-    matrix = _int8 if int8 else _float
-    for layer in range(checkpoint.config.num_layers):
-        yield from _layer(checkpoint, f"layers.{layer}.", matrix)
-    yield "final_norm.weight", checkpoint.values("final_norm")
-    yield from matrix("lm_head", checkpoint.values("lm_head"))
+def _stored(checkpoint: Checkpoint, int8: bool, parts: range) -> _Tensors:
+    """Every parameter and what it holds; an embedding in several pieces."""
+    matrix, layers = _int8 if int8 else _float, checkpoint.config.num_layers
+    for part in parts:
+        if part == 0:
+            yield from _embedding(checkpoint, int8)
+        if part < layers:
+            yield from _layer(checkpoint, f"layers.{part}.", matrix)
+        else:
+            yield "final_norm.weight", checkpoint.values("final_norm")
+            yield from _head(checkpoint, matrix)
+
+
+def _embedding(checkpoint: Checkpoint, int8: bool) -> _Tensors:
+    if not int8:
+        yield from (("embedding", rows) for rows in _spans(checkpoint, "embed"))
+        return
+    ends = [(float(rows.min()), float(rows.max())) for rows in _spans(checkpoint, "embed")]
+    scale, zero = encoding(min(low for low, _ in ends), max(high for _, high in ends), np.uint16)
+    yield "embedding_scale", np.array(scale)
+    yield "embedding_zero", np.array(zero, np.uint16)
+    for rows in _spans(checkpoint, "embed"):
+        codes = np.rint(rows / scale) + zero
+        yield "embedding", codes.clip(0, _LARGEST_EMBEDDING_CODE).astype(np.uint16)
+
+
+def _head(checkpoint: Checkpoint, matrix: Callable[[str, F32], _Tensors]) -> _Tensors:
+    """The LM head, whose outputs are many: encoded a few thousand at a time."""
+    found: dict[str, list[npt.NDArray[Any]]] = {}
+    for rows in _spans(checkpoint, "lm_head"):
+        for name, array in matrix("lm_head", rows):
+            found.setdefault(name, []).append(array)
+    for name in list(found):
+        yield name, np.concatenate(found.pop(name), axis=-1)
+
+
+def _spans(checkpoint: Checkpoint, name: str) -> Iterator[F32]:
+    """The rows of a large matrix, some at a time."""
+    count = checkpoint.tensor(name).shape[0]
+    for start in range(0, count, _SPAN_ROWS):
+        yield checkpoint.values(name, start, min(start + _SPAN_ROWS, count))
 
 
 def _layer(checkpoint: Checkpoint, prefix: str, matrix: Callable[[str, F32], _Tensors]) -> _Tensors:
@@ -152,11 +186,3 @@ def _int8(name: str, weight: F32) -> _Tensors:
     yield f"{name}.weight", np.rint(weight / scale[:, None]).astype(np.int8).T
     yield f"{name}.scale", scale.astype(np.float32)
     yield f"{name}.zero", np.zeros(len(weight), np.int8)
-
-
-def _rounded_table(table: F32, scale: np.float32, zero: int) -> npt.NDArray[np.uint16]:
-    codes = np.empty(table.shape, np.uint16)
-    for start in range(0, len(table), 4096):  # a whole table in float64 would take gigabytes
-        rows = np.rint(table[start : start + 4096] / scale) + zero
-        codes[start : start + 4096] = rows.clip(0, 65535)
-    return codes

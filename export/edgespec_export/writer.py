@@ -25,7 +25,15 @@ from edgespec_models.graphs.linear import EmbeddingSpec, LinearPart
 from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_models.rope import rotary_tables
 
-__all__ = ["DATA_FILE", "FactorsOf", "allocate", "linears_to_calibrate", "module_path", "write_weights"]
+__all__ = [
+    "DATA_FILE",
+    "FactorsOf",
+    "Parameters",
+    "allocate",
+    "linears_to_calibrate",
+    "module_path",
+    "write_weights",
+]
 
 DATA_FILE = "model.onnx.data"
 FactorsOf = Callable[[str], Sequence[F32]]
@@ -45,7 +53,7 @@ class _Matrix:
     keep: npt.NDArray[np.int64] | None = None  # ascending rows; None keeps all
 
 
-class _Parameters:
+class Parameters:
     """Parameters in the data file, each written row after row in its own type."""
 
     def __init__(self, file: BinaryIO, parameters: dict[str, ir.Value], offsets: dict[str, int]) -> None:
@@ -84,7 +92,7 @@ def write_weights(
     sources = [*tables, *(source for part in parts for source in part.sources)]
     total, done = sum(checkpoint.tensor(source).n_bytes for source in sources), 0
     with (folder / DATA_FILE).open("wb") as file, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        parts_of_file = _Parameters(file, parameters, offsets)
+        parts_of_file = Parameters(file, parameters, offsets)
         for name, small in _small_tensors(plan, checkpoint):
             parts_of_file.append(name, small)
         for matrix in _matrices(plan, factors):
@@ -183,7 +191,7 @@ def _small_tensors(plan: DecoderPlan, checkpoint: Checkpoint) -> Iterator[tuple[
 
 
 def _write_matrix(
-    parameters: _Parameters,
+    parameters: Parameters,
     checkpoint: Checkpoint,
     matrix: _Matrix,
     pool: ThreadPoolExecutor,
@@ -226,7 +234,7 @@ def _encode_chunk(
     return encode(source)
 
 
-def _drain(parameters: _Parameters, prefix: str, pending: deque[tuple[int, Future[Encoded]]]) -> int:
+def _drain(parameters: Parameters, prefix: str, pending: deque[tuple[int, Future[Encoded]]]) -> int:
     n_bytes, future = pending.popleft()
     for name, array in future.result().arrays.items():
         parameters.append(f"{prefix}.{name}", array)

@@ -34,12 +34,15 @@ class CpuOptions:
         exact_rows: spare rows where they make a row's bits independent of the number of rows; costs some
             percent of a single-row pass. A drafter does not need it.
         prefill_chunk: tokens of one prefill pass; between two a request can be cancelled.
+        keep_memory: what a pass has freed is kept for the next. Faster; turn it off for a few passes of
+            graphs that shall take little memory.
     """
 
     threads: int = 0
     spinning: bool = True
     exact_rows: bool = True
     prefill_chunk: int = 128
+    keep_memory: bool = True
 
     def __post_init__(self) -> None:
         if self.threads < 0 or self.prefill_chunk < 1:
@@ -103,6 +106,7 @@ def session_settings(options: CpuOptions) -> Any:
     settings.log_severity_level = 3
     settings.intra_op_num_threads = options.threads or default_threads()
     settings.inter_op_num_threads = 1
+    settings.enable_cpu_mem_arena = options.keep_memory
     settings.add_session_config_entry("session.intra_op.allow_spinning", "1" if options.spinning else "0")
     # Target and drafter run in turn on the same cores: the threads of one must not wait busily for its next
     # pass while the other's begins. One pool for both would do too, but ONNX Runtime's shared pool is the

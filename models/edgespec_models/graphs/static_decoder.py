@@ -13,6 +13,10 @@ Every intermediate value has the name of its *point*. Where a plan says what val
 rounded there to 16 bits (keys and values to 8), between QuantizeLinear and DequantizeLinear, the form in
 which compilers expect quantized graphs. The KV cache is then uint8.
 
+A plan may ask for some layers only: a piece that starts behind another takes what that one returns as
+``residual_out``, the residual stream, float32 (1, rows, hidden), as ``residual_in``, rounds it once more,
+which changes nothing, and so contains every quantized operator that a whole graph would.
+
 Queries arrive scaled and, like keys, with the halves of a rotation apart: see
 :mod:`edgespec_export.static_weights`.
 """
@@ -219,24 +223,36 @@ class _StaticLayer(nn.Module):
 class _StaticDecoder(nn.Module):
     def __init__(self, config: ModelConfig, plan: StaticPlan) -> None:
         super().__init__()
-        self.config, self.plan = config, plan
+        self.config, self.plan, self.parts = config, plan, plan.parts_of(config.num_layers)
         kind = ir.DataType.UINT16 if plan.int8 else ir.DataType.FLOAT
-        self.embedding = nn.Parameter([config.vocab_size, config.hidden_size], dtype=kind)
-        if plan.int8:
-            self.embedding_scale = nn.Parameter([])
-            self.embedding_zero = nn.Parameter([], dtype=kind)
+        if 0 in self.parts:
+            self.embedding = nn.Parameter([config.vocab_size, config.hidden_size], dtype=kind)
+            if plan.int8:
+                self.embedding_scale = nn.Parameter([])
+                self.embedding_zero = nn.Parameter([], dtype=kind)
         self.layers = nn.ModuleList([_StaticLayer(config, i, plan) for i in range(config.num_layers)])
         self.final_norm = _StaticNorm(config.hidden_size, config.norm_epsilon)
         self.lm_head = _Matrix(config.hidden_size, config.vocab_size, int8=plan.int8)
 
     def forward(
-        self, op: OpBuilder, ids: ir.Value, wanted: ir.Value | None, shared: _Shared, past: list[_Pair]
+        self,
+        op: OpBuilder,
+        start: ir.Value,
+        wanted: ir.Value | None,
+        shared: _Shared,
+        past: Mapping[int, _Pair],
     ) -> tuple[ir.Value, list[ir.Value]]:
+        """From token ids, or the residual stream before the first part, to logits or the stream."""
         points, present = shared.points, list[ir.Value]()
-        x = self._embed(op, ids, points)
-        for layer, kv in zip(self.layers, past, strict=True):
-            x, key, value = layer(op, x, shared, kv)
+        if 0 in self.parts:
+            x = self._embed(op, start, points)
+        else:
+            x = points(op, start, f"layers.{self.parts.start - 1}.residual")
+        for layer, kv in past.items():
+            x, key, value = self.layers[layer](op, x, shared, kv)
             present += [key, value]
+        if self.config.num_layers not in self.parts:
+            return x, present
         x = self.final_norm(op, x, "final_norm", points)
         if wanted is not None:
             # A product, since Qualcomm's compiler fails on a Gather of rows.
@@ -271,14 +287,20 @@ def build_static_decoder(config: ModelConfig, plan: StaticPlan) -> ir.Model:
     if not plan.all_logits:
         wanted = builder.input("wanted_rows", ir.DataType.FLOAT, [1, 1, plan.rows])
         wanted = points(builder.op, wanted, "probabilities")
-    past = _past(builder, config, plan)
-    logits, present = _StaticDecoder(config, plan)(builder.op, ids, wanted, shared, past)
+    past, parts, start = _past(builder, config, plan), plan.parts_of(config.num_layers), ids
+    stream = [1, plan.rows, config.hidden_size]
+    if 0 not in parts:
+        start = builder.input("residual_in", ir.DataType.FLOAT, stream)
+    end, present = _StaticDecoder(config, plan)(builder.op, start, wanted, shared, past)
+    if config.num_layers in parts:
+        _output(builder, end, "logits", [1, plan.rows if plan.all_logits else 1, config.vocab_size])
+    else:
+        _output(builder, end, "residual_out", stream)
     shapes = [
         [1, config.num_kv_heads, *s] for s in ([config.head_dim, plan.rows], [plan.rows, config.head_dim])
     ]
-    _output(builder, logits, "logits", [1, plan.rows if plan.all_logits else 1, config.vocab_size])
     for index, value in enumerate(present):
-        name = f"present.{index // 2}.{'key' if index % 2 == 0 else 'value'}"
+        name = f"present.{parts.start + index // 2}.{'key' if index % 2 == 0 else 'value'}"
         _output(builder, value, name, shapes[index % 2], _cache_type(plan, name))
     for value in points.watched:
         assert value.name is not None
@@ -308,7 +330,8 @@ def _ropes(builder: GraphBuilder, config: ModelConfig, plan: StaticPlan, points:
     return found
 
 
-def _past(builder: GraphBuilder, config: ModelConfig, plan: StaticPlan) -> list[_Pair]:
+def _past(builder: GraphBuilder, config: ModelConfig, plan: StaticPlan) -> dict[int, _Pair]:
+    """Of each layer that the graph has."""
     heads, width, capacity = config.num_kv_heads, config.head_dim, plan.capacity
     shapes = {"key": [1, heads, width, capacity], "value": [1, heads, capacity, width]}
 
@@ -316,7 +339,8 @@ def _past(builder: GraphBuilder, config: ModelConfig, plan: StaticPlan) -> list[
         name = f"past_key_values.{layer}.{kind}"
         return builder.input(name, _cache_type(plan, name), shapes[kind])
 
-    return [(tensor(layer, "key"), tensor(layer, "value")) for layer in range(config.num_layers)]
+    layers = [part for part in plan.parts_of(config.num_layers) if part < config.num_layers]
+    return {layer: (tensor(layer, "key"), tensor(layer, "value")) for layer in layers}
 
 
 def _cache_type(plan: StaticPlan, name: str) -> ir.DataType:

@@ -26,6 +26,8 @@ class StaticPlan:
         ranges: the least and the largest value of every point, to quantize; empty for floating point.
         wide_keys: layers whose keys are rounded to 16 bits, as all other points are, and not to 8.
         watched: return every point's values too, as outputs ``NUMBER:POINT``, to find those ranges.
+        parts: which parts a piece of the graph has: a layer each, the embedding with the first, and behind
+            the last, as a part of their own, final norm and LM head; None has all.
     """
 
     rows: int
@@ -35,6 +37,11 @@ class StaticPlan:
     ranges: Mapping[str, tuple[float, float]] | None = None
     wide_keys: tuple[int, ...] = ()
     watched: bool = False
+    parts: range | None = None
+
+    def parts_of(self, num_layers: int) -> range:
+        """Those that the graph has, of a model of so many layers."""
+        return range(num_layers + 1) if self.parts is None else self.parts
 
     def type_at(self, name: str) -> type[np.generic]:
         """Of the integers that leave the point ``name``; of floats, where nothing is quantized."""
