@@ -9,8 +9,8 @@ from typing import Protocol
 
 from edgespec.decode import Step, decode
 from edgespec.drafting.ahead import Ahead
-from edgespec.drafting.choice import Guard
-from edgespec.drafting.draft import Drafter
+from edgespec.drafting.draft import Draft, Drafter
+from edgespec.drafting.guard import Guard
 from edgespec.drafting.reading import Tally
 from edgespec.pricing import Pricing
 from edgespec.request import Request
@@ -32,6 +32,13 @@ class Learner(Protocol):
     @property
     def problem(self) -> str | None:
         """What keeps it from learning or from remembering; None if nothing."""
+
+    @property
+    def rolled_back(self) -> tuple[str, ...]:
+        """What was put back in this request because it misled, and why."""
+
+    def observe(self, draft: Draft, accepted: int) -> None:
+        """This was verified, and the first ``accepted`` tokens of it were right."""
 
     def commit(self, tokens: Sequence[int]) -> None:
         """These tokens of the answer are final."""
@@ -158,6 +165,7 @@ class TextStreamer:
             ):
                 meter.observe(step)
                 if job.learner is not None:
+                    job.learner.observe(step.draft, step.accepted)
                     job.learner.commit(step.tokens)
                 yield step
         finally:
@@ -250,4 +258,5 @@ class _Meter:
             drafted_ahead=ahead.drafted,
             used_ahead=ahead.used,
             profile_problem=None if self._job.learner is None else self._job.learner.problem,
+            rolled_back=() if self._job.learner is None else self._job.learner.rolled_back,
         )

@@ -2,12 +2,18 @@
 
 import logging
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from time import monotonic
+from typing import Final
 
+from edgespec.drafting.draft import Draft
 from edgespec.drafting.experience import Experience, Outcome
+from edgespec.drafting.guard import Guard
+from edgespec.learning.correction import Correction
+from edgespec.profile.corrections import DrafterKey
 from edgespec.profile.drafter import ProfileDrafter
 from edgespec.profile.entries import Entry
 from edgespec.profile.memory import Delta, Memory, Snapshot
@@ -19,6 +25,9 @@ from edgespec_models.tokenizer import Tokenizer
 
 __all__ = ["ProfileUse", "RequestUse", "open_use"]
 
+_TELL_S: Final = 60.0
+"""Seconds after which what a drafter learned is on its way to the file: half a megabyte each time."""
+_UNDONE: Final = "what the drafter learned: corrected guesses were right less often than its own"
 _LOG = logging.getLogger("edgespec")
 
 
@@ -48,6 +57,9 @@ class ProfileUse:
         self._writer, self._problem = writer, problem
         self._records = snapshot.records
         self._experiences: dict[str, Experience] = {}
+        self._tables = snapshot.corrections
+        self._corrections: dict[DrafterKey, Correction] = {}
+        self._told_at = monotonic()
         self._request: RequestUse | None = None
 
     @property
@@ -55,10 +67,19 @@ class ProfileUse:
         """What keeps the file from being read or written, or what happened to it; None if nothing."""
         return (self._writer.problem if self._writer is not None else None) or self._problem
 
-    def request(self) -> "RequestUse":
-        """What the next request drafts with and tells its answer to; the one before has ended."""
+    @property
+    def undone(self) -> int:
+        """How often what drafters had learned was put back because it misled."""
+        return sum(correction.undone for correction in self._corrections.values())
+
+    def request(self, guard: Guard | None = None) -> "RequestUse":
+        """What the next request drafts with and tells its answer to; the one before has ended.
+
+        Args:
+            guard: watches whether proposals from earlier answers pay; None watches nothing.
+        """
         self._end_request()
-        self._request = RequestUse(ProfileDrafter(self.memory), self)
+        self._request = RequestUse(ProfileDrafter(self.memory, guard), self)
         return self._request
 
     def experience(self, drafter: str) -> Experience:
@@ -68,8 +89,22 @@ class ProfileUse:
             self._experiences[drafter] = Experience(self._records.get(drafter), tell=tell)
         return self._experiences[drafter]
 
+    def correction(self, drafter: DrafterKey, *, fixed: Collection[int], share: float) -> Correction:
+        """What a drafter has learned here, and goes on learning.
+
+        Args:
+            drafter: whose guesses it corrects.
+            fixed: tokens of its that are not corrected; see :class:`Correction`, as for the share.
+            share: of the time that learning may take.
+        """
+        if drafter not in self._corrections:
+            table = self._tables.get(drafter.digest)
+            self._corrections[drafter] = Correction(table, fixed=fixed, share=share)
+        return self._corrections[drafter]
+
     def flush(self) -> None:
         """Store what was learned so far."""
+        self._tell_lessons()
         if self._writer is not None:
             self._writer.flush()
 
@@ -78,8 +113,21 @@ class ProfileUse:
         self._end_request()
         for experience in self._experiences.values():
             experience.settle()
+        self._tell_lessons()
         if self._writer is not None:
             self._writer.close()
+
+    def tell_lessons(self) -> None:
+        """Have what drafters learned stored, if the last time was a minute ago."""
+        if monotonic() - self._told_at >= _TELL_S:
+            self._tell_lessons()
+
+    def _tell_lessons(self) -> None:
+        self._told_at = monotonic()
+        for drafter, correction in self._corrections.items():
+            lesson = correction.lesson()
+            if lesson is not None and self._writer is not None:
+                self._writer.tell(partial(Delta.learned, drafter=drafter, lesson=lesson))
 
     def _tell(self, drafter: str, outcome: Outcome) -> None:
         if self._writer is not None:
@@ -99,12 +147,22 @@ class RequestUse:
     """
 
     def __init__(self, drafter: ProfileDrafter, use: ProfileUse) -> None:
-        self.drafter, self._use = drafter, use
+        self.drafter, self._use, self._undone_before = drafter, use, use.undone
 
     @property
     def problem(self) -> str | None:
         """See :attr:`ProfileUse.problem`."""
         return self._use.problem
+
+    @property
+    def rolled_back(self) -> tuple[str, ...]:
+        """What was put back in this request because it misled, and why, in words; once for each time."""
+        undone = self._use.undone - self._undone_before
+        return self.drafter.rolled_back + (_UNDONE,) * undone
+
+    def observe(self, draft: Draft, accepted: int) -> None:
+        """See :meth:`ProfileDrafter.observe`."""
+        self.drafter.observe(draft, accepted)
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Learn the next tokens of the answer."""
@@ -113,6 +171,7 @@ class RequestUse:
     def finish(self) -> None:
         """Learn the end of the answer. May be called again."""
         self.drafter.finish()
+        self._use.tell_lessons()
 
 
 def open_use(path: Path, scope: Scope, tokenizer: Tokenizer) -> ProfileUse:
