@@ -1,6 +1,6 @@
-"""What a drafter learns from its user while it drafts."""
+"""Teaching a drafter what its target writes, on the user's machine: NumPy, no training framework."""
 
-from edgespec.learning.correction import Correction
-from edgespec.learning.weights import Weights
+from edgespec.learning.trainer import Trainer
+from edgespec.learning.tuning import Example, Tuning
 
-__all__ = ["Correction", "Weights"]
+__all__ = ["Example", "Trainer", "Tuning"]

@@ -1,0 +1,126 @@
+"""Online distillation: after each answer, the drafter's gains are moved towards what the target wrote.
+
+The loss is ``-log q(token)`` of every committed token (Online Speculative Decoding, arXiv 2310.07177;
+OmniDraft, arXiv 2507.02659, whose second term it is). Committed tokens are the target's own choices or samples,
+so on the average the gradient is that of ``KL(p || q)``, and nothing of the target's need be kept. The step is
+Adam's (Kingma and Ba 2015), one for each text.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from edgespec.learning.decoder import Lesson, NumpyDecoder
+from edgespec.learning.layer_math import F32
+from edgespec.watch import Verdict, Watch
+
+__all__ = ["Example", "Tuning"]
+
+_RATE: Final = 3e-3
+_MEAN, _SQUARE, _TINY = 0.9, 0.999, 1e-8
+_LONGEST: Final = 1.0  # of a gradient
+_WARM: Final = 10_000  # steps that a stored state counts as
+_CHECK_EVERY: Final = 4  # texts
+_STAKE: Final = 24.0  # guesses
+_LOG = logging.getLogger("edgespec")
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A text to learn from, in the drafter's vocabulary: ``tokens[start:]`` is the answer."""
+
+    tokens: tuple[int, ...]
+    start: int
+
+
+class Tuning:
+    """The gains of one drafter for one target and user. One thread at a time.
+
+    Every fourth text is also read with the last gains that had proved themselves. When the present ones were
+    right less often, by 24 guesses that nothing made good, those are put back; if they fail too, the bundle's.
+
+    Args:
+        decoder: the drafter.
+        table: what is known, float32 ``(3, gains)``: the change of the gains, and Adam's two means; None, or a
+            table of another shape, is nothing.
+    """
+
+    def __init__(self, decoder: NumpyDecoder, table: F32 | None = None) -> None:
+        self._decoder, count = decoder, len(decoder.gains)
+        known = table is not None and table.shape == (3, count) and bool(np.isfinite(table).all())
+        self._state: F32 = table.copy() if known and table is not None else np.zeros((3, count), np.float32)
+        self._steps = _WARM if known else 0
+        self._nothing: F32 = np.zeros(count, np.float32)
+        self._good = self._nothing
+        self._watch = Watch(_STAKE)
+        self.texts = 0
+        """Texts learned from so far."""
+        self.undone = 0
+        """How often gains were put back."""
+
+    @property
+    def table(self) -> F32:
+        """What is known; see the constructor. A copy."""
+        return self._state.copy()
+
+    @property
+    def gains(self) -> dict[str, F32]:
+        """The gains now, by their names in the graph. Copies."""
+        return self._decoder.gains.named(self._with(self._state[0]))
+
+    def learn(self, example: Example, breathe: Callable[[], None] = lambda: None) -> Lesson:
+        """Learn from a text; returns how it was read before that.
+
+        Args:
+            example: at least one token of an answer.
+            breathe: called between layers; may wait, or raise to give up, when nothing is learned.
+        """
+        lesson = self._read(example, self._state[0], breathe, differentiate=True)
+        if self.texts % _CHECK_EVERY == _CHECK_EVERY - 1:
+            before = self._read(example, self._good, breathe, differentiate=False)
+            self._check(float(lesson.right.sum()) - float(before.right.sum()))
+        self.texts += 1
+        if lesson.gradient is None or not np.isfinite(lesson.gradient).all():
+            self._undo()
+        else:
+            self._step(lesson.gradient)
+        return lesson
+
+    def _read(
+        self, example: Example, change: F32, breathe: Callable[[], None], *, differentiate: bool
+    ) -> Lesson:
+        gains = self._with(change)
+        return self._decoder.lesson(
+            example.tokens, example.start, gains, differentiate=differentiate, breathe=breathe
+        )
+
+    def _with(self, change: F32) -> F32:
+        changed: F32 = self._decoder.gains.stored + change
+        return changed
+
+    def _step(self, gradient: F32) -> None:
+        gradient = gradient * np.float32(min(1.0, _LONGEST / max(float(np.linalg.norm(gradient)), _TINY)))
+        change, mean, square = self._state
+        self._steps += 1
+        mean += (1.0 - _MEAN) * (gradient - mean)
+        square += (1.0 - _SQUARE) * (np.square(gradient) - square)
+        np.maximum(square, 0.0, out=square)  # sums of what several programs learned may be below
+        usual = np.sqrt(square / (1.0 - _SQUARE**self._steps)) + _TINY
+        change -= _RATE * mean / (1.0 - _MEAN**self._steps) / usual
+
+    def _check(self, gain: float) -> None:
+        verdict = self._watch.observe(gain)
+        if verdict is Verdict.PROVED:
+            self._good = self._state[0].copy()
+        elif verdict is Verdict.FAILED:
+            self._undo()
+
+    def _undo(self) -> None:
+        self._state[:] = 0.0
+        self._state[0] = self._good
+        self._good, self._steps = self._nothing, 0
+        self.undone += 1
+        _LOG.warning("the tuned drafter was right less often than before; its last good state is back")
