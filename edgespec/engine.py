@@ -46,8 +46,8 @@ class LoadOptions:
         weights: policy of exports made at first use, ``exact``, ``close``, ``balanced``,
             ``int8``, ``quick`` or ``fast``; None is the default.
         namespace: keeps what a profile learns apart, by app, task or language.
-        training_share: share of the time, 0 to 0.5, that training a model drafter on what the target writes
-            may take; 0 switches it off. It needs a profile.
+        training_share: share of the time, 0 to 1, that training a drafter on what the target writes may take,
+            between requests, in a thread of its own; 0 switches it off. It needs a profile.
     """
 
     threads: int = 0
@@ -55,13 +55,13 @@ class LoadOptions:
     max_draft: int = 8
     weights: str | None = None
     namespace: str = ""
-    training_share: float = 0.02
+    training_share: float = 0.2
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_draft <= 64:
             raise RequestError(f"max_draft is {self.max_draft}; it must be 1 to 64")
-        if not 0.0 <= self.training_share <= 0.5:
-            raise RequestError(f"training_share is {self.training_share}; it must be 0 to 0.5")
+        if not 0.0 <= self.training_share <= 1.0:
+            raise RequestError(f"training_share is {self.training_share}; it must be 0 to 1")
 
 
 def load(
@@ -212,10 +212,10 @@ class Model:
         scope = Scope(self.name, self.target.tokenizer.digest, self.options.namespace)
         self._profile = use = open_use(path, scope, self.target.tokenizer)
         if self._side is not None and self.drafter is not None:
-            share, manifest = self.options.training_share, self.drafter.manifest
-            key, fixed = DrafterKey(self.drafter.digest, manifest.name), manifest.special_tokens.eos
-            self._side.experience = use.experience(key.digest)
-            self._side.correction = use.correction(key, fixed=fixed, share=share) if share else None
+            side, share = self._side, self.options.training_share
+            key = DrafterKey(self.drafter.digest, self.drafter.manifest.name)
+            side.experience = use.experience(key.digest)
+            side.trainer = use.trainer(key, side.tuning, share=share) if share and side.trainable else None
 
     @property
     def name(self) -> str:
@@ -344,6 +344,7 @@ class Model:
             placement=self._placements,
             learner=learner,
             ahead=ahead,
+            student=self._side,
         )
 
     def _drafter(

@@ -47,6 +47,16 @@ class Learner(Protocol):
         """The answer has ended, or the caller wants no more of it."""
 
 
+class Student(Protocol):
+    """Learns from answers while no request runs."""
+
+    def begin(self) -> None:
+        """A request runs from now on."""
+
+    def end(self, tokens: Sequence[int]) -> None:
+        """It has ended; ``tokens`` are its prompt and its answer."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """What one request runs on. ``tokens`` is the prompt and grows."""
@@ -64,6 +74,7 @@ class Job:
     placement: str = ""
     learner: Learner | None = None
     ahead: Ahead | None = None
+    student: Student | None = None
 
 
 class TextStreamer:
@@ -153,6 +164,8 @@ class TextStreamer:
     def _rounds(self, meter: "_Meter") -> Generator[Step, None, None]:
         job, request = self._job, self._job.request
         try:
+            if job.student is not None:
+                job.student.begin()
             for step in decode(
                 job.session,
                 job.drafter,
@@ -173,6 +186,8 @@ class TextStreamer:
                 job.ahead.stop()
             if job.learner is not None:
                 job.learner.finish()
+            if job.student is not None:
+                job.student.end(job.tokens)
 
 
 class _Meter:

@@ -50,14 +50,13 @@ def test_what_was_read_ahead_is_counted_when_it_is_needed() -> None:
     reader = Reader(session, CURVE, tally)
     text = [1, 2, 3]
     said = reader.read(text)
-    for count in range(4):
+    for _ in range(4):
         text.append(said.row)
-        said = reader.read_on(count, said.row)
+        said = reader.read_on(said.row)
     assert (tally.drafted, tally.used) == (4, 0)
     assert reader.read(text[:5]).row == text[5]
     assert (tally.drafted, tally.used) == (4, 2)
-    assert reader.ahead(0, text[5]) is not None and reader.ahead(2, text[6]) is None
-    assert reader.ahead(0, text[5] + 1) is None
+    assert reader.ahead(0) is not None and reader.ahead(2) is None
     assert reader.step(text[5]).row == text[6]
     assert (tally.drafted, tally.used) == (4, 3)
     reader.read([*text[:6], (text[6] + 1) % VOCAB])
@@ -114,7 +113,7 @@ def test_whatever_is_asked_in_whatever_order_the_answer_is_the_model_s(
             assert reader.step(token).row == _row(text)
         elif reader.room_ahead:
             token = _row(session.cache)
-            said = reader.read_on(len(session.cache) - len(text), token)
+            said = reader.read_on(token)
             assert said.token == token and said.row == _row(session.cache)
         assert session.cache[: len(text)] == text
         assert reader.latest.row == _row(text)

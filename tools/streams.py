@@ -11,22 +11,23 @@ them.
 import argparse
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from unittest import mock
 
 from edgespec.drafting.bridge import ByteBridge
 from edgespec.engine import Model
+from edgespec.learning import Example, Trainer
 from edgespec.profile.manage import Profile
 from edgespec.prompts import load_prompts
 from edgespec_models.foreign import open_bundle
 from tools.replay import answers, replay, replayed
 
-_WAYS = ("direct mapping", "nothing learned", "n-grams")
+_WAYS = ("direct mapping", "nothing learned", "n-grams", "distillation", "all")
 _WINDOW = 25
-_COLOURS = ("#c9a227", "#777777", "#1b7f4d")
+_COLOURS = ("#c9a227", "#777777", "#1b7f4d", "#2f6fb5", "#b03060")
 _WIDTH, _HEIGHT, _EDGE = 720, 190, 44
 
 
@@ -51,11 +52,26 @@ MEASURES: dict[str, Measure] = {
 }
 
 
+class AtOnce(Trainer):
+    """Learns from a text when it is offered, as if the user then took all the time that this takes."""
+
+    def offer(self, example: Example) -> None:
+        """Learn."""
+        tuning = self._started()
+        if tuning is None:
+            raise AssertionError(self.problem)
+        self._learn(tuning, example)
+
+
 @contextmanager
-def learning(model: Model) -> Iterator[None]:
+def learning(model: Model, *, ngrams: bool, training: bool) -> Iterator[None]:
     """With a new profile."""
-    with tempfile.TemporaryDirectory() as folder:
+    model.options = replace(model.options, training_share=float(training))
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         path = Path(folder) / "stream.profile"
+        stack.enter_context(mock.patch("edgespec.profile.use.Trainer", AtOnce))
+        if not ngrams:
+            stack.enter_context(mock.patch("edgespec.engine.BestOf", lambda text, profile: text))
         model.use_profile(path)
         try:
             yield
@@ -82,7 +98,9 @@ def ways(model: Model) -> dict[str, Callable[[], AbstractContextManager[object]]
     return {
         _WAYS[0]: lambda: mock.patch.object(ByteBridge, "translate", directly),
         _WAYS[1]: nullcontext,
-        _WAYS[2]: lambda: learning(model),
+        _WAYS[2]: lambda: learning(model, ngrams=True, training=False),
+        _WAYS[3]: lambda: learning(model, ngrams=False, training=True),
+        _WAYS[4]: lambda: learning(model, ngrams=True, training=True),
     }
 
 

@@ -85,9 +85,9 @@ TrainingShare = Annotated[
     float,
     typer.Option(
         min=0.0,
-        max=0.5,
+        max=1.0,
         help="With --profile: the share of the time that training the drafter on the target's answers may "
-        "take; 0 switches it off.",
+        "take, between requests; 0 switches it off.",
     ),
 ]
 PromptsFile = Annotated[
@@ -110,7 +110,7 @@ def load_model(
     threads: int,
     progress: ProgressCallback,
     profile: str | None = None,
-    training_share: float = 0.02,
+    training_share: float = 0.2,
     devices: tuple[str, str] = ("auto", "auto"),
 ) -> "Model":
     """Load what the user named; ``none`` is no drafter. ``devices`` are the target's and the drafter's."""

@@ -11,7 +11,6 @@ from edgespec.drafting.ahead import Ahead
 from edgespec.drafting.bridge import Bridge
 from edgespec.drafting.draft import Draft
 from edgespec.drafting.reading import Reader
-from edgespec.learning.correction import Correction
 from edgespec.pricing import Pricing
 from edgespec_models.errors import TokenizerError
 from edgespec_runtimes.cost import CostCurve
@@ -110,9 +109,9 @@ class Vocabulary:
 class ModelDrafter:
     """Drafts greedily with a model, stopping when the next token no longer pays.
 
-    It drafts its own argmax, corrected by what it learned, whatever the request's temperature: the proposals
-    are then a function of what was committed, and sample-and-match verification accepts each with the
-    target's probability of it, as rejection sampling of a deterministic proposal would.
+    It drafts its own argmax whatever the request's temperature: the proposals are then a function of
+    the text, and sample-and-match verification accepts each with the target's probability of it, as
+    rejection sampling of a deterministic proposal would.
 
     Args:
         session: the drafter's session; shared between requests, one at a time.
@@ -122,7 +121,6 @@ class ModelDrafter:
         calibration: acceptance by confidence; shared between requests.
         curve: the drafter's measured T(n).
         ahead: lets it draft on while the target's pass runs; None where both run on one device.
-        correction: what the drafter learned of its user, and learns; None guesses as the model does.
     """
 
     def __init__(
@@ -135,17 +133,10 @@ class ModelDrafter:
         calibration: Calibration,
         curve: CostCurve,
         ahead: Ahead | None = None,
-        correction: Correction | None = None,
     ) -> None:
         self._bridge, self._vocabulary = bridge, vocabulary
         self._pricing, self._calibration, self._ahead = pricing, calibration, ahead
-        self._reader = Reader(
-            session,
-            curve,
-            None if ahead is None else ahead.tally,
-            correction=correction,
-            head_tokens=vocabulary.head_tokens,
-        )
+        self._reader = Reader(session, curve, None if ahead is None else ahead.tally)
         self._saved_s = 0.0
         self._last: tuple[int, tuple[Guess, ...]] = (0, ())
 
@@ -223,12 +214,12 @@ class ModelDrafter:
                 survival *= guessed
             if token in self._vocabulary.ends or not self._pays(survival, max(1, count), 0.0):
                 return
-            known = self._reader.ahead(count, token)
+            known = self._reader.ahead(count)
             if known is None:
                 if not self._reader.room_ahead:
                     return
                 yield accepted * added
-                known = self._reader.read_on(count, token)
+                known = self._reader.read_on(token)
             said = known
 
     def _pays(self, survival: float, rows: int, seconds: float) -> bool:

@@ -29,15 +29,15 @@ from edgespec_models.errors import UnsupportedModelError
 from edgespec_models.rope import rotary_tables
 from edgespec_models.stored_weights import StoredWeights
 
-__all__ = ["Lesson", "NumpyDecoder"]
+__all__ = ["NumpyDecoder", "Reading"]
 
 _CHUNK: Final = 8192  # rows of the LM head at a time
 _Rope = tuple[F32, F32]
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
-    """What a text teaches.
+class Reading:
+    """How a text was read.
 
     Attributes:
         loss: the mean of ``-log q(token)`` over the answer's tokens that the LM head can write.
@@ -71,7 +71,7 @@ class NumpyDecoder:
             self._rows = np.full(self.config.vocab_size, -1, np.int64)
             self._rows[bundle.head_tokens] = np.arange(len(bundle.head_tokens))
 
-    def lesson(
+    def read(
         self,
         tokens: Sequence[int],
         start: int,
@@ -79,7 +79,7 @@ class NumpyDecoder:
         *,
         differentiate: bool,
         breathe: Callable[[], None] = lambda: None,
-    ) -> Lesson:
+    ) -> Reading:
         """Read ``tokens`` and compare what the drafter would have said from ``start`` on.
 
         Args:
@@ -103,13 +103,13 @@ class NumpyDecoder:
         by_gains = np.zeros(len(self.gains), np.float32)
         loss, right, given = self._head(x, start - 1, labels, gains, by_gains)
         if not differentiate:
-            return Lesson(loss, right, None)
+            return Reading(loss, right, None)
         for layer in reversed(range(config.num_layers)):
             breathe()
             step = _Layer(self, layer, gains, ropes[layer])
             step.forward(entering.pop())
             given = step.backward(given, by_gains)
-        return Lesson(loss, right, by_gains)
+        return Reading(loss, right, by_gains)
 
     def matrix(self, name: str, in_features: int) -> F32:
         """A projection's weights."""

@@ -42,11 +42,14 @@ def normalize_back(given: F32, normed: F32, factor: F32) -> F32:
 def activate(gate: F32, kind: Literal["silu", "gelu_tanh"]) -> tuple[F32, F32]:
     """The gate's activation and its derivative."""
     if kind == "silu":
-        share = 1.0 / (1.0 + np.exp(-gate))
+        share = np.reciprocal(1.0 + np.exp(-gate))
         return gate * share, share * (1.0 + gate * (1.0 - share))
-    inner = np.tanh(_GELU * (gate + _CUBIC * gate**3))
-    slope = _GELU * (1.0 + 3.0 * _CUBIC * np.square(gate)) * (1.0 - np.square(inner))
-    return 0.5 * gate * (1.0 + inner), 0.5 * (1.0 + inner) + 0.5 * gate * slope
+    inner = np.tanh(_GELU * (gate + _CUBIC * gate * np.square(gate)))
+    share, slope = (
+        0.5 * (1.0 + inner),
+        _GELU * (1.0 + 3.0 * _CUBIC * np.square(gate)) * (1.0 - np.square(inner)),
+    )
+    return gate * share, share + 0.5 * gate * slope
 
 
 def rotate(heads: F32, cos: F32, sin: F32, *, interleaved: bool) -> F32:

@@ -1,4 +1,4 @@
-"""Training in idle time: a thread that stands still while a request runs, and takes no more than its share."""
+"""Training in idle time: a thread that stands still while a request runs and takes no more than its share."""
 
 import logging
 import threading
@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import Final
 
 from edgespec.learning.layer_math import F32
+from edgespec.learning.lesson import Lesson
 from edgespec.learning.tuning import Example, Tuning
 from edgespec_models.errors import EdgespecError
 
@@ -17,7 +18,7 @@ _WAITING: Final = 8  # texts; with more, the oldest go
 _LOG = logging.getLogger("edgespec")
 
 
-class _Closed(Exception):
+class _ClosedError(Exception):
     """Training is given up."""
 
 
@@ -28,31 +29,41 @@ class Trainer:
 
     Args:
         begin: makes the tuning, in the thread; an EdgespecError ends training, and is reported.
-        share: of the time, the most that training takes.
-        told: called in the thread after every text.
+        share: of the time, the most that training takes, above 0.
 
     Attributes:
         problem: why nothing is learned; None while there is no reason.
+        undone: how often what was learned was put back.
     """
 
-    def __init__(
-        self, begin: Callable[[], Tuning], *, share: float, told: Callable[[Tuning], None] = lambda tuning: None
-    ) -> None:
-        self._begin, self._share, self._told = begin, share, told
+    def __init__(self, begin: Callable[[], Tuning], *, share: float) -> None:
+        self._begin, self._share = begin, share
         self._changed = threading.Condition()
         self._waiting: deque[Example] = deque(maxlen=_WAITING)
         self._tuning: Tuning | None = None
         self._thread: threading.Thread | None = None
         self._busy = self._closed = False
-        self._rest_until = 0.0
+        self._rest_until = self._stood_s = 0.0
         self._gains: dict[str, F32] | None = None
+        self._lesson: Lesson | None = None
         self.problem: str | None = None
+        self.undone = 0
 
     def take(self) -> dict[str, F32] | None:
         """The gains by name, if they changed since the last call."""
         with self._changed:
             gains, self._gains = self._gains, None
             return gains
+
+    def lesson(self) -> Lesson | None:
+        """What was learned since the last call; None if nothing."""
+        with self._changed:
+            lesson, self._lesson = self._lesson, None
+            return lesson
+
+    def recall(self) -> None:
+        """Begin now, so that :meth:`take` has what earlier requests taught. To be called first, if at all."""
+        self._started()
 
     def pause(self) -> None:
         """A request begins."""
@@ -86,16 +97,27 @@ class Trainer:
 
     def _work(self) -> None:
         try:
-            tuning = self._begin()
-            while True:
+            while (tuning := self._started()) is not None:
                 self._learn(tuning, self._next())
-        except _Closed:
+        except _ClosedError:
             return
-        except (EdgespecError, MemoryError) as error:
-            with self._changed:
-                self.problem = f"the drafter is not trained: {error}"
-                self._waiting.clear()
-            _LOG.warning("%s", self.problem)
+        except MemoryError as error:
+            self._give_up(error)
+
+    def _started(self) -> Tuning | None:
+        if self._tuning is None and self.problem is None:
+            try:
+                self._tuning = self._begin()
+                self._show(self._tuning)
+            except (EdgespecError, MemoryError) as error:
+                self._give_up(error)
+        return self._tuning
+
+    def _give_up(self, error: BaseException) -> None:
+        with self._changed:
+            self.problem = f"the drafter is not trained: {error}"
+            self._waiting.clear()
+        _LOG.warning("%s", self.problem)
 
     def _next(self) -> Example:
         with self._changed:
@@ -103,7 +125,7 @@ class Trainer:
             while not self._closed and (left := self._rest_until - perf_counter()) > 0.0:
                 self._changed.wait(left)
             if self._closed:
-                raise _Closed
+                raise _ClosedError
             return self._waiting.popleft()
 
     def _learn(self, tuning: Tuning, example: Example) -> None:
@@ -111,9 +133,13 @@ class Trainer:
         tuning.learn(example, self._breathe)
         spent = perf_counter() - started - self._stood_s
         self._rest_until = perf_counter() + spent * (1.0 / self._share - 1.0)
+        self._show(tuning)
+
+    def _show(self, tuning: Tuning) -> None:
+        lesson, gains = tuning.lesson(), tuning.gains
         with self._changed:
-            self._gains = tuning.gains
-        self._told(tuning)
+            self._gains, self.undone = gains, tuning.undone
+            self._lesson = self._lesson if lesson is None else lesson.after(self._lesson)
 
     def _breathe(self) -> None:
         with self._changed:
@@ -122,4 +148,4 @@ class Trainer:
                 self._changed.wait_for(lambda: self._closed or not self._busy)
                 self._stood_s += perf_counter() - started
             if self._closed:
-                raise _Closed
+                raise _ClosedError

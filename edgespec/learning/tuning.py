@@ -1,9 +1,9 @@
 """Online distillation: after each answer, the drafter's gains are moved towards what the target wrote.
 
-The loss is ``-log q(token)`` of every committed token (Online Speculative Decoding, arXiv 2310.07177;
-OmniDraft, arXiv 2507.02659, whose second term it is). Committed tokens are the target's own choices or samples,
-so on the average the gradient is that of ``KL(p || q)``, and nothing of the target's need be kept. The step is
-Adam's (Kingma and Ba 2015), one for each text.
+The loss is ``-log q(token)`` of every committed token (OmniDraft, arXiv 2507.02659, its second term; Online
+Speculative Decoding, arXiv 2310.07177). Committed tokens are the target's own choices or samples, so on the
+average the gradient is that of ``KL(p || q)``, and nothing of the target's need be kept. The step is Adam's
+(Kingma and Ba 2015), one for each text.
 """
 
 import logging
@@ -13,8 +13,9 @@ from typing import Final
 
 import numpy as np
 
-from edgespec.learning.decoder import Lesson, NumpyDecoder
+from edgespec.learning.decoder import NumpyDecoder, Reading
 from edgespec.learning.layer_math import F32
+from edgespec.learning.lesson import ROWS, Lesson, Table
 from edgespec.watch import Verdict, Watch
 
 __all__ = ["Example", "Tuning"]
@@ -40,60 +41,68 @@ class Tuning:
     """The gains of one drafter for one target and user. One thread at a time.
 
     Every fourth text is also read with the last gains that had proved themselves. When the present ones were
-    right less often, by 24 guesses that nothing made good, those are put back; if they fail too, the bundle's.
+    right less often, by 24 guesses that nothing made good, those are put back; if they fail too, the
+    bundle's.
 
     Args:
         decoder: the drafter.
-        table: what is known, float32 ``(3, gains)``: the change of the gains, and Adam's two means; None, or a
-            table of another shape, is nothing.
+        table: what is known, None, or a table of another shape, is nothing.
     """
 
-    def __init__(self, decoder: NumpyDecoder, table: F32 | None = None) -> None:
+    def __init__(self, decoder: NumpyDecoder, table: Table | None = None) -> None:
         self._decoder, count = decoder, len(decoder.gains)
-        known = table is not None and table.shape == (3, count) and bool(np.isfinite(table).all())
-        self._state: F32 = table.copy() if known and table is not None else np.zeros((3, count), np.float32)
+        known = table is not None and table.shape == (ROWS, count) and bool(np.isfinite(table).all())
+        self._state: Table = (
+            table.copy() if known and table is not None else np.zeros((ROWS, count), np.float32)
+        )
         self._steps = _WARM if known else 0
         self._nothing: F32 = np.zeros(count, np.float32)
         self._good = self._nothing
         self._watch = Watch(_STAKE)
+        self._told, self._tokens, self._anew = self._state.copy(), 0, False
         self.texts = 0
         """Texts learned from so far."""
         self.undone = 0
         """How often gains were put back."""
 
-    @property
-    def table(self) -> F32:
-        """What is known; see the constructor. A copy."""
-        return self._state.copy()
+    def lesson(self) -> Lesson | None:
+        """What was learned since the last call; None if nothing."""
+        if not self._tokens and not self._anew:
+            return None
+        now = self._state.copy()
+        lesson = Lesson(now if self._anew else now - self._told, self._anew, self._tokens)
+        self._told, self._tokens, self._anew = now, 0, False
+        return lesson
 
     @property
     def gains(self) -> dict[str, F32]:
         """The gains now, by their names in the graph. Copies."""
         return self._decoder.gains.named(self._with(self._state[0]))
 
-    def learn(self, example: Example, breathe: Callable[[], None] = lambda: None) -> Lesson:
+    def learn(self, example: Example, breathe: Callable[[], None] = lambda: None) -> Reading:
         """Learn from a text; returns how it was read before that.
 
         Args:
             example: at least one token of an answer.
             breathe: called between layers; may wait, or raise to give up, when nothing is learned.
         """
-        lesson = self._read(example, self._state[0], breathe, differentiate=True)
+        reading = self._read(example, self._state[0], breathe, differentiate=True)
         if self.texts % _CHECK_EVERY == _CHECK_EVERY - 1:
             before = self._read(example, self._good, breathe, differentiate=False)
-            self._check(float(lesson.right.sum()) - float(before.right.sum()))
+            self._check(float(reading.right.sum()) - float(before.right.sum()))
         self.texts += 1
-        if lesson.gradient is None or not np.isfinite(lesson.gradient).all():
+        self._tokens += len(reading.right)
+        if reading.gradient is None or not np.isfinite(reading.gradient).all():
             self._undo()
         else:
-            self._step(lesson.gradient)
-        return lesson
+            self._step(reading.gradient)
+        return reading
 
     def _read(
         self, example: Example, change: F32, breathe: Callable[[], None], *, differentiate: bool
-    ) -> Lesson:
+    ) -> Reading:
         gains = self._with(change)
-        return self._decoder.lesson(
+        return self._decoder.read(
             example.tokens, example.start, gains, differentiate=differentiate, breathe=breathe
         )
 
@@ -119,6 +128,7 @@ class Tuning:
             self._undo()
 
     def _undo(self) -> None:
+        self._anew |= not self._good.any()
         self._state[:] = 0.0
         self._state[0] = self._good
         self._good, self._steps = self._nothing, 0

@@ -13,14 +13,13 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.lib import format as npy
 
-from edgespec.learning.correction import Lesson
-from edgespec.learning.weights import SHAPE, Table
+from edgespec.learning.lesson import ROWS, Lesson, Table
 
 __all__ = ["MOST_DRAFTERS", "Corrections", "DrafterKey", "Kept", "unpack"]
 
 MOST_DRAFTERS: Final = 4
 """Drafters of one scope whose corrections are kept, those used last."""
-_MOST_BYTES: Final = 4 * prod(SHAPE) + 4096  # of a table with its header
+_MOST_BYTES: Final = 4 << 20  # of a table with its header
 
 
 class DrafterKey(NamedTuple):
@@ -74,7 +73,7 @@ class Corrections:
         """Add what was learned to what is known."""
         known = None if lesson.anew else self._find(scope, drafter)
         table = None if known is None else _table(known)
-        if known is None or table is None:
+        if known is None or table is None or table.shape != lesson.change.shape:
             table, tokens = lesson.change, lesson.tokens
         else:
             table, tokens = table + lesson.change, known.tokens + lesson.tokens
@@ -116,9 +115,9 @@ def unpack(data: bytes) -> Table | None:
         shape, by_column, kind = npy.read_array_header_1_0(file)
     except zlib.error as error:
         raise ValueError(f"no table of weights: {error}") from error
-    if (shape, by_column, kind) != (SHAPE, False, np.dtype("<f4")):
+    if (len(shape), shape[:1], by_column, kind) != (2, (ROWS,), False, np.dtype("<f4")):
         return None
-    table: Table = np.frombuffer(raw, "<f4", prod(SHAPE), file.tell()).reshape(SHAPE)
+    table: Table = np.frombuffer(raw, "<f4", prod(shape), file.tell()).reshape(shape)
     return table
 
 

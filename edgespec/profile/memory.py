@@ -6,8 +6,7 @@ from functools import partial
 from typing import Final
 
 from edgespec.drafting.experience import Outcome, Record
-from edgespec.learning.correction import Lesson
-from edgespec.learning.weights import Table
+from edgespec.learning.lesson import Lesson, Table
 from edgespec.profile.corrections import DrafterKey
 from edgespec.profile.entries import Entry, Tally, total_tokens
 from edgespec.profile.index import Found, Index

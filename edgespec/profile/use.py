@@ -2,7 +2,7 @@
 
 import logging
 import sqlite3
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,9 @@ from typing import Final
 from edgespec.drafting.draft import Draft
 from edgespec.drafting.experience import Experience, Outcome
 from edgespec.drafting.guard import Guard
-from edgespec.learning.correction import Correction
+from edgespec.learning.lesson import Table
+from edgespec.learning.trainer import Trainer
+from edgespec.learning.tuning import Tuning
 from edgespec.profile.corrections import DrafterKey
 from edgespec.profile.drafter import ProfileDrafter
 from edgespec.profile.entries import Entry
@@ -27,7 +29,7 @@ __all__ = ["ProfileUse", "RequestUse", "open_use"]
 
 _TELL_S: Final = 60.0
 """Seconds after which what a drafter learned is on its way to the file: half a megabyte each time."""
-_UNDONE: Final = "what the drafter learned: corrected guesses were right less often than its own"
+_UNDONE: Final = "what the drafter learned: trained, it was right less often than before"
 _LOG = logging.getLogger("edgespec")
 
 
@@ -58,19 +60,20 @@ class ProfileUse:
         self._records = snapshot.records
         self._experiences: dict[str, Experience] = {}
         self._tables = snapshot.corrections
-        self._corrections: dict[DrafterKey, Correction] = {}
+        self._trainers: dict[DrafterKey, Trainer] = {}
         self._told_at = monotonic()
         self._request: RequestUse | None = None
 
     @property
     def problem(self) -> str | None:
-        """What keeps the file from being read or written, or what happened to it; None if nothing."""
-        return (self._writer.problem if self._writer is not None else None) or self._problem
+        """What keeps the file from being read or written, or a drafter from learning; None if nothing."""
+        of_file = (self._writer.problem if self._writer is not None else None) or self._problem
+        return of_file or next((t.problem for t in self._trainers.values() if t.problem), None)
 
     @property
     def undone(self) -> int:
         """How often what drafters had learned was put back because it misled."""
-        return sum(correction.undone for correction in self._corrections.values())
+        return sum(trainer.undone for trainer in self._trainers.values())
 
     def request(self, guard: Guard | None = None) -> "RequestUse":
         """What the next request drafts with and tells its answer to; the one before has ended.
@@ -89,18 +92,22 @@ class ProfileUse:
             self._experiences[drafter] = Experience(self._records.get(drafter), tell=tell)
         return self._experiences[drafter]
 
-    def correction(self, drafter: DrafterKey, *, fixed: Collection[int], share: float) -> Correction:
-        """What a drafter has learned here, and goes on learning.
+    def trainer(
+        self, drafter: DrafterKey, begin: Callable[[Table | None], Tuning], *, share: float
+    ) -> Trainer:
+        """What trains a drafter on the target's answers; what it was taught before is recalled.
 
         Args:
-            drafter: whose guesses it corrects.
-            fixed: tokens of its that are not corrected; see :class:`Correction`, as for the share.
-            share: of the time that learning may take.
+            drafter: who is trained.
+            begin: makes the tuning from what is known.
+            share: of the time that training may take; above 0.
         """
-        if drafter not in self._corrections:
+        if drafter not in self._trainers:
             table = self._tables.get(drafter.digest)
-            self._corrections[drafter] = Correction(table, fixed=fixed, share=share)
-        return self._corrections[drafter]
+            self._trainers[drafter] = trainer = Trainer(partial(begin, table), share=share)
+            if table is not None:
+                trainer.recall()
+        return self._trainers[drafter]
 
     def flush(self) -> None:
         """Store what was learned so far."""
@@ -111,6 +118,8 @@ class ProfileUse:
     def close(self) -> None:
         """Store what was learned and close the file."""
         self._end_request()
+        for trainer in self._trainers.values():
+            trainer.close()
         for experience in self._experiences.values():
             experience.settle()
         self._tell_lessons()
@@ -124,8 +133,8 @@ class ProfileUse:
 
     def _tell_lessons(self) -> None:
         self._told_at = monotonic()
-        for drafter, correction in self._corrections.items():
-            lesson = correction.lesson()
+        for drafter, trainer in self._trainers.items():
+            lesson = trainer.lesson()
             if lesson is not None and self._writer is not None:
                 self._writer.tell(partial(Delta.learned, drafter=drafter, lesson=lesson))
 

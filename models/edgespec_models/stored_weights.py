@@ -47,12 +47,12 @@ class StoredWeights:
         return name in self._tensors
 
     def vector(self, name: str) -> _F32:
-        """A stored float32 tensor."""
-        return self._read(name).astype(np.float32)
+        """A stored tensor of floats, float32 of any shape; a view of the file where it has those."""
+        return self._read(name).astype(np.float32, copy=False)
 
     def parts(self, name: str) -> list[str]:
         """The matrices that a projection's outputs are concatenated from."""
-        found = []
+        found: list[str] = []
         while f"{name}.parts.{len(found)}.weight" in self._tensors:
             found.append(f"{name}.parts.{len(found)}")
         return found
@@ -83,27 +83,30 @@ class StoredWeights:
         Raises:
             UnsupportedModelError: stored in a way that edgespec cannot undo here.
         """
-        weight = self._read(f"{name}.weight")[which]
         reader = self._readers.get(f"{name}.weight")
         if reader is None:
-            return weight.astype(np.float32)
+            return self.vector(f"{name}.weight")[which]
         bits, block = reader.attributes["bits"], reader.attributes["block_size"]
         if reader.attributes.get("K", in_features) != in_features or f"{name}.remainders" in self:
             raise UnsupportedModelError(f"{name} is stored with remainders")
-        scales = self._read(f"{name}.scales")[which]
+        scales = self.vector(f"{name}.scales")[which]
         count, blocks = scales.shape
-        codes = _unpack(weight.reshape(count, -1), bits).reshape(count, blocks, block)
+        packed = self._codes(f"{name}.weight")[which].reshape(count, -1)
+        codes = _unpack(packed, bits).reshape(count, blocks, block)
         zeros = np.float32(1 << (bits - 1))
         values = codes.astype(np.float32)
         if f"{name}.zero_points" in self:
-            packed = self._read(f"{name}.zero_points")[which]
+            packed = self._codes(f"{name}.zero_points")[which]
             values -= _unpack(packed, bits)[:, :blocks, None].astype(np.float32)
         else:
             values -= zeros
         values *= scales[:, :, None]
         if f"{name}.offsets" in self:
-            values += self._read(f"{name}.offsets")[which][:, :, None]
+            values += self.vector(f"{name}.offsets")[which][:, :, None]
         return values.reshape(count, -1)[:, :in_features]
+
+    def _codes(self, name: str) -> npt.NDArray[np.uint8]:
+        return self._read(name).astype(np.uint8, copy=False)
 
     def _read(self, name: str) -> npt.NDArray[np.generic]:
         tensor = self._tensors.get(name)
