@@ -43,13 +43,12 @@ def activate(gate: F32, kind: Literal["silu", "gelu_tanh"]) -> tuple[F32, F32]:
     """The gate's activation and its derivative."""
     if kind == "silu":
         share = np.reciprocal(1.0 + np.exp(-gate))
-        return gate * share, share * (1.0 + gate * (1.0 - share))
-    inner = np.tanh(_GELU * (gate + _CUBIC * gate * np.square(gate)))
-    share, slope = (
-        0.5 * (1.0 + inner),
-        _GELU * (1.0 + 3.0 * _CUBIC * np.square(gate)) * (1.0 - np.square(inner)),
-    )
-    return gate * share, share + 0.5 * gate * slope
+        slope = share - np.square(share)
+    else:
+        inner = np.tanh(_GELU * (gate + _CUBIC * gate * np.square(gate)))
+        share = 0.5 * (1.0 + inner)
+        slope = 0.5 * _GELU * (1.0 + 3.0 * _CUBIC * np.square(gate)) * (1.0 - np.square(inner))
+    return np.multiply(gate, share), np.add(share, gate * slope)
 
 
 def rotate(heads: F32, cos: F32, sin: F32, *, interleaved: bool) -> F32:
