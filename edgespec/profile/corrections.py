@@ -118,7 +118,7 @@ def unpack(data: bytes) -> Table | None:
     if (len(shape), shape[:1], by_column, kind) != (2, (ROWS,), False, np.dtype("<f4")):
         return None
     table: Table = np.frombuffer(raw, "<f4", prod(shape), file.tell()).reshape(shape)
-    return table
+    return table if np.isfinite(table).all() else None
 
 
 def _pack(table: Table) -> bytes:
