@@ -21,7 +21,8 @@ RECIPES: Final[Mapping[tuple[Role, ExportDevice | None], int]] = MappingProxyTyp
         ("drafter", "npu-openvino"): 2,
     }
 )
-"""Of what is exported in each role for each device, the CPU being None. To be raised whenever the same source and options
+"""Of what is exported in each role for each device, the CPU being None. To be raised whenever the same source
+and options
 come out as another bundle: other formats, another graph, other rounding. Bundles in the cache that were made
 by another recipe are not used."""
 
