@@ -34,9 +34,10 @@ class ProfileDrafter:
     It serves one request: it judges its proposals by what is committed, whoever drafted it, and learns
     the answer (:meth:`commit`, :meth:`finish`).
 
-    Where its proposals cost more than they bring (:meth:`observe`) it pauses, and how far which kind of match
-    can be trusted is learned anew, beginning with what was found since they last proved their worth. In a
-    pause it goes on judging what it would have proposed.
+    Where its proposals cost more than they bring (:meth:`observe`) it proposes nothing for the rest of the
+    request, and longer if the guard says so, and how far which kind of match can be trusted is learned anew,
+    beginning with what was found since they last proved their worth. Meanwhile it goes on judging what it
+    would have proposed.
 
     Args:
         memory: what was learned; refreshed here, and not again until the next request.
@@ -45,12 +46,12 @@ class ProfileDrafter:
             this probability (the product of the confidences so far).
 
     Attributes:
-        rolled_back: why trust in it was taken back in this request, each time, in words.
+        rolled_back: why trust in it was taken back in this request, in words; empty if it was not.
     """
 
     def __init__(self, memory: Memory, guard: Guard | None = None, *, stop_below: float = 0.15) -> None:
         self._memory, self._guard, self._stop_below = memory, guard, stop_below
-        self._pauses = False
+        self._pauses = False  # this round
         self._cutter = Cutter()
         self._considered: list[_Considered] = []
         self.rolled_back: tuple[str, ...] = ()
@@ -59,7 +60,8 @@ class ProfileDrafter:
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
         """See :class:`~edgespec.drafting.draft.Drafter`. ``tokens`` grows from call to call."""
         self._judge(tokens)
-        self._pauses = self._guard is not None and not self._guard.allows()
+        allowed = self._guard is None or self._guard.allows()
+        self._pauses = bool(self.rolled_back) or not allowed
         draft = self._draft(tokens, NO_DRAFT, limit)
         return NO_DRAFT if self._pauses else draft
 
@@ -76,7 +78,7 @@ class ProfileDrafter:
         took longer for their rows.
         """
         places = [place for place, source in enumerate(draft.sources) if source == _SOURCE]
-        if self._guard is None or not places:
+        if self._guard is None or not places or self.rolled_back:
             return
         right = sum(place < accepted for place in places)
         verdict = self._guard.observe_rows(right, len(places), rows=1 + len(draft.tokens))
@@ -84,8 +86,8 @@ class ProfileDrafter:
             self._memory.trust()
         elif verdict is Verdict.FAILED:
             self._memory.distrust()
-            self.rolled_back += (f"n-grams of the profile: {self._guard.reason}",)
-            _LOG.warning("%s; they pause, and trust in them begins anew", self.rolled_back[-1])
+            self.rolled_back = (f"n-grams of the profile: {self._guard.reason}",)
+            _LOG.warning("%s; they pause, and trust in them begins anew", *self.rolled_back)
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Learn the next tokens of the answer."""

@@ -165,9 +165,10 @@ class RequestUse:
 
     @property
     def rolled_back(self) -> tuple[str, ...]:
-        """What was put back in this request because it misled, and why, in words; once for each time."""
+        """What was put back in this request because it misled, and why, in words."""
         undone = self._use.undone - self._undone_before
-        return self.drafter.rolled_back + (_UNDONE,) * undone
+        times = f" ({undone} times)" if undone > 1 else ""
+        return self.drafter.rolled_back + ((_UNDONE + times,) if undone else ())
 
     def observe(self, draft: Draft, accepted: int) -> None:
         """See :meth:`ProfileDrafter.observe`."""
