@@ -16,6 +16,7 @@ from edgespec.pricing import Pricing
 from edgespec.request import Request
 from edgespec.results import FinishReason, Generation, GenerationStats, SourceStats
 from edgespec.verification import make_verifier
+from edgespec.watch import Verdict
 from edgespec_models.errors import Cancelled, RequestError
 from edgespec_models.text_stream import TextStream
 from edgespec_models.tokenizer import Tokenizer
@@ -39,6 +40,9 @@ class Learner(Protocol):
 
     def observe(self, draft: Draft, accepted: int) -> None:
         """This was verified, and the first ``accepted`` tokens of it were right."""
+
+    def doubt(self) -> None:
+        """Drafting loses time: what was learned may be to blame."""
 
     def commit(self, tokens: Sequence[int]) -> None:
         """These tokens of the answer are final."""
@@ -229,8 +233,9 @@ class _Meter:
             self._has_asked |= asked
             if not reads_prompt:
                 self._job.pricing.observe_round(len(step.tokens), seconds)
-                if asked:
-                    self._job.guard.observe(len(step.tokens), seconds)
+                failed = asked and self._job.guard.observe(len(step.tokens), seconds) is Verdict.FAILED
+                if failed and self._job.learner is not None:
+                    self._job.learner.doubt()
         self._last = now
         self._rounds += 1
         self._target_s += step.target_s

@@ -46,6 +46,8 @@ SAMPLED = SamplingParams(temperature=1.0, seed=3)
 """Of its likeliest tokens the law would write the same few again and again."""
 ANSWER = plain(LAW, NEW, SAMPLED)
 DRAFTER_S = 0.05
+DRAFT_S = 8 * DRAFTER_S + CURVE.seconds(9) - CURVE.seconds(1)
+"""A whole draft, for which nothing comes."""
 KEY = DrafterKey("d", "small")
 CLASSES = [f"{kind} {bits}" for kind in ("unique", "agreed", "most", "split") for bits in range(1, 5)]
 
@@ -174,8 +176,7 @@ class TestMemory:
         with caplog.at_level(logging.WARNING, logger="edgespec"):
             result = machine.answer()
         assert [*PROMPT, *result.tokens] == ANSWER
-        draft_s = CURVE.seconds(9) - CURVE.seconds(1)
-        assert result.stats.decode_s <= _plain_s() + STAKE + draft_s
+        assert result.stats.decode_s <= _plain_s() + STAKE + DRAFT_S
         (reason,) = result.stats.rolled_back
         assert reason.startswith("n-grams of the profile: proposals from the profile brought tokens at 0.")
         assert result.stats.to_json()["rolled_back"] == [reason]
@@ -191,8 +192,7 @@ class TestMemory:
         rolled_back = sum(bool(result.stats.rolled_back) for result in results)
         assert 1 <= rolled_back <= 9
         taken = sum(result.stats.decode_s for result in results)
-        draft_s = CURVE.seconds(9) - CURVE.seconds(1)
-        assert taken <= 40 * _plain_s(40) + (rolled_back + 1) * (STAKE + draft_s)
+        assert taken <= 40 * _plain_s(40) + (rolled_back + 1) * (STAKE + DRAFT_S)
 
     def test_trust_begins_anew_with_what_was_found_since(self, clock: Clock) -> None:
         machine = _Machine(clock, _misleading(trusted=True))
@@ -247,17 +247,35 @@ class TestDistrust:
 
 class TestCorrection:
     @pytest.mark.parametrize("right", [0.9, 0.6, 0.0])
-    def test_a_poisoned_table_is_put_back_and_says_so(self, clock: Clock, right: float) -> None:
+    def test_a_poisoned_table_costs_a_stake_against_a_drafter_that_never_learned(
+        self, clock: Clock, right: float
+    ) -> None:
+        """As drafting loses, guesses are the drafter's own again; as they are judged, the table goes.
+
+        The second stake is what the rounds of the pause would have gained.
+        """
+        unlearned = _Machine(clock, Snapshot(), right=right)
+        unlearned.correction = None
+        without = unlearned.answer()
         machine = _Machine(clock, Snapshot(corrections={KEY.digest: _adversarial()}), right=right)
         result = machine.answer()
         assert [*PROMPT, *result.tokens] == ANSWER
-        draft_s = 8 * DRAFTER_S + CURVE.seconds(9) - CURVE.seconds(1)
-        assert result.stats.decode_s <= _plain_s() + 2 * (STAKE + draft_s)
-        if right > 0.0:  # else the table is no worse than the drafter
-            assert any("corrected guesses" in reason for reason in result.stats.rolled_back)
-            assert machine.correction is not None and machine.correction.undone >= 2
+        assert result.stats.decode_s <= without.stats.decode_s + 2 * STAKE + DRAFT_S
         if right == 0.9:
             assert result.stats.decode_s < _plain_s()
+        if right > 0.0:  # else the table is no worse than the drafter
+            (reason,) = result.stats.rolled_back
+            assert reason.startswith("what the drafter learned: corrected guesses were right less often")
+            assert machine.correction is not None and machine.correction.undone >= 2
+
+    def test_a_pause_ends_with_the_request(self, clock: Clock) -> None:
+        machine = _Machine(clock, Snapshot(), right=0.9)
+        learner = machine.use.request()
+        assert machine.correction is not None
+        learner.doubt()
+        assert machine.correction.paused
+        machine.use.request()
+        assert not machine.correction.paused
 
     def test_what_it_learned_itself_is_left_alone(self, clock: Clock) -> None:
         machine = _Machine(clock, Snapshot(), right=0.6)
@@ -271,9 +289,7 @@ class TestCorrection:
     def test_both_poisoned_at_once(self, clock: Clock) -> None:
         snapshot = _misleading(trusted=True)
         snapshot.corrections[KEY.digest] = _adversarial()
-        machine = _Machine(clock, snapshot, right=0.9)
-        result = machine.answer()
+        result = _Machine(clock, snapshot, right=0.9).answer()
         assert [*PROMPT, *result.tokens] == ANSWER
         assert len(result.stats.rolled_back) == 2
-        draft_s = 8 * DRAFTER_S + CURVE.seconds(9) - CURVE.seconds(1)
-        assert result.stats.decode_s <= _plain_s() + 2 * (STAKE + draft_s)
+        assert result.stats.decode_s <= _plain_s() + STAKE + DRAFT_S

@@ -82,6 +82,7 @@ class ProfileUse:
             guard: watches whether proposals from earlier answers pay; None watches nothing.
         """
         self._end_request()
+        self.pause_corrections(False)
         self._request = RequestUse(ProfileDrafter(self.memory, guard), self)
         return self._request
 
@@ -108,6 +109,11 @@ class ProfileUse:
             if table is not None:
                 trainer.recall()
         return self._trainers[drafter]
+
+    def pause_corrections(self, paused: bool) -> None:
+        """Have drafters guess by themselves, or with what they learned."""
+        for correction in self._corrections.values():
+            correction.paused = paused
 
     def flush(self) -> None:
         """Store what was learned so far."""
@@ -173,6 +179,13 @@ class RequestUse:
     def observe(self, draft: Draft, accepted: int) -> None:
         """See :meth:`ProfileDrafter.observe`."""
         self.drafter.observe(draft, accepted)
+
+    def doubt(self) -> None:
+        """Drafting loses time: for the rest of the request drafters guess by themselves.
+
+        Whether what they learned is to blame goes on being watched.
+        """
+        self._use.pause_corrections(True)
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Learn the next tokens of the answer."""
