@@ -16,7 +16,6 @@ from edgespec.pricing import Pricing
 from edgespec.request import Request
 from edgespec.results import FinishReason, Generation, GenerationStats, SourceStats
 from edgespec.verification import make_verifier
-from edgespec.watch import Verdict
 from edgespec_models.errors import Cancelled, RequestError
 from edgespec_models.text_stream import TextStream
 from edgespec_models.tokenizer import Tokenizer
@@ -36,13 +35,10 @@ class Learner(Protocol):
 
     @property
     def rolled_back(self) -> tuple[str, ...]:
-        """What was put back in this request because it misled, and why."""
+        """What was put back, since the request before, because it misled, and why."""
 
     def observe(self, draft: Draft, accepted: int) -> None:
         """This was verified, and the first ``accepted`` tokens of it were right."""
-
-    def doubt(self) -> None:
-        """Drafting loses time: what was learned may be to blame."""
 
     def commit(self, tokens: Sequence[int]) -> None:
         """These tokens of the answer are final."""
@@ -233,9 +229,8 @@ class _Meter:
             self._has_asked |= asked
             if not reads_prompt:
                 self._job.pricing.observe_round(len(step.tokens), seconds)
-                failed = asked and self._job.guard.observe(len(step.tokens), seconds) is Verdict.FAILED
-                if failed and self._job.learner is not None:
-                    self._job.learner.doubt()
+                if asked:
+                    self._job.guard.observe(len(step.tokens), seconds)
         self._last = now
         self._rounds += 1
         self._target_s += step.target_s

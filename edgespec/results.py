@@ -40,7 +40,8 @@ class GenerationStats:
         drafter_s: time that rounds waited for the drafter (its prefill included).
         speculation_off_reason: why no or few drafts were made; None while speculation pays.
         profile_problem: what keeps the profile from being read or written; None if nothing, or without one.
-        rolled_back: which parts of what the profile holds misled in this request and were put back, and why.
+        rolled_back: which parts of what the profile holds misled and were put back, since the request before,
+            and why.
         placement: on which devices target and drafter ran, and why there.
     """
 

@@ -12,17 +12,12 @@ import pytest
 from edgespec import decode as decoding
 from edgespec import generation
 from edgespec.drafting import choice, reading
-from edgespec.drafting.bridge import IdentityBridge
 from edgespec.drafting.choice import Choice
 from edgespec.drafting.draft import Draft
 from edgespec.drafting.guard import STAKE, Guard
-from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.generation import Job, TextStreamer
-from edgespec.learning import Correction, correction
-from edgespec.learning.weights import SHAPE, Table
 from edgespec.pricing import Pricing
-from edgespec.profile.corrections import DrafterKey
 from edgespec.profile.drafter import BestOf, ProfileDrafter
 from edgespec.profile.entries import Entry, Tally
 from edgespec.profile.memory import Delta, Memory, Snapshot
@@ -34,7 +29,7 @@ from edgespec.sampling import SamplingParams
 from edgespec.watch import Verdict, Watch
 from edgespec_models.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
-from tests.ahead_for_tests import PROMPT, VOCAB, mixed, plain
+from tests.ahead_for_tests import PROMPT, VOCAB, plain
 from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import F32, Law, ToySession, markov_law
 from tools.replay import Clock
@@ -48,14 +43,13 @@ ANSWER = plain(LAW, NEW, SAMPLED)
 DRAFTER_S = 0.05
 DRAFT_S = 8 * DRAFTER_S + CURVE.seconds(9) - CURVE.seconds(1)
 """A whole draft, for which nothing comes."""
-KEY = DrafterKey("d", "small")
 CLASSES = [f"{kind} {bits}" for kind in ("unique", "agreed", "most", "split") for bits in range(1, 5)]
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (reading, choice, decoding, generation, correction):
+    for module in (reading, choice, decoding, generation):
         monkeypatch.setattr(module, "perf_counter", clock)
     return clock
 
@@ -79,19 +73,11 @@ class _Timed(ToySession):
 class _Machine:
     """A model with a profile, its clock made up."""
 
-    def __init__(self, clock: Clock, snapshot: Snapshot, *, right: float | None = None) -> None:
-        """``right``: how often the model drafter guesses right by itself; None without one."""
+    def __init__(self, clock: Clock, snapshot: Snapshot) -> None:
         self.pricing = Pricing(CURVE)
         self.guards = Guard(self.pricing), Guard(self.pricing, "proposals from the profile brought tokens")
         self.use = ProfileUse(snapshot, None, None)
-        self.calibration = Calibration()
         self.target = _Timed.of(LAW, clock, CURVE)
-        self.small: _Timed | None = None
-        self.correction: Correction | None = None
-        if right is not None:
-            other = mixed(LAW, markov_law(6, VOCAB), right)
-            self.small = _Timed.of(other, clock, CostCurve({1: DRAFTER_S, 300: DRAFTER_S}))
-            self.correction = self.use.correction(KEY, fixed=(), share=1e9)
 
     def answer(self, new: int = NEW) -> Generation:
         learner = self.use.request(self.guards[1])
@@ -111,18 +97,8 @@ class _Machine:
         return TextStreamer(job).run()
 
     def _drafter(self, learner: RequestUse) -> Choice:
-        free, model = BestOf(NgramDrafter(), learner.drafter), None
-        if self.small is not None:
-            model = ModelDrafter(
-                self.small,
-                IdentityBridge(VOCAB),
-                Vocabulary(),
-                pricing=self.pricing,
-                calibration=self.calibration,
-                curve=CostCurve({1: DRAFTER_S}),
-                correction=self.correction,
-            )
-        return Choice(free, model, pricing=self.pricing, guard=self.guards[0])
+        free = BestOf(NgramDrafter(), learner.drafter)
+        return Choice(free, None, pricing=self.pricing, guard=self.guards[0])
 
 
 def _plain_s(new: int = NEW) -> float:
@@ -142,12 +118,6 @@ def _misleading(*, trusted: bool) -> Snapshot:
             entries[-1].right = bytearray([32] * len(body))
     tallies = {kind: Tally(256.0, 256.0) for kind in CLASSES} if trusted else {}
     return Snapshot(entries=entries, tallies=tallies)
-
-
-def _adversarial() -> Table:
-    table = np.random.default_rng(0).normal(0.0, 30.0, SHAPE).astype(np.float32)
-    table[1] = 0.0
-    return table
 
 
 class TestWatch:
@@ -243,53 +213,3 @@ class TestDistrust:
         drafter.observe(Draft((1,), None, ("profile",), (0.9,)), accepted=0)
         (tally,) = memory._tallies.values()
         assert drafter.rolled_back and (tally.judged, tally.right) == (pytest.approx(23, abs=2), 3.0)
-
-
-class TestCorrection:
-    @pytest.mark.parametrize("right", [0.9, 0.6, 0.0])
-    def test_a_poisoned_table_costs_a_stake_against_a_drafter_that_never_learned(
-        self, clock: Clock, right: float
-    ) -> None:
-        """As drafting loses, guesses are the drafter's own again; as they are judged, the table goes.
-
-        The second stake is what the rounds of the pause would have gained.
-        """
-        unlearned = _Machine(clock, Snapshot(), right=right)
-        unlearned.correction = None
-        without = unlearned.answer()
-        machine = _Machine(clock, Snapshot(corrections={KEY.digest: _adversarial()}), right=right)
-        result = machine.answer()
-        assert [*PROMPT, *result.tokens] == ANSWER
-        assert result.stats.decode_s <= without.stats.decode_s + 2 * STAKE + DRAFT_S
-        if right == 0.9:
-            assert result.stats.decode_s < _plain_s()
-        if right > 0.0:  # else the table is no worse than the drafter
-            (reason,) = result.stats.rolled_back
-            assert reason.startswith("what the drafter learned: corrected guesses were right less often")
-            assert machine.correction is not None and machine.correction.undone >= 2
-
-    def test_a_pause_ends_with_the_request(self, clock: Clock) -> None:
-        machine = _Machine(clock, Snapshot(), right=0.9)
-        learner = machine.use.request()
-        assert machine.correction is not None
-        learner.doubt()
-        assert machine.correction.paused
-        machine.use.request()
-        assert not machine.correction.paused
-
-    def test_what_it_learned_itself_is_left_alone(self, clock: Clock) -> None:
-        machine = _Machine(clock, Snapshot(), right=0.6)
-        machine.use.memory.learn = lambda passages: None  # type: ignore[method-assign]
-        results = [machine.answer() for _ in range(4)]
-        assert all([*PROMPT, *result.tokens] == ANSWER for result in results)
-        assert [result.stats.rolled_back for result in results] == [()] * 4
-        assert results[-1].stats.acceptance_rate > results[0].stats.acceptance_rate + 0.1
-        assert results[-1].stats.decode_s < 0.9 * results[0].stats.decode_s
-
-    def test_both_poisoned_at_once(self, clock: Clock) -> None:
-        snapshot = _misleading(trusted=True)
-        snapshot.corrections[KEY.digest] = _adversarial()
-        result = _Machine(clock, snapshot, right=0.9).answer()
-        assert [*PROMPT, *result.tokens] == ANSWER
-        assert len(result.stats.rolled_back) == 2
-        assert result.stats.decode_s <= _plain_s() + STAKE + DRAFT_S

@@ -40,9 +40,9 @@ class Example:
 class Tuning:
     """The gains of one drafter for one target and user. One thread at a time.
 
-    Every fourth text is also read with the last gains that had proved themselves. When the present ones were
-    right less often, by 24 guesses that nothing made good, those are put back; if they fail too, the
-    bundle's.
+    The first text and every fourth after it is also read with the last gains that had proved themselves. When
+    the present ones were right less often, by 24 guesses that nothing made good, those are put back; if they
+    fail too, the bundle's.
 
     Args:
         decoder: the drafter.
@@ -87,7 +87,7 @@ class Tuning:
             breathe: called between layers; may wait, or raise to give up, when nothing is learned.
         """
         reading = self._read(example, self._state[0], breathe, differentiate=True)
-        if self.texts % _CHECK_EVERY == _CHECK_EVERY - 1:
+        if self.texts % _CHECK_EVERY == 0 and self._state[0].any():  # the first too, after a restart
             before = self._read(example, self._good, breathe, differentiate=False)
             self._check(float(reading.right.sum()) - float(before.right.sum()))
         self.texts += 1

@@ -62,6 +62,7 @@ class ProfileUse:
         self._tables = snapshot.corrections
         self._trainers: dict[DrafterKey, Trainer] = {}
         self._told_at = monotonic()
+        self._undone = 0  # when the last request began
         self._request: RequestUse | None = None
 
     @property
@@ -82,8 +83,8 @@ class ProfileUse:
             guard: watches whether proposals from earlier answers pay; None watches nothing.
         """
         self._end_request()
-        self.pause_corrections(False)
-        self._request = RequestUse(ProfileDrafter(self.memory, guard), self)
+        undone, self._undone = self.undone - self._undone, self.undone
+        self._request = RequestUse(ProfileDrafter(self.memory, guard), self, (_UNDONE,) * min(undone, 1))
         return self._request
 
     def experience(self, drafter: str) -> Experience:
@@ -109,11 +110,6 @@ class ProfileUse:
             if table is not None:
                 trainer.recall()
         return self._trainers[drafter]
-
-    def pause_corrections(self, paused: bool) -> None:
-        """Have drafters guess by themselves, or with what they learned."""
-        for correction in self._corrections.values():
-            correction.paused = paused
 
     def flush(self) -> None:
         """Store what was learned so far."""
@@ -161,8 +157,8 @@ class RequestUse:
         drafter: drafts from earlier answers.
     """
 
-    def __init__(self, drafter: ProfileDrafter, use: ProfileUse) -> None:
-        self.drafter, self._use, self._undone_before = drafter, use, use.undone
+    def __init__(self, drafter: ProfileDrafter, use: ProfileUse, undone: tuple[str, ...] = ()) -> None:
+        self.drafter, self._use, self._undone = drafter, use, undone
 
     @property
     def problem(self) -> str | None:
@@ -171,21 +167,12 @@ class RequestUse:
 
     @property
     def rolled_back(self) -> tuple[str, ...]:
-        """What was put back in this request because it misled, and why, in words."""
-        undone = self._use.undone - self._undone_before
-        times = f" ({undone} times)" if undone > 1 else ""
-        return self.drafter.rolled_back + ((_UNDONE + times,) if undone else ())
+        """What was put back, since the request before, because it misled, and why, in words."""
+        return self.drafter.rolled_back + self._undone
 
     def observe(self, draft: Draft, accepted: int) -> None:
         """See :meth:`ProfileDrafter.observe`."""
         self.drafter.observe(draft, accepted)
-
-    def doubt(self) -> None:
-        """Drafting loses time: for the rest of the request drafters guess by themselves.
-
-        Whether what they learned is to blame goes on being watched.
-        """
-        self._use.pause_corrections(True)
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Learn the next tokens of the answer."""

@@ -22,9 +22,8 @@ RECIPES: Final[Mapping[tuple[Role, ExportDevice | None], int]] = MappingProxyTyp
     }
 )
 """Of what is exported in each role for each device, the CPU being None. To be raised whenever the same source
-and options
-come out as another bundle: other formats, another graph, other rounding. Bundles in the cache that were made
-by another recipe are not used."""
+and options come out as another bundle: other formats, another graph, other rounding. Bundles in the cache
+that were made by another recipe are not used."""
 
 WEIGHTS: Final = ("exact", "close", "balanced", "int8", "quick", "fast")
 """Names of :data:`edgespec_export.plan.POLICIES`."""
