@@ -26,7 +26,8 @@ from edgespec.sampling import SamplingParams
 from edgespec.verification import make_verifier
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve
-from tests.toy import COLUMNS, LLAMA, ToySession, markov_law, tiny_bundle
+from tests.toy import LLAMA, ToySession, markov_law, tiny_bundle
+from tools.streams import AtOnce
 
 VOCAB = 12
 GREEDY = SamplingParams()
@@ -126,8 +127,8 @@ def test_samples_keep_their_law_while_everything_learns_from_them() -> None:
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("models")
-    target, drafter = (tiny_bundle(folder / name, LLAMA, COLUMNS).path for name in ("target", "drafter"))
-    return target, drafter
+    target = tiny_bundle(folder / "target", LLAMA)
+    return target.path, tiny_bundle(folder / "drafter", LLAMA, role="drafter").path
 
 
 @pytest.fixture
@@ -140,6 +141,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("edgespec.drafting.guard.Guard.allows", lambda self: True)
     monkeypatch.setattr("edgespec.drafting.experience.Experience.pays", lambda self, *_: True)
     monkeypatch.setattr("edgespec.drafting.choice.Choice.__init__", _asking_the_model)
+    monkeypatch.setattr("edgespec.profile.use.Trainer", AtOnce)
     return tmp_path / "home"
 
 
@@ -162,17 +164,17 @@ def test_a_model_with_a_profile_learns_and_answers_as_ever(bundles: tuple[Path, 
     assert result.stats.rolled_back == () and result.stats.to_json()["rolled_back"] == []
     (correction,) = Profile("me").corrections()
     assert (correction.target, correction.drafter) == ("target", "drafter")
-    assert correction.tokens > 0  # how many is a matter of time
+    assert correction.tokens > 20
 
 
-@pytest.mark.parametrize(("share", "profile"), [(0.0, "me"), (0.02, None)])
+@pytest.mark.parametrize(("share", "profile"), [(0.0, "me"), (0.2, None)])
 def test_nothing_is_trained_without_a_share_or_a_profile(
     bundles: tuple[Path, Path], home: Path, share: float, profile: str | None
 ) -> None:
     options = LoadOptions(threads=1, training_share=share)
     with edgespec.load(*bundles, options=options, profile=profile) as model:
         model.generate("x = 1", max_new_tokens=40, stop_at_eos=False)
-        assert model._side is not None and model._side.correction is None
+        assert model._side is not None and model._side.trainer is None
     if profile is not None:
         assert Profile(profile).corrections() == [] and Profile(profile).show()
 
@@ -183,13 +185,13 @@ def test_an_audit_of_a_model_with_a_profile_covers_what_is_learned(
     with edgespec.load(*bundles, options=LoadOptions(threads=1), profile="me") as model:
         greedy = audit_greedy(model, [Prompt("a", "code", ("def add(a, b):",))], max_new_tokens=16)
         sampling = audit_sampling(model, samples=20, texts=["3 1 6 2 2 5 4 1 3 6 5 4 2 1 1 6 3 5"])
-        assert model._side is not None and model._side.correction is not None
+        assert model._side is not None and model._side.trainer is not None
     assert greedy.problems() == [] and greedy.drafted > 0
     assert sampling.equal_seeds == sampling.equal_seeds_identical > 0
     assert Profile("me").corrections()[0].tokens > 0
 
 
-@pytest.mark.parametrize("share", [-0.01, 0.51, float("nan")])
+@pytest.mark.parametrize("share", [-0.01, 1.01, float("nan")])
 def test_the_share_has_bounds(share: float) -> None:
-    with pytest.raises(RequestError, match=r"training_share is .*; it must be 0 to 0\.5"):
+    with pytest.raises(RequestError, match=r"training_share is .*; it must be 0 to 1"):
         LoadOptions(training_share=share)

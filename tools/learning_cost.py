@@ -70,9 +70,8 @@ def main() -> None:
         stored.append(step_seconds(session, text))
         session.tune(tuning.gains)
         tuned.append(step_seconds(session, text))
-    print(
-        f"a step of the drafter {median(stored) * 1e3:.2f} ms as stored, {median(tuned) * 1e3:.2f} ms tuned"
-    )
+    steps = f"{median(stored) * 1e3:.2f} ms as stored, {median(tuned) * 1e3:.2f} ms tuned"
+    print(f"a step of the drafter {steps}")
 
 
 if __name__ == "__main__":
