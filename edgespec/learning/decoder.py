@@ -82,6 +82,8 @@ class NumpyDecoder:
     ) -> Reading:
         """Read ``tokens`` and compare what the drafter would have said from ``start`` on.
 
+        Gains out of all proportion may give a loss and a gradient that are not finite; nothing warns of it.
+
         Args:
             tokens: prompt and answer, in the drafter's vocabulary.
             start: where the answer begins, at least 1.
@@ -89,7 +91,18 @@ class NumpyDecoder:
             differentiate: whether the gradient is wanted.
             breathe: called before each layer; may wait, or raise to give up.
         """
-        config, ids = self.config, np.array(tokens, np.int64)
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            return self._read(np.array(tokens, np.int64), start, gains, differentiate, breathe)
+
+    def _read(
+        self,
+        ids: npt.NDArray[np.int64],
+        start: int,
+        gains: F32,
+        differentiate: bool,
+        breathe: Callable[[], None],
+    ) -> Reading:
+        config = self.config
         x = self._weights.rows("embedding", ids[:-1], config.hidden_size)
         x *= np.float32(config.embedding_scale)
         ropes = [self._rope(layer, len(x)) for layer in range(config.num_layers)]

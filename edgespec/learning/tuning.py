@@ -46,7 +46,7 @@ class Tuning:
 
     Args:
         decoder: the drafter.
-        table: what is known, None, or a table of another shape, is nothing.
+        table: what is known; None, or a table of another shape, is nothing.
     """
 
     def __init__(self, decoder: NumpyDecoder, table: Table | None = None) -> None:
@@ -86,14 +86,16 @@ class Tuning:
             example: at least one token of an answer.
             breathe: called between layers; may wait, or raise to give up, when nothing is learned.
         """
-        reading = self._read(example, self._state[0], breathe, differentiate=True)
+        reading, failed = self._read(example, self._state[0], breathe, differentiate=True), False
         if self.texts % _CHECK_EVERY == 0 and self._state[0].any():  # the first too, after a restart
             before = self._read(example, self._good, breathe, differentiate=False)
-            self._check(float(reading.right.sum()) - float(before.right.sum()))
+            failed = self._check(float(reading.right.sum()) - float(before.right.sum()))
         self.texts += 1
         self._tokens += len(reading.right)
-        if reading.gradient is None or not np.isfinite(reading.gradient).all():
-            self._undo()
+        if failed:  # the gradient is that of gains that are gone
+            self._undo("was right less often than before")
+        elif reading.gradient is None or not np.isfinite(reading.gradient).all():
+            self._undo("computed what is not finite")
         else:
             self._step(reading.gradient)
         return reading
@@ -120,17 +122,17 @@ class Tuning:
         usual = np.sqrt(square / (1.0 - _SQUARE**self._steps)) + _TINY
         change -= _RATE * mean / (1.0 - _MEAN**self._steps) / usual
 
-    def _check(self, gain: float) -> None:
+    def _check(self, gain: float) -> bool:
+        """Whether the present gains have failed."""
         verdict = self._watch.observe(gain)
         if verdict is Verdict.PROVED:
             self._good = self._state[0].copy()
-        elif verdict is Verdict.FAILED:
-            self._undo()
+        return verdict is Verdict.FAILED
 
-    def _undo(self) -> None:
+    def _undo(self, why: str) -> None:
         self._anew |= not self._good.any()
         self._state[:] = 0.0
         self._state[0] = self._good
         self._good, self._steps = self._nothing, 0
         self.undone += 1
-        _LOG.warning("the tuned drafter was right less often than before; its last good state is back")
+        _LOG.warning("the tuned drafter %s; its last good state is back", why)

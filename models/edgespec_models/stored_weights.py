@@ -51,8 +51,13 @@ class StoredWeights:
         return self._read(name).astype(np.float32, copy=False)
 
     def parts(self, name: str) -> list[str]:
-        """The matrices that a projection's outputs are concatenated from."""
-        found: list[str] = []
+        """The matrices that a projection's outputs are concatenated from; one or more.
+
+        Raises:
+            UnsupportedModelError: the graph has no such projection.
+        """
+        found = [f"{name}.parts.0"]
+        self._tensor(f"{found[0]}.weight")
         while f"{name}.parts.{len(found)}.weight" in self._tensors:
             found.append(f"{name}.parts.{len(found)}")
         return found
@@ -75,7 +80,7 @@ class StoredWeights:
 
     def count(self, name: str) -> int:
         """Rows of the matrix ``name``."""
-        return int(self._tensors[f"{name}.weight"].dims[0])
+        return int(self._tensor(f"{name}.weight").dims[0])
 
     def rows(self, name: str, which: slice | npt.NDArray[np.int64], in_features: int) -> _F32:
         """Some rows of the matrix ``name``, such as ``embedding`` or ``lm_head.parts.0``.
@@ -108,15 +113,19 @@ class StoredWeights:
     def _codes(self, name: str) -> npt.NDArray[np.uint8]:
         return self._read(name).astype(np.uint8, copy=False)
 
-    def _read(self, name: str) -> npt.NDArray[np.generic]:
+    def _tensor(self, name: str) -> Tensor:
         tensor = self._tensors.get(name)
         if tensor is None or not tensor.location:
             raise UnsupportedModelError(f"{self._folder} has no stored weights {name}")
+        return tensor
+
+    def _read(self, name: str) -> npt.NDArray[np.generic]:
+        tensor = self._tensor(name)
         if tensor.location not in self._files:
             self._files[tensor.location] = _map(self._folder, tensor)
         shape = [int(dim) for dim in tensor.dims]
         data = self._files[tensor.location][tensor.offset : tensor.offset + tensor.size_bytes]
-        if len(data) != tensor.size_bytes:
+        if tensor.offset < 0 or len(data) != tensor.size_bytes:
             raise BundleError(f"{self._folder / tensor.location} ends within {name}; export the model again")
         return data.view(tensor.type).reshape(shape)
 
