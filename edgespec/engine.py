@@ -215,7 +215,8 @@ class Model:
             side, share = self._side, self.options.training_share
             key = DrafterKey(self.drafter.digest, self.drafter.manifest.name)
             side.experience = use.experience(key.digest)
-            side.trainer = use.trainer(key, side.tuning, share=share) if share and side.trainable else None
+            trains = share > 0.0 and side.trainable
+            side.teach(use.trainer(key, side.tuning, share=share) if trains else None)
 
     @property
     def name(self) -> str:
@@ -300,8 +301,8 @@ class Model:
     def _end_request(self) -> None:
         if self._stream is not None:
             self._stream.close()
-        if self._side is not None and self._side.ahead is not None:
-            self._side.ahead.begin()
+        if self._side is not None:
+            self._side.reset()
 
     def _start(
         self, tokens: list[int], drafter_prompt: Callable[[Bundle], list[int]], request: Request

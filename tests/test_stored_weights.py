@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import numpy as np
 import onnx
@@ -106,13 +104,6 @@ def test_names_that_the_graph_lacks_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(UnsupportedModelError, match=r"no stored weights layers\.9"):
             read()
-
-
-def test_graphs_of_fixed_shapes_are_refused(tmp_path: Path) -> None:
-    bundle = tiny_bundle(tmp_path / "m").bundle
-    static = SimpleNamespace(manifest=SimpleNamespace(static=object()), path=bundle.path, graph=bundle.graph)
-    with pytest.raises(UnsupportedModelError, match="fixed shapes"):
-        StoredWeights(cast("Bundle", static))
 
 
 def test_a_foreign_graph_has_no_such_names(tmp_path: Path) -> None:

@@ -110,6 +110,18 @@ class DrafterSide:
         self.experience.begin(tokens, lambda: drafter.gain_s and drafter.gain_s / longest_s)
         return drafter, reading_s
 
+    def reset(self) -> None:
+        """The last request has ended, or will never begin."""
+        self._read = None
+        if self.ahead is not None:
+            self.ahead.begin()
+
+    def teach(self, trainer: Trainer | None) -> None:
+        """Let ``trainer`` train it; what another one taught is put back. None leaves it as the bundle is."""
+        self.trainer, self._gains = trainer, None
+        if self.trainable:
+            self.session.tune({})
+
     @property
     def trainable(self) -> bool:
         """Whether what training changes can be changed in a session that runs."""

@@ -25,10 +25,11 @@ class _ClosedError(Exception):
 class Trainer:
     """Learns from texts one after the other, in a thread of its own that begins with the first.
 
-    Between two layers of a pass it looks whether a request has begun, and waits for its end.
+    Between two layers of a pass it looks whether a request has begun, and waits for its end. An error ends
+    training, not the program: it is reported.
 
     Args:
-        begin: makes the tuning, in the thread; an EdgespecError ends training, and is reported.
+        begin: makes the tuning, in the thread.
         share: of the time, the most that training takes, above 0.
 
     Attributes:
@@ -101,7 +102,7 @@ class Trainer:
                 self._learn(tuning, self._next())
         except _ClosedError:
             return
-        except MemoryError as error:
+        except Exception as error:  # noqa: BLE001 - nobody waits for this thread: it is told, and logged whole
             self._give_up(error)
 
     def _started(self) -> Tuning | None:
@@ -113,11 +114,13 @@ class Trainer:
                 self._give_up(error)
         return self._tuning
 
-    def _give_up(self, error: BaseException) -> None:
+    def _give_up(self, error: Exception) -> None:
+        expected = isinstance(error, EdgespecError)
+        why = str(error) if expected else f"{type(error).__name__} {error}".rstrip()
         with self._changed:
-            self.problem = f"the drafter is not trained: {error}"
+            self.problem = f"the drafter is not trained: {why}"
             self._waiting.clear()
-        _LOG.warning("%s", self.problem)
+        _LOG.warning("%s", self.problem, exc_info=None if expected else error)
 
     def _next(self) -> Example:
         with self._changed:

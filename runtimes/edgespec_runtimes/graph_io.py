@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from edgespec_models.bundle import Bundle
 from edgespec_models.config import DecoderShape
-from edgespec_models.errors import BundleError, DeviceError
+from edgespec_models.errors import BundleError, DeviceError, RequestError
 from edgespec_models.graph_tensors import GraphTensors
 from edgespec_runtimes.kv_buffers import CacheLayout, GrowingCache, KVBuffers, SharedCache, ort_value
 from edgespec_runtimes.ort import RUN_ERRORS, ort
@@ -161,8 +161,16 @@ class EdgespecIO:
         return frozenset(value.name for value in self._session.get_overridable_initializers())
 
     def tune(self, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
-        """Run with copies of these weights, by name, from the next pass on."""
+        """Run with copies of these weights, by name, from the next pass on.
+
+        Raises:
+            RequestError: one of another shape than the graph's.
+        """
         arrays = {name: np.array(weight, np.float32) for name, weight in weights.items()}
+        shapes = {value.name: tuple(value.shape) for value in self._session.get_overridable_initializers()}
+        for name, array in arrays.items():
+            if array.shape != shapes[name]:
+                raise RequestError(f"{name} is of shape {shapes[name]}, not {array.shape}")
         self._tuned = {name: (array, self._memory.value(array)) for name, array in arrays.items()}
         self.passes.clear()
 

@@ -89,7 +89,7 @@ class GraphSession:
         """Run with these weights from the next pass on; the cache, which others computed, is empty then.
 
         Raises:
-            RequestError: one that is not among :attr:`tunable`.
+            RequestError: one that is not among :attr:`tunable`, or of another shape.
         """
         unknown = weights.keys() - self.tunable
         if unknown:

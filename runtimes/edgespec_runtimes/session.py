@@ -106,7 +106,7 @@ class ModelSession(Session, Protocol):
         """Run with these weights from the next pass on; the cache, which others computed, is empty then.
 
         Raises:
-            RequestError: one that is not among :attr:`tunable`.
+            RequestError: one that is not among :attr:`tunable`, or of another shape.
         """
 
     def offer(self, tokens: Sequence[int]) -> None:
