@@ -5,14 +5,17 @@ Usage: ``python -m tools.streams TARGET --answers ANSWERS.jsonl --prompts STREAM
 
 Replays as ``tools/replay.py`` does, in the order of STREAM, once for each way of learning, with a profile
 that is empty at first. Prints tokens per pass, acceptance and speedup by stretch of the stream, and draws
-them.
+them. The ways: a drafted token for the target's token of the same bytes and nothing more ("direct mapping");
+runs of drafted tokens merged as well, as ever ("nothing learned"); besides, the profile's n-grams, or
+distillation, or "all". A text is learned from when its answer ends, as if the user then paused.
 """
 
 import argparse
+import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from html import escape
 from pathlib import Path
 from unittest import mock
@@ -118,6 +121,21 @@ def run(args: argparse.Namespace, name: str) -> list[Request]:
     return requests
 
 
+def known(path: Path | None) -> dict[str, list[Request]]:
+    """What earlier runs found."""
+    if path is None or not path.exists():
+        return {}
+    value = json.loads(path.read_text(encoding="utf-8"))
+    return {name: [Request(**each) for each in stream] for name, stream in value.items()}
+
+
+def keep(path: Path | None, streams: dict[str, list[Request]]) -> None:
+    """For later runs."""
+    if path is not None:
+        value = {name: [asdict(each) for each in stream] for name, stream in streams.items()}
+        path.write_text(json.dumps(value), encoding="utf-8")
+
+
 def stretches(stream: Sequence[Request], length: int) -> list[tuple[int, int]]:
     """Where the stream is cut for the table: at changes of category, and every ``length`` requests."""
     cuts = [0]
@@ -147,7 +165,9 @@ def picture(streams: dict[str, list[Request]]) -> str:
     ]
     for index, name in enumerate(streams):
         at = _EDGE + 130 * index
-        parts.append(f'<text x="{at}" y="16" fill="{_COLOURS[index]}">\u25a0 {escape(name)}</text>')
+        parts.append(
+            f'<text x="{at}" y="16" fill="{_COLOURS[_WAYS.index(name)]}">\u25a0 {escape(name)}</text>'
+        )
     for index, (title, measure) in enumerate(MEASURES.items()):
         parts += _plot(streams, title, measure, 30 + _HEIGHT * index)
     return "\n".join([*parts, "</svg>", ""])
@@ -180,9 +200,11 @@ def _plot(streams: dict[str, list[Request]], title: str, measure: Measure, top: 
             parts.append(
                 f'<path d="M{x(index):.1f} {top + 20}V{bottom}" stroke="#888" stroke-dasharray="2 3"/>'
             )
-    for colour, curve in zip(_COLOURS, curves.values(), strict=False):
+    for name, curve in curves.items():
         points = " ".join(f"{x(i):.1f},{y(value):.1f}" for i, value in enumerate(curve, _WINDOW - 1))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+        parts.append(
+            f'<polyline points="{points}" fill="none" stroke="{_COLOURS[_WAYS.index(name)]}" stroke-width="1.5"/>'
+        )
     return parts
 
 
@@ -202,12 +224,19 @@ def main() -> None:
     parser.add_argument(
         "--way", action="append", default=[], choices=_WAYS, help="repeatable; all by default"
     )
+    parser.add_argument(
+        "--results", type=Path, help="a JSON file; ways that it has are not replayed, others are added"
+    )
     parser.add_argument("--picture", type=Path, help="an SVG file")
     parser.add_argument("--memo", type=Path, default=Path("replay.memo"))
     parser.set_defaults(useless=False, noise=0.0, ahead=False)
     args = parser.parse_args()
-    names = args.way or _WAYS
-    streams = {name: run(args, name) for name in names}
+    streams = known(args.results)
+    for name in args.way or _WAYS:
+        if name not in streams:
+            streams[name] = run(args, name)
+            keep(args.results, streams)
+    streams = {name: streams[name] for name in _WAYS if name in streams}
     show(streams, args.stretch)
     if args.picture is not None:
         args.picture.write_text(picture(streams), encoding="utf-8")
