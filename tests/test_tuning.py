@@ -148,9 +148,7 @@ def test_what_misleads_is_put_back(
 ) -> None:
     tuning = Tuning(decoder, _poison(decoder))
     with caplog.at_level(logging.WARNING, logger="edgespec"):
-        for text in range(CHECKED):
-            assert tuning.undone == 0, text
-            assert tuning.learn(own).right.sum() < WRITTEN / 2
+        assert tuning.learn(own).right.sum() < WRITTEN / 2
     assert tuning.undone == 1 and len(caplog.messages) == 1
     assert "right less often" in caplog.messages[0]
     np.testing.assert_array_equal(_gains(tuning), decoder.gains.stored)
@@ -199,7 +197,7 @@ def test_gradients_that_are_no_numbers_put_back_what_was_good(
 def _proved(decoder: NumpyDecoder) -> Tuning:
     """A tuning with gains that have proved themselves, of which nothing is untold."""
     tuning = Tuning(decoder)
-    for _ in range(15 * CHECKED):
+    for _ in range(20 * CHECKED):
         tuning.learn(STRANGE)
     assert tuning.lesson() is not None
     return tuning
@@ -230,7 +228,7 @@ class _StopError(Exception):
     pass
 
 
-@pytest.mark.parametrize("texts", [0, CHECKED - 1])
+@pytest.mark.parametrize("texts", [0, CHECKED])
 def test_a_text_that_is_given_up_changes_nothing(decoder: NumpyDecoder, texts: int) -> None:
     breaths = 0
 
@@ -248,7 +246,7 @@ def test_a_text_that_is_given_up_changes_nothing(decoder: NumpyDecoder, texts: i
         tuning.learn(STRANGE)
     tuning.lesson()
     before = _gains(tuning)
-    tuning_reads = 2 * LLAMA.num_layers + 1 + (LLAMA.num_layers + 1) * (texts == CHECKED - 1)
+    tuning_reads = 2 * LLAMA.num_layers + 1 + (LLAMA.num_layers + 1) * (texts == CHECKED)
     for most in range(tuning_reads):
         breaths = 0
         with pytest.raises(_StopError):

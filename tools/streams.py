@@ -30,7 +30,8 @@ from tools.replay import answers, replay, replayed
 
 _WAYS = ("direct mapping", "nothing learned", "n-grams", "distillation", "all")
 _WINDOW = 25
-_COLOURS = ("#c9a227", "#777777", "#1b7f4d", "#2f6fb5", "#b03060")
+_PALETTE = ("#c9a227", "#777777", "#1b7f4d", "#2f6fb5", "#b03060")
+_COLOURS = dict(zip(_WAYS, _PALETTE, strict=True))
 _WIDTH, _HEIGHT, _EDGE = 720, 190, 44
 
 
@@ -165,9 +166,7 @@ def picture(streams: dict[str, list[Request]]) -> str:
     ]
     for index, name in enumerate(streams):
         at = _EDGE + 130 * index
-        parts.append(
-            f'<text x="{at}" y="16" fill="{_COLOURS[_WAYS.index(name)]}">\u25a0 {escape(name)}</text>'
-        )
+        parts.append(f'<text x="{at}" y="16" fill="{_COLOURS[name]}">\u25a0 {escape(name)}</text>')
     for index, (title, measure) in enumerate(MEASURES.items()):
         parts += _plot(streams, title, measure, 30 + _HEIGHT * index)
     return "\n".join([*parts, "</svg>", ""])
@@ -203,7 +202,7 @@ def _plot(streams: dict[str, list[Request]], title: str, measure: Measure, top: 
     for name, curve in curves.items():
         points = " ".join(f"{x(i):.1f},{y(value):.1f}" for i, value in enumerate(curve, _WINDOW - 1))
         parts.append(
-            f'<polyline points="{points}" fill="none" stroke="{_COLOURS[_WAYS.index(name)]}" stroke-width="1.5"/>'
+            f'<polyline points="{points}" fill="none" stroke="{_COLOURS[name]}" stroke-width="1.5"/>'
         )
     return parts
 
