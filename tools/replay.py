@@ -37,11 +37,8 @@ from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.predictions import Logits, Predictions
 
-_CLOCKED = (
-    *("decode", "generation", "learning.correction"),
-    *("drafting.reading", "drafting.ahead", "drafting.choice"),
-)
-_TOP = 32
+_CLOCKED = ("decode", "generation", "drafting.reading", "drafting.ahead", "drafting.choice")
+_TOP = 8
 _SURE = 30.0  # logit of a recorded token
 
 
