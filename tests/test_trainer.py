@@ -98,6 +98,13 @@ def _until(condition: _Condition, expected: float | None) -> None:
         pass
 
 
+def _limited(condition: _Condition) -> float:
+    """The time limit of the next wait that has one."""
+    while (limit := condition.waits.get(timeout=SOON)) is None:
+        pass
+    return limit
+
+
 def _ended(trainer: Trainer) -> None:
     assert trainer._thread is not None
     trainer._thread.join(SOON)
@@ -209,8 +216,7 @@ def test_it_rests_for_its_share(clock: _Clock, share: float, rest: float) -> Non
     trainer.offer(_text(1))
     trainer.offer(_text(2))
     assert tuning.learned.get(timeout=SOON) == 1
-    waited = condition.waits.get(timeout=SOON)
-    assert waited == pytest.approx(rest)
+    assert _limited(condition) == pytest.approx(rest)
     assert tuning.begun.get() == 1 and tuning.begun.empty()
     with trainer._changed:
         clock.now += rest + 1e-6
@@ -245,9 +251,7 @@ def test_time_in_which_it_stood_still_does_not_count(clock: _Clock) -> None:
     trainer.resume()
     assert tuning.learned.get(timeout=SOON) == 1
     trainer.offer(_text(2))
-    while (waited := condition.waits.get(timeout=SOON)) is None:
-        pass
-    assert waited == pytest.approx(40.0)
+    assert _limited(condition) == pytest.approx(40.0)
     trainer.close()  # does not wait for the rest
 
 
