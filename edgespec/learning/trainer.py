@@ -64,7 +64,9 @@ class Trainer:
 
     def recall(self) -> None:
         """Begin now, so that :meth:`take` has what earlier requests taught. To be called first, if at all."""
-        self._started()
+        tuning = self._started()
+        if tuning is not None:
+            self._show(tuning)
 
     def pause(self) -> None:
         """A request begins."""
@@ -109,8 +111,7 @@ class Trainer:
         if self._tuning is None and self.problem is None:
             try:
                 self._tuning = self._begin()
-                self._show(self._tuning)
-            except (EdgespecError, MemoryError) as error:
+            except Exception as error:  # noqa: BLE001 - it must not keep a model from being loaded either
                 self._give_up(error)
         return self._tuning
 
