@@ -47,7 +47,7 @@ class LoadOptions:
             ``int8``, ``quick`` or ``fast``; None is the default.
         namespace: keeps what a profile learns apart, by app, task or language.
         training_share: share of the time, 0 to 1, that training a drafter on what the target writes may take,
-            between requests, in a thread of its own; 0 switches it off. It needs a profile.
+            between requests, in a thread of its own; 0 trains nothing. It needs a profile.
     """
 
     threads: int = 0
@@ -55,7 +55,7 @@ class LoadOptions:
     max_draft: int = 8
     weights: str | None = None
     namespace: str = ""
-    training_share: float = 0.2
+    training_share: float = 0.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_draft <= 64:
@@ -217,6 +217,11 @@ class Model:
             side.experience = use.experience(key.digest)
             trains = share > 0.0 and side.trainable
             side.teach(use.trainer(key, side.tuning, share=share) if trains else None)
+            if share > 0.0 and not trains:
+                use.warn(
+                    "the drafter is not trained: that takes a bundle for the CPU with inputs for its gains; "
+                    "export it again with this version of edgespec"
+                )
 
     @property
     def name(self) -> str:

@@ -157,7 +157,8 @@ def test_a_model_with_a_profile_learns_and_answers_as_ever(bundles: tuple[Path, 
     target, drafter = bundles
     with edgespec.load(target, None, options=LoadOptions(threads=1)) as model:
         plain = model.generate("x = 1", max_new_tokens=40, stop_at_eos=False)
-    with edgespec.load(target, drafter, options=LoadOptions(threads=1), profile="me") as model:
+    options = LoadOptions(threads=1, training_share=1.0)
+    with edgespec.load(target, drafter, options=options, profile="me") as model:
         result = model.generate("x = 1", max_new_tokens=40, stop_at_eos=False)
     assert result.tokens == plain.tokens
     assert result.stats.by_source["model"].accepted > 0
@@ -182,7 +183,8 @@ def test_nothing_is_trained_without_a_share_or_a_profile(
 def test_an_audit_of_a_model_with_a_profile_covers_what_is_learned(
     bundles: tuple[Path, Path], home: Path
 ) -> None:
-    with edgespec.load(*bundles, options=LoadOptions(threads=1), profile="me") as model:
+    options = LoadOptions(threads=1, training_share=1.0)
+    with edgespec.load(*bundles, options=options, profile="me") as model:
         greedy = audit_greedy(model, [Prompt("a", "code", ("def add(a, b):",))], max_new_tokens=16)
         sampling = audit_sampling(model, samples=20, texts=["3 1 6 2 2 5 4 1 3 6 5 4 2 1 1 6 3 5"])
         assert model._side is not None and model._side.trainer is not None

@@ -92,8 +92,8 @@ def test_how_much_time_training_may_take_is_an_option(command: str, monkeypatch:
     prompt = ["hello"] if command == "generate" else []
     run(command, "t", *prompt, "--profile", "me", "--training-share", "0.1")
     run(command, "t", *prompt)
-    assert shares == [(0.1, "me"), (0.02, None)]
-    assert run(command, "t", *prompt, "--training-share", "0.6").exit_code == 2
+    assert shares == [(0.1, "me"), (0.0, None)]
+    assert run(command, "t", *prompt, "--training-share", "1.1").exit_code == 2
 
 
 def test_generate_without_a_prompt_is_misuse(use: Use) -> None:

@@ -41,7 +41,7 @@ def bench(
     device: Device = "auto",
     drafter_device: DrafterDevice = "auto",
     profile: ProfileName = None,
-    training_share: TrainingShare = 0.2,
+    training_share: TrainingShare = 0.0,
     json_file: Annotated[
         Path | None,
         typer.Option(

@@ -68,7 +68,7 @@ def chat(
     device: Device = "auto",
     drafter_device: DrafterDevice = "auto",
     profile: ProfileName = None,
-    training_share: TrainingShare = 0.2,
+    training_share: TrainingShare = 0.0,
     as_json: Annotated[
         bool,
         typer.Option(

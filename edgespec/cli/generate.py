@@ -59,7 +59,7 @@ def generate(
     device: Device = "auto",
     drafter_device: DrafterDevice = "auto",
     profile: ProfileName = None,
-    training_share: TrainingShare = 0.2,
+    training_share: TrainingShare = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
     """Answer a prompt. The text goes to standard output, what it cost to standard error.

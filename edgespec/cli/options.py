@@ -87,7 +87,7 @@ TrainingShare = Annotated[
         min=0.0,
         max=1.0,
         help="With --profile: the share of the time that training the drafter on the target's answers may "
-        "take, between requests; 0 switches it off.",
+        "take, between requests; 0 trains nothing.",
     ),
 ]
 PromptsFile = Annotated[
@@ -110,7 +110,7 @@ def load_model(
     threads: int,
     progress: ProgressCallback,
     profile: str | None = None,
-    training_share: float = 0.2,
+    training_share: float = 0.0,
     devices: tuple[str, str] = ("auto", "auto"),
 ) -> "Model":
     """Load what the user named; ``none`` is no drafter. ``devices`` are the target's and the drafter's."""

@@ -48,7 +48,7 @@ def verify(
     ] = 100,
     threads: Threads = 0,
     profile: ProfileName = None,
-    training_share: TrainingShare = 0.2,
+    training_share: TrainingShare = 0.0,
     device: Device = "auto",
     drafter_device: DrafterDevice = "auto",
     as_json: JsonFlag = False,

@@ -111,6 +111,11 @@ class ProfileUse:
                 trainer.recall()
         return self._trainers[drafter]
 
+    def warn(self, problem: str) -> None:
+        """Tell the log, and every answer from now on, that something of the profile cannot be used."""
+        self._problem = self._problem or problem
+        _LOG.warning("%s", problem)
+
     def flush(self) -> None:
         """Store what was learned so far."""
         self._tell_lessons()
