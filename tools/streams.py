@@ -30,8 +30,7 @@ from tools.replay import answers, replay, replayed
 
 _WAYS = ("direct mapping", "nothing learned", "n-grams", "distillation", "all")
 _WINDOW = 25
-_PALETTE = ("#c9a227", "#777777", "#1b7f4d", "#2f6fb5", "#b03060")
-_COLOURS = dict(zip(_WAYS, _PALETTE, strict=True))
+_COLOURS = ("#c9a227", "#777777", "#1b7f4d", "#2f6fb5", "#b03060")
 _WIDTH, _HEIGHT, _EDGE = 720, 190, 44
 
 
@@ -166,7 +165,7 @@ def picture(streams: dict[str, list[Request]]) -> str:
     ]
     for index, name in enumerate(streams):
         at = _EDGE + 130 * index
-        parts.append(f'<text x="{at}" y="16" fill="{_COLOURS[name]}">\u25a0 {escape(name)}</text>')
+        parts.append(f'<text x="{at}" y="16" fill="{_COLOURS[index]}">\u25a0 {escape(name)}</text>')
     for index, (title, measure) in enumerate(MEASURES.items()):
         parts += _plot(streams, title, measure, 30 + _HEIGHT * index)
     return "\n".join([*parts, "</svg>", ""])
@@ -199,11 +198,9 @@ def _plot(streams: dict[str, list[Request]], title: str, measure: Measure, top: 
             parts.append(
                 f'<path d="M{x(index):.1f} {top + 20}V{bottom}" stroke="#888" stroke-dasharray="2 3"/>'
             )
-    for name, curve in curves.items():
+    for colour, curve in zip(_COLOURS, curves.values(), strict=False):
         points = " ".join(f"{x(i):.1f},{y(value):.1f}" for i, value in enumerate(curve, _WINDOW - 1))
-        parts.append(
-            f'<polyline points="{points}" fill="none" stroke="{_COLOURS[name]}" stroke-width="1.5"/>'
-        )
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
     return parts
 
 
