@@ -26,6 +26,7 @@ Keys stay; new ones may come. A figure that could not be measured is null. Times
     gigabytes_per_second.*          plain, speculative: bytes_per_pass * passes / time in passes
     peak_memory_bytes               of this process, both models
     speculation_off.REASON          in how many answers few or no drafts were made for this reason
+    rolled_back.REASON              in how many answers something learned misled and was put back
     models.target, models.drafter   what ran; models.drafter_name may be "ngram"
     options, machine                how and where
     rows                            a prompt each: id, category, identical, speedup, finish_reason, plain,
@@ -77,6 +78,7 @@ def summarize(
         "speculation_off": dict(
             Counter(s.speculation_off_reason for s in sides["speculative"] if s.speculation_off_reason)
         ),
+        "rolled_back": dict(Counter(reason for s in sides["speculative"] for reason in s.rolled_back)),
         "models": _models(model),
         "options": asdict(options),
         "machine": describe_machine(),

@@ -7,24 +7,23 @@ from threading import Lock
 from typing import Self, Unpack
 
 from edgespec.drafting.ahead import Ahead
-from edgespec.drafting.bridge import Bridge, ByteBridge, IdentityBridge
-from edgespec.drafting.choice import Choice, Guard
-from edgespec.drafting.context import context_tokens
+from edgespec.drafting.choice import Choice
 from edgespec.drafting.draft import Drafter, Extending
-from edgespec.drafting.experience import Experience
-from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
+from edgespec.drafting.guard import Guard
 from edgespec.drafting.ngram import NgramDrafter
+from edgespec.drafting.side import DrafterSide
 from edgespec.encoding import Messages, encode_chat, encode_text
 from edgespec.generation import Job, TextStreamer
 from edgespec.loading import NGRAM, open_model, recommended_drafter
 from edgespec.pricing import Pricing
+from edgespec.profile.corrections import DrafterKey
 from edgespec.profile.drafter import BestOf
 from edgespec.profile.manage import Profile
 from edgespec.profile.store import Scope
 from edgespec.profile.use import ProfileUse, RequestUse, open_use
 from edgespec.request import Request, RequestOptions
 from edgespec.results import Generation
-from edgespec.sessions import DRAFTER_READING_ROWS, Devices, open_pair
+from edgespec.sessions import Devices, open_pair
 from edgespec_models.bundle import Bundle
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import ProgressCallback, ignore_progress
@@ -32,7 +31,6 @@ from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.discovery import AUTO
 from edgespec_runtimes.placement import Placement, export_for, place, run_at_once
-from edgespec_runtimes.session import ModelSession
 
 __all__ = ["LoadOptions", "Model", "TextStreamer", "load"]
 
@@ -48,6 +46,8 @@ class LoadOptions:
         weights: policy of exports made at first use, ``exact``, ``close``, ``balanced``,
             ``int8``, ``quick`` or ``fast``; None is the default.
         namespace: keeps what a profile learns apart, by app, task or language.
+        training_share: share of the time, 0 to 1, that training a drafter on what the target writes may take,
+            between requests, in a thread of its own; 0 trains nothing. It needs a profile.
     """
 
     threads: int = 0
@@ -55,21 +55,13 @@ class LoadOptions:
     max_draft: int = 8
     weights: str | None = None
     namespace: str = ""
+    training_share: float = 0.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_draft <= 64:
             raise RequestError(f"max_draft is {self.max_draft}; it must be 1 to 64")
-
-
-@dataclass(frozen=True, slots=True)
-class _Side:
-    """The drafter's half of a model."""
-
-    bundle: Bundle
-    session: ModelSession
-    curve: CostCurve
-    calibration: Calibration
-    ahead: Ahead | None = None
+        if not 0.0 <= self.training_share <= 1.0:
+            raise RequestError(f"training_share is {self.training_share}; it must be 0 to 1")
 
 
 def load(
@@ -169,16 +161,22 @@ class Model:
         devices = Devices(placements[0].device, None if placements[1] is None else placements[1].device)
         cpu = CpuOptions(threads=options.threads, spinning=options.spinning)
         pair = open_pair(target, drafter, cpu, devices)
-        self._session, self._same_vocabulary = pair.target.session, pair.same_vocabulary
+        self._session = pair.target.session
         self.cost_curve: CostCurve = pair.target.curve
         self._pricing = Pricing(self.cost_curve)
-        self._side: _Side | None = None
         self._profile: ProfileUse | None = None
+        self._side: DrafterSide | None = None
         if drafter is not None and pair.drafter is not None:
-            session, curve = pair.drafter.session, pair.drafter.curve
-            self._side = _Side(drafter, session, curve, Calibration(), self._ahead(curve))
+            self._side = DrafterSide(
+                target,
+                drafter,
+                pair.drafter,
+                same_vocabulary=pair.same_vocabulary,
+                pricing=self._pricing,
+                ahead=self._ahead(pair.drafter.curve),
+            )
         self._guard = Guard(self._pricing)
-        self._experience = Experience()
+        self._profile_guard = Guard(self._pricing, "proposals from the profile brought tokens")
         self._stream: TextStreamer | None = None  # the last request's
         self._starting = Lock()
 
@@ -212,9 +210,18 @@ class Model:
         if self._profile is not None:
             self._profile.close()
         scope = Scope(self.name, self.target.tokenizer.digest, self.options.namespace)
-        self._profile = open_use(path, scope, self.target.tokenizer)
-        if self.drafter is not None:
-            self._experience = self._profile.experience(self.drafter.digest)
+        self._profile = use = open_use(path, scope, self.target.tokenizer)
+        if self._side is not None and self.drafter is not None:
+            side, share = self._side, self.options.training_share
+            key = DrafterKey(self.drafter.digest, self.drafter.manifest.name)
+            side.experience = use.experience(key.digest)
+            trains = share > 0.0 and side.trainable
+            side.teach(use.trainer(key, side.tuning, share=share) if trains else None)
+            if share > 0.0 and not trains:
+                use.warn(
+                    "the drafter is not trained: that takes a bundle for the CPU with inputs for its gains; "
+                    "export it again with this version of edgespec"
+                )
 
     @property
     def name(self) -> str:
@@ -299,8 +306,8 @@ class Model:
     def _end_request(self) -> None:
         if self._stream is not None:
             self._stream.close()
-        if self._side is not None and self._side.ahead is not None:
-            self._side.ahead.begin()
+        if self._side is not None:
+            self._side.reset()
 
     def _start(
         self, tokens: list[int], drafter_prompt: Callable[[Bundle], list[int]], request: Request
@@ -319,7 +326,7 @@ class Model:
         self._session.reserve(len(tokens) + request.max_new_tokens)
         if not (request.speculate and self._drafts):
             return self._job(None, None, tokens, request)
-        use = None if self._profile is None else self._profile.request()
+        use = None if self._profile is None else self._profile.request(self._profile_guard)
         free = NgramDrafter() if use is None else BestOf(NgramDrafter(), use.drafter)
         drafter = self._drafter(free, tokens, drafter_prompt, request)
         return self._job(drafter, use, tokens, request)
@@ -343,6 +350,7 @@ class Model:
             placement=self._placements,
             learner=learner,
             ahead=ahead,
+            student=self._side,
         )
 
     def _drafter(
@@ -354,47 +362,7 @@ class Model:
     ) -> Drafter:
         model, reading_s = None, 0.0
         if self._side is not None:
-            model, reading_s = self._model_drafter(self._side, tokens, drafter_prompt, request)
-        return Choice(free, model, pricing=self._pricing, guard=self._guard, reading_s=reading_s)
-
-    def _model_drafter(
-        self,
-        side: _Side,
-        tokens: list[int],
-        drafter_prompt: Callable[[Bundle], list[int]],
-        request: Request,
-    ) -> tuple[ModelDrafter | None, float]:
-        """The drafter for one request and the seconds of its reading; None if that will not pay."""
-        special, bundle = self.target.manifest.special_tokens, side.bundle
-        bridge: Bridge
-        if self._same_vocabulary:
-            prompt, bridge = tokens, IdentityBridge(self._session.vocab_size)
-        else:
-            prompt = drafter_prompt(bundle)
-            bridge = ByteBridge(
-                self.target.tokenizer, bundle.tokenizer, prompt_length=len(tokens), drafter_prompt=prompt
+            model, reading_s = self._side.drafter(
+                tokens, drafter_prompt, request, max_draft=self.options.max_draft
             )
-        # Another vocabulary may need more tokens for the same text.
-        wanted = len(prompt) + 2 * request.max_new_tokens + 4 * self.options.max_draft
-        side.session.reserve(min(wanted, side.session.longest))
-        unread = len(prompt) - side.session.shared_prefix(prompt)
-        reading_s = unread * side.curve.seconds(DRAFTER_READING_ROWS) / DRAFTER_READING_ROWS
-        longest_s = request.max_new_tokens * self._pricing.pass_seconds(1)
-        if len(prompt) >= side.session.capacity or not self._experience.pays(tokens, reading_s / longest_s):
-            return None, 0.0
-        eos = special.eos if request.stop_at_eos else ()
-        if bundle.head_tokens is not None:
-            side.session.offer(context_tokens(prompt, bundle.tokenizer, bundle.head_tokens))
-        ends = frozenset(bundle.manifest.special_tokens.eos)
-        vocabulary = Vocabulary(ends, eos[0] if eos else None, side.session.head_tokens)
-        drafter = ModelDrafter(
-            side.session,
-            bridge,
-            vocabulary,
-            pricing=self._pricing,
-            calibration=side.calibration,
-            curve=side.curve,
-            ahead=side.ahead,
-        )
-        self._experience.begin(tokens, lambda: drafter.gain_s and drafter.gain_s / longest_s)
-        return drafter, reading_s
+        return Choice(free, model, pricing=self._pricing, guard=self._guard, reading_s=reading_s)

@@ -9,8 +9,8 @@ from typing import Protocol
 
 from edgespec.decode import Step, decode
 from edgespec.drafting.ahead import Ahead
-from edgespec.drafting.choice import Guard
-from edgespec.drafting.draft import Drafter
+from edgespec.drafting.draft import Draft, Drafter
+from edgespec.drafting.guard import Guard
 from edgespec.drafting.reading import Tally
 from edgespec.pricing import Pricing
 from edgespec.request import Request
@@ -33,11 +33,28 @@ class Learner(Protocol):
     def problem(self) -> str | None:
         """What keeps it from learning or from remembering; None if nothing."""
 
+    @property
+    def rolled_back(self) -> tuple[str, ...]:
+        """What was put back, since the request before, because it misled, and why."""
+
+    def observe(self, draft: Draft, accepted: int) -> None:
+        """This was verified, and the first ``accepted`` tokens of it were right."""
+
     def commit(self, tokens: Sequence[int]) -> None:
         """These tokens of the answer are final."""
 
     def finish(self) -> None:
         """The answer has ended, or the caller wants no more of it."""
+
+
+class Student(Protocol):
+    """Learns from answers while no request runs."""
+
+    def begin(self) -> None:
+        """A request runs from now on."""
+
+    def end(self, tokens: Sequence[int]) -> None:
+        """It has ended; ``tokens`` are its prompt and its answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +74,7 @@ class Job:
     placement: str = ""
     learner: Learner | None = None
     ahead: Ahead | None = None
+    student: Student | None = None
 
 
 class TextStreamer:
@@ -146,6 +164,8 @@ class TextStreamer:
     def _rounds(self, meter: "_Meter") -> Generator[Step, None, None]:
         job, request = self._job, self._job.request
         try:
+            if job.student is not None:
+                job.student.begin()
             for step in decode(
                 job.session,
                 job.drafter,
@@ -158,6 +178,7 @@ class TextStreamer:
             ):
                 meter.observe(step)
                 if job.learner is not None:
+                    job.learner.observe(step.draft, step.accepted)
                     job.learner.commit(step.tokens)
                 yield step
         finally:
@@ -165,6 +186,8 @@ class TextStreamer:
                 job.ahead.stop()
             if job.learner is not None:
                 job.learner.finish()
+            if job.student is not None:
+                job.student.end(job.tokens)
 
 
 class _Meter:
@@ -250,4 +273,5 @@ class _Meter:
             drafted_ahead=ahead.drafted,
             used_ahead=ahead.used,
             profile_problem=None if self._job.learner is None else self._job.learner.problem,
+            rolled_back=() if self._job.learner is None else self._job.learner.rolled_back,
         )

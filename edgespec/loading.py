@@ -64,7 +64,8 @@ class _Wanted:
         not replace each other's.
         """
         kind = "-".join(part for part in (self.device, self.weights) if part) or default
-        return bundles_dir() / f"{name}-{mark}-{self.role}-{kind}{_RECIPE_MARK}{RECIPES[self.device]}"
+        recipe = RECIPES[self.role, self.device]
+        return bundles_dir() / f"{name}-{mark}-{self.role}-{kind}{_RECIPE_MARK}{recipe}"
 
 
 def open_model(

@@ -40,6 +40,8 @@ class GenerationStats:
         drafter_s: time that rounds waited for the drafter (its prefill included).
         speculation_off_reason: why no or few drafts were made; None while speculation pays.
         profile_problem: what keeps the profile from being read or written; None if nothing, or without one.
+        rolled_back: which parts of what the profile holds misled and were put back, since the request before,
+            and why.
         placement: on which devices target and drafter ran, and why there.
     """
 
@@ -59,6 +61,7 @@ class GenerationStats:
     drafter_s: float = 0.0
     speculation_off_reason: str | None = None
     profile_problem: str | None = None
+    rolled_back: tuple[str, ...] = ()
     placement: str = ""
     drafted_ahead: int = 0
     used_ahead: int = 0
@@ -108,6 +111,7 @@ class GenerationStats:
             "drafter_ms": self.drafter_s * 1e3,
             "speculation_off_reason": self.speculation_off_reason,
             "profile_problem": self.profile_problem,
+            "rolled_back": list(self.rolled_back),
             "placement": self.placement,
         }
 

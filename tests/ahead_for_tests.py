@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from edgespec.drafting.ahead import Ahead
 from edgespec.drafting.bridge import Bridge, IdentityBridge
-from edgespec.drafting.choice import Guard
 from edgespec.drafting.draft import NO_DRAFT
+from edgespec.drafting.guard import Guard
 from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
 from edgespec.generation import Job
 from edgespec.pricing import Pricing

@@ -23,6 +23,7 @@ class FakeModel:
         flips: words of prompts whose third token is another one with speculation.
         biased: sampled tokens with speculation follow another law.
         drafts: whether speculation drafts at all.
+        rolled_back: what its answers say was put back.
         calls: the prompt and options of every request.
     """
 
@@ -30,6 +31,7 @@ class FakeModel:
     flips: tuple[str, ...] = ()
     biased: bool = False
     drafts: bool = True
+    rolled_back: tuple[str, ...] = ()
     template: bool = True
     new_tokens: int = 8
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -108,6 +110,7 @@ class FakeModel:
             accepted_by_position=(accepted, 0) if drafted else (),
             target_s=0.1 * rounds,
             speculation_off_reason=None if speculate and self.drafts else "too <slow>",
+            rolled_back=self.rolled_back if speculate else (),
         )
 
 

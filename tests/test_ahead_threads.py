@@ -12,7 +12,8 @@ from edgespec import LoadOptions, Model
 from edgespec.decode import decode
 from edgespec.drafting.ahead import Ahead
 from edgespec.drafting.bridge import ByteBridge
-from edgespec.drafting.choice import Choice, Guard
+from edgespec.drafting.choice import Choice
+from edgespec.drafting.guard import Guard
 from edgespec.drafting.model import ModelDrafter
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.generation import TextStreamer

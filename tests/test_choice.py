@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from edgespec import decode as decoding
 from edgespec import generation
 from edgespec.drafting import choice
-from edgespec.drafting.choice import Choice, Guard
+from edgespec.drafting.choice import Choice
 from edgespec.drafting.draft import NO_DRAFT, Draft
+from edgespec.drafting.guard import Guard
 from edgespec.generation import Job, TextStreamer
 from edgespec.pricing import Pricing
 from edgespec.request import Request

@@ -70,6 +70,32 @@ def test_generate_reads_standard_input_and_prints_json(use: Use) -> None:
     assert value["stats"]["drafted"] == 0
 
 
+def test_what_was_rolled_back_stands_beside_the_cost(use: Use) -> None:
+    use(FakeModel(rolled_back=("the one", "the other")))
+    result = run("generate", "t", "hello")
+    assert "rolled back: the one, rolled back: the other" in " ".join(result.stderr.split())
+    value = json.loads(run("generate", "t", "hello", "--json").stdout)
+    assert value["stats"]["rolled_back"] == ["the one", "the other"]
+    bench = run("bench", "t", "--limit", "2")
+    assert "Rolled back in 2 answers: the other" in bench.stdout
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "verify", "bench"])
+def test_how_much_time_training_may_take_is_an_option(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = []
+
+    def load(*names: object, **settings: Any) -> FakeModel:
+        shares.append((settings["options"].training_share, settings["profile"]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(edgespec.engine, "load", load)
+    prompt = ["hello"] if command == "generate" else []
+    run(command, "t", *prompt, "--profile", "me", "--training-share", "0.1")
+    run(command, "t", *prompt)
+    assert shares == [(0.1, "me"), (0.0, None)]
+    assert run(command, "t", *prompt, "--training-share", "1.1").exit_code == 2
+
+
 def test_generate_without_a_prompt_is_misuse(use: Use) -> None:
     use(FakeModel())
     assert run("generate", "t", "-", stdin="").exit_code == 2

@@ -44,8 +44,9 @@ def test_a_table_and_everything_behind_it(
     assert result["answers"]["the CPU"]["placement"].startswith("target on cpu (asked for); drafter on cpu")
     for times in result["target_passes"]["ms"].values():
         assert len(times) == 3 and all(ms > 0 for ms in times.values())
-    names = [f"{name}-r{RECIPES['cuda']}" for name in ("0-target", "1-drafter")]  # by their sources
-    names.append(f"1-drafter-cpu-r{RECIPES[None]}")
+    recipes = [RECIPES["target", "cuda"], RECIPES["drafter", "cuda"], RECIPES["drafter", None]]
+    stems = ("0-target", "1-drafter", "1-drafter-cpu")  # by their sources
+    names = [f"{stem}-r{recipe}" for stem, recipe in zip(stems, recipes, strict=True)]
     kinds = [Bundle(tmp_path / "work" / name).manifest for name in names]
     assert [(kind.role, kind.activations) for kind in kinds] == [
         ("target", "float16"),

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from edgespec.decode import decode
 from edgespec.drafting.bridge import Bridge, ByteBridge, IdentityBridge
-from edgespec.drafting.choice import Choice, Guard
+from edgespec.drafting.choice import Choice
 from edgespec.drafting.draft import NO_DRAFT, Draft, Drafter
+from edgespec.drafting.guard import Guard
 from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.pricing import Pricing

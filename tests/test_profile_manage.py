@@ -74,10 +74,10 @@ def test_forgotten_text_is_nowhere_whatever_it_runs_through(tokenizer: Tokenizer
     assert len(cut(tokenizer.encode(LETTER))) > 1
     profile = _learn(tokenizer, [SENTENCES[0], LETTER, SENTENCES[1]])
     kept = len(profile.show())
-    count = profile.forget(text)
+    count = profile.forget(text).passages
     assert 0 < count < kept
     assert len(profile.show()) == kept - count
-    assert profile.forget(text) == 0
+    assert profile.forget(text) == (0, 0)
     for file in profile.path.parent.iterdir():
         assert text.encode() not in file.read_bytes()
 
@@ -91,7 +91,7 @@ def test_texts_that_run_on_are_found_at_every_place(tokenizer: Tokenizer) -> Non
     for start in range(0, len(answer) - 10, 23):
         other = Profile(f"copy{start}")
         other.load(exported)
-        assert other.forget(answer[start : start + 10]) >= 1
+        assert other.forget(answer[start : start + 10]).passages >= 1
 
 
 def test_what_is_exported_can_be_imported(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_what_is_exported_can_be_imported(tokenizer: Tokenizer, tmp_path: Path) 
     file = tmp_path / "out.json"
     count = profile.export(file)
     other = Profile("other")
-    assert other.load(file) == count == len(other.show())
+    assert other.load(file) == count == (len(other.show()), 0)
     assert _everything(other) == _everything(profile)
     assert other.namespaces() == profile.namespaces()
     before = other.show()[0].worth
@@ -120,7 +120,7 @@ def _passage(**changes: object) -> str:
 def test_a_passage_that_was_written_by_hand_is_imported(tmp_path: Path) -> None:
     file = tmp_path / "in.json"
     file.write_text(_passage(), encoding="utf-8")
-    assert Profile("new").load(file) == 1
+    assert Profile("new").load(file) == (1, 0)
     assert run("show", "new").exit_code == 0
 
 

@@ -119,7 +119,7 @@ def flat_costs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Verifying more rows is free, so what is drafted does not depend on this machine."""
     monkeypatch.setattr(sessions, "measure_cost", _flat)
     monkeypatch.setattr("edgespec.pricing.Pricing.pass_seconds", lambda self, rows: 1e-9)
-    monkeypatch.setattr("edgespec.drafting.choice.Guard.allows", lambda self: True)
+    monkeypatch.setattr("edgespec.drafting.guard.Guard.allows", lambda self: True)
     return iter([None])
 
 

@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 from unittest import mock
@@ -25,12 +26,13 @@ from edgespec_models.graphs.decoder import DecoderPlan, Precision, build_decoder
 from edgespec_models.static_graphs import ExportDevice
 from tests.gguf_for_tests import tiny_gguf
 
-WRITTEN: dict[tuple[ExportDevice | None, int], str] = {
-    (None, 1): "265d35e899d6d574",
-    (None, 2): "265d35e899d6d574",
-    ("cuda", 3): "c8b66b5e81f4f8d3",
+WRITTEN: dict[tuple[Role, ExportDevice | None, int], str] = {
+    ("target", None, 2): "c9fb0829ad7ba5e4",
+    ("target", "cuda", 3): "93566d289011050b",
+    ("drafter", None, 3): "4a7a774d9768273f",
+    ("drafter", "cuda", 3): "77dd357c7bd094b8",
 }
-"""Of each recipe, the beginning of a digest of tiny models. The second changed bundles for devices."""
+"""Of each recipe, the beginning of a digest of tiny models."""
 HALF = Precision("float16", "float16")
 
 
@@ -53,7 +55,7 @@ def test_what_another_recipe_made_is_made_anew_and_left_alone(
     before = made(cache)
     second = open_model(source, "target").path
     assert second == first
-    monkeypatch.setattr(loading, "RECIPES", {None: RECIPES[None] + 1})
+    monkeypatch.setattr(loading, "RECIPES", {("target", None): RECIPES["target", None] + 1})
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="edgespec"):
         third = open_model(source, "target").path
@@ -142,6 +144,7 @@ def test_a_cached_model_needs_no_exporter_and_others_say_what_is_missing(cache: 
 def described(config: Any, chosen: DecoderPlan) -> Iterator[Any]:
     """A decoder's operators and weights, and how these are rounded."""
     graph = build_decoder(config, chosen).graph
+    yield [value.name for value in graph.inputs]
     for node in graph:
         if node.op_type != "Constant":
             attributes = {name: str(attribute.value) for name, attribute in sorted(node.attributes.items())}
@@ -154,31 +157,32 @@ def described(config: Any, chosen: DecoderPlan) -> Iterator[Any]:
         yield name, [(part.format.name, part.method) for part in linear.parts]
 
 
-def digest(folder: Path, device: ExportDevice | None) -> str:
+def digest(folder: Path, role: Role, device: ExportDevice | None) -> str:
     seen: list[list[Any]] = [[plan._REFINED_FROM, plan._REFINED_WEIGHTS, plan._LEAST_REFINED, plan._LARGE]]
-    roles: tuple[Role, ...] = ("target", "drafter")
     models = [("llama", kind) for kind in ("F16", "Q4_0", "Q4_K", "Q6_K", "Q8_0")]
     for architecture, kind in [*models, ("qwen2", "Q4_K"), ("gemma3", "Q8_0")]:
         source = tiny_gguf(architecture, kind).write(folder / "m.gguf")
         with open_checkpoint(source) as checkpoint, mock.patch.multiple(plan, _REFINED_FROM=1):
-            for role in roles:
-                seen.append([plan.default_weights(checkpoint, role)])
-                for policy in POLICIES.values():
-                    if device is None:
-                        chosen = plan_decoder(checkpoint, policy, spare_rows=role == "target")
-                    else:
-                        chosen = plan_decoder(checkpoint, policy, spare_rows=False, precision=HALF)
-                    seen.append([*described(checkpoint.config, chosen)])
+            seen.append([plan.default_weights(checkpoint, role)])
+            for policy in POLICIES.values():
+                if device is None:
+                    chosen = plan_decoder(checkpoint, policy, spare_rows=role == "target")
+                else:
+                    chosen = plan_decoder(checkpoint, policy, spare_rows=False, precision=HALF)
+                seen.append([*described(checkpoint.config, chosen)])
     return hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:16]
 
 
+@pytest.mark.parametrize("role", ["target", "drafter"])
 @pytest.mark.parametrize("device", [None, "cuda"])
-def test_what_exports_write_changes_with_the_recipe_only(device: ExportDevice | None, tmp_path: Path) -> None:
-    assert WRITTEN.get((device, RECIPES[device])) == digest(tmp_path, device), (
+def test_what_exports_write_changes_with_the_recipe_only(
+    role: Role, device: ExportDevice | None, tmp_path: Path
+) -> None:
+    assert WRITTEN.get((role, device, RECIPES[role, device])) == digest(tmp_path, role, device), (
         "exports write something else than when this was stored: raise edgespec_export.recipe.RECIPES, so "
         "that bundles in users' caches are made anew, and store the new digest here"
     )
 
 
 def test_every_device_has_a_recipe() -> None:
-    assert RECIPES.keys() == {None, *get_args(ExportDevice)}
+    assert RECIPES.keys() == set(product(get_args(Role), (None, *get_args(ExportDevice))))

@@ -82,6 +82,11 @@ def test_a_run_without_drafts_has_no_picture_of_acceptance() -> None:
     assert "Few or no drafts in 2 answers: too &lt;slow&gt;" in text
 
 
+def test_what_was_rolled_back_is_told() -> None:
+    text = render_report(result_of(FakeModel(rolled_back=("it <misled>",))))
+    assert "Rolled back in 2 answers: it &lt;misled&gt;" in text
+
+
 def test_a_stopped_run_says_so_and_an_empty_one_renders() -> None:
     model = FakeModel(drafter_name=None, drafter_step_s=None)
     empty = summarize(model.as_model(), [], BenchOptions(), complete=False)

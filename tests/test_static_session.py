@@ -15,8 +15,9 @@ from edgespec_export import static_export
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.static_export import StaticFormat
 from edgespec_models.bundle import Bundle
-from edgespec_models.errors import BundleError, Cancelled, DeviceError, RequestError
+from edgespec_models.errors import BundleError, Cancelled, DeviceError, RequestError, UnsupportedModelError
 from edgespec_models.static_graphs import StaticDevice, StaticGraphs
+from edgespec_models.stored_weights import StoredWeights
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.devices import CPU
 from edgespec_runtimes.discovery import Device
@@ -145,6 +146,15 @@ def test_int8_weights_alone_stay_near(make: Make) -> None:
     report = make("llama", "npu-openvino").report()["static"]
     assert report["top1_agreement"] > 0.7
     assert report["kl"] < 0.01
+
+
+def test_nothing_can_be_tuned(open_static: Callable[[str, Kind], StaticSession], make: Make) -> None:
+    session = open_static("llama", "float")
+    assert session.tunable == frozenset()
+    with pytest.raises(RequestError, match="replaced"):
+        session.tune({"final_norm.weight": np.ones(256, np.float32)})
+    with pytest.raises(UnsupportedModelError, match="fixed shapes"):
+        StoredWeights(make("llama", "float"))
 
 
 def test_what_does_not_fit_is_an_error(open_static: Callable[[str, Kind], StaticSession], make: Make) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from edgespec_models.errors import RequestError, TokenizerError
@@ -39,6 +39,7 @@ mixed_bytes = st.lists(
 
 
 @every_kind
+@settings(deadline=None)
 @given(data=mixed_bytes)
 @example(data=b"\xff\xfe \xe2\x96\x81a\xe2\x96")
 @example(data=" e\u0301 ".encode())

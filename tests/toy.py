@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +14,12 @@ import onnx_ir as ir
 from edgespec.drafting.draft import Draft
 from edgespec_export.blocks import Blocks
 from edgespec_export.encode import decode_linear, encode_embedding, encode_linear
-from edgespec_models.bundle import GRAPH, MANIFEST, TOKENIZER, Bundle, FileRecord, Manifest
+from edgespec_models.bundle import GRAPH, HEAD_TOKENS, MANIFEST, TOKENIZER, Bundle, FileRecord, Manifest
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import Cancelled, RequestError
 from edgespec_models.graphs.decoder import FULL, SPARE_ROWS, DecoderPlan, Precision, build_decoder
 from edgespec_models.graphs.linear import EmbeddingSpec, LinearPart, LinearSpec
+from edgespec_models.rope import rotary_tables
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
 from edgespec_models.weight_format import WeightFormat
 from edgespec_runtimes.session import Session
@@ -220,20 +221,30 @@ def tiny_bundle(
     seed: int = 0,
     hidden_states: bool = False,
     precision: Precision = FULL,
+    role: Literal["target", "drafter"] = "target",
+    head_tokens: tuple[int, ...] | None = None,
 ) -> TinyModel:
-    """Build a random model of ``config``, every projection in ``form``, in the new directory ``folder``."""
+    """Build a random model of ``config``, every projection in ``form``, in the new directory ``folder``.
+
+    A drafter's gains are tunable, and its LM head may be trimmed to ``head_tokens``.
+    """
     folder.mkdir(parents=True)
     text = tokenizer_json or byte_level_json()
     (folder / TOKENIZER).write_text(text, encoding="utf-8")
-    plan = tiny_plan(config, form, hidden_states=hidden_states, precision=precision)
+    plan = tiny_plan(config, form, hidden_states=hidden_states, precision=precision, head_tokens=head_tokens)
+    if role == "drafter":
+        plan = replace(plan, spare_rows=False)
+    if head_tokens is not None:
+        np.save(folder / HEAD_TOKENS, np.array(head_tokens, np.int32))
     model = build_decoder(config, plan)
     weights = _fill(model, config, plan, np.random.default_rng(seed))
-    ir.save(model, folder / GRAPH, external_data=f"{GRAPH}.data")
+    # As in exports, all weights are external, and only the graph's own constants are not.
+    ir.save(model, folder / GRAPH, external_data=f"{GRAPH}.data", size_threshold_bytes=48)
     tokenizer = Tokenizer.from_json(text)
     eos = tokenizer.special_id("<|im_end|>")
     manifest = Manifest(
         name=folder.name,
-        role="target",
+        role=role,
         config=config,
         even_rows=form.even_rows and precision == FULL,
         hidden_states=hidden_states,
@@ -247,6 +258,7 @@ def tiny_bundle(
         activations=precision.activations,
         device=None if precision == FULL else "cuda",
         choices=plan.choices,
+        head_rows=None if head_tokens is None else len(head_tokens),
         files={file.name: FileRecord.of(file) for file in sorted(folder.iterdir())},
     )
     (folder / MANIFEST).write_text(json.dumps(manifest.to_json()), encoding="utf-8")
@@ -254,7 +266,12 @@ def tiny_bundle(
 
 
 def tiny_plan(
-    config: ModelConfig, form: WeightFormat, *, hidden_states: bool = False, precision: Precision = FULL
+    config: ModelConfig,
+    form: WeightFormat,
+    *,
+    hidden_states: bool = False,
+    precision: Precision = FULL,
+    head_tokens: tuple[int, ...] | None = None,
 ) -> DecoderPlan:
     """Every projection in ``form``; the embedding in 4 or 8 bits where ``form`` has as many."""
 
@@ -262,7 +279,8 @@ def tiny_plan(
         return LinearSpec(in_features, parts)
 
     hidden, query, kv = config.hidden_size, config.query_width, config.kv_width
-    linears = {"lm_head": linear(hidden, LinearPart(("lm_head",), config.vocab_size, form))}
+    head_rows = config.vocab_size if head_tokens is None else len(head_tokens)
+    linears = {"lm_head": linear(hidden, LinearPart(("lm_head",), head_rows, form))}
     for i in range(config.num_layers):
         has_bias = config.architecture == "qwen2"
         biases = ("q_bias", "k_bias", "v_bias") if has_bias else ()
@@ -277,7 +295,9 @@ def tiny_plan(
         linears[f"layers.{i}.down"] = linear(config.intermediate_size, LinearPart(("down",), hidden, form))
     embedding_form = WeightFormat(form.bits, 32)
     embedding = EmbeddingSpec("embed", embedding_form, offsets=form.bits == 4)
-    return DecoderPlan(embedding, linears, hidden_states, precision == FULL, precision=precision)
+    return DecoderPlan(
+        embedding, linears, hidden_states, precision == FULL, head_tokens=head_tokens, precision=precision
+    )
 
 
 def random_blocks(rng: np.random.Generator, shape: tuple[int, int], form: WeightFormat) -> Blocks | F32:
@@ -315,9 +335,12 @@ def _fill(
     table = _embedding(config, plan.embedding, rng)
     weights["embed"] = table.values() if isinstance(table, Blocks) else table
     arrays |= {f"embedding.{k}": v for k, v in encode_embedding(table, plan.embedding).arrays.items()}
-    for theta, name in ((config.rope_theta, "rope"), (config.rope_local_theta, "rope_local")):
+    ropes = (config.rope_theta, "rope", config.rope_factors), (config.rope_local_theta, "rope_local", ())
+    for theta, name, factors in ropes:
         if theta is not None:
-            arrays[f"{name}_cos"], arrays[f"{name}_sin"] = rope_tables(config, theta)
+            arrays[f"{name}_cos"], arrays[f"{name}_sin"] = rotary_tables(
+                config, theta, factors, positions=config.context_length + SPARE_ROWS
+            )
     for name, value in model.graph.initializers.items():
         if value.const_value is not None:
             continue
@@ -342,10 +365,3 @@ def _module(linear: str) -> str:
         return linear
     layers, index, name = linear.split(".")
     return f"{layers}.{index}.{'attention' if name in ('qkv', 'o') else 'mlp'}.{name}"
-
-
-def rope_tables(config: ModelConfig, theta: float) -> tuple[F32, F32]:
-    """Cosines and sines, float32 ``(positions, head_dim / 2)``."""
-    powers = -np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
-    angles = np.outer(np.arange(config.context_length + SPARE_ROWS), theta**powers)
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)

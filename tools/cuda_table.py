@@ -59,7 +59,7 @@ def bundles(target: Path, drafter: Path, work: Path) -> tuple[Bundle, Bundle, Bu
 
     def made(source: Path, kind: str, options: ExportOptions) -> Bundle:
         name = source.stem if source.is_file() else source.name
-        return bundle(source, work / f"{name}-{kind}-r{RECIPES[options.device]}", options)
+        return bundle(source, work / f"{name}-{kind}-r{RECIPES[options.role, options.device]}", options)
 
     whole = TrimOptions("full")
     return (

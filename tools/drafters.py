@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.bench_json import mbsu
-from edgespec.drafting.choice import Guard
-from edgespec.drafting.experience import Experience
-from edgespec.drafting.model import Calibration
-from edgespec.engine import LoadOptions, Model, _Side
+from edgespec.drafting.guard import Guard
+from edgespec.drafting.side import DrafterSide
+from edgespec.engine import LoadOptions, Model
 from edgespec.pricing import Pricing
 from edgespec.prompts import Prompt, load_prompts, select
 from edgespec.results import Generation, GenerationStats
@@ -47,13 +46,12 @@ def seat(model: Model, path: Path) -> dict[str, Any]:
     bundle = open_bundle(path)
     running = open_one(bundle, CpuOptions(exact_rows=False), _ROWS)
     pricing = Pricing(model.cost_curve)
+    same = bundle.tokenizer.matches(model.target.tokenizer)
     return {
         "drafter": bundle,
-        "_side": _Side(bundle, running.session, running.curve, Calibration()),
-        "_same_vocabulary": bundle.tokenizer.matches(model.target.tokenizer),
+        "_side": DrafterSide(model.target, bundle, running, same_vocabulary=same, pricing=pricing),
         "_pricing": pricing,
         "_guard": Guard(pricing),
-        "_experience": Experience(),
     }
 
 

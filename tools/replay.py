@@ -158,7 +158,7 @@ class Priced(CpuSession):
         self._priced: tuple[CostCurve, Clock, Memo] | None = None
         super().__init__(bundle, options)
         self._priced = pricing
-        self._key = bundle.manifest.files["model.onnx.data"].sha256.encode()
+        self._bundle_key = self._key = bundle.manifest.files["model.onnx.data"].sha256.encode()
         self._computed: list[int] = []
         self._offered: tuple[int, ...] = ()
 
@@ -166,6 +166,15 @@ class Priced(CpuSession):
         """Remember what is offered: the law depends on it."""
         self._offered = tuple(tokens)
         super().offer(tokens)
+
+    def tune(self, weights: Mapping[str, Any]) -> None:
+        """Remember with which weights: the law depends on them."""
+        super().tune(weights)
+        self._key = self._bundle_key + b"".join(
+            np.asarray(weights[name]).tobytes() for name in sorted(weights)
+        )
+        self._key = hashlib.blake2b(self._key, digest_size=16).digest()
+        self._computed = []
 
     def _run(self, tokens: Sequence[int], rows: int) -> Predictions:
         if self._priced is None:

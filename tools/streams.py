@@ -5,28 +5,32 @@ Usage: ``python -m tools.streams TARGET --answers ANSWERS.jsonl --prompts STREAM
 
 Replays as ``tools/replay.py`` does, in the order of STREAM, once for each way of learning, with a profile
 that is empty at first. Prints tokens per pass, acceptance and speedup by stretch of the stream, and draws
-them.
+them. The ways: a drafted token for the target's token of the same bytes and nothing more ("direct mapping");
+runs of drafted tokens merged as well, as ever ("nothing learned"); besides, the profile's n-grams, or
+distillation, or "all". A text is learned from when its answer ends, as if the user then paused.
 """
 
 import argparse
+import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from html import escape
 from pathlib import Path
 from unittest import mock
 
 from edgespec.drafting.bridge import ByteBridge
 from edgespec.engine import Model
+from edgespec.learning import Example, Trainer
 from edgespec.profile.manage import Profile
 from edgespec.prompts import load_prompts
 from edgespec_models.foreign import open_bundle
 from tools.replay import answers, replay, replayed
 
-_WAYS = ("direct mapping", "nothing learned", "n-grams")
+_WAYS = ("direct mapping", "nothing learned", "n-grams", "distillation", "all")
 _WINDOW = 25
-_COLOURS = ("#c9a227", "#777777", "#1b7f4d")
+_COLOURS = ("#c9a227", "#777777", "#1b7f4d", "#2f6fb5", "#b03060")
 _WIDTH, _HEIGHT, _EDGE = 720, 190, 44
 
 
@@ -51,11 +55,26 @@ MEASURES: dict[str, Measure] = {
 }
 
 
+class AtOnce(Trainer):
+    """Learns from a text when it is offered, as if the user then took all the time that this takes."""
+
+    def offer(self, example: Example) -> None:
+        """Learn."""
+        tuning = self._started()
+        if tuning is None:
+            raise AssertionError(self.problem)
+        self._learn(tuning, example)
+
+
 @contextmanager
-def learning(model: Model) -> Iterator[None]:
+def learning(model: Model, *, ngrams: bool, training: bool) -> Iterator[None]:
     """With a new profile."""
-    with tempfile.TemporaryDirectory() as folder:
+    model.options = replace(model.options, training_share=float(training))
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         path = Path(folder) / "stream.profile"
+        stack.enter_context(mock.patch("edgespec.profile.use.Trainer", AtOnce))
+        if not ngrams:
+            stack.enter_context(mock.patch("edgespec.engine.BestOf", lambda text, profile: text))
         model.use_profile(path)
         try:
             yield
@@ -82,7 +101,9 @@ def ways(model: Model) -> dict[str, Callable[[], AbstractContextManager[object]]
     return {
         _WAYS[0]: lambda: mock.patch.object(ByteBridge, "translate", directly),
         _WAYS[1]: nullcontext,
-        _WAYS[2]: lambda: learning(model),
+        _WAYS[2]: lambda: learning(model, ngrams=True, training=False),
+        _WAYS[3]: lambda: learning(model, ngrams=False, training=True),
+        _WAYS[4]: lambda: learning(model, ngrams=True, training=True),
     }
 
 
@@ -98,6 +119,21 @@ def run(args: argparse.Namespace, name: str) -> list[Request]:
             counts = (stats.decode_tokens, passes, stats.drafted, stats.accepted)
             requests.append(Request(prompt.category, *counts, stats.decode_s, plain_s))
     return requests
+
+
+def known(path: Path | None) -> dict[str, list[Request]]:
+    """What earlier runs found."""
+    if path is None or not path.exists():
+        return {}
+    value = json.loads(path.read_text(encoding="utf-8"))
+    return {name: [Request(**each) for each in stream] for name, stream in value.items()}
+
+
+def keep(path: Path | None, streams: dict[str, list[Request]]) -> None:
+    """For later runs."""
+    if path is not None:
+        value = {name: [asdict(each) for each in stream] for name, stream in streams.items()}
+        path.write_text(json.dumps(value), encoding="utf-8")
 
 
 def stretches(stream: Sequence[Request], length: int) -> list[tuple[int, int]]:
@@ -184,12 +220,19 @@ def main() -> None:
     parser.add_argument(
         "--way", action="append", default=[], choices=_WAYS, help="repeatable; all by default"
     )
+    parser.add_argument(
+        "--results", type=Path, help="a JSON file; ways that it has are not replayed, others are added"
+    )
     parser.add_argument("--picture", type=Path, help="an SVG file")
     parser.add_argument("--memo", type=Path, default=Path("replay.memo"))
     parser.set_defaults(useless=False, noise=0.0, ahead=False)
     args = parser.parse_args()
-    names = args.way or _WAYS
-    streams = {name: run(args, name) for name in names}
+    streams = known(args.results)
+    for name in args.way or _WAYS:
+        if name not in streams:
+            streams[name] = run(args, name)
+            keep(args.results, streams)
+    streams = {name: streams[name] for name in _WAYS if name in streams}
     show(streams, args.stretch)
     if args.picture is not None:
         args.picture.write_text(picture(streams), encoding="utf-8")

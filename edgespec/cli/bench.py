@@ -18,6 +18,7 @@ from edgespec.cli.options import (
     Target,
     Temperature,
     Threads,
+    TrainingShare,
     load_model,
     prompts_to_run,
 )
@@ -40,6 +41,7 @@ def bench(
     device: Device = "auto",
     drafter_device: DrafterDevice = "auto",
     profile: ProfileName = None,
+    training_share: TrainingShare = 0.0,
     json_file: Annotated[
         Path | None,
         typer.Option(
@@ -80,6 +82,7 @@ def bench(
             threads=threads,
             progress=progress,
             profile=profile,
+            training_share=training_share,
             devices=(device, drafter_device),
         ) as model,
     ):

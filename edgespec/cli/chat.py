@@ -28,6 +28,7 @@ from edgespec.cli.options import (
     Threads,
     TopK,
     TopP,
+    TrainingShare,
     WithoutSpeculation,
     load_model,
     request_options,
@@ -67,6 +68,7 @@ def chat(
     device: Device = "auto",
     drafter_device: DrafterDevice = "auto",
     profile: ProfileName = None,
+    training_share: TrainingShare = 0.0,
     as_json: Annotated[
         bool,
         typer.Option(
@@ -90,6 +92,7 @@ def chat(
             threads=threads,
             progress=progress,
             profile=profile,
+            training_share=training_share,
             devices=(device, drafter_device),
         )
     with model:

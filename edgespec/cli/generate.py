@@ -22,6 +22,7 @@ from edgespec.cli.options import (
     Threads,
     TopK,
     TopP,
+    TrainingShare,
     WithoutSpeculation,
     load_model,
     request_options,
@@ -58,6 +59,7 @@ def generate(
     device: Device = "auto",
     drafter_device: DrafterDevice = "auto",
     profile: ProfileName = None,
+    training_share: TrainingShare = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
     """Answer a prompt. The text goes to standard output, what it cost to standard error.
@@ -79,6 +81,7 @@ def generate(
             threads=threads,
             progress=progress,
             profile=profile,
+            training_share=training_share,
             devices=(device, drafter_device),
         )
     with model:

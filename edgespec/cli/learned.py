@@ -11,7 +11,7 @@ from edgespec.cli.console import note, output, size
 from edgespec.cli.options import JsonFlag
 
 if TYPE_CHECKING:
-    from edgespec.profile.manage import LearnedText, Profile
+    from edgespec.profile.manage import Amount, LearnedCorrection, LearnedText, Profile
 
 __all__ = ["learned"]
 
@@ -50,12 +50,16 @@ def list_profiles(as_json: JsonFlag = False) -> None:
     if as_json:
         print_json(described)
         return
-    table = Table("name", "size", "target", "namespace", "tokens", box=None, pad_edge=False)
+    columns = ("name", "size", "target", "namespace", "tokens", "taught drafters")
+    table = Table(*columns, box=None, pad_edge=False)
     for each in described:
         rows = each["kept"] or [{"target": each["problem"] or "-", "namespace": "", "tokens": 0}]
         for row in rows:
-            names = (escape(str(row[key])) for key in ("target", "namespace"))
-            table.add_row(escape(each["name"]), size(each["size_bytes"]), *names, f"{row['tokens']:,}")
+            place = row["target"], row["namespace"]
+            taught = [c["drafter"] for c in each["corrections"] if (c["target"], c["namespace"]) == place]
+            names, drafters = (escape(str(name)) for name in place), escape(", ".join(taught))
+            filled = size(each["size_bytes"]), *names, f"{row['tokens']:,}", drafters
+            table.add_row(escape(each["name"]), *filled)
     output().print(table)
 
 
@@ -66,7 +70,7 @@ def show(
     limit: Annotated[int, typer.Option(min=1, help="At most so many passages.")] = 20,
     as_json: JsonFlag = False,
 ) -> None:
-    """Print what was learned, most useful first.
+    """Print what was learned, most useful first; before it, which drafters learned from it.
 
     Examples:
 
@@ -75,11 +79,14 @@ def show(
         edgespec learned show work --limit 1000 --json
     """
     allow_any_text()
-    texts = _profile(name).show(namespace)
+    profile = _profile(name)
+    texts = profile.show(namespace)
     shown = texts[:limit]
     if as_json:
         print_json([text.to_json() for text in shown])
         return
+    for correction in profile.corrections(namespace):
+        output().print(_said_of(correction), style="dim", markup=False, soft_wrap=True)
     for text in shown:
         output().print(_headline(text), style="dim", markup=False, soft_wrap=True)
         output().print(text.text.strip("\n"), markup=False, soft_wrap=True)
@@ -96,8 +103,8 @@ def export(
 
     Example: edgespec learned export work work.json
     """
-    count = _profile(name).export(file)
-    _done({"passages": count, "file": str(file)}, f"{count} passages: {file}", as_json)
+    amount = _profile(name).export(file)
+    _done({**amount._asdict(), "file": str(file)}, f"{_counted(amount)}: {file}", as_json)
 
 
 @learned.command("import")
@@ -110,8 +117,8 @@ def import_file(
 
     Example: edgespec learned import work work.json
     """
-    count = _profile(name).load(file)
-    _done({"passages": count}, f"{count} passages added to {name}", as_json)
+    amount = _profile(name).load(file)
+    _done(amount._asdict(), f"{_counted(amount)} added to {name}", as_json)
 
 
 @learned.command()
@@ -142,12 +149,15 @@ def forget(
     text: Annotated[str, typer.Argument(metavar="TEXT", help="Upper and lower case are the same.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """Delete every passage in which TEXT occurs.
+    """Delete every passage in which TEXT occurs, and all corrections, which cannot be searched for it.
 
     Example: edgespec learned forget work "account 4711"
     """
-    count = _profile(name).forget(text)
-    _done({"passages": count}, f"{count} passages forgotten", as_json)
+    amount = _profile(name).forget(text)
+    line = f"{_counted(amount)} forgotten"
+    if amount.corrections:
+        line += "; nobody can tell what drafters learned from this text, so they forget all they learned"
+    _done(amount._asdict(), line, as_json)
 
 
 def _profile(name: str) -> "Profile":
@@ -160,10 +170,12 @@ def _describe(profile: "Profile") -> dict[str, Any]:
     from edgespec_models.errors import StorageError
 
     kept: list[dict[str, Any]] = []
+    corrections: list[dict[str, Any]] = []
     problem = None
     try:
         rows = profile.namespaces().items()
         kept = [{"target": target, "namespace": space, "tokens": n} for (target, space), n in rows]
+        corrections = [correction.to_json() for correction in profile.corrections()]
     except StorageError as error:
         problem = str(error)
     return {
@@ -171,15 +183,29 @@ def _describe(profile: "Profile") -> dict[str, Any]:
         "path": str(profile.path),
         "size_bytes": profile.size_bytes,
         "kept": kept,
+        "corrections": corrections,
         "problem": problem,
     }
 
 
+def _counted(amount: "Amount") -> str:
+    return f"{amount.passages} passages, {amount.corrections} corrections"
+
+
+def _where(learned: "LearnedText | LearnedCorrection") -> str:
+    return f"{learned.target}, {learned.namespace}" if learned.namespace else learned.target
+
+
+def _said_of(correction: "LearnedCorrection") -> str:
+    day = datetime.fromtimestamp(correction.used_on).date().isoformat()
+    taught = f"learned from {correction.tokens:,} tokens, last on {day}, {size(correction.size_bytes)}"
+    return f"[{_where(correction)}] a correction of the guesses of {correction.drafter}: {taught}"
+
+
 def _headline(text: "LearnedText") -> str:
     day = datetime.fromtimestamp(text.learned_on).date().isoformat()
-    where = f"{text.target}, {text.namespace}" if text.namespace else text.target
     judged = f"{text.right} of {text.right + text.wrong} proposals right"
-    return f"[{where}] learned {day}, worth {text.worth:.1f}, {text.tokens} tokens, {judged}"
+    return f"[{_where(text)}] learned {day}, worth {text.worth:.1f}, {text.tokens} tokens, {judged}"
 
 
 def _done(value: dict[str, Any], line: str, as_json: bool) -> None:

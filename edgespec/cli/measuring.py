@@ -75,9 +75,10 @@ def show(result: Mapping[str, Any]) -> None:
     output().print()
     same = f"{result['identical']} of {result['prompts']} answers are the same token by token."
     output().print(same, style="" if result["identical"] == result["prompts"] else "yellow")
-    reasons = sorted(result["speculation_off"].items(), key=lambda item: -item[1])
-    for reason, count in reasons[:_SHOWN_REASONS]:
-        output().print(f"Few or no drafts in {count} answers: {reason}", markup=False, soft_wrap=True)
+    for title, key in (("Few or no drafts", "speculation_off"), ("Rolled back", "rolled_back")):
+        reasons = sorted(result[key].items(), key=lambda item: -item[1])
+        for reason, count in reasons[:_SHOWN_REASONS]:
+            output().print(f"{title} in {count} answers: {reason}", markup=False, soft_wrap=True)
 
 
 def _speed_table(result: Mapping[str, Any]) -> "Table":

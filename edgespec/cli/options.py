@@ -30,6 +30,7 @@ __all__ = [
     "Threads",
     "TopK",
     "TopP",
+    "TrainingShare",
     "WithoutSpeculation",
     "load_model",
     "prompts_to_run",
@@ -80,6 +81,15 @@ ProfileName = Annotated[
         "shows and deletes what was learned. Without it nothing is kept.",
     ),
 ]
+TrainingShare = Annotated[
+    float,
+    typer.Option(
+        min=0.0,
+        max=1.0,
+        help="With --profile: the share of the time that training the drafter on the target's answers may "
+        "take, between requests; 0 trains nothing.",
+    ),
+]
 PromptsFile = Annotated[
     Path | None,
     typer.Option(
@@ -100,12 +110,13 @@ def load_model(
     threads: int,
     progress: ProgressCallback,
     profile: str | None = None,
+    training_share: float = 0.0,
     devices: tuple[str, str] = ("auto", "auto"),
 ) -> "Model":
     """Load what the user named; ``none`` is no drafter. ``devices`` are the target's and the drafter's."""
     import edgespec
 
-    options = edgespec.LoadOptions(threads=threads)
+    options = edgespec.LoadOptions(threads=threads, training_share=training_share)
     chosen = None if drafter == "none" else drafter
     device, drafter_device = devices
     return edgespec.load(

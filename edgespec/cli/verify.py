@@ -16,6 +16,7 @@ from edgespec.cli.options import (
     PromptsFile,
     Target,
     Threads,
+    TrainingShare,
     load_model,
     prompts_to_run,
 )
@@ -47,6 +48,7 @@ def verify(
     ] = 100,
     threads: Threads = 0,
     profile: ProfileName = None,
+    training_share: TrainingShare = 0.0,
     device: Device = "auto",
     drafter_device: DrafterDevice = "auto",
     as_json: JsonFlag = False,
@@ -73,6 +75,7 @@ def verify(
             drafter,
             threads=threads,
             profile=profile,
+            training_share=training_share,
             progress=progress,
             devices=(device, drafter_device),
         ) as model,

@@ -4,55 +4,14 @@ from collections.abc import Sequence
 from time import perf_counter
 
 from edgespec.drafting.draft import NO_DRAFT, Draft, Drafter, Extending
+from edgespec.drafting.guard import Guard
 from edgespec.pricing import Pricing
 
-__all__ = ["Choice", "Guard"]
+__all__ = ["Choice"]
 
-_STAKE = 5.0  # tokens
-_FIRST_PAUSE, _LONGEST_PAUSE = 16, 256
 _SMOOTHING = 0.1
 _FORGETTING = 0.005
 _PATIENCE = 2.0  # times what reading takes
-
-
-class Guard:
-    """Pauses drafting when rounds that drafted lose time against plain decoding.
-
-    Estimates can be wrong; what was realised cannot. Luck decides single rounds, so what is watched is the
-    sum of losses that no gains have made good (the cumulative sum test of Page 1954, "Continuous
-    inspection schemes"): a drafter that pays never gets far below, one that does not gets there soon.
-    After a pause drafting is tried again, and each failure doubles the pause.
-    """
-
-    def __init__(self, pricing: Pricing) -> None:
-        self._pricing = pricing
-        self._lost = self._won = 0.0  # tokens that plain decoding would have been ahead; that drafts were
-        self._tokens = self._seconds = 0.0  # of the losing streak
-        self._pause, self._left = _FIRST_PAUSE, 0
-        self.reason: str | None = None
-
-    def allows(self) -> bool:
-        """Whether to draft this round; counts the rounds of a pause down."""
-        if self._left == 0:
-            return True
-        self._left -= 1
-        return False
-
-    def observe(self, committed: int, seconds: float) -> None:
-        """Tell of a round that drafted."""
-        gain = committed - seconds * self._pricing.plain_rate
-        self._lost, self._won = max(0.0, self._lost - gain), self._won + gain
-        self._tokens, self._seconds = self._tokens + committed, self._seconds + seconds
-        if self._lost == 0.0:
-            self._tokens = self._seconds = 0.0
-        if self._won >= _STAKE:
-            self._pause, self.reason = _FIRST_PAUSE, None
-        if self._lost <= _STAKE:
-            return
-        ratio = self._tokens / self._seconds / self._pricing.plain_rate
-        self.reason = f"rounds with drafts ran at {ratio:.2f} times the speed of plain decoding"
-        self._left, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
-        self._lost = self._won = self._tokens = self._seconds = 0.0
 
 
 class Choice:

@@ -1,18 +1,22 @@
 """Proposals from what the user's earlier answers said, alone and together with those of the text."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Final
 
 from edgespec.drafting.draft import NO_DRAFT, Draft, Extending
+from edgespec.drafting.guard import Guard
 from edgespec.profile.index import MAX_N, Found
 from edgespec.profile.memory import Memory
 from edgespec.profile.passages import Cutter
+from edgespec.watch import Verdict
 
 __all__ = ["BestOf", "ProfileDrafter"]
 
 _SOURCE: Final = "profile"
+_LOG = logging.getLogger("edgespec")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,26 +34,60 @@ class ProfileDrafter:
     It serves one request: it judges its proposals by what is committed, whoever drafted it, and learns
     the answer (:meth:`commit`, :meth:`finish`).
 
+    Where its proposals cost more than they bring (:meth:`observe`) it proposes nothing for the rest of the
+    request, and longer if the guard says so, and how far which kind of match can be trusted is learned anew,
+    beginning with what was found since they last proved their worth. Meanwhile it goes on judging what it
+    would have proposed.
+
     Args:
         memory: what was learned; refreshed here, and not again until the next request.
+        guard: watches what its proposals bring; shared between requests. None watches nothing.
         stop_below: a draft ends before the token that would be reached and accepted with less than
             this probability (the product of the confidences so far).
+
+    Attributes:
+        rolled_back: why trust in it was taken back in this request, in words; empty if it was not.
     """
 
-    def __init__(self, memory: Memory, *, stop_below: float = 0.15) -> None:
-        self._memory, self._stop_below = memory, stop_below
+    def __init__(self, memory: Memory, guard: Guard | None = None, *, stop_below: float = 0.15) -> None:
+        self._memory, self._guard, self._stop_below = memory, guard, stop_below
+        self._pauses = False  # this round
         self._cutter = Cutter()
         self._considered: list[_Considered] = []
+        self.rolled_back: tuple[str, ...] = ()
         memory.refresh()
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
         """See :class:`~edgespec.drafting.draft.Drafter`. ``tokens`` grows from call to call."""
         self._judge(tokens)
-        return self._draft(tokens, NO_DRAFT, limit)
+        allowed = self._guard is None or self._guard.allows()
+        self._pauses = bool(self.rolled_back) or not allowed
+        draft = self._draft(tokens, NO_DRAFT, limit)
+        return NO_DRAFT if self._pauses else draft
 
     def extend(self, tokens: Sequence[int], draft: Draft, limit: int) -> Draft:
         """See :class:`~edgespec.drafting.draft.Extending`."""
+        if self._pauses:
+            return draft
         return draft.then(self._draft(tokens, draft, limit - len(draft.tokens)))
+
+    def observe(self, draft: Draft, accepted: int) -> None:
+        """Tell what was verified, whoever drafted it, and how many tokens of it were accepted.
+
+        What its own tokens brought is how many of them were accepted; what they cost, the time that the pass
+        took longer for their rows.
+        """
+        places = [place for place, source in enumerate(draft.sources) if source == _SOURCE]
+        if self._guard is None or not places or self.rolled_back:
+            return
+        right = sum(place < accepted for place in places)
+        verdict = self._guard.observe_rows(right, len(places), rows=1 + len(draft.tokens))
+        if verdict is Verdict.PROVED:
+            self._memory.trust()
+        elif verdict is Verdict.FAILED:
+            self._memory.distrust()
+            self.rolled_back = (f"n-grams of the profile: {self._guard.reason}",)
+            _LOG.warning("%s; they pause, and trust in them begins anew", *self.rolled_back)
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Learn the next tokens of the answer."""

@@ -4,25 +4,23 @@ import json
 import re
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from edgespec.files import write_private_text
-from edgespec.profile.entries import Entry
+from edgespec.profile.corrections import Kept
+from edgespec.profile.exchange import FORMAT, correction_json, parse, passage_json
 from edgespec.profile.forget import containing, readable
-from edgespec.profile.passages import LEAD, LONGEST, Passage
 from edgespec.profile.schema import SUFFIX
 from edgespec.profile.store import Learned, Scope, Store
 from edgespec_models.errors import RequestError, StorageError
 from edgespec_models.paths import profiles_dir
 
-__all__ = ["LearnedText", "Profile", "profiles"]
+__all__ = ["Amount", "LearnedCorrection", "LearnedText", "Profile", "profiles"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_FORMAT = "edgespec profile 1"
-_YEAR_3000 = 32_503_680_000.0  # beyond it Windows has no dates
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +50,38 @@ class LearnedText:
     def to_json(self) -> dict[str, Any]:
         """The same as plain JSON values."""
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedCorrection:
+    """What a drafter learned of how a target answers: numbers that correct its guesses, and no text.
+
+    Attributes:
+        target: name of the model whose answers taught it.
+        namespace: where the application put it.
+        drafter: name of the drafter.
+        tokens: tokens of answers that it was learned from.
+        size_bytes: in the file.
+        used_on: when it was last added to, seconds since 1970.
+    """
+
+    target: str
+    namespace: str
+    drafter: str
+    tokens: int
+    size_bytes: int
+    used_on: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as plain JSON values."""
+        return asdict(self)
+
+
+class Amount(NamedTuple):
+    """How many passages and how many corrections."""
+
+    passages: int
+    corrections: int
 
 
 class Profile:
@@ -100,10 +130,18 @@ class Profile:
             texts = [_text(each) for each in _within(store, namespace)]
         return sorted(texts, key=lambda each: (-each.worth, each.text))
 
-    def forget(self, text: str) -> int:
+    def corrections(self, namespace: str | None = None) -> list[LearnedCorrection]:
+        """What drafters learned, of one namespace or of all."""
+        with self._store() as store:
+            kept = list(store.corrections())
+        return [_described(*each) for each in kept if namespace is None or each[0].namespace == namespace]
+
+    def forget(self, text: str) -> Amount:
         """Delete all passages in which ``text`` occurs (upper and lower case are the same).
 
-        They are overwritten in the file. Returns how many there were.
+        They are overwritten in the file. All corrections of drafters go with them, of every target and
+        namespace and wherever the text is found: weights cannot be searched for what they were learned from.
+        Returns how many there were of both.
 
         Raises:
             RequestError: ``text`` is empty.
@@ -112,8 +150,7 @@ class Profile:
             raise RequestError("there is no text to forget; to forget everything, delete the profile")
         with self._store() as store:
             found = containing(text, list(store.learned()))
-            store.remove(found)
-            return len(found)
+            return Amount(len(found), store.remove(found))
 
     def delete(self, namespace: str | None = None) -> None:
         """Delete the file, or all that was learned in one namespace.
@@ -134,26 +171,31 @@ class Profile:
                 raise RequestError(f"the profile {self.name} has no namespace {namespace!r}")
             store.remove_namespace(namespace)
 
-    def export(self, file: Path) -> int:
-        """Write all that was learned to ``file`` as JSON (mode 0600); returns how many passages."""
+    def export(self, file: Path) -> Amount:
+        """Write all that was learned to ``file`` as JSON (mode 0600); returns how much that is."""
         with self._store() as store:
-            passages = [_to_json(each) for each in store.learned()]
+            passages = [passage_json(each) for each in store.learned()]
+            corrections = [correction_json(*each) for each in store.corrections()]
+        value = {"format": FORMAT, "passages": passages, "corrections": corrections}
         # Bytes that are no UTF-8 become lone surrogates, which JSON can spell.
-        write_private_text(file, json.dumps({"format": _FORMAT, "passages": passages}, indent=1) + "\n")
-        return len(passages)
+        write_private_text(file, json.dumps(value, indent=1) + "\n")
+        return Amount(len(passages), len(corrections))
 
-    def load(self, file: Path) -> int:
+    def load(self, file: Path) -> Amount:
         """Add what :meth:`export` wrote, all or nothing; the profile is made if it does not exist.
 
+        Passages add up. Where there is a correction of the same drafter already, the one stays that was
+        learned from more; one that this edgespec cannot use is left out.
+
         Returns:
-            How many passages of it the profile holds then: it is bounded.
+            How much of it the profile holds then: it is bounded.
 
         Raises:
             RequestError: ``file`` cannot be read, or something else wrote it.
         """
-        learned = _parse(file)
+        passages, corrections = parse(file)
         with self._opened() as store:
-            return store.put(learned)
+            return Amount(*store.put(passages, corrections))
 
     def _files(self) -> list[Path]:
         return [self.path.with_name(self.path.name + ending) for ending in ("-wal", "-shm", "")]
@@ -205,6 +247,17 @@ def _within(store: Store, namespace: str | None) -> Iterator[Learned]:
     return (each for each in store.learned() if namespace is None or each.scope.namespace == namespace)
 
 
+def _described(scope: Scope, kept: Kept) -> LearnedCorrection:
+    return LearnedCorrection(
+        target=scope.target,
+        namespace=scope.namespace,
+        drafter=kept.drafter.name,
+        tokens=kept.tokens,
+        size_bytes=len(kept.data),
+        used_on=kept.used_on,
+    )
+
+
 def _text(learned: Learned) -> LearnedText:
     entry = learned.entry
     return LearnedText(
@@ -217,54 +270,3 @@ def _text(learned: Learned) -> LearnedText:
         wrong=sum(entry.wrong),
         learned_on=learned.learned_on,
     )
-
-
-def _to_json(learned: Learned) -> dict[str, Any]:
-    entry = learned.entry
-    return {
-        "scope": asdict(learned.scope),
-        "before": learned.before.decode("utf-8", errors="surrogateescape"),
-        "text": learned.text.decode("utf-8", errors="surrogateescape"),
-        "lead": list(entry.passage.lead),
-        "body": list(entry.passage.body),
-        "worth": learned.worth,
-        "right": list(entry.right),
-        "wrong": list(entry.wrong),
-        "learned_on": learned.learned_on,
-    }
-
-
-def _parse(file: Path) -> list[Learned]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RequestError(f"cannot import {file}: {error}") from error
-    if not isinstance(value, dict) or value.get("format") != _FORMAT:
-        raise RequestError(f"cannot import {file}: it is no export of a profile ({_FORMAT!r})")
-    learned: list[Learned] = []
-    with suppress(KeyError, TypeError, ValueError, OverflowError, AttributeError):
-        learned = [_from_json(each) for each in value["passages"]]
-        return learned
-    raise RequestError(f"cannot import {file}: a passage in it is not as an export writes it")
-
-
-def _from_json(value: Any) -> Learned:
-    passage = Passage(_tokens(value["lead"], LEAD), _tokens(value["body"], LONGEST))
-    right, wrong = bytearray(iter(value["right"])), bytearray(iter(value["wrong"]))
-    worth, learned_on = float(value["worth"]), float(value["learned_on"])
-    texts = [value[key].encode("utf-8", errors="surrogateescape") for key in ("before", "text")]
-    names = [str(value["scope"][key]) for key in ("target", "tokenizer", "namespace")]
-    "".join(names).encode()  # SQLite takes no lone surrogates
-    whole = passage.body and len(right) == len(wrong) == len(passage.body)
-    if not whole or not 0 <= worth < 1e9 or not 0 <= learned_on < _YEAR_3000:
-        raise ValueError(passage)
-    return Learned(
-        Scope(*names), Entry(passage, worth, 0, right, wrong), texts[0], texts[1], learned_on, worth
-    )
-
-
-def _tokens(values: Any, most: int) -> tuple[int, ...]:
-    tokens = tuple(values)
-    if len(tokens) > most or not all(type(token) is int and 0 <= token < 2**31 - 1 for token in tokens):
-        raise ValueError(values)
-    return tokens

@@ -1,11 +1,13 @@
 """The user's n-gram cache: what answers said, found by context, within a bound; with its own track record."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
 from edgespec.drafting.experience import Outcome, Record
+from edgespec.learning.lesson import Lesson, Table
+from edgespec.profile.corrections import DrafterKey
 from edgespec.profile.entries import Entry, Tally, total_tokens
 from edgespec.profile.index import Found, Index
 from edgespec.profile.passages import Passage
@@ -32,12 +34,14 @@ class Snapshot:
         entries: the passages.
         tallies: how proposals fared, by class of match.
         records: what drafters gained, by drafter and by beginning of the prompt.
+        corrections: what drafters learned, by drafter.
     """
 
     clock: int = 0
     entries: list[Entry] = field(default_factory=list)
     tallies: dict[str, Tally] = field(default_factory=dict)
     records: dict[str, dict[bytes, Record]] = field(default_factory=dict)
+    corrections: dict[str, Table] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -58,16 +62,21 @@ class Delta:
         tokens: tokens learned.
         changes: by digest of the passage.
         verdicts: (right, judged) proposals by class of match.
+        anew: whether earlier verdicts are dropped: trust in them had turned out wrong.
         outcomes: what drafters gained in requests, by drafter.
+        lessons: what drafters learned, by drafter.
     """
 
     tokens: int = 0
     changes: dict[bytes, Change] = field(default_factory=dict)
     verdicts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    anew: bool = False
     outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
+    lessons: dict[DrafterKey, Lesson] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.tokens or self.changes or self.verdicts or self.outcomes)
+        told = self.tokens or self.changes or self.verdicts or self.anew or self.outcomes or self.lessons
+        return bool(told)
 
     def wrote(self, passage: Passage) -> None:
         """A passage was written."""
@@ -78,8 +87,7 @@ class Delta:
 
     def judged(self, kind: str, found: Found, right: bool) -> None:
         """A proposal of class ``kind`` was found right or wrong."""
-        before = self.verdicts.get(kind, (0, 0))
-        self.verdicts[kind] = (before[0] + right, before[1] + 1)
+        self._count(kind, int(right), 1)
         passage = found.entry.passage
         change = self.changes.setdefault(passage.digest, Change(passage))
         change.uses += right / len(passage.body)
@@ -89,6 +97,14 @@ class Delta:
     def gained(self, drafter: str, outcome: Outcome) -> None:
         """A drafter gained something, or lost."""
         self.outcomes.setdefault(drafter, []).append(outcome)
+
+    def learned(self, drafter: DrafterKey, lesson: Lesson) -> None:
+        """A drafter learned something."""
+        self.lessons[drafter] = lesson.after(self.lessons.get(drafter))
+
+    def distrusted(self, verdicts: Mapping[str, tuple[int, int]]) -> None:
+        """Of all verdicts on classes, only these hold any more."""
+        self.anew, self.verdicts = True, dict(verdicts)
 
     def add(self, later: "Delta") -> None:
         """Append what happened after it."""
@@ -100,11 +116,19 @@ class Delta:
             for offset, (right, wrong) in change.verdicts.items():
                 yes, no = own.verdicts.get(offset, (0, 0))
                 own.verdicts[offset] = (yes + right, no + wrong)
-        for kind, (right, judged) in later.verdicts.items():
-            before = self.verdicts.get(kind, (0, 0))
-            self.verdicts[kind] = (before[0] + right, before[1] + judged)
-        for drafter, outcomes in later.outcomes.items():
-            self.outcomes.setdefault(drafter, []).extend(outcomes)
+        if later.anew:
+            self.distrusted(later.verdicts)
+        else:
+            for kind, (right, judged) in later.verdicts.items():
+                self._count(kind, right, judged)
+        for name, outcomes in later.outcomes.items():
+            self.outcomes.setdefault(name, []).extend(outcomes)
+        for drafter, lesson in later.lessons.items():
+            self.learned(drafter, lesson)
+
+    def _count(self, kind: str, right: int, judged: int) -> None:
+        before = self.verdicts.get(kind, (0, 0))
+        self.verdicts[kind] = (before[0] + right, before[1] + judged)
 
 
 class Memory:
@@ -130,6 +154,7 @@ class Memory:
     ) -> None:
         self._entries = {entry.passage.digest: entry for entry in snapshot.entries}
         self._tallies = dict(snapshot.tallies)
+        self._unproved: dict[str, tuple[int, int]] = {}  # verdicts since proposals last proved their worth
         self._clock, self._tell = snapshot.clock, tell
         self._max_tokens, self._worth = max_tokens, worth
         self._fresh: dict[bytes, Entry] = {}  # not in the large index
@@ -188,10 +213,23 @@ class Memory:
         """Tell whether ``found.token`` was what came."""
         kind = _class_of(found)
         self._tallies.setdefault(kind, Tally()).add(right, 1)
+        before = self._unproved.get(kind, (0, 0))
+        self._unproved[kind] = (before[0] + right, before[1] + 1)
         found.entry.judge(found.offset, right=int(right), wrong=int(not right))
         if right:
             found.entry.use(1.0 / len(found.entry.passage.body), self._clock)
         self._tell(partial(Delta.judged, kind=kind, found=found, right=right))
+
+    def trust(self) -> None:
+        """Proposals have proved their worth: what was found of classes until now is well founded."""
+        self._unproved = {}
+
+    def distrust(self) -> None:
+        """Proposals lost more than they gained: of classes only what was found since :meth:`trust` holds."""
+        self._tallies = {kind: Tally() for kind in self._unproved}
+        for kind, (right, judged) in self._unproved.items():
+            self._tallies[kind].add(right, judged)
+        self._tell(partial(Delta.distrusted, verdicts=dict(self._unproved)))
 
     def _sort(self) -> None:
         if len(self) > self._max_tokens:

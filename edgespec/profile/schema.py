@@ -63,7 +63,18 @@ CREATE TABLE beginning (
     PRIMARY KEY (scope, drafter, digest)
 ) WITHOUT ROWID;
 """
-_MIGRATIONS: Final = (_FIRST, _SECOND)
+_THIRD: Final = """
+CREATE TABLE correction (
+    scope INTEGER NOT NULL REFERENCES scope (id) ON DELETE CASCADE,
+    drafter TEXT NOT NULL,
+    name TEXT NOT NULL,
+    tokens INTEGER NOT NULL,
+    used_on REAL NOT NULL,
+    data BLOB NOT NULL,
+    PRIMARY KEY (scope, drafter)
+);
+"""
+_MIGRATIONS: Final = (_FIRST, _SECOND, _THIRD)
 """Script number n takes a file from schema version n to n + 1."""
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from edgespec.drafting.experience import MOST, Outcome, Record
+from edgespec.profile.corrections import Corrections, Kept
 from edgespec.profile.entries import Entry, Tally
 from edgespec.profile.memory import Change, Delta, Snapshot, keep_best
 from edgespec.profile.passages import Passage, pack_tokens, unpack_tokens
@@ -76,6 +77,7 @@ class Store:
         self, connection: sqlite3.Connection, *, max_tokens: int = MAX_TOKENS, max_bytes: int = MAX_BYTES
     ) -> None:
         self._connection, self._max_tokens, self._max_bytes = connection, max_tokens, max_bytes
+        self._corrections = Corrections(connection)
 
     @classmethod
     def open(cls, path: Path, *, max_tokens: int = MAX_TOKENS, max_bytes: int = MAX_BYTES) -> "Store":
@@ -111,6 +113,7 @@ class Store:
             entries,
             {kind: Tally(right, judged) for kind, right, judged in tallies},
             records,
+            self._corrections.tables(key),
         )
 
     def learned(self) -> Iterator[Learned]:
@@ -124,6 +127,13 @@ class Store:
             ).fetchall():
                 entry = _entry(*values)
                 yield Learned(scope, entry, before, text, learned_on, entry.worth(row[1]))
+
+    def corrections(self) -> Iterator[tuple[Scope, Kept]]:
+        """What drafters learned in every scope."""
+        for scope in self.scopes():
+            row = self._find(scope)
+            if row is not None:
+                yield from ((scope, kept) for kept in self._corrections.of(row[0]))
 
     def merge(self, scope: Scope, delta: Delta, text_of: Callable[[Sequence[int]], bytes]) -> None:
         """Add what happened to what is stored, hold the bounds; all of it or, on an error, nothing.
@@ -140,32 +150,46 @@ class Store:
             key, clock = self._advance(scope, delta.tokens)
             for change in delta.changes.values():
                 self._apply(key, clock, change, text_of)
+            if delta.anew:
+                self._connection.execute("DELETE FROM tally WHERE scope = ?", (key,))
             for kind, (right, judged) in delta.verdicts.items():
                 self._count(key, kind, right, judged)
             for drafter, outcomes in delta.outcomes.items():
                 self._remember(key, drafter, outcomes)
+            for taught, lesson in delta.lessons.items():
+                self._corrections.add(key, taught, lesson)
             self._trim(key, clock)
             self._shrink(key, clock)
         # The delta is stored: an error now would have it added once more. The next merge gives back more.
         with suppress(sqlite3.OperationalError):
             self._vacuum()
 
-    def put(self, learned: Iterable[Learned]) -> int:
-        """Add passages from elsewhere, with their history, all or none, and hold the bounds.
+    def put(
+        self, learned: Iterable[Learned], corrections: Iterable[tuple[Scope, Kept]] = ()
+    ) -> tuple[int, int]:
+        """Add passages from elsewhere, with their history, and corrections, all or none; hold the bounds.
+
+        Of two corrections of one drafter the one stays that was learned from more.
 
         Returns:
-            How many of them are stored then.
+            How many of the passages are stored then, and how many of the corrections' drafters have one.
         """
-        clocks, given = {}, set()
+        clocks, given, taught = {}, set(), set()
         with self.transaction():
             for each in learned:
                 key, clock = self._put(each)
                 clocks[key] = clock
                 given.add((key, each.entry.passage.digest))
+            for scope, kept in corrections:
+                key, clocks[key] = self._advance(scope, 0)
+                self._corrections.put(key, kept)
+                taught.add((key, kept.drafter.digest))
             for key, clock in clocks.items():
                 self._trim(key, clock)
                 self._shrink(key, clock)
-            return sum(self._connection.execute(_ENTRY, which).fetchone() is not None for which in given)
+            passages = sum(self._connection.execute(_ENTRY, which).fetchone() is not None for which in given)
+            known = {(key, kept.drafter.digest) for key in clocks for kept in self._corrections.of(key)}
+            return passages, len(taught & known)
 
     def _put(self, learned: Learned) -> tuple[int, int]:
         """Returns its scope's row and clock."""
@@ -178,14 +202,20 @@ class Store:
         self._save(key, entry, (learned.before, learned.text), learned.learned_on)
         return key, clock
 
-    def remove(self, found: Sequence[Learned]) -> None:
-        """Delete passages, and overwrite what they said."""
+    def remove(self, found: Sequence[Learned]) -> int:
+        """Delete passages and overwrite what they said; with them all corrections, whatever their scope.
+
+        Returns:
+            How many corrections there were.
+        """
         with self.transaction():
             for learned in found:
                 row = self._find(learned.scope)
                 if row is not None:
                     self._delete(row[0], [learned.entry])
+            forgotten = self._corrections.forget()
         self.overwrite()
+        return forgotten
 
     def remove_namespace(self, namespace: str) -> None:
         """Delete all that was learned in a namespace, of whatever target, and overwrite it."""

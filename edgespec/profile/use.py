@@ -2,12 +2,20 @@
 
 import logging
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from time import monotonic
+from typing import Final
 
+from edgespec.drafting.draft import Draft
 from edgespec.drafting.experience import Experience, Outcome
+from edgespec.drafting.guard import Guard
+from edgespec.learning.lesson import Table
+from edgespec.learning.trainer import Trainer
+from edgespec.learning.tuning import Tuning
+from edgespec.profile.corrections import DrafterKey
 from edgespec.profile.drafter import ProfileDrafter
 from edgespec.profile.entries import Entry
 from edgespec.profile.memory import Delta, Memory, Snapshot
@@ -19,6 +27,9 @@ from edgespec_models.tokenizer import Tokenizer
 
 __all__ = ["ProfileUse", "RequestUse", "open_use"]
 
+_TELL_S: Final = 60.0
+"""Seconds after which what a drafter learned is on its way to the file: half a megabyte each time."""
+_UNDONE: Final = "what the drafter learned: trained, it was right less often than before"
 _LOG = logging.getLogger("edgespec")
 
 
@@ -48,17 +59,32 @@ class ProfileUse:
         self._writer, self._problem = writer, problem
         self._records = snapshot.records
         self._experiences: dict[str, Experience] = {}
+        self._tables = snapshot.corrections
+        self._trainers: dict[DrafterKey, Trainer] = {}
+        self._told_at = monotonic()
+        self._undone = 0  # when the last request began
         self._request: RequestUse | None = None
 
     @property
     def problem(self) -> str | None:
-        """What keeps the file from being read or written, or what happened to it; None if nothing."""
-        return (self._writer.problem if self._writer is not None else None) or self._problem
+        """What keeps the file from being read or written, or a drafter from learning; None if nothing."""
+        of_file = (self._writer.problem if self._writer is not None else None) or self._problem
+        return of_file or next((t.problem for t in self._trainers.values() if t.problem), None)
 
-    def request(self) -> "RequestUse":
-        """What the next request drafts with and tells its answer to; the one before has ended."""
+    @property
+    def undone(self) -> int:
+        """How often what drafters had learned was put back because it misled."""
+        return sum(trainer.undone for trainer in self._trainers.values())
+
+    def request(self, guard: Guard | None = None) -> "RequestUse":
+        """What the next request drafts with and tells its answer to; the one before has ended.
+
+        Args:
+            guard: watches whether proposals from earlier answers pay; None watches nothing.
+        """
         self._end_request()
-        self._request = RequestUse(ProfileDrafter(self.memory), self)
+        undone, self._undone = self.undone - self._undone, self.undone
+        self._request = RequestUse(ProfileDrafter(self.memory, guard), self, (_UNDONE,) * min(undone, 1))
         return self._request
 
     def experience(self, drafter: str) -> Experience:
@@ -68,18 +94,56 @@ class ProfileUse:
             self._experiences[drafter] = Experience(self._records.get(drafter), tell=tell)
         return self._experiences[drafter]
 
+    def trainer(
+        self, drafter: DrafterKey, begin: Callable[[Table | None], Tuning], *, share: float
+    ) -> Trainer:
+        """What trains a drafter on the target's answers; what it was taught before is recalled.
+
+        Args:
+            drafter: who is trained.
+            begin: makes the tuning from what is known.
+            share: of the time that training may take; above 0.
+        """
+        if drafter not in self._trainers:
+            table = self._tables.get(drafter.digest)
+            self._trainers[drafter] = trainer = Trainer(partial(begin, table), share=share)
+            if table is not None:
+                trainer.recall()
+        return self._trainers[drafter]
+
+    def warn(self, problem: str) -> None:
+        """Tell the log, and every answer from now on, that something of the profile cannot be used."""
+        self._problem = self._problem or problem
+        _LOG.warning("%s", problem)
+
     def flush(self) -> None:
         """Store what was learned so far."""
+        self._tell_lessons()
         if self._writer is not None:
             self._writer.flush()
 
     def close(self) -> None:
         """Store what was learned and close the file."""
         self._end_request()
+        for trainer in self._trainers.values():
+            trainer.close()
         for experience in self._experiences.values():
             experience.settle()
+        self._tell_lessons()
         if self._writer is not None:
             self._writer.close()
+
+    def tell_lessons(self) -> None:
+        """Have what drafters learned stored, if the last time was a minute ago."""
+        if monotonic() - self._told_at >= _TELL_S:
+            self._tell_lessons()
+
+    def _tell_lessons(self) -> None:
+        self._told_at = monotonic()
+        for drafter, trainer in self._trainers.items():
+            lesson = trainer.lesson()
+            if lesson is not None and self._writer is not None:
+                self._writer.tell(partial(Delta.learned, drafter=drafter, lesson=lesson))
 
     def _tell(self, drafter: str, outcome: Outcome) -> None:
         if self._writer is not None:
@@ -98,13 +162,22 @@ class RequestUse:
         drafter: drafts from earlier answers.
     """
 
-    def __init__(self, drafter: ProfileDrafter, use: ProfileUse) -> None:
-        self.drafter, self._use = drafter, use
+    def __init__(self, drafter: ProfileDrafter, use: ProfileUse, undone: tuple[str, ...] = ()) -> None:
+        self.drafter, self._use, self._undone = drafter, use, undone
 
     @property
     def problem(self) -> str | None:
         """See :attr:`ProfileUse.problem`."""
         return self._use.problem
+
+    @property
+    def rolled_back(self) -> tuple[str, ...]:
+        """What was put back, since the request before, because it misled, and why, in words."""
+        return self.drafter.rolled_back + self._undone
+
+    def observe(self, draft: Draft, accepted: int) -> None:
+        """See :meth:`ProfileDrafter.observe`."""
+        self.drafter.observe(draft, accepted)
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Learn the next tokens of the answer."""
@@ -113,6 +186,7 @@ class RequestUse:
     def finish(self) -> None:
         """Learn the end of the answer. May be called again."""
         self.drafter.finish()
+        self._use.tell_lessons()
 
 
 def open_use(path: Path, scope: Scope, tokenizer: Tokenizer) -> ProfileUse:

@@ -9,12 +9,21 @@ from edgespec_models.static_graphs import ExportDevice
 
 __all__ = ["DEFAULT_WEIGHTS", "RECIPES", "WEIGHTS"]
 
-RECIPES: Final[Mapping[ExportDevice | None, int]] = MappingProxyType(
-    {None: 2, "cuda": 3, "npu-qnn": 2, "npu-openvino": 2}
+RECIPES: Final[Mapping[tuple[Role, ExportDevice | None], int]] = MappingProxyType(
+    {
+        ("target", None): 2,
+        ("drafter", None): 3,
+        ("target", "cuda"): 3,
+        ("drafter", "cuda"): 3,
+        ("target", "npu-qnn"): 2,
+        ("drafter", "npu-qnn"): 2,
+        ("target", "npu-openvino"): 2,
+        ("drafter", "npu-openvino"): 2,
+    }
 )
-"""Of what is exported for each device, the CPU being None. To be raised whenever the same source and options
-come out as another bundle: other formats, another graph, other rounding. Bundles in the cache that were made
-by another recipe are not used."""
+"""Of what is exported in each role for each device, the CPU being None. To be raised whenever the same source
+and options come out as another bundle: other formats, another graph, other rounding. Bundles in the cache
+that were made by another recipe are not used."""
 
 WEIGHTS: Final = ("exact", "close", "balanced", "int8", "quick", "fast")
 """Names of :data:`edgespec_export.plan.POLICIES`."""

@@ -50,12 +50,14 @@ class Tensor:
         type: of an element, as numpy calls it; the ONNX number where numpy has no such type.
         dims: sizes; a name, perhaps empty, where the size is not fixed.
         location: the file, relative to the graph's, that holds the data; empty where the graph does.
+        offset: where in that file the data begins.
     """
 
     name: str
     type: str
     dims: tuple[int | str, ...]
     location: str = ""
+    offset: int = 0
 
     @property
     def elements(self) -> int:
@@ -143,7 +145,8 @@ def _node(data: memoryview) -> Node:
 
 
 def _weight(data: memoryview) -> Tensor:
-    name, kind, location, dims = "", 0, "", list[int | str]()
+    name, kind, dims = "", 0, list[int | str]()
+    external = dict[str, str]()
     for number, value, content in _fields(data):
         if number == 1:
             dims += list(_varints(content)) if content else [value]
@@ -153,8 +156,9 @@ def _weight(data: memoryview) -> Tensor:
             name = _text(content)
         elif number == 13:
             entry = {key: _text(inner) for key, _, inner in _fields(content)}
-            location = entry.get(2, "") if entry.get(1) == "location" else location
-    return Tensor(name, _type_name(kind), tuple(dims), location)
+            external[entry.get(1, "")] = entry.get(2, "")
+    location, offset = external.get("location", ""), int(external.get("offset", "0"))
+    return Tensor(name, _type_name(kind), tuple(dims), location, offset)
 
 
 def _value(data: memoryview) -> Tensor:

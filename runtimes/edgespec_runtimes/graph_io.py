@@ -3,7 +3,7 @@
 :class:`edgespec_runtimes.cpu.CpuSession` knows tokens; what a graph is called with is known here only.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from edgespec_models.bundle import Bundle
 from edgespec_models.config import DecoderShape
-from edgespec_models.errors import BundleError, DeviceError
+from edgespec_models.errors import BundleError, DeviceError, RequestError
 from edgespec_models.graph_tensors import GraphTensors
 from edgespec_runtimes.kv_buffers import CacheLayout, GrowingCache, KVBuffers, SharedCache, ort_value
 from edgespec_runtimes.ort import RUN_ERRORS, ort
@@ -51,6 +51,13 @@ class GraphIO(Protocol):
     @property
     def copies_cache(self) -> bool:
         """Whether every pass writes the whole KV cache anew."""
+
+    @property
+    def tunable(self) -> frozenset[str]:
+        """Weights that :meth:`tune` replaces."""
+
+    def tune(self, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
+        """Run with these weights, by name, from the next pass on."""
 
     @property
     def head_tokens(self) -> npt.NDArray[np.int32] | None:
@@ -128,6 +135,7 @@ class EdgespecIO:
         self._context = np.zeros(int("context_tokens" in self._inputs), np.int64)
         self.most_rows = config.context_length
         self.passes: dict[tuple[int, int], _Pass] = {}
+        self._tuned: dict[str, tuple[npt.NDArray[np.float32], Any]] = {}
         layers = (f"{layer}.{kind}" for layer in range(config.num_layers) for kind in ("key", "value"))
         heads, width = config.num_kv_heads, config.head_dim
         self.cache = self._memory.cache(
@@ -146,6 +154,25 @@ class EdgespecIO:
     def copies_cache(self) -> bool:
         """False: passes write in place."""
         return False
+
+    @property
+    def tunable(self) -> frozenset[str]:
+        """Weights that the graph lists as inputs too (ONNX IR: their stored values are defaults)."""
+        return frozenset(value.name for value in self._session.get_overridable_initializers())
+
+    def tune(self, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
+        """Run with copies of these weights, by name, from the next pass on.
+
+        Raises:
+            RequestError: one of another shape than the graph's.
+        """
+        arrays = {name: np.array(weight, np.float32) for name, weight in weights.items()}
+        shapes = {value.name: tuple(value.shape) for value in self._session.get_overridable_initializers()}
+        for name, array in arrays.items():
+            if array.shape != shapes[name]:
+                raise RequestError(f"{name} is of shape {shapes[name]}, not {array.shape}")
+        self._tuned = {name: (array, self._memory.value(array)) for name, array in arrays.items()}
+        self.passes.clear()
 
     @property
     def head_tokens(self) -> npt.NDArray[np.int32] | None:
@@ -218,6 +245,8 @@ class EdgespecIO:
             memory = HostMemory() if name == "total_sequence_length" else self._memory
             values[name] = memory.value(inputs[name])
             binding.bind_ortvalue_input(name, values[name])
+        for name, (_, value) in self._tuned.items():
+            binding.bind_ortvalue_input(name, value)
         self.cache.bind(binding, 0, 0)
         predictions = self._bind_outputs(binding, (rows, columns), spare=len(wanted) - rows)
         changing = ((values["input_ids"], ids), (values["seqlens_k"], seqlens))
@@ -284,6 +313,14 @@ class MaskedIO:
     def copies_cache(self) -> bool:
         """Whether every pass writes the whole KV cache anew: the graph concatenates."""
         return isinstance(self.cache, GrowingCache)
+
+    @property
+    def tunable(self) -> frozenset[str]:
+        """None: the graph is as others made it."""
+        return frozenset()
+
+    def tune(self, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
+        """Never called: nothing is tunable."""
 
     @property
     def head_tokens(self) -> None:

@@ -1,6 +1,6 @@
 """A sequence of tokens over a graph: what every session does, whatever runs its passes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -79,6 +79,23 @@ class GraphSession:
     def copies_cache(self) -> bool:
         """Whether every pass writes the whole KV cache anew, as graphs do that concatenate."""
         return self._open_io.copies_cache
+
+    @property
+    def tunable(self) -> frozenset[str]:
+        """Weights that :meth:`tune` replaces, by their names in the graph."""
+        return self._open_io.tunable
+
+    def tune(self, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
+        """Run with these weights from the next pass on; the cache, which others computed, is empty then.
+
+        Raises:
+            RequestError: one that is not among :attr:`tunable`, or of another shape.
+        """
+        unknown = weights.keys() - self.tunable
+        if unknown:
+            raise RequestError(f"this graph does not let {', '.join(sorted(unknown))} be replaced")
+        self._open_io.tune(weights)
+        self._tokens.clear()
 
     @property
     def longest(self) -> int:

@@ -1,6 +1,6 @@
 """The contract every running model keeps, whatever device it runs on."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -97,6 +97,17 @@ class ModelSession(Session, Protocol):
     @property
     def head_tokens(self) -> npt.NDArray[np.int32] | None:
         """The token of every column of the logits, int32; None where column i is token i."""
+
+    @property
+    def tunable(self) -> frozenset[str]:
+        """Weights that :meth:`tune` replaces, by their names in the graph."""
+
+    def tune(self, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
+        """Run with these weights from the next pass on; the cache, which others computed, is empty then.
+
+        Raises:
+            RequestError: one that is not among :attr:`tunable`, or of another shape.
+        """
 
     def offer(self, tokens: Sequence[int]) -> None:
         """Let a trimmed LM head write ``tokens`` too; others take no notice."""

@@ -123,6 +123,14 @@ class StaticIO:
         return False
 
     @property
+    def tunable(self) -> frozenset[str]:
+        """None: compilers fold weights into what they make."""
+        return frozenset()
+
+    def tune(self, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
+        """Never called: nothing is tunable."""
+
+    @property
     def head_tokens(self) -> None:
         """Column i is token i."""
 

@@ -8,6 +8,9 @@ for; ``present.L.key/value``.
 
 Trimmed drafters with tied embeddings also have ``context_tokens`` int64 (m): m more columns of the logits.
 
+The gains of a drafter's normalizations, such as ``layers.3.attn_norm.weight``, are inputs with a default: a
+session may run with others (:mod:`edgespec.learning`).
+
 Targets have two more: ``attention_pad`` float32 (1, p, (heads + 2 * kv heads) * head_dim), p rows of zeros
 that attention computes behind the pass's own, and ``attention_rows`` int64 (1), n: ONNX Runtime's CPU
 kernel computes attention over a single row with other code, whose sums differ in the last bit; from two
@@ -40,6 +43,7 @@ SPARE_ROWS = 1
 # microsoft/onnxruntime#27729): 20 is the first with Gelu.
 _OPSETS: Mapping[FloatType, int] = MappingProxyType({"float32": 23, "float16": 20})
 _IR_VERSION = 10
+_GAIN = "norm.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,11 @@ class DecoderPlan:
     def choices(self) -> bool:
         """Whether the graph says which columns are the most likely: those for GPUs do."""
         return self.precision.activations != "float32"
+
+    @property
+    def tunable(self) -> bool:
+        """Whether the gains of normalizations may be replaced at run time: a drafter's, on the CPU."""
+        return not self.spare_rows and self.precision == FULL
 
 
 class _Norm(nn.Module):
@@ -378,4 +387,7 @@ def build_decoder(config: ModelConfig, plan: DecoderPlan) -> ir.Model:
         kind = int64 if name == "best_columns" else floats if name.startswith("present.") else float32
         output.type, output.shape = ir.TensorType(kind), ir.Shape(shape)
         builder.add_output(output, name)
+    if plan.tunable:
+        gains = (value for name, value in graph.initializers.items() if name.endswith(_GAIN))
+        graph.inputs.extend(gains)  # as inputs that have a default
     return ir.Model(graph, ir_version=_IR_VERSION, producer_name="edgespec")

@@ -1,0 +1,6 @@
+"""Teaching a drafter what its target writes, on the user's machine: NumPy, no training framework."""
+
+from edgespec.learning.trainer import Trainer
+from edgespec.learning.tuning import Example, Tuning
+
+__all__ = ["Example", "Trainer", "Tuning"]

@@ -1,0 +1,108 @@
+"""The operations of a decoder layer and their derivatives, in float32.
+
+Every ``*_back`` takes the derivative of the loss by an operation's result and returns that by its input.
+"""
+
+from math import sqrt
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "F32",
+    "activate",
+    "attend",
+    "attend_back",
+    "normalize",
+    "normalize_back",
+    "rotate",
+    "visible",
+]
+
+F32 = npt.NDArray[np.float32]
+_HIDDEN = np.float32(-1e9)
+_GELU = np.float32(sqrt(2.0 / np.pi))
+_CUBIC = np.float32(0.044715)
+
+
+def normalize(x: F32, epsilon: float) -> tuple[F32, F32]:
+    """RMSNorm without its gain (Zhang and Sennrich 2019), and the factor ``(..., 1)`` it multiplied by."""
+    factor = 1.0 / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + np.float32(epsilon))
+    return x * factor, factor
+
+
+def normalize_back(given: F32, normed: F32, factor: F32) -> F32:
+    """Behind :func:`normalize`."""
+    along = (given * normed).mean(axis=-1, keepdims=True)
+    back: F32 = (given - normed * along) * factor
+    return back
+
+
+def activate(gate: F32, kind: Literal["silu", "gelu_tanh"]) -> tuple[F32, F32]:
+    """The gate's activation and its derivative."""
+    if kind == "silu":
+        share = np.reciprocal(1.0 + np.exp(-gate))
+        slope = share - np.square(share)
+    else:
+        inner = np.tanh(_GELU * (gate + _CUBIC * gate * np.square(gate)))
+        share = 0.5 * (1.0 + inner)
+        slope = 0.5 * _GELU * (1.0 + 3.0 * _CUBIC * np.square(gate)) * (1.0 - np.square(inner))
+    return np.multiply(gate, share), np.add(share, gate * slope)
+
+
+def rotate(heads: F32, cos: F32, sin: F32, *, interleaved: bool) -> F32:
+    """Rotary embedding (Su et al. 2021) of the leading elements; its transpose is ``rotate(..., -sin)``.
+
+    Args:
+        heads: ``(heads, tokens, head_dim)``.
+        cos: ``(tokens, rotary width / 2)``.
+        sin: the same.
+        interleaved: whether neighbours are rotated rather than halves.
+    """
+    half = cos.shape[-1]
+    first = np.s_[..., 0 : 2 * half : 2] if interleaved else np.s_[..., :half]
+    second = np.s_[..., 1 : 2 * half : 2] if interleaved else np.s_[..., half : 2 * half]
+    turned = heads.copy()
+    turned[first] = heads[first] * cos - heads[second] * sin
+    turned[second] = heads[second] * cos + heads[first] * sin
+    return turned
+
+
+def visible(tokens: int, window: int | None) -> F32:
+    """What is added to scores ``(tokens, tokens)``: each sees itself and those before, ``window`` in all."""
+    at = np.arange(tokens)
+    ago = at[:, None] - at[None, :]
+    seen = (ago >= 0) & (ago < (window or tokens))
+    return np.where(seen, np.float32(0.0), _HIDDEN)
+
+
+def attend(query: F32, key: F32, value: F32, mask: F32) -> tuple[F32, F32]:
+    """Causal attention of grouped heads; scores are not scaled.
+
+    Args:
+        query: ``(kv heads, group, tokens, head_dim)``.
+        key: ``(kv heads, tokens, head_dim)``.
+        value: the same.
+        mask: :func:`visible`.
+
+    Returns:
+        ``(kv heads, group, tokens, head_dim)``, and the law ``(kv heads, group, tokens, tokens)``.
+    """
+    scores = query @ key[:, None].swapaxes(-1, -2)
+    scores += mask
+    scores -= scores.max(axis=-1, keepdims=True)
+    law = np.exp(scores, out=scores)
+    law /= law.sum(axis=-1, keepdims=True)
+    return law @ value[:, None], law
+
+
+def attend_back(given: F32, law: F32, parts: tuple[F32, F32, F32]) -> tuple[F32, F32, F32]:
+    """Behind :func:`attend`, whose query, key and value were ``parts``: the same three."""
+    query, key, value = parts
+    by_law = given @ value[:, None].swapaxes(-1, -2)
+    by_scores = law * (by_law - (by_law * law).sum(axis=-1, keepdims=True))
+    by_query = by_scores @ key[:, None]
+    by_key = (by_scores.swapaxes(-1, -2) @ query).sum(axis=1)
+    by_value = (law.swapaxes(-1, -2) @ given).sum(axis=1)
+    return by_query, by_key, by_value

@@ -1,0 +1,199 @@
+"""N-grams, a profile and a drafter that learns, all at once: the tokens are those of plain decoding."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import edgespec
+from edgespec import LoadOptions, Profile, sessions
+from edgespec.audit import audit_greedy, audit_sampling
+from edgespec.chi_square import pool_rare, two_samples
+from edgespec.decode import decode
+from edgespec.drafting.bridge import IdentityBridge
+from edgespec.drafting.choice import Choice
+from edgespec.drafting.guard import Guard
+from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
+from edgespec.drafting.ngram import NgramDrafter
+from edgespec.pricing import Pricing
+from edgespec.profile.drafter import BestOf
+from edgespec.profile.memory import Snapshot
+from edgespec.profile.use import ProfileUse
+from edgespec.prompts import Prompt
+from edgespec.sampling import SamplingParams
+from edgespec.verification import make_verifier
+from edgespec_models.errors import RequestError
+from edgespec_runtimes.cost import CostCurve
+from tests.toy import LLAMA, ToySession, markov_law, tiny_bundle
+from tools.streams import AtOnce
+
+VOCAB = 12
+GREEDY = SamplingParams()
+FLAT = CostCurve({1: 1.0, 64: 1.0001})
+
+
+class _Machine:
+    """A target, and all that drafts for it, over many requests; the model in two of three."""
+
+    def __init__(self) -> None:
+        self.use = ProfileUse(Snapshot(), None, None)
+        self.pricing, self.calibration = Pricing(FLAT), Calibration()
+        self.guards = Guard(self.pricing), Guard(self.pricing)
+        self.requests = 0
+        self.accepted = dict.fromkeys(("ngram", "profile", "model"), 0)
+        self.target = ToySession.markov(1, VOCAB, scale=1.0)
+        self.small = ToySession.markov(2, VOCAB, scale=1.0)
+        self.small.reserve(500)
+
+    def answer(self, prompt: Sequence[int], params: SamplingParams, count: int) -> list[int]:
+        tokens, learner = list(prompt), self.use.request(self.guards[1])
+        self.small = self._trained()
+        model = ModelDrafter(
+            self.small,
+            IdentityBridge(VOCAB),
+            Vocabulary(),
+            pricing=self.pricing,
+            calibration=self.calibration,
+            curve=CostCurve({1: 1e-9}),
+        )
+        free = BestOf(NgramDrafter(), learner.drafter)
+        self.requests += 1
+        drafter = Choice(
+            free, model if self.requests % 3 else None, pricing=self.pricing, guard=self.guards[0]
+        )
+        verify = make_verifier(params)
+        for step in decode(self.target, drafter, verify, tokens, max_new_tokens=count, max_draft=4):
+            for source in step.draft.sources[: step.accepted]:
+                self.accepted[source] += 1
+            learner.observe(step.draft, step.accepted)
+            learner.commit(step.tokens)
+        learner.finish()
+        return tokens
+
+    def _trained(self) -> ToySession:
+        """Another drafter for each request, nearer and nearer to the target, as training makes it."""
+        near, far = markov_law(1, VOCAB, scale=1.0), markov_law(2, VOCAB, scale=1.0)
+        share = self.requests / (self.requests + 10.0)
+        session = ToySession(lambda text: share * near(text) + (1.0 - share) * far(text), VOCAB)
+        session.reserve(500)
+        return session
+
+
+def _plain(prompt: Sequence[int], params: SamplingParams, count: int) -> list[int]:
+    tokens = list(prompt)
+    session = ToySession.markov(1, VOCAB, scale=1.0)
+    for _ in decode(session, None, make_verifier(params), tokens, max_new_tokens=count, max_draft=4):
+        pass
+    return tokens
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4), min_size=1, max_size=6),
+    st.sampled_from([GREEDY, SamplingParams(temperature=1.0, seed=3)]),
+)
+def test_every_token_is_that_of_plain_decoding(prompts: list[list[int]], params: SamplingParams) -> None:
+    machine = _Machine()
+    for prompt in prompts:
+        assert machine.answer(prompt, params, 40) == _plain(prompt, params, 40)
+
+
+def test_every_source_has_its_share() -> None:
+    """Else the tests around this one would show nothing."""
+    machine = _Machine()
+    for number in range(60):
+        params = SamplingParams(temperature=1.0, seed=number)
+        assert machine.answer([number % VOCAB], params, 40) == _plain([number % VOCAB], params, 40)
+    assert min(machine.accepted.values()) > 10
+
+
+def test_samples_keep_their_law_while_everything_learns_from_them() -> None:
+    """Without a seed in common: 1,000 answers of four tokens each way, Pearson's chi-square."""
+    machine = _Machine()
+    drawn: dict[bool, list[tuple[int, ...]]] = {False: [], True: []}
+    for number in range(1000):
+        for learns, answer in ((False, _plain), (True, machine.answer)):
+            params = SamplingParams(temperature=1.0, seed=2 * number + learns)
+            drawn[learns].append(tuple(answer([1, 2], params, 4)[2:]))
+    assert machine.accepted["model"] > 100 and machine.accepted["profile"] > 30
+    counts = pool_rare(drawn[False], drawn[True], minimum=20)
+    p_value = two_samples(*counts).p_value
+    assert len(counts[0]) > 10
+    assert p_value is not None and p_value > 1e-3
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    target = tiny_bundle(folder / "target", LLAMA)
+    return target.path, tiny_bundle(folder / "drafter", LLAMA, role="drafter").path
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A place of its own; passes are free, so what is drafted does not depend on this machine."""
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(sessions, "measure_cost", lambda *_, **__: FLAT)
+    monkeypatch.setattr("edgespec.pricing.Pricing.pass_seconds", lambda self, rows: 1e-9)
+    monkeypatch.setattr("edgespec.pricing.Pricing.pays", lambda self, *_, **__: True)
+    monkeypatch.setattr("edgespec.drafting.guard.Guard.allows", lambda self: True)
+    monkeypatch.setattr("edgespec.drafting.experience.Experience.pays", lambda self, *_: True)
+    monkeypatch.setattr("edgespec.drafting.choice.Choice.__init__", _asking_the_model)
+    monkeypatch.setattr("edgespec.profile.use.Trainer", AtOnce)
+    return tmp_path / "home"
+
+
+_choice = Choice.__init__
+
+
+def _asking_the_model(self: Choice, *arguments: object, **options: object) -> None:
+    _choice(self, *arguments, **(options | {"reading_s": 0.0}))  # type: ignore[arg-type]
+    self._model_surplus = 1e9
+
+
+def test_a_model_with_a_profile_learns_and_answers_as_ever(bundles: tuple[Path, Path], home: Path) -> None:
+    target, drafter = bundles
+    with edgespec.load(target, None, options=LoadOptions(threads=1)) as model:
+        plain = model.generate("x = 1", max_new_tokens=40, stop_at_eos=False)
+    options = LoadOptions(threads=1, training_share=1.0)
+    with edgespec.load(target, drafter, options=options, profile="me") as model:
+        result = model.generate("x = 1", max_new_tokens=40, stop_at_eos=False)
+    assert result.tokens == plain.tokens
+    assert result.stats.by_source["model"].accepted > 0
+    assert result.stats.rolled_back == () and result.stats.to_json()["rolled_back"] == []
+    (correction,) = Profile("me").corrections()
+    assert (correction.target, correction.drafter) == ("target", "drafter")
+    assert correction.tokens > 20
+
+
+@pytest.mark.parametrize(("share", "profile"), [(0.0, "me"), (0.2, None)])
+def test_nothing_is_trained_without_a_share_or_a_profile(
+    bundles: tuple[Path, Path], home: Path, share: float, profile: str | None
+) -> None:
+    options = LoadOptions(threads=1, training_share=share)
+    with edgespec.load(*bundles, options=options, profile=profile) as model:
+        model.generate("x = 1", max_new_tokens=40, stop_at_eos=False)
+        assert model._side is not None and model._side.trainer is None
+    if profile is not None:
+        assert Profile(profile).corrections() == [] and Profile(profile).show()
+
+
+def test_an_audit_of_a_model_with_a_profile_covers_what_is_learned(
+    bundles: tuple[Path, Path], home: Path
+) -> None:
+    options = LoadOptions(threads=1, training_share=1.0)
+    with edgespec.load(*bundles, options=options, profile="me") as model:
+        greedy = audit_greedy(model, [Prompt("a", "code", ("def add(a, b):",))], max_new_tokens=16)
+        sampling = audit_sampling(model, samples=20, texts=["3 1 6 2 2 5 4 1 3 6 5 4 2 1 1 6 3 5"])
+        assert model._side is not None and model._side.trainer is not None
+    assert greedy.problems() == [] and greedy.drafted > 0
+    assert sampling.equal_seeds == sampling.equal_seeds_identical > 0
+    assert Profile("me").corrections()[0].tokens > 0
+
+
+@pytest.mark.parametrize("share", [-0.01, 1.01, float("nan")])
+def test_the_share_has_bounds(share: float) -> None:
+    with pytest.raises(RequestError, match=r"training_share is .*; it must be 0 to 1"):
+        LoadOptions(training_share=share)

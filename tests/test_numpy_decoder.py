@@ -1,0 +1,258 @@
+"""A drafter in NumPy against ONNX Runtime over the same bundle, and its gradient against differences."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgespec.learning.decoder import NumpyDecoder, Reading
+from edgespec.learning.layer_math import F32
+from edgespec_export.export import ExportOptions, export_model
+from edgespec_export.trim import TrimOptions
+from edgespec_models.bundle import Bundle
+from edgespec_models.config import ModelConfig
+from edgespec_models.errors import UnsupportedModelError
+from edgespec_models.foreign import open_bundle
+from edgespec_models.weight_format import WeightFormat
+from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from tests.foreign_for_tests import ForeignSpec, write_genai
+from tests.gguf_for_tests import tiny_gguf
+from tests.toy import COLUMNS, FLOAT, GEMMA, INT4, INT8, LLAMA, QWEN, TinyModel, tiny_bundle
+
+TOKENS = [5, 17, 300, 2, 2, 41, 17, 300, 99, 250, 7, 63, 11, 387, 18, 5, 17, 301, 4, 77, 6]
+START = 8
+_OPTIONS = CpuOptions(threads=1, exact_rows=False)
+
+CONFIGS = {
+    "llama": LLAMA,
+    "qwen2": QWEN,
+    "qwen3": replace(QWEN, architecture="qwen3", qk_norm=True),
+    "gemma3": GEMMA,
+    "window of one": replace(GEMMA, sliding_window=1),
+    "window of all but one": replace(GEMMA, sliding_window=len(TOKENS) - 2),
+    "windows everywhere": replace(GEMMA, global_every=0),
+    "one kv head": replace(LLAMA, num_kv_heads=1, rope_interleaved=False),
+    "phi3": replace(QWEN, architecture="phi3", rotary_dim=16),
+    "smollm3": replace(LLAMA, architecture="smollm3", unrotated_layers=(0,)),
+    "llama 3.1": replace(
+        LLAMA, rope_factors=tuple(np.linspace(1, 8, 16).tolist()), rope_magnitude=1.1, rope_interleaved=False
+    ),
+}
+KEPT = tuple(range(0, 404, 3))
+"""Of a trimmed LM head: some of the answer's tokens are among them, some are not."""
+
+
+def _drafter(folder: Path, config: ModelConfig = LLAMA, form: WeightFormat = FLOAT) -> TinyModel:
+    return tiny_bundle(folder / "m", config, form, role="drafter")
+
+
+def _expected(bundle: Bundle, gains: dict[str, F32] | None = None) -> tuple[float, list[bool]]:
+    """Loss and right guesses by ONNX Runtime's logits."""
+    session = CpuSession(bundle, _OPTIONS)
+    if gains is not None:
+        session.tune(gains)
+    logits = session.forward(TOKENS[:-1])[START - 1 :].astype(np.float64)
+    columns = bundle.head_tokens
+    if columns is not None:  # the columns of a prompt's words are not trained
+        logits = logits[:, : len(columns)]
+    losses, right = [], []
+    for row, token in zip(logits, TOKENS[START:], strict=True):
+        column = token if columns is None else int(np.searchsorted(columns, token))
+        if columns is not None and (column == len(columns) or columns[column] != token):
+            continue
+        peak = row.max()
+        losses.append(peak + np.log(np.exp(row - peak).sum()) - row[column])
+        right.append(bool(row.argmax() == column))
+    session.close()
+    return float(np.mean(losses)), right
+
+
+def _taught(model: TinyModel) -> dict[str, F32]:
+    """Other gains, with which many guesses are right."""
+    decoder = NumpyDecoder(model.bundle)
+    gains = decoder.gains.stored.copy()
+    for _ in range(6):
+        gradient = decoder.read(TOKENS, START, gains, differentiate=True).gradient
+        assert gradient is not None
+        gains -= np.float32(0.1) * np.sign(gradient)
+    return decoder.gains.named(gains)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_text_is_read_as_onnx_runtime_reads_it(tmp_path: Path, name: str) -> None:
+    model = _drafter(tmp_path, CONFIGS[name])
+    decoder = NumpyDecoder(model.bundle)
+    reading = decoder.read(TOKENS, START, decoder.gains.stored, differentiate=False)
+    loss, right = _expected(model.bundle)
+    assert reading.loss == pytest.approx(loss, rel=1e-5)
+    assert reading.right.tolist() == right and len(right) == len(TOKENS) - START
+    assert reading.gradient is None
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_with_other_gains_too(tmp_path: Path, name: str) -> None:
+    model = _drafter(tmp_path, CONFIGS[name])
+    decoder, gains = NumpyDecoder(model.bundle), _taught(model)
+    reading = decoder.read(TOKENS, START, np.concatenate(list(gains.values())), differentiate=False)
+    loss, right = _expected(model.bundle, gains)
+    assert reading.loss == pytest.approx(loss, rel=1e-4)
+    assert reading.right.tolist() == right
+    assert any(right)  # so that rights and wrongs are told apart
+
+
+@pytest.mark.parametrize("form", [INT4, INT8, WeightFormat(4, 32, zero_points=True)], ids=lambda f: f.name)
+@pytest.mark.parametrize("config", [LLAMA, QWEN, GEMMA], ids=lambda config: config.architecture)
+def test_quantized_drafters_are_read_but_for_the_rounding_of_activations(
+    tmp_path: Path, config: ModelConfig, form: WeightFormat
+) -> None:
+    model = _drafter(tmp_path, config, form)
+    decoder = NumpyDecoder(model.bundle)
+    reading = decoder.read(TOKENS, START, decoder.gains.stored, differentiate=False)
+    loss, _ = _expected(model.bundle)
+    assert reading.loss == pytest.approx(loss, rel=0.02)
+
+
+def test_a_trimmed_head_is_asked_for_what_it_can_write(tmp_path: Path) -> None:
+    model = tiny_bundle(tmp_path / "m", LLAMA, role="drafter", head_tokens=KEPT)
+    decoder = NumpyDecoder(model.bundle)
+    reading = decoder.read(TOKENS, START, decoder.gains.stored, differentiate=False)
+    loss, right = _expected(model.bundle)
+    assert reading.loss == pytest.approx(loss, rel=1e-5)
+    assert reading.right.tolist() == right
+    assert 1 < len(right) < len(TOKENS) - START
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_what_the_exporter_makes_is_read_as_onnx_runtime_reads_it(tmp_path: Path, architecture: str) -> None:
+    source = tiny_gguf(architecture).write(tmp_path / "m.gguf")
+    options = ExportOptions(role="drafter", trim=TrimOptions(320))
+    export_model(source, tmp_path / "out", options=options)
+    bundle = Bundle(tmp_path / "out")
+    decoder = NumpyDecoder(bundle)
+    reading = decoder.read(TOKENS, START, decoder.gains.stored, differentiate=True)
+    loss, right = _expected(bundle)
+    assert reading.loss == pytest.approx(loss, rel=0.02)
+    assert len(reading.right) == len(right) < len(TOKENS) - START
+    assert reading.gradient is not None and np.isfinite(reading.gradient).all() and reading.gradient.any()
+
+
+def test_an_answer_that_it_cannot_write_teaches_nothing(tmp_path: Path) -> None:
+    model = tiny_bundle(tmp_path / "m", LLAMA, role="drafter", head_tokens=(400, 401))
+    decoder = NumpyDecoder(model.bundle)
+    reading = decoder.read(TOKENS, START, decoder.gains.stored, differentiate=True)
+    assert reading.gradient is not None
+    assert (reading.loss, len(reading.right)) == (0.0, 0) and not reading.gradient.any()
+
+
+def _slope(decoder: NumpyDecoder, gains: F32, along: F32, step: float) -> float:
+    """By differences of fourth order; the loss is float32's, so steps are large."""
+    at = {
+        times: decoder.read(TOKENS, START, gains + np.float32(times * step) * along, differentiate=False).loss
+        for times in (-2, -1, 1, 2)
+    }
+    return (8.0 * (at[1] - at[-1]) - (at[2] - at[-2])) / (12.0 * step)
+
+
+def _check_gradient(decoder: NumpyDecoder, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    stored = decoder.gains.stored
+    gains = stored + rng.normal(0.0, 0.05, len(stored)).astype(np.float32)
+    gradient = decoder.read(TOKENS, START, gains, differentiate=True).gradient
+    assert gradient is not None and gradient.dtype == np.float32
+    for name in decoder.gains:  # each gain on its own, so that small ones are checked as well
+        along = np.zeros_like(gains)
+        part = decoder.gains.part(along, name)
+        part[:] = rng.normal(size=part.shape)
+        part += np.sign(decoder.gains.part(gradient, name))  # not at right angles to the gradient
+        along /= np.linalg.norm(along)
+        expected = _slope(decoder, gains, along, 0.05)
+        assert float(gradient @ along) == pytest.approx(expected, rel=5e-3, abs=2e-4), name
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_gradient_is_what_differences_say(tmp_path: Path, name: str) -> None:
+    _check_gradient(NumpyDecoder(_drafter(tmp_path, CONFIGS[name]).bundle), seed=3)
+
+
+def test_the_gradient_of_a_trimmed_drafter_is_what_differences_say(tmp_path: Path) -> None:
+    model = tiny_bundle(tmp_path / "m", LLAMA, role="drafter", head_tokens=KEPT)
+    _check_gradient(NumpyDecoder(model.bundle), seed=4)
+
+
+def test_a_long_head_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _drafter(tmp_path, LLAMA, INT4)
+    decoder = NumpyDecoder(model.bundle)
+    whole = decoder.read(TOKENS, START, decoder.gains.stored, differentiate=True)
+    monkeypatch.setattr("edgespec.learning.decoder._CHUNK", 100)
+    parts = decoder.read(TOKENS, START, decoder.gains.stored, differentiate=True)
+    assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
+    assert parts.gradient is not None and whole.gradient is not None
+    np.testing.assert_allclose(parts.gradient, whole.gradient, atol=1e-5)
+
+
+class _StopError(Exception):
+    pass
+
+
+def test_it_breathes_between_layers_and_can_be_given_up(tmp_path: Path) -> None:
+    decoder = NumpyDecoder(_drafter(tmp_path).bundle)
+    gains, breaths = decoder.gains.stored.copy(), 0
+
+    def read(most: int, *, differentiate: bool) -> Reading:
+        def breathe() -> None:
+            nonlocal breaths
+            breaths += 1
+            if breaths > most:
+                raise _StopError
+
+        return decoder.read(TOKENS, START, gains, differentiate=differentiate, breathe=breathe)
+
+    before = read(1000, differentiate=True)
+    layers = LLAMA.num_layers
+    assert breaths == 2 * layers + 1  # each layer's way there and back, and the head
+    breaths = 0
+    read(1000, differentiate=False)
+    assert breaths == layers + 1
+    for most in range(2 * layers + 1):
+        breaths = 0
+        with pytest.raises(_StopError):
+            read(most, differentiate=True)
+    np.testing.assert_array_equal(gains, decoder.gains.stored)
+    after = decoder.read(TOKENS, START, gains, differentiate=True)
+    assert after.loss == before.loss
+    assert after.gradient is not None and before.gradient is not None
+    np.testing.assert_array_equal(after.gradient, before.gradient)
+
+
+@pytest.mark.parametrize("factor", [1e3, 1e8, 1e19, 1e30])
+@pytest.mark.parametrize("config", [LLAMA, GEMMA], ids=lambda config: config.architecture)
+def test_gains_out_of_all_proportion_warn_nobody(tmp_path: Path, config: ModelConfig, factor: float) -> None:
+    decoder = NumpyDecoder(_drafter(tmp_path, config).bundle)
+    signs = np.where(np.arange(len(decoder.gains)) % 3, 1.0, -1.0).astype(np.float32)
+    gains = decoder.gains.stored * signs * np.float32(factor)
+    reading = decoder.read(TOKENS, START, gains, differentiate=True)  # warnings are errors here
+    assert reading.gradient is not None and reading.gradient.shape == gains.shape
+
+
+def test_gains_have_the_graphs_names(tmp_path: Path) -> None:
+    for number, config in enumerate((LLAMA, GEMMA)):
+        model = _drafter(tmp_path / str(number), config)
+        decoder = NumpyDecoder(model.bundle)
+        session = CpuSession(model.bundle, _OPTIONS)
+        assert set(decoder.gains) == session.tunable
+        for name, gain in decoder.gains.named(decoder.gains.stored).items():
+            np.testing.assert_array_equal(gain, model.weights[name])
+        session.close()
+
+
+def test_foreign_drafters_are_refused(tmp_path: Path) -> None:
+    bundle = open_bundle(write_genai(tmp_path / "f", ForeignSpec(external=True)))
+    with pytest.raises(UnsupportedModelError, match="own"):
+        NumpyDecoder(bundle)
+
+
+def test_drafters_with_remainders_are_refused(tmp_path: Path) -> None:
+    decoder = NumpyDecoder(_drafter(tmp_path, LLAMA, COLUMNS).bundle)
+    with pytest.raises(UnsupportedModelError, match="remainders"):
+        decoder.read(TOKENS, START, decoder.gains.stored, differentiate=False)

@@ -1,0 +1,215 @@
+"""What was learned wrongly, or on purpose: it is put back, says so, costs a stake and changes no output.
+
+On a clock that the tests turn: a target's pass takes a second and a quarter more for each further row.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from edgespec import decode as decoding
+from edgespec import generation
+from edgespec.drafting import choice, reading
+from edgespec.drafting.choice import Choice
+from edgespec.drafting.draft import Draft
+from edgespec.drafting.guard import STAKE, Guard
+from edgespec.drafting.ngram import NgramDrafter
+from edgespec.generation import Job, TextStreamer
+from edgespec.pricing import Pricing
+from edgespec.profile.drafter import BestOf, ProfileDrafter
+from edgespec.profile.entries import Entry, Tally
+from edgespec.profile.memory import Delta, Memory, Snapshot
+from edgespec.profile.passages import Passage
+from edgespec.profile.use import ProfileUse, RequestUse
+from edgespec.request import Request
+from edgespec.results import Generation
+from edgespec.sampling import SamplingParams
+from edgespec.watch import Verdict, Watch
+from edgespec_models.tokenizer import Tokenizer
+from edgespec_runtimes.cost import CostCurve
+from tests.ahead_for_tests import PROMPT, VOCAB, plain
+from tests.tokenizers_for_tests import byte_level_json
+from tests.toy import F32, Law, ToySession, markov_law
+from tools.replay import Clock
+
+CURVE = CostCurve({1: 1.0, 17: 5.0})
+NEW = 300
+LAW = markov_law(5, VOCAB)
+SAMPLED = SamplingParams(temperature=1.0, seed=3)
+"""Of its likeliest tokens the law would write the same few again and again."""
+ANSWER = plain(LAW, NEW, SAMPLED)
+DRAFTER_S = 0.05
+DRAFT_S = 8 * DRAFTER_S + CURVE.seconds(9) - CURVE.seconds(1)
+"""A whole draft, for which nothing comes."""
+CLASSES = [f"{kind} {bits}" for kind in ("unique", "agreed", "most", "split") for bits in range(1, 5)]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in (reading, choice, decoding, generation):
+        monkeypatch.setattr(module, "perf_counter", clock)
+    return clock
+
+
+class _Timed(ToySession):
+    clock: Clock
+    curve: CostCurve
+
+    @classmethod
+    def of(cls, law: Law, clock: Clock, curve: CostCurve) -> "_Timed":
+        session = cls(law, VOCAB)
+        session.clock, session.curve = clock, curve
+        session.reserve(2000)
+        return session
+
+    def forward(self, tokens: Sequence[int]) -> F32:
+        self.clock.spend(self.curve.seconds(len(tokens)))
+        return super().forward(tokens)
+
+
+class _Machine:
+    """A model with a profile, its clock made up."""
+
+    def __init__(self, clock: Clock, snapshot: Snapshot) -> None:
+        self.pricing = Pricing(CURVE)
+        self.guards = Guard(self.pricing), Guard(self.pricing, "proposals from the profile brought tokens")
+        self.use = ProfileUse(snapshot, None, None)
+        self.target = _Timed.of(LAW, clock, CURVE)
+
+    def answer(self, new: int = NEW) -> Generation:
+        learner = self.use.request(self.guards[1])
+        job = Job(
+            session=self.target,
+            tokenizer=Tokenizer.from_json(byte_level_json()),
+            drafter=self._drafter(learner),
+            tokens=list(PROMPT),
+            request=Request(max_new_tokens=new, sampling=SAMPLED),
+            eos=frozenset(),
+            max_draft=8,
+            pricing=self.pricing,
+            guard=self.guards[0],
+            off_reason=None,
+            learner=learner,
+        )
+        return TextStreamer(job).run()
+
+    def _drafter(self, learner: RequestUse) -> Choice:
+        free = BestOf(NgramDrafter(), learner.drafter)
+        return Choice(free, None, pricing=self.pricing, guard=self.guards[0])
+
+
+def _plain_s(new: int = NEW) -> float:
+    """Of the tokens behind the first."""
+    return (new - 1) * CURVE.seconds(1)
+
+
+def _misleading(*, trusted: bool) -> Snapshot:
+    """For every place of the answer a passage that goes on in another way; trusted as if it never failed."""
+    random = np.random.default_rng(0)
+    entries = []
+    for at in range(len(PROMPT), len(ANSWER)):
+        body = (np.array(ANSWER[at : at + 8]) + 1 + random.integers(0, 20)) % VOCAB
+        passage = Passage(tuple(ANSWER[max(at - 8, 0) : at]), tuple(body.tolist()))
+        entries.append(Entry(passage, 1.0))
+        if trusted:
+            entries[-1].right = bytearray([32] * len(body))
+    tallies = {kind: Tally(256.0, 256.0) for kind in CLASSES} if trusted else {}
+    return Snapshot(entries=entries, tallies=tallies)
+
+
+class TestWatch:
+    def test_losses_that_nothing_makes_good_are_a_failure(self) -> None:
+        watch = Watch(3.0)
+        assert [watch.observe(-1.0) for _ in range(4)] == [None] * 3 + [Verdict.FAILED]
+        assert watch.lost == 0.0 and watch.observe(-1.0) is None
+
+    def test_gains_in_all_are_a_proof(self) -> None:
+        watch = Watch(3.0)
+        assert [watch.observe(gain) for gain in (2.0, -1.0, 1.0, 1.0)] == [None] * 3 + [Verdict.PROVED]
+
+    def test_gains_of_long_ago_do_not_make_good_what_is_lost_now(self) -> None:
+        watch = Watch(3.0)
+        for _ in range(100):
+            watch.observe(1.0)
+        assert [watch.observe(-1.0) for _ in range(4)][-1] is Verdict.FAILED
+
+
+class TestMemory:
+    @pytest.mark.parametrize("trusted", [False, True])
+    def test_one_that_always_misleads_costs_a_stake_and_says_so(
+        self, clock: Clock, trusted: bool, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        machine = _Machine(clock, _misleading(trusted=trusted))
+        with caplog.at_level(logging.WARNING, logger="edgespec"):
+            result = machine.answer()
+        assert [*PROMPT, *result.tokens] == ANSWER
+        assert result.stats.decode_s <= _plain_s() + STAKE + DRAFT_S
+        (reason,) = result.stats.rolled_back
+        assert reason.startswith("n-grams of the profile: proposals from the profile brought tokens at 0.")
+        assert result.stats.to_json()["rolled_back"] == [reason]
+        assert reason in caplog.text
+        # Every proposal costs a quarter of a token: 21 of them are a stake, and the last draft is whole.
+        assert result.stats.by_source["profile"].drafted <= STAKE / 0.25 + 8
+
+    def test_the_next_requests_lose_less_and_less(self, clock: Clock) -> None:
+        """Pauses double, across requests."""
+        machine = _Machine(clock, _misleading(trusted=True))
+        machine.use.memory.learn = lambda passages: None  # type: ignore[method-assign]  # it would know the answer
+        results = [machine.answer(40) for _ in range(40)]
+        rolled_back = sum(bool(result.stats.rolled_back) for result in results)
+        assert 1 <= rolled_back <= 9
+        taken = sum(result.stats.decode_s for result in results)
+        assert taken <= 40 * _plain_s(40) + (rolled_back + 1) * (STAKE + DRAFT_S)
+
+    def test_trust_begins_anew_with_what_was_found_since(self, clock: Clock) -> None:
+        machine = _Machine(clock, _misleading(trusted=True))
+        machine.answer(30)
+        tallies = machine.use.memory._tallies
+        assert max(tally.judged for tally in tallies.values()) < 64
+        assert sum(tally.right for tally in tallies.values()) < 5
+
+    def test_one_that_is_right_is_left_alone(self, clock: Clock) -> None:
+        machine = _Machine(clock, Snapshot())
+        first, second = machine.answer(), machine.answer()
+        assert first.tokens == second.tokens
+        assert second.stats.rolled_back == ()
+        assert second.stats.by_source["profile"].accepted > 100
+        assert second.stats.decode_s < 0.6 * _plain_s()
+
+
+class TestDistrust:
+    """What is told to the file."""
+
+    def test_the_file_is_told_too(self) -> None:
+        told = Delta()
+        memory = Memory(
+            Snapshot(tallies={"unique 1": Tally(256.0, 256.0)}), max_tokens=1000, tell=lambda note: note(told)
+        )
+        told.verdicts = {"split 1": (3, 3)}
+        memory.distrust()
+        assert (told.anew, told.verdicts, memory._tallies) == (True, {}, {})
+        assert bool(told)
+
+    def test_what_waits_to_be_stored_is_dropped_with_what_is(self) -> None:
+        waiting, later = Delta(verdicts={"a": (5, 5)}), Delta(verdicts={"a": (0, 2)}, anew=True)
+        waiting.add(later)
+        waiting.add(Delta(verdicts={"a": (1, 1)}))
+        assert (waiting.anew, waiting.verdicts) == (True, {"a": (1, 3)})
+
+    def test_verdicts_from_before_a_proof_are_not_taken_back_for_good(self) -> None:
+        passage = Passage((), (1, 2, 3, 4, 5, 6))
+        memory = Memory(Snapshot(entries=[Entry(passage, 1.0)]), max_tokens=1000)
+        guard = Guard(Pricing(CURVE))
+        drafter = ProfileDrafter(memory, guard)
+        for number in range(30):
+            found = memory.find([1, 2])
+            assert found is not None
+            memory.judge(found, number < 10)
+            drafter.observe(Draft((1,), None, ("profile",), (0.9,)), accepted=int(number < 10))
+        assert drafter.rolled_back == ()  # 20 losses of a quarter are no more than the stake
+        drafter.observe(Draft((1,), None, ("profile",), (0.9,)), accepted=0)
+        (tally,) = memory._tallies.values()
+        assert drafter.rolled_back and (tally.judged, tally.right) == (pytest.approx(23, abs=2), 3.0)

@@ -1,0 +1,347 @@
+"""Training beside requests: when it stands still, what it rests, what it hands out, how it ends."""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+
+from edgespec.learning.decoder import NumpyDecoder
+from edgespec.learning.layer_math import F32
+from edgespec.learning.lesson import ROWS, Lesson
+from edgespec.learning.trainer import Trainer
+from edgespec.learning.tuning import Example, Tuning
+from edgespec_models.errors import UnsupportedModelError
+from tests.toy import COLUMNS, LLAMA, tiny_bundle
+
+SOON = 30.0  # seconds that nothing here comes near
+Step = Callable[[Callable[[], None]], None]
+
+
+def _text(number: int) -> Example:
+    return Example((number, number, number), 1)
+
+
+@dataclass
+class _Tuning:
+    """Counts texts; :attr:`step` is what learning one does."""
+
+    step: Step = lambda breathe: breathe()
+    undone: int = 0
+    learned: "queue.Queue[int]" = field(default_factory=queue.Queue)
+    begun: "queue.Queue[int]" = field(default_factory=queue.Queue)
+    _texts: int = 0
+    _told: int = 0
+
+    @property
+    def gains(self) -> dict[str, F32]:
+        return {"final_norm.weight": np.full(2, self._texts, np.float32)}
+
+    def lesson(self) -> Lesson | None:
+        new, self._told = self._texts - self._told, self._texts
+        return Lesson(np.full((ROWS, 2), new, np.float32), False, new) if new else None
+
+    def learn(self, example: Example, breathe: Callable[[], None]) -> None:
+        self.begun.put(example.tokens[0])
+        self.step(breathe)
+        self._texts += 1
+        self.learned.put(example.tokens[0])
+
+
+class _Condition(threading.Condition):
+    """Tells of every wait: its time limit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: queue.Queue[float | None] = queue.Queue()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits.put(timeout)
+        return super().wait(timeout)
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
+    clock = _Clock()
+    monkeypatch.setattr("edgespec.learning.trainer.perf_counter", clock)
+    return clock
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    assert not [thread for thread in threading.enumerate() if thread.name == "edgespec-training"]
+
+
+def _trainer(tuning: _Tuning, share: float = 1.0) -> tuple[Trainer, _Condition]:
+    trainer = Trainer(lambda: cast("Tuning", tuning), share=share)
+    trainer._changed = condition = _Condition()
+    return trainer, condition
+
+
+def _until(condition: _Condition, expected: float | None) -> None:
+    """Until the thread waits that long; None is without a limit."""
+    while condition.waits.get(timeout=SOON) != expected:
+        pass
+
+
+def _limited(condition: _Condition) -> float:
+    """The time limit of the next wait that has one."""
+    while (limit := condition.waits.get(timeout=SOON)) is None:
+        pass
+    return limit
+
+
+def _ended(trainer: Trainer) -> None:
+    assert trainer._thread is not None
+    trainer._thread.join(SOON)
+    assert not trainer._thread.is_alive()
+
+
+def test_texts_are_learned_in_turn_and_handed_out_once(clock: _Clock) -> None:
+    trainer, _ = _trainer(tuning := _Tuning())
+    assert trainer.take() is None and trainer.lesson() is None
+    assert trainer._thread is None  # no text, no thread
+    for number in range(3):
+        trainer.offer(_text(number))
+        assert tuning.learned.get(timeout=SOON) == number
+    trainer.close()
+    gains, lesson = trainer.take(), trainer.lesson()
+    assert gains is not None and gains["final_norm.weight"][0] == 3.0
+    assert lesson is not None and (lesson.tokens, lesson.change[0, 0]) == (3, 3.0)
+    assert trainer.take() is None and trainer.lesson() is None
+
+
+def test_nothing_is_learned_while_a_request_runs(clock: _Clock) -> None:
+    def step(breathe: Callable[[], None]) -> None:
+        breathe()
+        passed.put("first layer")
+        breathe()
+        passed.put("second layer")
+
+    passed: queue.Queue[str] = queue.Queue()
+    trainer, condition = _trainer(tuning := _Tuning(step))
+    trainer.pause()
+    trainer.offer(_text(1))
+    _until(condition, None)
+    assert tuning.begun.get(timeout=SOON) == 1
+    assert passed.empty()
+    trainer.resume()
+    assert tuning.learned.get(timeout=SOON) == 1
+    trainer.close()
+
+
+def test_a_request_stops_a_text_between_layers(clock: _Clock) -> None:
+    def step(breathe: Callable[[], None]) -> None:
+        for layer in range(4):
+            breathe()
+            layers.put(layer)
+            if layer == 1:
+                request.wait(SOON)
+
+    layers: queue.Queue[int] = queue.Queue()
+    request = threading.Event()
+    trainer, condition = _trainer(tuning := _Tuning(step))
+    trainer.offer(_text(1))
+    assert [layers.get(timeout=SOON) for _ in range(2)] == [0, 1]
+    trainer.pause()
+    request.set()
+    _until(condition, None)
+    assert layers.empty() and tuning.learned.empty()
+    trainer.resume()
+    assert [layers.get(timeout=SOON) for _ in range(2)] == [2, 3]
+    assert tuning.learned.get(timeout=SOON) == 1
+    trainer.close()
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_closing_gives_up_a_long_text(paused: bool) -> None:
+    def step(breathe: Callable[[], None]) -> None:
+        while True:
+            breathe()
+
+    trainer, condition = _trainer(tuning := _Tuning(step))
+    trainer.offer(_text(1))
+    trainer.offer(_text(2))
+    assert tuning.begun.get(timeout=SOON) == 1
+    if paused:
+        trainer.pause()
+        _until(condition, None)
+    trainer.close()
+    assert tuning.learned.empty() and tuning.begun.empty()
+    assert trainer.problem is None
+    trainer.offer(_text(3))
+    trainer.close()
+    assert tuning.begun.empty()
+
+
+def test_closing_what_never_began() -> None:
+    trainer, _ = _trainer(_Tuning())
+    trainer.close()
+    trainer.offer(_text(1))
+    assert trainer._thread is None
+
+
+def test_the_oldest_texts_go_where_too_many_wait(clock: _Clock) -> None:
+    trainer, _ = _trainer(tuning := _Tuning())
+    trainer.pause()
+    trainer.offer(_text(1))
+    assert tuning.begun.get(timeout=SOON) == 1
+    for number in range(2, 14):
+        trainer.offer(_text(number))
+    trainer.resume()
+    assert [tuning.learned.get(timeout=SOON) for _ in range(9)] == [1, *range(6, 14)]
+    trainer.close()
+
+
+@pytest.mark.parametrize(("share", "rest"), [(0.2, 40.0), (0.5, 10.0), (0.8, 2.5)])
+def test_it_rests_for_its_share(clock: _Clock, share: float, rest: float) -> None:
+    def step(breathe: Callable[[], None]) -> None:
+        clock.now += 10.0
+
+    trainer, condition = _trainer(tuning := _Tuning(step), share)
+    trainer.offer(_text(1))
+    trainer.offer(_text(2))
+    assert tuning.learned.get(timeout=SOON) == 1
+    assert _limited(condition) == pytest.approx(rest)
+    assert tuning.begun.get() == 1 and tuning.begun.empty()
+    with trainer._changed:
+        clock.now += rest + 1e-6
+        trainer._changed.notify_all()
+    assert tuning.learned.get(timeout=SOON) == 2
+    trainer.close()
+
+
+def test_with_all_of_the_time_it_never_rests(clock: _Clock) -> None:
+    def step(breathe: Callable[[], None]) -> None:
+        clock.now += 10.0
+
+    trainer, condition = _trainer(tuning := _Tuning(step), 1.0)
+    for number in range(8):
+        trainer.offer(_text(number))
+    assert [tuning.learned.get(timeout=SOON) for _ in range(8)] == list(range(8))
+    trainer.close()
+    assert set(condition.waits.queue) <= {None}
+
+
+def test_time_in_which_it_stood_still_does_not_count(clock: _Clock) -> None:
+    def step(breathe: Callable[[], None]) -> None:
+        clock.now += 3.0
+        breathe()
+        clock.now += 7.0
+
+    trainer, condition = _trainer(tuning := _Tuning(step), 0.2)
+    trainer.pause()
+    trainer.offer(_text(1))
+    _until(condition, None)
+    clock.now += 100.0  # the request takes its time
+    trainer.resume()
+    assert tuning.learned.get(timeout=SOON) == 1
+    trainer.offer(_text(2))
+    assert _limited(condition) == pytest.approx(40.0)
+    trainer.close()  # does not wait for the rest
+
+
+def test_what_cannot_be_trained_is_a_problem_once(caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[int] = []
+
+    def begin() -> Tuning:
+        calls.append(1)
+        raise UnsupportedModelError("no such weights")
+
+    trainer = Trainer(begin, share=1.0)
+    with caplog.at_level(logging.WARNING, logger="edgespec"):
+        trainer.offer(_text(1))
+        _ended(trainer)
+        trainer.offer(_text(2))
+        trainer.recall()
+    assert trainer.problem == "the drafter is not trained: no such weights"
+    assert caplog.messages == [trainer.problem]
+    assert calls == [1] and not trainer._waiting
+    assert trainer.take() is None and trainer.lesson() is None
+    trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (UnsupportedModelError("remainders"), "remainders"),
+        (MemoryError(), "MemoryError"),
+        (IndexError("index 9 is out of bounds"), "IndexError index 9 is out of bounds"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_error_while_learning_ends_training_and_is_told(
+    caplog: pytest.LogCaptureFixture, error: Exception, told: str
+) -> None:
+    def step(breathe: Callable[[], None]) -> None:
+        if not tuning.learned.empty():
+            raise error
+
+    trainer, _ = _trainer(tuning := _Tuning(step))
+    with caplog.at_level(logging.WARNING, logger="edgespec"):
+        trainer.offer(_text(1))
+        trainer.offer(_text(2))
+        _ended(trainer)
+    assert trainer.problem == f"the drafter is not trained: {told}"
+    expected = isinstance(error, UnsupportedModelError)
+    assert [bool(record.exc_info) for record in caplog.records] == [not expected]
+    trainer.offer(_text(3))
+    assert not trainer._waiting
+    lesson, gains = trainer.lesson(), trainer.take()  # what was learned before stays
+    assert lesson is not None and lesson.tokens == 1
+    assert gains is not None and gains["final_norm.weight"][0] == 1.0
+    trainer.close()
+
+
+def test_weights_that_cannot_be_undone_are_a_problem(tmp_path: Path) -> None:
+    bundle = tiny_bundle(tmp_path / "m", LLAMA, COLUMNS, role="drafter").bundle
+    trainer = Trainer(lambda: Tuning(NumpyDecoder(bundle)), share=1.0)
+    trainer.offer(Example((1, 2, 3), 1))
+    _ended(trainer)
+    assert trainer.problem is not None and "remainders" in trainer.problem
+    trainer.close()
+
+
+def test_what_earlier_requests_taught_is_there_before_the_first_text(clock: _Clock) -> None:
+    begun: list[str] = []
+    tuning = _Tuning()
+
+    def begin() -> Tuning:
+        begun.append(threading.current_thread().name)
+        return cast("Tuning", tuning)
+
+    trainer = Trainer(begin, share=1.0)
+    trainer.recall()
+    gains = trainer.take()
+    assert gains is not None and not gains["final_norm.weight"].any()
+    assert trainer.take() is None and trainer._thread is None
+    trainer.offer(_text(1))
+    assert tuning.learned.get(timeout=SOON) == 1
+    trainer.close()
+    assert begun == [threading.current_thread().name]  # once, and at once
+
+
+def test_gains_that_were_put_back_are_counted(clock: _Clock) -> None:
+    def step(breathe: Callable[[], None]) -> None:
+        tuning.undone += 1
+
+    trainer, _ = _trainer(tuning := _Tuning(step))
+    assert trainer.undone == 0
+    trainer.offer(_text(1))
+    assert tuning.learned.get(timeout=SOON) == 1
+    trainer.close()
+    assert trainer.undone == 1

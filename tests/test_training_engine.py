@@ -1,0 +1,356 @@
+"""A model that trains its drafter between requests: what is learned from, when it is used, what stays."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import monotonic
+
+import numpy as np
+import pytest
+
+import edgespec
+from edgespec import LoadOptions, Model, generation, sessions
+from edgespec import decode as decoding
+from edgespec.drafting import choice, reading
+from edgespec.drafting.side import DrafterSide
+from edgespec.learning.trainer import Trainer
+from edgespec.learning.tuning import Example
+from edgespec_models.bundle import MANIFEST
+from edgespec_models.tokenizer import Tokenizer
+from edgespec_runtimes import cost
+from edgespec_runtimes.cpu import CpuSession
+from edgespec_runtimes.graph_io import EdgespecIO
+from edgespec_runtimes.predictions import Predictions
+from tests.tokenizers_for_tests import sentencepiece_json
+from tests.toy import COLUMNS, F32, INT4, LLAMA, QWEN, tiny_bundle
+
+PROMPT = "def add(a, b):"
+LONG = "the quick brown fox jumps over the lazy dog, and the lazy dog sleeps on. " * 3
+OPTIONS = LoadOptions(threads=1, training_share=1.0)
+NEW = 40
+SOON = 30.0  # seconds that nothing here comes near
+
+
+@dataclass(frozen=True, slots=True)
+class _Models:
+    target: Path
+    ending: Path
+    drafter: Path
+    across: Path
+    fixed: Path
+    remainders: Path
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> _Models:
+    folder = tmp_path_factory.mktemp("models")
+    text = sentencepiece_json()
+    foreign = replace(LLAMA, vocab_size=Tokenizer.from_json(text).vocab_size)
+    return _Models(
+        target=tiny_bundle(folder / "target", LLAMA, COLUMNS).path,
+        ending=_ending(tiny_bundle(folder / "ending", LLAMA, COLUMNS).path),
+        drafter=tiny_bundle(folder / "drafter", QWEN, INT4, seed=5, role="drafter").path,
+        across=tiny_bundle(
+            folder / "across", foreign, INT4, seed=6, tokenizer_json=text, role="drafter"
+        ).path,
+        fixed=tiny_bundle(folder / "fixed", QWEN, INT4, seed=5).path,
+        remainders=tiny_bundle(folder / "remainders", QWEN, COLUMNS, seed=5, role="drafter").path,
+    )
+
+
+def _ending(path: Path) -> Path:
+    """Make every eighth token of a target end its answer, so that it ends soon."""
+    manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    manifest["special_tokens"]["eos"] = list(range(3, 404, 8))
+    (path / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock of its own a pass of a target takes a second, of any number of rows, a drafter's 10 ms."""
+    now = 0.0
+
+    class Timed(CpuSession):
+        def _run(self, tokens: Sequence[int], rows: int) -> Predictions:
+            nonlocal now
+            now += 1.0 if self._options.exact_rows else 0.01
+            return super()._run(tokens, rows)
+
+    monkeypatch.setattr(sessions, "CpuSession", Timed)
+    for module in (cost, choice, reading, decoding, generation):
+        monkeypatch.setattr(module, "perf_counter", lambda: now)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    assert not _training()
+
+
+@pytest.fixture
+def model(models: _Models, tmp_path: Path) -> Iterator[Model]:
+    with edgespec.load(models.target, models.drafter, options=OPTIONS, profile=tmp_path / "me") as model:
+        yield model
+
+
+def _training() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "edgespec-training"]
+
+
+def _side(model: Model) -> DrafterSide:
+    assert model._side is not None
+    return model._side
+
+
+def _trainer(model: Model) -> Trainer:
+    trainer = _side(model).trainer
+    assert trainer is not None
+    return trainer
+
+
+def _tuned(model: Model) -> dict[str, F32]:
+    """The gains that the drafter runs with instead of its bundle's."""
+    session = _side(model).session
+    assert isinstance(session, CpuSession) and isinstance(session._io, EdgespecIO)
+    return {name: array for name, (array, _) in session._io._tuned.items()}
+
+
+def _until(done: Callable[[], bool]) -> None:
+    end, never = monotonic() + SOON, threading.Event()
+    while not done():
+        assert monotonic() < end
+        never.wait(0.002)
+
+
+def _learned(model: Model, texts: int) -> None:
+    """Until the drafter has learned from so many texts, and gains wait to be taken."""
+    trainer = _trainer(model)
+    _until(lambda: trainer._tuning is not None and trainer._tuning.texts >= texts)
+    _until(lambda: trainer._gains is not None)
+
+
+def _offered(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[Example]:
+    """What the trainer is offered from now on; it learns nothing."""
+    examples: list[Example] = []
+    monkeypatch.setattr(_trainer(model), "offer", examples.append)
+    return examples
+
+
+def test_a_drafter_is_offered_its_prompt_and_the_answer(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    examples = _offered(model, monkeypatch)
+    result = model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+    prompt = model.target.tokenizer.encode(PROMPT)
+    assert examples == [Example((*prompt, *result.tokens), len(prompt))]
+
+
+def test_the_answer_is_in_the_drafters_own_vocabulary(
+    models: _Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with edgespec.load(models.target, models.across, options=OPTIONS, profile=tmp_path / "me") as model:
+        examples = _offered(model, monkeypatch)
+        result = model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+        ours, theirs = model.target.tokenizer, _side(model).bundle.tokenizer
+    [example] = examples
+    assert example.tokens[: example.start] == tuple(theirs.encode(PROMPT))
+    assert theirs.bytes_of(example.tokens[example.start :]) == ours.bytes_of(result.tokens)
+
+
+@pytest.mark.parametrize("drafter", ["drafter", "across"])
+def test_where_an_answer_ends_stands_the_drafters_own_end(
+    models: _Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafter: str
+) -> None:
+    monkeypatch.setattr("edgespec.drafting.side._SHORTEST", 1)
+    reference = getattr(models, drafter)
+    with edgespec.load(models.ending, reference, options=OPTIONS, profile=tmp_path / "me") as model:
+        examples, stopped = _offered(model, monkeypatch), 0
+        [end, *_] = _side(model).bundle.manifest.special_tokens.eos or (None,)
+        ours, theirs = model.target.tokenizer, _side(model).bundle.tokenizer
+        for prompt in (PROMPT, LONG, "once upon a time"):
+            examples.clear()
+            result = model.generate(prompt, max_new_tokens=150)
+            tokens = result.tokens
+            if result.finish_reason == "stop":
+                tokens, stopped = tokens[:-1], stopped + 1
+            if not tokens and end is None:
+                assert examples == []
+                continue
+            [example] = examples
+            answer = example.tokens[example.start :]
+            if result.finish_reason == "stop" and end is not None:
+                assert answer[-1] == end
+                answer = answer[:-1]
+            assert theirs.bytes_of(answer) == ours.bytes_of(tokens)
+        assert stopped
+
+
+def test_long_prompts_and_answers_are_cut_and_short_answers_left_out(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgespec.drafting.side._PROMPT", 5)
+    monkeypatch.setattr("edgespec.drafting.side._ANSWER", 20)
+    examples = _offered(model, monkeypatch)
+    result = model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+    prompt = model.target.tokenizer.encode(PROMPT)
+    assert len(prompt) > 5
+    assert examples == [Example((*prompt[-5:], *result.tokens[:20]), 5)]
+    model.generate(PROMPT, max_new_tokens=7, stop_at_eos=False)
+    assert len(examples) == 1
+    model.generate(PROMPT, max_new_tokens=8, stop_at_eos=False)
+    assert len(examples) == 2
+
+
+def test_an_answer_left_early_is_learned_from(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    examples = _offered(model, monkeypatch)
+    stream = model.stream(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+    written = 0
+    for piece in stream:
+        written += len(piece)
+        if written > 30:
+            break
+    assert _trainer(model)._busy
+    stream.close()
+    assert not _trainer(model)._busy
+    [example] = examples
+    assert 8 <= len(example.tokens) - example.start < NEW
+
+
+@pytest.mark.parametrize("drafter", ["drafter", "across"])
+def test_greedy_output_is_the_same_whatever_the_drafter_learned(
+    models: _Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafter: str
+) -> None:
+    monkeypatch.setattr("edgespec.drafting.experience.Experience.pays", lambda *_: True)
+    prompts = [PROMPT, LONG, "once upon a time", PROMPT]
+    with edgespec.load(models.target, None, options=LoadOptions(threads=1)) as model:
+        assert model.row_exact
+        plain = [model.generate(p, max_new_tokens=NEW, stop_at_eos=False).tokens for p in prompts]
+    reference = getattr(models, drafter)
+    with edgespec.load(models.target, reference, options=OPTIONS, profile=tmp_path / "me") as model:
+        before: dict[str, F32] = {}
+        for number, (prompt, expected) in enumerate(zip(prompts, plain, strict=True)):
+            result = model.generate(prompt, max_new_tokens=NEW, stop_at_eos=False)
+            assert result.tokens == expected
+            assert result.stats.drafted > 0
+            assert result.stats.profile_problem is None
+            after = _tuned(model)
+            assert set(after) == (_side(model).session.tunable if number else set())
+            for name, gain in before.items():
+                assert not np.array_equal(gain, after[name])
+            before = after
+            _learned(model, number + 1)
+
+
+def test_a_long_conversation_keeps_its_gains(model: Model) -> None:
+    first = model.generate(LONG, max_new_tokens=NEW, stop_at_eos=False)
+    _learned(model, 1)
+    cached = _side(model).session.length
+    assert cached > 64
+    follow = LONG + first.text + " and then"
+    model.generate(follow, max_new_tokens=NEW, stop_at_eos=False)
+    assert _tuned(model) == {}
+    assert _side(model).session.length > cached  # the cache was kept
+    _learned(model, 2)
+    model.generate(follow + " again", max_new_tokens=NEW, stop_at_eos=False)
+    assert _tuned(model) == {}
+    latest = _side(model)._gains
+    assert latest is not None
+    model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+    assert set(_tuned(model)) == _side(model).session.tunable
+
+
+@pytest.mark.parametrize("why", ["share", "profile", "drafter"])
+def test_where_nothing_is_to_be_trained_there_is_no_thread(models: _Models, tmp_path: Path, why: str) -> None:
+    options = replace(OPTIONS, training_share=0.0) if why == "share" else OPTIONS
+    profile = None if why == "profile" else tmp_path / "me"
+    drafter = models.fixed if why == "drafter" else models.drafter
+    with edgespec.load(models.target, drafter, options=options, profile=profile) as model:
+        for _ in range(2):
+            result = model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+            problem = result.stats.profile_problem or ""
+            assert ("export it again" in problem) == (why == "drafter")
+        assert _side(model).trainer is None
+        assert not _training() and _tuned(model) == {}
+
+
+@pytest.mark.parametrize("speculate", [True, False])
+def test_training_stands_still_while_any_request_runs(
+    model: Model, monkeypatch: pytest.MonkeyPatch, speculate: bool
+) -> None:
+    examples = _offered(model, monkeypatch)
+    trainer = _trainer(model)
+    stream = model.stream(PROMPT, max_new_tokens=NEW, stop_at_eos=False, speculate=speculate)
+    assert not trainer._busy
+    next(stream)
+    assert trainer._busy
+    stream.run()
+    assert not trainer._busy
+    assert len(examples) == speculate
+
+
+def test_a_request_that_never_began_is_not_mixed_up_with_the_next(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    examples = _offered(model, monkeypatch)
+    model.stream(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+    model.generate(LONG, max_new_tokens=NEW, stop_at_eos=False, speculate=False)
+    assert examples == []
+
+
+def test_a_request_that_fails_lets_training_go_on(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a pass failed")
+
+    session = model._session
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "predict", fail)
+        with pytest.raises(RuntimeError):
+            model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+    assert not _trainer(model)._busy
+    model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+    _learned(model, 1)
+
+
+def test_what_was_taught_is_there_at_the_next_load(models: _Models, tmp_path: Path) -> None:
+    def load() -> Model:
+        return edgespec.load(models.target, models.drafter, options=OPTIONS, profile=tmp_path / "me")
+
+    with load() as model:
+        model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+        _learned(model, 1)
+        taught = dict(_trainer(model)._gains or {})
+    assert taught
+    with load() as model:
+        model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+        recalled = _tuned(model)
+        assert recalled.keys() == taught.keys()
+        for name, gain in taught.items():
+            np.testing.assert_allclose(recalled[name], gain, atol=1e-6)
+
+
+def test_another_profile_begins_with_the_bundles_gains(model: Model, tmp_path: Path) -> None:
+    model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+    _learned(model, 1)
+    model.generate(LONG, max_new_tokens=NEW, stop_at_eos=False)
+    assert _tuned(model)
+    _learned(model, 2)
+    model.use_profile(tmp_path / "someone else")
+    assert _tuned(model) == {} and len(_training()) == 0
+    model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+    assert _tuned(model) == {}
+
+
+def test_a_drafter_that_cannot_be_trained_is_told_and_used(
+    models: _Models, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reference = models.remainders
+    with edgespec.load(models.target, reference, options=OPTIONS, profile=tmp_path / "me") as model:
+        first = model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+        _until(lambda: _trainer(model).problem is not None)
+        again = model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+    assert first.stats.profile_problem is None
+    assert again.stats.profile_problem is not None and "remainders" in again.stats.profile_problem
+    assert again.tokens == first.tokens and "remainders" in caplog.text

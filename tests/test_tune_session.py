@@ -1,0 +1,189 @@
+"""Sessions with other gains: the bits of a bundle that has them stored; what cannot be tuned says so."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgespec_models.bundle import GRAPH, Bundle
+from edgespec_models.config import ModelConfig
+from edgespec_models.errors import RequestError
+from edgespec_models.foreign import open_bundle
+from edgespec_models.graphs.decoder import Precision
+from edgespec_models.onnx_header import read_header
+from edgespec_models.weight_format import WeightFormat
+from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from tests.foreign_for_tests import ForeignSpec, write_genai, write_optimum
+from tests.toy import F32, FLOAT, GEMMA, INT4, LLAMA, TinyModel, tiny_bundle
+
+OPTIONS = CpuOptions(threads=1, exact_rows=False)
+TOKENS = [5, 17, 300, 2, 2, 41, 17, 300, 99, 250, 7, 63]
+
+
+def _other(model: TinyModel, seed: int = 1) -> dict[str, F32]:
+    """Gains that are not the bundle's."""
+    rng = np.random.default_rng(seed)
+    stored = {name: gain for name, gain in model.weights.items() if name.endswith("norm.weight")}
+    return {
+        name: gain * rng.uniform(0.7, 1.3, gain.shape).astype(np.float32) for name, gain in stored.items()
+    }
+
+
+def _stored(model: TinyModel, gains: dict[str, F32], folder: Path) -> Bundle:
+    """A copy of the bundle that has ``gains``."""
+    shutil.copytree(model.path, folder)
+    weights = read_header(folder / GRAPH).weights
+    with (folder / f"{GRAPH}.data").open("r+b") as file:
+        for name, gain in gains.items():
+            file.seek(weights[name].offset)
+            file.write(gain.tobytes())
+    return Bundle(folder)
+
+
+def _passes(session: CpuSession) -> list[F32]:
+    """Logits of passes of several widths."""
+    session.truncate(0)
+    logits = [session.next_logits(TOKENS).copy()]
+    session.truncate(0)
+    logits += [session.forward(part).copy() for part in (TOKENS[:5], TOKENS[5:6], TOKENS[6:8], TOKENS[8:])]
+    return logits
+
+
+def _assert_same_bits(got: list[F32], expected: list[F32]) -> None:
+    for left, right in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+@pytest.mark.parametrize("form", [FLOAT, INT4], ids=lambda form: form.name)
+@pytest.mark.parametrize("config", [LLAMA, GEMMA], ids=lambda config: config.architecture)
+def test_a_tuned_session_gives_the_bits_of_a_bundle_with_these_gains(
+    tmp_path: Path, config: ModelConfig, form: WeightFormat
+) -> None:
+    model = tiny_bundle(tmp_path / "m", config, form, role="drafter")
+    gains = _other(model)
+    session = CpuSession(model.bundle, OPTIONS)
+    assert session.tunable == gains.keys()
+    before = _passes(session)
+    session.tune(gains)
+    assert session.length == 0
+    tuned = _passes(session)
+    other = CpuSession(_stored(model, gains, tmp_path / "other"), OPTIONS)
+    _assert_same_bits(tuned, _passes(other))
+    assert np.abs(tuned[0] - before[0]).max() > 1e-2
+    other.close()
+    session.close()
+
+
+def test_the_stored_gains_give_the_stored_bits(tmp_path: Path) -> None:
+    model = tiny_bundle(tmp_path / "m", GEMMA, INT4, role="drafter")
+    session = CpuSession(model.bundle, OPTIONS)
+    before = _passes(session)
+    session.tune(_other(model))
+    assert not np.array_equal(_passes(session)[0], before[0])
+    session.tune({name: model.weights[name] for name in session.tunable})
+    _assert_same_bits(_passes(session), before)
+    session.tune(_other(model, 2))
+    _passes(session)
+    session.tune({})  # none are replaced
+    _assert_same_bits(_passes(session), before)
+    session.close()
+
+
+def test_tuning_empties_the_cache_and_keeps_its_room(tmp_path: Path) -> None:
+    model = tiny_bundle(tmp_path / "m", role="drafter")
+    session = CpuSession(model.bundle, OPTIONS)
+    session.reserve(300)
+    session.prefill(TOKENS)
+    capacity, taken = session.capacity, session.kv_bytes
+    assert session.shared_prefix(TOKENS) == len(TOKENS)
+    session.tune(_other(model))
+    assert (session.length, session.shared_prefix(TOKENS)) == (0, 0)
+    assert (session.capacity, session.kv_bytes) == (capacity, taken)
+    session.close()
+
+
+def test_gains_are_copied(tmp_path: Path) -> None:
+    model = tiny_bundle(tmp_path / "m", role="drafter")
+    session, gains = CpuSession(model.bundle, OPTIONS), _other(model)
+    session.tune(gains)
+    before = _passes(session)
+    for gain in gains.values():
+        gain[:] = 0.0
+    _assert_same_bits(_passes(session), before)
+    session.close()
+
+
+def test_gains_stay_where_the_cache_grows_and_columns_change(tmp_path: Path) -> None:
+    model = tiny_bundle(tmp_path / "m", role="drafter")
+    gains = _other(model)
+    session = CpuSession(model.bundle, OPTIONS)
+    session.tune(gains)
+    before = _passes(session)
+    session.reserve(600)
+    session.offer([1, 2])  # no trimmed head: no notice
+    _assert_same_bits(_passes(session), before)
+    session.close()
+
+
+@pytest.mark.parametrize("name", ["rope_cos", "lm_head.parts.0.weight", "input_ids", "nonsense"])
+def test_unknown_weights_are_refused_and_change_nothing(tmp_path: Path, name: str) -> None:
+    model = tiny_bundle(tmp_path / "m", role="drafter")
+    session = CpuSession(model.bundle, OPTIONS)
+    before = _passes(session)
+    session.prefill(TOKENS)
+    with pytest.raises(RequestError, match=name):
+        session.tune({**_other(model), name: np.zeros(3, np.float32)})
+    assert session.length == len(TOKENS)
+    _assert_same_bits(_passes(session), before)
+    session.close()
+
+
+@pytest.mark.parametrize("shape", [(95,), (97,), (1,), (2, 48)])
+def test_gains_of_another_shape_are_refused_and_change_nothing(
+    tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    model = tiny_bundle(tmp_path / "m", role="drafter")
+    session = CpuSession(model.bundle, OPTIONS)
+    before = _passes(session)
+    with pytest.raises(RequestError, match=r"final_norm\.weight"):
+        session.tune({"final_norm.weight": np.ones(shape, np.float32)})
+    _assert_same_bits(_passes(session), before)
+    session.close()
+
+
+def test_a_closed_session_is_not_tuned(tmp_path: Path) -> None:
+    session = CpuSession(tiny_bundle(tmp_path / "m", role="drafter").bundle, OPTIONS)
+    session.close()
+    with pytest.raises(RequestError, match="closed"):
+        session.tune({})
+
+
+@pytest.mark.parametrize("what", ["target", "float16", "genai", "optimum"])
+def test_other_graphs_have_nothing_to_tune(tmp_path: Path, what: str) -> None:
+    if what == "genai":
+        bundle = open_bundle(write_genai(tmp_path / "m", ForeignSpec()))
+    elif what == "optimum":
+        bundle = open_bundle(write_optimum(tmp_path / "m", ForeignSpec(attention="concat")))
+    else:
+        half = Precision("float16", "float16") if what == "float16" else Precision("float32", "float32")
+        role = "target" if what == "target" else "drafter"
+        bundle = tiny_bundle(tmp_path / "m", LLAMA, FLOAT, precision=half, role=role).bundle  # type: ignore[arg-type]
+        assert not [name for name in read_header(bundle.graph).inputs if "norm" in name]
+    if what == "float16":  # the CPU does not run it
+        return
+    session = CpuSession(bundle, OPTIONS)
+    assert session.tunable == frozenset()
+    with pytest.raises(RequestError, match="replaced"):
+        session.tune({"final_norm.weight": np.ones(96, np.float32)})
+    session.close()
+
+
+def test_onnx_runtime_warns_nobody_of_gains_that_are_inputs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    session = CpuSession(tiny_bundle(tmp_path / "m", role="drafter").bundle, OPTIONS)
+    session.tune({})
+    _passes(session)
+    session.close()
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,281 @@
+"""A drafter's gains learn a text, are told in sums, and are put back where they mislead."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import reduce
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgespec.learning.decoder import NumpyDecoder, Reading
+from edgespec.learning.lesson import ROWS, Lesson, Table
+from edgespec.learning.tuning import Example, Tuning
+from edgespec_models.bundle import Bundle
+from edgespec_models.config import ModelConfig
+from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from tests.toy import GEMMA, LLAMA, tiny_bundle
+
+STRANGE = Example((5, 17, 300, 2, 2, 41, 17, 300, 99, 250, 7, 63, 11, 390, 18, 5, 17, 301, 4, 77, 6), 6)
+"""Nothing that a random model would write."""
+PROMPT, WRITTEN = (5, 17, 300, 2), 40
+CHECKED = 4
+"""Every so many texts, gains are compared with those that proved themselves."""
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return tiny_bundle(tmp_path_factory.mktemp("tuning") / "m", LLAMA, role="drafter").bundle
+
+
+@pytest.fixture(scope="module")
+def own(bundle: Bundle) -> Example:
+    """What the drafter itself writes: all of it is guessed right."""
+    session, tokens = CpuSession(bundle, CpuOptions(threads=1, exact_rows=False)), list(PROMPT)
+    for _ in range(WRITTEN):
+        tokens.append(int(session.next_logits(tokens).argmax()))
+    session.close()
+    return Example(tuple(tokens), len(PROMPT))
+
+
+@pytest.fixture
+def decoder(bundle: Bundle) -> NumpyDecoder:
+    return NumpyDecoder(bundle)
+
+
+def _gains(tuning: Tuning) -> np.ndarray:
+    return np.concatenate(list(tuning.gains.values()))
+
+
+def _poison(decoder: NumpyDecoder, factor: float = -2.0) -> Table:
+    """Gains that point the other way."""
+    table = np.zeros((ROWS, len(decoder.gains)), np.float32)
+    table[0] = np.float32(factor) * decoder.gains.stored
+    return table
+
+
+@pytest.mark.parametrize("config", [LLAMA, GEMMA], ids=lambda config: config.architecture)
+def test_a_text_is_learned(tmp_path: Path, config: ModelConfig) -> None:
+    tuning = Tuning(NumpyDecoder(tiny_bundle(tmp_path / "m", config, role="drafter").bundle))
+    readings = [tuning.learn(STRANGE) for _ in range(160)]
+    first, last = readings[0], readings[-1]
+    assert first.right.mean() < 0.2 and last.right.mean() > 0.8
+    assert last.loss < 0.5 * first.loss
+    losses = [reading.loss for reading in readings]
+    assert losses[0] > losses[40] > losses[80] > losses[159]
+    assert (tuning.texts, tuning.undone) == (160, 0)
+
+
+def test_what_is_learned_serves_related_texts(decoder: NumpyDecoder) -> None:
+    related = Example((9, *STRANGE.tokens[1:]), STRANGE.start)
+    before = Tuning(decoder).learn(related)
+    tuning = Tuning(decoder)
+    for _ in range(40):
+        tuning.learn(STRANGE)
+    assert tuning.learn(related).loss < 0.95 * before.loss
+
+
+def test_lessons_add_up(decoder: NumpyDecoder, own: Example) -> None:
+    tuning = Tuning(decoder)
+    assert tuning.lesson() is None
+    lessons: list[Lesson] = []
+    for count in (1, 3, 2):
+        for _ in range(count):
+            tuning.learn(STRANGE)
+            tuning.learn(own)
+        lesson = tuning.lesson()
+        assert lesson is not None and not lesson.anew
+        assert lesson.change.shape == (ROWS, len(decoder.gains)) and lesson.change.dtype == np.float32
+        lessons.append(lesson)
+        assert tuning.lesson() is None
+    answers = len(STRANGE.tokens) - STRANGE.start + WRITTEN
+    assert [lesson.tokens for lesson in lessons] == [answers, 3 * answers, 2 * answers]
+    table = sum((lesson.change for lesson in lessons[1:]), lessons[0].change)
+    together = reduce(lambda earlier, lesson: lesson.after(earlier), lessons)
+    np.testing.assert_allclose(together.change, table, atol=1e-7)
+    assert together.tokens == 6 * answers
+    again = Tuning(decoder, table)
+    np.testing.assert_allclose(_gains(again), _gains(tuning), atol=1e-6)
+    ours, theirs = tuning.learn(STRANGE), again.learn(STRANGE)
+    assert ours.loss == pytest.approx(theirs.loss, rel=1e-4)
+    np.testing.assert_array_equal(ours.right, theirs.right)
+
+
+def test_a_stored_state_is_not_thrown_off_by_the_next_text(decoder: NumpyDecoder) -> None:
+    tuning = Tuning(decoder)
+    for _ in range(30):
+        tuning.learn(STRANGE)
+    lesson = tuning.lesson()
+    assert lesson is not None
+    again = Tuning(decoder, lesson.change)
+    losses = [again.learn(STRANGE).loss for _ in range(5)]
+    assert max(losses) <= losses[0] * 1.02
+
+
+def test_the_table_that_was_given_stays_the_callers(decoder: NumpyDecoder) -> None:
+    table = np.zeros((ROWS, len(decoder.gains)), np.float32)
+    tuning = Tuning(decoder, table)
+    tuning.learn(STRANGE)
+    assert not table.any()
+    for gain in tuning.gains.values():  # nor are the gains the tuning's
+        gain[:] = 0.0
+    assert _gains(tuning).all()
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        np.ones((ROWS, 7), np.float32),
+        np.ones((2, 480), np.float32),
+        np.ones(480, np.float32),
+        np.full((ROWS, 480), np.inf, np.float32),
+        np.full((ROWS, 480), np.nan, np.float32),
+    ],
+    ids=["other gains", "other rows", "flat", "inf", "nan"],
+)
+def test_tables_of_no_use_are_ignored(decoder: NumpyDecoder, table: Table) -> None:
+    assert len(decoder.gains) == 480
+    tuning, anew = Tuning(decoder, table), Tuning(decoder)
+    np.testing.assert_array_equal(_gains(tuning), decoder.gains.stored)
+    for either in (tuning, anew):
+        either.learn(STRANGE)
+    np.testing.assert_array_equal(_gains(tuning), _gains(anew))
+
+
+def test_what_misleads_is_put_back(
+    decoder: NumpyDecoder, own: Example, caplog: pytest.LogCaptureFixture
+) -> None:
+    tuning = Tuning(decoder, _poison(decoder))
+    with caplog.at_level(logging.WARNING, logger="edgespec"):
+        assert tuning.learn(own).right.sum() < WRITTEN / 2
+    assert tuning.undone == 1 and len(caplog.messages) == 1
+    assert "right less often" in caplog.messages[0]
+    np.testing.assert_array_equal(_gains(tuning), decoder.gains.stored)
+    lesson = tuning.lesson()
+    assert lesson is not None and lesson.anew and not lesson.change.any()
+    assert tuning.learn(own).right.all()
+
+
+@pytest.mark.parametrize("factor", [1e10, -1e25, 1e30])
+def test_gains_that_compute_no_numbers_are_put_back_at_once_or_at_the_next_check(
+    decoder: NumpyDecoder, own: Example, factor: float
+) -> None:
+    tuning = Tuning(decoder, _poison(decoder, factor))
+    for _ in range(CHECKED):
+        tuning.learn(own)
+    assert tuning.undone == 1
+    assert tuning.learn(own).right.sum() > 0.9 * WRITTEN
+
+
+def test_gradients_that_are_no_numbers_put_back_what_was_good(
+    decoder: NumpyDecoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tuning = Tuning(decoder)
+    tuning.learn(STRANGE)
+    assert tuning.lesson() is not None
+    read = decoder.read
+
+    def broken(*args: object, **keywords: object) -> Reading:
+        reading: Reading = read(*args, **keywords)  # type: ignore[arg-type]
+        assert reading.gradient is not None
+        reading.gradient[3] = np.nan
+        return reading
+
+    monkeypatch.setattr(decoder, "read", broken)
+    with caplog.at_level(logging.WARNING, logger="edgespec"):
+        tuning.learn(STRANGE)
+    assert tuning.undone == 1 and "not finite" in caplog.text
+    np.testing.assert_array_equal(_gains(tuning), decoder.gains.stored)
+    monkeypatch.undo()
+    tuning.learn(STRANGE)
+    lesson = tuning.lesson()
+    assert lesson is not None and lesson.anew and np.isfinite(lesson.change).all()
+    np.testing.assert_allclose(_gains(Tuning(decoder, lesson.change)), _gains(tuning), atol=1e-6)
+
+
+def _proved(decoder: NumpyDecoder) -> Tuning:
+    """A tuning with gains that have proved themselves, of which nothing is untold."""
+    tuning = Tuning(decoder)
+    for _ in range(20 * CHECKED):
+        tuning.learn(STRANGE)
+    assert tuning.lesson() is not None
+    return tuning
+
+
+def test_the_gains_that_proved_themselves_are_what_is_put_back(
+    decoder: NumpyDecoder, own: Example, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuning = _proved(decoder)
+    monkeypatch.setattr(
+        decoder, "read", lambda *_, **__: Reading(1.0, np.zeros(1, bool), np.full(480, np.nan, np.float32))
+    )
+    tuning.learn(STRANGE)
+    lesson = tuning.lesson()
+    assert lesson is not None and not lesson.anew  # what others learned meanwhile stays
+    good = _gains(tuning)
+    assert not np.array_equal(good, decoder.gains.stored)
+    tuning.learn(STRANGE)  # they fail too
+    np.testing.assert_array_equal(_gains(tuning), decoder.gains.stored)
+    lesson = tuning.lesson()
+    assert lesson is not None and lesson.anew and tuning.undone == 2
+    monkeypatch.undo()
+    read = decoder.read(STRANGE.tokens, STRANGE.start, good, differentiate=False)
+    assert read.right.any()
+
+
+class _StopError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("texts", [0, CHECKED])
+def test_a_text_that_is_given_up_changes_nothing(decoder: NumpyDecoder, texts: int) -> None:
+    breaths = 0
+
+    def breathe_until(most: int) -> Callable[[], None]:
+        def breathe() -> None:
+            nonlocal breaths
+            breaths += 1
+            if breaths > most:
+                raise _StopError
+
+        return breathe
+
+    tuning = Tuning(decoder)
+    for _ in range(texts):
+        tuning.learn(STRANGE)
+    tuning.lesson()
+    before = _gains(tuning)
+    tuning_reads = 2 * LLAMA.num_layers + 1 + (LLAMA.num_layers + 1) * (texts == CHECKED)
+    for most in range(tuning_reads):
+        breaths = 0
+        with pytest.raises(_StopError):
+            tuning.learn(STRANGE, breathe_until(most))
+    np.testing.assert_array_equal(_gains(tuning), before)
+    assert (tuning.texts, tuning.lesson()) == (texts, None)
+    breaths = 0
+    tuning.learn(STRANGE, breathe_until(tuning_reads))
+    assert tuning.texts == texts + 1
+
+
+def test_an_answer_that_it_cannot_write_is_no_lesson(tmp_path: Path) -> None:
+    decoder = NumpyDecoder(tiny_bundle(tmp_path / "m", LLAMA, role="drafter", head_tokens=(400, 401)).bundle)
+    tuning = Tuning(decoder)
+    for _ in range(CHECKED):
+        tuning.learn(STRANGE)
+    assert tuning.lesson() is None and tuning.undone == 0
+    np.testing.assert_array_equal(_gains(tuning), decoder.gains.stored)
+    tuning.learn(replace(STRANGE, tokens=(*STRANGE.tokens, 400)))
+    lesson = tuning.lesson()
+    assert lesson is not None and lesson.tokens == 1
+
+
+def test_lessons_after_one_another() -> None:
+    def lesson(value: float, *, anew: bool = False, tokens: int = 1) -> Lesson:
+        return Lesson(np.full((ROWS, 2), value, np.float32), anew, tokens)
+
+    assert lesson(1.0).after(None).change[0, 0] == 1.0
+    both = lesson(2.0).after(lesson(1.0, anew=True, tokens=3))
+    assert (both.change[0, 0], both.anew, both.tokens) == (3.0, True, 4)
+    both = lesson(2.0, anew=True).after(lesson(1.0, tokens=3))
+    assert (both.change[0, 0], both.anew) == (2.0, True)
