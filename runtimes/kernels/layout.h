@@ -1,0 +1,122 @@
+// How matrices and activations lie in memory, the same for every instruction set.
+//
+// A matrix is cut into tiles of 16 rows ("columns" of the product, one for each lane) by 32 or 256 inputs,
+// the block of its format; tiles follow each other along the inputs, then down the rows. Four inputs that
+// follow each other are a group. Codes lie in lines of 64 bytes: byte 4 * lane + i is input i of a group of
+// that lane, so that one 32-bit broadcast of four activations meets all lanes. Weights are
+//
+//     scale * (code - zero) - minimum
+//
+// with the codes, scales and minimums of the GGUF file, at its bits per weight.
+#pragma once
+
+#include <cstdint>
+
+namespace edgespec {
+
+constexpr int kLanes = 16;   // rows of a matrix in a tile
+constexpr int kBlock = 32;   // inputs that share a scale of activations
+constexpr int kGroups = 8;   // groups of four in such a block
+constexpr int kLine = 64;    // bytes
+
+// 32 activations, rounded to 8 bits.
+struct Activations {
+  int8_t codes[kBlock];
+  float scale;
+  float negated_sum;        // minus scale times the sum of the codes
+  int32_t negated_sums[2];  // of the first 16 codes and of the others
+};
+static_assert(sizeof(Activations) == 48);
+
+// What differs between formats. A tile has `kSubBlocks` times a block of 32 inputs.
+//
+//     kLow     lines of a block that hold two groups (4 bits) or four (2 bits) or one (8 bits) each
+//     kHigh    lines of a block with the bits above them: 1 bit of all 8 groups, or 2 bits of 4 groups
+//     kScales  scales of a block: 1, or 2 of 16 inputs each
+enum class Scale { half, bytes, signed_bytes, nibbles };
+
+struct Q4_0 {
+  static constexpr int kBits = 4, kHighBits = 0, kSubBlocks = 1, kScales = 1, kZero = 8;
+  static constexpr Scale kScale = Scale::half;
+  static constexpr bool kMinimums = false;
+};
+struct Q4_1 {
+  static constexpr int kBits = 4, kHighBits = 0, kSubBlocks = 1, kScales = 1, kZero = 0;
+  static constexpr Scale kScale = Scale::half;
+  static constexpr bool kMinimums = true;
+};
+struct Q5_0 {
+  static constexpr int kBits = 4, kHighBits = 1, kSubBlocks = 1, kScales = 1, kZero = 16;
+  static constexpr Scale kScale = Scale::half;
+  static constexpr bool kMinimums = false;
+};
+struct Q5_1 {
+  static constexpr int kBits = 4, kHighBits = 1, kSubBlocks = 1, kScales = 1, kZero = 0;
+  static constexpr Scale kScale = Scale::half;
+  static constexpr bool kMinimums = true;
+};
+struct Q8_0 {
+  static constexpr int kBits = 8, kHighBits = 0, kSubBlocks = 1, kScales = 1, kZero = 128;
+  static constexpr Scale kScale = Scale::half;
+  static constexpr bool kMinimums = false;
+};
+struct Q2_K {
+  static constexpr int kBits = 2, kHighBits = 0, kSubBlocks = 8, kScales = 2, kZero = 0;
+  static constexpr Scale kScale = Scale::nibbles;
+  static constexpr bool kMinimums = true;
+};
+struct Q3_K {
+  static constexpr int kBits = 2, kHighBits = 1, kSubBlocks = 8, kScales = 2, kZero = 4;
+  static constexpr Scale kScale = Scale::signed_bytes;
+  static constexpr bool kMinimums = false;
+};
+struct Q4_K {
+  static constexpr int kBits = 4, kHighBits = 0, kSubBlocks = 8, kScales = 1, kZero = 0;
+  static constexpr Scale kScale = Scale::bytes;
+  static constexpr bool kMinimums = true;
+};
+struct Q5_K {
+  static constexpr int kBits = 4, kHighBits = 1, kSubBlocks = 8, kScales = 1, kZero = 0;
+  static constexpr Scale kScale = Scale::bytes;
+  static constexpr bool kMinimums = true;
+};
+struct Q6_K {
+  static constexpr int kBits = 4, kHighBits = 2, kSubBlocks = 8, kScales = 2, kZero = 32;
+  static constexpr Scale kScale = Scale::signed_bytes;
+  static constexpr bool kMinimums = false;
+};
+
+// Where the parts of a tile begin: low bits, high bits, scales and minimums of blocks, float16 factors.
+template <class Format>
+struct Tile {
+  static constexpr int kInputs = kBlock * Format::kSubBlocks;
+  static constexpr int kLowLines = Format::kBits;  // of a block: 8 groups of 4 inputs, 16 lanes
+  static constexpr int kHighLines = Format::kHighBits;
+  static constexpr bool kHalfScales = Format::kScale == Scale::half;
+  static constexpr int kScaleBytes = kHalfScales ? 0 : Format::kScales * kLanes;  // of a block
+  static constexpr bool kByteMinimums = Format::kMinimums && Format::kScale == Scale::bytes;
+  static constexpr int kHigh = Format::kSubBlocks * kLowLines * kLine;
+  static constexpr int kScaleAt = kHigh + Format::kSubBlocks * kHighLines * kLine;
+  static constexpr int kMinimumAt = kScaleAt + Format::kSubBlocks * kScaleBytes;
+  static constexpr int kFactorAt = kMinimumAt + (kByteMinimums ? Format::kSubBlocks * kScaleBytes : 0);
+  static constexpr int kBytes = kFactorAt + (Format::kMinimums ? 4 : 2) * kLanes;
+};
+static_assert(Tile<Q4_0>::kBytes == 288 && Tile<Q4_1>::kBytes == 320 && Tile<Q5_0>::kBytes == 352);
+static_assert(Tile<Q5_1>::kBytes == 384 && Tile<Q8_0>::kBytes == 544 && Tile<Q2_K>::kBytes == 1344);
+static_assert(Tile<Q3_K>::kBytes == 1824 && Tile<Q4_K>::kBytes == 2368 && Tile<Q5_K>::kBytes == 2880);
+static_assert(Tile<Q6_K>::kBytes == 3360);
+
+// In the order of the tables of functions.
+#define EDGESPEC_FORMATS(X) X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K)
+
+struct FormatInfo {
+  const char* name;
+  int inputs;  // of a tile
+  int bytes;
+};
+#define EDGESPEC_INFO(name) {#name, Tile<name>::kInputs, Tile<name>::kBytes},
+constexpr FormatInfo kFormats[] = {EDGESPEC_FORMATS(EDGESPEC_INFO)};
+#undef EDGESPEC_INFO
+constexpr int kFormatCount = sizeof(kFormats) / sizeof(kFormats[0]);
+
+}  // namespace edgespec

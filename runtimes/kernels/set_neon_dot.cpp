@@ -1,0 +1,36 @@
+// ARM with the dot product of signed bytes (ARMv8.2).
+#define EDGESPEC_SET neon_dot
+#include "set_neon.inl"
+
+// Codes of 8 bits are made signed, which takes 128 off them.
+template <int zero>
+inline I begin(int32_t negated) {
+  return zero == 128 ? I{} : I{} + negated * zero;
+}
+
+template <int n, int largest>
+inline I dots(I sums, const B* codes, const int8_t* activations) {
+  int32x4_t low = (int32x4_t)__builtin_shufflevector(sums, sums, 0, 1, 2, 3);
+  int32x4_t high = (int32x4_t)__builtin_shufflevector(sums, sums, 4, 5, 6, 7);
+#pragma GCC unroll 8
+  for (int g = 0; g < n; g++) {
+    const B code = largest > 127 ? codes[g] ^ 128 : codes[g];
+    int8x16_t w[2];
+    __builtin_memcpy(w, &code, sizeof w);
+    int32_t four;
+    __builtin_memcpy(&four, activations + 4 * g, sizeof four);
+    const int8x16_t a = vreinterpretq_s8_s32(vdupq_n_s32(four));
+    low = vdotq_s32(low, w[0], a);
+    high = vdotq_s32(high, w[1], a);
+  }
+  I result;
+  __builtin_memcpy(&result, &low, sizeof low);
+  __builtin_memcpy(reinterpret_cast<char*>(&result) + sizeof low, &high, sizeof high);
+  return result;
+}
+
+#include "generic.inl"
+
+}  // namespace
+#include "table.inl"
+}  // namespace edgespec::neon_dot

@@ -1,0 +1,8 @@
+// The table of an instruction set's kernels; included behind generic.inl.
+
+#define EDGESPEC_TEXT_(x) #x
+#define EDGESPEC_TEXT(x) EDGESPEC_TEXT_(x)
+
+extern const Kernels kTable;
+const Kernels kTable = {EDGESPEC_TEXT(EDGESPEC_SET), normalize, quantize, project, attend,
+                        gather, largest, sum_exp};
