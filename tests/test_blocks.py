@@ -17,8 +17,12 @@ HALVES = {
     GGMLType.Q4_0: (0,),
     GGMLType.Q4_1: (0, 2),
     GGMLType.Q5_0: (0,),
+    GGMLType.Q5_1: (0, 2),
     GGMLType.Q8_0: (0,),
+    GGMLType.Q2_K: (80, 82),
+    GGMLType.Q3_K: (108,),
     GGMLType.Q4_K: (0, 2),
+    GGMLType.Q5_K: (0, 2),
     GGMLType.Q6_K: (208,),
 }
 """Where a block holds float16 numbers."""

@@ -1,12 +1,12 @@
 """From a checkpoint to a bundle: plan, write, check, place."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from edgespec_export.bundle_files import hash_files, parameters_by_class, write_json, write_texts
 from edgespec_export.extra import require_extra
@@ -36,11 +36,13 @@ from edgespec_runtimes.memory import peak_memory_bytes
 if TYPE_CHECKING:
     from edgespec_export.checkpoint import Checkpoint
     from edgespec_export.graph_files import WrittenGraph
+    from edgespec_export.parity import Golden
     from edgespec_export.plan import Policy
 
 __all__ = ["ExportOptions", "ExportReport", "export_model"]
 
 _CUDA_ROWS = 8
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,15 @@ class ExportOptions:
     device: ExportDevice | None = None
     buckets: tuple[int, ...] = ()
     chip: str | None = None
+
+    @property
+    def native(self) -> bool:
+        """Whether the graph consists of edgespec's own operators: on CPUs, but for portable bundles.
+
+        An int8 KV cache is of ONNX Runtime's attention.
+        """
+        chosen = self.weights in (None, "exact") and isinstance(self.quantization, Quantization | None)
+        return chosen and self.device is None and self.kv == "float32" and not self.hidden_states
 
 
 def export_model(
@@ -187,8 +198,7 @@ def _write(
         written = write_graph(checkpoint, folder, options, settled, progress)
         float_kv_layers: tuple[int, ...] = ()
         if options.kv == "int8":
-            even_rows = written.even_rows(head=False)
-            float_kv_layers = _quantize_cache(folder, checkpoint.config, special, even_rows)
+            float_kv_layers = _quantize_cache(folder, checkpoint.config, special, written.even_rows)
         manifest = _manifest(checkpoint, folder, written, options, (source.resolve().name, digest))
         head_rows = None if settled[0] is None else len(settled[0])
         manifest = replace(manifest, float_kv_layers=float_kv_layers, head_rows=head_rows)
@@ -205,25 +215,26 @@ def _manifest(
     source: tuple[str, str],
 ) -> Manifest:
     """But for what is settled beside the graph: rows of the LM head, layers whose cache is not quantized."""
-    head, floats = written.plan.linears["lm_head"], written.plan.precision.activations
+    floats = written.activations
     return Manifest(
         name=options.name or checkpoint.model_name,
         role=options.role,
         config=checkpoint.config,
-        even_rows=written.even_rows(head=False),
+        even_rows=written.even_rows,
         hidden_states=options.hidden_states,
         weights=written.weights,
         formats=_weights_by_format(written.losses),
         bytes_by_class=written.bytes_by_class,
-        parameters_by_class=parameters_by_class(checkpoint, head.in_features * head.out_features),
+        parameters_by_class=parameters_by_class(checkpoint, written.head_weights),
         special_tokens=checkpoint.special_tokens(),
         provenance={"source": source[0], "sha256": source[1], "edgespec": version("edgespec")},
         files={file.name: FileRecord.of(file) for file in sorted(folder.iterdir())},
         kv="int8" if options.kv == "int8" else floats,
-        even_head=written.even_rows(head=True),
+        even_head=written.even_head,
         activations=floats,
         device="cuda" if options.device == "cuda" else None,
-        choices=written.plan.choices,
+        choices=written.choices,
+        operators=written.operators,
     )
 
 
@@ -265,6 +276,8 @@ def _check(folder: Path, digest: str, progress: ProgressCallback) -> tuple[bool,
     bundle = Bundle(folder)
     _ = bundle.tokenizer, bundle.chat_template
     golden = find_golden(digest)
+    if bundle.manifest.operators == "edgespec":
+        return _check_native(bundle, golden, progress)
     pieces = cut(folder / GRAPH)
     result = run_pieces(
         _reported(pieces, progress),
@@ -281,6 +294,29 @@ def _check(folder: Path, digest: str, progress: ProgressCallback) -> tuple[bool,
         piece.unlink()
     progress(Progress("Checking", len(pieces), len(pieces), "step"))
     return result.row_exact, parity
+
+
+def _check_native(bundle: Bundle, golden: "Golden | None", progress: ProgressCallback) -> tuple[bool, Any]:
+    """The same, of a whole session: its weights are mapped, so that it takes no more memory than a piece."""
+    from edgespec_export.parity import check_parity, session_logits
+    from edgespec_runtimes.cpu import CpuSession
+
+    session = CpuSession(bundle)
+    try:
+        row_exact, parity = session.self_test(), None
+        if golden is not None:
+            texts = session_logits(session, golden)
+            parity = check_parity(_counted(texts, len(golden.texts), progress), golden, bundle.head_tokens)
+    finally:
+        session.close()
+    return row_exact, parity
+
+
+def _counted(items: Iterable[T], count: int, progress: ProgressCallback) -> Iterator[T]:
+    for number, item in enumerate(items):
+        progress(Progress("Checking", number, count, "step"))
+        yield item
+    progress(Progress("Checking", count, count, "step"))
 
 
 def _reported(pieces: Sequence[Path], progress: ProgressCallback) -> Iterator[Path]:

@@ -41,8 +41,12 @@ class GGMLType(IntEnum):
     Q4_0 = 2
     Q4_1 = 3
     Q5_0 = 6
+    Q5_1 = 7
     Q8_0 = 8
+    Q2_K = 10
+    Q3_K = 11
     Q4_K = 12
+    Q5_K = 13
     Q6_K = 14
     BF16 = 30
 
@@ -55,8 +59,12 @@ BLOCK_LAYOUT: Mapping[GGMLType, tuple[int, int]] = MappingProxyType(
         GGMLType.Q4_0: (32, 18),
         GGMLType.Q4_1: (32, 20),
         GGMLType.Q5_0: (32, 22),
+        GGMLType.Q5_1: (32, 24),
         GGMLType.Q8_0: (32, 34),
+        GGMLType.Q2_K: (256, 84),
+        GGMLType.Q3_K: (256, 110),
         GGMLType.Q4_K: (256, 144),
+        GGMLType.Q5_K: (256, 176),
         GGMLType.Q6_K: (256, 210),
     }
 )

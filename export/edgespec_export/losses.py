@@ -12,9 +12,9 @@ from edgespec_export.blocks import F32, Blocks, unpack
 from edgespec_export.checkpoint import Checkpoint
 from edgespec_export.encode import Encoded, decode_linear
 from edgespec_export.report import FormatLoss
-from edgespec_export.writer import module_path
 from edgespec_models.graphs.decoder import DecoderPlan
 from edgespec_models.graphs.linear import LinearPart
+from edgespec_models.graphs.names import module_path
 from edgespec_models.weight_format import Method
 
 __all__ = ["measure_losses"]

@@ -117,6 +117,12 @@ class Quantization:
         remainder: Literal["columns", "drop"] = "columns" if self.minimums == "columns" else "drop"
         return WeightFormat(4, block, zero_points=True, remainder=remainder)
 
+    def block_format(self, name: str, layers: int) -> str:
+        """The format of tensor ``name`` among those of edgespec's kernels."""
+        if self.bits == 8 or self._spares(name, layers):
+            return "Q8_0"
+        return "Q4_0" if self.minimums == "none" else "Q4_1"
+
     def _spares(self, name: str, layers: int) -> bool:
         """Whether ``name`` keeps 8 bits."""
         kind = name.rpartition(".")[2]

@@ -11,8 +11,8 @@ __all__ = ["DEFAULT_WEIGHTS", "RECIPES", "WEIGHTS"]
 
 RECIPES: Final[Mapping[tuple[Role, ExportDevice | None], int]] = MappingProxyType(
     {
-        ("target", None): 2,
-        ("drafter", None): 3,
+        ("target", None): 4,
+        ("drafter", None): 4,
         ("target", "cuda"): 3,
         ("drafter", "cuda"): 3,
         ("target", "npu-qnn"): 2,
@@ -28,5 +28,5 @@ that were made by another recipe are not used."""
 WEIGHTS: Final = ("exact", "close", "balanced", "int8", "quick", "fast")
 """Names of :data:`edgespec_export.plan.POLICIES`."""
 
-DEFAULT_WEIGHTS: Final[Mapping[Role, str]] = MappingProxyType({"target": "close", "drafter": "quick"})
+DEFAULT_WEIGHTS: Final[Mapping[Role, str]] = MappingProxyType({"target": "exact", "drafter": "exact"})
 """The policy a role gets, but for targets in floating point; docs/benchmarks.md has the figures."""

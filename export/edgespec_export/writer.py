@@ -22,6 +22,7 @@ from edgespec_export.encode import Encoded, encode_embedding, encode_linear, nee
 from edgespec_models.errors import ModelFileError
 from edgespec_models.graphs.decoder import SPARE_ROWS, DecoderPlan
 from edgespec_models.graphs.linear import EmbeddingSpec, LinearPart
+from edgespec_models.graphs.names import module_path
 from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_models.rope import rotary_tables
 
@@ -30,8 +31,8 @@ __all__ = [
     "FactorsOf",
     "Parameters",
     "allocate",
+    "bytes_by_class",
     "linears_to_calibrate",
-    "module_path",
     "write_weights",
 ]
 
@@ -102,7 +103,7 @@ def write_weights(
         file.truncate(size)
         file.flush()
         os.fsync(file.fileno())
-    return _bytes_by_class(parameters)
+    return bytes_by_class(parameters)
 
 
 def allocate(parameters: dict[str, ir.Value], folder: Path) -> tuple[dict[str, int], int]:
@@ -158,14 +159,6 @@ def linears_to_calibrate(plan: DecoderPlan) -> set[str]:
         for name, spec in plan.linears.items()
         if any(needs_factors(part.format, part.method) for part in spec.parts)
     }
-
-
-def module_path(linear: str) -> str:
-    """A projection's name in the graph: ``layers.3.qkv`` of the plan is ``layers.3.attention.qkv`` there."""
-    if linear == "lm_head":
-        return linear
-    layers, index, name = linear.split(".")
-    return f"{layers}.{index}.{'attention' if name in ('qkv', 'o') else 'mlp'}.{name}"
 
 
 def _small_tensors(plan: DecoderPlan, checkpoint: Checkpoint) -> Iterator[tuple[str, F32]]:
@@ -246,7 +239,8 @@ def _write_at(file: BinaryIO, offset: int, array: npt.NDArray[np.generic]) -> No
     file.write(array.data)
 
 
-def _bytes_by_class(parameters: dict[str, ir.Value]) -> dict[str, int]:
+def bytes_by_class(parameters: dict[str, ir.Value]) -> dict[str, int]:
+    """Bytes of ``embedding``, ``attention``, ``mlp``, ``lm_head``, ``other``."""
     totals = dict.fromkeys(("embedding", "attention", "mlp", "lm_head", "other"), 0)
     for name, value in parameters.items():
         assert value.const_value is not None

@@ -42,17 +42,19 @@ __all__ = [
     "FileRecord",
     "KVType",
     "Manifest",
+    "Operators",
     "Role",
 ]
 
 MANIFEST, GRAPH, TOKENIZER = "edgespec.json", "model.onnx", "tokenizer.json"
 TEMPLATE, REPORT, HEAD_TOKENS = "chat_template.jinja", "report.json", "head_tokens.npy"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 Role = Literal["target", "drafter"]
 KVType = Literal["float32", "int8"]
 CacheType = Literal["float32", "float16", "int8", "uint8"]
 """What caches hold; float16 is of graphs for GPUs and foreign ones, uint8 of quantized activations."""
+Operators = Literal["edgespec", "standard"]
 _GRAPHS = "model"  # graphs and weights begin so
 _NOT_MULTIPLIED = ("embedding", "other")
 
@@ -102,6 +104,8 @@ class Manifest:
         activations: what a graph of any shape computes in.
         device: what else than the CPU a graph of any shape was made for.
         choices: whether the graph itself says which columns are the most likely.
+        operators: whose a graph of any shape consists of: ``edgespec``, its own kernels; ``standard``,
+            those of ONNX Runtime.
     """
 
     name: str
@@ -124,6 +128,7 @@ class Manifest:
     activations: FloatType = "float32"
     device: Literal["cuda"] | None = None
     choices: bool = False
+    operators: Operators = "standard"
 
     @property
     def form(self) -> Form:
@@ -172,7 +177,10 @@ class Manifest:
             BundleError: another format version, missing or wrong fields.
         """
         if not isinstance(value, dict) or value.pop("format_version", None) != FORMAT_VERSION:
-            raise BundleError(f"{where} is not of bundle format {FORMAT_VERSION}; export the model again")
+            raise BundleError(
+                f"{where} is not of bundle format {FORMAT_VERSION}, which this version of edgespec reads; export "
+                f"the model again: edgespec export SOURCE -o {where.parent} --overwrite"
+            )
         try:
             special = value["special_tokens"]
             special["eos"] = tuple(special["eos"])
@@ -185,6 +193,8 @@ class Manifest:
             manifest = cls(**value)
             if manifest.role not in get_args(Role):
                 raise ValueError(f"role is {manifest.role!r}")
+            if manifest.operators not in get_args(Operators):
+                raise ValueError(f"operators is {manifest.operators!r}")
             if manifest.kv not in get_args(CacheType):
                 raise ValueError(f"kv is {manifest.kv!r}")
             if manifest.activations not in get_args(FloatType) or manifest.device not in (None, "cuda"):

@@ -7,6 +7,7 @@ row (``CpuOptions.exact_rows``).
 """
 
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import psutil
 
 from edgespec_models.bundle import Bundle
 from edgespec_models.errors import BundleError, DeviceError, RequestError
+from edgespec_runtimes import kernels
 from edgespec_runtimes.graph_io import open_io
 from edgespec_runtimes.graph_session import GraphSession
 from edgespec_runtimes.huge_pages import huge_pages
@@ -34,6 +36,8 @@ class CpuOptions:
         exact_rows: spare rows where they make a row's bits independent of the number of rows; costs some
             percent of a single-row pass. A drafter does not need it.
         prefill_chunk: tokens of one prefill pass; between two a request can be cancelled.
+        instructions: the set of instructions edgespec's kernels use, one of
+            :data:`edgespec_runtimes.kernels.INSTRUCTIONS`; empty takes the best that the processor has.
         keep_memory: what a pass has freed is kept for the next. Faster; turn it off for a few passes of
             graphs that shall take little memory.
     """
@@ -43,6 +47,7 @@ class CpuOptions:
     exact_rows: bool = True
     prefill_chunk: int = 128
     keep_memory: bool = True
+    instructions: str = ""
 
     def __post_init__(self) -> None:
         if self.threads < 0 or self.prefill_chunk < 1:
@@ -78,20 +83,27 @@ class CpuSession(GraphSession):
         if bundle.manifest.static is not None:
             raise BundleError(f"{bundle.path} has graphs of fixed shapes; open it with edgespec.load")
         self._options = options or CpuOptions()
-        with huge_pages():
-            session = open_graph(bundle.graph, self._options)
+        native = bundle.manifest.operators == "edgespec"
+        with nullcontext() if native else huge_pages():
+            session = open_graph(bundle.graph, self._options, native=native)
         io = open_io(session, bundle, exact_rows=self._options.exact_rows)
-        super().__init__(io, bundle.config, chunk=self._options.prefill_chunk, row_exact=row_exact)
+        super().__init__(
+            io, bundle.config, chunk=self._options.prefill_chunk, row_exact=row_exact or native or None
+        )
 
 
-def open_graph(graph: Path, options: CpuOptions) -> Any:
+def open_graph(graph: Path, options: CpuOptions, *, native: bool = False) -> Any:
     """ONNX Runtime's session over ``graph``, for target and drafter side by side in one process.
+
+    ``native`` graphs consist of edgespec's own operators.
 
     Raises:
         BundleError: ONNX Runtime cannot load the graph.
         DeviceError: not enough memory.
     """
     settings = session_settings(options)
+    if native:
+        kernels.register(settings, options.instructions)
     try:
         return _open(graph, settings)
     except MemoryError as error:

@@ -14,7 +14,14 @@ from edgespec_models.bundle import Bundle
 from edgespec_models.config import DecoderShape
 from edgespec_models.errors import BundleError, DeviceError, RequestError
 from edgespec_models.graph_tensors import GraphTensors
-from edgespec_runtimes.kv_buffers import CacheLayout, GrowingCache, KVBuffers, SharedCache, ort_value
+from edgespec_runtimes.kv_buffers import (
+    KEY_TILE,
+    CacheLayout,
+    GrowingCache,
+    KVBuffers,
+    SharedCache,
+    ort_value,
+)
 from edgespec_runtimes.ort import RUN_ERRORS, ort
 from edgespec_runtimes.predictions import DevicePredictions, Predictions
 from edgespec_runtimes.tensor_memory import HostMemory, TensorMemory
@@ -103,6 +110,7 @@ class _Pass:
     binding: Any
     ids: npt.NDArray[np.int64]
     seqlens_k: npt.NDArray[np.int32]
+    past_length: npt.NDArray[np.int64]
     total: npt.NDArray[np.int32]
     predictions: Callable[[], Predictions]  # of the last run
     spare: int  # rows behind the tokens
@@ -191,7 +199,7 @@ class EdgespecIO:
     def reserve(self, capacity: int, keep: int) -> None:
         """Make room for ``capacity`` tokens, keeping the first ``keep``."""
         self.passes.clear()
-        self.cache.reserve(capacity + _SPARE_ROWS, keep)
+        self.cache.reserve(-(-(capacity + _SPARE_ROWS) // KEY_TILE) * KEY_TILE, keep)
 
     def run(self, tokens: Sequence[int], start: int, rows: int) -> Predictions:
         """Run ``tokens`` behind the first ``start`` of the cache; a row for each of the last ``rows``."""
@@ -204,6 +212,7 @@ class EdgespecIO:
         total = start + count + one_pass.spare
         one_pass.ids[0, :count] = tokens
         one_pass.seqlens_k[0] = total - 1
+        one_pass.past_length[0] = start
         one_pass.total[()] = total
         for value, array in one_pass.changing:
             self._memory.write(value, array)
@@ -224,6 +233,7 @@ class EdgespecIO:
         spare = count % 2 if self._even else 0
         pad = int(count + spare == 1 and self._exact and "attention_pad" in self._inputs)
         ids, seqlens = np.zeros((1, count + spare), np.int64), np.zeros(1, np.int32)
+        past_length = np.zeros(1, np.int64)
         wanted = np.arange(count - rows, count, dtype=np.int64)
         if (self._even or self._even_head) and rows % 2:  # the LM head's kernel sees pairs too
             wanted = np.append(wanted, wanted[-1])
@@ -231,6 +241,7 @@ class EdgespecIO:
         inputs: dict[str, npt.NDArray[Any]] = {
             "input_ids": ids,
             "seqlens_k": seqlens,
+            "past_length": past_length,
             "total_sequence_length": total,
             "attention_pad": np.zeros((1, pad, self._width), self._inputs.get("attention_pad")),
             "attention_rows": np.array([count + spare], np.int64),
@@ -249,8 +260,12 @@ class EdgespecIO:
             binding.bind_ortvalue_input(name, value)
         self.cache.bind(binding, 0, 0)
         predictions = self._bind_outputs(binding, (rows, columns), spare=len(wanted) - rows)
-        changing = ((values["input_ids"], ids), (values["seqlens_k"], seqlens))
-        return _Pass(binding, ids, seqlens, total, predictions, spare + pad, changing, (inputs, values))
+        written = (("input_ids", ids), ("seqlens_k", seqlens), ("past_length", past_length))
+        changing = tuple((values[name], array) for name, array in written if name in values)
+        keep_alive = (inputs, values)
+        return _Pass(
+            binding, ids, seqlens, past_length, total, predictions, spare + pad, changing, keep_alive
+        )
 
     def _bind_outputs(self, binding: Any, shape: tuple[int, int], *, spare: int) -> Callable[[], Predictions]:
         """Bind what comes out of a pass, with ``spare`` rows more; what hands it out after each run.

@@ -40,7 +40,7 @@ class GraphSession:
         self._tokens: list[int] = []
         self._capacity = 0
         self._io: GraphIO | None = io
-        self.row_exact = self._self_test() if row_exact is None else row_exact
+        self.row_exact = self.self_test() if row_exact is None else row_exact
 
     @property
     def vocab_size(self) -> int:
@@ -209,8 +209,14 @@ class GraphSession:
         self._tokens.extend(tokens)
         return predictions
 
-    def _self_test(self) -> bool:
-        """Roll back and compare; returns whether the number of rows leaves no trace in the bits."""
+    def self_test(self) -> bool:
+        """Roll back and compare; returns whether the number of rows leaves no trace in the bits.
+
+        The cache is empty afterwards.
+
+        Raises:
+            BundleError: the graph cannot roll back.
+        """
         tokens = [7 % self.vocab_size, 11 % self.vocab_size, 13 % self.vocab_size, 5 % self.vocab_size]
         together = self.forward(tokens).copy()
         self.truncate(1)

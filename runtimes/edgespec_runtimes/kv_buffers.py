@@ -3,15 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from edgespec_runtimes.ort import ort
 
-__all__ = ["CacheLayout", "GrowingCache", "InPlaceCache", "KVBuffers", "SharedCache", "ort_value"]
+__all__ = ["KEY_TILE", "CacheLayout", "GrowingCache", "InPlaceCache", "KVBuffers", "SharedCache", "ort_value"]
 
+KEY_TILE: Final = 16
+"""Tokens whose keys edgespec's own attention keeps together, channel by channel."""
 _Array = npt.NDArray[Any]
 _ONNX_TYPES = {"float32": 1, "uint8": 2, "int8": 3, "uint16": 4, "int32": 6, "int64": 7, "float16": 10}
 
@@ -89,11 +91,13 @@ class SharedCache(InPlaceCache):
         """Make room for ``capacity`` tokens, keeping the first ``keep``; earlier bindings are void."""
         if not keep:
             self.clear()
+        held = -(-keep // KEY_TILE) * KEY_TILE  # keys may lie in tiles of tokens, which move as a whole
         arrays = []
         for index, tensor in enumerate(self._layout):
             array = np.zeros((1, tensor.heads, capacity, tensor.head_dim), tensor.dtype)
             if keep:
-                array[:, :, :keep] = self.arrays[index][:, :, :keep]
+                old = self.arrays[index][:, :, :held]
+                array[:, :, : old.shape[2]] = old
             arrays.append(array)
         self.arrays, self._values = arrays, [ort_value(array) for array in arrays]
 

@@ -420,7 +420,14 @@ void attend_rows(const HeadAttention& h, int64_t row) {
   int64_t d = 0;
   for (; d + kChannels * kWidth <= h.head_dim; d += kChannels * kWidth)
     value_sums<M, kChannels>(h, h.scratch, stride, first, end, d, y);
-  for (; d < h.head_dim; d += kWidth) value_sums<M, 1>(h, h.scratch, stride, first, end, d, y);
+  for (; d + kWidth <= h.head_dim; d += kWidth) value_sums<M, 1>(h, h.scratch, stride, first, end, d, y);
+  for (; d < h.head_dim; d++)
+    for (int r = 0; r < M; r++) {
+      float sum = 0.0f;
+      for (int64_t k = first; k < end; k++)
+        sum = __builtin_fmaf(h.scratch[r * stride + k], h.values[k * h.head_dim + d], sum);
+      y[r * h.stride + d] = sum;
+    }
 }
 
 void attend(const HeadAttention& h) {

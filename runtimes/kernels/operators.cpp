@@ -341,8 +341,7 @@ class Attention {
         epsilon_(info.real("epsilon")) {
     const bool sound = heads_ > 0 && kv_heads_ > 0 && heads_ < kMost && heads_ % kv_heads_ == 0;
     require(sound, "attention heads are no multiple of heads of keys and values");
-    require(head_dim_ > 0 && head_dim_ < kMost && head_dim_ % kLanes == 0,
-            "a head's width is no multiple of 16");
+    require(head_dim_ > 0 && head_dim_ < kMost, "a head has an impossible width");
     require(window_ >= 0, "an attention window is negative");
   }
 

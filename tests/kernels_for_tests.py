@@ -1,0 +1,268 @@
+"""Graphs of one of edgespec's operators, written on the spot, and what they must compute."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from onnx import TensorProto, helper, numpy_helper
+
+from edgespec_export.blocks import F32, U8, Blocks, unpack
+from edgespec_export.gguf import BLOCK_LAYOUT, GGMLType
+from edgespec_export.tiles import pack
+from edgespec_models.errors import DeviceError
+from edgespec_runtimes import kernels
+from edgespec_runtimes.ort import ort
+from tests.test_blocks import HALVES
+
+F64 = npt.NDArray[np.float64]
+Feeds = Mapping[str, npt.NDArray[Any]]
+
+BITS = np.uint32(0x7FFFFFFF)
+EPSILON = 1e-5
+_KINDS = {np.dtype(np.float32): TensorProto.FLOAT, np.dtype(np.int64): TensorProto.INT64}
+_KINDS |= {np.dtype(np.uint8): TensorProto.UINT8, np.dtype(np.float64): TensorProto.DOUBLE}
+
+
+@lru_cache
+def sets() -> tuple[str, ...]:
+    """The sets of instructions that this processor has, ``plain`` first."""
+    found = []
+    for name in kernels.INSTRUCTIONS:
+        try:
+            kernels.register(ort.SessionOptions(), name)
+        except DeviceError:
+            continue
+        found.append(name)
+    return tuple(sorted(found, key=lambda name: name != "plain"))
+
+
+def graph(
+    kind: str,
+    inputs: Sequence[str],
+    outputs: Mapping[str, tuple[int, int]],
+    feeds: Feeds,
+    constants: Feeds,
+    **attributes: Any,
+) -> bytes:
+    """A model of one node.
+
+    Args:
+        kind: the operator.
+        inputs: names of its inputs, empty where one is left out.
+        outputs: name -> ONNX's type and rank.
+        feeds: what a pass brings; shapes other than these may be fed too.
+        constants: weights.
+        **attributes: of the node; None leaves one out.
+    """
+    known = {name: value for name, value in attributes.items() if value is not None}
+    node = helper.make_node(kind, list(inputs), list(outputs), domain="edgespec", **known)
+    fed = [
+        helper.make_tensor_value_info(name, _KINDS[value.dtype], [None] * value.ndim)
+        for name, value in feeds.items()
+    ]
+    made = [helper.make_tensor_value_info(n, kind, [None] * rank) for n, (kind, rank) in outputs.items()]
+    weights = [numpy_helper.from_array(value, name) for name, value in constants.items()]
+    opsets = [helper.make_opsetid("", 23), helper.make_opsetid("edgespec", 1)]
+    model = helper.make_model(
+        helper.make_graph([node], "test", fed, made, weights), opset_imports=opsets, ir_version=10
+    )
+    content: bytes = model.SerializeToString()
+    return content
+
+
+def session(model: bytes, threads: int = 1, instructions: str = "") -> Any:
+    """ONNX Runtime's session over ``model`` with edgespec's operators."""
+    settings = ort.SessionOptions()
+    settings.log_severity_level = 4
+    settings.intra_op_num_threads = threads
+    settings.inter_op_num_threads = 1
+    settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    kernels.register(settings, instructions)
+    return ort.InferenceSession(model, settings, providers=["CPUExecutionProvider"], enable_fallback=0)
+
+
+def everywhere(model: bytes, feeds: Feeds, threads: int = 1) -> list[npt.NDArray[Any]]:
+    """A pass's outputs, the same bits by every set of instructions."""
+    results = [session(model, threads, name).run(None, dict(feeds)) for name in sets()]
+    for other, name in zip(results[1:], sets()[1:], strict=True):
+        for wanted, got in zip(results[0], other, strict=True):
+            same_bits(wanted, got, name)
+    first: list[npt.NDArray[Any]] = results[0]
+    return first
+
+
+def same_bits(wanted: npt.NDArray[Any], got: npt.NDArray[Any], what: str = "") -> None:
+    """Fail unless both are the same to the bit; any NaN is like any other."""
+    assert wanted.shape == got.shape, what
+    assert wanted.dtype == got.dtype, what
+    if wanted.dtype == np.float32:
+        nans = np.isnan(wanted) & np.isnan(got)
+        wanted, got = (np.where(nans, np.float32(0), each).view(np.uint32) for each in (wanted, got))
+    np.testing.assert_array_equal(wanted, got, what)
+
+
+def random_blocks(rng: np.random.Generator, name: str, rows: int, columns: int) -> U8:
+    """Random blocks of a format, uint8 ``(rows, blocks, bytes)``, with scales of either sign about 0.01."""
+    inputs, n_bytes = BLOCK_LAYOUT[GGMLType[name]]
+    raw = rng.integers(0, 256, (rows, columns // inputs, n_bytes), np.uint8)
+    for at in HALVES[GGMLType[name]]:
+        scales = rng.uniform(0.005, 0.02, raw.shape[:2]) * rng.choice([-1, 1], raw.shape[:2])
+        raw[..., at : at + 2] = scales.astype(np.float16)[..., None].view(np.uint8)
+    return raw
+
+
+# ---- What a projection must give ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Numbers and how far float32 may be from them."""
+
+    value: F64
+    error: F64
+
+    def check(self, got: F32, what: str = "") -> None:
+        """Fail where ``got`` is farther off."""
+        assert got.shape == self.value.shape, what
+        excess = np.abs(got - self.value) - self.error
+        worst = np.unravel_index(np.argmax(excess), excess.shape)
+        assert excess.max() <= 0, f"{what} {worst}: {got[worst]}, not {self.value[worst]} +- {self.error[worst]}"
+
+
+def rounded(x: F32 | F64) -> tuple[F64, F64]:
+    """Activations after rounding to 8 bits in blocks of 32, and by how much those may differ.
+
+    Where a product lies as good as halfway between two codes, ``x`` of float64 does not tell which float32
+    would take.
+    """
+    grouped = x.reshape(*x.shape[:-1], -1, 32)
+    most = np.abs(grouped).max(axis=-1, keepdims=True).astype(np.float32)
+    inverse = np.divide(np.float32(127), most, out=np.zeros_like(most), where=most > 0)
+    products = grouped.astype(np.float64) * inverse
+    codes = np.rint(products)
+    scales = (most / np.float32(127)).astype(np.float64)
+    error = np.zeros_like(codes)
+    if x.dtype == np.float64:
+        error = scales * (np.abs(np.abs(products - codes) - 0.5) < 1e-4) + np.abs(codes) * scales * 1e-6
+    return (codes * scales).reshape(x.shape), error.reshape(x.shape)
+
+
+def product(x: F32 | F64, blocks: Sequence[Blocks]) -> Estimate:
+    """``x`` times the matrices side by side, from rounded activations on without error.
+
+    Codes are multiplied and added as integers. What float32 loses are the sums over blocks: a few units of
+    2**-24 of the sum of the magnitudes.
+    """
+    values, magnitudes = zip(*(weights_of(each) for each in blocks), strict=True)
+    activations, doubt = rounded(x)
+    size = np.concatenate(magnitudes)
+    error = 2e-6 * np.abs(activations) @ size.T + doubt @ size.T
+    return Estimate(activations @ np.concatenate(values).T, error + 1e-30)
+
+
+def weights_of(blocks: Blocks) -> tuple[F64, F64]:
+    """Weights in float64, and the sums of the magnitudes of what they are differences of."""
+    rows, columns = blocks.codes.shape
+    grouped = blocks.codes.reshape(rows, -1, blocks.block).astype(np.float64) - blocks.zero
+    grouped *= blocks.scales[..., None]
+    minimums = np.zeros_like(blocks.scales) if blocks.minimums is None else blocks.minimums
+    shift = minimums[..., None].astype(np.float64)
+    return (grouped - shift).reshape(rows, columns), (np.abs(grouped) + np.abs(shift)).reshape(rows, columns)
+
+
+def normed(x: F32 | F64, gain: F32) -> F64:
+    """RMS norm of the last axis."""
+    exact = x.astype(np.float64)
+    scale = 1 / np.sqrt(np.square(exact).mean(axis=-1, keepdims=True) + np.float32(EPSILON))
+    result: F64 = exact * scale * gain
+    return result
+
+
+def gated(name: str, gate: Estimate, up: Estimate) -> Estimate:
+    """``silu`` or ``gelu`` (by tanh) of one times the other; neither function is steeper than 1.2."""
+    x = gate.value
+    if name == "silu":
+        active = x / (1 + np.exp(-x))
+    else:
+        active = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    error = 1.2 * gate.error + 1e-6 * np.abs(x)
+    total = error * (np.abs(up.value) + up.error) + np.abs(active) * up.error
+    return Estimate(active * up.value, total + 1e-6 * np.abs(active * up.value))
+
+
+def plus(one: Estimate, other: F32) -> Estimate:
+    value = one.value + other
+    return Estimate(value, one.error + 2e-7 * (np.abs(one.value) + np.abs(other)))
+
+
+def post_normed(one: Estimate, gain: F32) -> Estimate:
+    """RMS norm: what a number is off, and what the sum of their squares is."""
+    value = normed(one.value, gain)
+    factor = normed(np.ones(1), np.ones(1, np.float32)) if not one.value.any() else None
+    del factor
+    mean = np.square(one.value).mean(axis=-1, keepdims=True) + EPSILON
+    relative = np.sqrt(np.square(one.error).mean(axis=-1, keepdims=True) / mean) + 1e-6
+    return Estimate(value, np.abs(gain) * one.error / np.sqrt(mean) + 1.1 * relative * np.abs(value))
+
+
+# ---- Projections -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """A projection: raw blocks of its parts by format, and what else it is given.
+
+    Attributes:
+        parts: format and raw blocks of each.
+        inputs: width of what it is given.
+        gate: ``silu``, ``gelu`` or none.
+        gain: float32 ``(inputs,)``, ``bias`` and ``post_gain`` ``(width,)``.
+        residual: float32 ``(1, rows, width)``.
+    """
+
+    parts: tuple[tuple[str, U8], ...]
+    inputs: int
+    gate: str = ""
+    gain: F32 | None = None
+    bias: F32 | None = None
+    post_gain: F32 | None = None
+    residual: F32 | None = None
+
+    @property
+    def width(self) -> int:
+        columns = sum(len(raw) for _, raw in self.parts)
+        return columns // 2 if self.gate else columns
+
+    def feeds(self, x: F32) -> dict[str, npt.NDArray[Any]]:
+        named = {"gain": self.gain, "bias": self.bias, "post_gain": self.post_gain, "residual": self.residual}
+        return {"x": x} | {name: value for name, value in named.items() if value is not None}
+
+    def graph(self, x: F32) -> bytes:
+        feeds = self.feeds(x)
+        names = [name if name in feeds else "" for name in ("x", "gain", "bias", "post_gain", "residual")]
+        weights = {f"w{index}": pack(name, raw) for index, (name, raw) in enumerate(self.parts)}
+        return graph(
+            "Linear",
+            [*names, *weights],
+            {"y": (TensorProto.FLOAT, 3)},
+            feeds,
+            weights,
+            inputs=self.inputs,
+            epsilon=EPSILON,
+            gate=self.gate,
+            parts=",".join(f"{name}:{len(raw)}" for name, raw in self.parts),
+        )
+
+    def expected(self, x: F32) -> Estimate:
+        """What it must give for ``x``, float32 ``(1, rows, inputs)``."""
+        blocks = [unpack(GGMLType[name], raw) for name, raw in self.parts]
+        y = product(x if self.gain is None else normed(x, self.gain), blocks)  # type: ignore[arg-type]
+        if self.gate:
+            gate, up = (Estimate(*each) for each in zip(*(np.split(e, 2, axis=-1) for e in (y.value, y.error))))
+            y = gated(self.gate, gate, up)
+        y = y if self.bias is None else plus(y, self.bias)
+        y = y if self.post_gain is None else post_normed(y, self.post_gain)
+        return y if self.residual is None else plus(y, self.residual)
