@@ -43,11 +43,15 @@ class LoadOptions:
         threads: threads of a pass; 0 takes the physical cores.
         spinning: idle threads wait busily within a pass (see :class:`edgespec_runtimes.cpu.CpuOptions`).
         max_draft: the longest draft; what is worth drafting is decided round by round.
-        weights: policy of exports made at first use, ``exact``, ``close``, ``balanced``,
-            ``int8``, ``quick`` or ``fast``; None is the default.
+        weights: policy of exports made at first use, ``exact`` or ``portable``
+            (:class:`edgespec_export.export.ExportOptions`); None is the default.
         namespace: keeps what a profile learns apart, by app, task or language.
         training_share: share of the time, 0 to 1, that training a drafter on what the target writes may take,
             between requests, in a thread of its own; 0 trains nothing. It needs a profile.
+        huge_pages: weights are copied into huge pages at load (Linux): passes are a tenth faster. Without,
+            models open at once, and processes share their weights.
+        instructions: one of :data:`edgespec_runtimes.kernels.INSTRUCTIONS` for edgespec's kernels; empty takes
+            the best that the processor has. All give the same bits.
     """
 
     threads: int = 0
@@ -56,6 +60,8 @@ class LoadOptions:
     weights: str | None = None
     namespace: str = ""
     training_share: float = 0.0
+    huge_pages: bool = True
+    instructions: str = ""
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_draft <= 64:
@@ -150,8 +156,8 @@ class Model:
     ) -> None:
         if target.manifest.role == "drafter":
             raise RequestError(
-                f"{target.path} was exported as a drafter, which may lack tokens and exact rows; "
-                "export the model with the role target"
+                f"{target.path} was exported as a drafter, which may lack tokens; export the model with the "
+                "role target"
             )
         self.target, self.drafter, self.options = target, drafter, options
         self._drafts = drafts
@@ -159,7 +165,12 @@ class Model:
             placements = place(target), None if drafter is None else place(drafter)
         self._placed = placements
         devices = Devices(placements[0].device, None if placements[1] is None else placements[1].device)
-        cpu = CpuOptions(threads=options.threads, spinning=options.spinning)
+        cpu = CpuOptions(
+            threads=options.threads,
+            spinning=options.spinning,
+            huge_pages=options.huge_pages,
+            instructions=options.instructions,
+        )
         pair = open_pair(target, drafter, cpu, devices)
         self._session = pair.target.session
         self.cost_curve: CostCurve = pair.target.curve

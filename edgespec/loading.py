@@ -15,7 +15,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from edgespec_export.extra import require_extra
-from edgespec_export.recipe import DEFAULT_WEIGHTS, RECIPES, WEIGHTS
+from edgespec_export.recipe import RECIPES, WEIGHTS
 from edgespec_export.staging import storage_errors
 from edgespec_models.bundle import MANIFEST, Bundle, Role
 from edgespec_models.catalog import entries, find
@@ -52,18 +52,19 @@ class _Wanted:
 
     def check(self) -> None:
         """Raise RequestError if an export would, sooner: before anything is pulled for it."""
-        if self.weights is not None and self.device not in (None, "cuda"):
-            raise RequestError(
-                f"weights={self.weights!r}: an export for {self.device} settles formats; leave out weights"
-            )
+        if self.weights is None or self.device is None or (self.weights, self.device) == ("portable", "cuda"):
+            return
+        raise RequestError(
+            f"weights={self.weights!r}: an export for {self.device} settles formats; leave out weights"
+        )
 
-    def folder(self, name: str, mark: str, default: str) -> Path:
-        """Where a model is cached; ``mark`` says which, ``default`` what its weights are unless asked for.
+    def folder(self, name: str, mark: str) -> Path:
+        """Where a model is cached; ``mark`` says which.
 
         The recipe is in the name, not in the bundle, so that two versions of edgespec on one machine do
         not replace each other's.
         """
-        kind = "-".join(part for part in (self.device, self.weights) if part) or default
+        kind = "-".join(part for part in (self.device, self.weights) if part) or WEIGHTS[0]
         recipe = RECIPES[self.role, self.device]
         return bundles_dir() / f"{name}-{mark}-{self.role}-{kind}{_RECIPE_MARK}{recipe}"
 
@@ -106,10 +107,10 @@ def open_model(
         if not path.exists():
             raise ModelFileError(f"{path} does not exist; give a GGUF file, a bundle or a catalogue name")
         name = model_name(path) if is_source else path.stem
-        folder = wanted.folder(name, _mark(path), "default")
+        folder = wanted.folder(name, _mark(path))
         return _open_cached(folder) or _export(path, folder, name, wanted, progress)
     entry = find(str(reference))
-    folder = wanted.folder(entry.name, entry.sha256[:8], DEFAULT_WEIGHTS[role])
+    folder = wanted.folder(entry.name, entry.sha256[:8])
     existing = _open_cached(folder)
     if existing is not None:
         return existing

@@ -40,6 +40,8 @@ class Conditions:
         threads: of a pass.
         spinning: as in :class:`edgespec_runtimes.cpu.CpuOptions`.
         exact_rows: the same.
+        huge_pages: the same.
+        instructions: the same.
         machine: processor, cores, system, version of ONNX Runtime.
     """
 
@@ -48,6 +50,8 @@ class Conditions:
     threads: int
     spinning: bool
     exact_rows: bool
+    huge_pages: bool
+    instructions: str
     machine: dict[str, Any]
 
     @classmethod
@@ -59,6 +63,8 @@ class Conditions:
             threads=options.threads or default_threads(),
             spinning=options.spinning,
             exact_rows=options.exact_rows,
+            huge_pages=options.huge_pages,
+            instructions=options.instructions,
             machine=fingerprint(),
         )
 

@@ -133,7 +133,7 @@ def _bundle(name: str, size: int, parameters: int, template: bool) -> SimpleName
     return SimpleNamespace(
         manifest=SimpleNamespace(
             name=name,
-            weights="close",
+            weights="exact",
             bytes_per_pass=size,
             parameters_per_pass=parameters,
             kv_bytes_per_token=16,

@@ -16,7 +16,8 @@ F32 = npt.NDArray[np.float32]
 Raw = npt.NDArray[Any]
 
 ARCHITECTURES = ("llama", "qwen2", "gemma3")
-FORMATS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q6_K")
+BLOCKS_OF_256 = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+FORMATS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", *BLOCKS_OF_256)
 HIDDEN, MLP, HEADS, KV_HEADS, HEAD_DIM, CONTEXT, WINDOW = 256, 256, 4, 2, 32, 640, 6
 
 
@@ -75,7 +76,7 @@ def tiny_gguf(architecture: str, kind: str = "F32", *, seed: int = 0, layers: in
 
 def random_raw(rng: np.random.Generator, rows: int, columns: int, kind: str) -> Raw:
     """Random blocks of ``kind`` whose weights have a standard deviation of about ``columns ** -0.5``."""
-    if kind in ("Q4_K", "Q6_K"):
+    if kind in BLOCKS_OF_256:
         return _k_blocks(rng, rows * columns // 256, kind).reshape(rows, -1)
     values = rng.normal(0.0, columns**-0.5, (rows, columns)).astype(np.float32)
     if kind == "F32":
@@ -84,13 +85,26 @@ def random_raw(rng: np.random.Generator, rows: int, columns: int, kind: str) -> 
     return raw
 
 
+_K_BLOCKS = {
+    "Q2_K": (84, 80, 4e-3, 1.5),
+    "Q3_K": (110, 108, 1e-3, 0),
+    "Q4_K": (144, 0, 4e-4, 7.5),
+    "Q5_K": (176, 0, 2e-4, 15.5),
+    "Q6_K": (210, 208, 6e-5, 0),
+}
+"""Bytes, where the scale is, its size, and that of minimums beside it, which lie among the codes."""
+
+
 def _k_blocks(rng: np.random.Generator, count: int, kind: str) -> Raw:
-    size, scale_at, scale = (144, 0, 4e-4) if kind == "Q4_K" else (210, 208, 6e-5)
+    size, at, scale, minimum = _K_BLOCKS[kind]
     raw = rng.integers(0, 256, (count, size), np.uint8)
     scales = scale * rng.uniform(0.5, 1.5, (count, 1))
-    raw[:, scale_at : scale_at + 2] = scales.astype(np.float16).view(np.uint8)
-    if kind == "Q4_K":  # minimums that lie among the codes, as a quantizer chooses them
-        raw[:, 2:4] = (7.5 * scales).astype(np.float16).view(np.uint8)
+    raw[:, at : at + 2] = scales.astype(np.float16).view(np.uint8)
+    if minimum:
+        raw[:, at + 2 : at + 4] = (minimum * scales).astype(np.float16).view(np.uint8)
+    if kind == "Q2_K":
+        raw[:, :16] |= 0x88  # every 4-bit scale and minimum is 8 at least
+    elif minimum:
         raw[:, 4:12] |= 0xA0  # every 6-bit scale and minimum is 32 at least
     return raw
 
@@ -116,7 +130,7 @@ def _layer(rng: np.random.Generator, architecture: str, kind: str) -> dict[str, 
         norms |= {"attn_q_norm": HEAD_DIM, "attn_k_norm": HEAD_DIM}
     layer: dict[str, tuple[str, Raw]] = {}
     for name, (rows, columns) in shapes.items():
-        form = kind if columns % 256 == 0 or kind not in ("Q4_K", "Q6_K") else "Q8_0"
+        form = kind if columns % 256 == 0 or kind not in BLOCKS_OF_256 else "Q8_0"
         layer[f"{name}.weight"] = (form, random_raw(rng, rows, columns, form))
     layer |= {f"{name}.weight": ("F32", _vector(rng, width)) for name, width in norms.items()}
     if architecture == "qwen2":

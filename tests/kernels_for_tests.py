@@ -20,8 +20,8 @@ from tests.test_blocks import HALVES
 F64 = npt.NDArray[np.float64]
 Feeds = Mapping[str, npt.NDArray[Any]]
 
-BITS = np.uint32(0x7FFFFFFF)
 EPSILON = 1e-5
+SHARE = 16  # inputs that share a scale of activations: kShare in layout.h
 _KINDS = {np.dtype(np.float32): TensorProto.FLOAT, np.dtype(np.int64): TensorProto.INT64}
 _KINDS |= {np.dtype(np.uint8): TensorProto.UINT8, np.dtype(np.float64): TensorProto.DOUBLE}
 
@@ -42,45 +42,51 @@ def sets() -> tuple[str, ...]:
 def graph(
     kind: str,
     inputs: Sequence[str],
-    outputs: Mapping[str, tuple[int, int]],
+    outputs: Mapping[str, int],
     feeds: Feeds,
     constants: Feeds,
-    **attributes: Any,
+    attributes: Mapping[str, Any],
 ) -> bytes:
     """A model of one node.
 
     Args:
         kind: the operator.
         inputs: names of its inputs, empty where one is left out.
-        outputs: name -> ONNX's type and rank.
-        feeds: what a pass brings; shapes other than these may be fed too.
+        outputs: name -> ONNX's type.
+        feeds: what a pass brings; any other shape may be fed too.
         constants: weights.
-        **attributes: of the node; None leaves one out.
+        attributes: of the node.
     """
-    known = {name: value for name, value in attributes.items() if value is not None}
-    node = helper.make_node(kind, list(inputs), list(outputs), domain="edgespec", **known)
-    fed = [
-        helper.make_tensor_value_info(name, _KINDS[value.dtype], [None] * value.ndim)
-        for name, value in feeds.items()
-    ]
-    made = [helper.make_tensor_value_info(n, kind, [None] * rank) for n, (kind, rank) in outputs.items()]
+    node = node_of(kind, inputs, list(outputs), attributes)
+    fed = [helper.make_tensor_value_info(n, _KINDS[value.dtype], None) for n, value in feeds.items()]
+    made = [helper.make_tensor_value_info(n, type_, None) for n, type_ in outputs.items()]
     weights = [numpy_helper.from_array(value, name) for name, value in constants.items()]
+    return model_of(helper.make_graph([node], "test", fed, made, weights))
+
+
+def node_of(kind: str, inputs: Sequence[str], outputs: Sequence[str], attributes: Mapping[str, Any]) -> Any:
+    """A node of one of the operators."""
+    node = helper.make_node(kind, list(inputs), list(outputs), domain="edgespec")
+    node.attribute.extend(helper.make_attribute(name, value) for name, value in attributes.items())
+    return node
+
+
+def model_of(written: Any) -> bytes:
+    """A graph with the operators it needs."""
     opsets = [helper.make_opsetid("", 23), helper.make_opsetid("edgespec", 1)]
-    model = helper.make_model(
-        helper.make_graph([node], "test", fed, made, weights), opset_imports=opsets, ir_version=10
-    )
+    model = helper.make_model(written, opset_imports=opsets, ir_version=10)
     content: bytes = model.SerializeToString()
     return content
 
 
-def session(model: bytes, threads: int = 1, instructions: str = "") -> Any:
+def session(model: bytes, threads: int = 1, instructions: str = "", *, huge_pages: bool = False) -> Any:
     """ONNX Runtime's session over ``model`` with edgespec's operators."""
     settings = ort.SessionOptions()
     settings.log_severity_level = 4
     settings.intra_op_num_threads = threads
     settings.inter_op_num_threads = 1
     settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    kernels.register(settings, instructions)
+    kernels.register(settings, instructions, huge_pages=huge_pages)
     return ort.InferenceSession(model, settings, providers=["CPUExecutionProvider"], enable_fallback=0)
 
 
@@ -124,23 +130,30 @@ class Estimate:
     value: F64
     error: F64
 
+    @property
+    def pair(self) -> F64:
+        """Value and error as one array."""
+        return np.stack([self.value, self.error])
+
     def check(self, got: F32, what: str = "") -> None:
         """Fail where ``got`` is farther off."""
         assert got.shape == self.value.shape, what
         excess = np.abs(got - self.value) - self.error
         worst = np.unravel_index(np.argmax(excess), excess.shape)
-        assert excess.max() <= 0, f"{what} {worst}: {got[worst]}, not {self.value[worst]} +- {self.error[worst]}"
+        assert excess.max() <= 0, (
+            f"{what} {worst}: {got[worst]}, not {self.value[worst]} +- {self.error[worst]}"
+        )
 
 
 def rounded(x: F32 | F64) -> tuple[F64, F64]:
-    """Activations after rounding to 8 bits in blocks of 32, and by how much those may differ.
+    """Activations after rounding to 8 bits in blocks of 16, and by how much those may differ.
 
     Where a product lies as good as halfway between two codes, ``x`` of float64 does not tell which float32
     would take.
     """
-    grouped = x.reshape(*x.shape[:-1], -1, 32)
+    grouped = x.reshape(*x.shape[:-1], -1, 16)
     most = np.abs(grouped).max(axis=-1, keepdims=True).astype(np.float32)
-    inverse = np.divide(np.float32(127), most, out=np.zeros_like(most), where=most > 0)
+    inverse = np.divide(np.float32(127), most, out=np.zeros_like(most), where=most > 1e-30)
     products = grouped.astype(np.float64) * inverse
     codes = np.rint(products)
     scales = (most / np.float32(127)).astype(np.float64)
@@ -159,7 +172,7 @@ def product(x: F32 | F64, blocks: Sequence[Blocks]) -> Estimate:
     values, magnitudes = zip(*(weights_of(each) for each in blocks), strict=True)
     activations, doubt = rounded(x)
     size = np.concatenate(magnitudes)
-    error = 2e-6 * np.abs(activations) @ size.T + doubt @ size.T
+    error = 5e-7 * np.abs(activations) @ size.T + doubt @ size.T
     return Estimate(activations @ np.concatenate(values).T, error + 1e-30)
 
 
@@ -185,7 +198,8 @@ def gated(name: str, gate: Estimate, up: Estimate) -> Estimate:
     """``silu`` or ``gelu`` (by tanh) of one times the other; neither function is steeper than 1.2."""
     x = gate.value
     if name == "silu":
-        active = x / (1 + np.exp(-x))
+        small = np.exp(-np.abs(x))
+        active = x * np.where(x < 0, small, 1) / (1 + small)
     else:
         active = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
     error = 1.2 * gate.error + 1e-6 * np.abs(x)
@@ -199,10 +213,8 @@ def plus(one: Estimate, other: F32) -> Estimate:
 
 
 def post_normed(one: Estimate, gain: F32) -> Estimate:
-    """RMS norm: what a number is off, and what the sum of their squares is."""
+    """RMS norm: numbers are off, and so is the root of the mean of their squares."""
     value = normed(one.value, gain)
-    factor = normed(np.ones(1), np.ones(1, np.float32)) if not one.value.any() else None
-    del factor
     mean = np.square(one.value).mean(axis=-1, keepdims=True) + EPSILON
     relative = np.sqrt(np.square(one.error).mean(axis=-1, keepdims=True) / mean) + 1e-6
     return Estimate(value, np.abs(gain) * one.error / np.sqrt(mean) + 1.1 * relative * np.abs(value))
@@ -247,13 +259,15 @@ class Linear:
         return graph(
             "Linear",
             [*names, *weights],
-            {"y": (TensorProto.FLOAT, 3)},
+            {"y": TensorProto.FLOAT},
             feeds,
             weights,
-            inputs=self.inputs,
-            epsilon=EPSILON,
-            gate=self.gate,
-            parts=",".join(f"{name}:{len(raw)}" for name, raw in self.parts),
+            {
+                "inputs": self.inputs,
+                "epsilon": EPSILON,
+                "gate": self.gate,
+                "parts": ",".join(f"{name}:{len(raw)}" for name, raw in self.parts),
+            },
         )
 
     def expected(self, x: F32) -> Estimate:
@@ -261,7 +275,7 @@ class Linear:
         blocks = [unpack(GGMLType[name], raw) for name, raw in self.parts]
         y = product(x if self.gain is None else normed(x, self.gain), blocks)  # type: ignore[arg-type]
         if self.gate:
-            gate, up = (Estimate(*each) for each in zip(*(np.split(e, 2, axis=-1) for e in (y.value, y.error))))
+            gate, up = Estimate(*y.pair[..., : self.width]), Estimate(*y.pair[..., self.width :])
             y = gated(self.gate, gate, up)
         y = y if self.bias is None else plus(y, self.bias)
         y = y if self.post_gain is None else post_normed(y, self.post_gain)

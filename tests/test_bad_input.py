@@ -15,6 +15,7 @@ from edgespec_export import writer as writer_module
 from edgespec_export.export import export_model
 from edgespec_export.gguf import GGUFFile
 from edgespec_export.gguf_checkpoint import GGUFCheckpoint
+from edgespec_export.recipe import WEIGHTS
 from edgespec_models.errors import (
     EdgespecError,
     ModelFileError,
@@ -188,9 +189,9 @@ def test_files_that_describe_something_else(tmp_path: Path, name: str) -> None:
 
 def test_an_unsupported_weight_type(tmp_path: Path) -> None:
     model = tiny_gguf("llama", layers=1)
-    model.tensors["blk.0.ffn_up.weight"] = ("Q3_K", np.zeros((HIDDEN, 110), np.uint8))
+    model.tensors["blk.0.ffn_up.weight"] = ("IQ4_NL", np.zeros((HIDDEN, 144), np.uint8))
     content = model.write(tmp_path / "m.gguf").read_bytes()
-    refused(tmp_path, content, UnsupportedModelError, "weight format number 11.*Q4_K_M or Q8_0")
+    refused(tmp_path, content, UnsupportedModelError, "weight format number 20.*Q4_K_M or Q8_0")
 
 
 def test_a_tokenizer_with_more_ids_than_rows(tmp_path: Path) -> None:
@@ -202,14 +203,14 @@ def test_a_tokenizer_with_more_ids_than_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q4_0", "Q4_K"])
-@pytest.mark.parametrize("policy", ["exact", "fast"])
-def test_weights_that_are_not_finite(tmp_path: Path, kind: str, policy: str) -> None:
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_weights_that_are_not_finite(tmp_path: Path, kind: str, weights: str) -> None:
     model = tiny_gguf("llama", kind, layers=1)
     raw = model.tensors["blk.0.ffn_up.weight"][1].view(np.uint8)
     raw[3, :4] = 0xFF
     (tmp_path / "src").mkdir()
     source = model.write(tmp_path / "src" / "m.gguf")
-    options = export_module.ExportOptions(weights=policy)
+    options = export_module.ExportOptions(weights=weights)
     with pytest.raises(ModelFileError, match=r"blk\.0\.ffn_up\.weight.*not finite"):
         export_model(source, tmp_path / "out", options=options)
     assert [path.name for path in tmp_path.iterdir()] == ["src"]

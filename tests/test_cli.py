@@ -260,9 +260,9 @@ def test_export_passes_options_on_and_shows_its_report(
     monkeypatch.setattr(exporting, "export_model", export_model)
     source = tmp_path / "m.gguf"
     source.write_bytes(b"GGUF")
-    arguments = ("export", str(source), "-o", "out", "--role", "drafter", "--weights", "fast", "--overwrite")
+    arguments = ("export", str(source), "-o", "out", "--role", "drafter", "--weights", "exact", "--overwrite")
     assert "1,000 as q8, exact" in run(*arguments).stdout
-    assert seen == [(source, Path("out"), "drafter", "fast", True)]
+    assert seen == [(source, Path("out"), "drafter", "exact", True)]
     value = json.loads(run(*arguments, "--json").stdout)
     assert value["bytes"]["bundle"] == 1500 and value["parity"] is None and value["seconds"] == 1.5
 
@@ -272,19 +272,21 @@ def test_export_with_quantization_options(tmp_path: Path) -> None:
     from tests.gguf_for_tests import tiny_gguf
 
     source = str(tiny_gguf("llama", layers=1).write(tmp_path / "m.gguf"))
-    options = ("--bits", "4", "--block-size", "64", "--method", "hqq", "--mixed", "none", "--kv", "int8")
+    options = ("--bits", "4", "--method", "k-quant", "--mixed", "none")
     result = run("export", source, "-o", str(tmp_path / "out"), *options)
-    assert result.exit_code == 0 and "as int4/64z+columns by hqq, relative error" in result.stdout
-    assert Bundle(tmp_path / "out").manifest.weights == "4/64/hqq/mixed=none"
+    assert result.exit_code == 0 and "as Q4_1 by k-quant, relative error" in result.stdout
+    assert Bundle(tmp_path / "out").manifest.weights == "4/k-quant/mixed=none"
+    result = run("export", source, "-o", str(tmp_path / "out"), *options, "--kv", "int8", "--overwrite")
+    assert result.exit_code == 0 and "as int4/32+minimums by k-quant, relative error" in result.stdout
     shown = run("inspect", str(tmp_path / "out")).stdout
-    assert "4/64/hqq/mixed=none" in shown and "int8" in shown.partition("KV cache")[2]
+    assert "4/k-quant/mixed=none" in shown and "int8" in shown.partition("KV cache")[2]
     for arguments, says in (
-        (("--weights", "fast", "--bits", "8"), "exclude each other"),
-        (("--method", "gptq", "--calibration", str(tmp_path / "none")), "cannot read calibration text"),
+        (("--weights", "exact", "--bits", "8"), "exclude each other"),
+        (("--weights", "exact", "--kv", "int8"), "KV cache is float32"),
     ):
         refused = run("export", source, "-o", str(tmp_path / "no"), *arguments)
         assert refused.exit_code == 1 and says in " ".join(refused.stderr.split())
-    assert run("export", source, "-o", str(tmp_path / "no"), "--block-size", "48").exit_code == 2
+    assert run("export", source, "-o", str(tmp_path / "no"), "--bits", "5").exit_code == 2
     assert not (tmp_path / "no").exists()
 
 

@@ -11,7 +11,8 @@ from edgespec_models.progress import Progress
 from edgespec_runtimes import cost
 from edgespec_runtimes.cost import CostCurve, measure_cost, recheck_cost
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
-from tests.toy import F32, INT4, LLAMA, ToySession, tiny_bundle
+from tests.native_for_tests import tiny_native
+from tests.toy import F32, LLAMA, ToySession
 
 READING = 2
 """Passes in which a toy reads the tokens that others are timed behind."""
@@ -207,7 +208,7 @@ def test_a_curve_of_one_point_can_be_checked() -> None:
 
 @pytest.fixture
 def real(tmp_path: Path) -> Iterator[CpuSession]:
-    session = CpuSession(tiny_bundle(tmp_path / "m", LLAMA, INT4).bundle, CpuOptions(threads=1))
+    session = CpuSession(tiny_native(tmp_path / "m", LLAMA, "Q4_0").bundle, CpuOptions(threads=1))
     yield session
     session.close()
 

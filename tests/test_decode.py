@@ -25,8 +25,9 @@ from edgespec_models.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.session import Session
+from tests.native_for_tests import tiny_native
 from tests.tokenizers_for_tests import CORPUS, byte_level_json, sentencepiece_json
-from tests.toy import COLUMNS, GEMMA, INT4, LLAMA, RandomDrafter, ToySession, markov_law, tiny_bundle
+from tests.toy import GEMMA, LLAMA, RandomDrafter, ToySession, markov_law
 
 FREE = CostCurve({1: 1.0, 32: 1.0001})
 QUICK = CostCurve({1: 1e-7})
@@ -352,12 +353,12 @@ def test_a_prompt_of_one_token_is_enough() -> None:
 def test_real_graphs_keep_the_promise(tmp_path: Path, config: ModelConfig) -> None:
     """Target and drafter on ONNX Runtime, int4, the drafter of another vocabulary and of the same."""
     options = CpuOptions(threads=1)
-    model = tiny_bundle(tmp_path / "target", config, COLUMNS)
+    model = tiny_native(tmp_path / "target", config, "Q4_1")
     target = CpuSession(model.bundle, options)
     assert target.row_exact
     prompt = [5, 7, 9]
     expected = _plain(target, prompt, 60)
-    small = CpuSession(tiny_bundle(tmp_path / "drafter", LLAMA, INT4, seed=5).bundle, options)
+    small = CpuSession(tiny_native(tmp_path / "drafter", LLAMA, "Q4_0", seed=5).bundle, options)
     same = CpuSession(model.bundle, options)
     for drafter in (
         _model(

@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 from edgespec_export.blocks import F32, Blocks, unpack
 from edgespec_export.encode import Encoded, decode_linear, encode_embedding, encode_linear
 from edgespec_export.gguf import BLOCK_LAYOUT, GGMLType
-from edgespec_export.plan import POLICIES
+from edgespec_export.plan import PORTABLE
 from edgespec_models.graphs.linear import EmbeddingSpec
 from edgespec_models.weight_format import WeightFormat
 from tests.gguf_for_tests import FORMATS, random_raw
-from tests.toy import COLUMNS, FLOAT, INT4, INT8, MATMUL
+from tests.toy import COLUMNS, FLOAT, INT4, INT8
 
 ROWS, COLUMNS_COUNT = 8, 768
-LOSS = {("close", "Q4_1"): 1e-2, ("close", "Q4_K"): 1e-2, ("close", "Q6_K"): 6e-3}
-"""Root mean square of the differences over that of the weights; what is not named is exact."""
+EXACT = ("F32", "F16", "BF16", "Q4_0", "Q5_0", "Q8_0")
+"""The others lose a hundredth at most: root mean square of the differences over that of the weights."""
 
 
 def source_of(name: str, seed: int = 0) -> Blocks | F32:
@@ -42,18 +42,17 @@ def constant(minimum: float, scale: float = 0.0, code: int = 5) -> Blocks:
     return Blocks(codes, 0, np.full((2, 2), scale, np.float32), np.full((2, 2), minimum, np.float32), 4, 32)
 
 
-@pytest.mark.parametrize("policy", ["exact", "close"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_policies_lose_no_more_than_stated(policy: str, name: str) -> None:
+def test_portable_formats_lose_little(name: str) -> None:
     source = source_of(name)
-    got = round_trip(source, POLICIES[policy].layers[GGMLType[name]])
-    assert loss(got, values(source)) <= LOSS.get((policy, name), 1e-6)
+    got = round_trip(source, PORTABLE[GGMLType[name]])
+    assert loss(got, values(source)) <= (1e-6 if name in EXACT else 1e-2)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_four_bits_everywhere_loses_what_four_bits_lose(name: str) -> None:
     source = source_of(name)
-    assert loss(round_trip(source, POLICIES["fast"].layers[GGMLType[name]]), values(source)) < 0.1
+    assert loss(round_trip(source, INT4 if name == "Q4_0" else COLUMNS), values(source)) < 0.1
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q8_0"])
@@ -62,48 +61,43 @@ def test_repacking_is_bit_exact(name: str) -> None:
     np.testing.assert_array_equal(round_trip(source, INT4 if name == "Q4_0" else INT8), values(source))
 
 
-@pytest.mark.parametrize("form", [COLUMNS, MATMUL, INT8], ids=lambda form: form.name)
+@pytest.mark.parametrize("form", [COLUMNS, INT8], ids=lambda form: form.name)
 @pytest.mark.parametrize("minimum", [0.0, -0.0, 0.75, -0.75])
 def test_constant_blocks_are_exact(form: WeightFormat, minimum: float) -> None:
     source = constant(minimum)
     np.testing.assert_allclose(round_trip(source, form), values(source), rtol=1e-6)
 
 
-@pytest.mark.parametrize("form", [COLUMNS, MATMUL, INT4, INT8, FLOAT], ids=lambda form: form.name)
+@pytest.mark.parametrize("form", [COLUMNS, INT4, INT8, FLOAT], ids=lambda form: form.name)
 def test_zeros_stay_zeros(form: WeightFormat) -> None:
     np.testing.assert_array_equal(round_trip(np.zeros((3, 64), np.float32), form), 0)
     np.testing.assert_array_equal(round_trip(np.full((3, 64), -0.0, np.float32), form), 0)
 
 
-@pytest.mark.parametrize("form", [MATMUL, COLUMNS], ids=lambda form: form.name)
-def test_negative_scales(form: WeightFormat) -> None:
+def test_negative_scales() -> None:
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 16, (4, 96), np.uint8)
     scales = -rng.uniform(0.5, 1.0, (4, 3)).astype(np.float32)
     source = Blocks(codes, 0, scales, scales * np.float32(7.3), 4, 32)
-    assert loss(round_trip(source, form), source.values()) < (1e-6 if form is MATMUL else 0.02)
+    assert loss(round_trip(source, COLUMNS), source.values()) < 0.02
 
 
 def test_a_minimum_beyond_the_codes_is_left_to_the_remainder() -> None:
     codes = np.random.default_rng(0).integers(0, 16, (2, 64), np.uint8)
     source = Blocks(codes, 0, np.ones((2, 2), np.float32), np.full((2, 2), 40.0, np.float32), 4, 32)
-    np.testing.assert_allclose(round_trip(source, MATMUL), source.values(), rtol=1e-6)
+    np.testing.assert_allclose(round_trip(source, COLUMNS), source.values(), rtol=1e-6)
 
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), spread=st.floats(1e-4, 1e3), shift=st.floats(-5, 5))
 def test_quantizing_errs_by_half_a_step_at_most(seed: int, spread: float, shift: float) -> None:
-    """Eight bits: by construction; four: no worse in sum than steps over the whole range."""
+    """By construction; with four bits scales and offsets are searched: ``test_rounding``."""
     rng = np.random.default_rng(seed)
     matrix = (spread * (rng.normal(size=(2, 64)) + shift)).astype(np.float32)
     grouped = matrix.reshape(2, 2, 32)
     step = np.abs(grouped).max(-1, keepdims=True) / 127
     error = np.abs(round_trip(matrix, INT8).reshape(grouped.shape) - grouped)
     assert (error <= 0.501 * step).all()
-    step = (grouped.max(-1) - grouped.min(-1)) / 15
-    error = np.square(round_trip(matrix, MATMUL).reshape(grouped.shape) - grouped).sum(-1)
-    # Beyond half a step everywhere only where float32 cannot hold the difference.
-    assert (error <= 32 * np.square(step / 2) * 1.001 + 1e-9 * np.square(grouped).sum(-1)).all()
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("F32", "F16", "BF16")])

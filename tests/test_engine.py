@@ -24,8 +24,9 @@ from edgespec_runtimes import cost
 from edgespec_runtimes.cpu import CpuSession
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import ModelSession
+from tests.native_for_tests import tiny_native
 from tests.tokenizers_for_tests import sentencepiece_json
-from tests.toy import COLUMNS, INT4, LLAMA, QWEN, tiny_bundle
+from tests.toy import LLAMA, QWEN
 
 PROMPT = "def add(a, b):"
 OPTIONS = LoadOptions(threads=1)
@@ -47,11 +48,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> _Models:
     text = sentencepiece_json()
     foreign = replace(LLAMA, vocab_size=Tokenizer.from_json(text).vocab_size)
     return _Models(
-        target=tiny_bundle(folder / "target", LLAMA, COLUMNS).path,
-        same=tiny_bundle(folder / "same", LLAMA, COLUMNS).path,
-        other=tiny_bundle(folder / "other", QWEN, INT4, seed=5).path,
-        across=tiny_bundle(folder / "across", foreign, INT4, seed=6, tokenizer_json=text).path,
-        short=tiny_bundle(folder / "short", replace(LLAMA, context_length=100), COLUMNS).path,
+        target=tiny_native(folder / "target", LLAMA, "Q4_1").path,
+        same=tiny_native(folder / "same", LLAMA, "Q4_1").path,
+        other=tiny_native(folder / "other", QWEN, "Q4_0", seed=5).path,
+        across=tiny_native(folder / "across", foreign, "Q4_0", seed=6, tokenizer_json=text).path,
+        short=tiny_native(folder / "short", replace(LLAMA, context_length=100), "Q4_1").path,
     )
 
 
@@ -399,7 +400,7 @@ def test_a_target_the_catalogue_does_not_know_drafts_from_the_text(models: _Mode
 def test_a_tokenizer_that_does_not_fit_leaves_no_model_loaded(
     models: _Models, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    broken = tiny_bundle(tmp_path / "broken", replace(LLAMA, vocab_size=300)).path
+    broken = tiny_native(tmp_path / "broken", replace(LLAMA, vocab_size=300)).path
     opened = list[CpuSession]()
 
     class Recorded(CpuSession):

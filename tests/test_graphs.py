@@ -10,6 +10,7 @@ import onnx_ir as ir
 import pytest
 from onnxscript import GraphBuilder
 
+from edgespec_export.blocks import Blocks
 from edgespec_export.encode import decode_linear, encode_linear
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import BundleError, UnsupportedModelError
@@ -17,6 +18,7 @@ from edgespec_models.graphs.linear import Linear, LinearPart, LinearSpec
 from edgespec_models.weight_format import WeightFormat
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.ort import ort
+from tests.native_for_tests import tiny_native
 from tests.toy import (
     COLUMNS,
     F32,
@@ -25,7 +27,6 @@ from tests.toy import (
     INT4,
     INT8,
     LLAMA,
-    MATMUL,
     QWEN,
     TinyModel,
     random_blocks,
@@ -68,10 +69,9 @@ def _attend(
     q, k, v = (a.reshape(n, -1, width) for a in (q, k, v))
     if config.qk_norm:
         q, k = norm(q, f"{at}.attention.q_norm"), norm(k, f"{at}.attention.k_norm")
-    is_global = config.sliding_window is None or (layer + 1) % config.global_every == 0
-    local = config.rope_local_theta
-    theta = config.rope_theta if is_global or local is None else local
-    q, k = (_rotate(a, theta, config.rope_interleaved) for a in (q, k))
+    is_global = config.is_global(layer)
+    if layer not in config.unrotated_layers:
+        q, k = (_rotate(config, a, is_global) for a in (q, k))
     group = config.num_heads // config.num_kv_heads
     k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
     scores = np.einsum("qhd,khd->hqk", q, k) * config.attention_scale
@@ -86,12 +86,19 @@ def _attend(
     return mixed @ weights[f"{at}.o"].T
 
 
-def _rotate(x: F64, theta: float, interleaved: bool) -> F64:
-    half = x.shape[-1] // 2
-    angles = np.outer(np.arange(len(x)), theta ** (-np.arange(half) / half))[:, None, :]
+def _rotate(config: ModelConfig, heads: F64, is_global: bool) -> F64:
+    x, rest = np.split(heads, [config.rotary_width], axis=-1)
+    half, local = config.rotary_width // 2, config.rope_local_theta
+    frequencies = (config.rope_theta if is_global or local is None else local) ** (-np.arange(half) / half)
+    if config.rope_factors and (is_global or local is None):
+        frequencies = frequencies / config.rope_factors
+    angles = np.outer(np.arange(len(x)), frequencies)[:, None, :]
+    cos, sin = np.cos(angles) * config.rope_magnitude, np.sin(angles) * config.rope_magnitude
+    interleaved = config.rope_interleaved
     a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
-    turned = a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)
-    return np.stack(turned, -1).reshape(x.shape) if interleaved else np.concatenate(turned, -1)
+    turned = a * cos - b * sin, b * cos + a * sin
+    y = np.stack(turned, -1).reshape(x.shape) if interleaved else np.concatenate(turned, -1)
+    return np.concatenate([y, rest], -1)
 
 
 def _activate(config: ModelConfig, x: F64) -> F64:
@@ -121,6 +128,17 @@ def test_the_graph_computes_the_architecture(tmp_path: Path, name: str) -> None:
     np.testing.assert_allclose(stepwise, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_graph_of_our_operators_computes_the_architecture(tmp_path: Path, name: str) -> None:
+    model = tiny_native(tmp_path / "m", CONFIGS[name], "Q8_0")
+    expected = reference_logits(model, TOKENS)
+    session = CpuSession(model.bundle, CpuOptions(threads=1))
+    got = session.forward(TOKENS).copy()
+    assert _relative_error(got, expected) < 0.03  # int8 activations through every layer
+    session.truncate(0)
+    np.testing.assert_array_equal(np.concatenate([session.forward([t]).copy() for t in TOKENS]), got)
+
+
 @pytest.mark.parametrize("change", [-1, 1])
 def test_a_window_one_off_would_be_noticed(tmp_path: Path, change: int) -> None:
     model = tiny_bundle(tmp_path / "m", GEMMA)
@@ -130,7 +148,7 @@ def test_a_window_one_off_would_be_noticed(tmp_path: Path, change: int) -> None:
     assert np.abs(session.forward(TOKENS) - reference_logits(other, TOKENS)).max() > 1e-2
 
 
-@pytest.mark.parametrize("form", [INT4, COLUMNS, MATMUL, INT8], ids=lambda form: form.name)
+@pytest.mark.parametrize("form", [INT4, COLUMNS, INT8], ids=lambda form: form.name)
 @pytest.mark.parametrize("config", [LLAMA, GEMMA], ids=lambda config: config.architecture)
 def test_quantized_graphs_stay_near_what_their_weights_stand_for(
     tmp_path: Path, config: ModelConfig, form: WeightFormat
@@ -141,33 +159,8 @@ def test_quantized_graphs_stay_near_what_their_weights_stand_for(
     assert _relative_error(got, expected) < 0.05  # int8 activations through every layer
 
 
-def test_hidden_states_are_what_the_head_multiplies(tmp_path: Path) -> None:
-    model = tiny_bundle(tmp_path / "m", hidden_states=True)
-    session = _session(str(model.path / "model.onnx"))
-    past = {
-        item.name: np.zeros((1, LLAMA.num_kv_heads, 16, LLAMA.head_dim), np.float32)
-        for item in session.get_inputs()
-        if item.name.startswith("past")
-    }
-    feed = {
-        "input_ids": np.array([TOKENS[:6]], np.int64),
-        "seqlens_k": np.array([5], np.int32),
-        "total_sequence_length": np.array(6, np.int32),
-        "logits_rows": np.array([1, 5], np.int64),
-        "attention_pad": np.zeros((1, 0, LLAMA.query_width + 2 * LLAMA.kv_width), np.float32),
-        "attention_rows": np.array([6], np.int64),
-    }
-    logits, hidden = session.run(["logits", "hidden_states"], feed | past)
-    assert logits.shape == (1, 2, LLAMA.vocab_size)
-    assert hidden.shape == (1, 2, LLAMA.hidden_size)
-    np.testing.assert_allclose(hidden[0] @ model.weights["lm_head"].T, logits[0], atol=1e-4)
-    np.testing.assert_allclose(logits[0], reference_logits(model, TOKENS[:6])[[1, 5]], atol=1e-4)
-
-
 @pytest.mark.parametrize("width", [32, 96, 576, 1024, 1536])
-@pytest.mark.parametrize(
-    "form", [INT4, COLUMNS, MATMUL, INT8, WeightFormat(8, 16)], ids=lambda form: form.name
-)
+@pytest.mark.parametrize("form", [INT4, COLUMNS, INT8, WeightFormat(8, 16)], ids=lambda form: form.name)
 def test_a_linear_is_its_matrix(form: WeightFormat, width: int) -> None:
     rng = np.random.default_rng(width)
     source = random_blocks(rng, (48, width), form)
@@ -183,7 +176,7 @@ def test_parts_of_different_formats_are_concatenated() -> None:
     parts = (
         LinearPart(("q", "k"), 64, COLUMNS, ("b", "c")),
         LinearPart(("v",), 32, FLOAT),
-        LinearPart(("w",), 16, MATMUL),
+        LinearPart(("w",), 16, INT8),
     )
     encoded = [encode_linear(random_blocks(rng, (p.out_features, 96), p.format), p.format) for p in parts]
     arrays = [dict(e.arrays) for e in encoded]
@@ -195,21 +188,17 @@ def test_parts_of_different_formats_are_concatenated() -> None:
     assert _relative_error(got, np.concatenate(expected, axis=-1)) < 8e-3
 
 
-@pytest.mark.parametrize("form", [COLUMNS, MATMUL], ids=lambda form: form.name)
-def test_the_remainder_is_what_the_kernel_leaves_out(form: WeightFormat) -> None:
-    """Without it the same matrix would be off by much more than the activations' rounding."""
+def test_columns_make_up_for_what_the_kernel_leaves_out() -> None:
+    """Without them the same matrix would be off by much more than the activations' rounding."""
     rng = np.random.default_rng(3)
-    source = random_blocks(rng, (48, 576), form)
-    dropped = WeightFormat(4, 32, zero_points=True)
+    source = random_blocks(rng, (48, 576), COLUMNS)
+    assert isinstance(source, Blocks)
+    arrays = encode_linear(source, COLUMNS).arrays
     x = rng.normal(1.0, 1.0, (1, 5, 576)).astype(np.float32)
-    exact = decode_linear(encode_linear(source, MATMUL), MATMUL, 576)
-    assert (
-        _relative_error(x[0] @ decode_linear(encode_linear(source, dropped), dropped, 576).T, x[0] @ exact.T)
-        > 0.03
-    )
-    spec = LinearSpec(576, (LinearPart(("w",), 48, form),))
-    got = _run_linear(spec, [encode_linear(source, form).arrays], x)[0]
-    assert _relative_error(got, x[0] @ exact.T) < 1.5e-2
+    expected, spec = x[0] @ source.values().T, LinearSpec(576, (LinearPart(("w",), 48, COLUMNS),))
+    assert _relative_error(_run_linear(spec, [arrays], x)[0], expected) < 1.5e-2
+    arrays["weight"][:, 576 // 32 :] = 0x88
+    assert _relative_error(_run_linear(spec, [arrays], x)[0], expected) > 0.03
 
 
 def _run_linear(spec: LinearSpec, parts: list[dict[str, npt.NDArray[np.generic]]], x: F32) -> F32:

@@ -12,15 +12,18 @@ from typer.testing import CliRunner
 import edgespec
 from edgespec.cli import app
 from edgespec.loading import open_model
+from edgespec_export import native
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.hf_checkpoint import HFCheckpoint
+from edgespec_export.quantization import Quantization
 from edgespec_models.bundle import Bundle
+from edgespec_models.errors import UnsupportedModelError
 from edgespec_runtimes.cpu import CpuSession
 from tests.hf_for_tests import CASES, CONTEXT, F32, ROWS, TOKENS, VOCAB, config_of, weights, write_checkpoint
 from tests.tokenizers_for_tests import byte_level_json
 
 GOLDEN = Path(__file__).parent / "golden_hf"
-EXACT = ExportOptions(weights="exact")
+FLOATS = ExportOptions(weights="portable")
 
 
 def checkpoint(folder: Path, case: str, **how: Any) -> Path:
@@ -55,7 +58,7 @@ def distance(logits: F32, case: str) -> float:
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_graph_computes_what_transformers_computes(tmp_path: Path, case: str) -> None:
-    report = export_model(checkpoint(tmp_path / "m", case), tmp_path / "out", options=EXACT)
+    report = export_model(checkpoint(tmp_path / "m", case), tmp_path / "out", options=FLOATS)
     assert report.row_exact
     assert all(loss.format == "float32" and loss.relative_error == 0 for loss in report.weights)
     assert distance(logits_of(tmp_path / "out"), case) < 2e-5
@@ -65,22 +68,41 @@ def test_the_graph_computes_what_transformers_computes(tmp_path: Path, case: str
 @pytest.mark.parametrize("shards", [1, 3])
 def test_half_precision_and_shards_give_the_same_logits(tmp_path: Path, dtype: str, shards: int) -> None:
     source = checkpoint(tmp_path / "m", "phi4", dtype=dtype, shards=shards)
-    report = export_model(source, tmp_path / "out", options=EXACT)
+    report = export_model(source, tmp_path / "out", options=FLOATS)
     assert {loss.source for loss in report.weights} == {dtype}
     assert distance(logits_of(tmp_path / "out"), "phi4") < 2e-5
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_balanced_layers_take_4_bits_and_the_vocabulary_8(tmp_path: Path, case: str) -> None:
-    options = ExportOptions(weights="balanced")
-    export_model(checkpoint(tmp_path / "m", case, dtype="BF16"), tmp_path / "out", options=options)
+def test_rounded_weights_stay_near(tmp_path: Path, case: str) -> None:
+    export_model(checkpoint(tmp_path / "m", case, dtype="BF16"), tmp_path / "out")
     manifest = Bundle(tmp_path / "out").manifest
-    assert manifest.weights == "balanced"
-    assert manifest.formats.keys() == {"int4/32z+columns", "int8/32"}
-    assert manifest.formats["int8/32"] == VOCAB * 64
-    assert manifest.bytes_by_class["embedding"] == manifest.bytes_by_class["lm_head"] == VOCAB * 64 * 36 // 32
+    assert (manifest.weights, manifest.operators) == ("exact", "edgespec")
+    assert manifest.formats.keys() == {"Q8_0"}
+    assert np.corrcoef(logits_of(tmp_path / "out").ravel(), golden(case).ravel())[0, 1] > 0.995
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_layers_of_large_models_take_4_bits_and_the_vocabulary_8(
+    tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "_LARGE", 1000)
+    export_model(checkpoint(tmp_path / "m", case, dtype="BF16"), tmp_path / "out")
+    manifest = Bundle(tmp_path / "out").manifest
+    assert manifest.formats.keys() == {"Q4_1", "Q8_0"}
+    assert manifest.bytes_by_class["embedding"] == VOCAB * 64 * 34 // 32
     # In a random model 64 wide the rounding hardly averages out.
     assert np.corrcoef(logits_of(tmp_path / "out").ravel(), golden(case).ravel())[0, 1] > 0.95
+
+
+def test_widths_without_whole_blocks_are_of_portable_bundles(tmp_path: Path) -> None:
+    config = {**config_of("llama"), "intermediate_size": 112}
+    source, out = with_tokenizer(write_checkpoint(tmp_path / "m", config)), tmp_path / "out"
+    for options in (ExportOptions(), ExportOptions(quantization=Quantization())):
+        with pytest.raises(UnsupportedModelError, match=r"112 columns has no .* --weights portable"):
+            export_model(source, out, options=options)
+        assert not out.exists()
+    assert export_model(source, out, options=FLOATS).row_exact
 
 
 def test_facts_that_change_the_graph_change_the_logits(tmp_path: Path) -> None:
@@ -96,7 +118,7 @@ def test_facts_that_change_the_graph_change_the_logits(tmp_path: Path) -> None:
     for case, change in changes.items():
         config = {**config_of(case), **change}
         source = with_tokenizer(write_checkpoint(tmp_path / case, config))
-        export_model(source, tmp_path / f"{case}-out", options=EXACT)
+        export_model(source, tmp_path / f"{case}-out", options=FLOATS)
         assert distance(logits_of(tmp_path / f"{case}-out"), case) > 1e-3, case
 
 
@@ -164,7 +186,7 @@ def test_a_snapshot_in_the_hubs_cache_has_its_repositorys_name(tmp_path: Path) -
 
 def test_the_command_line_exports_a_directory(tmp_path: Path) -> None:
     source, out = checkpoint(tmp_path / "m", "qwen3"), tmp_path / "out"
-    result = CliRunner().invoke(app, ["export", str(source), "-o", str(out), "--weights", "balanced"])
+    result = CliRunner().invoke(app, ["export", str(source), "-o", str(out), "--bits", "8"])
     assert result.exit_code == 0, result.output
     assert Bundle(out, verify_digests=True).manifest.name == "m"
     empty = CliRunner().invoke(app, ["export", str(tmp_path), "-o", str(tmp_path / "x")])
@@ -178,7 +200,7 @@ def test_a_directory_is_loaded_through_the_cache(tmp_path: Path, monkeypatch: py
     first = open_model(source, "target")
     assert first.manifest.name == "Tiny-1.5B"
     assert open_model(source, "target").path == first.path
-    assert open_model(source, "target", weights="exact").path != first.path
+    assert open_model(source, "target", weights="portable").path != first.path
     assert open_model(first.path, "target").path == first.path
     (source / "generation_config.json").write_text('{"eos_token_id": 5}', encoding="utf-8")
     changed = open_model(source, "target")

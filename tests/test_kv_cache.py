@@ -22,8 +22,8 @@ TOKENS = [5, 17, 300, 2, 2, 41, 17, 300, 99, 250, 7, 63, 11, 380]
 
 def export(folder: Path, architecture: str, kv: str, kind: str = "F32") -> Bundle:
     source = tiny_gguf(architecture, kind).write(folder / "m.gguf")
-    report = export_model(source, folder / kv, options=ExportOptions(kv=kv))  # type: ignore[arg-type]
-    assert report.row_exact or kind == "F32"
+    options = ExportOptions(weights="portable", kv=kv)  # type: ignore[arg-type]
+    assert export_model(source, folder / kv, options=options).row_exact or kind == "F32"
     return Bundle(folder / kv)
 
 
@@ -75,15 +75,24 @@ def test_another_type_is_refused(tmp_path: Path) -> None:
         export(tmp_path, "llama", "int4")
 
 
+def test_it_is_of_portable_bundles(tmp_path: Path) -> None:
+    source = tiny_gguf("llama", layers=1).write(tmp_path / "m.gguf")
+    with pytest.raises(RequestError, match=r"whose KV cache is float32; leave out weights, or kv='int8'"):
+        export_model(source, tmp_path / "out", options=ExportOptions(weights="exact", kv="int8"))
+    export_model(source, tmp_path / "out", options=ExportOptions(kv="int8"))
+    manifest = Bundle(tmp_path / "out").manifest
+    assert (manifest.weights, manifest.operators) == ("portable", "standard")
+
+
 @pytest.mark.parametrize("config", [LLAMA, GEMMA], ids=lambda config: config.architecture)
 def test_scales_cover_what_the_cache_held(tmp_path: Path, config: object) -> None:
     bundle = tiny_bundle(tmp_path / "b", config).bundle  # type: ignore[arg-type]
     texts = calibration_tokens(bundle.tokenizer, bundle.manifest.special_tokens)
     texts = [[token % bundle.config.vocab_size for token in tokens[:50]] for tokens in texts]
-    whole = cache_statistics(cut(bundle.path / GRAPH), bundle.config, texts, even_rows=False)
-    in_pieces = cache_statistics(cut(bundle.path / GRAPH, 1), bundle.config, texts, even_rows=False)
+    whole = cache_statistics(cut(bundle.path / GRAPH), bundle.config, texts)
+    in_pieces = cache_statistics(cut(bundle.path / GRAPH, 1), bundle.config, texts)
     assert whole.keys() == in_pieces.keys() and len(whole) == 2 * bundle.config.num_layers
-    assert quantize_cache(bundle.path / GRAPH, bundle.config, texts, even_rows=False) == ()
+    assert quantize_cache(bundle.path / GRAPH, bundle.config, texts) == ()
     model = onnx.load(str(bundle.path / GRAPH), load_external_data=False)
     scales = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer if "past" in t.name}
     for name, seen in whole.items():
@@ -131,7 +140,8 @@ def test_rounding_them_all_the_same_would_cost_more(tmp_path: Path, monkeypatch:
     for name, limit in (("float32", 1), ("int8", 1), ("all int8", np.inf)):
         monkeypatch.setattr("edgespec_export.kv_cache._LARGEST_STEP", np.float32(limit))
         kv = "float32" if name == "float32" else "int8"
-        export_model(source, tmp_path / name, options=ExportOptions(kv=kv))  # type: ignore[arg-type]
+        options = ExportOptions(weights="portable", kv=kv)  # type: ignore[arg-type]
+        export_model(source, tmp_path / name, options=options)
         session = CpuSession(Bundle(tmp_path / name))
         logits[name] = session.forward(TOKENS).copy()
         session.close()

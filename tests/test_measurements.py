@@ -18,6 +18,8 @@ from edgespec_runtimes.cpu import CpuOptions, default_threads
 from tests.toy import tiny_bundle
 
 HERE = Conditions(
+    huge_pages=True,
+    instructions="",
     bundle="0123456789abcdef",
     device="cpu",
     threads=2,

@@ -117,7 +117,7 @@ def test_attention_that_is_written_out_is_put_in_place(tmp_path: Path, program: 
 
 
 def test_what_optimum_does_not_do_is_refused(tmp_path: Path) -> None:
-    for extra in (["--weights", "int8"], ["--kv", "int8"], ["--block-size", "64"], ["--role", "drafter"]):
+    for extra in (["--weights", "exact"], ["--kv", "int8"], ["--method", "fit"], ["--role", "drafter"]):
         result = run(tmp_path, tmp_path / "out", "optimum-cli", *extra)
         assert result.exit_code == 1
         assert "leave out --" in result.stderr

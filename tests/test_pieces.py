@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import pytest
 
-from edgespec_export.export import export_model
+from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.pieces import cut, run_pieces
 from edgespec_models.bundle import GRAPH, Bundle
 from edgespec_models.config import ModelConfig
@@ -14,14 +14,13 @@ from edgespec_models.errors import ParityError
 from edgespec_models.weight_format import WeightFormat
 from edgespec_runtimes.cpu import CpuSession
 from tests.gguf_for_tests import tiny_gguf
-from tests.toy import COLUMNS, FLOAT, GEMMA, LLAMA, WIDE, tiny_bundle
+from tests.toy import COLUMNS, FLOAT, GEMMA, INT8, LLAMA, tiny_bundle
 
 TEXTS = ([5, 17, 300, 2, 2, 41, 17], [300, 99], [250])
-PAIRS = WeightFormat(4, 128)
 
 
 @pytest.mark.parametrize(
-    ("config", "form"), [(LLAMA, FLOAT), (LLAMA, COLUMNS), (WIDE, PAIRS), (GEMMA, COLUMNS)]
+    ("config", "form"), [(LLAMA, FLOAT), (LLAMA, COLUMNS), (LLAMA, INT8), (GEMMA, COLUMNS)]
 )
 def test_pieces_compute_what_the_whole_does(tmp_path: Path, config: ModelConfig, form: WeightFormat) -> None:
     bundle = tiny_bundle(tmp_path / "b", config, form).path
@@ -32,7 +31,7 @@ def test_pieces_compute_what_the_whole_does(tmp_path: Path, config: ModelConfig,
         session.prefill([])
         expected.append(session.forward(tokens).copy())
     pieces = cut(bundle / GRAPH, piece_bytes=1)
-    result = run_pieces(pieces, config, TEXTS, even_rows=opened.manifest.even_rows)
+    result = run_pieces(pieces, config, TEXTS)
     assert len(pieces) > config.num_layers
     assert result.rolls_back
     assert result.row_exact == session.row_exact is True
@@ -65,7 +64,7 @@ def test_a_graph_that_cannot_roll_back_is_told(tmp_path: Path) -> None:
     nothing = np.zeros((1, LLAMA.num_kv_heads, 8, LLAMA.head_dim), np.float32)
     model.graph.initializer.append(onnx.numpy_helper.from_array(nothing, "nothing"))
     onnx.save(model, str(bundle / GRAPH))
-    assert not run_pieces(cut(bundle / GRAPH, 1), LLAMA, (), even_rows=False).rolls_back
+    assert not run_pieces(cut(bundle / GRAPH, 1), LLAMA, ()).rolls_back
 
 
 def test_an_export_that_cannot_roll_back_leaves_nothing(
@@ -73,5 +72,6 @@ def test_an_export_that_cannot_roll_back_leaves_nothing(
 ) -> None:
     monkeypatch.setattr("edgespec_export.pieces._Piece.test", lambda _piece, _values: (False, False))
     with pytest.raises(ParityError, match="after a truncation"):
-        export_model(tiny_gguf("llama").write(tmp_path / "m.gguf"), tmp_path / "out")
+        options = ExportOptions(weights="portable")
+        export_model(tiny_gguf("llama").write(tmp_path / "m.gguf"), tmp_path / "out", options=options)
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]

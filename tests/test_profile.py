@@ -19,8 +19,9 @@ from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve, measure_cost
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.memory import memory_bandwidth
+from tests.native_for_tests import tiny_native
 from tests.test_report import Page
-from tests.toy import INT4, LLAMA, tiny_bundle
+from tests.toy import LLAMA
 
 CURVE = CostCurve({1: 0.010, 2: 0.0105, 4: 0.011, 8: 0.020, 16: 0.040})
 """Bound by memory up to 4 rows, by arithmetic from 8 on."""
@@ -28,7 +29,7 @@ CURVE = CostCurve({1: 0.010, 2: 0.0105, 4: 0.011, 8: 0.020, 16: 0.040})
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return tiny_bundle(tmp_path_factory.mktemp("profile") / "some-target", LLAMA, INT4).bundle
+    return tiny_native(tmp_path_factory.mktemp("profile") / "some-target", LLAMA, "Q4_0").bundle
 
 
 @pytest.fixture(autouse=True)

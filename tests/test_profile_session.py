@@ -21,7 +21,8 @@ from edgespec.verification import make_verifier
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.session import Session
-from tests.toy import COLUMNS, LLAMA, ToySession, tiny_bundle
+from tests.native_for_tests import tiny_native
+from tests.toy import LLAMA, ToySession
 
 PROMPT = "def add(a, b):"
 OTHER_PROMPT = "x = 1"
@@ -105,7 +106,7 @@ def test_a_repeated_answer_takes_fewer_passes() -> None:
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_bundle(tmp_path_factory.mktemp("models") / "target", LLAMA, COLUMNS).path
+    return tiny_native(tmp_path_factory.mktemp("models") / "target", LLAMA, "Q4_1").path
 
 
 @pytest.fixture
@@ -160,7 +161,7 @@ def test_plain_requests_neither_read_nor_teach(target: Path, home: Path) -> None
 
 
 def test_namespaces_and_targets_are_kept_apart(target: Path, home: Path, tmp_path: Path) -> None:
-    other = tiny_bundle(tmp_path / "other", LLAMA, COLUMNS).path  # the same tokenizer and weights
+    other = tiny_native(tmp_path / "other", LLAMA, "Q4_1").path  # the same tokenizer and weights
     for path, namespace in ((target, "mail"), (target, "code"), (other, "mail")):
         options = LoadOptions(threads=1, namespace=namespace)
         with edgespec.load(path, "ngram", options=options, profile="me") as model:

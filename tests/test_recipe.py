@@ -16,21 +16,24 @@ import pytest
 
 from edgespec import loading
 from edgespec.loading import open_model
-from edgespec_export import plan
-from edgespec_export.plan import POLICIES, plan_decoder
-from edgespec_export.recipe import RECIPES, WEIGHTS
+from edgespec_export import native
+from edgespec_export.checkpoint import Checkpoint
+from edgespec_export.native import plan_native
+from edgespec_export.plan import plan_decoder
+from edgespec_export.recipe import RECIPES
 from edgespec_export.sources import open_checkpoint
 from edgespec_models.bundle import Role
 from edgespec_models.errors import RequestError, StorageError
-from edgespec_models.graphs.decoder import DecoderPlan, Precision, build_decoder
+from edgespec_models.graphs.decoder import FULL, Precision, build_decoder
+from edgespec_models.graphs.native import build_native
 from edgespec_models.static_graphs import ExportDevice
-from tests.gguf_for_tests import tiny_gguf
+from tests.gguf_for_tests import FORMATS, tiny_gguf
 
 WRITTEN: dict[tuple[Role, ExportDevice | None, int], str] = {
-    ("target", None, 2): "c9fb0829ad7ba5e4",
-    ("target", "cuda", 3): "93566d289011050b",
-    ("drafter", None, 3): "4a7a774d9768273f",
-    ("drafter", "cuda", 3): "77dd357c7bd094b8",
+    ("target", None, 4): "d47bab8703053254",
+    ("target", "cuda", 4): "728ffb5e04141fdb",
+    ("drafter", None, 4): "ede0b0baa92269ea",
+    ("drafter", "cuda", 4): "728ffb5e04141fdb",
 }
 """Of each recipe, the beginning of a digest of tiny models."""
 HALF = Precision("float16", "float16")
@@ -66,18 +69,15 @@ def test_what_another_recipe_made_is_made_anew_and_left_alone(
         str(first),
     ]
     assert made(cache).items() >= before.items()
-    assert open_model(source, "target", weights="exact").path not in (first, third)
-
-
-def test_weights_are_those_of_the_policies() -> None:
-    assert tuple(POLICIES) == WEIGHTS
+    assert open_model(source, "target", weights="portable").path not in (first, third)
+    assert open_model(source, "target", weights="exact").path == third  # which is the default
 
 
 @pytest.mark.parametrize("weights", ["fsat", "", "a/b", "a/../../../../x"])
 def test_weights_that_are_not_known_leave_nothing(cache: Path, tmp_path: Path, weights: str) -> None:
     source = tiny_gguf("llama", layers=1).write(tmp_path / "m.gguf")
     for reference in (source, "smollm2-135m-instruct", "hf:someone/something"):
-        with pytest.raises(RequestError, match=r"weights='.*' is not known; allowed: exact, close"):
+        with pytest.raises(RequestError, match=r"weights='.*' is not known; allowed: exact, portable"):
             open_model(reference, "target", weights=weights)
     assert [file.name for file in tmp_path.iterdir()] == ["m.gguf"]
 
@@ -89,6 +89,8 @@ def test_a_device_that_settles_formats_takes_no_weights(cache: Path, tmp_path: P
     for reference in (source, "smollm2-135m-instruct", "hf:someone/something"):
         with pytest.raises(RequestError, match="npu-qnn settles formats; leave out weights"):
             open_model(reference, "target", weights="exact", device="npu-qnn")
+        with pytest.raises(RequestError, match="cuda settles formats; leave out weights"):
+            open_model(reference, "target", weights="exact", device="cuda")
     assert made(cache) == before
     assert open_model(bundle, "target", weights="exact", device="npu-qnn").path == bundle
 
@@ -141,9 +143,8 @@ def test_a_cached_model_needs_no_exporter_and_others_say_what_is_missing(cache: 
     assert not (tmp_path / "home" / "models").exists()
 
 
-def described(config: Any, chosen: DecoderPlan) -> Iterator[Any]:
-    """A decoder's operators and weights, and how these are rounded."""
-    graph = build_decoder(config, chosen).graph
+def described(graph: ir.Graph) -> Iterator[Any]:
+    """A decoder's operators and weights."""
     yield [value.name for value in graph.inputs]
     for node in graph:
         if node.op_type != "Constant":
@@ -153,23 +154,25 @@ def described(config: Any, chosen: DecoderPlan) -> Iterator[Any]:
         if value.const_value is None:
             assert isinstance(value.shape, ir.Shape)
             yield value.name, str(value.dtype), [str(length) for length in value.shape]
-    for name, linear in chosen.linears.items():
-        yield name, [(part.format.name, part.method) for part in linear.parts]
+
+
+def plans(checkpoint: Checkpoint, role: Role, device: ExportDevice | None) -> Iterator[Any]:
+    """What would be written of ``checkpoint``, with each of WEIGHTS where there is a choice."""
+    tunable, config = role == "drafter" and device is None, checkpoint.config
+    chosen = plan_decoder(checkpoint, tunable=tunable, precision=FULL if device is None else HALF)
+    yield [*described(build_decoder(config, chosen).graph)]
+    yield [[part.format.name for part in linear.parts] for linear in chosen.linears.values()]
+    if device is None:
+        yield [*described(build_native(config, plan_native(checkpoint, None, tunable=tunable)).graph)]
 
 
 def digest(folder: Path, role: Role, device: ExportDevice | None) -> str:
-    seen: list[list[Any]] = [[plan._REFINED_FROM, plan._REFINED_WEIGHTS, plan._LEAST_REFINED, plan._LARGE]]
-    models = [("llama", kind) for kind in ("F16", "Q4_0", "Q4_K", "Q6_K", "Q8_0")]
+    seen: list[Any] = [native._LARGE]
+    models = [("llama", kind) for kind in FORMATS]
     for architecture, kind in [*models, ("qwen2", "Q4_K"), ("gemma3", "Q8_0")]:
         source = tiny_gguf(architecture, kind).write(folder / "m.gguf")
-        with open_checkpoint(source) as checkpoint, mock.patch.multiple(plan, _REFINED_FROM=1):
-            seen.append([plan.default_weights(checkpoint, role)])
-            for policy in POLICIES.values():
-                if device is None:
-                    chosen = plan_decoder(checkpoint, policy, spare_rows=role == "target")
-                else:
-                    chosen = plan_decoder(checkpoint, policy, spare_rows=False, precision=HALF)
-                seen.append([*described(checkpoint.config, chosen)])
+        with open_checkpoint(source) as checkpoint:
+            seen += plans(checkpoint, role, device)
     return hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:16]
 
 

@@ -22,11 +22,16 @@ from edgespec_runtimes.static_io import StaticIO
 from edgespec_runtimes.static_session import StaticSession
 from tests.foreign_for_tests import ForeignSpec, write_genai
 from tests.gguf_for_tests import tiny_gguf
+from tests.native_for_tests import tiny_native
 from tests.toy import INT4, LLAMA, tiny_bundle
 
 ON_CPU = Device(CPU, "ready")
 ONE_THREAD = CpuOptions(threads=1)
 TOKENS = [(7 * i * i + 3) % 250 for i in range(40)]
+
+
+def _native(folder: Path) -> CpuSession:
+    return CpuSession(tiny_native(folder / "m", LLAMA).bundle, ONE_THREAD)
 
 
 def _in_place(folder: Path) -> CpuSession:
@@ -48,7 +53,7 @@ def _fixed_shapes(folder: Path) -> StaticSession:
     return StaticSession(Bundle(folder / "m"), ON_CPU, ONE_THREAD)
 
 
-@pytest.fixture(scope="module", params=[_in_place, _growing, _on_device, _fixed_shapes])
+@pytest.fixture(scope="module", params=[_native, _in_place, _growing, _on_device, _fixed_shapes])
 def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> GraphSession:
     opened: GraphSession = request.param(tmp_path_factory.mktemp("reserve"))
     return opened

@@ -19,6 +19,7 @@ from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.cuda import CudaSession
 from edgespec_runtimes.devices import CPU, PROFILES
 from edgespec_runtimes.discovery import Device
+from tests.native_for_tests import tiny_native
 from tests.toy import INT4, LLAMA, tiny_bundle
 
 OPTIONS = CpuOptions(threads=1)
@@ -29,7 +30,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
     folder = tmp_path_factory.mktemp("bundles")
     return {
         "target": tiny_bundle(folder / "target", LLAMA, INT4).bundle,
-        "drafter": tiny_bundle(folder / "drafter", LLAMA, INT4, seed=1).bundle,
+        "drafter": tiny_native(folder / "drafter", LLAMA, "Q4_0", seed=1).bundle,
     }
 
 
@@ -46,9 +47,9 @@ class _Recorded(CpuSession):
 
     tested = False
 
-    def _self_test(self) -> bool:
+    def self_test(self) -> bool:
         self.tested = True
-        return super()._self_test()
+        return super().self_test()
 
 
 @pytest.fixture
@@ -87,7 +88,8 @@ def test_the_second_load_neither_tests_nor_measures(
         assert pair.drafter is not None and pair.same_vocabulary
         assert pair.target.remembered == pair.drafter.remembered == again
         assert pair.target.session.row_exact
-        assert [session.tested for session in opened[-2:]] == [not again] * 2
+        # Graphs of edgespec's own operators need none.
+        assert sum(session.tested for session in opened[-2:]) == (not again)
         curves.append((pair.target.curve, pair.drafter.curve))
         for session in opened:
             session.close()
@@ -175,7 +177,7 @@ def test_the_check_does_not_spoil_what_is_kept(
 
 def _broken(source: Bundle, folder: Path) -> Bundle:
     """A bundle whose graph ONNX Runtime cannot load, though its sizes are right."""
-    copy = tiny_bundle(folder, LLAMA, INT4, seed=2)
+    copy = tiny_native(folder, LLAMA, "Q4_0", seed=2)
     graph = copy.path / "model.onnx"
     graph.write_bytes(b"\0" * graph.stat().st_size)
     return copy.bundle
@@ -194,7 +196,7 @@ def test_a_graph_that_does_not_load_leaves_nothing_loaded(
 def test_a_drafter_whose_tokenizer_does_not_fit_leaves_nothing_loaded(
     opened: list[_Recorded], bundles: dict[str, Bundle], tmp_path: Path
 ) -> None:
-    small = tiny_bundle(tmp_path / "small", replace(LLAMA, vocab_size=300)).bundle
+    small = tiny_native(tmp_path / "small", replace(LLAMA, vocab_size=300)).bundle
     with pytest.raises(TokenizerError):
         open_pair(bundles["target"], small, OPTIONS)
     assert [session._io for session in opened] == [None]

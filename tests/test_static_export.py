@@ -32,9 +32,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (replace(QNN, weights="fast"), RequestError, "device=npu-qnn settles formats.*leave out weights"),
+        (replace(QNN, weights="exact"), RequestError, "device=npu-qnn settles formats.*leave out weights"),
         (replace(QNN, quantization=Quantization()), RequestError, "leave out quantization"),
-        (replace(QNN, kv="int8", hidden_states=True), RequestError, "leave out kv, hidden_states"),
+        (replace(QNN, kv="int8"), RequestError, "leave out kv"),
         (replace(QNN, role="drafter", trim=TrimOptions(1000)), RequestError, "leave out trim"),
         (replace(QNN, buckets=(0, 64)), RequestError, "at least 64 tokens"),
         (replace(QNN, buckets=(64, 641)), RequestError, "641 tokens exceeds the context of 640"),

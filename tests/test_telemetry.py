@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.toy import COLUMNS, LLAMA, tiny_bundle
+from tests.native_for_tests import tiny_native
+from tests.toy import LLAMA
 
 _VARIABLE = "ORT_DISABLE_TELEMETRY"
 _RUN = """
@@ -32,7 +33,7 @@ CpuSession(Bundle(Path(sys.argv[2]))).forward([1, 2])
     "first", ["edgespec", "edgespec.engine", "edgespec_export.contexts", "edgespec_runtimes.discovery"]
 )
 def test_nothing_is_sent_or_kept(tmp_path: Path, first: str) -> None:
-    model, home = tiny_bundle(tmp_path / "m", LLAMA, COLUMNS), tmp_path / "home"
+    model, home = tiny_native(tmp_path / "m", LLAMA, "Q4_1"), tmp_path / "home"
     home.mkdir()
     kept = {name: value for name, value in os.environ.items() if name not in (_VARIABLE, "XDG_CACHE_HOME")}
     environment = kept | {"HOME": str(home), "PYTHONPATH": os.pathsep.join(sys.path)}

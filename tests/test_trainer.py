@@ -308,11 +308,11 @@ def test_an_error_while_learning_ends_training_and_is_told(
 
 
 def test_weights_that_cannot_be_undone_are_a_problem(tmp_path: Path) -> None:
-    bundle = tiny_bundle(tmp_path / "m", LLAMA, COLUMNS, role="drafter").bundle
+    bundle = tiny_bundle(tmp_path / "m", LLAMA, COLUMNS, role="drafter").bundle  # of standard operators
     trainer = Trainer(lambda: Tuning(NumpyDecoder(bundle)), share=1.0)
     trainer.offer(Example((1, 2, 3), 1))
     _ended(trainer)
-    assert trainer.problem is not None and "remainders" in trainer.problem
+    assert trainer.problem is not None and "operators" in trainer.problem
     trainer.close()
 
 

@@ -23,6 +23,7 @@ from edgespec_runtimes import cost
 from edgespec_runtimes.cpu import CpuSession
 from edgespec_runtimes.graph_io import EdgespecIO
 from edgespec_runtimes.predictions import Predictions
+from tests.native_for_tests import tiny_native
 from tests.tokenizers_for_tests import sentencepiece_json
 from tests.toy import COLUMNS, F32, INT4, LLAMA, QWEN, tiny_bundle
 
@@ -40,7 +41,7 @@ class _Models:
     drafter: Path
     across: Path
     fixed: Path
-    remainders: Path
+    standard: Path
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +52,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> _Models:
     return _Models(
         target=tiny_bundle(folder / "target", LLAMA, COLUMNS).path,
         ending=_ending(tiny_bundle(folder / "ending", LLAMA, COLUMNS).path),
-        drafter=tiny_bundle(folder / "drafter", QWEN, INT4, seed=5, role="drafter").path,
-        across=tiny_bundle(
-            folder / "across", foreign, INT4, seed=6, tokenizer_json=text, role="drafter"
+        drafter=tiny_native(folder / "drafter", QWEN, "Q4_0", seed=5, role="drafter").path,
+        across=tiny_native(
+            folder / "across", foreign, "Q4_0", seed=6, tokenizer_json=text, role="drafter"
         ).path,
         fixed=tiny_bundle(folder / "fixed", QWEN, INT4, seed=5).path,
-        remainders=tiny_bundle(folder / "remainders", QWEN, COLUMNS, seed=5, role="drafter").path,
+        standard=tiny_bundle(folder / "standard", QWEN, COLUMNS, seed=5, role="drafter").path,
     )
 
 
@@ -346,11 +347,11 @@ def test_another_profile_begins_with_the_bundles_gains(model: Model, tmp_path: P
 def test_a_drafter_that_cannot_be_trained_is_told_and_used(
     models: _Models, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reference = models.remainders
+    reference = models.standard
     with edgespec.load(models.target, reference, options=OPTIONS, profile=tmp_path / "me") as model:
         first = model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
         _until(lambda: _trainer(model).problem is not None)
         again = model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
     assert first.stats.profile_problem is None
-    assert again.stats.profile_problem is not None and "remainders" in again.stats.profile_problem
-    assert again.tokens == first.tokens and "remainders" in caplog.text
+    assert again.stats.profile_problem is not None and "operators" in again.stats.profile_problem
+    assert again.tokens == first.tokens and "operators" in caplog.text

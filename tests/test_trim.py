@@ -25,8 +25,9 @@ from edgespec_models.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuSession
 from tests.gguf_for_tests import ARCHITECTURES, TinyGGUF, tiny_gguf
+from tests.native_for_tests import tiny_native
 from tests.tokenizers_for_tests import CORPUS, byte_level_json, sentencepiece_json
-from tests.toy import COLUMNS, LLAMA, tiny_bundle
+from tests.toy import LLAMA
 
 TOKENIZERS = {
     name: Tokenizer.from_json(text())
@@ -144,14 +145,15 @@ def _drafter(folder: Path, model: TinyGGUF, size: trim.TrimSize = KEPT) -> Bundl
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_K"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_rows_that_stay_give_the_same_bits(tmp_path: Path, architecture: str, kind: str) -> None:
+def test_the_rows_that_stay_give_the_same_logits(tmp_path: Path, architecture: str, kind: str) -> None:
     model = tiny_gguf(architecture, kind)
     trimmed, whole = _drafter(tmp_path, model), _drafter(tmp_path, model, "full")
     assert whole.head_tokens is None
     kept = trimmed.head_tokens
     assert kept is not None and len(kept) == KEPT == trimmed.manifest.head_rows
     logits = [CpuSession(bundle).forward(TOKENS).copy() for bundle in (trimmed, whole)]
-    np.testing.assert_array_equal(logits[0][:, :KEPT], logits[1][:, kept])
+    # Where words of the context get columns too, the last norm is ONNX Runtime's.
+    np.testing.assert_allclose(logits[0][:, :KEPT], logits[1][:, kept], rtol=1e-5, atol=1e-5)
     assert isinstance(trimmed.config, ModelConfig)
     hidden = trimmed.config.hidden_size
     assert trimmed.manifest.parameters_by_class["lm_head"] == KEPT * hidden
@@ -257,7 +259,7 @@ def _greedy(target: Path, drafter: Path | None) -> tuple[str, int]:
 def test_a_trimmed_drafter_changes_no_output_and_is_no_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = tiny_bundle(tmp_path / "target", LLAMA, COLUMNS).path
+    target = tiny_native(tmp_path / "target", LLAMA, "Q4_1").path
     drafter = _drafter(tmp_path, tiny_gguf("llama")).path
     monkeypatch.setattr("edgespec.pricing.Pricing.pays", lambda *_, **__: True)
     monkeypatch.setattr("edgespec.pricing.Pricing.keep", lambda _, confidence: (len(confidence), 0.0))
@@ -335,7 +337,7 @@ def test_the_shipped_text_comes_from_several_targets() -> None:
 def test_a_target_writes_calibration_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_PROMPTS", 3)
     monkeypatch.setattr(calibration, "_TOKENS", 4)
-    bundle = tiny_bundle(tmp_path / "target", LLAMA, COLUMNS)
+    bundle = tiny_native(tmp_path / "target", LLAMA, "Q4_1")
     stages: list[tuple[int, int]] = []
     texts, curve = written_by(bundle.path, lambda step: stages.append((step.done, step.total)))
     assert len(texts) == 3

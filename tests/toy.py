@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from edgespec_export.encode import decode_linear, encode_embedding, encode_linea
 from edgespec_models.bundle import GRAPH, HEAD_TOKENS, MANIFEST, TOKENIZER, Bundle, FileRecord, Manifest
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import Cancelled, RequestError
-from edgespec_models.graphs.decoder import FULL, SPARE_ROWS, DecoderPlan, Precision, build_decoder
+from edgespec_models.graphs.decoder import FULL, DecoderPlan, Precision, build_decoder, rotary_rows
 from edgespec_models.graphs.linear import EmbeddingSpec, LinearPart, LinearSpec
 from edgespec_models.rope import rotary_tables
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
@@ -31,8 +31,7 @@ Law = Callable[[Sequence[int]], F32]
 FLOAT = WeightFormat(32)
 INT8 = WeightFormat(8, 32)
 INT4 = WeightFormat(4, 32)
-COLUMNS = WeightFormat(4, 32, zero_points=True, remainder="columns")
-MATMUL = WeightFormat(4, 32, zero_points=True, remainder="matmul")
+COLUMNS = WeightFormat(4, 32, minimums=True)
 
 LLAMA = ModelConfig(
     architecture="llama",
@@ -219,7 +218,6 @@ def tiny_bundle(
     *,
     tokenizer_json: str | None = None,
     seed: int = 0,
-    hidden_states: bool = False,
     precision: Precision = FULL,
     role: Literal["target", "drafter"] = "target",
     head_tokens: tuple[int, ...] | None = None,
@@ -228,48 +226,57 @@ def tiny_bundle(
 
     A drafter's gains are tunable, and its LM head may be trimmed to ``head_tokens``.
     """
+    plan = tiny_plan(config, form, precision=precision, head_tokens=head_tokens)
+    plan = replace(plan, tunable=role == "drafter")
+    model = build_decoder(config, plan)
+    weights = _fill(model, config, plan, np.random.default_rng(seed))
+    facts = {
+        "weights": "portable",
+        "formats": {form.name: 1},
+        "kv": precision.activations,
+        "activations": precision.activations,
+        "device": None if precision == FULL else "cuda",
+        "choices": plan.choices,
+    }
+    write_bundle(folder, model, config, head_tokens, tokenizer_json, facts | {"role": role})
+    return TinyModel(folder, config, weights)
+
+
+def write_bundle(
+    folder: Path,
+    model: ir.Model,
+    config: ModelConfig,
+    head_tokens: tuple[int, ...] | None,
+    tokenizer_json: str | None,
+    facts: Mapping[str, Any],
+) -> None:
+    """A bundle of ``model``, whose parameters are filled; ``facts`` are the manifest's."""
     folder.mkdir(parents=True)
     text = tokenizer_json or byte_level_json()
     (folder / TOKENIZER).write_text(text, encoding="utf-8")
-    plan = tiny_plan(config, form, hidden_states=hidden_states, precision=precision, head_tokens=head_tokens)
-    if role == "drafter":
-        plan = replace(plan, spare_rows=False)
     if head_tokens is not None:
         np.save(folder / HEAD_TOKENS, np.array(head_tokens, np.int32))
-    model = build_decoder(config, plan)
-    weights = _fill(model, config, plan, np.random.default_rng(seed))
     # As in exports, all weights are external, and only the graph's own constants are not.
     ir.save(model, folder / GRAPH, external_data=f"{GRAPH}.data", size_threshold_bytes=48)
-    tokenizer = Tokenizer.from_json(text)
-    eos = tokenizer.special_id("<|im_end|>")
+    eos = Tokenizer.from_json(text).special_id("<|im_end|>")
     manifest = Manifest(
         name=folder.name,
-        role=role,
         config=config,
-        even_rows=form.even_rows and precision == FULL,
-        hidden_states=hidden_states,
-        weights="exact",
-        formats={form.name: 1},
         bytes_by_class=dict.fromkeys(("embedding", "attention", "mlp", "lm_head", "other"), 1000),
         parameters_by_class=dict.fromkeys(("embedding", "attention", "mlp", "lm_head", "other"), 1000),
         special_tokens=SpecialTokens(None, () if eos is None else (eos,), add_bos=False, pad=None),
         provenance={"source": "random"},
-        kv=precision.activations,
-        activations=precision.activations,
-        device=None if precision == FULL else "cuda",
-        choices=plan.choices,
         head_rows=None if head_tokens is None else len(head_tokens),
         files={file.name: FileRecord.of(file) for file in sorted(folder.iterdir())},
+        **facts,
     )
     (folder / MANIFEST).write_text(json.dumps(manifest.to_json()), encoding="utf-8")
-    return TinyModel(folder, config, weights)
 
 
 def tiny_plan(
     config: ModelConfig,
     form: WeightFormat,
     *,
-    hidden_states: bool = False,
     precision: Precision = FULL,
     head_tokens: tuple[int, ...] | None = None,
 ) -> DecoderPlan:
@@ -295,9 +302,7 @@ def tiny_plan(
         linears[f"layers.{i}.down"] = linear(config.intermediate_size, LinearPart(("down",), hidden, form))
     embedding_form = WeightFormat(form.bits, 32)
     embedding = EmbeddingSpec("embed", embedding_form, offsets=form.bits == 4)
-    return DecoderPlan(
-        embedding, linears, hidden_states, precision == FULL, head_tokens=head_tokens, precision=precision
-    )
+    return DecoderPlan(embedding, linears, head_tokens=head_tokens, precision=precision)
 
 
 def random_blocks(rng: np.random.Generator, shape: tuple[int, int], form: WeightFormat) -> Blocks | F32:
@@ -311,7 +316,7 @@ def random_blocks(rng: np.random.Generator, shape: tuple[int, int], form: Weight
         return Blocks(codes, 128, (scales / 64).astype(np.float32), None, 8, form.block)
     codes = rng.integers(0, 16, shape, np.uint8)
     scales = (scales / 4).astype(np.float32)
-    if not form.zero_points and form.remainder == "drop":
+    if not form.minimums:
         return Blocks(codes, 8, scales, None, 4, form.block)
     minimums = (scales * rng.uniform(5.0, 10.0, scales.shape)).astype(np.float32)
     return Blocks(codes, 0, scales, minimums, 4, form.block)
@@ -335,11 +340,25 @@ def _fill(
     table = _embedding(config, plan.embedding, rng)
     weights["embed"] = table.values() if isinstance(table, Blocks) else table
     arrays |= {f"embedding.{k}": v for k, v in encode_embedding(table, plan.embedding).arrays.items()}
+    fill_others(model, config, rng, arrays, weights, positions=rotary_rows(config))
+    return weights
+
+
+def fill_others(
+    model: ir.Model,
+    config: ModelConfig,
+    rng: np.random.Generator,
+    arrays: dict[str, npt.NDArray[Any]],
+    weights: dict[str, F32],
+    *,
+    positions: int,
+) -> None:
+    """Give parameters their ``arrays``, and random ones to norms and biases, which join ``weights``."""
     ropes = (config.rope_theta, "rope", config.rope_factors), (config.rope_local_theta, "rope_local", ())
     for theta, name, factors in ropes:
         if theta is not None:
             arrays[f"{name}_cos"], arrays[f"{name}_sin"] = rotary_tables(
-                config, theta, factors, positions=config.context_length + SPARE_ROWS
+                config, theta, factors, positions=positions
             )
     for name, value in model.graph.initializers.items():
         if value.const_value is not None:
@@ -352,11 +371,10 @@ def _fill(
         assert list(arrays[name].shape) == [int(str(dim)) for dim in value.shape], name
         assert value.dtype is not None
         value.const_value = ir.tensor(np.ascontiguousarray(arrays[name], value.dtype.numpy()), name=name)
-    return weights
 
 
 def _embedding(config: ModelConfig, spec: EmbeddingSpec, rng: np.random.Generator) -> Blocks | F32:
-    form = WeightFormat(spec.format.bits, 32, zero_points=spec.offsets)
+    form = WeightFormat(spec.format.bits, 32, minimums=spec.offsets)
     return random_blocks(rng, (config.vocab_size, config.hidden_size), form)
 
 

@@ -1,8 +1,7 @@
 """Where the time of a load goes: `python tools/load_time.py TARGET [--drafter DRAFTER] [--rounds 3]`.
 
-Stages one by one, in milliseconds: reading the tokenizer; ONNX Runtime's session, as edgespec opens it and
-with weights packed by one thread; the self-test; timing passes; checking a stored curve. Then whole
-loads of both models: as the first one is, and as later ones are.
+Stages one by one, in milliseconds: reading the tokenizer; ONNX Runtime's session; the self-test; timing
+passes; checking a stored curve. Then whole loads of both models: as the first one is, and as later ones are.
 """
 
 import argparse
@@ -18,8 +17,7 @@ from edgespec.sessions import open_pair
 from edgespec_models.bundle import Bundle, Role
 from edgespec_models.foreign import open_bundle
 from edgespec_runtimes.cost import measure_cost, recheck_cost
-from edgespec_runtimes.cpu import CpuOptions, CpuSession, open_graph, session_settings
-from edgespec_runtimes.ort import ort
+from edgespec_runtimes.cpu import CpuOptions, CpuSession, open_graph
 
 
 def seconds(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -29,20 +27,13 @@ def seconds(work: Callable[[], Any]) -> tuple[float, Any]:
     return perf_counter() - started, result
 
 
-def packed_by_one_thread(bundle: Bundle, options: CpuOptions) -> Any:
-    """ONNX Runtime's session as it would be without ``session.prepack.enable_parallel``."""
-    settings = session_settings(options)
-    settings.add_session_config_entry("session.prepack.enable_parallel", "0")
-    return ort.InferenceSession(str(bundle.graph), settings, providers=["CPUExecutionProvider"])
-
-
 def stages(path: Bundle, role: Role) -> dict[str, float]:
     """Seconds of each stage of one load."""
     bundle = open_bundle(path.path)  # without what the last round has cached
     options = CpuOptions(exact_rows=role == "target")
     times = {"tokenizer": seconds(lambda: bundle.tokenizer)[0]}
-    times["graph"] = seconds(lambda: open_graph(bundle.graph, options))[0]
-    times["graph, packed by one thread"] = seconds(lambda: packed_by_one_thread(bundle, options))[0]
+    native = bundle.manifest.operators == "edgespec"
+    times["graph"] = seconds(lambda: open_graph(bundle.graph, options, native=native))[0]
     with_test, session = seconds(lambda: CpuSession(bundle, options))
     times["graph and self-test"] = with_test
     times["timing passes"], curve = seconds(lambda: measure_cost(session))

@@ -32,7 +32,7 @@ from edgespec_models.bundle import Bundle  # noqa: E402
 from edgespec_models.foreign import is_model, open_bundle  # noqa: E402
 from edgespec_runtimes.cpu import CpuSession  # noqa: E402
 from tests import foreign_for_tests as foreign  # noqa: E402
-from tests.gguf_for_tests import ARCHITECTURES, tiny_gguf  # noqa: E402
+from tests.gguf_for_tests import ARCHITECTURES, FORMATS, tiny_gguf  # noqa: E402
 from tests.hf_for_tests import CASES, ROWS, TOKENS, config_of, write_checkpoint  # noqa: E402
 from tests.sentencepiece_for_tests import trained  # noqa: E402
 from tests.tokenizers_for_tests import byte_level_json  # noqa: E402
@@ -54,7 +54,7 @@ class Source:
     architecture: str
     write: Callable[[Path], Path]
     golden: str | None = None
-    weights: str = "exact"
+    weights: str = "portable"
 
 
 @dataclass(frozen=True)
@@ -112,14 +112,15 @@ def sources() -> Iterator[Source]:
     """Every kind there is."""
     for architecture in ARCHITECTURES:
         yield Source("GGUF F32", architecture, gguf(architecture, "F32"))
-    for kind in ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q4_K", "Q6_K"):
-        yield Source(f"GGUF {kind}", "llama", gguf("llama", kind), weights="close")
+    for kind in FORMATS[1:]:
+        yield Source(f"GGUF {kind}", "llama", gguf("llama", kind), weights="exact")
+    yield Source("GGUF Q4_K, portable", "llama", gguf("llama", "Q4_K"))
     for case in CASES:
         architecture = config_of(case)["model_type"]
         yield Source(f"Hugging Face, {case}", architecture, hf(case), golden=case)
     yield Source("Hugging Face, BF16, 3 shards", "phi3", hf("phi4", dtype="BF16", shards=3), golden="phi4")
     yield Source("Hugging Face, F16", "qwen3", hf("qwen3", dtype="F16"), golden="qwen3")
-    yield Source("Hugging Face, int8", "qwen2", hf("qwen2"), golden="qwen2", weights="int8")
+    yield Source("Hugging Face, rounded", "qwen2", hf("qwen2"), golden="qwen2", weights="exact")
     yield Source("Hugging Face, tokenizer.model", "llama", sentencepiece, golden="llama")
     specs = {
         "float": foreign.ForeignSpec(),

@@ -36,10 +36,10 @@ def export(
     ],
     role: Annotated[Literal["target", "drafter"], typer.Option(help="What the model is to be.")] = "target",
     weights: Annotated[
-        Literal["exact", "close", "balanced", "int8", "quick", "fast"] | None,
+        Literal["exact", "portable"] | None,
         typer.Option(
-            help="How near the weights stay to the source's. Default: close; for drafters quick; for targets "
-            "in floating point balanced, below a billion weights int8."
+            help="exact keeps the file's blocks, for edgespec's kernels on CPUs; portable takes the nearest "
+            "that ONNX Runtime's operators have. Default: exact, but portable with --kv int8."
         ),
     ] = None,
     trim_vocab: Annotated[
@@ -63,18 +63,14 @@ def export(
     bits: Annotated[
         Literal["4", "8"] | None,
         typer.Option(
-            help="Quantize, instead of --weights: to so many bits. Default: 4 if one of the next four is set."
+            help="Quantize, instead of --weights: to so many bits. Default: 4 if one of the next two is set."
         ),
     ] = None,
-    block_size: Annotated[
-        Literal["16", "32", "64", "128"] | None,
-        typer.Option(help="Weights that share a scale. Default: 32; larger is smaller and less exact."),
-    ] = None,
     method: Annotated[
-        Literal["rtn", "fit", "k-quant", "hqq", "gptq", "keep"] | None,
+        Literal["rtn", "fit", "k-quant", "keep"] | None,
         typer.Option(
             help="How scales are chosen: round to nearest; least squares; llama.cpp's weighted search; "
-            "half-quadratic; gptq, for a text's activations; keep repacks what the file holds. Default: fit."
+            "keep repacks what the file holds. Default: fit."
         ),
     ] = None,
     mixed: Annotated[
@@ -84,21 +80,11 @@ def export(
             "down projections. Default: head."
         ),
     ] = None,
-    minimums: Annotated[
-        Literal["columns", "integer", "none"] | None,
-        typer.Option(
-            help="How 4-bit blocks off zero are held: with any offset; with a zero point among the "
-            "codes; or not at all. Default: columns."
-        ),
-    ] = None,
     kv: Annotated[
         Literal["float32", "int8"],
         typer.Option(help="What the KV cache holds; int8 takes a quarter of the memory and rounds."),
     ] = "float32",
     name: Annotated[str | None, typer.Option(help="The model's name. Default: the source's.")] = None,
-    hidden_states: Annotated[
-        bool, typer.Option("--hidden-states", help="Add the last hidden state as an output.")
-    ] = False,
     via: Annotated[
         Literal["edgespec", "optimum"],
         typer.Option(
@@ -147,11 +133,11 @@ def export(
 
         edgespec export qwen2.5-coder-1.5b-instruct -o target
 
-        edgespec export SmolLM2-135M-Instruct.Q8_0.gguf -o drafter --role drafter --weights fast
+        edgespec export SmolLM2-135M-Instruct.Q8_0.gguf -o drafter --role drafter --bits 4
 
         edgespec export gemma-3-270m -o drafter --role drafter --trim-vocab 16384 --calibrate-with target
 
-        edgespec export model.gguf -o small --bits 4 --block-size 64 --method k-quant --mixed sensitive
+        edgespec export model.gguf -o small --bits 4 --method k-quant --mixed sensitive
 
         edgespec export qwen2.5-coder-1.5b-instruct -o long --kv int8
 
@@ -166,11 +152,11 @@ def export(
     from edgespec_export.export import ExportOptions, export_model
     from edgespec_export.trim import TrimOptions
 
-    quantization = _quantization(bits, block_size, method, mixed, minimums)
+    quantization = _quantization(bits, method, mixed)
     if via == "optimum":
         words: dict[str, object] = {"--weights": weights, "--trim-vocab": trim_vocab, "--name": name}
         words |= {"--bits": quantization, "--calibration": calibration, "--calibrate-with": calibrate_with}
-        words |= {"--kv": kv == "int8", "--hidden-states": hidden_states, "--role": role == "drafter"}
+        words |= {"--kv": kv == "int8", "--role": role == "drafter"}
         words |= {"--device": device != "cpu", "--buckets": buckets, "--chip": chip}
         _refuse_with_optimum([word for word, value in words.items() if value])
         _via_optimum(source, out, program=optimum_cli, overwrite=overwrite, as_json=as_json)
@@ -183,7 +169,6 @@ def export(
             quantization=quantization,
             kv=kv,
             name=name or known_as,
-            hidden_states=hidden_states,
             overwrite=overwrite,
             device=None if device == "cpu" else device,
             buckets=_buckets(buckets),
@@ -251,16 +236,12 @@ def _buckets(value: str | None) -> tuple[int, ...]:
     return tuple(map(int, numbers))
 
 
-def _quantization(
-    bits: str | None, block_size: str | None, method: str | None, mixed: str | None, minimums: str | None
-) -> "Quantization | None":
+def _quantization(bits: str | None, method: str | None, mixed: str | None) -> "Quantization | None":
     """What the options say, the rest by default; None where there are none."""
     from edgespec_export.quantization import Quantization
 
-    numbers = {"bits": bits, "block": block_size}
-    given: dict[str, Any] = {name: int(value) for name, value in numbers.items() if value is not None}
-    words = {"method": method, "mixed": mixed, "minimums": minimums}
-    given |= {name: value for name, value in words.items() if value is not None}
+    options = {"bits": None if bits is None else int(bits), "method": method, "mixed": mixed}
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     return Quantization(**given) if given else None
 
 

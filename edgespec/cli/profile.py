@@ -19,9 +19,13 @@ __all__ = ["profile"]
 def profile(
     bundle: Target,
     as_drafter: Annotated[
-        bool, typer.Option("--drafter", help="Run it as a drafter: no spare rows for exactness.")
+        bool, typer.Option("--drafter", help="Run it as a drafter, which needs no exact rows.")
     ] = False,
     threads: Threads = 0,
+    instructions: Annotated[
+        str,
+        typer.Option(help="Instructions edgespec's kernels use, such as avx2. Default: the best there are."),
+    ] = "",
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Forget what was measured earlier and measure again.")
     ] = False,
@@ -46,6 +50,8 @@ def profile(
         edgespec profile smollm2-135m-instruct --drafter --threads 2 --json
 
         edgespec profile ./target --fresh --html cost.html
+
+        edgespec profile ./target --instructions avx2
     """
     from edgespec.files import check_writable, write_text
     from edgespec.loading import open_model
@@ -58,7 +64,7 @@ def profile(
     with progress_bars() as progress:
         opened = open_model(bundle, "drafter" if as_drafter else "target", progress=progress)
         drafts = as_drafter or opened.manifest.role == "drafter"
-        options = CpuOptions(threads=threads, exact_rows=not drafts)
+        options = CpuOptions(threads=threads, exact_rows=not drafts, instructions=instructions)
         result = profile_model(opened, options, fresh=fresh, progress=progress).to_json()
     if as_json:
         print_json(result)

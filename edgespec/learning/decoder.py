@@ -1,6 +1,6 @@
 """A drafter in NumPy: how wrong it is about a text, and how that depends on the gains of its normalizations.
 
-Forward and backward through the layers of :func:`edgespec_models.graphs.build_decoder`, over the bundle's own
+Forward and backward through the layers of :func:`edgespec_models.graphs.build_native`, over the bundle's own
 weights. A layer's matrices are unpacked when they are needed and a layer's values are computed again for the
 way back (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"), so memory is a layer's.
 """
@@ -23,11 +23,11 @@ from edgespec.learning.layer_math import (
     rotate,
     visible,
 )
+from edgespec_export.stored_weights import StoredWeights
 from edgespec_models.bundle import Bundle
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import UnsupportedModelError
 from edgespec_models.rope import rotary_tables
-from edgespec_models.stored_weights import StoredWeights
 
 __all__ = ["NumpyDecoder", "Reading"]
 
@@ -103,7 +103,7 @@ class NumpyDecoder:
         breathe: Callable[[], None],
     ) -> Reading:
         config = self.config
-        x = self._weights.rows("embedding", ids[:-1], config.hidden_size)
+        x = self._weights.embed(ids[:-1])
         x *= np.float32(config.embedding_scale)
         ropes = [self._rope(layer, len(x)) for layer in range(config.num_layers)]
         entering = []
@@ -124,9 +124,9 @@ class NumpyDecoder:
             given = step.backward(given, by_gains)
         return Reading(loss, right, by_gains)
 
-    def matrix(self, name: str, in_features: int) -> F32:
+    def matrix(self, name: str) -> F32:
         """A projection's weights."""
-        return self._weights.matrix(name, in_features)
+        return self._weights.matrix(name)
 
     def bias(self, name: str) -> F32 | None:
         """A projection's biases."""
@@ -171,7 +171,7 @@ class NumpyDecoder:
         """The LM head, some rows at a time."""
         for part in self._weights.parts("lm_head"):
             for start in range(0, self._weights.count(part), _CHUNK):
-                yield self._weights.rows(part, slice(start, start + _CHUNK), self.config.hidden_size)
+                yield self._weights.rows(part, start, start + _CHUNK)
 
 
 class _Layer:
@@ -238,7 +238,7 @@ class _Layer:
 
     def _project(self, name: str, x: F32) -> F32:
         path = f"layers.{self._layer}.{name}"
-        self._matrices[name] = self._decoder.matrix(path, x.shape[-1])
+        self._matrices[name] = self._decoder.matrix(path)
         y: F32 = x @ self._matrices[name].T
         bias = self._decoder.bias(path)
         return y if bias is None else y + bias

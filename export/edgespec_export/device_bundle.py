@@ -90,8 +90,6 @@ def _manifest(
         name=options.name or checkpoint.model_name,
         role=options.role,
         config=config,
-        even_rows=False,
-        hidden_states=False,
         weights=name,
         formats={name: sum(counts.values())},
         bytes_by_class=made.bytes_by_class,

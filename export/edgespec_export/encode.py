@@ -1,6 +1,5 @@
 """Blocks of weights in the layouts of MatMulNBits and GatherBlockQuantized."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -9,12 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_export.blocks import F32, U8, Blocks
-from edgespec_export.gptq import round_for
 from edgespec_export.rounding import round_matrix
 from edgespec_models.graphs.linear import EmbeddingSpec
 from edgespec_models.weight_format import Method, WeightFormat
 
-__all__ = ["Encoded", "decode_linear", "encode_embedding", "encode_linear", "needs_factors"]
+__all__ = ["Encoded", "decode_linear", "encode_embedding", "encode_linear"]
 
 
 _MIDDLES = MappingProxyType({4: 0x88, 8: 0x80})  # two codes to a byte
@@ -27,45 +25,22 @@ class Encoded:
     arrays: dict[str, npt.NDArray[Any]]
 
 
-def needs_factors(form: WeightFormat, method: Method) -> bool:
-    """Whether :func:`encode_linear` wants factors: 8 bits lose too little for ``gptq`` to win any of it."""
-    return method == "gptq" and form.bits == 4
-
-
-def encode_linear(
-    source: Blocks | F32,
-    form: WeightFormat,
-    method: Method = "keep",
-    importance: F32 | None = None,
-    *,
-    factors: Sequence[F32] | None = None,
-) -> Encoded:
+def encode_linear(source: Blocks | F32, form: WeightFormat, method: Method = "keep") -> Encoded:
     """Rows of a projection in ``form``.
 
     Args:
         source: the rows as the checkpoint has them.
         form: how they are to be stored.
         method: ``keep`` repacks what the source holds already and fits the rest; any other rounds anew.
-        importance: float32 ``(columns,)``, what an error in each column counts
-            (:func:`~edgespec_export.rounding.round_matrix`).
-        factors: of the activations that meet the columns (:mod:`edgespec_export.gptq`).
-
-    Raises:
-        ValueError: the method needs factors, and there are none.
     """
-    if needs_factors(form, method) and factors is None:
-        raise ValueError("gptq needs factors of the activations")
-    if method in ("keep", "gptq") and form.bits == 8:
+    if method == "keep" and form.bits == 8:
         return _encode_8(source, form)
     if method == "keep" and isinstance(source, Blocks) and _holds(form, source):
         return _encode_4(source, form)
     values = source.values() if isinstance(source, Blocks) else source
     if form.is_float:
         return Encoded({"weight": values})
-    if method == "gptq":
-        assert factors is not None
-        return _encode_4(round_for(values, form, factors), form)
-    rounded = round_matrix(values, form, "fit" if method == "keep" else method, importance)
+    rounded = round_matrix(values, form, "fit" if method == "keep" else method)
     return _encode_8(rounded, form) if form.bits == 8 else _encode_4(rounded, form)
 
 
@@ -73,7 +48,7 @@ def _holds(form: WeightFormat, source: Blocks) -> bool:
     """Whether 4-bit blocks have a place in ``form`` as they are, minimums and all."""
     if source.bits != 4 or source.block != form.block:
         return False
-    return form.remainder != "drop" or (source.minimums is None and source.zero == 8)
+    return form.minimums or (source.minimums is None and source.zero == 8)
 
 
 def encode_embedding(source: Blocks | F32, spec: EmbeddingSpec) -> Encoded:
@@ -94,7 +69,7 @@ def _embedding_arrays(source: Blocks | F32, spec: EmbeddingSpec) -> dict[str, np
     arrays = {"weight": _centred_8(source)} if spec.format.bits == 8 else {"weight": _pack_4(source.codes)}
     arrays["scales"] = source.scales
     if spec.offsets:
-        shift = 8.0 - source.zero
+        shift = 8.0 - source.zero if spec.format.bits == 4 else 0.0
         minimums = np.float32(0) if source.minimums is None else source.minimums
         arrays["offsets"] = np.float32(shift) * source.scales - minimums
     return arrays
@@ -117,13 +92,11 @@ def decode_linear(encoded: Encoded, form: WeightFormat, columns: int) -> F32:
     grouped = codes.reshape(rows, blocks, form.block).astype(np.float32)
     values = ((grouped - zero[..., None]) * arrays["scales"][..., None]).reshape(rows, -1)
     matrix: F32 = values[:, :columns]
-    if form.remainder == "drop":
+    if not form.minimums:
         return matrix
-    count = columns // form.block
-    remainders: F32 = values[:, columns : columns + count]
-    if form.remainder == "matmul":
-        remainders = arrays["remainders"]
-    return matrix + np.repeat(remainders, form.block, axis=1)
+    remainders: F32 = values[:, columns : columns + columns // form.block]
+    matrix += np.repeat(remainders, form.block, axis=1)
+    return matrix
 
 
 def _centred_8(source: Blocks) -> U8:
@@ -149,15 +122,12 @@ def _encode_4(source: Blocks, form: WeightFormat) -> Encoded:
     rows = len(source.codes)
     arrays: dict[str, npt.NDArray[Any]] = {}
     codes, scales, zero_points, remainders = _integer_zero_points(source)
-    if form.remainder == "matmul":
-        arrays["remainders"] = remainders
-    elif form.remainder == "columns":
+    if form.minimums:
         more_codes, more_scales = _remainder_columns(remainders, form.block)
         codes = np.concatenate([codes, more_codes], axis=1)
         scales = np.concatenate([scales, more_scales], axis=1)
         eights = np.full(more_scales.shape, 8, np.uint8)
         zero_points = np.concatenate([zero_points, eights], axis=1)
-    if form.zero_points:
         even = np.pad(zero_points, ((0, 0), (0, zero_points.shape[1] % 2)))
         arrays["zero_points"] = _pack_4(even)
     arrays["weight"] = _pack_4(codes).reshape(rows, -1, form.block // 2)

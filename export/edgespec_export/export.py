@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 from edgespec_export.bundle_files import hash_files, parameters_by_class, write_json, write_texts
 from edgespec_export.extra import require_extra
 from edgespec_export.quantization import Quantization
+from edgespec_export.recipe import WEIGHTS
 from edgespec_export.report import ActivationRanges, ExportReport, FormatLoss
 from edgespec_export.staging import check_place, place, staging, storage_errors
 from edgespec_export.trim import Tokens, Trim, TrimOptions
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from edgespec_export.checkpoint import Checkpoint
     from edgespec_export.graph_files import WrittenGraph
     from edgespec_export.parity import Golden
-    from edgespec_export.plan import Policy
 
 __all__ = ["ExportOptions", "ExportReport", "export_model"]
 
@@ -51,12 +51,12 @@ class ExportOptions:
 
     Attributes:
         role: ``target`` or ``drafter``.
-        weights: a policy of :data:`edgespec_export.plan.POLICIES`; None takes the default for the role and
-            the source.
-        quantization: bits, block size and method, or a policy of one's own, instead.
+        weights: one of :data:`edgespec_export.recipe.WEIGHTS`: ``exact`` keeps the file's blocks, for
+            edgespec's own kernels; ``portable`` is a graph of standard operators. None is ``exact`` where
+            those kernels run: on CPUs, with a KV cache in float32.
+        quantization: how to round every matrix, instead.
         kv: what the KV cache holds; ``int8`` takes a quarter of the memory and is calibrated at export.
         name: the model's name; None takes the source's.
-        hidden_states: add the last hidden state as an output, for drafters that adapt.
         overwrite: replace a bundle that is there already.
         trim: which rows a drafter's LM head keeps, and the texts that settle it.
         device: what else than the CPU the bundle is for; None is the CPU. ``cuda`` computes in float16, its
@@ -69,10 +69,9 @@ class ExportOptions:
 
     role: Role = "target"
     weights: str | None = None
-    quantization: "Quantization | Policy | None" = None
+    quantization: Quantization | None = None
     kv: KVType = "float32"
     name: str | None = None
-    hidden_states: bool = False
     overwrite: bool = False
     trim: TrimOptions = field(default_factory=TrimOptions)
     device: ExportDevice | None = None
@@ -81,12 +80,8 @@ class ExportOptions:
 
     @property
     def native(self) -> bool:
-        """Whether the graph consists of edgespec's own operators: on CPUs, but for portable bundles.
-
-        An int8 KV cache is of ONNX Runtime's attention.
-        """
-        chosen = self.weights in (None, "exact") and isinstance(self.quantization, Quantization | None)
-        return chosen and self.device is None and self.kv == "float32" and not self.hidden_states
+        """Whether the graph consists of edgespec's own operators."""
+        return self.weights in (None, "exact") and self.device is None and self.kv == "float32"
 
 
 def export_model(
@@ -165,13 +160,8 @@ def _plan_trim(source: Path, folder: Path, options: ExportOptions, progress: Pro
         text, special = checkpoint.tokenizer_json(), checkpoint.special_tokens()
         tokenizer = Tokenizer.from_json(text, vocab_size=checkpoint.config.vocab_size)
 
-    # What is measured, speed and first guesses, hardly depends on it, and gptq would calibrate every time.
-    trial = options.quantization
-    if trial is not None and trial.method == "gptq":
-        trial = replace(trial, method="fit")
-
     def write(place: Path, tokens: Tokens) -> None:
-        _write(source, place, replace(options, quantization=trial), (tokens, None), ignore_progress)
+        _write(source, place, options, (tokens, None), ignore_progress)
 
     trim = replace(options.trim, size=size)
     return plan_trim(trim, (tokenizer, special), write, scratch=folder / "sizing", progress=progress)
@@ -198,7 +188,7 @@ def _write(
         written = write_graph(checkpoint, folder, options, settled, progress)
         float_kv_layers: tuple[int, ...] = ()
         if options.kv == "int8":
-            float_kv_layers = _quantize_cache(folder, checkpoint.config, special, written.even_rows)
+            float_kv_layers = _quantize_cache(folder, checkpoint.config, special)
         manifest = _manifest(checkpoint, folder, written, options, (source.resolve().name, digest))
         head_rows = None if settled[0] is None else len(settled[0])
         manifest = replace(manifest, float_kv_layers=float_kv_layers, head_rows=head_rows)
@@ -220,8 +210,6 @@ def _manifest(
         name=options.name or checkpoint.model_name,
         role=options.role,
         config=checkpoint.config,
-        even_rows=written.even_rows,
-        hidden_states=options.hidden_states,
         weights=written.weights,
         formats=_weights_by_format(written.losses),
         bytes_by_class=written.bytes_by_class,
@@ -230,7 +218,6 @@ def _manifest(
         provenance={"source": source[0], "sha256": source[1], "edgespec": version("edgespec")},
         files={file.name: FileRecord.of(file) for file in sorted(folder.iterdir())},
         kv="int8" if options.kv == "int8" else floats,
-        even_head=written.even_head,
         activations=floats,
         device="cuda" if options.device == "cuda" else None,
         choices=written.choices,
@@ -251,14 +238,12 @@ def _ranges(
         return measure_ranges(checkpoint, options.trim.texts, folder / "ranges", progress)
 
 
-def _quantize_cache(
-    folder: Path, config: ModelConfig, special: SpecialTokens, even_rows: bool
-) -> tuple[int, ...]:
+def _quantize_cache(folder: Path, config: ModelConfig, special: SpecialTokens) -> tuple[int, ...]:
     from edgespec_export.kv_cache import calibration_tokens, quantize_cache
 
     tokenizer = Tokenizer.from_file(folder / TOKENIZER, vocab_size=config.vocab_size)
     texts = calibration_tokens(tokenizer, special)
-    return quantize_cache(folder / GRAPH, config, texts, even_rows=even_rows)
+    return quantize_cache(folder / GRAPH, config, texts)
 
 
 def _weights_by_format(losses: Sequence[FormatLoss]) -> dict[str, int]:
@@ -279,13 +264,8 @@ def _check(folder: Path, digest: str, progress: ProgressCallback) -> tuple[bool,
     if bundle.manifest.operators == "edgespec":
         return _check_native(bundle, golden, progress)
     pieces = cut(folder / GRAPH)
-    result = run_pieces(
-        _reported(pieces, progress),
-        bundle.config,
-        () if golden is None else golden.texts,
-        even_rows=bundle.manifest.even_rows,
-        even_head=bundle.manifest.even_head,
-    )
+    texts = () if golden is None else golden.texts
+    result = run_pieces(_counted(pieces, len(pieces), progress), bundle.config, texts)
     if not result.rolls_back:
         raise ParityError("the exported graph gives other logits after a truncation; nothing was kept")
     logits = ([rows] for rows in result.logits)
@@ -302,6 +282,7 @@ def _check_native(bundle: Bundle, golden: "Golden | None", progress: ProgressCal
     from edgespec_runtimes.cpu import CpuSession
 
     session = CpuSession(bundle)
+    progress(Progress("Checking", 0, 1, "step"))
     try:
         row_exact, parity = session.self_test(), None
         if golden is not None:
@@ -309,6 +290,7 @@ def _check_native(bundle: Bundle, golden: "Golden | None", progress: ProgressCal
             parity = check_parity(_counted(texts, len(golden.texts), progress), golden, bundle.head_tokens)
     finally:
         session.close()
+    progress(Progress("Checking", 1, 1, "step"))
     return row_exact, parity
 
 
@@ -316,18 +298,9 @@ def _counted(items: Iterable[T], count: int, progress: ProgressCallback) -> Iter
     for number, item in enumerate(items):
         progress(Progress("Checking", number, count, "step"))
         yield item
-    progress(Progress("Checking", count, count, "step"))
-
-
-def _reported(pieces: Sequence[Path], progress: ProgressCallback) -> Iterator[Path]:
-    for number, piece in enumerate(pieces):
-        progress(Progress("Checking", number, len(pieces), "step"))
-        yield piece
 
 
 def _check_request(source: Path, out: Path, options: ExportOptions) -> None:
-    from edgespec_export.plan import POLICIES
-
     if options.role not in get_args(Role):
         raise RequestError(f"role={options.role!r} is not known; allowed: {', '.join(get_args(Role))}")
     if options.role == "target" and options.trim.size not in (None, "full"):
@@ -337,16 +310,24 @@ def _check_request(source: Path, out: Path, options: ExportOptions) -> None:
         )
     if options.kv not in get_args(KVType):
         raise RequestError(f"kv={options.kv!r} is not known; allowed: {', '.join(get_args(KVType))}")
-    if options.weights is not None and options.weights not in POLICIES:
-        known = "; ".join(f"{name} ({policy.summary})" for name, policy in POLICIES.items())
-        raise RequestError(f"weights={options.weights!r} is not known; allowed: {known}")
+    _check_weights(options)
+    _check_device(options)
+    check_place(source, out, overwrite=options.overwrite, replaceable=(out / MANIFEST).is_file)
+
+
+def _check_weights(options: ExportOptions) -> None:
+    if options.weights not in (None, *WEIGHTS):
+        raise RequestError(f"weights={options.weights!r} is not known; allowed: {', '.join(WEIGHTS)}")
     if options.weights is not None and options.quantization is not None:
         raise RequestError(
             f"weights={options.weights!r} and quantization {options.quantization.name!r} exclude each other; "
-            "give a policy, or bits, block size and method"
+            "give a policy, or bits and method"
         )
-    _check_device(options)
-    check_place(source, out, overwrite=options.overwrite, replaceable=(out / MANIFEST).is_file)
+    if options.weights == "exact" and options.kv == "int8":
+        raise RequestError(
+            "weights='exact' is of graphs for edgespec's kernels, whose KV cache is float32; leave out "
+            "weights, or kv='int8'"
+        )
 
 
 def _check_device(options: ExportOptions) -> None:
@@ -367,7 +348,6 @@ def _check_device(options: ExportOptions) -> None:
         "weights": options.weights,
         "quantization": options.quantization,
         "kv": options.kv != "float32",
-        "hidden_states": options.hidden_states,
         "trim": options.trim.size not in (None, "full"),
     }
     given = ", ".join(name for name, value in settled.items() if value)
@@ -391,6 +371,10 @@ def _check_chip(name: str, device: ExportDevice | None) -> None:
 
 
 def _check_cuda(options: ExportOptions) -> None:
+    if options.weights == "exact":
+        raise RequestError(
+            "weights='exact' is of graphs for edgespec's kernels, which run on CPUs; leave out weights"
+        )
     if options.kv != "float32":
         raise RequestError(f"device=cuda has a float16 KV cache; leave out kv={options.kv!r}")
     size = options.trim.size

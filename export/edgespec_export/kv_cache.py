@@ -47,9 +47,7 @@ def calibration_tokens(tokenizer: Tokenizer, special: SpecialTokens) -> list[lis
     return [start + tokenizer.encode(text) for text in _TEXTS]
 
 
-def quantize_cache(
-    graph: Path, config: DecoderShape, texts: Sequence[Sequence[int]], *, even_rows: bool
-) -> tuple[int, ...]:
+def quantize_cache(graph: Path, config: DecoderShape, texts: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Rewrite the decoder ``graph``, its weights beside it, to keep keys and values as int8.
 
     Returns:
@@ -61,7 +59,7 @@ def quantize_cache(
     texts = [tokens[: config.context_length] for tokens in texts]
     pieces = cut(graph)
     try:
-        statistics = cache_statistics(pieces, config, texts, even_rows=even_rows)
+        statistics = cache_statistics(pieces, config, texts)
     finally:
         for piece in pieces:
             piece.unlink()

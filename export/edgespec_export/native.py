@@ -41,7 +41,7 @@ _ROUNDED = MappingProxyType(
     {
         "Q8_0": WeightFormat(8, 32),
         "Q4_0": WeightFormat(4, 32),
-        "Q4_1": WeightFormat(4, 32, zero_points=True, remainder="columns"),
+        "Q4_1": WeightFormat(4, 32, minimums=True),
     }
 )
 _SMALL_NORMS = ("attn_norm", "mlp_norm", "post_attn_norm", "post_mlp_norm", "q_norm", "k_norm")
@@ -75,7 +75,7 @@ def plan_native(
         tile_bytes(form, rows, columns)  # refuses widths
         return Matrix(checkpoint.stored_name(source), form, rows, columns)
 
-    linears = {"lm_head": (matrix("lm_head"),)}
+    linears: dict[str, tuple[Matrix, ...]] = {"lm_head": (matrix("lm_head"),)}
     for layer in range(config.num_layers):
         for name, sources in _LAYER:
             linears[f"layers.{layer}.{name}"] = tuple(matrix(f"layers.{layer}.{each}") for each in sources)
@@ -94,7 +94,8 @@ def _format_of(checkpoint: Checkpoint, source: str, quantization: Quantization |
     if tensor.type.name in FORMATS and (quantization is None or source == "embed"):
         return tensor.type.name
     if quantization is not None:
-        return quantization.block_format("lm_head" if source == "embed" else source, config.num_layers)
+        name = "lm_head" if source == "embed" else source
+        return quantization.block_format(name, tensor.type, config.num_layers)
     weights = sum(each.shape[0] * each.shape[-1] for each in checkpoint.tensors.values())
     layers = source not in ("embed", "lm_head")
     return "Q4_1" if layers and weights >= _LARGE else "Q8_0"
@@ -126,7 +127,10 @@ def write_native(
         file.truncate(size)
         file.flush()
         fsync(file.fileno())
-    return bytes_by_class(named)
+    by_class = bytes_by_class(named)
+    if plan.tied:  # a pass reads all of it
+        by_class["lm_head"], by_class["embedding"] = by_class["embedding"], 0
+    return by_class
 
 
 def _small_tensors(plan: NativePlan, checkpoint: Checkpoint) -> Iterator[tuple[str, F32]]:
@@ -209,7 +213,7 @@ def encode_tiles(name: str, form: str, method: Method, kind: GGMLType, raw: U8) 
     if kind.name == form:
         return pack(form, raw)
     values = source.values() if isinstance(source, Blocks) else source
-    return pack_blocks(form, round_matrix(values, _ROUNDED[form], _rounding(method), None), values)
+    return pack_blocks(form, round_matrix(values, _ROUNDED[form], _rounding(method)), values)
 
 
 def measure_native_losses(
@@ -238,7 +242,7 @@ def measure_native_losses(
 
 
 def _rounding(method: Method) -> Rounding:
-    return "fit" if method in ("keep", "gptq") else method
+    return "fit" if method == "keep" else method
 
 
 def _first_tiles(model: ir.Model, name: str, matrix: Matrix) -> U8:

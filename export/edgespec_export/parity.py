@@ -128,8 +128,8 @@ def check_parity(
         raise ParityError(
             f"the export agrees with the reference for {golden.name} in only {report.top1_agreement:.1%} of "
             f"{report.positions} positions (at least {_MIN_TOP1:.0%} is required), KL {report.kl:.3f} nats "
-            f"(at most {_MAX_KL}). Its weight policy loses too much of this model (try weights=close), "
-            "or the export is at fault; nothing was kept."
+            f"(at most {_MAX_KL}). Its formats lose too much of this model (leave out what quantizes), or "
+            "the export is at fault; nothing was kept."
         )
     return report
 

@@ -83,16 +83,9 @@ def cut(graph: Path, piece_bytes: int = PIECE_BYTES, *, watched: Set[str] = froz
 
 
 def run_pieces(
-    pieces: Iterable[Path],
-    config: DecoderShape,
-    texts: Sequence[Sequence[int]],
-    *,
-    even_rows: bool,
-    even_head: bool = False,
+    pieces: Iterable[Path], config: DecoderShape, texts: Sequence[Sequence[int]]
 ) -> PiecewiseResult:
     """Take a few fixed tokens and ``texts`` through all ``pieces``, one piece after the other.
-
-    ``even_rows`` and ``even_head`` are the bundle's.
 
     Raises:
         BundleError: ONNX Runtime cannot load a piece.
@@ -102,7 +95,7 @@ def run_pieces(
     rolls_back = row_exact = True
     logits: Iterator[Logits] = iter(())
     for path in pieces:
-        piece = _Piece(path, config, even_rows, even_head)
+        piece = _Piece(path, config)
         same, exact = piece.test(carried[0])
         rolls_back, row_exact = rolls_back and same, row_exact and exact
         if piece.is_last:
@@ -132,7 +125,7 @@ class CacheStatistics:
 
 
 def cache_statistics(
-    pieces: Iterable[Path], config: DecoderShape, texts: Sequence[Sequence[int]], *, even_rows: bool
+    pieces: Iterable[Path], config: DecoderShape, texts: Sequence[Sequence[int]]
 ) -> dict[str, CacheStatistics]:
     """What ``texts`` leave in the KV cache, one piece after the other; by the names of the cache's inputs.
 
@@ -142,7 +135,7 @@ def cache_statistics(
     carried: list[_Values] = [{"input_ids": np.array([tokens], np.int64)} for tokens in texts]
     found: dict[str, CacheStatistics] = {}
     for path in pieces:
-        piece, seen = _Piece(path, config, even_rows), defaultdict[str, list[npt.NDArray[Any]]](list)
+        piece, seen = _Piece(path, config), defaultdict[str, list[npt.NDArray[Any]]](list)
         for index, values in enumerate(carried):
             kept, cache = piece.run(values)
             carried[index] = {} if piece.is_last else kept
@@ -162,7 +155,7 @@ def watch_pieces(
     """Take ``texts`` through all ``pieces``, one piece at each step of the iteration.
 
     Args:
-        pieces: of a graph without ``even_rows``.
+        pieces: of a graph.
         config: the model's shape.
         texts: token ids.
         observe: is given the name of every value that leaves a piece and what it is for each text, float32
@@ -173,7 +166,7 @@ def watch_pieces(
     """
     carried: list[_Values] = [{"input_ids": np.array([tokens], np.int64)} for tokens in texts]
     for path, following in zip_longest(pieces, pieces[1:]):
-        piece = _Piece(path, config, even_rows=False)
+        piece = _Piece(path, config)
         needed = _input_names(following) if following is not None else set()
         for index, values in enumerate(carried):
             kept, _ = piece.run(values)
@@ -189,9 +182,8 @@ def _input_names(path: Path) -> set[str]:
 
 
 class _Piece:
-    def __init__(self, path: Path, config: DecoderShape, even_rows: bool, even_head: bool = False) -> None:
-        self._session = open_graph(path, CpuOptions())
-        self._config, self._even_rows, self._even_head = config, even_rows, even_rows or even_head
+    def __init__(self, path: Path, config: DecoderShape) -> None:
+        self._session, self._config = open_graph(path, CpuOptions()), config
         self._inputs = {value.name: value.type for value in self._session.get_inputs()}
         self._outputs = [value.name for value in self._session.get_outputs()]
 
@@ -203,24 +195,19 @@ class _Piece:
     def run(self, values: _Values, past: _Values | None = None, start: int = 0) -> tuple[_Values, _Values]:
         """Results for ``values``, arrays (1, rows, ...), behind ``start`` tokens; and the KV cache.
 
-        Takes the spare rows that :class:`edgespec_runtimes.cpu.CpuSession` takes.
+        Runs a single token twice, as :class:`edgespec_runtimes.graph_io.EdgespecIO` does.
         """
-        config, count = self._config, next(iter(values.values())).shape[1]
-        spare = count % 2 if self._even_rows else 0
-        pad = int(count + spare == 1 and "attention_pad" in self._inputs)
-        total = start + count + spare + pad
-        rows = np.arange(count + spare, dtype=np.int64)
-        wanted = np.arange(count + (count % 2 if self._even_head else 0), dtype=np.int64)
+        count = next(iter(values.values())).shape[1]
+        rows = np.arange(count) if count > 1 else np.zeros(2, np.int64)
+        total = start + len(rows)
         feeds: _Values = {
             "seqlens_k": np.array([total - 1], np.int32),
             "total_sequence_length": np.array(total, np.int32),
-            "attention_pad": np.zeros((1, pad, config.query_width + 2 * config.kv_width), np.float32),
-            "attention_rows": np.array([len(rows)], np.int64),
-            "logits_rows": np.minimum(wanted, count - 1),
+            "logits_rows": np.arange(count, dtype=np.int64),
             "context_tokens": np.zeros(1, np.int64),
         }
-        feeds |= past or self._empty(total + 2)
-        feeds |= {name: array[:, np.minimum(rows, count - 1)] for name, array in values.items()}
+        feeds |= past or self._empty(total + 1)
+        feeds |= {name: array[:, rows] for name, array in values.items()}
         results = self._session.run(
             self._outputs, {name: feeds[name] for name in feeds.keys() & self._inputs.keys()}
         )

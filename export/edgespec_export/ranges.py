@@ -12,24 +12,31 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 
-from edgespec_export.activations import tokens_to_read, write_reader
 from edgespec_export.blocks import F32
+from edgespec_export.calibration import calibration_texts
 from edgespec_export.checkpoint import Checkpoint
 from edgespec_export.pieces import cut, watch_pieces
+from edgespec_export.plan import plan_decoder
+from edgespec_export.quantization import Quantization
 from edgespec_export.report import LARGEST_FLOAT16, ActivationRanges
-from edgespec_models.errors import UnsupportedModelError
-from edgespec_models.graphs.decoder import Precision
+from edgespec_export.writer import write_weights
+from edgespec_models.bundle import GRAPH
+from edgespec_models.errors import RequestError, UnsupportedModelError
+from edgespec_models.graphs.decoder import Precision, build_decoder
 from edgespec_models.progress import Progress, ProgressCallback
+from edgespec_models.tokenizer import Tokenizer
 
 __all__ = ["measure_ranges", "precision_for"]
 
 _INNER_MARGIN = 2.0  # the largest are the first token's, which hardly depend on the text
-_TEXTS = 16
+_TEXTS, _LONGEST = 16, 192  # tokens of a text
 _SUM = 3  # SkipSimplifiedLayerNormalization's output
 _PRODUCTS = ("MatMulNBits", "MatMul")
 _INNER = (*_PRODUCTS, "GroupQueryAttention", "Mul", "Gelu", "QuickGelu")
-_BLOCK = 32  # columns whose sum formats with remainders multiply too
+_BLOCK = 32  # columns whose sum formats with minimums multiply too
+_READER = Quantization(8, "keep")  # near to any source, and its graph gives projections their input as it is
 
 
 def precision_for(ranges: ActivationRanges) -> Precision:
@@ -61,10 +68,10 @@ def measure_ranges(
         RequestError: calibration text that cannot be read.
         ModelFileError: weights that cannot be read.
     """
-    tokens = tokens_to_read(checkpoint, files)[:_TEXTS]
+    tokens = _tokens(checkpoint, files)
     scratch.mkdir()
     try:
-        graph = write_reader(checkpoint, scratch, progress)
+        graph = _write_reader(checkpoint, scratch, progress)
         stream, inner, given = _watched(graph)
         largest = dict.fromkeys((*stream, *inner), 0.0)
 
@@ -83,6 +90,28 @@ def measure_ranges(
         shutil.rmtree(scratch, ignore_errors=True)
     residual, within = (float(np.max([largest[name] for name in names])) for names in (stream, inner))
     return ActivationRanges(residual, within, sum(map(len, tokens)))
+
+
+def _tokens(checkpoint: Checkpoint, files: Sequence[Path]) -> list[list[int]]:
+    """Beginnings of a few texts, from all over them, begun as the model's prompts are."""
+    config, special = checkpoint.config, checkpoint.special_tokens()
+    tokenizer = Tokenizer.from_json(checkpoint.tokenizer_json(), vocab_size=config.vocab_size)
+    start = [special.bos] if special.add_bos and special.bos is not None else []
+    limit = min(_LONGEST, config.context_length) - len(start)
+    texts = calibration_texts(files)
+    encoded = [start + tokenizer.encode(text)[:limit] for text in texts[:: max(1, len(texts) // _TEXTS)]]
+    if not any(encoded):
+        raise RequestError("the calibration text holds no tokens; give longer ones")
+    return [tokens for tokens in encoded if tokens][:_TEXTS]
+
+
+def _write_reader(checkpoint: Checkpoint, folder: Path, progress: ProgressCallback) -> Path:
+    """Write the model that reads the texts into ``folder``, a byte a weight; returns its graph."""
+    plan = plan_decoder(checkpoint, _READER)
+    model = build_decoder(checkpoint.config, plan)
+    write_weights(model, plan, checkpoint, folder, progress)
+    ir.save(model, folder / GRAPH)
+    return folder / GRAPH
 
 
 def _watched(graph: Path) -> tuple[set[str], set[str], set[str]]:

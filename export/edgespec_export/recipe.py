@@ -7,14 +7,14 @@ from typing import Final
 from edgespec_models.bundle import Role
 from edgespec_models.static_graphs import ExportDevice
 
-__all__ = ["DEFAULT_WEIGHTS", "RECIPES", "WEIGHTS"]
+__all__ = ["RECIPES", "WEIGHTS"]
 
 RECIPES: Final[Mapping[tuple[Role, ExportDevice | None], int]] = MappingProxyType(
     {
         ("target", None): 4,
         ("drafter", None): 4,
-        ("target", "cuda"): 3,
-        ("drafter", "cuda"): 3,
+        ("target", "cuda"): 4,
+        ("drafter", "cuda"): 4,
         ("target", "npu-qnn"): 2,
         ("drafter", "npu-qnn"): 2,
         ("target", "npu-openvino"): 2,
@@ -25,8 +25,6 @@ RECIPES: Final[Mapping[tuple[Role, ExportDevice | None], int]] = MappingProxyTyp
 and options come out as another bundle: other formats, another graph, other rounding. Bundles in the cache
 that were made by another recipe are not used."""
 
-WEIGHTS: Final = ("exact", "close", "balanced", "int8", "quick", "fast")
-"""Names of :data:`edgespec_export.plan.POLICIES`."""
-
-DEFAULT_WEIGHTS: Final[Mapping[Role, str]] = MappingProxyType({"target": "exact", "drafter": "exact"})
-"""The policy a role gets, but for targets in floating point; docs/benchmarks.md has the figures."""
+WEIGHTS: Final = ("exact", "portable")
+"""Policies: the file's own blocks, for edgespec's kernels on CPUs; or the nearest formats that ONNX Runtime's
+operators have."""

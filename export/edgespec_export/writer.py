@@ -6,7 +6,7 @@ small pool of threads (numpy releases the interpreter's lock) and written in ord
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,26 +18,17 @@ import onnx_ir as ir
 
 from edgespec_export.blocks import F32, Blocks, largest, unpack
 from edgespec_export.checkpoint import Checkpoint, SourceTensor
-from edgespec_export.encode import Encoded, encode_embedding, encode_linear, needs_factors
+from edgespec_export.encode import Encoded, encode_embedding, encode_linear
 from edgespec_models.errors import ModelFileError
-from edgespec_models.graphs.decoder import SPARE_ROWS, DecoderPlan
-from edgespec_models.graphs.linear import EmbeddingSpec, LinearPart
+from edgespec_models.graphs.decoder import DecoderPlan, rotary_rows
+from edgespec_models.graphs.linear import LinearPart
 from edgespec_models.graphs.names import module_path
 from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_models.rope import rotary_tables
 
-__all__ = [
-    "DATA_FILE",
-    "FactorsOf",
-    "Parameters",
-    "allocate",
-    "bytes_by_class",
-    "linears_to_calibrate",
-    "write_weights",
-]
+__all__ = ["DATA_FILE", "Parameters", "allocate", "bytes_by_class", "write_weights"]
 
 DATA_FILE = "model.onnx.data"
-FactorsOf = Callable[[str], Sequence[F32]]
 _CHUNK_WEIGHTS = 1 << 20
 _IN_FLIGHT = 4
 _LARGEST = 1e15  # no model has such weights, and their squares are finite still
@@ -74,12 +65,8 @@ def write_weights(
     checkpoint: Checkpoint,
     folder: Path,
     progress: ProgressCallback,
-    factors: FactorsOf | None = None,
 ) -> dict[str, int]:
     """Fill every parameter of ``model`` from ``checkpoint``; the bytes go to ``folder / DATA_FILE``.
-
-    ``factors`` gives those of a projection (:mod:`edgespec_export.gptq`) by its name in the graph; it is
-    asked once for each that has parts to be rounded with ``gptq``, in the order of the model.
 
     Returns:
         Bytes by tensor class: ``embedding``, ``attention``, ``mlp``, ``lm_head``, ``other``.
@@ -88,15 +75,14 @@ def write_weights(
         name: value for name, value in model.graph.initializers.items() if value.const_value is None
     }
     offsets, size = allocate(parameters, folder)
-    parts = [part for spec in plan.linears.values() for part in spec.parts]
-    tables = [spec.source for spec in _tables(plan).values()]
-    sources = [*tables, *(source for part in parts for source in part.sources)]
+    matrices = list(_matrices(plan))
+    sources = [source for matrix in matrices for source in matrix.sources]
     total, done = sum(checkpoint.tensor(source).n_bytes for source in sources), 0
     with (folder / DATA_FILE).open("wb") as file, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         parts_of_file = Parameters(file, parameters, offsets)
         for name, small in _small_tensors(plan, checkpoint):
             parts_of_file.append(name, small)
-        for matrix in _matrices(plan, factors):
+        for matrix in matrices:
             for written in _write_matrix(parts_of_file, checkpoint, matrix, pool):
                 done += written
                 progress(Progress("Exporting", done, total))
@@ -122,43 +108,19 @@ def allocate(parameters: dict[str, ir.Value], folder: Path) -> tuple[dict[str, i
     return offsets, at
 
 
-def _matrices(plan: DecoderPlan, factors_of: FactorsOf | None) -> Iterator[_Matrix]:
-    calibrated = linears_to_calibrate(plan)
-    for prefix, table in _tables(plan).items():
-        yield _Matrix(prefix, (table.source,), _table_encoder(table))
-    for name, spec in sorted(plan.linears.items(), key=lambda item: item[0] == "lm_head"):
-        path = module_path(name)
-        factors = factors_of(path) if factors_of is not None and path in calibrated else None
+def _matrices(plan: DecoderPlan) -> Iterator[_Matrix]:
+    table = plan.embedding
+    yield _Matrix("embedding", (table.source,), lambda source: encode_embedding(source, table))
+    for name, spec in plan.linears.items():
+        keep = None
+        if name == "lm_head" and plan.head_tokens is not None:
+            keep = np.array(plan.head_tokens, np.int64)
         for index, part in enumerate(spec.parts):
-            keep = None
-            if name == "lm_head" and plan.head_tokens is not None:
-                keep = np.array(plan.head_tokens, np.int64)
-            yield _Matrix(f"{path}.parts.{index}", part.sources, _encoder(part, factors), keep)
+            yield _Matrix(f"{module_path(name)}.parts.{index}", part.sources, _encoder(part), keep)
 
 
-def _tables(plan: DecoderPlan) -> dict[str, EmbeddingSpec]:
-    """What rows are gathered from, by its name in the graph."""
-    tables = {"embedding": plan.embedding}
-    if plan.refinement is not None and plan.refinement.rows != plan.embedding:
-        tables["head_rows"] = plan.refinement.rows
-    return tables
-
-
-def _table_encoder(table: EmbeddingSpec) -> Callable[[Blocks | F32], Encoded]:
-    return lambda source: encode_embedding(source, table)
-
-
-def _encoder(part: LinearPart, factors: Sequence[F32] | None) -> Callable[[Blocks | F32], Encoded]:
-    return lambda source: encode_linear(source, part.format, part.method, factors=factors)
-
-
-def linears_to_calibrate(plan: DecoderPlan) -> set[str]:
-    """The projections whose factors :func:`write_weights` asks for, by their names in the graph."""
-    return {
-        module_path(name)
-        for name, spec in plan.linears.items()
-        if any(needs_factors(part.format, part.method) for part in spec.parts)
-    }
+def _encoder(part: LinearPart) -> Callable[[Blocks | F32], Encoded]:
+    return lambda source: encode_linear(source, part.format, part.method)
 
 
 def _small_tensors(plan: DecoderPlan, checkpoint: Checkpoint) -> Iterator[tuple[str, F32]]:
@@ -175,7 +137,7 @@ def _small_tensors(plan: DecoderPlan, checkpoint: Checkpoint) -> Iterator[tuple[
                 bias = np.concatenate([checkpoint.values(name) for name in part.biases])
                 yield f"{module_path(linear)}.parts.{index}.bias", bias
     config = checkpoint.config
-    positions = config.context_length + SPARE_ROWS
+    positions = rotary_rows(config)
     tables = rotary_tables(config, config.rope_theta, config.rope_factors, positions=positions)
     yield from zip(("rope_cos", "rope_sin"), tables, strict=True)
     if config.rope_local_theta is not None:
@@ -244,7 +206,6 @@ def bytes_by_class(parameters: dict[str, ir.Value]) -> dict[str, int]:
     totals = dict.fromkeys(("embedding", "attention", "mlp", "lm_head", "other"), 0)
     for name, value in parameters.items():
         assert value.const_value is not None
-        parts = name.replace("head_rows.", "embedding.").split(".")  # rows of both are gathered
-        kind = next((p for p in parts if p in totals), "other")
+        kind = next((part for part in name.split(".") if part in totals), "other")
         totals[kind] += value.const_value.nbytes
     return totals

@@ -48,7 +48,7 @@ __all__ = [
 
 MANIFEST, GRAPH, TOKENIZER = "edgespec.json", "model.onnx", "tokenizer.json"
 TEMPLATE, REPORT, HEAD_TOKENS = "chat_template.jinja", "report.json", "head_tokens.npy"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 Role = Literal["target", "drafter"]
 KVType = Literal["float32", "int8"]
@@ -85,11 +85,7 @@ class Manifest:
         name: the model's name.
         role: what the export was made for.
         config: architecture facts.
-        even_rows: whether the kernels for these weight formats give a row the same bits only in passes
-            over an even number of rows.
-        even_head: the same of the LM head alone and the rows whose logits are wanted.
-        hidden_states: whether the graph has that output.
-        weights: the export's policy, such as ``fast``.
+        weights: the export's policy, such as ``exact``.
         formats: how many weights got which format.
         bytes_by_class: bytes of ``embedding``, ``attention``, ``mlp``, ``lm_head``, ``other``; of a foreign
             graph, whose matrices have no such names, ``embedding``, ``matrices``, ``other``.
@@ -111,8 +107,6 @@ class Manifest:
     name: str
     role: Role
     config: DecoderShape
-    even_rows: bool
-    hidden_states: bool
     weights: str
     formats: Mapping[str, int]
     bytes_by_class: Mapping[str, int]
@@ -123,7 +117,6 @@ class Manifest:
     head_rows: int | None = None
     kv: CacheType = "float32"
     float_kv_layers: tuple[int, ...] = ()
-    even_head: bool = False
     static: StaticGraphs | None = None
     activations: FloatType = "float32"
     device: Literal["cuda"] | None = None
@@ -178,8 +171,8 @@ class Manifest:
         """
         if not isinstance(value, dict) or value.pop("format_version", None) != FORMAT_VERSION:
             raise BundleError(
-                f"{where} is not of bundle format {FORMAT_VERSION}, which this version of edgespec reads; export "
-                f"the model again: edgespec export SOURCE -o {where.parent} --overwrite"
+                f"{where} is not of bundle format {FORMAT_VERSION}, which this version of edgespec reads; "
+                f"export the model again: edgespec export SOURCE -o {where.parent} --overwrite"
             )
         try:
             special = value["special_tokens"]

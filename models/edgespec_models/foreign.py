@@ -80,8 +80,6 @@ class ForeignBundle(Bundle):
             name=path.resolve().name,
             role="target",
             config=self._graph.shape,
-            even_rows=False,
-            hidden_states=False,
             weights="as they are",
             formats=weights.formats,
             bytes_by_class=weights.bytes_by_class,

@@ -73,12 +73,13 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """An operator: its type, what it reads and writes, and its whole-number attributes."""
+    """An operator: its type, what it reads and writes, its whole-number attributes and those of text."""
 
     op_type: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     attributes: Mapping[str, int]
+    texts: Mapping[str, str]
 
 
 @dataclass(slots=True)
@@ -129,7 +130,7 @@ def _graph(data: memoryview) -> Graph:
 
 
 def _node(data: memoryview) -> Node:
-    op_type, inputs, outputs, attributes = "", [], [], {}
+    op_type, inputs, outputs, attributes, texts = "", [], [], {}, {}
     for number, _, content in _fields(data):
         if number == 1:
             inputs.append(_text(content))
@@ -141,7 +142,9 @@ def _node(data: memoryview) -> Node:
             found = {key: (value, inner) for key, value, inner in _fields(content)}
             if 1 in found and 3 in found:
                 attributes[_text(found[1][1])] = found[3][0]
-    return Node(op_type, tuple(inputs), tuple(outputs), attributes)
+            elif 1 in found and 4 in found:
+                texts[_text(found[1][1])] = _text(found[4][1])
+    return Node(op_type, tuple(inputs), tuple(outputs), attributes, texts)
 
 
 def _weight(data: memoryview) -> Tensor:

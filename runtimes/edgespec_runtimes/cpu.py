@@ -1,13 +1,12 @@
 """A model on the CPU: ONNX Runtime's CPU provider, its KV cache in place in numpy memory.
 
 Greedy decoding with drafts equals decoding without only if a row's logits do not depend on how many rows
-are computed with it. ONNX Runtime's kernels nearly give that. Attention over a single row, and with large
-weight blocks every odd last row, takes other code, which sums in another order. Such a pass gets a spare
-row (``CpuOptions.exact_rows``).
+are computed with it. edgespec's own kernels give that. ONNX Runtime's nearly do: attention over a single row
+takes other code, which sums in another order, so a pass over one token runs it twice
+(``CpuOptions.exact_rows``).
 """
 
 import os
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from edgespec_models.errors import BundleError, DeviceError, RequestError
 from edgespec_runtimes import kernels
 from edgespec_runtimes.graph_io import open_io
 from edgespec_runtimes.graph_session import GraphSession
-from edgespec_runtimes.huge_pages import huge_pages
 from edgespec_runtimes.ort import ort
 
 __all__ = ["CpuOptions", "CpuSession", "default_threads", "open_graph", "session_settings"]
@@ -33,11 +31,14 @@ class CpuOptions:
         threads: threads of a pass; 0 takes the physical cores this process may use.
         spinning: within a pass, idle threads wait busily for the next operator. Faster; turn it off where
             other programs need the cores.
-        exact_rows: spare rows where they make a row's bits independent of the number of rows; costs some
-            percent of a single-row pass. A drafter does not need it.
+        exact_rows: run a single token twice where that makes a row's bits independent of the number of rows:
+            in graphs of ONNX Runtime's operators. A drafter does not need it.
         prefill_chunk: tokens of one prefill pass; between two a request can be cancelled.
         instructions: the set of instructions edgespec's kernels use, one of
             :data:`edgespec_runtimes.kernels.INSTRUCTIONS`; empty takes the best that the processor has.
+        huge_pages: weights of edgespec's own graphs are copied into huge pages when they are loaded (Linux),
+            which makes passes a tenth faster. Without, they stay mapped: loading is opening a file, and
+            processes share them.
         keep_memory: what a pass has freed is kept for the next. Faster; turn it off for a few passes of
             graphs that shall take little memory.
     """
@@ -48,6 +49,7 @@ class CpuOptions:
     prefill_chunk: int = 128
     keep_memory: bool = True
     instructions: str = ""
+    huge_pages: bool = True
 
     def __post_init__(self) -> None:
         if self.threads < 0 or self.prefill_chunk < 1:
@@ -84,12 +86,10 @@ class CpuSession(GraphSession):
             raise BundleError(f"{bundle.path} has graphs of fixed shapes; open it with edgespec.load")
         self._options = options or CpuOptions()
         native = bundle.manifest.operators == "edgespec"
-        with nullcontext() if native else huge_pages():
-            session = open_graph(bundle.graph, self._options, native=native)
+        session = open_graph(bundle.graph, self._options, native=native)
         io = open_io(session, bundle, exact_rows=self._options.exact_rows)
-        super().__init__(
-            io, bundle.config, chunk=self._options.prefill_chunk, row_exact=row_exact or native or None
-        )
+        row_exact = True if native else row_exact
+        super().__init__(io, bundle.config, chunk=self._options.prefill_chunk, row_exact=row_exact)
 
 
 def open_graph(graph: Path, options: CpuOptions, *, native: bool = False) -> Any:
@@ -103,7 +103,7 @@ def open_graph(graph: Path, options: CpuOptions, *, native: bool = False) -> Any
     """
     settings = session_settings(options)
     if native:
-        kernels.register(settings, options.instructions)
+        kernels.register(settings, options.instructions, huge_pages=options.huge_pages)
     try:
         return _open(graph, settings)
     except MemoryError as error:
@@ -124,7 +124,6 @@ def session_settings(options: CpuOptions) -> Any:
     # pass while the other's begins. One pool for both would do too, but ONNX Runtime's shared pool is the
     # whole process's: every other session of the application would fail to load.
     settings.add_session_config_entry("session.force_spinning_stop", "1")
-    settings.add_session_config_entry("session.prepack.enable_parallel", "1")  # the same bits, sooner
     return settings
 
 

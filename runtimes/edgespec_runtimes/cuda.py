@@ -21,7 +21,7 @@ class CudaSession(GraphSession):
     """One model reading one sequence on a GPU; see :class:`edgespec_runtimes.session.Session`.
 
     Whether a row's bits depend on the number of rows is up to the kernels, which are chosen by that number
-    (``row_exact``); there are no spare rows.
+    (``row_exact``); no token is run twice.
     """
 
     def __init__(

@@ -29,7 +29,6 @@ from edgespec_runtimes.tensor_memory import HostMemory, TensorMemory
 __all__ = ["EdgespecIO", "GraphIO", "MaskedIO", "open_io"]
 
 _MAX_KEPT_BINDINGS = 32
-_SPARE_ROWS = 1
 _LOGITS_BYTES = 32 << 20
 _PROBED = 4
 _FATAL = 4  # ONNX Runtime's severity
@@ -96,7 +95,7 @@ def open_io(session: Any, bundle: Bundle, *, exact_rows: bool) -> GraphIO:
     Args:
         session: an ``onnxruntime.InferenceSession``.
         bundle: whose graph it runs.
-        exact_rows: take spare rows where they make a row's bits independent of the number of rows.
+        exact_rows: run a single token twice where that makes a row's bits independent of the number of rows.
     """
     if bundle.tensors is None:
         return EdgespecIO(session, bundle, exact_rows=exact_rows)
@@ -113,13 +112,14 @@ class _Pass:
     past_length: npt.NDArray[np.int64]
     total: npt.NDArray[np.int32]
     predictions: Callable[[], Predictions]  # of the last run
-    spare: int  # rows behind the tokens
     changing: tuple[tuple[Any, npt.NDArray[Any]], ...]  # values and their arrays, of ids and seqlens_k
     keep_alive: tuple[Any, ...]
 
 
 class EdgespecIO:
-    """Graphs of :func:`edgespec_models.graphs.decoder.build_decoder`.
+    """Graphs of :func:`~edgespec_models.graphs.native.build_native` and of
+    :func:`~edgespec_models.graphs.decoder.build_decoder`, where a single token may run twice: see
+    :class:`MaskedIO`.
 
     Attributes:
         cache: keys and values.
@@ -131,12 +131,10 @@ class EdgespecIO:
         self, session: Any, bundle: Bundle, *, exact_rows: bool, memory: TensorMemory | None = None
     ) -> None:
         config = bundle.config
-        self._session, self._exact, self._memory = session, exact_rows, memory or HostMemory()
-        self._even = bundle.manifest.even_rows and exact_rows
-        self._even_head = bundle.manifest.even_head and exact_rows
+        self._session, self._memory = session, memory or HostMemory()
+        self._pairs = exact_rows and bundle.manifest.operators == "standard"
         types = {value.name: _TYPES[value.type] for value in session.get_inputs()}
         self._inputs = types
-        self._width = config.query_width + 2 * config.kv_width
         self._head_rows = bundle.manifest.head_rows or config.vocab_size
         self._head_tokens = bundle.head_tokens
         self._choices = bundle.manifest.choices
@@ -199,7 +197,7 @@ class EdgespecIO:
     def reserve(self, capacity: int, keep: int) -> None:
         """Make room for ``capacity`` tokens, keeping the first ``keep``."""
         self.passes.clear()
-        self.cache.reserve(-(-(capacity + _SPARE_ROWS) // KEY_TILE) * KEY_TILE, keep)
+        self.cache.reserve(-(-(capacity + int(self._pairs)) // KEY_TILE) * KEY_TILE, keep)
 
     def run(self, tokens: Sequence[int], start: int, rows: int) -> Predictions:
         """Run ``tokens`` behind the first ``start`` of the cache; a row for each of the last ``rows``."""
@@ -209,8 +207,8 @@ class EdgespecIO:
             if len(self.passes) >= _MAX_KEPT_BINDINGS:
                 self.passes.clear()
             one_pass = self.passes[count, rows] = self._bind(count, rows)
-        total = start + count + one_pass.spare
-        one_pass.ids[0, :count] = tokens
+        one_pass.ids[0] = tokens
+        total = start + one_pass.ids.shape[1]
         one_pass.seqlens_k[0] = total - 1
         one_pass.past_length[0] = start
         one_pass.total[()] = total
@@ -230,22 +228,15 @@ class EdgespecIO:
 
     def _bind(self, count: int, rows: int) -> _Pass:
         """Bind inputs and outputs for ``count`` tokens, logits of the last ``rows`` of them."""
-        spare = count % 2 if self._even else 0
-        pad = int(count + spare == 1 and self._exact and "attention_pad" in self._inputs)
-        ids, seqlens = np.zeros((1, count + spare), np.int64), np.zeros(1, np.int32)
-        past_length = np.zeros(1, np.int64)
-        wanted = np.arange(count - rows, count, dtype=np.int64)
-        if (self._even or self._even_head) and rows % 2:  # the LM head's kernel sees pairs too
-            wanted = np.append(wanted, wanted[-1])
+        ids = np.zeros((1, 2 if self._pairs and count == 1 else count), np.int64)
+        seqlens, past_length = np.zeros(1, np.int32), np.zeros(1, np.int64)
         columns, total = self._head_rows + len(self._context), np.zeros((), np.int32)
         inputs: dict[str, npt.NDArray[Any]] = {
             "input_ids": ids,
             "seqlens_k": seqlens,
             "past_length": past_length,
             "total_sequence_length": total,
-            "attention_pad": np.zeros((1, pad, self._width), self._inputs.get("attention_pad")),
-            "attention_rows": np.array([count + spare], np.int64),
-            "logits_rows": wanted,
+            "logits_rows": np.arange(count - rows, count, dtype=np.int64),
             "context_tokens": self._context,
             "column_order": -np.arange(columns if self._choices else 0, dtype=np.float32),
         }
@@ -259,29 +250,26 @@ class EdgespecIO:
         for name, (_, value) in self._tuned.items():
             binding.bind_ortvalue_input(name, value)
         self.cache.bind(binding, 0, 0)
-        predictions = self._bind_outputs(binding, (rows, columns), spare=len(wanted) - rows)
+        predictions = self._bind_outputs(binding, (rows, columns))
         written = (("input_ids", ids), ("seqlens_k", seqlens), ("past_length", past_length))
         changing = tuple((values[name], array) for name, array in written if name in values)
         keep_alive = (inputs, values)
-        return _Pass(
-            binding, ids, seqlens, past_length, total, predictions, spare + pad, changing, keep_alive
-        )
+        return _Pass(binding, ids, seqlens, past_length, total, predictions, changing, keep_alive)
 
-    def _bind_outputs(self, binding: Any, shape: tuple[int, int], *, spare: int) -> Callable[[], Predictions]:
-        """Bind what comes out of a pass, with ``spare`` rows more; what hands it out after each run.
+    def _bind_outputs(self, binding: Any, shape: tuple[int, int]) -> Callable[[], Predictions]:
+        """Bind what comes out of a pass; what hands it out after each run.
 
         Logits stay where the graph runs if it says itself which columns are the most likely.
         """
-        rows, columns = shape
         memory = self._memory if self._choices else HostMemory()
-        value, logits = memory.output((1, rows + spare, columns), np.dtype(np.float32))
+        value, logits = memory.output((1, *shape), np.dtype(np.float32))
         binding.bind_ortvalue_output("logits", value)
         if not self._choices:
-            return lambda: Predictions(logits()[0, :rows])
-        best, likely = np.empty((1, rows + spare), np.int64), np.empty((1, rows + spare), np.float32)
+            return lambda: Predictions(logits()[0])
+        best, likely = np.empty((1, shape[0]), np.int64), np.empty((1, shape[0]), np.float32)
         binding.bind_ortvalue_output("best_columns", ort_value(best))
         binding.bind_ortvalue_output("best_probabilities", ort_value(likely))
-        return lambda: DevicePredictions(shape, lambda: logits()[0, :rows], best[0, :rows], likely[0, :rows])
+        return lambda: DevicePredictions(shape, lambda: logits()[0], best[0], likely[0])
 
 
 class MaskedIO:
@@ -346,7 +334,7 @@ class MaskedIO:
 
     def reserve(self, capacity: int, keep: int) -> None:
         """Make room for ``capacity`` tokens, keeping the first ``keep``."""
-        self.cache.reserve(min(capacity + _SPARE_ROWS, self._config.context_length), keep)
+        self.cache.reserve(min(capacity + int(self._pairs), self._config.context_length), keep)
 
     def run(self, tokens: Sequence[int], start: int, rows: int) -> Predictions:
         """Run ``tokens`` behind the first ``start`` of the cache; a row for each of the last ``rows``."""

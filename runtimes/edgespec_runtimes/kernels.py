@@ -14,6 +14,7 @@ INSTRUCTIONS: Final = ("avx512", "avxvnni", "avx2", "neon_i8mm", "neon_dot", "pl
 """Sets of instructions that there are kernels for, the fastest first; every processor has ``plain``."""
 
 _SETTING: Final = "edgespec.instructions"
+_HUGE_PAGES: Final = "edgespec.huge_pages"
 _SUFFIXES: Final = {"win32": "dll", "darwin": "dylib"}
 _REMEDY: Final = (
     "Install edgespec again, from a package for this platform; or use models exported with "
@@ -33,13 +34,14 @@ def library() -> Path:
     return path
 
 
-def register(settings: Any, instructions: str = "") -> None:
+def register(settings: Any, instructions: str = "", *, huge_pages: bool = False) -> None:
     """Make the operators known to sessions with these ``settings``, ONNX Runtime's ``SessionOptions``.
 
     Args:
         settings: of sessions to come.
         instructions: one of :data:`INSTRUCTIONS`; empty takes the best that the processor has. All compute
             the same bits.
+        huge_pages: copy weights into huge pages, where the system has them.
 
     Raises:
         DeviceError: the library is missing or cannot be loaded, or the processor lacks the instructions.
@@ -50,6 +52,8 @@ def register(settings: Any, instructions: str = "") -> None:
             "the best that the processor has"
         )
     path = library()
+    if huge_pages:
+        settings.add_session_config_entry(_HUGE_PAGES, "1")
     if instructions:
         settings.add_session_config_entry(_SETTING, instructions)
     try:

@@ -101,9 +101,10 @@ void normalize(const float* x, const float* gain, float epsilon, int64_t width, 
 void quantize(const float* x, int64_t width, Activations* y) {
   typedef int8_t Codes __attribute__((vector_size(kWidth)));
   const F magic = splat(12582912.0f);
-  for (int64_t i = 0; i < width; i += kBlock, y++) {
+  for (int64_t i = 0; i < width; i += kShare) {
+    const int half = static_cast<int>(i % kBlock / kShare);
     F most = {}, strange = {};
-    for (int j = 0; j < kBlock; j += kWidth) {
+    for (int j = 0; j < kShare; j += kWidth) {
       F v = load(x + i + j);
       strange = strange + (v - v);
       v = v < 0.0f ? -v : v;
@@ -114,18 +115,22 @@ void quantize(const float* x, int64_t width, Activations* y) {
       largest = most[l] > largest ? most[l] : largest;
       nothing = nothing + strange[l];
     }
-    y->scale = largest / 127.0f + nothing;  // not a number where an activation is not finite
-    const F inverse = splat(largest > 0.0f ? 127.0f / largest : 0.0f);
-    int32_t sums[2] = {0, 0};
-    for (int j = 0; j < kBlock; j += kWidth) {
+    y->scales[half] = largest / 127.0f + nothing;  // not a number where an activation is not finite
+    const F inverse = splat(largest > 1e-30f ? 127.0f / largest : 0.0f);  // finite
+    int8_t* codes = y->codes + half * kShare;
+    for (int j = 0; j < kShare; j += kWidth) {
       const F rounded = fma(load(x + i + j), inverse, magic) - magic;
-      const Codes codes = __builtin_convertvector(__builtin_convertvector(rounded, I), Codes);
-      __builtin_memcpy(y->codes + j, &codes, sizeof codes);
+      const Codes vector = __builtin_convertvector(__builtin_convertvector(rounded, I), Codes);
+      __builtin_memcpy(codes + j, &vector, sizeof vector);
     }
-    for (int j = 0; j < kBlock; j++) sums[j / 16] += y->codes[j];
-    y->negated_sum = -(y->scale * static_cast<float>(sums[0] + sums[1]));
-    y->negated_sums[0] = -sums[0];
-    y->negated_sums[1] = -sums[1];
+    int32_t sum = 0;
+    for (int j = 0; j < kShare; j++) sum += codes[j];
+    y->negated_sums[half] = -sum;
+    if (half == 1) {
+      y->negated_sum = y->scales[0] * static_cast<float>(y->negated_sums[0]) +
+                       y->scales[1] * static_cast<float>(y->negated_sums[1]);
+      y++;
+    }
   }
 }
 
@@ -199,7 +204,7 @@ constexpr int kLargestCode = (1 << (Format::kBits + Format::kHighBits)) - 1;
 template <class Format, int M>
 inline void add_block(const uint8_t* tile, int b, int lane, const Factors<Format>& factors,
                       const Activations* a, int64_t stride, F* sums) {
-  constexpr int kScales = Format::kScales, kPer = kGroups / kScales;
+  constexpr int kScales = Format::kScales, kPer = kGroups / 2;
   B codes[kGroups];
   unpack<Format>(tile, b, lane, codes);
   F scales[kScales], minimums[kScales] = {};
@@ -210,22 +215,23 @@ inline void add_block(const uint8_t* tile, int b, int lane, const Factors<Format
 #pragma GCC unroll 16
   for (int r = 0; r < M; r++) {
     const Activations& x = a[r * stride];
-    const float scale = x.scale;
+    F halves[2];
+    for (int s = 0; s < 2; s++) {
+      const I start = begin<Format::kZero>(x.negated_sums[s]);
+      halves[s] = __builtin_convertvector(
+          dots<kPer, kLargestCode<Format>>(start, codes + s * kPer, x.codes + s * kShare), F);
+    }
     if constexpr (kScales == 1) {
-      const int32_t negated = x.negated_sums[0] + x.negated_sums[1];
-      const I c = dots<kGroups, kLargestCode<Format>>(begin<Format::kZero>(negated), codes, x.codes);
-      sums[r] = fma(__builtin_convertvector(c, F) * scales[0], splat(scale), sums[r]);
+      const F t = fma(halves[1], splat(x.scales[1]), halves[0] * splat(x.scales[0]));
+      sums[r] = fma(t, scales[0], sums[r]);
       if constexpr (Format::kMinimums) sums[r] = fma(minimums[0], splat(x.negated_sum), sums[r]);
     } else {
-      F t = {};
       for (int s = 0; s < 2; s++) {
-        const I start = begin<Format::kZero>(x.negated_sums[s]);
-        const I c = dots<kPer, kLargestCode<Format>>(start, codes + s * kPer, x.codes + s * 16);
-        t = fma(__builtin_convertvector(c, F), scales[s], t);
+        F t = halves[s] * scales[s];
         if constexpr (Format::kMinimums)
           t = fma(minimums[s], splat(static_cast<float>(x.negated_sums[s])), t);
+        sums[r] = fma(t, splat(x.scales[s]), sums[r]);
       }
-      sums[r] = fma(t, splat(scale), sums[r]);
     }
   }
 }
@@ -496,7 +502,7 @@ void largest(const float* x, int64_t count, float* value, int64_t* index) {
   for (; i < count; i++) best = x[i] > best ? x[i] : best;
   int64_t at = 0;
   while (at < count && x[at] != best) at++;
-  *value = best;
+  *value = at < count ? x[at] : best;  // the first zero's sign, where the largest are zeros of both
   *index = at < count ? at : 0;
 }
 

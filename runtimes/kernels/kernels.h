@@ -1,6 +1,7 @@
 // What an instruction set offers the operators: a table of functions. Every table computes the same bits.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "layout.h"
@@ -14,6 +15,10 @@ struct Part {
   int format;
 
   int64_t tile_count() const { return (columns + kLanes - 1) / kLanes; }
+  size_t bytes(int64_t inputs) const {
+    const FormatInfo& known = kFormats[format];
+    return static_cast<size_t>(tile_count() * (inputs / known.inputs) * known.bytes);
+  }
 };
 
 enum class Gate { none, silu, gelu };

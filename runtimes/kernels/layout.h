@@ -15,18 +15,19 @@
 namespace edgespec {
 
 constexpr int kLanes = 16;   // rows of a matrix in a tile
-constexpr int kBlock = 32;   // inputs that share a scale of activations
+constexpr int kBlock = 32;   // inputs of a block of codes
+constexpr int kShare = 16;   // inputs that share a scale of activations
 constexpr int kGroups = 8;   // groups of four in such a block
 constexpr int kLine = 64;    // bytes
 
 // 32 activations, rounded to 8 bits.
 struct Activations {
   int8_t codes[kBlock];
-  float scale;
-  float negated_sum;        // minus scale times the sum of the codes
-  int32_t negated_sums[2];  // of the first 16 codes and of the others
+  float scales[2];          // of the first 16 and of the others
+  int32_t negated_sums[2];  // of their codes
+  float negated_sum;        // minus the sum of the activations, as rounded
 };
-static_assert(sizeof(Activations) == 48);
+static_assert(sizeof(Activations) == 52);
 
 // What differs between formats. A tile has `kSubBlocks` times a block of 32 inputs.
 //

@@ -7,7 +7,7 @@ modes there are: rows.py.
 
 Usage, from the repository's root, in edgespec's environment, after install.py::
 
-    python -m tools.peers.compare --peers DIR --gguf FILE --draft-gguf SMALL --edgespec close=TARGET \\
+    python -m tools.peers.compare --peers DIR --gguf FILE --draft-gguf SMALL --edgespec exact=TARGET \\
         --drafter DRAFTER --prompts FILE --limit 26 --json OUT
 """
 

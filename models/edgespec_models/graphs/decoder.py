@@ -1,26 +1,18 @@
-"""The decoder graph: one definition for every architecture of :class:`ModelConfig`.
+"""The decoder over ONNX Runtime's operators: for GPUs, and as the portable form on CPUs.
 
 Inputs: ``input_ids`` int64 (1, n); ``seqlens_k`` int32 (1) and ``total_sequence_length`` int32 (), as
 GroupQueryAttention defines them; ``logits_rows`` int64 (r), the rows whose logits are wanted;
 ``past_key_values.L.key/value`` float32 (1, kv heads, capacity, head_dim), written in place.
-Outputs: ``logits`` float32 (1, r, rows of the LM head); ``hidden_states`` float32 (1, r, hidden) where asked
-for; ``present.L.key/value``.
+Outputs: ``logits`` float32 (1, r, rows of the LM head); ``present.L.key/value``.
 
 Trimmed drafters with tied embeddings also have ``context_tokens`` int64 (m): m more columns of the logits.
 
 The gains of a drafter's normalizations, such as ``layers.3.attn_norm.weight``, are inputs with a default: a
 session may run with others (:mod:`edgespec.learning`).
 
-Targets have two more: ``attention_pad`` float32 (1, p, (heads + 2 * kv heads) * head_dim), p rows of zeros
-that attention computes behind the pass's own, and ``attention_rows`` int64 (1), n: ONNX Runtime's CPU
-kernel computes attention over a single row with other code, whose sums differ in the last bit; from two
-rows on, a row's bits do not depend on their number. A pass over one token takes one such row
-(``edgespec_runtimes.cpu``). Its keys and values land behind the sequence and are overwritten by the next
-pass.
-
-Graphs for GPUs (:class:`Precision`) compute in float16 and have a float16 cache; logits and hidden states are
-float32 all the same. So that logits need not leave the GPU, two more outputs say what most readers want of
-them: ``best_columns`` int64 (1, r), the most likely column of each row and the lowest of equals, and
+Graphs for GPUs (:class:`Precision`) compute in float16 and have a float16 cache; logits are float32 all the
+same. So that logits need not leave the GPU, two more outputs say what most readers want of them:
+``best_columns`` int64 (1, r), the most likely column of each row and the lowest of equals, and
 ``best_probabilities`` float32 (1, r), NaN where a row has NaN or its largest logit is not finite. They take
 one more input, ``column_order`` float32 (columns): 0, -1, -2 and so on.
 """
@@ -35,32 +27,13 @@ from onnxscript import GraphBuilder, OpBuilder, nn
 from edgespec_models.config import FloatType, ModelConfig
 from edgespec_models.graphs.linear import FLOATS, MICROSOFT, Embedding, EmbeddingSpec, Linear, LinearSpec
 
-__all__ = ["FULL", "SPARE_ROWS", "DecoderPlan", "Precision", "Refinement", "build_decoder"]
+__all__ = ["FULL", "DecoderPlan", "Precision", "build_decoder", "rotary_rows"]
 
-SPARE_ROWS = 1
-"""Rows a pass may have behind its tokens; the rotary tables reach that far beyond the context."""
 # CUDA's provider takes an operator at the versions it lists only, of which the older ones are complete (issue
 # microsoft/onnxruntime#27729): 20 is the first with Gelu.
 _OPSETS: Mapping[FloatType, int] = MappingProxyType({"float32": 23, "float16": 20})
 _IR_VERSION = 10
 _GAIN = "norm.weight"
-
-
-@dataclass(frozen=True, slots=True)
-class Refinement:
-    """Exact logits for the most probable tokens of a coarse LM head.
-
-    Where a vocabulary is large, reading the LM head takes a fifth of a pass. So few bits choose, and the
-    logits of the ``columns`` best are computed again, from rows that a pass need not read but for these.
-    The idea is that of SVD-Softmax (Shim et al. 2017), with coarse weights for the first look: a projection
-    that is right for one kind of text misses the tokens of another.
-
-    ``rows`` says where they are from and how they are stored: the embedding's own where it is the plan's
-    ``embedding``.
-    """
-
-    rows: EmbeddingSpec
-    columns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +64,16 @@ class DecoderPlan:
     """How each weight is stored.
 
     ``linears`` has ``layers.L.qkv``, ``layers.L.o``, ``layers.L.gate_up``, ``layers.L.down``, ``lm_head``.
-    ``spare_rows`` gives the graph the inputs that make a row's bits independent of the number of rows; a
-    drafter does without. ``head_tokens`` names the tokens, ascending, whose rows a trimmed LM head keeps;
-    None keeps all. ``context`` gives such a graph the input ``context_tokens``: tokens it can write besides,
-    for which the token embedding serves as LM head. With ``refinement`` the LM head is a coarse one.
+    ``head_tokens`` names the tokens, ascending, whose rows a trimmed LM head keeps; None keeps all.
+    ``context`` gives such a graph the input ``context_tokens``: tokens it can write besides, for which the
+    token embedding serves as LM head. ``tunable`` lets the gains of normalizations be replaced at run time.
     """
 
     embedding: EmbeddingSpec
     linears: Mapping[str, LinearSpec]
-    hidden_states: bool = False
-    spare_rows: bool = True
     head_tokens: tuple[int, ...] | None = None
     context: bool = False
-    refinement: Refinement | None = None
+    tunable: bool = False
     precision: Precision = FULL
 
     @property
@@ -111,10 +81,10 @@ class DecoderPlan:
         """Whether the graph says which columns are the most likely: those for GPUs do."""
         return self.precision.activations != "float32"
 
-    @property
-    def tunable(self) -> bool:
-        """Whether the gains of normalizations may be replaced at run time: a drafter's, on the CPU."""
-        return not self.spare_rows and self.precision == FULL
+
+def rotary_rows(config: ModelConfig) -> int:
+    """Rows of the rotary tables: a pass over the context's last token may run it twice."""
+    return config.context_length + 1
 
 
 class _Norm(nn.Module):
@@ -153,7 +123,6 @@ class _Step:
 
     seqlens_k: ir.Value
     total: ir.Value
-    spare: tuple[ir.Value, ir.Value] | None  # rows of zeros behind the pass's own; how many those are
     rope: tuple[ir.Value, ir.Value]
     local_rope: tuple[ir.Value, ir.Value] | None
 
@@ -173,8 +142,6 @@ class _Attention(nn.Module):
     ) -> list[ir.Value]:
         config = self.config
         packed = self.qkv(op, x)
-        if step.spare is not None:
-            packed = op.Concat(packed, step.spare[0], axis=1)
         query, key, value = self._split(op, packed) if config.qk_norm else (packed, None, None)
         is_global = config.is_global(self.layer)
         rope = step.rope if is_global or step.local_rope is None else step.local_rope
@@ -197,8 +164,6 @@ class _Attention(nn.Module):
             _outputs=3,
             **MICROSOFT,
         )
-        if step.spare is not None:
-            attended = op.Slice(attended, [0], step.spare[1], [1])
         return [self.o(op, attended), present_key, present_value]
 
     def _split(self, op: OpBuilder, packed: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
@@ -272,10 +237,7 @@ class _Decoder(nn.Module):
         self.layers = nn.ModuleList([_Layer(config, i, plan) for i in range(config.num_layers)])
         self.final_norm = _StreamNorm(config.hidden_size, config.norm_epsilon, plan.precision)
         self.lm_head = Linear(plan.linears["lm_head"], floats)
-        self.refinement, self.head_rows = plan.refinement, None
-        if plan.refinement is not None and plan.refinement.rows != plan.embedding:
-            self.head_rows = Embedding(config.vocab_size, config.hidden_size, plan.refinement.rows)
-        shape = [config.context_length + SPARE_ROWS, config.rotary_width // 2]
+        shape = [rotary_rows(config), config.rotary_width // 2]
         self.rope_cos, self.rope_sin = (nn.Parameter(shape, dtype=FLOATS[floats]) for _ in range(2))
         if config.rope_local_theta is not None:
             self.rope_local_cos, self.rope_local_sin = (
@@ -287,16 +249,14 @@ class _Decoder(nn.Module):
         op: OpBuilder,
         ids: ir.Value,
         lengths: tuple[ir.Value, ir.Value],
-        spare: tuple[ir.Value, ir.Value] | None,
         rows: ir.Value,
         past: list[tuple[ir.Value, ir.Value]],
         context: ir.Value | None,
-    ) -> tuple[ir.Value, ir.Value, list[tuple[ir.Value, ir.Value]]]:
+    ) -> tuple[ir.Value, list[tuple[ir.Value, ir.Value]]]:
         local = self.config.rope_local_theta is not None
         step = _Step(
             seqlens_k=lengths[0],
             total=lengths[1],
-            spare=spare,
             rope=(self.rope_cos, self.rope_sin),
             local_rope=(self.rope_local_cos, self.rope_local_sin) if local else None,
         )
@@ -310,9 +270,6 @@ class _Decoder(nn.Module):
         hidden, _ = self.final_norm(op, x, skip)
         hidden = op.Gather(hidden, rows, axis=1)
         logits = self.lm_head(op, hidden)
-        if self.refinement is not None:
-            table = self.head_rows or self.embedding
-            logits = _refine(op, logits, hidden, table, self.refinement.columns)
         if context is not None:
             table_rows = self.embedding(op, op.Unsqueeze(context, [0]))
             if self.precision.mixed:
@@ -320,16 +277,8 @@ class _Decoder(nn.Module):
             products = op.MatMul(hidden, op.Transpose(table_rows, perm=[0, 2, 1]))
             logits = op.Concat(logits, products, axis=-1)
         if self.precision.activations != "float32":
-            logits, hidden = (op.Cast(value, to=ir.DataType.FLOAT) for value in (logits, hidden))
-        return logits, hidden, present
-
-
-def _refine(op: OpBuilder, logits: ir.Value, hidden: ir.Value, table: Embedding, columns: int) -> ir.Value:
-    """``logits`` (1, r, vocab) with the largest ``columns`` of each row replaced by ``hidden`` times rows."""
-    _, best = op.TopK(logits, [columns], axis=-1, sorted=0, _outputs=2)
-    rows = op.Reshape(table(op, op.Reshape(best, [1, -1])), [-1, columns, table.hidden])
-    products = op.MatMul(rows, op.Reshape(hidden, [-1, table.hidden, 1]))
-    return op.ScatterElements(logits, best, op.Reshape(products, [1, -1, columns]), axis=2)
+            logits = op.Cast(logits, to=ir.DataType.FLOAT)
+        return logits, present
 
 
 def _choose(op: OpBuilder, logits: ir.Value, order: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -357,10 +306,6 @@ def build_decoder(config: ModelConfig, plan: DecoderPlan) -> ir.Model:
     ids = builder.input("input_ids", int64, [1, "n"])
     seqlens_k = builder.input("seqlens_k", int32, [1])
     total = builder.input("total_sequence_length", int32, [])
-    spare = None
-    if plan.spare_rows:
-        pad = builder.input("attention_pad", floats, [1, "p", config.query_width + 2 * config.kv_width])
-        spare = pad, builder.input("attention_rows", int64, [1])
     rows = builder.input("logits_rows", int64, ["r"])
     kv_shape: list[int | str | None] = [1, config.num_kv_heads, "capacity", config.head_dim]
     past = [
@@ -371,16 +316,12 @@ def build_decoder(config: ModelConfig, plan: DecoderPlan) -> ir.Model:
         for i in range(config.num_layers)
     ]
     context = builder.input("context_tokens", int64, ["m"]) if plan.context else None
-    logits, hidden, present = _Decoder(config, plan)(
-        builder.op, ids, (seqlens_k, total), spare, rows, past, context
-    )
+    logits, present = _Decoder(config, plan)(builder.op, ids, (seqlens_k, total), rows, past, context)
     columns = "columns" if plan.context else plan.linears["lm_head"].out_features
     outputs: list[tuple[str, ir.Value, list[int | str | None]]] = [("logits", logits, [1, "r", columns])]
     if plan.choices:
         best, likely = _choose(builder.op, logits, builder.input("column_order", float32, [columns]))
         outputs += [("best_columns", best, [1, "r"]), ("best_probabilities", likely, [1, "r"])]
-    if plan.hidden_states:
-        outputs.append(("hidden_states", hidden, [1, "r", config.hidden_size]))
     for i, (key, value) in enumerate(present):
         outputs += [(f"present.{i}.key", key, kv_shape), (f"present.{i}.value", value, kv_shape)]
     for name, output, shape in outputs:

@@ -2,12 +2,9 @@
 
 A quantized block is ``w = scale * (code - zero) - minimum``. ``MatMulNBits`` holds scales and integer
 zero points only, so a format with minimums (Q4_1, Q4_K) leaves a remainder per block of
-``r = scale * zero_point - minimum``, which multiplies the sum of the block's activations. Three ways:
-
-``drop``     leave it out: the zero point is rounded.
-``columns``  append the block sums to the activations and the remainders, quantized to 4 bits like any other
-             weight, to the matrix: one kernel, 1/32 more columns.
-``matmul``   a float product of the block sums with the remainders: exact.
+``r = scale * zero_point - minimum``, which multiplies the sum of the block's activations. So the block sums
+are appended to the activations and the remainders, quantized to 4 bits like any other weight, to the matrix:
+one kernel, 1/32 more columns.
 
 Projections compute in the type that their graph's activations have, ``float32`` or ``float16``.
 """
@@ -92,7 +89,7 @@ class _Projection(nn.Module):
         super().__init__()
         self.part, self.in_features, self.floats = part, in_features, floats
         form, rows, kind = part.format, part.out_features, FLOATS[floats]
-        sums = in_features // form.block if form.remainder == "columns" else 0
+        sums = in_features // form.block if form.minimums else 0
         self.spare = -(in_features + sums) % _ALIGNED if sums and floats == "float16" else 0
         self.columns = in_features + sums + self.spare
         self.zero_points = self.bias = None
@@ -102,10 +99,8 @@ class _Projection(nn.Module):
             blocks = -(-self.columns // form.block)
             self.weight = nn.Parameter([rows, blocks, form.block * form.bits // 8], dtype=ir.DataType.UINT8)
             self.scales = nn.Parameter([rows, blocks], dtype=kind)
-            if form.zero_points:
+            if form.minimums:
                 self.zero_points = nn.Parameter([rows, -(-blocks * form.bits // 8)], dtype=ir.DataType.UINT8)
-        if form.remainder == "matmul":
-            self.remainders = nn.Parameter([rows, in_features // form.block], dtype=kind)
         if part.biases:
             self.bias = nn.Parameter([rows], dtype=kind)
 
@@ -115,11 +110,11 @@ class _Projection(nn.Module):
             # Stored row by row, as sources are read; ONNX Runtime folds the transposition at load.
             y = op.MatMul(x, op.Transpose(self.weight, perm=[1, 0]))
             return y if self.bias is None else op.Add(y, self.bias)
-        if form.remainder == "columns":
+        if form.minimums:
             # The rest of the last block are zeros of the matrix, whatever they are multiplied with.
             rest = (op.Slice(x, [0], [self.spare], [2]),) if self.spare else ()
             x = op.Concat(x, sums, *rest, axis=-1)
-        y = op.MatMulNBits(
+        return op.MatMulNBits(
             x,
             self.weight,
             self.scales,
@@ -133,9 +128,6 @@ class _Projection(nn.Module):
             accuracy_level=_ACCURACY[self.floats],
             **MICROSOFT,
         )
-        if form.remainder == "matmul":
-            y = op.Add(y, op.MatMul(sums, op.Transpose(self.remainders, perm=[1, 0])))
-        return y
 
 
 class Linear(nn.Module):
@@ -149,7 +141,7 @@ class Linear(nn.Module):
     def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
         """Define the projection of ``x``."""
         sums: dict[int, ir.Value] = {}
-        for block in {part.format.block for part in self.spec.parts if part.format.remainder != "drop"}:
+        for block in {part.format.block for part in self.spec.parts if part.format.minimums}:
             blocks = op.Reshape(x, [1, -1, self.spec.in_features // block, block])
             sums[block] = op.ReduceSum(blocks, [-1], keepdims=0)
         pairs = zip(self.spec.parts, self.parts, strict=True)

@@ -137,12 +137,12 @@ class _Decoder:
         ids = g.input("input_ids", _INT64, [1, "n"])
         self.past_length = g.input("past_length", _INT64, [1])
         rows = g.input("logits_rows", _INT64, ["r"])
-        cache = [config.num_kv_heads, "capacity", config.head_dim]
+        cache: list[int | str] = [1, config.num_kv_heads, "capacity", config.head_dim]
         present = []
         x = self.embed(ids, float(config.embedding_scale))
         for layer in range(config.num_layers):
             names = [f"past_key_values.{layer}.{kind}" for kind in ("key", "value")]
-            past = [g.input(name, _FLOAT, [1, *cache]) for name in names]
+            past = [g.input(name, _FLOAT, cache) for name in names]
             x, *kept = self.layer(layer, x, past)
             present.append(kept)
         logits, columns = self.head(g.one("Gather", x, rows, axis=1))
@@ -152,7 +152,7 @@ class _Decoder:
         g.output(likely, "best_probabilities", _FLOAT, [1, "r"])
         for layer, kept in enumerate(present):
             for kind, value in zip(("key", "value"), kept, strict=True):
-                g.output(value, f"present.{layer}.{kind}", _FLOAT, [1, *cache])
+                g.output(value, f"present.{layer}.{kind}", _FLOAT, cache)
         if plan.tunable:
             gains = [value for name, value in g.graph.initializers.items() if name.endswith("norm.weight")]
             g.graph.inputs.extend(gains)  # as inputs that have a default
@@ -160,7 +160,7 @@ class _Decoder:
 
     def embed(self, ids: ir.Value, factor: float) -> ir.Value:
         table = self.plan.embedding
-        attributes = {
+        attributes: dict[str, int | float | str] = {
             "format": table.format,
             "rows": table.rows,
             "width": table.columns,

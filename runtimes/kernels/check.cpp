@@ -1,0 +1,307 @@
+// Runs every instruction set that this processor has on the same numbers, compares the bits with those of
+// the plain set, and prints a digest of them, which has to be the same on every machine. Needs no ONNX
+// Runtime. Returns 1 where bits differ.
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+
+namespace edgespec {
+namespace {
+
+constexpr const char* kSets[] = {"plain", "avx2", "avxvnni", "avx512", "neon_dot", "neon_i8mm"};
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kNothing = std::numeric_limits<float>::quiet_NaN();
+
+class Random {
+ public:
+  explicit Random(uint64_t seed) : state_(seed) {}
+
+  uint32_t bits() {  // splitmix64
+    uint64_t z = state_ += 0x9e3779b97f4a7c15u;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return static_cast<uint32_t>(z >> 32);
+  }
+  int below(int n) { return static_cast<int>(bits() % static_cast<uint32_t>(n)); }
+  float real() { return static_cast<float>(static_cast<int32_t>(bits()) >> 8) * 0x1p-23f; }  // -1 to 1
+
+  // Reals of sizes that differ from one 16 to the next; some 16 are zeros.
+  std::vector<float> reals(int64_t count, float most = 1.0f) {
+    std::vector<float> values(static_cast<size_t>(count));
+    float size = 0.0f;
+    for (size_t i = 0; i < values.size(); i++) {
+      if (i % 16 == 0) size = below(9) == 0 ? 0.0f : most / static_cast<float>(1 << below(6));
+      values[i] = real() * size;
+    }
+    return values;
+  }
+
+ private:
+  uint64_t state_;
+};
+
+// What a case computes, as bits. Which NaN an operation gives is up to the processor, so all are one.
+class Results {
+ public:
+  void add(float value) {
+    uint32_t word = 0x7fc00000u;
+    if (value == value) std::memcpy(&word, &value, sizeof word);
+    words_.push_back(word);
+  }
+  void add(int64_t value) {
+    words_.push_back(static_cast<uint32_t>(value));
+    words_.push_back(static_cast<uint32_t>(value >> 32));
+  }
+  void add(const std::vector<float>& values) {
+    for (const float value : values) add(value);
+  }
+  const std::vector<uint32_t>& words() const { return words_; }
+
+ private:
+  std::vector<uint32_t> words_;
+};
+
+struct Case {
+  std::string name;
+  std::function<void(const Kernels&, Random&, Results&)> run;
+};
+using Cases = std::vector<Case>;
+
+std::string text(const char* name, int64_t number) { return std::string(name) + " " + std::to_string(number); }
+
+// ---- Normalization and rounding ------------------------------------------------------------------------
+
+void add_normalizations(Cases& cases) {
+  for (const int64_t width : {1, 7, 16, 64, 100, 1000})
+    cases.push_back({text("normalize", width), [=](const Kernels& kernels, Random& random, Results& results) {
+                       std::vector<float> x = random.reals(width, 8.0f), y(x.size());
+                       const std::vector<float> gain = random.reals(width);
+                       kernels.normalize(x.data(), gain.data(), 1e-6f, width, y.data());
+                       results.add(y);
+                       kernels.normalize(x.data(), gain.data(), 1e-6f, width, x.data());
+                       results.add(x);
+                     }});
+}
+
+void add_roundings(Cases& cases) {
+  const auto add = [&](const std::string& name, float most, float strange) {
+    cases.push_back({name, [=](const Kernels& kernels, Random& random, Results& results) {
+                       std::vector<float> x = random.reals(32 * kBlock, most);
+                       if (strange != 0.0f) x[100] = strange;
+                       std::vector<Activations> y(32);
+                       kernels.quantize(x.data(), static_cast<int64_t>(x.size()), y.data());
+                       for (const Activations& each : y) {
+                         for (const int8_t code : each.codes) results.add(int64_t{code});
+                         for (const int32_t sum : each.negated_sums) results.add(int64_t{sum});
+                         for (const float scale : each.scales) results.add(scale);
+                         results.add(each.negated_sum);
+                       }
+                     }});
+  };
+  for (const float most : {1.0f, 1e4f, 3e38f, 1e-20f, 1e-29f, 1e-36f, 1e-40f})
+    add("quantize up to " + std::to_string(most), most, 0.0f);
+  add("quantize with infinity", 1.0f, kInfinity);
+  add("quantize with NaN", 1.0f, kNothing);
+}
+
+// ---- Products ------------------------------------------------------------------------------------------
+
+#define EDGESPEC_FACTORS(name) Tile<name>::kFactorAt,
+constexpr int kFactorsAt[] = {EDGESPEC_FORMATS(EDGESPEC_FACTORS)};
+
+struct Matrix {
+  std::vector<uint8_t> tiles;
+  Part part;
+
+  // Random codes and scales; float16 factors below 64, small ones without the leading 1 among them.
+  Matrix(Random& random, int format, int64_t columns, int64_t inputs) : part{nullptr, columns, format} {
+    const FormatInfo& info = kFormats[format];
+    tiles.resize(static_cast<size_t>(part.tile_count() * (inputs / info.inputs) * info.bytes));
+    part.tiles = tiles.data();
+    for (size_t i = 0; i < tiles.size(); i++) {
+      const uint32_t bits = random.bits();
+      const bool high = static_cast<int>(i) % info.bytes >= kFactorsAt[format] && i % 2 == 1;
+      tiles[i] = static_cast<uint8_t>(high ? (bits & 0x83) | (bits >> 8) % 21 << 2 : bits);
+    }
+  }
+};
+
+constexpr int64_t kInputs = 512, kWide = 40, kNarrow = 24;
+
+// Two parts, or with a gate twice two, the first of `format`; tiles in two goes.
+void project(const Kernels& kernels, Random& random, int format, Gate gate, int64_t rows, Results& results) {
+  std::vector<Matrix> matrices;
+  std::vector<Part> parts;
+  for (int i = 0; i < (gate == Gate::none ? 2 : 4); i++) {
+    matrices.emplace_back(random, i == 0 ? format : random.below(kFormatCount), i % 2 ? kNarrow : kWide, kInputs);
+    parts.push_back(matrices.back().part);
+  }
+  const std::vector<float> x = random.reals(rows * kInputs, 0.02f);
+  std::vector<Activations> activations(static_cast<size_t>(rows * kInputs / kBlock));
+  kernels.quantize(x.data(), rows * kInputs, activations.data());
+  constexpr int64_t width = kWide + kNarrow;
+  const std::vector<float> bias = random.reals(width), residual = random.reals(rows * width);
+  std::vector<float> y(static_cast<size_t>(rows * width));
+  Projection p{};
+  p.parts = parts.data();
+  p.part_count = static_cast<int64_t>(parts.size());
+  p.inputs = kInputs;
+  p.gate = gate;
+  p.width = width;
+  p.rows = rows;
+  p.activations = activations.data();
+  p.bias = rows % 2 ? bias.data() : nullptr;
+  p.residual = rows % 3 ? residual.data() : nullptr;
+  p.y = y.data();
+  kernels.project(p, 0, 2);
+  kernels.project(p, 2, parts[0].tile_count() + parts[1].tile_count());
+  results.add(y);
+}
+
+void add_products(Cases& cases) {
+  const char* const gates[] = {"", ", SiLU", ", GELU"};
+  for (int format = 0; format < kFormatCount; format++)
+    for (const Gate gate : {Gate::none, Gate::silu, Gate::gelu})
+      for (int64_t rows = 1; rows <= 9; rows++) {
+        std::string name = std::string("project ") + kFormats[format].name + gates[static_cast<int>(gate)];
+        cases.push_back({text((name + ", rows").c_str(), rows),
+                         [=](const Kernels& kernels, Random& random, Results& results) {
+                           project(kernels, random, format, gate, rows, results);
+                         }});
+      }
+}
+
+void add_gathers(Cases& cases) {
+  for (int format = 0; format < kFormatCount; format++)
+    cases.push_back({std::string("gather ") + kFormats[format].name,
+                     [=](const Kernels& kernels, Random& random, Results& results) {
+                       const Matrix matrix(random, format, kWide, kInputs);
+                       std::vector<float> y(kInputs);
+                       for (int64_t row = 0; row < kWide; row += 3) {
+                         kernels.gather(matrix.part, kInputs, row, row % 2 ? 1.0f : 0.37f, y.data());
+                         results.add(y);
+                       }
+                     }});
+}
+
+// ---- Attention -----------------------------------------------------------------------------------------
+
+void attend(const Kernels& kernels, Random& random, HeadAttention h, Results& results) {
+  const int64_t tokens = h.past + h.rows, capacity = (tokens + kLanes - 1) / kLanes * kLanes;
+  const std::vector<float> queries = random.reals(h.rows * h.head_dim);
+  std::vector<float> keys = random.reals(capacity * h.head_dim, 4.0f);
+  std::vector<float> values = random.reals(capacity * h.head_dim);
+  for (int64_t token = tokens; token < capacity; token++)  // what lies there has no part in the answer
+    for (int64_t d = 0; d < h.head_dim; d++) {
+      const int64_t key = (token / kLanes * h.head_dim + d) * kLanes + token % kLanes;
+      keys[static_cast<size_t>(key)] = values[static_cast<size_t>(token * h.head_dim + d)] = kNothing;
+    }
+  std::vector<float> scratch(static_cast<size_t>(attention_scratch(tokens)), kNothing);
+  std::vector<float> y(static_cast<size_t>(h.rows * h.stride));
+  h.queries = queries.data();
+  h.keys = keys.data();
+  h.values = values.data();
+  h.scratch = scratch.data();
+  h.y = y.data();
+  kernels.attend(h);
+  results.add(y);
+}
+
+void add_attentions(Cases& cases) {
+  constexpr int64_t spans[][2] = {{0, 0}, {5, 0}, {37, 7}, {200, 64}, {300, 0}};  // past tokens, window
+  for (const int64_t head_dim : {16, 80, 128})
+    for (const auto& [past, window] : spans)
+      for (int64_t rows = 1; rows <= 9; rows++) {
+        HeadAttention h{};
+        h.head_dim = head_dim;
+        h.past = past;
+        h.window = window;
+        h.rows = rows;
+        h.stride = head_dim + 16;
+        const std::string name = text("attend, head", head_dim) + text(", past", past) + text(", rows", rows);
+        cases.push_back({name, [=](const Kernels& kernels, Random& random, Results& results) {
+                           attend(kernels, random, h, results);
+                         }});
+      }
+}
+
+// ---- The largest of many -------------------------------------------------------------------------------
+
+void choose(const Kernels& kernels, const std::vector<float>& x, Results& results) {
+  float value = 0.0f;
+  int64_t index = 0;
+  kernels.largest(x.data(), static_cast<int64_t>(x.size()), &value, &index);
+  results.add(value);
+  results.add(index);
+  results.add(kernels.sum_exp(x.data(), static_cast<int64_t>(x.size()), value));
+}
+
+void add_choices(Cases& cases) {
+  for (const int64_t count : {1, 7, 16, 33, 100, 1000})
+    cases.push_back({text("largest", count), [=](const Kernels& kernels, Random& random, Results& results) {
+                       std::vector<float> x = random.reals(count, 50.0f);
+                       choose(kernels, x, results);
+                       x[static_cast<size_t>(random.below(static_cast<int>(count)))] = kNothing;
+                       choose(kernels, x, results);
+                       for (float& each : x) each = static_cast<float>(random.below(4));  // many are equal
+                       choose(kernels, x, results);
+                       constexpr float signs[] = {-1.0f, 0.0f, -0.0f};
+                       for (float& each : x) each = signs[random.below(3)];
+                       choose(kernels, x, results);
+                       for (const float all : {-kInfinity, kInfinity, kNothing, 3e38f, -3e38f})
+                         choose(kernels, std::vector<float>(x.size(), all), results);
+                     }});
+}
+
+// ---- All of them ---------------------------------------------------------------------------------------
+
+Results run(const Case& each, const Kernels& kernels, uint64_t seed) {
+  Random random(seed);
+  Results results;
+  each.run(kernels, random, results);
+  return results;
+}
+
+// FNV-1a.
+uint64_t digest(uint64_t state, const Results& results) {
+  for (const uint32_t word : results.words())
+    for (int shift = 0; shift < 32; shift += 8) state = (state ^ (word >> shift & 255)) * 0x100000001b3u;
+  return state;
+}
+
+int check() {
+  Cases cases;
+  add_normalizations(cases);
+  add_roundings(cases);
+  add_products(cases);
+  add_gathers(cases);
+  add_attentions(cases);
+  add_choices(cases);
+  std::vector<const Kernels*> sets;
+  for (const char* name : kSets)
+    if (const Kernels* kernels = find_kernels(name)) sets.push_back(kernels);
+  uint64_t state = 0xcbf29ce484222325u;
+  int differences = 0;
+  for (size_t i = 0; i < cases.size(); i++) {
+    const Results expected = run(cases[i], *sets[0], i);
+    state = digest(state, expected);
+    for (const Kernels* kernels : sets) {
+      if (run(cases[i], *kernels, i).words() == expected.words()) continue;
+      std::printf("%s: %s differs\n", kernels->name, cases[i].name.c_str());
+      differences++;
+    }
+  }
+  for (const Kernels* kernels : sets) std::printf("%s ", kernels->name);
+  std::printf("digest %016llx\n", static_cast<unsigned long long>(state));
+  return differences ? 1 : 0;
+}
+
+}  // namespace
+}  // namespace edgespec
+
+int main() { return edgespec::check(); }

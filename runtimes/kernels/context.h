@@ -1,0 +1,229 @@
+// What operators see of ONNX Runtime: what a kernel is made from, what a pass brings, and errors.
+#pragma once
+
+#include <algorithm>
+#include <charconv>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "kernels.h"
+#include "ort.h"
+#include "pages.h"
+
+namespace edgespec {
+
+using ort::Api;
+
+// An OrtStatus on its way up.
+struct Failure {
+  OrtStatus* status;
+};
+
+// What makes a graph or a pass unusable, in words for whoever made it.
+struct Refusal : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+inline void check(OrtStatus* status) {
+  if (status != nullptr) throw Failure{status};
+}
+
+inline void require(bool holds, const char* otherwise) {
+  if (!holds) throw Refusal(otherwise);
+}
+
+struct Tensor {
+  bool given = false;  // an empty tensor may have no data
+  void* data = nullptr;
+  int type = 0;
+  std::vector<int64_t> shape;
+
+  explicit operator bool() const { return given; }
+  const float* floats() const { return static_cast<const float*>(data); }
+  int64_t size() const {
+    int64_t n = 1;
+    for (const int64_t each : shape) n *= each;
+    return n;
+  }
+  int64_t last() const { return shape.empty() ? 1 : shape.back(); }
+};
+
+inline Tensor read(const Api& api, const OrtValue* value) {
+  Tensor tensor;
+  if (value == nullptr) return tensor;
+  tensor.given = true;
+  OrtTensorTypeAndShapeInfo* info = nullptr;
+  check(api.type_and_shape(value, &info));
+  const auto released = [&](OrtTensorTypeAndShapeInfo* each) { api.release_shape(each); };
+  const std::unique_ptr<OrtTensorTypeAndShapeInfo, decltype(released)> owner(info, released);
+  size_t count = 0;
+  check(api.dimension_count(info, &count));
+  tensor.shape.resize(count);
+  check(api.dimensions(info, tensor.shape.data(), count));
+  check(api.element_type(info, &tensor.type));
+  check(api.data(const_cast<OrtValue*>(value), &tensor.data));
+  return tensor;
+}
+
+// What the kernels of a session share: a table, and huge pages for its weights, or none.
+class Host {
+ public:
+  Host(const Kernels& kernels, bool huge) : kernels(kernels), huge_(huge) {}
+
+  // Null where weights are to stay where they are. They live as long as a kernel of the session.
+  std::shared_ptr<Pages> pages() const {
+    if (!huge_) return nullptr;
+    const std::lock_guard lock(mutex_);
+    auto found = pages_.lock();
+    if (found == nullptr) pages_ = found = std::make_shared<Pages>();
+    return found;
+  }
+
+  const Kernels& kernels;
+
+ private:
+  bool huge_;
+  mutable std::mutex mutex_;
+  mutable std::weak_ptr<Pages> pages_;
+};
+
+// What a kernel is made from.
+class Info {
+ public:
+  Info(const Api& api, const OrtKernelInfo* info) : api_(api), info_(info) {}
+
+  int64_t number(const char* name) const {
+    int64_t value = 0;
+    check(api_.int_attribute(info_, name, &value));
+    return value;
+  }
+
+  float real(const char* name) const {
+    float value = 0;
+    check(api_.float_attribute(info_, name, &value));
+    return value;
+  }
+
+  std::string text(const char* name) const {
+    size_t size = 0;
+    check(api_.string_attribute(info_, name, nullptr, &size));
+    std::string value(size, '\0');
+    check(api_.string_attribute(info_, name, value.data(), &size));
+    while (!value.empty() && value.back() == '\0') value.pop_back();
+    return value;
+  }
+
+  size_t inputs() const {
+    size_t count = 0;
+    check(api_.info_input_count(info_, &count));
+    return count;
+  }
+
+  Tensor constant(size_t index) const {
+    int is_constant = 0;
+    const OrtValue* value = nullptr;
+    check(api_.constant_input(info_, index, &is_constant, &value));
+    require(is_constant != 0 && value != nullptr, "a weight is not a constant of the graph");
+    return read(api_, value);
+  }
+
+ private:
+  const Api& api_;
+  const OrtKernelInfo* info_;
+};
+
+// What a pass brings.
+class Pass {
+ public:
+  Pass(const Api& api, OrtKernelContext* context) : api_(api), context_(context) {}
+
+  Tensor input(size_t index) const {
+    const OrtValue* value = nullptr;
+    check(api_.input(context_, index, &value));
+    return read(api_, value);
+  }
+
+  // An input of float32 that may be absent, of `size` elements.
+  const float* vector(size_t index, int64_t size, const char* otherwise) const {
+    const Tensor tensor = input(index);
+    require(!tensor || (tensor.type == ort::kFloat && tensor.size() == size), otherwise);
+    return tensor.floats();
+  }
+
+  template <class T>
+  T* output(size_t index, const std::vector<int64_t>& shape) const {
+    OrtValue* value = nullptr;
+    check(api_.output(context_, index, shape.data(), shape.size(), &value));
+    void* data = nullptr;
+    check(api_.data(value, &data));
+    return static_cast<T*>(data);
+  }
+
+  // run(i) for i below `count`, on the session's threads. Waking them costs about as much as a little work.
+  template <class Run>
+  void spread(int64_t count, const Run& run) const {
+    if (count == 1) return run(0);
+    auto* data = const_cast<void*>(static_cast<const void*>(&run));
+    const auto each = [](void* it, size_t i) { (*static_cast<const Run*>(it))(static_cast<int64_t>(i)); };
+    if (count > 1) check(api_.parallel_for(context_, each, static_cast<size_t>(count), 0, data));
+  }
+
+ private:
+  const Api& api_;
+  OrtKernelContext* context_;
+};
+
+template <class T>
+class Buffer {
+ public:
+  explicit Buffer(int64_t count)
+      : data_(static_cast<T*>(::operator new(sizeof(T) * static_cast<size_t>(std::max<int64_t>(count, 1)),
+                                             std::align_val_t(64)))) {}
+  ~Buffer() { ::operator delete(data_, std::align_val_t(64)); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  T* get() const { return data_; }
+
+ private:
+  T* data_;
+};
+
+constexpr int64_t kMost = int64_t{1} << 31;  // of any width, so that products of two fit 64 bits
+
+inline Part part_of(std::string_view format, int64_t columns, int64_t inputs, const Tensor& weights) {
+  require(columns > 0 && columns < kMost && inputs > 0 && inputs < kMost, "a matrix has impossible widths");
+  for (int index = 0; index < kFormatCount; index++) {
+    const FormatInfo& known = kFormats[index];
+    if (format != known.name) continue;
+    require(inputs % known.inputs == 0, "a matrix's inputs are no multiple of its format's block");
+    const Part part{static_cast<const uint8_t*>(weights.data), columns, index};
+    const bool fits = part.bytes(inputs) == static_cast<size_t>(weights.size());
+    require(weights.type == ort::kUint8 && fits, "a matrix has more or fewer bytes than its widths take");
+    return part;
+  }
+  throw Refusal("no format of weights is called " + std::string(format));
+}
+
+// "Q4_K:1536,Q6_K:256" and a tensor for each, from input `first` on.
+inline std::vector<Part> parts_of(const Info& info, std::string_view text, int64_t inputs, size_t first) {
+  std::vector<Part> parts;
+  while (!text.empty()) {
+    const size_t end = std::min(text.find(','), text.size());
+    const std::string_view item = text.substr(0, end);
+    text.remove_prefix(std::min(end + 1, text.size()));
+    const size_t colon = std::min(item.find(':'), item.size());
+    int64_t columns = 0;
+    std::from_chars(item.data() + std::min(colon + 1, item.size()), item.data() + item.size(), columns);
+    require(first < info.inputs(), "a projection has fewer matrices than parts");
+    parts.push_back(part_of(item.substr(0, colon), columns, inputs, info.constant(first++)));
+  }
+  require(!parts.empty() && first == info.inputs(), "a projection has more matrices than parts");
+  return parts;
+}
+
+}  // namespace edgespec

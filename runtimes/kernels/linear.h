@@ -1,0 +1,122 @@
+// Projections: normalization, rounding of activations, products, bias, gate, residual.
+#pragma once
+
+#include <array>
+
+#include "context.h"
+
+namespace edgespec {
+
+inline Gate gate_of(const std::string& name) {
+  if (name.empty()) return Gate::none;
+  if (name == "silu") return Gate::silu;
+  require(name == "gelu", "a gate is neither silu nor gelu");
+  return Gate::gelu;
+}
+
+// y = [residual +] [norm of] (gate(norm(x) W) + bias)
+class Linear {
+ public:
+  static constexpr const char* kName = "Linear";
+  static constexpr std::array kInputs = {ort::kFloat, ort::kFloat, ort::kFloat,
+                                         ort::kFloat, ort::kFloat, ort::kUint8};
+  static constexpr std::array kCharacteristics = {ort::kRequired, ort::kOptional, ort::kOptional,
+                                                  ort::kOptional, ort::kOptional, ort::kVariadic};
+  static constexpr std::array kOutputs = {ort::kFloat};
+  enum Input : size_t { kX, kGain, kBias, kPostGain, kResidual, kWeights };
+
+  Linear(const Info& info, const Host& host)
+      : kernels_(host.kernels),
+        pages_(host.pages()),
+        inputs_(info.number("inputs")),
+        epsilon_(info.real("epsilon")),
+        gate_(gate_of(info.text("gate"))),
+        parts_(parts_of(info, info.text("parts"), inputs_, kWeights)) {
+    const size_t half = parts_.size() / 2;
+    if (gate_ != Gate::none) {
+      require(parts_.size() % 2 == 0, "a gated projection has an odd number of parts");
+      for (size_t i = 0; i < half; i++)
+        require(parts_[i].columns == parts_[half + i].columns, "a gate is not as wide as what it multiplies");
+    }
+    int64_t bytes = 0;
+    for (size_t i = 0; i < (gate_ == Gate::none ? parts_.size() : half); i++) {
+      width_ += parts_[i].columns;
+      tiles_ += parts_[i].tile_count();
+      bytes += static_cast<int64_t>(parts_[i].bytes(inputs_));
+    }
+    for (Part& part : parts_)
+      if (pages_ != nullptr) part.tiles = pages_->copy(part.tiles, part.bytes(inputs_));
+    // Enough work for a thread to be worth waking, and enough pieces for threads of uneven speed.
+    chunks_ = std::clamp<int64_t>(bytes / kChunkBytes, 1, std::min<int64_t>(kChunks, tiles_));
+  }
+
+  void run(const Pass& pass) const {
+    const Tensor x = pass.input(kX);
+    require(x.type == ort::kFloat && x.shape.size() == 3 && x.last() == inputs_,
+            "a projection's input is not float32 (1, rows, inputs)");
+    const int64_t rows = x.size() / inputs_;
+    const float* gain = pass.vector(kGain, inputs_, "a normalization's gain is not as wide as its input");
+    Projection p{};
+    p.parts = parts_.data();
+    p.part_count = static_cast<int64_t>(parts_.size());
+    p.inputs = inputs_;
+    p.gate = gate_;
+    p.width = width_;
+    p.rows = rows;
+    p.bias = pass.vector(kBias, width_, "a bias is not as wide as its projection");
+    const float* post_gain = pass.vector(kPostGain, width_, "a gain is not as wide as its projection");
+    const float* residual = pass.vector(kResidual, rows * width_, "a residual is not shaped as its projection");
+    p.y = pass.output<float>(0, {x.shape[0], x.shape[1], width_});
+    if (rows == 0) return;
+    p.residual = post_gain == nullptr ? residual : nullptr;
+    const Buffer<Activations> activations(rows * (inputs_ / kBlock));
+    p.activations = activations.get();
+    round(pass, x.floats(), gain, rows, activations.get());
+    pass.spread(chunks_, [&](int64_t i) {
+      kernels_.project(p, tiles_ * i / chunks_, tiles_ * (i + 1) / chunks_);
+    });
+    if (post_gain != nullptr) add_normalized(pass, p, post_gain, residual);
+  }
+
+ private:
+  static constexpr int64_t kChunkBytes = 48 << 10, kChunks = 32, kFewRows = 4;
+
+  void round(const Pass& pass, const float* x, const float* gain, int64_t rows, Activations* y) const {
+    const auto row = [&](int64_t r, float* normed) {
+      const float* from = x + r * inputs_;
+      if (gain != nullptr) {
+        kernels_.normalize(from, gain, epsilon_, inputs_, normed);
+        from = normed;
+      }
+      kernels_.quantize(from, inputs_, y + r * (inputs_ / kBlock));
+    };
+    if (rows <= kFewRows) {
+      const Buffer<float> normed(gain != nullptr ? inputs_ : 0);
+      for (int64_t r = 0; r < rows; r++) row(r, normed.get());
+      return;
+    }
+    pass.spread((rows + kFewRows - 1) / kFewRows, [&](int64_t i) {
+      const Buffer<float> normed(gain != nullptr ? inputs_ : 0);
+      for (int64_t r = i * kFewRows; r < std::min(rows, (i + 1) * kFewRows); r++) row(r, normed.get());
+    });
+  }
+
+  void add_normalized(const Pass& pass, const Projection& p, const float* gain, const float* residual) const {
+    pass.spread(p.rows, [&](int64_t r) {
+      float* y = p.y + r * width_;
+      kernels_.normalize(y, gain, epsilon_, width_, y);
+      if (residual != nullptr)
+        for (int64_t c = 0; c < width_; c++) y[c] = residual[r * width_ + c] + y[c];
+    });
+  }
+
+  const Kernels& kernels_;
+  std::shared_ptr<Pages> pages_;
+  int64_t inputs_;
+  float epsilon_;
+  Gate gate_;
+  std::vector<Part> parts_;
+  int64_t width_ = 0, tiles_ = 0, chunks_ = 1;
+};
+
+}  // namespace edgespec

@@ -1,0 +1,327 @@
+"""Projections, embeddings and choices by edgespec's kernels, with every set of instructions there is."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto
+
+from edgespec_export.gguf import BLOCK_LAYOUT, GGMLType
+from edgespec_export.tiles import pack
+from edgespec_models.tiles import FORMATS
+from tests.gguf_for_tests import F32
+from tests.kernels_for_tests import (
+    SHARE,
+    Linear,
+    everywhere,
+    graph,
+    normed,
+    random_blocks,
+    same_bits,
+    session,
+    sets,
+)
+from tests.test_blocks import HALVES
+
+SEEDS = st.integers(0, 2**32 - 1)
+THREADS = st.integers(1, 4)
+by_format = pytest.mark.parametrize("name", FORMATS)
+
+
+def activations(rng: np.random.Generator, rows: int, width: int) -> F32:
+    """Float32 ``(1, rows, width)``, of another magnitude in each row, with blocks of zeros here and there."""
+    x = rng.normal(0, 1, (1, rows, width)).astype(np.float32)
+    x *= np.float32(10) ** rng.uniform(-3, 3, (1, rows, 1)).astype(np.float32)
+    blocks = x.reshape(1, rows, -1, 32)
+    blocks[rng.random(blocks.shape[:3]) < 0.1] = 0
+    return x
+
+
+def dequantized(name: str, raw: Any) -> F32:
+    values: F32 = dequantize(raw.reshape(len(raw), -1), GGMLQuantizationType[name])
+    return values
+
+
+@st.composite
+def plain_linears(draw: st.DrawFn, name: str) -> tuple[Linear, F32, int]:
+    """One matrix, activations and threads."""
+    rng = np.random.default_rng(draw(SEEDS))
+    inputs = FORMATS[name].inputs * draw(st.integers(1, 2 if FORMATS[name].inputs > 32 else 9))
+    raw = random_blocks(rng, name, draw(st.integers(1, 70)), inputs)
+    x = activations(rng, draw(st.integers(1, 40)), inputs)
+    return Linear(parts=((name, raw),), inputs=inputs), x, draw(THREADS)
+
+
+@st.composite
+def linears(draw: st.DrawFn) -> tuple[Linear, F32, int]:
+    """Parts of several formats and everything else a projection may have."""
+    rng = np.random.default_rng(draw(SEEDS))
+    gate = draw(st.sampled_from(["", "silu", "gelu"]))
+    inputs = 256 * draw(st.integers(1, 2))
+    columns = draw(st.lists(st.integers(1, 40), min_size=1, max_size=3)) * (2 if gate else 1)
+    parts = tuple(
+        (name, random_blocks(rng, name, count, inputs))
+        for count in columns
+        for name in (draw(st.sampled_from(sorted(FORMATS))),)
+    )
+    rows, width = draw(st.integers(1, 20)), sum(columns) // (2 if gate else 1)
+
+    def maybe(*shape: int) -> F32 | None:
+        return rng.uniform(-2, 2, shape).astype(np.float32) if draw(st.booleans()) else None
+
+    linear = Linear(
+        parts=parts,
+        inputs=inputs,
+        gate=gate,
+        gain=maybe(inputs),
+        bias=maybe(width),
+        post_gain=maybe(width),
+        residual=maybe(1, rows, width),
+    )
+    return linear, activations(rng, rows, inputs), draw(THREADS)
+
+
+# ---- Projections -------------------------------------------------------------------------------------------
+
+
+@by_format
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_products_lose_what_sums_of_float32_lose(name: str, data: st.DataObject) -> None:
+    linear, x, threads = data.draw(plain_linears(name))
+    (y,) = everywhere(linear.graph(x), linear.feeds(x), threads)
+    linear.expected(x).check(y)
+
+
+@by_format
+def test_products_are_those_of_the_gguf_package(name: str) -> None:
+    rng = np.random.default_rng(0)
+    inputs = 512
+    raw = random_blocks(rng, name, 40, inputs)
+    x = activations(rng, 5, inputs)
+    linear = Linear(parts=((name, raw),), inputs=inputs)
+    (y,) = everywhere(linear.graph(x), linear.feeds(x))
+    weights = dequantized(name, raw).astype(np.float64)
+    # Rounding an activation moves it by half a step at most, a 254th of the largest that shares its scale.
+    steps = np.repeat(np.abs(x).reshape(1, 5, -1, SHARE).max(axis=-1) / 254, SHARE, axis=-1)
+    sums = np.abs(x) @ np.abs(weights).T
+    assert (np.abs(y - x @ weights.T) <= 1.0001 * steps @ np.abs(weights).T + 1e-5 * sums).all()
+
+
+@settings(max_examples=80, deadline=None)
+@given(linears())
+def test_whole_projections(case: tuple[Linear, F32, int]) -> None:
+    linear, x, threads = case
+    (y,) = everywhere(linear.graph(x), linear.feeds(x), threads)
+    linear.expected(x).check(y)
+
+
+@settings(max_examples=40, deadline=None)
+@given(linears(), st.data())
+def test_a_row_does_not_depend_on_the_others_or_on_threads(
+    case: tuple[Linear, F32, int], data: st.DataObject
+) -> None:
+    linear, x, threads = case
+    model, feeds = linear.graph(x), linear.feeds(x)
+    (whole,) = session(model).run(None, feeds)
+    opened = session(model, threads, data.draw(st.sampled_from(sets())))
+    at = 0
+    while at < x.shape[1]:
+        to = min(at + data.draw(st.integers(1, 9)), x.shape[1])
+        some = {k: v[:, at:to] if v.ndim == 3 else v for k, v in feeds.items()}
+        same_bits(whole[:, at:to], opened.run(None, some)[0])
+        at = to
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+def test_matrices_of_many_pieces(threads: int) -> None:
+    """Large enough to be cut into as many pieces as a matrix ever is, and into some."""
+    rng = np.random.default_rng(threads)
+    for columns in (700, 3000):
+        parts = tuple((name, random_blocks(rng, name, columns, 512)) for name in ("Q4_K", "Q6_K"))
+        x = activations(rng, 9, 512)
+        for gate in ("", "silu"):
+            linear = Linear(parts=parts, inputs=512, gate=gate)
+            (y,) = session(linear.graph(x), threads).run(None, linear.feeds(x))
+            linear.expected(x).check(y)
+
+
+@by_format
+def test_no_rows(name: str) -> None:
+    linear = Linear(parts=((name, random_blocks(np.random.default_rng(0), name, 5, 256)),), inputs=256)
+    x = np.zeros((1, 0, 256), np.float32)
+    (y,) = everywhere(linear.graph(x), linear.feeds(x))
+    assert y.shape == (1, 0, 5)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_in_its_row(bad: float) -> None:
+    rng = np.random.default_rng(0)
+    linear = Linear(parts=(("Q4_K", random_blocks(rng, "Q4_K", 20, 256)),), inputs=256)
+    x = activations(rng, 3, 256)
+    (wanted,) = everywhere(linear.graph(x), linear.feeds(x))
+    x[0, 1, 77] = bad
+    (y,) = everywhere(linear.graph(x), linear.feeds(x))
+    assert np.isnan(y[0, 1]).all()
+    same_bits(wanted[:, ::2], y[:, ::2])
+
+
+@by_format
+@pytest.mark.parametrize("byte", [0, 255])
+def test_extreme_codes(name: str, byte: int) -> None:
+    """The largest sums of products of bytes, which AVX2 adds up in 16 bits."""
+    inputs = FORMATS[name].inputs
+    raw = random_blocks(np.random.default_rng(0), name, 16, inputs)
+    raw[:8] = np.where(raw_halves(name), raw[:8], np.uint8(byte))
+    signs = np.array([[1, 1, 1, 1], [-1, -1, -1, -1], [1, 1, -1, -1], [1, -1, 1, -1], [1, 1, 0, 0]])
+    x = np.tile(signs.astype(np.float32), inputs // 4)[None]
+    linear = Linear(parts=((name, raw),), inputs=inputs)
+    (y,) = everywhere(linear.graph(x), linear.feeds(x))
+    linear.expected(x).check(y)
+
+
+def raw_halves(name: str) -> Any:
+    """Which bytes of a block are float16 numbers."""
+    kind = GGMLType[name]
+    starts = np.array(HALVES[kind])
+    return np.isin(np.arange(BLOCK_LAYOUT[kind][1]), [starts, starts + 1])
+
+
+@pytest.mark.parametrize("scale", [1e-37, 1e-30, 1e30, 1e32])
+def test_extreme_activations(scale: float) -> None:
+    rng = np.random.default_rng(0)
+    linear = Linear(parts=(("Q8_0", random_blocks(rng, "Q8_0", 20, 64)),), inputs=64)
+    x = (activations(rng, 2, 64) * 0 + rng.uniform(-1, 1, (1, 2, 64)) * scale).astype(np.float32)
+    (y,) = everywhere(linear.graph(x), linear.feeds(x))
+    linear.expected(x).check(y)
+
+
+def test_gates_far_from_zero() -> None:
+    """Where the exponential function overflows or vanishes."""
+    raw = np.zeros((2, 1, 34), np.uint8)
+    raw[:, 0, 2] = 1  # the first weight of either matrix is 1
+    raw[..., :2] = np.array([1], np.float16).view(np.uint8)
+    points = [-3e38, -1e20, -1e4, -100, -88, -87, -20, -5, -1, -1e-3, 0, 1e-3, 1, 5, 20, 87, 88, 100, 1e4]
+    x = np.zeros((1, len(points), 32), np.float32)
+    x[0, :, 0] = np.array(points)
+    for gate in ("silu", "gelu"):
+        linear = Linear(parts=(("Q8_0", raw[:1]), ("Q8_0", raw[1:])), inputs=32, gate=gate)
+        (y,) = everywhere(linear.graph(x), linear.feeds(x))
+        assert np.isfinite(y[0, 2:]).all()
+        linear.expected(x[:, 2:]).check(y[:, 2:], gate)
+        assert not np.isnan(y).any()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 12), SEEDS)
+def test_normalization(blocks: int, rows: int, seed: int) -> None:
+    """Seen through a matrix that passes every input on, rounded."""
+    rng = np.random.default_rng(seed)
+    x = activations(rng, rows, 32 * blocks)
+    gain = rng.uniform(0.5, 2, 32 * blocks).astype(np.float32)
+    raw = np.zeros((32 * blocks, blocks, 34), np.uint8)
+    raw[..., :2] = np.array([1], np.float16).view(np.uint8)
+    raw[np.arange(32 * blocks), np.arange(32 * blocks) // 32, 2 + np.arange(32 * blocks) % 32] = 1
+    linear = Linear(parts=(("Q8_0", raw),), inputs=32 * blocks, gain=gain)
+    (y,) = everywhere(linear.graph(x), linear.feeds(x))
+    wanted = normed(x, gain).reshape(rows, -1, SHARE)
+    most = np.abs(wanted).max(axis=-1, keepdims=True)
+    assert (np.abs(y.reshape(wanted.shape) - wanted) <= most / 253.9).all()
+
+
+# ---- Embeddings --------------------------------------------------------------------------------------------
+
+
+def embedding(name: str, raw: Any, ids: Any, factor: float = 1.0) -> bytes:
+    return graph(
+        "Embedding",
+        ["ids", "table"],
+        {"y": TensorProto.FLOAT},
+        {"ids": ids},
+        {"table": pack(name, raw)},
+        {"width": raw.shape[1] * FORMATS[name].inputs, "rows": len(raw), "format": name, "factor": factor},
+    )
+
+
+@by_format
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_rows_of_a_table_are_those_of_the_gguf_package(name: str, data: st.DataObject) -> None:
+    rng = np.random.default_rng(data.draw(SEEDS))
+    rows, blocks = data.draw(st.integers(1, 50)), data.draw(st.integers(1, 3))
+    raw = random_blocks(rng, name, rows, blocks * FORMATS[name].inputs)
+    ids = rng.integers(0, rows, data.draw(st.sampled_from([(1,), (1, 0), (1, 7), (2, 3)])))
+    threads = data.draw(THREADS)
+    (y,) = everywhere(embedding(name, raw, ids), {"ids": ids}, threads)
+    wanted = dequantized(name, raw)[ids]
+    same_bits(wanted, y)
+    factor = np.float32(data.draw(st.sampled_from([0.5, 33.94112777709961])))
+    (y,) = everywhere(embedding(name, raw, ids, float(factor)), {"ids": ids}, threads)
+    same_bits(wanted * factor, y)
+
+
+# ---- Choices -----------------------------------------------------------------------------------------------
+
+
+def choose(logits: F32, threads: int = 1) -> tuple[Any, F32]:
+    outputs = {"best": TensorProto.INT64, "likely": TensorProto.FLOAT}
+    model = graph("Choose", ["logits"], outputs, {"logits": logits}, {}, {})
+    best, likely = everywhere(model, {"logits": logits}, threads)
+    return best, likely
+
+
+WIDTHS = st.one_of(st.integers(1, 70), st.sampled_from([8191, 8192, 8193, 8209, 20000]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(SEEDS, st.integers(1, 12), WIDTHS, THREADS)
+def test_the_first_of_the_most_likely(seed: int, rows: int, columns: int, threads: int) -> None:
+    rng = np.random.default_rng(seed)
+    step = rng.choice([1, 500])  # many are equal, or as good as none
+    logits = (rng.integers(-20 * step, 20 * step, (1, rows, columns)) / step).astype(np.float32)
+    logits[rng.random(logits.shape) < 0.1] = -np.inf
+    logits[..., rng.integers(columns)] = 7  # one at least is finite
+    best, likely = choose(logits, threads)
+    np.testing.assert_array_equal(best, logits.argmax(axis=-1))
+    shares = np.exp(logits.astype(np.float64) - logits.max(axis=-1, keepdims=True))
+    np.testing.assert_allclose(likely, 1 / shares.sum(axis=-1), rtol=1e-5)
+    assert best.shape == likely.shape == (1, rows)
+    for row in range(rows):
+        alone = choose(logits[:, row : row + 1])
+        same_bits(likely[:, row : row + 1], alone[1])
+
+
+def test_the_most_likely_anywhere() -> None:
+    """At every place of vectors, and of what is left over."""
+    for columns in range(1, 60):
+        logits = np.random.default_rng(columns).uniform(0, 0.01, (1, columns, columns)).astype(np.float32)
+        logits[0] += np.eye(columns, dtype=np.float32) * np.float32(0.01)
+        best, _ = choose(logits)
+        assert best.tolist() == [list(range(columns))]
+
+
+@pytest.mark.parametrize("columns", [1, 15, 16, 100, 9000])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_rows_without_a_probability(bad: float, columns: int) -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 3, (1, 4, columns)).astype(np.float32)
+    wanted = choose(logits)
+    logits[0, 1, columns // 2], logits[0, 3, -1] = bad, bad
+    best, likely = choose(logits, 3)
+    assert np.isnan(likely[0, 1::2]).all()
+    assert (best >= 0).all() and (best < columns).all()
+    if bad == np.inf:
+        assert best[0, 1::2].tolist() == [columns // 2, columns - 1]
+    np.testing.assert_array_equal(best[0, ::2], wanted[0][0, ::2])
+    same_bits(likely[0, ::2], wanted[1][0, ::2])
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])
+def test_rows_of_nothing_else(value: float) -> None:
+    best, likely = choose(np.full((1, 2, 33), value, np.float32))
+    assert best.tolist() == [[0, 0]]
+    assert np.isnan(likely).all()

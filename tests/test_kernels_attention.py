@@ -1,0 +1,310 @@
+"""Attention by edgespec's kernels against plain NumPy, with every set of instructions there is."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto
+
+from tests.gguf_for_tests import F32
+from tests.kernels_for_tests import F64, graph, normed, same_bits, session, sets
+
+LANES = 16
+SEEDS = st.integers(0, 2**32 - 1)
+INPUTS = ("packed", "past_key", "past_value", "past_length", "cos", "sin", "query_gain", "key_gain")
+OUTPUTS = dict.fromkeys(("y", "key", "value"), TensorProto.FLOAT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """An attention layer's shape and weights.
+
+    Attributes:
+        rotated: channels of a head that are rotated; 0 for none.
+        interleaved: pairs lie side by side, not half a head apart.
+        tables: cosines and sines, float32 ``(positions, rotated / 2)``.
+        query_gain: float32 ``(head_dim,)``, as ``key_gain``.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int = 0
+    rotated: int = 0
+    interleaved: bool = False
+    tables: tuple[F32, F32] | None = None
+    query_gain: F32 | None = None
+    key_gain: F32 | None = None
+
+    @property
+    def width(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    def model(self) -> bytes:
+        feeds = self.feeds(np.zeros((1, 1, self.width), np.float32), Cache.empty(self, LANES))
+        attributes: dict[str, int | float] = {"heads": self.heads, "kv_heads": self.kv_heads}
+        attributes |= {"head_dim": self.head_dim, "window": self.window, "interleaved": int(self.interleaved)}
+        attributes |= {"scale": self.head_dim**-0.5, "epsilon": 1e-5}
+        names = [name if name in feeds else "" for name in INPUTS]
+        return graph("Attention", names, OUTPUTS, feeds, {}, attributes)
+
+    def feeds(self, packed: F32, cache: "Cache") -> dict[str, npt.NDArray[Any]]:
+        fed: dict[str, npt.NDArray[Any] | None] = {
+            "packed": packed,
+            "past_key": cache.keys,
+            "past_value": cache.values,
+            "past_length": np.array([cache.length], np.int64),
+            "cos": None if self.tables is None else self.tables[0],
+            "sin": None if self.tables is None else self.tables[1],
+            "query_gain": self.query_gain,
+            "key_gain": self.key_gain,
+        }
+        return {name: value for name, value in fed.items() if value is not None}
+
+    def split(self, packed: F32) -> tuple[F64, F64, F32]:
+        """Queries, keys and values, ``(heads, rows, head_dim)``, normalized but not rotated."""
+        rows = packed.reshape(packed.shape[1], -1, self.head_dim).transpose(1, 0, 2)
+        queries, keys, values = np.split(rows, [self.heads, self.heads + self.kv_heads])
+        normal = [
+            x.astype(np.float64) if gain is None else normed(x, gain)
+            for x, gain in ((queries, self.query_gain), (keys, self.key_gain))
+        ]
+        return normal[0], normal[1], values
+
+    def rotate(self, x: F64, first: int) -> F64:
+        """``(heads, rows, head_dim)``, whose rows are tokens ``first`` on."""
+        if self.tables is None:
+            return x
+        cos, sin = (table[first : first + x.shape[1]].astype(np.float64) for table in self.tables)
+        half = self.rotated // 2
+        even, odd = (slice(0, self.rotated, 2), slice(1, self.rotated, 2))
+        if not self.interleaved:
+            even, odd = slice(0, half), slice(half, self.rotated)
+        turned = x.copy()
+        turned[..., even] = x[..., even] * cos - x[..., odd] * sin
+        turned[..., odd] = x[..., odd] * cos + x[..., even] * sin
+        return turned
+
+    def attend(self, queries: F64, keys: F64, values: F64, past: int) -> F64:
+        """Rotated queries of tokens ``past`` on, ``(heads, rows, head_dim)``; keys and values of all tokens.
+
+        Returns ``(1, rows, heads * head_dim)``.
+        """
+        each = self.heads // self.kv_heads
+        keys, values = (np.repeat(x, each, axis=0) for x in (keys, values))
+        scores = np.einsum("hqd,hkd->hqk", queries, keys) * np.float32(self.head_dim**-0.5)
+        at = past + np.arange(queries.shape[1])[:, None]
+        token = np.arange(keys.shape[1])
+        seen = (token <= at) & (token > at - (self.window or 1 << 40))
+        scores = np.where(seen, scores, -np.inf)
+        shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        shares /= shares.sum(axis=-1, keepdims=True)
+        mixed: F64 = np.einsum("hqk,hkd->qhd", shares, values).reshape(1, queries.shape[1], -1)
+        return mixed
+
+
+@dataclass(slots=True)
+class Cache:
+    """Keys and values of ``length`` tokens as the kernels keep them, NaN where there are none."""
+
+    keys: F32
+    values: F32
+    length: int = 0
+
+    @classmethod
+    def empty(cls, layer: Layer, capacity: int) -> "Cache":
+        shape = (1, layer.kv_heads, capacity, layer.head_dim)
+        return cls(np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32))
+
+    def copy(self) -> "Cache":
+        return Cache(self.keys.copy(), self.values.copy(), self.length)
+
+    def key_rows(self) -> F32:
+        """``(kv_heads, capacity, head_dim)``: of 16 tokens, channel by channel."""
+        _, heads, capacity, width = self.keys.shape
+        return (
+            self.keys.reshape(heads, -1, width, LANES).transpose(0, 1, 3, 2).reshape(heads, capacity, width)
+        )
+
+    def put(self, keys: Any, values: Any) -> None:
+        """Write tokens ``(kv_heads, tokens, head_dim)`` behind the others."""
+        rows, to = self.key_rows(), self.length + keys.shape[1]
+        rows[:, self.length : to] = keys
+        heads, capacity, width = rows.shape
+        tiles = rows.reshape(heads, -1, LANES, width).transpose(0, 1, 3, 2)
+        self.keys = np.ascontiguousarray(tiles).reshape(1, heads, capacity, width)
+        self.values[0, :, self.length : to] = values
+        self.length = to
+
+
+@dataclass(slots=True)
+class Case:
+    """A pass over ``packed`` behind what is in ``cache``."""
+
+    layer: Layer
+    cache: Cache
+    packed: F32
+    known: F64 = field(repr=False)
+    """Keys in the cache."""
+
+    def check(self, y: F32, keys: F32, values: F32) -> None:
+        """Fail unless a pass's outputs are right, and nothing else in the cache has changed."""
+        past, rows = self.cache.length, self.packed.shape[1]
+        queries, new, added = self.layer.split(self.packed)
+        queries, new = self.layer.rotate(queries, past), self.layer.rotate(new, past)
+        now = Cache(keys, values)
+        np.testing.assert_allclose(now.key_rows()[:, past : past + rows], new, rtol=2e-6, atol=1e-5)
+        same_bits(added, values[0, :, past : past + rows])
+        for old, new_rows in ((self.cache.key_rows(), now.key_rows()), (self.cache.values[0], values[0])):
+            same_bits(old[:, :past], new_rows[:, :past])
+            same_bits(old[:, past + rows :], new_rows[:, past + rows :])
+        keys_64 = np.concatenate([self.known, new], axis=1)
+        values_64 = np.concatenate([self.cache.values[0, :, :past], added], axis=1).astype(np.float64)
+        wanted = self.layer.attend(queries, keys_64, values_64, past)
+        # Scores go up to a hundred, and an error in a score is one in the exponent.
+        np.testing.assert_allclose(y, wanted, rtol=2e-5, atol=2e-5)
+
+
+def make_case(rng: np.random.Generator, layer: Layer, past: int, rows: int, capacity: int) -> Case:
+    cache = Cache.empty(layer, capacity)
+    known = rng.normal(0, 1, (layer.kv_heads, past, layer.head_dim)).astype(np.float32)
+    cache.put(known, rng.normal(0, 1, known.shape).astype(np.float32))
+    packed = rng.normal(0, 1.5, (1, rows, layer.width)).astype(np.float32)
+    return Case(layer, cache, packed, known.astype(np.float64))
+
+
+def make_layer(rng: np.random.Generator, positions: int, *, gains: bool = False, **shape: Any) -> Layer:
+    rotated, width = shape.get("rotated", 0), shape["head_dim"]
+    angles = rng.uniform(-np.pi, np.pi, (positions, rotated // 2))
+    tables = (np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)) if rotated else None
+    query, key = rng.uniform(0.5, 1.5, (2, width)).astype(np.float32) if gains else (None, None)
+    return Layer(**shape, tables=tables, query_gain=query, key_gain=key)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    rng = np.random.default_rng(draw(SEEDS))
+    kv_heads, head_dim = draw(st.integers(1, 3)), draw(st.sampled_from([8, 16, 24, 32, 80, 128]))
+    capacity = LANES * draw(st.integers(2, 20))
+    rows = draw(st.integers(1, 20))
+    past = draw(st.one_of(st.sampled_from([0, 1, 15, 16, 17, 255, capacity - rows]), st.integers(0, 300)))
+    past = min(past, capacity - rows)
+    layer = make_layer(
+        rng,
+        past + rows + draw(st.integers(0, 5)),
+        gains=draw(st.booleans()),
+        heads=kv_heads * draw(st.integers(1, 4)),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        window=draw(st.sampled_from([0, 0, 1, 5, 16, 40, 1000])),
+        rotated=draw(st.sampled_from([0, 2, head_dim // 2, head_dim])),
+        interleaved=draw(st.booleans()),
+    )
+    return make_case(rng, layer, past, rows, capacity)
+
+
+def run_in_place(opened: Any, layer: Layer, packed: F32, cache: Cache) -> F32:
+    """A pass whose cache is written where it lies; ``cache`` grows."""
+    binding = opened.io_binding()
+    feeds = layer.feeds(packed, cache)  # lives as long as it is bound
+    for name, value in feeds.items():
+        kind = value.dtype.type
+        binding.bind_input(name, "cpu", 0, kind, value.shape, value.ctypes.data)
+        if name in ("past_key", "past_value"):
+            binding.bind_output(name.removeprefix("past_"), "cpu", 0, kind, value.shape, value.ctypes.data)
+    y = np.full((1, packed.shape[1], layer.heads * layer.head_dim), np.nan, np.float32)
+    binding.bind_output("y", "cpu", 0, np.float32, y.shape, y.ctypes.data)
+    opened.run_with_iobinding(binding)
+    cache.length += packed.shape[1]
+    return y
+
+
+def copied(opened: Any, case: Case) -> tuple[F32, F32, F32]:
+    before = case.cache.copy()
+    y, keys, values = opened.run(None, case.layer.feeds(case.packed, case.cache))
+    same_bits(before.keys, case.cache.keys, "what was there before is not written to")
+    same_bits(before.values, case.cache.values)
+    return y, keys, values
+
+
+@settings(max_examples=80, deadline=None)
+@given(cases(), st.integers(1, 4))
+def test_attention_is_what_it_is_in_float64(case: Case, threads: int) -> None:
+    model = case.layer.model()
+    first = copied(session(model, threads, "plain"), case)
+    case.check(*first)
+    for name in sets()[1:]:
+        opened = session(model, threads, name)
+        for wanted, got in zip(first, copied(opened, case), strict=True):
+            same_bits(wanted, got, name)
+        cache = case.cache.copy()
+        same_bits(first[0], run_in_place(opened, case.layer, case.packed, cache), name)
+        same_bits(first[1], cache.keys, name)
+        same_bits(first[2], cache.values, name)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.data())
+def test_a_row_does_not_depend_on_how_rows_are_grouped(case: Case, data: st.DataObject) -> None:
+    model = case.layer.model()
+    wanted, keys, values = copied(session(model), case)
+    opened = session(model, data.draw(st.integers(1, 4)), data.draw(st.sampled_from(sets())))
+    cache, at = case.cache.copy(), 0
+    while at < case.packed.shape[1]:
+        some = case.packed[:, at : at + data.draw(st.sampled_from([1, 1, 2, 3, 5, 8, 13]))]
+        to = at + some.shape[1]
+        same_bits(wanted[:, at:to], run_in_place(opened, case.layer, some.copy(), cache))
+        at = to
+    same_bits(keys, cache.keys)
+    same_bits(values, cache.values)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 20])
+@pytest.mark.parametrize("past", [0, 1, 15, 16, 17, 255, -1])
+def test_edges_of_the_cache(past: int, rows: int) -> None:
+    rng = np.random.default_rng(rows)
+    layer = make_layer(
+        rng, 304, gains=True, heads=4, kv_heads=2, head_dim=32, window=(past * 7) % 30, rotated=32
+    )
+    case = make_case(rng, layer, 304 - rows if past < 0 else past, rows, 304)
+    case.check(*copied(session(layer.model(), 2), case))
+
+
+def test_no_rows() -> None:
+    rng = np.random.default_rng(0)
+    layer = make_layer(rng, 40, heads=2, kv_heads=1, head_dim=16, rotated=16)
+    case = make_case(rng, layer, 7, 0, 32)
+    y, keys, values = copied(session(layer.model()), case)
+    assert y.shape == (1, 0, 32)
+    same_bits(case.cache.keys, keys)
+    same_bits(case.cache.values, values)
+
+
+def test_scores_that_overflow_the_exponential_function() -> None:
+    """One key outweighs the others by far more than float32 can tell."""
+    rng = np.random.default_rng(0)
+    layer = make_layer(rng, 64, heads=1, kv_heads=1, head_dim=16)
+    case = make_case(rng, layer, 20, 3, 32)
+    case.packed[..., :32] *= 1e3
+    y, _, values = copied(session(layer.model()), case)
+    assert np.isfinite(y).all()
+    rows = {row.tobytes() for row in values[0, 0, :23]}
+    assert all(row.tobytes() in rows for row in y[0])
+
+
+@pytest.mark.parametrize("name", sets())
+def test_what_later_tokens_hold_is_not_read(name: str) -> None:
+    """A cache that was rolled back holds tokens beyond its length; they are overwritten or left alone."""
+    rng = np.random.default_rng(0)
+    layer = make_layer(rng, 64, gains=True, heads=2, kv_heads=1, head_dim=16, rotated=16)
+    case = make_case(rng, layer, 21, 2, 48)
+    opened = session(layer.model(), 1, name)
+    y, *_ = copied(opened, case)
+    stale = case.cache.copy()
+    stale.put(np.full((1, 20, 16), 1e30), np.full((1, 20, 16), np.inf))
+    stale.length = 21
+    same_bits(y, opened.run(None, layer.feeds(case.packed, stale))[0])

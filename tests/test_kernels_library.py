@@ -1,0 +1,70 @@
+"""The library of edgespec's kernels: finding it, choosing instructions, weights in huge pages."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from edgespec_export.tiles import pack
+from edgespec_models.errors import DeviceError
+from edgespec_runtimes import kernels
+from edgespec_runtimes.ort import ort
+from tests.kernels_for_tests import EPSILON, model_of, node_of, random_blocks, same_bits, session, sets
+
+
+def test_the_best_instructions_are_the_first_this_processor_has() -> None:
+    assert kernels.best_instructions() == min(sets(), key=kernels.INSTRUCTIONS.index)
+    assert sets()[0] == "plain"
+
+
+def test_unknown_instructions() -> None:
+    with pytest.raises(DeviceError, match=r"'sse9' are not known; allowed: avx512, .*plain"):
+        kernels.register(ort.SessionOptions(), "sse9")
+
+
+def test_instructions_of_another_processor() -> None:
+    other = next(name for name in kernels.INSTRUCTIONS if name not in sets())
+    with pytest.raises(DeviceError, match=f"this processor has no instructions '{other}'.*{sets()[-1][:3]}"):
+        kernels.register(ort.SessionOptions(), other)
+
+
+@pytest.mark.parametrize(("platform", "name"), [("win32", "dll"), ("darwin", "dylib"), ("linux", "so")])
+def test_a_missing_library(platform: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(kernels, "__file__", str(tmp_path / "kernels.py"))
+    with pytest.raises(DeviceError, match=rf"no \S*edgespec_kernels.{name}. Install .*--weights portable"):
+        kernels.library()
+
+
+def test_a_library_that_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / kernels.library().name
+    broken.write_bytes(b"not a library")
+    monkeypatch.setattr(kernels, "library", lambda: broken)
+    with pytest.raises(DeviceError, match=r"cannot be loaded: .*Install"):
+        kernels.register(ort.SessionOptions())
+    with pytest.raises(DeviceError, match=r"cannot be loaded: .*Install"):
+        kernels.best_instructions()
+
+
+@pytest.mark.parametrize("zeros", [0, 4096, 3 << 16])
+def test_weights_in_huge_pages(zeros: int) -> None:
+    """What reads them where they were, as the embedding does, still finds them, whatever they begin with."""
+    rng = np.random.default_rng(0)
+    rows, width = 3000, 256
+    tiles = pack("Q8_0", random_blocks(rng, "Q8_0", rows, width))
+    tiles[:zeros] = 0
+    rest = {"width": width, "rows": rows, "format": "Q8_0", "factor": 1.0}
+    nodes = [node_of("Embedding", ["ids", "w"], ["x"], rest)]
+    rest = {"inputs": width, "epsilon": EPSILON, "gate": "", "parts": f"Q8_0:{rows}"}
+    nodes += [node_of("Linear", ["x", *[""] * 4, "w"], [y], rest) for y in ("y0", "y1")]
+    made = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("x", "y0", "y1")]
+    fed = [helper.make_tensor_value_info("ids", TensorProto.INT64, None)]
+    model = model_of(helper.make_graph(nodes, "test", fed, made, [numpy_helper.from_array(tiles, "w")]))
+    feeds = {"ids": rng.integers(0, rows, (1, 40))}
+    wanted = session(model).run(None, feeds)
+    assert wanted[1].any()
+    for _ in range(2):
+        for one, other in zip(wanted, session(model, huge_pages=True).run(None, feeds), strict=True):
+            same_bits(one, other)

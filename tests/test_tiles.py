@@ -1,0 +1,221 @@
+"""Packing weights into tiles: every value survives, and lies where the kernels' layout says."""
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgespec_export.blocks import F32, U8, Blocks, fields
+from edgespec_export.gguf import BLOCK_LAYOUT, GGMLType
+from edgespec_export.rounding import round_matrix
+from edgespec_export.tiles import pack, pack_blocks, unpack_tiles
+from edgespec_models.errors import UnsupportedModelError
+from edgespec_models.tiles import FORMATS, LANES, tile_bytes
+from edgespec_models.weight_format import WeightFormat
+from tests.kernels_for_tests import random_blocks
+
+SEEDS = st.integers(0, 2**32 - 1)
+ROUNDED = {
+    "Q8_0": WeightFormat(8, 32),
+    "Q4_0": WeightFormat(4, 32),
+    "Q4_1": WeightFormat(4, 32, minimums=True),
+}
+LINES = {"Q4_0": (4, 0), "Q4_1": (4, 0), "Q5_0": (4, 1), "Q5_1": (4, 1), "Q8_0": (8, 0)}
+LINES |= {"Q2_K": (2, 0), "Q3_K": (2, 1), "Q4_K": (4, 0), "Q5_K": (4, 1), "Q6_K": (4, 2)}
+"""Lines of a block in the lower and the upper part; as many as bits."""
+
+by_format = pytest.mark.parametrize("name", FORMATS)
+by_rounding = pytest.mark.parametrize("name", ROUNDED)
+
+
+def columns_of(name: str, raw: U8) -> int:
+    blocks: int = raw.shape[1]
+    return blocks * FORMATS[name].inputs
+
+
+@st.composite
+def raws(draw: st.DrawFn, name: str) -> U8:
+    rng = np.random.default_rng(draw(SEEDS))
+    return random_blocks(rng, name, draw(st.integers(1, 50)), FORMATS[name].inputs * draw(st.integers(1, 5)))
+
+
+@by_format
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_tiles_hold_what_the_gguf_package_reads(name: str, data: st.DataObject) -> None:
+    raw = data.draw(raws(name))
+    rows, columns = len(raw), columns_of(name, raw)
+    before = raw.copy()
+    tiles = pack(name, raw)
+    assert tiles.dtype == np.uint8
+    assert tiles.shape == (tile_bytes(name, rows, columns),)
+    got = unpack_tiles(name, tiles, rows, columns)
+    assert got.dtype == np.float32
+    wanted = dequantize(raw.reshape(rows, -1), GGMLQuantizationType[name])
+    np.testing.assert_array_equal(got, wanted)
+    np.testing.assert_array_equal(np.signbit(got), np.signbit(wanted))
+    np.testing.assert_array_equal(raw, before)
+
+
+@by_format
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_rows_that_fill_up_a_tile_are_zeros(name: str, data: st.DataObject) -> None:
+    raw = data.draw(raws(name))
+    missing = -len(raw) % LANES
+    padded = np.concatenate([raw, np.zeros((missing, *raw.shape[1:]), np.uint8)])
+    tiles = pack(name, raw)
+    np.testing.assert_array_equal(tiles, pack(name, padded))
+    values = unpack_tiles(name, tiles, len(padded), columns_of(name, raw))
+    assert not values[len(raw) :].any()
+
+
+@by_format
+def test_tiles_follow_each_other_along_the_inputs(name: str) -> None:
+    """A matrix is packed as well piece by piece."""
+    raw = random_blocks(np.random.default_rng(0), name, 48, 3 * FORMATS[name].inputs)
+    pieces = [pack(name, raw[at : at + 16, tile : tile + 1]) for at in (0, 16, 32) for tile in range(3)]
+    np.testing.assert_array_equal(pack(name, raw), np.concatenate(pieces))
+
+
+@by_format
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_the_layout_of_a_tile(name: str, data: st.DataObject) -> None:
+    """Code by code, as ``layout.h`` says it."""
+    raw = random_blocks(np.random.default_rng(data.draw(SEEDS)), name, LANES, FORMATS[name].inputs)
+    said = fields(GGMLType[name], raw)
+    tile = pack(name, raw)
+    low, high = LINES[name]
+    blocks = FORMATS[name].inputs // 32
+    for _ in range(20):
+        lane, block, at = (data.draw(st.integers(0, end - 1)) for end in (LANES, blocks, 32))
+        code, group = 0, at // 4
+        for lines, start, shift in ((low, 0, 0), (high, blocks * low * 64, low)):
+            if lines:
+                per_line = 8 // lines
+                line = start + (block * lines + group // per_line) * 64
+                byte = int(tile[line + 4 * lane + at % 4])
+                code |= (byte >> group % per_line * lines & (1 << lines) - 1) << shift
+        assert code == said.codes[lane, 32 * block + at]
+    check_numbers(name, tile[blocks * (low + high) * 64 :], raw)
+
+
+def check_numbers(name: str, rest: U8, raw: U8) -> None:
+    """What follows the lines of a tile."""
+    said = fields(GGMLType[name], raw)
+    wanted: list[npt.NDArray[np.generic]] = []
+    if name == "Q2_K":
+        wanted.append(raw[:, 0, :16].T)
+    else:
+        wanted += [each[:, 0].T for each in (said.scales, said.minimums) if each is not None]
+    wanted += [each[:, 0] for each in (said.factors, said.minimum_factors) if each is not None]
+    assert rest.tobytes() == b"".join(each.tobytes() for each in wanted)
+
+
+def test_minimums_of_q4_1_and_q5_1_are_negated() -> None:
+    for name in ("Q4_1", "Q5_1"):
+        raw = random_blocks(np.random.default_rng(0), name, LANES, 32)
+        minimums = pack(name, raw)[-2 * LANES :].view(np.float16)
+        np.testing.assert_array_equal(-minimums, raw[:, 0, 2:4].copy().view(np.float16)[:, 0])
+
+
+@by_format
+def test_a_tile_takes_little_more_than_its_blocks(name: str) -> None:
+    weights, n_bytes = BLOCK_LAYOUT[GGMLType[name]]
+    assert FORMATS[name].inputs == weights
+    six_bits = name in ("Q3_K", "Q4_K", "Q5_K")  # the file's scales, which are bytes here
+    assert FORMATS[name].n_bytes - LANES * n_bytes == (64 if six_bits else 0)
+    assert FORMATS[name].bits_per_weight == FORMATS[name].n_bytes / weights / 2
+
+
+# ---- Weights rounded anew ----------------------------------------------------------------------------------
+
+
+def matrix(seed: int, rows: int, blocks: int) -> F32:
+    rng = np.random.default_rng(seed)
+    values = rng.normal(0, 1, (rows, blocks, 32)) * 10.0 ** rng.uniform(-4, 2, (rows, blocks, 1))
+    values += rng.normal(0, 0.02, (rows, blocks, 1))
+    values[rng.random((rows, blocks)) < 0.1] = 0
+    values[rng.random((rows, blocks)) < 0.1] = 0.125
+    return values.reshape(rows, -1).astype(np.float32)
+
+
+@by_rounding
+@settings(max_examples=25, deadline=None)
+@given(seed=SEEDS, rows=st.integers(1, 40), blocks=st.integers(1, 6))
+def test_codes_are_the_nearest_by_float16_scales(name: str, seed: int, rows: int, blocks: int) -> None:
+    values = matrix(seed, rows, blocks)
+    rounded = round_matrix(values, ROUNDED[name])
+    kept, nearest = (
+        unpack_tiles(name, pack_blocks(name, rounded, source), rows, values.shape[1])
+        for source in (None, values)
+    )
+    errors = np.abs(nearest - values)
+    assert (errors <= np.abs(kept - values) + 1e-7 * np.abs(values)).all()
+    scales = np.abs(rounded.scales.astype(np.float16).astype(np.float32)).repeat(32, axis=1)
+    codes = pack_codes(name, rounded, values)
+    inner = (codes > 0) & (codes < codes.dtype.type((1 << rounded.bits) - 1))
+    assert (errors <= scales * 0.5001 + 1e-6 * np.abs(values))[inner & (scales > 0)].all()
+
+
+def pack_codes(name: str, blocks: Blocks, values: F32) -> U8:
+    """The codes that :func:`pack_blocks` has chosen, ``(rows, columns)``."""
+    tiles = pack_blocks(name, blocks, values).reshape(-1, FORMATS[name].n_bytes)
+    low = LINES[name][0]
+    lines = tiles[:, : low * 64].reshape(-1, low, 1, 64) >> np.arange(0, 8, low, dtype=np.uint8)[:, None]
+    codes = (lines & np.uint8((1 << low) - 1)).reshape(-1, values.shape[1] // 32, 8, LANES, 4)
+    return codes.transpose(0, 3, 1, 2, 4).reshape(-1, values.shape[1])[: len(values)]
+
+
+@by_rounding
+def test_codes_are_kept_without_values(name: str) -> None:
+    values = matrix(1, 20, 4)
+    rounded = round_matrix(values, ROUNDED[name])
+    got = unpack_tiles(name, pack_blocks(name, rounded), 20, 128)
+    minimums = None if rounded.minimums is None else rounded.minimums.astype(np.float16).astype(np.float32)
+    scales = rounded.scales.astype(np.float16).astype(np.float32)
+    wanted = Blocks(rounded.codes, rounded.zero, scales, minimums, rounded.bits, 32).values()
+    np.testing.assert_array_equal(got, wanted)
+
+
+@by_rounding
+def test_rounding_loses_what_its_bits_lose(name: str) -> None:
+    values = np.random.default_rng(0).normal(0, 0.02, (64, 512)).astype(np.float32)
+    got = unpack_tiles(name, pack_blocks(name, round_matrix(values, ROUNDED[name]), values), 64, 512)
+    loss = np.linalg.norm(got - values) / np.linalg.norm(values)
+    assert loss < {"Q8_0": 0.0055, "Q4_0": 0.085, "Q4_1": 0.076}[name]
+
+
+@by_rounding
+def test_weights_beyond_float16(name: str) -> None:
+    values = np.full((16, 32), 1e9, np.float32)
+    values[:, 0] = -1e9
+    with pytest.raises(UnsupportedModelError, match=r"float16 ends at 65504; .*--weights portable"):
+        pack_blocks(name, round_matrix(values, ROUNDED[name]), values)
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("Q8_0", ROUNDED["Q4_0"]),
+        ("Q4_0", ROUNDED["Q8_0"]),
+        ("Q4_0", ROUNDED["Q4_1"]),
+        ("Q4_1", ROUNDED["Q4_0"]),
+        ("Q8_0", WeightFormat(8, 64)),
+        ("Q5_0", ROUNDED["Q4_0"]),
+        ("Q4_K", ROUNDED["Q4_1"]),
+    ],
+)
+def test_blocks_of_another_format(name: str, form: WeightFormat) -> None:
+    values = np.ones((16, 256), np.float32)
+    with pytest.raises(ValueError, match=f"{name} cannot hold"):
+        pack_blocks(name, round_matrix(values, form), values)
+
+
+def test_widths_without_whole_blocks() -> None:
+    with pytest.raises(UnsupportedModelError, match="288 columns has no whole blocks of Q4_K"):
+        tile_bytes("Q4_K", 16, 288)

@@ -1,0 +1,132 @@
+"""What passes over n rows cost here and in builds of llama.cpp, in turn: T(n), and the speed of a prompt.
+
+A peer is a folder with ``llama-batched-bench`` and ``llama-bench``: llama.cpp's own, or any that speaks its
+options, named as ``NAME=FOLDER`` or ``NAME=FOLDER:OPTION,OPTION`` (``ik=ik_llama.cpp/build/bin:-rtr``). It
+decodes n sequences at once, whose n rows all have logits, as a verification's have. edgespec runs passes of n
+tokens. Medians over rounds; a round takes every program once.
+
+Usage, from the repository's root: ``python -m tools.peers.passes --gguf FILE --bundle DIR
+[--peer llama.cpp=peers/llama.cpp/bin ...] [--instructions avx512 --instructions avx2 ...] [--rounds 3]``
+"""
+
+import argparse
+import json
+import re
+import subprocess
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+from edgespec_models.bundle import Bundle
+from edgespec_runtimes.cpu import CpuOptions, CpuSession
+
+ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32)
+_BEHIND, _STEPS, _PROMPT, _REPEATED = 16, 12, 64, 5
+Times = Mapping[str, float]
+
+
+def peer(folder: Path, options: list[str], gguf: Path, threads: int) -> Times:
+    """One run of a peer: milliseconds by rows, and tokens a second of a prompt."""
+    model = ["-m", str(gguf), "-t", str(threads)]
+    rows = ",".join(map(str, ROWS))
+    shape = ["-c", "2048", "-b", "512", "-ub", "512", "-npp", str(_BEHIND), "-ntg", str(_STEPS), "-npl", rows]
+    printed = _run([str(folder / "llama-batched-bench"), *model, "-tb", str(threads), *shape, *options])
+    times = {}
+    for line in printed.splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) > 9 and cells[1].isdigit():  # | PP | TG | B | N_KV | T_PP | S_PP | T_TG | ...
+            times[cells[3]] = 1000 * float(cells[7]) / int(cells[2])
+    valued = [word for option in options for word in (option, "1")]  # llama-bench's switches have values
+    bench = [
+        str(folder / "llama-bench"),
+        *model,
+        "-p",
+        str(_PROMPT),
+        "-n",
+        "0",
+        "-r",
+        "3",
+        "-o",
+        "json",
+        *valued,
+    ]
+    found = re.search(r'"avg_ts": ([0-9.]+)', _run(bench))
+    return times | ({} if found is None else {"prompt": float(found[1])})
+
+
+def _run(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def ours(bundle: Path, instructions: str, threads: int) -> Times:
+    """The same of edgespec, in a session of its own."""
+    session = CpuSession(Bundle(bundle), CpuOptions(threads=threads, instructions=instructions))
+    start = [100 + token for token in range(_BEHIND)]
+    times: dict[str, float] = {}
+    session.reserve(_BEHIND + _PROMPT)
+    for rows in ROWS:
+        session.prefill(start)
+        times[str(rows)] = 1000 * median(_timed(session, start, rows) for _ in range(_REPEATED))
+    seconds = []
+    for number in range(4):
+        session.truncate(0)
+        began = perf_counter()
+        session.predict_next([200 + number + token for token in range(_PROMPT)]).best(0)
+        seconds.append(perf_counter() - began)
+    session.close()
+    return times | {"prompt": _PROMPT / median(seconds[1:])}
+
+
+def _timed(session: CpuSession, start: list[int], rows: int) -> float:
+    session.truncate(len(start))
+    began = perf_counter()
+    session.predict([300 + token for token in range(rows)]).best(rows - 1)
+    return perf_counter() - began
+
+
+def programs(options: argparse.Namespace) -> dict[str, Callable[[], Times]]:
+    """What is measured, by name."""
+    found: dict[str, Callable[[], Times]] = {}
+    for name in options.instructions or [""]:
+        label = f"edgespec {name}".strip()
+        found[label] = partial(ours, options.bundle, name, options.threads)
+    for text in options.peer:
+        name, _, where = text.partition("=")
+        folder, _, words = where.partition(":")
+        found[name] = partial(
+            peer, Path(folder), words.split(",") if words else [], options.gguf, options.threads
+        )
+    return found
+
+
+def main() -> None:
+    """Read the command line, print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gguf", type=Path, required=True)
+    parser.add_argument("--bundle", type=Path, required=True, help="the same model, exported")
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=FOLDER[:OPTION,...]")
+    parser.add_argument("--instructions", action="append", help="of edgespec's kernels; repeatable")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write what was measured")
+    options = parser.parse_args()
+    every: dict[str, list[Times]] = {}
+    for _ in range(options.rounds):
+        for name, run in programs(options).items():
+            every.setdefault(name, []).append(run())
+    columns = [*map(str, ROWS), "prompt"]
+    print(f"| ms by rows; prompt of {_PROMPT}, tokens/s | " + " | ".join(columns) + " |")
+    print("|---" * (len(columns) + 1) + "|")
+    for name, runs in every.items():
+        cells = [f"{median(run.get(column, float('nan')) for run in runs):.1f}" for column in columns]
+        print(f"| {name} | " + " | ".join(cells) + " |")
+    if options.json is not None:
+        options.json.write_text(json.dumps(every), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Wheels for all platforms from this machine, each checked: what library it has, and what that needs.
+
+Usage, from the repository's root: ``python -m tools.wheels [--out DIR] [--target NAME ...]``, for instance
+``python -m tools.wheels --target aarch64-linux x86_64-windows``. Wheels go to ``dist``. Needs the packages
+``setuptools>=77`` and ``ziglang>=0.17`` in the environment it runs in. Runs the kernels last, as
+``tools/kernel_check.py`` does: those for other processors in emulators, where they are there.
+"""
+
+import argparse
+import importlib.metadata
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from zipfile import ZipFile
+
+from tools.binaries import read_binary
+from tools.kernel_check import KernelError, check_targets
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "runtimes" / "kernels"))
+
+from compiling import BuildError, set_objects
+from targets import TARGETS, Target
+
+ROOT = Path(__file__).resolve().parent.parent
+
+SYSTEM = re.compile(
+    r"lib(c|m|pthread|dl)\.so\.[0-9]|ld-linux-(x86-64|aarch64)\.so\.[0-9]"
+    r"|(kernel32|ntdll|api-ms-win-crt-[a-z0-9-]+)\.dll|/usr/lib/libSystem\.B\.dylib",
+    re.IGNORECASE,
+)
+"""Libraries that every system has."""
+
+KINDS = {"linux": "ELF", "windows": "PE", "macos": "Mach-O"}
+MACHINES = {"x86_64": "x86-64", "aarch64": "ARM64"}
+
+
+class WheelError(Exception):
+    """A wheel that is not made, or is not what it should be."""
+
+
+def require_packages() -> None:
+    """Refuse to begin without what builds wheels."""
+    for name, least in (("setuptools", (77,)), ("ziglang", (0, 17))):
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found = "0"
+        if tuple(map(int, found.split(".")[: len(least)])) < least:
+            install = f'"{sys.executable}" -m pip install "setuptools>=77" "ziglang>=0.17"'
+            raise WheelError(f"the package {name} is missing or too old. Run: {install}")
+
+
+def build(target: Target, out: Path) -> Path:
+    """Make the wheel of ``target`` in ``out``."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+        command += ["--config-settings", f"target={target.name}", "--wheel-dir", folder, str(ROOT)]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        made = next(Path(folder).glob("*.whl"), None)
+        if run.returncode or made is None:
+            raise WheelError(f"pip made no wheel for {target.name}:\n{run.stdout}{run.stderr}")
+        out.mkdir(parents=True, exist_ok=True)
+        wheel = out / made.name
+        wheel.write_bytes(made.read_bytes())
+    return wheel
+
+
+def inspect(wheel: Path, target: Target) -> str:
+    """What the library in ``wheel`` is and needs, which have to be what ``target`` takes."""
+    with ZipFile(wheel) as archive:
+        found = [name for name in archive.namelist() if "edgespec_kernels" in name]
+        if found != [f"edgespec_runtimes/{target.library}"]:
+            raise WheelError(f"{wheel.name} has {found or 'no library'}, not {target.library} alone")
+        data = archive.read(found[0])
+    if not wheel.name.endswith(f"-py3-none-{target.tag}.whl"):
+        raise WheelError(f"{wheel.name} is not tagged py3-none-{target.tag}")
+    library = read_binary(data)
+    machine, _, system = target.name.partition("-")
+    expected = f"{KINDS[system]} {MACHINES[machine]}"
+    if library.kind != expected:
+        raise WheelError(f"the library in {wheel.name} is {library.kind}, not {expected}")
+    for name in ("RegisterCustomOps", "edgespec_instructions"):
+        if name not in library.exported:
+            raise WheelError(f"the library in {wheel.name} does not export {name}")
+    foreign = [name for name in library.needed if not SYSTEM.fullmatch(name)]
+    if foreign:
+        raise WheelError(f"the library in {wheel.name} needs what systems may lack: {', '.join(foreign)}")
+    return f"{library.kind:14}  {len(data) / 1024:5,.0f} KB  needs {needs(library.needed)}"
+
+
+def needs(names: Sequence[str]) -> str:
+    """Names of libraries for the table, those of Windows' C runtime as one."""
+    runtime = "api-ms-win-crt-*.dll"
+    return " ".join(dict.fromkeys(runtime if name.startswith("api-ms-win-crt-") else name for name in names))
+
+
+def check_objects(target: Target) -> None:
+    """See that code for more than the baseline is reached by its table alone.
+
+    A function that the linker could take for another file's of the same name would run everywhere, and stop
+    processors without the instructions. Sources are the same everywhere, so Linux' objects tell for all.
+    """
+    for path in set_objects(target) if target.name.endswith("-linux") else ():
+        exported = {name for name in read_binary(path.read_bytes()).exported if not name.endswith("6kTableE")}
+        if exported:
+            raise WheelError(
+                f"{path.name} exports {', '.join(sorted(exported))} besides its table of kernels"
+            )
+
+
+def main() -> None:
+    """Read the command line, build and check."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    known = {target.name: target for target in TARGETS}
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="where wheels go (default: dist)")
+    parser.add_argument("--target", nargs="+", choices=known, help="instead of all")
+    options = parser.parse_args()
+    targets = [known[name] for name in options.target or known]
+    try:
+        require_packages()
+        for target in targets:
+            wheel = build(target, options.out)
+            row = inspect(wheel, target)
+            check_objects(target)
+            print(f"{wheel.name:52}  {row}", flush=True)
+        check_targets(targets)
+    except (BuildError, KernelError, WheelError) as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()
