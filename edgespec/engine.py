@@ -101,7 +101,10 @@ def load(
     options = options or LoadOptions()
     if profile is not None and drafter is None:
         raise RequestError("plain decoding (drafter None) uses no profile; give drafter='ngram' or a model")
-    profile = None if profile is None else Profile(profile).path
+    if profile is not None:
+        named = Profile(profile)
+        named.check()  # before a model is pulled
+        profile = named.path
     made_for = export_for(device), export_for(drafter_device)
     target_bundle = open_model(
         target, "target", weights=options.weights, device=made_for[0], progress=progress
