@@ -28,7 +28,7 @@ from edgespec_models.bundle import Bundle
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.cpu import CpuOptions
+from edgespec_runtimes.cpu import CpuOptions, check_threads
 from edgespec_runtimes.discovery import AUTO
 from edgespec_runtimes.placement import Placement, export_for, place, run_at_once
 
@@ -40,7 +40,7 @@ class LoadOptions:
     """How models are loaded.
 
     Attributes:
-        threads: threads of a pass; 0 takes the physical cores.
+        threads: threads of a pass, at most twice the logical cores; 0 takes the physical cores.
         spinning: idle threads wait busily within a pass (see :class:`edgespec_runtimes.cpu.CpuOptions`).
         max_draft: the longest draft; what is worth drafting is decided round by round.
         weights: policy of exports made at first use, ``exact`` or ``portable``
@@ -64,6 +64,7 @@ class LoadOptions:
     instructions: str = ""
 
     def __post_init__(self) -> None:
+        check_threads(self.threads)
         if not 1 <= self.max_draft <= 64:
             raise RequestError(f"max_draft is {self.max_draft}; it must be 1 to 64")
         if not 0.0 <= self.training_share <= 1.0:
@@ -106,7 +107,10 @@ def load(
     options = options or LoadOptions()
     if profile is not None and drafter is None:
         raise RequestError("plain decoding (drafter None) uses no profile; give drafter='ngram' or a model")
-    profile = None if profile is None else Profile(profile).path
+    if profile is not None:
+        named = Profile(profile)
+        named.check()  # before a model is pulled
+        profile = named.path
     made_for = export_for(device), export_for(drafter_device)
     target_bundle = open_model(
         target, "target", weights=options.weights, device=made_for[0], progress=progress

@@ -52,13 +52,24 @@ def test_generate_streams_text_and_puts_the_cost_on_standard_error(
     model = FakeModel()
     use(model)
     result = run(
-        "generate", "t", "hello", "--drafter", "none", "--threads", "3", "--stop", "X", "--seed", "4"
+        "generate", "t", "hello", "--drafter", "none", "--threads", "2", "--stop", "X", "--seed", "4"
     )
     assert (result.exit_code, result.stdout) == (0, "re: hello\n")
     assert "8 tokens" in result.stderr
-    assert loaded == [("t", None, 3)]
+    assert loaded == [("t", None, 2)]
     options = model.calls[0][1]
     assert (options["stop"], options["seed"], options["speculate"]) == (("X",), 4, True)
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "bench", "verify", "demo", "profile"])
+def test_threads_beyond_reason_are_refused_before_a_model_is_sought(
+    use: Use, loaded: list[tuple[Any, ...]], command: str
+) -> None:
+    use(FakeModel())
+    arguments = () if command == "demo" else ("no-such-model",)
+    result = run(command, *arguments, "--threads", "9999", stdin="hello")
+    assert result.exit_code == 1 and loaded == []
+    assert "threads is 9999; it must be 0" in result.stderr and "no-such-model" not in result.stderr
 
 
 def test_generate_reads_standard_input_and_prints_json(use: Use) -> None:

@@ -11,7 +11,7 @@ import pytest
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import BundleError, Cancelled, RequestError
 from edgespec_models.weight_format import WeightFormat
-from edgespec_runtimes.cpu import CpuOptions, CpuSession, default_threads
+from edgespec_runtimes.cpu import CpuOptions, CpuSession, default_threads, most_threads
 from edgespec_runtimes.graph_io import EdgespecIO
 from edgespec_runtimes.kv_buffers import SharedCache
 from edgespec_runtimes.ort import ort
@@ -137,7 +137,7 @@ def test_sessions_of_any_options_live_in_one_process(
     """The application's own sessions too: nothing of ours may be the whole process's."""
     model, other = tiny_native(tmp_path / "m", LLAMA, "Q4_1"), tiny_bundle(tmp_path / "n", LLAMA, COLUMNS)
     expected = _forward(CpuSession(model.bundle, ONE_THREAD), TOKENS, 1)
-    for threads in (0, 1, 2, 3):
+    for threads in (0, 1, 2, most_threads()):
         session = CpuSession(model.bundle, CpuOptions(threads=threads, spinning=spinning))
         np.testing.assert_array_equal(session.forward(TOKENS), expected)
         session.close()
@@ -361,11 +361,20 @@ def test_a_graph_that_cannot_roll_back_is_refused(tmp_path: Path, monkeypatch: p
         CpuSession(model.bundle, ONE_THREAD)
 
 
-@pytest.mark.parametrize("options", [{"threads": -1}, {"prefill_chunk": 0}])
-def test_options_out_of_range_are_refused(options: dict[str, int]) -> None:
-    with pytest.raises(RequestError, match="prefill_chunk"):
-        CpuOptions(**options)  # type: ignore[arg-type]
+@pytest.mark.parametrize("threads", [-1, 9_999])
+def test_threads_are_bounded_by_the_machine(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    with pytest.raises(RequestError, match=rf"threads is {threads}; .* 0 .* to 6, twice the logical cores"):
+        CpuOptions(threads=threads)
+    assert CpuOptions(threads=6).threads == 6
+    with pytest.raises(RequestError, match="threads is 7"):
+        CpuOptions(threads=7)
+
+
+def test_a_prefill_pass_has_a_token() -> None:
+    with pytest.raises(RequestError, match="prefill_chunk is 0"):
+        CpuOptions(prefill_chunk=0)
 
 
 def test_there_is_a_thread() -> None:
-    assert default_threads() >= 1
+    assert 1 <= default_threads() <= most_threads()

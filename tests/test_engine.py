@@ -384,6 +384,11 @@ def test_the_longest_draft_has_bounds(max_draft: int) -> None:
         LoadOptions(max_draft=max_draft)
 
 
+def test_threads_have_a_bound_before_anything_is_loaded() -> None:
+    with pytest.raises(RequestError, match=r"threads is 9999; it must be .* twice the logical cores"):
+        LoadOptions(threads=9_999)
+
+
 def test_names_that_are_no_models_are_refused(models: _Models) -> None:
     with pytest.raises(CatalogueError):
         edgespec.load("no-such-model")

@@ -23,6 +23,7 @@ from edgespec.profile import schema
 from edgespec.profile.corrections import MOST_DRAFTERS, DrafterKey
 from edgespec.profile.manage import Profile
 from edgespec.profile.memory import Delta
+from edgespec.profile.ownership import APPLICATION
 from edgespec.profile.store import Scope, Store
 from edgespec.profile.use import ProfileUse, open_use
 from edgespec_models.errors import RequestError
@@ -178,7 +179,7 @@ def _file_of_version(path: Path, version: int) -> None:
     connection = sqlite3.connect(path)
     for script in schema._MIGRATIONS[:version]:
         connection.executescript(script)
-    connection.execute(f"PRAGMA application_id = {schema._APPLICATION}")
+    connection.execute(f"PRAGMA application_id = {APPLICATION}")
     connection.execute(f"PRAGMA user_version = {version}")
     connection.execute("INSERT INTO scope VALUES (1, 'target', 'digest', 'mail', 7, 0, 0.0)")
     connection.execute("INSERT INTO tally VALUES (1, 'unique 3', 4.0, 5.0)")

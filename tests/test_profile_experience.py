@@ -8,6 +8,7 @@ import pytest
 from edgespec.drafting.experience import Outcome
 from edgespec.profile import schema
 from edgespec.profile.memory import Delta
+from edgespec.profile.ownership import APPLICATION
 from edgespec.profile.store import Scope, Store
 from edgespec.profile.use import open_use
 from edgespec_models.tokenizer import Tokenizer
@@ -94,7 +95,7 @@ def test_the_latest_beginnings_are_kept(path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_file_of_the_first_format_is_brought_up_to_date(path: Path) -> None:
     connection = sqlite3.connect(path)
     connection.executescript(schema._MIGRATIONS[0])
-    connection.execute(f"PRAGMA application_id = {schema._APPLICATION}")
+    connection.execute(f"PRAGMA application_id = {APPLICATION}")
     connection.execute("PRAGMA user_version = 1")
     connection.execute("INSERT INTO scope VALUES (1, 'target', 'digest', 'mail', 7, 0, 0.0)")
     connection.commit()

@@ -47,12 +47,12 @@ def test_what_was_learned_is_there_after_a_restart(path: Path, tokenizer: Tokeni
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda data: b"not a database, but long enough to be read as one" * 100,
+        lambda data: data[:100] + b"not a database, but long enough to be read as one" * 100,
         lambda data: data[:5000],
         lambda data: data[:100] + bytes(len(data) - 100),
         lambda data: data[: len(data) // 2] + os.urandom(len(data) - len(data) // 2),
     ],
-    ids=["foreign", "cut", "zeros", "noise"],
+    ids=["text", "cut", "zeros", "noise"],
 )
 def test_a_damaged_file_is_set_aside_and_reported(
     path: Path,

@@ -108,6 +108,18 @@ def test_damage_while_in_use_is_set_aside(path: Path, caplog: pytest.LogCaptureF
     assert [file for file in path.parent.iterdir() if ".damaged-" in file.name]
 
 
+def test_what_is_not_ours_any_more_while_in_use_is_left_alone(path: Path) -> None:
+    writer = Writer(_damaging(path, kept=0), path, scope=SCOPE, text_of=text_of, flush_s=1000.0)
+    writer.tell(lambda delta: delta.wrote(passage_of(1)))
+    writer.flush()
+    assert writer.problem is not None and "cannot be replaced" in writer.problem
+    assert path.read_bytes().startswith(b"no database at all")
+    assert not [file for file in path.parent.iterdir() if ".damaged-" in file.name]
+    path.unlink()  # as the problem says
+    writer.close()
+    assert len(stored(path).entries) == 1
+
+
 @RENAMES
 def test_a_damaged_file_that_cannot_be_renamed_now_is_later(
     path: Path, monkeypatch: pytest.MonkeyPatch
@@ -129,13 +141,13 @@ def test_a_damaged_file_that_cannot_be_renamed_now_is_later(
     assert {entry.passage for entry in stored(path).entries} == {passage_of(1), passage_of(2)}
 
 
-def _damaging(path: Path) -> Store:
-    """A store whose first merge finds the file damaged."""
+def _damaging(path: Path, *, kept: int = 100) -> Store:
+    """A store whose first merge finds the file damaged, but for the bytes ``kept`` at its beginning."""
 
     class Damaged(Store):
         def merge(self, *arguments: object) -> None:
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-            path.write_bytes(b"no database at all" * 1000)
+            path.write_bytes(path.read_bytes()[:kept] + b"no database at all" * 1000)
             error = sqlite3.DatabaseError("database disk image is malformed")
             error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
             raise error

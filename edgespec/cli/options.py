@@ -59,7 +59,12 @@ Device = Annotated[
 DrafterDevice = Annotated[
     str, typer.Option("--drafter-device", metavar="DEVICE", help="The same for the drafter.")
 ]
-Threads = Annotated[int, typer.Option(min=0, help="Threads of a pass; 0 takes the physical cores.")]
+Threads = Annotated[
+    int,
+    typer.Option(
+        min=0, help="Threads of a pass, at most twice the logical cores; 0 takes the physical cores."
+    ),
+]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
 Temperature = Annotated[float, typer.Option(help="0 takes the most likely token, 1 the model's own law.")]
 TopK = Annotated[int, typer.Option(help="Keep the K most likely tokens; 0 keeps all.")]

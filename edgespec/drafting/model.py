@@ -172,7 +172,7 @@ class ModelDrafter:
             ids = self._bridge.align(tokens) if limit > 0 else []
             if ids and self._pays(1.0, 1, self._reader.seconds_of_text(ids)):
                 return self._guess(ids, limit) if self._reader.room_for(len(ids) + 2 * limit) else []
-        except TokenizerError:  # a byte one of the vocabularies cannot spell: seen in binary data only
+        except TokenizerError:  # what one of the vocabularies cannot spell, or its encoder fails over
             return []
         self._reader.idle()
         return []

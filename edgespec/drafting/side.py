@@ -155,7 +155,7 @@ class DrafterSide:
         ended = bool(tokens) and tokens[-1] in eos
         try:
             ids = bridge.align(tokens[:-1] if ended else tokens)
-        except TokenizerError:  # a byte that the drafter cannot spell
+        except TokenizerError:  # what the drafter cannot spell, or its encoder fails over
             return None
         if ended and ends:
             ids = [*ids, ends[0]]

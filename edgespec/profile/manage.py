@@ -1,10 +1,11 @@
 """A profile from outside: which there are, what one holds, and the ways to take it along or get rid of it."""
 
 import json
+import os
 import re
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from edgespec.files import write_private_text
 from edgespec.profile.corrections import Kept
 from edgespec.profile.exchange import FORMAT, correction_json, parse, passage_json
 from edgespec.profile.forget import containing, readable
+from edgespec.profile.ownership import companions, look
 from edgespec.profile.schema import SUFFIX
 from edgespec.profile.store import Learned, Scope, Store
 from edgespec_models.errors import RequestError, StorageError
@@ -110,12 +112,21 @@ class Profile:
         """Bytes on disk, the log included; 0 if it does not exist."""
         return sum(file.stat().st_size for file in self._files() if file.is_file())
 
+    def check(self) -> None:
+        """Refuse a file that something else made; it is only read. All methods do.
+
+        Raises:
+            StorageError: there is such a file. One that cannot be read, or does not exist, is no error here.
+        """
+        with suppress(OSError, sqlite3.Error):
+            look(self.path)
+
     def namespaces(self) -> dict[tuple[str, str], int]:
         """Tokens kept, by target's name and namespace.
 
         Raises:
             RequestError: there is no such profile.
-            StorageError: it cannot be read. So with all methods.
+            StorageError: it cannot be read, or something else made it. So with all methods.
         """
         with self._store() as store:
             kept: dict[tuple[str, str], int] = {}
@@ -161,9 +172,10 @@ class Profile:
         if namespace is None:
             self._check_exists()
             try:
-                for file in self._files():
+                look(self.path)
+                for file in (*self._files(), self.path):  # the path may be a link
                     file.unlink(missing_ok=True)
-            except OSError as error:
+            except (OSError, sqlite3.Error) as error:
                 raise StorageError(f"cannot delete {self.path}: {error}") from error
             return
         with self._store() as store:
@@ -198,7 +210,7 @@ class Profile:
             return Amount(*store.put(passages, corrections))
 
     def _files(self) -> list[Path]:
-        return [self.path.with_name(self.path.name + ending) for ending in ("-wal", "-shm", "")]
+        return [*companions(self.path), Path(os.path.realpath(self.path))]
 
     def _check_exists(self) -> None:
         if not self.path.is_file():

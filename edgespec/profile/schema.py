@@ -3,16 +3,17 @@
 import os
 import sqlite3
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+from edgespec.profile.ownership import APPLICATION, companions, foreign, is_damage, look, open_unlocked
 from edgespec_models.errors import StorageError
 
-__all__ = ["SUFFIX", "connect", "connect_read_only", "is_damage", "set_aside"]
+__all__ = ["SUFFIX", "connect", "connect_read_only", "set_aside"]
 
 SUFFIX: Final = ".profile"
-_APPLICATION: Final = 0x65647370  # "edsp"
 _BUSY_S: Final = 5.0
 _FIRST: Final = """
 CREATE TABLE scope (
@@ -81,21 +82,22 @@ _MIGRATIONS: Final = (_FIRST, _SECOND, _THIRD)
 def connect(path: Path) -> sqlite3.Connection:
     """Open the file for reading and writing; make it, and its folder, if need be.
 
-    New folders are the user's alone (0700), the file always is (0600); SQLite gives its companions
-    (``-wal``, ``-shm``) the same mode. The connection commits by itself and may change threads.
+    What is not edgespec's is not touched (:mod:`edgespec.profile.ownership`). New folders are the user's
+    alone (0700), the file always is (0600); SQLite gives its companions (``-wal``, ``-shm``) the same mode.
+    The connection commits by itself and may change threads.
 
     Raises:
         OSError: it cannot be made.
         sqlite3.Error: it cannot be opened, or it is damaged (:func:`is_damage`).
         StorageError: a later version of edgespec made it, or something else did.
     """
-    _make_private(path)
+    _make_private(path, look(path))
     connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
     try:
         _version(connection, path)  # before anything is written
         connection.execute("PRAGMA foreign_keys = ON")
         connection.execute("PRAGMA secure_delete = ON")  # forgotten text is overwritten
-        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        _mark(connection, path)
         _use_wal(connection)
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA journal_size_limit = 1048576")
@@ -114,8 +116,8 @@ def connect_read_only(path: Path) -> sqlite3.Connection:
         sqlite3.Error: it cannot be read, or it is damaged.
         StorageError: see :func:`connect`.
     """
-    uri = f"{path.absolute().as_uri()}?immutable=1"
-    connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
+    look(path)
+    connection = open_unlocked(path)
     try:
         if _version(connection, path) != len(_MIGRATIONS):
             raise StorageError(f"{path} is of another format version and cannot be written; nothing is read")
@@ -124,12 +126,6 @@ def connect_read_only(path: Path) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
-
-
-def is_damage(error: BaseException) -> bool:
-    """Whether an error says that the file is damaged, or no database at all."""
-    code = getattr(error, "sqlite_errorcode", None)
-    return code is not None and code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 def set_aside(path: Path) -> Path | None:
@@ -142,7 +138,9 @@ def set_aside(path: Path) -> Path | None:
 
     Raises:
         OSError: it cannot be renamed, as where another program has it open on Windows.
+        StorageError: something else made it, and it is left alone.
     """
+    look(path)  # before a lock is made beside it
     from filelock import FileLock, Timeout  # takes as long to import as all of this package
 
     lock = path.with_name(f".{path.name}.lock")
@@ -151,9 +149,10 @@ def set_aside(path: Path) -> Path | None:
             if not _is_damaged(path):
                 return None
             aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}")
-            for ending in ("-wal", "-shm"):
-                with suppress(FileNotFoundError):
-                    path.with_name(path.name + ending).replace(aside.with_name(aside.name + ending))
+            if not path.is_symlink():  # else all stays but the link
+                for file, new in zip(companions(path), companions(aside), strict=True):
+                    with suppress(FileNotFoundError):
+                        file.replace(new)
             path.replace(aside)
             return aside
     except Timeout as error:
@@ -168,15 +167,45 @@ def _is_damaged(path: Path) -> bool:
     return False
 
 
-def _make_private(path: Path) -> None:
-    if not path.parent.is_dir():
-        path.parent.parent.mkdir(parents=True, exist_ok=True)
-        path.parent.mkdir(mode=0o700, exist_ok=True)
+def _make_private(path: Path, found: os.stat_result | None) -> None:
+    """Let nobody but the user read the file that :func:`look` found; make it where it found none."""
+    if found is None:
+        if not path.parent.is_dir():
+            path.parent.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+        try:
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+            return
+        except FileExistsError:  # made just now, by whomever, or a link to nothing
+            found = look(path)
+            if found is None:
+                raise
+    if os.name == "posix" and found.st_mode & 0o077:
+        if not os.path.samestat(path.stat(), found):
+            raise OSError(f"{path} was replaced by another file just now")
+        path.chmod(0o600)
+
+
+def _mark(connection: sqlite3.Connection, path: Path) -> None:
+    """Have the file itself, and not only its log, say from its first page on whose it is."""
+    if _pragma(connection, "application_id") == APPLICATION:
+        return
+    with _transaction(connection, "BEGIN"):
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # makes the first page, so it comes first
+        _version(connection, path)  # by now another process may have made something of it
+        connection.execute(f"PRAGMA application_id = {APPLICATION}")
+
+
+@contextmanager
+def _transaction(connection: sqlite3.Connection, begin: str) -> Iterator[None]:
+    connection.execute(begin)
     try:
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
-    except FileExistsError:
-        if os.name == "posix" and path.stat().st_mode & 0o077:
-            path.chmod(0o600)
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
 
 
 def _use_wal(connection: sqlite3.Connection) -> None:
@@ -196,18 +225,11 @@ def _use_wal(connection: sqlite3.Connection) -> None:
 def _migrate(connection: sqlite3.Connection, path: Path) -> None:
     if _version(connection, path) == len(_MIGRATIONS):
         return
-    connection.execute("BEGIN IMMEDIATE")
-    try:
+    with _transaction(connection, "BEGIN IMMEDIATE"):
         for number in range(_version(connection, path), len(_MIGRATIONS)):
             for statement in _statements(_MIGRATIONS[number]):
                 connection.execute(statement)
-        connection.execute(f"PRAGMA application_id = {_APPLICATION}")
         connection.execute(f"PRAGMA user_version = {len(_MIGRATIONS)}")
-        connection.execute("COMMIT")
-    except BaseException:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise
 
 
 def _version(connection: sqlite3.Connection, path: Path) -> int:
@@ -215,20 +237,25 @@ def _version(connection: sqlite3.Connection, path: Path) -> int:
     if own:  # another process may be making the tables: look before it or after it, not between
         connection.execute("BEGIN")
     try:
-        version = int(connection.execute("PRAGMA user_version").fetchone()[0])
-        application = int(connection.execute("PRAGMA application_id").fetchone()[0])
-        tables = int(connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0])
+        version, application = _pragma(connection, "user_version"), _pragma(connection, "application_id")
+        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_schema")}
     finally:
         if own and connection.in_transaction:
             connection.execute("COMMIT")
-    if application != _APPLICATION and (tables or version):
-        raise StorageError(f"{path} is a database of another program; name another file")
+    if application != APPLICATION and (tables or version):
+        raise foreign(path)
     if version > len(_MIGRATIONS):
         raise StorageError(
             f"{path} has format version {version}; this edgespec knows up to {len(_MIGRATIONS)}. "
             "Update edgespec, or name another profile"
         )
+    if not ("scope" in tables if version else not tables):
+        raise foreign(path)
     return version
+
+
+def _pragma(connection: sqlite3.Connection, name: str) -> int:
+    return int(connection.execute(f"PRAGMA {name}").fetchone()[0])
 
 
 def _statements(script: str) -> list[str]:

@@ -19,7 +19,8 @@ from edgespec.profile.corrections import DrafterKey
 from edgespec.profile.drafter import ProfileDrafter
 from edgespec.profile.entries import Entry
 from edgespec.profile.memory import Delta, Memory, Snapshot
-from edgespec.profile.schema import connect_read_only, is_damage, set_aside
+from edgespec.profile.ownership import is_damage
+from edgespec.profile.schema import connect_read_only, set_aside
 from edgespec.profile.store import MAX_TOKENS, Scope, Store
 from edgespec.profile.writer import Writer
 from edgespec_models.errors import StorageError
@@ -192,8 +193,9 @@ class RequestUse:
 def open_use(path: Path, scope: Scope, tokenizer: Tokenizer) -> ProfileUse:
     """Open a profile, making it if need be; without fail.
 
-    A damaged file is set aside and a new one begun; one that cannot be written is read; where nothing is to
-    be had the model learns until it is closed. :attr:`ProfileUse.problem` and the log say so.
+    A damaged file is set aside and a new one begun; one that cannot be written is read; what is not
+    edgespec's is left alone; where nothing is to be had the model learns until it is closed.
+    :attr:`ProfileUse.problem` and the log say so.
     """
     opened = _open(path)
     snapshot = Snapshot()

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from edgespec.profile.memory import Delta
-from edgespec.profile.schema import is_damage, set_aside
+from edgespec.profile.ownership import is_damage
+from edgespec.profile.schema import set_aside
 from edgespec.profile.store import Scope, Store
 from edgespec_models.errors import StorageError
 
@@ -26,7 +27,8 @@ class Writer:
     """Collects what happens and merges it into the store, in a thread of its own.
 
     A file that cannot be written is reported once, in :attr:`problem` and in the log of ``edgespec``, and
-    tried again every 30 seconds and at the end. A damaged one is set aside and begun anew.
+    tried again every 30 seconds and at the end. A damaged one is set aside and begun anew, unless nothing in
+    it says any more that it is edgespec's.
 
     Args:
         store: taken over, and closed by :meth:`close`.

@@ -4,7 +4,7 @@ EdgespecError
 ├── ModelFileError         a checkpoint is damaged, truncated or not what it says
 ├── UnsupportedModelError  the file is sound, but edgespec cannot run what it describes
 ├── BundleError            an exported bundle is incomplete, changed or of another version
-├── TokenizerError         a tokenizer cannot be read or does not fit its model
+├── TokenizerError         a tokenizer cannot be read, does not fit its model or fails over a text
 ├── CatalogueError         no such model in the catalogue, or an entry is malformed
 ├── DownloadError          no source could deliver a model file
 ├── StorageError           the disk is full, or a folder cannot be written
@@ -34,7 +34,7 @@ class BundleError(EdgespecError):
 
 
 class TokenizerError(EdgespecError):
-    """A tokenizer cannot be read or does not fit its model."""
+    """A tokenizer cannot be read, does not fit its model or fails over a text."""
 
 
 class CatalogueError(EdgespecError):

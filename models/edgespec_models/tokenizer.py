@@ -13,22 +13,19 @@ character, and only its bytes are the same to every tokenizer.
 import hashlib
 import json
 import re
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-
-from edgespec_models.errors import RequestError, TokenizerError
+from edgespec_models.encoder import Encoder
+from edgespec_models.errors import TokenizerError
 
 __all__ = ["SpecialTokens", "Tokenizer"]
 
 SPACE_SIGN = "\u2581"
 INVALID_BYTES = "\udc80-\udcff"
-AFFIX = re.compile(r'"(continuing_subword_prefix|end_of_word_suffix)"\s*:\s*"[^"]')
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -52,22 +49,19 @@ class Tokenizer:
     contribute no bytes. Build one with :meth:`from_file` or :meth:`from_json`.
     """
 
-    def __init__(self, core: tokenizers.Tokenizer, *, vocab_size: int | None = None) -> None:
-        core.no_truncation()
-        core.no_padding()
-        self._core = core
-        self._lock = threading.Lock()
-        self._byte_level = _is_byte_level(core)
-        added = core.get_added_tokens_decoder()
-        self._specials = {token.content: id_ for id_, token in added.items() if token.special}
-        unknown = _unknown_token(core)
-        self._unknown = core.model.token_to_id(unknown) if unknown else None
+    def __init__(self, encoder: Encoder, *, vocab_size: int | None = None) -> None:
+        self._encoder = encoder
+        self._byte_level = _is_byte_level(encoder)
+        added = encoder.added_tokens()
+        self._specials = {text: id_ for id_, (text, special) in added.items() if special}
+        unknown = encoder.unknown_token()
+        self._unknown = encoder.id_of(unknown, added=False) if unknown else None
         if unknown and self._unknown is None:
             raise TokenizerError(f"The tokenizer.json names an unknown token {unknown!r} that it lacks.")
         if unknown and self._unknown is not None:
             self._specials[unknown] = self._unknown
         self._special_ids = frozenset(self._specials.values())
-        ids = 1 + max(core.get_vocab(with_added_tokens=True).values(), default=-1)
+        ids = 1 + max(encoder.vocabulary(added=True).values(), default=-1)
         if ids == 0:
             raise TokenizerError("The tokenizer has no tokens. Export or download the model again.")
         if vocab_size is not None and ids > vocab_size:
@@ -96,7 +90,7 @@ class Tokenizer:
     @classmethod
     def from_json(cls, text: str, *, vocab_size: int | None = None) -> "Tokenizer":
         """Read the text of a ``tokenizer.json``; raises as :meth:`from_file` does."""
-        return cls(_parse(text), vocab_size=vocab_size)
+        return cls(Encoder(text), vocab_size=vocab_size)
 
     @property
     def vocab_size(self) -> int:
@@ -112,21 +106,21 @@ class Tokenizer:
         Characters that the vocabulary cannot spell become its unknown token or, where it has none, are
         dropped, as in the model's own tokenizer.
         Raises RequestError where ``text`` holds a lone surrogate, and TokenizerError where a special token
-        would have to be spelled out and the vocabulary lacks a byte of it.
+        would have to be spelled out and the vocabulary lacks a byte of it, or the tokenizers library fails.
         """
-        ids = self._encoding(self._core, text, special=special).ids
-        return list(ids) if special else list(self._without_specials(ids))
+        ids = self._encoder.ids(text, special=special)
+        return ids if special else list(self._without_specials(ids))
 
     def encode_bytes(self, data: bytes) -> list[int]:
         """Ids whose bytes are exactly ``data``: any bytes, also invalid or incomplete UTF-8.
 
         Valid stretches are encoded as text with nothing added, dropped or normalised; the rest becomes
         byte tokens. ``bytes_of(encode_bytes(data)) == data``, always. Raises TokenizerError where the
-        vocabulary lacks a byte that ``data`` needs.
+        vocabulary lacks a byte that ``data`` needs, or the tokenizers library fails.
         """
-        ids = self._encode_stretches(self._core, data)
+        ids = self._encode_stretches(self._encoder, data)
         if self.bytes_of(ids) != data:
-            ids = self._encode_stretches(self._exact_core, data)
+            ids = self._encode_stretches(self._exact_encoder, data)
         if self.bytes_of(ids) != data:
             ids = self._spell(data)
         return ids
@@ -165,8 +159,7 @@ class Tokenizer:
 
     def special_spans(self, text: str) -> list[tuple[int, int]]:
         """Where ``text`` holds the text of special tokens: (start, stop) in characters, in order."""
-        encoding = self._encoding(self._core, text, special=True)
-        found = zip(encoding.ids, encoding.offsets, strict=True)
+        found = self._encoder.spans(text)
         return [span for id_, span in found if id_ in self._special_ids and text[slice(*span)]]
 
     def id_of_bytes(self, data: bytes) -> int | None:
@@ -196,13 +189,11 @@ class Tokenizer:
     def _bytes(self) -> list[bytes]:
         spell = _byte_level_speller() if self._byte_level else _sentencepiece_bytes
         table = [b""] * self._vocab_size
-        for text, id_ in self._core.get_vocab(with_added_tokens=False).items():
+        for text, id_ in self._encoder.vocabulary(added=False).items():
             table[id_] = spell(text)
-        for id_, token in self._core.get_added_tokens_decoder().items():
-            text = token.content
-            if not token.special and not self._byte_level:
-                text = text.replace(SPACE_SIGN, " ")
-            table[id_] = text.encode("utf-8")
+        for id_, (text, special) in self._encoder.added_tokens().items():
+            spaced = text if special or self._byte_level else text.replace(SPACE_SIGN, " ")
+            table[id_] = spaced.encode("utf-8")
         return table
 
     @cached_property
@@ -210,7 +201,7 @@ class Tokenizer:
         """The ``<0xNN>`` tokens."""
         if self._byte_level:
             return frozenset()
-        ids = (self._core.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        ids = (self._encoder.id_of(f"<0x{byte:02X}>") for byte in range(256))
         return frozenset(id_ for id_ in ids if id_ is not None)
 
     @cached_property
@@ -231,21 +222,12 @@ class Tokenizer:
         return ids
 
     @cached_property
-    def _exact_core(self) -> tokenizers.Tokenizer:
+    def _exact_encoder(self) -> Encoder:
         """The encoder without what changes a text: prefix spaces and normalisation."""
-        spec = json.loads(self._core.to_str())
+        spec = self._encoder.spec()
         spec["normalizer"] = _space_sign_only(spec.get("normalizer"))
         _remove_prefix_space(spec.get("pre_tokenizer"))
-        return _parse(json.dumps(spec))
-
-    def _encoding(self, core: tokenizers.Tokenizer, text: str, *, special: bool) -> tokenizers.Encoding:
-        # The switch is a property of the shared encoder, so one text at a time.
-        with self._lock:
-            core.encode_special_tokens = not special
-            try:
-                return core.encode(text, add_special_tokens=False)
-            except (UnicodeEncodeError, TypeError) as error:
-                raise RequestError("The text to encode must be a str without lone surrogates.") from error
+        return Encoder(json.dumps(spec))
 
     def _without_specials(self, ids: list[int]) -> Iterator[int]:
         """Spell out special tokens that merges can reach: some vocabularies have such merges."""
@@ -255,11 +237,11 @@ class Tokenizer:
             else:
                 yield id_
 
-    def _encode_stretches(self, core: tokenizers.Tokenizer, data: bytes) -> list[int]:
+    def _encode_stretches(self, encoder: Encoder, data: bytes) -> list[int]:
         ids: list[int] = []
         for stretch in self._stretches(data):
             if isinstance(stretch, str):
-                ids += self._without_specials(self._encoding(core, stretch, special=False).ids)
+                ids += self._without_specials(encoder.ids(stretch, special=False))
             else:
                 ids += self._spell(stretch)
         return ids
@@ -292,25 +274,9 @@ class Tokenizer:
             raise TokenizerError(f"Token id {bad} is not in 0 .. {self._vocab_size - 1}.")
 
 
-def _parse(text: str) -> tokenizers.Tokenizer:
-    # Neither kind of vocabulary has affixes, and a merge shorter than its affix aborts the process.
-    affix = AFFIX.search(text)
-    if affix:
-        raise TokenizerError(f"The tokenizer.json has a {affix[1]}, which edgespec does not read.")
-    try:
-        return tokenizers.Tokenizer.from_str(text)
-    except BaseException as error:
-        # The library raises bare Exceptions and, where its code panics, not even that.
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            raise
-        raise TokenizerError(f"Not a readable tokenizer.json: {error}. Export it again.") from error
-
-
-def _is_byte_level(core: tokenizers.Tokenizer) -> bool:
+def _is_byte_level(encoder: Encoder) -> bool:
     """Tell byte-level BPE (true) from SentencePiece-style models (false); refuse anything else."""
-    model = type(core.model).__name__
-    decoder = core.decoder
-    steps = list(_steps(json.loads(decoder.__getstate__()), "decoders")) if decoder else []
+    model, steps = encoder.model, list(_steps(encoder.decoder(), "decoders"))
     kinds = [step["type"] for step in steps]
     if model == "BPE" and "ByteLevel" in kinds:
         return True
@@ -323,16 +289,6 @@ def _is_byte_level(core: tokenizers.Tokenizer) -> bool:
         "Readable are byte-level BPE (decoder ByteLevel) and SentencePiece-style BPE or Unigram with byte "
         "fallback (decoders Replace or Metaspace, and ByteFallback)."
     )
-
-
-def _unknown_token(core: tokenizers.Tokenizer) -> str | None:
-    if not isinstance(core.model, tokenizers.models.Unigram):
-        unknown: str | None = core.model.unk_token
-        return unknown
-    model = json.loads(core.to_str())[
-        "model"
-    ]  # the library shows a Unigram model's unknown token nowhere else
-    return None if model["unk_id"] is None else str(model["vocab"][model["unk_id"]][0])
 
 
 def _steps(part: Mapping[str, Any] | None, name: str) -> Iterator[dict[str, Any]]:

@@ -7,9 +7,8 @@ configuration name, and the well-known ones among the control tokens, as with GG
 from collections.abc import Iterator
 from pathlib import Path
 
-import tokenizers
-
-from edgespec_models.errors import ModelFileError
+from edgespec_models.encoder import Encoder
+from edgespec_models.errors import ModelFileError, TokenizerError
 from edgespec_models.facts import Facts
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
 
@@ -56,12 +55,13 @@ class TokenizerFiles:
 
         Raises:
             ModelFileError: ids are malformed or out of range.
+            TokenizerError: the tokenizers library fails.
         """
         bos = self._first("bos", tokenizer)
         eos = [*self._named("eos", tokenizer), *self._listed("eos")]
         eos += [id_ for text in END_OF_GENERATION if (id_ := tokenizer.special_id(text)) is not None]
         add_bos = bos is not None and self.config.boolean(
-            "add_bos_token", default=_starts_with(bos, tokenizer_json)
+            "add_bos_token", default=self._starts_with(bos, tokenizer_json)
         )
         return SpecialTokens(
             bos=bos, eos=tuple(dict.fromkeys(eos)), add_bos=add_bos, pad=self._first("pad", tokenizer)
@@ -106,8 +106,9 @@ class TokenizerFiles:
                     )
                 yield id_
 
-
-def _starts_with(bos: int, tokenizer_json: str) -> bool:
-    """Whether the tokenizer's own template puts ``bos`` before a text."""
-    encoding = tokenizers.Tokenizer.from_str(tokenizer_json).encode("a", add_special_tokens=True)
-    return encoding.ids[:1] == [bos]
+    def _starts_with(self, bos: int, tokenizer_json: str) -> bool:
+        """Whether the tokenizer's own template puts ``bos`` before a text."""
+        try:
+            return Encoder(tokenizer_json).framed("a")[:1] == [bos]
+        except TokenizerError as error:
+            raise TokenizerError(f"{self._folder}: {error}") from error

@@ -20,7 +20,15 @@ from edgespec_runtimes.graph_io import open_io
 from edgespec_runtimes.graph_session import GraphSession
 from edgespec_runtimes.ort import ort
 
-__all__ = ["CpuOptions", "CpuSession", "default_threads", "open_graph", "session_settings"]
+__all__ = [
+    "CpuOptions",
+    "CpuSession",
+    "check_threads",
+    "default_threads",
+    "most_threads",
+    "open_graph",
+    "session_settings",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +36,8 @@ class CpuOptions:
     """How a session uses the CPU.
 
     Attributes:
-        threads: threads of a pass; 0 takes the physical cores this process may use.
+        threads: threads of a pass, at most twice the logical cores; 0 takes the physical cores this
+            process may use.
         spinning: within a pass, idle threads wait busily for the next operator. Faster; turn it off where
             other programs need the cores.
         exact_rows: run a single token twice where that makes a row's bits independent of the number of rows:
@@ -52,11 +61,27 @@ class CpuOptions:
     huge_pages: bool = True
 
     def __post_init__(self) -> None:
-        if self.threads < 0 or self.prefill_chunk < 1:
-            raise RequestError(
-                f"threads={self.threads}, prefill_chunk={self.prefill_chunk}: threads must be 0 (automatic) "
-                "or more, prefill_chunk at least 1"
-            )
+        check_threads(self.threads)
+        if self.prefill_chunk < 1:
+            raise RequestError(f"prefill_chunk is {self.prefill_chunk}; it must be at least 1")
+
+
+def check_threads(threads: int) -> None:
+    """Refuse more threads than a machine bears: thousands that spin stop all else on it for minutes.
+
+    Raises:
+        RequestError: not in 0 .. :func:`most_threads`.
+    """
+    if not 0 <= threads <= most_threads():
+        raise RequestError(
+            f"threads is {threads}; it must be 0 (the physical cores) to {most_threads()}, twice the logical "
+            "cores of this machine"
+        )
+
+
+def most_threads() -> int:
+    """Twice the logical cores of this machine."""
+    return 2 * (os.cpu_count() or 1)
 
 
 def default_threads() -> int:

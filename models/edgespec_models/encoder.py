@@ -1,0 +1,143 @@
+"""The tokenizers library and what it raises: the only module that calls it.
+
+It raises bare exceptions. Where its Rust code panics, as over a regular expression that backtracks too long,
+a template that names no token, or a list that memory has no room for, it raises what is not even an
+``Exception``. All of that leaves this module as a :class:`TokenizerError`. Where an allocation within its
+Rust code fails, it aborts the process, and nothing can be done about that.
+"""
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import tokenizers
+
+from edgespec_models.errors import EdgespecError, RequestError, TokenizerError
+
+__all__ = ["Encoder"]
+
+AFFIX = re.compile(r'"(continuing_subword_prefix|end_of_word_suffix)"\s*:\s*"[^"]')
+_PANIC = "PanicException"  # pyo3's; its module cannot be imported
+_TEXT = "The tokenizers library cannot encode the text"
+_TRY = (
+    "Try a shorter text; if that fails too, the tokenizer.json is at fault: export or download the model "
+    "again, or use another"
+)
+_VOCABULARY = "The tokenizers library cannot show the vocabulary"
+_AGAIN = "Export or download the model again"
+
+
+class Encoder:
+    """A ``tokenizer.json`` in the library. Safe to share between threads.
+
+    Every method raises TokenizerError where the library fails.
+
+    Args:
+        text: of the ``tokenizer.json``.
+
+    Raises:
+        TokenizerError: it cannot be read.
+    """
+
+    def __init__(self, text: str) -> None:
+        # Neither kind of vocabulary has affixes, and a merge shorter than its affix aborts the process.
+        affix = AFFIX.search(text)
+        if affix:
+            raise TokenizerError(f"The tokenizer.json has a {affix[1]}, which edgespec does not read.")
+        self._lock = threading.Lock()
+        with _guarded("Not a readable tokenizer.json", "Export it again"):
+            self._core = tokenizers.Tokenizer.from_str(text)
+            self._core.no_truncation()
+            self._core.no_padding()
+
+    @property
+    def model(self) -> str:
+        """Kind of the model: ``BPE``, ``Unigram`` and others."""
+        with _guarded(_VOCABULARY, _AGAIN):
+            return type(self._core.model).__name__
+
+    def decoder(self) -> dict[str, Any] | None:
+        """The decoder as the file states it."""
+        with _guarded(_VOCABULARY, _AGAIN):
+            decoder = self._core.decoder
+            stated: dict[str, Any] | None = json.loads(decoder.__getstate__()) if decoder else None
+            return stated
+
+    def spec(self) -> dict[str, Any]:
+        """All that the file states."""
+        with _guarded(_VOCABULARY, _AGAIN):
+            stated: dict[str, Any] = json.loads(self._core.to_str())
+            return stated
+
+    def unknown_token(self) -> str | None:
+        """Text of the token for what the vocabulary lacks."""
+        if self.model != "Unigram":
+            with _guarded(_VOCABULARY, _AGAIN):
+                unknown: str | None = self._core.model.unk_token
+                return unknown
+        model = self.spec()["model"]  # the library shows it nowhere else
+        return None if model["unk_id"] is None else str(model["vocab"][model["unk_id"]][0])
+
+    def vocabulary(self, *, added: bool) -> dict[str, int]:
+        """Ids by text; with those of added tokens or without."""
+        with _guarded(_VOCABULARY, _AGAIN):
+            ids: dict[str, int] = self._core.get_vocab(with_added_tokens=added)
+            return ids
+
+    def added_tokens(self) -> dict[int, tuple[str, bool]]:
+        """By id: text, and whether it is special."""
+        with _guarded(_VOCABULARY, _AGAIN):
+            added = self._core.get_added_tokens_decoder()
+            return {id_: (token.content, token.special) for id_, token in added.items()}
+
+    def id_of(self, text: str, *, added: bool = True) -> int | None:
+        """The token with this text; of the model's own, or of added ones too."""
+        with _guarded(_VOCABULARY, _AGAIN):
+            found: int | None = (self._core if added else self._core.model).token_to_id(text)
+            return found
+
+    def ids(self, text: str, *, special: bool) -> list[int]:
+        """Encode; with ``special``, the text of a special token becomes that token.
+
+        Raises:
+            RequestError: ``text`` is no str, or holds a lone surrogate.
+        """
+        with _guarded(_TEXT, _TRY):
+            ids: list[int] = self._encoding(text, special=special).ids
+            return ids
+
+    def spans(self, text: str) -> list[tuple[int, tuple[int, int]]]:
+        """Ids of all tokens, special ones included, and where in ``text`` each begins and ends."""
+        with _guarded(_TEXT, _TRY):
+            encoding = self._encoding(text, special=True)
+            return list(zip(encoding.ids, encoding.offsets, strict=True))
+
+    def framed(self, text: str) -> list[int]:
+        """Encode as the file's own template frames a text, with BOS and the like."""
+        with _guarded("The tokenizers library cannot apply the tokenizer.json's own template", _AGAIN):
+            ids: list[int] = self._core.encode(text, add_special_tokens=True).ids
+            return ids
+
+    def _encoding(self, text: str, *, special: bool) -> tokenizers.Encoding:
+        # The switch is a property of the shared encoder, so one text at a time.
+        with self._lock:
+            self._core.encode_special_tokens = not special
+            try:
+                return self._core.encode(text, add_special_tokens=False)
+            except (UnicodeEncodeError, TypeError) as error:
+                raise RequestError("The text to encode must be a str without lone surrogates.") from error
+
+
+@contextmanager
+def _guarded(failure: str, remedy: str) -> Iterator[None]:
+    """Raise what the library raises as an error of edgespec's: ``failure``, why, and the remedy."""
+    try:
+        yield
+    except BaseException as error:
+        foreign = isinstance(error, Exception) or type(error).__name__ == _PANIC
+        if isinstance(error, EdgespecError) or not foreign:  # Ctrl-C, and exits
+            raise
+        raise TokenizerError(f"{failure}: {error or type(error).__name__}. {remedy}.") from error

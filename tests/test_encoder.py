@@ -1,0 +1,121 @@
+"""Where the tokenizers library fails, panics included, there is one error of edgespec's, and life goes on."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgespec
+from edgespec import LoadOptions
+from edgespec_models.encoder import Encoder
+from edgespec_models.errors import RequestError, TokenizerError
+from edgespec_models.facts import Facts
+from edgespec_models.tokenizer import Tokenizer
+from edgespec_models.tokenizer_files import TokenizerFiles
+from tests.tokenizers_for_tests import byte_level_json, sentencepiece_json
+from tests.toy import LLAMA, tiny_bundle
+
+BACKTRACKS = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+NO_CHUNK = {"type": "FixedLength", "length": 0}
+FATAL = "a" * 40 + "!"
+
+
+def _cut_by(cut: dict[str, Any], text: str) -> str:
+    """``text``, a ``tokenizer.json``, with one more pre-tokenizer."""
+    spec = json.loads(text)
+    cuts = [cut] + ([spec["pre_tokenizer"]] if spec["pre_tokenizer"] else [])
+    return json.dumps({**spec, "pre_tokenizer": {"type": "Sequence", "pretokenizers": cuts}})
+
+
+@pytest.mark.parametrize("cut", [BACKTRACKS, NO_CHUNK], ids=["backtracks", "no chunk"])
+def test_a_panic_is_a_tokenizer_error_whatever_is_asked(cut: dict[str, Any]) -> None:
+    tokenizer = Tokenizer.from_json(_cut_by(cut, byte_level_json()))
+    says = r"cannot encode the text: (Onig: .*retry-limit|chunk size must).*Try a shorter text; .* download"
+    for ask in (
+        lambda: tokenizer.encode(FATAL),
+        lambda: tokenizer.encode(FATAL, special=True),
+        lambda: tokenizer.encode_bytes(FATAL.encode()),
+        lambda: tokenizer.special_spans(FATAL),
+    ):
+        with pytest.raises(TokenizerError, match=says):
+            ask()
+
+
+def test_after_a_panic_other_texts_are_encoded() -> None:
+    tokenizer = Tokenizer.from_json(_cut_by(BACKTRACKS, byte_level_json()))
+    with pytest.raises(TokenizerError):
+        tokenizer.encode(FATAL)
+    assert tokenizer.encode("the quick") == Tokenizer.from_json(byte_level_json()).encode("the quick")
+    assert tokenizer.special_spans("x<|im_end|>") == [(1, 11)]
+
+
+def test_a_template_of_no_token_is_a_tokenizer_error(tmp_path: Path) -> None:
+    spec = json.loads(byte_level_json())
+    template = [{"SpecialToken": {"id": "absent", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    spec["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": template,
+        "pair": template,
+        "special_tokens": {},
+    }
+    text = json.dumps(spec)
+    files = TokenizerFiles(tmp_path, Facts({"bos_token_id": 1}, "config.json"), 404)
+    with pytest.raises(TokenizerError, match="template: no entry found") as caught:
+        files.special_tokens(Tokenizer.from_json(text), text)
+    assert str(tmp_path) in str(caught.value)
+
+
+class _Raising:
+    """Stands in for the library's encoder."""
+
+    encode_special_tokens = False
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> object:
+        raise self._error
+
+    get_vocab = get_added_tokens_decoder = to_str = token_to_id = encode  # whatever is called
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), GeneratorExit()])
+def test_ctrl_c_and_exits_are_no_failures_of_the_library(error: BaseException) -> None:
+    encoder = Encoder(byte_level_json())
+    encoder._core = _Raising(error)  # type: ignore[assignment]
+    with pytest.raises(type(error)) as caught:
+        encoder.ids("text", special=False)
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("error", [Exception("some failure"), MemoryError()])
+def test_what_else_the_library_raises_is_a_tokenizer_error(error: Exception) -> None:
+    encoder = Encoder(byte_level_json())
+    encoder._core = _Raising(error)  # type: ignore[assignment]
+    with pytest.raises(TokenizerError, match=rf"cannot encode the text: {error or 'MemoryError'}\."):
+        encoder.ids("text", special=False)
+
+
+def test_a_text_that_is_none_is_still_the_requests_fault() -> None:
+    with pytest.raises(RequestError, match="surrogate"):
+        Encoder(byte_level_json()).ids(3, special=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("whose", ["target", "drafter"])
+def test_a_prompt_that_panics_is_an_error_and_the_next_is_answered(tmp_path: Path, whose: str) -> None:
+    texts = {"target": byte_level_json(), "drafter": sentencepiece_json()}
+    texts[whose] = _cut_by(BACKTRACKS, texts[whose])
+    target, drafter = (
+        tiny_bundle(
+            tmp_path / name,
+            replace(LLAMA, vocab_size=Tokenizer.from_json(text).vocab_size),
+            tokenizer_json=text,
+        ).path
+        for name, text in texts.items()
+    )
+    with edgespec.load(target, drafter, options=LoadOptions(threads=1)) as model:
+        with pytest.raises(TokenizerError, match="cannot encode the text"):
+            model.generate(FATAL, max_new_tokens=4)
+        assert model.generate("the quick", max_new_tokens=4, stop_at_eos=False).tokens
