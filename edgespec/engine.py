@@ -50,8 +50,8 @@ class LoadOptions:
             between requests, in a thread of its own; 0 trains nothing. It needs a profile.
         huge_pages: weights are copied into huge pages at load (Linux): passes are a tenth faster. Without,
             models open at once, and processes share their weights.
-        instructions: one of :data:`edgespec_runtimes.kernels.INSTRUCTIONS` for edgespec's kernels; empty takes
-            the best that the processor has. All give the same bits.
+        instructions: what edgespec's kernels use, of :data:`edgespec_runtimes.kernels.INSTRUCTIONS`; empty
+            takes the best that the processor has. All give the same bits.
     """
 
     threads: int = 0

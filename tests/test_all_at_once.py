@@ -26,7 +26,8 @@ from edgespec.sampling import SamplingParams
 from edgespec.verification import make_verifier
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve
-from tests.toy import LLAMA, ToySession, markov_law, tiny_bundle
+from tests.native_for_tests import tiny_native
+from tests.toy import LLAMA, ToySession, markov_law
 from tools.streams import AtOnce
 
 VOCAB = 12
@@ -127,8 +128,8 @@ def test_samples_keep_their_law_while_everything_learns_from_them() -> None:
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("models")
-    target = tiny_bundle(folder / "target", LLAMA)
-    return target.path, tiny_bundle(folder / "drafter", LLAMA, role="drafter").path
+    target = tiny_native(folder / "target", LLAMA)
+    return target.path, tiny_native(folder / "drafter", LLAMA, "Q8_0", role="drafter").path
 
 
 @pytest.fixture

@@ -168,10 +168,10 @@ def _tiles(
     for kind, raw, n_bytes in _rows(checkpoint, matrix, keep):
         pending.append((n_bytes, pool.submit(encode, kind, raw)))
         if len(pending) >= _IN_FLIGHT:
-            n_bytes, future = pending.popleft()
-            yield future.result(), n_bytes
-    for n_bytes, future in pending:
-        yield future.result(), n_bytes
+            read, future = pending.popleft()
+            yield future.result(), read
+    for read, future in pending:
+        yield future.result(), read
 
 
 def _rows(

@@ -96,7 +96,7 @@ class StoredWeights:
         return self._shape(matrix)[1]
 
     def rows(self, matrix: str, start: int, stop: int) -> _F32:
-        """Rows ``start`` to ``stop`` of a matrix, float32 ``(rows, in_features)``; ``start`` begins a tile."""
+        """Rows from ``start``, where a tile begins, to ``stop``: float32 ``(rows, in_features)``."""
         form, rows, columns = self._shape(matrix)
         stop = min(stop, rows)
         assert start % LANES == 0

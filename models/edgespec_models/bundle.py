@@ -48,7 +48,7 @@ __all__ = [
 
 MANIFEST, GRAPH, TOKENIZER = "edgespec.json", "model.onnx", "tokenizer.json"
 TEMPLATE, REPORT, HEAD_TOKENS = "chat_template.jinja", "report.json", "head_tokens.npy"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 2
 
 Role = Literal["target", "drafter"]
 KVType = Literal["float32", "int8"]

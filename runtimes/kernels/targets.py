@@ -56,9 +56,13 @@ class Target:
 
     @property
     def link(self) -> tuple[str, ...]:
-        """The flags that make a library of object files; on macOS it would keep the path it was made at."""
-        named = ("-install_name", f"@rpath/{self.library}") if self.suffix == ".dylib" else ()
-        return ("-shared", "-s", *named)
+        """The flags that make a library of object files.
+
+        Linux would let another library's ``operator new`` take the place of the one linked in, whose
+        exceptions are of another kind; macOS would keep the path that the library was made at.
+        """
+        bound = {".so": ("-Wl,-Bsymbolic",), ".dylib": ("-install_name", f"@rpath/{self.library}")}
+        return ("-shared", "-s", *bound.get(self.suffix, ()))
 
     def processors(self, sources: Sequence[str]) -> dict[str, str]:
         """``sources`` and the sets, each with the processor it is compiled for in zig's words."""

@@ -22,7 +22,7 @@ import onnx_ir as ir
 
 from edgespec_models.config import ModelConfig
 from edgespec_models.graphs.names import module_path
-from edgespec_models.tiles import FORMATS, tile_bytes
+from edgespec_models.tiles import tile_bytes
 
 __all__ = ["DOMAIN", "Matrix", "NativePlan", "build_native"]
 
