@@ -1,6 +1,5 @@
 """Bundles over edgespec's own operators, with random weights: what users get by default."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,11 +11,9 @@ from gguf.quants import dequantize
 from edgespec_export.gguf import BLOCK_LAYOUT, GGMLType
 from edgespec_export.tiles import pack
 from edgespec_models.config import ModelConfig
-from edgespec_models.graphs.decoder import build_decoder, rotary_rows
-from edgespec_models.graphs.names import module_path
 from edgespec_models.graphs.native import Matrix, NativePlan, build_native
 from tests.gguf_for_tests import random_raw
-from tests.toy import FLOAT, LLAMA, TinyModel, fill_others, tiny_plan, write_bundle
+from tests.toy import LLAMA, TinyModel, fill_others, write_bundle
 
 F32 = npt.NDArray[np.float32]
 
@@ -54,23 +51,6 @@ def tiny_native(
     facts = {"role": role, "weights": "exact", "formats": {kind: 1}, "choices": True, "operators": "edgespec"}
     write_bundle(folder, model, config, head_tokens, tokenizer_json, facts)
     return TinyModel(folder, config, weights)
-
-
-def float_twin(folder: Path, model: TinyModel) -> TinyModel:
-    """A portable drafter in floating point, of the weights that ``model``'s stand for: nothing is rounded."""
-    kept = model.bundle.head_tokens
-    head_tokens = None if kept is None else tuple(kept.tolist())
-    plan = replace(tiny_plan(model.config, FLOAT, head_tokens=head_tokens), tunable=True)
-    arrays: dict[str, npt.NDArray[Any]] = {"embedding.weight": model.weights["embed"]} | model.weights
-    for name, spec in plan.linears.items():
-        ends = np.cumsum([part.out_features for part in spec.parts])
-        for index, rows in enumerate(np.split(model.weights[name], ends[:-1])):
-            arrays[f"{module_path(name)}.parts.{index}.weight"] = rows
-    graph, nothing = build_decoder(model.config, plan), np.random.default_rng(0)
-    fill_others(graph, model.config, nothing, arrays, {}, positions=rotary_rows(model.config))
-    facts = {"role": "drafter", "weights": "portable", "formats": {"float32": 1}}
-    write_bundle(folder, graph, model.config, head_tokens, None, facts)
-    return replace(model, path=folder)
 
 
 def native_plan(

@@ -27,7 +27,7 @@ from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.session import Session
 from tests.native_for_tests import tiny_native
 from tests.tokenizers_for_tests import CORPUS, byte_level_json, sentencepiece_json
-from tests.toy import GEMMA, LLAMA, RandomDrafter, ToySession, markov_law
+from tests.toy import COLUMNS, GEMMA, LLAMA, RandomDrafter, ToySession, markov_law, tiny_bundle
 
 FREE = CostCurve({1: 1.0, 32: 1.0001})
 QUICK = CostCurve({1: 1e-7})
@@ -349,11 +349,13 @@ def test_a_prompt_of_one_token_is_enough() -> None:
     assert got == _plain(_target(False), [5], 9)
 
 
+@pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("config", [LLAMA, GEMMA], ids=lambda config: config.architecture)
-def test_real_graphs_keep_the_promise(tmp_path: Path, config: ModelConfig) -> None:
+def test_real_graphs_keep_the_promise(tmp_path: Path, config: ModelConfig, portable: bool) -> None:
     """Target and drafter on ONNX Runtime, int4, the drafter of another vocabulary and of the same."""
     options = CpuOptions(threads=1)
-    model = tiny_native(tmp_path / "target", config, "Q4_1")
+    folder = tmp_path / "target"
+    model = tiny_bundle(folder, config, COLUMNS) if portable else tiny_native(folder, config, "Q4_1")
     target = CpuSession(model.bundle, options)
     assert target.row_exact
     prompt = [5, 7, 9]

@@ -105,7 +105,7 @@ def test_embeddings_are_exact(name: str) -> None:
     source = source_of(name)
     assert isinstance(source, Blocks)
     form = WeightFormat(4 if source.bits == 4 else 8, source.block)
-    spec = EmbeddingSpec("embed", form, offsets=source.minimums is not None)
+    spec = EmbeddingSpec(form, offsets=source.minimums is not None)
     got = decode_embedding(encode_embedding(source, spec), spec)
     # A 4-bit offset stands for 8 scales less the minimum, so it is rounded once, in float32.
     np.testing.assert_allclose(got, source.values(), rtol=1e-6, atol=1e-7)
@@ -113,7 +113,7 @@ def test_embeddings_are_exact(name: str) -> None:
 
 def test_float_embeddings_stay_as_they_are() -> None:
     matrix = np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)
-    encoded = encode_embedding(matrix, EmbeddingSpec("embed", FLOAT))
+    encoded = encode_embedding(matrix, EmbeddingSpec(FLOAT))
     np.testing.assert_array_equal(encoded.arrays["weight"], matrix)
 
 

@@ -23,7 +23,8 @@ pytestmark = pytest.mark.models
 
 TOKENIZERS = Path(__file__).parent / "golden" / "tokenizers.json"
 MIN_TOP1 = 0.93
-MAX_KL: dict[Role, float] = {"target": 0.01, "drafter": 0.02}
+MAX_KL = 0.01
+"""Edgespec's kernels compute the same bits on every processor: .965 to .977, and .0006 to .0041."""
 PROMPTS = (
     "The capital of France is",
     "def fibonacci(n):\n    ",
@@ -44,8 +45,8 @@ def test_an_export_computes_what_its_source_computes(name: str) -> None:
     assert bundle.manifest.provenance["sha256"] == entry.sha256
     stored = bundle.report()["parity"]
     assert stored["top1_agreement"] >= MIN_TOP1
-    assert stored["kl"] <= MAX_KL[ROLES[name]]
-    assert bundle.report()["row_exact"] or ROLES[name] == "drafter"
+    assert stored["kl"] <= MAX_KL
+    assert bundle.report()["row_exact"]
     golden = find_golden(entry.sha256)
     assert golden is not None
     session = CpuSession(bundle)
@@ -54,8 +55,8 @@ def test_an_export_computes_what_its_source_computes(name: str) -> None:
     finally:
         session.close()
     assert now.positions == stored["positions"] > 100
-    assert now.top1_agreement == pytest.approx(stored["top1_agreement"], abs=0.01)
-    assert now.kl == pytest.approx(stored["kl"], abs=1e-3)
+    assert now.top1_agreement == stored["top1_agreement"]
+    assert now.kl == pytest.approx(stored["kl"], rel=1e-6)
 
 
 def test_a_bundle_keeps_the_tokenizer() -> None:

@@ -15,6 +15,7 @@ from edgespec_models.onnx_header import read_header
 from edgespec_models.weight_format import WeightFormat
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from tests.foreign_for_tests import ForeignSpec, write_genai, write_optimum
+from tests.native_for_tests import tiny_native
 from tests.toy import F32, FLOAT, GEMMA, INT4, LLAMA, TinyModel, tiny_bundle
 
 OPTIONS = CpuOptions(threads=1, exact_rows=False)
@@ -55,12 +56,15 @@ def _assert_same_bits(got: list[F32], expected: list[F32]) -> None:
         np.testing.assert_array_equal(left, right)
 
 
-@pytest.mark.parametrize("form", [FLOAT, INT4], ids=lambda form: form.name)
+@pytest.mark.parametrize("form", ["Q8_0", "Q4_0", INT4], ids=str)
 @pytest.mark.parametrize("config", [LLAMA, GEMMA], ids=lambda config: config.architecture)
 def test_a_tuned_session_gives_the_bits_of_a_bundle_with_these_gains(
-    tmp_path: Path, config: ModelConfig, form: WeightFormat
+    tmp_path: Path, config: ModelConfig, form: WeightFormat | str
 ) -> None:
-    model = tiny_bundle(tmp_path / "m", config, form, role="drafter")
+    if isinstance(form, str):
+        model = tiny_native(tmp_path / "m", config, form, role="drafter")
+    else:
+        model = tiny_bundle(tmp_path / "m", config, form, role="drafter")
     gains = _other(model)
     session = CpuSession(model.bundle, OPTIONS)
     assert session.tunable == gains.keys()
@@ -76,7 +80,7 @@ def test_a_tuned_session_gives_the_bits_of_a_bundle_with_these_gains(
 
 
 def test_the_stored_gains_give_the_stored_bits(tmp_path: Path) -> None:
-    model = tiny_bundle(tmp_path / "m", GEMMA, INT4, role="drafter")
+    model = tiny_native(tmp_path / "m", GEMMA, role="drafter")
     session = CpuSession(model.bundle, OPTIONS)
     before = _passes(session)
     session.tune(_other(model))
@@ -91,7 +95,7 @@ def test_the_stored_gains_give_the_stored_bits(tmp_path: Path) -> None:
 
 
 def test_tuning_empties_the_cache_and_keeps_its_room(tmp_path: Path) -> None:
-    model = tiny_bundle(tmp_path / "m", role="drafter")
+    model = tiny_native(tmp_path / "m", role="drafter")
     session = CpuSession(model.bundle, OPTIONS)
     session.reserve(300)
     session.prefill(TOKENS)
@@ -104,7 +108,7 @@ def test_tuning_empties_the_cache_and_keeps_its_room(tmp_path: Path) -> None:
 
 
 def test_gains_are_copied(tmp_path: Path) -> None:
-    model = tiny_bundle(tmp_path / "m", role="drafter")
+    model = tiny_native(tmp_path / "m", role="drafter")
     session, gains = CpuSession(model.bundle, OPTIONS), _other(model)
     session.tune(gains)
     before = _passes(session)
@@ -115,7 +119,7 @@ def test_gains_are_copied(tmp_path: Path) -> None:
 
 
 def test_gains_stay_where_the_cache_grows_and_columns_change(tmp_path: Path) -> None:
-    model = tiny_bundle(tmp_path / "m", role="drafter")
+    model = tiny_native(tmp_path / "m", role="drafter")
     gains = _other(model)
     session = CpuSession(model.bundle, OPTIONS)
     session.tune(gains)
@@ -128,7 +132,7 @@ def test_gains_stay_where_the_cache_grows_and_columns_change(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["rope_cos", "lm_head.parts.0.weight", "input_ids", "nonsense"])
 def test_unknown_weights_are_refused_and_change_nothing(tmp_path: Path, name: str) -> None:
-    model = tiny_bundle(tmp_path / "m", role="drafter")
+    model = tiny_native(tmp_path / "m", role="drafter")
     session = CpuSession(model.bundle, OPTIONS)
     before = _passes(session)
     session.prefill(TOKENS)
@@ -143,7 +147,7 @@ def test_unknown_weights_are_refused_and_change_nothing(tmp_path: Path, name: st
 def test_gains_of_another_shape_are_refused_and_change_nothing(
     tmp_path: Path, shape: tuple[int, ...]
 ) -> None:
-    model = tiny_bundle(tmp_path / "m", role="drafter")
+    model = tiny_native(tmp_path / "m", role="drafter")
     session = CpuSession(model.bundle, OPTIONS)
     before = _passes(session)
     with pytest.raises(RequestError, match=r"final_norm\.weight"):
@@ -153,18 +157,20 @@ def test_gains_of_another_shape_are_refused_and_change_nothing(
 
 
 def test_a_closed_session_is_not_tuned(tmp_path: Path) -> None:
-    session = CpuSession(tiny_bundle(tmp_path / "m", role="drafter").bundle, OPTIONS)
+    session = CpuSession(tiny_native(tmp_path / "m", role="drafter").bundle, OPTIONS)
     session.close()
     with pytest.raises(RequestError, match="closed"):
         session.tune({})
 
 
-@pytest.mark.parametrize("what", ["target", "float16", "genai", "optimum"])
+@pytest.mark.parametrize("what", ["native", "target", "float16", "genai", "optimum"])
 def test_other_graphs_have_nothing_to_tune(tmp_path: Path, what: str) -> None:
     if what == "genai":
         bundle = open_bundle(write_genai(tmp_path / "m", ForeignSpec()))
     elif what == "optimum":
         bundle = open_bundle(write_optimum(tmp_path / "m", ForeignSpec(attention="concat")))
+    elif what == "native":
+        bundle = tiny_native(tmp_path / "m").bundle
     else:
         half = Precision("float16", "float16") if what == "float16" else Precision("float32", "float32")
         role = "target" if what == "target" else "drafter"
@@ -182,7 +188,7 @@ def test_other_graphs_have_nothing_to_tune(tmp_path: Path, what: str) -> None:
 def test_onnx_runtime_warns_nobody_of_gains_that_are_inputs(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    session = CpuSession(tiny_bundle(tmp_path / "m", role="drafter").bundle, OPTIONS)
+    session = CpuSession(tiny_native(tmp_path / "m", role="drafter").bundle, OPTIONS)
     session.tune({})
     _passes(session)
     session.close()

@@ -301,7 +301,7 @@ def tiny_plan(
         linears[f"layers.{i}.gate_up"] = linear(hidden, both)
         linears[f"layers.{i}.down"] = linear(config.intermediate_size, LinearPart(("down",), hidden, form))
     embedding_form = WeightFormat(form.bits, 32)
-    embedding = EmbeddingSpec("embed", embedding_form, offsets=form.bits == 4)
+    embedding = EmbeddingSpec(embedding_form, offsets=form.bits == 4)
     return DecoderPlan(embedding, linears, head_tokens=head_tokens, precision=precision)
 
 

@@ -24,7 +24,7 @@ from targets import CHECK, TARGETS, Target, native_target
 
 __all__ = ["KernelError", "check_targets"]
 
-SANITIZE = ("-std=c++20", "-O2", "-g", "-w", "-ffp-contract=off", "-fno-math-errno")
+SANITIZE = ("-std=c++20", "-O1", "-g", "-w", "-Wno-psabi", "-ffp-contract=off", "-fno-math-errno")
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 SETS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {

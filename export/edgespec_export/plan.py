@@ -129,6 +129,6 @@ def _embedding(checkpoint: Checkpoint, *, quantized: bool) -> EmbeddingSpec:
     row = unpack(*checkpoint.read("embed", 0, 1))
     if not isinstance(row, Blocks):
         fits = quantized and row.shape[1] % _INT8.block == 0
-        return EmbeddingSpec("embed", _INT8 if fits else WeightFormat(32))
+        return EmbeddingSpec(_INT8 if fits else WeightFormat(32))
     form = WeightFormat(4 if row.bits == 4 else 8, row.block)
-    return EmbeddingSpec("embed", form, offsets=row.minimums is not None)
+    return EmbeddingSpec(form, offsets=row.minimums is not None)

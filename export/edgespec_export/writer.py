@@ -110,7 +110,7 @@ def allocate(parameters: dict[str, ir.Value], folder: Path) -> tuple[dict[str, i
 
 def _matrices(plan: DecoderPlan) -> Iterator[_Matrix]:
     table = plan.embedding
-    yield _Matrix("embedding", (table.source,), lambda source: encode_embedding(source, table))
+    yield _Matrix("embedding", ("embed",), lambda source: encode_embedding(source, table))
     for name, spec in plan.linears.items():
         keep = None
         if name == "lm_head" and plan.head_tokens is not None:

@@ -1,4 +1,4 @@
-"""Matrices as edgespec's kernels read them: the blocks of a GGUF file in tiles (``runtimes/kernels/layout.h``).
+"""Matrices as the kernels read them: the blocks of a GGUF file in tiles (``runtimes/kernels/layout.h``).
 
 A tile is 16 rows of a matrix by 32 or 256 inputs, the block of its format; tiles follow each other along the
 inputs, then down the rows. The last rows of a matrix are filled up with zeros.

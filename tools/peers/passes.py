@@ -57,7 +57,9 @@ def peer(folder: Path, options: list[str], gguf: Path, threads: int) -> Times:
 
 
 def _run(command: list[str]) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    """What a program prints; ik_llama.cpp prints its table where others print their log."""
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
 
 
 def ours(bundle: Path, instructions: str, threads: int) -> Times:

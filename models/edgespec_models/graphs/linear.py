@@ -76,7 +76,6 @@ class EmbeddingSpec:
     takes 0 in some versions of ONNX Runtime (issue microsoft/onnxruntime#31692).
     """
 
-    source: str
     format: WeightFormat
     offsets: bool = False
     zero_points: bool = False
