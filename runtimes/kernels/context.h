@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <charconv>
 #include <memory>
 #include <mutex>
@@ -165,12 +166,24 @@ class Pass {
   }
 
   // run(i) for i below `count`, on the session's threads. Waking them costs about as much as a little work.
+  // Memory may run out on any of them, and no exception may leave ONNX Runtime's threads.
   template <class Run>
   void spread(int64_t count, const Run& run) const {
     if (count == 1) return run(0);
-    auto* data = const_cast<void*>(static_cast<const void*>(&run));
-    const auto each = [](void* it, size_t i) { (*static_cast<const Run*>(it))(static_cast<int64_t>(i)); };
-    if (count > 1) check(api_.parallel_for(context_, each, static_cast<size_t>(count), 0, data));
+    struct Shared {
+      const Run& run;
+      std::atomic<bool> failed = false;
+    } shared{run};
+    const auto each = [](void* data, size_t i) {
+      auto* all = static_cast<Shared*>(data);
+      try {
+        all->run(static_cast<int64_t>(i));
+      } catch (...) {
+        all->failed = true;
+      }
+    };
+    if (count > 1) check(api_.parallel_for(context_, each, static_cast<size_t>(count), 0, &shared));
+    if (shared.failed) throw std::bad_alloc();
   }
 
  private:

@@ -11,7 +11,8 @@ Trimmed drafters with tied embeddings also have ``context_tokens`` int64 (m): m 
 The gains of normalizations, such as ``layers.3.attn_norm.weight``, are inputs with a default in drafters'
 graphs: a session may run with others (:mod:`edgespec.learning`).
 
-A row's bits depend neither on the other rows of a pass nor on the processor.
+A row's bits depend neither on the other rows of a pass nor on the processor; but for the columns of
+``context_tokens``, whose product is ONNX Runtime's.
 """
 
 from collections.abc import Mapping, Sequence
