@@ -1,0 +1,108 @@
+// Attention of one query head. Part of generic.inl.
+
+// Products of M queries with the keys of T tiles of 16.
+template <int M, int T>
+inline void key_products(const HeadAttention& h, const float* queries, int64_t tile, float* scores,
+                         int64_t stride) {
+  const float* keys = h.keys + tile * kLanes * h.head_dim;
+  for (int lane = 0; lane < kLanes; lane += kWidth) {
+    F sums[M][T] = {};
+    for (int64_t d = 0; d < h.head_dim; d++)
+#pragma GCC unroll 16
+      for (int t = 0; t < T; t++) {
+        const F k = load(keys + (t * h.head_dim + d) * kLanes + lane);
+#pragma GCC unroll 16
+        for (int r = 0; r < M; r++) sums[r][t] = fma(splat(queries[r * h.head_dim + d]), k, sums[r][t]);
+      }
+    for (int r = 0; r < M; r++)
+      for (int t = 0; t < T; t++) store(scores + r * stride + (tile + t) * kLanes + lane, sums[r][t]);
+  }
+}
+
+// y += probabilities times the values of channels `d` to `d + D * kWidth`.
+template <int M, int D>
+inline void value_sums(const HeadAttention& h, const float* scores, int64_t stride, int64_t first,
+                       int64_t last, int64_t d, float* y) {
+  F sums[M][D] = {};
+  for (int64_t k = first; k < last; k++)
+#pragma GCC unroll 16
+    for (int c = 0; c < D; c++) {
+      const F v = load(h.values + k * h.head_dim + d + c * kWidth);
+#pragma GCC unroll 16
+      for (int r = 0; r < M; r++) sums[r][c] = fma(splat(scores[r * stride + k]), v, sums[r][c]);
+    }
+  for (int r = 0; r < M; r++)
+    for (int c = 0; c < D; c++) store(y + r * h.stride + d + c * kWidth, sums[r][c]);
+}
+
+// Scores of one row, keys `first` to `end`, to probabilities; `limit` is where the row's keys end.
+inline void soften(float* scores, int64_t begin_tile, int64_t end_tile, int64_t first, int64_t limit) {
+  const float lowest = -__builtin_inff();
+  for (int64_t k = begin_tile * kLanes; k < first; k++) scores[k] = lowest;
+  for (int64_t k = limit; k < end_tile * kLanes; k++) scores[k] = lowest;
+  float largest = lowest;
+  for (int64_t k = first; k < limit; k++) largest = scores[k] > largest ? scores[k] : largest;
+  F totals[kHalves] = {};
+  for (int64_t k = begin_tile * kLanes; k < end_tile * kLanes; k += kLanes)
+    for (int h = 0; h < kHalves; h++) {
+      const F p = exponential(load(scores + k + h * kWidth) - largest);
+      totals[h] = totals[h] + p;
+      store(scores + k + h * kWidth, p);
+    }
+  float lanes[kLanes];
+  for (int h = 0; h < kHalves; h++) store(lanes + h * kWidth, totals[h]);
+  const float factor = 1.0f / add_lanes(lanes);
+  for (int64_t k = begin_tile * kLanes; k < end_tile * kLanes; k++) scores[k] = scores[k] * factor;
+}
+
+template <int M>
+void attend_rows(const HeadAttention& h, int64_t row) {
+  constexpr int kTiles = M == 1 ? 8 : M == 2 ? 4 : M <= 4 ? 2 : 1;
+  constexpr int kChannels = kTiles;
+  const int64_t end = h.past + row + M;
+  const int64_t first = h.window > 0 && end - M + 1 > h.window ? end - M + 1 - h.window : 0;
+  const int64_t begin_tile = first / kLanes, end_tile = (end + kLanes - 1) / kLanes;
+  const int64_t stride = (end_tile + 8) * kLanes;
+  const float* queries = h.queries + row * h.head_dim;
+  float* y = h.y + row * h.stride;
+  int64_t tile = begin_tile;
+  for (; tile + kTiles <= end_tile; tile += kTiles)
+    key_products<M, kTiles>(h, queries, tile, h.scratch, stride);
+  for (; tile < end_tile; tile++) key_products<M, 1>(h, queries, tile, h.scratch, stride);
+  for (int r = 0; r < M; r++) {
+    const int64_t limit = end - M + 1 + r;
+    const int64_t start = h.window > 0 && limit > h.window ? limit - h.window : 0;
+    soften(h.scratch + r * stride, begin_tile, end_tile, start, limit);
+  }
+  int64_t d = 0;
+  for (; d + kChannels * kWidth <= h.head_dim; d += kChannels * kWidth)
+    value_sums<M, kChannels>(h, h.scratch, stride, first, end, d, y);
+  for (; d + kWidth <= h.head_dim; d += kWidth) value_sums<M, 1>(h, h.scratch, stride, first, end, d, y);
+  for (; d < h.head_dim; d++)
+    for (int r = 0; r < M; r++) {
+      float sum = 0.0f;
+      for (int64_t k = first; k < end; k++)
+        sum = __builtin_fmaf(h.scratch[r * stride + k], h.values[k * h.head_dim + d], sum);
+      y[r * h.stride + d] = sum;
+    }
+}
+
+void attend(const HeadAttention& h) {
+  for (int64_t row = 0; row < h.rows;) {
+    const int64_t left = h.rows - row;
+    if (left >= 8) {
+      attend_rows<8>(h, row);
+      row += 8;
+    } else if (left >= 4) {
+      attend_rows<4>(h, row);
+      row += 4;
+    } else if (left >= 2) {
+      attend_rows<2>(h, row);
+      row += 2;
+    } else {
+      attend_rows<1>(h, row);
+      row += 1;
+    }
+  }
+}
+
