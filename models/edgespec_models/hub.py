@@ -9,30 +9,53 @@ on no network is needed.
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 from urllib.parse import quote
 
 from edgespec_models.catalog import HubFile
-from edgespec_models.download_hub import fetch_hub
-from edgespec_models.download_job import Job, alone, digest_of, file_errors, length, require_space
+from edgespec_models.download_hub import fetch_hub, read_hub
+from edgespec_models.download_job import (
+    Job,
+    alone,
+    digest_of,
+    file_errors,
+    length,
+    put_in_place,
+    require_space,
+)
 from edgespec_models.errors import DownloadError, ModelFileError, RequestError
 from edgespec_models.facts import Facts
-from edgespec_models.hub_listing import CONFIG, INDEX, SINGLE, Listing, RemoteFile, read_listing
 from edgespec_models.paths import home
-from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
+from edgespec_models.progress import ProgressCallback, ignore_progress
 
 __all__ = ["PREFIX", "HubReference", "pull_hub", "pulled_hub"]
 
 PREFIX = "hf:"
 """What names of models on the hub begin with."""
 
+_CONFIG, _SINGLE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_TEXTS = (
+    *(
+        _CONFIG,
+        _INDEX,
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+    ),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
+)
+"""Files besides the weights that are fetched where they are there."""
+
+_COMMIT = re.compile("[0-9a-f]{40,64}")
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
+_PATH = re.compile(rf"(?:{_PART}/)*{_PART}")  # leads nowhere but down
 _REVISION = r"[A-Za-z0-9][A-Za-z0-9._/-]*"
 _REFERENCE = re.compile(
-    rf"{PREFIX}(?P<repository>{_PART}/{_PART})(?:/(?P<filename>(?:{_PART}/)*{_PART}\.gguf))?"
+    rf"{PREFIX}(?P<repository>{_PART}/{_PART})(?:/(?P<filename>{_PATH.pattern}\.gguf))?"
     rf"(?:@(?P<revision>{_REVISION}))?"
 )
 
@@ -103,16 +126,15 @@ def pull_hub(
     check: Callable[[Path], object] | None = None,
     progress: ProgressCallback = ignore_progress,
     notify: Callable[[str], None] = lambda message: None,
-    cancelled: Callable[[], bool] = lambda: False,
 ) -> Path:
     """Ask the hub for the newest files of that revision; fetch those that are not here, check those that are.
 
     Args:
         reference: what to pull.
         check: called with the directory when all but the weights is there; what it raises ends the pull.
-        progress: receives bytes done of the weights, first downloading, then checking.
+        progress: receives bytes done of the weights, first downloading, then checking. What it raises
+            stops the pull, which keeps what has arrived.
         notify: receives what a user should know.
-        cancelled: asked several times a second; true stops the pull, keeping what has arrived.
 
     Returns:
         The directory, or the GGUF file.
@@ -121,20 +143,69 @@ def pull_hub(
         DownloadError: the hub cannot be reached and the model is not here, or it has no such model; the
             disk is too full, or the folder cannot be written.
         ModelFileError: the repository holds no checkpoint in safetensors.
-        Cancelled: ``cancelled`` said so.
     """
-    job = Job(RemoteFile(str(reference), "pull", 0), reference.folder, progress, notify, cancelled)
-    with file_errors(job):
+    job = Job(str(reference), reference.folder / "pull", 0, "", progress, notify)
+    with file_errors(reference.folder):
         reference.record.parent.mkdir(parents=True, exist_ok=True)
         try:
-            listing = read_listing(reference.repository, reference.revision, job.check_cancelled)
+            listing = _read_listing(reference, job)
         except DownloadError as error:
             raise _unreachable(reference, error) from error
         with alone(job):
-            files = list(_fetch_all(job, reference, listing, check))
-            record = {"commit": listing.commit, "sizes": {file.filename: file.size_bytes for file in files}}
+            sizes = {name: listing.files[name].size_bytes for name in _fetch_all(reference, listing, check)}
+            record = {"commit": listing.commit, "sizes": sizes}
             reference.record.write_text(json.dumps(record, indent=1), encoding="utf-8")
     return reference.place(listing.commit)
+
+
+@dataclass(frozen=True, slots=True)
+class _Listing:
+    """A repository at one commit: its files by name; ``where`` says which it is in messages."""
+
+    where: str
+    commit: str
+    files: Mapping[str, Job]
+
+    @property
+    def hint(self) -> str:
+        """What else of the repository may help, to end a message with."""
+        gguf = sorted(name for name in self.files if name.endswith(".gguf"))
+        if gguf:
+            return f". It has GGUF files: name one, such as {gguf[0]}, behind the repository"
+        return ". Look for another repository of the same model"
+
+    def require(self, *names: str) -> tuple[str, ...]:
+        """The names again. Raises ModelFileError where there is no such file."""
+        for name in names:
+            if name not in self.files:
+                raise ModelFileError(f"{self.where} has no {name}{self.hint}")
+        return names
+
+
+def _read_listing(reference: HubReference, job: Job) -> _Listing:
+    repository, revision = reference.repository, reference.revision
+    where = f"{repository} (revision {revision})"
+    asked = f"/api/models/{repository}/revision/{quote(revision, safe='')}?blobs=true"
+    body = read_hub(asked, repository, where)
+    try:
+        answer = json.loads(body)
+        commit = answer["sha"]
+        if not _COMMIT.fullmatch(commit):
+            raise ValueError(f"sha is {commit!r}")
+        snapshot, files = reference.folder / "snapshots" / commit, {}
+        for entry in answer["siblings"]:
+            large = entry.get("lfs") or {}
+            name, size = entry["rfilename"], large.get("size", entry.get("size"))
+            digest = large.get("sha256") or entry.get("blobId")
+            if isinstance(size, int) and digest and _PATH.fullmatch(name):
+                path, digest = snapshot / name, str(digest)
+                files[name] = replace(job, name=repository, path=path, size_bytes=size, digest=digest)
+        return _Listing(where, commit, files)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DownloadError(
+            f"the Hugging Face hub's listing of {where} cannot be read ({error!r}); look whether HF_ENDPOINT "
+            "is a hub"
+        ) from error
 
 
 def _unreachable(reference: HubReference, error: DownloadError) -> DownloadError:
@@ -148,63 +219,56 @@ def _unreachable(reference: HubReference, error: DownloadError) -> DownloadError
 
 
 def _fetch_all(
-    job: Job[RemoteFile], reference: HubReference, listing: Listing, check: Callable[[Path], object] | None
-) -> Iterator[RemoteFile]:
-    """Fetch what is missing; yields every file of the model."""
-    job = replace(job, folder=reference.folder / "snapshots" / listing.commit)
-    job.folder.mkdir(parents=True, exist_ok=True)
+    reference: HubReference, listing: _Listing, check: Callable[[Path], object] | None
+) -> Sequence[str]:
+    """Fetch what is missing; return the names of all files of the model."""
+    snapshot = reference.folder / "snapshots" / listing.commit
+    snapshot.mkdir(parents=True, exist_ok=True)
+    texts: list[str] = []
     if reference.filename is not None:
-        weights = [listing.file(reference.filename)]
+        weights = listing.require(reference.filename)
     else:
-        for file in listing.texts:
-            _fetch(replace(job, progress=ignore_progress), file, listing)
-            yield file
+        listing.require(_CONFIG)
+        texts = [name for name in _TEXTS if name in listing.files]
+        for name in texts:
+            _fetch(reference, listing, name, ignore_progress)
         if check is not None:
-            check(job.folder)
-        weights = _weights(job.folder, listing)
-    absent = [file for file in weights if length(job.folder / file.filename) != file.size_bytes]
-    begun = sum(length(replace(job, entry=file).unfinished("hub")) for file in absent)
-    require_space(job.folder, sum(file.size_bytes for file in absent) - begun, str(reference))
-    done, total = 0, sum(file.size_bytes for file in weights)
-    for file in weights:
-        _fetch(replace(job, progress=_within(job.progress, done, total)), file, listing)
-        done += file.size_bytes
-    yield from weights
+            check(snapshot)
+        weights = _weights(snapshot, listing)
+    jobs = [listing.files[name] for name in weights]
+    absent = [job for job in jobs if length(job.path) != job.size_bytes]
+    missing = sum(job.size_bytes - length(job.unfinished("hub")) for job in absent)
+    require_space(snapshot, missing, str(reference))
+    done, total = 0, sum(job.size_bytes for job in jobs)
+    for name, job in zip(weights, jobs, strict=True):
+        _fetch(reference, listing, name, _within(job.progress, done, total))
+        done += job.size_bytes
+    return [*texts, *weights]
 
 
-def _weights(folder: Path, listing: Listing) -> list[RemoteFile]:
+def _weights(folder: Path, listing: _Listing) -> tuple[str, ...]:
     """``model.safetensors``, or the shards that the index names."""
-    if listing.has(SINGLE):
-        return [listing.file(SINGLE)]
-    if not listing.has(INDEX):
+    if _SINGLE in listing.files:
+        return (_SINGLE,)
+    if _INDEX not in listing.files:
         raise ModelFileError(
-            f"{listing.where} has neither {SINGLE} nor {INDEX}; edgespec exports {CONFIG} with safetensors"
+            f"{listing.where} has neither {_SINGLE} nor {_INDEX}; edgespec exports {_CONFIG} with safetensors"
             f"{listing.hint}"
         )
-    weight_map = Facts.read(folder / INDEX).section("weight_map")
-    return [listing.file(name) for name in sorted({weight_map.text(key) for key in weight_map.keys})]
+    weight_map = Facts.read(folder / _INDEX).section("weight_map")
+    return listing.require(*sorted({weight_map.text(key) for key in weight_map.keys}))
 
 
-def _fetch(job: Job[RemoteFile], file: RemoteFile, listing: Listing) -> None:
+def _fetch(reference: HubReference, listing: _Listing, name: str, progress: ProgressCallback) -> None:
     """Put one file in place, unless it is there with the right digest."""
-    job, path = replace(job, entry=file), job.folder / file.filename
-    if path.is_file() and length(path) == file.size_bytes and file.is_right(path, digest_of(job, path)):
+    job = replace(listing.files[name], progress=progress)
+    if job.path.is_file() and length(job.path) == job.size_bytes and digest_of(job, job.path) == job.digest:
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    gathered = fetch_hub(job, HubFile(listing.repository, file.filename, listing.commit))
-    if not file.is_right(gathered, digest_of(job, gathered)):
-        gathered.unlink()
-        raise DownloadError(
-            f"{file.filename} of {listing.where} arrived damaged: its digest is not the one the hub "
-            "announces. It was deleted; pull again"
-        )
-    gathered.replace(path)
+    job.path.parent.mkdir(parents=True, exist_ok=True)
+    gathered = fetch_hub(job, HubFile(reference.repository, name, listing.commit))
+    put_in_place(job, gathered, f"{name} of {listing.where}")
 
 
 def _within(progress: ProgressCallback, done: int, total: int) -> ProgressCallback:
     """Bytes of one file as bytes of all."""
-
-    def report(one: Progress) -> None:
-        progress(replace(one, done=done + one.done, total=total))
-
-    return report
+    return lambda one: progress(replace(one, done=done + one.done, total=total))
