@@ -77,7 +77,7 @@ def test_another_type_is_refused(tmp_path: Path) -> None:
 
 def test_it_is_of_portable_bundles(tmp_path: Path) -> None:
     source = tiny_gguf("llama", layers=1).write(tmp_path / "m.gguf")
-    with pytest.raises(RequestError, match=r"whose KV cache is float32; leave out weights, or kv='int8'"):
+    with pytest.raises(RequestError, match=r"whose KV cache is float16; leave out weights, or kv='int8'"):
         export_model(source, tmp_path / "out", options=ExportOptions(weights="exact", kv="int8"))
     export_model(source, tmp_path / "out", options=ExportOptions(kv="int8"))
     manifest = Bundle(tmp_path / "out").manifest
