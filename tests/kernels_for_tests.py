@@ -24,6 +24,7 @@ EPSILON = 1e-5
 SHARE = 16  # inputs that share a scale of activations: kShare in layout.h
 _KINDS = {np.dtype(np.float32): TensorProto.FLOAT, np.dtype(np.int64): TensorProto.INT64}
 _KINDS |= {np.dtype(np.uint8): TensorProto.UINT8, np.dtype(np.float64): TensorProto.DOUBLE}
+_KINDS |= {np.dtype(np.float16): TensorProto.FLOAT16}
 
 
 @lru_cache
@@ -104,9 +105,10 @@ def same_bits(wanted: npt.NDArray[Any], got: npt.NDArray[Any], what: str = "") -
     """Fail unless both are the same to the bit; any NaN is like any other."""
     assert wanted.shape == got.shape, what
     assert wanted.dtype == got.dtype, what
-    if wanted.dtype == np.float32:
+    if wanted.dtype.kind == "f":
         nans = np.isnan(wanted) & np.isnan(got)
-        wanted, got = (np.where(nans, np.float32(0), each).view(np.uint32) for each in (wanted, got))
+        bits = f"u{wanted.itemsize}"
+        wanted, got = (np.where(nans, wanted.dtype.type(0), each).view(bits) for each in (wanted, got))
     np.testing.assert_array_equal(wanted, got, what)
 
 

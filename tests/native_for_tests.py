@@ -48,7 +48,8 @@ def tiny_native(
         cut = config.query_width + config.kv_width
         bias = weights.pop(f"{prefix}.bias")  # under the names of standard graphs
         weights |= {f"{prefix}.parts.0.bias": bias[:cut], f"{prefix}.parts.1.bias": bias[cut:]}
-    facts = {"role": role, "weights": "exact", "formats": {kind: 1}, "choices": True, "operators": "edgespec"}
+    facts = {"role": role, "weights": "exact", "formats": {kind: 1}, "choices": True}
+    facts |= {"kv": "float16", "operators": "edgespec"}
     write_bundle(folder, model, config, head_tokens, tokenizer_json, facts)
     return TinyModel(folder, config, weights)
 

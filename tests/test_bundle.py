@@ -153,6 +153,15 @@ def test_a_wrong_manifest_is_one_clear_error(folder: Path, name: str) -> None:
         Bundle(folder)
 
 
+def test_the_bundle_format_of_before_says_how_to_export_again(folder: Path) -> None:
+    """Native graphs had caches in float32, which the kernels no longer read."""
+    edit_manifest(folder, lambda m: m.update(format_version=2))
+    with pytest.raises(
+        BundleError, match=f"not of bundle format 3.*edgespec export SOURCE -o {folder} --over"
+    ):
+        Bundle(folder)
+
+
 def test_graphs_of_an_earlier_version_are_to_be_exported_again(folder: Path) -> None:
     shapes = {"verify": [1, 4], "prefill": 64, "buckets": [512], "activations": "float32", "masked": -1.0}
     edit_manifest(folder, lambda m: m.update(static={"device": "cuda", **shapes}))

@@ -293,7 +293,7 @@ def test_export_with_quantization_options(tmp_path: Path) -> None:
     assert "4/k-quant/mixed=none" in shown and "int8" in shown.partition("KV cache")[2]
     for arguments, says in (
         (("--weights", "exact", "--bits", "8"), "exclude each other"),
-        (("--weights", "exact", "--kv", "int8"), "KV cache is float32"),
+        (("--weights", "exact", "--kv", "int8"), "KV cache is float16"),
     ):
         refused = run("export", source, "-o", str(tmp_path / "no"), *arguments)
         assert refused.exit_code == 1 and says in " ".join(refused.stderr.split())

@@ -234,8 +234,9 @@ def test_reserving_keeps_what_the_cache_holds(tmp_path: Path, form: WeightFormat
     session.reserve(capacity + 1)
     assert capacity < session.capacity <= GEMMA.context_length
     assert session.kv_bytes > size
-    rows = session.capacity + 16 * (not isinstance(form, str))  # a token that runs twice needs one more
-    assert session.kv_bytes == GEMMA.kv_bytes_per_token * rows
+    native = isinstance(form, str)
+    rows = session.capacity + 16 * (not native)  # a token that runs twice needs one more
+    assert session.kv_bytes == GEMMA.kv_bytes_per_token * rows // (2 if native else 1)
     assert session.length == 30
     np.testing.assert_array_equal(session.forward(TOKENS[30:]), expected[30:])
 

@@ -23,6 +23,10 @@ def zeros(*shape: int) -> npt.NDArray[np.float32]:
     return np.zeros(shape, np.float32)
 
 
+def halves(*shape: int) -> npt.NDArray[np.float16]:
+    return np.zeros(shape, np.float16)
+
+
 def refuse(words: str, model: bytes, feeds: Arrays | None = None) -> None:
     """A session over ``model``, or its pass over ``feeds``, must fail in these words."""
     with pytest.raises(Exception, match=f"edgespec: .*(?:{words})"):
@@ -186,13 +190,13 @@ def attention(feeds: Arrays, **attributes: Any) -> bytes:
     known: dict[str, Any] = {"heads": 2, "kv_heads": 1, "head_dim": 16, "window": 0, "interleaved": 0}
     known |= {"scale": 0.25, "epsilon": 1e-5}
     names = [name if name in feeds else "" for name in ATTENTION]
-    outputs = dict.fromkeys(("y", "key", "value"), TensorProto.FLOAT)
+    outputs = {"y": TensorProto.FLOAT, "key": TensorProto.FLOAT16, "value": TensorProto.FLOAT16}
     return graph("Attention", names, outputs, feeds, {}, known | attributes)
 
 
 def pass_over(rows: int = 2, past: int = 5, capacity: int = 32) -> Arrays:
-    feeds: Arrays = {"packed": zeros(1, rows, 64), "past_key": zeros(1, 1, capacity, 16)}
-    feeds |= {"past_value": zeros(1, 1, capacity, 16), "past_length": np.array([past], np.int64)}
+    feeds: Arrays = {"packed": zeros(1, rows, 64), "past_key": halves(1, 1, capacity, 16)}
+    feeds |= {"past_value": halves(1, 1, capacity, 16), "past_length": np.array([past], np.int64)}
     return feeds
 
 
@@ -231,14 +235,17 @@ TABLE = zeros(40, 8)
         ({"past_length": np.array([2**63 - 1], np.int64)}, "more tokens than its KV cache"),
         ({"past_length": np.array([-(2**63)], np.int64)}, "more tokens than its KV cache"),
         ({"packed": zeros(1, 28, 64)}, "more tokens than its KV cache"),
-        ({"past_key": zeros(1, 1, 0, 16), "past_value": zeros(1, 1, 0, 16)}, "more tokens than its KV cache"),
-        ({"past_key": zeros(1, 1, 24, 16), "past_value": zeros(1, 1, 24, 16)}, "no multiple of 16"),
-        ({"past_key": zeros(1, 1, 48, 16)}, "caches of different length"),
-        ({"past_value": zeros(1, 1, 16, 16)}, "caches of different length"),
-        ({"past_key": zeros(1, 2, 32, 16)}, "a KV cache is not"),
-        ({"past_key": zeros(2, 1, 32, 16)}, "a KV cache is not"),
-        ({"past_value": zeros(1, 1, 32, 8)}, "a KV cache is not"),
-        ({"past_value": zeros(1, 32, 16)}, "a KV cache is not"),
+        (
+            {"past_key": halves(1, 1, 0, 16), "past_value": halves(1, 1, 0, 16)},
+            "more tokens than its KV cache",
+        ),
+        ({"past_key": halves(1, 1, 24, 16), "past_value": halves(1, 1, 24, 16)}, "no multiple of 16"),
+        ({"past_key": halves(1, 1, 48, 16)}, "caches of different length"),
+        ({"past_value": halves(1, 1, 16, 16)}, "caches of different length"),
+        ({"past_key": halves(1, 2, 32, 16)}, "a KV cache is not"),
+        ({"past_key": halves(2, 1, 32, 16)}, "a KV cache is not"),
+        ({"past_value": halves(1, 1, 32, 8)}, "a KV cache is not"),
+        ({"past_value": halves(1, 32, 16)}, "a KV cache is not"),
         ({"cos": TABLE}, "rotary tables are not"),
         ({"sin": TABLE}, "rotary tables are not"),
         ({"cos": TABLE, "sin": zeros(40, 7)}, "rotary tables are not"),
@@ -254,6 +261,13 @@ TABLE = zeros(40, 8)
 def test_passes_through_attention(feeds: Arrays, words: str) -> None:
     fed = pass_over() | feeds
     refuse(words, attention(fed), fed)
+
+
+@pytest.mark.parametrize("name", ["past_key", "past_value"])
+def test_a_cache_of_another_type(name: str) -> None:
+    """As graphs had it that were exported before."""
+    with pytest.raises(Exception, match=r"(?i)type"):
+        session(attention(pass_over() | {name: zeros(1, 1, 32, 16)}))
 
 
 @settings(max_examples=100, deadline=None)

@@ -75,13 +75,16 @@ def test_another_type_is_refused(tmp_path: Path) -> None:
         export(tmp_path, "llama", "int4")
 
 
-def test_it_is_of_portable_bundles(tmp_path: Path) -> None:
+def test_a_choice_is_of_portable_bundles(tmp_path: Path) -> None:
     source = tiny_gguf("llama", layers=1).write(tmp_path / "m.gguf")
-    with pytest.raises(RequestError, match=r"whose KV cache is float32; leave out weights, or kv='int8'"):
+    with pytest.raises(RequestError, match=r"whose KV cache is float16; leave out weights, or kv='int8'"):
         export_model(source, tmp_path / "out", options=ExportOptions(weights="exact", kv="int8"))
-    export_model(source, tmp_path / "out", options=ExportOptions(kv="int8"))
-    manifest = Bundle(tmp_path / "out").manifest
-    assert (manifest.weights, manifest.operators) == ("portable", "standard")
+    kinds = {None: ("float16", "edgespec"), "float32": ("float32", "standard"), "int8": ("int8", "standard")}
+    for kv, found in kinds.items():
+        options = ExportOptions(kv=kv, overwrite=True)  # type: ignore[arg-type]
+        export_model(source, tmp_path / "out", options=options)
+        manifest = Bundle(tmp_path / "out").manifest
+        assert (manifest.kv, manifest.operators) == found
 
 
 @pytest.mark.parametrize("config", [LLAMA, GEMMA], ids=lambda config: config.architecture)

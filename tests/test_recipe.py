@@ -30,10 +30,10 @@ from edgespec_models.static_graphs import ExportDevice
 from tests.gguf_for_tests import FORMATS, tiny_gguf
 
 WRITTEN: dict[tuple[Role, ExportDevice | None, int], str] = {
-    ("target", None, 4): "d47bab8703053254",
-    ("target", "cuda", 4): "728ffb5e04141fdb",
-    ("drafter", None, 4): "ede0b0baa92269ea",
-    ("drafter", "cuda", 4): "728ffb5e04141fdb",
+    ("target", None, 5): "34b480fba2bd7bcc",
+    ("target", "cuda", 4): "31edab1fca99d259",
+    ("drafter", None, 5): "6c1d821a8faa78bf",
+    ("drafter", "cuda", 4): "31edab1fca99d259",
 }
 """Of each recipe, the beginning of a digest of tiny models."""
 HALF = Precision("float16", "float16")
@@ -144,8 +144,8 @@ def test_a_cached_model_needs_no_exporter_and_others_say_what_is_missing(cache: 
 
 
 def described(graph: ir.Graph) -> Iterator[Any]:
-    """A decoder's operators and weights."""
-    yield [value.name for value in graph.inputs]
+    """A decoder's inputs, operators and weights."""
+    yield [(value.name, str(value.dtype)) for value in graph.inputs]
     for node in graph:
         if node.op_type != "Constant":
             attributes = {name: str(attribute.value) for name, attribute in sorted(node.attributes.items())}

@@ -39,7 +39,7 @@ def export(
         Literal["exact", "portable"] | None,
         typer.Option(
             help="exact keeps the file's blocks, for edgespec's kernels on CPUs; portable takes the nearest "
-            "that ONNX Runtime's operators have. Default: exact, but portable with --kv int8."
+            "that ONNX Runtime's operators have. Default: exact, but portable with --kv."
         ),
     ] = None,
     trim_vocab: Annotated[
@@ -81,9 +81,12 @@ def export(
         ),
     ] = None,
     kv: Annotated[
-        Literal["float32", "int8"],
-        typer.Option(help="What the KV cache holds; int8 takes a quarter of the memory and rounds."),
-    ] = "float32",
+        Literal["float32", "int8"] | None,
+        typer.Option(
+            help="What the KV cache of a portable bundle holds; int8 takes a quarter of the memory and "
+            "rounds. Default: float32; with other weights than portable and for devices it is settled."
+        ),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="The model's name. Default: the source's.")] = None,
     via: Annotated[
         Literal["edgespec", "optimum"],
@@ -156,7 +159,7 @@ def export(
     if via == "optimum":
         words: dict[str, object] = {"--weights": weights, "--trim-vocab": trim_vocab, "--name": name}
         words |= {"--bits": quantization, "--calibration": calibration, "--calibrate-with": calibrate_with}
-        words |= {"--kv": kv == "int8", "--role": role == "drafter"}
+        words |= {"--kv": kv, "--role": role == "drafter"}
         words |= {"--device": device != "cpu", "--buckets": buckets, "--chip": chip}
         _refuse_with_optimum([word for word, value in words.items() if value])
         _via_optimum(source, out, program=optimum_cli, overwrite=overwrite, as_json=as_json)

@@ -53,9 +53,11 @@ class ExportOptions:
         role: ``target`` or ``drafter``.
         weights: one of :data:`edgespec_export.recipe.WEIGHTS`: ``exact`` keeps the file's blocks, for
             edgespec's own kernels; ``portable`` is a graph of standard operators. None is ``exact`` where
-            those kernels run: on CPUs, with a KV cache in float32.
+            those kernels run: on CPUs, with no other KV cache asked for than theirs.
         quantization: how to round every matrix, instead.
-        kv: what the KV cache holds; ``int8`` takes a quarter of the memory and is calibrated at export.
+        kv: what the KV cache of a portable bundle holds; ``int8`` takes a quarter of the memory of
+            ``float32`` and is calibrated at export. None is ``float32``, and what else edgespec's kernels and
+            devices have: float16, or formats of an NPU.
         name: the model's name; None takes the source's.
         overwrite: replace a bundle that is there already.
         trim: which rows a drafter's LM head keeps, and the texts that settle it.
@@ -70,7 +72,7 @@ class ExportOptions:
     role: Role = "target"
     weights: str | None = None
     quantization: Quantization | None = None
-    kv: KVType = "float32"
+    kv: KVType | None = None
     name: str | None = None
     overwrite: bool = False
     trim: TrimOptions = field(default_factory=TrimOptions)
@@ -81,7 +83,7 @@ class ExportOptions:
     @property
     def native(self) -> bool:
         """Whether the graph consists of edgespec's own operators."""
-        return self.weights in (None, "exact") and self.device is None and self.kv == "float32"
+        return self.weights in (None, "exact") and self.device is None and self.kv is None
 
 
 def export_model(
@@ -206,6 +208,7 @@ def _manifest(
 ) -> Manifest:
     """But for what is settled beside the graph: rows of the LM head, layers whose cache is not quantized."""
     floats = written.activations
+    native = written.operators == "edgespec"
     return Manifest(
         name=options.name or checkpoint.model_name,
         role=options.role,
@@ -217,7 +220,7 @@ def _manifest(
         special_tokens=checkpoint.special_tokens(),
         provenance={"source": source[0], "sha256": source[1], "edgespec": version("edgespec")},
         files={file.name: FileRecord.of(file) for file in sorted(folder.iterdir())},
-        kv="int8" if options.kv == "int8" else floats,
+        kv=options.kv or ("float16" if native else floats),
         activations=floats,
         device="cuda" if options.device == "cuda" else None,
         choices=written.choices,
@@ -308,7 +311,7 @@ def _check_request(source: Path, out: Path, options: ExportOptions) -> None:
             f"trim size {options.trim.size} with role=target: a target must be able to write every token; "
             "only drafters are trimmed (role=drafter)"
         )
-    if options.kv not in get_args(KVType):
+    if options.kv not in (None, *get_args(KVType)):
         raise RequestError(f"kv={options.kv!r} is not known; allowed: {', '.join(get_args(KVType))}")
     _check_weights(options)
     _check_device(options)
@@ -323,10 +326,10 @@ def _check_weights(options: ExportOptions) -> None:
             f"weights={options.weights!r} and quantization {options.quantization.name!r} exclude each other; "
             "give a policy, or bits and method"
         )
-    if options.weights == "exact" and options.kv == "int8":
+    if options.weights == "exact" and options.kv is not None:
         raise RequestError(
-            "weights='exact' is of graphs for edgespec's kernels, whose KV cache is float32; leave out "
-            "weights, or kv='int8'"
+            "weights='exact' is of graphs for edgespec's kernels, whose KV cache is float16; leave out "
+            f"weights, or kv={options.kv!r}"
         )
 
 
@@ -347,7 +350,7 @@ def _check_device(options: ExportOptions) -> None:
     settled = {
         "weights": options.weights,
         "quantization": options.quantization,
-        "kv": options.kv != "float32",
+        "kv": options.kv,
         "trim": options.trim.size not in (None, "full"),
     }
     given = ", ".join(name for name, value in settled.items() if value)
@@ -375,7 +378,7 @@ def _check_cuda(options: ExportOptions) -> None:
         raise RequestError(
             "weights='exact' is of graphs for edgespec's kernels, which run on CPUs; leave out weights"
         )
-    if options.kv != "float32":
+    if options.kv is not None:
         raise RequestError(f"device=cuda has a float16 KV cache; leave out kv={options.kv!r}")
     size = options.trim.size
     if size == "auto":

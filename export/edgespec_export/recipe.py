@@ -11,8 +11,8 @@ __all__ = ["RECIPES", "WEIGHTS"]
 
 RECIPES: Final[Mapping[tuple[Role, ExportDevice | None], int]] = MappingProxyType(
     {
-        ("target", None): 4,
-        ("drafter", None): 4,
+        ("target", None): 5,
+        ("drafter", None): 5,
         ("target", "cuda"): 4,
         ("drafter", "cuda"): 4,
         ("target", "npu-qnn"): 2,

@@ -48,12 +48,14 @@ __all__ = [
 
 MANIFEST, GRAPH, TOKENIZER = "edgespec.json", "model.onnx", "tokenizer.json"
 TEMPLATE, REPORT, HEAD_TOKENS = "chat_template.jinja", "report.json", "head_tokens.npy"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 Role = Literal["target", "drafter"]
 KVType = Literal["float32", "int8"]
+"""What the cache of a portable bundle for CPUs may hold."""
 CacheType = Literal["float32", "float16", "int8", "uint8"]
-"""What caches hold; float16 is of graphs for GPUs and foreign ones, uint8 of quantized activations."""
+"""What caches hold; float16 is of edgespec's kernels, graphs for GPUs and foreign ones, uint8 of quantized
+activations."""
 Operators = Literal["edgespec", "standard"]
 _GRAPHS = "model"  # graphs and weights begin so
 _NOT_MULTIPLIED = ("embedding", "other")

@@ -8,16 +8,17 @@
 
 namespace edgespec {
 
-// Keys lie in tiles of 16 tokens, channel by channel, so that a lane is a token; values lie row by row.
+// The cache is float16: attention is bound by the bytes it reads, and sums are float32 all the same. Keys lie
+// in tiles of 16 tokens, channel by channel, so that a lane is a token; values lie row by row.
 class Attention {
  public:
   static constexpr const char* kName = "Attention";
-  static constexpr std::array kInputs = {ort::kFloat, ort::kFloat, ort::kFloat, ort::kInt64,
-                                         ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat};
+  static constexpr std::array kInputs = {ort::kFloat, ort::kFloat16, ort::kFloat16, ort::kInt64,
+                                         ort::kFloat, ort::kFloat,   ort::kFloat,   ort::kFloat};
   static constexpr std::array kCharacteristics = {ort::kRequired, ort::kRequired, ort::kRequired,
                                                   ort::kRequired, ort::kOptional, ort::kOptional,
                                                   ort::kOptional, ort::kOptional};
-  static constexpr std::array kOutputs = {ort::kFloat, ort::kFloat, ort::kFloat};
+  static constexpr std::array kOutputs = {ort::kFloat, ort::kFloat16, ort::kFloat16};
   enum Input : size_t { kPacked, kPastKey, kPastValue, kPastLength, kCos, kSin, kQueryGain, kKeyGain };
 
   Attention(const Info& info, const Host& host)
@@ -71,26 +72,27 @@ class Attention {
     const float* packed;
     int64_t rows, width, past, capacity, rotated;  // rotated: channels of a head
     const float *cos, *sin, *query_gain, *key_gain;
-    float *keys, *values, *y;
+    Half *keys, *values;
+    float* y;
   };
 
   // The cache, in place where the pass binds one buffer for what was and what is.
   void cache(const Pass& pass, State& s) const {
-    float* const* const present[] = {&s.keys, &s.values};
+    Half** const present[] = {&s.keys, &s.values};
     for (size_t i = 0; i < 2; i++) {
       const Tensor past = pass.input(kPastKey + i);
-      const bool shaped = past.type == ort::kFloat && past.shape.size() == 4 && past.shape[0] == 1 &&
+      const bool shaped = past.type == ort::kFloat16 && past.shape.size() == 4 && past.shape[0] == 1 &&
                           past.shape[1] == kv_heads_ && past.shape[3] == head_dim_;
-      require(shaped, "a KV cache is not float32 (1, heads, capacity, head width)");
+      require(shaped, "a KV cache is not float16 (1, heads, capacity, head width)");
       require(i == 0 || past.shape[2] == s.capacity, "keys and values have caches of different length");
       s.capacity = past.shape[2];
       require(s.capacity % kLanes == 0, "a KV cache's capacity is no multiple of 16");
       require(s.past >= 0 && s.past <= s.capacity && s.rows <= s.capacity - s.past,
               "a pass has more tokens than its KV cache has room for");
-      float* now = pass.output<float>(1 + i, past.shape);
+      Half* now = pass.output<Half>(1 + i, past.shape);
       if (now != past.data && past.size() > 0)
-        std::memcpy(now, past.data, sizeof(float) * static_cast<size_t>(past.size()));
-      *const_cast<float**>(present[i]) = now;
+        std::memcpy(now, past.data, sizeof(Half) * static_cast<size_t>(past.size()));
+      *present[i] = now;
     }
   }
 
@@ -126,16 +128,16 @@ class Attention {
 
   void append(const State& s, int64_t head) const {
     const Buffer<float> key(head_dim_);
-    float* keys = s.keys + head * s.capacity * head_dim_;
-    float* values = s.values + head * s.capacity * head_dim_;
+    Half* keys = s.keys + head * s.capacity * head_dim_;
+    Half* values = s.values + head * s.capacity * head_dim_;
     for (int64_t row = 0; row < s.rows; row++) {
       const float* x = s.packed + row * s.width + (heads_ + head) * head_dim_;
       prepare(s, x, s.key_gain, row, 1.0f, key.get());
       const int64_t at = s.past + row;
-      float* lane = keys + at / kLanes * kLanes * head_dim_ + at % kLanes;
-      for (int64_t d = 0; d < head_dim_; d++) lane[d * kLanes] = key.get()[d];
+      Half* lane = keys + at / kLanes * kLanes * head_dim_ + at % kLanes;
+      for (int64_t d = 0; d < head_dim_; d++) lane[d * kLanes] = narrow(key.get()[d]);
       const float* value = x + kv_heads_ * head_dim_;
-      std::copy(value, value + head_dim_, values + at * head_dim_);
+      std::transform(value, value + head_dim_, values + at * head_dim_, narrow);
     }
   }
 

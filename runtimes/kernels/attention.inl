@@ -1,10 +1,12 @@
 // Attention of one query head. Part of generic.inl.
 
+inline F load(const Half* p) { return half(reinterpret_cast<const uint8_t*>(p)); }
+
 // Products of M queries with the keys of T tiles of 16.
 template <int M, int T>
 inline void key_products(const HeadAttention& h, const float* queries, int64_t tile, float* scores,
                          int64_t stride) {
-  const float* keys = h.keys + tile * kLanes * h.head_dim;
+  const Half* keys = h.keys + tile * kLanes * h.head_dim;
   for (int lane = 0; lane < kLanes; lane += kWidth) {
     F sums[M][T] = {};
     for (int64_t d = 0; d < h.head_dim; d++)
@@ -35,6 +37,41 @@ inline void value_sums(const HeadAttention& h, const float* scores, int64_t stri
     for (int c = 0; c < D; c++) store(y + r * h.stride + d + c * kWidth, sums[r][c]);
 }
 
+// The channels from `d` on, which fill no vector.
+template <int M>
+inline void last_value_sums(const HeadAttention& h, const float* scores, int64_t stride, int64_t first,
+                            int64_t last, int64_t d, float* y) {
+  const size_t channels = static_cast<size_t>(h.head_dim - d);
+  F sums[M] = {};
+  for (int64_t k = first; k < last; k++) {
+    Half filled[kWidth] = {};
+    __builtin_memcpy(filled, h.values + k * h.head_dim + d, sizeof(Half) * channels);
+    const F v = load(filled);
+    for (int r = 0; r < M; r++) sums[r] = fma(splat(scores[r * stride + k]), v, sums[r]);
+  }
+  for (int r = 0; r < M; r++) __builtin_memcpy(y + r * h.stride + d, &sums[r], sizeof(float) * channels);
+}
+
+// Scores and sums of values are taken as many tiles and vectors at once as there are, up to T and D, then half
+// as many and so on: each is a chain of additions, and one alone would wait for each to end.
+template <int M, int T>
+inline void all_key_products(const HeadAttention& h, const float* queries, int64_t tile, int64_t end_tile,
+                             float* scores, int64_t stride) {
+  for (; tile + T <= end_tile; tile += T) key_products<M, T>(h, queries, tile, scores, stride);
+  if constexpr (T > 1) all_key_products<M, T / 2>(h, queries, tile, end_tile, scores, stride);
+}
+
+template <int M, int D>
+inline void all_value_sums(const HeadAttention& h, const float* scores, int64_t stride, int64_t first,
+                           int64_t last, int64_t d, float* y) {
+  for (; d + D * kWidth <= h.head_dim; d += D * kWidth)
+    value_sums<M, D>(h, scores, stride, first, last, d, y);
+  if constexpr (D > 1)
+    all_value_sums<M, D / 2>(h, scores, stride, first, last, d, y);
+  else if (d < h.head_dim)
+    last_value_sums<M>(h, scores, stride, first, last, d, y);
+}
+
 // Scores of one row, keys `first` to `end`, to probabilities; `limit` is where the row's keys end.
 inline void soften(float* scores, int64_t begin_tile, int64_t end_tile, int64_t first, int64_t limit) {
   const float lowest = -__builtin_inff();
@@ -57,34 +94,20 @@ inline void soften(float* scores, int64_t begin_tile, int64_t end_tile, int64_t 
 
 template <int M>
 void attend_rows(const HeadAttention& h, int64_t row) {
-  constexpr int kTiles = M == 1 ? 8 : M == 2 ? 4 : M <= 4 ? 2 : 1;
-  constexpr int kChannels = kTiles;
+  constexpr int kAtOnce = M == 1 ? 8 : M == 2 ? 4 : M <= 4 ? 2 : 1;
   const int64_t end = h.past + row + M;
   const int64_t first = h.window > 0 && end - M + 1 > h.window ? end - M + 1 - h.window : 0;
   const int64_t begin_tile = first / kLanes, end_tile = (end + kLanes - 1) / kLanes;
   const int64_t stride = (end_tile + 8) * kLanes;
   const float* queries = h.queries + row * h.head_dim;
   float* y = h.y + row * h.stride;
-  int64_t tile = begin_tile;
-  for (; tile + kTiles <= end_tile; tile += kTiles)
-    key_products<M, kTiles>(h, queries, tile, h.scratch, stride);
-  for (; tile < end_tile; tile++) key_products<M, 1>(h, queries, tile, h.scratch, stride);
+  all_key_products<M, kAtOnce>(h, queries, begin_tile, end_tile, h.scratch, stride);
   for (int r = 0; r < M; r++) {
     const int64_t limit = end - M + 1 + r;
     const int64_t start = h.window > 0 && limit > h.window ? limit - h.window : 0;
     soften(h.scratch + r * stride, begin_tile, end_tile, start, limit);
   }
-  int64_t d = 0;
-  for (; d + kChannels * kWidth <= h.head_dim; d += kChannels * kWidth)
-    value_sums<M, kChannels>(h, h.scratch, stride, first, end, d, y);
-  for (; d + kWidth <= h.head_dim; d += kWidth) value_sums<M, 1>(h, h.scratch, stride, first, end, d, y);
-  for (; d < h.head_dim; d++)
-    for (int r = 0; r < M; r++) {
-      float sum = 0.0f;
-      for (int64_t k = first; k < end; k++)
-        sum = __builtin_fmaf(h.scratch[r * stride + k], h.values[k * h.head_dim + d], sum);
-      y[r * h.stride + d] = sum;
-    }
+  all_value_sums<M, kAtOnce>(h, h.scratch, stride, first, end, 0, y);
 }
 
 void attend(const HeadAttention& h) {

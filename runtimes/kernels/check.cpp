@@ -1,6 +1,7 @@
 // Runs every instruction set that this processor has on the same numbers, compares the bits with those of
 // the plain set, and prints a digest of them, which has to be the same on every machine. Needs no ONNX
 // Runtime. Returns 1 where bits differ.
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <functional>
@@ -191,15 +192,36 @@ void add_gathers(Cases& cases) {
 
 // ---- Attention -----------------------------------------------------------------------------------------
 
+std::vector<Half> halves(const std::vector<float>& values) {
+  std::vector<Half> narrowed(values.size());
+  std::transform(values.begin(), values.end(), narrowed.begin(), narrow);
+  return narrowed;
+}
+
+// Values that are float16 and what lies halfway between them, with their neighbours.
+void add_narrowings(Cases& cases) {
+  cases.push_back({"narrow", [](const Kernels&, Random&, Results& results) {
+                     for (uint32_t high = 0x300 << 7; high < 0x500 << 7; high++)  // from 2^-31 to 2^33
+                       for (const uint32_t low : {0u, 1u, 0xfffu, 0x1000u, 0x1001u, 0x1fffu}) {
+                         const uint32_t bits = high << 13 | low;
+                         float x;
+                         std::memcpy(&x, &bits, sizeof x);
+                         results.add(int64_t{narrow(x)} << 32 | narrow(-x));
+                       }
+                     for (const float x : {kInfinity, -kInfinity, kNothing, 3e38f, 1e-40f, 0.0f, -0.0f})
+                       results.add(int64_t{narrow(x)});
+                   }});
+}
+
 void attend(const Kernels& kernels, Random& random, HeadAttention h, Results& results) {
   const int64_t tokens = h.past + h.rows, capacity = (tokens + kLanes - 1) / kLanes * kLanes;
   const std::vector<float> queries = random.reals(h.rows * h.head_dim);
-  std::vector<float> keys = random.reals(capacity * h.head_dim, 4.0f);
-  std::vector<float> values = random.reals(capacity * h.head_dim);
+  std::vector<Half> keys = halves(random.reals(capacity * h.head_dim, 4.0f));
+  std::vector<Half> values = halves(random.reals(capacity * h.head_dim));
   for (int64_t token = tokens; token < capacity; token++)  // what lies there has no part in the answer
     for (int64_t d = 0; d < h.head_dim; d++) {
       const int64_t key = (token / kLanes * h.head_dim + d) * kLanes + token % kLanes;
-      keys[static_cast<size_t>(key)] = values[static_cast<size_t>(token * h.head_dim + d)] = kNothing;
+      keys[static_cast<size_t>(key)] = values[static_cast<size_t>(token * h.head_dim + d)] = narrow(kNothing);
     }
   std::vector<float> scratch(static_cast<size_t>(attention_scratch(tokens)), kNothing);
   std::vector<float> y(static_cast<size_t>(h.rows * h.stride));
@@ -214,7 +236,7 @@ void attend(const Kernels& kernels, Random& random, HeadAttention h, Results& re
 
 void add_attentions(Cases& cases) {
   constexpr int64_t spans[][2] = {{0, 0}, {5, 0}, {37, 7}, {200, 64}, {300, 0}};  // past tokens, window
-  for (const int64_t head_dim : {16, 80, 128})
+  for (const int64_t head_dim : {16, 24, 80, 128})
     for (const auto& [past, window] : spans)
       for (int64_t rows = 1; rows <= 9; rows++) {
         HeadAttention h{};
@@ -280,6 +302,7 @@ int check() {
   add_roundings(cases);
   add_products(cases);
   add_gathers(cases);
+  add_narrowings(cases);
   add_attentions(cases);
   add_choices(cases);
   std::vector<const Kernels*> sets;

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "half.h"
 #include "layout.h"
 
 namespace edgespec {
@@ -41,8 +42,8 @@ struct Projection {
 // Attention of one query head.
 struct HeadAttention {
   const float* queries;  // (rows, head_dim): rotated and scaled
-  const float* keys;     // (capacity / 16, head_dim, 16)
-  const float* values;   // (capacity, head_dim)
+  const Half* keys;      // (capacity / 16, head_dim, 16)
+  const Half* values;    // (capacity, head_dim)
   int64_t head_dim;
   int64_t past;    // tokens before the first row
   int64_t rows;

@@ -23,7 +23,7 @@ struct OrtTensorTypeAndShapeInfo;
 namespace edgespec::ort {
 
 constexpr uint32_t kVersion = 17;  // the oldest with KernelContext_ParallelFor
-enum ElementType : int { kFloat = 1, kUint8 = 2, kInt64 = 7 };
+enum ElementType : int { kFloat = 1, kUint8 = 2, kInt64 = 7, kFloat16 = 10 };
 enum Characteristic : int { kRequired = 0, kOptional = 1, kVariadic = 2 };
 constexpr int kFailure = 1, kInvalidArgument = 2;  // OrtErrorCode
 

@@ -1,7 +1,7 @@
 """The decoder over edgespec's own operators (``runtimes/kernels``), for CPUs: five nodes a layer.
 
 Inputs: ``input_ids`` int64 (1, n); ``past_length`` int64 (1), tokens in the cache; ``logits_rows`` int64 (r),
-the rows whose logits are wanted; ``past_key_values.L.key/value`` float32 (1, kv heads, capacity, head_dim),
+the rows whose logits are wanted; ``past_key_values.L.key/value`` float16 (1, kv heads, capacity, head_dim),
 written in place, capacity a multiple of 16. Within a key cache 16 tokens lie channel by channel.
 Outputs: ``logits`` float32 (1, r, rows of the LM head); ``best_columns`` int64 (1, r), the most likely column
 of each row, the lowest of equals, and ``best_probabilities`` float32 (1, r), NaN where a row has NaN or its
@@ -29,7 +29,8 @@ __all__ = ["DOMAIN", "Matrix", "NativePlan", "build_native"]
 
 DOMAIN: Final = "edgespec"
 _OPSET, _IR_VERSION = 23, 10
-_FLOAT, _INT64, _UINT8 = ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.UINT8
+_FLOAT, _HALF = ir.DataType.FLOAT, ir.DataType.FLOAT16
+_INT64, _UINT8 = ir.DataType.INT64, ir.DataType.UINT8
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,7 @@ class _Decoder:
         x = self.embed(ids, float(config.embedding_scale))
         for layer in range(config.num_layers):
             names = [f"past_key_values.{layer}.{kind}" for kind in ("key", "value")]
-            past = [g.input(name, _FLOAT, cache) for name in names]
+            past = [g.input(name, _HALF, cache) for name in names]
             x, *kept = self.layer(layer, x, past)
             present.append(kept)
         logits, columns = self.head(g.one("Gather", x, rows, axis=1))
@@ -153,7 +154,7 @@ class _Decoder:
         g.output(likely, "best_probabilities", _FLOAT, [1, "r"])
         for layer, kept in enumerate(present):
             for kind, value in zip(("key", "value"), kept, strict=True):
-                g.output(value, f"present.{layer}.{kind}", _FLOAT, cache)
+                g.output(value, f"present.{layer}.{kind}", _HALF, cache)
         if plan.tunable:
             gains = [value for name, value in g.graph.initializers.items() if name.endswith("norm.weight")]
             g.graph.inputs.extend(gains)  # as inputs that have a default
