@@ -33,6 +33,7 @@ from tests.foreign_for_tests import (
     write_optimum,
 )
 from tests.toy import F32
+from tests.written_out_for_tests import WrittenOut, write_written_out
 
 TOKENS = [(7 * i * i + 3) % 400 for i in range(40)]
 ONE_THREAD = CpuOptions(threads=1)
@@ -44,6 +45,12 @@ SPECS = {
     "concat": ForeignSpec(attention="concat"),
     "concat, positions": ForeignSpec(attention="concat", positions=True),
     "concat, float16": ForeignSpec(attention="concat", kv="float16"),
+}
+WRITTEN_OUT = {
+    "PyTorch's": WrittenOut(),
+    "window": WrittenOut(window=20),
+    "positions counted": WrittenOut(counted=True),
+    "handed on": WrittenOut(cast=True),
 }
 TOLERANCE = 5e-3  # of logits up to 17: float16 attention
 
@@ -109,13 +116,36 @@ def test_int4_blocks_of_32_are_row_exact(tmp_path: Path, positions: bool) -> Non
     assert not open_session(folder, replace(ONE_THREAD, exact_rows=False)).row_exact
 
 
+@pytest.mark.parametrize("how", WRITTEN_OUT.values(), ids=WRITTEN_OUT)
+def test_graphs_that_concatenate_are_row_exact(tmp_path: Path, how: WrittenOut) -> None:
+    """A product with one row sums in another order too; what its second left behind is never read."""
+    folder = write_written_out(tmp_path / "m", how)
+    session = open_session(folder)
+    assert session.copies_cache
+    assert session.row_exact
+    expected = session.forward(TOKENS).copy()
+    np.testing.assert_allclose(expected, in_one_pass(folder, TOKENS), atol=TOLERANCE)
+    for size in (1, 2, 3, 7):
+        session.truncate(5)
+        rows = [session.forward(TOKENS[at : at + size]).copy() for at in range(5, len(TOKENS), size)]
+        np.testing.assert_array_equal(np.concatenate(rows), expected[5:])
+
+
+def test_what_later_tokens_change_the_bits_of_is_not_row_exact(tmp_path: Path) -> None:
+    folder = write_written_out(tmp_path / "m", WrittenOut(alibi=True))
+    session = open_session(folder)
+    assert not session.row_exact
+    rows = np.concatenate([session.forward(TOKENS[at : at + 3]).copy() for at in range(0, len(TOKENS), 3)])
+    np.testing.assert_allclose(rows, in_one_pass(folder, TOKENS), atol=TOLERANCE)
+
+
 @pytest.mark.parametrize(("name", "kind"), [("gqa", SharedCache), ("concat", GrowingCache)])
 def test_the_cache_is_kept_as_the_graph_wants_it(tmp_path: Path, name: str, kind: type) -> None:
     session = open_session(write_genai(tmp_path / "m", SPECS[name]))
     assert isinstance(session._io, MaskedIO)
     assert isinstance(session._io.cache, kind)
     # A token that runs twice needs a row more; graphs that concatenate are written to another buffer.
-    rows = session.capacity + 1 if kind is SharedCache else 2 * session.capacity
+    rows = (session.capacity + 1) * (1 if kind is SharedCache else 2)
     assert session.kv_bytes == rows * LAYERS * 2 * KV_HEADS * WIDTH * 4
 
 
@@ -184,12 +214,12 @@ def test_the_whole_context_can_be_used_and_no_more(tmp_path: Path, name: str) ->
 
 
 def test_logits_of_a_long_prompt_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_io, "_LOGITS_BYTES", 5 * 404 * 4)
+    monkeypatch.setattr(graph_io, "_LOGITS_BYTES", 8 * 404 * 4)
     session = open_session(write_genai(tmp_path / "m"))
     assert isinstance(session._io, MaskedIO)
-    assert session._io.most_rows == 5
+    assert session._io.most_rows == 8
     session.prefill(TOKENS)
-    assert session._io._logits.size <= 5 * 404
+    assert session._io._logits.size <= 8 * 404
     assert len(session.forward(TOKENS)) == 40  # asked for, so given
 
 
@@ -240,6 +270,11 @@ def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 Write = Callable[[Path, ForeignSpec], Path]
 
 
+def write_attention(folder: Path, spec: ForeignSpec) -> Path:
+    """Attention written out."""
+    return write_written_out(folder, WrittenOut(window=20), seed=spec.seed)
+
+
 @pytest.mark.parametrize(
     ("write", "spec"),
     [
@@ -247,6 +282,7 @@ Write = Callable[[Path, ForeignSpec], Path]
         (write_genai, SPECS["gqa, float16"]),
         (write_genai, SPECS["concat"]),
         (write_optimum, SPECS["concat, positions"]),
+        (write_attention, ForeignSpec()),
     ],
 )
 @pytest.mark.usefixtures("cheap_drafts")

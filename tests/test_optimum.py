@@ -14,6 +14,7 @@ from edgespec.cli import app
 from edgespec_export.optimum import export_with_optimum
 from edgespec_models.errors import EdgespecError, ModelFileError, RequestError
 from tests.foreign_for_tests import ForeignSpec, write_optimum
+from tests.written_out_for_tests import WrittenOut, write_written_out
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="the stand-in is a script with a shebang line")
@@ -71,12 +72,12 @@ def left(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()} - {"optimum-cli", "m"}
 
 
-@pytest.mark.parametrize("attention", ["concat", "gqa"])
+@pytest.mark.parametrize("attention", ["concat", "written out", "gqa"])
 def test_what_it_writes_runs_and_its_cache_is_told(tmp_path: Path, program: str, attention: str) -> None:
     source, out = checkpoint(tmp_path / "m", attention=attention), tmp_path / "out"
     report = export_with_optimum(source, out, program=program)
-    assert report.copies_cache == (attention == "concat")
-    assert report.architecture == "gpt2"
+    assert report.copies_cache == (attention != "gqa")
+    assert report.architecture == ("llama" if attention == "written out" else "gpt2")
     assert report.bytes == sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
     assert left(tmp_path) == {"out"}
     with edgespec.load(out, "ngram") as model:
@@ -89,31 +90,23 @@ def test_the_command_line(tmp_path: Path, program: str) -> None:
     source, out = checkpoint(tmp_path / "m", attention="concat"), tmp_path / "out"
     result = run(source, out, program)
     assert result.exit_code == 0, result.output
-    assert "KV cache: concatenated: " in result.stdout
+    assert "KV cache: copied in every pass" in result.stdout
     again = run(source, out, program)
     assert again.exit_code == 1
     assert "exists" in again.stderr
     replaced = run(source, out, program, "--overwrite", "--json")
     assert replaced.exit_code == 0, replaced.output
-    said = json.loads(replaced.stdout)
-    assert said["copies_cache"] is True
-    assert said["rewritten_layers"] == 0
-    assert "heads" in said["concatenated_because"]
+    assert json.loads(replaced.stdout)["copies_cache"] is True
 
 
-def test_attention_that_is_written_out_is_put_in_place(tmp_path: Path, program: str) -> None:
+def test_what_optimum_wrote_is_kept_as_it_is(tmp_path: Path, program: str) -> None:
     source, out = checkpoint(tmp_path / "m", attention="written out"), tmp_path / "out"
-    result = run(source, out, program)
-    assert result.exit_code == 0, result.output
-    assert "KV cache: in place (2 layers)" in result.stdout
-    assert {path.name for path in out.iterdir()} == {
-        "config.json",
-        "model.onnx",
-        "model.onnx_data",
-        "tokenizer.json",
+    report = export_with_optimum(source, out, program=program)
+    assert (report.copies_cache, report.row_exact) == (True, True)
+    expected = write_written_out(tmp_path / "m" / "expected", WrittenOut())
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == {
+        path.name: path.read_bytes() for path in expected.iterdir()
     }
-    said = json.loads(run(source, out, program, "--overwrite", "--json").stdout)
-    assert (said["copies_cache"], said["rewritten_layers"], said["concatenated_because"]) == (False, 2, "")
 
 
 def test_what_optimum_does_not_do_is_refused(tmp_path: Path) -> None:

@@ -129,7 +129,6 @@ def test_a_tile_takes_little_more_than_its_blocks(name: str) -> None:
     assert FORMATS[name].inputs == weights
     six_bits = name in ("Q3_K", "Q4_K", "Q5_K")  # the file's scales, which are bytes here
     assert FORMATS[name].n_bytes - LANES * n_bytes == (64 if six_bits else 0)
-    assert FORMATS[name].bits_per_weight == FORMATS[name].n_bytes / weights / 2
 
 
 # ---- Weights rounded anew ----------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ sys.path.insert(0, str(ROOT))
 
 import edgespec  # noqa: E402
 from edgespec.loading import open_model  # noqa: E402
-from edgespec_export.cache_rewrite import rewrite_cache  # noqa: E402
 from edgespec_export.export import ExportOptions, export_model  # noqa: E402
 from edgespec_models.bundle import Bundle  # noqa: E402
 from edgespec_models.foreign import is_model, open_bundle  # noqa: E402
@@ -100,14 +99,6 @@ def gguf(architecture: str, kind: str) -> Callable[[Path], Path]:
     return lambda folder: tiny_gguf(architecture, kind).write(folder.with_suffix(".gguf"))
 
 
-def rewritten(folder: Path) -> Path:
-    """A graph with attention written out, put in place."""
-    path = write_written_out(folder, WrittenOut(window=12))
-    if reason := rewrite_cache(path).reason:
-        raise SystemExit(reason)
-    return path
-
-
 def sources() -> Iterator[Source]:
     """Every kind there is."""
     for architecture in ARCHITECTURES:
@@ -130,7 +121,8 @@ def sources() -> Iterator[Source]:
     for name, spec in specs.items():
         yield Source(f"genai_config.json, {name}", "llama", partial(foreign.write_genai, spec=spec))
     yield Source("Optimum", "gpt2", foreign.write_optimum)
-    yield Source("Optimum, rewritten", "llama", rewritten)
+    written_out = partial(write_written_out, how=WrittenOut(window=12))
+    yield Source("Optimum, attention written out", "llama", written_out)
     in_place = foreign.ForeignSpec(attention="gqa", positions=True)
     yield Source("Optimum, GroupQueryAttention", "gpt2", partial(foreign.write_optimum, spec=in_place))
 

@@ -92,7 +92,7 @@ def export(
         Literal["edgespec", "optimum"],
         typer.Option(
             help="Who builds the graph. Optimum knows more architectures; its weights stay in floating "
-            "point, and where its attention cannot be rewritten each pass copies the KV cache."
+            "point, and each pass copies the KV cache."
         ),
     ] = "edgespec",
     optimum_cli: Annotated[
@@ -208,8 +208,7 @@ def _via_optimum(source: str, out: Path, *, program: str, overwrite: bool, as_js
     if as_json:
         print_json({"path": str(out), **report.to_json()})
         return
-    rewritten = f" ({report.rewritten_layers} layers)" if report.rewritten_layers else ""
-    cache = f"concatenated: {report.concatenated_because}" if report.copies_cache else f"in place{rewritten}"
+    cache = "copied in every pass" if report.copies_cache else "in place"
     exact = (
         "yes" if report.row_exact else "no: where two tokens are nearly equally likely, answers may differ"
     )

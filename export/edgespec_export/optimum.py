@@ -2,9 +2,7 @@
 
 Optimum (optimum-onnx 0.1) needs versions of transformers and huggingface_hub that exclude edgespec's, so it
 cannot be imported here: its command is run, from an environment of its own. What it writes is opened, tried
-and put in place. Its graphs concatenate keys and values; where their attention can be shown to be causal
-attention, it is rewritten to write the KV cache in place (:mod:`edgespec_export.cache_rewrite`), and
-otherwise left as it is, which the report says.
+and kept as it is.
 """
 
 import os
@@ -17,7 +15,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from edgespec_export.cache_rewrite import rewrite_cache
 from edgespec_export.staging import check_place, place, staging, storage_errors
 from edgespec_models.errors import EdgespecError, ModelFileError
 from edgespec_models.foreign import is_model, open_bundle
@@ -46,8 +43,6 @@ class OptimumReport:
     Attributes:
         architecture: as ``config.json`` names it.
         copies_cache: whether every pass writes the whole KV cache anew; else it is written in place.
-        rewritten_layers: how many were made to write it in place.
-        concatenated_because: why none was; empty where the cache is written in place.
         row_exact: whether passes over one and over several tokens gave the same bits.
         source_bytes: of the checkpoint's directory.
         bytes: of the directory written.
@@ -56,8 +51,6 @@ class OptimumReport:
 
     architecture: str
     copies_cache: bool
-    rewritten_layers: int
-    concatenated_because: str
     row_exact: bool
     source_bytes: int
     bytes: int
@@ -109,16 +102,13 @@ def export_with_optimum(
 
 
 def _tried(source: Path, folder: Path, started: float) -> OptimumReport:
-    """Rewrite what Optimum wrote, and run it. Nothing stays open: Windows moves no open files."""
-    rewrite = rewrite_cache(folder)
+    """Run what Optimum wrote. Nothing stays open: Windows moves no open files."""
     bundle = open_bundle(folder)
     with closing(CpuSession(bundle, CpuOptions())) as session:
         copies_cache, row_exact = session.copies_cache, session.row_exact
     return OptimumReport(
         architecture=bundle.config.architecture,
         copies_cache=copies_cache,
-        rewritten_layers=rewrite.layers,
-        concatenated_because=rewrite.reason,
         row_exact=row_exact,
         source_bytes=_size(source),
         bytes=_size(folder),

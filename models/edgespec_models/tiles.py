@@ -22,11 +22,6 @@ class TileFormat(NamedTuple):
     inputs: int
     n_bytes: int
 
-    @property
-    def bits_per_weight(self) -> float:
-        """As stored, scales and all."""
-        return 8 * self.n_bytes / (LANES * self.inputs)
-
 
 FORMATS: Final[Mapping[str, TileFormat]] = MappingProxyType(
     {

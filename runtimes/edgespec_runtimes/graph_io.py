@@ -279,9 +279,9 @@ class MaskedIO:
     sum are those of past and new tokens all the same. Graphs that concatenate return a longer cache. A short
     trial at the start tells which: configurations do not always, and Optimum's not at all.
 
-    GroupQueryAttention takes other code for a single row, which sums in another order. Where it writes in
-    place and rows are to be exact, a single token is run twice; the second's keys and values land behind the
-    sequence and are overwritten by the next pass.
+    Attention over a single row, and products with it, take other code, which sums in another order. Where
+    rows are to be exact, a single token is run twice; the second's keys and values land behind the sequence
+    and are overwritten by the next pass, or left out by it.
 
     Attributes:
         cache: keys and values.
@@ -298,9 +298,8 @@ class MaskedIO:
         layout = [
             CacheLayout(t.past, t.present, t.heads, t.head_dim, self._types[t.past]) for t in tensors.cache
         ]
-        grows = self._grows(layout)
-        self.cache: KVBuffers = GrowingCache(layout) if grows else SharedCache(layout)
-        self._pairs = exact_rows and not grows
+        self.cache: KVBuffers = GrowingCache(layout) if self._grows(layout) else SharedCache(layout)
+        self._pairs = exact_rows
         dtype = self._types[tensors.logits]
         self.most_rows = max(1, _LOGITS_BYTES // (vocab_size * dtype.itemsize))
         self._logits: npt.NDArray[Any] = np.empty(0, dtype)

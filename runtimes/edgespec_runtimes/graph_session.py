@@ -218,7 +218,8 @@ class GraphSession:
             BundleError: the graph cannot roll back.
         """
         tokens = [7 % self.vocab_size, 11 % self.vocab_size, 13 % self.vocab_size, 5 % self.vocab_size]
-        together = self.forward(tokens).copy()
+        # What comes behind must leave no trace either, as a bias that is counted from the end does.
+        together = self.forward(tokens * 2)[: len(tokens)].copy()
         self.truncate(1)
         again = self.forward(tokens[1:]).copy()
         self.truncate(1)

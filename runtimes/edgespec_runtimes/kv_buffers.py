@@ -146,7 +146,9 @@ class GrowingCache:
         for tensor, past, present in zip(self._layout, self._past, self._present, strict=True):
             read, write = _rows(past, tensor, start), _rows(present, tensor, start + count)
             if start != self._held:
-                read[:] = _rows(past, tensor, self._held)[:, :, :start].copy()
+                held = _rows(past, tensor, self._held)
+                for head in range(1, tensor.heads):  # the first lies where it will lie
+                    read[0, head] = held[0, head, :start]
             values = ort_value(read), ort_value(write)
             self._bound += [(read, values[0]), (write, values[1])]
             binding.bind_ortvalue_input(tensor.past, values[0])

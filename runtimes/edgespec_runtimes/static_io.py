@@ -188,7 +188,7 @@ class StaticIO:
             self._cache.append(np.zeros(shape, types[name]))
             if old:
                 _tokens(self._cache[-1], index, 0, keep)[:] = _tokens(old[index], index, 0, keep)
-        self._passes = {rows: self._bind(session, rows) for rows, session in sessions.items()}
+        self._passes = {rows: self._bind(session) for rows, session in sessions.items()}
         self.seconds = {width: self._time(width) for width in self._static.widths}
 
     def _execute(self, width: int, tokens: Sequence[int], start: int) -> None:
@@ -214,7 +214,7 @@ class StaticIO:
             least = min(least, perf_counter() - began)
         return float(least)
 
-    def _bind(self, session: Any, rows: int) -> _Pass:
+    def _bind(self, session: Any) -> _Pass:
         binding, keep = session.io_binding(), list[Any]()
         shared = dict(zip((n for n, _ in _cache_shapes(self._config, 1)), self._cache, strict=True))
         inputs = {
