@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnx import TensorProto
+from onnx import ModelProto, TensorProto
 
 from edgespec_models.tiles import FORMATS, tile_bytes
 from tests.kernels_for_tests import graph, session
@@ -185,13 +185,14 @@ def test_any_attributes(
 # ---- Attention ---------------------------------------------------------------------------------------------
 
 
-def attention(feeds: Arrays, **attributes: Any) -> bytes:
+def attention(feeds: Arrays, constants: Arrays | None = None, **attributes: Any) -> bytes:
     """Two heads over one of keys, 16 wide, unless told otherwise."""
     known: dict[str, Any] = {"heads": 2, "kv_heads": 1, "head_dim": 16, "window": 0, "interleaved": 0}
     known |= {"scale": 0.25, "epsilon": 1e-5}
-    names = [name if name in feeds else "" for name in ATTENTION]
+    weights = constants or {}
+    names = [name if name in feeds | weights else "" for name in ATTENTION]
     outputs = {"y": TensorProto.FLOAT, "key": TensorProto.FLOAT16, "value": TensorProto.FLOAT16}
-    return graph("Attention", names, outputs, feeds, {}, known | attributes)
+    return graph("Attention", names, outputs, feeds, weights, known | attributes)
 
 
 def pass_over(rows: int = 2, past: int = 5, capacity: int = 32) -> Arrays:
@@ -209,6 +210,7 @@ def pass_over(rows: int = 2, past: int = 5, capacity: int = 32) -> Arrays:
         ({"kv_heads": -1}, "no multiple of heads of keys"),
         ({"heads": 3, "kv_heads": 2}, "no multiple of heads of keys"),
         ({"heads": 1 << 40}, "no multiple of heads of keys"),
+        ({"heads": 2**31 - 1, "kv_heads": 2**31 - 1, "head_dim": 2**31 - 1}, "no multiple of heads of keys"),
         ({"head_dim": 0}, "impossible width"),
         ({"head_dim": -16}, "impossible width"),
         ({"head_dim": 1 << 40}, "impossible width"),
@@ -268,6 +270,20 @@ def test_a_cache_of_another_type(name: str) -> None:
     """As graphs had it that were exported before."""
     with pytest.raises(Exception, match=r"(?i)type"):
         session(attention(pass_over() | {name: zeros(1, 1, 32, 16)}))
+
+
+def stretched(model: bytes, last: int) -> bytes:
+    """``model``, whose empty constants say that they are ``last`` wide. NumPy has no such arrays."""
+    changed = ModelProto.FromString(model)
+    for weight in changed.graph.initializer:
+        weight.dims[-1] = last
+    content: bytes = changed.SerializeToString()
+    return content
+
+
+def test_rotary_tables_of_no_positions_and_any_width() -> None:
+    feeds, tables = pass_over(0, 0), {"cos": zeros(0, 8), "sin": zeros(0, 8)}
+    refuse("rotary tables are not", stretched(attention(feeds, tables), 2**62), feeds)
 
 
 @settings(max_examples=100, deadline=None)
@@ -331,6 +347,12 @@ def test_logits_of_other_shapes(shape: tuple[int, ...]) -> None:
     refuse(
         "logits are not float32 .1, rows, columns", graph("Choose", ["logits"], outputs, feeds, {}, {}), feeds
     )
+
+
+def test_no_logits_of_any_width() -> None:
+    outputs = {"best": TensorProto.INT64, "likely": TensorProto.FLOAT}
+    model = graph("Choose", ["logits"], outputs, {}, {"logits": zeros(1, 0, 1)}, {})
+    refuse("logits are not float32 .1, rows, columns", stretched(model, 2**63 - 1), {})
 
 
 def test_choices_of_no_rows() -> None:

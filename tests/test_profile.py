@@ -1,10 +1,13 @@
 """What verification costs: the figures from their definitions, the command, the page."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +21,7 @@ from edgespec_models.bundle import Bundle
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve, measure_cost
 from edgespec_runtimes.cpu import CpuOptions
-from edgespec_runtimes.memory import memory_bandwidth
+from edgespec_runtimes.memory import memory_bandwidth, peak_memory_bytes
 from tests.native_for_tests import tiny_native
 from tests.test_report import Page
 from tests.toy import LLAMA
@@ -134,6 +137,14 @@ def test_what_is_profiled_serves_the_next_load_and_fresh_forgets_it(
 
 def test_memory_is_read_at_some_speed() -> None:
     assert 1e7 < memory_bandwidth(2, size=1 << 22) < 1e13
+
+
+def test_peak_memory_is_this_process_own() -> None:
+    """Not what the process had that started it."""
+    much = np.ones(200 << 17)
+    code = "from edgespec_runtimes.memory import peak_memory_bytes as p; print(p())"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 1 << 20 < int(run.stdout) < much.nbytes < peak_memory_bytes()
 
 
 def _run(*arguments: str) -> Result:

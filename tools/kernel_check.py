@@ -4,23 +4,27 @@ Usage, from the repository's root: ``python -m tools.kernel_check [--target NAME
 ``--target x86_64-linux aarch64-linux``. Another platform's program runs in an emulator if it is there: ARM's
 for Linux in qemu-aarch64, x86-64's for Windows in wine. The digests it prints must be the same everywhere.
 With ``--sanitize`` it is compiled by this machine's C++ compiler instead, with checks of addresses and of
-undefined behaviour.
+undefined behaviour. With ``--fuzz SECONDS`` so are the operators, and clang's libFuzzer feeds them graphs and
+passes of random bytes (``fuzz.cpp``). What it found worth keeping stays in ``build/kernels/fuzz``, where the
+next run goes on.
 """
 
 import argparse
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "runtimes" / "kernels"))
 
-from compiling import SOURCES, BuildError, check_program
-from targets import CHECK, TARGETS, Target, native_target
+from compiling import CACHE, SOURCES, BuildError, check_program
+from targets import CHECK, KERNELS, TARGETS, Target, native_target
 
 __all__ = ["KernelError", "check_targets"]
 
@@ -74,18 +78,55 @@ def sanitized(folder: Path) -> Path:
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
     if compiler is None:
         raise KernelError("no C++ compiler for --sanitize: install g++ or clang, or name one in CXX")
+    return compiled(compiler, dict.fromkeys(CHECK, ()), SANITIZERS, folder / "check")
+
+
+def compiled(
+    compiler: str, sources: Mapping[str, tuple[str, ...]], link: Sequence[str], program: Path
+) -> Path:
+    """``program`` made of the sets and ``sources``, each with flags of its own, with checks."""
     machine = "aarch64" if platform.machine() in {"aarch64", "arm64"} else platform.machine()
-    sources = dict.fromkeys(CHECK, tuple[str, ...]()) | SETS.get(machine, {})
-    objects = []
-    for name, flags in sources.items():
-        objects.append(str(folder / name) + ".o")
-        command = (compiler, *SANITIZE, *SANITIZERS, *flags, "-c", name, "-o", objects[-1])
+
+    def one(item: tuple[str, tuple[str, ...]]) -> str:
+        name, flags = item
+        made = f"{program}-{name}.o"
+        command = (compiler, *SANITIZE, *SANITIZERS, *flags, "-c", name, "-o", made)
         if subprocess.run(command, cwd=SOURCES, check=False).returncode:
             raise KernelError(f"{compiler} does not compile {name}; CXX may name another compiler")
-    program = folder / "check"
-    if subprocess.run((compiler, *SANITIZERS, *objects, "-o", str(program)), check=False).returncode:
-        raise KernelError(f"{compiler} does not link with {SANITIZERS[0]}; install its sanitizers' libraries")
+        return made
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(one, (dict(sources) | SETS.get(machine, {})).items()))
+    if subprocess.run((compiler, *link, *objects, "-o", str(program)), check=False).returncode:
+        raise KernelError(f"{compiler} does not link with {link[0]}; install its sanitizers' libraries")
     return program
+
+
+def fuzz(seconds: int, folder: Path) -> str:
+    """What libFuzzer's program printed: how many graphs it tried, and how often each refusal was given."""
+    compiler = os.environ.get("CXX") or shutil.which("clang++")
+    if compiler is None:
+        raise KernelError("no clang++ for --fuzz: install LLVM's clang, or name one in CXX")
+    sources = dict.fromkeys(KERNELS, tuple[str, ...]())
+    sources |= dict.fromkeys(("operators.cpp", "fuzz.cpp"), ("-fsanitize=fuzzer-no-link",))
+    program = compiled(compiler, sources, ("-fsanitize=fuzzer,address,undefined",), folder / "fuzz")
+    kept = CACHE / "fuzz"
+    kept.mkdir(parents=True, exist_ok=True)
+    options = (f"-max_total_time={seconds}", "-len_control=0", "-max_len=400", f"-artifact_prefix={folder}/")
+    command = (str(program), *options, str(kept))
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    if run.returncode:
+        raise KernelError(f"the operators fail over a graph:\n{run.stderr[-6000:]}")
+    never = [message for message in refusals() if message not in run.stdout]
+    if never:
+        raise KernelError(f"{run.stdout}never given, so run longer: {'; '.join(never)}")
+    return run.stdout
+
+
+def refusals() -> list[str]:
+    """The words of every refusal in the operators' sources."""
+    texts = [path.read_text(encoding="utf-8") for path in SOURCES.glob("*.h") if path.name != "stand_in.h"]
+    return [words.strip() for text in texts for words in re.findall(r'"([a-z\']+(?: [^" ]+){3,} ?)"', text)]
 
 
 def check_targets(targets: Sequence[Target]) -> None:
@@ -109,11 +150,15 @@ def main() -> None:
     known = {target.name: target for target in TARGETS}
     parser.add_argument("--target", nargs="+", choices=known, help="instead of all that can run here")
     parser.add_argument("--sanitize", action="store_true", help="this machine's, with checks of memory")
+    parser.add_argument("--fuzz", type=int, metavar="SECONDS", help="the operators, over random graphs")
     options = parser.parse_args()
     try:
-        if options.sanitize:
+        if options.sanitize or options.fuzz:
             with tempfile.TemporaryDirectory() as folder:
-                print(f"{'sanitized':16}  {check(sanitized(Path(folder)))}")
+                if options.sanitize:
+                    print(f"{'sanitized':16}  {check(sanitized(Path(folder)))}", flush=True)
+                if options.fuzz:
+                    print(fuzz(options.fuzz, Path(folder)), end="")
         else:
             check_targets([known[name] for name in options.target or known])
     except (BuildError, KernelError) as error:

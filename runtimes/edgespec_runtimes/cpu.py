@@ -16,7 +16,7 @@ import psutil
 from edgespec_models.bundle import Bundle
 from edgespec_models.errors import BundleError, DeviceError, RequestError
 from edgespec_runtimes import kernels
-from edgespec_runtimes.graph_io import open_io
+from edgespec_runtimes.graph_io import GraphIO, open_io
 from edgespec_runtimes.graph_session import GraphSession
 from edgespec_runtimes.ort import ort
 
@@ -113,8 +113,21 @@ class CpuSession(GraphSession):
         native = bundle.manifest.operators == "edgespec"
         session = open_graph(bundle.graph, self._options, native=native)
         io = open_io(session, bundle, exact_rows=self._options.exact_rows)
+        if native:
+            _check_shapes(io, bundle.graph)
         row_exact = True if native else row_exact
         super().__init__(io, bundle.config, chunk=self._options.prefill_chunk, row_exact=row_exact)
+
+
+def _check_shapes(io: GraphIO, graph: Path) -> None:
+    """Run a pass over no tokens: operators compare their shapes, and read no weights."""
+    try:
+        io.reserve(0, 0)
+        io.run((), 0, 0)
+    except DeviceError as error:
+        raise BundleError(
+            f"the parts of {graph} do not fit each other ({error}); export the model again"
+        ) from error
 
 
 def open_graph(graph: Path, options: CpuOptions, *, native: bool = False) -> Any:
@@ -134,7 +147,7 @@ def open_graph(graph: Path, options: CpuOptions, *, native: bool = False) -> Any
     except MemoryError as error:
         raise DeviceError(f"not enough memory to load {graph.parent.name}") from error
     except Exception as error:  # ONNX Runtime's own exceptions share no base class
-        raise BundleError(f"ONNX Runtime cannot load {graph}: {error}") from error
+        raise BundleError(f"ONNX Runtime cannot load {graph} ({error}); export the model again") from error
 
 
 def session_settings(options: CpuOptions) -> Any:

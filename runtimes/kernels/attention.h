@@ -100,7 +100,7 @@ class Attention {
     const Tensor cos = pass.input(kCos), sin = pass.input(kSin);
     if (!cos && !sin) return;
     const bool shaped = cos && sin && cos.type == ort::kFloat && sin.type == ort::kFloat &&
-                        cos.shape.size() == 2 && cos.shape == sin.shape && 2 * cos.last() <= head_dim_;
+                        cos.shape.size() == 2 && cos.shape == sin.shape && cos.last() <= head_dim_ / 2;
     require(shaped, "rotary tables are not float32 (positions, half the rotated channels)");
     require(s.past + s.rows <= cos.shape[0], "a pass goes beyond the rotary tables");
     s.cos = cos.floats();

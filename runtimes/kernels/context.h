@@ -206,7 +206,7 @@ class Buffer {
   T* data_;
 };
 
-constexpr int64_t kMost = int64_t{1} << 31;  // of any width, so that products of two fit 64 bits
+constexpr int64_t kMost = int64_t{1} << 30;  // of any width: three products of two fit 64 bits
 
 inline Part part_of(std::string_view format, int64_t columns, int64_t inputs, const Tensor& weights) {
   require(columns > 0 && columns < kMost && inputs > 0 && inputs < kMost, "a matrix has impossible widths");

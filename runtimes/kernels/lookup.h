@@ -52,8 +52,8 @@ class Choose {
 
   void run(const Pass& pass) const {
     const Tensor logits = pass.input(0);
-    require(logits.type == ort::kFloat && logits.shape.size() == 3 && logits.last() > 0,
-            "logits are not float32 (1, rows, columns)");
+    const bool shaped = logits.type == ort::kFloat && logits.shape.size() == 3;
+    require(shaped && logits.last() > 0 && logits.last() < kMost, "logits are not float32 (1, rows, columns)");
     const int64_t columns = logits.last(), rows = logits.size() / columns;
     auto* best = pass.output<int64_t>(0, {1, rows});
     auto* likely = pass.output<float>(1, {1, rows});

@@ -1,0 +1,256 @@
+// Feeds the operators graphs and passes made of random bytes: right ones, with errors here and there. libFuzzer
+// chooses the bytes, under checks of addresses and of undefined behaviour; needs no ONNX Runtime.
+// `python -m tools.kernel_check --fuzz SECONDS` builds and runs it. Every input runs on the plain set and on
+// another, whose outputs must have the same bits: so what a pass does not write is found too. At the end it
+// prints how often each refusal was given.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+
+#include "kernels.h"
+#include "stand_in.h"
+
+namespace {
+
+using namespace stand_in;
+using edgespec::kFormatCount;
+using edgespec::kFormats;
+using edgespec::ort::kFloat;
+using edgespec::ort::kFloat16;
+using edgespec::ort::kInt64;
+using edgespec::ort::kUint8;
+
+// The input as choices. Where it ends, or is zeros, a choice is the usual one; the first byte says how seldom
+// others are.
+class Choices {
+ public:
+  Choices(const uint8_t* data, size_t size) : data_(data), end_(data + size), rare_(static_cast<uint8_t>(255 - byte() / 4)) {}
+
+  uint8_t byte() { return data_ < end_ ? *data_++ : 0; }
+  int64_t below(int n) { return byte() % n; }
+  bool rarely() { return byte() >= rare_; }
+  int64_t number(int64_t usual) {
+    if (!rarely()) return usual;
+    constexpr int64_t strange[] = {0, 1, -1, 16, 1 << 20, (int64_t{1} << 31) - 1, int64_t{1} << 31,
+                                   int64_t{1} << 60, int64_t{1} << 62, INT64_MAX, INT64_MIN};
+    const int64_t at = below(16);
+    if (at < 11) return strange[at];
+    return at < 14 ? usual + static_cast<int8_t>(byte()) : static_cast<int64_t>(word());
+  }
+  uint64_t word() {
+    uint64_t value = 0;
+    for (int i = 0; i < 8; i++) value = value << 8 | byte();
+    return value;
+  }
+
+ private:
+  const uint8_t *data_, *end_;
+  uint8_t rare_;
+};
+
+struct Impossible {};  // what ONNX Runtime would refuse itself
+
+// A tensor of `shape`, or another, with numbers of some size, of any bits, or with some that are none.
+Value made(Choices& choices, int type, Shape shape) {
+  for (int64_t& each : shape) each = choices.number(each);
+  if (choices.rarely()) shape.push_back(choices.below(3));
+  if (choices.rarely() && !shape.empty()) shape.erase(shape.begin());
+  if (choices.rarely()) type = choices.below(2) ? kFloat : kUint8;
+  Value value = tensor(type, shape);
+  if (value == nullptr) throw Impossible();
+  const uint8_t kind = choices.byte();
+  uint64_t state = kind;
+  for (size_t i = 0; i < value->bytes.size(); i += 4) {
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    const auto bits = static_cast<uint32_t>(state >> 32);
+    const float real = static_cast<float>(static_cast<int32_t>(bits)) * 0x1p-31f;
+    uint32_t word = bits;
+    if (type == kFloat && kind % 4 < 3) std::memcpy(&word, &real, sizeof word);
+    if (type == kFloat && kind % 4 == 1 && bits % 64 == 0) word = 0x7fc00000;
+    std::memcpy(value->bytes.data() + i, &word, std::min<size_t>(4, value->bytes.size() - i));
+  }
+  return value;
+}
+
+void set_numbers(OrtKernelInfo& node, size_t index, const std::vector<int64_t>& numbers) {
+  std::vector<uint8_t>& bytes = node.inputs[index]->bytes;
+  const size_t size = std::min(bytes.size(), numbers.size() * sizeof(int64_t));
+  if (size > 0) std::memcpy(bytes.data(), numbers.data(), size);
+}
+
+std::string broken(Choices& choices, std::string value) {
+  if (choices.rarely()) value.resize(static_cast<size_t>(choices.below(static_cast<int>(value.size()) + 1)));
+  if (choices.rarely()) value += static_cast<char>(choices.byte());
+  if (choices.rarely() && !value.empty()) value[choices.byte() % value.size()] = static_cast<char>(choices.byte());
+  return value;
+}
+
+int64_t size_of(int64_t format, int64_t columns, int64_t inputs) {
+  return (columns + 15) / 16 * (inputs / kFormats[format].inputs) * kFormats[format].bytes;
+}
+
+void fill_linear(Choices& choices, OrtKernelInfo& node) {
+  const int64_t inputs = 256 * (1 + choices.below(2)), rows = 1 + choices.below(12);
+  const char* const gates[] = {"", "silu", "gelu"};
+  const std::string gate = gates[choices.below(3)];
+  const int64_t own = 1 + choices.below(3), count = gate.empty() || choices.rarely() ? own : 2 * own;
+  int64_t columns[3], width = 0;
+  for (int64_t i = 0; i < own; i++) width += columns[i] = 1 + choices.below(40);
+  const Shape shapes[] = {{1, rows, inputs}, {inputs}, {width}, {width}, {1, rows, width}};
+  const uint8_t given = choices.byte();
+  for (int i = 0; i < 5; i++)
+    node.inputs.push_back(i == 0 || given >> i & 1 ? made(choices, kFloat, shapes[i]) : nullptr);
+  std::string parts;
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t format = choices.below(kFormatCount);
+    parts += (i ? "," : "") + std::string(kFormats[format].name) + ":";
+    parts += std::to_string(choices.number(columns[i % own]));
+    node.inputs.push_back(made(choices, kUint8, {size_of(format, columns[i % own], inputs)}));
+  }
+  if (choices.rarely()) node.inputs.push_back(node.inputs.back());
+  if (choices.rarely()) node.inputs.pop_back();
+  node.numbers = {{"inputs", choices.number(inputs)}};
+  node.reals = {{"epsilon", choices.rarely() ? NAN : 1e-5f}};
+  node.texts = {{"gate", broken(choices, gate)}, {"parts", broken(choices, parts)}};
+}
+
+void fill_attention(Choices& choices, OrtKernelInfo& node) {
+  const int64_t kv_heads = 1 + choices.below(3), heads = kv_heads * (1 + choices.below(3));
+  const int64_t head_dim = 2 + choices.below(70), capacity = 16 * (1 + choices.below(8));
+  const int64_t rows = 1 + choices.byte() % std::min<int64_t>(capacity, 20);
+  const int64_t past = choices.byte() % (capacity - rows + 1), half = head_dim / (choices.below(2) ? 4 : 2);
+  const Shape cache = {1, kv_heads, capacity, head_dim};
+  const Shape rotation = {choices.number(past + rows + choices.below(2)), choices.number(half)};
+  const Shape shapes[] = {{1, rows, (heads + 2 * kv_heads) * head_dim}, cache, cache, {1}, rotation,
+                          rotation, {head_dim}, {head_dim}};
+  const uint8_t left_out = choices.byte();
+  const int types[] = {kFloat, kFloat16, kFloat16, kInt64, kFloat, kFloat, kFloat, kFloat};
+  for (int i = 0; i < 8; i++)
+    node.inputs.push_back(i > 3 && left_out >> i & 1 ? nullptr : made(choices, types[i], shapes[i]));
+  set_numbers(node, 3, {choices.number(past)});
+  node.in_place = choices.below(2) == 0;
+  node.numbers = {{"heads", choices.number(heads)}, {"kv_heads", choices.number(kv_heads)},
+                  {"head_dim", choices.number(head_dim)}, {"interleaved", choices.below(2)},
+                  {"window", choices.number(choices.below(2) ? choices.below(64) : 0)}};
+  node.reals = {{"scale", choices.below(2) ? 0.25f : 1.0f}, {"epsilon", 1e-5f}};
+}
+
+void fill_lookups(Choices& choices, OrtKernelInfo& node) {
+  if (node.op == 3) {
+    const int64_t columns = choices.rarely() ? 8000 + 2 * choices.byte() : 1 + choices.byte();
+    node.inputs = {made(choices, kFloat, {1, choices.below(9), columns})};
+    return;
+  }
+  const int64_t format = choices.below(kFormatCount), rows = 1 + choices.below(50), width = 256;
+  std::vector<int64_t> tokens(static_cast<size_t>(choices.below(6)));
+  for (int64_t& each : tokens) each = choices.number(choices.byte() % rows);
+  node.inputs = {made(choices, kInt64, {1, static_cast<int64_t>(tokens.size())}),
+                 made(choices, kUint8, {size_of(format, rows, width)})};
+  set_numbers(node, 0, tokens);
+  node.numbers = {{"width", choices.number(width)}, {"rows", choices.number(rows)}};
+  node.reals = {{"factor", 0.5f}};
+  node.texts = {{"format", broken(choices, kFormats[format].name)}};
+}
+
+OrtKernelInfo node_of(const uint8_t* data, size_t size, std::string* set) {
+  const char* const sets[] = {"avx512", "avxvnni", "avx2", "neon_i8mm", "neon_dot", "plain"};
+  Choices choices(data, size);
+  OrtKernelInfo node;
+  node.op = static_cast<size_t>(choices.below(4));
+  *set = sets[choices.below(6)];
+  node.op == 0 ? fill_linear(choices, node) : node.op == 1 ? fill_attention(choices, node) : fill_lookups(choices, node);
+  node.constants = node.inputs;
+  if (choices.rarely()) node.constants[choices.byte() % node.constants.size()] = nullptr;
+  if (choices.rarely()) node.numbers.erase("inputs");
+  if (choices.rarely()) node.texts.erase("parts");
+  return node;
+}
+
+// ---- Running -----------------------------------------------------------------------------------------------
+
+uint64_t inputs = 0, accepted = 0;
+std::map<std::string, uint64_t> refusals;
+
+void report() {
+  std::printf("%llu graphs, %llu of them accepted\n", static_cast<unsigned long long>(inputs),
+              static_cast<unsigned long long>(accepted));
+  for (const auto& [message, count] : refusals)
+    std::printf("%12llu  %s\n", static_cast<unsigned long long>(count), message.c_str());
+}
+
+// Operators of a set of instructions, with huge pages or without; null where the processor lacks it.
+const OrtCustomOpDomain* domain(const std::string& set, bool huge) {
+  static auto& known = *new std::map<std::string, OrtCustomOpDomain*>;  // never freed, as the operators
+  const auto [at, missing] = known.try_emplace(set + (huge ? "+" : ""), nullptr);
+  if (!missing) return at->second;
+  OrtSessionOptions options;
+  options.settings["edgespec.instructions"] = set;
+  if (huge) options.settings["edgespec.huge_pages"] = "1";
+  const edgespec::ort::ApiBase base = {[](uint32_t) -> const void* const* { return table; }, nullptr};
+  delete RegisterCustomOps(&options, &base);
+  return at->second = options.domain;
+}
+
+// Whether it ended well; why not is counted once for an input.
+bool good(OrtStatus* status, bool counted) {
+  if (status == nullptr) return true;
+  std::string message = status->message;
+  delete status;
+  if (message.rfind("edgespec: ", 0) != 0 && message.rfind("stand-in: ", 0) != 0) std::abort();
+  const size_t name = message.find("is called ");
+  refusals[name == std::string::npos ? message : message.substr(0, name + 9)] += counted;
+  return false;
+}
+
+// Which NaN an operation gives is up to the processor, so all are one.
+void add_bits(const OrtValue& value, std::vector<uint32_t>& bits) {
+  const size_t size = value.type == kFloat16 ? 2 : 4;
+  const uint32_t infinity = size == 2 ? 0x7c00 : 0x7f800000, sign = size == 2 ? 0x8000 : 0x80000000;
+  for (size_t i = 0; i + size <= value.bytes.size(); i += size) {
+    uint32_t word = 0;
+    std::memcpy(&word, value.bytes.data() + i, size);
+    const bool nothing = value.type != kInt64 && (word & ~sign) > infinity;
+    bits.push_back(nothing ? infinity + 1 : word);
+  }
+}
+
+// Outputs as bits; nothing where graph or pass were refused.
+std::vector<uint32_t> run(const uint8_t* data, size_t size, bool plain) {
+  std::string set;
+  const OrtKernelInfo node = node_of(data, size, &set);
+  const OrtCustomOpDomain* found = domain(plain ? "plain" : set, !plain && size % 32 == 0);
+  if (found == nullptr) found = domain("", false);
+  const edgespec::ort::CustomOp* op = found->operators[node.op];
+  OrtKernelContext context{node, plain ? uint8_t{0x55} : uint8_t{0xaa}, {}};
+  void* kernel = nullptr;
+  std::vector<uint32_t> bits;
+  if (!good(op->create_kernel_v2(op, nullptr, &node, &kernel), plain)) return bits;
+  const bool ran = good(op->compute_v2(kernel, reinterpret_cast<OrtKernelContext*>(&context)), plain);
+  op->destroy(kernel);
+  if (!ran) return bits;
+  bits.push_back(1);
+  for (const Value& each : context.outputs)
+    if (each != nullptr) add_bits(*each, bits);
+  return bits;
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerInitialize(int*, char***) {
+  fill_table();
+  return std::atexit(report);
+}
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  try {
+    const std::vector<uint32_t> expected = run(data, size, true);
+    inputs++;
+    accepted += !expected.empty();
+    if (run(data, size, false) != expected) {
+      std::fprintf(stderr, "the plain set computes other bits\n");
+      std::abort();
+    }
+  } catch (const Impossible&) {
+  }
+  return 0;
+}

@@ -1,0 +1,158 @@
+// A stand-in for ONNX Runtime, for fuzz.cpp: a node, its tensors, and the table of functions that operators call.
+// What ONNX Runtime sees to itself, it does: a tensor has as many bytes as its shape takes, and an attribute the
+// type that is asked for.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ort.h"
+
+using Shape = std::vector<int64_t>;
+
+struct OrtStatus { std::string message; };
+struct OrtTensorTypeAndShapeInfo { int type; Shape shape; };
+struct OrtValue {
+  int type;
+  Shape shape;
+  std::vector<uint8_t> bytes;  // as many as the shape takes: one more is a report
+};
+using Value = std::shared_ptr<OrtValue>;
+
+struct OrtKernelInfo {
+  size_t op = 0;
+  std::map<std::string, int64_t> numbers;
+  std::map<std::string, float> reals;
+  std::map<std::string, std::string> texts;
+  std::vector<Value> inputs, constants;  // null: left out, or no constant
+  bool in_place = false;
+};
+struct OrtKernelContext {
+  const OrtKernelInfo& node;
+  uint8_t fill;
+  Value outputs[3];
+};
+struct OrtCustomOpDomain { std::vector<const edgespec::ort::CustomOp*> operators; };
+struct OrtSessionOptions {
+  std::map<std::string, std::string> settings;
+  OrtCustomOpDomain* domain = nullptr;
+};
+extern "C" OrtStatus* RegisterCustomOps(OrtSessionOptions*, const edgespec::ort::ApiBase*);
+
+namespace stand_in {
+
+constexpr int64_t kMostBytes = 1 << 18;  // of a tensor, which keeps a pass short
+inline size_t element_size(int type) {
+  switch (type) {
+    case edgespec::ort::kUint8: return 1;
+    case edgespec::ort::kFloat16: return 2;
+    case edgespec::ort::kFloat: return 4;
+    default: return 8;
+  }
+}
+
+// Null where ONNX Runtime would make no such tensor, or it were too large for a quick pass.
+inline Value tensor(int type, const Shape& shape) {
+  int64_t bytes = static_cast<int64_t>(element_size(type));
+  bool sound = true;
+  for (const int64_t each : shape) sound = sound && each >= 0 && !__builtin_mul_overflow(bytes, each, &bytes);
+  if (!sound || bytes > kMostBytes) return nullptr;
+  return Value(new OrtValue{type, shape, std::vector<uint8_t>(static_cast<size_t>(bytes))});
+}
+
+inline OrtStatus* refused(const char* why) { return new OrtStatus{why}; }
+
+template <class T>
+OrtStatus* found(const std::map<std::string, T>& values, const char* name, T* out) {
+  const auto at = values.find(name);
+  if (at == values.end()) return refused("stand-in: no such attribute");
+  *out = at->second;
+  return nullptr;
+}
+
+inline OrtStatus* text(const std::map<std::string, std::string>& values, const char* name, char* out, size_t* size) {
+  std::string value;
+  if (OrtStatus* status = found(values, name, &value)) return status;
+  if (out != nullptr) std::memcpy(out, value.c_str(), value.size() + 1);
+  *size = value.size() + 1;
+  return nullptr;
+}
+
+inline OrtStatus* output(OrtKernelContext* context, size_t index, const int64_t* dims, size_t count, OrtValue** out) {
+  const Shape shape(dims, dims + count);
+  Value& value = context->outputs[index];
+  const Value past = index > 0 && context->node.in_place ? context->node.inputs[index] : nullptr;
+  const int op = context->node.op;
+  const int type = op == 1 && index > 0    ? edgespec::ort::kFloat16
+                   : op == 3 && index == 0 ? edgespec::ort::kInt64
+                                           : edgespec::ort::kFloat;
+  value = past != nullptr && past->shape == shape ? past : tensor(type, shape);
+  if (value == nullptr) return refused("stand-in: no memory for an output");
+  if (value != past) std::fill(value->bytes.begin(), value->bytes.end(), context->fill);
+  *out = value.get();
+  return nullptr;
+}
+
+inline const void* table[275];
+
+template <class R, class... A>
+void put(size_t place, R (*function)(A...)) { table[place] = reinterpret_cast<const void*>(function); }
+
+inline void fill_table() {
+  typedef OrtStatus S;
+  typedef const OrtTensorTypeAndShapeInfo* Type;
+  typedef const OrtKernelInfo* Info;
+  put(0, +[](int, const char* message) -> S* { return new S{message}; });
+  put(26, +[](const char*, OrtCustomOpDomain** out) -> S* { *out = new OrtCustomOpDomain; return nullptr; });
+  put(27, +[](OrtCustomOpDomain* domain, const edgespec::ort::CustomOp* op) -> S* {
+    domain->operators.push_back(op);
+    return nullptr;
+  });
+  put(28, +[](OrtSessionOptions* to, OrtCustomOpDomain* domain) -> S* { to->domain = domain; return nullptr; });
+  put(51, +[](OrtValue* value, void** out) -> S* { *out = value->bytes.data(); return nullptr; });
+  put(60, +[](Type type, int* out) -> S* { *out = type->type; return nullptr; });
+  put(61, +[](Type type, size_t* out) -> S* { *out = type->shape.size(); return nullptr; });
+  put(62, +[](Type type, int64_t* out, size_t) -> S* {
+    std::copy(type->shape.begin(), type->shape.end(), out);
+    return nullptr;
+  });
+  put(65, +[](const OrtValue* value, OrtTensorTypeAndShapeInfo** out) -> S* {
+    *out = new OrtTensorTypeAndShapeInfo{value->type, value->shape};
+    return nullptr;
+  });
+  put(85, +[](Info info, const char* name, float* out) -> S* { return found(info->reals, name, out); });
+  put(86, +[](Info info, const char* name, int64_t* out) -> S* { return found(info->numbers, name, out); });
+  put(87, +[](Info info, const char* name, char* out, size_t* size) -> S* {
+    return text(info->texts, name, out, size);
+  });
+  put(90, +[](const OrtKernelContext* context, size_t index, const OrtValue** out) -> S* {
+    *out = index < context->node.inputs.size() ? context->node.inputs[index].get() : nullptr;
+    return nullptr;
+  });
+  put(91, output);
+  put(93, +[](S* status) { delete status; });
+  put(99, +[](OrtTensorTypeAndShapeInfo* info) { delete info; });
+  put(230, +[](Info info, size_t* out) -> S* { *out = info->inputs.size(); return nullptr; });
+  put(237, +[](const OrtSessionOptions* from, const char* key, int* out) -> S* {
+    *out = static_cast<int>(from->settings.count(key));
+    return nullptr;
+  });
+  put(238, +[](const OrtSessionOptions* from, const char* key, char* out, size_t* size) -> S* {
+    return text(from->settings, key, out, size);
+  });
+  put(249, +[](Info info, size_t index, int* is_constant, const OrtValue** out) -> S* {
+    *out = index < info->constants.size() ? info->constants[index].get() : nullptr;
+    *is_constant = *out != nullptr;
+    return nullptr;
+  });
+  put(274, +[](const OrtKernelContext*, void (*run)(void*, size_t), size_t total, size_t, void* data) -> S* {
+    while (total > 0) run(data, --total);  // the other way round: pieces must not need each other
+    return nullptr;
+  });
+}
+
+}  // namespace stand_in

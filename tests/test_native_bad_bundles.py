@@ -1,0 +1,127 @@
+"""Native bundles whose files do not fit each other are refused when they are opened, with what to do."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from edgespec_models.bundle import GRAPH, MANIFEST, Bundle
+from edgespec_models.errors import BundleError
+from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from tests.native_for_tests import tiny_native
+
+DATA = f"{GRAPH}.data"
+Edit = Callable[[Any], object]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tiny_native(tmp_path / "m").path
+
+
+def sized(folder: Path) -> Bundle:
+    """The bundle, with a manifest that says the sizes its files now have."""
+    where = folder / MANIFEST
+    manifest = json.loads(where.read_text(encoding="utf-8"))
+    for name, record in manifest["files"].items():
+        record["size_bytes"] = (folder / name).stat().st_size
+    where.write_text(json.dumps(manifest), encoding="utf-8")
+    return Bundle(folder)
+
+
+def refused(folder: Path, words: str) -> None:
+    """Opening must fail in these words, with weights mapped and in huge pages alike."""
+    for huge_pages in (False, True):
+        with pytest.raises(BundleError, match=rf"model\.onnx .*(?s:{words}).*export the model again"):
+            CpuSession(sized(folder), CpuOptions(threads=1, huge_pages=huge_pages))
+
+
+@pytest.mark.parametrize("left", [0, 3, 4096, -1])
+def test_weights_that_end_too_early(folder: Path, left: int) -> None:
+    content = (folder / DATA).read_bytes()
+    (folder / DATA).write_bytes(content[:left])
+    with pytest.raises(
+        BundleError, match=r"model\.onnx\.data has [\d,]+ bytes, not .*export the model again"
+    ):
+        Bundle(folder)
+    refused(folder, "External initializer")
+
+
+def node(graph: Any, kind: str) -> Any:
+    """The first node of an operator: its attributes by name."""
+    found = next(each for each in graph.node if each.op_type == kind)
+    return {attribute.name: attribute for attribute in found.attribute}
+
+
+def set_number(kind: str, name: str, change: Callable[[int], int]) -> Edit:
+    def edit(graph: Any) -> None:
+        attribute = node(graph, kind)[name]
+        attribute.i = change(attribute.i)
+
+    return edit
+
+
+def set_text(kind: str, name: str, change: Callable[[str], str]) -> Edit:
+    def edit(graph: Any) -> None:
+        attribute = node(graph, kind)[name]
+        attribute.s = change(attribute.s.decode()).encode()
+
+    return edit
+
+
+def shorten(graph: Any) -> None:
+    """A matrix's tensor ends 64 bytes early, in a file that is whole."""
+    weight = next(each for each in graph.initializer if "attention.qkv" in each.name and len(each.dims) == 1)
+    weight.dims[0] -= 64
+    for entry in weight.external_data:
+        if entry.key == "length":
+            entry.value = str(int(entry.value) - 64)
+
+
+def widen(graph: Any) -> None:
+    """A projection of twice the inputs by half the columns takes as many bytes."""
+    attributes = node(graph, "Linear")
+    attributes["inputs"].i *= 2
+    parts = [part.split(":") for part in attributes["parts"].s.decode().split(",")]
+    attributes["parts"].s = ",".join(f"{name}:{int(columns) // 2}" for name, columns in parts).encode()
+
+
+BYTES = "edgespec: a matrix has more or fewer bytes than its widths take"
+EDITS: dict[str, tuple[Edit, str]] = {
+    "more columns": (set_text("Linear", "parts", lambda parts: parts.replace(":", ":1", 1)), BYTES),
+    "other format": (set_text("Linear", "parts", lambda parts: parts.replace("Q4_0", "Q8_0", 1)), BYTES),
+    "no format": (
+        set_text("Linear", "parts", lambda parts: parts.replace("Q4_0", "Q4_9", 1)),
+        "edgespec: no format of weights is called Q4_9",
+    ),
+    "one part less": (
+        set_text("Linear", "parts", lambda parts: parts.rpartition(",")[0]),
+        "edgespec: a projection has more matrices than parts",
+    ),
+    "more inputs": (set_number("Linear", "inputs", lambda inputs: 2 * inputs), BYTES),
+    "more tokens": (set_number("Embedding", "rows", lambda rows: rows + 16), BYTES),
+    "wider rows": (set_number("Embedding", "width", lambda width: width + 32), BYTES),
+    "a short tensor": (shorten, BYTES),
+    "more heads": (
+        set_number("Attention", "heads", lambda heads: 2 * heads),
+        "edgespec: attention's input is not float32",
+    ),
+    "narrow heads": (
+        set_number("Attention", "head_dim", lambda width: width // 2),
+        "edgespec: attention's input is not float32",
+    ),
+    "a wide next layer": (widen, "edgespec: a projection's input is not float32"),
+    "no heads": (set_number("Attention", "heads", lambda heads: 0), "edgespec: attention heads"),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_graph_that_does_not_fit_its_weights(folder: Path, name: str) -> None:
+    edit, words = EDITS[name]
+    model = onnx.load(folder / GRAPH, load_external_data=False)
+    edit(model.graph)
+    (folder / GRAPH).write_bytes(model.SerializeToString())
+    refused(folder, words)
