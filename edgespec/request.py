@@ -66,6 +66,6 @@ class Request:
         unknown = options.keys() - sampling_names - own_names
         if unknown:
             allowed = ", ".join(sorted(own_names | sampling_names))
-            raise RequestError(f"unknown option {shown(sorted(unknown))}; allowed: {allowed}")
+            raise RequestError(f"unknown option {', '.join(map(shown, sorted(unknown)))}; allowed: {allowed}")
         sampling = SamplingParams(**{k: v for k, v in options.items() if k in sampling_names})  # type: ignore[arg-type]
         return cls(**{k: v for k, v in options.items() if k in own_names}, sampling=sampling)  # type: ignore[arg-type]

@@ -114,6 +114,8 @@ CALLS: Mapping[str, tuple[Callable[[], object], str]] = {
     "a file to import": (lambda: Profile("p").load("x"), "file is 'x'; allowed: a Path"),  # type: ignore[arg-type]
     "a text to forget": (lambda: Profile("p").forget(None), "text is None"),  # type: ignore[arg-type]
     "a source": (lambda: export_model(None, Path("o")), "source is None"),  # type: ignore[arg-type]
+    "a device of an export": (lambda: ExportOptions(device="tpu"), "device is .tpu"),  # type: ignore[arg-type]
+    "a bucket": (lambda: ExportOptions(buckets=(0, 64)), r"buckets\[0\] is 0; allowed: .* from 64"),
     "options of an export": (lambda: export_model(Path("s"), Path("o"), options=[]), r"options is \[\]"),  # type: ignore[arg-type]
 }
 

@@ -11,7 +11,7 @@ from edgespec.profile.entries import Entry
 from edgespec.profile.passages import LEAD, LONGEST, Passage
 from edgespec.profile.store import Learned, Name, Scope
 from edgespec_models.errors import RequestError
-from edgespec_models.schema import Limit, form, length, read, within
+from edgespec_models.schema import form, length, read, shown, within
 
 __all__ = ["FORMAT", "correction_json", "parse", "passage_json"]
 
@@ -70,13 +70,6 @@ _Date = Annotated[float, within(0, 32_503_680_000)]
 _Verdicts = tuple[Annotated[int, within(0, 255)], ...]
 
 
-def _is_base64(text: str) -> bool:
-    try:
-        return base64.b64decode(text, validate=True) is not None
-    except ValueError:
-        return False
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Passage:
     """What :func:`passage_json` writes."""
@@ -111,7 +104,13 @@ class _Correction:
     name: Name
     tokens: Annotated[int, within(0, 2**53 - 1)]
     used_on: _Date
-    table: Annotated[str, Limit(_is_base64, "in base64")]
+    table: str
+
+    def __post_init__(self) -> None:
+        try:
+            unpack(base64.b64decode(self.table, validate=True))
+        except ValueError as error:
+            raise RequestError(f"table is {shown(self.table)}; allowed: as an export writes it") from error
 
     def kept(self) -> tuple[Scope, Kept]:
         data = base64.b64decode(self.table, validate=True)

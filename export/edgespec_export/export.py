@@ -28,7 +28,7 @@ from edgespec_models.bundle import (
 )
 from edgespec_models.chips import find_chip
 from edgespec_models.config import ModelConfig
-from edgespec_models.errors import ParityError, RequestError
+from edgespec_models.errors import ModelFileError, ParityError, RequestError, naming
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_models.schema import check_fields, checked, length, one_of, within
 from edgespec_models.static_graphs import PREFILL_ROWS, ExportDevice
@@ -114,7 +114,7 @@ def export_model(
     require_extra()
     _check_request(source, out, options)
     started = perf_counter()
-    with storage_errors(out), staging(out) as folder:
+    with storage_errors(out), staging(out) as folder, naming(source):
         if options.device in (None, "cuda"):
             report = _build(source, folder, options, progress, started)
         else:
@@ -133,7 +133,10 @@ def _build(
     settled = None if trim is None else trim.tokens, ranges
     manifest, losses, source_bytes = _write(source, folder, options, settled, progress)
     converted = peak_memory_bytes()
-    row_exact, parity = _check(folder, manifest.provenance["sha256"], progress)
+    try:
+        row_exact, parity = _check(folder, manifest.provenance["sha256"], progress)
+    except RequestError as error:  # of a pass over our own tokens, which nobody asked for
+        raise ModelFileError(f"the model cannot be run: {error}. Download or convert it again.") from error
     report = ExportReport(
         parity=parity,
         row_exact=row_exact,

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from edgespec_models.chat_template import ChatTemplate
 from edgespec_models.config import AGAIN, Count, DecoderShape, FloatType, ModelConfig
-from edgespec_models.errors import BundleError
+from edgespec_models.errors import BundleError, naming
 from edgespec_models.graph_tensors import GraphTensors
 from edgespec_models.schema import form, length, read, shown, within
 from edgespec_models.static_graphs import ExportDevice, Form, StaticGraphs
@@ -298,13 +298,19 @@ class Bundle:
         """The chat template; None for models without one."""
         if TEMPLATE not in self.manifest.files:
             return None
-        return self._compile((self.path / TEMPLATE).read_text(encoding="utf-8"))
+        where = self.path / TEMPLATE
+        try:
+            source = where.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise BundleError(f"cannot read {where} ({error}); export the model again") from error
+        return self._compile(source, where)
 
-    def _compile(self, template: str) -> ChatTemplate:
+    def _compile(self, template: str, where: Path) -> ChatTemplate:
         special, tokenizer = self.manifest.special_tokens, self.tokenizer
         bos = "" if special.bos is None else tokenizer.token_bytes(special.bos).decode(errors="replace")
         eos = "" if not special.eos else tokenizer.token_bytes(special.eos[0]).decode(errors="replace")
-        return ChatTemplate(template, bos=bos, eos=eos)
+        with naming(where):
+            return ChatTemplate(template, bos=bos, eos=eos)
 
     def report(self) -> dict[str, Any]:
         """What the export measured; empty where the bundle has no report.

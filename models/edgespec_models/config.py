@@ -12,8 +12,8 @@ FloatType = Literal["float32", "float16"]
 """What a graph of any shape computes in."""
 Architecture = Literal["llama", "mistral", "smollm3", "qwen2", "qwen3", "gemma3", "phi3"]
 Count = Annotated[int, within(1, 2**31 - 1)]
-Context = Annotated[int, within(1, 2**21)]
-"""Positions; the rotary tables have a row for each."""
+Context = Annotated[int, within(8, 2**21)]
+"""Positions: enough for the self-test of a session; the rotary tables have a row for each."""
 AGAIN = "The file is damaged or of another version; export the model again"
 _Factor = Annotated[float, within(above=0)]
 

@@ -65,7 +65,7 @@ def shown(value: object) -> str:
     short = reprlib.Repr()
     short.maxstring = short.maxother = 80
     try:
-        return short.repr(value)
+        return short.repr(value)[:200]
     except Exception:  # noqa: BLE001 - whatever a foreign __repr__ raises, and numbers of 4,300 digits
         return f"a {type(value).__name__} that cannot be shown"
 
