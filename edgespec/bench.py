@@ -16,13 +16,13 @@ Terms:
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from edgespec.prompts import Prompt
 from edgespec.results import Generation
 from edgespec.trial import ask, forget
-from edgespec_models.errors import RequestError
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
+from edgespec_models.schema import check_fields, within
 
 if TYPE_CHECKING:
     from edgespec.engine import Model
@@ -47,14 +47,13 @@ class BenchOptions:
         RequestError: ``max_new_tokens`` is below 2: one token is no decoding.
     """
 
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    seed: int = 0
+    max_new_tokens: Annotated[int, within(2, 2**31 - 1)] = 128
+    temperature: Annotated[float, within(0, 100)] = 0.0
+    seed: Annotated[int, within(0, 2**64 - 1)] = 0
     stop_at_eos: bool = True
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 2:
-            raise RequestError(f"max_new_tokens is {self.max_new_tokens}; a bench needs 2 or more")
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)

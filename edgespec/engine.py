@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Self, Unpack
+from typing import Annotated, Self, Unpack
 
 from edgespec.drafting.ahead import Ahead
 from edgespec.drafting.choice import Choice
@@ -14,7 +14,7 @@ from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.side import DrafterSide
 from edgespec.encoding import Messages, encode_chat, encode_text
 from edgespec.generation import Job, TextStreamer
-from edgespec.loading import NGRAM, open_model, recommended_drafter
+from edgespec.loading import NGRAM, Reference, open_model, recommended_drafter
 from edgespec.pricing import Pricing
 from edgespec.profile.corrections import DrafterKey
 from edgespec.profile.drafter import BestOf
@@ -24,15 +24,19 @@ from edgespec.profile.use import ProfileUse, RequestUse, open_use
 from edgespec.request import Request, RequestOptions
 from edgespec.results import Generation
 from edgespec.sessions import Devices, open_pair
+from edgespec_export.recipe import WEIGHTS
 from edgespec_models.bundle import Bundle
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import ProgressCallback, ignore_progress
+from edgespec_models.schema import check_fields, checked, form, length, one_of, within
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.cpu import CpuOptions, check_threads
+from edgespec_runtimes.cpu import CpuOptions, Instructions, Threads
 from edgespec_runtimes.discovery import AUTO
 from edgespec_runtimes.placement import Placement, export_for, place, run_at_once
 
 __all__ = ["LoadOptions", "Model", "TextStreamer", "load"]
+
+DeviceName = Annotated[str, length(1, 200)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,32 +58,29 @@ class LoadOptions:
             takes the best that the processor has. All give the same bits.
     """
 
-    threads: int = 0
+    threads: Threads = 0
     spinning: bool = True
-    max_draft: int = 8
-    weights: str | None = None
-    namespace: str = ""
-    training_share: float = 0.0
+    max_draft: Annotated[int, within(1, 64)] = 8
+    weights: Annotated[str, one_of(WEIGHTS)] | None = None
+    namespace: Annotated[str, form(r"[^\ud800-\udfff]{0,200}", "of at most 200 characters")] = ""
+    training_share: Annotated[float, within(0, 1)] = 0.0
     huge_pages: bool = True
-    instructions: str = ""
+    instructions: Instructions = ""
 
     def __post_init__(self) -> None:
-        check_threads(self.threads)
-        if not 1 <= self.max_draft <= 64:
-            raise RequestError(f"max_draft is {self.max_draft}; it must be 1 to 64")
-        if not 0.0 <= self.training_share <= 1.0:
-            raise RequestError(f"training_share is {self.training_share}; it must be 0 to 1")
+        check_fields(self)
 
 
+@checked
 def load(
-    target: str | Path,
-    drafter: str | Path | None = "auto",
+    target: Reference,
+    drafter: Reference | None = "auto",
     *,
     options: LoadOptions | None = None,
-    profile: str | Path | None = None,
+    profile: Reference | None = None,
     progress: ProgressCallback = ignore_progress,
-    device: str = AUTO,
-    drafter_device: str = AUTO,
+    device: DeviceName = AUTO,
+    drafter_device: DeviceName = AUTO,
 ) -> "Model":
     """Load a target and its drafter.
 
@@ -216,6 +217,7 @@ class Model:
                 self._side.session.close()
             self._session.close()
 
+    @checked
     def use_profile(self, path: Path) -> None:
         """Draft from the profile at ``path``, and learn into it, from the next request on.
 
@@ -295,23 +297,20 @@ class Model:
         """
         return self.stream_chat(messages, **options).run()
 
-    def stream(self, prompt: str, **options: Unpack[RequestOptions]) -> TextStreamer:
+    @checked
+    def stream(self, prompt: Annotated[str, length(1)], **options: Unpack[RequestOptions]) -> TextStreamer:
         """Like :meth:`generate`, piece by piece: iterate over text, then read ``.result``."""
-        return self._start(
-            encode_text(self.target, prompt),
-            lambda bundle: encode_text(bundle, prompt),
-            Request.of(options),
-        )
+        request = Request.of(options)
+        tokens = encode_text(self.target, prompt)
+        return self._start(tokens, lambda bundle: encode_text(bundle, prompt), request)
 
     def stream_chat(self, messages: Messages, **options: Unpack[RequestOptions]) -> TextStreamer:
         """Like :meth:`chat`, piece by piece: iterate over text, then read ``.result``."""
         if self.target.chat_template is None:
             raise RequestError(f"{self.name} has no chat template; use generate, or another model")
-        return self._start(
-            encode_chat(self.target, messages),
-            lambda bundle: encode_chat(bundle, messages),
-            Request.of(options),
-        )
+        request = Request.of(options)
+        tokens = encode_chat(self.target, messages)
+        return self._start(tokens, lambda bundle: encode_chat(bundle, messages), request)
 
     def _ahead(self, curve: CostCurve) -> Ahead | None:
         """Drafting ahead, where target and drafter compute side by side."""

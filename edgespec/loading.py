@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 from filelock import FileLock
 
@@ -26,9 +27,10 @@ from edgespec_models.foreign import is_model, open_bundle
 from edgespec_models.hub import PREFIX, HubReference, pull_hub, pulled_hub
 from edgespec_models.paths import bundles_dir, model_name
 from edgespec_models.progress import ProgressCallback, ignore_progress
+from edgespec_models.schema import check_fields, checked, length, one_of, shown
 from edgespec_models.static_graphs import ExportDevice
 
-__all__ = ["NGRAM", "locate_hub", "open_model", "pull_checked", "recommended_drafter"]
+__all__ = ["NGRAM", "Reference", "locate_hub", "open_model", "pull_checked", "recommended_drafter"]
 
 _HF_CONFIG = "config.json"
 _RECIPE_MARK = "-r"
@@ -36,6 +38,8 @@ _LOG = logging.getLogger("edgespec")
 
 NGRAM = "ngram"
 """Names the drafter that is no model."""
+Reference = Annotated[str | Path, length(1, 4096)]
+"""What names a model or a file; systems know no longer paths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +47,11 @@ class _Wanted:
     """What a new export is for."""
 
     role: Role
-    weights: str | None
+    weights: Annotated[str, one_of(WEIGHTS)] | None  # it becomes part of a path
     device: ExportDevice | None
 
     def __post_init__(self) -> None:
-        if self.weights not in (None, *WEIGHTS):  # it becomes part of a path
-            raise RequestError(f"weights={self.weights!r} is not known; allowed: {', '.join(WEIGHTS)}")
+        check_fields(self)
 
     def check(self) -> None:
         """Raise RequestError if an export would, sooner: before anything is pulled for it."""
@@ -69,8 +72,9 @@ class _Wanted:
         return bundles_dir() / f"{name}-{mark}-{self.role}-{kind}{_RECIPE_MARK}{recipe}"
 
 
+@checked
 def open_model(
-    reference: str | Path,
+    reference: Reference,
     role: Role,
     *,
     weights: str | None = None,
@@ -96,6 +100,13 @@ def open_model(
         EdgespecError: whatever else keeps the model from being pulled, exported or opened.
     """
     path, wanted = Path(reference), _Wanted(role, weights, device)
+    try:
+        path.is_dir()
+    except OSError as error:  # a name too long, a folder that cannot be entered
+        raise RequestError(
+            f"{shown(str(reference))} cannot be looked for: {error.strerror}. Give a path that can be "
+            "read, or a name that 'edgespec models' lists."
+        ) from error
     if str(reference).startswith(PREFIX):
         wanted.check()
         path = locate_hub(str(reference), progress)

@@ -13,22 +13,24 @@ from dataclasses import dataclass
 from importlib import resources
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from edgespec_models.errors import RequestError
+from edgespec_models.schema import length, read
 
 __all__ = ["Prompt", "builtin_prompts", "load_prompts", "select"]
 
 _BUILTIN = "prompts.jsonl"
+_Text = Annotated[str, length(1)]
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """What a user asks: ``turns``, at least one, are the messages of one conversation."""
 
-    id: str
-    category: str
-    turns: tuple[str, ...]
+    id: _Text
+    category: _Text
+    turns: Annotated[tuple[_Text, ...], length(1)]
 
 
 def builtin_prompts() -> tuple[Prompt, ...]:
@@ -85,17 +87,11 @@ def _parse(text: str, where: str) -> tuple[Prompt, ...]:
 def _prompt(line: str, where: str) -> Prompt:
     try:
         value: Any = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"{where} is not JSON ({error}); give one object a line") from error
-    if not isinstance(value, dict):
-        raise RequestError(f"{where} is not a JSON object; it needs the keys id, category, turns")
-    for key in ("id", "category"):
-        if not (isinstance(value.get(key), str) and value[key]):
-            raise RequestError(f"{where}: {key} is {value.get(key)!r}; a text is needed")
-    turns = value.get("turns")
-    if not (isinstance(turns, list) and turns and all(isinstance(t, str) and t for t in turns)):
-        raise RequestError(f"{where}: turns must be a list of one or more texts, none of them empty")
-    return Prompt(value["id"], value["category"], tuple(turns))
+    if isinstance(value, dict):  # what else there may be, such as a reference answer, is not asked for
+        value = {key: value[key] for key in ("id", "category", "turns") if key in value}
+    return read(Prompt, value, where, RequestError, "Give one JSON object a line: id, category, turns")
 
 
 def _repeated(ids: Iterable[str]) -> str | None:

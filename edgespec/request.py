@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TypedDict
+from typing import Annotated, TypedDict
 
 from edgespec.sampling import SamplingParams
 from edgespec_models.errors import RequestError
+from edgespec_models.schema import check_fields, form, shown, within
 
 __all__ = ["Request", "RequestOptions"]
 
@@ -32,6 +33,9 @@ class RequestOptions(TypedDict, total=False):
     seed: int | None
 
 
+_Stop = Annotated[str, form(r"[^\ud800-\udfff]+", "of one character or more, without lone surrogates")]
+
+
 def _never() -> bool:
     return False
 
@@ -40,31 +44,28 @@ def _never() -> bool:
 class Request:
     """:class:`RequestOptions` with defaults filled in."""
 
-    max_new_tokens: int = 256
-    stop: tuple[str, ...] = ()
+    max_new_tokens: Annotated[int, within(1, 2**31 - 1)] = 256
+    stop: tuple[_Stop, ...] = ()
     stop_at_eos: bool = True
     speculate: bool = True
     cancelled: Callable[[], bool] = _never
     sampling: SamplingParams = field(default_factory=SamplingParams)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @classmethod
     def of(cls, options: RequestOptions) -> "Request":
         """Check ``options``.
 
         Raises:
-            RequestError: an unknown name or a value out of range.
+            RequestError: an unknown name, or a value of a wrong type or out of range.
         """
         sampling_names = {f.name for f in fields(SamplingParams)}
         own_names = {f.name for f in fields(cls)} - {"sampling"}
         unknown = options.keys() - sampling_names - own_names
         if unknown:
             allowed = ", ".join(sorted(own_names | sampling_names))
-            raise RequestError(f"unknown option {', '.join(sorted(unknown))}; allowed: {allowed}")
-        if isinstance(options.get("stop", ()), str):
-            raise RequestError(f"stop is {options['stop']!r}; give a list of strings")
+            raise RequestError(f"unknown option {', '.join(map(shown, sorted(unknown)))}; allowed: {allowed}")
         sampling = SamplingParams(**{k: v for k, v in options.items() if k in sampling_names})  # type: ignore[arg-type]
-        own = {k: v for k, v in options.items() if k in own_names}
-        request = cls(**own | {"stop": tuple(options.get("stop", ())), "sampling": sampling})  # type: ignore[arg-type]
-        if request.max_new_tokens < 1:
-            raise RequestError(f"max_new_tokens is {request.max_new_tokens}; it must be at least 1")
-        return request
+        return cls(**{k: v for k, v in options.items() if k in own_names}, sampling=sampling)  # type: ignore[arg-type]

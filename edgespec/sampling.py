@@ -7,12 +7,12 @@ generation is the same with and without speculation as long as the proposals are
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_models.errors import RequestError
+from edgespec_models.schema import check_fields, within
 from edgespec_runtimes.predictions import check_best
 
 __all__ = [
@@ -38,7 +38,6 @@ ACCEPT_LANE: Final = 1
 DRAFT_LANE: Final = 2
 """Lane a sampling drafter draws its proposals from; it must never use another."""
 
-_MAX_SEED: Final = 2**64 - 1
 _BLOCK: Final = 1024
 
 
@@ -60,39 +59,20 @@ class SamplingParams:
         RequestError: a field out of its range.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
+    temperature: Annotated[float, within(0, 100, " (0 is greedy)")] = 0.0
+    top_k: Annotated[int, within(0, 2**31 - 1, " (0 is no limit)")] = 0
+    top_p: Annotated[float, within(None, 1, " (1 is off)", above=0)] = 1.0
+    min_p: Annotated[float, within(0, 1, " (0 is off)")] = 0.0
+    repetition_penalty: Annotated[float, within(0.1, 10, " (1 is off)")] = 1.0
+    seed: Annotated[int, within(0, 2**64 - 1)] | None = None
 
     def __post_init__(self) -> None:
-        temperature, penalty = self.temperature, self.repetition_penalty
-        _require(0.0 <= temperature <= 100.0, "temperature", temperature, "0 (greedy) to 100")
-        _require(
-            isinstance(self.top_k, int) and self.top_k >= 0,
-            "top_k",
-            self.top_k,
-            "a whole number from 1, or 0 for no limit",
-        )
-        _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0, at most 1 (1 is off)")
-        _require(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "0 (off) to 1")
-        _require(0.1 <= penalty <= 10.0, "repetition_penalty", penalty, "0.1 to 10 (1 is off)")
-        seeded = isinstance(self.seed, int) and 0 <= self.seed <= _MAX_SEED
-        _require(
-            self.seed is None or seeded, "seed", self.seed, "a whole number from 0 to 2**64 - 1, or None"
-        )
+        check_fields(self)
 
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0.0
-
-
-def _require(holds: bool, name: str, value: object, allowed: str) -> None:
-    if not holds:
-        raise RequestError(f"{name} is {value!r}; allowed: {allowed}")
 
 
 def resolve_seed(params: SamplingParams) -> int:

@@ -196,5 +196,5 @@ def test_an_audit_of_a_model_with_a_profile_covers_what_is_learned(
 
 @pytest.mark.parametrize("share", [-0.01, 1.01, float("nan")])
 def test_the_share_has_bounds(share: float) -> None:
-    with pytest.raises(RequestError, match=r"training_share is .*; it must be 0 to 1"):
+    with pytest.raises(RequestError, match=r"training_share is .*; allowed: a number from 0 to 1"):
         LoadOptions(training_share=share)

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from edgespec_models.bundle import GRAPH, MANIFEST, REPORT, TEMPLATE, TOKENIZER, Bundle, FileRecord, Manifest
 from edgespec_models.config import ModelConfig
-from edgespec_models.errors import BundleError, EdgespecError, TokenizerError, UnsupportedModelError
+from edgespec_models.errors import BundleError, TokenizerError, UnsupportedModelError
 from edgespec_runtimes.cpu import CpuSession
 from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import LLAMA, tiny_bundle
@@ -141,6 +143,16 @@ DAMAGE: dict[str, Edit] = {
     "unknown field": lambda m: m.update(extra=1),
     "special tokens missing": lambda m: m.pop("special_tokens"),
     "special tokens null": lambda m: m.update(special_tokens=None),
+    "an end of text that is no id": lambda m: m["special_tokens"].update(eos=[""]),
+    "an end of text that is no token": lambda m: m["special_tokens"].update(eos=[10**9]),
+    "sizes by class are a list": lambda m: m.update(bytes_by_class=[1]),
+    "a size by class is a text": lambda m: m.update(bytes_by_class={"mlp": "1"}),
+    "a negative size": lambda m: m["parameters_by_class"].update(mlp=-1),
+    "an architecture that is a number": lambda m: m["config"].update(architecture=-1),
+    "a name that is a list": lambda m: m.update(name=[]),
+    "provenance is a text": lambda m: m.update(provenance="x"),
+    "a layer that is not there": lambda m: m.update(float_kv_layers=[99]),
+    "a number that is no number": lambda m: m["config"].update(rope_theta=float("nan")),
     "no graph": lambda m: m["files"].pop(GRAPH),
     "no tokenizer": lambda m: m["files"].pop(TOKENIZER),
 }
@@ -149,7 +161,7 @@ DAMAGE: dict[str, Edit] = {
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_wrong_manifest_is_one_clear_error(folder: Path, name: str) -> None:
     edit_manifest(folder, DAMAGE[name])
-    with pytest.raises(EdgespecError):
+    with pytest.raises(BundleError, match=r"edgespec\.json.*export the model again"):
         Bundle(folder)
 
 
@@ -162,11 +174,38 @@ def test_the_bundle_format_of_before_says_how_to_export_again(folder: Path) -> N
         Bundle(folder)
 
 
+WHERE = Path("somewhere", MANIFEST)
+WRONG = st.sampled_from(
+    [None, 0, -1, 7, 10**400, 1.5, float("nan"), "", "x", [], [0], [""], {}, {"a": 1}, {"a": "b"}, True]
+)
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tiny_bundle(tmp_path_factory.mktemp("sound") / "m").path
+    return (folder / MANIFEST).read_text(encoding="utf-8")
+
+
+@given(data=st.data())
+def test_any_field_of_a_manifest_may_be_wrong(data: st.DataObject, sound: str) -> None:
+    value = json.loads(sound)
+    table = data.draw(
+        st.sampled_from([value, value["config"], value["special_tokens"], value["files"][GRAPH]])
+    )
+    table[data.draw(st.sampled_from(sorted(table)))] = data.draw(WRONG)
+    try:
+        manifest = Manifest.from_json(value, WHERE)
+    except BundleError as error:
+        assert str(WHERE) in str(error)
+    else:
+        assert Manifest.from_json(json.loads(json.dumps(manifest.to_json())), WHERE) == manifest
+
+
 def test_graphs_of_an_earlier_version_are_to_be_exported_again(folder: Path) -> None:
     shapes = {"verify": [1, 4], "prefill": 64, "buckets": [512], "activations": "float32", "masked": -1.0}
     edit_manifest(folder, lambda m: m.update(static={"device": "cuda", **shapes}))
     with pytest.raises(
-        BundleError, match=r"edgespec\.json is damaged or of .*'cuda'.*export the model again"
+        BundleError, match=r"edgespec\.json: static\.device is 'cuda'.*export the model again"
     ):
         Bundle(folder)
 

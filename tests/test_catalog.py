@@ -63,18 +63,18 @@ def test_every_key_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ('licence = "MIT"\n', "", "a.toml: the key 'licence' is missing"),
-        ('licence = "MIT"', 'license = "MIT"\nlicence = "MIT"', "a.toml: unknown key 'license'"),
-        ("parameters = 7", 'parameters = "7"', "a.toml: parameters = '7'"),
-        ("parameters = 7", "parameters = true", "a.toml: parameters = True"),
-        ("size_bytes = 5", "size_bytes = 0", "size_bytes = 0"),
-        ('"target"', '"oracle"', "role = 'oracle'"),
-        ('filename = "a.gguf"', 'filename = "../a.gguf"', "filename = '../a.gguf'"),
+        ('licence = "MIT"\n', "", "a.toml: licence is missing"),
+        ('licence = "MIT"', 'license = "MIT"\nlicence = "MIT"', "a.toml: 'license' is not known"),
+        ("parameters = 7", 'parameters = "7"', "a.toml: parameters is '7'"),
+        ("parameters = 7", "parameters = true", "a.toml: parameters is True"),
+        ("size_bytes = 5", "size_bytes = 0", "size_bytes is 0"),
+        ('"target"', '"oracle"', "role is 'oracle'"),
+        ('filename = "a.gguf"', 'filename = "../a.gguf"', "filename is '../a.gguf'"),
         ('filename = "sub/a.gguf"', 'filename = "/etc/passwd"', r"a.toml: sources\[0\]: filename"),
         ("someone/a", "someone", "repository"),
-        ('"hub"', '"ftp"', "kind = 'ftp'"),
-        ('"a-part2"', '"--index-url"', r"sources\[1\]: parts\[1\]: package = '--index-url'"),
-        ('"a-part1", version', '"a-part1", colour = 1, version', "unknown key 'colour'"),
+        ('"hub"', '"ftp"', "kind is 'ftp'"),
+        ('"a-part2"', '"--index-url"', r"sources\[1\]: parts\[1\].package is '--index-url'"),
+        ('"a-part1", version', '"a-part1", colour = 1, version', "colour' is not known"),
         ("size_bytes = 3", "size_bytes = 4", "the parts add up to 6 bytes, but size_bytes is 5"),
         ('role = "target"', 'role = "target"\ndrafter = "b"', "drafter = 'b' is not in the catalogue"),
         ("000000", "zz0000", "sha256"),
@@ -89,9 +89,9 @@ def test_a_malformed_file_is_refused_by_name_and_key(tmp_path: Path, old: str, n
 
 def test_no_sources_is_refused(tmp_path: Path) -> None:
     text = GOOD.partition("[[sources]]")[0]
-    with pytest.raises(CatalogueError, match="'sources' is missing"):
+    with pytest.raises(CatalogueError, match="sources is missing"):
         entries(write(tmp_path, text))
-    with pytest.raises(CatalogueError, match="at least one table"):
+    with pytest.raises(CatalogueError, match="of length 1 or more"):
         entries(write(tmp_path, text + "sources = []"))
 
 

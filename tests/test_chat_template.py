@@ -85,7 +85,7 @@ def test_invalid_source(source: str) -> None:
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ messages.__class__.__base__ }}",
         "{{ raise_exception.__globals__['json'] }}",
-        "{{ strftime_now.__self__ }}",
+        "{{ strftime_now.__globals__ }}",
         "{{ self.__init__.__globals__ }}",
         "{{ '{0.__class__}'.format(1).upper.__self__ }}",
         "{{ messages.append(1) }}",

@@ -50,7 +50,7 @@ def config_after(folder: Path, change: dict[str, Any], case: str = "llama") -> M
         ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types"),
         ({"max_position_embeddings": 1 << 40}, "context_length"),
         ({"num_attention_heads": 3, "head_dim": 16}, "3 query heads cannot share 2"),
-        ({"num_key_value_heads": 0}, "0 key-value heads"),
+        ({"num_key_value_heads": 0}, "num_kv_heads is 0"),
     ],
 )
 def test_what_edgespec_lacks_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:

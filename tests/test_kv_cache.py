@@ -71,7 +71,7 @@ def test_the_bundle_says_so(tmp_path: Path) -> None:
 
 
 def test_another_type_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="allowed: float32, int8"):
+    with pytest.raises(RequestError, match="allowed: 'float32' or 'int8'"):
         export(tmp_path, "llama", "int4")
 
 

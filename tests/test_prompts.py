@@ -37,9 +37,9 @@ def test_a_file_is_read_whatever_its_line_ends(tmp_path: Path, text: str) -> Non
     [
         ("", "holds no prompt"),
         (GOOD + "\n{", "line 2 is not JSON"),
-        ("[]", "not a JSON object"),
+        ("[]", "a table with category, id, turns"),
         ('{"id": 3, "category": "x", "turns": ["t"]}', "id is 3"),
-        ('{"id": "a", "turns": ["t"]}', "category is None"),
+        ('{"id": "a", "turns": ["t"]}', "category is missing"),
         ('{"id": "a", "category": "x", "turns": []}', "turns"),
         ('{"id": "a", "category": "x", "turns": "t"}', "turns"),
         ('{"id": "a", "category": "x", "turns": ["t", 2]}', "turns"),

@@ -30,9 +30,9 @@ def test_a_name_says_it_all(choice: Quantization, name: str) -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"bits": 5}, "bits=5 is not offered; allowed: 4, 8"),
-        ({"method": "awq"}, "keep, rtn, fit, k-quant"),
-        ({"mixed": "all"}, "none, head, sensitive"),
+        ({"bits": 5}, "bits is 5; allowed: 4 or 8"),
+        ({"method": "awq"}, "'keep' or 'rtn' or 'fit' or 'k-quant'"),
+        ({"mixed": "all"}, "'none' or 'head' or 'sensitive'"),
     ],
 )
 def test_what_is_not_offered_is_named(given: dict[str, object], says: str) -> None:

@@ -96,7 +96,7 @@ def test_impossible_sizes_are_refused(size: int) -> None:
 
 
 def test_a_size_must_be_positive() -> None:
-    with pytest.raises(RequestError, match="positive"):
+    with pytest.raises(RequestError, match="size is 0"):
         TrimOptions(size=0)
 
 

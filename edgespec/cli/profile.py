@@ -57,9 +57,9 @@ def profile(
     from edgespec.loading import open_model
     from edgespec.profiling import profile_model
     from edgespec.sessions import conditions_of
-    from edgespec_runtimes.cpu import CpuOptions, check_threads
+    from edgespec_runtimes.cpu import CpuOptions
 
-    check_threads(threads)  # before a model is pulled
+    CpuOptions(threads=threads, instructions=instructions)  # refused before a model is pulled
     if html is not None:
         check_writable(html)
     with progress_bars() as progress:

@@ -2,23 +2,20 @@
 
 import base64
 import json
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
 
 from edgespec.profile.corrections import DrafterKey, Kept, unpack
 from edgespec.profile.entries import Entry
 from edgespec.profile.passages import LEAD, LONGEST, Passage
-from edgespec.profile.store import Learned, Scope
+from edgespec.profile.store import Learned, Name, Scope
 from edgespec_models.errors import RequestError
+from edgespec_models.schema import form, length, read, shown, within
 
 __all__ = ["FORMAT", "correction_json", "parse", "passage_json"]
 
 FORMAT: Final = "edgespec profile 1"
-_YEAR_3000: Final = 32_503_680_000.0  # beyond it Windows has no dates
-_MOST_TOKENS: Final = 2**53
 
 
 def passage_json(learned: Learned) -> dict[str, Any]:
@@ -55,55 +52,73 @@ def parse(file: Path) -> tuple[list[Learned], list[tuple[Scope, Kept]]]:
     Raises:
         RequestError: ``file`` cannot be read, or something else wrote it.
     """
+    where = f"cannot import {file}"
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RequestError(f"cannot import {file}: {error}") from error
-    if not isinstance(value, dict) or value.get("format") != FORMAT:
-        raise RequestError(f"cannot import {file}: it is no export of a profile ({FORMAT!r})")
-    what = "passage"
-    with suppress(KeyError, TypeError, ValueError, OverflowError, AttributeError):
-        passages = [_passage(each) for each in value["passages"]]
-        what = "correction"
-        return passages, list(_corrections(value.get("corrections", ())))
-    raise RequestError(f"cannot import {file}: a {what} in it is not as an export writes it")
+    except (OSError, ValueError, RecursionError) as error:
+        raise RequestError(f"{where}: {error}") from error
+    parts = read(_Exported, value, where, RequestError, "Give a file that 'edgespec learned export' wrote")
+    passages = [each.learned() for each in parts.passages]
+    corrections = [each.kept() for each in parts.corrections]
+    return passages, [kept for kept in corrections if unpack(kept[1].data) is not None]
 
 
-def _passage(value: Any) -> Learned:
-    passage = Passage(_tokens(value["lead"], LEAD), _tokens(value["body"], LONGEST))
-    right, wrong = bytearray(iter(value["right"])), bytearray(iter(value["wrong"]))
-    worth, learned_on = float(value["worth"]), float(value["learned_on"])
-    texts = [value[key].encode("utf-8", errors="surrogateescape") for key in ("before", "text")]
-    scope = _scope(value["scope"])
-    whole = passage.body and len(right) == len(wrong) == len(passage.body)
-    if not whole or not 0 <= worth < 1e9 or not 0 <= learned_on < _YEAR_3000:
-        raise ValueError(passage)
-    return Learned(scope, Entry(passage, worth, 0, right, wrong), texts[0], texts[1], learned_on, worth)
+_Bytes = Annotated[str, form(r"[^\ud800-\udc7f\udd00-\udfff]*", "as surrogateescape decodes bytes")]
+_Token = Annotated[int, within(0, 2**31 - 2)]
+_Date = Annotated[float, within(0, 32_503_680_000)]
+"""Seconds since 1970, to the year 3000; beyond it Windows has no dates."""
+_Verdicts = tuple[Annotated[int, within(0, 255)], ...]
 
 
-def _corrections(values: Any) -> Iterator[tuple[Scope, Kept]]:
-    for value in values:
-        tokens, used_on = value["tokens"], float(value["used_on"])
-        if type(tokens) is not int or not 0 <= tokens < _MOST_TOKENS or not 0 <= used_on < _YEAR_3000:
-            raise ValueError(value)
-        drafter = DrafterKey(_name(value["drafter"]), _name(value["name"]))
-        data = base64.b64decode(value["table"], validate=True)
-        if unpack(data) is not None:
-            yield _scope(value["scope"]), Kept(drafter, tokens, used_on, data)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Passage:
+    """What :func:`passage_json` writes."""
+
+    scope: Scope
+    before: _Bytes
+    text: _Bytes
+    lead: Annotated[tuple[_Token, ...], length(0, LEAD)]
+    body: Annotated[tuple[_Token, ...], length(1, LONGEST)]
+    worth: Annotated[float, within(0, 1e9)]
+    right: _Verdicts
+    wrong: _Verdicts
+    learned_on: _Date
+
+    def __post_init__(self) -> None:
+        if not len(self.right) == len(self.wrong) == len(self.body):
+            raise RequestError(f"right and wrong must have a number for each of the {len(self.body)} tokens")
+
+    def learned(self) -> Learned:
+        before, text = (each.encode("utf-8", "surrogateescape") for each in (self.before, self.text))
+        right, wrong = bytearray(self.right), bytearray(self.wrong)
+        entry = Entry(Passage(self.lead, self.body), self.worth, 0, right, wrong)
+        return Learned(self.scope, entry, before, text, self.learned_on, self.worth)
 
 
-def _scope(value: Any) -> Scope:
-    return Scope(*(_name(value[key]) for key in ("target", "tokenizer", "namespace")))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Correction:
+    """What :func:`correction_json` writes."""
+
+    scope: Scope
+    drafter: Name
+    name: Name
+    tokens: Annotated[int, within(0, 2**53 - 1)]
+    used_on: _Date
+    table: str
+
+    def __post_init__(self) -> None:
+        try:
+            unpack(base64.b64decode(self.table, validate=True))
+        except ValueError as error:
+            raise RequestError(f"table is {shown(self.table)}; allowed: as an export writes it") from error
+
+    def kept(self) -> tuple[Scope, Kept]:
+        data = base64.b64decode(self.table, validate=True)
+        return self.scope, Kept(DrafterKey(self.drafter, self.name), self.tokens, self.used_on, data)
 
 
-def _name(value: Any) -> str:
-    name = str(value)
-    name.encode()  # SQLite takes no lone surrogates
-    return name
-
-
-def _tokens(values: Any, most: int) -> tuple[int, ...]:
-    tokens = tuple(values)
-    if len(tokens) > most or not all(type(token) is int and 0 <= token < 2**31 - 1 for token in tokens):
-        raise ValueError(values)
-    return tokens
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Exported:
+    format: Literal["edgespec profile 1"]
+    passages: tuple[_Passage, ...]
+    corrections: tuple[_Correction, ...] = ()

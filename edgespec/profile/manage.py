@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from edgespec.files import write_private_text
 from edgespec.profile.corrections import Kept
@@ -19,6 +19,7 @@ from edgespec.profile.schema import SUFFIX
 from edgespec.profile.store import Learned, Scope, Store
 from edgespec_models.errors import RequestError, StorageError
 from edgespec_models.paths import profiles_dir
+from edgespec_models.schema import checked, length, shown
 
 __all__ = ["Amount", "LearnedCorrection", "LearnedText", "Profile", "profiles"]
 
@@ -99,7 +100,8 @@ class Profile:
         RequestError: a name with other characters, or a folder.
     """
 
-    def __init__(self, profile: str | Path) -> None:
+    @checked
+    def __init__(self, profile: Annotated[str | Path, length(1, 4096)]) -> None:
         self.path = _path(profile)
 
     @property
@@ -135,18 +137,21 @@ class Profile:
                 kept[key] = kept.get(key, 0) + tokens
             return kept
 
+    @checked
     def show(self, namespace: str | None = None) -> list[LearnedText]:
         """All that was learned, what is worth most first; of one namespace, or of all."""
         with self._store() as store:
             texts = [_text(each) for each in _within(store, namespace)]
         return sorted(texts, key=lambda each: (-each.worth, each.text))
 
+    @checked
     def corrections(self, namespace: str | None = None) -> list[LearnedCorrection]:
         """What drafters learned, of one namespace or of all."""
         with self._store() as store:
             kept = list(store.corrections())
         return [_described(*each) for each in kept if namespace is None or each[0].namespace == namespace]
 
+    @checked
     def forget(self, text: str) -> Amount:
         """Delete all passages in which ``text`` occurs (upper and lower case are the same).
 
@@ -163,6 +168,7 @@ class Profile:
             found = containing(text, list(store.learned()))
             return Amount(len(found), store.remove(found))
 
+    @checked
     def delete(self, namespace: str | None = None) -> None:
         """Delete the file, or all that was learned in one namespace.
 
@@ -183,6 +189,7 @@ class Profile:
                 raise RequestError(f"the profile {self.name} has no namespace {namespace!r}")
             store.remove_namespace(namespace)
 
+    @checked
     def export(self, file: Path) -> Amount:
         """Write all that was learned to ``file`` as JSON (mode 0600); returns how much that is."""
         with self._store() as store:
@@ -193,6 +200,7 @@ class Profile:
         write_private_text(file, json.dumps(value, indent=1) + "\n")
         return Amount(len(passages), len(corrections))
 
+    @checked
     def load(self, file: Path) -> Amount:
         """Add what :meth:`export` wrote, all or nothing; the profile is made if it does not exist.
 
@@ -246,12 +254,17 @@ def _path(profile: str | Path) -> Path:
     if isinstance(profile, str) and not ("/" in profile or "\\" in profile or profile.endswith(SUFFIX)):
         if not _NAME.fullmatch(profile):
             raise RequestError(
-                f"{profile!r} is no name of a profile: letters, digits, '.', '_' and '-', at most 64"
+                f"{shown(profile)} is no name of a profile: letters, digits, '.', '_' and '-', at most 64"
             )
         return profiles_dir() / f"{profile}{SUFFIX}"
     path = Path(profile).expanduser()
-    if path.is_dir():
-        raise RequestError(f"the profile {path} is a folder; name a file in it")
+    try:
+        if path.is_dir():
+            raise RequestError(f"the profile {path} is a folder; name a file in it")
+    except OSError as error:  # a name too long, a folder that cannot be entered
+        raise RequestError(
+            f"the profile {shown(str(path))} cannot be looked for: {error.strerror}"
+        ) from error
     return path
 
 

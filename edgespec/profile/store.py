@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 from edgespec.drafting.experience import MOST, Outcome, Record
 from edgespec.profile.corrections import Corrections, Kept
@@ -18,14 +18,19 @@ from edgespec.profile.entries import Entry, Tally
 from edgespec.profile.memory import Change, Delta, Snapshot, keep_best
 from edgespec.profile.passages import Passage, pack_tokens, unpack_tokens
 from edgespec.profile.schema import connect
+from edgespec_models.schema import form
 
-__all__ = ["MAX_BYTES", "MAX_TOKENS", "Learned", "Scope", "Store"]
+__all__ = ["MAX_BYTES", "MAX_TOKENS", "Learned", "Name", "Scope", "Store"]
 
 MAX_TOKENS: Final = 262_144
 """Tokens kept in one scope."""
 MAX_BYTES: Final = 64 * 2**20
 """Bytes of the file."""
 _ROOM: Final = 7 / 8  # how much is kept where a bound is exceeded
+
+
+Name = Annotated[str, form(r"[^\ud800-\udfff]*", "without lone surrogates")]
+"""A text that SQLite takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +43,9 @@ class Scope:
         namespace: the application's own name for an app, a task or a language; may be empty.
     """
 
-    target: str
-    tokenizer: str
-    namespace: str = ""
+    target: Name
+    tokenizer: Name
+    namespace: Name = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from edgespec_export.bundle_files import hash_files, parameters_by_class, write_json, write_texts
 from edgespec_export.extra import require_extra
@@ -28,8 +28,9 @@ from edgespec_models.bundle import (
 )
 from edgespec_models.chips import find_chip
 from edgespec_models.config import ModelConfig
-from edgespec_models.errors import ParityError, RequestError
+from edgespec_models.errors import ModelFileError, ParityError, RequestError, naming
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
+from edgespec_models.schema import check_fields, checked, length, one_of, within
 from edgespec_models.static_graphs import PREFILL_ROWS, ExportDevice
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
 from edgespec_runtimes.memory import peak_memory_bytes
@@ -70,15 +71,18 @@ class ExportOptions:
     """
 
     role: Role = "target"
-    weights: str | None = None
+    weights: Annotated[str, one_of(WEIGHTS)] | None = None
     quantization: Quantization | None = None
     kv: KVType | None = None
-    name: str | None = None
+    name: Annotated[str, length(1, 200)] | None = None
     overwrite: bool = False
     trim: TrimOptions = field(default_factory=TrimOptions)
     device: ExportDevice | None = None
-    buckets: tuple[int, ...] = ()
+    buckets: tuple[Annotated[int, within(PREFILL_ROWS)], ...] = ()
     chip: str | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def native(self) -> bool:
@@ -86,6 +90,7 @@ class ExportOptions:
         return self.weights in (None, "exact") and self.device is None and self.kv is None
 
 
+@checked
 def export_model(
     source: Path,
     out: Path,
@@ -111,7 +116,7 @@ def export_model(
     require_extra()
     _check_request(source, out, options)
     started = perf_counter()
-    with storage_errors(out), staging(out) as folder:
+    with storage_errors(out), staging(out) as folder, naming(source):
         if options.device in (None, "cuda"):
             report = _build(source, folder, options, progress, started)
         else:
@@ -130,7 +135,10 @@ def _build(
     settled = None if trim is None else trim.tokens, ranges
     manifest, losses, source_bytes = _write(source, folder, options, settled, progress)
     converted = peak_memory_bytes()
-    row_exact, parity = _check(folder, manifest.provenance["sha256"], progress)
+    try:
+        row_exact, parity = _check(folder, manifest.provenance["sha256"], progress)
+    except RequestError as error:  # of a pass over our own tokens, which nobody asked for
+        raise ModelFileError(f"the model cannot be run: {error}. Download or convert it again.") from error
     report = ExportReport(
         parity=parity,
         row_exact=row_exact,
@@ -304,23 +312,17 @@ def _counted(items: Iterable[T], count: int, progress: ProgressCallback) -> Iter
 
 
 def _check_request(source: Path, out: Path, options: ExportOptions) -> None:
-    if options.role not in get_args(Role):
-        raise RequestError(f"role={options.role!r} is not known; allowed: {', '.join(get_args(Role))}")
     if options.role == "target" and options.trim.size not in (None, "full"):
         raise RequestError(
             f"trim size {options.trim.size} with role=target: a target must be able to write every token; "
             "only drafters are trimmed (role=drafter)"
         )
-    if options.kv not in (None, *get_args(KVType)):
-        raise RequestError(f"kv={options.kv!r} is not known; allowed: {', '.join(get_args(KVType))}")
     _check_weights(options)
     _check_device(options)
     check_place(source, out, overwrite=options.overwrite, replaceable=(out / MANIFEST).is_file)
 
 
 def _check_weights(options: ExportOptions) -> None:
-    if options.weights not in (None, *WEIGHTS):
-        raise RequestError(f"weights={options.weights!r} is not known; allowed: {', '.join(WEIGHTS)}")
     if options.weights is not None and options.quantization is not None:
         raise RequestError(
             f"weights={options.weights!r} and quantization {options.quantization.name!r} exclude each other; "
@@ -337,9 +339,6 @@ def _check_device(options: ExportOptions) -> None:
     """With a device, what it settles cannot be chosen; only bundles with fixed shapes have buckets."""
     if options.chip is not None:
         _check_chip(options.chip, options.device)
-    if options.device not in (None, *get_args(ExportDevice)):
-        known = ", ".join(get_args(ExportDevice))
-        raise RequestError(f"device={options.device!r} is not known; allowed: {known}")
     if options.device in (None, "cuda") and options.buckets:
         raise RequestError("buckets are of bundles with fixed shapes; give an NPU as device, such as npu-qnn")
     if options.device is None:
@@ -358,8 +357,6 @@ def _check_device(options: ExportOptions) -> None:
         raise RequestError(
             f"device={options.device} settles formats and keeps the whole LM head; leave out {given}"
         )
-    if options.buckets and min(options.buckets) < PREFILL_ROWS:
-        raise RequestError(f"buckets={options.buckets}: a KV cache holds at least {PREFILL_ROWS} tokens")
 
 
 def _check_chip(name: str, device: ExportDevice | None) -> None:

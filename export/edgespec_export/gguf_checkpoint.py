@@ -1,6 +1,7 @@
 """A GGUF file seen as a checkpoint."""
 
 import re
+from dataclasses import replace
 from math import sqrt
 from pathlib import Path
 from typing import cast
@@ -184,16 +185,17 @@ class GGUFCheckpoint(Checkpoint):
         return tuple(float(factor) for factor in factors)
 
     def _gemma3(self, common: ModelConfig) -> ModelConfig:
-        facts = common.to_json()
-        facts |= {
-            "qk_norm": True,
-            "post_norms": True,
-            "activation": "gelu_tanh",
-            "embedding_scale": sqrt(common.hidden_size),
-            "rope_local_theta": 1e4,
-            "sliding_window": self._int("attention.sliding_window"),
-            "global_every": 6,
-        }
+        scale = common.attention_scale
         if common.num_layers == _GEMMA3_27B_LAYERS:
-            facts["attention_scale"] = 1 / sqrt(common.hidden_size / common.num_heads)
-        return ModelConfig.from_json(facts)
+            scale = 1 / sqrt(common.hidden_size / common.num_heads)
+        return replace(
+            common,
+            qk_norm=True,
+            post_norms=True,
+            activation="gelu_tanh",
+            embedding_scale=sqrt(common.hidden_size),
+            rope_local_theta=1e4,
+            sliding_window=self._int("attention.sliding_window"),
+            global_every=6,
+            attention_scale=scale,
+        )

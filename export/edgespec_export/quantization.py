@@ -7,10 +7,10 @@ projections) .006. The LM head is one matrix and cheap to spare.
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from edgespec_export.gguf import GGMLType
-from edgespec_models.errors import RequestError
+from edgespec_models.schema import check_fields
 from edgespec_models.weight_format import Method, WeightFormat
 
 __all__ = ["Mixed", "Quantization"]
@@ -43,12 +43,7 @@ class Quantization:
     mixed: Mixed = "head"
 
     def __post_init__(self) -> None:
-        offered = {"bits": (4, 8), "method": get_args(Method), "mixed": get_args(Mixed)}
-        for name, allowed in offered.items():
-            given = getattr(self, name)
-            if given not in allowed:
-                known = ", ".join(str(value) for value in allowed)
-                raise RequestError(f"{name}={given!r} is not offered; allowed: {known}")
+        check_fields(self)
 
     @property
     def name(self) -> str:

@@ -9,12 +9,13 @@ Special tokens and single bytes are always kept: with them every text can be wri
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from edgespec_models.errors import RequestError
+from edgespec_models.schema import check_fields, within
 from edgespec_models.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 
@@ -33,7 +34,7 @@ __all__ = [
 
 Tokens = npt.NDArray[np.int32]
 Counts = npt.NDArray[np.float64]
-TrimSize = int | Literal["auto", "full"]
+TrimSize = Annotated[int, within(1)] | Literal["auto", "full"]
 
 CANDIDATES = (2048, 4096, 8192, 12288, 16384, 24576, 32768)
 """Sizes among which ``auto`` chooses, besides the whole vocabulary."""
@@ -58,8 +59,7 @@ class TrimOptions:
     targets: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.size, int) and self.size < 1:
-            raise RequestError(f"trim size is {self.size}; give a positive number, 'auto' or 'full'")
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,15 +18,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from edgespec_models.chat_template import ChatTemplate
-from edgespec_models.config import DecoderShape, FloatType, ModelConfig
-from edgespec_models.errors import BundleError
+from edgespec_models.config import AGAIN, Count, DecoderShape, FloatType, ModelConfig
+from edgespec_models.errors import BundleError, naming
 from edgespec_models.graph_tensors import GraphTensors
+from edgespec_models.schema import form, length, read, shown, within
 from edgespec_models.static_graphs import ExportDevice, Form, StaticGraphs
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
 
@@ -57,6 +58,7 @@ CacheType = Literal["float32", "float16", "int8", "uint8"]
 """What caches hold; float16 is of edgespec's kernels, graphs for GPUs and foreign ones, uint8 of quantized
 activations."""
 Operators = Literal["edgespec", "standard"]
+_Amount = Annotated[int, within(0)]
 _GRAPHS = "model"  # graphs and weights begin so
 _NOT_MULTIPLIED = ("embedding", "other")
 
@@ -65,12 +67,8 @@ _NOT_MULTIPLIED = ("embedding", "other")
 class FileRecord:
     """Size and digest of one file."""
 
-    size_bytes: int
-    sha256: str
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.size_bytes, int) or not isinstance(self.sha256, str):
-            raise TypeError(f"a file record is a size and a digest, not {self.size_bytes!r}, {self.sha256!r}")
+    size_bytes: _Amount
+    sha256: Annotated[str, form("[0-9a-f]{64}")]
 
     @classmethod
     def of(cls, path: Path) -> "FileRecord":
@@ -106,17 +104,17 @@ class Manifest:
             those of ONNX Runtime.
     """
 
-    name: str
+    name: Annotated[str, length(1)]
     role: Role
     config: DecoderShape
     weights: str
-    formats: Mapping[str, int]
-    bytes_by_class: Mapping[str, int]
-    parameters_by_class: Mapping[str, int]
+    formats: Mapping[str, _Amount]
+    bytes_by_class: Mapping[str, _Amount]
+    parameters_by_class: Mapping[str, _Amount]
     special_tokens: SpecialTokens
     provenance: Mapping[str, str]
     files: Mapping[str, FileRecord]
-    head_rows: int | None = None
+    head_rows: Count | None = None
     kv: CacheType = "float32"
     float_kv_layers: tuple[int, ...] = ()
     static: StaticGraphs | None = None
@@ -124,6 +122,18 @@ class Manifest:
     device: Literal["cuda"] | None = None
     choices: bool = False
     operators: Operators = "standard"
+
+    def __post_init__(self) -> None:
+        wide = () if self.static is None else self.static.wide_keys
+        if not {*self.float_kv_layers, *wide} <= set(range(self.config.num_layers)):
+            raise BundleError(
+                f"float_kv_layers are {self.float_kv_layers}, wide_keys {wide}; allowed: layers from 0 to "
+                f"{self.config.num_layers - 1}"
+            )
+        ends, size = self.special_tokens, self.config.vocab_size
+        for name, ids in {"bos": (ends.bos or 0,), "eos": ends.eos}.items():
+            if any(id_ >= size for id_ in ids):
+                raise BundleError(f"special_tokens.{name} is {shown(ids)}; allowed: ids from 0 to {size - 1}")
 
     @property
     def form(self) -> Form:
@@ -176,32 +186,8 @@ class Manifest:
                 f"{where} is not of bundle format {FORMAT_VERSION}, which this version of edgespec reads; "
                 f"export the model again: edgespec export SOURCE -o {where.parent} --overwrite"
             )
-        try:
-            special = value["special_tokens"]
-            special["eos"] = tuple(special["eos"])
-            value["special_tokens"] = SpecialTokens(**special)
-            value["config"] = ModelConfig.from_json(value["config"])
-            if value.get("static") is not None:
-                value["static"] = StaticGraphs.from_json(value["static"])
-            value["float_kv_layers"] = tuple(map(int, value.get("float_kv_layers", ())))
-            value["files"] = {str(name): FileRecord(**record) for name, record in value["files"].items()}
-            manifest = cls(**value)
-            if manifest.role not in get_args(Role):
-                raise ValueError(f"role is {manifest.role!r}")
-            if manifest.operators not in get_args(Operators):
-                raise ValueError(f"operators is {manifest.operators!r}")
-            if manifest.kv not in get_args(CacheType):
-                raise ValueError(f"kv is {manifest.kv!r}")
-            if manifest.activations not in get_args(FloatType) or manifest.device not in (None, "cuda"):
-                raise ValueError(f"activations are {manifest.activations!r} on {manifest.device!r}")
-            wide = () if manifest.static is None else manifest.static.wide_keys
-            if not {*manifest.float_kv_layers, *wide} <= set(range(manifest.config.num_layers)):
-                raise ValueError(f"layers of the KV cache are {manifest.float_kv_layers!r}, {wide!r}")
-        except (AttributeError, BundleError, KeyError, TypeError, ValueError) as error:
-            raise BundleError(
-                f"{where} is damaged or of another version ({error}); export the model again"
-            ) from error
-        return manifest
+        facts = ModelConfig.from_json(value.get("config"), f"{where}, config")
+        return read(cls, value | {"config": facts}, str(where), BundleError, AGAIN)
 
 
 class Bundle:
@@ -314,13 +300,19 @@ class Bundle:
         """The chat template; None for models without one."""
         if TEMPLATE not in self.manifest.files:
             return None
-        return self._compile((self.path / TEMPLATE).read_text(encoding="utf-8"))
+        where = self.path / TEMPLATE
+        try:
+            source = where.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise BundleError(f"cannot read {where} ({error}); export the model again") from error
+        return self._compile(source, where)
 
-    def _compile(self, template: str) -> ChatTemplate:
+    def _compile(self, template: str, where: Path) -> ChatTemplate:
         special, tokenizer = self.manifest.special_tokens, self.tokenizer
-        bos = "" if special.bos is None else tokenizer.token_bytes(special.bos).decode()
-        eos = "" if not special.eos else tokenizer.token_bytes(special.eos[0]).decode()
-        return ChatTemplate(template, bos=bos, eos=eos)
+        bos = "" if special.bos is None else tokenizer.token_bytes(special.bos).decode(errors="replace")
+        eos = "" if not special.eos else tokenizer.token_bytes(special.eos[0]).decode(errors="replace")
+        with naming(where):
+            return ChatTemplate(template, bos=bos, eos=eos)
 
     def report(self) -> dict[str, Any]:
         """What the export measured; empty where the bundle has no report.

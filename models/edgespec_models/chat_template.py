@@ -1,25 +1,23 @@
 """Chat templates: Jinja source from a model file, rendered in a sandbox.
 
 A template is code from whoever made the model file. Jinja's sandbox keeps it from reaching Python: no
-private attributes, no imports, no changes to the messages, no range longer than 100 000. It does not
-bound time and memory: loops inside loops and huge strings can still hold up the process, so a template
-deserves the trust its weights get. The environment is the one templates are written for, that of the
+private attributes, no imports, no changes to the messages; :mod:`edgespec_models.template_sandbox` bounds the
+time and memory it may take. The environment is the one templates are written for, that of the
 ``transformers`` library ("Chat templates" in its documentation).
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 import jinja2
 from jinja2 import nodes
-from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from edgespec_models.errors import RequestError, TokenizerError
+from edgespec_models.schema import shown
+from edgespec_models.template_sandbox import LONGEST_SOURCE, Sandbox, limited
 from edgespec_models.tokenizer import Tokenizer
 
 __all__ = ["ROLES", "ChatTemplate"]
@@ -27,6 +25,8 @@ __all__ = ["ROLES", "ChatTemplate"]
 # Noncharacters: no text is meant to hold them.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 FORGED = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}")
+
+_LONGEST_DATE = 200  # characters of a date's form, which may ask for padding
 
 ROLES = ("system", "user", "assistant", "tool")
 """The roles a message may have. A template may know fewer and refuse the others."""
@@ -46,9 +46,14 @@ class ChatTemplate:
     def __init__(self, source: str, *, bos: str = "", eos: str = "") -> None:
         self.source = source
         self._tokens = {"bos_token": bos, "eos_token": eos}
+        if len(source) > LONGEST_SOURCE:
+            raise TokenizerError(
+                f"The chat template has {len(source):,} characters; allowed: at most {LONGEST_SOURCE:,}. "
+                "Use a file of the model's maker, or prompts without a template."
+            )
         try:
             self._template = _environment().from_string(source)
-        except (jinja2.TemplateError, RecursionError) as error:
+        except Exception as error:  # Jinja's, and Python's of the code that Jinja makes of it
             raise TokenizerError(f"The chat template is not valid: {_where(error)}") from error
 
     def render(
@@ -74,15 +79,17 @@ class ChatTemplate:
         """
         _check(messages)
         moment = now or datetime.now().astimezone()
+        copies = [dict(message) for message in messages]
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
-                strftime_now=moment.strftime,
-                **self._tokens,
-            )
+            with limited(self.source, copies):
+                return self._template.render(
+                    messages=copies,
+                    add_generation_prompt=add_generation_prompt,
+                    tools=None,
+                    documents=None,
+                    strftime_now=lambda form: moment.strftime(form[:_LONGEST_DATE]),
+                    **self._tokens,
+                )
         except _RefusedError as error:
             raise RequestError(f"The model's chat template refuses the conversation: {error}") from error
         except Exception as error:
@@ -139,34 +146,14 @@ class _GenerationBlock(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class _Sandbox(ImmutableSandboxedEnvironment):
-    def unsafe_undefined(self, obj: object, attribute: str) -> jinja2.Undefined:
-        # Jinja's own prints nothing, which would hide the attempt.
-        raise SecurityError(f"access to attribute {attribute!r} of {type(obj).__name__!r} is unsafe")
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = _Sandbox(
+def _environment() -> Sandbox:
+    environment = Sandbox(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[LoopControlExtension, _GenerationBlock],
     )
-    environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     return environment
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes HTML, which models are not trained on.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
 
 
 def _refuse(message: object) -> str:
@@ -179,8 +166,8 @@ def _where(error: Exception) -> str:
 
 
 def _check(messages: Sequence[Mapping[str, str]]) -> None:
-    if isinstance(messages, str | bytes | Mapping) or not messages:
-        raise RequestError("messages must be a list of at least one message.")
+    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence) or not messages:
+        raise RequestError(f"messages is {shown(messages)}; allowed: a list of at least one message")
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise RequestError(f"Message {number} must be a mapping with 'role' and 'content'.")

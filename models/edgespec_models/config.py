@@ -1,28 +1,21 @@
 """Architecture facts: what a graph has to compute, whatever file it came from."""
 
-from dataclasses import asdict, dataclass, fields
-from math import inf
-from typing import Any, Literal
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
 
 from edgespec_models.errors import BundleError, UnsupportedModelError
+from edgespec_models.schema import check_fields, length, read, within
 
-__all__ = ["Architecture", "DecoderShape", "FloatType", "ModelConfig"]
+__all__ = ["Architecture", "Context", "Count", "DecoderShape", "FloatType", "ModelConfig"]
 
 FloatType = Literal["float32", "float16"]
 """What a graph of any shape computes in."""
 Architecture = Literal["llama", "mistral", "smollm3", "qwen2", "qwen3", "gemma3", "phi3"]
-
-_COUNTS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_layers",
-    "num_heads",
-    "head_dim",
-    "context_length",
-)
-_FACTORS = ("norm_epsilon", "rope_theta", "rope_magnitude", "embedding_scale", "attention_scale")
-_MAX_CONTEXT = 1 << 21  # the rotary tables have a row for every position
+Count = Annotated[int, within(1, 2**31 - 1)]
+Context = Annotated[int, within(8, 2**21)]
+"""Positions: enough for the self-test of a session; the rotary tables have a row for each."""
+AGAIN = "The file is damaged or of another version; export the model again"
+_Factor = Annotated[float, within(above=0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +32,13 @@ class DecoderShape:
         context_length: positions the model was made for.
     """
 
-    architecture: str
-    vocab_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    context_length: int
+    architecture: Annotated[str, length(1)]
+    vocab_size: Count
+    num_layers: Count
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
+    context_length: Context
 
     @property
     def query_width(self) -> int:
@@ -100,41 +93,30 @@ class ModelConfig(DecoderShape):
     """
 
     architecture: Architecture
-    hidden_size: int
-    intermediate_size: int
-    norm_epsilon: float
-    rope_theta: float
-    attention_scale: float
+    hidden_size: Count
+    intermediate_size: Count
+    norm_epsilon: _Factor
+    rope_theta: _Factor
+    attention_scale: _Factor
     rope_interleaved: bool = False
-    rope_factors: tuple[float, ...] = ()
-    rope_magnitude: float = 1.0
-    rotary_dim: int | None = None
+    rope_factors: tuple[_Factor, ...] = ()
+    rope_magnitude: _Factor = 1.0
+    rotary_dim: Count | None = None
     unrotated_layers: tuple[int, ...] = ()
-    rope_local_theta: float | None = None
-    sliding_window: int | None = None
-    global_every: int = 1
+    rope_local_theta: _Factor | None = None
+    sliding_window: Count | None = None
+    global_every: Annotated[int, within(0, 2**31 - 1)] = 1
     qk_norm: bool = False
     post_norms: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"
-    embedding_scale: float = 1.0
+    embedding_scale: _Factor = 1.0
 
     def __post_init__(self) -> None:
-        for name in _COUNTS:
-            if not 0 < getattr(self, name) < 1 << 31:
-                raise UnsupportedModelError(f"{name} is {getattr(self, name)}; it must be a positive number")
-        for name in _FACTORS:
-            if not 0 < getattr(self, name) < inf:
-                raise UnsupportedModelError(
-                    f"{name} is {getattr(self, name)}; it must be positive and finite"
-                )
-        if self.context_length > _MAX_CONTEXT:
-            raise UnsupportedModelError(
-                f"context_length is {self.context_length:,}; at most {_MAX_CONTEXT:,} is supported"
-            )
+        check_fields(self, UnsupportedModelError)
         if self.head_dim % 2:
             raise UnsupportedModelError(f"head_dim is {self.head_dim}; a rotary embedding needs an even one")
         # ONNX Runtime's GroupQueryAttention takes rotary tables whose width is a multiple of 8.
-        if self.rotary_dim is not None and (self.rotary_dim % 16 or not 0 < self.rotary_dim <= self.head_dim):
+        if self.rotary_dim is not None and (self.rotary_dim % 16 or self.rotary_dim > self.head_dim):
             raise UnsupportedModelError(
                 f"rotary_dim is {self.rotary_dim}; it must be a multiple of 16 up to {self.head_dim}"
             )
@@ -142,13 +124,7 @@ class ModelConfig(DecoderShape):
             raise UnsupportedModelError(
                 f"there are {len(self.rope_factors)} rope_factors for {self.rotary_width // 2} frequencies"
             )
-        if not all(0 < factor < inf for factor in self.rope_factors):
-            raise UnsupportedModelError("rope_factors must be positive and finite")
-        if not 0 <= self.global_every < 1 << 31:
-            raise UnsupportedModelError(f"global_every is {self.global_every}; it must be 0 or positive")
-        if self.sliding_window is not None and not 0 < self.sliding_window < 1 << 31:
-            raise UnsupportedModelError(f"sliding_window is {self.sliding_window}; it must be positive")
-        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+        if self.num_heads % self.num_kv_heads:
             raise UnsupportedModelError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads evenly"
             )
@@ -165,13 +141,6 @@ class ModelConfig(DecoderShape):
         return self.global_every > 0 and (layer + 1) % self.global_every == 0
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "ModelConfig":
-        """Read :meth:`to_json`'s form; unknown and missing keys are refused."""
-        unknown = value.keys() - {f.name for f in fields(cls)}
-        if unknown:
-            raise BundleError(f"unknown architecture facts: {', '.join(sorted(unknown))}")
-        lists = {key: tuple(entry) for key, entry in value.items() if isinstance(entry, list)}
-        try:
-            return cls(**(value | lists))
-        except TypeError as error:
-            raise BundleError(f"incomplete architecture facts: {error}") from error
+    def from_json(cls, value: object, where: str = "the architecture") -> "ModelConfig":
+        """Read :meth:`to_json`'s form; raises BundleError for others."""
+        return read(cls, value, where, BundleError, AGAIN)

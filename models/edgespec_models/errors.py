@@ -16,6 +16,10 @@ EdgespecError
 Messages say what was given, what is allowed and what to do.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 
 class EdgespecError(Exception):
     """Base class of every error edgespec raises on purpose."""
@@ -63,3 +67,14 @@ class RequestError(EdgespecError, ValueError):
 
 class Cancelled(EdgespecError):  # noqa: N818 - an outcome, not a fault
     """The caller asked to stop."""
+
+
+@contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """Have errors of what is in ``file`` say so: readers of its parts know the place, but not the file."""
+    try:
+        yield
+    except (ModelFileError, UnsupportedModelError, TokenizerError) as error:
+        if file.name in str(error):
+            raise
+        raise type(error)(f"{file}: {error}") from error

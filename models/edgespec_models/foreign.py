@@ -122,7 +122,7 @@ class ForeignBundle(Bundle):
     def chat_template(self) -> ChatTemplate | None:
         """``chat_template.jinja``, or the template in ``tokenizer_config.json``; None without either."""
         source = self._files.chat_template()
-        return None if source is None else self._compile(source)
+        return None if source is None else self._compile(source, self.path)
 
 
 def _genai(folder: Path) -> tuple[ForeignGraph, Facts]:

@@ -9,10 +9,12 @@ context binary that it names, which holds weights of its own.
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from edgespec_models.chips import Chip
+from edgespec_models.config import Count
 from edgespec_models.errors import BundleError, RequestError
+from edgespec_models.schema import check_fields, length
 
 __all__ = [
     "PREFILL_ROWS",
@@ -52,13 +54,6 @@ class Contexts:
     chip: Chip
     version: str
 
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "Contexts":
-        """Read what ``asdict`` gives; raises TypeError, KeyError or ValueError for others."""
-        chip = value["chip"]
-        numbers = {name: int(chip[name]) for name in ("soc_model", "htp_arch")}
-        return cls(chip=Chip(name=str(chip["name"]), **numbers), version=str(value["version"]))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaticGraphs:
@@ -76,23 +71,19 @@ class StaticGraphs:
     """
 
     device: StaticDevice
-    verify: tuple[int, ...]
-    prefill: int
-    buckets: tuple[int, ...]
+    verify: Annotated[tuple[Count, ...], length(1)]
+    prefill: Count
+    buckets: Annotated[tuple[Count, ...], length(1)]
     activations: Activations
     masked: float
     contexts: Contexts | None = None
     wide_keys: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, numbers in (
-            ("verify and prefill", (*self.verify, self.prefill)),
-            ("buckets", self.buckets),
-        ):
-            if not numbers or min(numbers) < 1 or any(a >= b for a, b in pairwise(numbers)):
-                raise BundleError(f"{name} are {numbers}; they must be positive and ascending")
-        if self.activations not in get_args(Activations) or self.device not in get_args(StaticDevice):
-            raise BundleError(f"static graphs for {self.device!r} with {self.activations!r} are not known")
+        check_fields(self, BundleError)
+        for name, numbers in (("verify and prefill", self.widths), ("buckets", self.buckets)):
+            if any(a >= b for a, b in pairwise(numbers)):
+                raise BundleError(f"{name} are {numbers}; they must be ascending")
         if self.verify[0] != 1 or not self.masked < 0:
             raise BundleError("static graphs need a pass over one row, and a mask below zero")
 
@@ -141,14 +132,6 @@ class StaticGraphs:
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "StaticGraphs":
-        """Read :meth:`to_json`'s form; raises KeyError, TypeError, ValueError or BundleError for others."""
-        lists = {name: tuple(map(int, value[name])) for name in ("verify", "buckets")}
-        lists["wide_keys"] = tuple(map(int, value.get("wide_keys", ())))
-        contexts = value.get("contexts")
-        return cls(**value | lists | {"contexts": None if contexts is None else Contexts.from_json(contexts)})
 
 
 def buckets_for(context_length: int, chosen: Sequence[int] = ()) -> tuple[int, ...]:

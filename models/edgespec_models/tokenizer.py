@@ -17,15 +17,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from edgespec_models.encoder import Encoder
 from edgespec_models.errors import TokenizerError
+from edgespec_models.schema import within
 
 __all__ = ["SpecialTokens", "Tokenizer"]
 
 SPACE_SIGN = "\u2581"
 INVALID_BYTES = "\udc80-\udcff"
+_Id = Annotated[int, within(0)]
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -36,10 +38,10 @@ class SpecialTokens:
     ``eos`` holds every token that ends generation. ``add_bos`` says whether a prompt starts with ``bos``.
     """
 
-    bos: int | None
-    eos: tuple[int, ...]
+    bos: _Id | None
+    eos: tuple[_Id, ...]
     add_bos: bool
-    pad: int | None
+    pad: _Id | None
 
 
 class Tokenizer:

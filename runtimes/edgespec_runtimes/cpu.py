@@ -9,12 +9,13 @@ takes other code, which sums in another order, so a pass over one token runs it 
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import psutil
 
 from edgespec_models.bundle import Bundle
-from edgespec_models.errors import BundleError, DeviceError, RequestError
+from edgespec_models.errors import BundleError, DeviceError
+from edgespec_models.schema import check_fields, one_of, within
 from edgespec_runtimes import kernels
 from edgespec_runtimes.graph_io import GraphIO, open_io
 from edgespec_runtimes.graph_session import GraphSession
@@ -23,12 +24,24 @@ from edgespec_runtimes.ort import ort
 __all__ = [
     "CpuOptions",
     "CpuSession",
-    "check_threads",
+    "Instructions",
+    "Threads",
     "default_threads",
     "most_threads",
     "open_graph",
     "session_settings",
 ]
+
+
+def most_threads() -> int:
+    """Twice the logical cores of this machine: thousands that spin stop all else on it for minutes."""
+    return 2 * (os.cpu_count() or 1)
+
+
+Threads = Annotated[
+    int, within(0, most_threads(), ", twice the logical cores of this machine (0 is the physical cores)")
+]
+Instructions = Annotated[str, one_of(("", *kernels.INSTRUCTIONS))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,36 +65,16 @@ class CpuOptions:
             graphs that shall take little memory.
     """
 
-    threads: int = 0
+    threads: Threads = 0
     spinning: bool = True
     exact_rows: bool = True
-    prefill_chunk: int = 128
+    prefill_chunk: Annotated[int, within(1)] = 128
     keep_memory: bool = True
-    instructions: str = ""
+    instructions: Instructions = ""
     huge_pages: bool = True
 
     def __post_init__(self) -> None:
-        check_threads(self.threads)
-        if self.prefill_chunk < 1:
-            raise RequestError(f"prefill_chunk is {self.prefill_chunk}; it must be at least 1")
-
-
-def check_threads(threads: int) -> None:
-    """Refuse more threads than a machine bears: thousands that spin stop all else on it for minutes.
-
-    Raises:
-        RequestError: not in 0 .. :func:`most_threads`.
-    """
-    if not 0 <= threads <= most_threads():
-        raise RequestError(
-            f"threads is {threads}; it must be 0 (the physical cores) to {most_threads()}, twice the logical "
-            "cores of this machine"
-        )
-
-
-def most_threads() -> int:
-    """Twice the logical cores of this machine."""
-    return 2 * (os.cpu_count() or 1)
+        check_fields(self)
 
 
 def default_threads() -> int:

@@ -1,0 +1,294 @@
+"""What values may be, read from annotations: the one check of options, arguments, manifests and other files.
+
+    threads: Annotated[int, within(0, 64)] = 0
+
+A dataclass of options checks itself as it is made (:func:`check_fields`), a function its arguments before it
+runs (:func:`checked`), and :func:`read` makes dataclasses of JSON and TOML. Numbers are never True or False,
+and finite. Messages say what was given and what is allowed.
+"""
+
+import inspect
+import math
+import re
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import cache, wraps
+from numbers import Integral, Real
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar, Union, get_args, get_origin
+from typing import get_type_hints as hints_of
+
+from edgespec_models.errors import EdgespecError, RequestError
+
+__all__ = ["Limit", "check_fields", "checked", "form", "length", "one_of", "read", "shown", "within"]
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class Limit(NamedTuple):
+    """What a value must be besides being of its type: whether it is, and the same in words."""
+
+    fits: Callable[[Any], bool]
+    words: str
+
+
+def within(
+    low: float | None = None, high: float | None = None, note: str = "", *, above: float = -math.inf
+) -> Limit:
+    """A number from ``low``, or ``above`` it, to ``high``."""
+    least, most = -math.inf if low is None else low, math.inf if high is None else high
+    limits = {"from": low, "above": None if above == -math.inf else above, "to": high}
+    words = [f"{word} {limit}" for word, limit in limits.items() if limit is not None]
+    return Limit(lambda value: least <= value <= most and value > above, " ".join(words) + note)
+
+
+def length(least: int, most: int = 2**31) -> Limit:
+    """So many items of a list, or characters of a text or path."""
+    words = f"of length {least} to {most}" if most < 2**31 else f"of length {least} or more"
+    return Limit(lambda value: least <= len(value if isinstance(value, tuple) else str(value)) <= most, words)
+
+
+def form(pattern: str, words: str = "") -> Limit:
+    """A text that matches ``pattern``."""
+    return Limit(lambda value: re.fullmatch(pattern, value) is not None, words or f"of the form {pattern}")
+
+
+def one_of(names: Sequence[str]) -> Limit:
+    """One of these texts."""
+    return Limit(lambda value: value in names, f"out of {', '.join(map(repr, names))}")
+
+
+def shown(value: object) -> str:
+    """``value`` as messages show it: never long, and never an error of its own."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 80
+    try:
+        return short.repr(value)[:200]
+    except Exception:  # noqa: BLE001 - whatever a foreign __repr__ raises, and numbers of 4,300 digits
+        return f"a {type(value).__name__} that cannot be shown"
+
+
+def read(cls: type[T], value: object, where: str, error: type[EdgespecError], remedy: str) -> T:
+    """The dataclass ``cls`` from a JSON or TOML value; unknown and missing keys are refused.
+
+    Raises:
+        EdgespecError: of the class ``error``: ``where``, the place in it, what is wrong, and ``remedy``.
+    """
+    kind: Any = cls
+    try:
+        taken: T = _kind(kind, True).take(value)
+    except _WrongError as wrong:
+        raise error(f"{where}: {wrong}. {remedy}.") from wrong
+    return taken
+
+
+def check_fields(instance: object, error: type[EdgespecError] = RequestError) -> None:
+    """Check a dataclass's own fields, from ``__post_init__``: lists become tuples, numpy's numbers Python's.
+
+    Raises:
+        EdgespecError: of the class ``error``, naming the field.
+    """
+    cls: Any = type(instance)
+    kinds = _fields(cls, False)
+    for name, value in _named(kinds, {name: getattr(instance, name) for name in kinds}, error).items():
+        object.__setattr__(instance, name, value)  # the dataclass may be frozen
+
+
+def checked(function: Callable[P, T]) -> Callable[P, T]:
+    """Have a function's arguments checked before it runs, where they have annotations.
+
+    One too many, or of an unknown name, is a TypeError, as everywhere in Python.
+
+    Raises:
+        RequestError: an argument is not what its annotation says.
+    """
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def checking(*args: P.args, **kwargs: P.kwargs) -> T:
+        bound = signature.bind(*args, **kwargs)
+        kinds = _parameters(function)
+        given = {name: value for name, value in bound.arguments.items() if name in kinds}
+        bound.arguments |= _named(kinds, given, RequestError)
+        return function(*bound.args, **bound.kwargs)
+
+    return checking
+
+
+class _WrongError(Exception):
+    """A value is not as its annotation says; ``path`` grows on the way out of lists and tables."""
+
+    def __init__(self, said: str, path: str = "") -> None:
+        self.said, self.path = said, path
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.said}".lstrip()
+
+
+class _Kind(NamedTuple):
+    """An annotation, understood: what it allows in words, and what takes a value or raises _WrongError."""
+
+    allowed: str
+    take: Callable[[Any], Any]
+
+
+def _simple(allowed: str, fits: Callable[[Any], bool], convert: Callable[[Any], Any] | None = None) -> _Kind:
+    def take(value: Any) -> Any:
+        if not fits(value):
+            raise _WrongError(f"is {shown(value)}; allowed: {allowed}")
+        return convert(value) if convert else value
+
+    return _Kind(allowed, take)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_finite(value: object) -> bool:
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # a whole number that no float holds
+        return False
+
+
+_PLAIN: Mapping[object, _Kind] = {
+    type(None): _simple("None", lambda value: value is None),
+    bool: _simple("True or False", lambda value: isinstance(value, bool)),
+    int: _simple("a whole number", _is_whole, int),
+    float: _simple("a number", _is_finite, float),
+    str: _simple("a text", lambda value: isinstance(value, str)),
+    Callable: _simple("a function", callable),
+    Any: _simple("anything", lambda _: True),
+}
+
+
+@cache
+def _kind(annotation: Any, reading: bool) -> _Kind:
+    """``reading`` makes dataclasses of tables; otherwise they must be there already."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    plain = annotation if origin is None else origin
+    if plain in _PLAIN:
+        return _PLAIN[plain]
+    if origin is Annotated:
+        return _limited(_kind(args[0], reading), args[1])
+    if origin in (Union, UnionType):
+        return _either([_kind(arg, reading) for arg in args])
+    if origin is Literal:
+        known = {(type(arg), arg) for arg in args}
+        return _simple(" or ".join(map(repr, args)), lambda v: v.__hash__ and (type(v), v) in known)
+    if origin in (tuple, Sequence):
+        return _list_of(_kind(args[0], reading))
+    if origin is Mapping:
+        return _table_of(_kind(args[1], reading))
+    if reading and is_dataclass(plain):
+        return _object_of(plain)
+    return _simple(f"a {plain.__name__}", lambda value: isinstance(value, plain))
+
+
+def _limited(kind: _Kind, limit: Limit) -> _Kind:
+    allowed = f"{kind.allowed} {limit.words}"
+    narrow = _simple(allowed, limit.fits)
+
+    def take(value: Any) -> Any:
+        try:
+            return narrow.take(kind.take(value))
+        except _WrongError as error:
+            raise error if error.path else _WrongError(f"is {shown(value)}; allowed: {allowed}") from None
+
+    return _Kind(allowed, take)
+
+
+def _either(kinds: Sequence[_Kind]) -> _Kind:
+    allowed = " or ".join(kind.allowed for kind in kinds)
+
+    def take(value: Any) -> Any:
+        wrong = _WrongError(f"is {shown(value)}; allowed: {allowed}")
+        for kind in kinds:
+            try:
+                return kind.take(value)
+            except _WrongError as error:
+                wrong = error if error.path and not wrong.path else wrong  # of an item within
+        raise wrong
+
+    return _Kind(allowed, take)
+
+
+def _list_of(item: _Kind) -> _Kind:
+    allowed = f"a list, each item {item.allowed}"
+    is_list = _simple(allowed, lambda value: isinstance(value, list | tuple))
+
+    def take(value: Any) -> tuple[Any, ...]:
+        return tuple(_each((f"[{at}]", item, each) for at, each in enumerate(is_list.take(value))))
+
+    return _Kind(allowed, take)
+
+
+def _table_of(item: _Kind) -> _Kind:
+    allowed = f"a table, each value {item.allowed}"
+    is_table = _simple(allowed, lambda value: isinstance(value, Mapping))
+
+    def take(value: Any) -> dict[str, Any]:
+        parts = [(f"[{shown(key)}]", item, each) for key, each in is_table.take(value).items()]
+        return dict(zip(value, _each(parts), strict=True))
+
+    return _Kind(allowed, take)
+
+
+def _object_of(cls: Any) -> _Kind:
+    required = {each.name for each in fields(cls) if each.default is each.default_factory}
+    allowed = f"a table with {', '.join(sorted(required))}"
+    is_table = _simple(allowed, lambda value: isinstance(value, cls | Mapping))
+
+    def take(value: Any) -> Any:
+        if isinstance(is_table.take(value), cls):
+            return value
+        kinds = _fields(cls, True)
+        for name in value.keys() - kinds.keys():
+            raise _WrongError(f"is not known; allowed: {', '.join(kinds)}", shown(name))
+        for name in sorted(required - value.keys()):
+            raise _WrongError(f"is missing; allowed: {kinds[name].allowed}", name)
+        taken = _each((name, kinds[name], each) for name, each in value.items())
+        try:
+            return cls(**dict(zip(value, taken, strict=True)))
+        except EdgespecError as error:  # of what its fields say together
+            raise _WrongError(str(error)) from error
+
+    return _Kind(allowed, take)
+
+
+def _each(parts: Iterable[tuple[str, _Kind, Any]]) -> list[Any]:
+    """All values taken as what they should be; an error says at which place."""
+    place, taken = "", []
+    try:
+        for place, kind, value in parts:  # noqa: B007 - the handler below uses it
+            taken.append(kind.take(value))
+    except _WrongError as error:
+        joint = "." if error.path[:1] not in ("", "[") else ""
+        raise _WrongError(error.said, f"{place}{joint}{error.path}") from None
+    return taken
+
+
+def _named(
+    kinds: Mapping[str, _Kind], values: Mapping[str, object], error: type[EdgespecError]
+) -> dict[str, Any]:
+    try:
+        return dict(zip(values, _each((name, kinds[name], values[name]) for name in values), strict=True))
+    except _WrongError as wrong:
+        raise error(str(wrong)) from None
+
+
+@cache
+def _fields(cls: Any, reading: bool) -> Mapping[str, _Kind]:
+    hints = hints_of(cls, include_extras=True)
+    return {each.name: _kind(hints[each.name], reading) for each in fields(cls) if each.init}
+
+
+@cache
+def _parameters(function: Callable[..., object]) -> Mapping[str, _Kind]:
+    single = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    hints = hints_of(function, include_extras=True)
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: _kind(hints[p.name], False) for p in parameters if p.kind in single and p.name in hints}

@@ -1,0 +1,153 @@
+"""One check at the door: values of wrong types and out of range are refused by name, before work begins."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import edgespec
+from edgespec.bench import BenchOptions
+from edgespec.profile import Profile
+from edgespec.request import Request, RequestOptions
+from edgespec.sampling import SamplingParams
+from edgespec_export.export import ExportOptions, export_model
+from edgespec_export.quantization import Quantization
+from edgespec_export.trim import TrimOptions
+from edgespec_models.errors import EdgespecError, RequestError
+from edgespec_models.schema import checked, length, shown, within
+from edgespec_runtimes.cpu import CpuOptions
+
+OPTIONS = (
+    BenchOptions,
+    CpuOptions,
+    ExportOptions,
+    edgespec.LoadOptions,
+    Quantization,
+    Request,
+    SamplingParams,
+    TrimOptions,
+)
+FIELDS = [(cls, field.name) for cls in OPTIONS for field in fields(cls)]
+
+
+class Hostile:
+    def __repr__(self) -> str:
+        raise ValueError("no")
+
+
+VALUES = st.sampled_from(
+    [object(), Hostile(), [1], {"a": 1}, b"x", -1, 10**5000, 1.5, float("nan"), "\ud800", print, None]
+)
+
+
+@given(case=st.sampled_from(FIELDS), value=VALUES | st.text() | st.floats() | st.integers())
+def test_a_value_is_taken_or_refused_by_name(case: tuple[type, str], value: object) -> None:
+    cls, name = case
+    try:
+        taken = getattr(cls(**{name: value}), name)
+    except RequestError as error:
+        assert str(error).startswith(name)
+        assert "; allowed: " in str(error)
+    else:
+        assert isinstance(taken, type(getattr(cls(), name)) | str | float | int | tuple | None) or callable(
+            taken
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_new_tokens": None}, "max_new_tokens is None; allowed: a whole number from 1 to"),
+        ({"max_new_tokens": float("nan")}, "max_new_tokens is nan"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens is 1.5"),
+        ({"max_new_tokens": "8"}, "max_new_tokens is '8'"),
+        ({"max_new_tokens": True}, "max_new_tokens is True"),
+        ({"stop": [1]}, r"stop\[0\] is 1; allowed: a text"),
+        ({"stop": "abc"}, "stop is 'abc'; allowed: a list"),
+        ({"stop": [""]}, r"stop\[0\] is ''"),
+        ({"stop": None}, "stop is None"),
+        ({"stop_at_eos": "no"}, "stop_at_eos is 'no'; allowed: True or False"),
+        ({"speculate": 1}, "speculate is 1"),
+        ({"cancelled": None}, "cancelled is None; allowed: a function"),
+        ({"temperature": "hot"}, "temperature is 'hot'; allowed: a number from 0 to 100"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"top_p": 0}, "top_p is 0; allowed: a number above 0 to 1"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"seed": 2**64}, "seed is 18446744073709551616; allowed: a whole number from 0 to .* or None"),
+        ({"colour": 1}, "unknown option .*'colour'.*; allowed: .*max_new_tokens"),
+    ],
+)
+def test_requests(options: RequestOptions, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        Request.of(options)
+
+
+def test_numbers_of_numpy_and_lists_are_taken_as_pythons() -> None:
+    given: Any = {"max_new_tokens": np.int64(3), "temperature": np.float32(0.5), "stop": ["a"]}
+    request = Request.of(given)
+    assert (type(request.max_new_tokens), type(request.sampling.temperature)) == (int, float)
+    assert request.stop == ("a",)
+
+
+LONG = "x" * 10_000
+CALLS: Mapping[str, tuple[Callable[[], object], str]] = {
+    "no target": (lambda: edgespec.load(None), "target is None"),  # type: ignore[arg-type]
+    "a number": (lambda: edgespec.load(3), "target is 3"),  # type: ignore[arg-type]
+    "an empty name": (lambda: edgespec.load(""), "target is ''"),
+    "a long name": (lambda: edgespec.load(LONG), "target is 'xxx.*length 1 to 4096"),
+    "a name too long for a file": (lambda: edgespec.load("x" * 1000), "xxx.* name that 'edgespec models'"),
+    "a long path": (lambda: edgespec.load(Path(LONG)), "target is"),
+    "a drafter": (lambda: edgespec.load("m", 3), "drafter is 3"),  # type: ignore[arg-type]
+    "options that are a table": (lambda: edgespec.load("m", options={}), "options is {}"),  # type: ignore[arg-type]
+    "a profile": (lambda: edgespec.load("m", profile=3), "profile is 3"),  # type: ignore[arg-type]
+    "a long profile": (lambda: edgespec.load("m", profile=LONG), "profile is"),
+    "progress": (lambda: edgespec.load("m", progress=None), "progress is None"),  # type: ignore[arg-type]
+    "a device": (lambda: edgespec.load("m", device=None), "device is None"),  # type: ignore[arg-type]
+    "a long device": (lambda: edgespec.load("m", drafter_device=LONG), "drafter_device is"),
+    "profile": (lambda: Profile(None), "profile is None"),  # type: ignore[arg-type]
+    "a long name of a profile": (lambda: Profile("/" + "x" * 4000), "cannot be looked for"),
+    "a file to import": (lambda: Profile("p").load("x"), "file is 'x'; allowed: a Path"),  # type: ignore[arg-type]
+    "a text to forget": (lambda: Profile("p").forget(None), "text is None"),  # type: ignore[arg-type]
+    "a source": (lambda: export_model(None, Path("o")), "source is None"),  # type: ignore[arg-type]
+    "a device of an export": (lambda: ExportOptions(device="tpu"), "device is .tpu"),  # type: ignore[arg-type]
+    "a bucket": (lambda: ExportOptions(buckets=(0, 64)), r"buckets\[0\] is 0; allowed: .* from 64"),
+    "options of an export": (lambda: export_model(Path("s"), Path("o"), options=[]), r"options is \[\]"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls(name: str) -> None:
+    call, said = CALLS[name]
+    with pytest.raises(RequestError, match=said) as caught:
+        call()
+    assert len(str(caught.value)) < 400
+
+
+@checked
+def example(
+    a: Annotated[int, within(1)], b: Annotated[tuple[str, ...], length(1)] = ("x",), **rest: Any
+) -> object:
+    return a, b, rest
+
+
+def test_a_function_is_called_with_what_was_checked() -> None:
+    assert example(1, b=["y"], c=3) == (1, ("y",), {"c": 3})  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=r"a is 0; allowed: a whole number from 1$"):
+        example(0, ("x",))
+    with pytest.raises(TypeError, match="missing"):
+        example()  # type: ignore[call-arg]
+
+
+def test_what_is_shown_is_short() -> None:
+    for value in (Hostile(), 10**5000, "\ud800", LONG, [LONG] * 1000, {LONG: LONG}):
+        assert len(shown(value)) < 400
+
+
+def test_errors_are_of_one_family() -> None:
+    assert issubclass(RequestError, EdgespecError)
+    assert issubclass(RequestError, ValueError)

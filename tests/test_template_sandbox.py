@@ -1,0 +1,193 @@
+"""Chat templates that take time and memory without bound end in an error, soon; honest ones do not notice."""
+
+import sys
+import threading
+import tracemalloc
+from time import perf_counter
+
+import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from edgespec_export.gguf_checkpoint import GGUFCheckpoint
+from edgespec_models.catalog import entries, find
+from edgespec_models.chat_template import ChatTemplate
+from edgespec_models.download import pull
+from edgespec_models.errors import TokenizerError
+
+ASK = [{"role": "user", "content": "hi"}]
+BIG = "{% set big = 'a' * 100000 %}"
+DOUBLING = "{% set ns = namespace(x='ab', l=['ab'], n=3) %}{% for i in range(60) %}"
+ATTACKS = [
+    '{{ "a"*3000000000 }}',
+    '{{ 3000000000 * "a" }}',
+    '{% set x = "a"*3000000000 %}',
+    '{{ "a"|center(3000000000) }}',
+    '{{ "a".center(3000000000) }}',
+    '{{ "a".ljust(3000000000) }}',
+    '{{ "1".zfill(3000000000) }}',
+    '{{ "\t".expandtabs(3000000000) }}',
+    '{{ "%999999999d"|format(1) }}',
+    '{{ "%999999999d" % 1 }}',
+    '{{ "%*d" % (999999999, 1) }}',
+    '{{ "%(a(b)c)999999999d" % {"a(b)c": 1} }}',
+    '{{ "{:999999999}".format(1) }}',
+    '{{ "{:{w}}".format(1, w=999999999) }}',
+    '{{ "{0:{1}}{0:{1}}".format(1, 999999999) }}',
+    '{% set f = "{0:999999999}".format %}{{ f(1) }}',
+    "{{ 9 ** (9 ** 9) }}",
+    "{{ 10 ** 100000000 }}",
+    "{{ (10 ** 1000) * (10 ** 1000) }}",
+    "{{ 1.5|round(1000000000, 'ceil') }}",
+    "{{ (1).to_bytes(3000000000) }}",
+    "{{ [0] * 3000000000 }}",
+    "{{ (0,) * 3000000000 }}",
+    "{{ 'a'|indent(3000000000, true) }}",
+    "{{ [1]|tojson(indent=3000000000) }}",
+    "{{ range(100000000)|list }}",
+    "{{ [1]|batch(3000000000, 0)|list }}",
+    "{{ [1]|slice(3000000000)|list }}",
+    "{{ lipsum(100000000) }}",
+    "{{ strftime_now('%999999999d') * 1000000 }}",
+    BIG + "{{ big.replace('a', big) }}",
+    BIG + "{{ big|replace('a', big) }}",
+    BIG + "{{ big|replace('', big) }}",
+    BIG + "{{ big.join(big) }}",
+    BIG + "{{ big|join(big) }}",
+    BIG + "{{ big|map('replace', 'a', big)|join }}",
+    BIG + "{{ big|map('upper')|map('indent', big, true)|join }}",
+    BIG + "{{ [big] * 100000 }}",
+    BIG + "{{ ([big] * 100000)|tojson }}",
+    BIG + "{{ '%s' * 30000 % ((big,) * 30000) }}",
+    BIG + "{{ ('{0}' * 30000).format(big) }}",
+    BIG + "{{ " + "big ~ " * 5000 + "big }}",
+    BIG + "{{ big" + " ~ big" * 20 + " }}",
+    BIG + "{% for i in range(100000) %}{{ big }}{% endfor %}",
+    BIG + "{% set x %}{% for i in range(100000) %}{{ big }}{% endfor %}{% endset %}",
+    BIG + "{% macro m() %}{{ big }}{{ big }}{% endmacro %}{% for i in range(99999) %}{{ m() }}{% endfor %}",
+    BIG
+    + "{% set n = namespace(l=[]) %}{% for i in range(99999) %}{% set n.l = n.l + [big[i:]] %}{% endfor %}",
+    "{% set x %}{% for i in range(100000) %}" + "a" * 50_000 + "{% endfor %}{% endset %}",
+    "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+    "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
+    "{% for i in range(99999) %}{% for j in range(99999) if j < 0 %}x{% else %}{% endfor %}{% endfor %}",
+    "{% for i in range(99999) %}{% if range(99999)|list|length %}{% endif %}{% endfor %}",
+    "{% for i in range(99999) %}{% if range(99999)|select('odd')|list %}{% endif %}{% endfor %}",
+    "{% for i in range(99999) recursive %}{{ loop(range(99999)) }}{% endfor %}",
+    "{% macro m(n) %}{{ m(n - 1) }}{{ m(n - 1) }}{% endmacro %}{{ m(40) }}",
+    "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(40) }}",
+    "{% block b %}{{ self.b() }}{% endblock %}",
+    DOUBLING + "{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    DOUBLING + "{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    DOUBLING + "{% set ns.x %}{{ ns.x }}{{ ns.x }}{% endset %}{% endfor %}",
+    DOUBLING + "{% set ns.n = ns.n * ns.n %}{% endfor %}",
+    DOUBLING + "{% set ns.l = [ns.l, ns.l] %}{% endfor %}{{ ns.l }}",
+    DOUBLING + "{% set ns.l = (ns.l, ns.l) %}{% endfor %}{{ ns.l|string }}",
+    DOUBLING + "{% set ns.l = {'a': ns.l, 'b': ns.l} %}{% endfor %}{{ ns.l|tojson }}",
+    DOUBLING + "{% set ns.l = namespace(a=[ns.l, ns.l]) %}{% endfor %}{{ ns.l }}",
+    "{% set n = namespace() %}{% set l = [n] * 9 %}{% set n.x = [l, l] %}{{ l|string }}{{ l * 99999 }}",
+    "{{ (range(50000)|map('string')|map('list')|list)|sum(start=[]) }}",
+    "{{ ('<!--x-->' * 20000)|striptags }}",
+    "{{ ('a ' * 50000)|wordwrap(1)|wordwrap(1) }}",
+]
+
+
+def outcome(source: str) -> TokenizerError:
+    with pytest.raises(TokenizerError, match="chat template") as caught:
+        ChatTemplate(source).render(ASK)
+    return caught.value
+
+
+@pytest.mark.parametrize("source", ATTACKS, ids=range(len(ATTACKS)))
+def test_attacks_end_soon(source: str) -> None:
+    started = perf_counter()
+    outcome(source)
+    assert perf_counter() - started < 6.0  # 2 on a machine that does nothing else
+
+
+@pytest.mark.parametrize("source", ATTACKS, ids=range(len(ATTACKS)))
+def test_attacks_take_little_memory(source: str) -> None:
+    tracemalloc.start()  # which makes everything slower
+    try:
+        outcome(source)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 100e6
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "x" * 200_000,
+        "{% for a in b %}" * 30 + "{% endfor %}" * 30,
+        "{{ " + "9" * 5000 + " }}",
+        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+        "{{ 1" + " + 1" * 30_000 + " }}",
+    ],
+    ids=range(5),
+)
+def test_sources_that_cannot_be_compiled(source: str) -> None:
+    outcome(source)
+
+
+def test_in_any_thread() -> None:
+    caught: list[TokenizerError] = []
+    thread = threading.Thread(target=lambda: caught.append(outcome(ATTACKS[48])))
+    thread.start()
+    thread.join()
+    assert caught
+
+
+def test_honest_templates_are_as_before() -> None:
+    source = (
+        "{% set ns = namespace(n=0) %}{% for m in messages[::-1] if m.role != 'tool' %}"
+        "{{ loop.index }}/{{ loop.length }}{{ ', ' if not loop.last }}{% set ns.n = ns.n + 1 %}{% endfor %}"
+        "{{ ns.n }}|{{ '%s-%02d'|format('a', 3) }}|{{ '{:>4}'.format(7) }}|{{ 'a' * 3 }}|{{ 'x' ~ 1 ~ none }}"
+        "|{{ ['b', 'a']|sort|join(', ') }}|{{ 'a-b'.replace('-', '+') }}|{{ 'a b'.split() }}|{{ [1, 2][1:] }}"
+        "|{{ 'a\\nb'|indent(2) }}|{{ {'a': [1]}|tojson(indent=2) }}|{{ [1, 2]|sum }}|{{ 2 ** 10 }}"
+        "{% macro m(x) %}<{{ x }}>{% endmacro %}{{ m('y') }}{{ ', '.join(['a', 'b']) }}"
+        "{% for x in [1, [2]] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}"
+    )
+    text = ChatTemplate(source).render(ASK * 2)
+    assert text == (
+        "1/2, 2/22|a-03|   7|aaa|x1None|a, b|a+b|['a', 'b']|[2]|a\n  b|"
+        '{\n  "a": [\n    1\n  ]\n}|3|1024<y>a, b12'
+    )
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("name", entries())
+def test_the_catalogues_templates_are_as_before(name: str) -> None:
+    with GGUFCheckpoint(pull(find(name))) as checkpoint:
+        source = checkpoint.chat_template()
+    if source is None:
+        pytest.skip("a model without a template")
+    messages = [
+        {"role": "system", "content": "Be é."},
+        {"role": "user", "content": " a\n<|im_end|> "},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(source)
+    facts = {"tools": None, "bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": True}
+    for count in (1, 2, 4):
+        before = plain.render(messages=messages[-count:], **facts)
+        assert ChatTemplate(source, bos="<s>", eos="</s>").render(messages[-count:]) == before
+
+
+def test_long_conversations() -> None:
+    chatml = (
+        "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}x{% endif %}"
+        "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "word " * 200}] * 2000
+    assert len(ChatTemplate(chatml).render(messages)) == 1 + 2000 * (1000 + 28)
+    one = [{"role": "user", "content": "x" * 10_000_000}]
+    assert len(ChatTemplate(chatml).render(one)) == 10_000_000 + 29
+
+
+def test_no_limit_is_left_behind() -> None:
+    depth = sys.getrecursionlimit()
+    outcome(ATTACKS[0])
+    assert ChatTemplate("{{ messages[0].content }}").render(ASK) == "hi"
+    assert sys.getrecursionlimit() == depth
