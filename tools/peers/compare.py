@@ -2,7 +2,7 @@
 
 Every row is a worker process. The rows take turns, prompt by prompt (A B C A B C), so that a machine that
 slows down slows all of them; ratios are taken inside one turn. Speeds count from the first new token to the
-last. A row that fails says so in the table; the others go on. How a runtime works: see the workers; which
+last. A row that fails says so in the table; the others go on. Ctrl-C ends it with the tables so far. How a runtime works: see the workers; which
 modes there are: rows.py.
 
 Usage, from the repository's root, in edgespec's environment, after install.py::
@@ -19,6 +19,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -195,9 +196,11 @@ def main() -> None:
     with Workers(int(args.reserve_gb * 2**30), report) as workers:
         run = Run(build(args), workers, report)
         run.load()
-        for turn in range(args.turns):
-            for task in prompts:
+        try:
+            for turn, task in product(range(args.turns), prompts):
                 run.measure(task, turn, args.tokens)
+        except KeyboardInterrupt:
+            report("stopped; the tables show what was measured")
         result = outcome(run, args)
     if args.json:
         args.json.write_text(json.dumps(result) + "\n", encoding="utf-8")
