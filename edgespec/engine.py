@@ -2,28 +2,30 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Lock
+from time import perf_counter
 from typing import Self, Unpack
 
-from edgespec.drafting.ahead import Ahead
-from edgespec.drafting.choice import Choice
-from edgespec.drafting.draft import Drafter, Extending
+from edgespec.drafting.ahead import Beside
+from edgespec.drafting.draft import Clock, Extending
 from edgespec.drafting.guard import Guard
 from edgespec.drafting.ngram import NgramDrafter
-from edgespec.drafting.side import DrafterSide
+from edgespec.drafting.policy import Policy
+from edgespec.drafting.side import DrafterSide, Part
 from edgespec.encoding import Messages, encode_chat, encode_text
-from edgespec.generation import Job, TextStreamer
+from edgespec.generation import PreparedRequest, TextStreamer
 from edgespec.loading import NGRAM, open_model, recommended_drafter
 from edgespec.pricing import Pricing
 from edgespec.profile.corrections import DrafterKey
 from edgespec.profile.drafter import BestOf
 from edgespec.profile.manage import Profile
 from edgespec.profile.store import Scope
-from edgespec.profile.use import ProfileUse, RequestUse, open_use
+from edgespec.profile.use import ProfileUse, open_use
 from edgespec.request import Request, RequestOptions
-from edgespec.results import Generation
-from edgespec.sessions import Devices, open_pair
+from edgespec.results import Generation, Remarks
+from edgespec.sessions import Loaded, open_pair
 from edgespec_models.bundle import Bundle
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import ProgressCallback, ignore_progress
@@ -124,16 +126,27 @@ def load(
             drafter, "drafter", weights=options.weights, device=made_for[1], progress=progress
         )
         drafter_placement = place(drafter_bundle, drafter_device)
+    cpu = CpuOptions(
+        threads=options.threads,
+        spinning=options.spinning,
+        huge_pages=options.huge_pages,
+        instructions=options.instructions,
+    )
+    loaded = open_pair(target_bundle, drafter_bundle, cpu, (placement, drafter_placement))
     model = Model(
-        target_bundle,
-        drafter_bundle,
-        options=options,
-        drafts=drafter is not None,
-        placements=(placement, drafter_placement),
+        loaded, options=options, drafts=drafter is not None, clock=perf_counter, beside=_beside(loaded)
     )
     if profile is not None:
         model.use_profile(profile)
     return model
+
+
+def _beside(loaded: Loaded) -> Beside | None:
+    """Drafting ahead, where target and drafter compute side by side."""
+    target, aside = loaded.target, loaded.drafter
+    if aside is None or not run_at_once(target.placed, aside.placed):
+        return None
+    return Beside(aside.curve)
 
 
 class Model:
@@ -141,6 +154,13 @@ class Model:
 
     A new request ends the one before, whose stream then stops. From several threads, begin one when the
     other has ended: a request while another thread reads a stream is a :class:`RequestError`.
+
+    Args:
+        loaded: the models, which it closes.
+        options: how they were loaded, and limits.
+        drafts: whether requests draft.
+        clock: times everything.
+        beside: lets the drafter go on while the target verifies; None where both run on one device.
 
     Attributes:
         target: the target's bundle.
@@ -151,44 +171,29 @@ class Model:
 
     def __init__(
         self,
-        target: Bundle,
-        drafter: Bundle | None,
+        loaded: Loaded,
         *,
         options: LoadOptions,
-        drafts: bool,
-        placements: tuple[Placement, Placement | None] | None = None,
+        drafts: bool = True,
+        clock: Clock = perf_counter,
+        beside: Beside | None = None,
     ) -> None:
-        if target.manifest.role == "drafter":
-            raise RequestError(
-                f"{target.path} was exported as a drafter, which may lack tokens; export the model with the "
-                "role target"
-            )
-        self.target, self.drafter, self.options = target, drafter, options
-        self._drafts = drafts
-        if placements is None:
-            placements = place(target), None if drafter is None else place(drafter)
-        self._placed = placements
-        devices = Devices(placements[0].device, None if placements[1] is None else placements[1].device)
-        cpu = CpuOptions(
-            threads=options.threads,
-            spinning=options.spinning,
-            huge_pages=options.huge_pages,
-            instructions=options.instructions,
-        )
-        pair = open_pair(target, drafter, cpu, devices)
-        self._session = pair.target.session
-        self.cost_curve: CostCurve = pair.target.curve
+        self.target, self.options = loaded.target.bundle, options
+        self.drafter = None if loaded.drafter is None else loaded.drafter.bundle
+        self.cost_curve: CostCurve = loaded.target.curve
+        self._loaded, self._session = loaded, loaded.target.session
+        self._drafts, self._clock = drafts, clock
         self._pricing = Pricing(self.cost_curve)
         self._profile: ProfileUse | None = None
         self._side: DrafterSide | None = None
-        if drafter is not None and pair.drafter is not None:
+        if loaded.drafter is not None:
             self._side = DrafterSide(
-                target,
-                drafter,
-                pair.drafter,
-                same_vocabulary=pair.same_vocabulary,
+                self.target,
+                loaded.drafter,
+                same_vocabulary=loaded.same_vocabulary,
                 pricing=self._pricing,
-                ahead=self._ahead(pair.drafter.curve),
+                beside=beside,
+                clock=clock,
             )
         self._guard = Guard(self._pricing)
         self._profile_guard = Guard(self._pricing, "proposals from the profile brought tokens")
@@ -253,13 +258,12 @@ class Model:
     @property
     def placement(self) -> Placement:
         """Where the target runs, and why; opening a longer bucket may change the reason."""
-        return self._placed[0].opened(self._session)
+        return self._loaded.target.placement
 
     @property
     def drafter_placement(self) -> Placement | None:
         """The same of the drafter; None without a drafter model."""
-        placed = self._placed[1]
-        return placed if placed is None or self._side is None else placed.opened(self._side.session)
+        return None if self._loaded.drafter is None else self._loaded.drafter.placement
 
     @property
     def _placements(self) -> str:
@@ -297,87 +301,80 @@ class Model:
 
     def stream(self, prompt: str, **options: Unpack[RequestOptions]) -> TextStreamer:
         """Like :meth:`generate`, piece by piece: iterate over text, then read ``.result``."""
-        return self._start(
-            encode_text(self.target, prompt),
-            lambda bundle: encode_text(bundle, prompt),
-            Request.of(options),
-        )
+        return self._start(lambda bundle: encode_text(bundle, prompt), Request.of(options))
 
     def stream_chat(self, messages: Messages, **options: Unpack[RequestOptions]) -> TextStreamer:
         """Like :meth:`chat`, piece by piece: iterate over text, then read ``.result``."""
         if self.target.chat_template is None:
             raise RequestError(f"{self.name} has no chat template; use generate, or another model")
-        return self._start(
-            encode_chat(self.target, messages),
-            lambda bundle: encode_chat(bundle, messages),
-            Request.of(options),
-        )
-
-    def _ahead(self, curve: CostCurve) -> Ahead | None:
-        """Drafting ahead, where target and drafter compute side by side."""
-        target, aside = self._placed
-        return Ahead(self._pricing, curve) if aside and run_at_once(target, aside) else None
+        return self._start(lambda bundle: encode_chat(bundle, messages), Request.of(options))
 
     def _end_request(self) -> None:
         if self._stream is not None:
             self._stream.close()
         if self._side is not None:
-            self._side.reset()
+            self._side.stop()
 
-    def _start(
-        self, tokens: list[int], drafter_prompt: Callable[[Bundle], list[int]], request: Request
-    ) -> TextStreamer:
-        """A new request, which ends the one before: both sessions hold one text."""
+    def _start(self, encode: Callable[[Bundle], list[int]], request: Request) -> TextStreamer:
+        """A new request, which ends the one before: both sessions hold one text.
+
+        Args:
+            encode: the prompt in a bundle's own tokens and chat template.
+            request: what is asked.
+        """
+        tokens = encode(self.target)
         if not tokens:
             raise RequestError("the prompt is empty; give at least one character")
         with self._starting:
             self._end_request()
-            self._stream = TextStreamer(self._prepared(tokens, drafter_prompt, request))
+            self._stream = TextStreamer(self._prepared(tokens, encode, request))
         return self._stream
 
     def _prepared(
-        self, tokens: list[int], drafter_prompt: Callable[[Bundle], list[int]], request: Request
-    ) -> Job:
+        self, tokens: list[int], encode: Callable[[Bundle], list[int]], request: Request
+    ) -> PreparedRequest:
         self._session.reserve(len(tokens) + request.max_new_tokens)
-        if not (request.speculate and self._drafts):
-            return self._job(None, None, tokens, request)
-        use = None if self._profile is None else self._profile.request(self._profile_guard)
-        free = NgramDrafter() if use is None else BestOf(NgramDrafter(), use.drafter)
-        drafter = self._drafter(free, tokens, drafter_prompt, request)
-        return self._job(drafter, use, tokens, request)
-
-    def _job(
-        self, drafter: Drafter | None, learner: RequestUse | None, tokens: list[int], request: Request
-    ) -> Job:
-        off = "the drafter is None" if not self._drafts else None if request.speculate else "speculate=False"
-        ahead = None if self._side is None else self._side.ahead
-        return Job(
+        prompt, begin = tokens.copy(), self._plain
+        if request.speculate and self._drafts:
+            of_drafter = [] if self._side is None else self._side.prompt(prompt, encode)
+            begin = partial(self._begin, prompt, of_drafter, request)
+        return PreparedRequest(
             session=self._session,
             tokenizer=self.target.tokenizer,
-            drafter=drafter,
             tokens=tokens,
             request=request,
             eos=frozenset(self.target.manifest.special_tokens.eos) if request.stop_at_eos else frozenset(),
             max_draft=self.options.max_draft,
-            pricing=self._pricing,
-            guard=self._guard,
-            off_reason=off,
-            placement=self._placements,
-            learner=learner,
-            ahead=ahead,
-            student=self._side,
+            begin=begin,
+            clock=self._clock,
         )
 
-    def _drafter(
-        self,
-        free: Extending,
-        tokens: list[int],
-        drafter_prompt: Callable[[Bundle], list[int]],
-        request: Request,
-    ) -> Drafter:
-        model, reading_s = None, 0.0
+    def _plain(self) -> Policy:
+        """The policy of a request without drafts."""
+        off = "speculate=False" if self._drafts else "the drafter is None"
+        part = Part() if self._side is None else self._side.plain()
+        return self._policy(None, part, Remarks(speculation_off_reason=off))
+
+    def _begin(self, prompt: list[int], of_drafter: list[int], request: Request) -> Policy:
+        """The policy of a request with drafts; ``of_drafter`` is its prompt as the drafter reads it."""
+        remarks, part = Remarks(), Part()
+        free: Extending = NgramDrafter()
+        if self._profile is not None:
+            free = BestOf(free, self._profile.begin(self._profile_guard, remarks))
         if self._side is not None:
-            model, reading_s = self._side.drafter(
-                tokens, drafter_prompt, request, max_draft=self.options.max_draft
+            part = self._side.begin(
+                prompt, of_drafter, request, max_draft=self.options.max_draft, remarks=remarks
             )
-        return Choice(free, model, pricing=self._pricing, guard=self._guard, reading_s=reading_s)
+        return self._policy(free, part, remarks)
+
+    def _policy(self, free: Extending | None, part: Part, remarks: Remarks) -> Policy:
+        remarks.placement = self._placements
+        return Policy(
+            free,
+            part.source,
+            pricing=self._pricing,
+            guard=self._guard,
+            reading_s=part.reading_s,
+            observers=part.observers,
+            remarks=remarks,
+        )

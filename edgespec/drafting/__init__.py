@@ -1,5 +1,5 @@
-"""Drafters: where proposals come from."""
+"""Where proposals come from, and which of them are made."""
 
-from edgespec.drafting.draft import NO_DRAFT, Draft, Drafter
+from edgespec.drafting.draft import NO_DRAFT, Draft, Source
 
-__all__ = ["Draft", "Drafter", "NO_DRAFT"]
+__all__ = ["Draft", "NO_DRAFT", "Source"]
