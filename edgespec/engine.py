@@ -318,9 +318,7 @@ class Model:
     def _start(self, encode: Callable[[Bundle], list[int]], request: Request) -> TextStreamer:
         """A new request, which ends the one before: both sessions hold one text.
 
-        Args:
-            encode: the prompt in a bundle's own tokens and chat template.
-            request: what is asked.
+        ``encode`` gives the prompt in a bundle's own tokens and chat template.
         """
         tokens = encode(self.target)
         if not tokens:
@@ -334,10 +332,8 @@ class Model:
         self, tokens: list[int], encode: Callable[[Bundle], list[int]], request: Request
     ) -> PreparedRequest:
         self._session.reserve(len(tokens) + request.max_new_tokens)
-        prompt, begin = tokens.copy(), self._plain
-        if request.speculate and self._drafts:
-            of_drafter = [] if self._side is None else self._side.prompt(prompt, encode)
-            begin = partial(self._begin, prompt, of_drafter, request)
+        side = self._side if request.speculate else None
+        of_drafter = [] if side is None else side.prompt(tokens, encode)
         return PreparedRequest(
             session=self._session,
             tokenizer=self.target.tokenizer,
@@ -345,26 +341,23 @@ class Model:
             request=request,
             eos=frozenset(self.target.manifest.special_tokens.eos) if request.stop_at_eos else frozenset(),
             max_draft=self.options.max_draft,
-            begin=begin,
+            begin=partial(self._begin, tokens.copy(), of_drafter, request),
             clock=self._clock,
         )
 
-    def _plain(self) -> Policy:
-        """The policy of a request without drafts."""
-        off = "speculate=False" if self._drafts else "the drafter is None"
-        part = Part() if self._side is None else self._side.plain()
-        return self._policy(None, part, Remarks(speculation_off_reason=off))
-
     def _begin(self, prompt: list[int], of_drafter: list[int], request: Request) -> Policy:
-        """The policy of a request with drafts; ``of_drafter`` is its prompt as the drafter reads it."""
-        remarks, part = Remarks(), Part()
+        """The policy of a request; ``of_drafter`` is its prompt as the drafter reads it."""
+        side, remarks = self._side, Remarks()
+        if not self._drafts or not request.speculate:
+            remarks.speculation_off_reason = "speculate=False" if self._drafts else "the drafter is None"
+            return self._policy(None, Part(None if side is None else side.trainer), remarks)
         free: Extending = NgramDrafter()
         if self._profile is not None:
             free = BestOf(free, self._profile.begin(self._profile_guard, remarks))
-        if self._side is not None:
-            part = self._side.begin(
-                prompt, of_drafter, request, max_draft=self.options.max_draft, remarks=remarks
-            )
+        part = Part()
+        if side is not None:
+            longest = self.options.max_draft
+            part = side.begin(prompt, of_drafter, request, max_draft=longest, remarks=remarks)
         return self._policy(free, part, remarks)
 
     def _policy(self, free: Extending | None, part: Part, remarks: Remarks) -> Policy:
@@ -375,6 +368,6 @@ class Model:
             pricing=self._pricing,
             guard=self._guard,
             reading_s=part.reading_s,
-            observers=part.observers,
+            observers=(part,),
             remarks=remarks,
         )

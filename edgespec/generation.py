@@ -23,18 +23,10 @@ __all__ = ["PreparedRequest", "TextStreamer"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRequest:
-    """A request and what it runs on.
+    """A request and what it runs on. ``tokens`` is the prompt and grows.
 
-    Attributes:
-        session: the target's.
-        tokenizer: the target's.
-        tokens: the prompt; grows.
-        request: what is asked.
-        eos: tokens that end the answer.
-        max_draft: the longest draft.
-        begin: makes the policy. Called when the first piece of text is asked for, so that a stream that
-            nobody reads costs nothing; the policy is closed when the request ends.
-        clock: times the rounds.
+    ``begin`` makes the policy when the first piece of text is asked for, so that a stream that nobody reads
+    costs nothing; it is closed when the request ends.
     """
 
     session: Session

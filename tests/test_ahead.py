@@ -118,9 +118,9 @@ def test_a_draft_says_how_much_longer_its_pass_takes(clock: Clock) -> None:
         pricing.observe_pass(5, took / draft.slowdown)  # as the policy does
         ahead.observe(replace(round_of(*draft.tokens, draft=draft, accepted=4), target_s=took))
         tokens = [*tokens, *draft.tokens] if len(tokens) < 500 else list(PROMPT)
-    assert slowdowns[0] == 1.0 and slowdowns[-1] == pytest.approx(1.3, rel=0.01)
+    assert slowdowns[0] == 1.0 and slowdowns[-1] == pytest.approx(1.3, rel=0.05)
     assert slowdowns.count(1.0) > 120 // 16
-    assert pricing.pass_seconds(5) == pytest.approx(10.0, rel=0.02)
+    assert pricing.pass_seconds(5) == pytest.approx(10.0, rel=0.05)
     assert draft.head(1).slowdown == slowdowns[-1]  # whatever is left of it
 
 

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from html import escape
 from pathlib import Path
 from unittest import mock
@@ -84,8 +85,9 @@ def learning(model: Model, *, ngrams: bool, training: bool) -> Iterator[None]:
         path = Path(folder) / "stream.profile"
         model.use_profile(path)
         if training and side is not None and side.trainable and model._profile is not None:
-            key = DrafterKey(side.bundle.digest, side.bundle.manifest.name)
-            side.teach(model._profile.trainer(key, side.tuning, share=1.0, kind=AtOnce))
+            trainer = AtOnce(partial(side.tuning, None), share=1.0)
+            model._profile._trainers[DrafterKey(side.bundle.digest, side.bundle.manifest.name)] = trainer
+            side.teach(trainer)
         try:
             yield
         finally:

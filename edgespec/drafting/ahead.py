@@ -60,14 +60,7 @@ class _Ratio:
 
 
 class Ahead:
-    """A model's drafts, and what it reads on while the target verifies them.
-
-    Args:
-        model: drafts.
-        beside: reads on.
-        pricing: what the target's passes take.
-        remarks: where it is written how much was read ahead.
-    """
+    """A model's drafts, and what it reads on while the target verifies them; how much, ``remarks`` says."""
 
     def __init__(self, model: ModelDrafter, beside: "Beside", *, pricing: Pricing, remarks: Remarks) -> None:
         self._model, self._beside = model, beside

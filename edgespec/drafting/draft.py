@@ -1,7 +1,7 @@
 """What decoding and its sources of proposals tell each other: drafts, and what came of them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -35,26 +35,16 @@ class Draft:
 
     def head(self, count: int) -> "Draft":
         """The first ``count`` proposals."""
-        if count >= len(self.tokens):
-            return self
-        return replace(
-            self,
-            tokens=self.tokens[:count],
-            probs=None if self.probs is None else self.probs[:count],
-            sources=self.sources[:count],
-            confidence=self.confidence[:count],
-        )
+        probs = None if self.probs is None else self.probs[:count]
+        kept = self.tokens[:count], probs, self.sources[:count], self.confidence[:count]
+        return Draft(*kept, self.slowdown)
 
     def then(self, more: "Draft") -> "Draft":
         """This draft and ``more`` behind it; both deterministic."""
         if not more.tokens:
             return self
-        return replace(
-            self,
-            tokens=self.tokens + more.tokens,
-            sources=self.sources + more.sources,
-            confidence=self.confidence + more.confidence,
-        )
+        tokens, sources = self.tokens + more.tokens, self.sources + more.sources
+        return Draft(tokens, None, sources, self.confidence + more.confidence, self.slowdown)
 
 
 NO_DRAFT = Draft()

@@ -1,14 +1,12 @@
 """The drafter's half of a loaded model: what it keeps between requests, and its part in each of them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 
 from edgespec.drafting.ahead import Ahead, Beside
 from edgespec.drafting.bridge import Bridge, ByteBridge, IdentityBridge
 from edgespec.drafting.context import context_tokens
-from edgespec.drafting.draft import Clock, Observer, Source, Step
+from edgespec.drafting.draft import Clock, Source, Step
 from edgespec.drafting.experience import Experience
 from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
 from edgespec.drafting.reading import Reader
@@ -31,19 +29,42 @@ _SHORTEST = 8  # answer
 _REREAD = 64  # tokens that may be read again; system prompts are mostly shorter
 
 
-@dataclass(frozen=True, slots=True)
 class Part:
-    """The drafter's part in one request.
+    """The drafter's part in one request, as an observer of its rounds.
 
-    Attributes:
-        source: drafts; None where that will not pay.
-        reading_s: seconds it needs for the prompt when it is first asked.
-        observers: what else the rounds are told to.
+    Training stands still while the request runs; then what it wrote is offered to learn from.
+
+    Args:
+        trainer: stands still from now on; None where nothing is trained.
+        source: drafts; None where that is not wanted or will not pay.
+        reading_s: seconds that the source needs for the prompt when it is first asked.
+        example: makes an example of the answer, if that is worth while.
     """
 
-    source: Source | None = None
-    reading_s: float = 0.0
-    observers: tuple[Observer, ...] = ()
+    def __init__(
+        self,
+        trainer: Trainer | None = None,
+        source: Source | None = None,
+        reading_s: float = 0.0,
+        example: Callable[[Sequence[int]], Example | None] = lambda answer: None,
+    ) -> None:
+        self.source, self.reading_s = source, reading_s
+        self._trainer, self._example, self._answer = trainer, example, list[int]()
+        if trainer is not None:
+            trainer.pause()
+
+    def observe(self, step: Step) -> None:
+        """See :class:`~edgespec.drafting.draft.Observer`."""
+        self._answer += step.tokens
+
+    def close(self) -> None:
+        """See :class:`~edgespec.drafting.draft.Observer`."""
+        if self._trainer is None:
+            return
+        self._trainer.resume()
+        example = self._example(self._answer)
+        if example is not None:
+            self._trainer.offer(example)
 
 
 class DrafterSide:
@@ -87,22 +108,10 @@ class DrafterSide:
         """``tokens``, the prompt, as the drafter is to read it: in its own tokens and chat template."""
         return tokens.copy() if self._same_vocabulary else encode(self.bundle)
 
-    def plain(self) -> Part:
-        """A request begins in which it does not draft."""
-        return Part(observers=self._training(()))
-
     def begin(
         self, tokens: Sequence[int], prompt: list[int], request: Request, *, max_draft: int, remarks: Remarks
     ) -> Part:
-        """A request begins.
-
-        Args:
-            tokens: the prompt, in the target's tokens.
-            prompt: the same as the drafter is to read it.
-            request: what is asked.
-            max_draft: the longest draft.
-            remarks: where it is written how much was read ahead.
-        """
+        """A request begins; ``tokens`` are its prompt, ``prompt`` the same as the drafter is to read it."""
         # Another vocabulary may need more tokens for the same text.
         wanted = len(prompt) + 2 * request.max_new_tokens + 4 * max_draft
         self.session.reserve(min(wanted, self.session.longest))
@@ -111,10 +120,10 @@ class DrafterSide:
         reading_s = unread * self.curve.seconds(DRAFTER_READING_ROWS) / DRAFTER_READING_ROWS
         longest_s = request.max_new_tokens * self._pricing.pass_seconds(1)
         if len(prompt) >= self.session.capacity:
-            return self.plain()
+            return Part(self.trainer)
         if self.experience.expected(tokens) <= reading_s / longest_s:
             self.experience.skip(tokens)
-            return self.plain()
+            return Part(self.trainer)
         bridge = self._bridge(tokens, prompt)
         model = ModelDrafter(
             Reader(self.session, self.curve, clock=self._clock),
@@ -127,8 +136,12 @@ class DrafterSide:
         source: Source = model
         if self._beside is not None:
             source = Ahead(model, self._beside, pricing=self._pricing, remarks=remarks)
-        example = partial(self._example, bridge=bridge, start=len(prompt))
-        return Part(source, reading_s, self._training(tokens, example))
+        return Part(
+            self.trainer,
+            source,
+            reading_s,
+            lambda answer: self._example([*tokens, *answer], bridge, len(prompt)),
+        )
 
     def stop(self) -> None:
         """Wait for what an earlier request may have left running."""
@@ -153,11 +166,6 @@ class DrafterSide:
             EdgespecError: its weights cannot be read.
         """
         return Tuning(NumpyDecoder(self.bundle), table)
-
-    def _training(
-        self, prompt: Sequence[int], example: Callable[[Sequence[int]], Example | None] = lambda _: None
-    ) -> tuple[Observer, ...]:
-        return () if self.trainer is None else (_Standstill(self.trainer, prompt, example),)
 
     def _bridge(self, tokens: Sequence[int], prompt: list[int]) -> Bridge:
         if self._same_vocabulary:
@@ -195,30 +203,3 @@ class DrafterSide:
         eos = self._target.manifest.special_tokens.eos if request.stop_at_eos else ()
         ends = frozenset(self.bundle.manifest.special_tokens.eos)
         return Vocabulary(ends, eos[0] if eos else None, self.session.head_tokens)
-
-
-class _Standstill:
-    """Training stands still while a request runs; then what it wrote is offered to learn from.
-
-    Args:
-        trainer: stands still from now on.
-        prompt: the request's.
-        example: makes an example of prompt and answer, if that is worth while.
-    """
-
-    def __init__(
-        self, trainer: Trainer, prompt: Sequence[int], example: Callable[[Sequence[int]], Example | None]
-    ) -> None:
-        self._trainer, self._tokens, self._example = trainer, list(prompt), example
-        trainer.pause()
-
-    def observe(self, step: Step) -> None:
-        """See :class:`~edgespec.drafting.draft.Observer`."""
-        self._tokens += step.tokens
-
-    def close(self) -> None:
-        """See :class:`~edgespec.drafting.draft.Observer`."""
-        self._trainer.resume()
-        example = self._example(self._tokens)
-        if example is not None:
-            self._trainer.offer(example)

@@ -63,18 +63,13 @@ class ProfileUse:
         self._tables = snapshot.corrections
         self._trainers: dict[DrafterKey, Trainer] = {}
         self._told_at = monotonic()
-        self._undone = 0  # when the last request began
+        self._undone = 0  # times that what drafters learned was put back, when the last request began
 
     @property
     def problem(self) -> str | None:
         """What keeps the file from being read or written, or a drafter from learning; None if nothing."""
         of_file = (self._writer.problem if self._writer is not None else None) or self._problem
         return of_file or next((t.problem for t in self._trainers.values() if t.problem), None)
-
-    @property
-    def undone(self) -> int:
-        """How often what drafters had learned was put back because it misled."""
-        return sum(trainer.undone for trainer in self._trainers.values())
 
     def begin(self, guard: Guard | None = None, remarks: Remarks | None = None) -> ProfileDrafter:
         """What the next request drafts with and tells its answer to; the one before has ended.
@@ -86,8 +81,8 @@ class ProfileUse:
         remarks = remarks or Remarks()
         if monotonic() - self._told_at >= _TELL_S:
             self._tell_lessons()
-        undone, self._undone = self.undone - self._undone, self.undone
-        remarks.rolled_back = (_UNDONE,) * min(undone, 1)
+        before, self._undone = self._undone, sum(trainer.undone for trainer in self._trainers.values())
+        remarks.rolled_back = (_UNDONE,) if self._undone > before else ()
         return ProfileDrafter(self.memory, guard, remarks=remarks, problem=lambda: self.problem)
 
     def experience(self, drafter: str) -> Experience:
@@ -98,12 +93,7 @@ class ProfileUse:
         return self._experiences[drafter]
 
     def trainer(
-        self,
-        drafter: DrafterKey,
-        begin: Callable[[Table | None], Tuning],
-        *,
-        share: float,
-        kind: type[Trainer] = Trainer,
+        self, drafter: DrafterKey, begin: Callable[[Table | None], Tuning], *, share: float
     ) -> Trainer:
         """What trains a drafter on the target's answers; what it was taught before is recalled.
 
@@ -111,11 +101,10 @@ class ProfileUse:
             drafter: who is trained.
             begin: makes the tuning from what is known.
             share: of the time that training may take; above 0.
-            kind: the class of what trains it.
         """
         if drafter not in self._trainers:
             table = self._tables.get(drafter.digest)
-            self._trainers[drafter] = trainer = kind(partial(begin, table), share=share)
+            self._trainers[drafter] = trainer = Trainer(partial(begin, table), share=share)
             if table is not None:
                 trainer.recall()
         return self._trainers[drafter]
