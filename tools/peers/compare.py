@@ -2,8 +2,8 @@
 
 Every row is a worker process. The rows take turns, prompt by prompt (A B C A B C), so that a machine that
 slows down slows all of them; ratios are taken inside one turn. Speeds count from the first new token to the
-last. A row that fails says so in the table; the others go on. Ctrl-C ends it with the tables so far. How a runtime works: see the workers; which
-modes there are: rows.py.
+last. A row that fails says so in the table; the others go on. Ctrl-C ends it with the tables so far. How a
+runtime works: see the workers; which modes there are: rows.py.
 
 Usage, from the repository's root, in edgespec's environment, after install.py::
 
