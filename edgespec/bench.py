@@ -6,8 +6,8 @@ disturbance of the machine meets both. :func:`edgespec.bench_json.summarize` tur
 
 Terms:
 
-* decode time: from the end of the first round to the end of the last (the first round is never
-  drafted and commits one token both ways). The drafter's reading of the prompt lies in it.
+* decode time: of the rounds behind the first, which is never drafted and commits one token both ways. The
+  drafter's reading of the prompt lies in it.
 * speedup of a set of prompts: plain decode seconds per token over speculative decode seconds per token,
   both summed over the set. With equal token counts, as in greedy decoding, this is the ratio of the
   total times. Below 1, speculation is slower.

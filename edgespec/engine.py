@@ -2,28 +2,30 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Lock
+from time import perf_counter
 from typing import Annotated, Self, Unpack
 
-from edgespec.drafting.ahead import Ahead
-from edgespec.drafting.choice import Choice
-from edgespec.drafting.draft import Drafter, Extending
+from edgespec.drafting.ahead import Beside
+from edgespec.drafting.draft import Clock, Extending
 from edgespec.drafting.guard import Guard
 from edgespec.drafting.ngram import NgramDrafter
-from edgespec.drafting.side import DrafterSide
+from edgespec.drafting.policy import Policy
+from edgespec.drafting.side import DrafterSide, Part
 from edgespec.encoding import Messages, encode_chat, encode_text
-from edgespec.generation import Job, TextStreamer
+from edgespec.generation import PreparedRequest, TextStreamer
 from edgespec.loading import NGRAM, Reference, open_model, recommended_drafter
 from edgespec.pricing import Pricing
 from edgespec.profile.corrections import DrafterKey
 from edgespec.profile.drafter import BestOf
 from edgespec.profile.manage import Profile
 from edgespec.profile.store import Scope
-from edgespec.profile.use import ProfileUse, RequestUse, open_use
+from edgespec.profile.use import ProfileUse, open_use
 from edgespec.request import Request, RequestOptions
-from edgespec.results import Generation
-from edgespec.sessions import Devices, open_pair
+from edgespec.results import Generation, Remarks
+from edgespec.sessions import Loaded, open_pair
 from edgespec_export.recipe import WEIGHTS
 from edgespec_models.bundle import Bundle
 from edgespec_models.errors import RequestError
@@ -125,16 +127,27 @@ def load(
             drafter, "drafter", weights=options.weights, device=made_for[1], progress=progress
         )
         drafter_placement = place(drafter_bundle, drafter_device)
+    cpu = CpuOptions(
+        threads=options.threads,
+        spinning=options.spinning,
+        huge_pages=options.huge_pages,
+        instructions=options.instructions,
+    )
+    loaded = open_pair(target_bundle, drafter_bundle, cpu, (placement, drafter_placement))
     model = Model(
-        target_bundle,
-        drafter_bundle,
-        options=options,
-        drafts=drafter is not None,
-        placements=(placement, drafter_placement),
+        loaded, options=options, drafts=drafter is not None, clock=perf_counter, beside=_beside(loaded)
     )
     if profile is not None:
         model.use_profile(profile)
     return model
+
+
+def _beside(loaded: Loaded) -> Beside | None:
+    """Drafting ahead, where target and drafter compute side by side."""
+    target, aside = loaded.target, loaded.drafter
+    if aside is None or not run_at_once(target.placed, aside.placed):
+        return None
+    return Beside(aside.curve)
 
 
 class Model:
@@ -142,6 +155,13 @@ class Model:
 
     A new request ends the one before, whose stream then stops. From several threads, begin one when the
     other has ended: a request while another thread reads a stream is a :class:`RequestError`.
+
+    Args:
+        loaded: the models, which it closes.
+        options: how they were loaded, and limits.
+        drafts: whether requests draft.
+        clock: times everything.
+        beside: lets the drafter go on while the target verifies; None where both run on one device.
 
     Attributes:
         target: the target's bundle.
@@ -152,44 +172,29 @@ class Model:
 
     def __init__(
         self,
-        target: Bundle,
-        drafter: Bundle | None,
+        loaded: Loaded,
         *,
         options: LoadOptions,
-        drafts: bool,
-        placements: tuple[Placement, Placement | None] | None = None,
+        drafts: bool = True,
+        clock: Clock = perf_counter,
+        beside: Beside | None = None,
     ) -> None:
-        if target.manifest.role == "drafter":
-            raise RequestError(
-                f"{target.path} was exported as a drafter, which may lack tokens; export the model with the "
-                "role target"
-            )
-        self.target, self.drafter, self.options = target, drafter, options
-        self._drafts = drafts
-        if placements is None:
-            placements = place(target), None if drafter is None else place(drafter)
-        self._placed = placements
-        devices = Devices(placements[0].device, None if placements[1] is None else placements[1].device)
-        cpu = CpuOptions(
-            threads=options.threads,
-            spinning=options.spinning,
-            huge_pages=options.huge_pages,
-            instructions=options.instructions,
-        )
-        pair = open_pair(target, drafter, cpu, devices)
-        self._session = pair.target.session
-        self.cost_curve: CostCurve = pair.target.curve
+        self.target, self.options = loaded.target.bundle, options
+        self.drafter = None if loaded.drafter is None else loaded.drafter.bundle
+        self.cost_curve: CostCurve = loaded.target.curve
+        self._loaded, self._session = loaded, loaded.target.session
+        self._drafts, self._clock = drafts, clock
         self._pricing = Pricing(self.cost_curve)
         self._profile: ProfileUse | None = None
         self._side: DrafterSide | None = None
-        if drafter is not None and pair.drafter is not None:
+        if loaded.drafter is not None:
             self._side = DrafterSide(
-                target,
-                drafter,
-                pair.drafter,
-                same_vocabulary=pair.same_vocabulary,
+                self.target,
+                loaded.drafter,
+                same_vocabulary=loaded.same_vocabulary,
                 pricing=self._pricing,
-                ahead=self._ahead(pair.drafter.curve),
+                beside=beside,
+                clock=clock,
             )
         self._guard = Guard(self._pricing)
         self._profile_guard = Guard(self._pricing, "proposals from the profile brought tokens")
@@ -255,13 +260,12 @@ class Model:
     @property
     def placement(self) -> Placement:
         """Where the target runs, and why; opening a longer bucket may change the reason."""
-        return self._placed[0].opened(self._session)
+        return self._loaded.target.placement
 
     @property
     def drafter_placement(self) -> Placement | None:
         """The same of the drafter; None without a drafter model."""
-        placed = self._placed[1]
-        return placed if placed is None or self._side is None else placed.opened(self._side.session)
+        return None if self._loaded.drafter is None else self._loaded.drafter.placement
 
     @property
     def _placements(self) -> str:
@@ -300,83 +304,73 @@ class Model:
     @checked
     def stream(self, prompt: Annotated[str, length(1)], **options: Unpack[RequestOptions]) -> TextStreamer:
         """Like :meth:`generate`, piece by piece: iterate over text, then read ``.result``."""
-        request = Request.of(options)
-        tokens = encode_text(self.target, prompt)
-        return self._start(tokens, lambda bundle: encode_text(bundle, prompt), request)
+        return self._start(lambda bundle: encode_text(bundle, prompt), Request.of(options))
 
     def stream_chat(self, messages: Messages, **options: Unpack[RequestOptions]) -> TextStreamer:
         """Like :meth:`chat`, piece by piece: iterate over text, then read ``.result``."""
         if self.target.chat_template is None:
             raise RequestError(f"{self.name} has no chat template; use generate, or another model")
-        request = Request.of(options)
-        tokens = encode_chat(self.target, messages)
-        return self._start(tokens, lambda bundle: encode_chat(bundle, messages), request)
-
-    def _ahead(self, curve: CostCurve) -> Ahead | None:
-        """Drafting ahead, where target and drafter compute side by side."""
-        target, aside = self._placed
-        return Ahead(self._pricing, curve) if aside and run_at_once(target, aside) else None
+        return self._start(lambda bundle: encode_chat(bundle, messages), Request.of(options))
 
     def _end_request(self) -> None:
         if self._stream is not None:
             self._stream.close()
         if self._side is not None:
-            self._side.reset()
+            self._side.stop()
 
-    def _start(
-        self, tokens: list[int], drafter_prompt: Callable[[Bundle], list[int]], request: Request
-    ) -> TextStreamer:
-        """A new request, which ends the one before: both sessions hold one text."""
+    def _start(self, encode: Callable[[Bundle], list[int]], request: Request) -> TextStreamer:
+        """A new request, which ends the one before: both sessions hold one text.
+
+        ``encode`` gives the prompt in a bundle's own tokens and chat template.
+        """
+        tokens = encode(self.target)
         if not tokens:
             raise RequestError("the prompt is empty; give at least one character")
         with self._starting:
             self._end_request()
-            self._stream = TextStreamer(self._prepared(tokens, drafter_prompt, request))
+            self._stream = TextStreamer(self._prepared(tokens, encode, request))
         return self._stream
 
     def _prepared(
-        self, tokens: list[int], drafter_prompt: Callable[[Bundle], list[int]], request: Request
-    ) -> Job:
+        self, tokens: list[int], encode: Callable[[Bundle], list[int]], request: Request
+    ) -> PreparedRequest:
         self._session.reserve(len(tokens) + request.max_new_tokens)
-        if not (request.speculate and self._drafts):
-            return self._job(None, None, tokens, request)
-        use = None if self._profile is None else self._profile.request(self._profile_guard)
-        free = NgramDrafter() if use is None else BestOf(NgramDrafter(), use.drafter)
-        drafter = self._drafter(free, tokens, drafter_prompt, request)
-        return self._job(drafter, use, tokens, request)
-
-    def _job(
-        self, drafter: Drafter | None, learner: RequestUse | None, tokens: list[int], request: Request
-    ) -> Job:
-        off = "the drafter is None" if not self._drafts else None if request.speculate else "speculate=False"
-        ahead = None if self._side is None else self._side.ahead
-        return Job(
+        side = self._side if request.speculate else None
+        of_drafter = [] if side is None else side.prompt(tokens, encode)
+        return PreparedRequest(
             session=self._session,
             tokenizer=self.target.tokenizer,
-            drafter=drafter,
             tokens=tokens,
             request=request,
             eos=frozenset(self.target.manifest.special_tokens.eos) if request.stop_at_eos else frozenset(),
             max_draft=self.options.max_draft,
-            pricing=self._pricing,
-            guard=self._guard,
-            off_reason=off,
-            placement=self._placements,
-            learner=learner,
-            ahead=ahead,
-            student=self._side,
+            begin=partial(self._begin, tokens.copy(), of_drafter, request),
+            clock=self._clock,
         )
 
-    def _drafter(
-        self,
-        free: Extending,
-        tokens: list[int],
-        drafter_prompt: Callable[[Bundle], list[int]],
-        request: Request,
-    ) -> Drafter:
-        model, reading_s = None, 0.0
-        if self._side is not None:
-            model, reading_s = self._side.drafter(
-                tokens, drafter_prompt, request, max_draft=self.options.max_draft
-            )
-        return Choice(free, model, pricing=self._pricing, guard=self._guard, reading_s=reading_s)
+    def _begin(self, prompt: list[int], of_drafter: list[int], request: Request) -> Policy:
+        """The policy of a request; ``of_drafter`` is its prompt as the drafter reads it."""
+        side, remarks = self._side, Remarks()
+        if not self._drafts or not request.speculate:
+            remarks.speculation_off_reason = "speculate=False" if self._drafts else "the drafter is None"
+            return self._policy(None, Part(None if side is None else side.trainer), remarks)
+        free: Extending = NgramDrafter()
+        if self._profile is not None:
+            free = BestOf(free, self._profile.begin(self._profile_guard, remarks))
+        part = Part()
+        if side is not None:
+            longest = self.options.max_draft
+            part = side.begin(prompt, of_drafter, request, max_draft=longest, remarks=remarks)
+        return self._policy(free, part, remarks)
+
+    def _policy(self, free: Extending | None, part: Part, remarks: Remarks) -> Policy:
+        remarks.placement = self._placements
+        return Policy(
+            free,
+            part.source,
+            pricing=self._pricing,
+            guard=self._guard,
+            reading_s=part.reading_s,
+            observers=(part,),
+            remarks=remarks,
+        )

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["FinishReason", "Generation", "GenerationStats", "SourceStats"]
+__all__ = ["FinishReason", "Generation", "GenerationStats", "Remarks", "SourceStats"]
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -17,6 +17,18 @@ class SourceStats:
     accepted: int = 0
 
 
+@dataclass(slots=True, kw_only=True)
+class Remarks:
+    """What a request's sources have to say besides their drafts: fields of :class:`GenerationStats`."""
+
+    speculation_off_reason: str | None = None
+    profile_problem: str | None = None
+    rolled_back: tuple[str, ...] = ()
+    placement: str = ""
+    drafted_ahead: int = 0
+    used_ahead: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationStats:
     """What one generation cost. Times are wall-clock seconds.
@@ -25,8 +37,9 @@ class GenerationStats:
         prompt_tokens: tokens of the prompt.
         cached_tokens: of these, how many were in the KV cache already (shared prefix).
         new_tokens: tokens generated.
-        ttft_s: time to first token, from the call to the first committed token (prefill included).
-        decode_s: time from the first round's end to the last round's end.
+        ttft_s: time to first token: from when the first piece of text is asked for to the first committed
+            token, prefill included.
+        decode_s: time of the rounds behind the first.
         decode_tokens: tokens committed in that time (the first round's tokens are not among them).
         rounds: target passes after prefill.
         drafted: proposed tokens, over all rounds.

@@ -12,16 +12,17 @@ from dataclasses import dataclass, replace
 
 from edgespec.measurements import Conditions, Measurement, recall, remember
 from edgespec_models.bundle import Bundle
+from edgespec_models.errors import RequestError
 from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve, measure_cost, recheck_cost
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.cuda import CudaSession
 from edgespec_runtimes.discovery import Device
-from edgespec_runtimes.placement import place
+from edgespec_runtimes.placement import Placement, place
 from edgespec_runtimes.session import ModelSession
 from edgespec_runtimes.static_session import StaticSession
 
-__all__ = ["DRAFTER_READING_ROWS", "Devices", "Pair", "Running", "conditions_of", "open_one", "open_pair"]
+__all__ = ["DRAFTER_READING_ROWS", "Loaded", "Running", "conditions_of", "open_one", "open_pair"]
 
 DRAFTER_READING_ROWS = 32
 """Reading a prompt costs a drafter per token what it costs in a pass of this size."""
@@ -34,18 +35,27 @@ class Running:
     """A model that runs, and what its passes cost.
 
     Attributes:
-        session: the model.
+        bundle: the model.
+        session: runs it.
         curve: its T(n), now.
+        placed: where it was to run.
         remembered: whether the curve is an earlier load's, checked, or was measured now.
     """
 
+    bundle: Bundle
     session: ModelSession
     curve: CostCurve
-    remembered: bool
+    placed: Placement
+    remembered: bool = False
+
+    @property
+    def placement(self) -> Placement:
+        """Where it runs, and why; opening a longer bucket may change the reason."""
+        return self.placed.opened(self.session)
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class Loaded:
     """A target and its drafter.
 
     Attributes:
@@ -55,46 +65,46 @@ class Pair:
     """
 
     target: Running
-    drafter: Running | None
-    same_vocabulary: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Devices:
-    """Where target and drafter run; None takes the CPU, or whatever a bundle was made for."""
-
-    target: Device | None = None
-    drafter: Device | None = None
+    drafter: Running | None = None
+    same_vocabulary: bool = False
 
 
 def open_pair(
-    target: Bundle, drafter: Bundle | None, options: CpuOptions, devices: Devices | None = None
-) -> Pair:
+    target: Bundle,
+    drafter: Bundle | None,
+    options: CpuOptions,
+    placements: tuple[Placement | None, Placement | None] = (None, None),
+) -> Loaded:
     """Load a target and its drafter; whatever goes wrong, neither stays loaded.
 
     Args:
         target: the target's bundle.
         drafter: the drafter's; None loads the target alone.
         options: of the target; the drafter's are the same, without exact rows.
-        devices: where they run; None lets their bundles say.
+        placements: where they run; None lets their bundles say.
 
     Raises:
-        EdgespecError: a tokenizer or graph that cannot be loaded, too little memory.
+        EdgespecError: a target exported as a drafter, a tokenizer or graph that cannot be loaded, too little
+            memory.
     """
-    devices = devices or Devices()
+    if target.manifest.role == "drafter":
+        raise RequestError(
+            f"{target.path} was exported as a drafter, which may lack tokens; export the model with the role "
+            "target"
+        )
     with _closed_on_failure() as opened:
         # Leaving the pool waits for its thread, so that a session it opens late is closed too.
         with ThreadPoolExecutor(1, thread_name_prefix="edgespec-load") as pool:
-            opening = pool.submit(_open, target, options, opened, devices.target)
+            opening = pool.submit(_open, target, options, opened, placements[0])
             own = target.tokenizer
             same = drafter is not None and drafter.tokenizer.matches(own)
             second = None
             if drafter is not None:
-                second = _open(drafter, replace(options, exact_rows=False), opened, devices.drafter)
+                second = _open(drafter, replace(options, exact_rows=False), opened, placements[1])
             first = opening.result()
         # Only now, when nothing else runs, do passes take their own time.
         drafting = None if second is None else _timed(second, _DRAFTER_ROWS)
-        return Pair(_timed(first, DEFAULT_ROWS), drafting, same)
+        return Loaded(_timed(first, DEFAULT_ROWS), drafting, same)
 
 
 def open_one(
@@ -114,10 +124,12 @@ def open_one(
 
 
 @dataclass(frozen=True, slots=True)
-class _Opened:
-    """A session and what an earlier load found out about it."""
+class _Untimed:
+    """A model that runs, and what an earlier load found out about it."""
 
+    bundle: Bundle
     session: ModelSession
+    placed: Placement
     conditions: Conditions
     known: Measurement | None
 
@@ -142,9 +154,10 @@ def conditions_of(bundle: Bundle, options: CpuOptions, device: Device | None = N
 
 
 def _open(
-    bundle: Bundle, options: CpuOptions, opened: list[ModelSession], device: Device | None = None
-) -> _Opened:
-    conditions = conditions_of(bundle, options, device)
+    bundle: Bundle, options: CpuOptions, opened: list[ModelSession], placed: Placement | None = None
+) -> _Untimed:
+    placed = placed or place(bundle)
+    conditions = conditions_of(bundle, options, placed.device)
     known = recall(conditions)
     # Of other devices, what measurements are kept under does not name the chip.
     row_exact = known.row_exact if known is not None and conditions.device == "cpu" else None
@@ -152,21 +165,21 @@ def _open(
     if bundle.manifest.form == "dynamic":
         session = CpuSession(bundle, options, row_exact=row_exact)
     elif bundle.manifest.form == "dynamic-float16":
-        session = CudaSession(bundle, device or place(bundle).device, options, row_exact=row_exact)
+        session = CudaSession(bundle, placed.device, options, row_exact=row_exact)
     else:
-        session = StaticSession(bundle, device or place(bundle).device, options, row_exact=row_exact)
+        session = StaticSession(bundle, placed.device, options, row_exact=row_exact)
     opened.append(session)
-    return _Opened(session, conditions, known)
+    return _Untimed(bundle, session, placed, conditions, known)
 
 
-def _timed(opened: _Opened, rows: Sequence[int], progress: ProgressCallback = ignore_progress) -> Running:
+def _timed(opened: _Untimed, rows: Sequence[int], progress: ProgressCallback = ignore_progress) -> Running:
     """The earlier curve if it still holds, else a new one, kept for the next load unless in doubt."""
     session, known = opened.session, opened.known
     if known is not None and known.curve.seconds_by_rows.keys() >= set(rows):
         curve = recheck_cost(session, known.curve, max(rows))
         if curve is not None:
-            return Running(session, curve, remembered=True)
+            return Running(opened.bundle, session, curve, opened.placed, remembered=True)
     curve = measure_cost(session, rows, progress=progress)
     if curve.confirmed:
         remember(opened.conditions, Measurement(session.row_exact, curve))
-    return Running(session, curve, remembered=False)
+    return Running(opened.bundle, session, curve, opened.placed)

@@ -2,10 +2,10 @@
 
 from enum import Enum, auto
 
-__all__ = ["Verdict", "Watch"]
+__all__ = ["Finding", "Watch"]
 
 
-class Verdict(Enum):
+class Finding(Enum):
     """What a :class:`Watch` found."""
 
     PROVED = auto()
@@ -30,15 +30,15 @@ class Watch:
         self._stake = stake
         self._won = self.lost = 0.0
 
-    def observe(self, gain: float) -> Verdict | None:
-        """Tell of a gain, or of a loss, which is below 0. Returns a verdict where there is one."""
+    def observe(self, gain: float) -> Finding | None:
+        """Tell of a gain, or of a loss, which is below 0. Returns what that shows, if anything."""
         self._won += gain
         self.lost = max(0.0, self.lost - gain)
         if self.lost > self._stake:
-            verdict = Verdict.FAILED
+            finding = Finding.FAILED
         elif self._won >= self._stake:
-            verdict = Verdict.PROVED
+            finding = Finding.PROVED
         else:
             return None
         self._won = self.lost = 0.0
-        return verdict
+        return finding

@@ -1,15 +1,19 @@
 """Models and requests for the tests of drafting ahead."""
 
 from collections.abc import Sequence
+from time import perf_counter
 
-from edgespec.drafting.ahead import Ahead
+from edgespec.drafting.ahead import Ahead, Beside
 from edgespec.drafting.bridge import Bridge, IdentityBridge
-from edgespec.drafting.draft import NO_DRAFT
+from edgespec.drafting.draft import NO_DRAFT, Clock
 from edgespec.drafting.guard import Guard
 from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
-from edgespec.generation import Job
+from edgespec.drafting.policy import Policy
+from edgespec.drafting.reading import Reader
+from edgespec.generation import PreparedRequest, TextStreamer
 from edgespec.pricing import Pricing
 from edgespec.request import Request
+from edgespec.results import Remarks
 from edgespec.sampling import SamplingParams
 from edgespec.verification import make_verifier
 from edgespec_models.tokenizer import Tokenizer
@@ -19,7 +23,7 @@ from edgespec_runtimes.discovery import Device, State
 from edgespec_runtimes.placement import Placement
 from edgespec_runtimes.predictions import Predictions
 from tests.tokenizers_for_tests import byte_level_json
-from tests.toy import F32, Law, ToySession
+from tests.toy import F32, Law, Silent, ToySession
 
 VOCAB = 50
 PROMPT = [3, 1, 4]
@@ -33,22 +37,24 @@ def plain(law: Law, count: int, params: SamplingParams | None = None) -> list[in
     return tokens
 
 
-def drafter_of(
+def model_of(
     session: ToySession,
-    ahead: Ahead | None,
     pricing: Pricing,
     bridge: Bridge | None = None,
     curve: CostCurve = QUICK,
+    clock: Clock = perf_counter,
 ) -> ModelDrafter:
     return ModelDrafter(
-        session,
+        Reader(session, curve, clock=clock),
         bridge or IdentityBridge(VOCAB),
         Vocabulary(),
         pricing=pricing,
         calibration=Calibration(),
-        curve=curve,
-        ahead=ahead,
     )
+
+
+def ahead_of(model: ModelDrafter, beside: Beside, pricing: Pricing) -> Ahead:
+    return Ahead(model, beside, pricing=pricing, remarks=Remarks())
 
 
 def mixed(law: Law, other: Law, right: float) -> Law:
@@ -60,21 +66,32 @@ def mixed(law: Law, other: Law, right: float) -> Law:
     return law_here
 
 
-def job_of(
-    target: ToySession, drafter: ModelDrafter, ahead: Ahead | None, pricing: Pricing, request: Request
-) -> Job:
-    return Job(
-        session=target,
-        tokenizer=Tokenizer.from_json(byte_level_json()),
-        drafter=drafter,
-        tokens=list(PROMPT),
-        request=request,
-        eos=frozenset(),
-        max_draft=4,
-        pricing=pricing,
-        guard=Guard(pricing),
-        off_reason=None,
-        ahead=ahead,
+def stream_of(
+    target: ToySession,
+    model: ModelDrafter,
+    beside: Beside | None,
+    pricing: Pricing,
+    request: Request,
+    clock: Clock = perf_counter,
+) -> TextStreamer:
+    """A request that drafts with a model alone."""
+
+    def begin() -> Policy:
+        remarks, source = Remarks(), model if beside is None else None
+        ahead = None if beside is None else Ahead(model, beside, pricing=pricing, remarks=remarks)
+        return Policy(Silent(), source or ahead, pricing=pricing, guard=Guard(pricing), remarks=remarks)
+
+    return TextStreamer(
+        PreparedRequest(
+            session=target,
+            tokenizer=Tokenizer.from_json(byte_level_json()),
+            tokens=list(PROMPT),
+            request=request,
+            eos=frozenset(),
+            max_draft=4,
+            begin=begin,
+            clock=clock,
+        )
     )
 
 

@@ -7,6 +7,7 @@ from edgespec.profile.memory import Delta, Snapshot
 from edgespec.profile.passages import Passage
 from edgespec.profile.store import Scope, Store
 from edgespec.profile.use import ProfileUse
+from tests.toy import round_of
 
 SCOPE = Scope("target", "digest", "mail")
 OTHERS = (Scope("other", "digest", "mail"), Scope("target", "other", "mail"), Scope("target", "digest"))
@@ -40,6 +41,6 @@ def stored(path: Path, scope: Scope = SCOPE) -> Snapshot:
 
 def learn(use: ProfileUse, tokens: Sequence[int]) -> None:
     """One request."""
-    request = use.request()
-    request.commit(tokens)
-    request.finish()
+    drafter = use.begin()
+    drafter.observe(round_of(*tokens))
+    drafter.close()

@@ -1,35 +1,31 @@
 """Whether to draft ahead: what is begun, what it costs, what it gains, on a clock that the tests turn."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
-from edgespec import decode as decoding
-from edgespec import generation
-from edgespec.drafting import ahead as drafting_ahead
-from edgespec.drafting import choice, reading
-from edgespec.drafting.ahead import Ahead
+from edgespec.drafting.ahead import Ahead, Beside
+from edgespec.drafting.draft import Draft
 from edgespec.drafting.model import ModelDrafter
-from edgespec.generation import TextStreamer
 from edgespec.pricing import Pricing
 from edgespec.request import Request
-from edgespec.results import Generation
+from edgespec.results import Generation, Remarks
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.placement import Placement, run_at_once
-from tests.ahead_for_tests import PROMPT, VOCAB, drafter_of, job_of, mixed, placed, plain
-from tests.toy import F32, Law, ToySession, markov_law
+from tests.ahead_for_tests import PROMPT, VOCAB, mixed, model_of, placed, plain, stream_of
+from tests.toy import F32, Law, ToySession, markov_law, round_of
 from tools.replay import Clock, lane
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock() -> Clock:
     """All time is made up; beside it, time of threads."""
-    clock = Clock()
-    for module in (reading, drafting_ahead, choice, decoding, generation):
-        monkeypatch.setattr(module, "perf_counter", clock)
-    monkeypatch.setattr(drafting_ahead, "Thread", lane(clock))
-    return clock
+    return Clock()
+
+
+def _beside(clock: Clock, step_s: float = 3.0) -> Beside:
+    return Beside(CostCurve({1: step_s}), clock=clock, thread=lane(clock))
 
 
 @dataclass
@@ -53,52 +49,47 @@ def test_a_step_beyond_the_pass_is_begun_where_it_is_worth_the_waiting(
     clock: Clock, chance: float, taken: int
 ) -> None:
     """The fourth step would be two thirds beyond the pass."""
-    ahead = Ahead(Pricing(CostCurve({1: 10.0})), CostCurve({1: 3.0}))
+    beside = _beside(clock)
     steps = _Steps(clock, chance)
-    ahead.start(iter(steps), rows=1, wanted=3)
+    assert beside.start(iter(steps), pass_s=10.0, wanted=3) == (taken > 0)
     assert steps.taken == taken
     clock.spend(10.0)
-    assert ahead.settle() == pytest.approx(2.0 if taken == 4 else 0.0)
-    assert ahead.settle() == 0.0
+    assert beside.settle() == pytest.approx(2.0 if taken == 4 else 0.0)
+    assert beside.settle() == 0.0
 
 
-def _passes(ahead: Ahead, clock: Clock, rounds: int, *, slowdown: float, chance: float = 0.9) -> int:
+def _passes(beside: Beside, clock: Clock, rounds: int, *, slowdown: float, chance: float = 0.9) -> int:
     """How many of so many passes the drafter read beside, each then taking longer by a factor."""
-    beside = 0
+    read_beside = 0
     for _ in range(rounds):
         steps = _Steps(clock, chance)
-        ahead.start(iter(steps), rows=1, wanted=3)
-        taken = 10.0 * (slowdown if steps.taken else 1.0)
-        beside += steps.taken > 0
-        clock.spend(taken)
-        ahead.observe_pass(1, taken)
-        ahead.settle()
-    return beside
+        beside.start(iter(steps), pass_s=10.0, wanted=3)
+        ratio = slowdown if steps.taken else 1.0
+        read_beside += steps.taken > 0
+        clock.spend(10.0 * ratio)
+        beside.observe(ratio)
+        beside.settle()
+    return read_beside
 
 
 def test_how_much_the_target_suffers_is_learned_and_ends_what_does_not_pay(clock: Clock) -> None:
-    pricing = Pricing(CostCurve({1: 10.0}))
-    harmless, harmful = (Ahead(pricing, CostCurve({1: 3.0})) for _ in range(2))
+    harmless, harmful = (_beside(clock) for _ in range(2))
     assert _passes(harmless, clock, 160, slowdown=1.3) == 150  # every sixteenth pass is left alone
     assert harmless.slowdown == pytest.approx(1.3, rel=0.01)
-    assert harmless.observe_pass(1, 10.0) == 10.0
-    harmless.start(iter(_Steps(clock, 0.9)), rows=1, wanted=3)
-    assert harmless.observe_pass(1, 13.0) == pytest.approx(10.0, rel=0.01)
-    harmless.settle()
     assert _passes(harmful, clock, 160, slowdown=3.0) < 20
     assert _passes(harmful, clock, 160, slowdown=3.0) > 0  # it is tried again
     assert _passes(harmful, clock, 400, slowdown=1.0) > 200
 
 
 def test_a_machine_that_is_slower_than_measured_is_no_harm_of_the_drafter(clock: Clock) -> None:
-    ahead = Ahead(Pricing(CostCurve({1: 10.0})), CostCurve({1: 3.0}))
+    beside = _beside(clock)
     for _ in range(8):
-        assert ahead.observe_pass(1, 15.0) == 15.0
+        beside.observe(1.5)
     for _ in range(40):
-        ahead.start(iter(_Steps(clock, 0.9)), rows=1, wanted=3)
-        ahead.observe_pass(1, 15.0)
-        ahead.settle()
-    assert ahead.slowdown == pytest.approx(1.0, abs=0.07)
+        beside.start(iter(_Steps(clock, 0.9)), pass_s=10.0, wanted=3)
+        beside.observe(1.5)
+        beside.settle()
+    assert beside.slowdown == pytest.approx(1.0, abs=0.07)
 
 
 class _Timed(ToySession):
@@ -114,15 +105,34 @@ class _Timed(ToySession):
         return super().forward(tokens)
 
 
+def test_a_draft_says_how_much_longer_its_pass_takes(clock: Clock) -> None:
+    """So the pricing learns what passes take alone."""
+    pricing, law = Pricing(CostCurve({1: 10.0, 16: 10.1})), markov_law(5, VOCAB, scale=200.0)
+    small, beside = _Timed(law, clock, 3.0), _beside(clock)
+    ahead = Ahead(model_of(small, pricing, clock=clock), beside, pricing=pricing, remarks=Remarks())
+    tokens, draft, slowdowns = list(PROMPT), Draft(), list[float]()
+    for _ in range(120):
+        draft = ahead.propose(tokens, 4)
+        slowdowns.append(draft.slowdown)
+        took = 10.0 * (1.3 if beside._ran else 1.0)
+        pricing.observe_pass(5, took / draft.slowdown)  # as the policy does
+        ahead.observe(replace(round_of(*draft.tokens, draft=draft, accepted=4), target_s=took))
+        tokens = [*tokens, *draft.tokens] if len(tokens) < 500 else list(PROMPT)
+    assert slowdowns[0] == 1.0 and slowdowns[-1] == pytest.approx(1.3, rel=0.05)
+    assert slowdowns.count(1.0) > 120 // 16
+    assert pricing.pass_seconds(5) == pytest.approx(10.0, rel=0.05)
+    assert draft.head(1).slowdown == slowdowns[-1]  # whatever is left of it
+
+
 def _answer(clock: Clock, *, right: float, side_by_side: bool) -> tuple[Generation, ModelDrafter]:
     """128 tokens, a drafter's step taking a quarter of the target's pass."""
     pricing, law = Pricing(CostCurve({1: 1.0, 16: 1.02})), markov_law(5, VOCAB)
     curve = CostCurve({1: 0.25})
-    ahead = Ahead(pricing, curve) if side_by_side else None
+    beside = _beside(clock, 0.25) if side_by_side else None
     small = _Timed(mixed(law, markov_law(6, VOCAB), right), clock, 0.25)
     target = _Timed(law, clock, 1.0)
-    drafter = drafter_of(small, ahead, pricing, curve=curve)
-    result = TextStreamer(job_of(target, drafter, ahead, pricing, Request(max_new_tokens=128))).run()
+    drafter = model_of(small, pricing, curve=curve, clock=clock)
+    result = stream_of(target, drafter, beside, pricing, Request(max_new_tokens=128), clock).run()
     assert [*PROMPT, *result.tokens] == plain(law, 128)
     return result, drafter
 

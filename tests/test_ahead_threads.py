@@ -1,21 +1,24 @@
 """Drafting ahead with real threads: the same output, drafts ready in time, nothing left behind."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import edgespec
 from edgespec import LoadOptions, Model
 from edgespec.decode import decode
-from edgespec.drafting.ahead import Ahead
+from edgespec.drafting.ahead import Beside
 from edgespec.drafting.bridge import ByteBridge
-from edgespec.drafting.choice import Choice
+from edgespec.drafting.draft import Source
 from edgespec.drafting.guard import Guard
 from edgespec.drafting.model import ModelDrafter
 from edgespec.drafting.ngram import NgramDrafter
+from edgespec.drafting.policy import Policy
 from edgespec.generation import TextStreamer
 from edgespec.pricing import Pricing
 from edgespec.request import Request, RequestOptions
@@ -23,7 +26,7 @@ from edgespec.sampling import SamplingParams
 from edgespec.verification import make_verifier
 from edgespec_models.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
-from tests.ahead_for_tests import PROMPT, QUICK, VOCAB, drafter_of, job_of, mixed, placed, plain
+from tests.ahead_for_tests import PROMPT, QUICK, VOCAB, ahead_of, mixed, model_of, plain, stream_of
 from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import COLUMNS, F32, INT4, LLAMA, QWEN, Law, ToySession, markov_law, tiny_bundle
 
@@ -73,9 +76,9 @@ class _Slow(ToySession):
 
 
 def test_the_next_draft_is_there_when_verification_ends() -> None:
-    pricing, small = Pricing(LONG), _Small(LAW)
-    ahead, tokens = Ahead(Pricing(LONG), QUICK), list(PROMPT)
-    drafter, target = drafter_of(small, ahead, pricing), _Slow(LAW, VOCAB)
+    pricing, small, tokens = Pricing(LONG), _Small(LAW), list(PROMPT)
+    model, target = model_of(small, pricing), _Slow(LAW, VOCAB)
+    drafter = ahead_of(model, Beside(QUICK), pricing)
     steps = decode(target, drafter, make_verifier(SamplingParams()), tokens, max_new_tokens=50, max_draft=4)
     for number, step in enumerate(steps):
         if number == 1:  # the first draft is the only one that anybody waits for: the prompt and three steps
@@ -83,23 +86,23 @@ def test_the_next_draft_is_there_when_verification_ends() -> None:
         if 1 <= number <= 8:
             assert step.accepted == 4
     assert small.waited_for == 4
-    ahead.stop()
+    drafter.close()
     assert tokens == plain(LAW, 50)
-    assert ahead.tally.drafted >= ahead.tally.used >= 5 * 8
+    assert model.reader.drafted_ahead >= model.reader.used_ahead >= 5 * 8
     assert not _threads()
 
 
 def test_a_rejected_draft_is_dropped_at_the_price_of_a_step() -> None:
     """The drafter is always wrong: each of its drafts begins anew, from the text."""
     wrong = markov_law(1, VOCAB, scale=200.0)
-    pricing, small = Pricing(LONG), _Small(wrong)
-    ahead, tokens = Ahead(pricing, QUICK), list(PROMPT)
-    drafter, target = drafter_of(small, ahead, pricing), _Slow(LAW, VOCAB)
+    pricing, tokens = Pricing(LONG), list(PROMPT)
+    model, target = model_of(_Small(wrong), pricing), _Slow(LAW, VOCAB)
+    drafter = ahead_of(model, Beside(QUICK), pricing)
     for _ in decode(target, drafter, make_verifier(SamplingParams()), tokens, max_new_tokens=12, max_draft=4):
         pass
-    ahead.stop()
+    drafter.close()
     assert tokens == plain(LAW, 12)
-    assert ahead.tally.drafted >= 5 and ahead.tally.used <= ahead.tally.drafted // 2
+    assert model.reader.drafted_ahead >= 5 and model.reader.used_ahead <= model.reader.drafted_ahead // 2
 
 
 @settings(max_examples=60, deadline=None)
@@ -117,18 +120,19 @@ def test_output_is_that_of_plain_decoding(
     law = markov_law(seed, VOCAB)
     params = SamplingParams(temperature=temperature, seed=seed if temperature else None)
     small = _Small(mixed(law, markov_law(seed + 1, VOCAB), right))
-    pricing = Pricing(LONG)
-    ahead, tokens = Ahead(pricing, QUICK), list(PROMPT)
-    model = drafter_of(small, ahead, pricing)
-    drafter = Choice(NgramDrafter(), model, pricing=pricing, guard=Guard(pricing)) if with_ngrams else model
+    pricing, tokens = Pricing(LONG), list(PROMPT)
+    model = model_of(small, pricing)
+    drafter: Source = ahead_of(model, Beside(QUICK), pricing)
+    if with_ngrams:
+        drafter = Policy(NgramDrafter(), drafter, pricing=pricing, guard=Guard(pricing))
     target = ToySession(law, VOCAB)
     for _ in decode(
         target, drafter, make_verifier(params), tokens, max_new_tokens=count, max_draft=max_draft
     ):
         assert target.cache == tokens[:-1]
-    ahead.stop()
+    drafter.close()
     assert tokens == plain(law, count, params)
-    assert ahead.tally.used <= ahead.tally.drafted == small.read_ahead
+    assert model.reader.used_ahead <= model.reader.drafted_ahead == small.read_ahead
 
 
 def test_across_vocabularies() -> None:
@@ -139,16 +143,14 @@ def test_across_vocabularies() -> None:
     small = ToySession.writing(other, script, len(before))
     small.reserve(1000)
     target, pricing = ToySession.writing(large, script, 3), Pricing(LONG)
-    ahead, tokens = Ahead(pricing, QUICK), list(PROMPT)
-    bridge = ByteBridge(large, other, prompt_length=3, drafter_prompt=before)
-    verify = make_verifier(SamplingParams())
-    for step in decode(
-        target, drafter_of(small, ahead, pricing, bridge), verify, tokens, max_new_tokens=90, max_draft=5
-    ):
+    tokens, bridge = list(PROMPT), ByteBridge(large, other, prompt_length=3, drafter_prompt=before)
+    model, verify = model_of(small, pricing, bridge), make_verifier(SamplingParams())
+    drafter = ahead_of(model, Beside(QUICK), pricing)
+    for step in decode(target, drafter, verify, tokens, max_new_tokens=90, max_draft=5):
         assert step.accepted <= len(step.draft.tokens)
-    ahead.stop()
+    drafter.close()
     assert large.bytes_of(tokens[3:]) == (script * 9)[: len(large.bytes_of(tokens[3:]))]
-    assert ahead.tally.drafted > 0
+    assert model.reader.drafted_ahead > 0
 
 
 class _Held(_Small):
@@ -182,101 +184,116 @@ class _After(ToySession):
         return super().forward(tokens)
 
 
-def _held(error: BaseException | None = None) -> tuple[_Held, _After, Ahead, ModelDrafter, Pricing]:
-    pricing, held = Pricing(LONG), _Held(LAW, error)
-    ahead, target = Ahead(pricing, QUICK), _After(LAW, VOCAB)
-    target.held = held
-    return held, target, ahead, drafter_of(held, ahead, pricing), pricing
+@dataclass
+class _Request:
+    """A request whose drafter is held, or fails."""
+
+    held: _Held
+    target: _After
+    beside: Beside
+    model: ModelDrafter
+    pricing: Pricing
+
+    @classmethod
+    def of(cls, error: BaseException | None = None) -> "_Request":
+        pricing, held, target = Pricing(LONG), _Held(LAW, error), _After(LAW, VOCAB)
+        target.held = held
+        return cls(held, target, Beside(QUICK), model_of(held, pricing), pricing)
+
+    def stream(self, cancelled: Callable[[], bool] = lambda: False) -> TextStreamer:
+        request = Request(max_new_tokens=40, cancelled=cancelled)
+        return stream_of(self.target, self.model, self.beside, self.pricing, request)
 
 
 def test_a_request_that_is_cancelled_waits_for_the_step_that_runs() -> None:
-    held, target, ahead, drafter, pricing = _held()
+    it = _Request.of()
 
     def cancelled() -> bool:
-        run = ahead._run
-        if run is not None and held.entered.is_set():
-            threading.Thread(target=held.let_go_when, args=(run.stop,)).start()
-        return held.entered.is_set()
+        run = it.beside._run
+        if run is not None and it.held.entered.is_set():
+            threading.Thread(target=it.held.let_go_when, args=(run.stop,)).start()
+        return it.held.entered.is_set()
 
-    job = job_of(target, drafter, ahead, pricing, Request(max_new_tokens=40, cancelled=cancelled))
-    result = TextStreamer(job).run()
+    result = it.stream(cancelled).run()
     assert result.finish_reason == "cancelled"
     assert not _threads()
-    assert held.read_ahead == 1
+    assert it.held.read_ahead == 1
     assert [*PROMPT, *result.tokens] == plain(LAW, len(result.tokens))
-    assert held.next_logits(PROMPT).argmax() == LAW(PROMPT).argmax()
+    assert it.held.next_logits(PROMPT).argmax() == LAW(PROMPT).argmax()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken device"), KeyboardInterrupt()])
 def test_what_fails_beside_a_pass_fails_the_round_behind_it(error: BaseException) -> None:
-    held, target, ahead, drafter, pricing = _held(error)
-    job = job_of(target, drafter, ahead, pricing, Request(max_new_tokens=40))
+    it = _Request.of(error)
+    stream = it.stream()
     with pytest.raises(type(error)):
-        TextStreamer(job).run()
+        stream.run()
     assert not _threads()
-    assert job.tokens == plain(LAW, len(job.tokens) - 3)
-    assert len(job.tokens) >= 3 + 5 and target.cache == job.tokens[:-1]
-    held.error, held.let_go = None, threading.Event()
-    held.let_go.set()
-    fresh = drafter_of(held, ahead, pricing)
-    assert fresh.propose(job.tokens, 4).tokens == tuple(plain(LAW, len(job.tokens) + 1)[len(job.tokens) :])
-    ahead.stop()
+    tokens = stream._prepared.tokens
+    assert tokens == plain(LAW, len(tokens) - 3)
+    assert len(tokens) >= 3 + 5 and it.target.cache == tokens[:-1]
+    it.held.error, it.held.let_go = None, threading.Event()
+    it.held.let_go.set()
+    fresh = ahead_of(model_of(it.held, it.pricing), it.beside, it.pricing)
+    assert fresh.propose(tokens, 4).tokens == tuple(plain(LAW, len(tokens) + 1)[len(tokens) :])
+    fresh.close()
 
 
 def test_what_fails_where_no_draft_is_wanted_any_more_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    held, target, ahead, drafter, pricing = _held(RuntimeError("broken device"))
-    request = Request(max_new_tokens=40, cancelled=held.entered.is_set)
-    result = TextStreamer(job_of(target, drafter, ahead, pricing, request)).run()
+    it = _Request.of(RuntimeError("broken device"))
+    result = it.stream(it.held.entered.is_set).run()
     assert result.finish_reason == "cancelled"
     assert "broken device" in caplog.text
     assert not _threads()
 
 
 def test_an_interrupt_during_the_pass_ends_the_thread_too() -> None:
-    held, target, ahead, drafter, pricing = _held()
-    held.let_go.set()
-    plain_pass = target.forward
+    it = _Request.of()
+    it.held.let_go.set()
+    plain_pass = it.target.forward
 
     def interrupted(tokens: Sequence[int]) -> F32:
         if len(tokens) > 2:  # not the prompt
-            assert held.entered.wait(60)
+            assert it.held.entered.wait(60)
             raise KeyboardInterrupt
         return plain_pass(tokens)
 
-    target.forward = interrupted  # type: ignore[method-assign]
+    it.target.forward = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        TextStreamer(job_of(target, drafter, ahead, pricing, Request(max_new_tokens=40))).run()
+        it.stream().run()
     assert not _threads()
 
 
 def test_a_stream_that_is_left_ends_its_thread_when_it_is_closed() -> None:
-    held, target, ahead, drafter, pricing = _held()
-    held.let_go.set()
-    stream = TextStreamer(job_of(target, drafter, ahead, pricing, Request(max_new_tokens=40)))
+    it = _Request.of()
+    it.held.let_go.set()
+    stream = it.stream()
     for _ in stream:
-        if ahead.tally.drafted:
+        if it.model.reader.drafted_ahead:
             break
-    ahead.begin()  # as the next request does
-    assert not _threads() and ahead.tally.drafted == 0
+    stream.close()
+    assert not _threads()
 
 
 def test_garbage_that_the_thread_collects_may_be_a_request() -> None:
     """The end of a request that was left early then comes from the thread that it would wait for."""
-    ahead = Ahead(Pricing(LONG), QUICK)
+    beside = Beside(QUICK)
 
     def steps() -> Iterator[float]:
         yield 1.0
-        ahead.stop()
+        beside.stop()
         yield 1.0
         raise AssertionError("told to stop, it went on")
 
-    ahead.start(steps(), rows=2, wanted=3)
-    ahead.settle()
+    beside.start(steps(), pass_s=1000.0, wanted=3)
+    beside.stop()
     assert not _threads()
 
 
 @pytest.mark.parametrize("drafter", ["same", "other"])
-def test_models_on_two_devices_write_what_one_writes_alone(tmp_path: Path, drafter: str) -> None:
+def test_models_on_two_devices_write_what_one_writes_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafter: str
+) -> None:
     target = tiny_bundle(tmp_path / "target", LLAMA, COLUMNS).bundle
     config, form, seed = (LLAMA, COLUMNS, 0) if drafter == "same" else (QWEN, INT4, 5)
     small = tiny_bundle(tmp_path / "drafter", config, form, seed=seed).bundle
@@ -291,10 +308,12 @@ def test_models_on_two_devices_write_what_one_writes_alone(tmp_path: Path, draft
         ]
         return [model.generate("def add(a, b):", **options).tokens for options in asked]
 
-    with Model(target, None, options=options, drafts=False) as alone:
+    with edgespec.load(target.path, None, options=options) as alone:
         expected = written(alone)
-    places = placed("cuda"), placed("cpu")
-    with Model(target, small, options=options, drafts=True, placements=places) as model:
+    # As if they ran on two devices.
+    monkeypatch.setattr("edgespec.engine.run_at_once", lambda *placements: True)
+    with edgespec.load(target.path, small.path, options=options) as model:
+        assert model._side is not None and model._side._beside is not None
         assert written(model) == expected
         assert not _threads()
         for _ in model.stream("def add(a, b):", max_new_tokens=60, stop_at_eos=False):

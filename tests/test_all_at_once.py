@@ -13,10 +13,11 @@ from edgespec.audit import audit_greedy, audit_sampling
 from edgespec.chi_square import pool_rare, two_samples
 from edgespec.decode import decode
 from edgespec.drafting.bridge import IdentityBridge
-from edgespec.drafting.choice import Choice
 from edgespec.drafting.guard import Guard
 from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
 from edgespec.drafting.ngram import NgramDrafter
+from edgespec.drafting.policy import Policy
+from edgespec.drafting.reading import Reader
 from edgespec.pricing import Pricing
 from edgespec.profile.drafter import BestOf
 from edgespec.profile.memory import Snapshot
@@ -27,12 +28,23 @@ from edgespec.verification import make_verifier
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve
 from tests.native_for_tests import tiny_native
-from tests.toy import LLAMA, ToySession, markov_law
+from tests.toy import F32, LLAMA, Silent, ToySession, markov_law
+from tools.replay import Clock
 from tools.streams import AtOnce
 
 VOCAB = 12
 GREEDY = SamplingParams()
 FLAT = CostCurve({1: 1.0, 64: 1.0001})
+
+
+class _Timed(ToySession):
+    """A second for each pass."""
+
+    clock: Clock
+
+    def forward(self, tokens: Sequence[int]) -> F32:
+        self.clock.spend(1.0)
+        return super().forward(tokens)
 
 
 class _Machine:
@@ -44,33 +56,33 @@ class _Machine:
         self.guards = Guard(self.pricing), Guard(self.pricing)
         self.requests = 0
         self.accepted = dict.fromkeys(("ngram", "profile", "model"), 0)
-        self.target = ToySession.markov(1, VOCAB, scale=1.0)
+        self.target = _Timed(markov_law(1, VOCAB, scale=1.0), VOCAB)
+        self.target.clock = self.clock = Clock()
         self.small = ToySession.markov(2, VOCAB, scale=1.0)
         self.small.reserve(500)
 
     def answer(self, prompt: Sequence[int], params: SamplingParams, count: int) -> list[int]:
-        tokens, learner = list(prompt), self.use.request(self.guards[1])
+        tokens = list(prompt)
         self.small = self._trained()
         model = ModelDrafter(
-            self.small,
+            Reader(self.small, CostCurve({1: 1e-9})),
             IdentityBridge(VOCAB),
             Vocabulary(),
             pricing=self.pricing,
             calibration=self.calibration,
-            curve=CostCurve({1: 1e-9}),
         )
-        free = BestOf(NgramDrafter(), learner.drafter)
+        free = BestOf(NgramDrafter(), self.use.begin(self.guards[1]))
         self.requests += 1
-        drafter = Choice(
-            free, model if self.requests % 3 else None, pricing=self.pricing, guard=self.guards[0]
-        )
+        asked = model if self.requests % 3 else None
+        policy = Policy(free, asked, pricing=self.pricing, guard=self.guards[0])
         verify = make_verifier(params)
-        for step in decode(self.target, drafter, verify, tokens, max_new_tokens=count, max_draft=4):
+        steps = decode(
+            self.target, policy, verify, tokens, max_new_tokens=count, max_draft=4, clock=self.clock
+        )
+        for step in steps:
             for source in step.draft.sources[: step.accepted]:
                 self.accepted[source] += 1
-            learner.observe(step.draft, step.accepted)
-            learner.commit(step.tokens)
-        learner.finish()
+        policy.close()
         return tokens
 
     def _trained(self) -> ToySession:
@@ -85,7 +97,7 @@ class _Machine:
 def _plain(prompt: Sequence[int], params: SamplingParams, count: int) -> list[int]:
     tokens = list(prompt)
     session = ToySession.markov(1, VOCAB, scale=1.0)
-    for _ in decode(session, None, make_verifier(params), tokens, max_new_tokens=count, max_draft=4):
+    for _ in decode(session, Silent(), make_verifier(params), tokens, max_new_tokens=count, max_draft=4):
         pass
     return tokens
 
@@ -139,18 +151,18 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sessions, "measure_cost", lambda *_, **__: FLAT)
     monkeypatch.setattr("edgespec.pricing.Pricing.pass_seconds", lambda self, rows: 1e-9)
     monkeypatch.setattr("edgespec.pricing.Pricing.pays", lambda self, *_, **__: True)
-    monkeypatch.setattr("edgespec.drafting.guard.Guard.allows", lambda self: True)
-    monkeypatch.setattr("edgespec.drafting.experience.Experience.pays", lambda self, *_: True)
-    monkeypatch.setattr("edgespec.drafting.choice.Choice.__init__", _asking_the_model)
-    monkeypatch.setattr("edgespec.profile.use.Trainer", AtOnce)
+    monkeypatch.setattr("edgespec.drafting.guard.Guard.allows", True)
+    monkeypatch.setattr("edgespec.drafting.experience.Experience.expected", lambda self, prompt: 1e9)
+    monkeypatch.setattr("edgespec.drafting.policy.Policy.__init__", _asking_the_model)
+    monkeypatch.setattr("edgespec.learning.trainer.Trainer.offer", AtOnce.offer)
     return tmp_path / "home"
 
 
-_choice = Choice.__init__
+_policy = Policy.__init__
 
 
-def _asking_the_model(self: Choice, *arguments: object, **options: object) -> None:
-    _choice(self, *arguments, **(options | {"reading_s": 0.0}))  # type: ignore[arg-type]
+def _asking_the_model(self: Policy, *arguments: object, **options: object) -> None:
+    _policy(self, *arguments, **(options | {"reading_s": 0.0}))  # type: ignore[arg-type]
     self._model_surplus = 1e9
 
 

@@ -18,8 +18,9 @@ from onnxscript import GraphBuilder
 import edgespec
 from edgespec.decode import decode
 from edgespec.drafting.bridge import IdentityBridge
-from edgespec.drafting.draft import Drafter
+from edgespec.drafting.draft import Source
 from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
+from edgespec.drafting.reading import Reader
 from edgespec.pricing import Pricing
 from edgespec.sampling import SamplingParams, best_token
 from edgespec.verification import verify_greedy
@@ -36,7 +37,19 @@ from edgespec_runtimes.ort import ort
 from edgespec_runtimes.predictions import DevicePredictions, Logits, Predictions
 from edgespec_runtimes.session import Session
 from edgespec_runtimes.tensor_memory import DeviceMemory
-from tests.toy import F32, GEMMA, INT4, LLAMA, QWEN, Law, RandomDrafter, ToySession, markov_law, tiny_bundle
+from tests.toy import (
+    F32,
+    GEMMA,
+    INT4,
+    LLAMA,
+    QWEN,
+    Law,
+    RandomDrafter,
+    Silent,
+    ToySession,
+    markov_law,
+    tiny_bundle,
+)
 
 VOCAB = 40
 GREEDY = SamplingParams()
@@ -139,12 +152,11 @@ def _tied(seed: int, levels: int) -> Law:
 def _model(session: Session) -> ModelDrafter:
     session.reserve(400)
     bridge, pricing = IdentityBridge(session.vocab_size), Pricing(FREE)
-    return ModelDrafter(
-        session, bridge, Vocabulary(), pricing=pricing, calibration=Calibration(), curve=QUICK
-    )
+    reader = Reader(session, QUICK)
+    return ModelDrafter(reader, bridge, Vocabulary(), pricing=pricing, calibration=Calibration())
 
 
-def _written(target: Session, drafter: Drafter | None, prompt: Sequence[int], count: int) -> list[int]:
+def _written(target: Session, drafter: Source, prompt: Sequence[int], count: int) -> list[int]:
     tokens = list(prompt)
     steps = decode(target, drafter, verify_greedy, tokens, max_new_tokens=count, max_draft=5)
     for step in steps:
@@ -157,9 +169,9 @@ def _written(target: Session, drafter: Drafter | None, prompt: Sequence[int], co
 def test_greedy_output_is_that_of_the_rows(seed: int, levels: int, kind: str) -> None:
     law, other = _tied(seed, levels), _tied(seed + 1, levels)
 
-    def drafter(session: type[ToySession]) -> Drafter | None:
+    def drafter(session: type[ToySession]) -> Source:
         if kind == "none":
-            return None
+            return Silent()
         if kind == "random":
             return RandomDrafter(seed, VOCAB, law)
         return _model(session(law if kind == "model" else other, VOCAB))
@@ -167,7 +179,7 @@ def test_greedy_output_is_that_of_the_rows(seed: int, levels: int, kind: str) ->
     prompt = [seed % VOCAB, 7]
     plain = _written(ToySession(law, VOCAB), drafter(ToySession), prompt, 30)
     assert _written(_Choosing(law, VOCAB), drafter(_Choosing), prompt, 30) == plain
-    assert _written(ToySession(law, VOCAB), None, prompt, 30) == plain
+    assert _written(ToySession(law, VOCAB), Silent(), prompt, 30) == plain
 
 
 class _Counted(DeviceMemory):
@@ -227,8 +239,8 @@ def test_a_float16_graph_chooses_what_its_rows_say(
     row_exact = new.row_exact
     copies.clear()
     for prompt in ([1], [5, 17, 300, 2, 2, 41], list(range(200))):
-        plain = _written(old, None, prompt, 24)
-        assert _written(new, None, prompt, 24) == plain
+        plain = _written(old, Silent(), prompt, 24)
+        assert _written(new, Silent(), prompt, 24) == plain
         drafted = _written(new, _model(drafter), prompt, 24)
         assert drafted == plain or not row_exact
     assert drafter.length and not copies

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from edgespec.decode import decode
 from edgespec.drafting.bridge import Bridge, ByteBridge, IdentityBridge
-from edgespec.drafting.choice import Choice
-from edgespec.drafting.draft import NO_DRAFT, Draft, Drafter
+from edgespec.drafting.draft import NO_DRAFT, Draft, Source, Step
 from edgespec.drafting.guard import Guard
 from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
 from edgespec.drafting.ngram import NgramDrafter
+from edgespec.drafting.policy import Policy
+from edgespec.drafting.reading import Reader
 from edgespec.pricing import Pricing
 from edgespec.sampling import SamplingParams
 from edgespec.verification import Verifier, make_verifier
@@ -27,7 +28,7 @@ from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.session import Session
 from tests.native_for_tests import tiny_native
 from tests.tokenizers_for_tests import CORPUS, byte_level_json, sentencepiece_json
-from tests.toy import COLUMNS, GEMMA, LLAMA, RandomDrafter, ToySession, markov_law, tiny_bundle
+from tests.toy import COLUMNS, GEMMA, LLAMA, Deaf, RandomDrafter, ToySession, markov_law, tiny_bundle
 
 FREE = CostCurve({1: 1.0, 32: 1.0001})
 QUICK = CostCurve({1: 1e-7})
@@ -48,8 +49,8 @@ def tokenizer(kind: str) -> Tokenizer:
 
 def _model(session: ToySession | CpuSession, bridge: Bridge, ends: Vocabulary = NO_ENDS) -> ModelDrafter:
     session.reserve(400)
-    pricing, calibration = Pricing(FREE), Calibration()
-    return ModelDrafter(session, bridge, ends, pricing=pricing, calibration=calibration, curve=QUICK)
+    reader, pricing = Reader(session, QUICK), Pricing(FREE)
+    return ModelDrafter(reader, bridge, ends, pricing=pricing, calibration=Calibration())
 
 
 def _across(kind: str, seed: int, *, script: bool) -> ModelDrafter:
@@ -65,16 +66,17 @@ def _across(kind: str, seed: int, *, script: bool) -> ModelDrafter:
     return _model(session, bridge)
 
 
-def _choice(model: Drafter) -> Choice:
+def _policy(model: Source | None = None) -> Policy:
+    """Of n-grams and a model; without one, of nothing."""
     pricing = Pricing(FREE)
-    return Choice(NgramDrafter(), model, pricing=pricing, guard=Guard(pricing))
+    return Policy(None if model is None else NgramDrafter(), model, pricing=pricing, guard=Guard(pricing))
 
 
-def _drafters(kind: str, seed: int) -> Drafter:
+def _drafters(kind: str, seed: int) -> Source:
     """Every kind of drafter for a target with the tokenizer ``byte``."""
     vocab = tokenizer("byte").vocab_size
     oracle = markov_law(0, vocab)
-    makers: dict[str, Callable[[], Drafter]] = {
+    makers: dict[str, Callable[[], Source]] = {
         "ngram": lambda: NgramDrafter(stop_below=0.0),
         "random": lambda: RandomDrafter(seed, vocab),
         "oracle with errors": lambda: RandomDrafter(seed, vocab, oracle),
@@ -84,8 +86,8 @@ def _drafters(kind: str, seed: int) -> Drafter:
         "across, sentencepiece": lambda: _across("sentencepiece", seed, script=False),
         "script, byte level": lambda: _across("small byte", seed, script=True),
         "script, sentencepiece": lambda: _across("sentencepiece", seed, script=True),
-        "choice": lambda: _choice(_across("sentencepiece", seed, script=True)),
-        "choice of an oracle": lambda: _choice(_model(ToySession(oracle, vocab), IdentityBridge(vocab))),
+        "policy": lambda: _policy(_across("sentencepiece", seed, script=True)),
+        "policy with an oracle": lambda: _policy(_model(ToySession(oracle, vocab), IdentityBridge(vocab))),
     }
     return makers[kind]()
 
@@ -100,8 +102,8 @@ DRAFTERS = (
     "across, sentencepiece",
     "script, byte level",
     "script, sentencepiece",
-    "choice",
-    "choice of an oracle",
+    "policy",
+    "policy with an oracle",
 )
 
 
@@ -125,7 +127,7 @@ def _plain(
 
 def _run(
     target: ToySession | CpuSession,
-    drafter: Drafter | None,
+    drafter: Source | None,
     prompt: list[int],
     *,
     count: int,
@@ -138,7 +140,7 @@ def _run(
     accepted = 0
     steps = decode(
         target,
-        drafter,
+        drafter or _policy(),
         verify or make_verifier(GREEDY),
         tokens,
         max_new_tokens=count,
@@ -155,6 +157,7 @@ def _run(
         assert step.draft.tokens[: step.accepted] == step.tokens[: step.accepted]
         assert number or step.draft == NO_DRAFT
         assert step.drafter_s >= 0 and step.target_s >= 0
+        assert step.seconds >= step.drafter_s + step.target_s
         assert len(tokens) <= len(prompt) + count
         accepted += step.accepted
         before = len(tokens)
@@ -176,7 +179,7 @@ def test_greedy_output_is_that_of_plain_decoding(
 
 @pytest.mark.parametrize(
     ("kind", "script"),
-    [("same model", False), ("oracle with errors", False), ("ngram", True), ("choice", True)]
+    [("same model", False), ("oracle with errors", False), ("ngram", True), ("policy", True)]
     + [(f"script, {k}", True) for k in ("byte level", "sentencepiece")],
 )
 def test_drafts_that_should_be_accepted_are(kind: str, script: bool) -> None:
@@ -253,12 +256,19 @@ def test_no_more_tokens_than_asked_for(count: int) -> None:
 
 
 class _Recorder:
-    def __init__(self, inner: Drafter) -> None:
-        self.inner, self.asked = inner, list[tuple[int, int]]()
+    def __init__(self, inner: Source) -> None:
+        self.inner, self.asked, self.told = inner, list[tuple[int, int]](), list[Step]()
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
         self.asked.append((len(tokens), limit))
         return self.inner.propose(tokens, limit)
+
+    def observe(self, step: Step) -> None:
+        self.told.append(step)
+        self.inner.observe(step)
+
+    def close(self) -> None:
+        raise AssertionError("the loop closes nothing")
 
 
 def test_the_first_round_is_never_drafted_and_limits_count_down() -> None:
@@ -270,6 +280,16 @@ def test_the_first_round_is_never_drafted_and_limits_count_down() -> None:
     _run(_target(False), recorder, [1, 2, 3], count=12, max_draft=4)
     assert all(limit == min(4, 15 - length - 1) for length, limit in recorder.asked)
     assert all(a < b for (a, _), (b, _) in pairwise(recorder.asked))
+
+
+def test_every_round_is_told_once_before_it_is_yielded() -> None:
+    recorder, tokens = _Recorder(_drafters("oracle with errors", 4)), [1, 2, 3]
+    steps = decode(_target(False), recorder, make_verifier(GREEDY), tokens, max_new_tokens=30, max_draft=4)
+    seen = []
+    for step in steps:
+        seen.append(step)
+        assert recorder.told == seen
+    assert [token for step in recorder.told for token in step.tokens] == tokens[3:]
 
 
 @pytest.mark.parametrize("rounds", range(1, 8))
@@ -317,7 +337,7 @@ def test_cancelled_in_prefill_nothing_is_committed_and_the_session_is_valid() ->
         next(
             decode(
                 target,
-                None,
+                _policy(),
                 make_verifier(GREEDY),
                 tokens,
                 max_new_tokens=5,
@@ -331,7 +351,7 @@ def test_cancelled_in_prefill_nothing_is_committed_and_the_session_is_valid() ->
     assert got == _plain(_target(False), prompt, 5)
 
 
-class _Broken:
+class _Broken(Deaf):
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
         raise RuntimeError("broken drafter")
 

@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 import edgespec
-from edgespec import LoadOptions, Model, RequestOptions, generation, sessions
-from edgespec import decode as decoding
-from edgespec.drafting import choice, reading
+from edgespec import LoadOptions, Model, RequestOptions, engine, sessions
 from edgespec.generation import TextStreamer
 from edgespec.results import Generation
 from edgespec_models.bundle import MANIFEST
@@ -71,7 +69,7 @@ def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
             return super()._run(tokens, rows)
 
     monkeypatch.setattr(sessions, "CpuSession", Timed)
-    for module in (cost, choice, reading, decoding, generation):
+    for module in (cost, engine):
         monkeypatch.setattr(module, "perf_counter", lambda: now)
 
 
@@ -191,9 +189,9 @@ def test_a_request_while_another_one_runs_is_refused(model: Model, plain: Genera
 
 
 def test_what_the_caller_does_with_the_text_is_not_time_of_decoding(
-    model: Model, monkeypatch: pytest.MonkeyPatch
+    model: Model,
 ) -> None:
-    monkeypatch.setattr(generation, "perf_counter", perf_counter)  # the real one
+    model._clock = perf_counter  # the real one
     started, away = perf_counter(), 0.0
     stream = model.stream(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
     for _ in stream:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.drafting.experience import Experience
+from edgespec.drafting.experience import Experience, Outcome
 
 TEMPLATE = list(range(24))
 TRANSLATE, WRITE = [500, 501, 502, 503, 504, 505, 506, 507], [600, 601, 602, 603, 604, 605, 606, 607]
@@ -12,15 +12,16 @@ TRANSLATE, WRITE = [500, 501, 502, 503, 504, 505, 506, 507], [600, 601, 602, 603
 def _request(experience: Experience, instruction: list[int], text: int, gain: float, price: float) -> bool:
     """Whether the prompt was read; if so, what that gained."""
     prompt = TEMPLATE + instruction + [text] * 20
-    read = experience.pays(prompt, price)
+    read = experience.expected(prompt) > price
     if read:
-        experience.begin(prompt, lambda: gain)
+        experience.add(prompt, gain)
+    else:
+        experience.skip(prompt)
     return read
 
 
 def test_before_any_experience_a_typical_gain_is_expected() -> None:
-    assert Experience().pays(TEMPLATE, 0.1)
-    assert not Experience().pays(TEMPLATE, 0.2)
+    assert 0.1 < Experience().expected(TEMPLATE) < 0.2
 
 
 def test_instructions_that_gain_nothing_are_not_read_and_others_are() -> None:
@@ -54,18 +55,23 @@ def test_what_is_not_read_is_tried_again() -> None:
     assert rounds > 5
 
 
-def test_a_request_that_never_read_teaches_nothing() -> None:
-    experience = Experience()
-    for _ in range(20):
-        experience.begin(TEMPLATE, lambda: None)
-    assert experience.pays(TEMPLATE, 0.149)
+def test_asking_changes_nothing() -> None:
+    experience, told = Experience(), list[Outcome]()
+    for text in range(5):
+        _request(experience, TRANSLATE, text, -0.02, 0.05)
+    asked = Experience(experience._records, tell=told.append)
+    first = asked.expected(TEMPLATE + TRANSLATE)
+    assert {asked.expected(TEMPLATE + TRANSLATE) for _ in range(100)} == {first}
+    assert told == []
+    asked.skip(TEMPLATE + TRANSLATE)
+    assert asked.expected(TEMPLATE + TRANSLATE) > first and told == []
 
 
 def test_memory_is_bounded() -> None:
     experience = Experience()
     for text in range(1000):
-        experience.begin([text] * 96, lambda: 0.1)
-    assert experience.pays([1], 0.09)
+        experience.add([text] * 96, 0.1)
+    assert experience.expected([1]) > 0.09
     assert len(experience._records) <= 4096
 
 
@@ -73,6 +79,5 @@ def test_memory_is_bounded() -> None:
 def test_expectations_stay_within_what_was_seen(requests: list[tuple[list[int], float]]) -> None:
     experience = Experience()
     for prompt, gain in requests:
-        experience.begin(prompt, lambda gain=gain: gain)  # type: ignore[misc]
-        assert experience.pays(prompt, -1.01)
-        assert not experience.pays(prompt, 1.01)
+        experience.add(prompt, gain)
+        assert -1.01 < experience.expected(prompt) < 1.01

@@ -9,9 +9,7 @@ import onnx
 import pytest
 
 import edgespec
-from edgespec import LoadOptions, generation, sessions
-from edgespec import decode as decoding
-from edgespec.drafting import choice, reading
+from edgespec import LoadOptions, engine, sessions
 from edgespec_models.errors import BundleError, Cancelled, RequestError
 from edgespec_models.foreign import open_bundle
 from edgespec_runtimes import cost, graph_io
@@ -263,7 +261,7 @@ def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
             return super()._run(tokens, rows)
 
     monkeypatch.setattr(sessions, "CpuSession", Timed)
-    for module in (cost, choice, reading, decoding, generation):
+    for module in (cost, engine):
         monkeypatch.setattr(module, "perf_counter", lambda: now)
 
 

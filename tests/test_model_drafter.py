@@ -1,16 +1,17 @@
 from collections.abc import Sequence
+from time import perf_counter
 
 import pytest
 
-from edgespec.drafting import reading
 from edgespec.drafting.bridge import ByteBridge, IdentityBridge
-from edgespec.drafting.draft import Draft
+from edgespec.drafting.draft import Clock, Draft
 from edgespec.drafting.model import Calibration, Guess, ModelDrafter, Vocabulary
+from edgespec.drafting.reading import Reader
 from edgespec.pricing import Pricing
 from edgespec_models.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from tests.tokenizers_for_tests import byte_level_json, sentencepiece_json
-from tests.toy import F32, Law, ToySession, markov_law
+from tests.toy import F32, Law, ToySession, markov_law, round_of
 
 FLAT = CostCurve({1: 1.0, 16: 1.001})
 """Verification costs next to nothing, so everything likely enough is drafted."""
@@ -27,15 +28,15 @@ def _drafter(
     ends: Vocabulary = NO_ENDS,
     calibration: Calibration | None = None,
     step_s: float = 1e-6,
+    clock: Clock = perf_counter,
 ) -> ModelDrafter:
     session.reserve(1000)
     return ModelDrafter(
-        session,
+        Reader(session, CostCurve({1: step_s}), clock=clock),
         IdentityBridge(VOCAB),
         ends,
         pricing=Pricing(curve),
         calibration=calibration or Calibration(),
-        curve=CostCurve({1: step_s}),
     )
 
 
@@ -66,8 +67,27 @@ def test_it_knows_what_it_saved() -> None:
     assert drafter.gain_s is None
     draft = drafter.propose(tokens, 5)
     assert drafter.gain_s == pytest.approx(0.0, abs=0.1)
-    drafter.propose([*tokens, *_follow(law, tokens, 2), (draft.tokens[2] + 1) % VOCAB], 5)
+    drafter.observe(round_of(*_follow(law, tokens, 2), (draft.tokens[2] + 1) % VOCAB))
     assert drafter.gain_s == pytest.approx(2.0, abs=0.1)  # two plain passes of a second
+
+
+def test_it_tells_its_gain_at_the_end_if_it_read_the_prompt() -> None:
+    told = list[float]()
+    for asked in (False, True):
+        session = _sure()
+        session.reserve(1000)
+        drafter = ModelDrafter(
+            Reader(session, QUICK),
+            IdentityBridge(VOCAB),
+            NO_ENDS,
+            pricing=Pricing(FLAT),
+            calibration=Calibration(),
+            gained=told.append,
+        )
+        if asked:
+            drafter.observe(round_of(*drafter.propose([3, 1, 4], 2).tokens, 9))
+        drafter.close()
+    assert told == [pytest.approx(2.0, abs=0.1)]
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 7])
@@ -84,9 +104,8 @@ def test_the_limit_holds_across_vocabularies() -> None:
     session = ToySession.writing(small, script, start=1)
     session.reserve(1000)
     bridge = ByteBridge(target, small, prompt_length=1, drafter_prompt=[7])
-    drafter = ModelDrafter(
-        session, bridge, NO_ENDS, pricing=Pricing(FLAT), calibration=Calibration(), curve=QUICK
-    )
+    reader = Reader(session, QUICK)
+    drafter = ModelDrafter(reader, bridge, NO_ENDS, pricing=Pricing(FLAT), calibration=Calibration())
     for limit in range(1, 9):
         draft = drafter.propose([5, *target.encode("the")], limit)
         assert 0 < len(draft.tokens) <= limit
@@ -170,8 +189,7 @@ def test_it_learns_what_its_confidence_is_worth() -> None:
     tokens = [3, 1, 4]
     before = calibration.probability(SURE)
     draft = drafter.propose(tokens, 4)
-    tokens += [*draft.tokens[:2], (draft.tokens[2] + 1) % VOCAB, draft.tokens[3]]
-    drafter.propose(tokens, 4)
+    drafter.observe(round_of(*draft.tokens[:2], (draft.tokens[2] + 1) % VOCAB, draft.tokens[3]))
     seen = Calibration()
     for accepted in (True, True, False):
         seen.observe(SURE, accepted)
@@ -186,8 +204,11 @@ def test_proposals_that_nobody_judged_teach_nothing() -> None:
     draft = drafter.propose(tokens, 4)
     drafter.propose(tokens, 4)  # asked again: nothing was committed
     assert calibration.probability(SURE) == before
-    drafter.propose([*tokens, *draft.tokens[:1]], 4)
-    assert calibration.probability(SURE) > before
+    drafter.observe(round_of(*draft.tokens[:1]))
+    judged = calibration.probability(SURE)
+    assert judged > before
+    drafter.observe(round_of(*draft.tokens[1:2]))  # a round that it was not asked in
+    assert calibration.probability(SURE) == judged
 
 
 def test_a_drafter_that_fails_is_stopped_and_tried_again_much_later() -> None:
@@ -201,13 +222,14 @@ def test_a_drafter_that_fails_is_stopped_and_tried_again_much_later() -> None:
         draft = drafter.propose(tokens, 2)
         drafted.append(bool(draft.tokens))
         wrong = (draft.tokens[0] + 1) % VOCAB if draft.tokens else 7
+        drafter.observe(round_of(wrong))
         tokens = [*tokens[-20:], wrong] if len(tokens) > 900 else [*tokens, wrong]
     assert drafted[0]
     assert sum(drafted) < 150
     assert any(drafted[500:])
 
 
-def test_one_slow_step_does_not_end_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_slow_step_does_not_end_drafting() -> None:
     """The computer was busy for a minute, once."""
     now = 0.0
     steps = iter([0.001, 60.0])  # it is asked before and after each step
@@ -217,9 +239,8 @@ def test_one_slow_step_does_not_end_drafting(monkeypatch: pytest.MonkeyPatch) ->
         now += next(steps, 0.001)
         return now
 
-    monkeypatch.setattr(reading, "perf_counter", clock)
     curve = CostCurve({1: 0.010, 16: 0.012})
-    drafter = _drafter(_sure(), curve=curve, step_s=0.001)
+    drafter = _drafter(_sure(), curve=curve, step_s=0.001, clock=clock)
     tokens = [3, 1, 4]
     for _ in range(3):
         draft = drafter.propose(tokens, 4)
@@ -227,7 +248,7 @@ def test_one_slow_step_does_not_end_drafting(monkeypatch: pytest.MonkeyPatch) ->
         tokens += draft.tokens
 
 
-def test_a_slow_spell_ends_drafting_only_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_spell_ends_drafting_only_for_a_while() -> None:
     now, step = 0.0, 0.5
 
     def clock() -> float:
@@ -235,8 +256,7 @@ def test_a_slow_spell_ends_drafting_only_for_a_while(monkeypatch: pytest.MonkeyP
         now += step
         return now
 
-    monkeypatch.setattr(reading, "perf_counter", clock)
-    drafter = _drafter(_sure(), curve=CostCurve({1: 0.010, 16: 0.012}), step_s=0.001)
+    drafter = _drafter(_sure(), curve=CostCurve({1: 0.010, 16: 0.012}), step_s=0.001, clock=clock)
     tokens = [3, 1, 4]
     while draft := drafter.propose(tokens, 8).tokens:
         tokens += draft
@@ -254,9 +274,8 @@ def test_a_byte_the_drafter_cannot_spell_only_costs_drafts() -> None:
     session = ToySession.writing(lacking, b"the quick brown fox ", start=1)
     session.reserve(1000)
     bridge = ByteBridge(target, lacking, prompt_length=0, drafter_prompt=[7])
-    drafter = ModelDrafter(
-        session, bridge, NO_ENDS, pricing=Pricing(FLAT), calibration=Calibration(), curve=QUICK
-    )
+    reader = Reader(session, QUICK)
+    drafter = ModelDrafter(reader, bridge, NO_ENDS, pricing=Pricing(FLAT), calibration=Calibration())
     tokens = target.encode("the")
     assert drafter.propose(tokens, 3).tokens
     assert drafter.propose([*tokens, *target.encode_bytes(b"\xff")], 3) == Draft()

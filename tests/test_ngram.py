@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from edgespec.drafting.draft import NO_DRAFT, Draft
 from edgespec.drafting.ngram import ContextTree, Match, NgramDrafter
 from edgespec_models.errors import RequestError
+from tests.toy import round_of
 
 texts = st.lists(st.integers(0, 3), max_size=40)
 
@@ -123,6 +124,7 @@ def _replay(drafter: NgramDrafter, text: list[int], start: int) -> tuple[float, 
         if draft.tokens:
             stated.append(draft.confidence[0])
             right.append(draft.tokens[0] == text[end])
+        drafter.observe(round_of(text[end]))
     return sum(stated) / len(stated), sum(right) / len(right)
 
 
@@ -143,9 +145,12 @@ def test_matches_that_fell_out_of_favour_are_still_judged() -> None:
     text: list[int] = []
 
     def proposals(block: list[int]) -> list[bool]:
-        before = len(text)
-        text.extend(block)
-        return [bool(drafter.propose(text[:end], 1).tokens) for end in range(before + 1, len(text) + 1)]
+        proposed = []
+        for token in block:
+            drafter.observe(round_of(token))
+            text.append(token)
+            proposed.append(bool(drafter.propose(text, 1).tokens))
+        return proposed
 
     for i in range(100, 400, 5):
         last = proposals([i, i + 1, i + 2, i, i + 3])

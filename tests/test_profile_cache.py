@@ -15,6 +15,7 @@ from edgespec.profile.entries import HALF_LIFE, Entry, Tally
 from edgespec.profile.index import MAX_N, Found, Index
 from edgespec.profile.memory import Delta, Memory, Snapshot
 from edgespec.profile.passages import LEAD, LONGEST, Cutter, Passage, cut, pack_tokens, unpack_tokens
+from tests.toy import Silent, round_of
 
 # Ids whose big-endian bytes end in zeros, and the largest there are.
 tokens = st.sampled_from([0, 1, 2, 255, 256, 65535, 2**31 - 2])
@@ -209,16 +210,6 @@ class TestMemory:
         assert both.changes[found.entry.passage.digest].verdicts == {found.offset: (2, 2)}
 
 
-class _Near:
-    """Knows nothing."""
-
-    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-        return NO_DRAFT
-
-    def extend(self, tokens: Sequence[int], draft: Draft, limit: int) -> Draft:
-        return draft
-
-
 class TestDrafter:
     def test_a_repeated_answer_is_copied_across_passages(self) -> None:
         text = _noise(4, 400)
@@ -244,7 +235,7 @@ class TestDrafter:
             drafter = ProfileDrafter(memory)
             draft = drafter.propose(text[:10], 1)
             proposed.append(bool(draft.tokens))
-            drafter.propose([*text[:10], 9999 + round_], 1)
+            drafter.observe(round_of(9999 + round_))
         assert proposed[0] and not proposed[-1]
 
     def test_confidence_comes_to_what_is_accepted(self) -> None:
@@ -254,13 +245,14 @@ class TestDrafter:
         for number in range(60):
             answer = [token if rng.random() < 0.9 else rng.randrange(50) for token in _noise(7, 60, 50)]
             drafter = ProfileDrafter(memory)
+            drafter.observe(round_of(answer[0]))
             for end in range(1, len(answer)):
                 draft = drafter.propose(answer[:end], 1)
                 if draft.tokens and number > 20:
                     stated.append(draft.confidence[0])
                     right.append(draft.tokens[0] == answer[end])
-            drafter.commit(answer)
-            drafter.finish()
+                drafter.observe(round_of(answer[end]))
+            drafter.close()
         assert sum(stated) / len(stated) == pytest.approx(sum(right) / len(right), abs=0.06)
 
     def test_what_stood_behind_a_rejected_token_is_not_judged(self) -> None:
@@ -268,7 +260,7 @@ class TestDrafter:
         memory = _memory(text)
         drafter = ProfileDrafter(memory, stop_below=0.0)
         assert len(drafter.propose(text[:10], 4).tokens) == 4
-        drafter.propose([*text[:11], 9999, *text[12:14]], 4)
+        drafter.observe(round_of(text[10], 9999, *text[12:14]))
         entries = memory.entries
         verdicts = {(e.passage.body[i], e.right[i], e.wrong[i]) for e in entries for i in range(len(e.right))}
         judged = {verdict for verdict in verdicts if verdict[1:] != (0, 0)}
@@ -277,7 +269,7 @@ class TestDrafter:
     def test_a_draft_of_the_text_is_gone_on_with(self) -> None:
         text = _noise(8, 60)
 
-        class Near(_Near):
+        class Near(Silent):
             def propose(self, tokens: Sequence[int], limit: int) -> Draft:
                 return Draft(tuple(text[20:22]), None, ("ngram",) * 2, (0.99, 0.99))
 
@@ -290,7 +282,7 @@ class TestDrafter:
 
     def test_the_draft_of_a_model_is_gone_on_with(self) -> None:
         text = _noise(8, 60)
-        both = BestOf(_Near(), ProfileDrafter(_memory(text[15:]), stop_below=0.0))
+        both = BestOf(Silent(), ProfileDrafter(_memory(text[15:]), stop_below=0.0))
         both.propose([7777, *text[18:20]], 6)
         model = Draft(tuple(text[20:22]), None, ("model",) * 2, (0.9, 0.9))
         draft = both.extend([7777, *text[18:20]], model, 6)
@@ -302,7 +294,7 @@ class TestDrafter:
         memory = _memory(text)
         alone = ProfileDrafter(memory).propose(text[:20], 4)
 
-        class Near(_Near):
+        class Near(Silent):
             confidence: tuple[float, ...] = (0.1,)
 
             def propose(self, tokens: Sequence[int], limit: int) -> Draft:

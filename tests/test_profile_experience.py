@@ -32,14 +32,14 @@ def _lose(path: Path, tokenizer: Tokenizer, times: int = 6) -> None:
     """Requests of one program in which reading the prompt did not pay."""
     use = open_use(path, SCOPE, tokenizer)
     for _ in range(times):
-        use.experience("d").begin(PROMPT, lambda: -0.1)
+        use.experience("d").add(PROMPT, -0.1)
     use.close()
 
 
 def _pays(path: Path, scope: Scope, tokenizer: Tokenizer, drafter: str = "d") -> bool:
     use = open_use(path, scope, tokenizer)
     try:
-        return use.experience(drafter).pays(PROMPT, 0.02)
+        return use.experience(drafter).expected(PROMPT) > 0.02
     finally:
         use.close()
 

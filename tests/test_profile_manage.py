@@ -15,6 +15,7 @@ from edgespec.profile.store import Scope
 from edgespec.profile.use import open_use
 from edgespec_models.errors import RequestError, StorageError
 from edgespec_models.tokenizer import Tokenizer
+from tests.profiles_for_tests import learn
 from tests.tokenizers_for_tests import byte_level_json
 
 SENTENCES = [
@@ -39,9 +40,7 @@ def _learn(tokenizer: Tokenizer, texts: Sequence[str], *, name: str = "me", name
     profile = Profile(name)
     use = open_use(profile.path, Scope("tiny", tokenizer.digest, namespace), tokenizer)
     for text in texts:
-        request = use.request()
-        request.commit(tokenizer.encode(text))
-        request.finish()
+        learn(use, tokenizer.encode(text))
     use.close()
     return profile
 

@@ -13,6 +13,7 @@ import edgespec
 from edgespec import LoadOptions, Profile, sessions
 from edgespec.chi_square import pool_rare, two_samples
 from edgespec.decode import decode
+from edgespec.drafting.draft import Source
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.profile.drafter import BestOf, ProfileDrafter
 from edgespec.profile.memory import Memory, Snapshot
@@ -22,7 +23,7 @@ from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.session import Session
 from tests.native_for_tests import tiny_native
-from tests.toy import LLAMA, ToySession
+from tests.toy import LLAMA, Silent, ToySession
 
 PROMPT = "def add(a, b):"
 OTHER_PROMPT = "x = 1"
@@ -39,14 +40,12 @@ def _toy_run(
     tokens, rounds = list(prompt), 0
     session = ToySession.markov(1, VOCAB, scale=1.0)
     profile = None if memory is None else ProfileDrafter(memory, stop_below=0.0)
-    drafter = None if profile is None else BestOf(NgramDrafter(stop_below=0.0), profile)
+    near = NgramDrafter(stop_below=0.0)
+    source: Source = Silent() if profile is None else BestOf(near, profile)
     verify = make_verifier(params)
-    for step in decode(session, drafter, verify, tokens, max_new_tokens=count, max_draft=6):
+    for _ in decode(session, source, verify, tokens, max_new_tokens=count, max_draft=6):
         rounds += 1
-        if profile is not None:
-            profile.commit(step.tokens)
-    if profile is not None:
-        profile.finish()
+    source.close()
     return tokens, rounds
 
 
@@ -120,7 +119,7 @@ def flat_costs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Verifying more rows is free, so what is drafted does not depend on this machine."""
     monkeypatch.setattr(sessions, "measure_cost", _flat)
     monkeypatch.setattr("edgespec.pricing.Pricing.pass_seconds", lambda self, rows: 1e-9)
-    monkeypatch.setattr("edgespec.drafting.guard.Guard.allows", lambda self: True)
+    monkeypatch.setattr("edgespec.drafting.guard.Guard.allows", True)
     return iter([None])
 
 

@@ -37,10 +37,10 @@ def test_what_was_learned_is_there_after_a_restart(path: Path, tokenizer: Tokeni
     learn(use, tokens)
     use.close()
     again = open_use(path, SCOPE, tokenizer)
-    assert again.request().drafter.propose(tokens[:12], 6).tokens == tuple(tokens[12:18])
+    assert again.begin().propose(tokens[:12], 6).tokens == tuple(tokens[12:18])
     again.close()
     other = open_use(path, OTHERS[0], tokenizer)
-    assert other.request().drafter.propose(tokens[:12], 6).tokens == ()
+    assert other.begin().propose(tokens[:12], 6).tokens == ()
     other.close()
 
 
@@ -110,7 +110,7 @@ def test_where_no_file_can_be_made_it_learns_until_it_is_closed(
     assert caplog.messages == [use.problem]
     tokens = tokenizer.encode(TEXT)
     learn(use, tokens)
-    assert use.request().drafter.propose(tokens[:12], 6).tokens == tuple(tokens[12:18])
+    assert use.begin().propose(tokens[:12], 6).tokens == tuple(tokens[12:18])
     use.flush()
     use.close()
 
@@ -130,7 +130,7 @@ def test_a_file_that_cannot_be_written_is_read(
     monkeypatch.setattr("edgespec.profile.store.connect", refuse)
     use = open_use(path, SCOPE, tokenizer)
     assert use.problem is not None and "readonly" in use.problem
-    assert use.request().drafter.propose(tokens[:12], 6).tokens == tuple(tokens[12:18])
+    assert use.begin().propose(tokens[:12], 6).tokens == tuple(tokens[12:18])
     learn(use, tokens)
     use.close()
     assert path.read_bytes() == before

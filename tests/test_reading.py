@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.drafting.reading import Reader, Tally
+from edgespec.drafting.reading import Reader
 from edgespec_runtimes.cost import CostCurve
 from tests.toy import ToySession, markov_law
 
@@ -46,21 +46,21 @@ def test_drafted_tokens_that_were_committed_are_not_read_again() -> None:
 
 
 def test_what_was_read_ahead_is_counted_when_it_is_needed() -> None:
-    session, tally = _session(), Tally()
-    reader = Reader(session, CURVE, tally)
+    session = _session()
+    reader = Reader(session, CURVE)
     text = [1, 2, 3]
     said = reader.read(text)
     for _ in range(4):
         text.append(said.row)
         said = reader.read_on(said.row)
-    assert (tally.drafted, tally.used) == (4, 0)
+    assert (reader.drafted_ahead, reader.used_ahead) == (4, 0)
     assert reader.read(text[:5]).row == text[5]
-    assert (tally.drafted, tally.used) == (4, 2)
+    assert (reader.drafted_ahead, reader.used_ahead) == (4, 2)
     assert reader.ahead(0) is not None and reader.ahead(2) is None
     assert reader.step(text[5]).row == text[6]
-    assert (tally.drafted, tally.used) == (4, 3)
+    assert (reader.drafted_ahead, reader.used_ahead) == (4, 3)
     reader.read([*text[:6], (text[6] + 1) % VOCAB])
-    assert (tally.drafted, tally.used) == (4, 3)
+    assert (reader.drafted_ahead, reader.used_ahead) == (4, 3)
     assert session.passes == [3, 1, 1, 1, 1, 1]
 
 

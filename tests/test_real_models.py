@@ -9,6 +9,7 @@ import edgespec
 from edgespec.decode import decode
 from edgespec.drafting.bridge import ByteBridge
 from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
+from edgespec.drafting.reading import Reader
 from edgespec.loading import open_model
 from edgespec.pricing import Pricing
 from edgespec.verification import verify_greedy
@@ -18,6 +19,7 @@ from edgespec_models.catalog import find
 from edgespec_models.download import pull
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuSession
+from tests.toy import Silent
 
 pytestmark = pytest.mark.models
 
@@ -100,15 +102,14 @@ def test_drafts_that_are_always_verified_change_nothing() -> None:
             drafter_prompt=small.tokenizer.encode(prompt),
         )
         drafter = ModelDrafter(
-            side,
+            Reader(side, CostCurve({1: 1e-6, 2: 1e-6})),
             bridge,
             Vocabulary(),
             pricing=Pricing(CostCurve({1: 1.0, 8: 1.0})),
             calibration=Calibration(),
-            curve=CostCurve({1: 1e-6, 2: 1e-6}),
         )
         plain, speculative = list(tokens), list(tokens)
-        list(decode(session, None, verify_greedy, plain, max_new_tokens=24, max_draft=0))
+        list(decode(session, Silent(), verify_greedy, plain, max_new_tokens=24, max_draft=0))
         steps = list(decode(session, drafter, verify_greedy, speculative, max_new_tokens=24, max_draft=6))
         assert speculative == plain
         drafted += sum(len(step.draft.tokens) for step in steps)

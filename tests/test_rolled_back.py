@@ -9,29 +9,26 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from edgespec import decode as decoding
-from edgespec import generation
-from edgespec.drafting import choice, reading
-from edgespec.drafting.choice import Choice
 from edgespec.drafting.draft import Draft
 from edgespec.drafting.guard import STAKE, Guard
 from edgespec.drafting.ngram import NgramDrafter
-from edgespec.generation import Job, TextStreamer
+from edgespec.drafting.policy import Policy
+from edgespec.generation import PreparedRequest, TextStreamer
 from edgespec.pricing import Pricing
 from edgespec.profile.drafter import BestOf, ProfileDrafter
 from edgespec.profile.entries import Entry, Tally
 from edgespec.profile.memory import Delta, Memory, Snapshot
 from edgespec.profile.passages import Passage
-from edgespec.profile.use import ProfileUse, RequestUse
+from edgespec.profile.use import ProfileUse
 from edgespec.request import Request
-from edgespec.results import Generation
+from edgespec.results import Generation, Remarks
 from edgespec.sampling import SamplingParams
-from edgespec.watch import Verdict, Watch
+from edgespec.watch import Finding, Watch
 from edgespec_models.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from tests.ahead_for_tests import PROMPT, VOCAB, plain
 from tests.tokenizers_for_tests import byte_level_json
-from tests.toy import F32, Law, ToySession, markov_law
+from tests.toy import F32, Law, ToySession, markov_law, round_of
 from tools.replay import Clock
 
 CURVE = CostCurve({1: 1.0, 17: 5.0})
@@ -47,11 +44,8 @@ CLASSES = [f"{kind} {bits}" for kind in ("unique", "agreed", "most", "split") fo
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    for module in (reading, choice, decoding, generation):
-        monkeypatch.setattr(module, "perf_counter", clock)
-    return clock
+def clock() -> Clock:
+    return Clock()
 
 
 class _Timed(ToySession):
@@ -77,28 +71,25 @@ class _Machine:
         self.pricing = Pricing(CURVE)
         self.guards = Guard(self.pricing), Guard(self.pricing, "proposals from the profile brought tokens")
         self.use = ProfileUse(snapshot, None, None)
-        self.target = _Timed.of(LAW, clock, CURVE)
+        self.target, self._clock = _Timed.of(LAW, clock, CURVE), clock
 
     def answer(self, new: int = NEW) -> Generation:
-        learner = self.use.request(self.guards[1])
-        job = Job(
+        prepared = PreparedRequest(
             session=self.target,
             tokenizer=Tokenizer.from_json(byte_level_json()),
-            drafter=self._drafter(learner),
             tokens=list(PROMPT),
             request=Request(max_new_tokens=new, sampling=SAMPLED),
             eos=frozenset(),
             max_draft=8,
-            pricing=self.pricing,
-            guard=self.guards[0],
-            off_reason=None,
-            learner=learner,
+            begin=self._begin,
+            clock=self._clock,
         )
-        return TextStreamer(job).run()
+        return TextStreamer(prepared).run()
 
-    def _drafter(self, learner: RequestUse) -> Choice:
-        free = BestOf(NgramDrafter(), learner.drafter)
-        return Choice(free, None, pricing=self.pricing, guard=self.guards[0])
+    def _begin(self) -> Policy:
+        remarks = Remarks()
+        free = BestOf(NgramDrafter(), self.use.begin(self.guards[1], remarks))
+        return Policy(free, pricing=self.pricing, guard=self.guards[0], remarks=remarks)
 
 
 def _plain_s(new: int = NEW) -> float:
@@ -123,18 +114,18 @@ def _misleading(*, trusted: bool) -> Snapshot:
 class TestWatch:
     def test_losses_that_nothing_makes_good_are_a_failure(self) -> None:
         watch = Watch(3.0)
-        assert [watch.observe(-1.0) for _ in range(4)] == [None] * 3 + [Verdict.FAILED]
+        assert [watch.observe(-1.0) for _ in range(4)] == [None] * 3 + [Finding.FAILED]
         assert watch.lost == 0.0 and watch.observe(-1.0) is None
 
     def test_gains_in_all_are_a_proof(self) -> None:
         watch = Watch(3.0)
-        assert [watch.observe(gain) for gain in (2.0, -1.0, 1.0, 1.0)] == [None] * 3 + [Verdict.PROVED]
+        assert [watch.observe(gain) for gain in (2.0, -1.0, 1.0, 1.0)] == [None] * 3 + [Finding.PROVED]
 
     def test_gains_of_long_ago_do_not_make_good_what_is_lost_now(self) -> None:
         watch = Watch(3.0)
         for _ in range(100):
             watch.observe(1.0)
-        assert [watch.observe(-1.0) for _ in range(4)][-1] is Verdict.FAILED
+        assert [watch.observe(-1.0) for _ in range(4)][-1] is Finding.FAILED
 
 
 class TestMemory:
@@ -202,14 +193,17 @@ class TestDistrust:
     def test_verdicts_from_before_a_proof_are_not_taken_back_for_good(self) -> None:
         passage = Passage((), (1, 2, 3, 4, 5, 6))
         memory = Memory(Snapshot(entries=[Entry(passage, 1.0)]), max_tokens=1000)
-        guard = Guard(Pricing(CURVE))
-        drafter = ProfileDrafter(memory, guard)
+        guard, remarks = Guard(Pricing(CURVE)), Remarks()
+        drafter, draft = (
+            ProfileDrafter(memory, guard, remarks=remarks),
+            Draft((1,), None, ("profile",), (0.9,)),
+        )
         for number in range(30):
             found = memory.find([1, 2])
             assert found is not None
             memory.judge(found, number < 10)
-            drafter.observe(Draft((1,), None, ("profile",), (0.9,)), accepted=int(number < 10))
-        assert drafter.rolled_back == ()  # 20 losses of a quarter are no more than the stake
-        drafter.observe(Draft((1,), None, ("profile",), (0.9,)), accepted=0)
+            drafter.observe(round_of(9, draft=draft, accepted=int(number < 10)))
+        assert remarks.rolled_back == ()  # 20 losses of a quarter are no more than the stake
+        drafter.observe(round_of(9, draft=draft))
         (tally,) = memory._tallies.values()
-        assert drafter.rolled_back and (tally.judged, tally.right) == (pytest.approx(23, abs=2), 3.0)
+        assert remarks.rolled_back and (tally.judged, tally.right) == (pytest.approx(23, abs=2), 3.0)

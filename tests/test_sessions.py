@@ -10,7 +10,7 @@ import pytest
 
 from edgespec import sessions
 from edgespec.measurements import Conditions, recall
-from edgespec.sessions import Devices, open_one, open_pair
+from edgespec.sessions import open_one, open_pair
 from edgespec_models.bundle import Bundle
 from edgespec_models.errors import BundleError, TokenizerError
 from edgespec_models.graphs.decoder import Precision
@@ -19,6 +19,7 @@ from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.cuda import CudaSession
 from edgespec_runtimes.devices import CPU, PROFILES
 from edgespec_runtimes.discovery import Device
+from edgespec_runtimes.placement import Placement
 from tests.native_for_tests import tiny_native
 from tests.toy import INT4, LLAMA, tiny_bundle
 
@@ -120,7 +121,7 @@ def test_the_self_test_of_a_device_is_repeated(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(sessions, "CudaSession", open_session)
     for device in (on_cpu, Device(PROFILES["cuda"], "ready", version="1")):
         for remembered in (False, True):
-            running = open_pair(half, None, OPTIONS, Devices(device)).target
+            running = open_pair(half, None, OPTIONS, (Placement(device, "given"), None)).target
             assert running.remembered == remembered
             running.session.close()
     assert given == [None, running.session.row_exact, None, None]

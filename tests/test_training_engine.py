@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 
 import edgespec
-from edgespec import LoadOptions, Model, generation, sessions
-from edgespec import decode as decoding
-from edgespec.drafting import choice, reading
+from edgespec import LoadOptions, Model, engine, sessions
 from edgespec.drafting.side import DrafterSide
 from edgespec.learning.trainer import Trainer
 from edgespec.learning.tuning import Example
@@ -81,7 +79,7 @@ def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
             return super()._run(tokens, rows)
 
     monkeypatch.setattr(sessions, "CpuSession", Timed)
-    for module in (cost, choice, reading, decoding, generation):
+    for module in (cost, engine):
         monkeypatch.setattr(module, "perf_counter", lambda: now)
 
 
@@ -224,7 +222,7 @@ def test_an_answer_left_early_is_learned_from(model: Model, monkeypatch: pytest.
 def test_greedy_output_is_the_same_whatever_the_drafter_learned(
     models: _Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafter: str
 ) -> None:
-    monkeypatch.setattr("edgespec.drafting.experience.Experience.pays", lambda *_: True)
+    monkeypatch.setattr("edgespec.drafting.experience.Experience.expected", lambda *_: 1e9)
     prompts = [PROMPT, LONG, "once upon a time", PROMPT]
     with edgespec.load(models.target, None, options=LoadOptions(threads=1)) as model:
         assert model.row_exact

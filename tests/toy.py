@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from edgespec.drafting.draft import Draft
+from edgespec.drafting.draft import NO_DRAFT, Draft, Step
 from edgespec_export.blocks import Blocks
 from edgespec_export.encode import decode_linear, encode_embedding, encode_linear
 from edgespec_models.bundle import GRAPH, HEAD_TOKENS, MANIFEST, TOKENIZER, Bundle, FileRecord, Manifest
@@ -176,7 +176,32 @@ class ToySession(Session):
         return logits
 
 
-class RandomDrafter:
+class Deaf:
+    """Part of a source that learns nothing."""
+
+    def observe(self, step: Step) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Silent(Deaf):
+    """Proposes nothing, and goes on behind nothing."""
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
+        return NO_DRAFT
+
+    def extend(self, tokens: Sequence[int], draft: Draft, limit: int) -> Draft:
+        return draft
+
+
+def round_of(*tokens: int, draft: Draft = NO_DRAFT, accepted: int = 0) -> Step:
+    """A round that took no time."""
+    return Step(tokens, draft, accepted)
+
+
+class RandomDrafter(Deaf):
     """Proposes anything, seldom what the target would write; with or without an oracle's help.
 
     What it proposes is a function of the tokens, as deterministic proposals must be.

@@ -10,20 +10,19 @@ import argparse
 import json
 from collections import deque
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from edgespec.bench_json import mbsu
-from edgespec.drafting.guard import Guard
-from edgespec.drafting.side import DrafterSide
 from edgespec.engine import LoadOptions, Model
-from edgespec.pricing import Pricing
 from edgespec.prompts import Prompt, load_prompts, select
 from edgespec.results import Generation, GenerationStats
-from edgespec.sessions import DRAFTER_READING_ROWS, open_one
+from edgespec.sessions import DRAFTER_READING_ROWS, Loaded, Running, open_one
 from edgespec.trial import ask
 from edgespec_models.bundle import Bundle
 from edgespec_models.foreign import open_bundle
+from edgespec_runtimes.cost import DEFAULT_ROWS
 from edgespec_runtimes.cpu import CpuOptions
 
 _COLUMNS = (
@@ -41,28 +40,20 @@ _COLUMNS = (
 _ROWS = (1, 2, DRAFTER_READING_ROWS)
 
 
-def seat(model: Model, path: Path) -> dict[str, Any]:
-    """A drafter and what a model learns about it: the model's attributes by name."""
+def beside(target: Running, path: Path) -> Model:
+    """The target with another drafter; it learns by itself."""
     bundle = open_bundle(path)
-    running = open_one(bundle, CpuOptions(exact_rows=False), _ROWS)
-    pricing = Pricing(model.cost_curve)
-    same = bundle.tokenizer.matches(model.target.tokenizer)
-    return {
-        "drafter": bundle,
-        "_side": DrafterSide(model.target, bundle, running, same_vocabulary=same, pricing=pricing),
-        "_pricing": pricing,
-        "_guard": Guard(pricing),
-    }
+    drafter = open_one(bundle, CpuOptions(exact_rows=False), _ROWS)
+    same = bundle.tokenizer.matches(target.bundle.tokenizer)
+    return Model(Loaded(target, drafter, same), options=LoadOptions())
 
 
 def answers(
-    model: Model, seats: Mapping[str, dict[str, Any]], prompt: Prompt, names: deque[str], tokens: int
+    models: Mapping[str, Model], prompt: Prompt, names: deque[str], tokens: int
 ) -> dict[str, Generation]:
     """One prompt, plainly and with every drafter."""
-    found = {"plain": ask(model, prompt, {"max_new_tokens": tokens, "speculate": False})}
-    for name in names:
-        vars(model).update(seats[name])
-        found[name] = ask(model, prompt, {"max_new_tokens": tokens})
+    plain = ask(models[names[0]], prompt, {"max_new_tokens": tokens, "speculate": False})
+    found = {"plain": plain} | {name: ask(models[name], prompt, {"max_new_tokens": tokens}) for name in names}
     names.rotate(-1)
     return found
 
@@ -99,24 +90,26 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     prompts = select(load_prompts(args.prompts), args.limit)
-    with Model(open_bundle(args.target), None, options=LoadOptions(), drafts=True) as model:
-        seats = {path.name: seat(model, path) for path in args.drafter}
-        names, rows = deque(seats), list[dict[str, Generation]]()
+    target = open_one(open_bundle(args.target), CpuOptions(), DEFAULT_ROWS)
+    with ExitStack() as stack:
+        models = {path.name: stack.enter_context(beside(target, path)) for path in args.drafter}
+        names, rows = deque(models), list[dict[str, Generation]]()
         for number, prompt in enumerate(prompts, start=1):
-            rows.append(answers(model, seats, prompt, names, args.max_new_tokens))
+            rows.append(answers(models, prompt, names, args.max_new_tokens))
             print(f"\r{number} of {len(prompts)}", end="", flush=True)
-        plain_s = sum(row["plain"].stats.decode_s for row in rows)
-        print("\rdrafter", *_COLUMNS, sep=" | ")
-        table = {}
-        for name, its in seats.items():
-            found = figures(model.target, its["drafter"], [row[name].stats for row in rows], plain_s)
-            found["step_ms"] = its["_side"].curve.seconds(1) * 1e3
-            found["same"] = sum(row[name].tokens == row["plain"].tokens for row in rows)
-            table[name] = found
-            print(name, *(f"{value:.4g}" for value in found.values()), sep=" | ")
-        if args.json is not None:
-            curve = {n: t * 1e3 for n, t in model.cost_curve.seconds_by_rows.items()}
-            args.json.write_text(json.dumps({"target_ms": curve, "drafters": table}, indent=1) + "\n")
+    plain_s = sum(row["plain"].stats.decode_s for row in rows)
+    print("\rdrafter", *_COLUMNS, sep=" | ")
+    table = {}
+    for name, model in models.items():
+        assert model.drafter is not None and model.drafter_step_s is not None
+        found = figures(target.bundle, model.drafter, [row[name].stats for row in rows], plain_s)
+        found["step_ms"] = model.drafter_step_s * 1e3
+        found["same"] = sum(row[name].tokens == row["plain"].tokens for row in rows)
+        table[name] = found
+        print(name, *(f"{value:.4g}" for value in found.values()), sep=" | ")
+    if args.json is not None:
+        curve = {n: t * 1e3 for n, t in target.curve.seconds_by_rows.items()}
+        args.json.write_text(json.dumps({"target_ms": curve, "drafters": table}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

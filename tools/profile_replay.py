@@ -14,7 +14,7 @@ from pathlib import Path
 from time import process_time
 from typing import Final
 
-from edgespec.drafting.draft import Drafter
+from edgespec.drafting.draft import Source, Step
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.profile.drafter import BestOf, ProfileDrafter
 from edgespec.profile.entries import Entry
@@ -25,19 +25,22 @@ _LIMIT: Final = 8
 _EVERYTHING: Final = 1 << 30
 
 
-def passes(tokens: Sequence[int], drafter: Drafter) -> tuple[int, int, int]:
+def passes(tokens: Sequence[int], source: Source) -> tuple[int, int, int]:
     """Target passes over ``tokens`` behind the first, drafted and accepted tokens."""
     rounds = drafted = accepted = 0
+    source.observe(Step(tuple(tokens[:1])))
     done = 1
     while done < len(tokens):
-        draft = drafter.propose(tokens[:done], min(_LIMIT, len(tokens) - done - 1))
+        draft = source.propose(tokens[:done], min(_LIMIT, len(tokens) - done - 1))
         kept = 0
         for proposal, token in zip(draft.tokens, tokens[done:], strict=False):
             if proposal != token:
                 break
             kept += 1
         rounds, drafted, accepted = rounds + 1, drafted + len(draft.tokens), accepted + kept
+        source.observe(Step(tuple(tokens[done : done + kept + 1]), draft, kept))
         done += kept + 1
+    source.close()
     return rounds, drafted, accepted
 
 
@@ -45,16 +48,12 @@ def replay(texts: Sequence[Sequence[int]], memory: Memory | None, *, alone: bool
     """Replay all texts; a line of what they took."""
     rounds = drafted = accepted = 0
     for tokens in texts:
-        near, profile = NgramDrafter(), None
-        drafter: Drafter = near
+        source: Source = NgramDrafter()
         if memory is not None:
             profile = ProfileDrafter(memory)
-            drafter = profile if alone else BestOf(near, profile)
-        counts = passes(tokens, drafter)
+            source = profile if alone else BestOf(NgramDrafter(), profile)
+        counts = passes(tokens, source)
         rounds, drafted, accepted = rounds + counts[0], drafted + counts[1], accepted + counts[2]
-        if profile is not None:
-            profile.commit(tokens)
-            profile.finish()
     total = sum(len(tokens) - 1 for tokens in texts)
     kept = 0 if memory is None else len(memory)
     return f"{total / rounds:7.3f} {accepted / max(drafted, 1):8.1%} {drafted / rounds:8.2f} {kept:9,}"

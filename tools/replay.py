@@ -4,9 +4,9 @@ Usage: ``python -m tools.replay TARGET --answers ANSWERS.jsonl --prompts PROMPTS
 --target-ms 1:38,2:48,4:72,8:120 --drafter-ms 1:6.5,2:7,32:38``
 
 Benchmarks on a shared machine differ more from run to run than policies do from each other. Here the
-engine runs as it is, but for three things: the target's passes return the recorded answer instead of
-computing it; every clock that the engine reads shows the sum of the given pass times; and what the drafter
-says after a text is kept in a file, so that another policy is replayed in seconds. ANSWERS comes from
+engine runs as it is, with sessions and a clock of its own: the target's passes return the recorded answer
+instead of computing it; the clock shows the sum of the given pass times; and what the drafter says after a
+text is kept in a file, so that another policy is replayed in seconds. ANSWERS comes from
 ``python -m tools.record_answers``.
 """
 
@@ -16,28 +16,28 @@ import json
 import pickle
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
-from unittest import mock
 
 import numpy as np
 
+from edgespec.drafting.ahead import Beside
 from edgespec.encoding import encode_chat
 from edgespec.engine import LoadOptions, Model
 from edgespec.prompts import Prompt, load_prompts
 from edgespec.results import Generation, GenerationStats
-from edgespec.sessions import Devices, Pair, Running
+from edgespec.sessions import Loaded, Running
 from edgespec.trial import ask
 from edgespec_models.bundle import Bundle
 from edgespec_models.foreign import open_bundle
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_runtimes.placement import place
 from edgespec_runtimes.predictions import Logits, Predictions
 
-_CLOCKED = ("decode", "generation", "drafting.reading", "drafting.ahead", "drafting.choice")
 _TOP = 8
 _SURE = 30.0  # logit of a recorded token
 
@@ -57,7 +57,7 @@ class Clock:
         self.now += seconds * float(np.exp(self._noise * self._random.standard_normal()))
 
 
-def lane(clock: Clock) -> type:
+def lane(clock: Clock) -> Any:
     """What stands in for :class:`threading.Thread` beside a clock: its time runs beside the clock's."""
 
     class Lane:
@@ -232,30 +232,23 @@ def replayed(
     clock, memo = Clock(args.noise), Memo(args.memo)
     if not args.useless:
         memo.load()
-    recorded = Recorded(target.config.vocab_size, curve_of(args.target_ms), clock)
-
-    def opened(target: Bundle, drafter: Bundle | None, options: CpuOptions, devices: Devices) -> Pair:
-        first = Running(cast(Any, recorded), curve_of(args.target_ms), remembered=False)
-        if drafter is None:
-            return Pair(first, None, same_vocabulary=False)
-        curve = curve_of(args.drafter_ms)
-        kind = Useless if args.useless else Priced
-        session = kind(drafter, replace(options, exact_rows=False), (curve, clock, memo))
+    curve = curve_of(args.target_ms)
+    session = Recorded(target.config.vocab_size, curve, clock)
+    loaded = Loaded(Running(target, cast(Any, session), curve, place(target)))
+    beside = None
+    if drafter is not None:
+        curve, kind = curve_of(args.drafter_ms), Useless if args.useless else Priced
+        small = kind(drafter, CpuOptions(exact_rows=False), (curve, clock, memo))
         same = drafter.tokenizer.matches(target.tokenizer)
-        return Pair(first, Running(session, curve, remembered=False), same)
-
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch("edgespec.engine.open_pair", opened))
-        stack.enter_context(mock.patch("edgespec.engine.run_at_once", lambda *_: args.ahead))
-        stack.enter_context(mock.patch("edgespec.drafting.ahead.Thread", lane(clock)))
-        for module in _CLOCKED:
-            stack.enter_context(mock.patch(f"edgespec.{module}.perf_counter", clock))
-        options = LoadOptions(max_draft=args.max_draft)
-        try:
-            yield stack.enter_context(Model(target, drafter, options=options, drafts=True)), recorded
-        finally:
-            if not args.useless:
-                memo.save()
+        loaded = Loaded(loaded.target, Running(drafter, small, curve, place(drafter)), same)
+        beside = Beside(curve, clock=clock, thread=lane(clock)) if args.ahead else None
+    options = LoadOptions(max_draft=args.max_draft)
+    try:
+        with Model(loaded, options=options, clock=clock, beside=beside) as model:
+            yield model, session
+    finally:
+        if not args.useless:
+            memo.save()
 
 
 def answers(path: Path) -> dict[str, list[int]]:

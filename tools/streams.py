@@ -14,15 +14,18 @@ import argparse
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
 from html import escape
 from pathlib import Path
 from unittest import mock
 
 from edgespec.drafting.bridge import ByteBridge
+from edgespec.drafting.guard import Guard
 from edgespec.engine import Model
 from edgespec.learning import Example, Trainer
+from edgespec.profile.corrections import DrafterKey
 from edgespec.profile.manage import Profile
 from edgespec.prompts import load_prompts
 from edgespec_models.foreign import open_bundle
@@ -66,16 +69,25 @@ class AtOnce(Trainer):
         self._learn(tuning, example)
 
 
+class Silent(Guard):
+    """Lets nothing be proposed."""
+
+    allows = property(lambda self: False)
+
+
 @contextmanager
 def learning(model: Model, *, ngrams: bool, training: bool) -> Iterator[None]:
     """With a new profile."""
-    model.options = replace(model.options, training_share=float(training))
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+    side = model._side
+    if not ngrams:
+        model._profile_guard = Silent(model._pricing)
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "stream.profile"
-        stack.enter_context(mock.patch("edgespec.profile.use.Trainer", AtOnce))
-        if not ngrams:
-            stack.enter_context(mock.patch("edgespec.engine.BestOf", lambda text, profile: text))
         model.use_profile(path)
+        if training and side is not None and side.trainable and model._profile is not None:
+            trainer = AtOnce(partial(side.tuning, None), share=1.0)
+            model._profile._trainers[DrafterKey(side.bundle.digest, side.bundle.manifest.name)] = trainer
+            side.teach(trainer)
         try:
             yield
         finally:

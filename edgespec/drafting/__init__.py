@@ -1,5 +1,1 @@
-"""Drafters: where proposals come from."""
-
-from edgespec.drafting.draft import NO_DRAFT, Draft, Drafter
-
-__all__ = ["Draft", "Drafter", "NO_DRAFT"]
+"""Where proposals come from, and which of them are made."""

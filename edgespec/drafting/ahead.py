@@ -7,16 +7,19 @@ cost nothing any more, drafts may be longer.
 """
 
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from threading import Event, Thread, current_thread
 from time import perf_counter
 
-from edgespec.drafting.reading import Clock, Tally
+from edgespec.drafting.draft import Clock, Draft, Step
+from edgespec.drafting.model import ModelDrafter
+from edgespec.drafting.reading import Duration
 from edgespec.pricing import Pricing
+from edgespec.results import Remarks
 from edgespec_runtimes.cost import CostCurve
 
-__all__ = ["Ahead"]
+__all__ = ["Ahead", "Beside"]
 
 _LOG = logging.getLogger("edgespec")
 _ALONE_EVERY = 16  # rounds
@@ -57,7 +60,37 @@ class _Ratio:
 
 
 class Ahead:
-    """Decides whether to read ahead beside a pass of the target, and does it in a thread of its own.
+    """A model's drafts, and what it reads on while the target verifies them; how much, ``remarks`` says."""
+
+    def __init__(self, model: ModelDrafter, beside: "Beside", *, pricing: Pricing, remarks: Remarks) -> None:
+        self._model, self._beside = model, beside
+        self._pricing, self._remarks = pricing, remarks
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
+        """See :class:`~edgespec.drafting.draft.Source`."""
+        self._model.waited(self._beside.settle())
+        draft = self._model.propose(tokens, limit)
+        if not draft.tokens:
+            return draft
+        steps, count = self._model.read_on(draft, limit), len(draft.tokens)
+        runs = self._beside.start(steps, pass_s=self._pricing.pass_seconds(1 + count), wanted=count)
+        return replace(draft, slowdown=self._beside.slowdown) if runs else draft
+
+    def observe(self, step: Step) -> None:
+        """See :class:`~edgespec.drafting.draft.Observer`."""
+        self._beside.observe(step.target_s / self._pricing.pass_seconds(1 + len(step.draft.tokens)))
+        self._model.observe(step)
+
+    def close(self) -> None:
+        """See :class:`~edgespec.drafting.draft.Observer`."""
+        self._beside.stop()
+        self._model.close()
+        reader = self._model.reader
+        self._remarks.drafted_ahead, self._remarks.used_ahead = reader.drafted_ahead, reader.used_ahead
+
+
+class Beside:
+    """Decides whether to read on beside a pass of the target, and does it in a thread of its own.
 
     The thread lives for one pass and ends by itself; whoever else is to use the drafter's session calls
     :meth:`settle` or :meth:`stop` before. One for each model.
@@ -68,17 +101,16 @@ class Ahead:
     power; by how much is learned from passes of both kinds, one in sixteen being left alone to compare with.
 
     Args:
-        pricing: what the target's passes take.
         curve: the drafter's measured T(n).
-
-    Attributes:
-        tally: what was read ahead in this request.
+        clock: times the steps.
+        thread: what :class:`threading.Thread` is.
     """
 
-    def __init__(self, pricing: Pricing, curve: CostCurve) -> None:
-        self.tally = Tally()
-        self._pricing = pricing
-        self._step = Clock(curve.seconds(1))
+    def __init__(
+        self, curve: CostCurve, *, clock: Clock = perf_counter, thread: Callable[..., Thread] = Thread
+    ) -> None:
+        self._clock, self._thread = clock, thread
+        self._step = Duration(curve.seconds(1))
         self._alone, self._slowdown = _Ratio(), _Ratio()
         self._rounds = 0
         self._ran = False  # beside the pass that is observed next
@@ -89,29 +121,39 @@ class Ahead:
         """Factor by which the target's passes take longer while the drafter runs; at least 1."""
         return max(1.0, self._slowdown.value)
 
-    def begin(self) -> None:
-        """A request begins; one that was left early may not have ended yet."""
-        self.stop()
-        self.tally, self._ran = Tally(), False
-
-    def start(self, steps: Iterator[float], *, rows: int, wanted: int) -> None:
+    def start(self, steps: Iterator[float], *, pass_s: float, wanted: int) -> bool:
         """Go through ``steps`` beside the target's pass, which is about to begin, if that pays.
 
         Args:
             steps: reads a token at each step; yields, before each, the probability that it is needed.
-            rows: of the target's pass.
+            pass_s: what the target's pass takes alone.
             wanted: steps that the next draft is expected to need.
+
+        Returns:
+            Whether it does.
         """
         self._rounds += 1
-        chance, pass_s = next(steps, 0.0), self._pricing.pass_seconds(rows)
+        chance = next(steps, 0.0)
         gain_s, extra_s = chance * min(wanted * self._step.seconds, pass_s), (self.slowdown - 1.0) * pass_s
         if gain_s <= extra_s:
             self._slowdown.fade()
-        elif self._rounds % _ALONE_EVERY:
-            self._ran = True
-            run = self._run = _Run(perf_counter() + pass_s + extra_s, extra_s)
-            run.thread = Thread(target=self._go_through, args=(run, steps, chance), name="edgespec-ahead")
+            return False
+        self._ran = self._rounds % _ALONE_EVERY > 0
+        if self._ran:
+            run = self._run = _Run(self._clock() + pass_s + extra_s, extra_s)
+            run.thread = self._thread(
+                target=self._go_through, args=(run, steps, chance), name="edgespec-ahead"
+            )
             run.thread.start()
+        return self._ran
+
+    def observe(self, ratio: float) -> None:
+        """Tell of a pass of the target: what it took over what it would be expected to take alone."""
+        if self._ran:
+            self._slowdown.observe(ratio / self._alone.value)
+        else:
+            self._alone.observe(ratio)
+        self._ran = False
 
     def settle(self) -> float:
         """Stop reading ahead and wait for the step that runs.
@@ -122,28 +164,18 @@ class Ahead:
         Raises:
             BaseException: what reading ahead raised.
         """
-        started, run = perf_counter(), self._wait()
+        started, run = self._clock(), self._wait()
         if run is None:
             return 0.0
         if run.error is not None:
             raise run.error
-        return perf_counter() - started + run.extra_s
+        return self._clock() - started + run.extra_s
 
     def stop(self) -> None:
         """Like :meth:`settle`, where no draft is wanted any more: errors go to the log."""
-        run = self._wait()
+        run, self._ran = self._wait(), False
         if run is not None and run.error is not None:
             _LOG.warning("drafting ahead failed: %r", run.error)
-
-    def observe_pass(self, rows: int, seconds: float) -> float:
-        """Tell of a target pass; returns the seconds it would have taken alone."""
-        ratio = seconds / self._pricing.pass_seconds(rows)
-        if not self._ran:
-            self._alone.observe(ratio)
-            return seconds
-        self._ran = False
-        self._slowdown.observe(ratio / self._alone.value)
-        return seconds / self.slowdown
 
     def _wait(self) -> _Run | None:
         run = self._run
@@ -160,12 +192,12 @@ class Ahead:
     def _go_through(self, run: _Run, steps: Iterator[float], chance: float) -> None:
         try:
             while chance and not run.stop.is_set() and self._pays(chance, run.until):
-                started = perf_counter()
+                started = self._clock()
                 chance = next(steps, 0.0)
-                self._step.observe(perf_counter() - started)
+                self._step.observe(self._clock() - started)
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
             run.error = error
 
     def _pays(self, chance: float, until: float) -> bool:
-        beyond_s = max(0.0, perf_counter() + self._step.seconds - until)
+        beyond_s = max(0.0, self._clock() + self._step.seconds - until)
         return chance * self._step.seconds > beyond_s

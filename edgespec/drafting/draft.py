@@ -1,13 +1,16 @@
-"""What a drafter is: proposals in the target's vocabulary, and never a decision."""
+"""What decoding and its sources of proposals tell each other: drafts, and what came of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Draft", "Drafter", "Extending", "NO_DRAFT"]
+__all__ = ["Clock", "Draft", "Extending", "NO_DRAFT", "Observer", "Source", "Step"]
+
+Clock = Callable[[], float]
+"""Seconds since some moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,32 +24,65 @@ class Draft:
         sources: which drafter proposed each token; as long as ``tokens``.
         confidence: for each token, an estimate in [0, 1] that it will be accepted given that those
             before it are; a function of the context and of earlier proposals only.
+        slowdown: the factor by which the target's pass takes longer because its source computes beside it.
     """
 
     tokens: tuple[int, ...] = ()
     probs: npt.NDArray[np.float64] | None = None
     sources: tuple[str, ...] = ()
     confidence: tuple[float, ...] = field(default=())
+    slowdown: float = 1.0
 
     def head(self, count: int) -> "Draft":
         """The first ``count`` proposals."""
         probs = None if self.probs is None else self.probs[:count]
-        return Draft(self.tokens[:count], probs, self.sources[:count], self.confidence[:count])
+        kept = self.tokens[:count], probs, self.sources[:count], self.confidence[:count]
+        return Draft(*kept, self.slowdown)
 
     def then(self, more: "Draft") -> "Draft":
         """This draft and ``more`` behind it; both deterministic."""
         if not more.tokens:
             return self
-        return Draft(
-            self.tokens + more.tokens, None, self.sources + more.sources, self.confidence + more.confidence
-        )
+        tokens, sources = self.tokens + more.tokens, self.sources + more.sources
+        return Draft(tokens, None, sources, self.confidence + more.confidence, self.slowdown)
 
 
 NO_DRAFT = Draft()
 
 
-class Drafter(Protocol):
-    """Proposes tokens. It owns its state and re-aligns itself with ``tokens`` at every call."""
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One round of decoding.
+
+    Attributes:
+        tokens: what it committed, at least one token.
+        draft: what was proposed.
+        accepted: how many proposals were kept.
+        drafter_s: seconds spent proposing.
+        target_s: seconds of the target's pass.
+        seconds: of the whole round.
+    """
+
+    tokens: tuple[int, ...]
+    draft: Draft = NO_DRAFT
+    accepted: int = 0
+    drafter_s: float = 0.0
+    target_s: float = 0.0
+    seconds: float = 0.0
+
+
+class Observer(Protocol):
+    """Is told of one request's rounds; made when the request begins."""
+
+    def observe(self, step: Step) -> None:
+        """A round is over."""
+
+    def close(self) -> None:
+        """The request has ended, however that came; called once."""
+
+
+class Source(Observer, Protocol):
+    """Proposes tokens in one request. It owns its state and never decides what is kept."""
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
         """Propose at most ``limit`` tokens to follow ``tokens`` (all committed so far, prompt included).
@@ -55,11 +91,11 @@ class Drafter(Protocol):
         """
 
 
-class Extending(Drafter, Protocol):
-    """A drafter that also goes on where another one stopped."""
+class Extending(Source, Protocol):
+    """A source that also goes on where another one stopped."""
 
     def extend(self, tokens: Sequence[int], draft: Draft, limit: int) -> Draft:
-        """``draft``, which another drafter proposed behind ``tokens``, made longer: up to ``limit`` tokens.
+        """``draft``, which another source proposed behind ``tokens``, made longer: up to ``limit`` tokens.
 
         To be called after :meth:`propose` with the same tokens. ``draft`` itself if there is nothing to add.
         """

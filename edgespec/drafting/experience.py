@@ -69,37 +69,26 @@ class Experience:
     ) -> None:
         self._records = dict(records or {})
         self._tell = tell
-        self._open: tuple[list[bytes], Callable[[], float | None]] | None = None
 
-    def begin(self, prompt: Sequence[int], gain: Callable[[], float | None]) -> None:
-        """A request with ``prompt`` begins; ``gain`` tells its gain when it is over, None if unknown."""
-        self.settle()
-        self._open = _beginnings(prompt), gain
-
-    def pays(self, prompt: Sequence[int], price: float) -> bool:
-        """Whether reading ``prompt`` is expected to gain more than ``price``, a share like the gain."""
-        self.settle()
-        known = [self._records[key] for key in _beginnings(prompt) if key in self._records]
+    def expected(self, prompt: Sequence[int]) -> float:
+        """What reading ``prompt`` is expected to gain."""
+        known = self._known(prompt)
         expected, weight = _PRIOR, _PRIOR_WEIGHT
         for record, longer in zip_longest(known, known[1:]):
             if longer is None or longer.count < record.count:  # else it says the same
                 expected = (record.gain + weight * expected) / (record.count + weight)
                 weight = _SHORTER_WEIGHT
-        if expected > price:
-            return True
-        for record in known:  # so that it is tried again
+        return expected
+
+    def skip(self, prompt: Sequence[int]) -> None:
+        """``prompt`` is not read; what is known of its kind fades, so that it is tried again."""
+        for record in self._known(prompt):
             record.gain *= _FORGETTING
             record.count *= _FORGETTING
-        return False
 
-    def settle(self) -> None:
-        """Learn from the last request."""
-        if self._open is None:
-            return
-        (keys, gain), self._open = self._open, None
-        share = gain()
-        if share is None:
-            return
+    def add(self, prompt: Sequence[int], share: float) -> None:
+        """``prompt`` was read, which gained ``share``."""
+        keys = _beginnings(prompt)
         for key in keys:
             record = self._records.pop(key, Record())
             record.add(share)
@@ -107,6 +96,9 @@ class Experience:
         while len(self._records) > MOST:
             del self._records[next(iter(self._records))]
         self._tell(Outcome(tuple(keys), share))
+
+    def _known(self, prompt: Sequence[int]) -> list[Record]:
+        return [self._records[key] for key in _beginnings(prompt) if key in self._records]
 
 
 def _beginnings(prompt: Sequence[int]) -> list[bytes]:

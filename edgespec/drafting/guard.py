@@ -3,7 +3,7 @@
 from typing import Final
 
 from edgespec.pricing import Pricing
-from edgespec.watch import Verdict, Watch
+from edgespec.watch import Finding, Watch
 
 __all__ = ["STAKE", "Guard"]
 
@@ -34,28 +34,30 @@ class Guard:
         self._pause, self._left = _FIRST_PAUSE, 0
         self.reason: str | None = None
 
+    @property
     def allows(self) -> bool:
-        """Whether to go on this round; counts the rounds of a pause down."""
-        if self._left == 0:
-            return True
-        self._left -= 1
-        return False
+        """Whether to go on."""
+        return self._left == 0
 
-    def observe(self, committed: int, seconds: float) -> Verdict | None:
+    def rest(self) -> None:
+        """Tell of a round of a pause."""
+        self._left = max(0, self._left - 1)
+
+    def observe(self, committed: int, seconds: float) -> Finding | None:
         """Tell of tokens that were committed and the time they took; returns what that shows, if anything."""
         self._tokens, self._seconds = self._tokens + committed, self._seconds + seconds
-        verdict = self._watch.observe(committed - seconds * self._pricing.plain_rate)
-        if verdict is Verdict.PROVED:
+        finding = self._watch.observe(committed - seconds * self._pricing.plain_rate)
+        if finding is Finding.PROVED:
             self._pause, self.reason = _FIRST_PAUSE, None
-        elif verdict is Verdict.FAILED:
+        elif finding is Finding.FAILED:
             ratio = self._tokens / self._seconds / self._pricing.plain_rate
             self.reason = f"{self._what} at {ratio:.2f} times the speed of plain decoding"
             self._left, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
         if self._watch.lost == 0.0:
             self._tokens = self._seconds = 0.0
-        return verdict
+        return finding
 
-    def observe_rows(self, committed: int, count: int, *, rows: int) -> Verdict | None:
+    def observe_rows(self, committed: int, count: int, *, rows: int) -> Finding | None:
         """Tell of ``count`` proposals in a pass of ``rows``, of which ``committed`` were accepted.
 
         They took the time by which such a pass is longer than one without them.

@@ -1,20 +1,17 @@
 """A small model as drafter, of any vocabulary."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 import numpy.typing as npt
 
-from edgespec.drafting.ahead import Ahead
 from edgespec.drafting.bridge import Bridge
-from edgespec.drafting.draft import Draft
+from edgespec.drafting.draft import Draft, Step
 from edgespec.drafting.reading import Reader
 from edgespec.pricing import Pricing
 from edgespec_models.errors import TokenizerError
-from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.session import Session
 
 __all__ = ["Calibration", "Guess", "ModelDrafter", "Vocabulary"]
 
@@ -114,74 +111,110 @@ class ModelDrafter:
     rejection sampling of a deterministic proposal would.
 
     Args:
-        session: the drafter's session; shared between requests, one at a time.
+        reader: reads with the drafter's session.
         bridge: between the vocabularies, for this request.
         vocabulary: what its LM head writes.
         pricing: what verification costs.
         calibration: acceptance by confidence; shared between requests.
-        curve: the drafter's measured T(n).
-        ahead: lets it draft on while the target's pass runs; None where both run on one device.
+        gained: told at the end what it gained, if it read the prompt.
+
+    Attributes:
+        reader: as given.
     """
 
     def __init__(
         self,
-        session: Session,
+        reader: Reader,
         bridge: Bridge,
         vocabulary: Vocabulary,
         *,
         pricing: Pricing,
         calibration: Calibration,
-        curve: CostCurve,
-        ahead: Ahead | None = None,
+        gained: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        self._bridge, self._vocabulary = bridge, vocabulary
-        self._pricing, self._calibration, self._ahead = pricing, calibration, ahead
-        self._reader = Reader(session, curve, None if ahead is None else ahead.tally)
+        self.reader, self._bridge, self._vocabulary = reader, bridge, vocabulary
+        self._pricing, self._calibration, self._gained = pricing, calibration, gained
         self._saved_s = 0.0
-        self._last: tuple[int, tuple[Guess, ...]] = (0, ())
+        self._proposed: list[Guess] = []  # this round
 
     @property
     def gain_s(self) -> float | None:
         """Seconds saved so far against plain decoding, reading the prompt not counted; None if not read."""
-        spent_s = self._reader.spent_s
+        spent_s = self.reader.spent_s
         return None if spent_s is None else self._saved_s - spent_s
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-        """See :class:`edgespec.drafting.Drafter`."""
-        if self._ahead is not None:
-            self._saved_s -= self._ahead.settle()
-        self._learn(tokens)
+        """See :class:`~edgespec.drafting.draft.Source`."""
         guesses = self._draft(tokens, limit)
-        confidence = [self._calibration.probability(guess) for guess in guesses]
+        confidence = tuple(self._calibration.probability(guess) for guess in guesses)
         count, _ = self._pricing.keep(confidence)
         if not count:
             self._calibration.forget()
-        self._last = (len(tokens), tuple(guesses[:count]))
-        if self._ahead is not None and count:
-            steps = self._read_on(prod(confidence[:count]), limit)
-            self._ahead.start(steps, rows=1 + count, wanted=len(guesses))
-        return Draft(
-            tuple(guess.token for guess in guesses[:count]),
-            None,
-            (_SOURCE,) * count,
-            tuple(confidence[:count]),
-        )
+        self._proposed = guesses[:count]
+        drafted = tuple(guess.token for guess in self._proposed)
+        return Draft(drafted, None, (_SOURCE,) * count, confidence[:count])
+
+    def observe(self, step: Step) -> None:
+        """See :class:`~edgespec.drafting.draft.Observer`: compare the proposals with what was committed."""
+        guesses, self._proposed = self._proposed, []
+        one_s = self._pricing.pass_seconds(1)
+        self._saved_s += one_s - self._pricing.pass_seconds(1 + len(guesses))
+        for guess, token in zip(guesses, step.tokens, strict=False):
+            accepted = token == guess.token
+            self._calibration.observe(guess, accepted)
+            if not accepted:
+                break
+            self._saved_s += one_s
+
+    def close(self) -> None:
+        """See :class:`~edgespec.drafting.draft.Observer`."""
+        if self.gain_s is not None:
+            self._gained(self.gain_s)
+
+    def waited(self, seconds: float) -> None:
+        """Tell of time that was spent on reading ahead: it is not gained."""
+        self._saved_s -= seconds
+
+    def read_on(self, draft: Draft, limit: int) -> Iterator[float]:
+        """Read what the model would write behind its ``draft``, a token at a step, as far as may be drafted.
+
+        Yields, before each step, the probability that the token is needed: that the whole draft is accepted
+        and the token behind it, which the target adds, is the one that the model would write.
+        """
+        accepted, added, survival = prod(draft.confidence), self._calibration.typical, 1.0
+        said = self.reader.latest
+        for count in range(limit + 1):  # the last of the draft, what the target adds, the next draft
+            token = self._vocabulary.token(said.row)
+            guessed = self._calibration.probability(Guess(token, said.probability, open=False))
+            if count == 1:
+                added = guessed
+            elif count:
+                survival *= guessed
+            if token in self._vocabulary.ends or not self._pays(survival, max(1, count), 0.0):
+                return
+            known = self.reader.ahead(count)
+            if known is None:
+                if not self.reader.room_ahead:
+                    return
+                yield accepted * added
+                known = self.reader.read_on(token)
+            said = known
 
     def _draft(self, tokens: Sequence[int], limit: int) -> list[Guess]:
         try:
             ids = self._bridge.align(tokens) if limit > 0 else []
-            if ids and self._pays(1.0, 1, self._reader.seconds_of_text(ids)):
-                return self._guess(ids, limit) if self._reader.room_for(len(ids) + 2 * limit) else []
+            if ids and self._pays(1.0, 1, self.reader.seconds_of_text(ids)):
+                return self._guess(ids, limit) if self.reader.room_for(len(ids) + 2 * limit) else []
         except TokenizerError:  # what one of the vocabularies cannot spell, or its encoder fails over
             return []
-        self._reader.idle()
+        self.reader.idle()
         return []
 
     def _guess(self, ids: list[int], limit: int) -> list[Guess]:
         drafted: list[int] = []
         probabilities: list[float] = []
         guesses: list[Guess] = []
-        said = self._reader.read(ids)
+        said = self.reader.read(ids)
         while True:
             token = self._vocabulary.token(said.row)
             if token in self._vocabulary.ends:
@@ -194,33 +227,9 @@ class ModelDrafter:
                 self._calibration.consider(guesses[-1])
             if len(guesses) >= limit or len(drafted) >= 2 * limit:
                 return guesses[:limit]
-            if not self._pays(survival, 1 + len(guesses), self._reader.seconds_of_step(token)):
+            if not self._pays(survival, 1 + len(guesses), self.reader.seconds_of_step(token)):
                 return guesses
-            said = self._reader.step(token)
-
-    def _read_on(self, accepted: float, limit: int) -> Iterator[float]:
-        """Read what the model would write behind its draft, a token at a step, as far as it may be drafted.
-
-        Yields, before each step, the probability that the token is needed: that the whole draft is accepted
-        (``accepted``) and the token behind it, which the target adds, is the one that the model would write.
-        """
-        said, added, survival = self._reader.latest, self._calibration.typical, 1.0
-        for count in range(limit + 1):  # the last of the draft, what the target adds, the next draft
-            token = self._vocabulary.token(said.row)
-            guessed = self._calibration.probability(Guess(token, said.probability, open=False))
-            if count == 1:
-                added = guessed
-            elif count:
-                survival *= guessed
-            if token in self._vocabulary.ends or not self._pays(survival, max(1, count), 0.0):
-                return
-            known = self._reader.ahead(count)
-            if known is None:
-                if not self._reader.room_ahead:
-                    return
-                yield accepted * added
-                known = self._reader.read_on(token)
-            said = known
+            said = self.reader.step(token)
 
     def _pays(self, survival: float, rows: int, seconds: float) -> bool:
         """Whether one more token, or several, pay in a pass of ``rows``; see :meth:`Pricing.pays`."""
@@ -231,19 +240,6 @@ class ModelDrafter:
         """The guess that the text ends here."""
         end = self._vocabulary.target_end
         return [] if end is None else [Guess(end, probability, False)]
-
-    def _learn(self, tokens: Sequence[int]) -> None:
-        """Compare the last proposals with what was committed in their place."""
-        at, guesses = self._last
-        one_s = self._pricing.pass_seconds(1)
-        gain_s = one_s - self._pricing.pass_seconds(1 + len(guesses))
-        for guess, token in zip(guesses, tokens[at:], strict=False):
-            accepted = token == guess.token
-            self._calibration.observe(guess, accepted)
-            if not accepted:
-                break
-            gain_s += one_s
-        self._saved_s += gain_s
 
 
 def _guesses(translated: Sequence[tuple[int, int]], probabilities: Sequence[float]) -> list[Guess]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Final
 
-from edgespec.drafting.draft import NO_DRAFT, Draft
+from edgespec.drafting.draft import NO_DRAFT, Draft, Step
 from edgespec_models.errors import RequestError
 
 __all__ = ["ContextTree", "Match", "NgramDrafter"]
@@ -221,16 +221,25 @@ class NgramDrafter:
         self._considered: list[Match] = []
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-        """See :class:`~edgespec.drafting.draft.Drafter`. The proposals are a function of the tokens."""
-        asked_at = len(self._tree)
-        if self._tree.align(tokens) == asked_at:
-            self._learn(tokens[asked_at:])
+        """See :class:`~edgespec.drafting.draft.Source`. The proposals are a function of the tokens."""
+        self._tree.align(tokens)
         self._considered, draft = self._draft(tokens, NO_DRAFT, limit)
         return draft
 
     def extend(self, tokens: Sequence[int], draft: Draft, limit: int) -> Draft:
         """See :class:`~edgespec.drafting.draft.Extending`. What is added is not learned from."""
         return draft.then(self._draft(tokens, draft, limit)[1])
+
+    def observe(self, step: Step) -> None:
+        """See :class:`~edgespec.drafting.draft.Observer`: what was considered is judged, whoever drafted."""
+        considered, self._considered = self._considered, []
+        for match, token in zip(considered, step.tokens, strict=False):
+            self._acceptance.observe(match, match.token == token)
+            if match.token != token:
+                break  # what follows a rejected token was never judged
+
+    def close(self) -> None:
+        """See :class:`~edgespec.drafting.draft.Observer`."""
 
     def _draft(self, tokens: Sequence[int], before: Draft, limit: int) -> tuple[list[Match], Draft]:
         """Matches that were considered behind ``tokens`` and ``before``, and the proposals they make."""
@@ -253,12 +262,6 @@ class NgramDrafter:
             return considered, NO_DRAFT
         sources = (_SOURCE,) * len(drafted)
         return considered, Draft(tuple(drafted), sources=sources, confidence=tuple(confidence))
-
-    def _learn(self, committed: Sequence[int]) -> None:
-        for match, token in zip(self._considered, committed, strict=False):
-            self._acceptance.observe(match, match.token == token)
-            if match.token != token:
-                break  # what follows a rejected token was never judged
 
 
 class _Acceptance:

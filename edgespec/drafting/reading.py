@@ -4,17 +4,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
+from edgespec.drafting.draft import Clock
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Session
 
-__all__ = ["Clock", "Reader", "Said", "Tally"]
+__all__ = ["Duration", "Reader", "Said"]
 
 _SMOOTHING = 0.1
 _FORGETTING = 0.005
 
 
-class Clock:
+class Duration:
     """What something takes: a running mean that outliers hardly move and that drifts back unused.
 
     Attributes:
@@ -49,14 +50,6 @@ class Said:
     probability: float
 
 
-@dataclass(slots=True)
-class Tally:
-    """Tokens of one request that a drafter read ahead, and how many of them later drafts needed."""
-
-    drafted: int = 0
-    used: int = 0
-
-
 class Reader:
     """Reads a text with the drafter's session: what is committed, and what is drafted behind it.
 
@@ -67,13 +60,18 @@ class Reader:
     Args:
         session: the drafter's; nobody else uses it while the request lasts.
         curve: the drafter's measured T(n).
-        tally: counts what is read ahead.
+        clock: times the passes.
+
+    Attributes:
+        drafted_ahead: tokens read ahead so far.
+        used_ahead: of these, how many later drafts needed.
     """
 
-    def __init__(self, session: Session, curve: CostCurve, tally: Tally | None = None) -> None:
-        self._session, self._tally = session, tally or Tally()
+    def __init__(self, session: Session, curve: CostCurve, *, clock: Clock = perf_counter) -> None:
+        self._session, self._clock = session, clock
+        self.drafted_ahead = self.used_ahead = 0
         # The first pass of a round also reads what was committed since the last.
-        self._first, self._step = Clock(curve.seconds(2)), Clock(curve.seconds(1))
+        self._first, self._step = Duration(curve.seconds(2)), Duration(curve.seconds(1))
         self._said: dict[int, Said] = {}  # by position
         self._length = 0  # of the text; the cache may hold tokens read ahead of it
         self._ahead: set[int] = set()  # positions read ahead that no draft has needed yet
@@ -116,7 +114,7 @@ class Reader:
         last = len(text) - 1
         if not self._knows(text):
             self._forget(min(self._session.shared_prefix(text), last))
-            started = perf_counter()
+            started = self._clock()
             predictions = self._session.predict_next(text)
             if self._spent_s is None:
                 self._spent_s = 0.0
@@ -134,7 +132,7 @@ class Reader:
             self._forget(self._length)
             if self._session.length > self._length:
                 self._session.truncate(self._length)
-            started = perf_counter()
+            started = self._clock()
             said = self._ask(token)
             self._spent(self._step, started)
         self._move(self._length + 1)
@@ -148,7 +146,7 @@ class Reader:
         """Read a token ahead of the text, behind those read ahead already."""
         said = self._ask(token)
         self._ahead.add(self._session.length - 1)
-        self._tally.drafted += 1
+        self.drafted_ahead += 1
         return said
 
     def _ask(self, token: int) -> Said:
@@ -163,16 +161,16 @@ class Reader:
         said = self._said.get(self._length)
         return said if said is not None and said.token == token else None
 
-    def _spent(self, clock: Clock, started: float) -> None:
-        seconds = perf_counter() - started
-        clock.observe(seconds)
+    def _spent(self, usual: Duration, started: float) -> None:
+        seconds = self._clock() - started
+        usual.observe(seconds)
         self._spent_s = (self._spent_s or 0.0) + seconds
 
     def _move(self, length: int) -> None:
         """The text has ``length`` tokens now."""
         self._length = length
         needed = {at for at in self._ahead if at < length}
-        self._tally.used += len(needed)
+        self.used_ahead += len(needed)
         self._ahead -= needed
 
     def _forget(self, length: int) -> None:

@@ -1,12 +1,15 @@
-"""The drafter's half of a loaded model: what it keeps between requests, and a drafter for each of them."""
+"""The drafter's half of a loaded model: what it keeps between requests, and its part in each of them."""
 
 from collections.abc import Callable, Sequence
+from time import perf_counter
 
-from edgespec.drafting.ahead import Ahead
+from edgespec.drafting.ahead import Ahead, Beside
 from edgespec.drafting.bridge import Bridge, ByteBridge, IdentityBridge
 from edgespec.drafting.context import context_tokens
+from edgespec.drafting.draft import Clock, Source, Step
 from edgespec.drafting.experience import Experience
 from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
+from edgespec.drafting.reading import Reader
 from edgespec.learning.decoder import NumpyDecoder
 from edgespec.learning.layer_math import F32
 from edgespec.learning.lesson import Table
@@ -14,15 +17,54 @@ from edgespec.learning.trainer import Trainer
 from edgespec.learning.tuning import Example, Tuning
 from edgespec.pricing import Pricing
 from edgespec.request import Request
+from edgespec.results import Remarks
 from edgespec.sessions import DRAFTER_READING_ROWS, Running
 from edgespec_models.bundle import Bundle
 from edgespec_models.errors import TokenizerError
 
-__all__ = ["DrafterSide"]
+__all__ = ["DrafterSide", "Part"]
 
 _PROMPT, _ANSWER = 256, 512  # tokens of a text to learn from, at most: its prompt's last, its answer's first
 _SHORTEST = 8  # answer
 _REREAD = 64  # tokens that may be read again; system prompts are mostly shorter
+
+
+class Part:
+    """The drafter's part in one request, as an observer of its rounds.
+
+    Training stands still while the request runs; then what it wrote is offered to learn from.
+
+    Args:
+        trainer: stands still from now on; None where nothing is trained.
+        source: drafts; None where that is not wanted or will not pay.
+        reading_s: seconds that the source needs for the prompt when it is first asked.
+        example: makes an example of the answer, if that is worth while.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer | None = None,
+        source: Source | None = None,
+        reading_s: float = 0.0,
+        example: Callable[[Sequence[int]], Example | None] = lambda answer: None,
+    ) -> None:
+        self.source, self.reading_s = source, reading_s
+        self._trainer, self._example, self._answer = trainer, example, list[int]()
+        if trainer is not None:
+            trainer.pause()
+
+    def observe(self, step: Step) -> None:
+        """See :class:`~edgespec.drafting.draft.Observer`."""
+        self._answer += step.tokens
+
+    def close(self) -> None:
+        """See :class:`~edgespec.drafting.draft.Observer`."""
+        if self._trainer is None:
+            return
+        self._trainer.resume()
+        example = self._example(self._answer)
+        if example is not None:
+            self._trainer.offer(example)
 
 
 class DrafterSide:
@@ -30,17 +72,16 @@ class DrafterSide:
 
     Args:
         target: the target's bundle.
-        bundle: the drafter's.
-        running: the drafter's session, and what its passes cost.
+        running: the drafter.
         same_vocabulary: whether both have the same tokens.
         pricing: what verification costs.
-        ahead: lets it draft on while the target's pass runs; None where both run on one device.
+        beside: lets it draft on while the target's pass runs; None where both run on one device.
+        clock: times its passes.
 
     Attributes:
-        bundle: as given.
+        bundle: the drafter's.
         session: the drafter's.
         curve: its measured T(n).
-        ahead: as given.
         experience: whether reading prompts paid, by how they began.
         trainer: teaches it what the target writes; None leaves it as it is.
     """
@@ -48,73 +89,64 @@ class DrafterSide:
     def __init__(
         self,
         target: Bundle,
-        bundle: Bundle,
         running: Running,
         *,
         same_vocabulary: bool,
         pricing: Pricing,
-        ahead: Ahead | None = None,
+        beside: Beside | None = None,
+        clock: Clock = perf_counter,
     ) -> None:
-        self.bundle, self.session, self.curve, self.ahead = bundle, running.session, running.curve, ahead
+        self.bundle, self.session, self.curve = running.bundle, running.session, running.curve
         self.experience = Experience()
         self.trainer: Trainer | None = None
         self._gains: dict[str, F32] | None = None  # trained, to run with
-        self._read: tuple[Bridge, int] | None = None  # this request's bridge, and tokens of its prompt
-        self._target, self._same_vocabulary, self._pricing = target, same_vocabulary, pricing
+        self._target, self._same_vocabulary = target, same_vocabulary
+        self._pricing, self._beside, self._clock = pricing, beside, clock
         self._calibration = Calibration()
 
-    def drafter(
-        self,
-        tokens: Sequence[int],
-        prompt_of: Callable[[Bundle], list[int]],
-        request: Request,
-        *,
-        max_draft: int,
-    ) -> tuple[ModelDrafter | None, float]:
-        """The drafter for one request and the seconds of its reading; None if that will not pay.
+    def prompt(self, tokens: list[int], encode: Callable[[Bundle], list[int]]) -> list[int]:
+        """``tokens``, the prompt, as the drafter is to read it: in its own tokens and chat template."""
+        return tokens.copy() if self._same_vocabulary else encode(self.bundle)
 
-        Args:
-            tokens: the prompt, in the target's tokens.
-            prompt_of: the prompt in a bundle's own tokens and chat template.
-            request: what is asked.
-            max_draft: the longest draft.
-        """
-        self._read = None
-        bridge: Bridge
-        if self._same_vocabulary:
-            prompt, bridge = list(tokens), IdentityBridge(self._target.config.vocab_size)
-        else:
-            prompt = prompt_of(self.bundle)
-            tokenizers = self._target.tokenizer, self.bundle.tokenizer
-            bridge = ByteBridge(*tokenizers, prompt_length=len(tokens), drafter_prompt=prompt)
-        session = self.session
+    def begin(
+        self, tokens: Sequence[int], prompt: list[int], request: Request, *, max_draft: int, remarks: Remarks
+    ) -> Part:
+        """A request begins; ``tokens`` are its prompt, ``prompt`` the same as the drafter is to read it."""
         # Another vocabulary may need more tokens for the same text.
         wanted = len(prompt) + 2 * request.max_new_tokens + 4 * max_draft
-        session.reserve(min(wanted, session.longest))
+        self.session.reserve(min(wanted, self.session.longest))
         self._tune(prompt)
-        unread = len(prompt) - session.shared_prefix(prompt)
+        unread = len(prompt) - self.session.shared_prefix(prompt)
         reading_s = unread * self.curve.seconds(DRAFTER_READING_ROWS) / DRAFTER_READING_ROWS
         longest_s = request.max_new_tokens * self._pricing.pass_seconds(1)
-        if len(prompt) >= session.capacity or not self.experience.pays(tokens, reading_s / longest_s):
-            return None, 0.0
-        drafter = ModelDrafter(
-            session,
+        if len(prompt) >= self.session.capacity:
+            return Part(self.trainer)
+        if self.experience.expected(tokens) <= reading_s / longest_s:
+            self.experience.skip(tokens)
+            return Part(self.trainer)
+        bridge = self._bridge(tokens, prompt)
+        model = ModelDrafter(
+            Reader(self.session, self.curve, clock=self._clock),
             bridge,
             self._vocabulary(prompt, request),
             pricing=self._pricing,
             calibration=self._calibration,
-            curve=self.curve,
-            ahead=self.ahead,
+            gained=lambda seconds: self.experience.add(tokens, seconds / longest_s),
         )
-        self._read = bridge, len(prompt)
-        self.experience.begin(tokens, lambda: drafter.gain_s and drafter.gain_s / longest_s)
-        return drafter, reading_s
+        source: Source = model
+        if self._beside is not None:
+            source = Ahead(model, self._beside, pricing=self._pricing, remarks=remarks)
+        return Part(
+            self.trainer,
+            source,
+            reading_s,
+            lambda answer: self._example([*tokens, *answer], bridge, len(prompt)),
+        )
 
-    def reset(self) -> None:
-        """The last request has ended, or will never begin."""
-        self._read = None
-        if self.ahead is not None:
-            self.ahead.begin()
+    def stop(self) -> None:
+        """Wait for what an earlier request may have left running."""
+        if self._beside is not None:
+            self._beside.stop()
 
     def teach(self, trainer: Trainer | None) -> None:
         """Let ``trainer`` train it; what another one taught is put back. None leaves it as the bundle is."""
@@ -135,20 +167,11 @@ class DrafterSide:
         """
         return Tuning(NumpyDecoder(self.bundle), table)
 
-    def begin(self) -> None:
-        """A request runs from now on: training stands still."""
-        if self.trainer is not None:
-            self.trainer.pause()
-
-    def end(self, tokens: Sequence[int]) -> None:
-        """It has ended; ``tokens`` are its prompt and its answer, to be learned from."""
-        if self.trainer is None:
-            return
-        self.trainer.resume()
-        example = None if self._read is None else self._example(tokens, *self._read)
-        self._read = None
-        if example is not None:
-            self.trainer.offer(example)
+    def _bridge(self, tokens: Sequence[int], prompt: list[int]) -> Bridge:
+        if self._same_vocabulary:
+            return IdentityBridge(self._target.config.vocab_size)
+        tokenizers = self._target.tokenizer, self.bundle.tokenizer
+        return ByteBridge(*tokenizers, prompt_length=len(tokens), drafter_prompt=prompt)
 
     def _example(self, tokens: Sequence[int], bridge: Bridge, start: int) -> Example | None:
         eos, ends = (bundle.manifest.special_tokens.eos for bundle in (self._target, self.bundle))

@@ -16,7 +16,7 @@ import numpy as np
 from edgespec.learning.decoder import NumpyDecoder, Reading
 from edgespec.learning.layer_math import F32
 from edgespec.learning.lesson import ROWS, Lesson, Table
-from edgespec.watch import Verdict, Watch
+from edgespec.watch import Finding, Watch
 
 __all__ = ["Example", "Tuning"]
 
@@ -124,10 +124,10 @@ class Tuning:
 
     def _check(self, gain: float) -> bool:
         """Whether the present gains have failed."""
-        verdict = self._watch.observe(gain)
-        if verdict is Verdict.PROVED:
+        finding = self._watch.observe(gain)
+        if finding is Finding.PROVED:
             self._good = self._state[0].copy()
-        return verdict is Verdict.FAILED
+        return finding is Finding.FAILED
 
     def _undo(self, why: str) -> None:
         self._anew |= not self._good.any()

@@ -1,17 +1,18 @@
 """Proposals from what the user's earlier answers said, alone and together with those of the text."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Final
 
-from edgespec.drafting.draft import NO_DRAFT, Draft, Extending
+from edgespec.drafting.draft import NO_DRAFT, Draft, Extending, Step
 from edgespec.drafting.guard import Guard
 from edgespec.profile.index import MAX_N, Found
 from edgespec.profile.memory import Memory
 from edgespec.profile.passages import Cutter
-from edgespec.watch import Verdict
+from edgespec.results import Remarks
+from edgespec.watch import Finding
 
 __all__ = ["BestOf", "ProfileDrafter"]
 
@@ -21,9 +22,8 @@ _LOG = logging.getLogger("edgespec")
 
 @dataclass(frozen=True, slots=True)
 class _Considered:
-    """Proposals that were considered behind ``start`` committed tokens and ``head``, proposals of others."""
+    """Proposals that were considered behind ``head``, proposals of others."""
 
-    start: int
     head: tuple[int, ...]
     found: list[Found]
 
@@ -31,37 +31,40 @@ class _Considered:
 class ProfileDrafter:
     """Proposes what followed, in earlier answers, the longest run of tokens that the text ends with.
 
-    It serves one request: it judges its proposals by what is committed, whoever drafted it, and learns
-    the answer (:meth:`commit`, :meth:`finish`).
+    It serves one request: it judges its proposals by what is committed, whoever drafted it, and learns the
+    answer.
 
-    Where its proposals cost more than they bring (:meth:`observe`) it proposes nothing for the rest of the
-    request, and longer if the guard says so, and how far which kind of match can be trusted is learned anew,
-    beginning with what was found since they last proved their worth. Meanwhile it goes on judging what it
-    would have proposed.
+    Where its proposals cost more than they bring it proposes nothing for the rest of the request, and longer
+    if the guard says so, and how far which kind of match can be trusted is learned anew, beginning with what
+    was found since they last proved their worth. Meanwhile it goes on judging what it would have proposed.
 
     Args:
-        memory: what was learned; refreshed here, and not again until the next request.
+        memory: what was learned; refreshed here, and not again until the request has ended.
         guard: watches what its proposals bring; shared between requests. None watches nothing.
+        remarks: where it is written why trust was taken back, and what keeps the profile from being used.
+        problem: asked for the latter when the request has ended.
         stop_below: a draft ends before the token that would be reached and accepted with less than
             this probability (the product of the confidences so far).
-
-    Attributes:
-        rolled_back: why trust in it was taken back in this request, in words; empty if it was not.
     """
 
-    def __init__(self, memory: Memory, guard: Guard | None = None, *, stop_below: float = 0.15) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        guard: Guard | None = None,
+        *,
+        remarks: Remarks | None = None,
+        problem: Callable[[], str | None] = lambda: None,
+        stop_below: float = 0.15,
+    ) -> None:
         self._memory, self._guard, self._stop_below = memory, guard, stop_below
-        self._pauses = False  # this round
+        self._remarks, self._problem = remarks or Remarks(), problem
+        self._failed = False  # in this request
         self._cutter = Cutter()
         self._considered: list[_Considered] = []
-        self.rolled_back: tuple[str, ...] = ()
         memory.refresh()
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-        """See :class:`~edgespec.drafting.draft.Drafter`. ``tokens`` grows from call to call."""
-        self._judge(tokens)
-        allowed = self._guard is None or self._guard.allows()
-        self._pauses = bool(self.rolled_back) or not allowed
+        """See :class:`~edgespec.drafting.draft.Source`."""
         draft = self._draft(tokens, NO_DRAFT, limit)
         return NO_DRAFT if self._pauses else draft
 
@@ -71,32 +74,43 @@ class ProfileDrafter:
             return draft
         return draft.then(self._draft(tokens, draft, limit - len(draft.tokens)))
 
-    def observe(self, draft: Draft, accepted: int) -> None:
-        """Tell what was verified, whoever drafted it, and how many tokens of it were accepted.
+    def observe(self, step: Step) -> None:
+        """See :class:`~edgespec.drafting.draft.Observer`."""
+        self._judge(step.tokens)
+        if self._guard is not None:
+            self._watch(step, self._guard)
+        self._memory.learn(self._cutter.push(step.tokens))
+
+    def close(self) -> None:
+        """Learn the end of the answer, and make it findable now rather than in front of the next one."""
+        self._memory.learn(self._cutter.finish())
+        self._memory.refresh()
+        self._remarks.profile_problem = self._problem()
+
+    @property
+    def _pauses(self) -> bool:
+        return self._failed or (self._guard is not None and not self._guard.allows)
+
+    def _watch(self, step: Step, guard: Guard) -> None:
+        """Is it worth its rows?
 
         What its own tokens brought is how many of them were accepted; what they cost, the time that the pass
         took longer for their rows.
         """
-        places = [place for place, source in enumerate(draft.sources) if source == _SOURCE]
-        if self._guard is None or not places or self.rolled_back:
+        places = [place for place, source in enumerate(step.draft.sources) if source == _SOURCE]
+        if not guard.allows:
+            guard.rest()
+        if not places or self._failed:
             return
-        right = sum(place < accepted for place in places)
-        verdict = self._guard.observe_rows(right, len(places), rows=1 + len(draft.tokens))
-        if verdict is Verdict.PROVED:
+        right = sum(place < step.accepted for place in places)
+        finding = guard.observe_rows(right, len(places), rows=1 + len(step.draft.tokens))
+        if finding is Finding.PROVED:
             self._memory.trust()
-        elif verdict is Verdict.FAILED:
+        elif finding is Finding.FAILED:
             self._memory.distrust()
-            self.rolled_back = (f"n-grams of the profile: {self._guard.reason}",)
-            _LOG.warning("%s; they pause, and trust in them begins anew", *self.rolled_back)
-
-    def commit(self, tokens: Sequence[int]) -> None:
-        """Learn the next tokens of the answer."""
-        self._memory.learn(self._cutter.push(tokens))
-
-    def finish(self) -> None:
-        """Learn the end of the answer, and make it findable now rather than in front of the next one."""
-        self._memory.learn(self._cutter.finish())
-        self._memory.refresh()
+            self._failed, reason = True, f"n-grams of the profile: {guard.reason}"
+            self._remarks.rolled_back = (reason, *self._remarks.rolled_back)
+            _LOG.warning("%s; they pause, and trust in them begins anew", reason)
 
     def _draft(self, tokens: Sequence[int], before: Draft, limit: int) -> Draft:
         context = [*tokens[-MAX_N:], *before.tokens]
@@ -114,15 +128,14 @@ class ProfileDrafter:
             confidence.append(estimate)
             context.append(found.token)
         if considered:
-            self._considered.append(_Considered(len(tokens), before.tokens, considered))
+            self._considered.append(_Considered(before.tokens, considered))
         if not drafted:
             return NO_DRAFT
         return Draft(tuple(drafted), None, (_SOURCE,) * len(drafted), tuple(confidence))
 
-    def _judge(self, tokens: Sequence[int]) -> None:
+    def _judge(self, came: tuple[int, ...]) -> None:
         judged: set[int] = set()
         for considered in self._considered:
-            came = tuple(tokens[considered.start :])
             offset = len(considered.head)
             if came[:offset] != considered.head:
                 continue
@@ -149,7 +162,7 @@ class BestOf:
         self._near, self._far = near, far
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-        """See :class:`~edgespec.drafting.draft.Drafter`."""
+        """See :class:`~edgespec.drafting.draft.Source`."""
         near, far = self._near.propose(tokens, limit), self._far.propose(tokens, limit)
         if near.tokens:
             near = self._far.extend(tokens, near, limit)
@@ -159,6 +172,16 @@ class BestOf:
         """See :class:`~edgespec.drafting.draft.Extending`."""
         drafts = (source.extend(tokens, draft, limit) for source in (self._near, self._far))
         return max(drafts, key=_expected)
+
+    def observe(self, step: Step) -> None:
+        """See :class:`~edgespec.drafting.draft.Observer`."""
+        self._near.observe(step)
+        self._far.observe(step)
+
+    def close(self) -> None:
+        """See :class:`~edgespec.drafting.draft.Observer`."""
+        self._near.close()
+        self._far.close()
 
 
 def _expected(draft: Draft) -> float:

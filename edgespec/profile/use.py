@@ -2,14 +2,13 @@
 
 import logging
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Final
 
-from edgespec.drafting.draft import Draft
 from edgespec.drafting.experience import Experience, Outcome
 from edgespec.drafting.guard import Guard
 from edgespec.learning.lesson import Table
@@ -23,10 +22,11 @@ from edgespec.profile.ownership import is_damage
 from edgespec.profile.schema import connect_read_only, set_aside
 from edgespec.profile.store import MAX_TOKENS, Scope, Store
 from edgespec.profile.writer import Writer
+from edgespec.results import Remarks
 from edgespec_models.errors import StorageError
 from edgespec_models.tokenizer import Tokenizer
 
-__all__ = ["ProfileUse", "RequestUse", "open_use"]
+__all__ = ["ProfileUse", "open_use"]
 
 _TELL_S: Final = 60.0
 """Seconds after which what a drafter learned is on its way to the file: half a megabyte each time."""
@@ -35,7 +35,7 @@ _LOG = logging.getLogger("edgespec")
 
 
 @dataclass(slots=True)
-class _Opened:
+class _File:
     """A file, as far as it could be opened."""
 
     store: Store | None = None
@@ -63,8 +63,7 @@ class ProfileUse:
         self._tables = snapshot.corrections
         self._trainers: dict[DrafterKey, Trainer] = {}
         self._told_at = monotonic()
-        self._undone = 0  # when the last request began
-        self._request: RequestUse | None = None
+        self._undone = 0  # times that what drafters learned was put back, when the last request began
 
     @property
     def problem(self) -> str | None:
@@ -72,21 +71,19 @@ class ProfileUse:
         of_file = (self._writer.problem if self._writer is not None else None) or self._problem
         return of_file or next((t.problem for t in self._trainers.values() if t.problem), None)
 
-    @property
-    def undone(self) -> int:
-        """How often what drafters had learned was put back because it misled."""
-        return sum(trainer.undone for trainer in self._trainers.values())
-
-    def request(self, guard: Guard | None = None) -> "RequestUse":
+    def begin(self, guard: Guard | None = None, remarks: Remarks | None = None) -> ProfileDrafter:
         """What the next request drafts with and tells its answer to; the one before has ended.
 
         Args:
             guard: watches whether proposals from earlier answers pay; None watches nothing.
+            remarks: where it is written what keeps the profile from being used, and what of it was put back.
         """
-        self._end_request()
-        undone, self._undone = self.undone - self._undone, self.undone
-        self._request = RequestUse(ProfileDrafter(self.memory, guard), self, (_UNDONE,) * min(undone, 1))
-        return self._request
+        remarks = remarks or Remarks()
+        if monotonic() - self._told_at >= _TELL_S:
+            self._tell_lessons()
+        before, self._undone = self._undone, sum(trainer.undone for trainer in self._trainers.values())
+        remarks.rolled_back = (_UNDONE,) if self._undone > before else ()
+        return ProfileDrafter(self.memory, guard, remarks=remarks, problem=lambda: self.problem)
 
     def experience(self, drafter: str) -> Experience:
         """What reading prompts gained a drafter, named by its digest, and goes on gaining."""
@@ -125,19 +122,11 @@ class ProfileUse:
 
     def close(self) -> None:
         """Store what was learned and close the file."""
-        self._end_request()
         for trainer in self._trainers.values():
             trainer.close()
-        for experience in self._experiences.values():
-            experience.settle()
         self._tell_lessons()
         if self._writer is not None:
             self._writer.close()
-
-    def tell_lessons(self) -> None:
-        """Have what drafters learned stored, if the last time was a minute ago."""
-        if monotonic() - self._told_at >= _TELL_S:
-            self._tell_lessons()
 
     def _tell_lessons(self) -> None:
         self._told_at = monotonic()
@@ -149,45 +138,6 @@ class ProfileUse:
     def _tell(self, drafter: str, outcome: Outcome) -> None:
         if self._writer is not None:
             self._writer.tell(partial(Delta.gained, drafter=drafter, outcome=outcome))
-
-    def _end_request(self) -> None:
-        # A stream that was left early may not have been collected yet.
-        if self._request is not None:
-            self._request.finish()
-
-
-class RequestUse:
-    """What one request uses of a profile: a :class:`edgespec.generation.Learner` with its drafter.
-
-    Attributes:
-        drafter: drafts from earlier answers.
-    """
-
-    def __init__(self, drafter: ProfileDrafter, use: ProfileUse, undone: tuple[str, ...] = ()) -> None:
-        self.drafter, self._use, self._undone = drafter, use, undone
-
-    @property
-    def problem(self) -> str | None:
-        """See :attr:`ProfileUse.problem`."""
-        return self._use.problem
-
-    @property
-    def rolled_back(self) -> tuple[str, ...]:
-        """What was put back, since the request before, because it misled, and why, in words."""
-        return self.drafter.rolled_back + self._undone
-
-    def observe(self, draft: Draft, accepted: int) -> None:
-        """See :meth:`ProfileDrafter.observe`."""
-        self.drafter.observe(draft, accepted)
-
-    def commit(self, tokens: Sequence[int]) -> None:
-        """Learn the next tokens of the answer."""
-        self.drafter.commit(tokens)
-
-    def finish(self) -> None:
-        """Learn the end of the answer. May be called again."""
-        self.drafter.finish()
-        self._use.tell_lessons()
 
 
 def open_use(path: Path, scope: Scope, tokenizer: Tokenizer) -> ProfileUse:
@@ -221,31 +171,31 @@ def _spells(entry: Entry, vocab_size: int) -> bool:
     return max((*entry.passage.lead, *entry.passage.body)) < vocab_size
 
 
-def _open(path: Path) -> _Opened:
+def _open(path: Path) -> _File:
     try:
-        return _Opened(Store.open(path), writable=True)
+        return _File(Store.open(path), writable=True)
     except StorageError as error:
-        return _Opened(problem=f"{error}. The profile is not used")
+        return _File(problem=f"{error}. The profile is not used")
     except (OSError, sqlite3.Error) as error:
         if is_damage(error):
             return _begin_anew(path, error)
         return _open_unwritable(path, error)
 
 
-def _begin_anew(path: Path, error: BaseException) -> _Opened:
+def _begin_anew(path: Path, error: BaseException) -> _File:
     try:
         aside = set_aside(path)
         problem = f"the profile {path} was damaged ({error}); it is {aside or 'replaced'} now"
-        return _Opened(Store.open(path), writable=True, problem=problem)
+        return _File(Store.open(path), writable=True, problem=problem)
     except (OSError, sqlite3.Error, StorageError) as again:
-        return _Opened(problem=f"the profile {path} is damaged ({error}) and cannot be replaced ({again})")
+        return _File(problem=f"the profile {path} is damaged ({error}) and cannot be replaced ({again})")
 
 
-def _open_unwritable(path: Path, error: BaseException) -> _Opened:
+def _open_unwritable(path: Path, error: BaseException) -> _File:
     problem = f"the profile {path} cannot be written ({error}); what is learned now is lost at the end"
     if not path.is_file():
-        return _Opened(problem=problem)
+        return _File(problem=problem)
     try:
-        return _Opened(Store(connect_read_only(path)), problem=problem)
+        return _File(Store(connect_read_only(path)), problem=problem)
     except (OSError, sqlite3.Error, StorageError):
-        return _Opened(problem=problem)
+        return _File(problem=problem)

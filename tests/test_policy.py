@@ -7,20 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec import decode as decoding
-from edgespec import generation
-from edgespec.drafting import choice
-from edgespec.drafting.choice import Choice
-from edgespec.drafting.draft import NO_DRAFT, Draft
+from edgespec.drafting.draft import NO_DRAFT, Draft, Step
 from edgespec.drafting.guard import Guard
-from edgespec.generation import Job, TextStreamer
+from edgespec.drafting.policy import Policy
+from edgespec.generation import PreparedRequest, TextStreamer
 from edgespec.pricing import Pricing
 from edgespec.request import Request
 from edgespec.results import Generation
 from edgespec_models.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from tests.tokenizers_for_tests import byte_level_json
-from tests.toy import F32, ToySession, markov_law
+from tests.toy import F32, Deaf, ToySession, markov_law, round_of
 
 FLAT = CostCurve({1: 1.0, 16: 1.001})
 """A plain token takes a second; verifying more costs next to nothing."""
@@ -35,15 +32,12 @@ class _Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
-    clock = _Clock()
-    for module in (choice, decoding, generation):
-        monkeypatch.setattr(module, "perf_counter", clock)
-    return clock
+def clock() -> _Clock:
+    return _Clock()
 
 
 @dataclass
-class _Source:
+class _Source(Deaf):
     """Proposes tokens of these confidences and takes its time."""
 
     clock: _Clock
@@ -64,9 +58,31 @@ class _Source:
         return draft.then(Draft((99,) * len(more), None, (self.name,) * len(more), more))
 
 
-def _choice(free: _Source, model: _Source | None) -> Choice:
-    pricing = Pricing(FLAT)
-    return Choice(free, model, pricing=pricing, guard=Guard(pricing))
+class _Rounds:
+    """A policy in a request whose first round is over, and rounds of it that lose nothing.
+
+    They take no time, but for that of proposing.
+    """
+
+    def __init__(
+        self,
+        free: _Source | None,
+        model: _Source | None,
+        *,
+        curve: CostCurve = FLAT,
+        reading_s: float = 0.0,
+    ) -> None:
+        pricing = Pricing(curve)
+        self.guard, self._curve = Guard(pricing), curve
+        self.policy = Policy(free, model, pricing=pricing, guard=self.guard, reading_s=reading_s)
+        self.policy.observe(round_of(1))
+
+    def propose(self, clock: _Clock, tokens: list[int], limit: int) -> Draft:
+        started = clock.now
+        draft = self.policy.propose(tokens, limit)
+        taken, pass_s = clock.now - started, self._curve.seconds(1 + len(draft.tokens))
+        self.policy.observe(Step((99,), draft, 0, drafter_s=taken, target_s=pass_s))
+        return draft
 
 
 def _lose(guard: Guard, rounds: int = 11) -> None:
@@ -77,7 +93,8 @@ def _lose(guard: Guard, rounds: int = 11) -> None:
 def _paused(guard: Guard) -> int:
     """Rounds until drafting is allowed."""
     rounds = 0
-    while not guard.allows():
+    while not guard.allows:
+        guard.rest()
         rounds += 1
     return rounds
 
@@ -85,12 +102,18 @@ def _paused(guard: Guard) -> int:
 class TestGuard:
     def test_it_allows_drafting_until_rounds_lose(self) -> None:
         guard = Guard(Pricing(FLAT))
-        assert guard.allows()
+        assert guard.allows
         _lose(guard, 10)
-        assert guard.allows() and guard.reason is None
+        assert guard.allows and guard.reason is None
         _lose(guard, 1)
-        assert not guard.allows()
+        assert not guard.allows
         assert guard.reason == "rounds with drafts ran at 0.67 times the speed of plain decoding"
+
+    def test_asking_it_changes_nothing(self) -> None:
+        guard = Guard(Pricing(FLAT))
+        _lose(guard)
+        assert not any(guard.allows for _ in range(100))
+        assert _paused(guard) == 16
 
     def test_each_failure_doubles_the_pause_up_to_a_bound(self) -> None:
         guard, pauses = Guard(Pricing(FLAT)), list[int]()
@@ -106,7 +129,7 @@ class TestGuard:
             _paused(guard)
         for _ in range(10):
             guard.observe(2, 1.5)
-        assert guard.allows() and guard.reason is None
+        assert guard.allows and guard.reason is None
         _lose(guard)
         assert _paused(guard) == 16
 
@@ -115,7 +138,7 @@ class TestGuard:
         guard.observe(1, 100.0)
         assert _paused(guard) == 16
         _lose(guard, 10)
-        assert guard.allows()
+        assert guard.allows
 
     def test_a_small_loss_is_noticed_late(self) -> None:
         guard, rounds = Guard(Pricing(FLAT)), 0
@@ -139,13 +162,13 @@ class TestGuard:
         guard = Guard(Pricing(FLAT))
         for index in range(200):
             guard.observe(*((1, 1.5) if index % 2 else (4, 1.5)))
-            assert guard.allows()
+            assert guard.allows
 
 
-class TestChoice:
+class TestPolicy:
     def test_without_a_model_the_free_draft_is_cut_where_it_stops_paying(self, clock: _Clock) -> None:
         free = _Source(clock, (0.9, 0.8, 0.0, 0.9), name="ngram")
-        draft = _choice(free, None).propose([1, 2], 8)
+        draft = _Rounds(free, None).propose(clock, [1, 2], 8)
         assert draft == Draft((0, 1), None, ("ngram",) * 2, (0.9, 0.8))
 
     @pytest.mark.parametrize(("confidence", "source"), [((0.9, 0.9), "ngram"), ((0.3,), "model")])
@@ -153,94 +176,92 @@ class TestChoice:
         self, clock: _Clock, confidence: tuple[float, ...], source: str
     ) -> None:
         free, model = _Source(clock, confidence, name="ngram"), _Source(clock, (0.9,) * 4, 0.1)
-        chosen = _choice(free, model)
+        chosen = _Rounds(free, model)
         for length in range(1, 20):
-            assert set(chosen.propose([1] * length, 8).sources) == {source}
+            assert set(chosen.propose(clock, [1] * length, 8).sources) == {source}
         assert bool(model.asked) == (source == "model")
 
     def test_a_model_that_gains_much_wins_over_free_drafts_that_gain_some(self, clock: _Clock) -> None:
         free, model = _Source(clock, (0.3,), name="ngram"), _Source(clock, (0.95,) * 6, 0.1)
-        chosen = _choice(free, model)
+        chosen = _Rounds(free, model)
         for _ in range(40):
-            chosen.propose([1], 8)
+            chosen.propose(clock, [1], 8)
         free.confidence = (0.9, 0.9, 0.9)  # a surplus of 2.4; the model's is 4.5
-        assert chosen.propose([1], 8).sources == ("model",) * 6
+        assert chosen.propose(clock, [1], 8).sources == ("model",) * 6
         free.confidence = (0.99,) * 8
-        assert chosen.propose([1], 8).sources == ("ngram",) * 8
+        assert chosen.propose(clock, [1], 8).sources == ("ngram",) * 8
 
     def test_where_the_model_has_nothing_the_free_draft_is_taken(self, clock: _Clock) -> None:
         free, model = _Source(clock, (0.4, 0.0), name="ngram"), _Source(clock)
-        assert _choice(free, model).propose([1], 8).sources == ("ngram",)
+        assert _Rounds(free, model).propose(clock, [1], 8).sources == ("ngram",)
         assert len(model.asked) == 1
 
     def test_rows_that_cost_nothing_are_filled_behind_the_model(self, clock: _Clock) -> None:
         free, model = _Source(clock, beyond=(0.2,) * 9), _Source(clock, (0.9, 0.9), name="model")
         free.name = "ngram"
-        pricing = Pricing(CostCurve({1: 1.0, 4: 1.0, 5: 2.0, 8: 2.0}))  # passes are four rows wide
-        chosen = Choice(free, model, pricing=pricing, guard=Guard(pricing))
-        assert chosen.propose([1], 8).sources == ("model", "model", "ngram")
+        curve = CostCurve({1: 1.0, 4: 1.0, 5: 2.0, 8: 2.0})  # passes are four rows wide
+        chosen = _Rounds(free, model, curve=curve)
+        assert chosen.propose(clock, [1], 8).sources == ("model", "model", "ngram")
         free.beyond = (0.95,) * 9  # a second pass of four rows pays too
-        assert chosen.propose([1], 7).sources == ("model",) * 2 + ("ngram",) * 5
+        assert chosen.propose(clock, [1], 7).sources == ("model",) * 2 + ("ngram",) * 5
 
     def test_the_model_is_not_asked_before_twice_its_reading_has_passed(self, clock: _Clock) -> None:
         free, model = _Source(clock, name="ngram"), _Source(clock, (0.9,))
-        pricing = Pricing(FLAT)
-        choice = Choice(free, model, pricing=pricing, guard=Guard(pricing), reading_s=1.5)
-        assert [choice.propose([1] * n, 4).tokens for n in range(1, 6)] == [(), (), (), (0,), (0,)]
+        chosen = _Rounds(free, model, reading_s=1.5)
+        assert [chosen.propose(clock, [1] * n, 4).tokens for n in range(1, 6)] == [(), (), (), (0,), (0,)]
         assert (free.asked, model.asked) == ([1, 2, 3, 4, 5], [4, 5])
 
     def test_the_model_is_asked_only_while_it_pays(self, clock: _Clock) -> None:
         """It drafts nothing and takes half a token's time."""
         model = _Source(clock, (), 0.5)
-        chosen = _choice(_Source(clock), model)
+        chosen = _Rounds(_Source(clock), model)
         asked = list[bool]()
         for _ in range(2000):
             before = len(model.asked)
-            assert chosen.propose([1], 8) == NO_DRAFT
+            assert chosen.propose(clock, [1], 8) == NO_DRAFT
             asked.append(len(model.asked) > before)
         assert all(asked[:4])
         assert 0 < sum(asked[1000:]) < 150  # a tenth of the rounds, to see whether it is still so
 
     def test_a_draft_that_gains_less_than_its_time_is_a_loss_too(self, clock: _Clock) -> None:
         model = _Source(clock, (0.5,), 0.9)
-        chosen = _choice(_Source(clock), model)
+        chosen = _Rounds(_Source(clock), model)
         for _ in range(500):
-            chosen.propose([1], 8)
+            chosen.propose(clock, [1], 8)
         assert len(model.asked) < 100
 
     def test_old_verdicts_fade(self, clock: _Clock) -> None:
         model = _Source(clock, (), 0.5)
-        chosen = _choice(_Source(clock), model)
+        chosen = _Rounds(_Source(clock), model)
         for _ in range(200):
-            chosen.propose([1], 8)
+            chosen.propose(clock, [1], 8)
         model.confidence, model.seconds = (0.9,) * 4, 0.1
         for _ in range(50):
-            chosen.propose([1], 8)
+            chosen.propose(clock, [1], 8)
         model.asked.clear()
-        assert all(chosen.propose([1], 8).tokens for _ in range(20))
+        assert all(chosen.propose(clock, [1], 8).tokens for _ in range(20))
         assert len(model.asked) == 20
 
     def test_reading_the_prompt_is_not_held_against_the_model(self, clock: _Clock) -> None:
         model = _Source(clock, (0.9,), 500.0)
-        chosen = _choice(_Source(clock), model)
-        chosen.propose([1], 8)
+        chosen = _Rounds(_Source(clock), model)
+        chosen.propose(clock, [1], 8)
         model.seconds = 0.1
         for _ in range(10):
-            assert chosen.propose([1], 8).tokens
+            assert chosen.propose(clock, [1], 8).tokens
         model.seconds = 500.0
-        chosen.propose([1], 8)
-        assert not chosen.propose([1], 8).tokens
+        chosen.propose(clock, [1], 8)
+        assert not chosen.propose(clock, [1], 8).tokens
 
     def test_nobody_is_asked_in_a_pause_or_without_room(self, clock: _Clock) -> None:
-        free, model, pricing = _Source(clock, (0.9,)), _Source(clock, (0.9,)), Pricing(FLAT)
-        guard = Guard(pricing)
-        chosen = Choice(free, model, pricing=pricing, guard=guard)
-        assert chosen.propose([1], 0) is NO_DRAFT
-        _lose(guard)
+        free, model = _Source(clock, (0.9,)), _Source(clock, (0.9,))
+        chosen = _Rounds(free, model)
+        assert chosen.policy.propose([1], 0) is NO_DRAFT
+        _lose(chosen.guard)
         for _ in range(16):
-            assert chosen.propose([1], 8) is NO_DRAFT
+            assert chosen.propose(clock, [1], 8) is NO_DRAFT
         assert not free.asked and not model.asked
-        assert chosen.propose([1], 8).tokens
+        assert chosen.propose(clock, [1], 8).tokens
 
 
 class _Timed(ToySession):
@@ -257,20 +278,42 @@ def _generate(clock: _Clock, drafter: _Source, *, rounds: int) -> Generation:
     """A request whose rounds but the first and the last, ``rounds`` of them, may draft."""
     tokenizer = Tokenizer.from_json(byte_level_json(), vocab_size=404)
     session, pricing = _Timed(markov_law(0, 404), 404), Pricing(FLAT)
-    session.clock, guard = clock, Guard(pricing)
-    job = Job(
+    session.clock = clock
+    prepared = PreparedRequest(
         session=session,
         tokenizer=tokenizer,
-        drafter=Choice(drafter, None, pricing=pricing, guard=guard),
         tokens=[1, 2, 3],
         request=Request(max_new_tokens=rounds + 2),
         eos=frozenset(),
         max_draft=8,
-        pricing=pricing,
-        guard=guard,
-        off_reason=None,
+        begin=lambda: Policy(drafter, pricing=pricing, guard=Guard(pricing)),
+        clock=clock,
     )
-    return TextStreamer(job).run()
+    return TextStreamer(prepared).run()
+
+
+class TestWithoutSources:
+    def test_nothing_is_drafted_and_passes_are_priced(self) -> None:
+        pricing = Pricing(FLAT)
+        policy = Policy(pricing=pricing, guard=Guard(pricing))
+        for _ in range(200):
+            assert policy.propose([1, 2, 3], 8) is NO_DRAFT
+            policy.observe(Step((1,), target_s=2.0, seconds=2.0))
+        assert pricing.pass_seconds(1) == pytest.approx(2.0, rel=0.02)
+
+    def test_the_first_round_is_not_priced(self) -> None:
+        pricing = Pricing(FLAT)
+        Policy(pricing=pricing, guard=Guard(pricing)).observe(Step((1,), target_s=50.0, seconds=50.0))
+        assert pricing.pass_seconds(1) == 1.0
+
+    def test_they_do_not_shorten_a_pause(self) -> None:
+        pricing = Pricing(FLAT)
+        guard = Guard(pricing)
+        _lose(guard)
+        policy = Policy(pricing=pricing, guard=guard)
+        for _ in range(40):
+            policy.observe(Step((1,), target_s=1.0, seconds=1.0))
+        assert _paused(guard) == 16
 
 
 class TestRoundsThatProposeNothing:

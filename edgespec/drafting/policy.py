@@ -1,0 +1,119 @@
+"""One request's drafting: which source drafts, whether any does, and what is learned from every round."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from edgespec.drafting.draft import NO_DRAFT, Draft, Extending, Observer, Source, Step
+from edgespec.drafting.guard import Guard
+from edgespec.pricing import Pricing
+from edgespec.results import Remarks
+
+__all__ = ["Policy"]
+
+_SMOOTHING = 0.1
+_FORGETTING = 0.005
+_PATIENCE = 2.0  # times what reading takes
+_NOTICEABLE = 0.03
+
+
+class Policy:
+    """N-grams, which cost nothing, or the model, whichever is expected to gain more; or neither.
+
+    What the model drafted is gone on with by n-grams where the rows that takes are expected to pay. What
+    rounds realised is told to the pricing, the guard and every source. Without a free source nothing is
+    drafted: that is plain decoding, which tells the pricing what passes cost all the same.
+
+    The first round of a request, which is never drafted, is not priced.
+
+    Args:
+        free: a source whose proposals cost no time worth counting.
+        model: a source that takes time and prices its own drafts; None if there is none.
+        pricing: what verification costs; shared between requests, as is the guard.
+        guard: whether drafting is allowed now.
+        reading_s: seconds the model needs for the prompt when it is first asked. It is asked when decoding
+            has taken twice that: a short answer is over by then.
+        observers: told of rounds as sources are, and never asked; closed last.
+        remarks: where the reason of a pause is written at the end.
+    """
+
+    def __init__(
+        self,
+        free: Extending | None = None,
+        model: Source | None = None,
+        *,
+        pricing: Pricing,
+        guard: Guard,
+        reading_s: float = 0.0,
+        observers: Sequence[Observer] = (),
+        remarks: Remarks | None = None,
+    ) -> None:
+        self.remarks = remarks or Remarks()
+        self._free, self._model = free, model
+        self._all = [each for each in (*observers, free, model) if each is not None]
+        self._pricing, self._guard = pricing, guard
+        self._wait_s = _PATIENCE * reading_s
+        self._model_surplus = 0.5  # expected surplus of asking the model, tokens a round
+        self._promised: float | None = None  # the surplus that the model promised this round; None: not asked
+        self._begun = self._has_read = self._has_asked = False
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
+        """See :class:`~edgespec.drafting.draft.Source`."""
+        if self._free is None or limit < 1 or not self._guard.allows:
+            return NO_DRAFT
+        free = self._free.propose(tokens, limit)
+        count, surplus = self._pricing.keep(free.confidence)
+        if self._model is None or self._wait_s > 0.0:
+            return free.head(count)
+        if surplus > self._model_surplus or self._model_surplus <= 0.0:
+            # Time lets an old verdict on the model fade, so that it is asked again.
+            self._model_surplus += _FORGETTING
+            return free.head(count)
+        draft = self._model.propose(tokens, limit)
+        _, self._promised = self._pricing.keep(draft.confidence)
+        if not draft.tokens:
+            return free.head(count)
+        draft = self._free.extend(tokens, draft, limit)  # idle rows are filled, others if that pays
+        return draft.head(self._pricing.keep(draft.confidence)[0])
+
+    def observe(self, step: Step) -> None:
+        """See :class:`~edgespec.drafting.draft.Observer`."""
+        if self._begun:
+            rests = not self._guard.allows and self._free is not None
+            self._judge_model(step)
+            self._pricing.observe_pass(1 + len(step.draft.tokens), step.target_s / step.draft.slowdown)
+            self._judge_round(step)
+            if rests:
+                self._guard.rest()
+        self._begun = True
+        for each in self._all:
+            each.observe(step)
+
+    def close(self) -> None:
+        """See :class:`~edgespec.drafting.draft.Observer`. The last are closed first, each in any case."""
+        self.remarks.speculation_off_reason = self.remarks.speculation_off_reason or self._guard.reason
+        with ExitStack() as closing:
+            for each in self._all:
+                closing.callback(each.close)
+
+    def _judge_model(self, step: Step) -> None:
+        """Was it worth asking the model?"""
+        self._wait_s -= self._pricing.pass_seconds(1)
+        promised, self._promised = self._promised, None
+        if promised is None:
+            return
+        if self._has_read:  # the first time, it reads the prompt
+            gain = promised - self._pricing.rate * step.drafter_s
+            self._model_surplus += _SMOOTHING * (gain - self._model_surplus)
+        self._has_read = True
+
+    def _judge_round(self, step: Step) -> None:
+        """Is drafting worth its time? What is realised decides, and prices the time of rounds to come."""
+        # A source that is asked costs time whether it proposes or not. Once a request that is the
+        # reading of the prompt, which says nothing about the rounds to come.
+        asked = bool(step.draft.tokens) or step.drafter_s > _NOTICEABLE * step.target_s
+        reads_prompt = asked and not self._has_asked and step.drafter_s > step.target_s
+        self._has_asked |= asked
+        if not reads_prompt:
+            self._pricing.observe_round(len(step.tokens), step.seconds)
+            if asked:
+                self._guard.observe(len(step.tokens), step.seconds)

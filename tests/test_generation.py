@@ -1,0 +1,136 @@
+"""The life of a request: its sources begin when it is read and end with it, once, however that comes."""
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from edgespec.drafting.draft import Step
+from edgespec.drafting.guard import Guard
+from edgespec.drafting.policy import Policy
+from edgespec.generation import PreparedRequest, TextStreamer
+from edgespec.pricing import Pricing
+from edgespec.request import Request
+from edgespec_models.errors import RequestError
+from edgespec_models.tokenizer import Tokenizer
+from edgespec_runtimes.cost import CostCurve
+from tests.tokenizers_for_tests import byte_level_json
+from tests.toy import Silent, ToySession
+
+NAMES = ["free", "model", "observer"]
+
+
+@dataclass
+class _Source(Silent):
+    """Tells what happens to it; fails where it is told to."""
+
+    name: str
+    log: list[str]
+    fails: str = ""
+
+    def __post_init__(self) -> None:
+        self.log.append(f"{self.name} begins")
+
+    def observe(self, step: Step) -> None:
+        if self.fails == "observe":
+            raise RuntimeError(f"{self.name} fails")
+
+    def close(self) -> None:
+        self.log.append(f"{self.name} is closed")
+        if self.fails == "close":
+            raise RuntimeError(f"{self.name} fails")
+
+
+@dataclass
+class _Requests:
+    """Streams whose sources all tell :attr:`log`."""
+
+    log: list[str] = field(default_factory=list)
+    fails: str = ""
+    session: ToySession = field(default_factory=lambda: ToySession.markov(0, 404))
+
+    def stream(self, cancelled: Callable[[], bool] = lambda: False) -> TextStreamer:
+        return TextStreamer(
+            PreparedRequest(
+                session=self.session,
+                tokenizer=Tokenizer.from_json(byte_level_json(), vocab_size=404),
+                tokens=[1, 2, 3],
+                request=Request(max_new_tokens=40, cancelled=cancelled),
+                eos=frozenset(),
+                max_draft=4,
+                begin=self._begin,
+            )
+        )
+
+    def _begin(self) -> Policy:
+        free, model, observer = (_Source(name, self.log, self.fails) for name in NAMES)
+        pricing = Pricing(CostCurve({1: 1.0}))
+        return Policy(free, model, pricing=pricing, guard=Guard(pricing), observers=(observer,))
+
+    def check(self) -> None:
+        """All began and were closed, once; observers last."""
+        assert sorted(self.log[:3]) == [f"{name} begins" for name in NAMES]
+        assert self.log[3:] == [f"{name} is closed" for name in ("model", "free", "observer")]
+
+
+def _finished(requests: _Requests) -> None:
+    requests.stream().run()
+
+
+def _closed(requests: _Requests) -> None:
+    stream = requests.stream()
+    next(stream)
+    stream.close()
+    stream.close()
+    with pytest.raises(RequestError, match="not finished"):
+        stream.run()
+
+
+def _left(requests: _Requests) -> None:
+    for _ in requests.stream():
+        break
+    gc.collect()
+
+
+def _cancelled(requests: _Requests) -> None:
+    assert requests.stream(lambda: True).run().finish_reason == "cancelled"
+
+
+def _failing_pass(requests: _Requests) -> None:
+    def fail(tokens: Sequence[int]) -> None:
+        raise RuntimeError("a pass failed")
+
+    requests.session.predict = fail  # type: ignore[assignment, method-assign]
+    with pytest.raises(RuntimeError, match="a pass failed"):
+        requests.stream().run()
+
+
+def _failing_source(requests: _Requests) -> None:
+    requests.fails = "observe"
+    with pytest.raises(RuntimeError, match="fails"):
+        requests.stream().run()
+
+
+def _failing_end(requests: _Requests) -> None:
+    requests.fails = "close"
+    with pytest.raises(RuntimeError, match="fails"):
+        requests.stream().run()
+
+
+@pytest.mark.parametrize(
+    "end", [_finished, _closed, _left, _cancelled, _failing_pass, _failing_source, _failing_end]
+)
+def test_however_a_request_ends_each_source_is_closed_once(end: Callable[[_Requests], None]) -> None:
+    requests = _Requests()
+    end(requests)
+    requests.check()
+
+
+def test_a_stream_that_nobody_reads_begins_nothing() -> None:
+    requests = _Requests()
+    requests.stream().close()
+    stream = requests.stream()
+    del stream
+    gc.collect()
+    assert requests.log == []
