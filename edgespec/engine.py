@@ -260,12 +260,13 @@ class Model:
     @property
     def placement(self) -> Placement:
         """Where the target runs, and why; opening a longer bucket may change the reason."""
-        return self._loaded.target.placement
+        return self._loaded.target.placed.opened(self._session)
 
     @property
     def drafter_placement(self) -> Placement | None:
         """The same of the drafter; None without a drafter model."""
-        return None if self._loaded.drafter is None else self._loaded.drafter.placement
+        running = self._loaded.drafter
+        return None if running is None else running.placed.opened(running.session)
 
     @property
     def _placements(self) -> str:
@@ -353,24 +354,19 @@ class Model:
         side, remarks = self._side, Remarks()
         if not self._drafts or not request.speculate:
             remarks.speculation_off_reason = "speculate=False" if self._drafts else "the drafter is None"
-            return self._policy(None, Part(None if side is None else side.trainer), remarks)
+            return self._policy(None, None if side is None else Part(side.trainer), remarks)
         free: Extending = NgramDrafter()
         if self._profile is not None:
             free = BestOf(free, self._profile.begin(self._profile_guard, remarks))
-        part = Part()
+        part = None
         if side is not None:
             longest = self.options.max_draft
             part = side.begin(prompt, of_drafter, request, max_draft=longest, remarks=remarks)
         return self._policy(free, part, remarks)
 
-    def _policy(self, free: Extending | None, part: Part, remarks: Remarks) -> Policy:
+    def _policy(self, free: Extending | None, part: Part | None, remarks: Remarks) -> Policy:
         remarks.placement = self._placements
-        return Policy(
-            free,
-            part.source,
-            pricing=self._pricing,
-            guard=self._guard,
-            reading_s=part.reading_s,
-            observers=(part,),
-            remarks=remarks,
-        )
+        policy = partial(Policy, free, pricing=self._pricing, guard=self._guard, remarks=remarks)
+        if part is None:
+            return policy()
+        return policy(model=part.source, reading_s=part.reading_s, observers=(part,))

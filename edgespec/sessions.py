@@ -38,7 +38,7 @@ class Running:
         bundle: the model.
         session: runs it.
         curve: its T(n), now.
-        placed: where it was to run.
+        placed: where it was to run, and why.
         remembered: whether the curve is an earlier load's, checked, or was measured now.
     """
 
@@ -47,11 +47,6 @@ class Running:
     curve: CostCurve
     placed: Placement
     remembered: bool = False
-
-    @property
-    def placement(self) -> Placement:
-        """Where it runs, and why; opening a longer bucket may change the reason."""
-        return self.placed.opened(self.session)
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ class Policy:
     def observe(self, step: Step) -> None:
         """See :class:`~edgespec.drafting.draft.Observer`."""
         if self._begun:
-            rests = not self._guard.allows and self._free is not None
+            rests = self._free is not None and not self._guard.allows
             self._judge_model(step)
             self._pricing.observe_pass(1 + len(step.draft.tokens), step.target_s / step.draft.slowdown)
             self._judge_round(step)
@@ -111,6 +111,7 @@ class Policy:
         # A source that is asked costs time whether it proposes or not. Once a request that is the
         # reading of the prompt, which says nothing about the rounds to come.
         asked = bool(step.draft.tokens) or step.drafter_s > _NOTICEABLE * step.target_s
+        asked &= self._free is not None
         reads_prompt = asked and not self._has_asked and step.drafter_s > step.target_s
         self._has_asked |= asked
         if not reads_prompt:
