@@ -101,21 +101,27 @@ class TextStreamer:
             "prompt_tokens": len(prepared.tokens),
             "cached_tokens": cached,
             "ttft_s": 0.0,
+            "decode_s": 0.0,
         }
+        first_at = held_s = 0.0  # when the first token was committed; how long the caller had the text
         stream, text = TextStream(prepared.tokenizer, stop=request.stop), list[str]()
         reason: FinishReason = "length"
         try:
             with closing(prepared.begin()) as policy:
                 for step in self._rounds(policy):
                     if not steps:
-                        prompt["ttft_s"] = prepared.clock() - started
+                        first_at = prepared.clock()
+                        prompt["ttft_s"] = first_at - started
                     steps.append(step)
                     piece = stream.push(step.tokens)
+                    given_at = prepared.clock()
+                    prompt["decode_s"] = given_at - first_at - held_s
                     if step.tokens[-1] in prepared.eos or stream.stopped:
                         reason = "stop"
                     if piece:
                         text.append(piece)
                         yield piece
+                        held_s += prepared.clock() - given_at
                     if stream.stopped:
                         break
         except Cancelled:
@@ -159,7 +165,6 @@ def _statistics(steps: Sequence[Step], remarks: Remarks, **prompt: Any) -> Gener
         remarks.speculation_off_reason = "no proposal was expected to pay"
     return GenerationStats(
         new_tokens=sum(len(step.tokens) for step in steps),
-        decode_s=sum(step.seconds for step in decoded),
         decode_tokens=sum(len(step.tokens) for step in decoded),
         rounds=len(steps),
         drafted=drafted.total(),

@@ -39,7 +39,8 @@ class GenerationStats:
         new_tokens: tokens generated.
         ttft_s: time to first token: from when the first piece of text is asked for to the first committed
             token, prefill included.
-        decode_s: time of the rounds behind the first.
+        decode_s: time from the first committed token to the last one's text, all work between rounds
+            included, the time that the caller had the text not.
         decode_tokens: tokens committed in that time (the first round's tokens are not among them).
         rounds: target passes after prefill.
         drafted: proposed tokens, over all rounds.

@@ -3,10 +3,11 @@
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 
 import pytest
 
-from edgespec.drafting.draft import Step
+from edgespec.drafting.draft import Clock, Step
 from edgespec.drafting.guard import Guard
 from edgespec.drafting.policy import Policy
 from edgespec.generation import PreparedRequest, TextStreamer
@@ -28,11 +29,13 @@ class _Source(Silent):
     name: str
     log: list[str]
     fails: str = ""
+    observed: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         self.log.append(f"{self.name} begins")
 
     def observe(self, step: Step) -> None:
+        self.observed()
         if self.fails == "observe":
             raise RuntimeError(f"{self.name} fails")
 
@@ -49,6 +52,8 @@ class _Requests:
     log: list[str] = field(default_factory=list)
     fails: str = ""
     session: ToySession = field(default_factory=lambda: ToySession.markov(0, 404))
+    clock: Clock = perf_counter
+    observed: Callable[[], None] = lambda: None
 
     def stream(self, cancelled: Callable[[], bool] = lambda: False) -> TextStreamer:
         return TextStreamer(
@@ -60,11 +65,12 @@ class _Requests:
                 eos=frozenset(),
                 max_draft=4,
                 begin=self._begin,
+                clock=self.clock,
             )
         )
 
     def _begin(self) -> Policy:
-        free, model, observer = (_Source(name, self.log, self.fails) for name in NAMES)
+        free, model, observer = (_Source(name, self.log, self.fails, self.observed) for name in NAMES)
         pricing = Pricing(CostCurve({1: 1.0}))
         return Policy(free, model, pricing=pricing, guard=Guard(pricing), observers=(observer,))
 
@@ -134,3 +140,20 @@ def test_a_stream_that_nobody_reads_begins_nothing() -> None:
     del stream
     gc.collect()
     assert requests.log == []
+
+
+def test_decoding_is_charged_the_work_between_rounds_and_not_the_callers_time() -> None:
+    now = [0.0]
+
+    def learn() -> None:
+        now[0] += 1.0  # each of three sources, in each round
+
+    requests = _Requests(clock=lambda: now[0], observed=learn)
+    stream = requests.stream()
+    pieces = 0
+    for _ in stream:
+        pieces += 1
+        now[0] += 1000.0
+    stats = stream.result.stats
+    assert pieces > 1
+    assert (stats.ttft_s, stats.decode_s) == (3.0, 3.0 * (stats.rounds - 1))
