@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from edgespec.engine import LoadOptions, Model, TextStreamer, load
-    from edgespec.profile.manage import Profile
+    from edgespec.history.manage import History
     from edgespec.request import RequestOptions
     from edgespec.results import Generation, GenerationStats, SourceStats
     from edgespec_models.errors import EdgespecError
@@ -27,7 +27,7 @@ __all__ = [
     "Generation",
     "GenerationStats",
     "SourceStats",
-    "Profile",
+    "History",
     "devices",
     "Device",
     "EdgespecError",
@@ -38,7 +38,7 @@ _HOMES = {
     "Model": "edgespec.engine",
     "LoadOptions": "edgespec.engine",
     "TextStreamer": "edgespec.engine",
-    "Profile": "edgespec.profile.manage",
+    "History": "edgespec.history.manage",
     "RequestOptions": "edgespec.request",
     "Generation": "edgespec.results",
     "GenerationStats": "edgespec.results",

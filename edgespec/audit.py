@@ -1,4 +1,4 @@
-"""Is the output the same with speculation? Greedy equality, and a test of the law of sampled tokens.
+"""Is the output the same with speculation? Greedy equality, and a test of the distribution of sampled tokens.
 
 Greedy: every prompt is answered plain and speculatively; the token lists must be equal. Behind a first
 difference two answers are different texts, so it counts once: the flip rate is first differences per
@@ -9,7 +9,7 @@ Sampling, at temperature 1 from short prompts whose next tokens are open, by two
 * equal seeds: randomness is a function of seed and position (:mod:`edgespec.sampling`), and proposals
   are a function of the text, so answers with equal seeds must be equal token by token;
 * different seeds: tokens 2 to 4 of many answers, counted with and without speculation, must come from
-  one law: a two-sample chi-square test. (The first token is never drafted.) One answer is one
+  one distribution: a two-sample chi-square test. (The first token is never drafted.) One answer is one
   observation, so observations are independent. Seeds are fixed: a rerun gives the same p-value.
 
 An audit in which nothing was drafted or nothing could be compared has shown nothing, and does not pass.
@@ -130,7 +130,7 @@ class SamplingAudit:
         if p_value is None:
             found.append("too few samples fell into different bins for a chi-square test; draw more")
         elif p_value < ALPHA:
-            found.append(f"sampled tokens follow another law (p = {p_value:.2g}, below {ALPHA})")
+            found.append(f"sampled tokens follow another distribution (p = {p_value:.2g}, below {ALPHA})")
         if self.equal_seeds_identical < self.equal_seeds:
             differ = self.equal_seeds - self.equal_seeds_identical
             found.append(f"{differ} of {self.equal_seeds} sampled answers with equal seeds differ")
@@ -215,7 +215,7 @@ def audit_sampling(
     texts: Sequence[str] = _OPEN_TEXTS,
     progress: ProgressCallback = ignore_progress,
 ) -> SamplingAudit:
-    """Draw ``samples`` short answers to every text, plain and speculatively, and compare their law.
+    """Draw ``samples`` short answers to every text, plain and speculatively, and compare their distributions.
 
     Raises:
         RequestError: ``samples`` is below 1, or there are no texts.

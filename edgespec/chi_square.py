@@ -1,4 +1,4 @@
-"""Two samples of outcomes: could one law have made both? Pearson's chi-square test, without scipy.
+"""Two samples of outcomes: could one distribution have made both? Pearson's chi-square test, without scipy.
 
 The statistic for samples of unequal size, and the incomplete gamma function by its series and its
 continued fraction, are those of Press et al., Numerical Recipes (3rd ed.), sections 14.3 and 6.2.
@@ -27,7 +27,7 @@ class ChiSquare:
 
     @property
     def p_value(self) -> float | None:
-        """Probability of a statistic at least as large under one law; None with nothing to compare."""
+        """Probability of a statistic at least as large under one distribution; None with nothing to compare."""
         return survival(self.statistic, self.degrees) if self.degrees else None
 
     def __add__(self, other: "ChiSquare") -> "ChiSquare":

@@ -18,11 +18,11 @@ from edgespec.encoding import Messages, encode_chat, encode_text
 from edgespec.generation import PreparedRequest, TextStreamer
 from edgespec.loading import NGRAM, Reference, open_model, recommended_drafter
 from edgespec.pricing import Pricing
-from edgespec.profile.corrections import DrafterKey
-from edgespec.profile.drafter import BestOf
-from edgespec.profile.manage import Profile
-from edgespec.profile.store import Scope
-from edgespec.profile.use import ProfileUse, open_use
+from edgespec.history.corrections import DrafterKey
+from edgespec.history.drafter import BestOf
+from edgespec.history.manage import History
+from edgespec.history.store import Scope
+from edgespec.history.use import HistoryUse, open_use
 from edgespec.request import Request, RequestOptions
 from edgespec.results import Generation, Remarks
 from edgespec.sessions import Loaded, open_pair
@@ -51,9 +51,9 @@ class LoadOptions:
         max_draft: the longest draft; what is worth drafting is decided round by round.
         weights: policy of exports made at first use, ``exact`` or ``portable``
             (:class:`edgespec_export.export.ExportOptions`); None is the default.
-        namespace: keeps what a profile learns apart, by app, task or language.
+        namespace: keeps what a history learns apart, by app, task or language.
         training_share: share of the time, 0 to 1, that training a drafter on what the target writes may take,
-            between requests, in a thread of its own; 0 trains nothing. It needs a profile.
+            between requests, in a thread of its own; 0 trains nothing. It needs a history.
         huge_pages: weights are copied into huge pages at load (Linux): passes are a tenth faster. Without,
             models open at once, and processes share their weights.
         instructions: what edgespec's kernels use, of :data:`edgespec_runtimes.kernels.INSTRUCTIONS`; empty
@@ -79,7 +79,7 @@ def load(
     drafter: Reference | None = "auto",
     *,
     options: LoadOptions | None = None,
-    profile: Reference | None = None,
+    history: Reference | None = None,
     progress: ProgressCallback = ignore_progress,
     device: DeviceName = AUTO,
     drafter_device: DeviceName = AUTO,
@@ -93,8 +93,8 @@ def load(
         drafter: the same; ``"auto"`` takes the catalogue's recommendation, ``"ngram"`` drafts from the text
             alone, None is plain decoding.
         options: threads and limits.
-        profile: a name or a file: what answers teach is kept there and drafted from, across requests and
-            restarts (:class:`edgespec.profile.Profile`). With None nothing is written anywhere.
+        history: a name or a file: what answers teach is kept there and drafted from, across requests and
+            restarts (:class:`edgespec.history.History`). With None nothing is written anywhere.
         progress: told of downloads and exports.
         device: where the target runs: a name that :func:`edgespec.devices` lists, or ``npu``; what cannot be
             had, or does not fit the bundle, is an error. ``"auto"`` takes the device the bundle was made for,
@@ -108,12 +108,12 @@ def load(
         EdgespecError: what kept a model from being found, made or loaded.
     """
     options = options or LoadOptions()
-    if profile is not None and drafter is None:
-        raise RequestError("plain decoding (drafter None) uses no profile; give drafter='ngram' or a model")
-    if profile is not None:
-        named = Profile(profile)
+    if history is not None and drafter is None:
+        raise RequestError("plain decoding (drafter None) uses no history; give drafter='ngram' or a model")
+    if history is not None:
+        named = History(history)
         named.check()  # before a model is pulled
-        profile = named.path
+        history = named.path
     made_for = export_for(device), export_for(drafter_device)
     target_bundle = open_model(
         target, "target", weights=options.weights, device=made_for[0], progress=progress
@@ -137,8 +137,8 @@ def load(
     model = Model(
         loaded, options=options, drafts=drafter is not None, clock=perf_counter, beside=_beside(loaded)
     )
-    if profile is not None:
-        model.use_profile(profile)
+    if history is not None:
+        model.use_history(history)
     return model
 
 
@@ -185,7 +185,7 @@ class Model:
         self._loaded, self._session = loaded, loaded.target.session
         self._drafts, self._clock = drafts, clock
         self._pricing = Pricing(self.cost_curve)
-        self._profile: ProfileUse | None = None
+        self._history: HistoryUse | None = None
         self._side: DrafterSide | None = None
         if loaded.drafter is not None:
             self._side = DrafterSide(
@@ -197,7 +197,7 @@ class Model:
                 clock=clock,
             )
         self._guard = Guard(self._pricing)
-        self._profile_guard = Guard(self._pricing, "proposals from the profile brought tokens")
+        self._history_guard = Guard(self._pricing, "proposals from the history brought tokens")
         self._stream: TextStreamer | None = None  # the last request's
         self._starting = Lock()
 
@@ -215,24 +215,24 @@ class Model:
         """
         self._end_request()
         try:
-            if self._profile is not None:
-                self._profile.close()
+            if self._history is not None:
+                self._history.close()
         finally:  # a second Ctrl-C, perhaps
             if self._side is not None:
                 self._side.session.close()
             self._session.close()
 
     @checked
-    def use_profile(self, path: Path) -> None:
-        """Draft from the profile at ``path``, and learn into it, from the next request on.
+    def use_history(self, path: Path) -> None:
+        """Draft from the history at ``path``, and learn into it, from the next request on.
 
-        A file that cannot be used is reported in the log and in ``result.stats.profile_problem``.
+        A file that cannot be used is reported in the log and in ``result.stats.history_problem``.
         """
         self._end_request()
-        if self._profile is not None:
-            self._profile.close()
+        if self._history is not None:
+            self._history.close()
         scope = Scope(self.name, self.target.tokenizer.digest, self.options.namespace)
-        self._profile = use = open_use(path, scope, self.target.tokenizer)
+        self._history = use = open_use(path, scope, self.target.tokenizer)
         if self._side is not None and self.drafter is not None:
             side, share = self._side, self.options.training_share
             key = DrafterKey(self.drafter.digest, self.drafter.manifest.name)
@@ -356,8 +356,8 @@ class Model:
             remarks.speculation_off_reason = "speculate=False" if self._drafts else "the drafter is None"
             return self._policy(None, None if side is None else Part(side.trainer), remarks)
         free: Extending = NgramDrafter()
-        if self._profile is not None:
-            free = BestOf(free, self._profile.begin(self._profile_guard, remarks))
+        if self._history is not None:
+            free = BestOf(free, self._history.begin(self._history_guard, remarks))
         part = None
         if side is not None:
             longest = self.options.max_draft

@@ -5,10 +5,10 @@ from importlib import resources
 from typing import Any
 
 from edgespec.charts import Bar, BarChart, LineChart, bar_chart, column_chart, line_chart
-from edgespec.profiling import as_ranges
+from edgespec.costs import as_ranges
 from edgespec_models.errors import RequestError
 
-__all__ = ["render_profile", "render_report"]
+__all__ = ["render_costs", "render_report"]
 
 _FORMAT = 1
 
@@ -29,13 +29,13 @@ def render_report(result: Mapping[str, Any]) -> str:
     )
 
 
-def render_profile(result: Mapping[str, Any]) -> str:
-    """The page for what :meth:`edgespec.profiling.Profile.to_json` returned, or the same read from JSON.
+def render_costs(result: Mapping[str, Any]) -> str:
+    """The page for what :meth:`edgespec.costs.Costs.to_json` returned, or the same read from JSON.
 
     Raises:
         RequestError: ``result`` is not of that form.
     """
-    return _render("profile_report.html", _checked(result, "profile"), cost=_roofline_chart(result))
+    return _render("cost_report.html", _checked(result, "cost"), cost=_roofline_chart(result))
 
 
 def _checked(result: Mapping[str, Any], kind: str) -> Mapping[str, Any]:

@@ -22,7 +22,7 @@ class Remarks:
     """What a request's sources have to say besides their drafts: fields of :class:`GenerationStats`."""
 
     speculation_off_reason: str | None = None
-    profile_problem: str | None = None
+    history_problem: str | None = None
     rolled_back: tuple[str, ...] = ()
     placement: str = ""
     drafted_ahead: int = 0
@@ -53,8 +53,8 @@ class GenerationStats:
         target_s: time inside the target's passes (prefill excluded).
         drafter_s: time that rounds waited for the drafter (its prefill included).
         speculation_off_reason: why no or few drafts were made; None while speculation pays.
-        profile_problem: what keeps the profile from being read or written; None if nothing, or without one.
-        rolled_back: which parts of what the profile holds misled and were put back, since the request before,
+        history_problem: what keeps the history from being read or written; None if nothing, or without one.
+        rolled_back: which parts of what the history holds misled and were put back, since the request before,
             and why.
         placement: on which devices target and drafter ran, and why there.
     """
@@ -74,7 +74,7 @@ class GenerationStats:
     target_s: float = 0.0
     drafter_s: float = 0.0
     speculation_off_reason: str | None = None
-    profile_problem: str | None = None
+    history_problem: str | None = None
     rolled_back: tuple[str, ...] = ()
     placement: str = ""
     drafted_ahead: int = 0
@@ -124,7 +124,7 @@ class GenerationStats:
             "target_ms": self.target_s * 1e3,
             "drafter_ms": self.drafter_s * 1e3,
             "speculation_off_reason": self.speculation_off_reason,
-            "profile_problem": self.profile_problem,
+            "history_problem": self.history_problem,
             "rolled_back": list(self.rolled_back),
             "placement": self.placement,
         }

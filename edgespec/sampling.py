@@ -29,10 +29,10 @@ __all__ = [
 ]
 
 Row = npt.NDArray[np.float32]
-Law = npt.NDArray[np.float64]
+Distribution = npt.NDArray[np.float64]
 
 TOKEN_LANE: Final = 0
-"""Lane of :func:`uniform` that draws the token of a position from the target's law or its residual."""
+"""Lane of :func:`uniform` that draws the token of a position from the target's distribution or its residual."""
 ACCEPT_LANE: Final = 1
 """Lane that decides whether the token proposed for a position is accepted."""
 DRAFT_LANE: Final = 2
@@ -109,7 +109,7 @@ def best_token(logits: Row, seen: npt.NDArray[np.int64] | None, params: Sampling
     """The most likely token of one row, float32 ``(vocab,)``, after the penalty; the lowest id of equals.
 
     Raises:
-        EdgespecError: the row is not a law (it holds NaN, or nothing finite).
+        EdgespecError: the row is not a distribution (it holds NaN, or nothing finite).
     """
     row = _penalised(logits, seen, params.repetition_penalty)
     token = int(np.argmax(row))
@@ -117,8 +117,8 @@ def best_token(logits: Row, seen: npt.NDArray[np.int64] | None, params: Sampling
     return token
 
 
-def distribution(logits: Row, seen: npt.NDArray[np.int64] | None, params: SamplingParams) -> Law:
-    """The law of the next token, float64 ``(vocab,)``, summing to 1.
+def distribution(logits: Row, seen: npt.NDArray[np.int64] | None, params: SamplingParams) -> Distribution:
+    """The distribution of the next token, float64 ``(vocab,)``, summing to 1.
 
     The order is that of transformers: repetition penalty, temperature, top-k, top-p, min-p. (llama.cpp
     puts the temperature last by default: at a temperature of 1 the two agree.) Each truncation keeps
@@ -130,12 +130,12 @@ def distribution(logits: Row, seen: npt.NDArray[np.int64] | None, params: Sampli
         params: temperature 0 gives all mass to :func:`best_token`.
 
     Raises:
-        EdgespecError: the row is not a law (it holds NaN, or nothing finite).
+        EdgespecError: the row is not a distribution (it holds NaN, or nothing finite).
     """
-    law = np.zeros(len(logits), dtype=np.float64)
+    probs = np.zeros(len(logits), dtype=np.float64)
     if params.greedy:
-        law[best_token(logits, seen, params)] = 1.0
-        return law
+        probs[best_token(logits, seen, params)] = 1.0
+        return probs
     row = _penalised(logits, seen, params.repetition_penalty)
     top = float(row.max())
     check_best(top)
@@ -152,8 +152,8 @@ def distribution(logits: Row, seen: npt.NDArray[np.int64] | None, params: Sampli
     if cutoff > 0.0:
         weights[weights < cutoff] = 0.0
     weights /= weights.sum()
-    law[kept] = weights
-    return law
+    probs[kept] = weights
+    return probs
 
 
 def _penalised(logits: Row, seen: npt.NDArray[np.int64] | None, penalty: float) -> Row:
@@ -165,7 +165,7 @@ def _penalised(logits: Row, seen: npt.NDArray[np.int64] | None, penalty: float) 
     return row
 
 
-def _nucleus_cutoff(weights: Law, top_p: float) -> float:
+def _nucleus_cutoff(weights: Distribution, top_p: float) -> float:
     """The least weight that top-p keeps, 0 if it keeps all. Weights are in [0, 1]. Linear in their number."""
     if top_p >= 1.0:
         return 0.0
@@ -194,21 +194,21 @@ def uniform(seed: int, position: int, lane: int = TOKEN_LANE) -> float:
     return float(int(words.random_raw()) >> 11) * 2.0**-53
 
 
-def draw(law: Law, u: float) -> int:
-    """The token at ``u`` in [0, 1) of the cumulative ``law``, float64 ``(vocab,)``, of any positive sum.
+def draw(probs: Distribution, u: float) -> int:
+    """The token at ``u`` in [0, 1) of the cumulative ``probs``, float64 ``(vocab,)``, of any positive sum.
 
     A token of probability zero is never returned, whatever the rounding.
     """
     # Two levels, because a running sum over the whole vocabulary is ten times dearer than block sums.
-    sums = np.add.reduceat(law, np.arange(0, len(law), _BLOCK))
+    sums = np.add.reduceat(probs, np.arange(0, len(probs), _BLOCK))
     target = u * float(sums.sum())
     block, before = _locate(sums, target, side="right")
     start = block * _BLOCK
-    token, _ = _locate(law[start : start + _BLOCK], max(0.0, target - before), side="right")
+    token, _ = _locate(probs[start : start + _BLOCK], max(0.0, target - before), side="right")
     return start + token
 
 
-def _locate(masses: Law, target: float, *, side: Literal["left", "right"]) -> tuple[int, float]:
+def _locate(masses: Distribution, target: float, *, side: Literal["left", "right"]) -> tuple[int, float]:
     """The first index where the cumulative mass reaches (left) or passes (right) ``target``, and the mass
     before that index.
 

@@ -1,7 +1,7 @@
-"""Which proposals are kept, and the token that follows them: without changing the target's law.
+"""Which proposals are kept, and the token that follows them: without changing the target's distribution.
 
 Every rule here looks at one row of logits after another and stops at the first rejection. A proposal is
-never dropped because of what it is: that would change the law of the output.
+never dropped because of what it is: that would change the distribution of the output.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,7 +58,7 @@ class Verifier(Protocol):
 
         Raises:
             RequestError: predictions or the draft's probabilities of another shape.
-            EdgespecError: a row of logits is not a law.
+            EdgespecError: a row of logits is not a distribution.
         """
 
 
@@ -98,10 +98,10 @@ class GreedyVerifier:
 
 
 class SamplingVerifier:
-    """Keeps the law of the target's samples. One request, whose tokens it follows.
+    """Keeps the distribution of the target's samples. One request, whose tokens it follows.
 
     Deterministic drafts (``probs`` None) are verified by sample-and-match: the token is drawn from the
-    target's law p and the proposal accepted while it equals the draw. The output is then, token for
+    target's distribution p and the proposal accepted while it equals the draw. The output is then, token for
     token, that of plain sampling with the same seed. Sampled drafts are verified by speculative
     sampling (Leviathan et al. 2023, Algorithm 1; Chen et al. 2023, Algorithm 2).
 
@@ -122,23 +122,23 @@ class SamplingVerifier:
         if self._params.repetition_penalty != 1.0:
             self._seen.align(tokens)
 
-        def target_law(i: int) -> npt.NDArray[np.float64]:
+        def target_probs(i: int) -> npt.NDArray[np.float64]:
             return distribution(logits[i], self._seen.ids(draft.tokens[:i]), self._params)
 
         def sample(i: int) -> int:
-            return draw(target_law(i), uniform(self._seed, len(tokens) + i, TOKEN_LANE))
+            return draw(target_probs(i), uniform(self._seed, len(tokens) + i, TOKEN_LANE))
 
         if draft.probs is None:
             return _accept_while_equal(draft, sample)
         for i, x in enumerate(draft.tokens):
-            p, q = target_law(i), draft.probs[i]
+            p, q = target_probs(i), draft.probs[i]
             # r < p(x) / q(x), without the division
             if uniform(self._seed, len(tokens) + i, ACCEPT_LANE) * q[x] < p[x]:
                 continue
             residual = np.maximum(0.0, p - q)
-            # Only rounding can leave no residual: then p and q are the same law.
-            law = residual if residual.any() else p
-            return Verdict(i, draw(law, uniform(self._seed, len(tokens) + i, TOKEN_LANE)))
+            # Only rounding can leave no residual: then p and q are the same distribution.
+            probs = residual if residual.any() else p
+            return Verdict(i, draw(probs, uniform(self._seed, len(tokens) + i, TOKEN_LANE)))
         return Verdict(len(draft.tokens), sample(len(draft.tokens)))
 
 

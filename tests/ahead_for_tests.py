@@ -18,22 +18,22 @@ from edgespec.sampling import SamplingParams
 from edgespec.verification import make_verifier
 from edgespec_models.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.devices import PROFILES
+from edgespec_runtimes.devices import KINDS
 from edgespec_runtimes.discovery import Device, State
 from edgespec_runtimes.placement import Placement
 from edgespec_runtimes.predictions import Predictions
 from tests.tokenizers_for_tests import byte_level_json
-from tests.toy import F32, Law, Silent, ToySession
+from tests.toy import F32, NextLogits, Silent, ToySession
 
 VOCAB = 50
 PROMPT = [3, 1, 4]
 QUICK = CostCurve({1: 1e-3})
 
 
-def plain(law: Law, count: int, params: SamplingParams | None = None) -> list[int]:
+def plain(next_logits: NextLogits, count: int, params: SamplingParams | None = None) -> list[int]:
     tokens, verify = list(PROMPT), make_verifier(params or SamplingParams())
     for _ in range(count):
-        tokens.append(verify(Predictions(law(tokens)[None]), NO_DRAFT, tokens).token)
+        tokens.append(verify(Predictions(next_logits(tokens)[None]), NO_DRAFT, tokens).token)
     return tokens
 
 
@@ -57,11 +57,11 @@ def ahead_of(model: ModelDrafter, beside: Beside, pricing: Pricing) -> Ahead:
     return Ahead(model, beside, pricing=pricing, remarks=Remarks())
 
 
-def mixed(law: Law, other: Law, right: float) -> Law:
-    """``law`` in a share of all places, ``other`` elsewhere."""
+def mixed(next_logits: NextLogits, other: NextLogits, right: float) -> NextLogits:
+    """``next_logits`` in a share of all places, ``other`` elsewhere."""
 
     def law_here(tokens: Sequence[int]) -> F32:
-        return (law if hash(tuple(tokens[-4:])) % 1000 < 1000 * right else other)(tokens)
+        return (next_logits if hash(tuple(tokens[-4:])) % 1000 < 1000 * right else other)(tokens)
 
     return law_here
 
@@ -96,4 +96,4 @@ def stream_of(
 
 
 def placed(name: str, state: State = "ready") -> Placement:
-    return Placement(Device(PROFILES[name], state), "made up")
+    return Placement(Device(KINDS[name], state), "made up")

@@ -21,7 +21,7 @@ class FakeModel:
     Attributes:
         speed: how many times as fast speculation is, by a word of the prompt ("" is any prompt).
         flips: words of prompts whose third token is another one with speculation.
-        biased: sampled tokens with speculation follow another law.
+        biased: sampled tokens with speculation follow another distribution.
         drafts: whether speculation drafts at all.
         rolled_back: what its answers say was put back.
         calls: the prompt and options of every request.

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from edgespec_runtimes.devices import DeviceProfile
+from edgespec_runtimes.devices import DeviceKind
 from edgespec_runtimes.discovery import FoundHardware
 
 _PROVIDERS = {
@@ -38,10 +38,10 @@ class Machine:
         known = {*self.builtin, *(_PROVIDERS[module] for module in self.registered)}
         return [PROCESSOR, *(found for found in self.hardware if found.provider in known)]
 
-    def options(self, profile: DeviceProfile) -> Mapping[str, str]:
-        return {"backend": profile.name}
+    def options(self, kind: DeviceKind) -> Mapping[str, str]:
+        return {"backend": kind.name}
 
-    def version(self, profile: DeviceProfile) -> str:
+    def version(self, kind: DeviceKind) -> str:
         return "9.9"
 
 

@@ -14,7 +14,7 @@ from edgespec.results import Generation, Remarks
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.placement import Placement, run_at_once
 from tests.ahead_for_tests import PROMPT, VOCAB, mixed, model_of, placed, plain, stream_of
-from tests.toy import F32, Law, ToySession, markov_law, round_of
+from tests.toy import F32, NextLogits, ToySession, markov_logits, round_of
 from tools.replay import Clock, lane
 
 
@@ -95,8 +95,8 @@ def test_a_machine_that_is_slower_than_measured_is_no_harm_of_the_drafter(clock:
 class _Timed(ToySession):
     """A toy whose passes take a given time."""
 
-    def __init__(self, law: Law, clock: Clock, seconds: float) -> None:
-        super().__init__(law, VOCAB)
+    def __init__(self, next_logits: NextLogits, clock: Clock, seconds: float) -> None:
+        super().__init__(next_logits, VOCAB)
         self._clock, self._seconds = clock, seconds
         self.reserve(1000)
 
@@ -107,8 +107,8 @@ class _Timed(ToySession):
 
 def test_a_draft_says_how_much_longer_its_pass_takes(clock: Clock) -> None:
     """So the pricing learns what passes take alone."""
-    pricing, law = Pricing(CostCurve({1: 10.0, 16: 10.1})), markov_law(5, VOCAB, scale=200.0)
-    small, beside = _Timed(law, clock, 3.0), _beside(clock)
+    pricing, next_logits = Pricing(CostCurve({1: 10.0, 16: 10.1})), markov_logits(5, VOCAB, scale=200.0)
+    small, beside = _Timed(next_logits, clock, 3.0), _beside(clock)
     ahead = Ahead(model_of(small, pricing, clock=clock), beside, pricing=pricing, remarks=Remarks())
     tokens, draft, slowdowns = list(PROMPT), Draft(), list[float]()
     for _ in range(120):
@@ -126,14 +126,14 @@ def test_a_draft_says_how_much_longer_its_pass_takes(clock: Clock) -> None:
 
 def _answer(clock: Clock, *, right: float, side_by_side: bool) -> tuple[Generation, ModelDrafter]:
     """128 tokens, a drafter's step taking a quarter of the target's pass."""
-    pricing, law = Pricing(CostCurve({1: 1.0, 16: 1.02})), markov_law(5, VOCAB)
+    pricing, next_logits = Pricing(CostCurve({1: 1.0, 16: 1.02})), markov_logits(5, VOCAB)
     curve = CostCurve({1: 0.25})
     beside = _beside(clock, 0.25) if side_by_side else None
-    small = _Timed(mixed(law, markov_law(6, VOCAB), right), clock, 0.25)
-    target = _Timed(law, clock, 1.0)
+    small = _Timed(mixed(next_logits, markov_logits(6, VOCAB), right), clock, 0.25)
+    target = _Timed(next_logits, clock, 1.0)
     drafter = model_of(small, pricing, curve=curve, clock=clock)
     result = stream_of(target, drafter, beside, pricing, Request(max_new_tokens=128), clock).run()
-    assert [*PROMPT, *result.tokens] == plain(law, 128)
+    assert [*PROMPT, *result.tokens] == plain(next_logits, 128)
     return result, drafter
 
 

@@ -28,9 +28,9 @@ from edgespec_models.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from tests.ahead_for_tests import PROMPT, QUICK, VOCAB, ahead_of, mixed, model_of, plain, stream_of
 from tests.tokenizers_for_tests import byte_level_json
-from tests.toy import COLUMNS, F32, INT4, LLAMA, QWEN, Law, ToySession, markov_law, tiny_bundle
+from tests.toy import COLUMNS, F32, INT4, LLAMA, QWEN, NextLogits, ToySession, markov_logits, tiny_bundle
 
-LAW = markov_law(0, VOCAB, scale=200.0)
+NEXT_LOGITS = markov_logits(0, VOCAB, scale=200.0)
 LONG = CostCurve({1: 1000.0, 16: 1000.1})
 """Passes so long that a drafter is never told to stop for time."""
 NAME = "edgespec-ahead"
@@ -47,8 +47,8 @@ def _is_ahead() -> bool:
 class _Small(ToySession):
     """A drafter's session that knows who asks it, and that nobody else does meanwhile."""
 
-    def __init__(self, law: Law, vocab_size: int = VOCAB) -> None:
-        super().__init__(law, vocab_size)
+    def __init__(self, next_logits: NextLogits, vocab_size: int = VOCAB) -> None:
+        super().__init__(next_logits, vocab_size)
         self.read_ahead, self.waited_for = 0, 0
         self._busy = threading.Lock()
         self.reserve(1000)
@@ -76,8 +76,8 @@ class _Slow(ToySession):
 
 
 def test_the_next_draft_is_there_when_verification_ends() -> None:
-    pricing, small, tokens = Pricing(LONG), _Small(LAW), list(PROMPT)
-    model, target = model_of(small, pricing), _Slow(LAW, VOCAB)
+    pricing, small, tokens = Pricing(LONG), _Small(NEXT_LOGITS), list(PROMPT)
+    model, target = model_of(small, pricing), _Slow(NEXT_LOGITS, VOCAB)
     drafter = ahead_of(model, Beside(QUICK), pricing)
     steps = decode(target, drafter, make_verifier(SamplingParams()), tokens, max_new_tokens=50, max_draft=4)
     for number, step in enumerate(steps):
@@ -87,21 +87,21 @@ def test_the_next_draft_is_there_when_verification_ends() -> None:
             assert step.accepted == 4
     assert small.waited_for == 4
     drafter.close()
-    assert tokens == plain(LAW, 50)
+    assert tokens == plain(NEXT_LOGITS, 50)
     assert model.reader.drafted_ahead >= model.reader.used_ahead >= 5 * 8
     assert not _threads()
 
 
 def test_a_rejected_draft_is_dropped_at_the_price_of_a_step() -> None:
     """The drafter is always wrong: each of its drafts begins anew, from the text."""
-    wrong = markov_law(1, VOCAB, scale=200.0)
+    wrong = markov_logits(1, VOCAB, scale=200.0)
     pricing, tokens = Pricing(LONG), list(PROMPT)
-    model, target = model_of(_Small(wrong), pricing), _Slow(LAW, VOCAB)
+    model, target = model_of(_Small(wrong), pricing), _Slow(NEXT_LOGITS, VOCAB)
     drafter = ahead_of(model, Beside(QUICK), pricing)
     for _ in decode(target, drafter, make_verifier(SamplingParams()), tokens, max_new_tokens=12, max_draft=4):
         pass
     drafter.close()
-    assert tokens == plain(LAW, 12)
+    assert tokens == plain(NEXT_LOGITS, 12)
     assert model.reader.drafted_ahead >= 5 and model.reader.used_ahead <= model.reader.drafted_ahead // 2
 
 
@@ -117,21 +117,21 @@ def test_a_rejected_draft_is_dropped_at_the_price_of_a_step() -> None:
 def test_output_is_that_of_plain_decoding(
     seed: int, right: float, temperature: float, max_draft: int, count: int, with_ngrams: bool
 ) -> None:
-    law = markov_law(seed, VOCAB)
+    next_logits = markov_logits(seed, VOCAB)
     params = SamplingParams(temperature=temperature, seed=seed if temperature else None)
-    small = _Small(mixed(law, markov_law(seed + 1, VOCAB), right))
+    small = _Small(mixed(next_logits, markov_logits(seed + 1, VOCAB), right))
     pricing, tokens = Pricing(LONG), list(PROMPT)
     model = model_of(small, pricing)
     drafter: Source = ahead_of(model, Beside(QUICK), pricing)
     if with_ngrams:
         drafter = Policy(NgramDrafter(), drafter, pricing=pricing, guard=Guard(pricing))
-    target = ToySession(law, VOCAB)
+    target = ToySession(next_logits, VOCAB)
     for _ in decode(
         target, drafter, make_verifier(params), tokens, max_new_tokens=count, max_draft=max_draft
     ):
         assert target.cache == tokens[:-1]
     drafter.close()
-    assert tokens == plain(law, count, params)
+    assert tokens == plain(next_logits, count, params)
     assert model.reader.used_ahead <= model.reader.drafted_ahead == small.read_ahead
 
 
@@ -156,8 +156,8 @@ def test_across_vocabularies() -> None:
 class _Held(_Small):
     """Reading ahead, it does not come back from a step until it is let go; or it fails."""
 
-    def __init__(self, law: Law, error: BaseException | None = None) -> None:
-        super().__init__(law)
+    def __init__(self, next_logits: NextLogits, error: BaseException | None = None) -> None:
+        super().__init__(next_logits)
         self.entered, self.let_go, self.error = threading.Event(), threading.Event(), error
 
     def let_go_when(self, happened: threading.Event) -> None:
@@ -196,7 +196,7 @@ class _Request:
 
     @classmethod
     def of(cls, error: BaseException | None = None) -> "_Request":
-        pricing, held, target = Pricing(LONG), _Held(LAW, error), _After(LAW, VOCAB)
+        pricing, held, target = Pricing(LONG), _Held(NEXT_LOGITS, error), _After(NEXT_LOGITS, VOCAB)
         target.held = held
         return cls(held, target, Beside(QUICK), model_of(held, pricing), pricing)
 
@@ -218,8 +218,8 @@ def test_a_request_that_is_cancelled_waits_for_the_step_that_runs() -> None:
     assert result.finish_reason == "cancelled"
     assert not _threads()
     assert it.held.read_ahead == 1
-    assert [*PROMPT, *result.tokens] == plain(LAW, len(result.tokens))
-    assert it.held.next_logits(PROMPT).argmax() == LAW(PROMPT).argmax()
+    assert [*PROMPT, *result.tokens] == plain(NEXT_LOGITS, len(result.tokens))
+    assert it.held.next_logits(PROMPT).argmax() == NEXT_LOGITS(PROMPT).argmax()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken device"), KeyboardInterrupt()])
@@ -230,12 +230,12 @@ def test_what_fails_beside_a_pass_fails_the_round_behind_it(error: BaseException
         stream.run()
     assert not _threads()
     tokens = stream._prepared.tokens
-    assert tokens == plain(LAW, len(tokens) - 3)
+    assert tokens == plain(NEXT_LOGITS, len(tokens) - 3)
     assert len(tokens) >= 3 + 5 and it.target.cache == tokens[:-1]
     it.held.error, it.held.let_go = None, threading.Event()
     it.held.let_go.set()
     fresh = ahead_of(model_of(it.held, it.pricing), it.beside, it.pricing)
-    assert fresh.propose(tokens, 4).tokens == tuple(plain(LAW, len(tokens) + 1)[len(tokens) :])
+    assert fresh.propose(tokens, 4).tokens == tuple(plain(NEXT_LOGITS, len(tokens) + 1)[len(tokens) :])
     fresh.close()
 
 

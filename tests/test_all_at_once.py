@@ -1,4 +1,4 @@
-"""N-grams, a profile and a drafter that learns, all at once: the tokens are those of plain decoding."""
+"""N-grams, a history and a drafter that learns, all at once: the tokens are those of plain decoding."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import edgespec
-from edgespec import LoadOptions, Profile, sessions
+from edgespec import LoadOptions, History, sessions
 from edgespec.audit import audit_greedy, audit_sampling
 from edgespec.chi_square import pool_rare, two_samples
 from edgespec.decode import decode
@@ -19,16 +19,16 @@ from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.reading import Reader
 from edgespec.pricing import Pricing
-from edgespec.profile.drafter import BestOf
-from edgespec.profile.memory import Snapshot
-from edgespec.profile.use import ProfileUse
+from edgespec.history.drafter import BestOf
+from edgespec.history.memory import Snapshot
+from edgespec.history.use import HistoryUse
 from edgespec.prompts import Prompt
 from edgespec.sampling import SamplingParams
 from edgespec.verification import make_verifier
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve
 from tests.native_for_tests import tiny_native
-from tests.toy import F32, LLAMA, Silent, ToySession, markov_law
+from tests.toy import F32, LLAMA, Silent, ToySession, markov_logits
 from tools.replay import Clock
 from tools.streams import AtOnce
 
@@ -51,12 +51,12 @@ class _Machine:
     """A target, and all that drafts for it, over many requests; the model in two of three."""
 
     def __init__(self) -> None:
-        self.use = ProfileUse(Snapshot(), None, None)
+        self.use = HistoryUse(Snapshot(), None, None)
         self.pricing, self.calibration = Pricing(FLAT), Calibration()
         self.guards = Guard(self.pricing), Guard(self.pricing)
         self.requests = 0
-        self.accepted = dict.fromkeys(("ngram", "profile", "model"), 0)
-        self.target = _Timed(markov_law(1, VOCAB, scale=1.0), VOCAB)
+        self.accepted = dict.fromkeys(("ngram", "history", "model"), 0)
+        self.target = _Timed(markov_logits(1, VOCAB, scale=1.0), VOCAB)
         self.target.clock = self.clock = Clock()
         self.small = ToySession.markov(2, VOCAB, scale=1.0)
         self.small.reserve(500)
@@ -87,7 +87,7 @@ class _Machine:
 
     def _trained(self) -> ToySession:
         """Another drafter for each request, nearer and nearer to the target, as training makes it."""
-        near, far = markov_law(1, VOCAB, scale=1.0), markov_law(2, VOCAB, scale=1.0)
+        near, far = markov_logits(1, VOCAB, scale=1.0), markov_logits(2, VOCAB, scale=1.0)
         share = self.requests / (self.requests + 10.0)
         session = ToySession(lambda text: share * near(text) + (1.0 - share) * far(text), VOCAB)
         session.reserve(500)
@@ -130,7 +130,7 @@ def test_samples_keep_their_law_while_everything_learns_from_them() -> None:
         for learns, answer in ((False, _plain), (True, machine.answer)):
             params = SamplingParams(temperature=1.0, seed=2 * number + learns)
             drawn[learns].append(tuple(answer([1, 2], params, 4)[2:]))
-    assert machine.accepted["model"] > 100 and machine.accepted["profile"] > 30
+    assert machine.accepted["model"] > 100 and machine.accepted["history"] > 30
     counts = pool_rare(drawn[False], drawn[True], minimum=20)
     p_value = two_samples(*counts).p_value
     assert len(counts[0]) > 10
@@ -166,44 +166,44 @@ def _asking_the_model(self: Policy, *arguments: object, **options: object) -> No
     self._model_surplus = 1e9
 
 
-def test_a_model_with_a_profile_learns_and_answers_as_ever(bundles: tuple[Path, Path], home: Path) -> None:
+def test_a_model_with_a_history_learns_and_answers_as_ever(bundles: tuple[Path, Path], home: Path) -> None:
     target, drafter = bundles
     with edgespec.load(target, None, options=LoadOptions(threads=1)) as model:
         plain = model.generate("x = 1", max_new_tokens=40, stop_at_eos=False)
     options = LoadOptions(threads=1, training_share=1.0)
-    with edgespec.load(target, drafter, options=options, profile="me") as model:
+    with edgespec.load(target, drafter, options=options, history="me") as model:
         result = model.generate("x = 1", max_new_tokens=40, stop_at_eos=False)
     assert result.tokens == plain.tokens
     assert result.stats.by_source["model"].accepted > 0
     assert result.stats.rolled_back == () and result.stats.to_json()["rolled_back"] == []
-    (correction,) = Profile("me").corrections()
+    (correction,) = History("me").corrections()
     assert (correction.target, correction.drafter) == ("target", "drafter")
     assert correction.tokens > 20
 
 
-@pytest.mark.parametrize(("share", "profile"), [(0.0, "me"), (0.2, None)])
-def test_nothing_is_trained_without_a_share_or_a_profile(
-    bundles: tuple[Path, Path], home: Path, share: float, profile: str | None
+@pytest.mark.parametrize(("share", "history"), [(0.0, "me"), (0.2, None)])
+def test_nothing_is_trained_without_a_share_or_a_history(
+    bundles: tuple[Path, Path], home: Path, share: float, history: str | None
 ) -> None:
     options = LoadOptions(threads=1, training_share=share)
-    with edgespec.load(*bundles, options=options, profile=profile) as model:
+    with edgespec.load(*bundles, options=options, history=history) as model:
         model.generate("x = 1", max_new_tokens=40, stop_at_eos=False)
         assert model._side is not None and model._side.trainer is None
-    if profile is not None:
-        assert Profile(profile).corrections() == [] and Profile(profile).show()
+    if history is not None:
+        assert History(history).corrections() == [] and History(history).show()
 
 
-def test_an_audit_of_a_model_with_a_profile_covers_what_is_learned(
+def test_an_audit_of_a_model_with_a_history_covers_what_is_learned(
     bundles: tuple[Path, Path], home: Path
 ) -> None:
     options = LoadOptions(threads=1, training_share=1.0)
-    with edgespec.load(*bundles, options=options, profile="me") as model:
+    with edgespec.load(*bundles, options=options, history="me") as model:
         greedy = audit_greedy(model, [Prompt("a", "code", ("def add(a, b):",))], max_new_tokens=16)
         sampling = audit_sampling(model, samples=20, texts=["3 1 6 2 2 5 4 1 3 6 5 4 2 1 1 6 3 5"])
         assert model._side is not None and model._side.trainer is not None
     assert greedy.problems() == [] and greedy.drafted > 0
     assert sampling.equal_seeds == sampling.equal_seeds_identical > 0
-    assert Profile("me").corrections()[0].tokens > 0
+    assert History("me").corrections()[0].tokens > 0
 
 
 @pytest.mark.parametrize("share", [-0.01, 1.01, float("nan")])

@@ -92,7 +92,7 @@ def test_the_first_token_is_not_counted() -> None:
 
 @pytest.mark.parametrize(
     ("x", "degrees", "p"),
-    [  # from tables of the chi-square law
+    [  # from tables of the chi-square distribution
         (3.841459, 1, 0.05),
         (6.634897, 1, 0.01),
         (18.307038, 10, 0.05),

@@ -43,11 +43,11 @@ from tests.toy import (
     INT4,
     LLAMA,
     QWEN,
-    Law,
+    NextLogits,
     RandomDrafter,
     Silent,
     ToySession,
-    markov_law,
+    markov_logits,
     tiny_bundle,
 )
 
@@ -113,8 +113,8 @@ def test_a_device_chooses_what_the_rows_say(logits: F32) -> None:
         assert outcome(lambda row=row: device.best(row)) == expected  # type: ignore[misc]
         if isinstance(expected, int):
             assert device.probability(row) == pytest.approx(plain.probability(row), rel=1e-5)
-            law = np.exp(logits[row].astype(np.float64) - logits[row].max())
-            assert plain.probability(row) == pytest.approx(1 / law.sum(), rel=1e-5)
+            weights = np.exp(logits[row].astype(np.float64) - logits[row].max())
+            assert plain.probability(row) == pytest.approx(1 / weights.sum(), rel=1e-5)
         else:
             assert "not a finite number" in str(expected)
 
@@ -143,10 +143,10 @@ class _Choosing(ToySession):
         return chosen(self.next_logits(tokens)[None], never)
 
 
-def _tied(seed: int, levels: int) -> Law:
-    """A law whose logits are a few whole numbers, so that rows have many equals."""
-    law = markov_law(seed, VOCAB)
-    return lambda tokens: np.clip(np.round(law(tokens)), -levels, levels)
+def _tied(seed: int, levels: int) -> NextLogits:
+    """Logits that are a few whole numbers, so that rows have many equals."""
+    next_logits = markov_logits(seed, VOCAB)
+    return lambda tokens: np.clip(np.round(next_logits(tokens)), -levels, levels)
 
 
 def _model(session: Session) -> ModelDrafter:
@@ -167,19 +167,19 @@ def _written(target: Session, drafter: Source, prompt: Sequence[int], count: int
 @settings(deadline=None, max_examples=25)
 @given(st.integers(0, 10_000), st.integers(0, 3), st.sampled_from(["none", "random", "model", "other model"]))
 def test_greedy_output_is_that_of_the_rows(seed: int, levels: int, kind: str) -> None:
-    law, other = _tied(seed, levels), _tied(seed + 1, levels)
+    next_logits, other = _tied(seed, levels), _tied(seed + 1, levels)
 
     def drafter(session: type[ToySession]) -> Source:
         if kind == "none":
             return Silent()
         if kind == "random":
-            return RandomDrafter(seed, VOCAB, law)
-        return _model(session(law if kind == "model" else other, VOCAB))
+            return RandomDrafter(seed, VOCAB, next_logits)
+        return _model(session(next_logits if kind == "model" else other, VOCAB))
 
     prompt = [seed % VOCAB, 7]
-    plain = _written(ToySession(law, VOCAB), drafter(ToySession), prompt, 30)
-    assert _written(_Choosing(law, VOCAB), drafter(_Choosing), prompt, 30) == plain
-    assert _written(ToySession(law, VOCAB), Silent(), prompt, 30) == plain
+    plain = _written(ToySession(next_logits, VOCAB), drafter(ToySession), prompt, 30)
+    assert _written(_Choosing(next_logits, VOCAB), drafter(_Choosing), prompt, 30) == plain
+    assert _written(ToySession(next_logits, VOCAB), Silent(), prompt, 30) == plain
 
 
 class _Counted(DeviceMemory):

@@ -61,7 +61,7 @@ def test_generate_streams_text_and_puts_the_cost_on_standard_error(
     assert (options["stop"], options["seed"], options["speculate"]) == (("X",), 4, True)
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "bench", "verify", "demo", "profile"])
+@pytest.mark.parametrize("command", ["generate", "chat", "bench", "verify", "demo", "cost"])
 def test_threads_beyond_reason_are_refused_before_a_model_is_sought(
     use: Use, loaded: list[tuple[Any, ...]], command: str
 ) -> None:
@@ -97,12 +97,12 @@ def test_how_much_time_training_may_take_is_an_option(command: str, monkeypatch:
     shares = []
 
     def load(*names: object, **settings: Any) -> FakeModel:
-        shares.append((settings["options"].training_share, settings["profile"]))
+        shares.append((settings["options"].training_share, settings["history"]))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(edgespec.engine, "load", load)
     prompt = ["hello"] if command == "generate" else []
-    run(command, "t", *prompt, "--profile", "me", "--training-share", "0.1")
+    run(command, "t", *prompt, "--history", "me", "--training-share", "0.1")
     run(command, "t", *prompt)
     assert shares == [(0.1, "me"), (0.0, None)]
     assert run(command, "t", *prompt, "--training-share", "1.1").exit_code == 2

@@ -24,7 +24,7 @@ from edgespec_models.progress import Progress
 from edgespec_models.static_graphs import StaticGraphs
 from edgespec_runtimes import static_session
 from edgespec_runtimes.cpu import CpuOptions
-from edgespec_runtimes.devices import CPU, PROFILES
+from edgespec_runtimes.devices import CPU, KINDS
 from edgespec_runtimes.discovery import Device, OrtRuntime, resolve
 from edgespec_runtimes.ort import ort
 from edgespec_runtimes.placement import Placement
@@ -34,7 +34,7 @@ from tests.machines_for_tests import EMULATING, PLAIN, SNAPDRAGON
 
 X_ELITE = CHIPS["snapdragon-x-elite"]
 OPTIONS = ExportOptions(device="npu-qnn", buckets=(64,), chip=X_ELITE.name)
-EMULATED = Device(PROFILES["qnn:htp"], "emulated", version="2.7.0", handle="cpu", options={"path": "lib"})
+EMULATED = Device(KINDS["qnn:htp"], "emulated", version="2.7.0", handle="cpu", options={"path": "lib"})
 ON_CPU = Device(CPU, "ready")
 Opened = list[str]
 

@@ -69,7 +69,7 @@ class _TimedSession(ToySession):
 
 def _timed(monkeypatch: pytest.MonkeyPatch, costs: dict[int, float]) -> _TimedSession:
     toy = ToySession.markov(0, 50)
-    session = _TimedSession(toy._law, 50)
+    session = _TimedSession(toy._next_logits, 50)
     session.costs = costs
     monkeypatch.setattr(cost, "perf_counter", lambda: session.now)
     return session

@@ -29,7 +29,7 @@ from edgespec_models.weight_format import WeightFormat
 from edgespec_runtimes import discovery
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.cuda import CudaSession
-from edgespec_runtimes.devices import CPU, PROFILES
+from edgespec_runtimes.devices import CPU, KINDS
 from edgespec_runtimes.discovery import Device, OrtRuntime, devices, resolve
 from edgespec_runtimes.graph_io import EdgespecIO
 from edgespec_runtimes.ort import ort
@@ -329,7 +329,7 @@ def test_other_graphs_and_devices_are_refused(make: Make, tmp_path: Path) -> Non
     whole = _export(tiny_gguf("llama", layers=1), tmp_path / "m", ExportOptions())
     with pytest.raises(BundleError, match="no float16 graph"):
         _open(whole)
-    missing = Device(PROFILES["cuda"], "ready")
+    missing = Device(KINDS["cuda"], "ready")
     with pytest.raises(DeviceError, match="cuda cannot run all of"), pytest.warns(UserWarning):
         CudaSession(bundle, missing, ONE_THREAD)
     bundle.graph.with_name("copy.onnx").write_bytes(b"no graph")

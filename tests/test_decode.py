@@ -28,7 +28,7 @@ from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.session import Session
 from tests.native_for_tests import tiny_native
 from tests.tokenizers_for_tests import CORPUS, byte_level_json, sentencepiece_json
-from tests.toy import COLUMNS, GEMMA, LLAMA, Deaf, RandomDrafter, ToySession, markov_law, tiny_bundle
+from tests.toy import COLUMNS, GEMMA, LLAMA, Deaf, RandomDrafter, ToySession, markov_logits, tiny_bundle
 
 FREE = CostCurve({1: 1.0, 32: 1.0001})
 QUICK = CostCurve({1: 1e-7})
@@ -75,7 +75,7 @@ def _policy(model: Source | None = None) -> Policy:
 def _drafters(kind: str, seed: int) -> Source:
     """Every kind of drafter for a target with the tokenizer ``byte``."""
     vocab = tokenizer("byte").vocab_size
-    oracle = markov_law(0, vocab)
+    oracle = markov_logits(0, vocab)
     makers: dict[str, Callable[[], Source]] = {
         "ngram": lambda: NgramDrafter(stop_below=0.0),
         "random": lambda: RandomDrafter(seed, vocab),

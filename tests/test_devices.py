@@ -17,7 +17,7 @@ from edgespec_models.bundle import MANIFEST, Bundle
 from edgespec_models.errors import BundleError, DeviceError, RequestError
 from edgespec_models.static_graphs import ExportDevice, StaticGraphs, buckets_for
 from edgespec_runtimes import discovery
-from edgespec_runtimes.devices import PROFILES
+from edgespec_runtimes.devices import KINDS
 from edgespec_runtimes.discovery import OrtRuntime, devices, resolve
 from edgespec_runtimes.ort import ort
 from edgespec_runtimes.placement import export_for, place
@@ -53,11 +53,11 @@ def _states(machine: Machine) -> dict[str, str]:
 
 def test_every_kind_is_listed_with_what_it_would_take() -> None:
     found = devices(PLAIN)
-    assert [device.name for device in found] == list(PROFILES)
+    assert [device.name for device in found] == list(KINDS)
     assert found[0].name == "cpu" and found[0].state == "ready" and found[0].remedy is None
     for device in found[1:]:
         assert device.state == "missing" and device.problem
-        assert device.remedy == f"Add it: {device.profile.install}"
+        assert device.remedy == f"Add it: {device.kind.install}"
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_the_command_lists_this_machine() -> None:
     result = CliRunner().invoke(app, ["devices", "--json"])
     assert result.exit_code == 0
     listed = json.loads(result.stdout)
-    assert [entry["name"] for entry in listed] == list(PROFILES)
+    assert [entry["name"] for entry in listed] == list(KINDS)
     assert listed[0]["state"] == "ready"
     assert "auto takes:" in CliRunner().invoke(app, ["devices"]).stdout
 

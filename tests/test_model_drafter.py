@@ -11,7 +11,7 @@ from edgespec.pricing import Pricing
 from edgespec_models.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from tests.tokenizers_for_tests import byte_level_json, sentencepiece_json
-from tests.toy import F32, Law, ToySession, markov_law, round_of
+from tests.toy import F32, NextLogits, ToySession, markov_logits, round_of
 
 FLAT = CostCurve({1: 1.0, 16: 1.001})
 """Verification costs next to nothing, so everything likely enough is drafted."""
@@ -45,29 +45,29 @@ def _sure(seed: int = 0) -> ToySession:
     return ToySession.markov(seed, VOCAB, scale=200.0)
 
 
-def _follow(law: Law, tokens: list[int], count: int) -> tuple[int, ...]:
+def _follow(next_logits: NextLogits, tokens: list[int], count: int) -> tuple[int, ...]:
     tokens = list(tokens)
     for _ in range(count):
-        tokens.append(int(law(tokens).argmax()))
+        tokens.append(int(next_logits(tokens).argmax()))
     return tuple(tokens[-count:])
 
 
 def test_it_proposes_what_the_model_would_write() -> None:
-    law = markov_law(0, VOCAB, scale=200.0)
+    next_logits = markov_logits(0, VOCAB, scale=200.0)
     draft = _drafter(_sure()).propose([3, 1, 4], 5)
-    assert draft.tokens == _follow(law, [3, 1, 4], 5)
+    assert draft.tokens == _follow(next_logits, [3, 1, 4], 5)
     assert draft.sources == ("model",) * 5
     assert draft.probs is None
     assert draft.confidence == pytest.approx((0.95,) * 5)  # untested, the highest bin means its middle
 
 
 def test_it_knows_what_it_saved() -> None:
-    law = markov_law(0, VOCAB, scale=200.0)
+    next_logits = markov_logits(0, VOCAB, scale=200.0)
     drafter, tokens = _drafter(_sure()), [3, 1, 4]
     assert drafter.gain_s is None
     draft = drafter.propose(tokens, 5)
     assert drafter.gain_s == pytest.approx(0.0, abs=0.1)
-    drafter.observe(round_of(*_follow(law, tokens, 2), (draft.tokens[2] + 1) % VOCAB))
+    drafter.observe(round_of(*_follow(next_logits, tokens, 2), (draft.tokens[2] + 1) % VOCAB))
     assert drafter.gain_s == pytest.approx(2.0, abs=0.1)  # two plain passes of a second
 
 
@@ -124,15 +124,15 @@ def test_each_step_reads_one_token_and_rejected_ones_are_rolled_back() -> None:
     tokens += [first.tokens[0], wrong]
     second = drafter.propose(tokens, 4)
     assert session.passes == [1, 1, 1, 1]  # the first proposal is in the cache already
-    assert second.tokens == _follow(markov_law(0, VOCAB, scale=200.0), tokens, 4)
+    assert second.tokens == _follow(markov_logits(0, VOCAB, scale=200.0), tokens, 4)
 
 
 def test_a_history_of_its_own_can_be_given_at_any_time() -> None:
     """Another text, a shorter one, the same again: it re-aligns with what it is given."""
-    law = markov_law(0, VOCAB, scale=200.0)
+    next_logits = markov_logits(0, VOCAB, scale=200.0)
     drafter = _drafter(_sure())
     for tokens in ([1, 2, 3], [1, 2, 3], [1], [9, 9, 9, 9], [9, 9], [1, 2, 3, 4, 5]):
-        assert drafter.propose(tokens, 3).tokens == _follow(law, tokens, 3)
+        assert drafter.propose(tokens, 3).tokens == _follow(next_logits, tokens, 3)
 
 
 def test_an_unsure_drafter_stops_early() -> None:
@@ -175,7 +175,7 @@ class _Ending(ToySession):
 def test_the_end_of_the_text_is_proposed_as_the_target_s_own(
     end: int | None, expected: tuple[int, ...]
 ) -> None:
-    session = _Ending(markov_law(0, VOCAB), VOCAB)
+    session = _Ending(markov_logits(0, VOCAB), VOCAB)
     drafter = _drafter(session, ends=Vocabulary(frozenset({0}), end))
     assert drafter.propose([5, 1], 8).tokens == expected
     assert drafter.propose([5, 1, 2], 1).tokens == (3,)

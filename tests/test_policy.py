@@ -17,7 +17,7 @@ from edgespec.results import Generation
 from edgespec_models.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from tests.tokenizers_for_tests import byte_level_json
-from tests.toy import F32, Deaf, ToySession, markov_law, round_of
+from tests.toy import F32, Deaf, ToySession, markov_logits, round_of
 
 FLAT = CostCurve({1: 1.0, 16: 1.001})
 """A plain token takes a second; verifying more costs next to nothing."""
@@ -277,7 +277,7 @@ class _Timed(ToySession):
 def _generate(clock: _Clock, drafter: _Source, *, rounds: int) -> Generation:
     """A request whose rounds but the first and the last, ``rounds`` of them, may draft."""
     tokenizer = Tokenizer.from_json(byte_level_json(), vocab_size=404)
-    session, pricing = _Timed(markov_law(0, 404), 404), Pricing(FLAT)
+    session, pricing = _Timed(markov_logits(0, 404), 404), Pricing(FLAT)
     session.clock = clock
     prepared = PreparedRequest(
         session=session,

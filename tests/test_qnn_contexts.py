@@ -38,7 +38,7 @@ def one_chip() -> Iterator[None]:
     """The emulator knows one chip at a time; told none, it takes another than the binaries are for."""
     options, chip = OrtRuntime.options, find_chip(CHIP).options
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OrtRuntime, "options", lambda self, profile: {**options(self, profile), **chip})
+        patch.setattr(OrtRuntime, "options", lambda self, kind: {**options(self, kind), **chip})
         yield
 
 

@@ -8,21 +8,21 @@ from hypothesis import strategies as st
 
 from edgespec.drafting.reading import Reader
 from edgespec_runtimes.cost import CostCurve
-from tests.toy import ToySession, markov_law
+from tests.toy import ToySession, markov_logits
 
 VOCAB = 30
-LAW = markov_law(3, VOCAB)
+NEXT_LOGITS = markov_logits(3, VOCAB)
 CURVE = CostCurve({1: 1.0, 2: 2.0})
 
 
 def _session() -> ToySession:
-    session = ToySession(LAW, VOCAB)
+    session = ToySession(NEXT_LOGITS, VOCAB)
     session.reserve(200)
     return session
 
 
 def _row(tokens: Sequence[int]) -> int:
-    return int(LAW(tokens).argmax())
+    return int(NEXT_LOGITS(tokens).argmax())
 
 
 def test_drafted_tokens_that_were_committed_are_not_read_again() -> None:

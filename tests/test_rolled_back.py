@@ -15,11 +15,11 @@ from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Policy
 from edgespec.generation import PreparedRequest, TextStreamer
 from edgespec.pricing import Pricing
-from edgespec.profile.drafter import BestOf, ProfileDrafter
-from edgespec.profile.entries import Entry, Tally
-from edgespec.profile.memory import Delta, Memory, Snapshot
-from edgespec.profile.passages import Passage
-from edgespec.profile.use import ProfileUse
+from edgespec.history.drafter import BestOf, HistoryDrafter
+from edgespec.history.entries import Entry, Tally
+from edgespec.history.memory import Delta, Memory, Snapshot
+from edgespec.history.passages import Passage
+from edgespec.history.use import HistoryUse
 from edgespec.request import Request
 from edgespec.results import Generation, Remarks
 from edgespec.sampling import SamplingParams
@@ -28,15 +28,15 @@ from edgespec_models.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from tests.ahead_for_tests import PROMPT, VOCAB, plain
 from tests.tokenizers_for_tests import byte_level_json
-from tests.toy import F32, Law, ToySession, markov_law, round_of
+from tests.toy import F32, NextLogits, ToySession, markov_logits, round_of
 from tools.replay import Clock
 
 CURVE = CostCurve({1: 1.0, 17: 5.0})
 NEW = 300
-LAW = markov_law(5, VOCAB)
+NEXT_LOGITS = markov_logits(5, VOCAB)
 SAMPLED = SamplingParams(temperature=1.0, seed=3)
-"""Of its likeliest tokens the law would write the same few again and again."""
-ANSWER = plain(LAW, NEW, SAMPLED)
+"""Of its likeliest tokens it would write the same few again and again."""
+ANSWER = plain(NEXT_LOGITS, NEW, SAMPLED)
 DRAFTER_S = 0.05
 DRAFT_S = 8 * DRAFTER_S + CURVE.seconds(9) - CURVE.seconds(1)
 """A whole draft, for which nothing comes."""
@@ -53,8 +53,8 @@ class _Timed(ToySession):
     curve: CostCurve
 
     @classmethod
-    def of(cls, law: Law, clock: Clock, curve: CostCurve) -> "_Timed":
-        session = cls(law, VOCAB)
+    def of(cls, next_logits: NextLogits, clock: Clock, curve: CostCurve) -> "_Timed":
+        session = cls(next_logits, VOCAB)
         session.clock, session.curve = clock, curve
         session.reserve(2000)
         return session
@@ -65,13 +65,13 @@ class _Timed(ToySession):
 
 
 class _Machine:
-    """A model with a profile, its clock made up."""
+    """A model with a history, its clock made up."""
 
     def __init__(self, clock: Clock, snapshot: Snapshot) -> None:
         self.pricing = Pricing(CURVE)
-        self.guards = Guard(self.pricing), Guard(self.pricing, "proposals from the profile brought tokens")
-        self.use = ProfileUse(snapshot, None, None)
-        self.target, self._clock = _Timed.of(LAW, clock, CURVE), clock
+        self.guards = Guard(self.pricing), Guard(self.pricing, "proposals from the history brought tokens")
+        self.use = HistoryUse(snapshot, None, None)
+        self.target, self._clock = _Timed.of(NEXT_LOGITS, clock, CURVE), clock
 
     def answer(self, new: int = NEW) -> Generation:
         prepared = PreparedRequest(
@@ -139,11 +139,11 @@ class TestMemory:
         assert [*PROMPT, *result.tokens] == ANSWER
         assert result.stats.decode_s <= _plain_s() + STAKE + DRAFT_S
         (reason,) = result.stats.rolled_back
-        assert reason.startswith("n-grams of the profile: proposals from the profile brought tokens at 0.")
+        assert reason.startswith("n-grams of the history: proposals from the history brought tokens at 0.")
         assert result.stats.to_json()["rolled_back"] == [reason]
         assert reason in caplog.text
         # Every proposal costs a quarter of a token: 21 of them are a stake, and the last draft is whole.
-        assert result.stats.by_source["profile"].drafted <= STAKE / 0.25 + 8
+        assert result.stats.by_source["history"].drafted <= STAKE / 0.25 + 8
 
     def test_the_next_requests_lose_less_and_less(self, clock: Clock) -> None:
         """Pauses double, across requests."""
@@ -167,7 +167,7 @@ class TestMemory:
         first, second = machine.answer(), machine.answer()
         assert first.tokens == second.tokens
         assert second.stats.rolled_back == ()
-        assert second.stats.by_source["profile"].accepted > 100
+        assert second.stats.by_source["history"].accepted > 100
         assert second.stats.decode_s < 0.6 * _plain_s()
 
 
@@ -195,8 +195,8 @@ class TestDistrust:
         memory = Memory(Snapshot(entries=[Entry(passage, 1.0)]), max_tokens=1000)
         guard, remarks = Guard(Pricing(CURVE)), Remarks()
         drafter, draft = (
-            ProfileDrafter(memory, guard, remarks=remarks),
-            Draft((1,), None, ("profile",), (0.9,)),
+            HistoryDrafter(memory, guard, remarks=remarks),
+            Draft((1,), None, ("history",), (0.9,)),
         )
         for number in range(30):
             found = memory.find([1, 2])

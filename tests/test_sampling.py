@@ -51,15 +51,15 @@ def test_the_law_is_that_of_the_definition(
 ) -> None:
     before = logits.copy()
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    law = distribution(logits, None, params)
-    np.testing.assert_allclose(law, _naive(logits, temperature, top_k, top_p, min_p), atol=1e-12)
+    probs = distribution(logits, None, params)
+    np.testing.assert_allclose(probs, _naive(logits, temperature, top_k, top_p, min_p), atol=1e-12)
     np.testing.assert_array_equal(logits, before)
 
 
 def test_top_p_over_a_wide_flat_vocabulary_is_that_of_the_definition() -> None:
     logits = np.random.default_rng(0).normal(size=50_000).astype(np.float32)
-    law = distribution(logits, None, SamplingParams(temperature=1.0, top_p=0.9))
-    np.testing.assert_allclose(law, _naive(logits, 1.0, 0, 0.9, 0.0), atol=1e-12)
+    probs = distribution(logits, None, SamplingParams(temperature=1.0, top_p=0.9))
+    np.testing.assert_allclose(probs, _naive(logits, 1.0, 0, 0.9, 0.0), atol=1e-12)
 
 
 def test_truncations_apply_one_after_another() -> None:
@@ -73,9 +73,9 @@ def test_truncations_apply_one_after_another() -> None:
 
 def test_tokens_without_any_chance_stay_without() -> None:
     logits = np.array([-np.inf, 0.0, -np.inf, 1.0], dtype=np.float32)
-    law = distribution(logits, None, SamplingParams(temperature=0.7, top_k=3, top_p=0.99))
-    assert law[[0, 2]].tolist() == [0.0, 0.0]
-    assert law.sum() == pytest.approx(1.0)
+    probs = distribution(logits, None, SamplingParams(temperature=0.7, top_k=3, top_p=0.99))
+    assert probs[[0, 2]].tolist() == [0.0, 0.0]
+    assert probs.sum() == pytest.approx(1.0)
 
 
 def test_a_tiny_temperature_is_greedy_in_the_limit() -> None:
@@ -93,9 +93,9 @@ def test_the_penalty_lowers_seen_tokens_whatever_their_sign() -> None:
     logits = np.array([2.0, -2.0, 1.5, -1.0], dtype=np.float32)
     params = SamplingParams(temperature=1.0, repetition_penalty=2.0)
     seen = np.array([0, 1])
-    law = distribution(logits, seen, params)
+    probs = distribution(logits, seen, params)
     expected = np.exp([1.0, -4.0, 1.5, -1.0])
-    np.testing.assert_allclose(law, expected / expected.sum())
+    np.testing.assert_allclose(probs, expected / expected.sum())
     assert best_token(logits, seen, SamplingParams(repetition_penalty=2.0)) == 2
     assert logits[0] == 2.0
 
@@ -168,19 +168,19 @@ def test_seeded_output_stays_the_same_from_release_to_release() -> None:
     st.floats(0.0, 1.0, exclude_max=True),
 )
 def test_draw_never_returns_a_token_without_mass(masses: list[float], u: float) -> None:
-    law = np.array(masses) / np.sum(masses)
-    assert law[draw(law, u)] > 0.0
+    probs = np.array(masses) / np.sum(masses)
+    assert probs[draw(probs, u)] > 0.0
 
 
 def test_draw_inverts_the_cumulative_law_across_blocks() -> None:
-    law = np.random.default_rng(1).dirichlet(np.full(5000, 0.1))
-    edges = np.cumsum(law)
+    probs = np.random.default_rng(1).dirichlet(np.full(5000, 0.1))
+    edges = np.cumsum(probs)
     tokens = [17, 1023, 1024, 2500, 4999]
-    tokens = [int(t + np.argmax(law[t:] > 1e-6)) if t < 4990 else int(np.argmax(law)) for t in tokens]
-    assert [draw(law, float(edges[t] - law[t] / 2)) for t in tokens] == tokens
+    tokens = [int(t + np.argmax(probs[t:] > 1e-6)) if t < 4990 else int(np.argmax(probs)) for t in tokens]
+    assert [draw(probs, float(edges[t] - probs[t] / 2)) for t in tokens] == tokens
 
 
 def test_draw_at_the_very_end_is_the_last_token_with_mass() -> None:
-    law = np.array([0.1] * 7 + [0.3, 0.0])
-    assert draw(law, math.nextafter(1.0, 0.0)) == 7
+    probs = np.array([0.1] * 7 + [0.3, 0.0])
+    assert draw(probs, math.nextafter(1.0, 0.0)) == 7
     assert draw(np.array([0.0, 0.5, 0.5]), 0.0) == 1

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import edgespec
 from edgespec.bench import BenchOptions
-from edgespec.profile import Profile
+from edgespec.history import History
 from edgespec.request import Request, RequestOptions
 from edgespec.sampling import SamplingParams
 from edgespec_export.export import ExportOptions, export_model
@@ -104,15 +104,15 @@ CALLS: Mapping[str, tuple[Callable[[], object], str]] = {
     "a long path": (lambda: edgespec.load(Path(LONG)), "target is"),
     "a drafter": (lambda: edgespec.load("m", 3), "drafter is 3"),  # type: ignore[arg-type]
     "options that are a table": (lambda: edgespec.load("m", options={}), "options is {}"),  # type: ignore[arg-type]
-    "a profile": (lambda: edgespec.load("m", profile=3), "profile is 3"),  # type: ignore[arg-type]
-    "a long profile": (lambda: edgespec.load("m", profile=LONG), "profile is"),
+    "a history": (lambda: edgespec.load("m", history=3), "history is 3"),  # type: ignore[arg-type]
+    "a long history": (lambda: edgespec.load("m", history=LONG), "history is"),
     "progress": (lambda: edgespec.load("m", progress=None), "progress is None"),  # type: ignore[arg-type]
     "a device": (lambda: edgespec.load("m", device=None), "device is None"),  # type: ignore[arg-type]
     "a long device": (lambda: edgespec.load("m", drafter_device=LONG), "drafter_device is"),
-    "profile": (lambda: Profile(None), "profile is None"),  # type: ignore[arg-type]
-    "a long name of a profile": (lambda: Profile("/" + "x" * 4000), "cannot be looked for"),
-    "a file to import": (lambda: Profile("p").load("x"), "file is 'x'; allowed: a Path"),  # type: ignore[arg-type]
-    "a text to forget": (lambda: Profile("p").forget(None), "text is None"),  # type: ignore[arg-type]
+    "history": (lambda: History(None), "history is None"),  # type: ignore[arg-type]
+    "a long name of a history": (lambda: History("/" + "x" * 4000), "cannot be looked for"),
+    "a file to import": (lambda: History("p").load("x"), "file is 'x'; allowed: a Path"),  # type: ignore[arg-type]
+    "a text to forget": (lambda: History("p").forget(None), "text is None"),  # type: ignore[arg-type]
     "a source": (lambda: export_model(None, Path("o")), "source is None"),  # type: ignore[arg-type]
     "a device of an export": (lambda: ExportOptions(device="tpu"), "device is .tpu"),  # type: ignore[arg-type]
     "a bucket": (lambda: ExportOptions(buckets=(0, 64)), r"buckets\[0\] is 0; allowed: .* from 64"),

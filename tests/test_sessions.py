@@ -17,7 +17,7 @@ from edgespec_models.graphs.decoder import Precision
 from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve, measure_cost
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.cuda import CudaSession
-from edgespec_runtimes.devices import CPU, PROFILES
+from edgespec_runtimes.devices import CPU, KINDS
 from edgespec_runtimes.discovery import Device
 from edgespec_runtimes.placement import Placement
 from tests.native_for_tests import tiny_native
@@ -119,7 +119,7 @@ def test_the_self_test_of_a_device_is_repeated(tmp_path: Path, monkeypatch: pyte
         return CudaSession(bundle, on_cpu, options, row_exact=row_exact)
 
     monkeypatch.setattr(sessions, "CudaSession", open_session)
-    for device in (on_cpu, Device(PROFILES["cuda"], "ready", version="1")):
+    for device in (on_cpu, Device(KINDS["cuda"], "ready", version="1")):
         for remembered in (False, True):
             running = open_pair(half, None, OPTIONS, (Placement(device, "given"), None)).target
             assert running.remembered == remembered

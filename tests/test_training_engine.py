@@ -91,7 +91,7 @@ def no_thread_is_left() -> Iterator[None]:
 
 @pytest.fixture
 def model(models: _Models, tmp_path: Path) -> Iterator[Model]:
-    with edgespec.load(models.target, models.drafter, options=OPTIONS, profile=tmp_path / "me") as model:
+    with edgespec.load(models.target, models.drafter, options=OPTIONS, history=tmp_path / "me") as model:
         yield model
 
 
@@ -150,7 +150,7 @@ def test_a_drafter_is_offered_its_prompt_and_the_answer(
 def test_the_answer_is_in_the_drafters_own_vocabulary(
     models: _Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with edgespec.load(models.target, models.across, options=OPTIONS, profile=tmp_path / "me") as model:
+    with edgespec.load(models.target, models.across, options=OPTIONS, history=tmp_path / "me") as model:
         examples = _offered(model, monkeypatch)
         result = model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
         ours, theirs = model.target.tokenizer, _side(model).bundle.tokenizer
@@ -165,7 +165,7 @@ def test_where_an_answer_ends_stands_the_drafters_own_end(
 ) -> None:
     monkeypatch.setattr("edgespec.drafting.side._SHORTEST", 1)
     reference = getattr(models, drafter)
-    with edgespec.load(models.ending, reference, options=OPTIONS, profile=tmp_path / "me") as model:
+    with edgespec.load(models.ending, reference, options=OPTIONS, history=tmp_path / "me") as model:
         examples, stopped = _offered(model, monkeypatch), 0
         [end, *_] = _side(model).bundle.manifest.special_tokens.eos or (None,)
         ours, theirs = model.target.tokenizer, _side(model).bundle.tokenizer
@@ -228,13 +228,13 @@ def test_greedy_output_is_the_same_whatever_the_drafter_learned(
         assert model.row_exact
         plain = [model.generate(p, max_new_tokens=NEW, stop_at_eos=False).tokens for p in prompts]
     reference = getattr(models, drafter)
-    with edgespec.load(models.target, reference, options=OPTIONS, profile=tmp_path / "me") as model:
+    with edgespec.load(models.target, reference, options=OPTIONS, history=tmp_path / "me") as model:
         before: dict[str, F32] = {}
         for number, (prompt, expected) in enumerate(zip(prompts, plain, strict=True)):
             result = model.generate(prompt, max_new_tokens=NEW, stop_at_eos=False)
             assert result.tokens == expected
             assert result.stats.drafted > 0
-            assert result.stats.profile_problem is None
+            assert result.stats.history_problem is None
             after = _tuned(model)
             assert set(after) == (_side(model).session.tunable if number else set())
             for name, gain in before.items():
@@ -261,15 +261,15 @@ def test_a_long_conversation_keeps_its_gains(model: Model) -> None:
     assert set(_tuned(model)) == _side(model).session.tunable
 
 
-@pytest.mark.parametrize("why", ["share", "profile", "drafter"])
+@pytest.mark.parametrize("why", ["share", "history", "drafter"])
 def test_where_nothing_is_to_be_trained_there_is_no_thread(models: _Models, tmp_path: Path, why: str) -> None:
     options = replace(OPTIONS, training_share=0.0) if why == "share" else OPTIONS
-    profile = None if why == "profile" else tmp_path / "me"
+    history = None if why == "history" else tmp_path / "me"
     drafter = models.fixed if why == "drafter" else models.drafter
-    with edgespec.load(models.target, drafter, options=options, profile=profile) as model:
+    with edgespec.load(models.target, drafter, options=options, history=history) as model:
         for _ in range(2):
             result = model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
-            problem = result.stats.profile_problem or ""
+            problem = result.stats.history_problem or ""
             assert ("export it again" in problem) == (why == "drafter")
         assert _side(model).trainer is None
         assert not _training() and _tuned(model) == {}
@@ -315,7 +315,7 @@ def test_a_request_that_fails_lets_training_go_on(model: Model, monkeypatch: pyt
 
 def test_what_was_taught_is_there_at_the_next_load(models: _Models, tmp_path: Path) -> None:
     def load() -> Model:
-        return edgespec.load(models.target, models.drafter, options=OPTIONS, profile=tmp_path / "me")
+        return edgespec.load(models.target, models.drafter, options=OPTIONS, history=tmp_path / "me")
 
     with load() as model:
         model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
@@ -330,13 +330,13 @@ def test_what_was_taught_is_there_at_the_next_load(models: _Models, tmp_path: Pa
             np.testing.assert_allclose(recalled[name], gain, atol=1e-6)
 
 
-def test_another_profile_begins_with_the_bundles_gains(model: Model, tmp_path: Path) -> None:
+def test_another_history_begins_with_the_bundles_gains(model: Model, tmp_path: Path) -> None:
     model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
     _learned(model, 1)
     model.generate(LONG, max_new_tokens=NEW, stop_at_eos=False)
     assert _tuned(model)
     _learned(model, 2)
-    model.use_profile(tmp_path / "someone else")
+    model.use_history(tmp_path / "someone else")
     assert _tuned(model) == {} and len(_training()) == 0
     model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
     assert _tuned(model) == {}
@@ -346,10 +346,10 @@ def test_a_drafter_that_cannot_be_trained_is_told_and_used(
     models: _Models, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     reference = models.standard
-    with edgespec.load(models.target, reference, options=OPTIONS, profile=tmp_path / "me") as model:
+    with edgespec.load(models.target, reference, options=OPTIONS, history=tmp_path / "me") as model:
         first = model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
         _until(lambda: _trainer(model).problem is not None)
         again = model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
-    assert first.stats.profile_problem is None
-    assert again.stats.profile_problem is not None and "operators" in again.stats.profile_problem
+    assert first.stats.history_problem is None
+    assert again.stats.history_problem is not None and "operators" in again.stats.history_problem
     assert again.tokens == first.tokens and "operators" in caplog.text

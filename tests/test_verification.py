@@ -1,4 +1,4 @@
-"""The whole propose, verify, commit loop on toy targets must keep the law of plain decoding."""
+"""The whole propose, verify, commit loop on toy targets must keep the distribution of plain decoding."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -65,19 +65,19 @@ def _sampling_drafter(seed: int, logits: Matrix, limit: int = 2) -> Propose:
 
     def propose(tokens: Sequence[int]) -> Draft:
         drafted: list[int] = []
-        laws = []
+        rows = []
         for i in range(limit):
-            law = distribution(logits[drafted[-1] if drafted else tokens[-1]], None, params)
-            laws.append(law)
-            drafted.append(draw(law, uniform(seed, len(tokens) + i, DRAFT_LANE)))
-        return Draft(tuple(drafted), probs=np.stack(laws))
+            probs = distribution(logits[drafted[-1] if drafted else tokens[-1]], None, params)
+            rows.append(probs)
+            drafted.append(draw(probs, uniform(seed, len(tokens) + i, DRAFT_LANE)))
+        return Draft(tuple(drafted), probs=np.stack(rows))
 
     return propose
 
 
 def _expected(params: SamplingParams) -> dict[tuple[int, ...], float]:
-    """The exact law of the first LENGTH tokens of plain sampling."""
-    law: dict[tuple[int, ...], float] = {}
+    """The exact distribution of the first LENGTH tokens of plain sampling."""
+    probs: dict[tuple[int, ...], float] = {}
     for path in product(range(VOCAB), repeat=LENGTH):
         mass, seen = 1.0, list(PROMPT)
         for token in path:
@@ -86,18 +86,18 @@ def _expected(params: SamplingParams) -> dict[tuple[int, ...], float]:
                 break
             seen.append(token)
         else:
-            law[path] = mass
-    return law
+            probs[path] = mass
+    return probs
 
 
-def _chi_square_p(samples: list[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
-    """p-value of the samples under the law; cells expected less than 8 times are pooled."""
-    if any(sample not in law for sample in samples):
+def _chi_square_p(samples: list[tuple[int, ...]], probs: dict[tuple[int, ...], float]) -> float:
+    """p-value of the samples under the distribution; cells expected less than 8 times are pooled."""
+    if any(sample not in probs for sample in samples):
         return 0.0
     count = len(samples)
-    large = [path for path, mass in law.items() if mass * count >= 8.0]
+    large = [path for path, mass in probs.items() if mass * count >= 8.0]
     observed = np.array([samples.count(path) for path in large], dtype=np.float64)
-    expected = np.array([law[path] * count for path in large])
+    expected = np.array([probs[path] * count for path in large])
     observed = np.append(observed, count - observed.sum())
     expected = np.append(expected, count - expected.sum())
     if expected[-1] < 8.0:
@@ -240,10 +240,10 @@ def test_right_proposals_are_all_accepted() -> None:
 
 def test_proposals_from_the_target_itself_are_all_accepted() -> None:
     params = SamplingParams(temperature=1.0)
-    law = distribution(TARGET[PROMPT[-1]], None, params)
+    probs = distribution(TARGET[PROMPT[-1]], None, params)
     for seed in range(50):
-        token = draw(law, uniform(seed, len(PROMPT), DRAFT_LANE))
-        draft = Draft((token,), probs=law[None])
+        token = draw(probs, uniform(seed, len(PROMPT), DRAFT_LANE))
+        draft = Draft((token,), probs=probs[None])
         verdict = SamplingVerifier(params, seed)(Predictions(TARGET[[PROMPT[-1], token]]), draft, PROMPT)
         assert verdict.accepted == 1
 

@@ -26,7 +26,7 @@ from edgespec_runtimes.session import Session
 from tests.tokenizers_for_tests import byte_level_json
 
 F32 = npt.NDArray[np.float32]
-Law = Callable[[Sequence[int]], F32]
+NextLogits = Callable[[Sequence[int]], F32]
 
 FLOAT = WeightFormat(32)
 INT8 = WeightFormat(8, 32)
@@ -67,45 +67,45 @@ GEMMA = replace(
 QWEN = replace(LLAMA, architecture="qwen2", rope_interleaved=False)
 
 
-def markov_law(seed: int, vocab_size: int, *, scale: float = 2.0) -> Law:
+def markov_logits(seed: int, vocab_size: int, *, scale: float = 2.0) -> NextLogits:
     """Logits that depend on the last two tokens and on the position: a wrong cache shows at once."""
     rng = np.random.default_rng(seed)
     last, before, position = rng.normal(0.0, scale, (3, max(vocab_size, 7), vocab_size)).astype(np.float32)
 
-    def law(tokens: Sequence[int]) -> F32:
+    def next_logits(tokens: Sequence[int]) -> F32:
         row = last[tokens[-1]] + 0.3 * position[len(tokens) % 7]
         logits: F32 = row + 0.5 * before[tokens[-2]] if len(tokens) > 1 else row
         return logits
 
-    return law
+    return next_logits
 
 
-def script_law(tokenizer: Tokenizer, script: bytes, start: int) -> Law:
+def script_logits(tokenizer: Tokenizer, script: bytes, start: int) -> NextLogits:
     """The model that writes ``script``, again and again, behind ``start`` tokens of prompt.
 
     Where the tokens so far do not follow the script it goes on with the script's place for that length.
     """
     twice = script * 2
 
-    def law(tokens: Sequence[int]) -> F32:
+    def next_logits(tokens: Sequence[int]) -> F32:
         at = len(tokenizer.bytes_of(tokens[start:])) % len(script)
         logits = np.zeros(tokenizer.vocab_size, np.float32)
         logits[tokenizer.encode_bytes(twice[at : at + 40])[0]] = 9.0
         return logits
 
-    return law
+    return next_logits
 
 
 class ToySession(Session):
-    """A :class:`~edgespec_runtimes.session.Session` over a law, with a real cache: its tokens.
+    """A :class:`~edgespec_runtimes.session.Session` over next_logits, with a real cache: its tokens.
 
     Attributes:
         passes: rows of every pass.
         cache: the tokens whose keys and values a model would hold.
     """
 
-    def __init__(self, law: Law, vocab_size: int, *, context: int = 4096, chunk: int = 8) -> None:
-        self._law, self._vocab_size, self._context, self._chunk = law, vocab_size, context, chunk
+    def __init__(self, next_logits: NextLogits, vocab_size: int, *, context: int = 4096, chunk: int = 8) -> None:
+        self._next_logits, self._vocab_size, self._context, self._chunk = next_logits, vocab_size, context, chunk
         self.cache: list[int] = []
         self.passes: list[int] = []
         self.closed = False
@@ -114,11 +114,11 @@ class ToySession(Session):
 
     @classmethod
     def markov(cls, seed: int, vocab_size: int, *, scale: float = 2.0) -> "ToySession":
-        return cls(markov_law(seed, vocab_size, scale=scale), vocab_size)
+        return cls(markov_logits(seed, vocab_size, scale=scale), vocab_size)
 
     @classmethod
     def writing(cls, tokenizer: Tokenizer, script: bytes, start: int) -> "ToySession":
-        return cls(script_law(tokenizer, script, start), tokenizer.vocab_size)
+        return cls(script_logits(tokenizer, script, start), tokenizer.vocab_size)
 
     @property
     def vocab_size(self) -> int:
@@ -156,7 +156,7 @@ class ToySession(Session):
         self.passes.append(len(tokens))
         for row, token in enumerate(tokens):
             self.cache.append(token)
-            self._buffer[row] = self._law(self.cache)
+            self._buffer[row] = self._next_logits(self.cache)
         return self._buffer[: len(tokens)]
 
     def truncate(self, length: int) -> None:
@@ -207,7 +207,7 @@ class RandomDrafter(Deaf):
     What it proposes is a function of the tokens, as deterministic proposals must be.
     """
 
-    def __init__(self, seed: int, vocab_size: int, oracle: Law | None = None) -> None:
+    def __init__(self, seed: int, vocab_size: int, oracle: NextLogits | None = None) -> None:
         self._seed, self._vocab_size, self._oracle = seed, vocab_size, oracle
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:

@@ -32,12 +32,12 @@ FOLDERS = (".", "models", "runtimes")
 def run_here(options: argparse.Namespace) -> None:
     """Compare, in the environment."""
     from edgespec_models.bundle import Bundle
-    from edgespec_runtimes.devices import PROFILES
+    from edgespec_runtimes.devices import KINDS
     from edgespec_runtimes.discovery import Device
     from tools.static_check import check
 
-    profile = replace(PROFILES["openvino:cpu"], module=None)
-    device = Device(profile, "ready", options={"device_type": "CPU"})
+    kind = replace(KINDS["openvino:cpu"], module=None)
+    device = Device(kind, "ready", options={"device_type": "CPU"})
     check(Bundle(options.bundle), device, options.rows, options.new_tokens)
 
 

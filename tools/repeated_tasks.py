@@ -1,9 +1,9 @@
-"""Does a task get faster when it comes again? Plain decoding against a profile that starts empty.
+"""Does a task get faster when it comes again? Plain decoding against a history that starts empty.
 
 Usage: ``python -m tools.repeated_tasks TARGET ... --drafter D --prompts tools/workloads/repeated.jsonl``. The
 file's categories are times: every task comes a first time, then every task a second time with small changes,
-and so on, each answered plainly and then with what the profile has learned so far. Several targets take turns
-with one profile.
+and so on, each answered plainly and then with what the history has learned so far. Several targets take turns
+with one history.
 """
 
 import argparse
@@ -16,10 +16,10 @@ from edgespec.trial import ask
 
 _COLUMNS = (
     "plain, tokens/s",
-    "with profile",
+    "with history",
     "ratio",
     "tokens a pass",
-    "profile's drafted, accepted",
+    "history's drafted, accepted",
     "same",
 )
 
@@ -35,7 +35,7 @@ def compare(model: edgespec.Model, prompts: list[Prompt], tokens: int) -> list[s
         for answers in zip(*pairs, strict=True)
     ]
     stats = [answer.stats for _, answer in pairs]
-    found = [s.by_source["profile"] for s in stats if "profile" in s.by_source]
+    found = [s.by_source["history"] for s in stats if "history" in s.by_source]
     tau = sum(s.new_tokens for s in stats) / sum(s.rounds for s in stats)
     same = sum(plain.tokens == answer.tokens for plain, answer in pairs)
     return [
@@ -61,7 +61,7 @@ def main() -> None:
     print("", *_COLUMNS, sep=" | ")
     with tempfile.TemporaryDirectory() as folder:
         for target in args.targets:
-            with edgespec.load(target, args.drafter, profile=Path(folder) / "repeated.profile") as model:
+            with edgespec.load(target, args.drafter, history=Path(folder) / "repeated.history") as model:
                 for time in dict.fromkeys(prompt.category for prompt in prompts):
                     chosen = [prompt for prompt in prompts if prompt.category == time]
                     cells = compare(model, chosen, args.max_new_tokens)

@@ -163,12 +163,12 @@ class Priced(CpuSession):
         self._offered: tuple[int, ...] = ()
 
     def offer(self, tokens: Sequence[int]) -> None:
-        """Remember what is offered: the law depends on it."""
+        """Remember what is offered: the distribution depends on it."""
         self._offered = tuple(tokens)
         super().offer(tokens)
 
     def tune(self, weights: Mapping[str, Any]) -> None:
-        """Remember with which weights: the law depends on them."""
+        """Remember with which weights: the distribution depends on them."""
         super().tune(weights)
         self._key = self._bundle_key + b"".join(
             np.asarray(weights[name]).tobytes() for name in sorted(weights)
@@ -200,7 +200,7 @@ class Priced(CpuSession):
         return top.astype(np.int32), logits[top].astype(np.float32)
 
     def _logits(self, rows: Any, logs: Any) -> Logits:
-        """A law with these most probable rows; the others share the rest."""
+        """A distribution with these most probable rows; the others share the rest."""
         head = self.head_tokens
         width = self.vocab_size if head is None else len(head)
         rest = max(1.0 - float(np.exp(logs.astype(np.float64)).sum()), 1e-12)

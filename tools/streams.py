@@ -3,10 +3,10 @@
 Usage: ``python -m tools.streams TARGET --answers ANSWERS.jsonl --prompts STREAM.jsonl --drafter DIR
 --target-ms 1:38,2:48,4:72,8:120 --drafter-ms 1:6.5,2:7,32:38 --picture streams.svg``
 
-Replays as ``tools/replay.py`` does, in the order of STREAM, once for each way of learning, with a profile
+Replays as ``tools/replay.py`` does, in the order of STREAM, once for each way of learning, with a history
 that is empty at first. Prints tokens per pass, acceptance and speedup by stretch of the stream, and draws
 them. The ways: a drafted token for the target's token of the same bytes and nothing more ("direct mapping");
-runs of drafted tokens merged as well, as ever ("nothing learned"); besides, the profile's n-grams, or
+runs of drafted tokens merged as well, as ever ("nothing learned"); besides, the history's n-grams, or
 distillation, or "all". A text is learned from when its answer ends, as if the user then paused.
 """
 
@@ -25,8 +25,8 @@ from edgespec.drafting.bridge import ByteBridge
 from edgespec.drafting.guard import Guard
 from edgespec.engine import Model
 from edgespec.learning import Example, Trainer
-from edgespec.profile.corrections import DrafterKey
-from edgespec.profile.manage import Profile
+from edgespec.history.corrections import DrafterKey
+from edgespec.history.manage import History
 from edgespec.prompts import load_prompts
 from edgespec_models.foreign import open_bundle
 from tools.replay import answers, replay, replayed
@@ -77,23 +77,23 @@ class Silent(Guard):
 
 @contextmanager
 def learning(model: Model, *, ngrams: bool, training: bool) -> Iterator[None]:
-    """With a new profile."""
+    """With a new history."""
     side = model._side
     if not ngrams:
-        model._profile_guard = Silent(model._pricing)
+        model._history_guard = Silent(model._pricing)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "stream.profile"
-        model.use_profile(path)
-        if training and side is not None and side.trainable and model._profile is not None:
+        path = Path(folder) / "stream.history"
+        model.use_history(path)
+        if training and side is not None and side.trainable and model._history is not None:
             trainer = AtOnce(partial(side.tuning, None), share=1.0)
-            model._profile._trainers[DrafterKey(side.bundle.digest, side.bundle.manifest.name)] = trainer
+            model._history._trainers[DrafterKey(side.bundle.digest, side.bundle.manifest.name)] = trainer
             side.teach(trainer)
         try:
             yield
         finally:
             model.close()
-        tokens = sum(Profile(path).namespaces().values())
-        print(f"The profile keeps {tokens:,} tokens in {path.stat().st_size / 1024:,.0f} KiB on disk.")
+        tokens = sum(History(path).namespaces().values())
+        print(f"The history keeps {tokens:,} tokens in {path.stat().st_size / 1024:,.0f} KiB on disk.")
 
 
 def directly(bridge: ByteBridge, drafted: Sequence[int]) -> list[tuple[int, int]]:

@@ -24,14 +24,14 @@ COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
         "demo": "Pull two models and show how much faster they are.",
         "chat": "Talk with a model.",
         "generate": "Answer one prompt.",
-        "profile": "Measure what passes of a model cost on this machine.",
+        "cost": "Measure what passes of a model cost on this machine.",
         "bench": "Measure plain against speculative decoding.",
         "verify": "Check that speculation does not change the output.",
         "devices": "List what models can run on here, and what is missing.",
         "models": "List the models of the catalogue.",
         "pull": "Download models of the catalogue.",
         "export": "Make a bundle from a checkpoint.",
-        "learned": "Show, export and delete what profiles learned from answers.",
+        "history": "Show, export and delete what was learned from answers.",
         "inspect": "Show what a bundle says of itself.",
     }
 )

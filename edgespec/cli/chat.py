@@ -19,7 +19,7 @@ from edgespec.cli.options import (
     DrafterDevice,
     MaxNewTokens,
     MinP,
-    ProfileName,
+    HistoryName,
     RepetitionPenalty,
     Seed,
     Stop,
@@ -67,7 +67,7 @@ def chat(
     threads: Threads = 0,
     device: Device = "auto",
     drafter_device: DrafterDevice = "auto",
-    profile: ProfileName = None,
+    history: HistoryName = None,
     training_share: TrainingShare = 0.0,
     as_json: Annotated[
         bool,
@@ -91,7 +91,7 @@ def chat(
             drafter,
             threads=threads,
             progress=progress,
-            profile=profile,
+            history=history,
             training_share=training_share,
             devices=(device, drafter_device),
         )

@@ -40,17 +40,17 @@ def devices(
 def show_devices(found: "Sequence[Device]") -> None:
     """Print a paragraph for each device."""
     for device in found:
-        profile = device.profile
+        kind = device.kind
         vendor = f", {device.vendor}" if device.vendor else ""
-        version = f", {profile.provider} {device.version}" if device.version else ""
-        _say(f"{device.name}: {device.state} ({profile.title}{vendor}{version})")
-        made = f"edgespec export SOURCE -o DIR --device {profile.export}" if profile.export else "any bundle"
+        version = f", {kind.provider} {device.version}" if device.version else ""
+        _say(f"{device.name}: {device.state} ({kind.title}{vendor}{version})")
+        made = f"edgespec export SOURCE -o DIR --device {kind.export}" if kind.export else "any bundle"
         _say(f"  runs: {made}")
         if device.problem is not None:
             _say(f"  missing: {device.problem}")
         if device.remedy is not None:
             _say(f"  {device.remedy}")
-        for limit in profile.limits:
+        for limit in kind.limits:
             _say(f"  - {limit}")
     first = next((d for d in found[1:] if d.state == "ready"), None)
     if first is None:

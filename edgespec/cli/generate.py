@@ -13,7 +13,7 @@ from edgespec.cli.options import (
     JsonFlag,
     MaxNewTokens,
     MinP,
-    ProfileName,
+    HistoryName,
     RepetitionPenalty,
     Seed,
     Stop,
@@ -58,7 +58,7 @@ def generate(
     threads: Threads = 0,
     device: Device = "auto",
     drafter_device: DrafterDevice = "auto",
-    profile: ProfileName = None,
+    history: HistoryName = None,
     training_share: TrainingShare = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
@@ -80,7 +80,7 @@ def generate(
             drafter,
             threads=threads,
             progress=progress,
-            profile=profile,
+            history=history,
             training_share=training_share,
             devices=(device, drafter_device),
         )

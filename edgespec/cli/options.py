@@ -20,7 +20,7 @@ __all__ = [
     "Limit",
     "MaxNewTokens",
     "MinP",
-    "ProfileName",
+    "HistoryName",
     "PromptsFile",
     "RepetitionPenalty",
     "Seed",
@@ -66,7 +66,7 @@ Threads = Annotated[
     ),
 ]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
-Temperature = Annotated[float, typer.Option(help="0 takes the most likely token, 1 the model's own law.")]
+Temperature = Annotated[float, typer.Option(help="0 takes the most likely token, 1 the model's own distribution.")]
 TopK = Annotated[int, typer.Option(help="Keep the K most likely tokens; 0 keeps all.")]
 TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens of this share; 1 keeps all.")]
 MinP = Annotated[float, typer.Option(help="Keep tokens this likely, relative to the likeliest.")]
@@ -77,12 +77,12 @@ WithoutSpeculation = Annotated[
     bool, typer.Option("--no-speculation", help="Decode without drafts, for comparison.")
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
-ProfileName = Annotated[
+HistoryName = Annotated[
     str | None,
     typer.Option(
-        "--profile",
+        "--history",
         metavar="NAME",
-        help="Learn from answers into this profile and draft from it (a name, or a file); 'edgespec learned' "
+        help="Learn from answers into this history and draft from it (a name, or a file); 'edgespec history' "
         "shows and deletes what was learned. Without it nothing is kept.",
     ),
 ]
@@ -91,7 +91,7 @@ TrainingShare = Annotated[
     typer.Option(
         min=0.0,
         max=1.0,
-        help="With --profile: the share of the time that training the drafter on the target's answers may "
+        help="With --history: the share of the time that training the drafter on the target's answers may "
         "take, between requests; 0 trains nothing.",
     ),
 ]
@@ -114,7 +114,7 @@ def load_model(
     *,
     threads: int,
     progress: ProgressCallback,
-    profile: str | None = None,
+    history: str | None = None,
     training_share: float = 0.0,
     devices: tuple[str, str] = ("auto", "auto"),
 ) -> "Model":
@@ -128,7 +128,7 @@ def load_model(
         target,
         chosen,
         options=options,
-        profile=profile,
+        history=history,
         progress=progress,
         device=device,
         drafter_device=drafter_device,

@@ -12,7 +12,7 @@ from edgespec.cli.options import (
     DrafterDevice,
     JsonFlag,
     MaxNewTokens,
-    ProfileName,
+    HistoryName,
     PromptsFile,
     Target,
     Threads,
@@ -47,17 +47,17 @@ def verify(
         ),
     ] = 100,
     threads: Threads = 0,
-    profile: ProfileName = None,
+    history: HistoryName = None,
     training_share: TrainingShare = 0.0,
     device: Device = "auto",
     drafter_device: DrafterDevice = "auto",
     as_json: JsonFlag = False,
 ) -> None:
-    """Check that speculation does not change the output: greedy answers, and the law of sampled ones.
+    """Check that speculation does not change the output: greedy answers, and the distribution of sampled ones.
 
     Exit code 1 if it does, or if nothing was drafted and so nothing was tested.
 
-    With --profile the answers are learned, as everywhere; take a profile for trials.
+    With --history the answers are learned, as everywhere; take a history for trials.
 
     Examples:
 
@@ -65,7 +65,7 @@ def verify(
 
         edgespec verify ./target --drafter ngram --limit 12 --samples 0 --json
 
-        edgespec verify ./target --profile trial
+        edgespec verify ./target --history trial
     """
     chosen = prompts_to_run(prompts, limit)
     with (
@@ -74,7 +74,7 @@ def verify(
             target,
             drafter,
             threads=threads,
-            profile=profile,
+            history=history,
             training_share=training_share,
             progress=progress,
             devices=(device, drafter_device),
@@ -139,8 +139,8 @@ def _show_sampling(sampling: "SamplingAudit") -> None:
     test = sampling.chi_square
     p_value = "nothing to compare" if test.p_value is None else f"p = {test.p_value:.3g}"
     drafted = f"{sampling.accepted:,} of {sampling.drafted:,} drafted tokens accepted"
-    law = f"chi-square {test.statistic:.1f} with {test.degrees} degrees of freedom, {p_value}"
-    _say(f"sampling: {law}; {drafted}")
+    found = f"chi-square {test.statistic:.1f} with {test.degrees} degrees of freedom, {p_value}"
+    _say(f"sampling: {found}; {drafted}")
     _say(f"  equal seeds: {sampling.equal_seeds_identical} of {sampling.equal_seeds} answers identical")
 
 

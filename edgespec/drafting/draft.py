@@ -19,7 +19,7 @@ class Draft:
 
     Attributes:
         tokens: proposed token ids, in the target's vocabulary.
-        probs: the law the tokens were sampled from, float64 ``(len(tokens), vocab)`` over the target's
+        probs: the distribution the tokens were sampled from, float64 ``(len(tokens), vocab)`` over the target's
             vocabulary; None where the tokens are a function of the context (greedy drafter, n-grams).
         sources: which drafter proposed each token; as long as ``tokens``.
         confidence: for each token, an estimate in [0, 1] that it will be accepted given that those

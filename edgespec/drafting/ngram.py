@@ -190,7 +190,7 @@ class NgramDrafter:
     The rule is applied again after every proposed token, so a copy goes on into its own proposals
     (periodic text) and moves to a better occurrence where one appears.
 
-    ``confidence`` is the posterior mean of a Beta law that learns from what was committed where a
+    ``confidence`` is the posterior mean of a Beta distribution that learns from what was committed where a
     proposal had been made. Proposals are classed by the length of the match (in powers of two), by
     whether its context was unique, and by whether most of its occurrences agree. The prior, worth 8
     observations, was fitted on replayed prose and code: its mean is n / (n + 3.5) for a unique match
@@ -265,7 +265,7 @@ class NgramDrafter:
 
 
 class _Acceptance:
-    """How often proposals were right, by class of match: Beta laws that slowly forget."""
+    """How often proposals were right, by class of match: Beta distributions that slowly forget."""
 
     def __init__(self) -> None:
         self._judged: dict[tuple[int, bool, bool], tuple[float, float]] = {}

@@ -150,17 +150,17 @@ class NumpyDecoder:
         known = labels >= 0
         best = said.argmax(axis=1)
         said -= said.max(axis=1, keepdims=True)
-        law = np.exp(said)
-        total = law.sum(axis=1)
+        probs = np.exp(said)
+        total = probs.sum(axis=1)
         at = np.flatnonzero(known), labels[known]
         count = max(int(known.sum()), 1)
         loss = float((np.log(total[known]) - said[at]).sum()) / count
-        law /= total[:, None]
-        law[at] -= 1.0
-        law *= known[:, None] / np.float32(count)
+        probs /= total[:, None]
+        probs[at] -= 1.0
+        probs *= known[:, None] / np.float32(count)
         given, column = np.zeros_like(bare), 0
         for rows in self._head_rows():
-            given += law[:, column : column + len(rows)] @ rows
+            given += probs[:, column : column + len(rows)] @ rows
             column += len(rows)
         self.gains.part(by_gains, "final_norm.weight")[:] += (given * bare).sum(axis=0)
         back = np.zeros_like(x)
@@ -209,13 +209,13 @@ class _Layer:
         query, key = (self._rotate(part, 1.0) for part in heads[:2])
         query = self._grouped(query) * np.float32(config.attention_scale)
         self._parts = query, key, heads[2]
-        attended, self._law = attend(*self._parts, visible(len(x), self._window))
+        attended, self._probs = attend(*self._parts, visible(len(x), self._window))
         return self._project("attention.o", self._flat(attended))
 
     def _attention_back(self, given: F32) -> F32:
         config = self._config
         given = self._grouped(self._heads(self._project_back("attention.o", given)))
-        query, key, value = attend_back(given, self._law, self._parts)
+        query, key, value = attend_back(given, self._probs, self._parts)
         query = query.reshape(config.num_heads, -1, config.head_dim) * np.float32(config.attention_scale)
         query, key = self._rotate(query, -1.0), self._rotate(key, -1.0)
         if config.qk_norm:

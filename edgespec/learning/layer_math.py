@@ -87,22 +87,22 @@ def attend(query: F32, key: F32, value: F32, mask: F32) -> tuple[F32, F32]:
         mask: :func:`visible`.
 
     Returns:
-        ``(kv heads, group, tokens, head_dim)``, and the law ``(kv heads, group, tokens, tokens)``.
+        ``(kv heads, group, tokens, head_dim)``, and the distribution ``(kv heads, group, tokens, tokens)``.
     """
     scores = query @ key[:, None].swapaxes(-1, -2)
     scores += mask
     scores -= scores.max(axis=-1, keepdims=True)
-    law = np.exp(scores, out=scores)
-    law /= law.sum(axis=-1, keepdims=True)
-    return law @ value[:, None], law
+    probs = np.exp(scores, out=scores)
+    probs /= probs.sum(axis=-1, keepdims=True)
+    return probs @ value[:, None], probs
 
 
-def attend_back(given: F32, law: F32, parts: tuple[F32, F32, F32]) -> tuple[F32, F32, F32]:
+def attend_back(given: F32, probs: F32, parts: tuple[F32, F32, F32]) -> tuple[F32, F32, F32]:
     """Behind :func:`attend`, whose query, key and value were ``parts``: the same three."""
     query, key, value = parts
-    by_law = given @ value[:, None].swapaxes(-1, -2)
-    by_scores = law * (by_law - (by_law * law).sum(axis=-1, keepdims=True))
+    by_probs = given @ value[:, None].swapaxes(-1, -2)
+    by_scores = probs * (by_probs - (by_probs * probs).sum(axis=-1, keepdims=True))
     by_query = by_scores @ key[:, None]
     by_key = (by_scores.swapaxes(-1, -2) @ query).sum(axis=1)
-    by_value = (law.swapaxes(-1, -2) @ given).sum(axis=1)
+    by_value = (probs.swapaxes(-1, -2) @ given).sum(axis=1)
     return by_query, by_key, by_value

@@ -1,4 +1,4 @@
-"""What a drafter learned, as a profile keeps it."""
+"""What a drafter learned, as a history keeps it."""
 
 from dataclasses import dataclass
 

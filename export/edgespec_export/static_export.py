@@ -265,7 +265,7 @@ def _compare(scratch: Path, logits: Iterable[Logits], calibrated: int) -> Static
         same.append(expected.argmax(1) == found.argmax(1))
         for start in range(0, len(found), _COMPARED_ROWS):  # in float64 a text's would take gigabytes
             rows = slice(start, start + _COMPARED_ROWS)
-            log_p, log_q = _log_law(expected[rows]), _log_law(found[rows])
+            log_p, log_q = _log_probs(expected[rows]), _log_probs(found[rows])
             kl.append((np.exp(log_p) * (log_p - log_q)).sum(1))
     return StaticReport(
         positions=sum(map(len, same)),
@@ -275,7 +275,7 @@ def _compare(scratch: Path, logits: Iterable[Logits], calibrated: int) -> Static
     )
 
 
-def _log_law(logits: Logits) -> npt.NDArray[np.float64]:
+def _log_probs(logits: Logits) -> npt.NDArray[np.float64]:
     shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
-    law: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-    return law
+    log_probs: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return log_probs

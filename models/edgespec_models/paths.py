@@ -5,7 +5,7 @@ from pathlib import Path
 
 import platformdirs
 
-__all__ = ["bundles_dir", "home", "measurements_dir", "model_name", "models_dir", "profiles_dir"]
+__all__ = ["bundles_dir", "home", "measurements_dir", "model_name", "models_dir", "histories_dir"]
 
 
 def home() -> Path:
@@ -31,11 +31,11 @@ def measurements_dir() -> Path:
     return home() / "measurements"
 
 
-def profiles_dir() -> Path:
-    """Where profiles lie: no cache, since no download brings them back."""
+def histories_dir() -> Path:
+    """Where histories lie: no cache, since no download brings them back."""
     override = os.environ.get("EDGESPEC_HOME")
     base = home() if override else platformdirs.user_data_path("edgespec", appauthor=False)
-    return base / "profiles"
+    return base / "histories"
 
 
 def model_name(folder: Path) -> str:

@@ -47,8 +47,8 @@ class CudaSession(GraphSession):
         if bundle.manifest.form != "dynamic-float16":
             raise BundleError(f"{bundle.path} has no float16 graph of any shape; open it with edgespec.load")
         options = options or CpuOptions()
-        providers = [(device.profile.provider, dict(device.options))]
+        providers = [(device.kind.provider, dict(device.options))]
         session = open_whole(device, bundle.graph, session_settings(options), providers)
-        io = EdgespecIO(session, bundle, exact_rows=False, memory=DeviceMemory(device.profile.memory))
+        io = EdgespecIO(session, bundle, exact_rows=False, memory=DeviceMemory(device.kind.memory))
         chunk = max(options.prefill_chunk, _PREFILL_CHUNK)
         super().__init__(io, bundle.config, chunk=chunk, row_exact=row_exact)

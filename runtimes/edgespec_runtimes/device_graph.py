@@ -24,7 +24,7 @@ def open_whole(device: Device, graph: Path, settings: Any, providers: Sequence[A
     Raises:
         DeviceError: the device cannot run all of the graph.
     """
-    if device.profile is not CPU:
+    if device.kind is not CPU:
         settings.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     try:
         return ort.InferenceSession(str(graph), settings, providers=providers, enable_fallback=0)

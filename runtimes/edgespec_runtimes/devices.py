@@ -7,13 +7,13 @@ from typing import Literal
 
 from edgespec_models.static_graphs import ExportDevice, Form
 
-__all__ = ["CPU", "PROFILES", "DeviceProfile", "Hardware"]
+__all__ = ["CPU", "KINDS", "DeviceKind", "Hardware"]
 
 Hardware = Literal["CPU", "GPU", "NPU"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceProfile:
+class DeviceKind:
     """One kind of device.
 
     Attributes:
@@ -49,7 +49,7 @@ _HOST_CACHE = "the KV cache lies in the host's memory: every pass reads it from 
 _INTEL = "Of Intel only: the plugin passes over the devices of other vendors."
 _ADD_OPENVINO = "pip install 'edgespec[npu-openvino]'"
 
-CPU = DeviceProfile(
+CPU = DeviceKind(
     name="cpu",
     title="processor",
     provider="CPUExecutionProvider",
@@ -63,7 +63,7 @@ CPU = DeviceProfile(
 
 _ALL = (
     CPU,
-    DeviceProfile(
+    DeviceKind(
         name="qnn:htp",
         title="Qualcomm NPU (Hexagon Tensor Processor)",
         provider="QNNExecutionProvider",
@@ -79,7 +79,7 @@ _ALL = (
             "on x86-64 Linux the package emulates the processor: right, and far too slow to use",
         ),
     ),
-    DeviceProfile(
+    DeviceKind(
         name="openvino:npu",
         title="Intel NPU",
         provider=_OPENVINO,
@@ -91,7 +91,7 @@ _ALL = (
         driver="A Core Ultra processor with Intel's NPU driver. " + _INTEL,
         limits=("static shapes: the NPU's compiler takes no others", _HOST_CACHE, "not tried on an NPU yet"),
     ),
-    DeviceProfile(
+    DeviceKind(
         name="openvino:gpu",
         title="Intel GPU",
         provider=_OPENVINO,
@@ -103,7 +103,7 @@ _ALL = (
         driver="An Intel GPU with its compute driver (OpenCL). " + _INTEL,
         limits=(_HOST_CACHE, "not tried on a GPU yet"),
     ),
-    DeviceProfile(
+    DeviceKind(
         name="openvino:cpu",
         title="Intel processor through OpenVINO",
         provider=_OPENVINO,
@@ -115,7 +115,7 @@ _ALL = (
         driver="An Intel processor. " + _INTEL,
         limits=(_HOST_CACHE, "for checking bundles of the other two; the device cpu is faster"),
     ),
-    DeviceProfile(
+    DeviceKind(
         name="cuda",
         title="NVIDIA GPU",
         provider="CUDAExecutionProvider",
@@ -134,5 +134,5 @@ _ALL = (
     ),
 )
 
-PROFILES: Mapping[str, DeviceProfile] = MappingProxyType({profile.name: profile for profile in _ALL})
+KINDS: Mapping[str, DeviceKind] = MappingProxyType({kind.name: kind for kind in _ALL})
 """By name, the CPU first; of several that could run a bundle ``auto`` takes the first but the CPU."""

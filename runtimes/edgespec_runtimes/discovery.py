@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, TextIO
 import numpy as np
 
 from edgespec_models.errors import DeviceError
-from edgespec_runtimes.devices import CPU, PROFILES, DeviceProfile, Hardware
+from edgespec_runtimes.devices import CPU, KINDS, DeviceKind, Hardware
 from edgespec_runtimes.ort import ort
 
 __all__ = ["AUTO", "Device", "FoundHardware", "OrtRuntime", "Runtime", "devices", "resolve"]
@@ -50,10 +50,10 @@ class Runtime(Protocol):
     def found(self) -> Sequence[FoundHardware]:
         """What all known providers found."""
 
-    def options(self, profile: DeviceProfile) -> Mapping[str, str]:
-        """Options of the profile's provider."""
+    def options(self, kind: DeviceKind) -> Mapping[str, str]:
+        """Options of the kind's provider."""
 
-    def version(self, profile: DeviceProfile) -> str:
+    def version(self, kind: DeviceKind) -> str:
         """Of what brings the provider."""
 
 
@@ -62,7 +62,7 @@ class Device:
     """A kind of device on this machine.
 
     Attributes:
-        profile: the kind.
+        kind: the kind.
         state: ``ready``; ``emulated``, which is for checks; ``missing``.
         vendor: of the hardware; empty where it is missing.
         version: of what brings the provider; empty where it is missing.
@@ -72,7 +72,7 @@ class Device:
         options: the provider's.
     """
 
-    profile: DeviceProfile
+    kind: DeviceKind
     state: State
     vendor: str = ""
     version: str = ""
@@ -84,27 +84,27 @@ class Device:
     @property
     def name(self) -> str:
         """What ``load(device=...)`` takes."""
-        return self.profile.name
+        return self.kind.name
 
     @property
     def identity(self) -> str:
         """What measurements on it are kept under: name and version of the provider."""
-        return self.name if self.profile is CPU else f"{self.name} {self.version}"
+        return self.name if self.kind is CPU else f"{self.name} {self.version}"
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
-        profile = self.profile
+        kind = self.kind
         return {
             "name": self.name,
-            "title": profile.title,
-            "hardware": profile.hardware,
-            "provider": profile.provider,
+            "title": kind.title,
+            "hardware": kind.hardware,
+            "provider": kind.provider,
             "state": self.state,
             "vendor": self.vendor or None,
             "version": self.version or None,
-            "runs": sorted(profile.runs),
-            "export": profile.export,
-            "limits": list(profile.limits),
+            "runs": sorted(kind.runs),
+            "export": kind.export,
+            "limits": list(kind.limits),
             "problem": self.problem,
             "remedy": self.remedy,
         }
@@ -133,23 +133,23 @@ class OrtRuntime:
             found.append(FoundHardware(_CUDA, "GPU", "NVIDIA"))
         return found
 
-    def options(self, profile: DeviceProfile) -> Mapping[str, str]:
-        """Options of the profile's provider."""
-        if profile.provider == _CUDA:
+    def options(self, kind: DeviceKind) -> Mapping[str, str]:
+        """Options of the kind's provider."""
+        if kind.provider == _CUDA:
             # Sums of squares of normalizations in 32 bits: those of float16 end at 65,504.
             return {"enable_skip_layer_norm_strict_mode": "1"}
-        if profile.name != "qnn:htp":
+        if kind.name != "qnn:htp":
             return {}
         plugin = importlib.import_module("onnxruntime_qnn")
         # Quantizing inputs is offloaded to the CPU unless said otherwise, and counts as falling back.
         return {"backend_path": plugin.get_qnn_htp_path(), "offload_graph_io_quantization": "0"}
 
-    def version(self, profile: DeviceProfile) -> str:
+    def version(self, kind: DeviceKind) -> str:
         """Of what brings the provider."""
-        if profile.module is None:
+        if kind.module is None:
             return str(ort.__version__)
         try:
-            return metadata.version(profile.module.replace("_", "-"))
+            return metadata.version(kind.module.replace("_", "-"))
         except metadata.PackageNotFoundError:
             return "unknown"
 
@@ -196,14 +196,14 @@ def devices(runtime: Runtime | None = None) -> tuple[Device, ...]:
     Plugins that are installed are registered with ONNX Runtime, which other sessions do not notice.
     """
     machine = runtime or OrtRuntime()
-    return tuple(_look(profile, machine) for profile in PROFILES.values())
+    return tuple(_look(kind, machine) for kind in KINDS.values())
 
 
 def resolve(name: str, runtime: Runtime | None = None) -> Device:
     """The device that was asked for.
 
     Args:
-        name: of a profile, or ``npu`` for whichever NPU there is.
+        name: of a kind, or ``npu`` for whichever NPU there is.
         runtime: None for this machine's.
 
     Raises:
@@ -212,18 +212,18 @@ def resolve(name: str, runtime: Runtime | None = None) -> Device:
     machine = runtime or OrtRuntime()
     if name == _NPU:
         return _any_npu(machine)
-    profile = PROFILES.get(name)
-    if profile is None:
-        known = ", ".join((AUTO, *PROFILES, _NPU))
+    kind = KINDS.get(name)
+    if kind is None:
+        known = ", ".join((AUTO, *KINDS, _NPU))
         raise DeviceError(f"device {name!r} is not known; allowed: {known}")
-    device = _look(profile, machine)
+    device = _look(kind, machine)
     if device.state == "missing":
         raise DeviceError(f"device {name} cannot be had: {device.problem}. {device.remedy}")
     return device
 
 
 def _any_npu(machine: Runtime) -> Device:
-    npus = [_look(profile, machine) for profile in PROFILES.values() if profile.hardware == "NPU"]
+    npus = [_look(kind, machine) for kind in KINDS.values() if kind.hardware == "NPU"]
     ready = next((npu for npu in npus if npu.state == "ready"), None)
     if ready is not None:
         return ready
@@ -234,37 +234,37 @@ def _any_npu(machine: Runtime) -> Device:
     raise DeviceError(f"no NPU can be had. {reasons}")
 
 
-def _look(profile: DeviceProfile, machine: Runtime) -> Device:
-    problem = _provider_problem(profile, machine)
+def _look(kind: DeviceKind, machine: Runtime) -> Device:
+    problem = _provider_problem(kind, machine)
     if problem is not None:
-        return Device(profile, "missing", problem=problem, remedy=f"Add it: {profile.install}")
-    mine = [found for found in machine.found() if found.provider == profile.provider]
-    exact = next((found for found in mine if found.hardware == profile.hardware), None)
+        return Device(kind, "missing", problem=problem, remedy=f"Add it: {kind.install}")
+    mine = [found for found in machine.found() if found.provider == kind.provider]
+    exact = next((found for found in mine if found.hardware == kind.hardware), None)
     # Where Qualcomm's plugin offers a processor of another vendor, it emulates the NPU there. One of
     # Qualcomm's own is of a Snapdragon whose NPU has no driver.
     others = (found for found in mine if "qualcomm" not in found.vendor.lower())
-    emulator = next(others, None) if profile.name == "qnn:htp" else None
+    emulator = next(others, None) if kind.name == "qnn:htp" else None
     chosen = exact or emulator
     if chosen is None:
-        problem = f"{profile.provider} is installed and finds no such {profile.hardware}"
-        return Device(profile, "missing", problem=problem, remedy=f"Needed: {profile.driver}")
+        problem = f"{kind.provider} is installed and finds no such {kind.hardware}"
+        return Device(kind, "missing", problem=problem, remedy=f"Needed: {kind.driver}")
     return Device(
-        profile,
+        kind,
         "ready" if chosen is exact else "emulated",
         vendor=chosen.vendor,
-        version=machine.version(profile),
-        handle=None if profile.module is None else chosen.handle,
-        options=machine.options(profile),
+        version=machine.version(kind),
+        handle=None if kind.module is None else chosen.handle,
+        options=machine.options(kind),
     )
 
 
-def _provider_problem(profile: DeviceProfile, machine: Runtime) -> str | None:
-    if profile.module is None:
-        if profile.provider in machine.providers():
+def _provider_problem(kind: DeviceKind, machine: Runtime) -> str | None:
+    if kind.module is None:
+        if kind.provider in machine.providers():
             return None
-        return f"this ONNX Runtime has no {profile.provider}"
+        return f"this ONNX Runtime has no {kind.provider}"
     try:
-        problem = machine.register(profile.module)
+        problem = machine.register(kind.module)
     except ModuleNotFoundError:
-        return f"the plugin {profile.module.replace('_', '-')} is not installed"
-    return problem and f"the plugin {profile.module.replace('_', '-')} cannot be registered ({problem})"
+        return f"the plugin {kind.module.replace('_', '-')} is not installed"
+    return problem and f"the plugin {kind.module.replace('_', '-')} cannot be registered ({problem})"

@@ -73,20 +73,20 @@ def export_for(wanted: str, runtime: Runtime | None = None) -> ExportDevice | No
     Raises:
         DeviceError: the device is not known or cannot be had.
     """
-    return None if wanted == AUTO else resolve(wanted, runtime).profile.export
+    return None if wanted == AUTO else resolve(wanted, runtime).kind.export
 
 
 def run_at_once(one: Placement, other: Placement) -> bool:
     """Whether two models there compute side by side: on hardware of two kinds, none of it emulated."""
     first, second = one.device, other.device
-    return first.profile.hardware != second.profile.hardware and first.state == second.state == "ready"
+    return first.kind.hardware != second.kind.hardware and first.state == second.state == "ready"
 
 
 def _best(bundle: Bundle, form: Form, found: Sequence[Device]) -> Placement:
     cpu, *others = found
-    suited = [device for device in others if form in device.profile.runs]
+    suited = [device for device in others if form in device.kind.runs]
     made_for = bundle.manifest.made_for
-    suited.sort(key=lambda device: device.profile.export != made_for)
+    suited.sort(key=lambda device: device.kind.export != made_for)
     ready = next((device for device in suited if device.state == "ready"), None)
     if ready is not None:
         return Placement(ready, f"the bundle has {_FORMS[form]}, and this machine has a device for it")
@@ -95,13 +95,13 @@ def _best(bundle: Bundle, form: Form, found: Sequence[Device]) -> Placement:
 
 
 def _check_fit(bundle: Bundle, device: Device) -> None:
-    form, profile = bundle.manifest.form, device.profile
-    if form in profile.runs:
+    form, kind = bundle.manifest.form, device.kind
+    if form in kind.runs:
         return
     source = shlex.quote(str(bundle.manifest.provenance.get("source", "SOURCE")))
-    option = "" if profile.export is None else f" --device {profile.export}"
+    option = "" if kind.export is None else f" --device {kind.export}"
     role = "" if bundle.manifest.role == "target" else f" --role {bundle.manifest.role}"
-    runs = " or ".join(_FORMS[form] for form in sorted(profile.runs))
+    runs = " or ".join(_FORMS[form] for form in sorted(kind.runs))
     raise DeviceError(
         f"{bundle.path} has {_FORMS[form]}; {device.name} runs {runs}. "
         f"Export it for this device: edgespec export {source} -o DIR{role}{option}"

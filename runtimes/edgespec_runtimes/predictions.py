@@ -42,7 +42,7 @@ class Predictions:
         """The most likely column of a row; the lowest of equals.
 
         Raises:
-            EdgespecError: the row is not a law (it holds NaN, or nothing finite).
+            EdgespecError: the row is not a distribution (it holds NaN, or nothing finite).
         """
         logits = self.logits[row]
         column = int(logits.argmax())
@@ -62,7 +62,7 @@ class DevicePredictions(Predictions):
         shape: of the logits.
         read: copies them to the host.
         columns: the most likely one of each row, the lowest of equals; int64 ``(rows,)``.
-        probabilities: of these; float32 ``(rows,)``, NaN where a row is not a law.
+        probabilities: of these; float32 ``(rows,)``, NaN where a row is not a distribution.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class DevicePredictions(Predictions):
 
 
 def check_best(logit: float) -> None:
-    """See that the largest logit of a row is one of a law.
+    """See that the largest logit of a row is one of a distribution.
 
     Raises:
         EdgespecError: it is not a finite number.

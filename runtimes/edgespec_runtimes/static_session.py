@@ -83,7 +83,7 @@ class _Opener:
     def __init__(self, bundle: Bundle, device: Device, options: CpuOptions) -> None:
         self._bundle, self._device, self._options = bundle, device, options
         static = bundle.manifest.static
-        fits = static is not None and static.device == device.profile.export
+        fits = static is not None and static.device == device.kind.export
         self._contexts = static.contexts if static is not None and fits else None
         self._refusal = None if self._contexts is None else _misfit(self._contexts, device)
 
@@ -135,10 +135,10 @@ def open_on(device: Device, graph: Path, options: CpuOptions) -> Any:
         DeviceError: the device cannot run all of the graph.
     """
     settings, providers = session_settings(options), None
-    if device.profile is CPU:
+    if device.kind is CPU:
         providers = [CPU.provider]
     elif device.handle is not None:
         settings.add_provider_for_devices([device.handle], dict(device.options))
     else:
-        settings.add_provider(device.profile.provider, dict(device.options))
+        settings.add_provider(device.kind.provider, dict(device.options))
     return open_whole(device, graph, settings, providers)

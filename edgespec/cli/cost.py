@@ -1,0 +1,155 @@
+"""``edgespec cost``: what does verification cost on this machine?"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from edgespec.cli.answers import print_json
+from edgespec.cli.console import note, output, progress_bars
+from edgespec.cli.options import JsonFlag, Target, Threads
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["cost"]
+
+
+def cost(
+    bundle: Target,
+    as_drafter: Annotated[
+        bool, typer.Option("--drafter", help="Run it as a drafter, which needs no exact rows.")
+    ] = False,
+    threads: Threads = 0,
+    instructions: Annotated[
+        str,
+        typer.Option(help="Instructions edgespec's kernels use, such as avx2. Default: the best there are."),
+    ] = "",
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Forget what was measured earlier and measure again.")
+    ] = False,
+    as_json: JsonFlag = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", "--report", metavar="OUT.html", help="Write a page with a chart.")
+    ] = None,
+) -> None:
+    """Time passes over 1 to 32 rows, beside what memory and arithmetic allow.
+
+    Verifying k drafted tokens is a pass over k + 1 rows. A free pass costs no more than one over a single
+    row; a pass is bound by memory while reading the weights takes longer than computing with them.
+
+    The times are kept in the folder 'measurements' under EDGESPEC_HOME, or in the user's cache folder, and
+    used by every later load with these threads after a short check. --fresh measures them again; the
+    folder may be deleted at any time.
+
+    Examples:
+
+        edgespec cost qwen2.5-coder-1.5b-instruct
+
+        edgespec cost smollm2-135m-instruct --drafter --threads 2 --json
+
+        edgespec cost ./target --fresh --html cost.html
+
+        edgespec cost ./target --instructions avx2
+    """
+    from edgespec.files import check_writable, write_text
+    from edgespec.loading import open_model
+    from edgespec.costs import measure_costs
+    from edgespec.sessions import conditions_of
+    from edgespec_runtimes.cpu import CpuOptions
+
+    CpuOptions(threads=threads, instructions=instructions)  # refused before a model is pulled
+    if html is not None:
+        check_writable(html)
+    with progress_bars() as progress:
+        opened = open_model(bundle, "drafter" if as_drafter else "target", progress=progress)
+        drafts = as_drafter or opened.manifest.role == "drafter"
+        options = CpuOptions(threads=threads, exact_rows=not drafts, instructions=instructions)
+        result = measure_costs(opened, options, fresh=fresh, progress=progress).to_json()
+    if as_json:
+        print_json(result)
+    else:
+        _show(result)
+    if result["confirmed"]:
+        note(f"Kept for later loads: {conditions_of(opened, options).path}")
+    else:
+        note("Other programs disturbed the times, which are not kept; close them and run this again.")
+    if html is not None:
+        from edgespec.report import render_costs
+
+        write_text(html, render_costs(result))
+        note(f"Report: {html.absolute()}")
+
+
+def _show(result: Mapping[str, Any]) -> None:
+    how = "measured earlier and checked now" if result["remembered"] else "measured now"
+    _say(f"\n{result['name']} as a {result['role']}, {result['threads']} threads, {how}\n")
+    output().print(_cost_table(result["rows"]))
+    _say(
+        f"\nA pass reads {result['bytes_per_pass'] / 1e9:.2f} GB of weights. Memory delivers "
+        f"{result['memory_gigabytes_per_second']:.1f} GB/s to {result['threads']} threads. The best of these "
+        f"passes reached {result['peak_gops']:,.0f} GOPS, which is what the kernels do, not the processor's "
+        "peak on paper."
+    )
+    _say(_bounds(result))
+    free = result["free_rows"]
+    _say(
+        f"Up to {free} rows cost within a tenth of a single row; guesses checked for nothing: {free - 1}."
+        if free > 1
+        else "No second row is free: a pass over 2 costs more than a tenth more than one over 1."
+    )
+    if result["role"] == "target":
+        _say("\nProposals that cost nothing to make (n-grams), by the share of them accepted:\n")
+        output().print(_gain_table(result["free_drafts"]))
+
+
+def _bounds(result: Mapping[str, Any]) -> str:
+    bound = [row["n"] for row in result["rows"] if row["bound"] == "memory"]
+    if not bound:
+        return "No pass is bound by memory: computing takes longer than reading at any number of rows."
+    return f"Passes over up to {bound[-1]} of these rows are bound by memory, wider ones by arithmetic."
+
+
+def _cost_table(rows: list[Mapping[str, Any]]) -> "Table":
+    table = _table("rows", "ms", "T(n)/T(1)", "ms a row", "GB/s", "GOPS", "roofline, ms", "bound by")
+    for row in rows:
+        table.add_row(
+            str(row["n"]),
+            f"{row['ms']:.2f}",
+            f"{row['relative']:.2f}",
+            f"{row['ms_per_row']:.2f}",
+            f"{row['gigabytes_per_second']:.1f}",
+            f"{row['gops']:,.0f}",
+            f"{row['roofline_ms']:.2f}",
+            row["bound"],
+        )
+    return table
+
+
+def _gain_table(gains: list[Mapping[str, Any]]) -> "Table":
+    from edgespec.costs import as_ranges
+
+    table = _table("accepted", "best length", "tokens a pass", "speedup", "lengths that pay")
+    for gain in gains:
+        table.add_row(
+            f"{gain['acceptance']:.0%}",
+            str(gain["best_length"]),
+            f"{gain['tokens_per_pass']:.2f}",
+            f"{gain['speedup']:.2f}x",
+            as_ranges(gain["lengths_that_pay"]),
+        )
+    return table
+
+
+def _table(*columns: str) -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _say(line: str) -> None:
+    output().print(line, markup=False, soft_wrap=True)

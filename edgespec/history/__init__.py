@@ -1,0 +1,8 @@
+"""What a user's answers teach: an n-gram cache that outlives requests and restarts, in a file of the user's.
+
+:class:`History` looks at a history from outside. ``edgespec.load(..., history=NAME)`` uses one.
+"""
+
+from edgespec.history.manage import LearnedText, History, histories
+
+__all__ = ["LearnedText", "History", "histories"]

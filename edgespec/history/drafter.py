@@ -1,0 +1,193 @@
+"""Proposals from what the user's earlier answers said, alone and together with those of the text."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Final
+
+from edgespec.drafting.draft import NO_DRAFT, Draft, Extending, Step
+from edgespec.drafting.guard import Guard
+from edgespec.history.index import MAX_N, Found
+from edgespec.history.memory import Memory
+from edgespec.history.passages import Cutter
+from edgespec.results import Remarks
+from edgespec.watch import Finding
+
+__all__ = ["BestOf", "HistoryDrafter"]
+
+_SOURCE: Final = "history"
+_LOG = logging.getLogger("edgespec")
+
+
+@dataclass(frozen=True, slots=True)
+class _Considered:
+    """Proposals that were considered behind ``head``, proposals of others."""
+
+    head: tuple[int, ...]
+    found: list[Found]
+
+
+class HistoryDrafter:
+    """Proposes what followed, in earlier answers, the longest run of tokens that the text ends with.
+
+    It serves one request: it judges its proposals by what is committed, whoever drafted it, and learns the
+    answer.
+
+    Where its proposals cost more than they bring it proposes nothing for the rest of the request, and longer
+    if the guard says so, and how far which kind of match can be trusted is learned anew, beginning with what
+    was found since they last proved their worth. Meanwhile it goes on judging what it would have proposed.
+
+    Args:
+        memory: what was learned; refreshed here, and not again until the request has ended.
+        guard: watches what its proposals bring; shared between requests. None watches nothing.
+        remarks: where it is written why trust was taken back, and what keeps the history from being used.
+        problem: asked for the latter when the request has ended.
+        stop_below: a draft ends before the token that would be reached and accepted with less than
+            this probability (the product of the confidences so far).
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        guard: Guard | None = None,
+        *,
+        remarks: Remarks | None = None,
+        problem: Callable[[], str | None] = lambda: None,
+        stop_below: float = 0.15,
+    ) -> None:
+        self._memory, self._guard, self._stop_below = memory, guard, stop_below
+        self._remarks, self._problem = remarks or Remarks(), problem
+        self._failed = False  # in this request
+        self._cutter = Cutter()
+        self._considered: list[_Considered] = []
+        memory.refresh()
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
+        """See :class:`~edgespec.drafting.draft.Source`."""
+        draft = self._draft(tokens, NO_DRAFT, limit)
+        return NO_DRAFT if self._pauses else draft
+
+    def extend(self, tokens: Sequence[int], draft: Draft, limit: int) -> Draft:
+        """See :class:`~edgespec.drafting.draft.Extending`."""
+        if self._pauses:
+            return draft
+        return draft.then(self._draft(tokens, draft, limit - len(draft.tokens)))
+
+    def observe(self, step: Step) -> None:
+        """See :class:`~edgespec.drafting.draft.Observer`."""
+        self._judge(step.tokens)
+        if self._guard is not None:
+            self._watch(step, self._guard)
+        self._memory.learn(self._cutter.push(step.tokens))
+
+    def close(self) -> None:
+        """Learn the end of the answer, and make it findable now rather than in front of the next one."""
+        self._memory.learn(self._cutter.finish())
+        self._memory.refresh()
+        self._remarks.history_problem = self._problem()
+
+    @property
+    def _pauses(self) -> bool:
+        return self._failed or (self._guard is not None and not self._guard.allows)
+
+    def _watch(self, step: Step, guard: Guard) -> None:
+        """Is it worth its rows?
+
+        What its own tokens brought is how many of them were accepted; what they cost, the time that the pass
+        took longer for their rows.
+        """
+        places = [place for place, source in enumerate(step.draft.sources) if source == _SOURCE]
+        if not guard.allows:
+            guard.rest()
+        if not places or self._failed:
+            return
+        right = sum(place < step.accepted for place in places)
+        finding = guard.observe_rows(right, len(places), rows=1 + len(step.draft.tokens))
+        if finding is Finding.PROVED:
+            self._memory.trust()
+        elif finding is Finding.FAILED:
+            self._memory.distrust()
+            self._failed, reason = True, f"n-grams of the history: {guard.reason}"
+            self._remarks.rolled_back = (reason, *self._remarks.rolled_back)
+            _LOG.warning("%s; they pause, and trust in them begins anew", reason)
+
+    def _draft(self, tokens: Sequence[int], before: Draft, limit: int) -> Draft:
+        context = [*tokens[-MAX_N:], *before.tokens]
+        considered: list[Found] = []
+        drafted: list[int] = []
+        confidence: list[float] = []
+        reached = prod(before.confidence)
+        while len(drafted) < limit and (found := self._memory.find(context)) is not None:
+            considered.append(found)
+            estimate = self._memory.estimate(found)
+            reached *= estimate
+            if reached < self._stop_below:
+                break  # judged as well, or what fell out of favour would never be tried again
+            drafted.append(found.token)
+            confidence.append(estimate)
+            context.append(found.token)
+        if considered:
+            self._considered.append(_Considered(before.tokens, considered))
+        if not drafted:
+            return NO_DRAFT
+        return Draft(tuple(drafted), None, (_SOURCE,) * len(drafted), tuple(confidence))
+
+    def _judge(self, came: tuple[int, ...]) -> None:
+        judged: set[int] = set()
+        for considered in self._considered:
+            offset = len(considered.head)
+            if came[:offset] != considered.head:
+                continue
+            for position, (found, token) in enumerate(
+                zip(considered.found, came[offset:], strict=False), start=offset
+            ):
+                if position not in judged:
+                    judged.add(position)
+                    self._memory.judge(found, found.token == token)
+                if found.token != token:
+                    break  # what follows a rejected token was never judged
+        self._considered = []
+
+
+class BestOf:
+    """N-grams of the text, gone on with by the history, or the history alone: whichever promises more tokens.
+
+    Args:
+        near: drafts from the text; its drafts are deterministic.
+        far: drafts from earlier answers.
+    """
+
+    def __init__(self, near: Extending, far: HistoryDrafter) -> None:
+        self._near, self._far = near, far
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
+        """See :class:`~edgespec.drafting.draft.Source`."""
+        near, far = self._near.propose(tokens, limit), self._far.propose(tokens, limit)
+        if near.tokens:
+            near = self._far.extend(tokens, near, limit)
+        return max(near, far, key=_expected)
+
+    def extend(self, tokens: Sequence[int], draft: Draft, limit: int) -> Draft:
+        """See :class:`~edgespec.drafting.draft.Extending`."""
+        drafts = (source.extend(tokens, draft, limit) for source in (self._near, self._far))
+        return max(drafts, key=_expected)
+
+    def observe(self, step: Step) -> None:
+        """See :class:`~edgespec.drafting.draft.Observer`."""
+        self._near.observe(step)
+        self._far.observe(step)
+
+    def close(self) -> None:
+        """See :class:`~edgespec.drafting.draft.Observer`."""
+        self._near.close()
+        self._far.close()
+
+
+def _expected(draft: Draft) -> float:
+    """Expected number of accepted proposals."""
+    expected, reached = 0.0, 1.0
+    for probability in draft.confidence:
+        reached *= probability
+        expected += reached
+    return expected

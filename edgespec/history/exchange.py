@@ -1,0 +1,124 @@
+"""What a history exports, as JSON, and what of it can be read again."""
+
+import base64
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from edgespec.history.corrections import DrafterKey, Kept, unpack
+from edgespec.history.entries import Entry
+from edgespec.history.passages import LEAD, LONGEST, Passage
+from edgespec.history.store import Learned, Name, Scope
+from edgespec_models.errors import RequestError
+from edgespec_models.schema import form, length, read, shown, within
+
+__all__ = ["FORMAT", "correction_json", "parse", "passage_json"]
+
+FORMAT: Final = "edgespec history 1"
+
+
+def passage_json(learned: Learned) -> dict[str, Any]:
+    """A passage as plain JSON values; bytes that are no UTF-8 become lone surrogates."""
+    entry = learned.entry
+    return {
+        "scope": asdict(learned.scope),
+        "before": learned.before.decode("utf-8", errors="surrogateescape"),
+        "text": learned.text.decode("utf-8", errors="surrogateescape"),
+        "lead": list(entry.passage.lead),
+        "body": list(entry.passage.body),
+        "worth": learned.worth,
+        "right": list(entry.right),
+        "wrong": list(entry.wrong),
+        "learned_on": learned.learned_on,
+    }
+
+
+def correction_json(scope: Scope, kept: Kept) -> dict[str, Any]:
+    """A correction as plain JSON values; the table as it is stored, in base64."""
+    return {
+        "scope": asdict(scope),
+        "drafter": kept.drafter.digest,
+        "name": kept.drafter.name,
+        "tokens": kept.tokens,
+        "used_on": kept.used_on,
+        "table": base64.b64encode(kept.data).decode(),
+    }
+
+
+def parse(file: Path) -> tuple[list[Learned], list[tuple[Scope, Kept]]]:
+    """Passages and corrections of an export. Corrections that this edgespec cannot use are left out.
+
+    Raises:
+        RequestError: ``file`` cannot be read, or something else wrote it.
+    """
+    where = f"cannot import {file}"
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise RequestError(f"{where}: {error}") from error
+    parts = read(_Exported, value, where, RequestError, "Give a file that 'edgespec history export' wrote")
+    passages = [each.learned() for each in parts.passages]
+    corrections = [each.kept() for each in parts.corrections]
+    return passages, [kept for kept in corrections if unpack(kept[1].data) is not None]
+
+
+_Bytes = Annotated[str, form(r"[^\ud800-\udc7f\udd00-\udfff]*", "as surrogateescape decodes bytes")]
+_Token = Annotated[int, within(0, 2**31 - 2)]
+_Date = Annotated[float, within(0, 32_503_680_000)]
+"""Seconds since 1970, to the year 3000; beyond it Windows has no dates."""
+_Verdicts = tuple[Annotated[int, within(0, 255)], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Passage:
+    """What :func:`passage_json` writes."""
+
+    scope: Scope
+    before: _Bytes
+    text: _Bytes
+    lead: Annotated[tuple[_Token, ...], length(0, LEAD)]
+    body: Annotated[tuple[_Token, ...], length(1, LONGEST)]
+    worth: Annotated[float, within(0, 1e9)]
+    right: _Verdicts
+    wrong: _Verdicts
+    learned_on: _Date
+
+    def __post_init__(self) -> None:
+        if not len(self.right) == len(self.wrong) == len(self.body):
+            raise RequestError(f"right and wrong must have a number for each of the {len(self.body)} tokens")
+
+    def learned(self) -> Learned:
+        before, text = (each.encode("utf-8", "surrogateescape") for each in (self.before, self.text))
+        right, wrong = bytearray(self.right), bytearray(self.wrong)
+        entry = Entry(Passage(self.lead, self.body), self.worth, 0, right, wrong)
+        return Learned(self.scope, entry, before, text, self.learned_on, self.worth)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Correction:
+    """What :func:`correction_json` writes."""
+
+    scope: Scope
+    drafter: Name
+    name: Name
+    tokens: Annotated[int, within(0, 2**53 - 1)]
+    used_on: _Date
+    table: str
+
+    def __post_init__(self) -> None:
+        try:
+            unpack(base64.b64decode(self.table, validate=True))
+        except ValueError as error:
+            raise RequestError(f"table is {shown(self.table)}; allowed: as an export writes it") from error
+
+    def kept(self) -> tuple[Scope, Kept]:
+        data = base64.b64decode(self.table, validate=True)
+        return self.scope, Kept(DrafterKey(self.drafter, self.name), self.tokens, self.used_on, data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Exported:
+    format: Literal["edgespec history 1"]
+    passages: tuple[_Passage, ...]
+    corrections: tuple[_Correction, ...] = ()

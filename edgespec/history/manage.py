@@ -1,0 +1,297 @@
+"""A history from outside: which there are, what one holds, and the ways to take it along or get rid of it."""
+
+import json
+import os
+import re
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from edgespec.files import write_private_text
+from edgespec.history.corrections import Kept
+from edgespec.history.exchange import FORMAT, correction_json, parse, passage_json
+from edgespec.history.forget import containing, readable
+from edgespec.history.ownership import companions, look
+from edgespec.history.schema import SUFFIX
+from edgespec.history.store import Learned, Scope, Store
+from edgespec_models.errors import RequestError, StorageError
+from edgespec_models.paths import histories_dir
+from edgespec_models.schema import checked, length, shown
+
+__all__ = ["Amount", "LearnedCorrection", "LearnedText", "History", "histories"]
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedText:
+    """Something that was learned.
+
+    Attributes:
+        target: name of the model that wrote it.
+        namespace: where the application put it.
+        text: what it says; a passage may begin or end within a word.
+        tokens: how many it has.
+        worth: recent uses, less the more it misled; what is worth least goes first.
+        right: verdicts on proposals taken from it that were right, as far as they are remembered.
+        wrong: the same, wrong.
+        learned_on: when it was first written, seconds since 1970.
+    """
+
+    target: str
+    namespace: str
+    text: str
+    tokens: int
+    worth: float
+    right: int
+    wrong: int
+    learned_on: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as plain JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedCorrection:
+    """What a drafter learned of how a target answers: numbers that correct its guesses, and no text.
+
+    Attributes:
+        target: name of the model whose answers taught it.
+        namespace: where the application put it.
+        drafter: name of the drafter.
+        tokens: tokens of answers that it was learned from.
+        size_bytes: in the file.
+        used_on: when it was last added to, seconds since 1970.
+    """
+
+    target: str
+    namespace: str
+    drafter: str
+    tokens: int
+    size_bytes: int
+    used_on: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as plain JSON values."""
+        return asdict(self)
+
+
+class Amount(NamedTuple):
+    """How many passages and how many corrections."""
+
+    passages: int
+    corrections: int
+
+
+class History:
+    """A history's file, to look at, export, import, and forget from. It may be in use meanwhile.
+
+    A program that has it in use keeps what it has read until it is closed.
+
+    Args:
+        history: a name (letters, digits, ``.``, ``_``, ``-``), which stands for a file below
+            :func:`edgespec_models.paths.histories_dir`; or the path of a file.
+
+    Raises:
+        RequestError: a name with other characters, or a folder.
+    """
+
+    @checked
+    def __init__(self, history: Annotated[str | Path, length(1, 4096)]) -> None:
+        self.path = _path(history)
+
+    @property
+    def name(self) -> str:
+        """The file's name without its ending."""
+        return self.path.name.removesuffix(SUFFIX)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes on disk, the log included; 0 if it does not exist."""
+        return sum(file.stat().st_size for file in self._files() if file.is_file())
+
+    def check(self) -> None:
+        """Refuse a file that something else made; it is only read. All methods do.
+
+        Raises:
+            StorageError: there is such a file. One that cannot be read, or does not exist, is no error here.
+        """
+        with suppress(OSError, sqlite3.Error):
+            look(self.path)
+
+    def namespaces(self) -> dict[tuple[str, str], int]:
+        """Tokens kept, by target's name and namespace.
+
+        Raises:
+            RequestError: there is no such history.
+            StorageError: it cannot be read, or something else made it. So with all methods.
+        """
+        with self._store() as store:
+            kept: dict[tuple[str, str], int] = {}
+            for scope, tokens in store.scopes().items():
+                key = (scope.target, scope.namespace)
+                kept[key] = kept.get(key, 0) + tokens
+            return kept
+
+    @checked
+    def show(self, namespace: str | None = None) -> list[LearnedText]:
+        """All that was learned, what is worth most first; of one namespace, or of all."""
+        with self._store() as store:
+            texts = [_text(each) for each in _within(store, namespace)]
+        return sorted(texts, key=lambda each: (-each.worth, each.text))
+
+    @checked
+    def corrections(self, namespace: str | None = None) -> list[LearnedCorrection]:
+        """What drafters learned, of one namespace or of all."""
+        with self._store() as store:
+            kept = list(store.corrections())
+        return [_described(*each) for each in kept if namespace is None or each[0].namespace == namespace]
+
+    @checked
+    def forget(self, text: str) -> Amount:
+        """Delete all passages in which ``text`` occurs (upper and lower case are the same).
+
+        They are overwritten in the file. All corrections of drafters go with them, of every target and
+        namespace and wherever the text is found: weights cannot be searched for what they were learned from.
+        Returns how many there were of both.
+
+        Raises:
+            RequestError: ``text`` is empty.
+        """
+        if not text.strip():
+            raise RequestError("there is no text to forget; to forget everything, delete the history")
+        with self._store() as store:
+            found = containing(text, list(store.learned()))
+            return Amount(len(found), store.remove(found))
+
+    @checked
+    def delete(self, namespace: str | None = None) -> None:
+        """Delete the file, or all that was learned in one namespace.
+
+        Raises:
+            RequestError: there is no such history or namespace.
+        """
+        if namespace is None:
+            self._check_exists()
+            try:
+                look(self.path)
+                for file in (*self._files(), self.path):  # the path may be a link
+                    file.unlink(missing_ok=True)
+            except (OSError, sqlite3.Error) as error:
+                raise StorageError(f"cannot delete {self.path}: {error}") from error
+            return
+        with self._store() as store:
+            if not any(scope.namespace == namespace for scope in store.scopes()):
+                raise RequestError(f"the history {self.name} has no namespace {namespace!r}")
+            store.remove_namespace(namespace)
+
+    @checked
+    def export(self, file: Path) -> Amount:
+        """Write all that was learned to ``file`` as JSON (mode 0600); returns how much that is."""
+        with self._store() as store:
+            passages = [passage_json(each) for each in store.learned()]
+            corrections = [correction_json(*each) for each in store.corrections()]
+        value = {"format": FORMAT, "passages": passages, "corrections": corrections}
+        # Bytes that are no UTF-8 become lone surrogates, which JSON can spell.
+        write_private_text(file, json.dumps(value, indent=1) + "\n")
+        return Amount(len(passages), len(corrections))
+
+    @checked
+    def load(self, file: Path) -> Amount:
+        """Add what :meth:`export` wrote, all or nothing; the history is made if it does not exist.
+
+        Passages add up. Where there is a correction of the same drafter already, the one stays that was
+        learned from more; one that this edgespec cannot use is left out.
+
+        Returns:
+            How much of it the history holds then: it is bounded.
+
+        Raises:
+            RequestError: ``file`` cannot be read, or something else wrote it.
+        """
+        passages, corrections = parse(file)
+        with self._opened() as store:
+            return Amount(*store.put(passages, corrections))
+
+    def _files(self) -> list[Path]:
+        return [*companions(self.path), Path(os.path.realpath(self.path))]
+
+    def _check_exists(self) -> None:
+        if not self.path.is_file():
+            raise RequestError(
+                f"there is no history {self.path}; 'edgespec history list' shows those there are"
+            )
+
+    @contextmanager
+    def _store(self) -> Iterator[Store]:
+        self._check_exists()
+        with self._opened() as store:
+            yield store
+
+    @contextmanager
+    def _opened(self) -> Iterator[Store]:
+        store = None
+        try:
+            store = Store.open(self.path)
+            yield store
+        except (OSError, sqlite3.Error) as error:
+            raise StorageError(f"the history {self.path} cannot be used: {error}") from error
+        finally:
+            if store is not None:
+                store.close()
+
+
+def histories() -> list[History]:
+    """The histories that have a name, in alphabetical order."""
+    return [History(file) for file in sorted(histories_dir().glob(f"*{SUFFIX}")) if file.is_file()]
+
+
+def _path(history: str | Path) -> Path:
+    if isinstance(history, str) and not ("/" in history or "\\" in history or history.endswith(SUFFIX)):
+        if not _NAME.fullmatch(history):
+            raise RequestError(
+                f"{shown(history)} is no name of a history: letters, digits, '.', '_' and '-', at most 64"
+            )
+        return histories_dir() / f"{history}{SUFFIX}"
+    path = Path(history).expanduser()
+    try:
+        if path.is_dir():
+            raise RequestError(f"the history {path} is a folder; name a file in it")
+    except OSError as error:  # a name too long, a folder that cannot be entered
+        raise RequestError(
+            f"the history {shown(str(path))} cannot be looked for: {error.strerror}"
+        ) from error
+    return path
+
+
+def _within(store: Store, namespace: str | None) -> Iterator[Learned]:
+    return (each for each in store.learned() if namespace is None or each.scope.namespace == namespace)
+
+
+def _described(scope: Scope, kept: Kept) -> LearnedCorrection:
+    return LearnedCorrection(
+        target=scope.target,
+        namespace=scope.namespace,
+        drafter=kept.drafter.name,
+        tokens=kept.tokens,
+        size_bytes=len(kept.data),
+        used_on=kept.used_on,
+    )
+
+
+def _text(learned: Learned) -> LearnedText:
+    entry = learned.entry
+    return LearnedText(
+        target=learned.scope.target,
+        namespace=learned.scope.namespace,
+        text=readable(learned.text),
+        tokens=len(entry.passage.body),
+        worth=learned.worth,
+        right=sum(entry.right),
+        wrong=sum(entry.wrong),
+        learned_on=learned.learned_on,
+    )

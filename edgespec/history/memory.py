@@ -1,0 +1,270 @@
+"""The user's n-gram cache: what answers said, found by context, within a bound; with its own track record."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+from edgespec.drafting.experience import Outcome, Record
+from edgespec.learning.lesson import Lesson, Table
+from edgespec.history.corrections import DrafterKey
+from edgespec.history.entries import Entry, Tally, total_tokens
+from edgespec.history.index import Found, Index
+from edgespec.history.passages import Passage
+
+__all__ = ["Change", "Delta", "Memory", "Snapshot", "Worth", "keep_best"]
+
+Worth = Callable[[Entry, int], float]
+"""What an entry is worth at a clock."""
+
+_FRESH: Final = 8192
+"""Tokens learned until everything is sorted anew; what came since has a small index of its own."""
+_ROOM: Final = 7 / 8
+"""How much of the bound is kept when it is exceeded, so that passages do not leave one by one."""
+_CLASS_PRIOR: Final = 8.0  # judged proposals that the prior of a class weighs as much as
+_TOKEN_PRIOR: Final = 2.0  # the same, for one token: what its class weighs
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """What is stored of a scope.
+
+    Attributes:
+        clock: tokens learned so far.
+        entries: the passages.
+        tallies: how proposals fared, by class of match.
+        records: what drafters gained, by drafter and by beginning of the prompt.
+        corrections: what drafters learned, by drafter.
+    """
+
+    clock: int = 0
+    entries: list[Entry] = field(default_factory=list)
+    tallies: dict[str, Tally] = field(default_factory=dict)
+    records: dict[str, dict[bytes, Record]] = field(default_factory=dict)
+    corrections: dict[str, Table] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Change:
+    """What happened to a passage: times it was written, uses in all, verdicts (right, wrong) by token."""
+
+    passage: Passage
+    written: int = 0
+    uses: float = 0.0
+    verdicts: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Delta:
+    """What happened since something was stored last. Deltas of several processes add up.
+
+    Attributes:
+        tokens: tokens learned.
+        changes: by digest of the passage.
+        verdicts: (right, judged) proposals by class of match.
+        anew: whether earlier verdicts are dropped: trust in them had turned out wrong.
+        outcomes: what drafters gained in requests, by drafter.
+        lessons: what drafters learned, by drafter.
+    """
+
+    tokens: int = 0
+    changes: dict[bytes, Change] = field(default_factory=dict)
+    verdicts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    anew: bool = False
+    outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
+    lessons: dict[DrafterKey, Lesson] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        told = self.tokens or self.changes or self.verdicts or self.anew or self.outcomes or self.lessons
+        return bool(told)
+
+    def wrote(self, passage: Passage) -> None:
+        """A passage was written."""
+        self.tokens += len(passage.body)
+        change = self.changes.setdefault(passage.digest, Change(passage))
+        change.written += 1
+        change.uses += 1.0
+
+    def judged(self, kind: str, found: Found, right: bool) -> None:
+        """A proposal of class ``kind`` was found right or wrong."""
+        self._count(kind, int(right), 1)
+        passage = found.entry.passage
+        change = self.changes.setdefault(passage.digest, Change(passage))
+        change.uses += right / len(passage.body)
+        yes, no = change.verdicts.get(found.offset, (0, 0))
+        change.verdicts[found.offset] = (yes + right, no + (not right))
+
+    def gained(self, drafter: str, outcome: Outcome) -> None:
+        """A drafter gained something, or lost."""
+        self.outcomes.setdefault(drafter, []).append(outcome)
+
+    def learned(self, drafter: DrafterKey, lesson: Lesson) -> None:
+        """A drafter learned something."""
+        self.lessons[drafter] = lesson.after(self.lessons.get(drafter))
+
+    def distrusted(self, verdicts: Mapping[str, tuple[int, int]]) -> None:
+        """Of all verdicts on classes, only these hold any more."""
+        self.anew, self.verdicts = True, dict(verdicts)
+
+    def add(self, later: "Delta") -> None:
+        """Append what happened after it."""
+        self.tokens += later.tokens
+        for digest, change in later.changes.items():
+            own = self.changes.setdefault(digest, Change(change.passage))
+            own.written += change.written
+            own.uses += change.uses
+            for offset, (right, wrong) in change.verdicts.items():
+                yes, no = own.verdicts.get(offset, (0, 0))
+                own.verdicts[offset] = (yes + right, no + wrong)
+        if later.anew:
+            self.distrusted(later.verdicts)
+        else:
+            for kind, (right, judged) in later.verdicts.items():
+                self._count(kind, right, judged)
+        for name, outcomes in later.outcomes.items():
+            self.outcomes.setdefault(name, []).extend(outcomes)
+        for drafter, lesson in later.lessons.items():
+            self.learned(drafter, lesson)
+
+    def _count(self, kind: str, right: int, judged: int) -> None:
+        before = self.verdicts.get(kind, (0, 0))
+        self.verdicts[kind] = (before[0] + right, before[1] + judged)
+
+
+class Memory:
+    """What one scope has learned. One thread at a time.
+
+    What is learned becomes findable at the next :meth:`refresh`, so that within a request proposals
+    depend on earlier requests and on the committed text alone.
+
+    Args:
+        snapshot: what is known already.
+        max_tokens: tokens kept; beyond it the passages that are worth least go.
+        worth: what decides who stays.
+        tell: called with a function that writes down what happened in a :class:`Delta`.
+    """
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        *,
+        max_tokens: int,
+        worth: Worth = Entry.worth,
+        tell: Callable[[Callable[[Delta], None]], None] = lambda note: None,
+    ) -> None:
+        self._entries = {entry.passage.digest: entry for entry in snapshot.entries}
+        self._tallies = dict(snapshot.tallies)
+        self._unproved: dict[str, tuple[int, int]] = {}  # verdicts since proposals last proved their worth
+        self._clock, self._tell = snapshot.clock, tell
+        self._max_tokens, self._worth = max_tokens, worth
+        self._fresh: dict[bytes, Entry] = {}  # not in the large index
+        self._new = False  # whether some are not in the small one either
+        self._sort()
+
+    def __len__(self) -> int:
+        return total_tokens(self._entries.values())
+
+    @property
+    def clock(self) -> int:
+        """Tokens learned so far."""
+        return self._clock
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The passages, in no order."""
+        return list(self._entries.values())
+
+    def learn(self, passages: Iterable[Passage]) -> None:
+        """Remember that these were written."""
+        for passage in passages:
+            self._clock += len(passage.body)
+            entry = self._entries.get(passage.digest)
+            if entry is None:
+                entry = self._entries[passage.digest] = self._fresh[passage.digest] = Entry(passage)
+                self._new = True
+            entry.use(1.0, self._clock)
+            self._tell(partial(Delta.wrote, passage=passage))
+
+    def refresh(self) -> None:
+        """Make what was learned findable, and hold the bound."""
+        if not self._new:
+            return
+        if total_tokens(self._fresh.values()) > _FRESH or len(self) > self._max_tokens:
+            self._sort()
+        else:
+            self._recent = Index(list(self._fresh.values()), self._clock)
+            self._new = False
+
+    def find(self, context: Sequence[int]) -> Found | None:
+        """What followed the longest known context that ``context`` ends with; see :class:`Found`."""
+        found, recent = self._index.find(context), self._recent.find(context)
+        if found is None or recent is None:
+            return found or recent
+        return max(recent, found, key=lambda each: (each.length, each.share * each.count))
+
+    def estimate(self, found: Found) -> float:
+        """Probability that ``found.token`` is right: by its class, and by its own record."""
+        tally = self._tallies.get(_class_of(found), Tally())
+        mean = (tally.right + _CLASS_PRIOR * _prior(found)) / (tally.judged + _CLASS_PRIOR)
+        right, wrong = found.entry.right[found.offset], found.entry.wrong[found.offset]
+        return (right + _TOKEN_PRIOR * mean) / (right + wrong + _TOKEN_PRIOR)
+
+    def judge(self, found: Found, right: bool) -> None:
+        """Tell whether ``found.token`` was what came."""
+        kind = _class_of(found)
+        self._tallies.setdefault(kind, Tally()).add(right, 1)
+        before = self._unproved.get(kind, (0, 0))
+        self._unproved[kind] = (before[0] + right, before[1] + 1)
+        found.entry.judge(found.offset, right=int(right), wrong=int(not right))
+        if right:
+            found.entry.use(1.0 / len(found.entry.passage.body), self._clock)
+        self._tell(partial(Delta.judged, kind=kind, found=found, right=right))
+
+    def trust(self) -> None:
+        """Proposals have proved their worth: what was found of classes until now is well founded."""
+        self._unproved = {}
+
+    def distrust(self) -> None:
+        """Proposals lost more than they gained: of classes only what was found since :meth:`trust` holds."""
+        self._tallies = {kind: Tally() for kind in self._unproved}
+        for kind, (right, judged) in self._unproved.items():
+            self._tallies[kind].add(right, judged)
+        self._tell(partial(Delta.distrusted, verdicts=dict(self._unproved)))
+
+    def _sort(self) -> None:
+        if len(self) > self._max_tokens:
+            most = int(_ROOM * self._max_tokens)
+            kept = keep_best(self._entries.values(), most, lambda entry: self._worth(entry, self._clock))
+            self._entries = {entry.passage.digest: entry for entry in kept}
+        self._index = Index(sorted(self._entries.values(), key=lambda entry: entry.at), self._clock)
+        self._recent = Index([], self._clock)
+        self._fresh, self._new = {}, False
+
+
+def keep_best(entries: Iterable[Entry], max_tokens: int, worth: Callable[[Entry], float]) -> list[Entry]:
+    """As many of the entries that are worth most as fit; of equals, the latest."""
+    kept, used = [], 0
+    for entry in sorted(entries, key=lambda each: (worth(each), each.at), reverse=True):
+        used += len(entry.passage)
+        if used > max_tokens:
+            break
+        kept.append(entry)
+    return kept
+
+
+def _class_of(found: Found) -> str:
+    """The length on a scale of powers of two; whether the occurrences are one, agree, mostly agree."""
+    if found.count == 1:
+        agreement = "unique"
+    elif found.share > 0.99:
+        agreement = "agreed"
+    else:
+        agreement = "most" if found.share > 0.5 else "split"
+    return f"{agreement} {found.length.bit_length()}"
+
+
+def _prior(found: Found) -> float:
+    """Fitted on replayed answers of two targets (tools/history_replay.py on the calibration texts)."""
+    if found.count == 1:
+        return found.length**2 / (found.length**2 + 6.0)
+    return found.share**2 * found.length / (found.length + 1.0)

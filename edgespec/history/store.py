@@ -1,0 +1,368 @@
+"""Reading and writing a history's file. Every change is one transaction that adds to what is there.
+
+So several processes may write at once and none overwrites what another learned; and a process that is
+killed leaves what its last transaction left.
+"""
+
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final
+
+from edgespec.drafting.experience import MOST, Outcome, Record
+from edgespec.history.corrections import Corrections, Kept
+from edgespec.history.entries import Entry, Tally
+from edgespec.history.memory import Change, Delta, Snapshot, keep_best
+from edgespec.history.passages import Passage, pack_tokens, unpack_tokens
+from edgespec.history.schema import connect
+from edgespec_models.schema import form
+
+__all__ = ["MAX_BYTES", "MAX_TOKENS", "Learned", "Name", "Scope", "Store"]
+
+MAX_TOKENS: Final = 262_144
+"""Tokens kept in one scope."""
+MAX_BYTES: Final = 64 * 2**20
+"""Bytes of the file."""
+_ROOM: Final = 7 / 8  # how much is kept where a bound is exceeded
+
+
+Name = Annotated[str, form(r"[^\ud800-\udfff]*", "without lone surrogates")]
+"""A text that SQLite takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Whom answers are kept apart by: another target or tokenizer, or another namespace, shares nothing.
+
+    Attributes:
+        target: the target's name.
+        tokenizer: digest of its tokenizer (:attr:`edgespec_models.tokenizer.Tokenizer.digest`).
+        namespace: the application's own name for an app, a task or a language; may be empty.
+    """
+
+    target: Name
+    tokenizer: Name
+    namespace: Name = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """A passage as it is stored.
+
+    Attributes:
+        scope: where.
+        entry: tokens and history.
+        before: bytes of text of the passage's lead.
+        text: bytes of its own text; may begin or end within a character.
+        learned_on: when it was first written, seconds since 1970.
+        worth: what decides whether it stays.
+    """
+
+    scope: Scope
+    entry: Entry
+    before: bytes
+    text: bytes
+    learned_on: float
+    worth: float
+
+
+class Store:
+    """One connection to a history's file. One thread at a time.
+
+    Args:
+        connection: as :func:`edgespec.history.schema.connect` opens it.
+        max_tokens: bound of one scope.
+        max_bytes: bound of the file.
+    """
+
+    def __init__(
+        self, connection: sqlite3.Connection, *, max_tokens: int = MAX_TOKENS, max_bytes: int = MAX_BYTES
+    ) -> None:
+        self._connection, self._max_tokens, self._max_bytes = connection, max_tokens, max_bytes
+        self._corrections = Corrections(connection)
+
+    @classmethod
+    def open(cls, path: Path, *, max_tokens: int = MAX_TOKENS, max_bytes: int = MAX_BYTES) -> "Store":
+        """Open or make the file; raises as :func:`~edgespec.history.schema.connect` does."""
+        return cls(connect(path), max_tokens=max_tokens, max_bytes=max_bytes)
+
+    def close(self) -> None:
+        """Close the connection; what was merged stays."""
+        self._connection.close()
+
+    def scopes(self) -> dict[Scope, int]:
+        """All scopes, and how many tokens each keeps."""
+        rows = self._connection.execute(
+            "SELECT target, tokenizer, namespace, tokens FROM scope ORDER BY 1, 3"
+        )
+        return {Scope(target, tokenizer, namespace): tokens for target, tokenizer, namespace, tokens in rows}
+
+    def read(self, scope: Scope) -> Snapshot:
+        """What is known of a scope; nothing if there is none."""
+        row = self._find(scope)
+        if row is None:
+            return Snapshot()
+        key, clock = row
+        entries = [_entry(*values) for values in self._connection.execute(_ENTRIES, (key,))]
+        tallies = self._connection.execute(
+            "SELECT class, accepted, judged FROM tally WHERE scope = ?", (key,)
+        )
+        records: dict[str, dict[bytes, Record]] = {}
+        for drafter, digest, gain, count in self._connection.execute(_RECORDS, (key,)):
+            records.setdefault(drafter, {})[digest] = Record(gain, count)
+        return Snapshot(
+            clock,
+            entries,
+            {kind: Tally(right, judged) for kind, right, judged in tallies},
+            records,
+            self._corrections.tables(key),
+        )
+
+    def learned(self) -> Iterator[Learned]:
+        """All passages with their text."""
+        for scope in self.scopes():
+            row = self._find(scope)
+            if row is None:
+                continue
+            for *values, before, text, learned_on in self._connection.execute(
+                _PASSAGES, (row[0],)
+            ).fetchall():
+                entry = _entry(*values)
+                yield Learned(scope, entry, before, text, learned_on, entry.worth(row[1]))
+
+    def corrections(self) -> Iterator[tuple[Scope, Kept]]:
+        """What drafters learned in every scope."""
+        for scope in self.scopes():
+            row = self._find(scope)
+            if row is not None:
+                yield from ((scope, kept) for kept in self._corrections.of(row[0]))
+
+    def merge(self, scope: Scope, delta: Delta, text_of: Callable[[Sequence[int]], bytes]) -> None:
+        """Add what happened to what is stored, hold the bounds; all of it or, on an error, nothing.
+
+        Args:
+            scope: made if it does not exist.
+            delta: what happened.
+            text_of: the bytes of tokens.
+
+        Raises:
+            sqlite3.Error: it cannot be written; nothing was.
+        """
+        with self.transaction():
+            key, clock = self._advance(scope, delta.tokens)
+            for change in delta.changes.values():
+                self._apply(key, clock, change, text_of)
+            if delta.anew:
+                self._connection.execute("DELETE FROM tally WHERE scope = ?", (key,))
+            for kind, (right, judged) in delta.verdicts.items():
+                self._count(key, kind, right, judged)
+            for drafter, outcomes in delta.outcomes.items():
+                self._remember(key, drafter, outcomes)
+            for taught, lesson in delta.lessons.items():
+                self._corrections.add(key, taught, lesson)
+            self._trim(key, clock)
+            self._shrink(key, clock)
+        # The delta is stored: an error now would have it added once more. The next merge gives back more.
+        with suppress(sqlite3.OperationalError):
+            self._vacuum()
+
+    def put(
+        self, learned: Iterable[Learned], corrections: Iterable[tuple[Scope, Kept]] = ()
+    ) -> tuple[int, int]:
+        """Add passages from elsewhere, with their history, and corrections, all or none; hold the bounds.
+
+        Of two corrections of one drafter the one stays that was learned from more.
+
+        Returns:
+            How many of the passages are stored then, and how many of the corrections' drafters have one.
+        """
+        clocks, given, taught = {}, set(), set()
+        with self.transaction():
+            for each in learned:
+                key, clock = self._put(each)
+                clocks[key] = clock
+                given.add((key, each.entry.passage.digest))
+            for scope, kept in corrections:
+                key, clocks[key] = self._advance(scope, 0)
+                self._corrections.put(key, kept)
+                taught.add((key, kept.drafter.digest))
+            for key, clock in clocks.items():
+                self._trim(key, clock)
+                self._shrink(key, clock)
+            passages = sum(self._connection.execute(_ENTRY, which).fetchone() is not None for which in given)
+            known = {(key, kept.drafter.digest) for key in clocks for kept in self._corrections.of(key)}
+            return passages, len(taught & known)
+
+    def _put(self, learned: Learned) -> tuple[int, int]:
+        """Returns its scope's row and clock."""
+        key, clock = self._advance(learned.scope, 0)
+        known = self._connection.execute(_ENTRY, (key, learned.entry.passage.digest)).fetchone()
+        entry = learned.entry if known is None else _entry(*known)
+        if known is not None:
+            entry.use(learned.entry.uses, clock)
+        entry.at = clock
+        self._save(key, entry, (learned.before, learned.text), learned.learned_on)
+        return key, clock
+
+    def remove(self, found: Sequence[Learned]) -> int:
+        """Delete passages and overwrite what they said; with them all corrections, whatever their scope.
+
+        Returns:
+            How many corrections there were.
+        """
+        with self.transaction():
+            for learned in found:
+                row = self._find(learned.scope)
+                if row is not None:
+                    self._delete(row[0], [learned.entry])
+            forgotten = self._corrections.forget()
+        self.overwrite()
+        return forgotten
+
+    def remove_namespace(self, namespace: str) -> None:
+        """Delete all that was learned in a namespace, of whatever target, and overwrite it."""
+        with self.transaction():
+            self._connection.execute("DELETE FROM scope WHERE namespace = ?", (namespace,))
+        self.overwrite()
+
+    def overwrite(self) -> None:
+        """Leave no deleted text in the file or in its log."""
+        self._vacuum()
+        self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All statements within become true together, or none."""
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._connection.execute("COMMIT")
+        except BaseException:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            raise
+
+    def _find(self, scope: Scope) -> tuple[int, int] | None:
+        query = "SELECT id, clock FROM scope WHERE target = ? AND tokenizer = ? AND namespace = ?"
+        row = self._connection.execute(query, (scope.target, scope.tokenizer, scope.namespace)).fetchone()
+        return None if row is None else (int(row[0]), int(row[1]))
+
+    def _advance(self, scope: Scope, tokens: int) -> tuple[int, int]:
+        values = (scope.target, scope.tokenizer, scope.namespace, tokens, time.time())
+        row = self._connection.execute(_ADVANCE, values).fetchone()
+        return int(row[0]), int(row[1])
+
+    def _apply(self, key: int, clock: int, change: Change, text_of: Callable[[Sequence[int]], bytes]) -> None:
+        passage = change.passage
+        known = self._connection.execute(_ENTRY, (key, passage.digest)).fetchone()
+        if known is None and not change.written:
+            return  # evicted or forgotten meanwhile
+        entry = Entry(passage, at=clock) if known is None else _entry(*known)
+        entry.use(change.uses, clock)
+        for offset, (right, wrong) in change.verdicts.items():
+            entry.judge(offset, right=right, wrong=wrong)
+        if known is None:
+            self._save(key, entry, (text_of(passage.lead), text_of(passage.body)), time.time())
+        else:
+            verdicts = bytes(entry.right + entry.wrong)
+            self._connection.execute(_UPDATE, (entry.uses, entry.at, verdicts, key, passage.digest))
+
+    def _save(self, key: int, entry: Entry, texts: tuple[bytes, bytes], learned_on: float) -> None:
+        passage = entry.passage
+        tokens = (pack_tokens(passage.lead), pack_tokens(passage.body))
+        history = (entry.uses, entry.at, learned_on, bytes(entry.right + entry.wrong))
+        self._connection.execute("DELETE FROM passage WHERE scope = ? AND digest = ?", (key, passage.digest))
+        self._connection.execute(_INSERT, (key, passage.digest, *tokens, *texts, *history))
+
+    def _count(self, key: int, kind: str, right: int, judged: int) -> None:
+        query = "SELECT accepted, judged FROM tally WHERE scope = ? AND class = ?"
+        tally = Tally(*(self._connection.execute(query, (key, kind)).fetchone() or (0.0, 0.0)))
+        tally.add(right, judged)
+        values = (key, kind, tally.right, tally.judged)
+        self._connection.execute("INSERT OR REPLACE INTO tally VALUES (?, ?, ?, ?)", values)
+
+    def _remember(self, key: int, drafter: str, outcomes: Sequence[Outcome]) -> None:
+        now = time.time()
+        query = "SELECT gain, count FROM beginning WHERE scope = ? AND drafter = ? AND digest = ?"
+        for outcome in outcomes:
+            for digest in outcome.beginnings:
+                row = self._connection.execute(query, (key, drafter, digest)).fetchone()
+                record = Record(*(row or (0.0, 0.0)))
+                record.add(outcome.share)
+                values = (key, drafter, digest, record.gain, record.count, now)
+                self._connection.execute("INSERT OR REPLACE INTO beginning VALUES (?, ?, ?, ?, ?, ?)", values)
+        self._connection.execute(_KEEP_BEGINNINGS, {"scope": key, "drafter": drafter, "most": MOST})
+
+    def _trim(self, key: int, clock: int) -> None:
+        """Keep the scope within its tokens."""
+        if self._tokens(key) > self._max_tokens:
+            self._keep(key, clock, int(_ROOM * self._max_tokens))
+
+    def _tokens(self, key: int) -> int:
+        return int(self._connection.execute("SELECT tokens FROM scope WHERE id = ?", (key,)).fetchone()[0])
+
+    def _keep(self, key: int, clock: int, tokens: int) -> None:
+        entries = [_entry(*values) for values in self._connection.execute(_ENTRIES, (key,))]
+        kept = {
+            entry.passage.digest for entry in keep_best(entries, tokens, lambda entry: entry.worth(clock))
+        }
+        self._delete(key, [entry for entry in entries if entry.passage.digest not in kept])
+
+    def _delete(self, key: int, entries: Sequence[Entry]) -> None:
+        rows = [(key, entry.passage.digest) for entry in entries]
+        self._connection.executemany("DELETE FROM passage WHERE scope = ? AND digest = ?", rows)
+
+    def _shrink(self, key: int, clock: int) -> None:
+        """Keep the file within its bytes: other scopes go first, those used longest ago before others."""
+        while self._size() > self._max_bytes:
+            query = "SELECT id FROM scope WHERE id <> ? ORDER BY used_on LIMIT 1"
+            other = self._connection.execute(query, (key,)).fetchone()
+            if other is not None:
+                self._connection.execute("DELETE FROM scope WHERE id = ?", other)
+                continue
+            tokens = self._tokens(key)
+            if tokens == 0:
+                break
+            self._keep(key, clock, int(_ROOM * tokens))
+
+    def _vacuum(self) -> None:
+        """Give free pages back to the disk."""
+        if self._pragma("freelist_count"):
+            # It is stepped through page by page, which ``execute`` does not do where no rows come.
+            self._connection.executescript("PRAGMA incremental_vacuum")
+
+    def _size(self) -> int:
+        return (self._pragma("page_count") - self._pragma("freelist_count")) * self._pragma("page_size")
+
+    def _pragma(self, name: str) -> int:
+        return int(self._connection.execute(f"PRAGMA {name}").fetchone()[0])
+
+
+def _entry(lead: bytes, body: bytes, uses: float, at: int, verdicts: bytes) -> Entry:
+    middle = len(body) // 4
+    if len(lead) % 4 or len(body) % 4 or not middle or len(verdicts) != 2 * middle:
+        raise sqlite3.DataError("a passage is not as edgespec writes it")
+    passage = Passage(unpack_tokens(lead), unpack_tokens(body))
+    return Entry(passage, uses, at, bytearray(verdicts[:middle]), bytearray(verdicts[middle:]))
+
+
+_COLUMNS: Final = "lead, body, uses, used_at, verdicts"
+_ENTRIES: Final = f"SELECT {_COLUMNS} FROM passage WHERE scope = ?"
+_ENTRY: Final = f"SELECT {_COLUMNS} FROM passage WHERE scope = ? AND digest = ?"
+_PASSAGES: Final = f"SELECT {_COLUMNS}, before, text, learned_on FROM passage WHERE scope = ?"
+_INSERT: Final = "INSERT INTO passage VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_UPDATE: Final = "UPDATE passage SET uses = ?, used_at = ?, verdicts = ? WHERE scope = ? AND digest = ?"
+_RECORDS: Final = "SELECT drafter, digest, gain, count FROM beginning WHERE scope = ? ORDER BY used_on"
+_KEEP_BEGINNINGS: Final = """
+DELETE FROM beginning WHERE scope = :scope AND drafter = :drafter AND digest NOT IN
+(SELECT digest FROM beginning WHERE scope = :scope AND drafter = :drafter ORDER BY used_on DESC LIMIT :most)
+"""
+_ADVANCE: Final = """
+INSERT INTO scope (target, tokenizer, namespace, clock, used_on) VALUES (?, ?, ?, ?, ?)
+ON CONFLICT (target, tokenizer, namespace)
+DO UPDATE SET clock = clock + excluded.clock, used_on = excluded.used_on
+RETURNING id, clock
+"""

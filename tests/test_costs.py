@@ -1,0 +1,241 @@
+"""What verification costs: the figures from their definitions, the command, the page."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
+
+from edgespec import costs, sessions
+from edgespec.cli import app
+from edgespec.costs import COST_ROWS, Costs, as_ranges, draft_gain, measure_costs
+from edgespec.report import render_costs
+from edgespec_models.bundle import Bundle
+from edgespec_models.errors import RequestError
+from edgespec_runtimes.cost import CostCurve, measure_cost
+from edgespec_runtimes.cpu import CpuOptions
+from edgespec_runtimes.memory import memory_bandwidth, peak_memory_bytes
+from tests.native_for_tests import tiny_native
+from tests.test_report import Page
+from tests.toy import LLAMA
+
+CURVE = CostCurve({1: 0.010, 2: 0.0105, 4: 0.011, 8: 0.020, 16: 0.040})
+"""Bound by memory up to 4 rows, by arithmetic from 8 on."""
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return tiny_native(tmp_path_factory.mktemp("cost") / "some-target", LLAMA, "Q4_0").bundle
+
+
+@pytest.fixture(autouse=True)
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        costs, "memory_bandwidth", lambda threads: memory_bandwidth(threads, size=1 << 20)
+    )
+
+
+@pytest.fixture(autouse=True)
+def believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine of the test is, what it measures is kept."""
+    monkeypatch.setattr(
+        sessions, "measure_cost", lambda *a, **o: replace(measure_cost(*a, **o), confirmed=True)
+    )
+
+
+def _costs(bundle: Bundle, curve: CostCurve = CURVE, bandwidth: float = 1e6) -> Costs:
+    return Costs(
+        bundle=bundle, options=CpuOptions(), threads=2, curve=curve, remembered=False, bandwidth=bandwidth
+    )
+
+
+def test_the_roofline_from_its_definition(bundle: Bundle) -> None:
+    """Tiny bundles say of themselves: 3,000 weights and bytes a pass."""
+    manifest = bundle.manifest
+    assert manifest.bytes_per_pass == manifest.parameters_per_pass == 3000
+    measured = _costs(bundle, bandwidth=3000 / 0.008)
+    assert measured.operations_per_row == 6000
+    assert measured.peak == pytest.approx(6000 * 16 / 0.040)
+    assert measured.reading_s == pytest.approx(0.008)
+    assert measured.ridge == pytest.approx(0.008 / 0.0025)
+    assert measured.bound_s(1) == measured.bound_s(3) == pytest.approx(0.008)
+    assert measured.bound_s(8) == pytest.approx(0.020)
+    assert measured.free_rows == 4
+    rows = {row["n"]: row for row in measured.to_json()["rows"]}
+    assert [rows[n]["bound"] for n in rows] == ["memory", "memory", "arithmetic", "arithmetic", "arithmetic"]
+    assert rows[8]["relative"] == pytest.approx(2.0) and rows[8]["ms_per_row"] == pytest.approx(2.5)
+    assert rows[1]["gigabytes_per_second"] == pytest.approx(3000 / 0.010 / 1e9)
+    assert rows[4]["gops"] == pytest.approx(24000 / 0.011 / 1e9)
+
+
+@given(
+    st.dictionaries(st.integers(2, 64), st.floats(1e-4, 10.0), max_size=10),
+    st.floats(1e-4, 10.0),
+    st.floats(0.1, 10.0),
+)
+def test_no_pass_is_faster_than_the_roofline(
+    bundle: Bundle, more: dict[int, float], single: float, memory: float
+) -> None:
+    points = {1: single} | more
+    fastest = bundle.manifest.bytes_per_pass / min(points.values())
+    measured = _costs(bundle, CostCurve(points), bandwidth=fastest * max(1.0, memory))
+    for n, seconds in points.items():
+        assert measured.bound_s(n) <= seconds * (1 + 1e-9)
+    assert 1 <= measured.free_rows <= max(points)
+    assert all(points[n] <= 1.1 * single for n in points if n <= measured.free_rows)
+
+
+@given(st.floats(0.0, 0.99), st.integers(1, 20))
+def test_the_gain_of_free_drafts_from_its_definition(acceptance: float, longest: int) -> None:
+    gain = draft_gain(CURVE, acceptance, longest)
+    speedups = [
+        (1 - acceptance ** (k + 1)) / (1 - acceptance) * CURVE.seconds(1) / CURVE.seconds(k + 1)
+        for k in range(longest + 1)
+    ]
+    assert gain.speedup == pytest.approx(max(speedups)) and gain.speedup >= 1.0
+    assert speedups[gain.best_length] == pytest.approx(gain.speedup)
+    for k, speedup in enumerate(speedups):
+        if abs(speedup - 1.0) > 1e-9:
+            assert (k in gain.lengths) == (speedup > 1.0)
+    assert 0 not in gain.lengths
+
+
+def test_where_rows_cost_what_they_are_nothing_pays() -> None:
+    steep = CostCurve({1: 1.0, 2: 2.0, 8: 8.0})
+    gain = draft_gain(steep, 0.9, 7)
+    assert (gain.best_length, gain.speedup, gain.tokens_per_pass, gain.lengths) == (0, 1.0, 1.0, ())
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [([], "none"), ([3], "3"), ([1, 2, 3], "1 to 3"), ([1, 2, 4, 7, 8], "1 to 2, 4, 7 to 8")],
+)
+def test_ranges_are_written_short(numbers: list[int], text: str) -> None:
+    assert as_ranges(numbers) == text
+
+
+def test_what_is_measured_serves_the_next_load_and_fresh_forgets_it(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "recheck_cost", lambda session, stored, rows: stored)
+    options = CpuOptions(threads=1)
+    first = measure_costs(bundle, options)
+    assert set(first.curve.seconds_by_rows) == set(COST_ROWS) and first.threads == 1
+    assert first.bandwidth >= bundle.manifest.bytes_per_pass / min(first.curve.seconds_by_rows.values())
+    again = measure_costs(bundle, options)
+    assert (again.remembered, again.curve) == (True, first.curve)
+    assert not measure_costs(bundle, options, fresh=True).remembered
+    assert not first.remembered
+
+
+def test_memory_is_read_at_some_speed() -> None:
+    assert 1e7 < memory_bandwidth(2, size=1 << 22) < 1e13
+
+
+def test_peak_memory_is_this_process_own() -> None:
+    """Not what the process had that started it."""
+    much = np.ones(200 << 17)
+    code = "from edgespec_runtimes.memory import peak_memory_bytes as p; print(p())"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 1 << 20 < int(run.stdout) < much.nbytes < peak_memory_bytes()
+
+
+def _run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["cost", *arguments])
+
+
+@pytest.mark.usefixtures("consoles")
+def test_the_command_prints_a_table_and_where_it_is_kept(bundle: Bundle, own_measurements: Path) -> None:
+    result = _run(str(bundle.path), "--threads", "1")
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert any(line.split()[:1] == ["32"] for line in lines)
+    assert "some-target as a target, 1 threads, measured now" in result.stdout
+    assert "lengths that pay" in result.stdout and "GOPS" in result.stdout
+    assert str(own_measurements) in result.stderr.replace("\n", "")
+    assert "Timing passes" in result.stderr
+    assert len(list(own_measurements.iterdir())) == 1
+
+
+@pytest.mark.usefixtures("consoles")
+def test_the_command_writes_json_and_a_page(bundle: Bundle, tmp_path: Path) -> None:
+    page = tmp_path / "cost.html"
+    result = _run(str(bundle.path), "--drafter", "--threads", "1", "--json", "--html", str(page), "--fresh")
+    assert result.exit_code == 0, result.stderr
+    value = json.loads(result.stdout)
+    assert value["role"] == "drafter" and [row["n"] for row in value["rows"]] == list(COST_ROWS)
+    assert Page(page.read_text(encoding="utf-8")).open == []
+
+
+@pytest.mark.usefixtures("consoles")
+def test_a_page_that_cannot_be_written_is_found_before_anything_is_measured(
+    bundle: Bundle, tmp_path: Path, own_measurements: Path
+) -> None:
+    result = _run(str(bundle.path), "--html", str(tmp_path / "none" / "cost.html"))
+    assert result.exit_code == 1 and "does not exist" in result.stderr
+    assert not own_measurements.exists()
+
+
+@pytest.mark.usefixtures("consoles")
+def test_disturbed_times_are_shown_and_not_kept(
+    bundle: Bundle, own_measurements: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doubtful = replace(CURVE, confirmed=False)
+    monkeypatch.setattr(sessions, "measure_cost", lambda *_, **__: doubtful)
+    result = _run(str(bundle.path))
+    assert result.exit_code == 0 and "which are not kept" in result.stderr
+    assert not own_measurements.exists()
+
+
+@pytest.mark.usefixtures("consoles")
+def test_ctrl_c_ends_the_command_and_keeps_nothing(
+    bundle: Bundle, own_measurements: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sessions, "measure_cost", interrupt)
+    result = _run(str(bundle.path))
+    assert result.exit_code == 130 and "interrupted" in result.stderr
+    assert not own_measurements.exists()
+
+
+def _result(bundle: Bundle, **settings: Any) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads(json.dumps(_costs(bundle, **settings).to_json()))
+    return value
+
+
+@pytest.mark.parametrize("bandwidth", [3000 / 0.008, 3000 / 1e-6, 3000 / 10.0])
+def test_the_page_is_whole_and_fetches_nothing(bundle: Bundle, bandwidth: float) -> None:
+    """Whether the ridge lies within the chart, left or right of it."""
+    text = render_costs(_result(bundle, bandwidth=bandwidth))
+    page = Page(text)
+    assert page.open == [] and page.fetched == [] and "script" not in page.tags
+    assert page.tags.count("svg") == 1 and page.tags.count("circle") == 5
+    assert text.count('class="bound"') == 1
+
+
+def test_a_page_of_one_point_can_be_drawn(bundle: Bundle) -> None:
+    assert Page(render_costs(_result(bundle, curve=CostCurve({1: 0.01})))).open == []
+
+
+def test_a_page_of_disturbed_times_says_so(bundle: Bundle) -> None:
+    disturbed = render_costs(_result(bundle, curve=replace(CURVE, confirmed=False)))
+    assert "disturbed" in disturbed and Page(disturbed).open == []
+    assert "disturbed" not in render_costs(_result(bundle))
+
+
+def test_names_are_escaped(bundle: Bundle) -> None:
+    assert "<b>x" not in render_costs(_result(bundle) | {"name": "<b>x"})
+
+
+def test_another_format_is_refused() -> None:
+    with pytest.raises(RequestError, match="not the result of a cost):
+        render_costs({"format": 2})

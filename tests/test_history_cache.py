@@ -1,0 +1,320 @@
+"""The user's n-gram cache: bounded, true to what was learned, and distrustful of what misled."""
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgespec.drafting.draft import NO_DRAFT, Draft
+from edgespec.drafting.ngram import NgramDrafter
+from edgespec.history.drafter import BestOf, HistoryDrafter
+from edgespec.history.entries import HALF_LIFE, Entry, Tally
+from edgespec.history.index import MAX_N, Found, Index
+from edgespec.history.memory import Delta, Memory, Snapshot
+from edgespec.history.passages import LEAD, LONGEST, Cutter, Passage, cut, pack_tokens, unpack_tokens
+from tests.toy import Silent, round_of
+
+# Ids whose big-endian bytes end in zeros, and the largest there are.
+tokens = st.sampled_from([0, 1, 2, 255, 256, 65535, 2**31 - 2])
+answers = st.lists(st.lists(tokens, min_size=1, max_size=200), max_size=6)
+
+
+def _memory(*texts: Sequence[int], max_tokens: int = 1 << 20) -> Memory:
+    memory = Memory(Snapshot(), max_tokens=max_tokens)
+    for text in texts:
+        memory.learn(cut(text))
+        memory.refresh()
+    return memory
+
+
+def _noise(seed: int, count: int, vocab: int = 5000) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(vocab) for _ in range(count)]
+
+
+OFTEN = _noise(2, 120)
+
+
+def _found_after_much_else(memory: Memory) -> Found | None:
+    """What ``memory`` knows of OFTEN, written ten times, forty other texts later."""
+    for number in range(100):
+        memory.learn(cut(_noise(100 + number, 100)))
+        if number % 5 == 0 and number < 50:
+            memory.learn(cut(OFTEN))
+        memory.refresh()
+    return memory.find(OFTEN[:50])
+
+
+class TestPassages:
+    @given(st.lists(tokens, max_size=300), st.integers(1, 40))
+    def test_they_are_the_answer_cut_up_however_it_came(self, answer: list[int], step: int) -> None:
+        cutter = Cutter()
+        pieces = [p for at in range(0, len(answer), step) for p in cutter.push(answer[at : at + step])]
+        pieces += cutter.finish()
+        assert pieces == cut(answer)
+        assert [token for piece in pieces for token in piece.body] == answer
+        done = 0
+        for piece in pieces:
+            assert piece.lead == tuple(answer[max(0, done - LEAD) : done])
+            assert 1 <= len(piece.body) <= LONGEST
+            done += len(piece.body)
+
+    @given(st.lists(tokens, max_size=20))
+    def test_packed_tokens_come_back(self, some: list[int]) -> None:
+        assert unpack_tokens(pack_tokens(some)) == tuple(some)
+
+    def test_an_edit_changes_the_passages_near_it_alone(self) -> None:
+        document = _noise(0, 2000)
+        edited = [*document[:700], 1, 2, 3, *document[705:]]
+        before, after = ({p.digest for p in cut(text)} for text in (document, edited))
+        assert len(before & after) > 0.9 * len(before)
+
+    def test_the_digest_tells_lead_from_body(self) -> None:
+        one, two = Passage((1,), (2, 3)), Passage((1, 2), (3,))
+        assert one.digest != two.digest and one.digest == Passage((1,), (2, 3)).digest
+
+
+class TestEntries:
+    def test_uses_fade_by_half_with_what_is_learned_after(self) -> None:
+        entry = Entry(Passage((), (1, 2)))
+        entry.use(8.0, 100)
+        assert entry.worth(100 + HALF_LIFE) == pytest.approx(4.0)
+        entry.use(1.0, 100 + HALF_LIFE)
+        assert entry.uses == pytest.approx(5.0)
+        entry.use(1.0, 50)  # from a process whose clock is behind
+        assert entry.at == 100 + HALF_LIFE
+
+    def test_what_misled_is_worth_less_and_may_recover(self) -> None:
+        entry, other = (Entry(Passage((), (1, 2)), 1.0, 0) for _ in range(2))
+        for _ in range(40):
+            entry.judge(0, right=0, wrong=1)
+        assert entry.worth(0) < 0.2 * other.worth(0)
+        assert entry.right[0] + entry.wrong[0] <= 32
+        for _ in range(100):
+            entry.judge(0, right=1, wrong=0)
+        assert entry.worth(0) > 0.8 * other.worth(0)
+
+    def test_tallies_forget(self) -> None:
+        tally = Tally()
+        for _ in range(2000):
+            tally.add(0, 1)
+        for _ in range(600):
+            tally.add(1, 1)
+        assert tally.right / tally.judged > 0.85
+
+
+class TestIndex:
+    @settings(max_examples=60, deadline=None)
+    @given(answers, st.lists(tokens, min_size=1, max_size=12))
+    def test_it_finds_the_longest_context_and_nothing_that_was_not_there(
+        self, texts: list[list[int]], context: list[int]
+    ) -> None:
+        entries = {p.digest: Entry(p, 1.0) for text in texts for p in cut(text)}
+        found = Index(list(entries.values()), 0).find(context)
+        occurrences = [
+            (before[-length:], token)
+            for entry in entries.values()
+            for before, token in _occurrences(entry.passage)
+            for length in range(1, min(len(before), MAX_N) + 1)
+        ]
+        longest = max(
+            (len(b) for b, _ in occurrences if b == tuple(context[-len(b) :]) and len(b) <= len(context)),
+            default=0,
+        )
+        assert (found is None) == (longest == 0)
+        if found is None:
+            return
+        followers = [t for b, t in occurrences if b == tuple(context[-longest:])]
+        assert found.length == longest
+        assert found.token in followers
+        assert found.count == len(followers)
+        assert 0.0 < found.share <= 1.0
+        assert found.entry.passage.body[found.offset] == found.token
+        assert len(followers) > 32 or followers.count(found.token) == max(map(followers.count, followers))
+
+    def test_an_empty_one_knows_nothing(self) -> None:
+        assert Index([], 0).find([1, 2]) is None
+        assert Index([Entry(Passage((), (1,)), 1.0)], 0).find([1]) is None
+        assert Index([Entry(Passage((), (1, 2)), 1.0)], 0).find([]) is None
+
+    def test_votes_weigh_by_uses_and_record(self) -> None:
+        often, seldom = Entry(Passage((), (1, 10)), 3.0), Entry(Passage((), (1, 11)), 1.0)
+        index = Index([often, seldom], 0)
+        found = index.find([1])
+        assert found is not None and found.token == 10 and found.share == pytest.approx(0.75)
+        for _ in range(20):
+            often.judge(1, right=0, wrong=1)
+        again = index.find([1])
+        assert again is not None and again.token == 11
+
+
+def _occurrences(passage: Passage) -> list[tuple[tuple[int, ...], int]]:
+    whole = (*passage.lead, *passage.body)
+    start = len(passage.lead)
+    return [(whole[:at], whole[at]) for at in range(max(start, 1), len(whole))]
+
+
+class TestMemory:
+    @settings(max_examples=40, deadline=None)
+    @given(answers, st.integers(40, 400))
+    def test_it_is_bounded_and_knows_only_what_it_learned(
+        self, texts: list[list[int]], max_tokens: int
+    ) -> None:
+        memory = _memory(*texts, max_tokens=max_tokens)
+        assert len(memory) <= max_tokens
+        learned = {passage for text in texts for passage in cut(text)}
+        assert {entry.passage for entry in memory.entries} <= learned
+        pairs = {pair for text in texts for pair in pairwise(text)}
+        for text in texts:
+            found = memory.find(text[:5])
+            assert found is None or (text[:5][-1], found.token) in pairs
+
+    def test_what_is_learned_is_found_from_the_next_refresh_on(self) -> None:
+        memory, text = _memory(), _noise(1, 100)
+        memory.learn(cut(text))
+        assert memory.find(text[:20]) is None
+        memory.refresh()
+        found = memory.find(text[:20])
+        assert found is not None and found.token == text[20]
+
+    def test_what_is_written_often_stays(self) -> None:
+        found = _found_after_much_else(Memory(Snapshot(), max_tokens=2000))
+        assert found is not None and found.length == MAX_N and found.token == OFTEN[50]
+
+    def test_by_recency_alone_it_would_have_gone(self) -> None:
+        by_age = Memory(Snapshot(), max_tokens=2000, worth=lambda entry, now: float(entry.at))
+        found = _found_after_much_else(by_age)
+        assert found is None or found.length < MAX_N
+
+    def test_what_happened_is_told_so_that_it_adds_up(self) -> None:
+        delta, text = Delta(), _noise(3, 64)
+        memory = Memory(Snapshot(), max_tokens=1 << 20, tell=lambda note: note(delta))
+        memory.learn(cut(text))
+        memory.learn(cut(text))
+        memory.refresh()
+        found = memory.find(text[:9])
+        assert found is not None
+        memory.judge(found, True)
+        memory.judge(found, False)
+        assert delta.tokens == 2 * len(text) == memory.clock
+        change = delta.changes[found.entry.passage.digest]
+        assert change.written == 2 and change.verdicts == {found.offset: (1, 1)}
+        assert sum(judged for _, judged in delta.verdicts.values()) == 2
+        both = Delta()
+        both.add(delta)
+        both.add(delta)
+        assert both.tokens == 2 * delta.tokens and bool(both) and not Delta()
+        assert both.changes[found.entry.passage.digest].verdicts == {found.offset: (2, 2)}
+
+
+class TestDrafter:
+    def test_a_repeated_answer_is_copied_across_passages(self) -> None:
+        text = _noise(4, 400)
+        drafter = HistoryDrafter(_memory(text))
+        accepted = 0
+        for end in range(10, 380):
+            draft = drafter.propose(text[:end], 8)
+            assert draft.sources == ("history",) * len(draft.tokens)
+            accepted += draft.tokens == tuple(text[end : end + 8])
+        assert accepted > 330
+
+    def test_nothing_known_nothing_proposed(self) -> None:
+        drafter = HistoryDrafter(_memory())
+        assert drafter.propose([1, 2, 3], 8) is NO_DRAFT
+        assert drafter.extend([1, 2, 3], NO_DRAFT, 8) is NO_DRAFT
+        assert HistoryDrafter(_memory([1, 2, 3, 4])).propose([1, 2], 0) is NO_DRAFT
+
+    def test_an_entry_that_misleads_is_given_up(self) -> None:
+        text = _noise(5, 30)
+        memory = _memory(text)
+        proposed = []
+        for round_ in range(16):
+            drafter = HistoryDrafter(memory)
+            draft = drafter.propose(text[:10], 1)
+            proposed.append(bool(draft.tokens))
+            drafter.observe(round_of(9999 + round_))
+        assert proposed[0] and not proposed[-1]
+
+    def test_confidence_comes_to_what_is_accepted(self) -> None:
+        """Answers of a distribution that mostly repeats: what is promised is kept."""
+        rng, memory = random.Random(0), _memory()
+        stated, right = [], []
+        for number in range(60):
+            answer = [token if rng.random() < 0.9 else rng.randrange(50) for token in _noise(7, 60, 50)]
+            drafter = HistoryDrafter(memory)
+            drafter.observe(round_of(answer[0]))
+            for end in range(1, len(answer)):
+                draft = drafter.propose(answer[:end], 1)
+                if draft.tokens and number > 20:
+                    stated.append(draft.confidence[0])
+                    right.append(draft.tokens[0] == answer[end])
+                drafter.observe(round_of(answer[end]))
+            drafter.close()
+        assert sum(stated) / len(stated) == pytest.approx(sum(right) / len(right), abs=0.06)
+
+    def test_what_stood_behind_a_rejected_token_is_not_judged(self) -> None:
+        text = _noise(6, 30)
+        memory = _memory(text)
+        drafter = HistoryDrafter(memory, stop_below=0.0)
+        assert len(drafter.propose(text[:10], 4).tokens) == 4
+        drafter.observe(round_of(text[10], 9999, *text[12:14]))
+        entries = memory.entries
+        verdicts = {(e.passage.body[i], e.right[i], e.wrong[i]) for e in entries for i in range(len(e.right))}
+        judged = {verdict for verdict in verdicts if verdict[1:] != (0, 0)}
+        assert judged == {(text[10], 1, 0), (text[11], 0, 1)}
+
+    def test_a_draft_of_the_text_is_gone_on_with(self) -> None:
+        text = _noise(8, 60)
+
+        class Near(Silent):
+            def propose(self, tokens: Sequence[int], limit: int) -> Draft:
+                return Draft(tuple(text[20:22]), None, ("ngram",) * 2, (0.99, 0.99))
+
+        # The history does not know the context, but what the text proposes.
+        memory = _memory(text[15:])
+        draft = BestOf(Near(), HistoryDrafter(memory, stop_below=0.0)).propose([7777, *text[18:20]], 6)
+        assert draft.tokens == tuple(text[20:26])
+        assert draft.sources == ("ngram",) * 2 + ("history",) * 4
+        assert len(draft.confidence) == 6 and draft.probs is None
+
+    def test_the_draft_of_a_model_is_gone_on_with(self) -> None:
+        text = _noise(8, 60)
+        both = BestOf(Silent(), HistoryDrafter(_memory(text[15:]), stop_below=0.0))
+        both.propose([7777, *text[18:20]], 6)
+        model = Draft(tuple(text[20:22]), None, ("model",) * 2, (0.9, 0.9))
+        draft = both.extend([7777, *text[18:20]], model, 6)
+        assert draft.tokens == tuple(text[20:26])
+        assert draft.sources == ("model",) * 2 + ("history",) * 4
+
+    def test_the_better_promise_wins(self) -> None:
+        text = _noise(9, 60)
+        memory = _memory(text)
+        alone = HistoryDrafter(memory).propose(text[:20], 4)
+
+        class Near(Silent):
+            confidence: tuple[float, ...] = (0.1,)
+
+            def propose(self, tokens: Sequence[int], limit: int) -> Draft:
+                return Draft(
+                    (9999,) * len(self.confidence), None, ("ngram",) * len(self.confidence), self.confidence
+                )
+
+        near = Near()
+        assert BestOf(near, HistoryDrafter(memory)).propose(text[:20], 4).tokens == alone.tokens
+        near.confidence = (0.99,) * 4
+        assert BestOf(near, HistoryDrafter(memory)).propose(text[:20], 4).sources == ("ngram",) * 4
+
+    @settings(max_examples=30, deadline=None)
+    @given(answers, st.lists(tokens, min_size=1, max_size=30), st.integers(0, 9))
+    def test_drafts_are_well_formed_within_the_limit_and_repeatable(
+        self, texts: list[list[int]], context: list[int], limit: int
+    ) -> None:
+        drafts = [
+            BestOf(NgramDrafter(), HistoryDrafter(_memory(*texts))).propose(context, limit) for _ in range(2)
+        ]
+        assert drafts[0] == drafts[1]
+        assert len(drafts[0].tokens) == len(drafts[0].sources) == len(drafts[0].confidence) <= limit
+        assert all(0.0 <= value <= 1.0 for value in drafts[0].confidence)

@@ -1,0 +1,215 @@
+"""Looking at a history from outside, by SDK and command line."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from edgespec.cli import app
+from edgespec.history import History, histories
+from edgespec.history.passages import cut
+from edgespec.history.store import Scope
+from edgespec.history.use import open_use
+from edgespec_models.errors import RequestError, StorageError
+from edgespec_models.tokenizer import Tokenizer
+from tests.histories_for_tests import learn
+from tests.tokenizers_for_tests import byte_level_json
+
+SENTENCES = [
+    f"Sentence number {n} says that {n} times two is {2 * n}, as everybody knows. " for n in range(40)
+]
+pytestmark = pytest.mark.usefixtures("consoles")
+LETTER = "Dear Mrs. Müller, thank you for your letter of the fifth of May. Yours, Ferdinand Mustermann"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_json(byte_level_json(), vocab_size=404)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def _learn(tokenizer: Tokenizer, texts: Sequence[str], *, name: str = "me", namespace: str = "") -> History:
+    history = History(name)
+    use = open_use(history.path, Scope("tiny", tokenizer.digest, namespace), tokenizer)
+    for text in texts:
+        learn(use, tokenizer.encode(text))
+    use.close()
+    return history
+
+
+def run(*arguments: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(app, ["history", *arguments], input=stdin)
+
+
+def _everything(history: History) -> str:
+    return "|".join(text.text for text in history.show())
+
+
+def test_what_was_learned_can_be_read(tokenizer: Tokenizer) -> None:
+    history = _learn(tokenizer, [LETTER, LETTER, "short"])
+    texts = history.show()
+    assert {text.text for text in texts} >= {"short"}
+    assert texts[0].worth > texts[-1].worth == pytest.approx(1.0, abs=0.01)
+    assert history.namespaces() == {
+        ("tiny", ""): sum(len(p) for p in _passages(tokenizer, [LETTER, "short"]))
+    }
+    assert history.show("elsewhere") == []
+
+
+def _passages(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Sequence[int]]:
+    return [(*p.lead, *p.body) for text in texts for p in cut(tokenizer.encode(text))]
+
+
+@pytest.mark.parametrize("text", ["mrs. MÜLLER", "fifth of May", "Ferdinand Mustermann", LETTER, "ü"])
+def test_forgotten_text_is_nowhere_whatever_it_runs_through(tokenizer: Tokenizer, text: str) -> None:
+    assert len(cut(tokenizer.encode(LETTER))) > 1
+    history = _learn(tokenizer, [SENTENCES[0], LETTER, SENTENCES[1]])
+    kept = len(history.show())
+    count = history.forget(text).passages
+    assert 0 < count < kept
+    assert len(history.show()) == kept - count
+    assert history.forget(text) == (0, 0)
+    for file in history.path.parent.iterdir():
+        assert text.encode() not in file.read_bytes()
+
+
+def test_texts_that_run_on_are_found_at_every_place(tokenizer: Tokenizer) -> None:
+    """Any ten characters of an answer of many passages."""
+    answer = "".join(SENTENCES[:6])
+    history = _learn(tokenizer, [answer])
+    exported = history.path.with_name("all.json")
+    history.export(exported)
+    for start in range(0, len(answer) - 10, 23):
+        other = History(f"copy{start}")
+        other.load(exported)
+        assert other.forget(answer[start : start + 10]).passages >= 1
+
+
+def test_what_is_exported_can_be_imported(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    history = _learn(tokenizer, [LETTER, *SENTENCES], namespace="mail")
+    file = tmp_path / "out.json"
+    count = history.export(file)
+    other = History("other")
+    assert other.load(file) == count == (len(other.show()), 0)
+    assert _everything(other) == _everything(history)
+    assert other.namespaces() == history.namespaces()
+    before = other.show()[0].worth
+    other.load(file)
+    assert other.show()[0].worth == pytest.approx(2 * before)
+    if os.name == "posix":
+        assert file.stat().st_mode & 0o777 == 0o600
+
+
+def _passage(**changes: object) -> str:
+    """An export of one passage."""
+    scope = {"target": "t", "tokenizer": "", "namespace": ""}
+    sound = {"scope": scope, "before": "", "text": "a", "lead": [], "body": [1], "worth": 1}
+    sound |= {"right": [0], "wrong": [0], "learned_on": 0}
+    return json.dumps({"format": "edgespec history 1", "passages": [sound | changes]})
+
+
+def test_a_passage_that_was_written_by_hand_is_imported(tmp_path: Path) -> None:
+    file = tmp_path / "in.json"
+    file.write_text(_passage(), encoding="utf-8")
+    assert History("new").load(file) == (1, 0)
+    assert run("show", "new").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nonsense",
+        "[]",
+        "{}",
+        '{"format": "edgespec history 1"}',
+        '{"format": "edgespec history 1", "passages": [{"lead": []}]}',
+        _passage(body=[-1]),
+        _passage(body=[]),
+        _passage(right=10**15),
+        _passage(worth=float("nan")),
+        _passage(learned_on=float("nan")),
+        _passage(learned_on=1e300),
+        _passage(learned_on=-1e12),
+        _passage(scope={"target": "\ud800", "tokenizer": "", "namespace": ""}),
+    ],
+)
+def test_other_files_are_not_imported_and_nothing_is_made(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "in.json"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(RequestError, match="cannot import"):
+        History("new").load(file)
+    assert not History("new").path.exists()
+
+
+def test_a_history_or_a_namespace_is_deleted(tokenizer: Tokenizer) -> None:
+    history = _learn(tokenizer, [LETTER], namespace="mail")
+    _learn(tokenizer, SENTENCES, namespace="code")
+    history.delete("mail")
+    assert {namespace for _, namespace in history.namespaces()} == {"code"}
+    assert b"Dear" not in history.path.read_bytes()
+    with pytest.raises(RequestError, match="no namespace"):
+        history.delete("mail")
+    history.delete()
+    assert list(history.path.parent.iterdir()) == []
+    with pytest.raises(RequestError, match="no history"):
+        history.delete()
+
+
+@pytest.mark.parametrize("name", ["", ".", "a b", "ü", "x" * 65, "-x"])
+def test_names_are_plain(name: str) -> None:
+    with pytest.raises(RequestError, match=r"no name of a history|history is"):
+        History(name)
+
+
+def test_what_is_no_history_is_an_error_and_stays(tmp_path: Path) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text("my notes, long enough to be taken for something" * 20)
+    with pytest.raises(StorageError, match="cannot be used"):
+        History(file).show()
+    with pytest.raises(RequestError, match="no text"):
+        History("x").forget(" ")
+    assert file.read_text().startswith("my notes")
+
+
+def test_the_commands(tokenizer: Tokenizer, tmp_path: Path, home: Path) -> None:
+    assert run("list").exit_code == 0 and histories() == []
+    (home / "histories" / "folder.history").mkdir(parents=True)
+    assert run("list").exit_code == 0 and histories() == []
+    _learn(tokenizer, [LETTER, *SENTENCES[:3]], namespace="mail")
+    listed = run("list").stdout
+    assert "me" in listed and "mail" in listed and "tiny" in listed
+    described = json.loads(run("list", "--json").stdout)
+    assert described[0]["name"] == "me" and described[0]["kept"][0]["tokens"] > 0
+    shown = run("show", "me", "--limit", "3")
+    assert "worth" in shown.stdout and "3 of" in shown.stderr
+    texts = json.loads(run("show", "me", "--namespace", "mail", "--json").stdout)
+    assert any("Sentence" in text["text"] for text in texts)
+    file = tmp_path / "out.json"
+    assert json.loads(run("export", "me", str(file), "--json").stdout)["passages"] == len(texts)
+    assert "added to you" in run("import", "you", str(file)).stderr
+    assert json.loads(run("forget", "you", "Mustermann", "--json").stdout)["passages"] >= 1
+    for flags in ((), ("--json",)):
+        assert run("delete", "you", *flags, stdin="n\n").exit_code == 1 and History("you").path.is_file()
+    assert run("delete", "you", stdin="y\n").exit_code == 0 and not History("you").path.exists()
+    assert run("delete", "me", "--namespace", "mail", "--yes").exit_code == 0
+    assert json.loads(run("list", "--json").stdout)[0]["kept"] == []
+
+
+def test_what_is_not_there_is_one_line_on_standard_error() -> None:
+    result = run("show", "nobody")
+    assert result.exit_code == 1
+    assert "there is no history" in result.stderr and "edgespec history list" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["list", "show", "export", "import", "delete", "forget"])
+def test_every_command_has_an_example(command: str) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0 and f"edgespec history {command}" in result.stdout

@@ -1,0 +1,392 @@
+"""What edgespec did not make is not touched, whoever names it as a history, and by whatever command."""
+
+import os
+import shutil
+import socket
+import sqlite3
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import edgespec
+from edgespec.cli import app
+from edgespec.history import History, ownership, schema
+from edgespec.history.ownership import APPLICATION, look
+from edgespec.history.store import Store
+from edgespec.history.use import open_use
+from edgespec_models.errors import EdgespecError, RequestError, StorageError
+from edgespec_models.tokenizer import Tokenizer
+from tests.histories_for_tests import SCOPE, delta_of, learn, passage_of, stored, text_of
+from tests.tokenizers_for_tests import byte_level_json
+
+POSIX = pytest.mark.skipif(os.name != "posix", reason="modes, pipes and devices are a matter of POSIX")
+pytestmark = pytest.mark.usefixtures("consoles")
+Seen = dict[str, tuple[bytes, int, int, int]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_json(byte_level_json(), vocab_size=404)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "mine").mkdir()
+    return tmp_path / "mine" / "thesis.txt"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
+
+
+def _seen(folder: Path) -> Seen:
+    """All that a change to a file of ``folder``, or a file more or less, would show in."""
+    found = {file.name: (file, file.stat()) for file in folder.iterdir()}
+    return {n: (f.read_bytes(), s.st_mode, s.st_mtime_ns, s.st_ino) for n, (f, s) in found.items()}
+
+
+def _database(path: Path, *statements: str) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, isolation_level=None)
+    for statement in statements:
+        connection.execute(statement)
+    return connection
+
+
+def _program(path: Path, *statements: str) -> None:
+    _database(path, "CREATE TABLE notes (text)", "INSERT INTO notes VALUES ('mine')", *statements).close()
+
+
+def _only_logged(path: Path) -> None:
+    """All another program wrote is in the log yet; the program was killed."""
+    connection = _database(path, "PRAGMA journal_mode = WAL", "CREATE TABLE notes (text)")
+    _as_killed(connection, path)
+
+
+def _as_killed(connection: sqlite3.Connection, path: Path) -> None:
+    """Close, but leave file and log as they are now."""
+    kept = {file: file.read_bytes() for file in (path, path.with_name(path.name + "-wal"))}
+    connection.close()
+    for file, content in kept.items():
+        file.write_bytes(content)
+
+
+def _logged_beside_nothing(path: Path) -> None:
+    _only_logged(path)
+    path.write_bytes(b"")
+
+
+def _with_our_log_beside(path: Path) -> None:
+    """A text where a history was, whose log is still there."""
+    connection = schema.connect(path)
+    _as_killed(connection, path)
+    path.write_text("my thesis")
+
+
+def _damaged(path: Path) -> None:
+    _program(path, "CREATE TABLE more (x)")
+    path.write_bytes(path.read_bytes()[:5000])
+
+
+OTHERS: dict[str, Callable[[Path], object]] = {
+    "a letter": lambda path: path.write_text("x"),
+    "a text": lambda path: path.write_text("my thesis, long enough to be read as a database " * 500),
+    "zeros": lambda path: path.write_bytes(bytes(8192)),
+    "a header alone": lambda path: path.write_bytes(b"SQLite format 3\0" + bytes(40)),
+    "a database": _program,
+    "one in WAL mode": lambda path: _program(path, "PRAGMA journal_mode = WAL"),
+    "one with an id": lambda path: _program(path, "PRAGMA application_id = 5"),
+    "one without tables": lambda path: _database(path, "PRAGMA user_version = 0", "VACUUM").close(),
+    "one that is logged": _only_logged,
+    "a log": _logged_beside_nothing,
+    "a text by our log": _with_our_log_beside,
+    "a damaged one": _damaged,
+}
+
+
+@pytest.fixture(params=OTHERS)
+def other(request: pytest.FixtureRequest, path: Path) -> Iterator[Path]:
+    """Something that is not edgespec's, in a folder that must stay as it is."""
+    OTHERS[request.param](path)
+    for file in path.parent.iterdir():
+        file.chmod(0o644)
+    before = _seen(path.parent)
+    yield path
+    assert _seen(path.parent) == before
+
+
+EXPORTED = '{"format": "edgespec history 1", "passages": [], "corrections": []}'
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda path: edgespec.load("no-such-model", "ngram", history=path),
+        Store.open,
+        schema.connect_read_only,
+        schema.set_aside,
+        lambda path: History(path).check(),
+        lambda path: History(path).namespaces(),
+        lambda path: History(path).show(),
+        lambda path: History(path).corrections(),
+        lambda path: History(path).forget("text"),
+        lambda path: History(path).delete(),
+        lambda path: History(path).delete("mail"),
+        lambda path: History(path).export(path.parent.parent / "out.json"),
+    ],
+)
+def test_the_sdk_refuses_it_and_leaves_it_alone(other: Path, use: Callable[[Path], object]) -> None:
+    with pytest.raises(StorageError, match=r"cannot be used as a history: .* Name another file"):
+        use(other)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "generate no-such-model hello --history PATH",
+        "chat no-such-model --history PATH",
+        "bench no-such-model --history PATH",
+        "verify no-such-model --history PATH",
+        "history show PATH",
+        "history export PATH OUT",
+        "history import PATH IN",
+        "history delete PATH --yes",
+        "history delete PATH --namespace mail --yes",
+        "history forget PATH text",
+    ],
+)
+def test_every_command_refuses_it_and_leaves_it_alone(other: Path, command: str, tmp_path: Path) -> None:
+    (tmp_path / "in.json").write_text(EXPORTED)
+    places = {"PATH": str(other), "IN": str(tmp_path / "in.json"), "OUT": str(tmp_path / "out.json")}
+    result = CliRunner().invoke(app, [places.get(word, word) for word in command.split()], input="hello")
+    assert result.exit_code == 1 and "cannot be used as a history" in result.stderr
+    assert not (tmp_path / "out.json").exists() and not (tmp_path / "home").exists()
+
+
+def test_it_is_listed_with_the_reason(other: Path, tmp_path: Path) -> None:
+    """What lies in the folder of histories needs not be one."""
+    folder = tmp_path / "home" / "histories"
+    folder.mkdir(parents=True)
+    for file in other.parent.iterdir():
+        shutil.copy2(file, folder / file.name.replace(".txt", ".history"))
+    before = _seen(folder)
+    result = CliRunner().invoke(app, ["history", "list", "--json"])
+    assert result.exit_code == 0 and "cannot be used as a history" in result.stdout
+    assert _seen(folder) == before
+
+
+def test_a_model_that_is_loaded_goes_on_without_it(other: Path, tokenizer: Tokenizer) -> None:
+    """It may have come to be there since the model was asked for."""
+    use = open_use(other, SCOPE, tokenizer)
+    assert use.problem is not None and "The history is not used" in use.problem
+    learn(use, tokenizer.encode("the quick brown fox"))
+    use.close()
+
+
+@POSIX
+@pytest.mark.parametrize("kind", ["device", "pipe", "socket", "folder"])
+def test_what_is_no_file_is_neither_opened_nor_changed(
+    kind: str, path: Path, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    (tmp_path / "in.json").write_text(EXPORTED)
+    with socket.socket(socket.AF_UNIX) as server:
+        where = {"device": Path("/dev/null")}.get(kind, path)
+        if kind == "pipe":
+            os.mkfifo(path, 0o644)  # to open it would wait for somebody to write
+        elif kind == "folder":
+            path.mkdir(0o755)
+        elif kind == "socket":
+            short = Path(os.path.relpath(path))  # an address has 107 characters at most
+            server.bind(str(short if len(str(short)) < len(str(path)) else path))
+        before = where.stat()
+        for use in (Store.open, schema.set_aside, schema.connect_read_only):
+            with pytest.raises(StorageError, match=f"it is a {kind}"):
+                use(where)
+        open_use(where, SCOPE, tokenizer).close()
+        for ask in (History.show, History.delete, lambda history: history.load(tmp_path / "in.json")):
+            with pytest.raises(EdgespecError):
+                ask(History(where))
+        with pytest.raises((StorageError, RequestError), match=f"is a {kind}"):
+            edgespec.load("no-such-model", "ngram", history=where)
+        after = where.stat()
+    assert (after.st_mode, after.st_ino, after.st_rdev) == (before.st_mode, before.st_ino, before.st_rdev)
+    assert [file.name for file in path.parent.iterdir()] == ([] if kind == "device" else ["thesis.txt"])
+
+
+@POSIX
+def test_a_lock_that_the_application_holds_on_its_own_database_stays(path: Path) -> None:
+    """Closing any descriptor of a file drops all locks that the process has on it."""
+    connection = _database(path, "CREATE TABLE notes (text)", "BEGIN IMMEDIATE")
+    with pytest.raises(StorageError):
+        edgespec.load("no-such-model", "ngram", history=path)
+    code = f"import sqlite3; sqlite3.connect({str(path)!r}, timeout=0).execute('BEGIN IMMEDIATE')"
+    from_outside = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "database is locked" in from_outside.stderr
+    connection.close()
+
+
+def _made(path: Path) -> Path:
+    store = Store.open(path)
+    store.merge(SCOPE, delta_of(*(passage_of(n) for n in range(200))), text_of)
+    store.close()
+    return path
+
+
+def test_a_file_says_whose_it_is_before_its_log_is_copied_into_it(path: Path) -> None:
+    store = Store.open(path)
+    assert path.read_bytes()[68:72] == APPLICATION.to_bytes(4, "big")
+    assert look(path) is not None
+    store.close()
+
+
+def test_an_empty_file_may_be_used_and_becomes_private(path: Path) -> None:
+    path.touch(0o644)
+    assert len(stored(_made(path)).entries) == 200
+    if os.name == "posix":
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_file_whose_log_alone_is_marked_was_ours(path: Path) -> None:
+    """As the first edgespec that wrote histories left it when it was killed."""
+    connection = _database(path, "PRAGMA auto_vacuum = INCREMENTAL", "PRAGMA journal_mode = WAL", "BEGIN")
+    for script in schema._MIGRATIONS:
+        for statement in schema._statements(script):
+            connection.execute(statement)
+    connection.execute(f"PRAGMA application_id = {APPLICATION}")
+    connection.execute(f"PRAGMA user_version = {len(schema._MIGRATIONS)}")
+    connection.execute("INSERT INTO scope VALUES (1, 'target', 'digest', 'mail', 7, 0, 0.0)")
+    connection.execute("COMMIT")
+    _as_killed(connection, path)
+    assert path.read_bytes()[68:72] == bytes(4)
+    assert stored(path).clock == 7
+    assert path.read_bytes()[68:72] == APPLICATION.to_bytes(4, "big")
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:100] + b"?" * 5000, lambda data: data[:4096]])
+def test_what_was_ours_is_set_aside_with_its_companions_or_deleted(
+    path: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    bad = damage(_made(path).read_bytes())
+    path.write_bytes(bad)
+    aside = schema.set_aside(path)
+    assert aside is not None and aside.read_bytes() == bad
+    for companion in ownership.companions(aside):
+        companion.write_bytes(b"of a program that was killed")
+    History(aside).delete()
+    assert [file.name for file in path.parent.iterdir() if file.suffix != ".lock"] == []
+
+
+def test_what_a_later_edgespec_made_can_be_deleted(path: Path) -> None:
+    _database(_made(path), "PRAGMA user_version = 99").close()
+    History(path).delete()
+    assert list(path.parent.iterdir()) == []
+
+
+def test_our_mark_without_our_tables_is_not_ours(path: Path) -> None:
+    _program(path, f"PRAGMA application_id = {APPLICATION}")
+    with pytest.raises(StorageError, match="another program"):
+        Store.open(path)
+    _program(path.with_name("two"), f"PRAGMA application_id = {APPLICATION}", "PRAGMA user_version = 1")
+    with pytest.raises(StorageError, match="another program"):
+        Store.open(path.with_name("two"))
+
+
+@POSIX
+class TestLinks:
+    @pytest.fixture
+    def link(self, path: Path, tmp_path: Path) -> Path:
+        """In a folder of its own, to ``path``."""
+        (tmp_path / "links").mkdir()
+        link = tmp_path / "links" / "me.history"
+        link.symlink_to(path)
+        return link
+
+    def test_to_something_else_is_refused(self, link: Path, path: Path) -> None:
+        path.write_text("my thesis")
+        path.chmod(0o644)
+        before = _seen(path.parent), _seen(link.parent)
+        for use in (Store.open, schema.set_aside, lambda link: History(link).delete()):
+            with pytest.raises(StorageError, match="cannot be used as a history"):
+                use(link)
+        assert (_seen(path.parent), _seen(link.parent)) == before and link.is_symlink()
+
+    def test_to_nothing_makes_nothing(self, link: Path, path: Path, tokenizer: Tokenizer) -> None:
+        use = open_use(link, SCOPE, tokenizer)
+        assert use.problem is not None and "cannot be written" in use.problem
+        use.close()
+        assert list(path.parent.iterdir()) == []
+
+    def test_to_a_history_is_used_and_deleted_with_it(self, link: Path, path: Path) -> None:
+        path.touch()
+        assert len(stored(_made(link)).entries) == 200
+        assert History(link).size_bytes == path.stat().st_size > 0
+        History(link).delete()
+        assert list(path.parent.iterdir()) == [] and not link.is_symlink()
+
+    def test_to_a_damaged_history_is_set_aside_alone(
+        self, link: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        _made(path)
+        beside_link, beside_file = (file.with_name(f"{file.name}-wal") for file in (link, path))
+        beside_link.write_text("SQLite keeps the log beside the file, not beside the link")
+        beside_file.touch()
+        monkeypatch.setattr(schema, "_is_damaged", lambda path: True)
+        aside = schema.set_aside(link)
+        assert aside is not None and aside.is_symlink() and aside.resolve() == path
+        assert path.exists() and beside_link.exists() and beside_file.exists()
+
+
+@POSIX
+class TestRaces:
+    def test_what_comes_to_be_where_nothing_was_is_looked_at(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def come(looked: Path) -> None:
+            monkeypatch.undo()
+            path.write_text("my thesis")
+            path.chmod(0o644)
+
+        monkeypatch.setattr(schema, "look", come)
+        with pytest.raises(StorageError, match="cannot be used as a history"):
+            Store.open(path)
+        assert (path.read_text(), stat.S_IMODE(path.stat().st_mode)) == ("my thesis", 0o644)
+
+    @pytest.mark.parametrize("mode", [0o600, 0o644])
+    def test_what_takes_the_place_of_a_history_is_left_alone(
+        self, path: Path, mode: int, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
+    ) -> None:
+        _made(path).chmod(0o644)
+
+        def replaced(looked: Path) -> os.stat_result | None:
+            found = ownership.look(looked)
+            monkeypatch.setattr(schema, "look", ownership.look)
+            thesis = path.with_name("new")
+            thesis.write_text("my thesis " * 1000)
+            thesis.chmod(mode)
+            thesis.replace(path)
+            return found
+
+        monkeypatch.setattr(schema, "look", replaced)
+        use = open_use(path, SCOPE, tokenizer)
+        assert use.problem is not None
+        use.close()
+        assert path.read_text() == "my thesis " * 1000 and stat.S_IMODE(path.stat().st_mode) == mode
+        assert {file.name for file in path.parent.iterdir()} == {"thesis.txt"}
+
+
+@POSIX
+@pytest.mark.skipif(hasattr(os, "geteuid") and os.geteuid() == 0, reason="root may read anything")
+def test_what_cannot_be_read_is_not_made_readable(path: Path, tokenizer: Tokenizer) -> None:
+    path.write_text("my thesis")
+    path.chmod(0)
+    use = open_use(path, SCOPE, tokenizer)
+    assert use.problem is not None
+    use.close()
+    with pytest.raises(StorageError):
+        History(path).delete()
+    assert stat.S_IMODE(path.stat().st_mode) == 0

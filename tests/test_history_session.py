@@ -1,0 +1,217 @@
+"""A loaded model with a history: the same output, fewer passes, nothing on disk that was not asked for."""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import edgespec
+from edgespec import LoadOptions, History, sessions
+from edgespec.chi_square import pool_rare, two_samples
+from edgespec.decode import decode
+from edgespec.drafting.draft import Source
+from edgespec.drafting.ngram import NgramDrafter
+from edgespec.history.drafter import BestOf, HistoryDrafter
+from edgespec.history.memory import Memory, Snapshot
+from edgespec.sampling import SamplingParams
+from edgespec.verification import make_verifier
+from edgespec_models.errors import RequestError
+from edgespec_runtimes.cost import CostCurve
+from edgespec_runtimes.session import Session
+from tests.native_for_tests import tiny_native
+from tests.toy import LLAMA, Silent, ToySession
+
+PROMPT = "def add(a, b):"
+OTHER_PROMPT = "x = 1"
+OPTIONS = LoadOptions(threads=1)
+NEW = 60
+VOCAB = 12
+GREEDY = SamplingParams()
+
+
+def _toy_run(
+    memory: Memory | None, prompt: Sequence[int], *, count: int = 40, params: SamplingParams = GREEDY
+) -> tuple[list[int], int]:
+    """Tokens, and target passes, of one request; it teaches the memory."""
+    tokens, rounds = list(prompt), 0
+    session = ToySession.markov(1, VOCAB, scale=1.0)
+    history = None if memory is None else HistoryDrafter(memory, stop_below=0.0)
+    near = NgramDrafter(stop_below=0.0)
+    source: Source = Silent() if history is None else BestOf(near, history)
+    verify = make_verifier(params)
+    for _ in decode(session, source, verify, tokens, max_new_tokens=count, max_draft=6):
+        rounds += 1
+    source.close()
+    return tokens, rounds
+
+
+prompts = st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4), min_size=1, max_size=6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    prompts,
+    st.sampled_from([1 << 20, 100]),
+    st.sampled_from([GREEDY, SamplingParams(temperature=1.0, seed=3)]),
+)
+def test_whatever_was_learned_every_token_is_that_of_plain_decoding(
+    asked: list[list[int]], max_tokens: int, params: SamplingParams
+) -> None:
+    memory = Memory(Snapshot(), max_tokens=max_tokens)
+    for prompt in asked:
+        assert _toy_run(memory, prompt, params=params)[0] == _toy_run(None, prompt, params=params)[0]
+
+
+def test_samples_keep_their_law_while_the_history_learns_from_them() -> None:
+    """Without a seed in common: 1,000 answers of four tokens each way, Pearson's chi-square."""
+    memory = Memory(Snapshot(), max_tokens=2000)
+    drawn: dict[bool, list[tuple[int, ...]]] = {False: [], True: []}
+    accepted = 0
+    for number in range(1000):
+        for learns in (False, True):
+            params = SamplingParams(temperature=1.0, seed=2 * number + learns)
+            tokens, rounds = _toy_run(memory if learns else None, [1, 2], count=4, params=params)
+            drawn[learns].append(tuple(tokens[2:]))
+            accepted += 4 - rounds
+    assert accepted > 100  # drafts were kept
+    counts = pool_rare(drawn[False], drawn[True], minimum=20)
+    p_value = two_samples(*counts).p_value
+    assert len(counts[0]) > 10
+    assert p_value is not None and p_value > 1e-3
+
+
+def test_the_test_would_see_another_distribution() -> None:
+    """As above, with samples at another temperature."""
+    drawn = [
+        [
+            tuple(_toy_run(None, [1, 2], count=4, params=SamplingParams(temperature=t, seed=n))[0][2:])
+            for n in seeds
+        ]
+        for t, seeds in ((1.0, range(600)), (0.6, range(600, 1200)))
+    ]
+    p_value = two_samples(*pool_rare(*drawn, minimum=20)).p_value
+    assert p_value is not None and p_value < 1e-3
+
+
+def test_a_repeated_answer_takes_fewer_passes() -> None:
+    memory = Memory(Snapshot(), max_tokens=1 << 20)
+    rounds = [_toy_run(memory, [1, 2, 3])[1] for _ in range(3)]
+    assert rounds[2] <= rounds[1] < 0.6 * rounds[0]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_native(tmp_path_factory.mktemp("models") / "target", LLAMA, "Q4_1").path
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture(autouse=True)
+def flat_costs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Verifying more rows is free, so what is drafted does not depend on this machine."""
+    monkeypatch.setattr(sessions, "measure_cost", _flat)
+    monkeypatch.setattr("edgespec.pricing.Pricing.pass_seconds", lambda self, rows: 1e-9)
+    monkeypatch.setattr("edgespec.drafting.guard.Guard.allows", True)
+    return iter([None])
+
+
+def _flat(session: Session, rows: Sequence[int] = (), *, progress: object = None) -> CostCurve:
+    return CostCurve({1: 1.0, 64: 1.0001})
+
+
+def test_greedy_output_is_the_same_and_gets_faster_across_restarts(target: Path, home: Path) -> None:
+    with edgespec.load(target, None, options=OPTIONS) as model:
+        plain = model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+        sampled = model.generate(PROMPT, max_new_tokens=NEW, temperature=0.9, seed=5, stop_at_eos=False)
+    rounds = []
+    for _ in range(3):
+        with edgespec.load(target, "ngram", options=OPTIONS, history="me") as model:
+            result = model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+            again = model.generate(PROMPT, max_new_tokens=NEW, temperature=0.9, seed=5, stop_at_eos=False)
+        assert (result.text, result.tokens) == (plain.text, plain.tokens)
+        assert again.tokens == sampled.tokens
+        assert result.stats.history_problem is None
+        rounds.append(result.stats.rounds)
+    assert rounds[2] < 0.5 * rounds[0]
+    assert result.stats.by_source["history"].accepted > 20
+    shown = History("me").show()
+    assert "".join(text.text for text in shown) and {text.target for text in shown} == {"target"}
+
+
+def test_without_a_history_nothing_is_written(target: Path, home: Path) -> None:
+    with edgespec.load(target, "ngram", options=OPTIONS) as model:
+        result = model.generate(PROMPT, max_new_tokens=20)
+    assert "history" not in result.stats.by_source
+    assert not home.exists()
+
+
+def test_plain_requests_neither_read_nor_teach(target: Path, home: Path) -> None:
+    with edgespec.load(target, "ngram", options=OPTIONS, history="me") as model:
+        model.generate(PROMPT, max_new_tokens=20, speculate=False)
+    assert History("me").show() == []
+
+
+def test_namespaces_and_targets_are_kept_apart(target: Path, home: Path, tmp_path: Path) -> None:
+    other = tiny_native(tmp_path / "other", LLAMA, "Q4_1").path  # the same tokenizer and weights
+    for path, namespace in ((target, "mail"), (target, "code"), (other, "mail")):
+        options = LoadOptions(threads=1, namespace=namespace)
+        with edgespec.load(path, "ngram", options=options, history="me") as model:
+            result = model.generate(PROMPT, max_new_tokens=20)
+        assert result.stats.by_source.get("history", edgespec.SourceStats()).accepted == 0
+    kept = History("me").namespaces()
+    assert Counter(kept.keys()) == Counter([("target", "mail"), ("target", "code"), ("other", "mail")])
+
+
+def test_a_stream_left_early_or_cancelled_teaches_what_was_read(target: Path, home: Path) -> None:
+    with edgespec.load(target, "ngram", options=OPTIONS, history="me") as model:
+        stream = model.stream(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+        for _ in stream:
+            break
+        del stream
+        model.generate(OTHER_PROMPT, cancelled=lambda: True)
+    assert sum(text.tokens for text in History("me").show()) >= 1
+
+
+def test_a_file_instead_of_a_name(target: Path, home: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine" / "notes.history"
+    with edgespec.load(target, "ngram", options=OPTIONS, history=file) as model:
+        model.generate(PROMPT, max_new_tokens=20)
+    assert file.is_file() and History(file).show()
+    assert not home.exists()
+
+
+def test_a_file_that_cannot_be_written_is_no_reason_to_stop(
+    target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with (
+        caplog.at_level(logging.WARNING, logger="edgespec"),
+        edgespec.load(target, "ngram", options=OPTIONS, history=tmp_path / "file" / "me.history") as model,
+    ):
+        results = [model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False) for _ in range(2)]
+    assert len(caplog.records) == 1
+    assert results[1].stats.rounds < results[0].stats.rounds
+    assert "cannot be written" in str(results[1].stats.to_json()["history_problem"])
+
+
+@pytest.mark.parametrize(
+    ("drafter", "history", "message"),
+    [
+        (None, "me", "uses no history"),
+        ("ngram", "a b", "no name of a history"),
+        ("ngram", Path(), "is a folder"),
+    ],
+)
+def test_requests_that_make_no_sense_are_refused(
+    target: Path, drafter: str | None, history: str | Path, message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        edgespec.load(target, drafter, options=OPTIONS, history=history)
