@@ -27,7 +27,7 @@ class ChiSquare:
 
     @property
     def p_value(self) -> float | None:
-        """Probability of a statistic at least as large under one distribution; None with nothing to compare."""
+        """Probability of a statistic at least as large under one distribution, or None."""
         return survival(self.statistic, self.degrees) if self.degrees else None
 
     def __add__(self, other: "ChiSquare") -> "ChiSquare":

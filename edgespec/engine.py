@@ -16,13 +16,13 @@ from edgespec.drafting.policy import Policy
 from edgespec.drafting.side import DrafterSide, Part
 from edgespec.encoding import Messages, encode_chat, encode_text
 from edgespec.generation import PreparedRequest, TextStreamer
-from edgespec.loading import NGRAM, Reference, open_model, recommended_drafter
-from edgespec.pricing import Pricing
 from edgespec.history.corrections import DrafterKey
 from edgespec.history.drafter import BestOf
 from edgespec.history.manage import History
 from edgespec.history.store import Scope
 from edgespec.history.use import HistoryUse, open_use
+from edgespec.loading import NGRAM, Reference, open_model, recommended_drafter
+from edgespec.pricing import Pricing
 from edgespec.request import Request, RequestOptions
 from edgespec.results import Generation, Remarks
 from edgespec.sessions import Loaded, open_pair

@@ -35,7 +35,7 @@ def render_costs(result: Mapping[str, Any]) -> str:
     Raises:
         RequestError: ``result`` is not of that form.
     """
-    return _render("cost_report.html", _checked(result, "cost"), cost=_roofline_chart(result))
+    return _render("cost_report.html", _checked(result, "measurement of costs"), cost=_roofline_chart(result))
 
 
 def _checked(result: Mapping[str, Any], kind: str) -> Mapping[str, Any]:

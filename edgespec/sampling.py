@@ -32,7 +32,7 @@ Row = npt.NDArray[np.float32]
 Distribution = npt.NDArray[np.float64]
 
 TOKEN_LANE: Final = 0
-"""Lane of :func:`uniform` that draws the token of a position from the target's distribution or its residual."""
+"""Lane of :func:`uniform` that draws a position's token, from the target's distribution or its residual."""
 ACCEPT_LANE: Final = 1
 """Lane that decides whether the token proposed for a position is accepted."""
 DRAFT_LANE: Final = 2

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import edgespec
-from edgespec import LoadOptions, History, sessions
+from edgespec import History, LoadOptions, sessions
 from edgespec.audit import audit_greedy, audit_sampling
 from edgespec.chi_square import pool_rare, two_samples
 from edgespec.decode import decode
@@ -18,10 +18,10 @@ from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.reading import Reader
-from edgespec.pricing import Pricing
 from edgespec.history.drafter import BestOf
 from edgespec.history.memory import Snapshot
 from edgespec.history.use import HistoryUse
+from edgespec.pricing import Pricing
 from edgespec.prompts import Prompt
 from edgespec.sampling import SamplingParams
 from edgespec.verification import make_verifier

@@ -37,9 +37,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 @pytest.fixture(autouse=True)
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        costs, "memory_bandwidth", lambda threads: memory_bandwidth(threads, size=1 << 20)
-    )
+    monkeypatch.setattr(costs, "memory_bandwidth", lambda threads: memory_bandwidth(threads, size=1 << 20))
 
 
 @pytest.fixture(autouse=True)
@@ -237,5 +235,5 @@ def test_names_are_escaped(bundle: Bundle) -> None:
 
 
 def test_another_format_is_refused() -> None:
-    with pytest.raises(RequestError, match="not the result of a cost):
+    with pytest.raises(RequestError, match="not the result of a measurement of costs"):
         render_costs({"format": 2})

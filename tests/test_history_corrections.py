@@ -14,11 +14,6 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from edgespec.cli import app
-from edgespec.learning.decoder import NumpyDecoder, Reading
-from edgespec.learning.gains import Gains
-from edgespec.learning.lesson import ROWS, Lesson, Table
-from edgespec.learning.trainer import Trainer
-from edgespec.learning.tuning import Example, Tuning
 from edgespec.history import schema
 from edgespec.history.corrections import MOST_DRAFTERS, DrafterKey
 from edgespec.history.manage import History
@@ -26,6 +21,11 @@ from edgespec.history.memory import Delta
 from edgespec.history.ownership import APPLICATION
 from edgespec.history.store import Scope, Store
 from edgespec.history.use import HistoryUse, open_use
+from edgespec.learning.decoder import NumpyDecoder, Reading
+from edgespec.learning.gains import Gains
+from edgespec.learning.lesson import ROWS, Lesson, Table
+from edgespec.learning.trainer import Trainer
+from edgespec.learning.tuning import Example, Tuning
 from edgespec_models.errors import RequestError
 from edgespec_models.tokenizer import Tokenizer
 from tests.histories_for_tests import OTHERS, SCOPE, delta_of, passage_of, stored, text_of

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import edgespec
-from edgespec import LoadOptions, History, sessions
+from edgespec import History, LoadOptions, sessions
 from edgespec.chi_square import pool_rare, two_samples
 from edgespec.decode import decode
 from edgespec.drafting.draft import Source

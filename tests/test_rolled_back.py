@@ -14,12 +14,12 @@ from edgespec.drafting.guard import STAKE, Guard
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Policy
 from edgespec.generation import PreparedRequest, TextStreamer
-from edgespec.pricing import Pricing
 from edgespec.history.drafter import BestOf, HistoryDrafter
 from edgespec.history.entries import Entry, Tally
 from edgespec.history.memory import Delta, Memory, Snapshot
 from edgespec.history.passages import Passage
 from edgespec.history.use import HistoryUse
+from edgespec.pricing import Pricing
 from edgespec.request import Request
 from edgespec.results import Generation, Remarks
 from edgespec.sampling import SamplingParams

@@ -104,8 +104,15 @@ class ToySession(Session):
         cache: the tokens whose keys and values a model would hold.
     """
 
-    def __init__(self, next_logits: NextLogits, vocab_size: int, *, context: int = 4096, chunk: int = 8) -> None:
-        self._next_logits, self._vocab_size, self._context, self._chunk = next_logits, vocab_size, context, chunk
+    def __init__(
+        self, next_logits: NextLogits, vocab_size: int, *, context: int = 4096, chunk: int = 8
+    ) -> None:
+        self._next_logits, self._vocab_size, self._context, self._chunk = (
+            next_logits,
+            vocab_size,
+            context,
+            chunk,
+        )
         self.cache: list[int] = []
         self.passes: list[int] = []
         self.closed = False

@@ -24,9 +24,9 @@ from unittest import mock
 from edgespec.drafting.bridge import ByteBridge
 from edgespec.drafting.guard import Guard
 from edgespec.engine import Model
-from edgespec.learning import Example, Trainer
 from edgespec.history.corrections import DrafterKey
 from edgespec.history.manage import History
+from edgespec.learning import Example, Trainer
 from edgespec.prompts import load_prompts
 from edgespec_models.foreign import open_bundle
 from tools.replay import answers, replay, replayed

@@ -53,9 +53,9 @@ def cost(
 
         edgespec cost ./target --instructions avx2
     """
+    from edgespec.costs import measure_costs
     from edgespec.files import check_writable, write_text
     from edgespec.loading import open_model
-    from edgespec.costs import measure_costs
     from edgespec.sessions import conditions_of
     from edgespec_runtimes.cpu import CpuOptions
 

@@ -11,7 +11,7 @@ from edgespec.cli.console import note, output, size
 from edgespec.cli.options import JsonFlag
 
 if TYPE_CHECKING:
-    from edgespec.history.manage import Amount, LearnedCorrection, LearnedText, History
+    from edgespec.history.manage import Amount, History, LearnedCorrection, LearnedText
 
 __all__ = ["history"]
 

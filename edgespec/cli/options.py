@@ -66,7 +66,9 @@ Threads = Annotated[
     ),
 ]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
-Temperature = Annotated[float, typer.Option(help="0 takes the most likely token, 1 the model's own distribution.")]
+Temperature = Annotated[
+    float, typer.Option(help="0 takes the likeliest token, 1 the model's own distribution.")
+]
 TopK = Annotated[int, typer.Option(help="Keep the K most likely tokens; 0 keeps all.")]
 TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens of this share; 1 keeps all.")]
 MinP = Annotated[float, typer.Option(help="Keep tokens this likely, relative to the likeliest.")]

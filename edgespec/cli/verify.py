@@ -10,9 +10,9 @@ from edgespec.cli.options import (
     Device,
     Drafter,
     DrafterDevice,
+    HistoryName,
     JsonFlag,
     MaxNewTokens,
-    HistoryName,
     PromptsFile,
     Target,
     Threads,
@@ -53,7 +53,7 @@ def verify(
     drafter_device: DrafterDevice = "auto",
     as_json: JsonFlag = False,
 ) -> None:
-    """Check that speculation does not change the output: greedy answers, and the distribution of sampled ones.
+    """Check that speculation does not change the output: greedy answers, the distribution of sampled ones.
 
     Exit code 1 if it does, or if nothing was drafted and so nothing was tested.
 

@@ -19,8 +19,8 @@ class Draft:
 
     Attributes:
         tokens: proposed token ids, in the target's vocabulary.
-        probs: the distribution the tokens were sampled from, float64 ``(len(tokens), vocab)`` over the target's
-            vocabulary; None where the tokens are a function of the context (greedy drafter, n-grams).
+        probs: the distribution the tokens were sampled from, float64 ``(len(tokens), vocab)`` over the
+            target's vocabulary; None where tokens are a function of the context (greedy drafter, n-grams).
         sources: which drafter proposed each token; as long as ``tokens``.
         confidence: for each token, an estimate in [0, 1] that it will be accepted given that those
             before it are; a function of the context and of earlier proposals only.

@@ -6,11 +6,11 @@ from functools import partial
 from typing import Final
 
 from edgespec.drafting.experience import Outcome, Record
-from edgespec.learning.lesson import Lesson, Table
 from edgespec.history.corrections import DrafterKey
 from edgespec.history.entries import Entry, Tally, total_tokens
 from edgespec.history.index import Found, Index
 from edgespec.history.passages import Passage
+from edgespec.learning.lesson import Lesson, Table
 
 __all__ = ["Change", "Delta", "Memory", "Snapshot", "Worth", "keep_best"]
 

@@ -11,9 +11,6 @@ from typing import Final
 
 from edgespec.drafting.experience import Experience, Outcome
 from edgespec.drafting.guard import Guard
-from edgespec.learning.lesson import Table
-from edgespec.learning.trainer import Trainer
-from edgespec.learning.tuning import Tuning
 from edgespec.history.corrections import DrafterKey
 from edgespec.history.drafter import HistoryDrafter
 from edgespec.history.entries import Entry
@@ -22,6 +19,9 @@ from edgespec.history.ownership import is_damage
 from edgespec.history.schema import connect_read_only, set_aside
 from edgespec.history.store import MAX_TOKENS, Scope, Store
 from edgespec.history.writer import Writer
+from edgespec.learning.lesson import Table
+from edgespec.learning.trainer import Trainer
+from edgespec.learning.tuning import Tuning
 from edgespec.results import Remarks
 from edgespec_models.errors import StorageError
 from edgespec_models.tokenizer import Tokenizer

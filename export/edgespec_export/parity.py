@@ -99,8 +99,8 @@ def check_parity(
     Args:
         logits: of each text in turn, float32 ``(rows, head rows)``, in parts of any number of rows.
         golden: the reference.
-        head_tokens: of a trimmed LM head; the distributions are then compared as they are given that the next token
-            is one that both name: kept, and among the reference's most probable.
+        head_tokens: of a trimmed LM head; the distributions are then compared as they are given that the next
+            token is one that both name: kept, and among the reference's most probable.
 
     Raises:
         ParityError: so far apart that the export must be wrong, not only quantized.
