@@ -65,7 +65,9 @@ def test_figures_are_as_the_tool_draws_them() -> None:
         assert same, f"{path.name} is not what figures.json says; run python -m tools.picture"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "figures").glob("*.svg")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "docs" / "figures").glob("*.svg")), ids=lambda path: path.name
+)
 def test_pictures_are_drawings_for_light_and_dark_pages(path: Path) -> None:
     drawing = ElementTree.parse(path).getroot()
     style = drawing.find("{http://www.w3.org/2000/svg}style")

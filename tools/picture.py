@@ -18,8 +18,8 @@ _ROOT: Final = Path(__file__).parents[1]
 _PAGES: Final = ("README.md", "docs/benchmarks.md")
 _END: Final = "<!-- figures: end -->"
 _WIDTH, _HEIGHT, _TOP, _BOTTOM = 960, 380, 76, 316
-_LEFT, _RIGHT = 64, 376  # of the lines; their names follow on the right
-_BARS, _LONGEST, _STEP = 668, 212, 30  # where bars begin, how long and how far apart they are
+_LEFT, _RIGHT = 64, 348  # of the lines; their names follow on the right
+_BARS, _LONGEST, _STEP = 694, 192, 30  # where bars begin, how long and how far apart they are
 
 
 def drawn(root: Path = _ROOT) -> dict[Path, str]:
@@ -64,7 +64,8 @@ def _picture(figures: Mapping[str, Any], style: str) -> str:
 
 def _lines(passes: Mapping[str, Any]) -> list[str]:
     """T(n) of each runtime: a line over the number of rows."""
-    rows, times = passes["rows"], passes["milliseconds"]
+    rows: list[float] = passes["rows"]
+    times: dict[str, list[float]] = passes["milliseconds"]
     marks = ticks(max(map(max, times.values())))
 
     def x(n: float) -> float:
@@ -89,7 +90,7 @@ def _lines(passes: Mapping[str, Any]) -> list[str]:
 def _bars(speeds: Mapping[str, Any]) -> list[str]:
     """Tokens per second of each runtime and mode: a bar each."""
     most = max(value for *_, value in speeds["tokens_per_s"])
-    parts = [_text(_BARS - 172, 40, speeds["title"], "title")]
+    parts = [_text(_BARS - 204, 40, speeds["title"], "title")]
     for row, (name, mode, value) in enumerate(speeds["tokens_per_s"]):
         y, length = _TOP + _STEP * row, value / most * _LONGEST
         kind = f"{_class(name)} bar"
