@@ -99,9 +99,9 @@ def _show(result: Mapping[str, Any]) -> None:
     _say(_bounds(result))
     free = result["free_rows"]
     _say(
-        f"Up to {free} rows cost within a tenth of a single row; guesses checked for nothing: {free - 1}."
+        f"Up to {free} rows cost within a tenth of a single row: {free - 1} guesses are checked for nothing."
         if free > 1
-        else "No second row is free: a pass over 2 costs more than a tenth more than one over 1."
+        else "No second row is free: a pass over 2 takes over a tenth longer than one over 1."
     )
     if result["role"] == "target":
         _say("\nProposals that cost nothing to make (n-grams), by the share of them accepted:\n")
