@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from edgespec.engine import LoadOptions, Model, TextStreamer, load
+    from edgespec.grammar import AnyJson, Choice, JsonSchema, Lark, Regex
     from edgespec.history.manage import History
     from edgespec.request import RequestOptions
     from edgespec.results import Generation, GenerationStats, SourceStats
@@ -28,6 +29,11 @@ __all__ = [
     "GenerationStats",
     "SourceStats",
     "History",
+    "JsonSchema",
+    "Regex",
+    "Lark",
+    "Choice",
+    "AnyJson",
     "devices",
     "Device",
     "EdgespecError",
@@ -39,6 +45,11 @@ _HOMES = {
     "LoadOptions": "edgespec.engine",
     "TextStreamer": "edgespec.engine",
     "History": "edgespec.history.manage",
+    "JsonSchema": "edgespec.grammar",
+    "Regex": "edgespec.grammar",
+    "Lark": "edgespec.grammar",
+    "Choice": "edgespec.grammar",
+    "AnyJson": "edgespec.grammar",
     "RequestOptions": "edgespec.request",
     "Generation": "edgespec.results",
     "GenerationStats": "edgespec.results",
