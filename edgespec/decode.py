@@ -57,7 +57,8 @@ def decode(
         target.truncate(len(tokens) - 1)
         limit = min(max_draft, end - len(tokens) - 1)
         accepted = min(verdict.accepted, len(new))
-        step = Step(new, draft, accepted, drafted - started, passed - drafted, clock() - started)
+        logprobs = verdict.logprobs[: len(new)]
+        step = Step(new, draft, accepted, drafted - started, passed - drafted, clock() - started, logprobs)
         policy.observe(step)
         yield step
 
