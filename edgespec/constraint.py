@@ -28,23 +28,26 @@ class Allowed:
         return bool(self._words[token >> 5] >> (token & 31) & 1)
 
     @property
-    def first(self) -> int:
-        """The lowest of them."""
-        at = int(self._words.astype(bool).argmax())
-        word = int(self._words[at])
-        return 32 * at + (word & -word).bit_length() - 1
+    def tokens(self) -> list[int]:
+        """All of them, the lowest first."""
+        return [int(token) for token in np.flatnonzero(self._bits())]
 
     @property
     def only(self) -> int | None:
         """The token that has to come; None where there is a choice."""
-        words = self._words[self._words != 0]
-        return self.first if len(words) == 1 and int(words[0]).bit_count() == 1 else None
+        (at,) = np.nonzero(self._words)
+        if len(at) != 1 or int(self._words[at[0]]).bit_count() != 1:
+            return None
+        return 32 * int(at[0]) + int(self._words[at[0]]).bit_length() - 1
 
     def forbid_others(self, row: npt.NDArray[np.float32]) -> None:
         """Set the logits of all other tokens, float32 ``(vocab,)``, to minus infinity."""
-        bits = np.unpackbits(self._words.view(np.uint8), bitorder="little")[: len(row)]
+        bits = self._bits()[: len(row)]
         np.copyto(row[: len(bits)], -np.inf, where=bits == 0)
         row[len(bits) :] = -np.inf
+
+    def _bits(self) -> npt.NDArray[np.uint8]:
+        return np.unpackbits(self._words.view(np.uint8), bitorder="little")
 
 
 class Constraint:
@@ -77,8 +80,8 @@ class Constraint:
         Raises:
             RequestError: it cannot; with llguidance's message.
         """
-        first = self.allowed(()).first
-        if first not in self._ends:
+        first = next((token for token in self.allowed(()).tokens if token not in self._ends), None)
+        if first is not None:
             self._move([first])
             self._move([])
             self._check()
