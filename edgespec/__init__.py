@@ -11,11 +11,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from edgespec.drafting.custom import Drafter
+    from edgespec.drafting.draft import Draft, Step
     from edgespec.engine import LoadOptions, Model, TextStreamer, load
     from edgespec.grammar import AnyJson, Choice, JsonSchema, Lark, Regex
     from edgespec.history.manage import History
     from edgespec.request import RequestOptions
     from edgespec.results import Generation, GenerationStats, SourceStats
+    from edgespec.tools import ToolCall
     from edgespec_models.errors import EdgespecError
     from edgespec_runtimes.discovery import Device, devices
 
@@ -28,6 +31,10 @@ __all__ = [
     "Generation",
     "GenerationStats",
     "SourceStats",
+    "ToolCall",
+    "Drafter",
+    "Draft",
+    "Step",
     "History",
     "JsonSchema",
     "Regex",
@@ -54,6 +61,10 @@ _HOMES = {
     "Generation": "edgespec.results",
     "GenerationStats": "edgespec.results",
     "SourceStats": "edgespec.results",
+    "ToolCall": "edgespec.tools",
+    "Drafter": "edgespec.drafting.custom",
+    "Draft": "edgespec.drafting.draft",
+    "Step": "edgespec.drafting.draft",
     "devices": "edgespec_runtimes.discovery",
     "Device": "edgespec_runtimes.discovery",
     "EdgespecError": "edgespec_models.errors",

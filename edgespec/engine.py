@@ -1,6 +1,6 @@
 """The SDK: load a target and a drafter, generate, stream, chat."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -8,13 +8,15 @@ from threading import Lock
 from time import perf_counter
 from typing import Annotated, Self, Unpack
 
+from edgespec.choices import answers
 from edgespec.drafting.ahead import Beside
+from edgespec.drafting.custom import Custom, Drafter
 from edgespec.drafting.draft import Clock, Extending
 from edgespec.drafting.guard import Guard
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.side import DrafterSide, Part
-from edgespec.encoding import Messages, encode_chat, encode_text
+from edgespec.encoding import Messages, Prompt, count_tokens, detokenize, tokenize, tool_reader
 from edgespec.generation import PreparedRequest, TextStreamer
 from edgespec.history.corrections import DrafterKey
 from edgespec.history.drafter import BestOf
@@ -23,11 +25,10 @@ from edgespec.history.store import Scope
 from edgespec.history.use import HistoryUse, open_use
 from edgespec.loading import NGRAM, Reference, open_model, recommended_drafter
 from edgespec.pricing import Pricing
-from edgespec.request import Request, RequestOptions
+from edgespec.request import Request, RequestOptions, with_options
 from edgespec.results import Generation, Remarks
 from edgespec.sessions import Loaded, open_pair
 from edgespec_export.recipe import WEIGHTS
-from edgespec_models.bundle import Bundle
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_models.schema import check_fields, checked, form, length, one_of, within
@@ -76,7 +77,7 @@ class LoadOptions:
 @checked
 def load(
     target: Reference,
-    drafter: Reference | None = "auto",
+    drafter: Reference | Drafter | None = "auto",
     *,
     options: LoadOptions | None = None,
     history: Reference | None = None,
@@ -91,7 +92,7 @@ def load(
             is), a GGUF file, a Hugging Face directory (``config.json`` and safetensors), a catalogue name, or
             ``hf:OWNER/REPO`` on the hub. Names are pulled, checkpoints exported, at first use.
         drafter: the same; ``"auto"`` takes the catalogue's recommendation, ``"ngram"`` drafts from the text
-            alone, None is plain decoding.
+            alone, a :class:`Drafter` of your own drafts beside that, None is plain decoding.
         options: threads and limits.
         history: a name or a file: what answers teach is kept there and drafted from, across requests and
             restarts (:class:`edgespec.history.History`). With None nothing is written anywhere.
@@ -122,7 +123,8 @@ def load(
     if drafter == "auto":
         drafter = recommended_drafter(target_bundle)
     drafter_bundle, drafter_placement = None, None
-    if drafter is not None and drafter != NGRAM:
+    own = drafter if isinstance(drafter, Drafter) else None
+    if isinstance(drafter, str | Path) and drafter != NGRAM:
         drafter_bundle = open_model(
             drafter, "drafter", weights=options.weights, device=made_for[1], progress=progress
         )
@@ -135,7 +137,12 @@ def load(
     )
     loaded = open_pair(target_bundle, drafter_bundle, cpu, (placement, drafter_placement))
     model = Model(
-        loaded, options=options, drafts=drafter is not None, clock=perf_counter, beside=_beside(loaded)
+        loaded,
+        options=options,
+        drafts=drafter is not None,
+        clock=perf_counter,
+        beside=_beside(loaded),
+        own=own,
     )
     if history is not None:
         model.use_history(history)
@@ -162,6 +169,7 @@ class Model:
         drafts: whether requests draft.
         clock: times everything.
         beside: lets the drafter go on while the target verifies; None where both run on one device.
+        own: an app's own drafter.
 
     Attributes:
         target: the target's bundle.
@@ -178,7 +186,9 @@ class Model:
         drafts: bool = True,
         clock: Clock = perf_counter,
         beside: Beside | None = None,
+        own: Drafter | None = None,
     ) -> None:
+        self._own = None if own is None else Custom(own, loaded.target.session.vocab_size)
         self.target, self.options = loaded.target.bundle, options
         self.drafter = None if loaded.drafter is None else loaded.drafter.bundle
         self.cost_curve: CostCurve = loaded.target.curve
@@ -253,6 +263,8 @@ class Model:
     @property
     def drafter_name(self) -> str | None:
         """The drafter's name; ``ngram`` for n-grams alone, None for plain decoding."""
+        if self._own is not None:
+            return self._own.name
         if self.drafter is not None:
             return self.drafter.manifest.name
         return NGRAM if self._drafts else None
@@ -285,33 +297,48 @@ class Model:
         """Whether the target's passes give the same bits for any number of rows (then greedy is exact)."""
         return self._session.row_exact
 
+    @with_options
     def generate(self, prompt: str, **options: Unpack[RequestOptions]) -> Generation:
         """Continue ``prompt`` and return the whole result; see :class:`edgespec.RequestOptions`.
 
         Raises:
             RequestError: an option out of range, or a prompt that does not fit the context.
         """
-        return self.stream(prompt, **options).run()
+        return answers(options, lambda each: self.stream(prompt, **each).run())
 
+    @with_options
     def chat(self, messages: Messages, **options: Unpack[RequestOptions]) -> Generation:
         """Answer a conversation in the model's own chat template; like :meth:`generate` otherwise.
 
         Args:
-            messages: mappings with ``role`` (system, user, assistant) and ``content``.
+            messages: mappings with ``role`` (system, developer, user, assistant, tool) and ``content``.
             options: see :class:`edgespec.RequestOptions`.
         """
-        return self.stream_chat(messages, **options).run()
+        return answers(options, lambda each: self.stream_chat(messages, **each).run())
 
+    @with_options
     @checked
     def stream(self, prompt: Annotated[str, length(1)], **options: Unpack[RequestOptions]) -> TextStreamer:
         """Like :meth:`generate`, piece by piece: iterate over text, then read ``.result``."""
-        return self._start(lambda bundle: encode_text(bundle, prompt), Request.of(options))
+        return self._start(prompt, Request.one(options))
 
+    @with_options
     def stream_chat(self, messages: Messages, **options: Unpack[RequestOptions]) -> TextStreamer:
         """Like :meth:`chat`, piece by piece: iterate over text, then read ``.result``."""
-        if self.target.chat_template is None:
-            raise RequestError(f"{self.name} has no chat template; use generate, or another model")
-        return self._start(lambda bundle: encode_chat(bundle, messages), Request.of(options))
+        return self._start(messages, Request.one(options))
+
+    @with_options
+    def count_tokens(self, said: str | Messages, **options: Unpack[RequestOptions]) -> int:
+        """See :func:`edgespec.encoding.count_tokens`."""
+        return count_tokens(self.target, said, Request.of(options))
+
+    def tokenize(self, text: str) -> list[int]:
+        """See :func:`edgespec.encoding.tokenize`."""
+        return tokenize(self.target, text)
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        """See :func:`edgespec.encoding.detokenize`."""
+        return detokenize(self.target, tokens)
 
     def _end_request(self) -> None:
         if self._stream is not None:
@@ -319,25 +346,20 @@ class Model:
         if self._side is not None:
             self._side.stop()
 
-    def _start(self, encode: Callable[[Bundle], list[int]], request: Request) -> TextStreamer:
-        """A new request, which ends the one before: both sessions hold one text.
-
-        ``encode`` gives the prompt in a bundle's own tokens and chat template.
-        """
-        tokens = encode(self.target)
-        if not tokens:
-            raise RequestError("the prompt is empty; give at least one character")
+    def _start(self, said: str | Messages, request: Request) -> TextStreamer:
+        """A new request, which ends the one before: both sessions hold one text."""
+        request.check_vocabulary(self._session.vocab_size)
+        prompt = Prompt.of(said, request)
+        tokens = prompt.tokens(self.target)
         with self._starting:
             self._end_request()
-            self._stream = TextStreamer(self._prepared(tokens, encode, request))
+            self._stream = TextStreamer(self._prepared(tokens, prompt, request))
         return self._stream
 
-    def _prepared(
-        self, tokens: list[int], encode: Callable[[Bundle], list[int]], request: Request
-    ) -> PreparedRequest:
+    def _prepared(self, tokens: list[int], prompt: Prompt, request: Request) -> PreparedRequest:
         self._session.reserve(len(tokens) + request.max_new_tokens)
-        side = self._side if request.speculate else None
-        of_drafter = [] if side is None else side.prompt(tokens, encode)
+        side = self._side if request.speculate and request.drafter is None else None
+        of_drafter = [] if side is None else side.prompt(tokens, prompt.drafter_tokens)
         return PreparedRequest(
             session=self._session,
             tokenizer=self.target.tokenizer,
@@ -345,6 +367,7 @@ class Model:
             request=request,
             eos=frozenset(self.target.manifest.special_tokens.eos) if request.stop_at_eos else frozenset(),
             max_draft=self.options.max_draft,
+            reader=tool_reader(self.target, request),
             begin=partial(self._begin, tokens.copy(), of_drafter, request),
             clock=self._clock,
         )
@@ -352,14 +375,17 @@ class Model:
     def _begin(self, prompt: list[int], of_drafter: list[int], request: Request) -> Policy:
         """The policy of a request; ``of_drafter`` is its prompt as the drafter reads it."""
         side, remarks = self._side, Remarks()
-        if not self._drafts or not request.speculate:
+        if not request.speculate or not (self._drafts or request.drafter):
             remarks.speculation_off_reason = "speculate=False" if self._drafts else "the drafter is None"
             return self._policy(None, None if side is None else Part(side.trainer), remarks)
         free: Extending = NgramDrafter()
         if self._history is not None:
             free = BestOf(free, self._history.begin(self._history_guard, remarks))
         part = None
-        if side is not None:
+        own = self._own if request.drafter is None else Custom(request.drafter, self._session.vocab_size)
+        if own is not None:
+            part = Part(None if side is None else side.trainer, own)
+        elif side is not None:
             longest = self.options.max_draft
             part = side.begin(prompt, of_drafter, request, max_draft=longest, remarks=remarks)
         return self._policy(free, part, remarks)

@@ -12,7 +12,7 @@ from edgespec.drafting.draft import Clock, Step
 from edgespec.drafting.policy import Policy
 from edgespec.request import Request
 from edgespec.results import FinishReason, Generation, GenerationStats, Remarks, SourceStats
-from edgespec.verification import make_verifier
+from edgespec.tools import ToolCall, ToolReader
 from edgespec_models.errors import Cancelled, RequestError
 from edgespec_models.text_stream import TextStream
 from edgespec_models.tokenizer import Tokenizer
@@ -35,8 +35,13 @@ class PreparedRequest:
     request: Request
     eos: frozenset[int]
     max_draft: int
+    reader: ToolReader | None = None
     begin: Callable[[], Policy]
     clock: Clock = perf_counter
+
+    def calls(self, answer: Sequence[int]) -> tuple[str, tuple[ToolCall, ...]]:
+        """The text around the tool calls in ``answer``, and these; nothing where no tools were shown."""
+        return ("", ()) if self.reader is None else self.reader.read(self.tokens, answer)
 
 
 class TextStreamer:
@@ -132,7 +137,10 @@ class TextStreamer:
         if rest:
             text.append(rest)
         new = tuple(prepared.tokens[prompt["prompt_tokens"] :])
-        self._result = Generation("".join(text), new, reason, _statistics(steps, policy.remarks, **prompt))
+        stats = _statistics(steps, policy.remarks, **prompt)
+        content, calls = prepared.calls(new)
+        reason = "tool_calls" if calls and reason == "stop" else reason
+        self._result = Generation("".join(text), new, reason, stats, calls, content)
         if rest:
             yield rest
 
@@ -141,7 +149,7 @@ class TextStreamer:
         return decode(
             prepared.session,
             policy,
-            make_verifier(request.sampling),
+            request.verifier(),
             prepared.tokens,
             max_new_tokens=request.max_new_tokens,
             max_draft=prepared.max_draft,

@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from edgespec.tools import ToolCall
+
 __all__ = ["FinishReason", "Generation", "GenerationStats", "Remarks", "SourceStats"]
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "closed", "tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +134,35 @@ class GenerationStats:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The result of a request. ``text`` is the generated text without the stop string."""
+    """The result of a request.
+
+    Attributes:
+        text: the generated text, without the stop string.
+        tokens: all that were committed; the last may reach into the stop string.
+        finish_reason: why it ended.
+        stats: what it cost.
+        tool_calls: functions that the model asks to have called; the text holds them too, as it wrote them.
+        content: the text around those calls; empty without any.
+        others: further answers to the same prompt, where the request asks for several.
+    """
 
     text: str
     tokens: tuple[int, ...]
     finish_reason: FinishReason
     stats: GenerationStats
+    tool_calls: tuple[ToolCall, ...] = ()
+    content: str = ""
+    others: tuple["Generation", ...] = ()
+
+    @property
+    def choices(self) -> tuple["Generation", ...]:
+        """All answers to the prompt, this one first."""
+        return (self, *self.others)
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message, for the messages of the conversation's next request."""
+        if not self.tool_calls:
+            return {"role": "assistant", "content": self.text}
+        calls = [call.to_message() for call in self.tool_calls]
+        return {"role": "assistant", "content": self.content, "tool_calls": calls}

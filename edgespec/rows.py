@@ -62,10 +62,10 @@ class Rows:
             EdgespecError: the row was not a distribution (it held NaN, or nothing finite).
             RequestError: the steps have left no token.
         """
-        original = predictions.logits[len(drafted)]
+        original: Row = predictions.logits[len(drafted)]
         if not self._steps:
             return original
-        row = original.copy()
+        row: Row = original.copy()
         for step in self._steps:
             step.apply(row, drafted)
         if not np.isfinite(row.max()):

@@ -5,13 +5,14 @@ never dropped because of what it is: that would change the distribution of the o
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from edgespec.drafting.draft import Draft, TokenLogprob
+from edgespec.drafting.draft import Draft
+from edgespec.logprobs import log_probabilities, most_likely
 from edgespec.rows import Rows, RowStep, steps_of
 from edgespec.sampling import (
     ACCEPT_LANE,
@@ -39,12 +40,14 @@ __all__ = [
 class Verdict:
     """How many proposals of a draft are kept, from the first on, and the token that follows them.
 
-    ``logprobs`` are of all these tokens, where they are asked for.
+    ``logprobs`` and ``top_logprobs`` are of all these tokens, where they are asked for, as in
+    :class:`~edgespec.drafting.draft.Step`.
     """
 
     accepted: int
     token: int
-    logprobs: tuple[TokenLogprob, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
 class Verifier(Protocol):
@@ -65,17 +68,22 @@ class Verifier(Protocol):
         """
 
 
-def make_verifier(params: SamplingParams, masks: Sequence[RowStep] = ()) -> Verifier:
+def make_verifier(
+    params: SamplingParams, masks: Sequence[RowStep] = (), top_logprobs: int | None = None
+) -> Verifier:
     """The verifier of one request. Without ``params.seed`` it draws its own.
 
     Args:
         params: how tokens are chosen.
         masks: what else changes the rows, behind all that ``params`` change: a grammar, for one.
+        top_logprobs: of how many tokens a place verdicts say the log probabilities, besides those of the
+            tokens that are kept; None says none.
     """
     rows = Rows([*steps_of(params), *masks])
+    verify: Verifier = GreedyVerifier(rows) if rows.changed else verify_greedy
     if not params.greedy:
-        return SamplingVerifier(params, resolve_seed(params), rows)
-    return GreedyVerifier(rows) if rows.changed else verify_greedy
+        verify = SamplingVerifier(params, resolve_seed(params), rows)
+    return verify if top_logprobs is None else _telling(verify, top_logprobs)
 
 
 def verify_greedy(predictions: Predictions, draft: Draft, tokens: Sequence[int]) -> Verdict:
@@ -144,6 +152,22 @@ class SamplingVerifier:
             probs = residual if residual.any() else p
             return Verdict(i, draw(probs, uniform(self._seed, len(tokens) + i, TOKEN_LANE)))
         return Verdict(len(draft.tokens), sample(len(draft.tokens)))
+
+
+def _telling(verify: Verifier, top: int) -> Verifier:
+    """``verify``, with the log probabilities of all that it keeps, by the target's own rows."""
+
+    def verify_and_tell(predictions: Predictions, draft: Draft, tokens: Sequence[int]) -> Verdict:
+        verdict = verify(predictions, draft, tokens)
+        kept = (*draft.tokens[: verdict.accepted], verdict.token)
+        rows = [log_probabilities(row) for row in predictions.logits[: len(kept)]]
+        return replace(
+            verdict,
+            logprobs=tuple(float(row[token]) for row, token in zip(rows, kept, strict=True)),
+            top_logprobs=tuple(most_likely(row, top) for row in rows),
+        )
+
+    return verify_and_tell
 
 
 def _accept_while_equal(draft: Draft, choose: Callable[[int], int]) -> Verdict:

@@ -39,7 +39,7 @@ def test_rows_are_those_of_the_definitions(
     while True:
         drafted = data.draw(texts)
         rows.begin(prompt + output[:done])
-        matrix = np.stack([data.draw(logits) for _ in range(len(drafted) + 1)])
+        matrix: Logits = np.stack([data.draw(logits) for _ in range(len(drafted) + 1)])
         before = matrix.copy()
         for i in range(len(drafted) + 1):
             got = rows.row(Predictions(matrix), drafted[:i])

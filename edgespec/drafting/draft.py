@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Clock", "Draft", "Extending", "NO_DRAFT", "Observer", "Source", "Step", "TokenLogprob"]
+__all__ = ["Clock", "Draft", "Extending", "NO_DRAFT", "Observer", "Source", "Step"]
 
 Clock = Callable[[], float]
 """Seconds since some moment."""
@@ -54,19 +54,6 @@ NO_DRAFT = Draft()
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """How likely the target found a token, by its own distribution: before temperature, penalties and masks.
-
-    Attributes:
-        logprob: natural logarithm of the probability.
-        top: the most likely tokens at this place with theirs, the most likely first, the lowest id of equals.
-    """
-
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Step:
     """One round of decoding.
 
@@ -77,7 +64,8 @@ class Step:
         drafter_s: seconds spent proposing.
         target_s: seconds of the target's pass.
         seconds: of the whole round.
-        logprobs: of every committed token, where the request asks for them.
+        logprobs: of each token, in nats; empty unless asked for.
+        top_logprobs: the most probable tokens in place of each, and their logarithms; empty unless asked for.
     """
 
     tokens: tuple[int, ...]
@@ -86,7 +74,8 @@ class Step:
     drafter_s: float = 0.0
     target_s: float = 0.0
     seconds: float = 0.0
-    logprobs: tuple[TokenLogprob, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
 
     @property
     def judged(self) -> tuple[int, ...]:
