@@ -62,11 +62,11 @@ class Constraint:
     Args:
         matcher: llguidance's, behind the empty text.
         ends: tokens that end a text.
-        prompt_length: tokens before those that the grammar is about.
     """
 
-    def __init__(self, matcher: "LLMatcher", ends: Collection[int], prompt_length: int) -> None:
-        self._matcher, self._ends, self._prompt_length = matcher, ends, prompt_length
+    def __init__(self, matcher: "LLMatcher", ends: Collection[int]) -> None:
+        self._matcher, self._ends = matcher, ends
+        self._prompt_length: int | None = None
         self._committed: list[int] = []
         self._ended = False
         self._read: list[int] = []  # by the matcher: what is committed and proposals
@@ -87,11 +87,13 @@ class Constraint:
             self._check()
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """A round begins behind ``tokens``, all that are committed, the prompt among them.
+        """A round begins behind ``tokens``, all that are committed; the first round's are the prompt.
 
         Raises:
-            RequestError: they are not what the grammar allows.
+            RequestError: what follows the prompt is not what the grammar allows.
         """
+        if self._prompt_length is None:
+            self._prompt_length = len(tokens)
         answer = list(tokens[self._prompt_length :])
         self._ended = bool(answer) and answer[-1] in self._ends
         self._committed = answer[:-1] if self._ended else answer

@@ -7,8 +7,10 @@ from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
+from edgespec.constraint import Constraint
 from edgespec.decode import decode
 from edgespec.drafting.draft import Clock, Step
+from edgespec.drafting.forced import Forced
 from edgespec.drafting.policy import Policy
 from edgespec.request import Request
 from edgespec.results import FinishReason, Generation, GenerationStats, Remarks, SourceStats
@@ -36,7 +38,8 @@ class PreparedRequest:
     eos: frozenset[int]
     max_draft: int
     reader: ToolReader | None = None
-    begin: Callable[[], Policy]
+    constraint: Constraint | None = None
+    begin: Callable[[], Policy | Forced]
     clock: Clock = perf_counter
 
     def calls(self, answer: Sequence[int]) -> tuple[str, tuple[ToolCall, ...]]:
@@ -121,13 +124,14 @@ class TextStreamer:
                     piece = stream.push(step.tokens)
                     given_at = prepared.clock()
                     prompt["decode_s"] = given_at - first_at - held_s
-                    if step.tokens[-1] in prepared.eos or stream.stopped:
+                    over = prepared.constraint is not None and prepared.constraint.ends(prepared.tokens)
+                    if over or step.tokens[-1] in prepared.eos or stream.stopped:
                         reason = "stop"
                     if piece:
                         text.append(piece)
                         yield piece
                         held_s += prepared.clock() - given_at
-                    if stream.stopped:
+                    if over or stream.stopped:
                         break
         except Cancelled:
             reason = "cancelled"
@@ -144,12 +148,13 @@ class TextStreamer:
         if rest:
             yield rest
 
-    def _rounds(self, policy: Policy) -> Iterator[Step]:
+    def _rounds(self, policy: Policy | Forced) -> Iterator[Step]:
         prepared, request = self._prepared, self._prepared.request
+        masks = [] if prepared.constraint is None else [prepared.constraint]
         return decode(
             prepared.session,
             policy,
-            request.verifier(),
+            request.verifier(masks),
             prepared.tokens,
             max_new_tokens=request.max_new_tokens,
             max_draft=prepared.max_draft,

@@ -148,12 +148,8 @@ class Grammars:
         # llguidance wants an end: a model without one gets an id that it cannot write.
         self._ends = frozenset(eos or (tokenizer.vocab_size,))
 
-    def begin(self, wanted: ResponseFormat, prompt_length: int) -> Constraint:
+    def constraint(self, wanted: ResponseFormat) -> Constraint:
         """What one request's answer may be.
-
-        Args:
-            wanted: the format.
-            prompt_length: tokens of the request's prompt; the answer begins behind them.
 
         Raises:
             RequestError: llguidance is not installed, or it refuses the format; with its message.
@@ -174,7 +170,7 @@ class Grammars:
         limits = LLParserLimits(
             max_lexer_states=_MAX_LEXER_STATES, max_grammar_size=_MAX_GRAMMAR_SIZE, verbose_errors=False
         )
-        constraint = Constraint(LLMatcher(vocabulary, text, log_level=0, limits=limits), self._ends, prompt_length)
+        constraint = Constraint(LLMatcher(vocabulary, text, log_level=0, limits=limits), self._ends)
         constraint.try_out()
         return constraint
 

@@ -80,7 +80,7 @@ def write(
     params: SamplingParams = GREEDY,
 ) -> tuple[list[int], list[Step]]:
     """What a random target writes under a format: its answer, and the rounds."""
-    constraint = grammars(kind).begin(wanted, len(PROMPT))
+    constraint = grammars(kind).constraint(wanted)
     target = ToySession(markov(seed, tokenizer(kind).vocab_size), tokenizer(kind).vocab_size)
     source, tokens, steps = source_of(constraint), [*PROMPT], list[Step]()
     rounds = decode(
@@ -192,7 +192,7 @@ def test_forced_tokens_are_drafts_that_are_always_accepted(kind: str) -> None:
 
 
 def test_a_draft_is_cut_where_the_grammar_forbids_it_and_what_is_forced_follows() -> None:
-    constraint = grammars("byte").begin(Choice(["12x", "12y3456789"]), 0)
+    constraint = grammars("byte").constraint(Choice(["12x", "12y3456789"]))
     y, other, one = tokenizer("byte").encode_bytes(b"yx1")
 
     class Proposing(Deaf):
@@ -220,11 +220,11 @@ def test_the_grammar_follows_what_is_taken_back() -> None:
     """Proposals are read, rolled back and read again; masks stay those of a fresh constraint."""
     wanted = Regex("(the|that|[a-f]{2}){1,4}")
     spell = tokenizer("byte").encode
-    used = grammars("byte").begin(wanted, 0)
+    used = grammars("byte").constraint(wanted)
     for said in (["the", "that"], ["a", "b", "the"], [], ["th", "a", "t", "f"]):
         drafted = [token for part in said for token in spell(part)]
         for at in range(len(drafted) + 1):
-            fresh = grammars("byte").begin(wanted, 0)
+            fresh = grammars("byte").constraint(wanted)
             row, other = np.zeros((2, 410), np.float32)
             used.apply(row, drafted[:at])
             fresh.apply(other, drafted[:at])

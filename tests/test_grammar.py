@@ -77,18 +77,18 @@ REFUSED: list[tuple[ResponseFormat, str]] = [
 def test_what_fits_the_format_can_be_written(
     wanted: ResponseFormat, text: str, tokenizer: Tokenizer, grammars: Grammars
 ) -> None:
-    assert spelled(grammars.begin(wanted, 0), tokenizer, text)
+    assert spelled(grammars.constraint(wanted), tokenizer, text)
 
 
 @pytest.mark.parametrize("wanted, text", REFUSED)
 def test_what_does_not_fit_cannot(wanted: ResponseFormat, text: str) -> None:
-    assert not spelled(GRAMMARS.begin(wanted, 0), BYTE, text)
+    assert not spelled(GRAMMARS.constraint(wanted), BYTE, text)
 
 
 def test_properties_and_required_ones_are_followed() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    assert spelled(GRAMMARS.begin(JsonSchema(schema), 0), BYTE, '{"a": 3}')
-    assert not spelled(GRAMMARS.begin(JsonSchema(json.dumps(schema)), 0), BYTE, "{}")
+    assert spelled(GRAMMARS.constraint(JsonSchema(schema)), BYTE, '{"a": 3}')
+    assert not spelled(GRAMMARS.constraint(JsonSchema(json.dumps(schema))), BYTE, "{}")
 
 
 BAD: list[tuple[Callable[[], ResponseFormat], str]] = [
@@ -117,7 +117,7 @@ def test_a_bad_format_is_refused_at_once_with_the_reason(
     make: Callable[[], ResponseFormat], said: str
 ) -> None:
     with pytest.raises(RequestError, match=said):
-        GRAMMARS.begin(make(), 0)
+        GRAMMARS.constraint(make())
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_what_is_no_format_is_refused_when_it_is_made(make: Callable[[], Any], s
 @given(st.text(max_size=40), st.sampled_from([JsonSchema, Regex, Lark]))
 def test_any_text_compiles_or_is_refused(text: str, kind: Callable[[str], ResponseFormat]) -> None:
     try:
-        constraint = GRAMMARS.begin(kind(text), 0)
+        constraint = GRAMMARS.constraint(kind(text))
     except RequestError:
         return
     assert constraint.allowed(()).tokens
@@ -177,7 +177,7 @@ def test_hostile_formats_end_soon_and_leave_the_process_whole(name: str) -> None
         "from tests.test_grammar import GRAMMARS, HOSTILE\n"
         "from edgespec_models.errors import RequestError\n"
         "try:\n"
-        "    GRAMMARS.begin(HOSTILE[sys.argv[1]](), 0).allowed(())\n"
+        "    GRAMMARS.constraint(HOSTILE[sys.argv[1]]()).allowed(())\n"
         "except RequestError as error:\n"
         "    print(error)\n"
     )
@@ -190,7 +190,7 @@ def test_hostile_formats_end_soon_and_leave_the_process_whole(name: str) -> None
 def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(RequestError, match=r'pip install "edgespec\[structured\]"'):
-        GRAMMARS.begin(AnyJson(), 0)
+        GRAMMARS.constraint(AnyJson())
 
 
 def test_nothing_loads_the_package_before_a_format_asks_for_it() -> None:
@@ -214,13 +214,13 @@ def test_masks(tokens: set[int], width: int) -> None:
 
 
 def test_special_tokens_and_padding_are_never_allowed_but_the_end() -> None:
-    mask = GRAMMARS.begin(Regex("(?s).*"), 0).allowed(())
+    mask = GRAMMARS.constraint(Regex("(?s).*")).allowed(())
     assert {token for token in mask.tokens if BYTE.is_special(token) or not BYTE.token_bytes(token)} == {END}
     assert len(mask.tokens) > 300
 
 
 def test_what_spells_a_special_token_is_text() -> None:
-    constraint = GRAMMARS.begin(Choice(["<|im_start|>"]), 0)
+    constraint = GRAMMARS.constraint(Choice(["<|im_start|>"]))
     tokens: list[int] = []
     while (only := constraint.allowed(tokens).only) is not None and not constraint.completes([*tokens, only]):
         tokens.append(only)
@@ -228,21 +228,24 @@ def test_what_spells_a_special_token_is_text() -> None:
 
 
 def test_a_model_without_an_end_ends_where_the_grammar_does() -> None:
-    constraint = Grammars(BYTE, ()).begin(Choice(["a"]), 1)
+    constraint = Grammars(BYTE, ()).constraint(Choice(["a"]))
     (a,) = BYTE.encode("a")
+    constraint.begin([5])
     assert constraint.allowed(()).only == a
     assert not constraint.ends([5]) and constraint.ends([5, a])
 
 
 def test_an_answer_ends_with_the_token_that_ends_texts() -> None:
-    constraint = GRAMMARS.begin(Regex("a+"), 1)
+    constraint = GRAMMARS.constraint(Regex("a+"))
     (a,) = BYTE.encode("a")
+    constraint.begin([5])
     assert not constraint.ends([5, a, a]) and constraint.ends([5, a, a, END])
     assert constraint.completes([END]) and not constraint.ends([5, a])
 
 
 def test_a_text_that_the_grammar_forbids_is_an_error() -> None:
-    constraint = GRAMMARS.begin(Choice(["a"]), 0)
+    constraint = GRAMMARS.constraint(Choice(["a"]))
+    constraint.begin([])
     with pytest.raises(RequestError, match="cannot be followed"):
         constraint.begin(BYTE.encode("b"))
 
@@ -258,7 +261,7 @@ def test_masks_are_computed_once_where_nothing_changed() -> None:
             Counting.computed += name == "compute_bitmask"
             return getattr(self._matcher, name)
 
-    constraint = GRAMMARS.begin(Choice(["the quick brown fox", "the quick red fox"]), 0)
+    constraint = GRAMMARS.constraint(Choice(["the quick brown fox", "the quick red fox"]))
     constraint._matcher = Counting(constraint._matcher)  # type: ignore[assignment]
     tokens = BYTE.encode("the quick ")
     for count in range(len(tokens)):
@@ -273,7 +276,7 @@ def test_masks_are_computed_once_where_nothing_changed() -> None:
 
 def test_preparing_a_vocabulary_is_done_once() -> None:
     grammars = Grammars(BYTE, (END,))
-    grammars.begin(AnyJson(), 0)
+    grammars.constraint(AnyJson())
     first = grammars._vocabulary
-    grammars.begin(Regex("a"), 0)
+    grammars.constraint(Regex("a"))
     assert grammars._vocabulary is first

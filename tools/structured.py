@@ -55,11 +55,12 @@ def ask(model: edgespec.Model, text: str, wanted: JsonSchema, **options: Any) ->
     return answer
 
 
-def forced(grammars: Grammars, wanted: JsonSchema, answer: Generation) -> Iterator[tuple[bool, float]]:
+def forced(grammars: Grammars, vocab_size: int, wanted: JsonSchema, answer: Generation) -> Iterator[tuple[bool, float]]:
     """Of every token, whether it was the only one allowed, and the seconds to find out what is allowed."""
-    constraint, row = grammars.begin(wanted, 0), np.zeros(0, np.float32)
+    constraint = grammars.constraint(wanted)
+    constraint.begin(())
     for at in range(len(answer.tokens)):
-        row = np.zeros(grammars.vocab_size, np.float32)
+        row = np.zeros(vocab_size, np.float32)
         started = perf_counter()
         constraint.begin(answer.tokens[:at])
         constraint.apply(row, ())
@@ -79,14 +80,15 @@ def main() -> None:
     wanted = JsonSchema(SCHEMA | ({"x-guidance": {"whitespace_flexible": True}} if args.spaces else {}))
     with edgespec.load(args.target, args.drafter) as model:
         grammars = Grammars(model.target.tokenizer, model.target.manifest.special_tokens.eos)
+        size = model.target.tokenizer.vocab_size
         for what in ("first", "next"):
             started = perf_counter()
-            grammars.begin(wanted, 0)
+            grammars.constraint(wanted)
             print(f"the {what} format is ready after {(perf_counter() - started) * 1e3:.1f} ms")
         for kind, options in KINDS.items():
             plain = [ask(model, text, wanted, speculate=False, **options) for text in TEXTS]
             fast = [ask(model, text, wanted, **options) for text in TEXTS]
-            told = [each for answer in plain for each in forced(grammars, wanted, answer)]
+            told = [each for answer in plain for each in forced(grammars, size, wanted, answer)]
             print(f"{kind}: {sum(a.tokens == b.tokens for a, b in zip(plain, fast, strict=True))} of 10 the same")
             for name, answers in (("plain", plain), ("speculative", fast)):
                 new, rounds = sum(a.stats.new_tokens for a in answers), sum(a.stats.rounds for a in answers)

@@ -7,6 +7,7 @@ from typing import Final
 from edgespec.constraint import Constraint
 from edgespec.drafting.draft import NO_DRAFT, Draft, Source, Step
 from edgespec.pricing import Pricing
+from edgespec.results import Remarks
 
 __all__ = ["Forced"]
 
@@ -25,10 +26,17 @@ class Forced:
         policy: the other sources.
         constraint: the request's grammar.
         pricing: what verification costs.
+        remarks: the policy's.
+
+    Attributes:
+        remarks: as given.
     """
 
-    def __init__(self, policy: Source, constraint: Constraint, pricing: Pricing) -> None:
+    def __init__(
+        self, policy: Source, constraint: Constraint, pricing: Pricing, remarks: Remarks | None = None
+    ) -> None:
         self._policy, self._constraint, self._pricing = policy, constraint, pricing
+        self.remarks = remarks or Remarks()
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
         """See :class:`~edgespec.drafting.draft.Source`."""
