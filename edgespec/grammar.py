@@ -26,7 +26,7 @@ _LONGEST: Final = 262_144
 _SPACING: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """What ``json.dumps`` writes. Models know it well, and unlike free whitespace it cannot go on forever."""
 _MAX_LEXER_STATES: Final = 50_000  # of one or two kilobytes
-_MAX_GRAMMAR_SIZE: Final = 100_000  # symbols
+_MAX_GRAMMAR_SIZE: Final = 20_000  # symbols; an object of many optional properties takes their square in time
 
 _Text = Annotated[str, form(r"(?s)[^\ud800-\udfff]*", "without lone surrogates")]
 
@@ -127,7 +127,8 @@ class Choice:
 
     def grammar(self) -> str:
         """For llguidance."""
-        return Lark("start: " + " | ".join(json.dumps(text) for text in self.texts)).grammar()
+        texts = " | ".join(json.dumps(text) for text in self.texts)
+        return Lark(f"start: TEXT\nTEXT: {texts}").grammar()  # a terminal, of which thousands of texts are cheap
 
 
 ResponseFormat = JsonSchema | Regex | Lark | Choice | AnyJson
