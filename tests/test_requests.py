@@ -84,7 +84,7 @@ def write(model: Model, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return script
 
 
-CHANGED: list[RequestOptions] = [
+CHANGED: list[dict[str, Any]] = [
     {"presence_penalty": 1.0},
     {"frequency_penalty": 0.8, "repetition_penalty": 1.1},
     {"logit_bias": {5: -100.0, 20: 2.5}},
@@ -93,7 +93,7 @@ CHANGED: list[RequestOptions] = [
 
 
 @pytest.mark.parametrize("options", CHANGED)
-def test_speculation_changes_nothing_whatever_changes_the_rows(model: Model, options: RequestOptions) -> None:
+def test_speculation_changes_nothing_whatever_changes_the_rows(model: Model, options: dict[str, Any]) -> None:
     answers = [model.generate(PROMPT, max_tokens=60, speculate=each, **options) for each in (True, False)]
     assert answers[0].tokens == answers[1].tokens
     assert answers[0].tokens != model.generate(PROMPT, max_tokens=60).tokens
@@ -145,12 +145,10 @@ def test_a_stream_is_one_answer(model: Model) -> None:
 
 
 def test_tokens_are_counted_as_requests_read_them(model: Model) -> None:
-    messages: list[dict[str, Any]] = [
-        {"role": "developer", "content": [{"type": "text", "text": "Be brief."}]},
-        *ASK,
-    ]
-    for options in (RequestOptions(), RequestOptions(tools=TOOLS)):
-        answer = model.chat(messages, max_tokens=1, **options)
+    parts = [{"type": "text", "text": "Be brief."}]
+    messages: list[dict[str, Any]] = [{"role": "developer", "content": parts}, *ASK]
+    for options in (RequestOptions(max_tokens=1), RequestOptions(max_tokens=1, tools=TOOLS)):
+        answer = model.chat(messages, **options)
         assert model.count_tokens(messages, **options) == answer.stats.prompt_tokens
     assert model.count_tokens(PROMPT) == model.generate(PROMPT, max_tokens=1).stats.prompt_tokens
     for text in ("naïve 日本語 😀 <|im_end|>", "", "  x"):
@@ -192,9 +190,9 @@ def test_calls_come_back_parsed(target: Path, write: Callable[..., None]) -> Non
 
 def test_without_tools_nothing_is_parsed(target: Path, write: Callable[..., None]) -> None:
     write(CALL)
-    for options in (RequestOptions(), RequestOptions(tools=TOOLS, tool_choice="none")):
+    for given in ([], TOOLS):
         with edgespec.load(target, None, options=OPTIONS) as model:
-            answer = model.chat(ASK, max_tokens=200, **options)
+            answer = model.chat(ASK, max_tokens=200, tools=given, tool_choice="none")
         assert (answer.text, answer.tool_calls, answer.finish_reason) == (CALL, (), "stop")
         assert answer.message == {"role": "assistant", "content": CALL}
 
