@@ -16,7 +16,7 @@ from edgespec.drafting.guard import Guard
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.side import DrafterSide, Part
-from edgespec.encoding import Messages, Prompt, count_tokens, detokenize, tokenize, tool_reader
+from edgespec.encoding import Asked, Messages, count_tokens, detokenize, tokenize, tool_reader
 from edgespec.generation import PreparedRequest, TextStreamer
 from edgespec.history.corrections import DrafterKey
 from edgespec.history.drafter import BestOf
@@ -349,17 +349,17 @@ class Model:
     def _start(self, said: str | Messages, request: Request) -> TextStreamer:
         """A new request, which ends the one before: both sessions hold one text."""
         request.check_vocabulary(self._session.vocab_size)
-        prompt = Prompt.of(said, request)
-        tokens = prompt.tokens(self.target)
+        asked = Asked.of(said, request)
+        tokens = asked.tokens(self.target)
         with self._starting:
             self._end_request()
-            self._stream = TextStreamer(self._prepared(tokens, prompt, request))
+            self._stream = TextStreamer(self._prepared(tokens, asked, request))
         return self._stream
 
-    def _prepared(self, tokens: list[int], prompt: Prompt, request: Request) -> PreparedRequest:
+    def _prepared(self, tokens: list[int], asked: Asked, request: Request) -> PreparedRequest:
         self._session.reserve(len(tokens) + request.max_new_tokens)
         side = self._side if request.speculate and request.drafter is None else None
-        of_drafter = [] if side is None else side.prompt(tokens, prompt.drafter_tokens)
+        of_drafter = [] if side is None else side.prompt(tokens, asked.drafter_tokens)
         return PreparedRequest(
             session=self._session,
             tokenizer=self.target.tokenizer,
