@@ -9,18 +9,15 @@ from time import perf_counter
 from typing import Annotated, Self, Unpack
 
 from edgespec.choices import answers
-from edgespec.constraint import Constraint
 from edgespec.drafting.ahead import Beside
 from edgespec.drafting.custom import Custom, Drafter
 from edgespec.drafting.draft import Clock, Extending
-from edgespec.drafting.forced import Forced
 from edgespec.drafting.guard import Guard
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.side import DrafterSide, Part
-from edgespec.encoding import Messages, Prompt, count_tokens, detokenize, tokenize, tool_reader
+from edgespec.encoding import Asked, Messages, count_tokens, detokenize, tokenize, tool_reader
 from edgespec.generation import PreparedRequest, TextStreamer
-from edgespec.grammar import Grammars
 from edgespec.history.corrections import DrafterKey
 from edgespec.history.drafter import BestOf
 from edgespec.history.manage import History
@@ -197,7 +194,6 @@ class Model:
         self.cost_curve: CostCurve = loaded.target.curve
         self._loaded, self._session = loaded, loaded.target.session
         self._drafts, self._clock = drafts, clock
-        self._grammars = Grammars(self.target.tokenizer, self.target.manifest.special_tokens.eos)
         self._pricing = Pricing(self.cost_curve)
         self._history: HistoryUse | None = None
         self._side: DrafterSide | None = None
@@ -353,21 +349,17 @@ class Model:
     def _start(self, said: str | Messages, request: Request) -> TextStreamer:
         """A new request, which ends the one before: both sessions hold one text."""
         request.check_vocabulary(self._session.vocab_size)
-        wanted = request.response_format
-        constraint = None if wanted is None else self._grammars.constraint(wanted)
-        prompt = Prompt.of(said, request)
-        tokens = prompt.tokens(self.target)
+        asked = Asked.of(said, request)
+        tokens = asked.tokens(self.target)
         with self._starting:
             self._end_request()
-            self._stream = TextStreamer(self._prepared(tokens, prompt, request, constraint))
+            self._stream = TextStreamer(self._prepared(tokens, asked, request))
         return self._stream
 
-    def _prepared(
-        self, tokens: list[int], prompt: Prompt, request: Request, constraint: Constraint | None
-    ) -> PreparedRequest:
+    def _prepared(self, tokens: list[int], asked: Asked, request: Request) -> PreparedRequest:
         self._session.reserve(len(tokens) + request.max_new_tokens)
         side = self._side if request.speculate and request.drafter is None else None
-        of_drafter = [] if side is None else side.prompt(tokens, prompt.drafter_tokens)
+        of_drafter = [] if side is None else side.prompt(tokens, asked.drafter_tokens)
         return PreparedRequest(
             session=self._session,
             tokenizer=self.target.tokenizer,
@@ -376,14 +368,11 @@ class Model:
             eos=frozenset(self.target.manifest.special_tokens.eos) if request.stop_at_eos else frozenset(),
             max_draft=self.options.max_draft,
             reader=tool_reader(self.target, request),
-            constraint=constraint,
-            begin=partial(self._begin, tokens.copy(), of_drafter, request, constraint),
+            begin=partial(self._begin, tokens.copy(), of_drafter, request),
             clock=self._clock,
         )
 
-    def _begin(
-        self, prompt: list[int], of_drafter: list[int], request: Request, constraint: Constraint | None
-    ) -> Policy | Forced:
+    def _begin(self, prompt: list[int], of_drafter: list[int], request: Request) -> Policy:
         """The policy of a request; ``of_drafter`` is its prompt as the drafter reads it."""
         side, remarks = self._side, Remarks()
         if not request.speculate or not (self._drafts or request.drafter):
@@ -399,8 +388,7 @@ class Model:
         elif side is not None:
             longest = self.options.max_draft
             part = side.begin(prompt, of_drafter, request, max_draft=longest, remarks=remarks)
-        policy = self._policy(free, part, remarks)
-        return policy if constraint is None else Forced(policy, constraint, self._pricing, remarks)
+        return self._policy(free, part, remarks)
 
     def _policy(self, free: Extending | None, part: Part | None, remarks: Remarks) -> Policy:
         remarks.placement = self._placements
