@@ -70,7 +70,7 @@ class Constraint:
         self._committed: list[int] = []
         self._ended = False
         self._read: list[int] = []  # by the matcher: what is committed and proposals
-        # Behind so many tokens of those: what is allowed, as far as anybody has asked; whether the text is over.
+        # Behind so many of those: what is allowed, where anybody has asked; whether the text is over.
         self._allowed: list[Allowed | None] = [None]
         self._complete = [False]
 
@@ -97,7 +97,9 @@ class Constraint:
         answer = list(tokens[self._prompt_length :])
         self._ended = bool(answer) and answer[-1] in self._ends
         self._committed = answer[:-1] if self._ended else answer
-        if self._read[: len(self._committed)] != self._committed:  # or proposals were read behind them already
+        if (
+            self._read[: len(self._committed)] != self._committed
+        ):  # or proposals were read behind them already
             self._move(self._committed)
 
     def ends(self, tokens: Sequence[int]) -> bool:

@@ -128,7 +128,9 @@ class Choice:
     def grammar(self) -> str:
         """For llguidance."""
         texts = " | ".join(json.dumps(text) for text in self.texts)
-        return Lark(f"start: TEXT\nTEXT: {texts}").grammar()  # a terminal, of which thousands of texts are cheap
+        return Lark(
+            f"start: TEXT\nTEXT: {texts}"
+        ).grammar()  # a terminal, of which thousands of texts are cheap
 
 
 ResponseFormat = JsonSchema | Regex | Lark | Choice | AnyJson
