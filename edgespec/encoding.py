@@ -12,8 +12,8 @@ from edgespec_models.errors import RequestError, TokenizerError
 from edgespec_models.schema import shown
 
 __all__ = [
+    "Asked",
     "Messages",
-    "Prompt",
     "count_tokens",
     "detokenize",
     "encode_chat",
@@ -27,7 +27,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class Asked:
     """What a request asks, for whichever model is to read it.
 
     Attributes:
@@ -39,7 +39,7 @@ class Prompt:
     arguments: Mapping[str, Any]
 
     @classmethod
-    def of(cls, said: str | Messages, request: Request) -> "Prompt":
+    def of(cls, said: str | Messages, request: Request) -> "Asked":
         """The prompt of ``request``.
 
         Raises:
@@ -130,7 +130,7 @@ def count_tokens(bundle: Bundle, said: str | Messages, request: Request) -> int:
     Raises:
         RequestError: as the request would.
     """
-    return len(Prompt.of(said, request).tokens(bundle))
+    return len(Asked.of(said, request).tokens(bundle))
 
 
 def tool_reader(bundle: Bundle, request: Request) -> ToolReader | None:

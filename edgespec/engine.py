@@ -18,7 +18,7 @@ from edgespec.drafting.guard import Guard
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.side import DrafterSide, Part
-from edgespec.encoding import Messages, Prompt, count_tokens, detokenize, tokenize, tool_reader
+from edgespec.encoding import Asked, Messages, count_tokens, detokenize, tokenize, tool_reader
 from edgespec.generation import PreparedRequest, TextStreamer
 from edgespec.grammar import Grammars
 from edgespec.history.corrections import DrafterKey
@@ -355,19 +355,19 @@ class Model:
         request.check_vocabulary(self._session.vocab_size)
         wanted = request.response_format
         constraint = None if wanted is None else self._grammars.constraint(wanted)
-        prompt = Prompt.of(said, request)
-        tokens = prompt.tokens(self.target)
+        asked = Asked.of(said, request)
+        tokens = asked.tokens(self.target)
         with self._starting:
             self._end_request()
-            self._stream = TextStreamer(self._prepared(tokens, prompt, request, constraint))
+            self._stream = TextStreamer(self._prepared(tokens, asked, request, constraint))
         return self._stream
 
     def _prepared(
-        self, tokens: list[int], prompt: Prompt, request: Request, constraint: Constraint | None
+        self, tokens: list[int], asked: Asked, request: Request, constraint: Constraint | None
     ) -> PreparedRequest:
         self._session.reserve(len(tokens) + request.max_new_tokens)
         side = self._side if request.speculate and request.drafter is None else None
-        of_drafter = [] if side is None else side.prompt(tokens, prompt.drafter_tokens)
+        of_drafter = [] if side is None else side.prompt(tokens, asked.drafter_tokens)
         return PreparedRequest(
             session=self._session,
             tokenizer=self.target.tokenizer,

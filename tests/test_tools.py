@@ -16,8 +16,7 @@ from tests.tokenizers_for_tests import byte_level_json
 
 CONTROL = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "[TOOL_CALLS]", "<|python_tag|>"
 TOKENIZER = Tokenizer.from_json(byte_level_json(specials=CONTROL))
-END = TOKENIZER.special_id("<|im_end|>")
-assert END is not None
+(END,) = TOKENIZER.encode("<|im_end|>", special=True)
 ADD = '{"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}'
 ASK = [{"role": "user", "content": "1 + 2?"}]
 
@@ -119,7 +118,7 @@ def test_a_conversation_with_calls_goes_through_the_template() -> None:
     reader = ToolReader(HERMES, TOOLS, TOKENIZER, {END})
     answer = TOKENIZER.encode(f"<tool_call>\n{ADD}\n</tool_call>", special=True)
     _, (call,) = reader.read(answer, answer)
-    messages = [
+    messages: list[dict[str, Any]] = [
         *ASK,
         {"role": "assistant", "content": None, "tool_calls": [call.to_message()]},
         {"role": "tool", "content": "3", "tool_call_id": call.id},

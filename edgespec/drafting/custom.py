@@ -42,9 +42,11 @@ class Drafter(Protocol):
 
     def observe(self, step: Step) -> None:
         """A round is over: ``step.tokens`` were committed, the first ``step.accepted`` as proposed."""
+        return
 
     def close(self) -> None:
         """The request has ended, however that came. Another may begin."""
+        return
 
 
 class Custom:
