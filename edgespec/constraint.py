@@ -70,7 +70,7 @@ class Constraint:
         self._committed: list[int] = []
         self._ended = False
         self._read: list[int] = []  # by the matcher: what is committed and proposals
-        # Behind so many tokens of those: what is allowed, as far as anybody has asked; whether the text is over.
+        # Behind so many of those: what is allowed, where anybody has asked; whether the text is over.
         self._allowed: list[Allowed | None] = [None]
         self._complete = [False]
 

@@ -18,7 +18,7 @@ _leaves: st.SearchStrategy[dict[str, Any]] = st.one_of(
         lambda low, span: {"type": "integer", "minimum": low, "maximum": low + span},
         st.integers(-50, 50),
         st.integers(0, 500),
-    ),  # fmt: skip
+    ),
     st.builds(lambda most: {"type": "string", "maxLength": most}, st.integers(0, 6)),
     st.builds(lambda words: {"enum": words}, st.lists(st.sampled_from(_WORDS), min_size=1, unique=True)),
     st.builds(lambda word: {"const": word}, st.sampled_from(_WORDS)),
@@ -70,9 +70,12 @@ choices = st.lists(st.text(max_size=8), min_size=1, max_size=4)
 """What to choose from."""
 
 formats = st.one_of(
-    schemas.map(JsonSchema), patterns.map(Regex), choices.map(Choice), st.just(AnyJson()),
+    schemas.map(JsonSchema),
+    patterns.map(Regex),
+    choices.map(Choice),
+    st.just(AnyJson()),
     st.just(Lark('start: item ("," item)*\nitem: "(" item ")" | WORD\nWORD: /[a-z]{1,4}/')),
-)  # fmt: skip
+)
 
 
 def accepts(wanted: ResponseFormat, text: str) -> bool:

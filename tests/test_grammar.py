@@ -120,14 +120,18 @@ def test_a_bad_format_is_refused_at_once_with_the_reason(
         GRAMMARS.constraint(make())
 
 
+def _any(value: Any) -> Any:
+    return value
+
+
 @pytest.mark.parametrize(
     "make, said",
     [
-        (lambda: JsonSchema(3), "schema is 3; allowed: a table"),
-        (lambda: Regex(b"a"), "pattern is b'a'; allowed: a text"),
+        (lambda: JsonSchema(_any(3)), "schema is 3; allowed: a table"),
+        (lambda: Regex(_any(b"a")), "pattern is b'a'; allowed: a text"),
         (lambda: Regex("\ud800"), "lone surrogates"),
         (lambda: Choice([]), "texts is .*of length 1 or more"),
-        (lambda: Choice(["a", 3]), r"texts\[1\] is 3; allowed: a text"),
+        (lambda: Choice(_any(["a", 3])), r"texts\[1\] is 3; allowed: a text"),
     ],
 )
 def test_what_is_no_format_is_refused_when_it_is_made(make: Callable[[], Any], said: str) -> None:
@@ -162,7 +166,7 @@ HOSTILE = {
                 for i in range(12)
             ]
         }
-    ),  # fmt: skip
+    ),
     "many optional": lambda: JsonSchema(
         {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(5_000)}}
     ),

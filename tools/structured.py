@@ -1,22 +1,23 @@
 """Does speculation gain where answers must fit a JSON schema, and how much of them does the schema force?
 
-Usage: ``python -m tools.structured TARGET [DRAFTER] [--spaces]``. Ten short texts, from each of which facts are
-to be taken into one schema; plainly and with speculation, greedy and at a temperature of 0.8 with a seed. Tokens
-a pass do not depend on how busy the machine is. Forced are tokens that were the only ones allowed; overhead is
-the time to find out what is allowed behind each token, which plain decoding needs too.
+Usage: ``python -m tools.structured TARGET [DRAFTER] [--spaces]``. From ten short texts, facts are taken into
+one schema, plainly and with speculation, greedy and at a temperature of 0.8. Forced are tokens that were the
+only ones allowed; overhead is the time to find out what is allowed behind a token and to forbid the rest.
 """
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 import edgespec
+from edgespec.constraint import Constraint
 from edgespec.grammar import Grammars, JsonSchema
 from edgespec.results import Generation
+from edgespec.sampling import Row
 
 TEXTS = (
     "Maria Santos, 34, of 12 Rua das Flores in Porto, ordered two teapots and paid 58.40 euros by card.",
@@ -38,12 +39,7 @@ FIELDS: dict[str, Any] = {
     "total_price": {"type": "number"},
     "payment_method": {"enum": ["cash", "card", "in advance", "on delivery", "unknown"]},
 }
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": FIELDS,
-    "required": [*FIELDS],
-    "additionalProperties": False,
-}
+SCHEMA = {"type": "object", "properties": FIELDS, "required": [*FIELDS], "additionalProperties": False}
 KINDS = {"greedy": {}, "temperature 0.8": {"temperature": 0.8, "seed": 1}}
 
 
@@ -55,26 +51,28 @@ def ask(model: edgespec.Model, text: str, wanted: JsonSchema, **options: Any) ->
     return answer
 
 
-def forced(
-    grammars: Grammars, vocab_size: int, wanted: JsonSchema, answer: Generation
-) -> Iterator[tuple[bool, float]]:
-    """Of every token, whether it was the only one allowed, and the seconds to find out what is allowed."""
-    constraint = grammars.constraint(wanted)
+def forced(constraint: Constraint, row: Row, answer: Generation) -> Iterator[tuple[bool, float]]:
+    """Of every token, whether it was the only one allowed, and the seconds that finding out took."""
     constraint.begin(())
     for at in range(len(answer.tokens)):
-        row = np.zeros(vocab_size, np.float32)
         started = perf_counter()
         constraint.begin(answer.tokens[:at])
         constraint.apply(row, ())
-        seconds = perf_counter() - started
-        yield constraint.allowed(()).only is not None, seconds
+        yield constraint.allowed(()).only is not None, perf_counter() - started
+
+
+def report(name: str, answers: Sequence[Generation]) -> None:
+    """Tokens a pass, and what became of drafts."""
+    new, rounds = sum(a.stats.new_tokens for a in answers), sum(a.stats.rounds for a in answers)
+    print(f"  {name}: {new} tokens in {rounds} passes, {new / rounds:.2f} a pass")
+    for source in sorted({source for answer in answers for source in answer.stats.by_source}):
+        of = [a.stats.by_source[source] for a in answers if source in a.stats.by_source]
+        print(f"  {source}: {sum(s.accepted for s in of)} of {sum(s.drafted for s in of)} accepted")
 
 
 def main() -> None:
     """Answer, check and print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("target")
     parser.add_argument("drafter", nargs="?", default="auto")
     parser.add_argument("--spaces", action="store_true", help="let the model space its JSON as it likes")
@@ -82,7 +80,7 @@ def main() -> None:
     wanted = JsonSchema(SCHEMA | ({"x-guidance": {"whitespace_flexible": True}} if args.spaces else {}))
     with edgespec.load(args.target, args.drafter) as model:
         grammars = Grammars(model.target.tokenizer, model.target.manifest.special_tokens.eos)
-        size = model.target.tokenizer.vocab_size
+        row = np.zeros(model.target.tokenizer.vocab_size, np.float32)
         for what in ("first", "next"):
             started = perf_counter()
             grammars.constraint(wanted)
@@ -90,16 +88,11 @@ def main() -> None:
         for kind, options in KINDS.items():
             plain = [ask(model, text, wanted, speculate=False, **options) for text in TEXTS]
             fast = [ask(model, text, wanted, **options) for text in TEXTS]
-            told = [each for answer in plain for each in forced(grammars, size, wanted, answer)]
-            print(
-                f"{kind}: {sum(a.tokens == b.tokens for a, b in zip(plain, fast, strict=True))} of 10 the same"
-            )
-            for name, answers in (("plain", plain), ("speculative", fast)):
-                new, rounds = sum(a.stats.new_tokens for a in answers), sum(a.stats.rounds for a in answers)
-                print(f"  {name}: {new} tokens in {rounds} passes, {new / rounds:.2f} a pass")
-            for source in sorted({source for answer in fast for source in answer.stats.by_source}):
-                of = [a.stats.by_source[source] for a in fast if source in a.stats.by_source]
-                print(f"  {source}: {sum(s.accepted for s in of)} of {sum(s.drafted for s in of)} accepted")
+            same = sum(a.tokens == b.tokens for a, b in zip(plain, fast, strict=True))
+            print(f"{kind}: {same} of {len(TEXTS)} answers are the same tokens")
+            report("plain", plain)
+            report("speculative", fast)
+            told = [each for answer in plain for each in forced(grammars.constraint(wanted), row, answer)]
             print(f"  forced: {sum(only for only, _ in told) / len(told):.0%} of the tokens")
             print(f"  overhead: {sum(s for _, s in told) / len(told) * 1e3:.3f} ms a token")
 
