@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from edgespec.engine import LoadOptions, Model, TextStreamer, load
     from edgespec.history.manage import History
+    from edgespec.planning import Plan, plan
     from edgespec.request import RequestOptions
     from edgespec.results import Generation, GenerationStats, SourceStats
     from edgespec_models.errors import EdgespecError
@@ -28,6 +29,8 @@ __all__ = [
     "GenerationStats",
     "SourceStats",
     "History",
+    "plan",
+    "Plan",
     "devices",
     "Device",
     "EdgespecError",
@@ -39,6 +42,8 @@ _HOMES = {
     "LoadOptions": "edgespec.engine",
     "TextStreamer": "edgespec.engine",
     "History": "edgespec.history.manage",
+    "plan": "edgespec.planning",
+    "Plan": "edgespec.planning",
     "RequestOptions": "edgespec.request",
     "Generation": "edgespec.results",
     "GenerationStats": "edgespec.results",

@@ -22,6 +22,7 @@ from edgespec.history.manage import History
 from edgespec.history.store import Scope
 from edgespec.history.use import HistoryUse, open_use
 from edgespec.loading import NGRAM, Reference, open_model, recommended_drafter
+from edgespec.planning import room_for
 from edgespec.pricing import Pricing
 from edgespec.request import Request, RequestOptions
 from edgespec.results import Generation, Remarks
@@ -133,6 +134,7 @@ def load(
         huge_pages=options.huge_pages,
         instructions=options.instructions,
     )
+    cpu = room_for(target_bundle, drafter_bundle, cpu)
     loaded = open_pair(target_bundle, drafter_bundle, cpu, (placement, drafter_placement))
     model = Model(
         loaded, options=options, drafts=drafter is not None, clock=perf_counter, beside=_beside(loaded)
