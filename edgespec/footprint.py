@@ -21,9 +21,7 @@ __all__ = ["CacheSize", "Footprint", "footprint", "footprint_of"]
 State = Literal["here", "to be exported", "to be pulled"]
 
 _BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "int8": 1, "uint8": 1}
-_PER_TOKEN_OF_VOCABULARY = 600
-_PASS_ROWS = 128
-_SESSION = 30_000_000
+_WORKING_BYTES = 950  # for each token of the vocabulary, as measured (docs/plan.md)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +70,12 @@ class Footprint:
         mapped: whether they may stay in their file, which the system reads piece by piece and drops when
             memory is short; else they are copied when the model is loaded.
         table_bytes: tables of which a pass reads a few rows; mapped.
-        working_bytes: tokenizer, session, and what passes compute in.
+        twice_bytes: the largest matrix, which is there twice for a moment as weights are copied.
+        working_bytes: tokenizer, and what passes compute in; mostly the tokenizer.
         cache: its KV cache.
         download_bytes: to be downloaded before it can be opened.
         export_bytes: that an export writes before.
-        device: what else than the CPU the bundle was made for, which keeps weights and cache in its own memory.
+        device: what else than the CPU the bundle was made for; a GPU has memory of its own.
     """
 
     name: str
@@ -84,6 +83,7 @@ class Footprint:
     weights_bytes: int
     mapped: bool
     table_bytes: int
+    twice_bytes: int
     working_bytes: int
     cache: CacheSize
     download_bytes: int = 0
@@ -98,6 +98,7 @@ class Footprint:
             "weights_bytes": self.weights_bytes,
             "mapped": self.mapped,
             "table_bytes": self.table_bytes,
+            "twice_bytes": self.twice_bytes,
             "working_bytes": self.working_bytes,
             "kv_type": self.cache.kind,
             "kv_bytes_per_token": self.cache.bytes_per_token * self.cache.copies,
@@ -132,7 +133,8 @@ def footprint_of(bundle: Bundle, *, exact_rows: bool) -> Footprint:
         weights_bytes=manifest.bytes_per_pass,
         mapped=manifest.operators == "edgespec",
         table_bytes=sum(by_class.values()) - manifest.bytes_per_pass,
-        working_bytes=_working(manifest.config.vocab_size),
+        twice_bytes=by_class.get("lm_head", 0) if manifest.operators == "edgespec" else 0,
+        working_bytes=_WORKING_BYTES * manifest.config.vocab_size,
         cache=_cache_of(bundle, exact_rows),
         device=manifest.made_for,
     )
@@ -147,9 +149,7 @@ def _cache_of(bundle: Bundle, exact_rows: bool) -> CacheSize:
         )
     spare = int(exact_rows and manifest.operators == "standard")
     if tensors is None:
-        return CacheSize(
-            kind=manifest.kv, bytes_per_token=size, longest=context, spare=spare, tile=KEY_TILE
-        )
+        return CacheSize(kind=manifest.kv, bytes_per_token=size, longest=context, spare=spare, tile=KEY_TILE)
     copies = 1 if _shares_cache(bundle, tensors) else 2
     return CacheSize(kind=manifest.kv, bytes_per_token=size, longest=context, spare=spare, copies=copies)
 
@@ -181,10 +181,12 @@ def _of_entry(entry: CatalogueEntry, role: Role, weights: str | None) -> Footpri
     shape = entry.shape
     if shape is None:
         raise RequestError(
-            f"the catalogue does not say what memory {entry.name} takes; run 'edgespec pull {entry.name}' first"
+            f"the catalogue does not say what {entry.name} takes; run 'edgespec pull {entry.name}' first"
         )
     disk = entry.size_bytes, entry.size_bytes
-    return _planned(entry.name, _shape_of(entry, shape), (role, weights), {"matrices": entry.size_bytes}, disk)
+    return _planned(
+        entry.name, _shape_of(entry, shape), (role, weights), {"matrices": entry.size_bytes}, disk
+    )
 
 
 def _shape_of(entry: CatalogueEntry, shape: CatalogueShape) -> DecoderShape:
@@ -224,13 +226,9 @@ def _planned(
         weights_bytes=sum(by_class.values()) - tables,
         mapped=native,
         table_bytes=tables,
-        working_bytes=_working(config.vocab_size),
+        twice_bytes=by_class.get("lm_head", 0) if native else 0,
+        working_bytes=_WORKING_BYTES * config.vocab_size,
         cache=cache,
         download_bytes=disk[0],
         export_bytes=disk[1],
     )
-
-
-def _working(vocab_size: int) -> int:
-    """Tokenizer, session and passes of a model with such a vocabulary."""
-    return _SESSION + vocab_size * _PER_TOKEN_OF_VOCABULARY

@@ -26,11 +26,11 @@ from edgespec_runtimes.memory import MachineMemory, machine_memory
 __all__ = ["Fit", "Plan", "Verdict", "plan", "room_for"]
 
 Verdict = Literal["fits", "from disk", "no"]
-"""Whether all has room; whether it has without the weights, which would be read from the disk again and again,
-slowly; or neither."""
+"""Whether all has room; whether it has but for weights, which are read from the disk again and again, slowly;
+or not even so."""
 
 _LENGTHS: Final = (2048, 8192, 32768)
-_PROGRAM_BYTES: Final = 100_000_000
+_PROGRAM_BYTES: Final = 125_000_000  # as measured (docs/plan.md)
 _LOG = logging.getLogger("edgespec")
 
 
@@ -41,7 +41,7 @@ class Fit:
     Attributes:
         tokens: the text's.
         kv_bytes: of the KV caches.
-        memory_bytes: of everything, the program included.
+        memory_bytes: at most, loading included, of everything, the program too.
         verdict: whether this machine has so much.
     """
 
@@ -100,24 +100,25 @@ class Plan:
         return least
 
     def fit(self, tokens: int) -> Fit:
-        """What a text of ``tokens`` takes; the drafter's cache ends with its own context."""
+        """What a text of ``tokens`` takes, of as many of the drafter's, as far as its context goes."""
         here = [model for model in self.models if model.device != "cuda"]  # a GPU has memory of its own
         kv = sum(model.cache.bytes(tokens) for model in here)
-        working = self.program_bytes + sum(model.working_bytes for model in self.models)
-        weights = sum(model.weights_bytes for model in here)
-        mapped = sum(model.weights_bytes for model in here if model.mapped)
-        total, available = kv + working + weights, self.machine.available
-        verdict: Verdict = "fits" if total <= available else "no" if total - mapped > available else "from disk"
+        base = self.program_bytes + sum(model.working_bytes for model in self.models)
+        copied = base + sum(model.weights_bytes for model in here)
+        total = copied + max(kv, max((model.twice_bytes for model in here), default=0))
+        least = base + kv + sum(model.weights_bytes for model in here if not model.mapped)
+        available = self.machine.available
+        verdict: Verdict = "fits" if total <= available else "from disk" if least <= available else "no"
         return Fit(tokens, kv, total, verdict)
 
     def short(self) -> str:
         """A sentence of figures, for messages."""
         weights = " and ".join(f"{model.name} {_size(model.weights_bytes)}" for model in self.models)
         fit = self.fit(KV_STEP)
-        whose = "its container's limit of" if self.machine.limited else "its"
+        limit = ", its container's limit" if self.machine.limited else ""
         return (
-            f"weights: {weights}; in all {_size(fit.memory_bytes)} with a text of {KV_STEP} tokens. This process "
-            f"may take {_size(self.machine.available)} of {whose} {_size(self.machine.total)}"
+            f"weights: {weights}; in all {_size(fit.memory_bytes)} with a text of {KV_STEP} tokens, of the "
+            f"{_size(self.machine.available)} available of {_size(self.machine.total)}{limit}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -170,7 +171,9 @@ def plan(
         second = footprint(look_up(drafter, "drafter", weights=weights), "drafter", weights)
     longest = first.cache.longest
     if context is not None and context > longest:
-        raise RequestError(f"context is {context:,}; allowed: 1 to {longest:,}, the tokens {first.name} can hold")
+        raise RequestError(
+            f"context is {context:,}; allowed: 1 to {longest:,}, the tokens {first.name} can hold"
+        )
     lengths = {min(each, longest) for each in (*_LENGTHS, longest, context or longest)}
     made = Plan(first, second, machine_memory(), shutil.disk_usage(_existing(home())).free)
     return replace(made, contexts=tuple(made.fit(each) for each in sorted(lengths)))
@@ -189,11 +192,11 @@ def room_for(target: Bundle, drafter: Bundle | None, options: CpuOptions) -> Cpu
     if verdict == "no":
         raise DeviceError(
             f"this machine's memory has no room for these models: {made.short()}. Free memory, take smaller "
-            "models or drafter='ngram', or export with weights='exact', which can stay on the disk; 'edgespec "
-            "plan' shows more"
+            "models or drafter='ngram', or export with weights='exact', which may stay on the disk; "
+            "'edgespec plan' shows more"
         )
     if verdict == "from disk":
-        _LOG.warning("slow: memory has no room for the weights, which will be read from the disk: %s", made.short())
+        _LOG.warning("slow: weights will be read from the disk again and again: %s", made.short())
         return replace(options, huge_pages=False)
     return options
 
@@ -205,7 +208,9 @@ def _recommended(target: Located) -> str:
     if target.entry is not None:
         return target.entry.drafter or NGRAM
     source = target.source
-    if not source.is_file() or source.stat().st_size not in {entry.size_bytes for entry in entries().values()}:
+    if not source.is_file() or source.stat().st_size not in {
+        entry.size_bytes for entry in entries().values()
+    }:
         return NGRAM
     with source.open("rb") as file:
         return recommended_by_digest(hashlib.file_digest(file, "sha256").hexdigest())

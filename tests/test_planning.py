@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 import edgespec
 from edgespec import planning
 from edgespec.cli import app
-from edgespec.footprint import CacheSize, Footprint, footprint_of
-from edgespec.loading import open_model
+from edgespec.footprint import CacheSize, Footprint, footprint, footprint_of
+from edgespec.loading import look_up, open_model
 from edgespec.planning import Plan, plan, room_for
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundle import Bundle
@@ -112,8 +112,8 @@ def test_a_checkpoint_is_planned_as_its_export_will_be(
     else:
         architecture = "qwen2" if source == "tied gguf" else "llama"
         path = tiny_gguf(architecture, "Q4_K").write(tmp_path / "m.gguf")
-    located = planning.look_up(path, role, weights=weights)  # type: ignore[arg-type]
-    before = planning.footprint(located, role, weights)  # type: ignore[arg-type]
+    located = look_up(path, role, weights=weights)  # type: ignore[arg-type]
+    before = footprint(located, role, weights)  # type: ignore[arg-type]
     options = ExportOptions(role=role, weights=weights)  # type: ignore[arg-type]
     export_model(path, tmp_path / "out", options=options)
     bundle = Bundle(tmp_path / "out")
@@ -170,6 +170,7 @@ def of(weights: int, *, mapped: bool = True, per_token: int = 1000, longest: int
         weights_bytes=weights,
         mapped=mapped,
         table_bytes=0,
+        twice_bytes=0,
         working_bytes=10,
         cache=cache,
     )
@@ -184,6 +185,13 @@ def test_verdicts() -> None:
     assert [verdict(each) for each in (whole, whole - 1)] == ["fits", "from disk"]
     assert [verdict(each) for each in (256_010, 256_009)] == ["from disk", "no"]
     assert verdict(whole - 1, mapped=False) == "no"
+
+
+def test_a_matrix_that_is_copied_counts_twice_until_a_cache_takes_more() -> None:
+    made = Plan(
+        replace(of(10**6), twice_bytes=300_000), None, MachineMemory(10**7, 10**7), 0, program_bytes=0
+    )
+    assert [made.fit(tokens).memory_bytes for tokens in (256, 512)] == [1_300_010, 1_512_010]
 
 
 @given(
@@ -212,12 +220,12 @@ def test_loading_keeps_weights_mapped_where_copies_have_no_room(
     bundle = tiny_native(tmp_path / "m").bundle
     need = footprint_of(bundle, exact_rows=True)
     least = need.working_bytes + need.cache.bytes(256)
-    memory(least + need.weights_bytes)
+    memory(least + need.weights_bytes + need.twice_bytes)
     assert room_for(bundle, None, ONE_THREAD) is ONE_THREAD
     assert not caplog.records
     memory(least)
     assert room_for(bundle, None, ONE_THREAD) == replace(ONE_THREAD, huge_pages=False)
-    assert "read from the disk" in caplog.text and "m 0 MB" in caplog.text
+    assert "read from the disk again" in caplog.text and "m 0 MB" in caplog.text
 
 
 @pytest.mark.parametrize("make", [tiny_native, tiny_bundle])
@@ -226,7 +234,9 @@ def test_loading_refuses_what_cannot_work(
 ) -> None:
     make(tmp_path / "m")
     memory(10_000)
-    with pytest.raises(DeviceError, match=r"no room for these models: weights: m 0 MB; in all .* 'edgespec plan'"):
+    with pytest.raises(
+        DeviceError, match=r"no room for these models: weights: m 0 MB; in all .* 'edgespec plan'"
+    ):
         edgespec.load(tmp_path / "m", "ngram")
     memory(10**9)
     with edgespec.load(tmp_path / "m", "ngram") as model:
@@ -269,7 +279,11 @@ def test_damaged_files_of_the_system_are_no_limit(tmp_path: Path) -> None:
 @settings(deadline=None)
 @given(tokens=st.integers(1, 3000))
 def test_rooms_are_never_too_small(tokens: int) -> None:
-    for cache in (of(1).cache, replace(of(1).cache, spare=1, tile=1), replace(of(1).cache, buckets=(9, 5000))):
+    for cache in (
+        of(1).cache,
+        replace(of(1).cache, spare=1, tile=1),
+        replace(of(1).cache, buckets=(9, 5000)),
+    ):
         bounded = replace(cache, longest=5000)
         assert tokens <= bounded.room(tokens) <= bounded.room(tokens + 1)
 
@@ -280,7 +294,13 @@ def test_the_command_shows_it(tmp_path: Path) -> None:
     arguments = ["plan", str(target), "--drafter", str(drafter), "--context", "300"]
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0
-    for words in ("KV cache", "float16, 512 bytes a token", "640 tokens", "fits", "longest text that fits: 640"):
+    for words in (
+        "KV cache",
+        "float16, 512 bytes a token",
+        "640 tokens",
+        "fits",
+        "longest text that fits: 640",
+    ):
         assert words in shown.stdout
     found = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
     assert [fit["tokens"] for fit in found["contexts"]] == [300, 640]

@@ -17,6 +17,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 from tools.binaries import read_binary
+
 from tools.kernel_check import KernelError, check_targets
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "runtimes" / "kernels"))

@@ -1,4 +1,4 @@
-"""``edgespec plan``: what models would take of this machine, before anything is pulled, exported or loaded."""
+"""``edgespec plan``: what models would take of this machine, before anything is loaded."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -70,11 +70,11 @@ def _models(made: "Plan") -> "Table":
 
 
 def _facts(model: "Footprint") -> dict[str, str]:
-    tables = f", and {size(model.table_bytes)} of tables, mapped" if model.table_bytes else ""
     cache = model.cache
     return {
         "on this machine": model.state if model.device is None else f"{model.state}, made for {model.device}",
-        "weights": f"{size(model.weights_bytes)}{tables}",
+        "weights": size(model.weights_bytes),
+        "tables, mapped": size(model.table_bytes),
         "KV cache": f"{cache.kind}, {size(cache.bytes_per_token * cache.copies)} a token",
         "context": f"{cache.longest:,} tokens",
         "working memory": size(model.working_bytes),
@@ -92,13 +92,11 @@ def _contexts(made: "Plan") -> "Table":
 
 def _machine(made: "Plan") -> list[str]:
     machine = made.machine
-    of = "the container's limit" if machine.limited else "memory"
+    limit = ", the container's limit" if machine.limited else ""
+    longest = f"{made.longest_context:,} tokens" if made.longest_context else "none"
     lines = [
-        f"memory: {size(machine.available)} available of {size(machine.total)}, {of}; the program itself takes "
-        f"{size(made.program_bytes)} of what is shown",
-        f"longest text that fits: {made.longest_context:,} tokens"
-        if made.longest_context
-        else "no text fits beside the weights",
+        f"memory: {size(machine.available)} available of {size(machine.total)}{limit}",
+        f"longest text that fits: {longest}",
     ]
     if made.disk_bytes:
         download = sum(model.download_bytes for model in made.models)

@@ -28,7 +28,17 @@ from edgespec_models.config import Context, Count
 from edgespec_models.errors import CatalogueError
 from edgespec_models.schema import form, length, read, shown, within
 
-__all__ = ["CatalogueEntry", "CatalogueShape", "HubFile", "IndexPart", "IndexParts", "Role", "Source", "entries", "find"]
+__all__ = [
+    "CatalogueEntry",
+    "CatalogueShape",
+    "HubFile",
+    "IndexPart",
+    "IndexParts",
+    "Role",
+    "Source",
+    "entries",
+    "find",
+]
 
 Role = Literal["target", "drafter"]
 

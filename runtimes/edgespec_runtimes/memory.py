@@ -71,14 +71,13 @@ def _group_limits(root: Path) -> Iterator[tuple[int, int]]:
 def _limit_of(group: Path, second: bool) -> Iterator[tuple[int, int]]:
     names = ("memory.max", "memory.current") if second else ("memory.limit_in_bytes", "memory.usage_in_bytes")
     try:
-        limit, used = ((group / name).read_text("ascii").strip() for name in names)
+        limit, used = (int((group / name).read_text("ascii")) for name in names)
         stat = dict(line.split() for line in (group / "memory.stat").read_text("ascii").splitlines())
-    except (OSError, ValueError):
-        return  # the first group has no limit; a container may not see those around it
-    if limit != "max":
         prefix = "" if second else "total_"
         cached = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
-        yield int(limit), max(0, int(used) - cached)
+    except (OSError, ValueError):
+        return  # "max" is no limit; the first group has no such files, and others may not be seen from here
+    yield limit, max(0, used - cached)
 
 
 def peak_memory_bytes() -> int:
