@@ -55,7 +55,7 @@ def test_answers_that_come_again_are_learned(tmp_path: Path) -> None:
     target = open_bundle(_chatting(tmp_path / "t", 0))
     once = random.Random(0).sample(range(20, 400), 60)  # nothing in it comes twice
     prompts = [Prompt(str(number), "c", (f"prompt {number}",)) for number in range(8)]
-    how = Namespace(memo=tmp_path / "memo", noise=0.0, useless=False, ahead=False, max_draft=8)
+    how = Namespace(memo=tmp_path / "memo", ahead=False, max_draft=8)
     how.target_ms = "1:38,2:48,3:60,4:72,5:82,6:93,8:120"
     with replay.replayed(target, None, how) as (model, recorded):
         model.use_history(tmp_path / "stream.history")

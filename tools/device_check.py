@@ -14,7 +14,6 @@ Usage, from the repository's root: ``python -m tools.device_check BUNDLE --devic
 [--new-tokens 4]``
 """
 
-import argparse
 import os
 import subprocess
 import sys
@@ -33,6 +32,7 @@ from edgespec_runtimes.placement import place
 from edgespec_runtimes.session import Logits, Session
 from edgespec_runtimes.static_io import StaticIO
 from edgespec_runtimes.static_session import StaticSession
+from tools.arguments import arguments
 
 TEXT = (
     "The lighthouse stood at the end of a long gravel path. Every evening the keeper climbed 214 steps, "
@@ -121,23 +121,15 @@ def run_in(environment: Path) -> NoReturn:
 
 def main() -> None:
     """Read the command line and run."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("bundle", type=Path)
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--device")
-    where.add_argument("--openvino", type=Path, metavar="DIR")
-    parser.add_argument("--rows", type=int, default=32)
-    parser.add_argument("--new-tokens", type=int, default=4)
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    bundle = Bundle(options.bundle)
+    options = arguments(__doc__, "bundle", device=(str,), openvino=(Path,), rows=32, new_tokens=4, here=False)
+    bundle = Bundle(Path(options.bundle))
     if options.here:
         kind = replace(KINDS["openvino:cpu"], module=None)
         device = Device(kind, "ready", options={"device_type": "CPU"})
     elif options.openvino is not None:
         run_in(options.openvino)
     else:
-        device = place(bundle, options.device).device
+        device = place(bundle, options.device or "auto").device
     check(bundle, device, options.rows, options.new_tokens)
     binaries(bundle, device, options.rows)
 
