@@ -20,7 +20,6 @@ __all__ = ["CacheSize", "Footprint", "footprint", "footprint_of"]
 
 State = Literal["here", "to be exported", "to be pulled"]
 
-_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "int8": 1, "uint8": 1}
 _WORKING_BYTES = 950  # for each token of the vocabulary, as measured (docs/plan.md)
 
 
@@ -215,7 +214,7 @@ def _planned(
     tables = sum(by_class.get(name, 0) for name in ("embedding", "other"))
     cache = CacheSize(
         kind=kind,
-        bytes_per_token=config.kv_bytes_per_token * _BYTES[kind] // _BYTES["float32"],
+        bytes_per_token=config.kv_bytes_per_token // (2 if native else 1),
         longest=config.context_length,
         spare=int(not native and role == "target"),
         tile=KEY_TILE,

@@ -76,7 +76,8 @@ def inspect(wheel: Path, target: Target) -> str:
     for name in ("RegisterCustomOps", "edgespec_instructions"):
         if name not in exported:
             raise WheelError(f"the library in {wheel.name} does not export {name}")
-    needed = [getattr(each, "name", each) for each in library.libraries]
+    every = [getattr(each, "name", each) for each in library.libraries]
+    needed = [name for name in every if not name.endswith(target.library)]  # macOS' libraries name themselves
     foreign = [name for name in needed if not SYSTEM.fullmatch(name)]
     if foreign:
         raise WheelError(f"the library in {wheel.name} needs what systems may lack: {', '.join(foreign)}")

@@ -12,8 +12,8 @@ Usage, from the repository's root, in edgespec's environment, after install.py::
 
 --edgespec and --drafter are [NAME=]MODEL and may be repeated; every drafter drafts for every target.
 --draft-gguf is the draft model of onnxruntime-genai and llama.cpp, of the same vocabulary; --genai-model is
-PEERS/onnx/NAME by default. --rows takes only rows of such names ('llama.cpp *'), --tokens are new tokens of each
-run, --turns how often each prompt is run by each row, --reserve-gb memory to leave free of workers that stay.
+PEERS/onnx/NAME by default. --rows takes only rows of such names ('llama.cpp *'); each runs a prompt --turns
+times for --tokens new tokens. --reserve-gb is memory to leave free of workers that stay.
 """
 
 import argparse
