@@ -19,8 +19,8 @@ from edgespec_export.extra import require_extra
 from edgespec_export.recipe import RECIPES, WEIGHTS
 from edgespec_export.staging import storage_errors
 from edgespec_models.bundle import MANIFEST, Bundle, Role
-from edgespec_models.catalog import CatalogueEntry, entries, find
-from edgespec_models.download import model_path, pull
+from edgespec_models.catalog import entries, find
+from edgespec_models.download import pull
 from edgespec_models.errors import BundleError, ModelFileError, RequestError
 from edgespec_models.facts import Facts
 from edgespec_models.foreign import is_model, open_bundle
@@ -30,17 +30,7 @@ from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_models.schema import check_fields, checked, length, one_of, shown
 from edgespec_models.static_graphs import ExportDevice
 
-__all__ = [
-    "NGRAM",
-    "Located",
-    "Reference",
-    "locate_hub",
-    "look_up",
-    "open_model",
-    "pull_checked",
-    "recommended_by_digest",
-    "recommended_drafter",
-]
+__all__ = ["NGRAM", "Reference", "locate_hub", "open_model", "pull_checked", "recommended_drafter"]
 
 _HF_CONFIG = "config.json"
 _RECIPE_MARK = "-r"
@@ -82,69 +72,6 @@ class _Wanted:
         return bundles_dir() / f"{name}-{mark}-{self.role}-{kind}{_RECIPE_MARK}{recipe}"
 
 
-@dataclass(frozen=True, slots=True)
-class Located:
-    """What a reference names, as far as it is on this machine.
-
-    Attributes:
-        name: the model's.
-        source: the checkpoint of an export, here or yet to be pulled; or the bundle.
-        folder: where the bundle lies or will lie.
-        bundle: what can be opened at once; None where an export comes before.
-        entry: of the catalogue, where the reference names one.
-    """
-
-    name: str
-    source: Path
-    folder: Path
-    bundle: Bundle | None = None
-    entry: CatalogueEntry | None = None
-
-
-@checked
-def look_up(reference: Reference, role: Role, *, weights: str | None = None) -> Located:
-    """What :func:`open_model` would open for the CPU; nothing is pulled or exported.
-
-    Raises:
-        RequestError: a model of the hub that was not pulled.
-        EdgespecError: as :func:`open_model` does of names and of bundles.
-    """
-    path, wanted = Path(reference), _Wanted(role, weights, None)
-    if str(reference).startswith(PREFIX):
-        pulled = pulled_hub(HubReference.parse(str(reference)))
-        if pulled is None:
-            raise RequestError(
-                f"{reference} is not on this machine, and what it is can only be read from its files; run "
-                f"'edgespec pull {reference}' first"
-            )
-        path = pulled
-    return _locate(reference, path, wanted)
-
-
-def _locate(reference: Reference, path: Path, wanted: _Wanted) -> Located:
-    try:
-        path.is_dir()
-    except OSError as error:  # a name too long, a folder that cannot be entered
-        raise RequestError(
-            f"{shown(str(reference))} cannot be looked for: {error.strerror}. Give a path that can be "
-            "read, or a name that 'edgespec models' lists."
-        ) from error
-    is_source = (path / _HF_CONFIG).is_file() and not is_model(path)
-    if path.is_dir() and not is_source:
-        bundle = open_bundle(path)
-        return Located(bundle.manifest.name, path, path, bundle)
-    wanted.check()
-    if is_source or path.suffix == ".gguf":
-        if not path.exists():
-            raise ModelFileError(f"{path} does not exist; give a GGUF file, a bundle or a catalogue name")
-        name = model_name(path) if is_source else path.stem
-        folder = wanted.folder(name, _mark(path))
-        return Located(name, path, folder, _open_cached(folder))
-    entry = find(str(reference))
-    folder = wanted.folder(entry.name, entry.sha256[:8])
-    return Located(entry.name, model_path(entry), folder, _open_cached(folder), entry)
-
-
 @checked
 def open_model(
     reference: Reference,
@@ -173,17 +100,34 @@ def open_model(
         EdgespecError: whatever else keeps the model from being pulled, exported or opened.
     """
     path, wanted = Path(reference), _Wanted(role, weights, device)
+    try:
+        path.is_dir()
+    except OSError as error:  # a name too long, a folder that cannot be entered
+        raise RequestError(
+            f"{shown(str(reference))} cannot be looked for: {error.strerror}. Give a path that can be "
+            "read, or a name that 'edgespec models' lists."
+        ) from error
     if str(reference).startswith(PREFIX):
         wanted.check()
         path = locate_hub(str(reference), progress)
-    found = _locate(reference, path, wanted)
-    if found.bundle is not None:
-        return found.bundle
-    source = found.source
-    if found.entry is not None:
-        require_extra()
-        source = pull(found.entry, progress=progress, notify=_LOG.warning)
-    return _export(source, found.folder, found.name, wanted, progress)
+    is_source = (path / _HF_CONFIG).is_file() and not is_model(path)
+    if path.is_dir() and not is_source:
+        return open_bundle(path)
+    wanted.check()
+    if is_source or path.suffix == ".gguf":
+        if not path.exists():
+            raise ModelFileError(f"{path} does not exist; give a GGUF file, a bundle or a catalogue name")
+        name = model_name(path) if is_source else path.stem
+        folder = wanted.folder(name, _mark(path))
+        return _open_cached(folder) or _export(path, folder, name, wanted, progress)
+    entry = find(str(reference))
+    folder = wanted.folder(entry.name, entry.sha256[:8])
+    existing = _open_cached(folder)
+    if existing is not None:
+        return existing
+    require_extra()
+    source = pull(entry, progress=progress, notify=_LOG.warning)
+    return _export(source, folder, entry.name, wanted, progress)
 
 
 def locate_hub(reference: str, progress: ProgressCallback) -> Path:
@@ -221,12 +165,8 @@ def _check_config(folder: Path) -> None:
 
 def recommended_drafter(target: Bundle) -> str:
     """The catalogue's drafter for a target it knows by its source file, else n-grams."""
-    return recommended_by_digest(target.manifest.provenance.get("sha256"))
-
-
-def recommended_by_digest(sha256: str | None) -> str:
-    """The same for the target whose source file has this digest."""
-    known = next((entry for entry in entries().values() if entry.sha256 == sha256), None)
+    digest = target.manifest.provenance.get("sha256")
+    known = next((entry for entry in entries().values() if entry.sha256 == digest), None)
     return known.drafter if known is not None and known.drafter is not None else NGRAM
 
 

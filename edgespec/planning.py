@@ -5,17 +5,15 @@ even so is refused. The module is not called after its function, which would sta
 ``edgespec``.
 """
 
-import hashlib
 import logging
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from edgespec.footprint import Footprint, footprint, footprint_of
-from edgespec.loading import NGRAM, Located, Reference, look_up, recommended_by_digest, recommended_drafter
+from edgespec.footprint import Footprint, footprint_of
+from edgespec.loading import NGRAM, Reference
 from edgespec_models.bundle import Bundle
-from edgespec_models.catalog import entries
 from edgespec_models.errors import DeviceError, RequestError
 from edgespec_models.paths import home
 from edgespec_models.schema import checked, within
@@ -162,13 +160,15 @@ def plan(
         RequestError: a context longer than the model's, a model of the hub that was not pulled.
         EdgespecError: a model that cannot be found, read or exported.
     """
-    located = look_up(target, "target", weights=weights)
+    from edgespec.unmade import footprint, look_up, recommended  # loading needs none of it
+
+    located = look_up(target, "target", weights)
     first = footprint(located, "target", weights)
     if drafter == "auto":
-        drafter = _recommended(located)
+        drafter = recommended(located)
     second = None
     if drafter is not None and drafter != NGRAM:
-        second = footprint(look_up(drafter, "drafter", weights=weights), "drafter", weights)
+        second = footprint(look_up(drafter, "drafter", weights), "drafter", weights)
     longest = first.cache.longest
     if context is not None and context > longest:
         raise RequestError(
@@ -199,21 +199,6 @@ def room_for(target: Bundle, drafter: Bundle | None, options: CpuOptions) -> Cpu
         _LOG.warning("slow: weights will be read from the disk again and again: %s", made.short())
         return replace(options, huge_pages=False)
     return options
-
-
-def _recommended(target: Located) -> str:
-    """What ``"auto"`` would be: by the bundle, the catalogue, or the digest of a file of a known size."""
-    if target.bundle is not None:
-        return recommended_drafter(target.bundle)
-    if target.entry is not None:
-        return target.entry.drafter or NGRAM
-    source = target.source
-    if not source.is_file() or source.stat().st_size not in {
-        entry.size_bytes for entry in entries().values()
-    }:
-        return NGRAM
-    with source.open("rb") as file:
-        return recommended_by_digest(hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def _existing(folder: Path) -> Path:

@@ -13,12 +13,13 @@ from typer.testing import CliRunner
 import edgespec
 from edgespec import planning
 from edgespec.cli import app
-from edgespec.footprint import CacheSize, Footprint, footprint, footprint_of
-from edgespec.loading import look_up, open_model
+from edgespec.footprint import CacheSize, Footprint, footprint_of
 from edgespec.planning import Plan, plan, room_for
+from edgespec.unmade import footprint, look_up
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundle import Bundle
-from edgespec_models.catalog import find
+from edgespec_models.catalog import entries, find
+from edgespec_models.download import pull
 from edgespec_models.errors import CatalogueError, DeviceError, RequestError
 from edgespec_models.foreign import open_bundle
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
@@ -112,7 +113,7 @@ def test_a_checkpoint_is_planned_as_its_export_will_be(
     else:
         architecture = "qwen2" if source == "tied gguf" else "llama"
         path = tiny_gguf(architecture, "Q4_K").write(tmp_path / "m.gguf")
-    located = look_up(path, role, weights=weights)  # type: ignore[arg-type]
+    located = look_up(path, role, weights)  # type: ignore[arg-type]
     before = footprint(located, role, weights)  # type: ignore[arg-type]
     options = ExportOptions(role=role, weights=weights)  # type: ignore[arg-type]
     export_model(path, tmp_path / "out", options=options)
@@ -136,14 +137,15 @@ def test_a_catalogue_model_is_planned_before_it_is_pulled(home: Path) -> None:
 
 
 @pytest.mark.models
-@pytest.mark.parametrize("name", ["qwen2.5-coder-1.5b-instruct", "smollm2-135m-instruct"])
-def test_the_catalogue_knows_what_the_bundles_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = plan(name, None).target
+@pytest.mark.parametrize("name", entries())
+def test_the_catalogue_knows_what_the_files_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = plan(name, None).target
     monkeypatch.undo()  # the machine's own home
-    role = find(name).role
-    planned = footprint_of(open_model(name, role), exact_rows=True)
-    assert empty.cache == planned.cache
-    assert 0.8 < empty.weights_bytes / planned.weights_bytes < 1.25
+    pull(find(name))
+    planned = footprint(look_up(name, "target", None), "target")
+    assert before.cache == planned.cache
+    assert before.working_bytes == planned.working_bytes
+    assert 0.8 < before.weights_bytes / planned.weights_bytes < 1.3
 
 
 def test_what_auto_takes_is_known_without_an_export(tmp_path: Path) -> None:

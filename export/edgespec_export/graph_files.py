@@ -14,8 +14,8 @@ from edgespec_export.plan import plan_decoder
 from edgespec_export.ranges import precision_for
 from edgespec_export.report import ActivationRanges, FormatLoss
 from edgespec_export.trim import Tokens
-from edgespec_export.writer import allocate, bytes_by_class, write_weights
-from edgespec_models.bundle import GRAPH, HEAD_TOKENS, Operators, Role
+from edgespec_export.writer import write_weights
+from edgespec_models.bundle import GRAPH, HEAD_TOKENS, Operators
 from edgespec_models.config import FloatType
 from edgespec_models.graphs.decoder import FULL, build_decoder
 from edgespec_models.graphs.native import build_native
@@ -24,7 +24,7 @@ from edgespec_models.progress import ProgressCallback
 if TYPE_CHECKING:
     from edgespec_export.export import ExportOptions
 
-__all__ = ["WrittenGraph", "weight_bytes", "write_graph"]
+__all__ = ["WrittenGraph", "write_graph"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,23 +76,6 @@ def write_graph(
     if options.native:
         return _write_native(checkpoint, folder, options, settled[0], progress)
     return _write_standard(checkpoint, folder, options, settled, progress)
-
-
-def weight_bytes(checkpoint: Checkpoint, role: Role, weights: str | None) -> tuple[dict[str, int], int]:
-    """What an export for the CPU would write, the whole LM head kept: bytes by class, and of the file."""
-    native, tunable = weights in (None, "exact"), role == "drafter"
-    if native:
-        plan = plan_native(checkpoint, None, tunable=tunable)
-        model, tied = build_native(checkpoint.config, plan), plan.tied
-    else:
-        standard = plan_decoder(checkpoint, tunable=tunable)
-        model, tied = build_decoder(checkpoint.config, standard), False
-    named = {name: value for name, value in model.graph.initializers.items() if value.const_value is None}
-    _, size = allocate(named, Path())
-    by_class = bytes_by_class(named)
-    if tied:
-        by_class["lm_head"], by_class["embedding"] = by_class["embedding"], 0
-    return by_class, size
 
 
 def _write_native(
