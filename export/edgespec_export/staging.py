@@ -45,7 +45,7 @@ def check_place(source: Path, out: Path, *, overwrite: bool, replaceable: Callab
 
 @contextmanager
 def staging(out: Path) -> Iterator[Path]:
-    """A folder beside ``out`` to build in; gone afterwards unless it was moved away.
+    """A folder in a private one beside ``out``, to build in; gone afterwards unless it was moved away.
 
     So are the parents of ``out`` that had to be made, unless something came into them.
     """
@@ -55,11 +55,13 @@ def staging(out: Path) -> Iterator[Path]:
             pid = stale.name.removeprefix(prefix).partition("-")[0]
             if not (pid.isdigit() and psutil.pid_exists(int(pid))):
                 shutil.rmtree(stale, ignore_errors=True)
-        folder = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=out.parent))
+        private = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=out.parent))
+        folder = private / "bundle"
         try:
+            folder.mkdir(mode=0o755)  # which the umask narrows
             yield folder
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(private, ignore_errors=True)
 
 
 @contextmanager
@@ -76,7 +78,6 @@ def _parents(out: Path) -> Iterator[None]:
 
 def place(folder: Path, out: Path) -> None:
     """Move the finished directory to ``out``, replacing one that is there."""
-    folder.chmod(0o755)  # mkdtemp makes it private
     if out.exists():
         old = folder.with_name(folder.name + "-old")
         out.rename(old)
