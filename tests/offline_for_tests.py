@@ -20,7 +20,12 @@ _MESSAGES: Final = [{"role": "user", "content": "naïve café"}]
 
 
 class _Instruction(ctypes.Structure):
-    _fields_ = [("code", ctypes.c_ushort), ("yes", ctypes.c_ubyte), ("no", ctypes.c_ubyte), ("k", ctypes.c_uint)]
+    _fields_ = [
+        ("code", ctypes.c_ushort),
+        ("yes", ctypes.c_ubyte),
+        ("no", ctypes.c_ubyte),
+        ("k", ctypes.c_uint),
+    ]
 
 
 class _Program(ctypes.Structure):
@@ -61,9 +66,10 @@ def use(folder: Path) -> None:
     target, drafter = folder / "target", folder / "drafter"
     for source, history in (("ngram", "me"), (str(drafter), None)):
         with edgespec.load(target, source, history=history) as model:
-            print(model.generate("def add(a, b):", max_new_tokens=12, temperature=0.8, seed=1).text)
-            print("".join(model.stream("the quick brown fox", max_new_tokens=12)))
-            print(model.chat(_MESSAGES, max_new_tokens=12).text)
+            texts = [model.generate("def add(a, b):", max_new_tokens=12, temperature=0.8, seed=1).text]
+            texts += [*model.stream("the quick brown fox", max_new_tokens=12)]
+            texts += [model.chat(_MESSAGES, max_new_tokens=12).text]
+        sys.stdout.write("".join(texts))
     for command in (["generate", str(target), "hello"], ["inspect", str(target)], ["history", "list"]):
         app(command, standalone_mode=False)
 

@@ -141,7 +141,9 @@ def check(wheel: Path, folder: Path) -> Path:
     edgespec("export", "checkpoint", "-o", "bundle")
     edgespec("inspect", "bundle", "--verify")
     asked = ("generate", "bundle", "one two one two one", "--max-new-tokens", str(TOKENS), "--json")
-    answers = [json.loads(edgespec(*asked, *more)) for more in (("--drafter", "ngram"), ("--no-speculation",))]
+    answers = [
+        json.loads(edgespec(*asked, *more)) for more in (("--drafter", "ngram"), ("--no-speculation",))
+    ]
     if len({tuple(answer["tokens"]) for answer in answers}) != 1 or not answers[0]["tokens"]:
         raise ReleaseError(f"{wheel.name}: answers with and without speculation differ: {answers}")
     print(f"{wheel.name} exports and answers, {len(answers[0]['tokens'])} tokens", flush=True)
@@ -163,7 +165,9 @@ def audit(programs: Path, out: Path) -> None:
     if not out.exists():
         print(f"Not audited, no data could be had: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
         return
-    found = [each for each in json.loads(out.read_text(encoding="utf-8"))["dependencies"] if each.get("vulns")]
+    found = [
+        each for each in json.loads(out.read_text(encoding="utf-8"))["dependencies"] if each.get("vulns")
+    ]
     if found:
         raise ReleaseError(f"known vulnerabilities: {json.dumps(found, indent=1)}")
 

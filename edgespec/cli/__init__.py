@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def _clean_up_when_ended() -> None:
-    """Signals that end a process on the spot end it by an exception: files on their way are put away, pip ends.
+    """Signals that end a process on the spot end it by an exception, so that it puts away what is unfinished.
 
     What somebody has asked to be ignored, as nohup does, stays ignored.
     """

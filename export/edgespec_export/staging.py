@@ -27,8 +27,13 @@ def check_place(source: Path, out: Path, *, overwrite: bool, replaceable: Callab
 
     Raises:
         ModelFileError: the source does not exist.
-        RequestError: ``out`` exists and is not to be replaced, or holds the source.
+        RequestError: ``out`` exists and is not to be replaced, or holds the source; or no bundle could be
+            opened there.
     """
+    try:
+        str(out.absolute()).encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{out} is not UTF-8, which ONNX Runtime needs; name another directory") from error
     if not source.exists():
         raise ModelFileError(
             f"{source} does not exist; give a GGUF file, a Hugging Face directory or a catalogue name"
