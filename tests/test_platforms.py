@@ -1,4 +1,4 @@
-"""What systems differ in: consoles, names of files, their modes, locks, signals; of other systems by fakes."""
+"""What systems differ in: consoles, names of files, their modes, locks, signals; others are fakes."""
 
 import errno
 import hashlib
