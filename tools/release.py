@@ -1,9 +1,9 @@
 """A release in one folder, whole or not at all: wheels, sdist, changes, list of parts, audit, checksums.
 
-Usage, from the repository's root: ``python -m tools.release make [--out DIR] [--target NAME ...]`` builds what
-is committed, for the version in ``pyproject.toml``, tests this machine's wheel, and publishes nothing.
-``python -m tools.release check WHEEL`` only tests a wheel, in an environment of its own. Needs the extra
-``release``. How a release is made: ``docs/releasing.md``.
+Usage, from the repository's root: ``python -m tools.release make [--out DIR] [--target NAME ...]`` builds
+what is committed, for the version in ``pyproject.toml``, tests this machine's wheel, and publishes nothing.
+``python -m tools.release check WHEEL`` only tests a wheel, in an environment of its own. ``make`` needs the
+extra ``release``. How a release is made: ``docs/releasing.md``.
 """
 
 import argparse
@@ -26,12 +26,11 @@ from tests.hf_for_tests import config_of, write_checkpoint
 from tests.tokenizers_for_tests import byte_level_json
 from tools.wheels import TARGETS
 
-from targets import native_target  # tools.wheels knows where it is
-
 ROOT = Path(__file__).resolve().parent.parent
 SDIST = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
-SCRIPTS = "Scripts" if os.name == "nt" else "bin"
-TOKENS = 16
+PACKAGES = "import sysconfig; print(sysconfig.get_path('purelib'))"
+PROGRAMS = "Scripts" if os.name == "nt" else "bin"
+TOKENS = "16"
 
 
 class ReleaseError(Exception):
@@ -39,26 +38,14 @@ class ReleaseError(Exception):
 
 
 def run(*command: str | Path, cwd: Path = ROOT, **variables: str) -> str:
-    """What a command prints; where it fails, the last that it says is the error."""
-    done = subprocess.run(
-        [str(word) for word in command],
-        cwd=cwd,
-        env=os.environ | variables,
-        capture_output=True,
-        encoding="utf-8",
-        errors="replace",
-        check=False,
-    )
+    """What a command prints; it sees no checkout on ``PYTHONPATH``. If it fails, the error is all it said."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
+    words = [str(word) for word in command]
+    done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, check=False)
+    said, complained = (stream.decode(errors="replace") for stream in (done.stdout, done.stderr))
     if done.returncode:
-        words = " ".join(map(str, command))
-        raise ReleaseError(f"{words} failed with code {done.returncode}:\n{done.stdout}{done.stderr}")
-    return done.stdout
-
-
-def version_of(root: Path) -> str:
-    """The version that ``pyproject.toml`` gives."""
-    with (root / "pyproject.toml").open("rb") as file:
-        return str(tomllib.load(file)["project"]["version"])
+        raise ReleaseError(f"{' '.join(words)}: code {done.returncode}\n{said}{complained}")
+    return said
 
 
 def changes(changelog: str, version: str) -> str:
@@ -107,69 +94,55 @@ def committed(root: Path, folder: Path) -> Path:
     return folder / "source"
 
 
-def build(source: Path, out: Path, targets: Sequence[str]) -> Path:
-    """Wheels and sdist; returns this machine's wheel. Times in archives are the commit's."""
+def build(source: Path, out: Path, targets: Sequence[str]) -> None:
+    """Wheels and sdist; times in archives are the commit's."""
     moment = run("git", "log", "-1", "--format=%ct").strip()
-    command = (sys.executable, "-m", "tools.wheels", "--out", out, "--target", *targets)
-    print(run(*command, cwd=source, SOURCE_DATE_EPOCH=moment), end="", flush=True)
-    run(sys.executable, "-c", SDIST, out, cwd=source, SOURCE_DATE_EPOCH=moment)
-    return next(out.glob(f"*-py3-none-{native_target().tag}.whl"))
+    wheels = (sys.executable, "-m", "tools.wheels", "--out", out, "--target", *targets)
+    for command in (wheels, (sys.executable, "-c", SDIST, out)):
+        print(run(*command, cwd=source, SOURCE_DATE_EPOCH=moment), end="", flush=True)
 
 
-def bare_environment(folder: Path, wheel: Path) -> Path:
-    """An environment with nothing but ``wheel`` and what it needs; the folder of its programs."""
-    venv.create(folder / "bare", with_pip=True)
-    programs = folder / "bare" / SCRIPTS
-    run(programs / "python", "-m", "pip", "install", "--quiet", f"{wheel}[export]", cwd=folder)
-    return programs
+def fitting(folder: Path, scratch: Path) -> Path:
+    """The wheel that pip takes on this machine."""
+    choose = (sys.executable, "-m", "pip", "download", "--quiet", "--no-index", "--no-deps")
+    run(*choose, "--only-binary", ":all:", "--find-links", folder, "--dest", scratch / "host", "edgespec")
+    return next((scratch / "host").glob("*.whl"))
 
 
 def check(wheel: Path, folder: Path) -> Path:
     """Export, inspect and run a tiny model with ``wheel`` alone; returns the folder of its programs."""
-    programs = bare_environment(folder, wheel.resolve())
+    venv.create(folder / "bare", with_pip=True)
+    programs = folder / "bare" / PROGRAMS
+    run(programs / "python", "-m", "pip", "install", "--quiet", f"{wheel.resolve()}[export]", cwd=folder)
     checkpoint = write_checkpoint(folder / "checkpoint", config_of("llama"))
     (checkpoint / "tokenizer.json").write_text(byte_level_json(size=300), encoding="utf-8")
 
     def edgespec(*words: str) -> str:
-        # Where it runs there is no checkout, and nothing leads to one.
-        variables = {"PYTHONPATH": "", "EDGESPEC_HOME": str(folder / "home")}
-        return run(programs / "edgespec", *words, cwd=folder, **variables)
+        return run(programs / "edgespec", *words, cwd=folder, EDGESPEC_HOME=str(folder / "home"))
 
-    version = wheel.name.split("-")[1]
-    if edgespec("--version").split() != ["edgespec", version]:
-        raise ReleaseError(f"{wheel.name} says that it is {edgespec('--version').strip()}")
+    said = edgespec("--version").split()
+    if said != ["edgespec", wheel.name.split("-")[1]]:
+        raise ReleaseError(f"{wheel.name} says that it is {said}")
     edgespec("export", "checkpoint", "-o", "bundle")
     edgespec("inspect", "bundle", "--verify")
-    asked = ("generate", "bundle", "one two one two one", "--max-new-tokens", str(TOKENS), "--json")
-    answers = [
-        json.loads(edgespec(*asked, *more)) for more in (("--drafter", "ngram"), ("--no-speculation",))
-    ]
-    if len({tuple(answer["tokens"]) for answer in answers}) != 1 or not answers[0]["tokens"]:
-        raise ReleaseError(f"{wheel.name}: answers with and without speculation differ: {answers}")
-    print(f"{wheel.name} exports and answers, {len(answers[0]['tokens'])} tokens", flush=True)
+    asked = ("generate", "bundle", "one two one two one", "--max-new-tokens", TOKENS, "--json")
+    plain = json.loads(edgespec(*asked, "--no-speculation"))["tokens"]
+    drafted = json.loads(edgespec(*asked, "--drafter", "ngram"))["tokens"]
+    if not plain or plain != drafted:
+        raise ReleaseError(f"{wheel.name}: tokens are {plain} without speculation, {drafted} with it")
+    print(f"{wheel.name} exports a model and answers with {len(plain)} tokens", flush=True)
     return programs
-
-
-def list_parts(programs: Path, out: Path) -> None:
-    """A CycloneDX list of the packages that the environment holds."""
-    tool = (sys.executable, "-m", "cyclonedx_py", "environment", "--output-reproducible")
-    run(*tool, "--output-file", out, programs / "python")
 
 
 def audit(programs: Path, out: Path) -> None:
     """Refuse packages with known vulnerabilities; where the data cannot be had, say so."""
-    place = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    packages = run(programs / "python", "-c", place).strip()
-    tool = (sys.executable, "-m", "pip_audit", "--path", packages, "--skip-editable", "--format", "json")
-    done = subprocess.run([*tool, "--output", str(out)], capture_output=True, text=True, check=False)
-    if not out.exists():
-        print(f"Not audited, no data could be had: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
-        return
-    found = [
-        each for each in json.loads(out.read_text(encoding="utf-8"))["dependencies"] if each.get("vulns")
-    ]
-    if found:
-        raise ReleaseError(f"known vulnerabilities: {json.dumps(found, indent=1)}")
+    tool = (sys.executable, "-m", "pip_audit", "--format", "json", "--output", out)
+    try:
+        run(*tool, "--path", run(programs / "python", "-c", PACKAGES).strip())
+    except ReleaseError as error:
+        if out.exists():
+            raise ReleaseError(f"known vulnerabilities: {out.read_text(encoding='utf-8')}") from error
+        print(f"The packages are not audited, since data cannot be had: {str(error).splitlines()[-1]}")
 
 
 def write_sums(folder: Path) -> None:
@@ -181,15 +154,16 @@ def write_sums(folder: Path) -> None:
 
 def make(out: Path | None, targets: Sequence[str]) -> None:
     """The release of what is committed."""
-    version = version_of(ROOT)
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     out = (out or ROOT / "dist" / f"edgespec-{version}").absolute()
     require_new(ROOT, version, out)
     told = changes((ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), version)
     with tempfile.TemporaryDirectory() as scratch, staged(out) as folder:
         (folder / "CHANGES.md").write_text(told, encoding="utf-8", newline="\n")
-        wheel = build(committed(ROOT, Path(scratch)), folder, targets)
-        programs = check(wheel, Path(scratch))
-        list_parts(programs, folder / "sbom.cdx.json")
+        build(committed(ROOT, Path(scratch)), folder, targets)
+        programs = check(fitting(folder, Path(scratch)), Path(scratch))
+        parts = (sys.executable, "-m", "cyclonedx_py", "environment", "--output-reproducible")
+        run(*parts, "--output-file", folder / "sbom.cdx.json", programs / "python")
         audit(programs, folder / "audit.json")
         write_sums(folder)
     print(f"Release {version}: {out}")
