@@ -96,7 +96,7 @@ def _shipped() -> list[dict[str, Any]]:
 
 
 def _texts(path: Path) -> Iterator[str]:
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
