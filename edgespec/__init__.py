@@ -11,11 +11,31 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from edgespec.engine import LoadOptions, Model, TextStreamer, load
+    from edgespec.conversation import Conversation
+    from edgespec.engine import load
     from edgespec.history.manage import History
+    from edgespec.load_options import LoadOptions
+    from edgespec.model import Model
     from edgespec.request import RequestOptions
-    from edgespec.results import Generation, GenerationStats, SourceStats
-    from edgespec_models.errors import EdgespecError
+    from edgespec.results import Generation, GenerationStats, Record, SourceStats, TokenRecord
+    from edgespec.stream import Stream
+    from edgespec_models.errors import (
+        BundleError,
+        Busy,
+        Cancelled,
+        CatalogueError,
+        Closed,
+        DeviceError,
+        DoesNotFit,
+        DownloadError,
+        EdgespecError,
+        ModelFileError,
+        ParityError,
+        RequestError,
+        StorageError,
+        TokenizerError,
+        UnsupportedModelError,
+    )
     from edgespec_runtimes.discovery import Device, devices
 
 __all__ = [
@@ -23,7 +43,10 @@ __all__ = [
     "Model",
     "LoadOptions",
     "RequestOptions",
-    "TextStreamer",
+    "Conversation",
+    "Stream",
+    "Record",
+    "TokenRecord",
     "Generation",
     "GenerationStats",
     "SourceStats",
@@ -31,22 +54,37 @@ __all__ = [
     "devices",
     "Device",
     "EdgespecError",
+    "ModelFileError",
+    "UnsupportedModelError",
+    "BundleError",
+    "TokenizerError",
+    "CatalogueError",
+    "DownloadError",
+    "StorageError",
+    "ParityError",
+    "DeviceError",
+    "RequestError",
+    "DoesNotFit",
+    "Busy",
+    "Closed",
+    "Cancelled",
 ]
 
-_HOMES = {
-    "load": "edgespec.engine",
-    "Model": "edgespec.engine",
-    "LoadOptions": "edgespec.engine",
-    "TextStreamer": "edgespec.engine",
-    "History": "edgespec.history.manage",
-    "RequestOptions": "edgespec.request",
-    "Generation": "edgespec.results",
-    "GenerationStats": "edgespec.results",
-    "SourceStats": "edgespec.results",
-    "devices": "edgespec_runtimes.discovery",
-    "Device": "edgespec_runtimes.discovery",
-    "EdgespecError": "edgespec_models.errors",
+_NAMES_BY_HOME = {
+    "edgespec.engine": "load",
+    "edgespec.model": "Model",
+    "edgespec.load_options": "LoadOptions",
+    "edgespec.conversation": "Conversation",
+    "edgespec.stream": "Stream",
+    "edgespec.request": "RequestOptions",
+    "edgespec.results": "Generation GenerationStats Record SourceStats TokenRecord",
+    "edgespec.history.manage": "History",
+    "edgespec_runtimes.discovery": "Device devices",
+    "edgespec_models.errors": "EdgespecError ModelFileError UnsupportedModelError BundleError TokenizerError "
+    "CatalogueError DownloadError StorageError ParityError DeviceError RequestError DoesNotFit Busy Closed "
+    "Cancelled",
 }
+_HOMES = {name: home for home, names in _NAMES_BY_HOME.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

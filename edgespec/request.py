@@ -12,12 +12,12 @@ __all__ = ["Request", "RequestOptions"]
 
 
 class RequestOptions(TypedDict, total=False):
-    """Keyword arguments of ``generate``, ``stream``, ``chat`` and ``stream_chat``.
+    """Keyword arguments of ``generate``, ``chat``, their streams and twins, and of conversations.
 
     ``max_new_tokens`` (256), ``stop`` (strings that end the text), ``stop_at_eos`` (True), ``speculate``
-    (True; False runs the same loop without drafts), ``cancelled`` (asked between passes; may be set from
-    another thread, such as ``threading.Event().is_set``), and the fields of
-    :class:`edgespec.sampling.SamplingParams`.
+    (True; False runs the same loop without drafts), ``cancelled`` (asked between passes, in a thread of the
+    model's; such as ``threading.Event().is_set``), ``timeout`` (seconds from when the request is queued; the
+    answer ends then, as far as it came; None), and the fields of :class:`edgespec.sampling.SamplingParams`.
     """
 
     max_new_tokens: int
@@ -25,6 +25,7 @@ class RequestOptions(TypedDict, total=False):
     stop_at_eos: bool
     speculate: bool
     cancelled: Callable[[], bool]
+    timeout: float | None
     temperature: float
     top_k: int
     top_p: float
@@ -49,6 +50,7 @@ class Request:
     stop_at_eos: bool = True
     speculate: bool = True
     cancelled: Callable[[], bool] = _never
+    timeout: Annotated[float, within(above=0)] | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
     def __post_init__(self) -> None:

@@ -30,8 +30,8 @@ from edgespec.cli.options import (
 
 if TYPE_CHECKING:
     from edgespec.engine import Model
-    from edgespec.generation import TextStreamer
     from edgespec.request import RequestOptions
+    from edgespec.stream import Stream
 
 __all__ = ["generate"]
 
@@ -108,7 +108,7 @@ def _read(prompt: str) -> str:
     return text
 
 
-def _start(model: "Model", text: str, raw: bool, options: "RequestOptions") -> "TextStreamer":
+def _start(model: "Model", text: str, raw: bool, options: "RequestOptions") -> "Stream":
     if raw or model.target.chat_template is None:
         return model.stream(text, **options)
     return model.stream_chat([{"role": "user", "content": text}], **options)

@@ -61,6 +61,8 @@ class Step:
         drafter_s: seconds spent proposing.
         target_s: seconds of the target's pass.
         seconds: of the whole round.
+        logprobs: of each token, in nats; empty unless asked for.
+        top_logprobs: the most probable tokens in place of each, and their logarithms; empty unless asked for.
     """
 
     tokens: tuple[int, ...]
@@ -69,6 +71,8 @@ class Step:
     drafter_s: float = 0.0
     target_s: float = 0.0
     seconds: float = 0.0
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
 class Observer(Protocol):

@@ -1,0 +1,207 @@
+"""The loaded models as one thread uses them: what a request runs on, and what is kept between requests."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from edgespec.drafting.ahead import Beside
+from edgespec.drafting.draft import Clock, Extending
+from edgespec.drafting.guard import Guard
+from edgespec.drafting.ngram import NgramDrafter
+from edgespec.drafting.policy import Policy
+from edgespec.drafting.side import DrafterSide, Part
+from edgespec.generation import PreparedRequest
+from edgespec.history.corrections import DrafterKey
+from edgespec.history.drafter import BestOf
+from edgespec.history.store import Scope
+from edgespec.history.use import HistoryUse, open_use
+from edgespec.kv_store import KvStore
+from edgespec.load_options import LoadOptions
+from edgespec.pricing import Pricing
+from edgespec.request import Request
+from edgespec.results import Remarks
+from edgespec.sessions import Loaded
+from edgespec_models.bundle import Bundle
+from edgespec_models.errors import DoesNotFit, RequestError
+from edgespec_runtimes.placement import Placement
+
+__all__ = ["Encode", "Prompt", "Runner"]
+
+Encode = Callable[[Bundle], list[int]]
+"""Gives a prompt in a bundle's own tokens and chat template."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as both models are to read it; ``of_drafter`` is empty without a drafter model."""
+
+    tokens: list[int]
+    of_drafter: list[int]
+
+
+class Runner:
+    """A target, its drafter, and what they learn. :meth:`prompt` may be called from any thread, the rest from
+    one at a time.
+
+    Args:
+        loaded: the models, which it closes.
+        options: how they were loaded, and limits.
+        drafts: whether requests draft.
+        clock: times everything.
+        beside: lets the drafter go on while the target verifies; None where both run on one device.
+
+    Attributes:
+        target: the target's bundle.
+        session: the target's.
+        side: the drafter's half; None without a drafter model.
+        history: what is learned across requests; None without.
+        history_guard: whether proposals from the history pay.
+        pricing: what passes cost.
+    """
+
+    def __init__(
+        self, loaded: Loaded, *, options: LoadOptions, drafts: bool, clock: Clock, beside: Beside | None
+    ) -> None:
+        self.target, self.session = loaded.target.bundle, loaded.target.session
+        self._loaded, self._options, self._drafts, self._clock = loaded, options, drafts, clock
+        self.pricing = Pricing(loaded.target.curve)
+        self._caches = KvStore(options.cache_bytes)
+        self.history: HistoryUse | None = None
+        self.side: DrafterSide | None = None
+        if loaded.drafter is not None:
+            self.side = DrafterSide(
+                self.target,
+                loaded.drafter,
+                same_vocabulary=loaded.same_vocabulary,
+                pricing=self.pricing,
+                caches=self._caches,
+                beside=beside,
+                clock=clock,
+            )
+        self._guard = Guard(self.pricing)
+        self.history_guard = Guard(self.pricing, "proposals from the history brought tokens")
+        self._is_closed = False
+
+    @property
+    def placement(self) -> Placement:
+        """Where the target runs, and why; opening a longer bucket may change the reason."""
+        return self._loaded.target.placed.opened(self.session)
+
+    @property
+    def drafter_placement(self) -> Placement | None:
+        """The same of the drafter; None without a drafter model."""
+        running = self._loaded.drafter
+        return None if running is None else running.placed.opened(running.session)
+
+    def prompt(self, encode: Encode, request: Request) -> Prompt:
+        """Read a prompt.
+
+        Raises:
+            DoesNotFit: it leaves no room for an answer.
+            RequestError: it is empty, or its template refuses it.
+        """
+        tokens, longest = encode(self.target), self.session.longest
+        if not tokens:
+            raise RequestError("the prompt is empty; give at least one character")
+        if len(tokens) >= longest:
+            raise DoesNotFit(
+                f"a prompt of {len(tokens):,} tokens does not fit the model's context of {longest:,}, which "
+                "holds the answer too; shorten it" + self._longer_buckets()
+            )
+        side = self.side if request.speculate else None
+        return Prompt(tokens, [] if side is None else side.prompt(tokens, encode))
+
+    def prepared(self, prompt: Prompt, request: Request) -> PreparedRequest:
+        """A request made ready: room is reserved, and what is known of its prompt lies in the KV cache.
+
+        An answer that would not fit the context is shortened.
+
+        Raises:
+            DeviceError: no memory for it.
+        """
+        tokens = prompt.tokens.copy()
+        fits = min(request.max_new_tokens, self.session.longest - len(tokens))
+        request = replace(request, max_new_tokens=fits)
+        self._caches.fetch(self.session, tokens)
+        self.session.reserve(len(tokens) + fits)
+        return PreparedRequest(
+            session=self.session,
+            tokenizer=self.target.tokenizer,
+            tokens=tokens,
+            request=request,
+            eos=frozenset(self.target.manifest.special_tokens.eos) if request.stop_at_eos else frozenset(),
+            max_draft=self._options.max_draft,
+            begin=partial(self._begin, prompt, request),
+            clock=self._clock,
+        )
+
+    def use_history(self, path: Path) -> None:
+        """Draft from the history at ``path``, and learn into it, from the next request on."""
+        if self.history is not None:
+            self.history.close()
+        scope = Scope(self.target.manifest.name, self.target.tokenizer.digest, self._options.namespace)
+        self.history = use = open_use(path, scope, self.target.tokenizer)
+        if self.side is None:
+            return
+        side, share, drafter = self.side, self._options.training_share, self.side.bundle
+        key = DrafterKey(drafter.digest, drafter.manifest.name)
+        side.experience = use.experience(key.digest)
+        trains = share > 0.0 and side.trainable
+        side.teach(use.trainer(key, side.tuning, share=share) if trains else None)
+        if share > 0.0 and not trains:
+            use.warn(
+                "the drafter is not trained: that takes a bundle for the CPU with inputs for its gains; "
+                "export it again with this version of edgespec"
+            )
+
+    def forget(self) -> None:
+        """Leave nothing of earlier requests in KV caches."""
+        for session in [self.session, *([self.side.session] if self.side is not None else [])]:
+            session.truncate(0)
+            self._caches.forget(session)
+
+    def close(self) -> None:
+        """Store what was learned, free both models, for good."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self.side is not None:
+            self.side.stop()
+        try:
+            if self.history is not None:
+                self.history.close()
+        finally:  # a second Ctrl-C, perhaps
+            if self.side is not None:
+                self._caches.forget(self.side.session)
+                self.side.session.close()
+            self._caches.forget(self.session)
+            self.session.close()
+
+    def _longer_buckets(self) -> str:
+        if self.session.longest >= self.target.config.context_length:
+            return ""
+        return f", or export the model with --buckets up to {self.target.config.context_length:,}"
+
+    def _begin(self, prompt: Prompt, request: Request) -> Policy:
+        """The policy of a request."""
+        side, remarks = self.side, Remarks()
+        if not self._drafts or not request.speculate:
+            remarks.speculation_off_reason = "speculate=False" if self._drafts else "the drafter is None"
+            return self._policy(None, None if side is None else Part(side.trainer), remarks)
+        free: Extending = NgramDrafter()
+        if self.history is not None:
+            free = BestOf(free, self.history.begin(self.history_guard, remarks))
+        part = None
+        if side is not None:
+            longest = self._options.max_draft
+            part = side.begin(prompt.tokens, prompt.of_drafter, request, max_draft=longest, remarks=remarks)
+        return self._policy(free, part, remarks)
+
+    def _policy(self, free: Extending | None, part: Part | None, remarks: Remarks) -> Policy:
+        aside = self.drafter_placement
+        remarks.placement = f"target on {self.placement}" + (f"; drafter on {aside}" if aside else "")
+        policy = partial(Policy, free, pricing=self.pricing, guard=self._guard, remarks=remarks)
+        if part is None:
+            return policy()
+        return policy(model=part.source, reading_s=part.reading_s, observers=(part,))
