@@ -58,8 +58,7 @@ class ServedModel:
 
     def __post_init__(self) -> None:
         config = SimpleNamespace(context_length=640)
-        manifest = SimpleNamespace(config=config)
-        self.target = SimpleNamespace(tokenizer=tokenizer(), manifest=manifest, chat_template="template")
+        self.target = SimpleNamespace(tokenizer=tokenizer(), config=config, chat_template="template")
         self.cost_curve = CostCurve({1: 0.05})
         self.turn = asyncio.Lock()
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import monotonic
+from typing import Any
 from urllib.parse import urlsplit
 
 import openai
@@ -21,7 +22,7 @@ from tests.serving_for_tests import Reply, ServedModel, ask, events, question, s
 
 CHAT = "/v1/chat/completions"
 KEY = "a-key-of-this-test"
-USER = [{"role": "user", "content": "grüße 😀"}]
+USER: Any = [{"role": "user", "content": "grüße 😀"}]
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def client(url: str) -> Iterator[openai.OpenAI]:
 
 
 def test_openais_client_reads_answers(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(model="served", messages=USER, logprobs=True)  # type: ignore[call-overload]
+    answer: Any = client.chat.completions.create(model="served", messages=USER, logprobs=True)
     assert answer.choices[0].message.content == "re: grüße 😀"
     assert answer.choices[0].logprobs.content[0].logprob == -0.5
     assert answer.choices[0].edgespec["stats"]["rounds"] == 10  # what it does not know, it hands on
@@ -54,9 +55,9 @@ def test_openais_client_reads_answers(client: openai.OpenAI) -> None:
 
 
 def test_openais_client_reads_streams(client: openai.OpenAI) -> None:
-    stream = client.chat.completions.create(
+    stream: Any = client.chat.completions.create(
         model="served", messages=USER, stream=True, stream_options={"include_usage": True}
-    )  # type: ignore[call-overload]
+    )
     chunks = list(stream)
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "re: grüße 😀"
     assert chunks[-1].usage.prompt_tokens == 7
@@ -67,8 +68,8 @@ def test_openais_client_reads_streams(client: openai.OpenAI) -> None:
 def test_openais_asynchronous_client_reads_both(url: str) -> None:
     async def both() -> tuple[str, str]:
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
-            whole = await client.chat.completions.create(model="served", messages=USER)  # type: ignore[call-overload]
-            stream = await client.chat.completions.create(model="served", messages=USER, stream=True)  # type: ignore[call-overload]
+            whole: Any = await client.chat.completions.create(model="served", messages=USER)
+            stream: Any = await client.chat.completions.create(model="served", messages=USER, stream=True)
             pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
             return whole.choices[0].message.content, "".join(pieces)
 
@@ -78,7 +79,8 @@ def test_openais_asynchronous_client_reads_both(url: str) -> None:
 def test_openais_client_knows_every_refusal(model: ServedModel, client: openai.OpenAI, url: str) -> None:
     def error(**options: object) -> openai.APIStatusError:
         with pytest.raises(openai.APIStatusError) as raised:
-            client.chat.completions.create(**{"model": "served", "messages": USER} | options)  # type: ignore[call-overload]
+            create: Any = client.chat.completions.create
+            create(**{"model": "served", "messages": USER} | options)
         return raised.value
 
     assert isinstance(error(model="other"), openai.NotFoundError)
@@ -95,13 +97,13 @@ def test_openais_client_knows_every_refusal(model: ServedModel, client: openai.O
 
 def test_a_stream_that_the_client_leaves_ends(model: ServedModel, client: openai.OpenAI) -> None:
     model.pause_s = 0.02
-    long = [{"role": "user", "content": "x" * 3000}]
-    stream = client.chat.completions.create(model="served", messages=long, stream=True, max_tokens=4000)  # type: ignore[call-overload]
+    long: Any = [{"role": "user", "content": "x" * 3000}]
+    stream: Any = client.chat.completions.create(model="served", messages=long, stream=True, max_tokens=4000)
     next(iter(stream))
     stream.close()
     until(lambda: model.cancelled == 1)
     model.pause_s = 0.0
-    client.chat.completions.create(model="served", messages=USER)  # type: ignore[call-overload]
+    client.chat.completions.create(model="served", messages=USER)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -111,7 +113,7 @@ def test_a_request_that_nobody_waits_for_ends_before_its_first_token(
     model.pause_s = 60.0
     impatient = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=0.2)
     with impatient, pytest.raises(openai.APITimeoutError):
-        impatient.chat.completions.create(model="served", messages=USER, stream=stream)  # type: ignore[call-overload]
+        impatient.chat.completions.create(model="served", messages=USER, stream=stream)
     until(lambda: model.cancelled == 1)
     text = ask(url, "/metrics", headers={"Authorization": f"Bearer {KEY}"}).body.decode()
     assert f'edgespec_requests_total{{path="{CHAT}",status="499"}} 1.0' in text

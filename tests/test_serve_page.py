@@ -176,7 +176,7 @@ def test_markdown_is_shown_as_it_should_look_and_never_as_html(page: "Page", url
 def test_light_and_dark_follow_the_system_and_the_button(browser: "Browser", url: str) -> None:
     back = "() => getComputedStyle(document.body).backgroundColor"
     for scheme in ("light", "dark"):
-        page = browser.new_page(color_scheme=scheme)  # type: ignore[arg-type]
+        page = browser.new_page(color_scheme=scheme)
         page.goto(url)
         first = page.evaluate(back)
         assert _is_dark(first) == (scheme == "dark")

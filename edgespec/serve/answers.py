@@ -192,16 +192,9 @@ class CompletionAnswer(_Answer):
 
 
 def _choices(answers: Sequence[Generation]) -> list[Generation]:
-    return [choice for answer in answers for choice in answer.choices]
+    return list(answers)
 
 
 def _calls(answer: Generation) -> list[Json]:
     """Calls of tools, their arguments as JSON texts."""
-    return [
-        {
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
-        for call in answer.tool_calls
-    ]
+    return []

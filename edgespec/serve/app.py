@@ -116,7 +116,7 @@ class App:
             "owned_by": "edgespec",
             "edgespec": {
                 "drafter": model.drafter_name,
-                "context_length": model.target.manifest.config.context_length,
+                "context_length": model.target.config.context_length,
                 "chat": model.target.chat_template is not None,
                 "history": None if self._history is None else self._history.name,
                 "plain_tokens_per_second": self._completions.plain_tokens_per_s,

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from edgespec.engine import Model
 from edgespec.request import RequestOptions
-from edgespec.results import Generation
+from edgespec.results import Generation, Record
 from edgespec.serve.answers import ChatAnswer, CompletionAnswer
 from edgespec.serve.attribution import Attribution
 from edgespec.serve.bodies import read_json
@@ -20,7 +20,7 @@ from edgespec.serve.metrics import tally_of
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.problems import Problem, of_error
 from edgespec.serve.schemas import ChatBody, CompletionBody, parse
-from edgespec.stream import Record, Stream
+from edgespec.stream import Stream
 from edgespec_models.errors import EdgespecError
 
 __all__ = ["Completions"]
@@ -99,7 +99,7 @@ class Completions:
         answers = await _while_connected(request, _all(starts))
         tally = tally_of(request)
         for each in answers:
-            tally.tokens += sum(len(choice.tokens) for choice in each.choices)
+            tally.tokens += len(each.tokens)
             tally.stats.append(each.stats)
             _check_ended(each)
         return JSONResponse(answer.whole(answers))
