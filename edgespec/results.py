@@ -195,7 +195,7 @@ class Generation:
     finish_reason: FinishReason
     stats: GenerationStats
     stop: str | None = None
-    records: tuple[TokenRecord, ...] = ()
+    records: tuple[TokenRecord, ...] = field(default=(), repr=False)
 
 
 def nothing(reason: FinishReason) -> Generation:
