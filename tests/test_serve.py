@@ -5,6 +5,7 @@ import logging
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from edgespec.history.manage import History
 from edgespec.results import TokenRecord
 from edgespec.serve.attribution import Attribution
 from edgespec.serve.options import ServeOptions
+from edgespec.serve.schemas import ChatBody, CompletionBody
 from edgespec_models.errors import Busy, Closed, DoesNotFit, EdgespecError, RequestError
 from edgespec_models.text_stream import TextStream
 from tests.serving_for_tests import SOURCES, ServedModel, ask, events, question, serving, tokenizer, until
@@ -270,6 +272,12 @@ def test_without_a_history_there_is_nothing_to_forget(url: str) -> None:
     assert ask(url, "/edgespec/history").json["name"] is None
     reply = ask(url, "/edgespec/history/forget", {"everything": True})
     assert reply.status == 400 and "--history" in reply.error
+
+
+def test_the_documentation_has_every_field() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "server.md").read_text(encoding="utf-8")
+    names = {each.name for cls in (ChatBody, CompletionBody) for each in fields(cls)}
+    assert {name for name in names if f"`{name}`" not in text} == set()
 
 
 def test_an_address_that_others_reach_needs_a_key() -> None:

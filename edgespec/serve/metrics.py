@@ -118,11 +118,12 @@ class Observed:
             await send(message)
 
         scope["edgespec.tally"] = tally
-        self._metrics.running.inc()
+        working = scope["method"] == "POST"
+        self._metrics.running.inc(working)
         try:
             await self._app(scope, receive, watched)
         finally:
-            self._metrics.running.dec()
+            self._metrics.running.dec(working)
             self._over(scope, CLIENT_LEFT if tally.left else status, perf_counter() - started, tally)
 
     def _over(self, scope: Scope, status: int, seconds: float, tally: Tally) -> None:
