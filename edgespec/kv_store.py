@@ -35,6 +35,8 @@ class KvStore:
         Raises:
             DeviceError: no memory; the session's cache is empty then.
         """
+        if not self._budget:
+            return
         held = session.shared_prefix(tokens)
         found = self._longest(session, tokens, held + _LEAST)
         if session.length - held >= _LEAST:

@@ -101,14 +101,11 @@ class Runner:
             DoesNotFit: it leaves no room for an answer.
             RequestError: it is empty, or its template refuses it.
         """
-        tokens, longest = encode(self.target), self.session.longest
+        tokens = encode(self.target)
         if not tokens:
             raise RequestError("the prompt is empty; give at least one character")
-        if len(tokens) >= longest:
-            raise DoesNotFit(
-                f"a prompt of {len(tokens):,} tokens does not fit the model's context of {longest:,}, which "
-                "holds the answer too; shorten it" + self._longer_buckets()
-            )
+        if len(tokens) >= self.session.longest:
+            raise DoesNotFit(self._too_long(len(tokens)))
         side = self.side if request.speculate else None
         return Prompt(tokens, [] if side is None else side.prompt(tokens, encode))
 
@@ -178,10 +175,15 @@ class Runner:
             self._caches.forget(self.session)
             self.session.close()
 
-    def _longer_buckets(self) -> str:
-        if self.session.longest >= self.target.config.context_length:
-            return ""
-        return f", or export the model with --buckets up to {self.target.config.context_length:,}"
+    def _too_long(self, count: int) -> str:
+        longest, context = self.session.longest, self.target.config.context_length
+        prompt = f"a prompt of {count:,} tokens does not fit"
+        if longest < context and count < context:
+            return (
+                f"{prompt} the largest bucket of this bundle, {longest:,}, which holds the answer too; "
+                f"shorten it, or export the model with --buckets up to {context:,}"
+            )
+        return f"{prompt} the model's context of {context:,}, which holds the answer too; shorten it"
 
     def _begin(self, prompt: Prompt, request: Request) -> Policy:
         """The policy of a request."""

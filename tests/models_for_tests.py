@@ -75,11 +75,11 @@ class Gated(ToySession):
         return super().forward(tokens)
 
 
-def toy_bundle(name: str) -> Bundle:
+def toy_bundle(name: str, context: int) -> Bundle:
     """All that a model asks of its bundle."""
     bundle = SimpleNamespace(
         manifest=SimpleNamespace(name=name, special_tokens=SpecialTokens(None, (), add_bos=False, pad=None)),
-        config=SimpleNamespace(context_length=4096, vocab_size=VOCAB),
+        config=SimpleNamespace(context_length=context, vocab_size=VOCAB),
         tokenizer=toy_tokenizer(),
         chat_template=ChatTemplate(TEMPLATE),
         head_tokens=None,
@@ -98,7 +98,12 @@ def toy_model(
 
     def running(name: str, session: ToySession, seconds: float) -> Running:
         curve = CostCurve({1: seconds, 8: 1.1 * seconds, 32: 1.5 * seconds})
-        return Running(toy_bundle(name), session, curve, Placement(Device(KINDS["cpu"], "ready"), "made up"))
+        return Running(
+            toy_bundle(name, session.longest),
+            session,
+            curve,
+            Placement(Device(KINDS["cpu"], "ready"), "made up"),
+        )
 
     target = running("toy", session or toy_session(), 1.0)
     small = None if drafter is None else running("small", drafter, 0.1)
