@@ -12,16 +12,22 @@ from types import SimpleNamespace
 from typing import Any, Self, cast
 from urllib.parse import urlsplit
 
-from edgespec.engine import Model
+from edgespec.engine import LoadOptions, Model
 from edgespec.history.manage import History
 from edgespec.results import FinishReason, Generation, GenerationStats, Record, SourceStats, TokenRecord
 from edgespec.serve.app import App
 from edgespec.serve.options import ServeOptions, bound_socket
 from edgespec.serve.server import Server, run
+from edgespec.sessions import Loaded, Running
 from edgespec_models.errors import EdgespecError
 from edgespec_models.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
+from edgespec_runtimes.devices import KINDS
+from edgespec_runtimes.discovery import Device
+from edgespec_runtimes.placement import Placement
+from tests.models_for_tests import VOCAB, printable, toy_bundle
 from tests.tokenizers_for_tests import byte_level_json
+from tests.toy import F32, ToySession, markov_logits
 
 SOURCES = ("target", "model", "ngram", "history")
 
@@ -149,6 +155,31 @@ class ServedStream:
         )  # fmt: skip
         ids = tuple(token.id for token in tokens)
         return Generation(tokenizer().decode(ids), ids, reason, stats, None, tuple(tokens))
+
+
+class Clocked(ToySession):
+    """Its passes take ``seconds`` of a clock that it moves itself."""
+
+    def __init__(self, clock: list[float], seconds: float) -> None:
+        super().__init__(printable(markov_logits(0, VOCAB, scale=4.0)), VOCAB)
+        self._clock, self._seconds = clock, seconds
+
+    def forward(self, tokens: Sequence[int]) -> F32:
+        self._clock[0] += self._seconds
+        return super().forward(tokens)
+
+
+def drafting_model() -> Model:
+    """Its drafter is the same model at a hundredth of the price, so all it drafts is right."""
+    clock = [0.0]
+
+    def running(name: str, seconds: float) -> Running:
+        curve = CostCurve({1: seconds, 8: seconds})
+        placed = Placement(Device(KINDS["cpu"], "ready"), "made up")
+        return Running(toy_bundle(name, 4096), Clocked(clock, seconds), curve, placed)
+
+    loaded = Loaded(running("toy", 1.0), running("small", 0.01), same_vocabulary=True)
+    return Model(loaded, options=LoadOptions(), clock=lambda: clock[0])
 
 
 def _whole(tokens: Sequence[TokenRecord]) -> str:

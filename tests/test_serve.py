@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgespec.attribution import Attribution
 from edgespec.history.manage import History
 from edgespec.results import TokenRecord
-from edgespec.serve.attribution import Attribution
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.schemas import ChatBody, CompletionBody
 from edgespec_models.errors import Busy, Closed, DoesNotFit, EdgespecError, RequestError
@@ -289,12 +289,12 @@ def test_an_address_that_others_reach_needs_a_key() -> None:
         ServeOptions(host=host)
 
 
-@given(st.text(max_size=40), st.lists(st.integers(1, 7), min_size=1, max_size=40), st.data())
+@settings(deadline=None)
+@given(st.text(alphabet="abé日😀 \n", max_size=30), st.lists(st.integers(1, 7), max_size=30), st.data())
 def test_attribution_gives_every_character_to_one_token(text: str, sizes: list[int], data: Any) -> None:
     """However records cut the tokens, and wherever a stop string ends the text."""
-    clean = text.encode("utf-8", "replace").decode()
-    ids = [byte for char in clean.encode() for byte in tokenizer().encode_bytes(bytes([char]))]
-    stop = data.draw(st.sampled_from(["", *clean]))
+    ids = [byte for char in text.encode() for byte in tokenizer().encode_bytes(bytes([char]))]
+    stop = data.draw(st.sampled_from(["", *text]))
     stream = TextStream(tokenizer(), stop=[stop] if stop else [])
     attribution, at = Attribution(tokenizer()), 0
     shown: list[dict[str, str]] = []
@@ -311,5 +311,5 @@ def test_attribution_gives_every_character_to_one_token(text: str, sizes: list[i
         if last:
             break
     assert [token["source"] for token in shown] == [str(index) for index in range(min(at, len(ids)))]
-    expected = clean.split(stop)[0] if stop else clean
+    expected = text.split(stop)[0] if stop else text
     assert "".join(pieces) == expected

@@ -1,7 +1,7 @@
 """The server over whole models, whose sessions are toys: answers, queue, leaving clients, what is learned."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,8 @@ from edgespec.history.manage import History
 from edgespec.load_options import LoadOptions
 from edgespec.model import Model
 from edgespec.serve.options import ServeOptions
-from edgespec.sessions import Loaded, Running
-from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.devices import KINDS
-from edgespec_runtimes.discovery import Device
-from edgespec_runtimes.placement import Placement
-from tests.models_for_tests import VOCAB, Gated, printable, toy_bundle, toy_model, toy_session
-from tests.serving_for_tests import Reply, ask, events, serving, until
-from tests.toy import F32, ToySession, markov_logits
+from tests.models_for_tests import Gated, toy_model, toy_session
+from tests.serving_for_tests import Reply, ask, drafting_model, events, serving, until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 NEW = 24
@@ -30,31 +24,6 @@ def body(text: str, **more: object) -> dict[str, object]:
     return {
         "model": "toy", "messages": [{"role": "user", "content": text}], "max_tokens": NEW, **more
     }  # fmt: skip
-
-
-class Clocked(ToySession):
-    """Its passes take ``seconds`` of a clock that it moves itself."""
-
-    def __init__(self, clock: list[float], seconds: float) -> None:
-        super().__init__(printable(markov_logits(0, VOCAB, scale=4.0)), VOCAB)
-        self._clock, self._seconds = clock, seconds
-
-    def forward(self, tokens: Sequence[int]) -> F32:
-        self._clock[0] += self._seconds
-        return super().forward(tokens)
-
-
-def drafting_model() -> Model:
-    """Its drafter is the same model at a hundredth of the price, so all it drafts is right."""
-    clock = [0.0]
-
-    def running(name: str, seconds: float) -> Running:
-        curve = CostCurve({1: seconds, 8: seconds})
-        placed = Placement(Device(KINDS["cpu"], "ready"), "made up")
-        return Running(toy_bundle(name), Clocked(clock, seconds), curve, placed)
-
-    loaded = Loaded(running("toy", 1.0), running("small", 0.01), same_vocabulary=True)
-    return Model(loaded, options=LoadOptions(), clock=lambda: clock[0])
 
 
 @pytest.fixture

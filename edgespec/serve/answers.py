@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from edgespec.attribution import Attribution
 from edgespec.results import Generation, TokenRecord
-from edgespec.serve.attribution import Attribution
 from edgespec_models.tokenizer import Tokenizer
 
 __all__ = ["ChatAnswer", "CompletionAnswer", "finish_reason", "usage"]

@@ -10,11 +10,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from edgespec.attribution import Attribution
 from edgespec.engine import Model
 from edgespec.request import RequestOptions
 from edgespec.results import Generation, Record
 from edgespec.serve.answers import ChatAnswer, CompletionAnswer
-from edgespec.serve.attribution import Attribution
 from edgespec.serve.bodies import read_json
 from edgespec.serve.metrics import tally_of
 from edgespec.serve.options import ServeOptions
