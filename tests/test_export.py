@@ -29,7 +29,7 @@ def logits_error(model: TinyGGUF, bundle: Path) -> float:
     assert isinstance(opened.config, ModelConfig)
     expected = reference_logits(TinyModel(bundle, opened.config, reference_weights(model)), TOKENS)
     session = CpuSession(opened)
-    got = session.forward(TOKENS).copy()
+    got = session.predict(TOKENS).logits.copy()
     session.close()
     return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
 

@@ -38,7 +38,7 @@ def with_tokenizer(folder: Path) -> Path:
 
 def logits_of(bundle: Path) -> F32:
     session = CpuSession(Bundle(bundle, verify_digests=True))
-    logits = session.forward(TOKENS)[list(ROWS)].copy()
+    logits = session.predict(TOKENS).logits[list(ROWS)].copy()
     session.close()
     return logits
 

@@ -104,7 +104,7 @@ def test_what_was_found_is_that_of_the_self_test(bundles: dict[str, Bundle], ope
         running = open_one(bundles["target"], OPTIONS, (1, 2))
         known = recall(Conditions.of(bundles["target"], OPTIONS))
         assert known is not None and known.row_exact == running.session.row_exact is True
-        assert running.session.forward([1, 2, 3]).shape == (3, LLAMA.vocab_size)
+        assert running.session.predict([1, 2, 3]).logits.shape == (3, LLAMA.vocab_size)
         running.session.close()
 
 

@@ -27,7 +27,7 @@ def passes(session: CpuSession) -> str:
         for rows, seconds in times.items():
             session.truncate(PAST)
             started = perf_counter()
-            session.forward(tokens[PAST : PAST + rows])
+            session.predict(tokens[PAST : PAST + rows])
             seconds.append(perf_counter() - started)
     return " | ".join(f"{median(seconds) * 1e3:.1f}" for seconds in times.values())
 

@@ -39,7 +39,7 @@ def load(paths: list[Path], huge_pages: bool) -> dict[str, float]:
     taken, pair = seconds(lambda: open_pair(target, drafters[0] if drafters else None, options))
     for running in (pair.target, pair.drafter):
         if running is not None:
-            running.session.forward(PASS)
+            running.session.predict(PASS)
     resident = psutil.Process().memory_info().rss
     return {"seconds": taken, "resident_bytes": resident, "peak_bytes": peak_memory_bytes()}
 

@@ -37,10 +37,10 @@ def events(bundle: Path, rows: int, past: int) -> list[dict[str, Any]]:
         session.reserve(past + rows)
         session.prefill(tokens[:past])
         for _ in range(_PASSES + 5):  # some to warm up
-            session.forward(tokens[past:])
+            session.predict(tokens[past:])
             session.truncate(past)
         assert session._io is not None
-        file = session._io._session.end_profiling()  # type: ignore[attr-defined]
+        file = session._io._session.end_profiling()
         found: list[dict[str, Any]] = json.loads(Path(file).read_text(encoding="utf-8"))
         session.close()
     return found

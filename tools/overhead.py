@@ -10,7 +10,7 @@ from typing import Any
 
 import edgespec
 from edgespec_runtimes.cpu import CpuSession
-from edgespec_runtimes.graph_io import EdgespecIO, MaskedIO
+from edgespec_runtimes.graph_io import DynamicIO
 
 
 class Clocked:
@@ -38,7 +38,7 @@ def main() -> None:
     with edgespec.load(options.target, drafter=None) as model:
         assert isinstance(model._session, CpuSession)
         io = model._session._io
-        assert isinstance(io, EdgespecIO | MaskedIO)
+        assert isinstance(io, DynamicIO | DynamicIO)
         clocked = io._session = Clocked(io._session)
         count = options.max_new_tokens
         stream = iter(model.stream("Once upon a time", max_new_tokens=count, stop_at_eos=False))

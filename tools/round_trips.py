@@ -139,11 +139,11 @@ def reference(case: str) -> F32:
 def difference(bundle: Bundle, golden: str | None) -> tuple[float, bool]:
     """The largest difference from the reference, or of short passes from a long one; and row_exact."""
     session = CpuSession(bundle)
-    logits = session.forward(TOKENS).copy()
+    logits = session.predict(TOKENS).logits.copy()
     if golden is None:
         session.truncate(0)
         starts = range(0, len(TOKENS), 3)
-        expected = np.concatenate([session.forward(TOKENS[at : at + 3]).copy() for at in starts])
+        expected = np.concatenate([session.predict(TOKENS[at : at + 3]).logits.copy() for at in starts])
     else:
         logits, expected = logits[list(ROWS)], reference(golden)
     exact = session.row_exact

@@ -21,6 +21,7 @@ from edgespec.results import Remarks
 from edgespec.sessions import DRAFTER_READING_ROWS, Running
 from edgespec_models.bundle import Bundle
 from edgespec_models.errors import TokenizerError
+from edgespec_runtimes.session import TrimmedHead, Tunable
 
 __all__ = ["DrafterSide", "Part"]
 
@@ -97,6 +98,7 @@ class DrafterSide:
         clock: Clock = perf_counter,
     ) -> None:
         self.bundle, self.session, self.curve = running.bundle, running.session, running.curve
+        self._tuned = self.session if isinstance(self.session, Tunable) and self.session.tunable else None
         self.experience = Experience()
         self.trainer: Trainer | None = None
         self._gains: dict[str, F32] | None = None  # trained, to run with
@@ -151,13 +153,13 @@ class DrafterSide:
     def teach(self, trainer: Trainer | None) -> None:
         """Let ``trainer`` train it; what another one taught is put back. None leaves it as the bundle is."""
         self.trainer, self._gains = trainer, None
-        if self.trainable:
-            self.session.tune({})
+        if self._tuned is not None:
+            self._tuned.tune({})
 
     @property
     def trainable(self) -> bool:
         """Whether what training changes can be changed in a session that runs."""
-        return bool(self.session.tunable)
+        return self._tuned is not None
 
     def tuning(self, table: Table | None) -> Tuning:
         """What trains it, beginning with what is known.
@@ -191,15 +193,18 @@ class DrafterSide:
         """Run with what training found, unless much of ``prompt`` would have to be read again for it."""
         if self.trainer is not None:
             self._gains = self.trainer.take() or self._gains
-        if self._gains is not None and self.session.shared_prefix(prompt) <= _REREAD:
-            self.session.tune(self._gains)
+        if self._tuned is None or self._gains is None:
+            return
+        if self.session.shared_prefix(prompt) <= _REREAD:
+            self._tuned.tune(self._gains)
             self._gains = None
 
     def _vocabulary(self, prompt: Sequence[int], request: Request) -> Vocabulary:
         """What it can write in this request: besides the rows it has, the words of its prompt."""
-        if self.bundle.head_tokens is not None:
-            kept = context_tokens(prompt, self.bundle.tokenizer, self.bundle.head_tokens)
-            self.session.offer(kept)
+        head, session = None, self.session
+        if self.bundle.head_tokens is not None and isinstance(session, TrimmedHead):
+            session.offer(context_tokens(prompt, self.bundle.tokenizer, self.bundle.head_tokens))
+            head = session.head_tokens
         eos = self._target.manifest.special_tokens.eos if request.stop_at_eos else ()
         ends = frozenset(self.bundle.manifest.special_tokens.eos)
-        return Vocabulary(ends, eos[0] if eos else None, self.session.head_tokens)
+        return Vocabulary(ends, eos[0] if eos else None, head)

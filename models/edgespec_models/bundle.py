@@ -26,7 +26,7 @@ import numpy.typing as npt
 from edgespec_models.chat_template import ChatTemplate
 from edgespec_models.config import AGAIN, Count, DecoderShape, FloatType, ModelConfig
 from edgespec_models.errors import BundleError, naming
-from edgespec_models.graph_tensors import GraphTensors
+from edgespec_models.graph_contract import GraphTensors
 from edgespec_models.schema import form, length, read, shown, within
 from edgespec_models.static_graphs import ExportDevice, Form, StaticGraphs
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
@@ -254,9 +254,9 @@ class Bundle:
         return self.path / (GRAPH if static is None else static.files[0])
 
     @property
-    def tensors(self) -> GraphTensors | None:
-        """Names of the graph's inputs and outputs; None where they are those that edgespec's exports have."""
-        return None
+    def tensors(self) -> GraphTensors:
+        """Names of the inputs and outputs of a graph of any shape."""
+        return GraphTensors.of(self.config, self.manifest.kv, self.manifest.float_kv_layers)
 
     @property
     def digest(self) -> str:

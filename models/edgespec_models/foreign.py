@@ -17,7 +17,7 @@ from edgespec_models.chat_template import ChatTemplate
 from edgespec_models.errors import BundleError, UnsupportedModelError
 from edgespec_models.facts import Facts
 from edgespec_models.foreign_graph import ForeignGraph, ModelFacts, TensorNames
-from edgespec_models.graph_tensors import GraphTensors
+from edgespec_models.graph_contract import GraphTensors
 from edgespec_models.tokenizer import Tokenizer
 from edgespec_models.tokenizer_files import TokenizerFiles
 

@@ -8,8 +8,8 @@ from edgespec_models.errors import BundleError
 from edgespec_runtimes.cpu import CpuOptions, session_settings
 from edgespec_runtimes.device_graph import open_whole
 from edgespec_runtimes.discovery import Device
-from edgespec_runtimes.graph_io import EdgespecIO
-from edgespec_runtimes.graph_session import GraphSession
+from edgespec_runtimes.graph_io import DynamicIO
+from edgespec_runtimes.graph_session import DynamicSession
 from edgespec_runtimes.tensor_memory import DeviceMemory
 
 __all__ = ["CudaSession"]
@@ -17,7 +17,7 @@ __all__ = ["CudaSession"]
 _PREFILL_CHUNK = 512  # passes of many rows unpack all weights first, so there should be few
 
 
-class CudaSession(GraphSession):
+class CudaSession(DynamicSession):
     """One model reading one sequence on a GPU; see :class:`edgespec_runtimes.session.Session`.
 
     Whether a row's bits depend on the number of rows is up to the kernels, which are chosen by that number
@@ -49,6 +49,6 @@ class CudaSession(GraphSession):
         options = options or CpuOptions()
         providers = [(device.kind.provider, dict(device.options))]
         session = open_whole(device, bundle.graph, session_settings(options), providers)
-        io = EdgespecIO(session, bundle, exact_rows=False, memory=DeviceMemory(device.kind.memory))
+        io = DynamicIO(session, bundle, exact_rows=False, memory=DeviceMemory(device.kind.memory))
         chunk = max(options.prefill_chunk, _PREFILL_CHUNK)
         super().__init__(io, bundle.config, chunk=chunk, row_exact=row_exact)

@@ -1,16 +1,16 @@
 """Where a graph keeps keys and values, and how a pass reads and writes them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from edgespec_models.graph_contract import CacheTensor
 from edgespec_runtimes.ort import ort
 
-__all__ = ["KEY_TILE", "CacheLayout", "GrowingCache", "InPlaceCache", "KVBuffers", "SharedCache", "ort_value"]
+__all__ = ["KEY_TILE", "GrowingCache", "InPlaceCache", "KVBuffers", "SharedCache", "ort_value"]
 
 KEY_TILE: Final = 16
 """Tokens whose keys edgespec's own attention keeps together, channel by channel."""
@@ -21,17 +21,6 @@ _ONNX_TYPES = {"float32": 1, "uint8": 2, "int8": 3, "uint16": 4, "int32": 6, "in
 def ort_value(array: _Array) -> Any:
     """An OrtValue over the array's own memory, which must outlive it."""
     return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, _ONNX_TYPES[array.dtype.name])
-
-
-@dataclass(frozen=True, slots=True)
-class CacheLayout:
-    """Keys or values of one layer: names of the input and the output, heads, their width, element type."""
-
-    past: str
-    present: str
-    heads: int
-    head_dim: int
-    dtype: np.dtype[Any]
 
 
 class KVBuffers(Protocol):
@@ -57,7 +46,7 @@ class KVBuffers(Protocol):
 class InPlaceCache:
     """One buffer of full capacity for each tensor: the graph reads it and writes new rows in place."""
 
-    def __init__(self, layout: Sequence[CacheLayout]) -> None:
+    def __init__(self, layout: Sequence[CacheTensor]) -> None:
         self._layout = layout
         self._values: list[Any] = []
 
@@ -78,7 +67,7 @@ class SharedCache(InPlaceCache):
         arrays: ``(1, heads, capacity, head_dim)`` each.
     """
 
-    def __init__(self, layout: Sequence[CacheLayout]) -> None:
+    def __init__(self, layout: Sequence[CacheTensor]) -> None:
         super().__init__(layout)
         self.arrays: list[_Array] = []
 
@@ -114,7 +103,7 @@ class GrowingCache:
     the next pass binds: the rows that stay move together.
     """
 
-    def __init__(self, layout: Sequence[CacheLayout]) -> None:
+    def __init__(self, layout: Sequence[CacheTensor]) -> None:
         self._layout = layout
         self._past: list[_Array] = []
         self._present: list[_Array] = []
@@ -165,7 +154,7 @@ class GrowingCache:
             kept.clear()
 
 
-def _rows(buffer: _Array, tensor: CacheLayout, tokens: int) -> _Array:
+def _rows(buffer: _Array, tensor: CacheTensor, tokens: int) -> _Array:
     """The beginning of a buffer as keys or values of ``tokens`` tokens."""
     shape = (1, tensor.heads, tokens, tensor.head_dim)
     return buffer[: prod(shape)].reshape(shape)

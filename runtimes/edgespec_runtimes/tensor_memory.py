@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_models.errors import DeviceError
-from edgespec_runtimes.kv_buffers import CacheLayout, InPlaceCache, KVBuffers, SharedCache, ort_value
+from edgespec_models.graph_contract import CacheTensor
+from edgespec_runtimes.kv_buffers import InPlaceCache, KVBuffers, SharedCache, ort_value
 from edgespec_runtimes.ort import RUN_ERRORS, ort
 
 __all__ = ["DeviceCache", "DeviceMemory", "HostMemory", "TensorMemory"]
@@ -33,7 +34,7 @@ class TensorMemory(Protocol):
     def output(self, shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[Any, Callable[[], _Array]]:
         """An OrtValue for graphs to write, and what returns, as an array, what it holds then."""
 
-    def cache(self, layout: Sequence[CacheLayout]) -> KVBuffers:
+    def cache(self, layout: Sequence[CacheTensor]) -> KVBuffers:
         """A KV cache that graphs write in place."""
 
 
@@ -52,7 +53,7 @@ class HostMemory:
         array = np.empty(shape, dtype)
         return ort_value(array), lambda: array
 
-    def cache(self, layout: Sequence[CacheLayout]) -> KVBuffers:
+    def cache(self, layout: Sequence[CacheTensor]) -> KVBuffers:
         """A KV cache that graphs write in place."""
         return SharedCache(layout)
 
@@ -90,7 +91,7 @@ class DeviceMemory:
         value = self._allocate(shape, dtype)
         return value, value.numpy
 
-    def cache(self, layout: Sequence[CacheLayout]) -> KVBuffers:
+    def cache(self, layout: Sequence[CacheTensor]) -> KVBuffers:
         """A KV cache that graphs write in place."""
         return DeviceCache(layout, self)
 
@@ -109,7 +110,7 @@ class DeviceCache(InPlaceCache):
     sessions reserve what a request needs at its start.
     """
 
-    def __init__(self, layout: Sequence[CacheLayout], memory: DeviceMemory) -> None:
+    def __init__(self, layout: Sequence[CacheTensor], memory: DeviceMemory) -> None:
         super().__init__(layout)
         self._memory = memory
         self.nbytes = 0
