@@ -6,28 +6,20 @@ from functools import partial
 from pathlib import Path
 from threading import Lock
 from time import perf_counter
-from typing import Annotated, Self, Unpack
+from typing import TYPE_CHECKING, Annotated, Self, Unpack
 
-from edgespec.drafting.ahead import Beside
 from edgespec.drafting.draft import Clock, Extending
 from edgespec.drafting.guard import Guard
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Policy
-from edgespec.drafting.side import DrafterSide, Part
 from edgespec.encoding import Messages, encode_chat, encode_text
 from edgespec.generation import PreparedRequest, TextStreamer
-from edgespec.history.corrections import DrafterKey
-from edgespec.history.drafter import BestOf
-from edgespec.history.manage import History
-from edgespec.history.store import Scope
-from edgespec.history.use import HistoryUse, open_use
 from edgespec.loading import NGRAM, Reference, open_model, recommended_drafter
 from edgespec.pricing import Pricing
 from edgespec.request import Request, RequestOptions
 from edgespec.results import Generation, Remarks
 from edgespec.sessions import Loaded, open_pair
-from edgespec_export.recipe import WEIGHTS
-from edgespec_models.bundle import Bundle
+from edgespec_models.bundle import WEIGHTS, Bundle
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_models.schema import check_fields, checked, form, length, one_of, within
@@ -35,6 +27,11 @@ from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuOptions, Instructions, Threads
 from edgespec_runtimes.discovery import AUTO
 from edgespec_runtimes.placement import Placement, export_for, place, run_at_once
+
+if TYPE_CHECKING:  # a model without a drafter model or a history imports nothing of them
+    from edgespec.drafting.ahead import Beside
+    from edgespec.drafting.side import DrafterSide, Part
+    from edgespec.history.use import HistoryUse
 
 __all__ = ["LoadOptions", "Model", "TextStreamer", "load"]
 
@@ -111,6 +108,8 @@ def load(
     if history is not None and drafter is None:
         raise RequestError("plain decoding (drafter None) uses no history; give drafter='ngram' or a model")
     if history is not None:
+        from edgespec.history.manage import History
+
         named = History(history)
         named.check()  # before a model is pulled
         history = named.path
@@ -142,11 +141,13 @@ def load(
     return model
 
 
-def _beside(loaded: Loaded) -> Beside | None:
+def _beside(loaded: Loaded) -> "Beside | None":
     """Drafting ahead, where target and drafter compute side by side."""
     target, aside = loaded.target, loaded.drafter
     if aside is None or not run_at_once(target.placed, aside.placed):
         return None
+    from edgespec.drafting.ahead import Beside
+
     return Beside(aside.curve)
 
 
@@ -177,7 +178,7 @@ class Model:
         options: LoadOptions,
         drafts: bool = True,
         clock: Clock = perf_counter,
-        beside: Beside | None = None,
+        beside: "Beside | None" = None,
     ) -> None:
         self.target, self.options = loaded.target.bundle, options
         self.drafter = None if loaded.drafter is None else loaded.drafter.bundle
@@ -188,7 +189,9 @@ class Model:
         self._history: HistoryUse | None = None
         self._side: DrafterSide | None = None
         if loaded.drafter is not None:
-            self._side = DrafterSide(
+            from edgespec.drafting import side
+
+            self._side = side.DrafterSide(
                 self.target,
                 loaded.drafter,
                 same_vocabulary=loaded.same_vocabulary,
@@ -228,6 +231,10 @@ class Model:
 
         A file that cannot be used is reported in the log and in ``result.stats.history_problem``.
         """
+        from edgespec.history.corrections import DrafterKey
+        from edgespec.history.store import Scope
+        from edgespec.history.use import open_use
+
         self._end_request()
         if self._history is not None:
             self._history.close()
@@ -354,9 +361,11 @@ class Model:
         side, remarks = self._side, Remarks()
         if not self._drafts or not request.speculate:
             remarks.speculation_off_reason = "speculate=False" if self._drafts else "the drafter is None"
-            return self._policy(None, None if side is None else Part(side.trainer), remarks)
+            return self._policy(None, None if side is None else side.idle(), remarks)
         free: Extending = NgramDrafter()
         if self._history is not None:
+            from edgespec.history.drafter import BestOf
+
             free = BestOf(free, self._history.begin(self._history_guard, remarks))
         part = None
         if side is not None:
@@ -364,7 +373,7 @@ class Model:
             part = side.begin(prompt, of_drafter, request, max_draft=longest, remarks=remarks)
         return self._policy(free, part, remarks)
 
-    def _policy(self, free: Extending | None, part: Part | None, remarks: Remarks) -> Policy:
+    def _policy(self, free: Extending | None, part: "Part | None", remarks: Remarks) -> Policy:
         remarks.placement = self._placements
         policy = partial(Policy, free, pricing=self._pricing, guard=self._guard, remarks=remarks)
         if part is None:

@@ -28,13 +28,12 @@ from edgespec_models.graphs.linear import Linear, LinearPart, LinearSpec
 from edgespec_models.weight_format import WeightFormat
 from edgespec_runtimes import discovery
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
-from edgespec_runtimes.cuda import CudaSession
+from edgespec_runtimes.cuda import CudaSession, DeviceCache, DeviceMemory
 from edgespec_runtimes.devices import CPU, KINDS
 from edgespec_runtimes.discovery import Device, OrtRuntime, devices, resolve
 from edgespec_runtimes.graph_io import DynamicIO
 from edgespec_runtimes.ort import ort
 from edgespec_runtimes.placement import place
-from edgespec_runtimes.tensor_memory import DeviceCache, DeviceMemory
 from tests.gguf_for_tests import F32, TinyGGUF, reference_weights, tiny_gguf
 from tests.machines_for_tests import PLAIN, SNAPDRAGON, WORKSTATION
 from tests.test_graphs import reference_logits

@@ -9,8 +9,7 @@ import pytest
 
 from edgespec_export import native
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_export.recipe import WEIGHTS
-from edgespec_models.bundle import MANIFEST, REPORT, Bundle
+from edgespec_models.bundle import MANIFEST, REPORT, WEIGHTS, Bundle
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import Progress

@@ -15,8 +15,8 @@ from edgespec_export import static_export
 from edgespec_export.contexts import compile_graph, compiler_for
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundle import MANIFEST, Bundle, FileRecord
-from edgespec_models.chips import find_chip
 from edgespec_models.errors import BundleError, DeviceError
+from edgespec_models.static_graphs import find_chip
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.discovery import OrtRuntime, resolve
 from edgespec_runtimes.static_io import StaticIO

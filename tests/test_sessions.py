@@ -118,7 +118,7 @@ def test_the_self_test_of_a_device_is_repeated(tmp_path: Path, monkeypatch: pyte
         given.append(row_exact)
         return CudaSession(bundle, on_cpu, options, row_exact=row_exact)
 
-    monkeypatch.setattr(sessions, "CudaSession", open_session)
+    monkeypatch.setattr("edgespec_runtimes.cuda.CudaSession", open_session)
     for device in (on_cpu, Device(KINDS["cuda"], "ready", version="1")):
         for remembered in (False, True):
             running = open_pair(half, None, OPTIONS, (Placement(device, "given"), None)).target

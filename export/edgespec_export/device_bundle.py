@@ -20,10 +20,9 @@ from edgespec_export.report import ExportReport
 from edgespec_export.sources import open_checkpoint
 from edgespec_export.static_export import ROWS, export_static, format_for, planned
 from edgespec_models.bundle import MANIFEST, TOKENIZER, Bundle
-from edgespec_models.chips import find_chip
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import ProgressCallback
-from edgespec_models.static_graphs import buckets_for
+from edgespec_models.static_graphs import buckets_for, find_chip
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.devices import CPU

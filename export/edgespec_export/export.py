@@ -17,17 +17,15 @@ from edgespec_export.bundle_files import (
 )
 from edgespec_export.extra import require_extra
 from edgespec_export.quantization import Quantization
-from edgespec_export.recipe import WEIGHTS
 from edgespec_export.report import ActivationRanges, ExportReport, FormatLoss
 from edgespec_export.staging import check_place, place, staging, storage_errors
 from edgespec_export.trim import Tokens, Trim, TrimOptions
-from edgespec_models.bundle import GRAPH, MANIFEST, TOKENIZER, Bundle, KVType, Manifest, Role
-from edgespec_models.chips import find_chip
+from edgespec_models.bundle import GRAPH, MANIFEST, TOKENIZER, WEIGHTS, Bundle, KVType, Manifest, Role
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import ModelFileError, ParityError, RequestError, naming
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_models.schema import check_fields, checked, length, one_of, within
-from edgespec_models.static_graphs import PREFILL_ROWS, ExportDevice
+from edgespec_models.static_graphs import PREFILL_ROWS, ExportDevice, find_chip
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
 
 if TYPE_CHECKING:
@@ -59,8 +57,8 @@ class ExportOptions:
             KV cache too. Graphs for NPUs have fixed shapes, and the device settles the formats of weights and
             KV cache.
         buckets: with an NPU, lengths of the KV cache in tokens; empty takes 512, 1024 and 2048.
-        chip: with ``npu-qnn``, one of :data:`edgespec_models.chips.CHIPS` to compile every graph for; None
-            leaves that to the device, at each load.
+        chip: with ``npu-qnn``, one of :data:`edgespec_models.static_graphs.CHIPS` to compile every graph
+            for; None leaves that to the device, at each load.
     """
 
     role: Role = "target"

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_models.config import DecoderShape, ModelConfig
-from edgespec_models.rope import rotary_tables
 
 __all__ = ["CHANGING", "INPUTS", "ROWS", "CacheTensor", "GraphTensors", "Pass", "StaticInputs", "cache_names"]
 
@@ -167,6 +166,8 @@ class StaticInputs:
             config: the model's facts.
             masked: what a mask holds where a row must not look.
         """
+        from edgespec_models.rope import rotary_tables  # graphs of any shape have their own
+
         self._config, self._masked = config, masked
         self._tables: dict[str, npt.NDArray[np.float32]] = rotary_tables(config, config.context_length)
 

@@ -14,10 +14,16 @@ import numpy.typing as npt
 from edgespec_models.bundle import Bundle
 from edgespec_models.errors import BundleError, DeviceError, RequestError
 from edgespec_models.graph_contract import CHANGING, INPUTS, ROWS, CacheTensor, Pass
-from edgespec_runtimes.kv_buffers import KEY_TILE, GrowingCache, KVBuffers, ort_value
+from edgespec_runtimes.kv_buffers import (
+    KEY_TILE,
+    GrowingCache,
+    HostMemory,
+    KVBuffers,
+    TensorMemory,
+    ort_value,
+)
 from edgespec_runtimes.ort import RUN_ERRORS, TYPES, ort
 from edgespec_runtimes.predictions import DevicePredictions, Predictions
-from edgespec_runtimes.tensor_memory import HostMemory, TensorMemory
 
 __all__ = ["DynamicIO", "GraphIO"]
 

@@ -1,6 +1,6 @@
-"""Where a graph keeps keys and values, and how a pass reads and writes them."""
+"""Where a graph keeps keys and values, and its inputs and outputs: in the host's memory, or in a device's."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, Final, Protocol
 
@@ -10,7 +10,16 @@ import numpy.typing as npt
 from edgespec_models.graph_contract import CacheTensor
 from edgespec_runtimes.ort import ort
 
-__all__ = ["KEY_TILE", "GrowingCache", "InPlaceCache", "KVBuffers", "SharedCache", "ort_value"]
+__all__ = [
+    "KEY_TILE",
+    "GrowingCache",
+    "HostMemory",
+    "InPlaceCache",
+    "KVBuffers",
+    "SharedCache",
+    "TensorMemory",
+    "ort_value",
+]
 
 KEY_TILE: Final = 16
 """Tokens whose keys edgespec's own attention keeps together, channel by channel."""
@@ -158,3 +167,39 @@ def _rows(buffer: _Array, tensor: CacheTensor, tokens: int) -> _Array:
     """The beginning of a buffer as keys or values of ``tokens`` tokens."""
     shape = (1, tensor.heads, tokens, tensor.head_dim)
     return buffer[: prod(shape)].reshape(shape)
+
+
+class TensorMemory(Protocol):
+    """A kind of memory that ONNX Runtime's values lie in."""
+
+    def value(self, array: _Array) -> Any:
+        """An OrtValue that holds what ``array`` does; the array must outlive it."""
+
+    def write(self, value: Any, array: _Array) -> None:
+        """Let ``value``, made from ``array``, hold what the array does now."""
+
+    def output(self, shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[Any, Callable[[], _Array]]:
+        """An OrtValue for graphs to write, and what returns, as an array, what it holds then."""
+
+    def cache(self, layout: Sequence[CacheTensor]) -> KVBuffers:
+        """A KV cache that graphs write in place."""
+
+
+class HostMemory:
+    """numpy's: a graph on the CPU reads and writes the arrays themselves."""
+
+    def value(self, array: _Array) -> Any:
+        """An OrtValue over the array's own memory."""
+        return ort_value(array)
+
+    def write(self, value: Any, array: _Array) -> None:
+        """Nothing to do: they are one."""
+
+    def output(self, shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[Any, Callable[[], _Array]]:
+        """An OrtValue over an array, and what returns that array."""
+        array = np.empty(shape, dtype)
+        return ort_value(array), lambda: array
+
+    def cache(self, layout: Sequence[CacheTensor]) -> KVBuffers:
+        """A KV cache that graphs write in place."""
+        return SharedCache(layout)

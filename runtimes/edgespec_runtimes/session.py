@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from edgespec_runtimes.predictions import Logits, Predictions
 
-__all__ = ["Logits", "ModelSession", "Session", "TrimmedHead", "Tunable"]
+__all__ = ["Logits", "ModelSession", "Session", "Compiled", "TrimmedHead", "Tunable"]
 
 
 class Session(Protocol):
@@ -86,6 +86,15 @@ class ModelSession(Session, Protocol):
     @property
     def kv_bytes(self) -> int:
         """Bytes reserved for the KV cache."""
+
+
+@runtime_checkable
+class Compiled(Protocol):
+    """A session whose graphs a device's compiler takes, at load or ahead."""
+
+    @property
+    def compiled(self) -> str:
+        """Whether context binaries are used and, if not, why; empty where there are none for the device."""
 
 
 @runtime_checkable
