@@ -16,7 +16,7 @@ from edgespec_export.quantization import Quantization
 from edgespec_export.rounding import Rounding, round_matrix
 from edgespec_export.tiles import pack, pack_blocks, unpack_tiles
 from edgespec_export.writer import Stored
-from edgespec_models.graphs.names import module_path
+from edgespec_models.graphs.definition import module_path
 from edgespec_models.graphs.native import Matrix, NativePlan
 from edgespec_models.tiles import FORMATS, LANES, tile_bytes
 from edgespec_models.weight_format import Method, WeightFormat
@@ -69,7 +69,7 @@ def plan_native(
     return NativePlan(
         matrix("embed"),
         linears,
-        biases="layers.0.q_bias" in checkpoint.tensors,
+        biases=checkpoint.has_biases,
         tunable=tunable,
         head_tokens=head_tokens,
         context=head_tokens is not None and checkpoint.tied_head,

@@ -19,8 +19,8 @@ from edgespec_export.gguf import GGMLType
 from edgespec_export.quantization import Quantization
 from edgespec_export.writer import Stored
 from edgespec_models.graphs.decoder import FULL, DecoderPlan, Precision
+from edgespec_models.graphs.definition import module_path
 from edgespec_models.graphs.linear import EmbeddingSpec, LinearPart, LinearSpec
-from edgespec_models.graphs.names import module_path
 from edgespec_models.weight_format import WeightFormat
 
 __all__ = ["PORTABLE", "decoder_biases", "plan_decoder", "stored_decoder"]
@@ -72,7 +72,7 @@ def plan_decoder(
     for i in range(config.num_layers):
         prefix = f"layers.{i}."
         qkv, both = (tuple(prefix + name for name in names) for names in (("q", "k", "v"), ("gate", "up")))
-        biases = tuple(f"{name}_bias" for name in qkv) if f"{prefix}q_bias" in checkpoint.tensors else ()
+        biases = tuple(f"{name}_bias" for name in qkv) if checkpoint.has_biases else ()
         linears[f"{prefix}qkv"] = linear(qkv, biases)
         linears[f"{prefix}o"] = linear((f"{prefix}o",))
         linears[f"{prefix}gate_up"] = linear(both)

@@ -70,7 +70,9 @@ def write_static_weights(
         progress: told of bytes.
         parts: those that the graph has; see :class:`StaticPlan`.
     """
-    plan = StaticPlan(rows=1, capacity=1, all_logits=True, int8=int8, parts=parts)
+    plan = StaticPlan(
+        rows=1, capacity=1, all_logits=True, int8=int8, biases=checkpoint.has_biases, parts=parts
+    )
     model = build_static_decoder(checkpoint.config, plan)
     parameters, offsets, size = allocate(model, folder)
     tensors, by_class = {n: value.const_value for n, value in parameters.items()}, bytes_by_class(parameters)
