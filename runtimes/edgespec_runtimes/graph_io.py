@@ -63,13 +63,24 @@ class GraphIO(Protocol):
         """Free what passes use."""
 
 
+_Input = tuple[str, npt.NDArray[Any], Any, TensorMemory]
+
+
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """A binding for passes of one shape: inputs as arrays, values and where these lie."""
+    """A binding for passes of one shape.
+
+    Attributes:
+        binding: of inputs and outputs.
+        inputs: the bound ones: name, array, value, and the memory that this lies in.
+        changing: those of them that hold something else in the next pass.
+        predictions: of the last run.
+    """
 
     binding: Any
-    inputs: Mapping[str, tuple[npt.NDArray[Any], Any, TensorMemory]]
-    predictions: Callable[[], Predictions]  # of the last run
+    inputs: tuple[_Input, ...]
+    changing: tuple[_Input, ...]
+    predictions: Callable[[], Predictions]
 
 
 class DynamicIO:
@@ -186,8 +197,7 @@ class DynamicIO:
                     self.passes.clear()
                 self.passes[len(tokens), rows] = bound
         else:
-            for name in bound.inputs.keys() & CHANGING:
-                array, value, memory = bound.inputs[name]
+            for name, array, value, memory in bound.changing:
                 array[...] = INPUTS[name](one)
                 memory.write(value, array)
         try:
@@ -210,17 +220,18 @@ class DynamicIO:
     def _bind(self, one: Pass) -> _Bound:
         """Bind what a pass reads and writes."""
         binding = self._session.io_binding()
-        inputs: dict[str, tuple[npt.NDArray[Any], Any, TensorMemory]] = {}
+        inputs: list[_Input] = []
         for called, (name, kind) in self._inputs.items():
             # GroupQueryAttention reads the total length on the host, wherever it runs.
             memory = HostMemory() if name == "total_sequence_length" else self._memory
             array = np.array(INPUTS[name](one), kind)
-            inputs[name] = array, memory.value(array), memory
-            binding.bind_ortvalue_input(called, inputs[name][1])
+            inputs.append((name, array, memory.value(array), memory))
+            binding.bind_ortvalue_input(called, inputs[-1][2])
         for name, (_, value) in self._tuned.items():
             binding.bind_ortvalue_input(name, value)
         self.cache.bind(binding, one.start, len(one.tokens))
-        return _Bound(binding, inputs, self._bind_outputs(binding, one))
+        changing = tuple(each for each in inputs if each[0] in CHANGING)
+        return _Bound(binding, tuple(inputs), changing, self._bind_outputs(binding, one))
 
     def _bind_outputs(self, binding: Any, one: Pass) -> Callable[[], Predictions]:
         """Bind what comes out of a pass; what hands it out after each run.
