@@ -9,8 +9,7 @@ import pytest
 
 from edgespec_export import native
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_export.recipe import WEIGHTS
-from edgespec_models.bundle import MANIFEST, REPORT, Bundle
+from edgespec_models.bundle import MANIFEST, REPORT, WEIGHTS, Bundle
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import Progress
@@ -29,7 +28,7 @@ def logits_error(model: TinyGGUF, bundle: Path) -> float:
     assert isinstance(opened.config, ModelConfig)
     expected = reference_logits(TinyModel(bundle, opened.config, reference_weights(model)), TOKENS)
     session = CpuSession(opened)
-    got = session.forward(TOKENS).copy()
+    got = session.predict(TOKENS).logits.copy()
     session.close()
     return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
 

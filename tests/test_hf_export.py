@@ -38,7 +38,7 @@ def with_tokenizer(folder: Path) -> Path:
 
 def logits_of(bundle: Path) -> F32:
     session = CpuSession(Bundle(bundle, verify_digests=True))
-    logits = session.forward(TOKENS)[list(ROWS)].copy()
+    logits = session.predict(TOKENS).logits[list(ROWS)].copy()
     session.close()
     return logits
 
@@ -195,7 +195,7 @@ def test_the_command_line_exports_a_directory(tmp_path: Path) -> None:
 
 
 def test_a_directory_is_loaded_through_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgespec.loading.bundles_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr("edgespec.first_use.bundles_dir", lambda: tmp_path / "cache")
     source = checkpoint(tmp_path / "Tiny-1.5B", "llama")
     first = open_model(source, "target")
     assert first.manifest.name == "Tiny-1.5B"

@@ -14,7 +14,7 @@ from unittest import mock
 import onnx_ir as ir
 import pytest
 
-from edgespec import loading
+from edgespec import first_use
 from edgespec.loading import open_model
 from edgespec_export import native
 from edgespec_export.checkpoint import Checkpoint
@@ -58,7 +58,7 @@ def test_what_another_recipe_made_is_made_anew_and_left_alone(
     before = made(cache)
     second = open_model(source, "target").path
     assert second == first
-    monkeypatch.setattr(loading, "RECIPES", {("target", None): RECIPES["target", None] + 1})
+    monkeypatch.setattr(first_use, "RECIPES", {("target", None): RECIPES["target", None] + 1})
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="edgespec"):
         third = open_model(source, "target").path
@@ -104,7 +104,7 @@ def test_a_cache_that_cannot_be_written_is_an_error_of_storage(
         open_model(source, "target")
     home = tmp_path / "home"
     monkeypatch.setenv("EDGESPEC_HOME", str(home))
-    monkeypatch.setattr(loading, "FileLock", mock.Mock(side_effect=PermissionError("read-only")))
+    monkeypatch.setattr(first_use, "FileLock", mock.Mock(side_effect=PermissionError("read-only")))
     with pytest.raises(StorageError, match=r"cannot write the bundle .*home.*: read-only"):
         open_model(source, "target")
 

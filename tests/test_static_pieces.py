@@ -56,7 +56,8 @@ def test_an_export_in_pieces_is_that_of_the_whole(
 def _watched(checkpoint: GGUFCheckpoint, folder: Path) -> tuple[set[tuple[str, bytes]], list[bytes]]:
     """What every point took, in no order, and the logits."""
     folder.mkdir()
-    plan = StaticPlan(rows=12, capacity=1, all_logits=True, watched=True)
+    biases = checkpoint.has_biases
+    plan = StaticPlan(rows=12, capacity=1, all_logits=True, biases=biases, watched=True)
 
     def weights(parts: range) -> WeightFile:
         return write_static_weights(checkpoint, folder, int8=False, progress=ignore_progress, parts=parts)

@@ -1,24 +1,29 @@
-"""The graph of standard operators: which format each of its weights gets.
+"""The graph of standard operators: which format each of its weights gets, and where it comes from.
 
 Formats that ONNX Runtime's kernels lack take the nearest that they have; a quantization that the user chose
 takes the place of that.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import groupby
 from types import MappingProxyType
 from typing import Final
 
+import numpy as np
+
 from edgespec_export.blocks import Blocks, unpack
 from edgespec_export.checkpoint import FLOATS, Checkpoint
+from edgespec_export.encode import decode_linear, encode_embedding, encode_linear
 from edgespec_export.gguf import GGMLType
 from edgespec_export.quantization import Quantization
+from edgespec_export.writer import Stored
 from edgespec_models.graphs.decoder import FULL, DecoderPlan, Precision
+from edgespec_models.graphs.definition import module_path
 from edgespec_models.graphs.linear import EmbeddingSpec, LinearPart, LinearSpec
 from edgespec_models.weight_format import WeightFormat
 
-__all__ = ["PORTABLE", "plan_decoder"]
+__all__ = ["PORTABLE", "decoder_biases", "plan_decoder", "stored_decoder"]
 
 _INT8 = WeightFormat(8, 32)
 _HALF = WeightFormat(16)
@@ -67,7 +72,7 @@ def plan_decoder(
     for i in range(config.num_layers):
         prefix = f"layers.{i}."
         qkv, both = (tuple(prefix + name for name in names) for names in (("q", "k", "v"), ("gate", "up")))
-        biases = tuple(f"{name}_bias" for name in qkv) if f"{prefix}q_bias" in checkpoint.tensors else ()
+        biases = tuple(f"{name}_bias" for name in qkv) if checkpoint.has_biases else ()
         linears[f"{prefix}qkv"] = linear(qkv, biases)
         linears[f"{prefix}o"] = linear((f"{prefix}o",))
         linears[f"{prefix}gate_up"] = linear(both)
@@ -132,3 +137,42 @@ def _embedding(checkpoint: Checkpoint, *, quantized: bool) -> EmbeddingSpec:
         return EmbeddingSpec(_INT8 if fits else WeightFormat(32))
     form = WeightFormat(4 if row.bits == 4 else 8, row.block)
     return EmbeddingSpec(form, offsets=row.minimums is not None)
+
+
+def decoder_biases(plan: DecoderPlan) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Parameters that hold biases, and the tensors in each."""
+    for linear, spec in plan.linears.items():
+        for index, part in enumerate(spec.parts):
+            if part.biases:
+                yield f"{module_path(linear)}.parts.{index}.bias", part.biases
+
+
+def stored_decoder(plan: DecoderPlan) -> list[Stored]:
+    """Where every matrix comes from, the embedding first."""
+    table = plan.embedding
+    embedding = Stored(
+        prefix="embedding",
+        sources=("embed",),
+        format=table.format.name,
+        method="keep",
+        encode=lambda kind, raw, source: encode_embedding(source, table),
+        decode=lambda arrays, rows, columns: decode_linear(arrays, table.format, columns),
+    )
+    linears = (
+        _stored(f"{module_path(name)}.parts.{index}", part, plan.head_tokens if name == "lm_head" else None)
+        for name, spec in plan.linears.items()
+        for index, part in enumerate(spec.parts)
+    )
+    return [embedding, *linears]
+
+
+def _stored(prefix: str, part: LinearPart, keep: tuple[int, ...] | None) -> Stored:
+    return Stored(
+        prefix=prefix,
+        sources=part.sources,
+        format=part.format.name,
+        method=part.method,
+        encode=lambda kind, raw, source: encode_linear(source, part.format, part.method),
+        decode=lambda arrays, rows, columns: decode_linear(arrays, part.format, columns),
+        keep=None if keep is None else np.array(keep, np.int64),
+    )

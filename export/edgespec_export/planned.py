@@ -21,8 +21,7 @@ def weight_bytes(checkpoint: Checkpoint, role: Role, weights: str | None) -> tup
         model, tied = build_native(checkpoint.config, plan), plan.tied
     else:
         model = build_decoder(checkpoint.config, plan_decoder(checkpoint, tunable=tunable))
-    named = {name: value for name, value in model.graph.initializers.items() if value.const_value is None}
-    _, size = allocate(named, Path())
+    named, _, size = allocate(model, Path())
     by_class = bytes_by_class(named)
     if tied:  # a pass reads all of it
         by_class["lm_head"], by_class["embedding"] = by_class["embedding"], 0

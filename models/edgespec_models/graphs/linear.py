@@ -132,8 +132,8 @@ class _Projection(nn.Module):
 class Linear(nn.Module):
     """``(1, n, in_features) -> (1, n, sum of out_features)``."""
 
-    def __init__(self, spec: LinearSpec, floats: FloatType = "float32") -> None:
-        super().__init__()
+    def __init__(self, spec: LinearSpec, floats: FloatType = "float32", name: str | None = None) -> None:
+        super().__init__(name)
         self.spec = spec
         self.parts = nn.ModuleList([_Projection(spec.in_features, part, floats) for part in spec.parts])
 
@@ -151,8 +151,15 @@ class Linear(nn.Module):
 class Embedding(nn.Module):
     """Token embedding: int64 ``(1, n)`` -> floats ``(1, n, hidden)``."""
 
-    def __init__(self, rows: int, hidden: int, spec: EmbeddingSpec, floats: FloatType = "float32") -> None:
-        super().__init__()
+    def __init__(
+        self,
+        rows: int,
+        hidden: int,
+        spec: EmbeddingSpec,
+        floats: FloatType = "float32",
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name)
         self.spec, self.hidden = spec, hidden
         form, kind = spec.format, FLOATS[floats]
         if form.is_float:
