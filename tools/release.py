@@ -97,7 +97,7 @@ def build(source: Path, out: Path, targets: Sequence[str]) -> None:
     """Wheels and sdist; times in archives are the commit's."""
     moment = run("git", "log", "-1", "--format=%ct").strip()
     chosen = ("--target", *targets) if targets else ()
-    wheels = (sys.executable, "-m", "tools.wheels", *chosen, "--out", out)
+    wheels = (sys.executable, "-m", "tools.wheels", "--out", str(out), *chosen)
     print(run(*wheels, cwd=source, SOURCE_DATE_EPOCH=moment), end="", flush=True)
     run(sys.executable, "-c", SDIST, out, cwd=source, SOURCE_DATE_EPOCH=moment)
 
