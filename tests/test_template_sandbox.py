@@ -3,7 +3,7 @@
 import sys
 import threading
 import tracemalloc
-from time import perf_counter
+from time import process_time
 
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -99,9 +99,9 @@ def outcome(source: str) -> TokenizerError:
 
 @pytest.mark.parametrize("source", ATTACKS, ids=range(len(ATTACKS)))
 def test_attacks_end_soon(source: str) -> None:
-    started = perf_counter()
+    started = process_time()
     outcome(source)
-    assert perf_counter() - started < 6.0  # 2 on a machine that does nothing else
+    assert process_time() - started < 6.0  # of the processor, whatever else the machine does
 
 
 @pytest.mark.parametrize("source", ATTACKS, ids=range(len(ATTACKS)))
