@@ -35,6 +35,7 @@ class RequestOptions(TypedDict, total=False):
     speculate: bool
     drafter: Drafter | None
     cancelled: Callable[[], bool]
+    timeout: float | None
     temperature: float
     top_k: int
     top_p: float
@@ -91,6 +92,7 @@ class Request:
     speculate: bool = True
     drafter: Drafter | None = None
     cancelled: Callable[[], bool] = _never
+    timeout: Annotated[float, within(above=0)] | None = None
     n: Annotated[int, within(1, 128)] = 1
     logprobs: bool = False
     top_logprobs: Annotated[int, within(0, 20)] = 0

@@ -92,7 +92,7 @@ class Recorded:
         self.vocab_size, self._curve, self._clock = vocab_size, curve, clock
         self._tokens: list[int] = []
         self._text: Sequence[int] = ()
-        self.capacity = 1 << 30
+        self.capacity = self.longest = 1 << 30
 
     @property
     def length(self) -> int:
@@ -242,7 +242,8 @@ def replayed(
         same = drafter.tokenizer.matches(target.tokenizer)
         loaded = Loaded(loaded.target, Running(drafter, small, curve, place(drafter)), same)
         beside = Beside(curve, clock=clock, thread=lane(clock)) if args.ahead else None
-    options = LoadOptions(max_draft=args.max_draft)
+    # What these sessions say does not lie in KV caches: there is nothing to put aside.
+    options = LoadOptions(max_draft=args.max_draft, cache_bytes=0)
     try:
         with Model(loaded, options=options, clock=clock, beside=beside) as model:
             yield model, session

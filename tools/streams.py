@@ -80,13 +80,14 @@ def learning(model: Model, *, ngrams: bool, training: bool) -> Iterator[None]:
     """With a new history."""
     side = model._side
     if not ngrams:
-        model._history_guard = Silent(model._pricing)
+        model._runner.history_guard = Silent(model._runner.pricing)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "stream.history"
         model.use_history(path)
-        if training and side is not None and side.trainable and model._history is not None:
+        history = model._runner.history
+        if training and side is not None and side.trainable and history is not None:
             trainer = AtOnce(partial(side.tuning, None), share=1.0)
-            model._history._trainers[DrafterKey(side.bundle.digest, side.bundle.manifest.name)] = trainer
+            history._trainers[DrafterKey(side.bundle.digest, side.bundle.manifest.name)] = trainer
             side.teach(trainer)
         try:
             yield

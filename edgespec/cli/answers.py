@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from edgespec.generation import TextStreamer
     from edgespec.results import Generation, GenerationStats
+    from edgespec.stream import Stream
 
 __all__ = ["allow_any_text", "answer_json", "print_json", "stats_line", "stream_to_terminal"]
 
@@ -20,7 +20,7 @@ def allow_any_text() -> None:
         reconfigure(errors="replace")
 
 
-def stream_to_terminal(stream: "TextStreamer") -> "Generation":
+def stream_to_terminal(stream: "Stream") -> "Generation":
     """Print the text as it comes, ending the line."""
     text_ends_line = True
     try:
