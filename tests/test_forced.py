@@ -104,6 +104,11 @@ def text_of(tokens: Sequence[int], kind: str = "byte") -> str:
     return tokenizer(kind).bytes_of(t for t in tokens if t not in ends(kind)).decode()
 
 
+def ended(answer: list[int], kind: str, name: str) -> list[int]:
+    """An answer as it is where no proposal completes it: then the pass adds the token that ends texts."""
+    return answer[:-1] if name.endswith("uncut") and answer[-1] in ends(kind) else answer
+
+
 def across(kind: str, seed: int) -> ModelDrafter:
     """A random drafter of another vocabulary."""
     other = "sentencepiece" if kind == "byte" else "byte"
@@ -160,7 +165,7 @@ def test_greedy_output_is_plain_constrained_decodings(
 ) -> None:
     expected, _ = write(wanted, kind=kind, seed=seed)
     answer, _ = write(wanted, drafters(kind, seed)[name], kind=kind, seed=seed)
-    assert answer == expected
+    assert ended(answer, kind, name) == ended(expected, kind, name)
     if len(answer) < NEW:
         assert accepts(wanted, text_of(answer, kind))
 
@@ -173,7 +178,7 @@ def test_seeded_output_is_plain_constrained_samplings(
     params = SamplingParams(temperature=1.5, top_p=0.95, repetition_penalty=1.2, seed=seed)
     expected, _ = write(wanted, kind=kind, seed=seed, params=params)
     answer, _ = write(wanted, drafters(kind, seed)[name], kind=kind, seed=seed, params=params)
-    assert answer == expected
+    assert ended(answer, kind, name) == ended(expected, kind, name)
     if len(answer) < NEW:
         assert accepts(wanted, text_of(answer, kind))
 
@@ -245,15 +250,15 @@ class _Drawing(Deaf):
         return Draft(drafted, probs, ("drawn",) * count, (0.9,) * count)
 
 
-@pytest.mark.parametrize("name", ["ngrams and model", "drawn"])
-def test_samples_follow_the_distribution_of_plain_constrained_sampling(name: str) -> None:
-    wanted = Regex("(a|b|[a-d]{2})(the|a|d){1,2}")
+@pytest.mark.parametrize("name, count", [("ngrams and model", 250), ("drawn", 1000)])
+def test_samples_follow_the_distribution_of_plain_constrained_sampling(name: str, count: int) -> None:
+    wanted = Regex("[ad]{4}")  # half of what is drawn is forbidden
     vocab = tokenizer("byte").vocab_size
 
     def samples(
         source_of: Callable[[int], Callable[[Constraint], Source]], first: int
     ) -> list[tuple[int, ...]]:
-        params = (SamplingParams(temperature=2.0, seed=first + each) for each in range(400))
+        params = (SamplingParams(temperature=2.0, seed=first + each) for each in range(count))
         answers = (write(wanted, source_of(each), params=p)[0] for each, p in enumerate(params))
         return [tuple(t for t in answer if t not in ends("byte")) for answer in answers]
 
@@ -262,8 +267,8 @@ def test_samples_follow_the_distribution_of_plain_constrained_sampling(name: str
             return lambda c: Forced(_Drawing(each, vocab), c, Pricing(FREE))
         return drafters("byte", 1)[name]
 
-    first, second = pool_rare(samples(lambda _: plain, 0), samples(source_of, 10_000), minimum=12)
-    assert len(first) > 8
+    first, second = pool_rare(samples(lambda _: plain, 0), samples(source_of, 10_000), minimum=24)
+    assert len(first) > 6
     p_value = two_samples(first, second).p_value
     assert p_value is not None and p_value > 1e-4
 
@@ -283,3 +288,36 @@ def test_sources_are_judged_by_what_came_where_they_were_asked() -> None:
 
     write(SPEED, lambda constraint: Forced(Watching(), constraint, Pricing(FREE)))
     assert all(tokens == whole[: len(tokens)] for tokens in seen) and seen[-1] == whole
+
+
+def _behind_forced(*said: int) -> Draft:
+    """Two forced tokens and what a source proposes behind them."""
+    sources = ("grammar", "grammar", *["said"] * len(said))
+    return Draft((1, 2, *said), None, sources, (1.0, 1.0, *[0.5] * len(said)), forced=2)
+
+
+def _loses(draft: Draft, committed: tuple[int, ...], seconds: float, rounds: int = 40) -> bool:
+    """Whether rounds like this have drafting paused, where a pass takes a second and a row no time."""
+    pricing = Pricing(FREE)
+    guard = Guard(pricing)
+    policy = Policy(Silent(), None, pricing=pricing, guard=guard)
+    for _ in range(rounds):
+        policy.observe(Step(committed, draft, len(committed) - 1, 0.0, 1.0, seconds))
+    return guard.reason is not None
+
+
+def test_sources_have_no_credit_for_what_is_forced() -> None:
+    """Three tokens in 1.8 seconds are more than plain decoding's, but two of them came for nothing."""
+    assert _loses(_behind_forced(3), (1, 2, 9), 1.8)
+    assert not _loses(_behind_forced(3), (1, 2, 3, 9), 1.8)
+    assert not _loses(_behind_forced(), (1, 2, 9), 1.8)  # no source drafted in these
+
+
+def test_ngrams_learn_from_where_they_were_asked() -> None:
+    ngrams = NgramDrafter()
+    text = [7, 8, 9, 10] * 6
+    before = ngrams.propose(text, 4).confidence[0]
+    for _ in range(20):
+        ngrams.propose(text, 4)
+        ngrams.observe(Step((1, 2, 7, 8, 9, 10), _behind_forced(7, 8, 9, 10)))
+    assert ngrams.propose(text, 4).confidence[0] > before
