@@ -11,14 +11,36 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from edgespec.conversation import Conversation
     from edgespec.drafting.custom import Drafter
     from edgespec.drafting.draft import Draft, Step
-    from edgespec.engine import LoadOptions, Model, TextStreamer, load
+    from edgespec.engine import load
+    from edgespec.grammar import AnyJson, Choice, JsonSchema, Lark, Regex
     from edgespec.history.manage import History
+    from edgespec.load_options import LoadOptions
+    from edgespec.model import Model
+    from edgespec.planning import Plan, plan
     from edgespec.request import RequestOptions
-    from edgespec.results import Generation, GenerationStats, SourceStats
+    from edgespec.results import Generation, GenerationStats, Record, SourceStats, TokenRecord
+    from edgespec.stream import Stream
     from edgespec.tools import ToolCall
-    from edgespec_models.errors import EdgespecError
+    from edgespec_models.errors import (
+        BundleError,
+        Busy,
+        Cancelled,
+        CatalogueError,
+        Closed,
+        DeviceError,
+        DoesNotFit,
+        DownloadError,
+        EdgespecError,
+        ModelFileError,
+        ParityError,
+        RequestError,
+        StorageError,
+        TokenizerError,
+        UnsupportedModelError,
+    )
     from edgespec_runtimes.discovery import Device, devices
 
 __all__ = [
@@ -26,7 +48,10 @@ __all__ = [
     "Model",
     "LoadOptions",
     "RequestOptions",
-    "TextStreamer",
+    "Conversation",
+    "Stream",
+    "Record",
+    "TokenRecord",
     "Generation",
     "GenerationStats",
     "SourceStats",
@@ -34,30 +59,53 @@ __all__ = [
     "Drafter",
     "Draft",
     "Step",
+    "JsonSchema",
+    "Regex",
+    "Lark",
+    "Choice",
+    "AnyJson",
     "History",
+    "plan",
+    "Plan",
     "devices",
     "Device",
     "EdgespecError",
+    "ModelFileError",
+    "UnsupportedModelError",
+    "BundleError",
+    "TokenizerError",
+    "CatalogueError",
+    "DownloadError",
+    "StorageError",
+    "ParityError",
+    "DeviceError",
+    "RequestError",
+    "DoesNotFit",
+    "Busy",
+    "Closed",
+    "Cancelled",
 ]
 
-_HOMES = {
-    "load": "edgespec.engine",
-    "Model": "edgespec.engine",
-    "LoadOptions": "edgespec.engine",
-    "TextStreamer": "edgespec.engine",
-    "History": "edgespec.history.manage",
-    "RequestOptions": "edgespec.request",
-    "Generation": "edgespec.results",
-    "GenerationStats": "edgespec.results",
-    "SourceStats": "edgespec.results",
-    "ToolCall": "edgespec.tools",
-    "Drafter": "edgespec.drafting.custom",
-    "Draft": "edgespec.drafting.draft",
-    "Step": "edgespec.drafting.draft",
-    "devices": "edgespec_runtimes.discovery",
-    "Device": "edgespec_runtimes.discovery",
-    "EdgespecError": "edgespec_models.errors",
+_NAMES_BY_HOME = {
+    "edgespec.engine": "load",
+    "edgespec.model": "Model",
+    "edgespec.load_options": "LoadOptions",
+    "edgespec.conversation": "Conversation",
+    "edgespec.stream": "Stream",
+    "edgespec.request": "RequestOptions",
+    "edgespec.results": "Generation GenerationStats Record SourceStats TokenRecord",
+    "edgespec.tools": "ToolCall",
+    "edgespec.drafting.custom": "Drafter",
+    "edgespec.drafting.draft": "Draft Step",
+    "edgespec.grammar": "AnyJson Choice JsonSchema Lark Regex",
+    "edgespec.history.manage": "History",
+    "edgespec.planning": "Plan plan",
+    "edgespec_runtimes.discovery": "Device devices",
+    "edgespec_models.errors": "EdgespecError ModelFileError UnsupportedModelError BundleError TokenizerError "
+    "CatalogueError DownloadError StorageError ParityError DeviceError RequestError DoesNotFit Busy Closed "
+    "Cancelled",
 }
+_HOMES = {name: home for home, names in _NAMES_BY_HOME.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

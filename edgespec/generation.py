@@ -1,32 +1,43 @@
-"""One request: rounds of the decoding loop turned into text and statistics."""
+"""One request: rounds of the decoding loop turned into records, a result and statistics."""
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
+from edgespec.answer import Answer
+from edgespec.constraint import Constraint
 from edgespec.decode import decode
 from edgespec.drafting.draft import Clock, Step
+from edgespec.drafting.forced import Forced
 from edgespec.drafting.policy import Policy
 from edgespec.request import Request
-from edgespec.results import FinishReason, Generation, GenerationStats, Remarks, SourceStats
+from edgespec.results import (
+    FinishReason,
+    Generation,
+    GenerationStats,
+    Record,
+    Remarks,
+    SourceStats,
+    TokenRecord,
+    nothing,
+)
 from edgespec.tools import ToolCall, ToolReader
-from edgespec_models.errors import Cancelled, RequestError
+from edgespec_models.errors import Cancelled
 from edgespec_models.text_stream import TextStream
 from edgespec_models.tokenizer import Tokenizer
 from edgespec_runtimes.session import Session
 
-__all__ = ["PreparedRequest", "TextStreamer"]
+__all__ = ["Generating", "PreparedRequest", "respond"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRequest:
     """A request and what it runs on. ``tokens`` is the prompt and grows.
 
-    ``begin`` makes the policy when the first piece of text is asked for, so that a stream that nobody reads
-    costs nothing; it is closed when the request ends.
+    ``begin`` makes the policy, which is closed when the request ends.
     """
 
     session: Session
@@ -35,8 +46,9 @@ class PreparedRequest:
     request: Request
     eos: frozenset[int]
     max_draft: int
+    begin: Callable[[], Policy | Forced]
+    constraint: Constraint | None = None
     reader: ToolReader | None = None
-    begin: Callable[[], Policy]
     clock: Clock = perf_counter
 
     def calls(self, answer: Sequence[int]) -> tuple[str, tuple[ToolCall, ...]]:
@@ -44,119 +56,126 @@ class PreparedRequest:
         return ("", ()) if self.reader is None else self.reader.read(self.tokens, answer)
 
 
-class TextStreamer:
-    """Iterate over the text as it is generated; afterwards ``result`` is the whole :class:`Generation`.
+def respond(answer: Answer) -> None:
+    """Answer a request whose turn has come; what goes wrong, its reader is told."""
+    generating, error = None, None
+    try:
+        generating = Generating(answer.prepare(), answer.why_end, answer.queued_s)
+        for record in generating.records():
+            answer.put(record)
+    except BaseException as caught:  # noqa: BLE001 - raised where the answer is read
+        error = caught
+    answer.end(nothing("error") if generating is None else generating.result, error)
 
-    Pieces are never half a character and never text that a stop string takes back. Leaving the loop
-    early ends the request, as the model's next request does; the model stays usable.
+
+class Generating:
+    """One request as it runs: rounds in, records out, and the result as far as it came.
+
+    Args:
+        prepared: the request.
+        why_end: what is to end it now, asked between passes; None lets it go on.
+        queued_s: how long it waited.
     """
 
-    def __init__(self, prepared: PreparedRequest) -> None:
-        self._prepared = prepared
-        self._result: Generation | None = None
-        self._pieces = self._generate()
+    def __init__(
+        self, prepared: PreparedRequest, why_end: Callable[[], FinishReason | None], queued_s: float = 0.0
+    ) -> None:
+        self._prepared, self._why_end = prepared, why_end
+        self._stream = TextStream(prepared.tokenizer, stop=prepared.request.stop)
+        self._text, self._steps, self._records = list[str](), list[Step](), list[TokenRecord]()
+        self._remarks = Remarks()
+        self._reason: FinishReason | None = None
+        self._content, self._calls = "", tuple[ToolCall, ...]()
+        self._measured: dict[str, Any] = {
+            "prompt_tokens": len(prepared.tokens),
+            "cached_tokens": 0,
+            "ttft_s": 0.0,
+            "decode_s": 0.0,
+            "queued_s": queued_s,
+        }
 
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        for piece in self._pieces:
-            return piece
-        _ = self.result  # an error where something else has ended it
-        raise StopIteration
+    def records(self) -> Iterator[Record]:
+        """Decode; the last record has the reason of the end."""
+        prepared = self._prepared
+        started = prepared.clock()
+        self._measured["cached_tokens"] = prepared.session.shared_prefix(prepared.tokens[:-1])
+        with closing(prepared.begin()) as policy, suppress(Cancelled):
+            self._remarks = policy.remarks
+            for step in self._rounds(policy):
+                now = prepared.clock()
+                if not self._steps:
+                    first_at = now
+                    self._measured["ttft_s"] = now - started
+                record = self._record(step)
+                self._measured["decode_s"] = prepared.clock() - first_at
+                yield record
+                if record.finish_reason is not None:
+                    break
+        if self._reason is None:
+            self._reason = self._why_end() or "cancelled"
+            yield Record(self._shown(self._stream.finish()), (), self._reason)
 
     @property
     def result(self) -> Generation:
-        """The finished generation.
+        """As far as it came."""
+        return Generation(
+            "".join(self._text),
+            tuple(record.id for record in self._records),
+            self._reason or "error",
+            _statistics(self._steps, self._remarks, **self._measured),
+            self._stream.stop_string,
+            tuple(self._records),
+            self._calls,
+            self._content,
+        )
 
-        Raises:
-            RequestError: the stream was not read to its end.
-        """
-        if self._result is None:
-            raise RequestError(
-                "the generation is not finished; read the stream to its end, before the model is asked again "
-                "or closed"
-            )
-        return self._result
+    def _record(self, step: Step) -> Record:
+        """What a round adds."""
+        self._steps.append(step)
+        tokens = _token_records(step)
+        self._records += tokens
+        text = self._stream.push(step.tokens)
+        if self._stream.stopped or self._is_complete(step.tokens[-1]):
+            self._content, self._calls = self._prepared.calls([record.id for record in self._records])
+            self._reason = "tool_calls" if self._calls else "stop"
+        elif len(self._records) >= self._prepared.request.max_new_tokens:
+            self._reason = "length"
+        if self._reason is not None:
+            text += self._stream.finish()
+        return Record(self._shown(text), tokens, self._reason, self._stream.stop_string)
 
-    def close(self) -> None:
-        """End the request: what is not generated yet never will be.
+    def _is_complete(self, last: int) -> bool:
+        """Whether the model has ended its text, or the request's grammar allows nothing behind it."""
+        prepared = self._prepared
+        over = prepared.constraint is not None and prepared.constraint.ends(prepared.tokens)
+        return over or last in prepared.eos
 
-        Raises:
-            RequestError: it is being read just now, by another thread or by whoever calls this.
-        """
-        try:
-            self._pieces.close()
-        except ValueError as error:
-            raise RequestError(
-                "the model is writing another answer; it answers one request at a time"
-            ) from error
+    def _shown(self, text: str) -> str:
+        self._text.append(text)
+        return text
 
-    def run(self) -> Generation:
-        """Generate to the end."""
-        for _ in self:
-            pass
-        return self.result
-
-    def _generate(self) -> Generator[str, None, None]:
+    def _rounds(self, policy: Policy | Forced) -> Iterator[Step]:
         prepared, request = self._prepared, self._prepared.request
-        started, steps = prepared.clock(), list[Step]()
-        cached = prepared.session.shared_prefix(prepared.tokens[:-1])  # the last is always read
-        prompt: dict[str, Any] = {
-            "prompt_tokens": len(prepared.tokens),
-            "cached_tokens": cached,
-            "ttft_s": 0.0,
-            "decode_s": 0.0,
-        }
-        first_at = held_s = 0.0  # when the first token was committed; how long the caller had the text
-        stream, text = TextStream(prepared.tokenizer, stop=request.stop), list[str]()
-        reason: FinishReason = "length"
-        try:
-            with closing(prepared.begin()) as policy:
-                for step in self._rounds(policy):
-                    if not steps:
-                        first_at = prepared.clock()
-                        prompt["ttft_s"] = first_at - started
-                    steps.append(step)
-                    piece = stream.push(step.tokens)
-                    given_at = prepared.clock()
-                    prompt["decode_s"] = given_at - first_at - held_s
-                    if step.tokens[-1] in prepared.eos or stream.stopped:
-                        reason = "stop"
-                    if piece:
-                        text.append(piece)
-                        yield piece
-                        held_s += prepared.clock() - given_at
-                    if stream.stopped:
-                        break
-        except Cancelled:
-            reason = "cancelled"
-        if reason == "length" and request.cancelled():
-            reason = "cancelled"
-        rest = stream.finish()
-        if rest:
-            text.append(rest)
-        new = tuple(prepared.tokens[prompt["prompt_tokens"] :])
-        stats = _statistics(steps, policy.remarks, **prompt)
-        content, calls = prepared.calls(new)
-        reason = "tool_calls" if calls and reason == "stop" else reason
-        self._result = Generation("".join(text), new, reason, stats, calls, content)
-        if rest:
-            yield rest
-
-    def _rounds(self, policy: Policy) -> Iterator[Step]:
-        prepared, request = self._prepared, self._prepared.request
+        masks = [] if prepared.constraint is None else [prepared.constraint]
         return decode(
             prepared.session,
             policy,
-            request.verifier(),
+            request.verifier(masks),
             prepared.tokens,
             max_new_tokens=request.max_new_tokens,
             max_draft=prepared.max_draft,
             stop=prepared.eos,
-            cancelled=request.cancelled,
+            cancelled=lambda: self._why_end() is not None,
             clock=prepared.clock,
         )
+
+
+def _token_records(step: Step) -> tuple[TokenRecord, ...]:
+    """The tokens of a round, and where they came from."""
+    sources = (*step.draft.sources[: step.accepted], *["target"] * len(step.tokens))
+    logprobs = step.logprobs or (None,) * len(step.tokens)
+    tops = step.top_logprobs or ((),) * len(step.tokens)
+    return tuple(map(TokenRecord, step.tokens, sources, logprobs, tops))
 
 
 def _statistics(steps: Sequence[Step], remarks: Remarks, **prompt: Any) -> GenerationStats:

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Annotated, Any, ParamSpec, TypedDict, TypeVar
 
 from edgespec.drafting.custom import Drafter
+from edgespec.grammar import AnyJson, Choice, JsonSchema, Lark, Regex, ResponseFormat
 from edgespec.rows import RowStep
 from edgespec.sampling import SamplingParams
 from edgespec.tools import check_tools
@@ -34,6 +35,7 @@ class RequestOptions(TypedDict, total=False):
     speculate: bool
     drafter: Drafter | None
     cancelled: Callable[[], bool]
+    timeout: float | None
     temperature: float
     top_k: int
     top_p: float
@@ -49,6 +51,7 @@ class RequestOptions(TypedDict, total=False):
     tools: Sequence[Mapping[str, Any]]
     tool_choice: str | Mapping[str, Any]
     template_args: Mapping[str, Any]
+    response_format: ResponseFormat | None
 
 
 _Stop = Annotated[str, form(r"[^\ud800-\udfff]+", "of one character or more, without lone surrogates")]
@@ -75,6 +78,8 @@ class Request:
         tools: functions the model may ask to have called, as OpenAI's chat API has them.
         tool_choice: "auto" lets the model choose; "none" shows it no tools.
         template_args: what the model's chat template is told besides, such as ``enable_thinking``.
+        response_format: what the answer has to be, such as :class:`edgespec.JsonSchema`. Where it has become
+            that it ends; where ``max_new_tokens`` or ``stop`` end it, it may be a part of that only.
         sampling: how tokens are chosen.
 
     Raises:
@@ -87,12 +92,14 @@ class Request:
     speculate: bool = True
     drafter: Drafter | None = None
     cancelled: Callable[[], bool] = _never
+    timeout: Annotated[float, within(above=0)] | None = None
     n: Annotated[int, within(1, 128)] = 1
     logprobs: bool = False
     top_logprobs: Annotated[int, within(0, 20)] = 0
     tools: tuple[Mapping[str, Any], ...] = ()
     tool_choice: Annotated[str, one_of(("auto", "none"))] = "auto"
     template_args: Mapping[str, Any] = field(default_factory=dict)
+    response_format: JsonSchema | Regex | Lark | Choice | AnyJson | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
     def __post_init__(self) -> None:

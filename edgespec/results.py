@@ -6,9 +6,56 @@ from typing import Any, Literal
 
 from edgespec.tools import ToolCall
 
-__all__ = ["FinishReason", "Generation", "GenerationStats", "Remarks", "SourceStats"]
+__all__ = [
+    "FinishReason",
+    "Generation",
+    "GenerationStats",
+    "Record",
+    "Remarks",
+    "SourceStats",
+    "TokenRecord",
+    "nothing",
+]
 
-FinishReason = Literal["stop", "length", "cancelled", "timeout", "closed", "tool_calls"]
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "closed", "tool_calls", "error"]
+"""Why an answer ended: the model or a stop string ended it, it became as long as asked for or as fits, the
+request was cancelled, its time was up, the model was closed, the model calls tools, or something failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRecord:
+    """A token of an answer.
+
+    Attributes:
+        id: the token, in the target's vocabulary.
+        source: who proposed it: ``target``, or the source of the draft that it was accepted from, by its name
+            in :attr:`GenerationStats.by_source`: ``model``, ``ngram``, ``history``,
+            ``grammar``, or the name of a drafter of the app's own.
+        logprob: the logarithm of its probability, in nats; None unless asked for.
+        top_logprobs: the most probable tokens there and their logarithms; empty unless asked for.
+    """
+
+    id: int
+    source: str
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a round of decoding added to an answer.
+
+    Attributes:
+        text: what can be shown now; perhaps nothing, where a character or a stop string may have only begun.
+        tokens: what was committed; none in the last record of an answer that was ended from outside.
+        finish_reason: why the answer ended, in its last record; None in all others.
+        stop: the stop string that ended it, which is not part of the text; None without.
+    """
+
+    text: str
+    tokens: tuple[TokenRecord, ...]
+    finish_reason: FinishReason | None = None
+    stop: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +86,8 @@ class GenerationStats:
         prompt_tokens: tokens of the prompt.
         cached_tokens: of these, how many were in the KV cache already (shared prefix).
         new_tokens: tokens generated.
-        ttft_s: time to first token: from when the first piece of text is asked for to the first committed
-            token, prefill included.
-        decode_s: time from the first committed token to the last one's text, all work between rounds
-            included, the time that the caller had the text not.
+        ttft_s: time to first token: from the request's turn to the first committed token, prefill included.
+        decode_s: time from the first committed token to the last one's text, with all work between rounds.
         decode_tokens: tokens committed in that time (the first round's tokens are not among them).
         rounds: target passes after prefill.
         drafted: proposed tokens, over all rounds.
@@ -52,6 +97,7 @@ class GenerationStats:
         accepted_by_position: how often it was accepted.
         drafted_ahead: tokens that the drafter read while the target's passes ran, in its own vocabulary.
         used_ahead: of these, how many a later draft needed.
+        queued_s: time that the request waited for its turn, which is in no other time here.
         target_s: time inside the target's passes (prefill excluded).
         drafter_s: time that rounds waited for the drafter (its prefill included).
         speculation_off_reason: why no or few drafts were made; None while speculation pays.
@@ -81,6 +127,7 @@ class GenerationStats:
     placement: str = ""
     drafted_ahead: int = 0
     used_ahead: int = 0
+    queued_s: float = 0.0
 
     @property
     def tpot_s(self) -> float:
@@ -108,6 +155,7 @@ class GenerationStats:
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "new_tokens": self.new_tokens,
+            "queued_ms": self.queued_s * 1e3,
             "ttft_ms": self.ttft_s * 1e3,
             "tpot_ms": self.tpot_s * 1e3,
             "tokens_per_second": self.tokens_per_s,
@@ -134,13 +182,15 @@ class GenerationStats:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The result of a request.
+    """The result of a request, whole or as far as it came.
 
     Attributes:
         text: the generated text, without the stop string.
         tokens: all that were committed; the last may reach into the stop string.
         finish_reason: why it ended.
         stats: what it cost.
+        stop: the stop string that ended it; None without.
+        records: the same tokens, each with where it came from.
         tool_calls: functions that the model asks to have called; the text holds them too, as it wrote them.
         content: the text around those calls; empty without any.
         others: further answers to the same prompt, where the request asks for several.
@@ -150,6 +200,8 @@ class Generation:
     tokens: tuple[int, ...]
     finish_reason: FinishReason
     stats: GenerationStats
+    stop: str | None = None
+    records: tuple[TokenRecord, ...] = field(default=(), repr=False)
     tool_calls: tuple[ToolCall, ...] = ()
     content: str = ""
     others: tuple["Generation", ...] = ()
@@ -166,3 +218,19 @@ class Generation:
             return {"role": "assistant", "content": self.text}
         calls = [call.to_message() for call in self.tool_calls]
         return {"role": "assistant", "content": self.content, "tool_calls": calls}
+
+
+def nothing(reason: FinishReason) -> Generation:
+    """The result of a request that ended before its prompt was looked at."""
+    stats = GenerationStats(
+        prompt_tokens=0,
+        cached_tokens=0,
+        new_tokens=0,
+        ttft_s=0.0,
+        decode_s=0.0,
+        decode_tokens=0,
+        rounds=0,
+        drafted=0,
+        accepted=0,
+    )
+    return Generation("", (), reason, stats)

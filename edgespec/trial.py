@@ -20,9 +20,9 @@ def ask(model: "Model", prompt: Prompt, options: "RequestOptions") -> "Generatio
 
 
 def forget(model: "Model") -> None:
-    """Leave nothing of the last prompt in the target's KV cache.
+    """Leave nothing of earlier prompts in the KV caches.
 
-    A request keeps the prefix it shares with the one before. Of two runs of one prompt, the second would
+    A request keeps the prefix it shares with those before. Of two runs of one prompt, the second would
     have no prompt to read, and its time to first token would mean nothing.
     """
-    model.generate(".", max_new_tokens=1, speculate=False)
+    model.forget()

@@ -10,11 +10,12 @@ from edgespec.drafting.guard import Guard
 from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.reading import Reader
-from edgespec.generation import PreparedRequest, TextStreamer
+from edgespec.generation import PreparedRequest
 from edgespec.pricing import Pricing
 from edgespec.request import Request
 from edgespec.results import Remarks
 from edgespec.sampling import SamplingParams
+from edgespec.stream import Stream
 from edgespec.verification import make_verifier
 from edgespec_models.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
@@ -23,7 +24,7 @@ from edgespec_runtimes.discovery import Device, State
 from edgespec_runtimes.placement import Placement
 from edgespec_runtimes.predictions import Predictions
 from tests.tokenizers_for_tests import byte_level_json
-from tests.toy import F32, NextLogits, Silent, ToySession
+from tests.toy import F32, NextLogits, Silent, ToySession, stream_over
 
 VOCAB = 50
 PROMPT = [3, 1, 4]
@@ -73,7 +74,7 @@ def stream_of(
     pricing: Pricing,
     request: Request,
     clock: Clock = perf_counter,
-) -> TextStreamer:
+) -> Stream:
     """A request that drafts with a model alone."""
 
     def begin() -> Policy:
@@ -81,7 +82,7 @@ def stream_of(
         ahead = None if beside is None else Ahead(model, beside, pricing=pricing, remarks=remarks)
         return Policy(Silent(), source or ahead, pricing=pricing, guard=Guard(pricing), remarks=remarks)
 
-    return TextStreamer(
+    return stream_over(
         PreparedRequest(
             session=target,
             tokenizer=Tokenizer.from_json(byte_level_json()),

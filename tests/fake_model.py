@@ -2,12 +2,15 @@
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace, TracebackType
 from typing import Any, Self, cast
 
+from edgespec.conversation import Conversation
 from edgespec.engine import Model
+from edgespec.request import RequestOptions
 from edgespec.results import Generation, GenerationStats, SourceStats
+from edgespec.stream import Stream
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve
 
@@ -25,6 +28,7 @@ class FakeModel:
         drafts: whether speculation drafts at all.
         rolled_back: what its answers say was put back.
         calls: the prompt and options of every request.
+        forgotten: how often it was told to forget its caches.
     """
 
     speed: Mapping[str, float] = field(default_factory=lambda: {"": 2.0})
@@ -40,6 +44,7 @@ class FakeModel:
     drafter_name: str | None = "fake-drafter"
     drafter_step_s: float | None = 0.02
     row_exact: bool = True
+    forgotten: int = 0
 
     def __post_init__(self) -> None:
         self.target = _bundle("fake-target", 1000, 800, self.template)
@@ -67,6 +72,18 @@ class FakeModel:
         if not self.template:
             raise RequestError("fake-target has no chat template")
         return self.stream("|".join(message["content"] for message in messages), **options)
+
+    def conversation(self, system: str | None = None, **options: Any) -> Conversation:
+        def start(messages: Any, options: Any, ended: Callable[[Generation], None]) -> Stream:
+            stream = self.stream_chat(messages(), **options)
+            ended(stream.result)
+            return cast(Stream, stream)
+
+        said = [] if system is None else [{"role": "system", "content": system}]
+        return Conversation(start, said, cast(RequestOptions, options))
+
+    def forget(self) -> None:
+        self.forgotten += 1
 
     def stream(self, prompt: str, **options: Any) -> "FakeStream":
         self.calls.append((prompt, options))
@@ -127,6 +144,9 @@ class FakeStream:
 
     def run(self) -> Generation:
         return self.result
+
+    def cancel(self) -> None:
+        self.result = replace(self.result, finish_reason="cancelled")
 
 
 def _bundle(name: str, size: int, parameters: int, template: bool) -> SimpleNamespace:

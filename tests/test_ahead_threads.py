@@ -19,10 +19,10 @@ from edgespec.drafting.guard import Guard
 from edgespec.drafting.model import ModelDrafter
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Policy
-from edgespec.generation import TextStreamer
 from edgespec.pricing import Pricing
 from edgespec.request import Request, RequestOptions
 from edgespec.sampling import SamplingParams
+from edgespec.stream import Stream
 from edgespec.verification import make_verifier
 from edgespec_models.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
@@ -200,7 +200,7 @@ class _Request:
         target.held = held
         return cls(held, target, Beside(QUICK), model_of(held, pricing), pricing)
 
-    def stream(self, cancelled: Callable[[], bool] = lambda: False) -> TextStreamer:
+    def stream(self, cancelled: Callable[[], bool] = lambda: False) -> Stream:
         request = Request(max_new_tokens=40, cancelled=cancelled)
         return stream_of(self.target, self.model, self.beside, self.pricing, request)
 
@@ -229,7 +229,8 @@ def test_what_fails_beside_a_pass_fails_the_round_behind_it(error: BaseException
     with pytest.raises(type(error)):
         stream.run()
     assert not _threads()
-    tokens = stream._prepared.tokens
+    tokens = [*PROMPT, *stream.result.tokens]
+    assert stream.result.finish_reason == "error"
     assert tokens == plain(NEXT_LOGITS, len(tokens) - 3)
     assert len(tokens) >= 3 + 5 and it.target.cache == tokens[:-1]
     it.held.error, it.held.let_go = None, threading.Event()
@@ -267,11 +268,10 @@ def test_an_interrupt_during_the_pass_ends_the_thread_too() -> None:
 def test_a_stream_that_is_left_ends_its_thread_when_it_is_closed() -> None:
     it = _Request.of()
     it.held.let_go.set()
-    stream = it.stream()
-    for _ in stream:
-        if it.model.reader.drafted_ahead:
-            break
-    stream.close()
+    with it.stream() as stream:
+        for _ in stream:
+            if it.model.reader.drafted_ahead:
+                break
     assert not _threads()
 
 

@@ -19,7 +19,7 @@ from edgespec_export import contexts
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundle import MANIFEST, Bundle
 from edgespec_models.chips import CHIPS, find_chip
-from edgespec_models.errors import BundleError, DeviceError, EdgespecError, RequestError
+from edgespec_models.errors import BundleError, DeviceError, DoesNotFit, EdgespecError, RequestError
 from edgespec_models.progress import Progress
 from edgespec_models.static_graphs import StaticGraphs
 from edgespec_runtimes import static_session
@@ -296,9 +296,10 @@ def test_results_say_which_were_used(made: Path, opened: Opened, monkeypatch: py
         model._session._opener._refusal = "no memory"  # as a longer bucket's may be
         later = model.generate("one two", max_new_tokens=2).stats
         assert later.placement.endswith("binaries for snapdragon-x-elite: no memory)")
-        with pytest.raises(RequestError, match="do not fit the largest bucket of this bundle, 64"):
-            model.generate("one two", max_new_tokens=64)
-        with pytest.raises(RequestError, match="do not fit the model's context of 640"):
+        assert model.generate("one two", max_new_tokens=64).finish_reason in ("length", "stop")
+        with pytest.raises(DoesNotFit, match="does not fit the largest bucket of this bundle, 64"):
+            model.generate("one two " * 64)
+        with pytest.raises(DoesNotFit, match="does not fit the model's context of 640"):
             model.generate("one two " * 640)
     assert stats.placement == "target on qnn:htp (asked for; from context binaries for snapdragon-x-elite)"
 

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from edgespec.drafting.draft import NO_DRAFT, Draft, Step
 from edgespec.drafting.guard import Guard
 from edgespec.drafting.policy import Policy
-from edgespec.generation import PreparedRequest, TextStreamer
+from edgespec.generation import PreparedRequest
 from edgespec.pricing import Pricing
 from edgespec.request import Request
 from edgespec.results import Generation
 from edgespec_models.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from tests.tokenizers_for_tests import byte_level_json
-from tests.toy import F32, Deaf, ToySession, markov_logits, round_of
+from tests.toy import F32, Deaf, ToySession, markov_logits, round_of, stream_over
 
 FLAT = CostCurve({1: 1.0, 16: 1.001})
 """A plain token takes a second; verifying more costs next to nothing."""
@@ -289,7 +289,7 @@ def _generate(clock: _Clock, drafter: _Source, *, rounds: int) -> Generation:
         begin=lambda: Policy(drafter, pricing=pricing, guard=Guard(pricing)),
         clock=clock,
     )
-    return TextStreamer(prepared).run()
+    return stream_over(prepared).run()
 
 
 class TestWithoutSources:

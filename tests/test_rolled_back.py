@@ -13,7 +13,7 @@ from edgespec.drafting.draft import Draft
 from edgespec.drafting.guard import STAKE, Guard
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Policy
-from edgespec.generation import PreparedRequest, TextStreamer
+from edgespec.generation import PreparedRequest
 from edgespec.history.drafter import BestOf, HistoryDrafter
 from edgespec.history.entries import Entry, Tally
 from edgespec.history.memory import Delta, Memory, Snapshot
@@ -28,7 +28,7 @@ from edgespec_models.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from tests.ahead_for_tests import PROMPT, VOCAB, plain
 from tests.tokenizers_for_tests import byte_level_json
-from tests.toy import F32, NextLogits, ToySession, markov_logits, round_of
+from tests.toy import F32, NextLogits, ToySession, markov_logits, round_of, stream_over
 from tools.replay import Clock
 
 CURVE = CostCurve({1: 1.0, 17: 5.0})
@@ -84,7 +84,7 @@ class _Machine:
             begin=self._begin,
             clock=self._clock,
         )
-        return TextStreamer(prepared).run()
+        return stream_over(prepared).run()
 
     def _begin(self) -> Policy:
         remarks = Remarks()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import edgespec
-from edgespec import LoadOptions, Model, engine, sessions
+from edgespec import LoadOptions, Model, RequestOptions, engine, sessions
 from edgespec.drafting.side import DrafterSide
 from edgespec.learning.trainer import Trainer
 from edgespec.learning.tuning import Example
@@ -205,15 +205,14 @@ def test_long_prompts_and_answers_are_cut_and_short_answers_left_out(
 
 def test_an_answer_left_early_is_learned_from(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     examples = _offered(model, monkeypatch)
-    stream = model.stream(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
-    written = 0
-    for piece in stream:
-        written += len(piece)
-        if written > 30:
-            break
-    assert _trainer(model)._busy
-    stream.close()
-    assert not _trainer(model)._busy
+    busy = list[bool]()
+
+    def cancelled() -> bool:
+        busy.append(_trainer(model)._busy)
+        return len(busy) > 16
+
+    model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False, cancelled=cancelled)
+    assert all(busy) and not _trainer(model)._busy
     [example] = examples
     assert 8 <= len(example.tokens) - example.start < NEW
 
@@ -281,12 +280,17 @@ def test_training_stands_still_while_any_request_runs(
 ) -> None:
     examples = _offered(model, monkeypatch)
     trainer = _trainer(model)
-    stream = model.stream(PROMPT, max_new_tokens=NEW, stop_at_eos=False, speculate=speculate)
+    busy = list[bool]()
+
+    def cancelled() -> bool:
+        busy.append(trainer._busy)
+        return False
+
+    options = RequestOptions(max_new_tokens=NEW, stop_at_eos=False, speculate=speculate, cancelled=cancelled)
+    stream = model.stream(PROMPT, **options)
     assert not trainer._busy
-    next(stream)
-    assert trainer._busy
     stream.run()
-    assert not trainer._busy
+    assert len(busy) > 8 and all(busy) and not trainer._busy
     assert len(examples) == speculate
 
 

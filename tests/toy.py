@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from edgespec.answer import Answer
 from edgespec.drafting.draft import NO_DRAFT, Draft, Step
+from edgespec.generation import PreparedRequest, respond
+from edgespec.stream import Stream
+from edgespec.worker import Worker
 from edgespec_export.blocks import Blocks
 from edgespec_export.encode import decode_linear, encode_embedding, encode_linear
 from edgespec_models.bundle import GRAPH, HEAD_TOKENS, MANIFEST, TOKENIZER, Bundle, FileRecord, Manifest
@@ -22,7 +27,7 @@ from edgespec_models.graphs.linear import EmbeddingSpec, LinearPart, LinearSpec
 from edgespec_models.rope import rotary_tables
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
 from edgespec_models.weight_format import WeightFormat
-from edgespec_runtimes.session import Session
+from edgespec_runtimes.session import ModelSession, SavedCache
 from tests.tokenizers_for_tests import byte_level_json
 
 F32 = npt.NDArray[np.float32]
@@ -32,6 +37,9 @@ FLOAT = WeightFormat(32)
 INT8 = WeightFormat(8, 32)
 INT4 = WeightFormat(4, 32)
 COLUMNS = WeightFormat(4, 32, minimums=True)
+
+KV_BYTES = 8
+"""What a token takes in the cache of a toy."""
 
 LLAMA = ModelConfig(
     architecture="llama",
@@ -96,13 +104,17 @@ def script_logits(tokenizer: Tokenizer, script: bytes, start: int) -> NextLogits
     return next_logits
 
 
-class ToySession(Session):
-    """A :class:`~edgespec_runtimes.session.Session` over next_logits, with a real cache: its tokens.
+class ToySession(ModelSession):
+    """A :class:`~edgespec_runtimes.session.ModelSession` over next_logits, with a real cache: its tokens.
 
     Attributes:
         passes: rows of every pass.
         cache: the tokens whose keys and values a model would hold.
     """
+
+    row_exact = True
+    head_tokens = None
+    tunable: frozenset[str] = frozenset()
 
     def __init__(
         self, next_logits: NextLogits, vocab_size: int, *, context: int = 4096, chunk: int = 8
@@ -138,6 +150,29 @@ class ToySession(Session):
     @property
     def capacity(self) -> int:
         return self._capacity
+
+    @property
+    def longest(self) -> int:
+        return self._context
+
+    @property
+    def kv_bytes(self) -> int:
+        return KV_BYTES * self._capacity
+
+    def tune(self, weights: Mapping[str, F32]) -> None:
+        self.cache.clear()
+
+    def offer(self, tokens: Sequence[int]) -> None:
+        pass
+
+    def save(self, length: int) -> SavedCache | None:
+        assert 0 < length <= len(self.cache)
+        return SavedCache(tuple(self.cache[:length]), (np.array(self.cache[:length], np.int64),))
+
+    def restore(self, saved: SavedCache, length: int) -> None:
+        self.cache.clear()
+        self.reserve(length)
+        self.cache += [int(token) for token in saved.arrays[0][:length]]
 
     def reserve(self, capacity: int) -> None:
         if capacity > self._context:
@@ -181,6 +216,19 @@ class ToySession(Session):
                 raise Cancelled("asked to")
             logits = self.forward(tokens[len(self.cache) : len(self.cache) + self._chunk])[-1]
         return logits
+
+
+def stream_over(prepared: PreparedRequest) -> Stream:
+    """A request over anything, answered by a worker of its own."""
+    return Stream(Answer(prepared.request, lambda: prepared), Worker(respond, 0))
+
+
+def settle() -> None:
+    """Wait until no worker has anything to do."""
+    for thread in threading.enumerate():
+        if thread.name == "edgespec-model":
+            thread.join(60)
+            assert not thread.is_alive()
 
 
 class Deaf:

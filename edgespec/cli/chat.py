@@ -1,17 +1,20 @@
 """``edgespec chat``: a conversation on the terminal, or line by line for programs."""
 
 import contextlib
-import json
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from threading import Event
-from types import FrameType
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edgespec.cli.answers import allow_any_text, answer_json, print_json, stats_line, stream_to_terminal
+from edgespec.cli.answers import (
+    allow_any_text,
+    answer_json,
+    json_text,
+    print_json,
+    sources_line,
+    stats_line,
+    stream_as_markdown,
+)
 from edgespec.cli.console import errors, note, progress_bars
 from edgespec.cli.options import (
     Device,
@@ -36,25 +39,25 @@ from edgespec.cli.options import (
 from edgespec_models.errors import RequestError
 
 if TYPE_CHECKING:
-    from edgespec.engine import Model
-    from edgespec.generation import TextStreamer
-    from edgespec.request import RequestOptions
+    from edgespec.attribution import Attribution
+    from edgespec.conversation import Conversation
     from edgespec.results import Generation
 
 __all__ = ["chat"]
 
-_HELP = """/help   this list
-/clear  forget the conversation
-/stats  what the last answer cost, in full
-/quit   leave (also Ctrl-D)
-Ctrl-C  stop the answer"""
+_HELP = """/help     show this list
+/clear    forget the conversation
+/stats    show what the last answer cost, in full
+/sources on   mark drafted tokens, by source (off: do not)
+/quit     leave (also Ctrl-D)
+Ctrl-C    stop the answer"""
 
 
 def chat(
     context: typer.Context,
     target: Target,
     drafter: Drafter = "auto",
-    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    system: Annotated[str | None, typer.Option(help="The system message, which comes first.")] = None,
     max_new_tokens: MaxNewTokens = 1024,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -72,7 +75,7 @@ def chat(
     as_json: Annotated[
         bool,
         typer.Option(
-            "--json", help="Each line of standard input is a message, each line of output an answer."
+            "--json", help="Each line of standard input is a message, each line of output is an answer."
         ),
     ] = False,
 ) -> None:
@@ -95,87 +98,91 @@ def chat(
             training_share=training_share,
             devices=(device, drafter_device),
         )
+    from edgespec.attribution import Attribution
+
     with model:
         if model.target.chat_template is None:
             raise RequestError(
                 f"{model.name} has no chat template; use 'edgespec generate', or another model"
             )
-        conversation = _Conversation(model, request_options(context), system)
+        options = request_options(context)
+
+        def begin() -> "Conversation":
+            return model.conversation(system or None, **options)
+
         if as_json:
-            _answer_lines(conversation)
+            _answer_lines(begin())
         else:
             note(f"{model.name} with {model.drafter_name or 'no drafter'}. /help lists what can be typed.")
-            _talk(conversation, _read_line)
+            _talk(_Chat(begin, lambda: Attribution(model.target.tokenizer)), _read_line)
 
 
-class _Conversation:
-    """The messages so far; an answer adds two."""
+class _Chat:
+    """A conversation that can begin anew, what its last answer was, and how answers are shown."""
 
-    def __init__(self, model: "Model", options: "RequestOptions", system: str | None) -> None:
-        self._model, self._options = model, options
-        self._system = [{"role": "system", "content": system}] if system else []
-        self.messages = [*self._system]
+    def __init__(self, begin: "Callable[[], Conversation]", attribution: "Callable[[], Attribution]") -> None:
+        self._begin, self.conversation, self.attribution = begin, begin(), attribution
         self.last: Generation | None = None
+        self.sources = False
 
     def clear(self) -> None:
         """Forget everything but the system message."""
-        self.messages, self.last = [*self._system], None
-
-    def answer(
-        self, text: str, run: "Callable[[TextStreamer], Generation]", cancelled: Event
-    ) -> "Generation":
-        """Answer ``text``. What was said before a cancellation stays part of the conversation."""
-        asked = [*self.messages, {"role": "user", "content": text}]
-        options: RequestOptions = {**self._options, "cancelled": cancelled.is_set}
-        answer = run(self._model.stream_chat(asked, **options))
-        if answer.text:
-            self.messages = [*asked, {"role": "assistant", "content": answer.text}]
-        self.last = answer
-        return answer
+        self.conversation, self.last = self._begin(), None
 
 
-def _talk(conversation: _Conversation, read_line: Callable[[], str | None]) -> None:
+def _talk(talk: _Chat, read_line: Callable[[], str | None]) -> None:
     while (line := read_line()) is not None:
         text = line.strip()
         if text.startswith("/"):
             if text == "/quit":
                 return
-            _command(text, conversation)
+            _command(text, talk)
         elif text:
-            _show_answer(conversation, text)
+            with contextlib.suppress(KeyboardInterrupt):  # again, while the answer was ending
+                _show_answer(talk, text)
 
 
-def _show_answer(conversation: _Conversation, text: str) -> None:
+def _show_answer(talk: _Chat, text: str) -> None:
     try:
-        with _interrupt_sets() as cancelled:
-            answer = conversation.answer(text, stream_to_terminal, cancelled)
+        stream = talk.conversation.stream(text)
+        try:
+            answer = stream_as_markdown(stream, talk.attribution() if talk.sources else None)
+        except KeyboardInterrupt:
+            stream.cancel()
+            answer = stream.result
     except RequestError as error:  # such as a conversation that outgrew the context
         errors().print(f"error: {error} (/clear starts anew)", style="red", markup=False, soft_wrap=True)
         return
+    talk.last = answer
     stopped = "stopped; " if answer.finish_reason == "cancelled" else ""
     note(stopped + stats_line(answer.stats))
+    if talk.sources:
+        errors().print(sources_line(answer), soft_wrap=True)
 
 
-def _command(text: str, conversation: _Conversation) -> None:
+def _command(text: str, talk: _Chat) -> None:
     if text == "/help":
         note(_HELP)
     elif text == "/clear":
-        conversation.clear()
+        talk.clear()
         note("The conversation is forgotten.")
     elif text == "/stats":
-        if conversation.last is None:
+        if talk.last is None:
             note("There is no answer yet.")
         else:
-            print_json(conversation.last.stats.to_json())
+            print_json(talk.last.stats.to_json())
+    elif text in ("/sources on", "/sources off"):
+        talk.sources = text.endswith("on")
+        note("Drafted tokens are marked." if talk.sources else "Tokens are not marked.")
     else:
         note(f"{text} is unknown; /help lists what can be typed.")
 
 
-def _answer_lines(conversation: _Conversation) -> None:
-    for line in typer.get_text_stream("stdin", encoding="utf-8"):
+def _answer_lines(conversation: "Conversation") -> None:
+    for line in typer.get_text_stream("stdin", encoding="utf-8-sig"):
         if line.strip():
-            answer = conversation.answer(line.strip(), lambda stream: stream.run(), Event())
-            typer.echo(json.dumps(answer_json(answer), ensure_ascii=False))
+            answer = conversation.ask(line.strip())
+            typer.echo(json_text(answer_json(answer)))
 
 
 def _read_line() -> str | None:
@@ -191,18 +198,3 @@ def _read_line() -> str | None:
         typer.echo()
         note("/quit or Ctrl-D leaves.")
         return ""
-
-
-@contextmanager
-def _interrupt_sets() -> Iterator[Event]:
-    """Inside, Ctrl-C sets the event instead of raising KeyboardInterrupt."""
-    event = Event()
-
-    def handle(_signal: int, _frame: FrameType | None) -> None:
-        event.set()
-
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        yield event
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -30,8 +30,8 @@ from edgespec.cli.options import (
 
 if TYPE_CHECKING:
     from edgespec.engine import Model
-    from edgespec.generation import TextStreamer
     from edgespec.request import RequestOptions
+    from edgespec.stream import Stream
 
 __all__ = ["generate"]
 
@@ -62,7 +62,7 @@ def generate(
     training_share: TrainingShare = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Answer a prompt. The text goes to standard output, what it cost to standard error.
+    """Answer a prompt. The text goes to standard output, what it cost goes to standard error.
 
     Examples:
 
@@ -96,7 +96,7 @@ def generate(
 def _read(prompt: str) -> str:
     if prompt != "-":
         return prompt
-    stdin = typer.get_text_stream("stdin", encoding="utf-8", errors="strict")
+    stdin = typer.get_text_stream("stdin", encoding="utf-8-sig", errors="strict")
     if stdin.isatty():
         note("Reading the prompt from standard input; end it with Ctrl-D (Windows: Ctrl-Z, Enter).")
     try:
@@ -108,7 +108,7 @@ def _read(prompt: str) -> str:
     return text
 
 
-def _start(model: "Model", text: str, raw: bool, options: "RequestOptions") -> "TextStreamer":
+def _start(model: "Model", text: str, raw: bool, options: "RequestOptions") -> "Stream":
     if raw or model.target.chat_template is None:
         return model.stream(text, **options)
     return model.stream_chat([{"role": "user", "content": text}], **options)

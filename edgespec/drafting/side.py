@@ -10,6 +10,7 @@ from edgespec.drafting.draft import Clock, Source, Step
 from edgespec.drafting.experience import Experience
 from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
 from edgespec.drafting.reading import Reader
+from edgespec.kv_store import KvStore
 from edgespec.learning.decoder import NumpyDecoder
 from edgespec.learning.layer_math import F32
 from edgespec.learning.lesson import Table
@@ -75,6 +76,7 @@ class DrafterSide:
         running: the drafter.
         same_vocabulary: whether both have the same tokens.
         pricing: what verification costs.
+        caches: where the drafter's KV caches of other conversations are.
         beside: lets it draft on while the target's pass runs; None where both run on one device.
         clock: times its passes.
 
@@ -93,6 +95,7 @@ class DrafterSide:
         *,
         same_vocabulary: bool,
         pricing: Pricing,
+        caches: KvStore,
         beside: Beside | None = None,
         clock: Clock = perf_counter,
     ) -> None:
@@ -101,7 +104,7 @@ class DrafterSide:
         self.trainer: Trainer | None = None
         self._gains: dict[str, F32] | None = None  # trained, to run with
         self._target, self._same_vocabulary = target, same_vocabulary
-        self._pricing, self._beside, self._clock = pricing, beside, clock
+        self._pricing, self._caches, self._beside, self._clock = pricing, caches, beside, clock
         self._calibration = Calibration()
 
     def prompt(self, tokens: list[int], encode: Callable[[Bundle], list[int]]) -> list[int]:
@@ -114,6 +117,7 @@ class DrafterSide:
         """A request begins; ``tokens`` are its prompt, ``prompt`` the same as the drafter is to read it."""
         # Another vocabulary may need more tokens for the same text.
         wanted = len(prompt) + 2 * request.max_new_tokens + 4 * max_draft
+        self._caches.fetch(self.session, prompt)
         self.session.reserve(min(wanted, self.session.longest))
         self._tune(prompt)
         unread = len(prompt) - self.session.shared_prefix(prompt)
@@ -152,7 +156,7 @@ class DrafterSide:
         """Let ``trainer`` train it; what another one taught is put back. None leaves it as the bundle is."""
         self.trainer, self._gains = trainer, None
         if self.trainable:
-            self.session.tune({})
+            self._run_with({})
 
     @property
     def trainable(self) -> bool:
@@ -192,8 +196,12 @@ class DrafterSide:
         if self.trainer is not None:
             self._gains = self.trainer.take() or self._gains
         if self._gains is not None and self.session.shared_prefix(prompt) <= _REREAD:
-            self.session.tune(self._gains)
+            self._run_with(self._gains)
             self._gains = None
+
+    def _run_with(self, gains: dict[str, F32]) -> None:
+        self.session.tune(gains)
+        self._caches.forget(self.session)  # which others computed
 
     def _vocabulary(self, prompt: Sequence[int], request: Request) -> Vocabulary:
         """What it can write in this request: besides the rows it has, the words of its prompt."""

@@ -11,6 +11,9 @@ EdgespecError
 ├── ParityError            an export does not compute what its source computes
 ├── DeviceError            a device was asked for that cannot be had
 ├── RequestError           an argument of a request is out of range
+│   ├── DoesNotFit         a prompt is longer than what the model can hold
+│   ├── Busy               too many requests wait already
+│   └── Closed             the model was closed
 └── Cancelled              the caller asked to stop
 
 Messages say what was given, what is allowed and what to do.
@@ -63,6 +66,18 @@ class DeviceError(EdgespecError):
 
 class RequestError(EdgespecError, ValueError):
     """An argument of a request is out of range."""
+
+
+class DoesNotFit(RequestError):  # noqa: N818 - says what is the case
+    """A prompt is longer than what the model can hold. Shorten it; a conversation, by its oldest messages."""
+
+
+class Busy(RequestError):  # noqa: N818
+    """As many requests wait for the model as may. Ask again later, or raise ``LoadOptions.max_waiting``."""
+
+
+class Closed(RequestError):  # noqa: N818
+    """The model was closed, which ends all that it does. Load it again."""
 
 
 class Cancelled(EdgespecError):  # noqa: N818 - an outcome, not a fault

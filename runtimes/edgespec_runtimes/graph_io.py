@@ -75,6 +75,12 @@ class GraphIO(Protocol):
     def reserve(self, capacity: int, keep: int) -> None:
         """Make room for ``capacity`` tokens, keeping the first ``keep``."""
 
+    def cache_rows(self, length: int) -> list[npt.NDArray[Any]] | None:
+        """Copies of the keys and values of the first ``length`` tokens; None where there are none to copy."""
+
+    def put_cache_rows(self, arrays: Sequence[npt.NDArray[Any]], length: int) -> None:
+        """Put the first ``length`` tokens of such copies where they were. Room must be reserved."""
+
     def run(self, tokens: Sequence[int], start: int, rows: int) -> Predictions:
         """Run ``tokens`` behind the first ``start`` of the cache; a row for each of the last ``rows``.
 
@@ -198,6 +204,14 @@ class EdgespecIO:
         """Make room for ``capacity`` tokens, keeping the first ``keep``."""
         self.passes.clear()
         self.cache.reserve(-(-(capacity + int(self._pairs)) // KEY_TILE) * KEY_TILE, keep)
+
+    def cache_rows(self, length: int) -> list[npt.NDArray[Any]] | None:
+        """Copies of the keys and values of the first ``length`` tokens."""
+        return self.cache.copy(length)
+
+    def put_cache_rows(self, arrays: Sequence[npt.NDArray[Any]], length: int) -> None:
+        """Put the first ``length`` tokens of such copies where they were."""
+        self.cache.paste(arrays, length)
 
     def run(self, tokens: Sequence[int], start: int, rows: int) -> Predictions:
         """Run ``tokens`` behind the first ``start`` of the cache; a row for each of the last ``rows``."""
@@ -334,6 +348,14 @@ class MaskedIO:
     def reserve(self, capacity: int, keep: int) -> None:
         """Make room for ``capacity`` tokens, keeping the first ``keep``."""
         self.cache.reserve(min(capacity + int(self._pairs), self._config.context_length), keep)
+
+    def cache_rows(self, length: int) -> list[npt.NDArray[Any]] | None:
+        """Copies of the keys and values of the first ``length`` tokens."""
+        return self.cache.copy(length)
+
+    def put_cache_rows(self, arrays: Sequence[npt.NDArray[Any]], length: int) -> None:
+        """Put the first ``length`` tokens of such copies where they were."""
+        self.cache.paste(arrays, length)
 
     def run(self, tokens: Sequence[int], start: int, rows: int) -> Predictions:
         """Run ``tokens`` behind the first ``start`` of the cache; a row for each of the last ``rows``."""

@@ -1,6 +1,7 @@
 """A sequence of tokens over a graph: what every session does, whatever runs its passes."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -9,11 +10,12 @@ from edgespec_models.config import DecoderShape
 from edgespec_models.errors import BundleError, Cancelled, DeviceError, RequestError
 from edgespec_runtimes.graph_io import GraphIO
 from edgespec_runtimes.predictions import Logits, Predictions
+from edgespec_runtimes.session import SavedCache, shared_length
 
-__all__ = ["GraphSession"]
+__all__ = ["KV_STEP", "GraphSession"]
 
-_KV_STEP = 256
-_COMPARED = 256
+KV_STEP: Final = 256
+"""Room in the KV cache is made in steps of so many tokens."""
 _SAME, _NEAR = 1e-3, 0.2  # of the largest logit
 
 
@@ -130,7 +132,7 @@ class GraphSession:
 
     def shared_prefix(self, tokens: Sequence[int]) -> int:
         """How many of ``tokens``, from the first on, the cache holds already."""
-        return _common_prefix(self._tokens, tokens)
+        return shared_length(self._tokens, tokens)
 
     def prefill(self, tokens: Sequence[int], cancelled: Callable[[], bool] | None = None) -> None:
         """Make the cache hold exactly ``tokens``, keeping a shared prefix."""
@@ -163,6 +165,18 @@ class GraphSession:
             raise RequestError(f"cannot truncate to {length}: the cache holds {self.length} tokens")
         del self._tokens[length:]
 
+    def save(self, length: int) -> SavedCache | None:
+        """A copy of the cache's first ``length`` tokens; None where the device keeps no rows to copy."""
+        arrays = self._open_io.cache_rows(length)
+        return None if arrays is None else SavedCache(tuple(self._tokens[:length]), tuple(arrays))
+
+    def restore(self, saved: SavedCache, length: int) -> None:
+        """Make the cache hold the first ``length`` tokens of what was saved."""
+        self.truncate(0)
+        self.reserve(length)
+        self._open_io.put_cache_rows(saved.arrays, length)
+        self._tokens += saved.tokens[:length]
+
     def close(self) -> None:
         """Free the model and its cache."""
         if self._io is not None:
@@ -179,7 +193,7 @@ class GraphSession:
 
     def _rounded(self, capacity: int) -> int:
         """Tokens to make room for where ``capacity`` are asked for."""
-        return min(-(-capacity // _KV_STEP) * _KV_STEP, self.longest)
+        return min(-(-capacity // KV_STEP) * KV_STEP, self.longest)
 
     def _too_long(self, tokens: int) -> str:
         return (
@@ -242,14 +256,3 @@ class GraphSession:
                 "Export the model again; sliding-window and recurrent caches cannot be used for speculation."
             )
         return bool(np.array_equal(together[1:], again) and np.array_equal(again, single))
-
-
-def _common_prefix(left: list[int], right: Sequence[int]) -> int:
-    end = min(len(left), len(right))
-    # Comparing slices is a hundred times faster than a loop; only the one that differs is searched.
-    for start in range(0, end, _COMPARED):
-        ours, theirs = left[start : start + _COMPARED], list(right[start : start + _COMPARED])
-        if ours != theirs:
-            pairs = enumerate(zip(ours, theirs, strict=False), start)
-            return next((index for index, (a, b) in pairs if a != b), end)
-    return end

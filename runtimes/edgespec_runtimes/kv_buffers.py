@@ -50,6 +50,12 @@ class KVBuffers(Protocol):
     def written(self, length: int) -> None:
         """Tell that the bound pass ran, and left keys and values of ``length`` tokens."""
 
+    def copy(self, length: int) -> list[_Array] | None:
+        """Copies of the keys and values of the first ``length`` tokens; None where the host has none."""
+
+    def paste(self, arrays: Sequence[_Array], length: int) -> None:
+        """Put the first ``length`` tokens of such copies where they were. Room must be reserved."""
+
     def clear(self) -> None:
         """Free the memory."""
 
@@ -69,6 +75,13 @@ class InPlaceCache:
 
     def written(self, length: int) -> None:
         """Nothing to do: the new rows lie where the next pass reads them."""
+
+    def copy(self, length: int) -> list[_Array] | None:
+        """None: a device's rows would travel over the host."""
+        return None
+
+    def paste(self, arrays: Sequence[_Array], length: int) -> None:
+        """Never called: nothing is copied."""
 
 
 class SharedCache(InPlaceCache):
@@ -91,7 +104,7 @@ class SharedCache(InPlaceCache):
         """Make room for ``capacity`` tokens, keeping the first ``keep``; earlier bindings are void."""
         if not keep:
             self.clear()
-        held = -(-keep // KEY_TILE) * KEY_TILE  # keys may lie in tiles of tokens, which move as a whole
+        held = _whole_tiles(keep)
         arrays = []
         for index, tensor in enumerate(self._layout):
             array = np.zeros((1, tensor.heads, capacity, tensor.head_dim), tensor.dtype)
@@ -100,6 +113,16 @@ class SharedCache(InPlaceCache):
                 array[:, :, : old.shape[2]] = old
             arrays.append(array)
         self.arrays, self._values = arrays, [ort_value(array) for array in arrays]
+
+    def copy(self, length: int) -> list[_Array] | None:
+        """Copies of the keys and values of the first ``length`` tokens."""
+        return [array[:, :, : _whole_tiles(length)].copy() for array in self.arrays]
+
+    def paste(self, arrays: Sequence[_Array], length: int) -> None:
+        """Put the first ``length`` tokens of such copies where they were."""
+        held = _whole_tiles(length)
+        for array, saved in zip(self.arrays, arrays, strict=True):
+            array[:, :, :held] = saved[:, :, :held]
 
     def clear(self) -> None:
         """Free the memory."""
@@ -159,10 +182,26 @@ class GrowingCache:
         """Tell that the bound pass ran, and left keys and values of ``length`` tokens."""
         self._past, self._present, self._held = self._present, self._past, length
 
+    def copy(self, length: int) -> list[_Array] | None:
+        """Copies of the keys and values of the first ``length`` tokens."""
+        pairs = zip(self._past, self._layout, strict=True)
+        return [_rows(past, tensor, self._held)[:, :, :length].copy() for past, tensor in pairs]
+
+    def paste(self, arrays: Sequence[_Array], length: int) -> None:
+        """Put the first ``length`` tokens of such copies where they were."""
+        for past, tensor, saved in zip(self._past, self._layout, arrays, strict=True):
+            _rows(past, tensor, length)[:] = saved[:, :, :length]
+        self._held = length
+
     def clear(self) -> None:
         """Free the memory."""
         for kept in (self._past, self._present, self._bound):
             kept.clear()
+
+
+def _whole_tiles(tokens: int) -> int:
+    """Keys may lie in tiles of tokens, which move as a whole."""
+    return -(-tokens // KEY_TILE) * KEY_TILE
 
 
 def _rows(buffer: _Array, tensor: CacheLayout, tokens: int) -> _Array:

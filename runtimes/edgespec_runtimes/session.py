@@ -1,14 +1,47 @@
 """The contract every running model keeps, whatever device it runs on."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from edgespec_runtimes.predictions import Logits, Predictions
 
-__all__ = ["Logits", "ModelSession", "Session"]
+__all__ = ["Logits", "ModelSession", "SavedCache", "Session", "shared_length"]
+
+_COMPARED = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedCache:
+    """A copy of a session's KV cache.
+
+    Attributes:
+        tokens: whose keys and values it holds.
+        arrays: these, as the session keeps them; its own business.
+    """
+
+    tokens: tuple[int, ...]
+    arrays: tuple[npt.NDArray[Any], ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it takes."""
+        return sum(array.nbytes for array in self.arrays)
+
+
+def shared_length(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many tokens two texts share, from the first on. Both are lists or tuples."""
+    end = min(len(left), len(right))
+    # Comparing slices is a hundred times faster than a loop; only the one that differs is searched.
+    for start in range(0, end, _COMPARED):
+        ours, theirs = list(left[start : start + _COMPARED]), list(right[start : start + _COMPARED])
+        if ours != theirs:
+            pairs = enumerate(zip(ours, theirs, strict=False), start)
+            return next((index for index, (a, b) in pairs if a != b), end)
+    return end
 
 
 class Session(Protocol):
@@ -74,6 +107,17 @@ class Session(Protocol):
 
     def truncate(self, length: int) -> None:
         """Forget every token from position ``length`` on."""
+
+    def save(self, length: int) -> SavedCache | None:
+        """A copy of the cache's first ``length`` tokens; None where a session has none to give."""
+        return None
+
+    def restore(self, saved: SavedCache, length: int) -> None:
+        """Make the cache hold the first ``length`` tokens of what this session saved: the same bits again.
+
+        Raises:
+            DeviceError: no memory for them; the cache is empty then.
+        """
 
     def close(self) -> None:
         """Free the model. The session cannot be used afterwards."""

@@ -155,6 +155,13 @@ class StaticIO:
             raise
         self._capacity = capacity
 
+    def cache_rows(self, length: int) -> list[_Array] | None:
+        """None: what another bucket's graphs would read lies elsewhere."""
+        return None
+
+    def put_cache_rows(self, arrays: Sequence[_Array], length: int) -> None:
+        """Never called: nothing is copied."""
+
     def run(self, tokens: Sequence[int], start: int, rows: int) -> Predictions:
         """Run ``tokens`` behind the first ``start`` of the cache; a row for each of the last ``rows``."""
         if len(self._logits) < rows:

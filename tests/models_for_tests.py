@@ -1,0 +1,110 @@
+"""Whole models over toy sessions: everything but weights is as in use."""
+
+import threading
+from collections.abc import Sequence
+from functools import cache
+from types import SimpleNamespace
+from typing import cast
+
+from edgespec.engine import LoadOptions, Model
+from edgespec.sessions import Loaded, Running
+from edgespec_models.bundle import Bundle
+from edgespec_models.chat_template import ChatTemplate
+from edgespec_models.tokenizer import SpecialTokens, Tokenizer
+from edgespec_runtimes.cost import CostCurve
+from edgespec_runtimes.devices import KINDS
+from edgespec_runtimes.discovery import Device
+from edgespec_runtimes.placement import Placement
+from tests.tokenizers_for_tests import byte_level_json
+from tests.toy import F32, NextLogits, ToySession, markov_logits
+
+VOCAB = 404
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}"
+    "<|im_start|>assistant{{ '\n' }}"  # Jinja drops a template's last line break
+)
+
+
+@cache
+def toy_tokenizer() -> Tokenizer:
+    return Tokenizer.from_json(byte_level_json(), vocab_size=VOCAB)
+
+
+def printable(next_logits: NextLogits) -> NextLogits:
+    """The same model, but that it writes ASCII letters only: its text has the tokens it wrote, again."""
+    tokenizer = toy_tokenizer()
+    single = [i for i in range(VOCAB) if len(tokenizer.bytes_of([i])) == 1]
+    letters = [i for i in single if tokenizer.bytes_of([i]).isupper()]
+
+    def only_letters(tokens: Sequence[int]) -> F32:
+        logits = next_logits(tokens)
+        logits[letters] += 1000.0
+        return logits
+
+    return only_letters
+
+
+def toy_session(seed: int = 0, *, context: int = 4096) -> ToySession:
+    return ToySession(printable(markov_logits(seed, VOCAB, scale=4.0)), VOCAB, context=context)
+
+
+class Gated(ToySession):
+    """Its passes wait until they are let through.
+
+    Attributes:
+        arrived: released at every pass that waits.
+    """
+
+    def __init__(self, next_logits: NextLogits | None = None) -> None:
+        super().__init__(next_logits or printable(markov_logits(0, VOCAB, scale=4.0)), VOCAB)
+        self.arrived, self._gate = threading.Semaphore(0), threading.Semaphore(0)
+        self._is_open = False
+
+    def let(self, passes: int) -> None:
+        self._gate.release(passes)
+
+    def open(self) -> None:
+        self._is_open = True
+        self._gate.release(1000)
+
+    def forward(self, tokens: Sequence[int]) -> F32:
+        self.arrived.release()
+        if not self._is_open:
+            assert self._gate.acquire(timeout=60)
+        return super().forward(tokens)
+
+
+def toy_bundle(name: str, context: int) -> Bundle:
+    """All that a model asks of its bundle."""
+    bundle = SimpleNamespace(
+        manifest=SimpleNamespace(name=name, special_tokens=SpecialTokens(None, (), add_bos=False, pad=None)),
+        config=SimpleNamespace(context_length=context, vocab_size=VOCAB),
+        tokenizer=toy_tokenizer(),
+        chat_template=ChatTemplate(TEMPLATE),
+        head_tokens=None,
+        digest="toy",
+    )
+    return cast(Bundle, bundle)
+
+
+def toy_model(
+    session: ToySession | None = None,
+    drafter: ToySession | None = None,
+    *,
+    options: LoadOptions | None = None,
+) -> Model:
+    """A model over ``session``; with a drafter over the same vocabulary, which costs a tenth."""
+
+    def running(name: str, session: ToySession, seconds: float) -> Running:
+        curve = CostCurve({1: seconds, 8: 1.1 * seconds, 32: 1.5 * seconds})
+        return Running(
+            toy_bundle(name, session.longest),
+            session,
+            curve,
+            Placement(Device(KINDS["cpu"], "ready"), "made up"),
+        )
+
+    target = running("toy", session or toy_session(), 1.0)
+    small = None if drafter is None else running("small", drafter, 0.1)
+    return Model(Loaded(target, small, same_vocabulary=True), options=options or LoadOptions())

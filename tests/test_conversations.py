@@ -1,0 +1,226 @@
+"""Conversations: what is said stays, KV caches are found again, and memory has a bound."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgespec import DoesNotFit, LoadOptions, RequestError
+from edgespec.kv_store import KvStore
+from edgespec.results import Generation
+from tests.models_for_tests import toy_model, toy_session
+from tests.test_threads import Slow, held
+from tests.toy import KV_BYTES, ToySession
+
+NEW = 12
+SYSTEM = "You answer in as few words as you can, and never in verse. " * 3
+
+
+def ask_alone(messages: list[dict[str, Any]]) -> Generation:
+    """What a model of its own answers."""
+    with toy_model() as model:
+        return model.chat(messages, max_new_tokens=NEW)
+
+
+def question(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def test_a_conversation_remembers_and_alternating_ones_keep_their_caches() -> None:
+    with toy_model() as model:
+        talks = [model.conversation(f"You are number {n}. {SYSTEM}", max_new_tokens=NEW) for n in range(3)]
+        for turn in range(3):
+            for talk in talks:
+                messages = [*talk.messages, question(f"Question {turn}")]
+                answer = talk.ask(f"Question {turn}")
+                assert answer.tokens == ask_alone(messages).tokens
+                assert talk.messages == [*messages, {"role": "assistant", "content": answer.text}]
+                if turn:  # all that was said, and its answer
+                    read = answer.stats.prompt_tokens - answer.stats.cached_tokens
+                    assert read < 30 < answer.stats.cached_tokens
+        assert model._runner._caches.nbytes > 0
+
+
+def test_plain_chats_find_their_caches_too() -> None:
+    with toy_model() as model:
+        for _ in range(2):
+            for name in ("Ann", "Bob"):
+                messages = [{"role": "system", "content": f"{name}. {SYSTEM}"}, question("Who are you?")]
+                stats = model.chat(messages, max_new_tokens=NEW).stats
+        assert stats.cached_tokens == stats.prompt_tokens - 1
+
+
+def test_a_new_conversation_reuses_a_beginning_that_it_shares() -> None:
+    with toy_model() as model:
+        model.conversation(SYSTEM, max_new_tokens=NEW).ask("The first question of all, and a long one")
+        model.generate("Something else entirely, of some length, to take the cache away", max_new_tokens=NEW)
+        answer = model.conversation(SYSTEM, max_new_tokens=NEW).ask("Another question")
+        assert answer.stats.cached_tokens >= len(model.tokenize(SYSTEM))
+
+
+def test_without_a_budget_an_interrupted_conversation_is_read_again() -> None:
+    with toy_model(options=LoadOptions(cache_bytes=0)) as model:
+        talks = [model.conversation(f"You are number {n}. {SYSTEM}", max_new_tokens=NEW) for n in range(2)]
+        for talk in talks * 2:
+            answer = talk.ask("Go on")
+        assert answer.stats.cached_tokens < 30
+        assert model._runner._caches.nbytes == 0
+
+
+def test_a_model_forgets() -> None:
+    with toy_model(drafter=toy_session()) as model:
+        for name in ("Ann", "Bob"):
+            model.conversation(name + SYSTEM, max_new_tokens=NEW).ask("Who are you?")
+        model.forget()
+        assert model._runner._caches.nbytes == model._session.length == 0
+        assert model.conversation("Ann" + SYSTEM, max_new_tokens=NEW).ask("Who?").stats.cached_tokens == 0
+
+
+def test_an_answer_that_ended_early_is_kept_as_far_as_it_came() -> None:
+    quick = toy_session()
+    with toy_model(Slow(quick._next_logits, quick.vocab_size)) as model:
+        talk = model.conversation()
+        with talk.stream("Tell me everything", max_new_tokens=4000) as stream:
+            next(stream)
+        assert talk.messages == [
+            question("Tell me everything"),
+            {"role": "assistant", "content": stream.result.text},
+        ]
+        talk.ask("Nothing", cancelled=lambda: True)
+        assert len(talk.messages) == 2
+
+
+def test_questions_are_answered_in_the_order_in_which_they_were_asked() -> None:
+    with held() as (session, model):
+        talk = model.conversation(max_new_tokens=NEW)
+        streams = [talk.stream(f"Question {n}") for n in range(3)]
+        for stream in streams:
+            model._worker.submit(stream._answer)
+        session.open()
+        answers = [stream.run() for stream in streams]
+    said: list[dict[str, Any]] = []
+    for n, answer in enumerate(answers):
+        said.append(question(f"Question {n}"))
+        assert answer.tokens == ask_alone(said).tokens
+        said.append({"role": "assistant", "content": answer.text})
+    assert talk.messages == said
+
+
+def test_options_of_a_question_go_before_the_conversations() -> None:
+    with toy_model() as model:
+        talk = model.conversation(max_new_tokens=NEW, temperature=1.0, seed=1)
+        assert len(talk.ask("Hello", max_new_tokens=3).tokens) == 3
+        assert len(talk.ask("Hello").tokens) == NEW
+        with pytest.raises(RequestError, match="top_p"):
+            talk.ask("Hello", top_p=0.0)
+        with pytest.raises(RequestError, match="text is ''"):
+            talk.ask("")
+        with pytest.raises(RequestError, match="max_new_tokens"):
+            model.conversation(max_new_tokens=0)
+
+
+def test_what_was_said_may_be_edited_and_outgrow_the_context() -> None:
+    with toy_model(toy_session(context=300)) as model:
+        talk = model.conversation("Be brief.", max_new_tokens=NEW)
+        with pytest.raises(DoesNotFit, match="context of 300"):
+            for n in range(100):
+                talk.ask(f"Question {n}, in many words")
+        said = len(talk.messages)
+        del talk.messages[1:-2]
+        talk.ask("And now?")
+        assert said > 5 and len(talk.messages) == 5
+
+
+def test_tokens_are_counted_as_they_would_be_read() -> None:
+    with toy_model() as model:
+        messages = [question("How long is this?")]
+        assert model.count_tokens(messages) == model.chat(messages, max_new_tokens=1).stats.prompt_tokens
+        assert model.count_tokens("the quick fox") == len(model.tokenize("the quick fox"))
+        assert model.detokenize(model.tokenize("naïve café 😀")) == "naïve café 😀"
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    asked=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30), st.integers(1, 10)), max_size=9),
+    budget=st.sampled_from([0, 40 * KV_BYTES, 150 * KV_BYTES, 1 << 20]),
+    shared=st.booleans(),
+)
+def test_conversations_in_any_order_are_answered_as_if_alone(
+    asked: list[tuple[int, int, int]], budget: int, shared: bool
+) -> None:
+    target, drafter = toy_session(), toy_session(1)
+    with toy_model(target, drafter, options=LoadOptions(cache_bytes=budget)) as model:
+        talks = [model.conversation("Be brief. " * 4 if shared else f"{n}" * 30) for n in range(3)]
+        for who, length, new in asked:
+            messages = [*talks[who].messages, question("why " * length + "?")]
+            answer = talks[who].ask("why " * length + "?", max_new_tokens=new)
+            with toy_model() as fresh:
+                assert answer.tokens == fresh.chat(messages, max_new_tokens=new).tokens
+            assert answer.stats.cached_tokens < answer.stats.prompt_tokens
+            kept = model._runner._caches._kept
+            assert sum(saved.nbytes for _, saved in kept) == model._runner._caches.nbytes <= budget
+
+
+class TestStore:
+    """On sessions of their own, without a model."""
+
+    def read(self, store: KvStore, session: ToySession, tokens: list[int]) -> int:
+        """Read ``tokens`` as a request would; how many were there."""
+        store.fetch(session, tokens)
+        held = session.shared_prefix(tokens[:-1])
+        session.prefill(tokens)
+        return held
+
+    def texts(self, count: int, length: int = 50) -> list[list[int]]:
+        return [[10 * n + 1, *range(100, 99 + length)] for n in range(count)]
+
+    def test_the_least_recently_used_go_first(self) -> None:
+        store, session = KvStore(110 * KV_BYTES), toy_session()  # two beside the one in use
+        first, second, third, fourth = self.texts(4)
+        for text in (first, second, third):
+            assert self.read(store, session, text) == 0
+        assert self.read(store, session, first) == 49
+        assert self.read(store, session, fourth) == 0  # second goes
+        assert self.read(store, session, third) == 49
+        assert self.read(store, session, second) == 0
+        assert store.nbytes <= 110 * KV_BYTES
+
+    def test_of_a_text_too_large_its_beginning_is_kept(self) -> None:
+        store, session = KvStore(40 * KV_BYTES), toy_session()
+        first, second = self.texts(2)
+        self.read(store, session, first)
+        self.read(store, session, second)
+        assert self.read(store, session, first) == 32
+
+    def test_a_longer_text_takes_the_place_of_its_beginning(self) -> None:
+        store, session = KvStore(1 << 20), toy_session()
+        first, second = self.texts(2)
+        for text in (first, second, first + first, second, first + first):
+            self.read(store, session, text)
+        assert [len(saved.tokens) for _, saved in store._kept] == [50]
+
+    def test_a_text_that_lends_its_beginning_keeps_its_end(self) -> None:
+        store, session = KvStore(1 << 20), toy_session()
+        first, other = self.texts(2)
+        longer = [*first, *range(200, 260)]
+        self.read(store, session, longer)
+        self.read(store, session, other)
+        assert self.read(store, session, [*first, *range(300, 320)]) == 50
+        assert self.read(store, session, longer) == 109
+
+    def test_sessions_have_their_own(self) -> None:
+        store, sessions, (first, second) = KvStore(1 << 20), [toy_session(), toy_session()], self.texts(2)
+        for session in sessions:
+            for text in (first, second):
+                assert self.read(store, session, text) == 0
+        store.forget(sessions[0])
+        assert self.read(store, sessions[0], first) == 0
+        assert self.read(store, sessions[1], first) == 49
+
+    def test_sessions_that_have_nothing_to_give_read_again(self) -> None:
+        store, session = KvStore(1 << 20), toy_session()
+        session.save = lambda length: None  # type: ignore[method-assign]
+        for text in self.texts(2) * 2:
+            assert self.read(store, session, text) == 0
+        assert store.nbytes == 0

@@ -1,0 +1,117 @@
+"""KV caches put aside and taken up again: the same bits, in every kind of cache the host can copy."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgespec.kv_store import KvStore
+from edgespec_export.export import ExportOptions, export_model
+from edgespec_models.bundle import Bundle
+from edgespec_models.foreign import open_bundle
+from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_runtimes.graph_session import GraphSession
+from edgespec_runtimes.static_session import StaticSession
+from tests.foreign_for_tests import ForeignSpec, write_genai
+from tests.gguf_for_tests import tiny_gguf
+from tests.models_for_tests import toy_session
+from tests.native_for_tests import tiny_native
+from tests.test_reserve import ON_CPU
+from tests.toy import INT4, LLAMA, tiny_bundle
+
+OPTIONS = CpuOptions(threads=1, prefill_chunk=16)
+FIRST = [(7 * i * i + 3) % 250 for i in range(300)]
+OTHER = [(5 * i * i + 1) % 250 for i in range(90)]
+
+
+def _native(folder: Path) -> CpuSession:
+    return CpuSession(tiny_native(folder / "m", LLAMA).bundle, OPTIONS)
+
+
+def _in_place(folder: Path) -> CpuSession:
+    return CpuSession(tiny_bundle(folder / "m", LLAMA, INT4).bundle, OPTIONS)
+
+
+def _shared(folder: Path) -> CpuSession:
+    return CpuSession(open_bundle(write_genai(folder / "m", ForeignSpec())), OPTIONS)
+
+
+def _growing(folder: Path) -> CpuSession:
+    return CpuSession(open_bundle(write_genai(folder / "m", ForeignSpec(attention="concat"))), OPTIONS)
+
+
+@pytest.fixture(scope="module", params=[_native, _in_place, _shared, _growing])
+def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> GraphSession:
+    opened: GraphSession = request.param(tmp_path_factory.mktemp("saved"))
+    return opened
+
+
+def _close(session: GraphSession) -> Callable[..., bool]:
+    """What is computed in other chunks has the same bits only where rows are exact."""
+    return np.array_equal if session.row_exact else partial(np.allclose, atol=1e-2)
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 100, 299])
+def test_what_is_restored_is_what_was_saved(session: GraphSession, length: int) -> None:
+    session.truncate(0)
+    context = min(len(FIRST), session.longest - 2)
+    length = min(length, context - 1)
+    session.prefill(FIRST[:context])
+    session.truncate(length)
+    expected = session.forward(FIRST[length : length + 2]).copy()
+    session.truncate(length)
+    saved = session.save(length)
+    assert saved is not None and saved.tokens == tuple(FIRST[:length])
+    assert 0 < saved.nbytes <= session.kv_bytes
+    session.truncate(0)
+    session.prefill(OTHER)
+    session.restore(saved, length)
+    assert session.length == length
+    assert np.array_equal(session.forward(FIRST[length : length + 2]), expected)
+    session.restore(saved, length // 2)  # its beginning: another room, other rows behind it
+    session.prefill(FIRST[:length])
+    again = session.forward(FIRST[length : length + 2])
+    assert _close(session)(again, expected)
+
+
+def test_texts_in_turn_are_read_once(session: GraphSession) -> None:
+    session.truncate(0)
+    store = KvStore(1 << 30)
+    texts = [FIRST[:80], OTHER]
+    alone = []
+    for text in texts:
+        store.fetch(session, text)
+        alone.append(session.next_logits(text).copy())
+    for text, expected in zip(texts, alone, strict=True):
+        store.fetch(session, text)
+        assert session.shared_prefix(text) == len(text)
+        session.truncate(len(text) - 1)
+        assert _close(session)(session.next_logits(text), expected)
+
+
+def test_saving_takes_what_tokens_take(session: GraphSession) -> None:
+    session.truncate(0)
+    session.prefill(FIRST[:64])
+    whole, half = session.save(64), session.save(32)
+    assert whole is not None and half is not None
+    assert whole.nbytes == 2 * half.nbytes <= session.kv_bytes * 64 // session.capacity
+
+
+def test_graphs_of_fixed_shapes_read_again(tmp_path: Path) -> None:
+    source = tiny_gguf("llama", layers=1).write(tmp_path / "m.gguf")
+    export_model(source, tmp_path / "m", options=ExportOptions(device="npu-openvino", buckets=(64, 128)))
+    session = StaticSession(Bundle(tmp_path / "m"), ON_CPU, OPTIONS)
+    session.prefill(FIRST[:40])
+    assert session.save(40) is None
+    store = KvStore(1 << 20)
+    store.fetch(session, OTHER[:40])
+    assert store.nbytes == 0 and session.length == 40
+
+
+def test_a_budget_of_nothing_asks_nothing() -> None:
+    store, session = KvStore(0), toy_session()
+    session.prefill(FIRST)
+    store.fetch(session, OTHER)
+    assert store.nbytes == 0 and session.length == len(FIRST)

@@ -1,0 +1,341 @@
+"""Requests from many threads: in turn, within bounds, and each ended for its own reason."""
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from time import sleep
+from weakref import ref
+
+import pytest
+
+from edgespec import Busy, Closed, LoadOptions, Model, RequestError
+from edgespec.results import Generation, Record
+from tests.models_for_tests import Gated, toy_model, toy_session
+from tests.toy import F32, ToySession, settle
+
+NEW = 24
+PROMPTS = ("the quick brown fox", "jumps over", "a lazy dog, and so on")
+
+
+def alone(prompt: str, new: int = NEW) -> Generation:
+    """What a model of its own answers."""
+    with toy_model() as model:
+        return model.generate(prompt, max_new_tokens=new)
+
+
+def until(happened: Callable[[], bool]) -> None:
+    for _ in range(60_000):
+        if happened():
+            return
+        sleep(0.001)
+    raise AssertionError("it never happened")
+
+
+@contextmanager
+def held(most_waiting: int = 64) -> Iterator[tuple[Gated, Model]]:
+    """A model that works on its first request; its first pass waits."""
+    session = Gated()
+    with toy_model(session, options=LoadOptions(max_waiting=most_waiting)) as model:
+        try:
+            yield session, model
+        finally:
+            session.open()
+
+
+def waiting(model: Model) -> int:
+    return len(model._worker._waiting)
+
+
+def test_threads_are_answered_in_the_order_in_which_they_asked() -> None:
+    read: list[Sequence[int]] = []
+
+    class Logged(Gated):
+        def prefill(self, tokens: Sequence[int], cancelled: Callable[[], bool] | None = None) -> None:
+            read.append(list(tokens))
+            super().prefill(tokens, cancelled)
+
+    session = Logged()
+    with toy_model(session) as model, ThreadPoolExecutor(len(PROMPTS)) as pool:
+        asked = []
+        for count, prompt in enumerate(PROMPTS):
+            asked.append(pool.submit(model.generate, prompt, max_new_tokens=NEW))
+            if count == 0:
+                session.arrived.acquire()
+            until(lambda count=count: waiting(model) == count)  # type: ignore[misc]
+        session.open()
+        results = [each.result(60) for each in asked]
+        assert [result.tokens for result in results] == [alone(prompt).tokens for prompt in PROMPTS]
+        assert read == [model.tokenize(prompt)[:-1] for prompt in PROMPTS]
+        assert results[-1].stats.queued_s > 0.0
+
+
+def test_many_threads_at_once() -> None:
+    expected = {prompt: alone(prompt).tokens for prompt in PROMPTS}
+    with toy_model() as model, ThreadPoolExecutor(6) as pool:
+        prompts = PROMPTS * 4
+        for prompt, result in zip(
+            prompts, pool.map(lambda p: model.generate(p, max_new_tokens=NEW), prompts), strict=True
+        ):
+            assert result.tokens == expected[prompt]
+
+
+def test_more_than_may_wait_are_refused_and_who_leaves_makes_room() -> None:
+    with held(most_waiting=1) as (session, model), ThreadPoolExecutor(2) as pool:
+        running = pool.submit(model.generate, PROMPTS[0], max_new_tokens=NEW)
+        session.arrived.acquire()
+        second = model.stream(PROMPTS[1], max_new_tokens=NEW)
+        waits = pool.submit(second.run)
+        until(lambda: waiting(model) == 1)
+        refused = model.stream(PROMPTS[2], max_new_tokens=NEW)
+        with pytest.raises(Busy, match=r"1 requests wait .* max_waiting"):
+            next(refused)
+        second.cancel()
+        assert waits.result(60).finish_reason == "cancelled"  # while the first still runs
+        again = pool.submit(refused.run)
+        until(lambda: waiting(model) == 1)
+        session.open()
+        assert running.result(60).tokens == alone(PROMPTS[0]).tokens
+        assert again.result(60).tokens == alone(PROMPTS[2]).tokens
+
+
+def test_a_stream_that_is_dropped_while_it_waits_makes_room() -> None:
+    with held(most_waiting=1) as (session, model), ThreadPoolExecutor(1) as pool:
+        running = pool.submit(model.generate, PROMPTS[0], max_new_tokens=NEW)
+        session.arrived.acquire()
+        dropped = model.stream(PROMPTS[1], max_new_tokens=NEW)
+        model._worker.submit(dropped._answer)
+        del dropped
+        gc.collect()
+        third = model.stream(PROMPTS[2], max_new_tokens=NEW)
+        model._worker.submit(third._answer)  # not refused
+        session.open()
+        assert third.run().tokens == alone(PROMPTS[2]).tokens
+        assert len(running.result(60).tokens) == NEW
+
+
+def test_close_ends_what_runs_and_what_waits() -> None:
+    with held() as (session, model), ThreadPoolExecutor(3) as pool:
+        streams = [model.stream(prompt, max_new_tokens=NEW) for prompt in PROMPTS]
+        running = pool.submit(streams[0].run)
+        session.let(8)  # the prompt takes fewer
+        for _ in range(9):
+            session.arrived.acquire()
+        others = [pool.submit(stream.run) for stream in streams[1:]]
+        until(lambda: waiting(model) == 2)
+        closing = threading.Thread(target=model.close)
+        closing.start()
+        for each in others:
+            assert (each.result(60).finish_reason, each.result().tokens) == ("closed", ())
+        session.open()
+        closing.join(60)
+        assert session.closed
+        partial = running.result(60)
+        assert partial is streams[0].result and partial.finish_reason == "closed"
+        assert 0 < len(partial.tokens) < 9
+        assert partial.tokens == alone(PROMPTS[0]).tokens[: len(partial.tokens)]
+        with pytest.raises(Closed, match="load it again"):
+            model.generate("anything")
+
+
+def test_closing_from_within_a_request_ends_it_and_frees_the_model_behind_it() -> None:
+    session = toy_session()
+    model = toy_model(session)
+    asked = []
+
+    def cancelled() -> bool:
+        asked.append(session.closed)
+        if len(asked) == 6:
+            model.close()
+        return False
+
+    result = model.generate(PROMPTS[0], max_new_tokens=NEW, cancelled=cancelled)
+    assert result.finish_reason == "closed" and not any(asked)
+    settle()
+    assert session.closed
+
+
+def _rounds(session: ToySession) -> int:
+    return sum(rows == 1 for rows in session.passes)
+
+
+def test_cancelled_it_ends_within_a_pass() -> None:
+    with held() as (session, model):
+        stream = model.stream(PROMPTS[0], max_new_tokens=NEW)
+        session.let(8)
+        first = next(stream)
+        for _ in range(9):
+            session.arrived.acquire()
+        stream.cancel()
+        before = len(session.passes)
+        session.open()
+        result = stream.result
+        assert len(session.passes) == before + 1
+        assert (result.finish_reason, result.text[: len(first)]) == ("cancelled", first)
+        assert result.tokens == alone(PROMPTS[0]).tokens[: len(result.tokens)]
+        assert "".join([first, *stream]) == result.text  # what came can still be read
+        assert model.generate(PROMPTS[0], max_new_tokens=NEW).tokens == alone(PROMPTS[0]).tokens
+
+
+def test_a_stream_left_early_ends_with_its_block() -> None:
+    with toy_model() as model:
+        with model.stream(PROMPTS[0], max_new_tokens=4000) as stream:
+            for _ in stream:
+                break
+        assert stream.result.finish_reason == "cancelled"
+        assert 0 < len(stream.result.tokens) < 4000
+
+
+def test_a_stream_that_nobody_holds_any_more_is_cancelled() -> None:
+    with held() as (session, model):
+        stream = model.stream(PROMPTS[0], max_new_tokens=NEW)
+        session.let(8)
+        next(stream)
+        for _ in range(9):
+            session.arrived.acquire()
+        before = len(session.passes)
+        del stream
+        gc.collect()
+        session.open()
+        settle()
+        assert len(session.passes) == before + 1
+
+
+class Slow(ToySession):
+    def forward(self, tokens: Sequence[int]) -> F32:
+        sleep(0.005)
+        return super().forward(tokens)
+
+
+def test_a_request_whose_time_is_up_ends_as_far_as_it_came() -> None:
+    quick = toy_session()
+    with toy_model(Slow(quick._next_logits, quick.vocab_size)) as model:
+        result = model.generate(PROMPTS[0], max_new_tokens=4000, timeout=0.3)
+        assert result.finish_reason == "timeout"
+        assert 0 < len(result.tokens) < 4000
+        assert result.tokens == alone(PROMPTS[0], 100).tokens[: len(result.tokens)]
+        late = model.generate(PROMPTS[0] * 20, timeout=1e-9)
+        assert (late.text, late.finish_reason) == ("", "timeout")
+
+
+def test_a_request_whose_time_is_up_while_it_waits_has_no_text() -> None:
+    with held() as (session, model), ThreadPoolExecutor(1) as pool:
+        running = pool.submit(model.generate, PROMPTS[0], max_new_tokens=NEW)
+        session.arrived.acquire()
+        result = model.generate(PROMPTS[1], timeout=0.01)
+        assert (result.text, result.tokens, result.finish_reason) == ("", (), "timeout")
+        stream = model.stream(PROMPTS[1], cancelled=lambda: True)
+        assert list(stream.records()) == [Record("", (), "cancelled")]
+        session.open()
+        assert len(running.result(60).tokens) == NEW
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
+def test_a_time_that_is_none_is_refused(timeout: float) -> None:
+    with toy_model() as model, pytest.raises(RequestError, match="timeout"):
+        model.stream(PROMPTS[0], timeout=timeout)
+
+
+def test_what_fails_reaches_its_reader_and_nobody_else() -> None:
+    session = toy_session()
+    working = session.forward
+    with toy_model(session) as model:
+
+        def fail(tokens: Sequence[int]) -> F32:
+            if session.length > 12:
+                raise RuntimeError("broken device")
+            return working(tokens)
+
+        session.forward = fail  # type: ignore[method-assign]
+        stream = model.stream(PROMPTS[0], max_new_tokens=NEW)
+        with pytest.raises(RuntimeError, match="broken device"):
+            stream.run()
+        assert stream.result.finish_reason == "error"
+        assert stream.result.tokens == alone(PROMPTS[0]).tokens[: len(stream.result.tokens)] != ()
+        session.forward = working  # type: ignore[method-assign]
+        assert model.generate(PROMPTS[0], max_new_tokens=NEW).tokens == alone(PROMPTS[0]).tokens
+
+
+def test_records_join_to_the_text_and_say_where_tokens_came_from() -> None:
+    with toy_model(drafter=toy_session()) as model:
+        stream = model.stream(PROMPTS[0], max_new_tokens=200)
+        records = list(stream.records())
+        result = stream.result
+    assert "".join(record.text for record in records) == result.text
+    assert tuple(token for record in records for token in record.tokens) == result.records
+    assert tuple(token.id for token in result.records) == result.tokens
+    assert [record.finish_reason for record in records] == [None] * (len(records) - 1) + ["length"]
+    accepted = {name: source.accepted for name, source in result.stats.by_source.items() if source.accepted}
+    assert accepted
+    for name, count in accepted.items():
+        assert sum(token.source == name for token in result.records) == count
+    assert {token.source for token in result.records} == {"target", *accepted}
+
+
+def test_the_stop_string_that_matched_is_told() -> None:
+    whole = alone(PROMPTS[0]).text
+    word = whole[7:10]
+    with toy_model() as model:
+        stream = model.stream(PROMPTS[0], max_new_tokens=NEW, stop=["never there", word])
+        *_, last = stream.records()
+    assert (last.finish_reason, last.stop) == ("stop", word)
+    assert (stream.result.stop, stream.result.text) == (word, whole[: whole.index(word)])
+
+
+def test_a_slow_reader_does_not_hold_up_the_model() -> None:
+    with toy_model() as model:
+        slow = model.stream(PROMPTS[0], max_new_tokens=NEW)
+        first = next(slow)
+        assert model.generate(PROMPTS[1], max_new_tokens=NEW).tokens == alone(PROMPTS[1]).tokens
+        assert slow.result.text == first + "".join(slow)
+
+
+def test_the_history_is_changed_between_requests(tmp_path: object) -> None:
+    with toy_model() as model:
+        forgetting = threading.Event()
+
+        def cancelled() -> bool:
+            if not forgetting.is_set():
+                forgetting.set()
+                with pytest.raises(RequestError, match="from another thread"):
+                    model.forget()
+            return False
+
+        model.generate(PROMPTS[0], max_new_tokens=NEW, cancelled=cancelled)
+        model.forget()
+        assert model._session.length == 0
+
+
+def test_an_idle_model_has_no_thread_and_goes_when_nobody_holds_it() -> None:
+    model = toy_model()
+    model.generate(PROMPTS[0], max_new_tokens=NEW)
+    settle()
+    assert model._worker._thread is None
+    gone = ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_program_may_end_while_an_answer_is_written() -> None:
+    code = (
+        "from tests.test_threads import *\n"
+        "quick = toy_session()\n"
+        "model = toy_model(Slow(quick._next_logits, quick.vocab_size))\n"
+        "stream = model.stream('hello', max_new_tokens=4000)\n"
+        "print(len(next(stream)))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
