@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from edgespec.grammar import Lark, ResponseFormat
 from edgespec.request import Request
-from edgespec.tools import ToolReader, format_of
+from edgespec.tools import ToolReader, calls_grammar, format_of, must_call
 from edgespec_models.bundle import Bundle
 from edgespec_models.chat_template import ChatTemplate
 from edgespec_models.errors import RequestError, TokenizerError
@@ -14,6 +15,7 @@ from edgespec_models.schema import shown
 __all__ = [
     "Asked",
     "Messages",
+    "answer_format",
     "count_tokens",
     "detokenize",
     "encode_chat",
@@ -139,6 +141,14 @@ def tool_reader(bundle: Bundle, request: Request) -> ToolReader | None:
         return None
     eos = bundle.manifest.special_tokens.eos
     return ToolReader(bundle.chat_template.source, request.tools, bundle.tokenizer, eos)
+
+
+def answer_format(bundle: Bundle, request: Request) -> ResponseFormat | None:
+    """What the answer to ``request`` has to be: its format, or a call that it has to make, if any."""
+    called = must_call(request.tools, request.tool_choice)
+    if not called or bundle.chat_template is None:
+        return request.response_format
+    return Lark(calls_grammar(bundle.chat_template.source, called, bundle.tokenizer))
 
 
 def _check_tools(name: str, template: ChatTemplate) -> None:

@@ -13,7 +13,7 @@ from edgespec.drafting.guard import Guard
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.side import DrafterSide, Part
-from edgespec.encoding import Asked, tool_reader
+from edgespec.encoding import Asked, answer_format, tool_reader
 from edgespec.generation import PreparedRequest
 from edgespec.grammar import Grammars
 from edgespec.history.corrections import DrafterKey
@@ -114,7 +114,7 @@ class Runner:
                 the target has.
         """
         request.check_vocabulary(self.session.vocab_size)
-        wanted = request.response_format
+        wanted = answer_format(self.target, request)
         return None if wanted is None else self._grammars.constraint(wanted)
 
     def prompt(self, asked: Asked, request: Request) -> Prompt:
