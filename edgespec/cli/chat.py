@@ -1,13 +1,20 @@
 """``edgespec chat``: a conversation on the terminal, or line by line for programs."""
 
 import contextlib
-import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edgespec.cli.answers import allow_any_text, answer_json, print_json, stats_line, stream_to_terminal
+from edgespec.cli.answers import (
+    allow_any_text,
+    answer_json,
+    json_text,
+    print_json,
+    sources_line,
+    stats_line,
+    stream_as_markdown,
+)
 from edgespec.cli.console import errors, note, progress_bars
 from edgespec.cli.options import (
     Device,
@@ -32,23 +39,25 @@ from edgespec.cli.options import (
 from edgespec_models.errors import RequestError
 
 if TYPE_CHECKING:
+    from edgespec.attribution import Attribution
     from edgespec.conversation import Conversation
     from edgespec.results import Generation
 
 __all__ = ["chat"]
 
-_HELP = """/help   this list
-/clear  forget the conversation
-/stats  what the last answer cost, in full
-/quit   leave (also Ctrl-D)
-Ctrl-C  stop the answer"""
+_HELP = """/help     show this list
+/clear    forget the conversation
+/stats    show what the last answer cost, in full
+/sources on   mark drafted tokens, by source (off: do not)
+/quit     leave (also Ctrl-D)
+Ctrl-C    stop the answer"""
 
 
 def chat(
     context: typer.Context,
     target: Target,
     drafter: Drafter = "auto",
-    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    system: Annotated[str | None, typer.Option(help="The system message, which comes first.")] = None,
     max_new_tokens: MaxNewTokens = 1024,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -66,7 +75,7 @@ def chat(
     as_json: Annotated[
         bool,
         typer.Option(
-            "--json", help="Each line of standard input is a message, each line of output an answer."
+            "--json", help="Each line of standard input is a message, each line of output is an answer."
         ),
     ] = False,
 ) -> None:
@@ -89,6 +98,8 @@ def chat(
             training_share=training_share,
             devices=(device, drafter_device),
         )
+    from edgespec.attribution import Attribution
+
     with model:
         if model.target.chat_template is None:
             raise RequestError(
@@ -103,15 +114,16 @@ def chat(
             _answer_lines(begin())
         else:
             note(f"{model.name} with {model.drafter_name or 'no drafter'}. /help lists what can be typed.")
-            _talk(_Chat(begin), _read_line)
+            _talk(_Chat(begin, lambda: Attribution(model.target.tokenizer)), _read_line)
 
 
 class _Chat:
-    """A conversation that can begin anew, and what its last answer was."""
+    """A conversation that can begin anew, what its last answer was, and how answers are shown."""
 
-    def __init__(self, begin: "Callable[[], Conversation]") -> None:
-        self._begin, self.conversation = begin, begin()
+    def __init__(self, begin: "Callable[[], Conversation]", attribution: "Callable[[], Attribution]") -> None:
+        self._begin, self.conversation, self.attribution = begin, begin(), attribution
         self.last: Generation | None = None
+        self.sources = False
 
     def clear(self) -> None:
         """Forget everything but the system message."""
@@ -134,7 +146,7 @@ def _show_answer(talk: _Chat, text: str) -> None:
     try:
         stream = talk.conversation.stream(text)
         try:
-            answer = stream_to_terminal(stream)
+            answer = stream_as_markdown(stream, talk.attribution() if talk.sources else None)
         except KeyboardInterrupt:
             stream.cancel()
             answer = stream.result
@@ -144,6 +156,8 @@ def _show_answer(talk: _Chat, text: str) -> None:
     talk.last = answer
     stopped = "stopped; " if answer.finish_reason == "cancelled" else ""
     note(stopped + stats_line(answer.stats))
+    if talk.sources:
+        errors().print(sources_line(answer), soft_wrap=True)
 
 
 def _command(text: str, talk: _Chat) -> None:
@@ -157,15 +171,18 @@ def _command(text: str, talk: _Chat) -> None:
             note("There is no answer yet.")
         else:
             print_json(talk.last.stats.to_json())
+    elif text in ("/sources on", "/sources off"):
+        talk.sources = text.endswith("on")
+        note("Drafted tokens are marked." if talk.sources else "Tokens are not marked.")
     else:
         note(f"{text} is unknown; /help lists what can be typed.")
 
 
 def _answer_lines(conversation: "Conversation") -> None:
-    for line in typer.get_text_stream("stdin", encoding="utf-8"):
+    for line in typer.get_text_stream("stdin", encoding="utf-8-sig"):
         if line.strip():
             answer = conversation.ask(line.strip())
-            typer.echo(json.dumps(answer_json(answer), ensure_ascii=False))
+            typer.echo(json_text(answer_json(answer)))
 
 
 def _read_line() -> str | None:
