@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec import DoesNotFit, LoadOptions, RequestError
+from edgespec.encoding import Asked
 from edgespec.kv_store import KvStore
 from edgespec.request import Request
 from edgespec.results import Generation
@@ -46,7 +47,7 @@ def test_a_conversation_remembers_and_alternating_ones_keep_their_caches() -> No
 def test_the_drafter_keeps_caches_too_until_it_is_taught() -> None:
     drafter, said, other = toy_session(1), [question(SYSTEM)], "Something else, which it does not read"
     with toy_model(drafter=drafter) as model:
-        prompt = model._runner.prompt(said, Request()).of_drafter
+        prompt = model._runner.prompt(Asked.of(said, Request()), Request()).of_drafter
         drafter.prefill(prompt)  # as after an answer that it drafted for
         read, caches = len(drafter.passes), model._runner._caches
         model.generate(other, max_new_tokens=1)
