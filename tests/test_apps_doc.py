@@ -8,12 +8,13 @@ import pytest
 
 import edgespec
 from tests.models_for_tests import toy_model, toy_session
+from tests.test_threads import slow_session
 
 DOC = Path(__file__).parents[1] / "docs" / "apps.md"
 
 
 def test_the_code_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(edgespec, "load", lambda name: toy_model(toy_session(), toy_session()))
+    monkeypatch.setattr(edgespec, "load", lambda name: toy_model(slow_session(), toy_session()))
     blocks = re.findall(r"```python\n(.*?)```", DOC.read_text(encoding="utf-8"), re.DOTALL)
     assert len(blocks) > 8
     names: dict[str, Any] = {}
