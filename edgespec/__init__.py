@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from edgespec.conversation import Conversation
+    from edgespec.drafting.custom import Drafter
+    from edgespec.drafting.draft import Draft, Step
     from edgespec.engine import load
     from edgespec.history.manage import History
     from edgespec.load_options import LoadOptions
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from edgespec.request import RequestOptions
     from edgespec.results import Generation, GenerationStats, Record, SourceStats, TokenRecord
     from edgespec.stream import Stream
+    from edgespec.tools import ToolCall
     from edgespec_models.errors import (
         BundleError,
         Busy,
@@ -50,6 +53,10 @@ __all__ = [
     "Generation",
     "GenerationStats",
     "SourceStats",
+    "ToolCall",
+    "Drafter",
+    "Draft",
+    "Step",
     "History",
     "devices",
     "Device",
@@ -78,6 +85,9 @@ _NAMES_BY_HOME = {
     "edgespec.stream": "Stream",
     "edgespec.request": "RequestOptions",
     "edgespec.results": "Generation GenerationStats Record SourceStats TokenRecord",
+    "edgespec.tools": "ToolCall",
+    "edgespec.drafting.custom": "Drafter",
+    "edgespec.drafting.draft": "Draft Step",
     "edgespec.history.manage": "History",
     "edgespec_runtimes.discovery": "Device devices",
     "edgespec_models.errors": "EdgespecError ModelFileError UnsupportedModelError BundleError TokenizerError "

@@ -22,7 +22,7 @@ from edgespec.results import (
     TokenRecord,
     nothing,
 )
-from edgespec.verification import make_verifier
+from edgespec.tools import ToolCall, ToolReader
 from edgespec_models.errors import Cancelled
 from edgespec_models.text_stream import TextStream
 from edgespec_models.tokenizer import Tokenizer
@@ -44,8 +44,13 @@ class PreparedRequest:
     request: Request
     eos: frozenset[int]
     max_draft: int
+    reader: ToolReader | None = None
     begin: Callable[[], Policy]
     clock: Clock = perf_counter
+
+    def calls(self, answer: Sequence[int]) -> tuple[str, tuple[ToolCall, ...]]:
+        """The text around the tool calls in ``answer``, and these; nothing where no tools were shown."""
+        return ("", ()) if self.reader is None else self.reader.read(self.tokens, answer)
 
 
 def respond(answer: Answer) -> None:
@@ -109,13 +114,17 @@ class Generating:
     @property
     def result(self) -> Generation:
         """As far as it came."""
+        tokens = tuple(record.id for record in self._records)
+        content, calls = self._prepared.calls(tokens)
         return Generation(
             "".join(self._text),
-            tuple(record.id for record in self._records),
+            tokens,
             self._reason or "error",
             _statistics(self._steps, self._remarks, **self._measured),
             self._stream.stop_string,
             tuple(self._records),
+            calls,
+            content,
         )
 
     def _record(self, step: Step) -> Record:
@@ -125,7 +134,8 @@ class Generating:
         self._records += tokens
         text = self._stream.push(step.tokens)
         if self._stream.stopped or step.tokens[-1] in self._prepared.eos:
-            self._reason = "stop"
+            _, calls = self._prepared.calls([record.id for record in self._records])
+            self._reason = "tool_calls" if calls else "stop"
         elif len(self._records) >= self._prepared.request.max_new_tokens:
             self._reason = "length"
         if self._reason is not None:
@@ -141,7 +151,7 @@ class Generating:
         return decode(
             prepared.session,
             policy,
-            make_verifier(request.sampling),
+            request.verifier(),
             prepared.tokens,
             max_new_tokens=request.max_new_tokens,
             max_draft=prepared.max_draft,

@@ -1,16 +1,17 @@
 """The loaded models as one thread uses them: what a request runs on, and what is kept between requests."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from edgespec.drafting.ahead import Beside
+from edgespec.drafting.custom import Custom, Drafter
 from edgespec.drafting.draft import Clock, Extending
 from edgespec.drafting.guard import Guard
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.side import DrafterSide, Part
+from edgespec.encoding import Asked, Messages, tool_reader
 from edgespec.generation import PreparedRequest
 from edgespec.history.corrections import DrafterKey
 from edgespec.history.drafter import BestOf
@@ -22,14 +23,10 @@ from edgespec.pricing import Pricing
 from edgespec.request import Request
 from edgespec.results import Remarks
 from edgespec.sessions import Loaded
-from edgespec_models.bundle import Bundle
-from edgespec_models.errors import DoesNotFit, RequestError
+from edgespec_models.errors import DoesNotFit
 from edgespec_runtimes.placement import Placement
 
-__all__ = ["Encode", "Prompt", "Runner"]
-
-Encode = Callable[[Bundle], list[int]]
-"""Gives a prompt in a bundle's own tokens and chat template."""
+__all__ = ["Prompt", "Runner"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +47,10 @@ class Runner:
         drafts: whether requests draft.
         clock: times everything.
         beside: lets the drafter go on while the target verifies; None where both run on one device.
+        own: an app's own drafter.
 
     Attributes:
+        own: an app's own drafter, as a source; None without.
         target: the target's bundle.
         session: the target's.
         side: the drafter's half; None without a drafter model.
@@ -61,8 +60,16 @@ class Runner:
     """
 
     def __init__(
-        self, loaded: Loaded, *, options: LoadOptions, drafts: bool, clock: Clock, beside: Beside | None
+        self,
+        loaded: Loaded,
+        *,
+        options: LoadOptions,
+        drafts: bool,
+        clock: Clock,
+        beside: Beside | None = None,
+        own: Drafter | None = None,
     ) -> None:
+        self.own = None if own is None else Custom(own, loaded.target.session.vocab_size)
         self.target, self.session = loaded.target.bundle, loaded.target.session
         self._loaded, self._options, self._drafts, self._clock = loaded, options, drafts, clock
         self.pricing = Pricing(loaded.target.curve)
@@ -94,20 +101,20 @@ class Runner:
         running = self._loaded.drafter
         return None if running is None else running.placed.opened(running.session)
 
-    def prompt(self, encode: Encode, request: Request) -> Prompt:
+    def prompt(self, said: str | Messages, request: Request) -> Prompt:
         """Read a prompt.
 
         Raises:
             DoesNotFit: it leaves no room for an answer.
-            RequestError: it is empty, or its template refuses it.
+            RequestError: it is empty, its template refuses it, or the request names tokens that are none.
         """
-        tokens = encode(self.target)
-        if not tokens:
-            raise RequestError("the prompt is empty; give at least one character")
+        request.check_vocabulary(self.session.vocab_size)
+        asked = Asked.of(said, request)
+        tokens = asked.tokens(self.target)
         if len(tokens) >= self.session.longest:
             raise DoesNotFit(self._too_long(len(tokens)))
-        side = self.side if request.speculate else None
-        return Prompt(tokens, [] if side is None else side.prompt(tokens, encode))
+        side = self.side if request.speculate and request.drafter is None else None
+        return Prompt(tokens, [] if side is None else side.prompt(tokens, asked.drafter_tokens))
 
     def prepared(self, prompt: Prompt, request: Request) -> PreparedRequest:
         """A request made ready: room is reserved, and what is known of its prompt lies in the KV cache.
@@ -129,6 +136,7 @@ class Runner:
             request=request,
             eos=frozenset(self.target.manifest.special_tokens.eos) if request.stop_at_eos else frozenset(),
             max_draft=self._options.max_draft,
+            reader=tool_reader(self.target, request),
             begin=partial(self._begin, prompt, request),
             clock=self._clock,
         )
@@ -188,14 +196,17 @@ class Runner:
     def _begin(self, prompt: Prompt, request: Request) -> Policy:
         """The policy of a request."""
         side, remarks = self.side, Remarks()
-        if not self._drafts or not request.speculate:
+        if not request.speculate or not (self._drafts or request.drafter):
             remarks.speculation_off_reason = "speculate=False" if self._drafts else "the drafter is None"
             return self._policy(None, None if side is None else Part(side.trainer), remarks)
         free: Extending = NgramDrafter()
         if self.history is not None:
             free = BestOf(free, self.history.begin(self.history_guard, remarks))
         part = None
-        if side is not None:
+        own = self.own if request.drafter is None else Custom(request.drafter, self.session.vocab_size)
+        if own is not None:
+            part = Part(None if side is None else side.trainer, own)
+        elif side is not None:
             longest = self._options.max_draft
             part = side.begin(prompt.tokens, prompt.of_drafter, request, max_draft=longest, remarks=remarks)
         return self._policy(free, part, remarks)
