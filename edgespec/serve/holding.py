@@ -1,7 +1,5 @@
 """Streams of answers that may call tools: text goes out as it comes, calls when they are whole."""
 
-from collections.abc import Sequence
-
 from edgespec.results import Generation, Record
 from edgespec_models.tokenizer import Tokenizer
 
@@ -38,9 +36,12 @@ class Holding:
 
     def finish(self, answer: Generation) -> str:
         """What is to be shown yet of the answer; its calls are not."""
-        whole = answer.content if answer.tool_calls else answer.text
         before = self._text[: self._shown]
-        return whole[self._shown :] if whole.startswith(before) else ""
+        if not answer.tool_calls:
+            return answer.text[self._shown :]
+        if not answer.content.startswith(before.strip()):  # text before a call that was not seen as text
+            return ""
+        return answer.content[len(before.lstrip()) :]  # which has no space around it
 
 
 def _begun(text: str) -> int:
