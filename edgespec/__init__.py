@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from edgespec.drafting.custom import Drafter
     from edgespec.drafting.draft import Draft, Step
     from edgespec.engine import load
+    from edgespec.grammar import AnyJson, Choice, JsonSchema, Lark, Regex
     from edgespec.history.manage import History
     from edgespec.load_options import LoadOptions
     from edgespec.model import Model
+    from edgespec.planning import Plan, plan
     from edgespec.request import RequestOptions
     from edgespec.results import Generation, GenerationStats, Record, SourceStats, TokenRecord
     from edgespec.stream import Stream
@@ -57,7 +59,14 @@ __all__ = [
     "Drafter",
     "Draft",
     "Step",
+    "JsonSchema",
+    "Regex",
+    "Lark",
+    "Choice",
+    "AnyJson",
     "History",
+    "plan",
+    "Plan",
     "devices",
     "Device",
     "EdgespecError",
@@ -88,7 +97,9 @@ _NAMES_BY_HOME = {
     "edgespec.tools": "ToolCall",
     "edgespec.drafting.custom": "Drafter",
     "edgespec.drafting.draft": "Draft Step",
+    "edgespec.grammar": "AnyJson Choice JsonSchema Lark Regex",
     "edgespec.history.manage": "History",
+    "edgespec.planning": "Plan plan",
     "edgespec_runtimes.discovery": "Device devices",
     "edgespec_models.errors": "EdgespecError ModelFileError UnsupportedModelError BundleError TokenizerError "
     "CatalogueError DownloadError StorageError ParityError DeviceError RequestError DoesNotFit Busy Closed "

@@ -54,7 +54,7 @@ class Conversation:
         question = {"role": "user", "content": text}
 
         def ended(answer: Generation) -> None:
-            if answer.text or answer.tool_calls:
+            if answer.text:
                 self.messages += [question, answer.message]
 
         return self._start(lambda: [*self.messages, question], {**self._defaults, **options}, ended)

@@ -10,6 +10,7 @@ from edgespec.history.manage import History
 from edgespec.load_options import LoadOptions
 from edgespec.loading import NGRAM, Reference, open_model, recommended_drafter
 from edgespec.model import Model
+from edgespec.planning import room_for
 from edgespec.sessions import Loaded, open_pair
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import ProgressCallback, ignore_progress
@@ -72,7 +73,6 @@ def load(
     if drafter == "auto":
         drafter = recommended_drafter(target_bundle)
     drafter_bundle, drafter_placement = None, None
-    own = drafter if isinstance(drafter, Drafter) else None
     if isinstance(drafter, str | Path) and drafter != NGRAM:
         drafter_bundle = open_model(
             drafter, "drafter", weights=options.weights, device=made_for[1], progress=progress
@@ -84,6 +84,7 @@ def load(
         huge_pages=options.huge_pages,
         instructions=options.instructions,
     )
+    cpu = room_for(target_bundle, drafter_bundle, cpu)
     loaded = open_pair(target_bundle, drafter_bundle, cpu, (placement, drafter_placement))
     model = Model(
         loaded,
@@ -91,7 +92,7 @@ def load(
         drafts=drafter is not None,
         clock=perf_counter,
         beside=_beside(loaded),
-        own=own,
+        own=drafter if isinstance(drafter, Drafter) else None,
     )
     if history is not None:
         model.use_history(history)

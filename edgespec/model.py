@@ -11,7 +11,7 @@ from edgespec.conversation import Conversation
 from edgespec.drafting.ahead import Beside
 from edgespec.drafting.custom import Drafter
 from edgespec.drafting.draft import Clock
-from edgespec.encoding import Messages, count_tokens, detokenize, tokenize
+from edgespec.encoding import Asked, Messages, count_tokens, detokenize, tokenize
 from edgespec.generation import respond
 from edgespec.load_options import LoadOptions
 from edgespec.loading import NGRAM
@@ -185,8 +185,7 @@ class Model:
         Raises:
             RequestError: an option out of range, or the model has no chat template.
         """
-        if self.target.chat_template is None:
-            raise RequestError(f"{self.name} has no chat template; use generate, or another model")
+        self._check_chats()
         Request.one(defaults)
         messages = [] if system is None else [{"role": "system", "content": system}]
         return Conversation(self._start, messages, defaults)
@@ -204,10 +203,14 @@ class Model:
         """See :func:`edgespec.encoding.detokenize`."""
         return detokenize(self.target, tokens)
 
+    def _check_chats(self) -> None:
+        if self.target.chat_template is None:
+            raise RequestError(f"{self.name} has no chat template; use generate, or another model")
+
     def _stream(self, said: str | Messages, options: RequestOptions) -> Stream:
         """A request whose prompt is read now, so that what is wrong with it shows at once."""
         request = Request.one(options)
-        prompt = self._runner.prompt(said, request)
+        prompt = self._runner.prompt(Asked.of(said, request), request)
         return self._queued(request, lambda: prompt)
 
     def _start(
@@ -215,7 +218,9 @@ class Model:
     ) -> Stream:
         """A request whose messages are those there are when its turn comes."""
         request = Request.one(options)
-        return self._queued(request, lambda: self._runner.prompt(messages(), request), ended)
+        return self._queued(
+            request, lambda: self._runner.prompt(Asked.of(messages(), request), request), ended
+        )
 
     def _queued(
         self,
@@ -223,6 +228,6 @@ class Model:
         prompt: Callable[[], Prompt],
         ended: Callable[[Generation], None] = lambda result: None,
     ) -> Stream:
-        runner = self._runner
-        answer = Answer(request, lambda: runner.prepared(prompt(), request), ended)
+        runner, constraint = self._runner, self._runner.constraint(request)
+        answer = Answer(request, lambda: runner.prepared(prompt(), request, constraint), ended)
         return Stream(answer, self._worker)

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Annotated, Any, ParamSpec, TypedDict, TypeVar
 
 from edgespec.drafting.custom import Drafter
+from edgespec.grammar import AnyJson, Choice, JsonSchema, Lark, Regex, ResponseFormat
 from edgespec.rows import RowStep
 from edgespec.sampling import SamplingParams
 from edgespec.tools import check_tools
@@ -50,6 +51,7 @@ class RequestOptions(TypedDict, total=False):
     tools: Sequence[Mapping[str, Any]]
     tool_choice: str | Mapping[str, Any]
     template_args: Mapping[str, Any]
+    response_format: ResponseFormat | None
 
 
 _Stop = Annotated[str, form(r"[^\ud800-\udfff]+", "of one character or more, without lone surrogates")]
@@ -69,14 +71,15 @@ class Request:
         stop_at_eos: end where the model says that it has finished.
         speculate: False decodes without drafts; the answer is the same.
         drafter: drafts in this request, in place of the model's own drafter; None leaves it to that.
-        cancelled: asked between passes, in a thread of the model's; True ends the request.
-        timeout: seconds from when the request is queued; the answer ends then, as far as it came.
+        cancelled: asked between passes, from whichever thread they run in; True ends the request.
         n: so many answers to one prompt, each with the next seed. Greedy answers are all the same one.
         logprobs: say how likely the target found each token of the answer.
         top_logprobs: and so many of the most likely tokens at each place; it needs ``logprobs``.
         tools: functions the model may ask to have called, as OpenAI's chat API has them.
         tool_choice: "auto" lets the model choose; "none" shows it no tools.
         template_args: what the model's chat template is told besides, such as ``enable_thinking``.
+        response_format: what the answer has to be, such as :class:`edgespec.JsonSchema`. Where it has become
+            that it ends; where ``max_new_tokens`` or ``stop`` end it, it may be a part of that only.
         sampling: how tokens are chosen.
 
     Raises:
@@ -96,6 +99,7 @@ class Request:
     tools: tuple[Mapping[str, Any], ...] = ()
     tool_choice: Annotated[str, one_of(("auto", "none"))] = "auto"
     template_args: Mapping[str, Any] = field(default_factory=dict)
+    response_format: JsonSchema | Regex | Lark | Choice | AnyJson | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
     def __post_init__(self) -> None:

@@ -140,7 +140,6 @@ def test_messages_that_no_model_reads_are_refused() -> None:
 
 def test_an_answer_has_the_form_that_was_asked_for() -> None:
     pytest.importorskip("llguidance")
-    pytest.importorskip("edgespec.grammar")
     schema = {
         "type": "object",
         "properties": {"a": {"enum": ["x", "y"]}},

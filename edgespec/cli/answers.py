@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "allow_any_text",
     "answer_json",
+    "json_text",
     "print_json",
     "sources_line",
     "stats_line",
@@ -55,6 +56,12 @@ def stream_to_terminal(stream: "Stream") -> "Generation":
         if not text_ends_line:
             typer.echo()
     return stream.result
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """``value`` as JSON; characters are escaped where standard output could not hold them all."""
+    encoding = getattr(sys.stdout, "encoding", None) or ""
+    return json.dumps(value, indent=indent, ensure_ascii=not encoding.lower().startswith("utf"))
 
 
 def stream_as_markdown(stream: "Stream", attribution: "Attribution | None" = None) -> "Generation":
@@ -99,7 +106,7 @@ def sources_line(answer: "Generation") -> "Text":
 
 def print_json(value: Any) -> None:
     """Print ``value`` as JSON, indented."""
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    typer.echo(json_text(value, indent=2))
 
 
 def answer_json(answer: "Generation") -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """``edgespec chat``: a conversation on the terminal, or line by line for programs."""
 
 import contextlib
-import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +9,7 @@ import typer
 from edgespec.cli.answers import (
     allow_any_text,
     answer_json,
+    json_text,
     print_json,
     sources_line,
     stats_line,
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 
 __all__ = ["chat"]
 
-_HELP = """/help     this list
+_HELP = """/help     show this list
 /clear    forget the conversation
-/stats    what the last answer cost, in full
+/stats    show what the last answer cost, in full
 /sources on   mark drafted tokens, by source (off: do not)
 /quit     leave (also Ctrl-D)
 Ctrl-C    stop the answer"""
@@ -57,7 +57,7 @@ def chat(
     context: typer.Context,
     target: Target,
     drafter: Drafter = "auto",
-    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    system: Annotated[str | None, typer.Option(help="The system message, which comes first.")] = None,
     max_new_tokens: MaxNewTokens = 1024,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -75,7 +75,7 @@ def chat(
     as_json: Annotated[
         bool,
         typer.Option(
-            "--json", help="Each line of standard input is a message, each line of output an answer."
+            "--json", help="Each line of standard input is a message, each line of output is an answer."
         ),
     ] = False,
 ) -> None:
@@ -179,10 +179,10 @@ def _command(text: str, talk: _Chat) -> None:
 
 
 def _answer_lines(conversation: "Conversation") -> None:
-    for line in typer.get_text_stream("stdin", encoding="utf-8"):
+    for line in typer.get_text_stream("stdin", encoding="utf-8-sig"):
         if line.strip():
             answer = conversation.ask(line.strip())
-            typer.echo(json.dumps(answer_json(answer), ensure_ascii=False))
+            typer.echo(json_text(answer_json(answer)))
 
 
 def _read_line() -> str | None:

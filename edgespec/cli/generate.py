@@ -62,7 +62,7 @@ def generate(
     training_share: TrainingShare = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Answer a prompt. The text goes to standard output, what it cost to standard error.
+    """Answer a prompt. The text goes to standard output, what it cost goes to standard error.
 
     Examples:
 
@@ -96,7 +96,7 @@ def generate(
 def _read(prompt: str) -> str:
     if prompt != "-":
         return prompt
-    stdin = typer.get_text_stream("stdin", encoding="utf-8", errors="strict")
+    stdin = typer.get_text_stream("stdin", encoding="utf-8-sig", errors="strict")
     if stdin.isatty():
         note("Reading the prompt from standard input; end it with Ctrl-D (Windows: Ctrl-Z, Enter).")
     try:

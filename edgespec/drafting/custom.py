@@ -83,7 +83,7 @@ class Custom:
 
     def observe(self, step: Step) -> None:
         """See :class:`~edgespec.drafting.draft.Observer`: proposals are judged, verified or not."""
-        for guess, token in zip(self._proposed, step.tokens, strict=False):
+        for guess, token in zip(self._proposed, step.judged, strict=False):
             self._calibration.observe(guess, guess.token == token)
             if guess.token != token:
                 break

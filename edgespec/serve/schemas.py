@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar, cast
 
+from edgespec.grammar import AnyJson, JsonSchema, ResponseFormat
 from edgespec.request import RequestOptions
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import length, read, within
@@ -112,7 +113,7 @@ class ChatBody(_Common):
         if self.chat_template_kwargs:
             given["template_args"] = self.chat_template_kwargs
         if self.response_format is not None:
-            _format(self.response_format)
+            given["response_format"] = _format(self.response_format)
         return given
 
     def conversation(self) -> list[dict[str, Any]]:
@@ -170,9 +171,14 @@ def parse(cls: type[T], body: Mapping[str, Any]) -> T:
     return read(cls, given, "the request", RequestError, "docs/server.md has a table of the fields")
 
 
-def _format(wanted: Mapping[str, Any]) -> None:
-    if wanted.get("type") == "text":
-        return
+def _format(wanted: Mapping[str, Any]) -> ResponseFormat | None:
+    kind, schema = wanted.get("type"), wanted.get("json_schema")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return AnyJson()
+    if kind == "json_schema" and isinstance(schema, Mapping) and isinstance(schema.get("schema"), Mapping):
+        return JsonSchema(schema["schema"])
     raise RequestError(
         f"response_format is {wanted!r:.200}; allowed: {{'type': 'text'}}, {{'type': 'json_object'}}, "
         "{'type': 'json_schema', 'json_schema': {'schema': SCHEMA}}"
