@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.attribution import Attribution
+from edgespec.cli.serve import _require_extra
 from edgespec.history.manage import History
 from edgespec.results import TokenRecord
 from edgespec.serve.options import ServeOptions
@@ -282,6 +284,12 @@ def test_the_documentation_has_every_field() -> None:
     text = (Path(__file__).parent.parent / "docs" / "server.md").read_text(encoding="utf-8")
     names = {each.name for cls in (ChatBody, CompletionBody) for each in fields(cls)}
     assert {name for name in names if f"`{name}`" not in text} == set()
+
+
+def test_without_the_extra_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(EdgespecError, match=r"needs uvicorn, .* pip install 'edgespec\[server\]'"):
+        _require_extra()
 
 
 def test_an_address_that_others_reach_needs_a_key() -> None:
