@@ -26,7 +26,8 @@ from edgespec.sampling import SamplingParams, distribution
 from edgespec.verification import verify_greedy
 from edgespec_models.bundle import Bundle
 from edgespec_models.errors import EdgespecError
-from edgespec_models.graphs.decoder import Precision, _choose
+from edgespec_models.graphs.decoder import _choose
+from edgespec_models.graphs.plan import Precision
 from edgespec_runtimes import cuda
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuOptions

@@ -23,8 +23,8 @@ from edgespec_export.trim import TrimOptions
 from edgespec_models.bundle import GRAPH, Bundle
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import BundleError, DeviceError, RequestError, UnsupportedModelError
-from edgespec_models.graphs.decoder import Precision
-from edgespec_models.graphs.linear import Linear, LinearPart, LinearSpec
+from edgespec_models.graphs.linear import Linear
+from edgespec_models.graphs.plan import LinearPart, LinearSpec, Precision
 from edgespec_models.weight_format import WeightFormat
 from edgespec_runtimes import discovery
 from edgespec_runtimes.cpu import CpuOptions, CpuSession

@@ -9,7 +9,7 @@ from edgespec_export.blocks import F32, Blocks, unpack
 from edgespec_export.encode import Arrays, decode_linear, encode_embedding, encode_linear
 from edgespec_export.gguf import BLOCK_LAYOUT, GGMLType
 from edgespec_export.plan import PORTABLE
-from edgespec_models.graphs.linear import EmbeddingSpec
+from edgespec_models.graphs.plan import EmbeddingSpec
 from edgespec_models.weight_format import WeightFormat
 from tests.gguf_for_tests import FORMATS, random_raw
 from tests.toy import COLUMNS, FLOAT, INT4, INT8

@@ -14,7 +14,8 @@ from edgespec_export.blocks import Blocks
 from edgespec_export.encode import decode_linear, encode_linear
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import BundleError, UnsupportedModelError
-from edgespec_models.graphs.linear import Linear, LinearPart, LinearSpec
+from edgespec_models.graphs.linear import Linear
+from edgespec_models.graphs.plan import LinearPart, LinearSpec
 from edgespec_models.weight_format import WeightFormat
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.ort import ort

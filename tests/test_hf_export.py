@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import edgespec
 from edgespec.cli import app
 from edgespec.loading import open_model
-from edgespec_export import native
+from edgespec_export import plan
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.hf_checkpoint import HFCheckpoint
 from edgespec_export.quantization import Quantization
@@ -86,7 +86,7 @@ def test_rounded_weights_stay_near(tmp_path: Path, case: str) -> None:
 def test_layers_of_large_models_take_4_bits_and_the_vocabulary_8(
     tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "_LARGE", 1000)
+    monkeypatch.setattr(plan, "_LARGE", 1000)
     export_model(checkpoint(tmp_path / "m", case, dtype="BF16"), tmp_path / "out")
     manifest = Bundle(tmp_path / "out").manifest
     assert manifest.formats.keys() == {"Q4_1", "Q8_0"}

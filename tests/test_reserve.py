@@ -11,7 +11,7 @@ from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundle import Bundle
 from edgespec_models.errors import DeviceError
 from edgespec_models.foreign import open_bundle
-from edgespec_models.graphs.decoder import Precision
+from edgespec_models.graphs.plan import Precision
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.cuda import CudaSession
 from edgespec_runtimes.devices import CPU

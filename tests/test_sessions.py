@@ -13,7 +13,7 @@ from edgespec.measurements import Conditions, recall
 from edgespec.sessions import open_one, open_pair
 from edgespec_models.bundle import Bundle
 from edgespec_models.errors import BundleError, TokenizerError
-from edgespec_models.graphs.decoder import Precision
+from edgespec_models.graphs.plan import Precision
 from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve, measure_cost
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.cuda import CudaSession

@@ -22,8 +22,8 @@ from edgespec_export.encode import decode_linear, encode_embedding, encode_linea
 from edgespec_models.bundle import GRAPH, HEAD_TOKENS, MANIFEST, TOKENIZER, Bundle, FileRecord, Manifest
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import Cancelled, RequestError
-from edgespec_models.graphs.decoder import FULL, DecoderPlan, Precision, build_decoder, rotary_rows
-from edgespec_models.graphs.linear import EmbeddingSpec, LinearPart, LinearSpec
+from edgespec_models.graphs.decoder import build_decoder, rotary_rows
+from edgespec_models.graphs.plan import FULL, DecoderPlan, EmbeddingSpec, LinearPart, LinearSpec, Precision
 from edgespec_models.rope import rotary_tables
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
 from edgespec_models.weight_format import WeightFormat

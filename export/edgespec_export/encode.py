@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from edgespec_export.blocks import F32, U8, Blocks
 from edgespec_export.rounding import round_matrix
-from edgespec_models.graphs.linear import EmbeddingSpec
+from edgespec_models.graphs.plan import EmbeddingSpec
 from edgespec_models.weight_format import Method, WeightFormat
 
 __all__ = ["Arrays", "decode_linear", "encode_embedding", "encode_linear"]

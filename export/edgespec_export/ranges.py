@@ -18,13 +18,14 @@ from edgespec_export.blocks import F32
 from edgespec_export.calibration import calibration_texts
 from edgespec_export.checkpoint import Checkpoint
 from edgespec_export.pieces import cut, walk
-from edgespec_export.plan import decoder_biases, plan_decoder, stored_decoder
+from edgespec_export.plan import biases_of, plan_decoder, stored
 from edgespec_export.quantization import Quantization
 from edgespec_export.report import LARGEST_FLOAT16, ActivationRanges
 from edgespec_export.writer import small_tensors, write_weights
 from edgespec_models.bundle import GRAPH
 from edgespec_models.errors import RequestError, UnsupportedModelError
-from edgespec_models.graphs.decoder import Precision, build_decoder, rotary_rows
+from edgespec_models.graphs.decoder import build_decoder, rotary_rows
+from edgespec_models.graphs.plan import Precision
 from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_models.tokenizer import Tokenizer
 
@@ -115,8 +116,8 @@ def _write_reader(checkpoint: Checkpoint, folder: Path, progress: ProgressCallba
     """Write the model that reads the texts into ``folder``, a byte a weight; returns its graph."""
     plan = plan_decoder(checkpoint, _READER)
     model = build_decoder(checkpoint.config, plan)
-    small = small_tensors(checkpoint, decoder_biases(plan), rotary_rows(checkpoint.config))
-    write_weights(model, stored_decoder(plan), small, checkpoint, folder, progress)
+    small = small_tensors(checkpoint, biases_of(plan), rotary_rows(checkpoint.config))
+    write_weights(model, stored(plan), small, checkpoint, folder, progress)
     ir.save(model, folder / GRAPH)
     return folder / GRAPH
 

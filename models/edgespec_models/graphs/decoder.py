@@ -36,60 +36,15 @@ from edgespec_models.graphs.definition import (
     scoped,
     tune_gains,
 )
-from edgespec_models.graphs.linear import FLOATS, MICROSOFT, Embedding, EmbeddingSpec, Linear, LinearSpec
+from edgespec_models.graphs.linear import FLOATS, MICROSOFT, Embedding, Linear
+from edgespec_models.graphs.plan import DecoderPlan
 
-__all__ = ["FULL", "DecoderPlan", "Precision", "build_decoder", "rotary_rows"]
+__all__ = ["build_decoder", "rotary_rows"]
 
 # CUDA's provider takes an operator at the versions it lists only, of which the older ones are complete (issue
 # microsoft/onnxruntime#27729): 20 is the first with Gelu.
 _OPSETS: Mapping[FloatType, int] = MappingProxyType({"float32": 23, "float16": 20})
 _INT32, _INT64 = ir.DataType.INT32, ir.DataType.INT64
-
-
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """What a graph computes in.
-
-    Attributes:
-        activations: projections, attention and the KV cache.
-        residual: embedding, the residual stream, and the normalizations that read it or add to it. Its sums
-            grow from layer to layer, in some models (Gemma 3) beyond what float16 holds.
-    """
-
-    activations: FloatType
-    residual: FloatType
-
-    @property
-    def mixed(self) -> bool:
-        """Whether values change their type on the way into a layer and out of it."""
-        return self.activations != self.residual
-
-
-FULL = Precision("float32", "float32")
-"""What graphs for the CPU compute in."""
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderPlan:
-    """How each weight is stored.
-
-    ``linears`` has ``layers.L.qkv``, ``layers.L.o``, ``layers.L.gate_up``, ``layers.L.down``, ``lm_head``.
-    ``head_tokens`` names the tokens, ascending, whose rows a trimmed LM head keeps; None keeps all.
-    ``context`` gives such a graph the input ``context_tokens``: tokens it can write besides, for which the
-    token embedding serves as LM head. ``tunable`` lets the gains of normalizations be replaced at run time.
-    """
-
-    embedding: EmbeddingSpec
-    linears: Mapping[str, LinearSpec]
-    head_tokens: tuple[int, ...] | None = None
-    context: bool = False
-    tunable: bool = False
-    precision: Precision = FULL
-
-    @property
-    def choices(self) -> bool:
-        """Whether the graph says which columns are the most likely: those for GPUs do."""
-        return self.precision.activations != "float32"
 
 
 def rotary_rows(config: ModelConfig) -> int:

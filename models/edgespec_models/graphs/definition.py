@@ -16,7 +16,7 @@ from onnxscript import GraphBuilder
 
 from edgespec_models.config import ModelConfig
 
-__all__ = ["IR_VERSION", "Decoder", "Pair", "add_output", "module_path", "parameter", "scoped", "tune_gains"]
+__all__ = ["IR_VERSION", "Decoder", "Pair", "add_output", "parameter", "scoped", "tune_gains"]
 
 IR_VERSION = 10
 Pair = tuple[ir.Value, ir.Value]
@@ -68,14 +68,6 @@ class Decoder(ABC):
     @abstractmethod
     def add(self, x: Any, y: Any, name: str) -> Any:
         """The stream with what a sublayer adds."""
-
-
-def module_path(linear: str) -> str:
-    """A projection's name in the graph: ``layers.3.qkv`` of a plan is ``layers.3.attention.qkv`` there."""
-    if linear == "lm_head":
-        return linear
-    layers, index, name = linear.split(".")
-    return f"{layers}.{index}.{'attention' if name in ('qkv', 'o') else 'mlp'}.{name}"
 
 
 def parameter(graph: ir.Graph, name: str, shape: Sequence[int], kind: ir.DataType) -> ir.Value:

@@ -28,71 +28,19 @@ from edgespec_models.graphs.definition import (
     Decoder,
     Pair,
     add_output,
-    module_path,
     parameter,
     tune_gains,
 )
+from edgespec_models.graphs.plan import DecoderPlan, module_path
 from edgespec_models.tiles import tile_bytes
+from edgespec_models.weight_format import WeightFormat
 
-__all__ = ["DOMAIN", "Matrix", "NativePlan", "build_native"]
+__all__ = ["DOMAIN", "build_native"]
 
 DOMAIN: Final = "edgespec"
 _OPSET = 23
 _FLOAT, _HALF = ir.DataType.FLOAT, ir.DataType.FLOAT16
 _INT64, _UINT8 = ir.DataType.INT64, ir.DataType.UINT8
-
-
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """A matrix of the checkpoint as it is stored: its name there, its format, its rows and columns."""
-
-    source: str
-    format: str
-    rows: int
-    columns: int
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of its tiles."""
-        return tile_bytes(self.format, self.rows, self.columns)
-
-
-@dataclass(frozen=True, slots=True)
-class NativePlan:
-    """How each weight is stored.
-
-    Attributes:
-        embedding: the token embedding.
-        linears: the matrices of ``layers.L.qkv``, ``layers.L.o``, ``layers.L.gate_up``, ``layers.L.down`` and
-            ``lm_head``, whose products stand side by side. The embedding's own matrix as LM head is stored
-            once.
-        biases: whether queries, keys and values have biases.
-        tunable: whether gains may be replaced at run time.
-        head_tokens: the tokens, ascending, whose rows a trimmed LM head keeps; None keeps all.
-        context: give such a graph ``context_tokens``, for which the embedding serves as LM head.
-    """
-
-    embedding: Matrix
-    linears: Mapping[str, tuple[Matrix, ...]]
-    biases: bool = False
-    tunable: bool = False
-    head_tokens: tuple[int, ...] | None = None
-    context: bool = False
-
-    @property
-    def tied(self) -> bool:
-        """Whether the LM head is the embedding's matrix."""
-        return self.linears["lm_head"] == (self.embedding,)
-
-    def matrices(self) -> dict[str, Matrix]:
-        """Every stored matrix by its parameter's name."""
-        named = {"embedding.weight": self.embedding}
-        for linear, parts in self.linears.items():
-            if linear == "lm_head" and self.tied:
-                continue
-            path = module_path(linear)
-            named |= {f"{path}.parts.{index}.weight": part for index, part in enumerate(parts)}
-        return named
 
 
 class _Graph:
@@ -118,8 +66,8 @@ class _Graph:
         """A standard operator with one output."""
         return self.add(kind, inputs, attributes, domain="")[0]
 
-    def matrix(self, name: str, matrix: Matrix) -> ir.Value:
-        return parameter(self.graph, name, [matrix.n_bytes], _UINT8)
+    def matrix(self, name: str, form: WeightFormat, rows: int, columns: int) -> ir.Value:
+        return parameter(self.graph, name, [tile_bytes(form.tiles, rows, columns)], _UINT8)
 
     def input(self, name: str, kind: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
         value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(kind))
@@ -145,7 +93,7 @@ class _Product:
 
 
 class _NativeDecoder(Decoder):
-    def __init__(self, config: ModelConfig, plan: NativePlan) -> None:
+    def __init__(self, config: ModelConfig, plan: DecoderPlan) -> None:
         self.config, self.plan, self.g = config, plan, _Graph()
 
     def build(self) -> ir.Graph:
@@ -170,14 +118,15 @@ class _NativeDecoder(Decoder):
         return graph
 
     def embed(self, ids: ir.Value, factor: float) -> ir.Value:
-        table = self.plan.embedding
+        form, rows, width = self.plan.embedding.format, self.config.vocab_size, self.config.hidden_size
         attributes: dict[str, int | float | str] = {
-            "format": table.format,
-            "rows": table.rows,
-            "width": table.columns,
+            "format": form.tiles,
+            "rows": rows,
+            "width": width,
             "factor": factor,
         }
-        return self.g.add("Embedding", [ids, self.g.matrix("embedding.weight", table)], attributes)[0]
+        table = self.g.matrix("embedding.weight", form, rows, width)
+        return self.g.add("Embedding", [ids, table], attributes)[0]
 
     def norm(self, x: ir.Value, name: str) -> _Normed:
         return _Normed(x, name)
@@ -230,26 +179,28 @@ class _NativeDecoder(Decoder):
         gate: str = "",
     ) -> ir.Value:
         """``[residual +] [norm of] gate(norm(x) W + bias)``."""
-        g, parts, path = self.g, self.plan.linears[name], module_path(name)
+        g, spec, path = self.g, self.plan.linears[name], module_path(name)
+        parts, columns = spec.parts, spec.in_features
         bias = None
         if name.endswith("qkv") and self.plan.biases:
-            bias = parameter(g.graph, f"{path}.bias", [sum(part.rows for part in parts)], _FLOAT)
+            bias = parameter(g.graph, f"{path}.bias", [spec.out_features], _FLOAT)
         tied = name == "lm_head" and self.plan.tied
         names = ["embedding.weight"] if tied else [f"{path}.parts.{i}.weight" for i in range(len(parts))]
-        weights = [g.matrix(at, part) for at, part in zip(names, parts, strict=True)]
+        shapes = ((part.format, part.out_features, columns) for part in parts)
+        weights = [g.matrix(at, *shape) for at, shape in zip(names, shapes, strict=True)]
         width = self.config.hidden_size
         gains = [None if each is None else self.gain(each, width) for each in (gain, post_gain)]
         attributes: dict[str, int | float | str] = {
-            "inputs": parts[0].columns,
+            "inputs": columns,
             "epsilon": float(self.config.norm_epsilon),
             "gate": gate,
-            "parts": ",".join(f"{part.format}:{part.rows}" for part in parts),
+            "parts": ",".join(f"{part.format.tiles}:{part.out_features}" for part in parts),
         }
         return g.add("Linear", [x, gains[0], bias, gains[1], residual, *weights], attributes)[0]
 
     def head(self, x: ir.Value) -> tuple[ir.Value, int | str]:
         """Logits, and how many columns they have."""
-        g, columns = self.g, sum(part.rows for part in self.plan.linears["lm_head"])
+        g, columns = self.g, self.plan.linears["lm_head"].out_features
         if not self.plan.context:
             return self.linear("lm_head", x, gain="final_norm"), columns
         attributes = {"axis": -1, "epsilon": float(self.config.norm_epsilon), "stash_type": 1}
@@ -260,10 +211,10 @@ class _NativeDecoder(Decoder):
         return g.one("Concat", self.linear("lm_head", normed), products, axis=-1), "columns"
 
 
-def build_native(config: ModelConfig, plan: NativePlan) -> ir.Model:
+def build_native(config: ModelConfig, plan: DecoderPlan) -> ir.Model:
     """Build the graph; its weights are parameters without data, for the exporter to fill.
 
     Matrices are uint8 tensors of tiles (:mod:`edgespec_models.tiles`), named as
-    :meth:`NativePlan.matrices` says.
+    :meth:`DecoderPlan.parts` says.
     """
     return ir.Model(_NativeDecoder(config, plan).build(), ir_version=IR_VERSION, producer_name="edgespec")
