@@ -4,7 +4,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
 
-from edgespec.drafting.custom import Drafter
+from edgespec.drafting.draft import Drafter
 from edgespec.load_options import LoadOptions
 from edgespec.loading import NGRAM, Reference, open_model, recommended_drafter
 from edgespec.model import Model

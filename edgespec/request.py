@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from typing import Annotated, Any, ParamSpec, TypedDict, TypeVar
 
-from edgespec.drafting.custom import Drafter
+from edgespec.drafting.draft import Drafter
 from edgespec.grammar import AnyJson, Choice, JsonSchema, Lark, Regex, ResponseFormat
 from edgespec.rows import RowStep
 from edgespec.sampling import SamplingParams
