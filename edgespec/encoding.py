@@ -2,15 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edgespec.grammar import Lark, ResponseFormat
 from edgespec.request import Request
 from edgespec.tools import ToolReader, calls_grammar, format_of, must_call
 from edgespec_models.bundle import Bundle
-from edgespec_models.chat_template import ChatTemplate
 from edgespec_models.errors import RequestError, TokenizerError
 from edgespec_models.schema import shown
+
+if TYPE_CHECKING:  # it brings Jinja, which prompts without a conversation do not need
+    from edgespec_models.chat_template import ChatTemplate
 
 __all__ = [
     "Asked",
@@ -151,7 +153,7 @@ def answer_format(bundle: Bundle, request: Request) -> ResponseFormat | None:
     return Lark(calls_grammar(bundle.chat_template.source, called, bundle.tokenizer))
 
 
-def _check_tools(name: str, template: ChatTemplate) -> None:
+def _check_tools(name: str, template: "ChatTemplate") -> None:
     """See that ``template`` shows tools, and that the calls it asks for can be read."""
     if "tools" not in template.arguments:
         raise RequestError(f"the chat template of {name} shows no tools; use another model, or no tools")
@@ -163,7 +165,7 @@ def _check_tools(name: str, template: ChatTemplate) -> None:
 
 
 def _chat(
-    bundle: Bundle, template: ChatTemplate, messages: Messages, arguments: Mapping[str, Any]
+    bundle: Bundle, template: "ChatTemplate", messages: Messages, arguments: Mapping[str, Any]
 ) -> list[int]:
     ids = template.encode(messages, bundle.tokenizer, arguments)
     return ids if ids[:1] == [bundle.manifest.special_tokens.bos] else _begun(bundle, ids)
