@@ -33,7 +33,7 @@ def bench(
     limit: Limit = None,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,
-    seed: Annotated[int, typer.Option(help="Of sampled answers.")] = 0,
+    seed: Annotated[int, typer.Option(help="The seed of sampled answers.")] = 0,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Make every answer as long as --max-new-tokens.")
     ] = False,
@@ -52,11 +52,11 @@ def bench(
         Path | None, typer.Option(metavar="OUT.html", help="Write a page with pictures.")
     ] = None,
 ) -> None:
-    """Answer prompts plain and speculatively in turn, and compare their times.
+    """Answer prompts with and without drafts in turn, and compare the times.
 
-    A prompt's first turn is asked, in the chat template if the model has one. Speedup is plain decode
-    time per token over speculative decode time per token, summed over the prompts. Ctrl-C shows what was
-    measured until then.
+    Each prompt's first turn is asked, in the chat template if the model has one. The speedup is the decode
+    time per token without drafts over that with drafts, summed over the prompts. Ctrl-C ends the run and
+    shows what was measured so far.
 
     Examples:
 

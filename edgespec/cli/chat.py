@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 __all__ = ["chat"]
 
-_HELP = """/help   this list
+_HELP = """/help   show this list
 /clear  forget the conversation
-/stats  what the last answer cost, in full
+/stats  show what the last answer cost, in full
 /quit   leave (also Ctrl-D)
 Ctrl-C  stop the answer"""
 
@@ -48,7 +48,7 @@ def chat(
     context: typer.Context,
     target: Target,
     drafter: Drafter = "auto",
-    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    system: Annotated[str | None, typer.Option(help="The system message, which comes first.")] = None,
     max_new_tokens: MaxNewTokens = 1024,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -66,7 +66,7 @@ def chat(
     as_json: Annotated[
         bool,
         typer.Option(
-            "--json", help="Each line of standard input is a message, each line of output an answer."
+            "--json", help="Each line of standard input is a message, each line of output is an answer."
         ),
     ] = False,
 ) -> None:

@@ -19,12 +19,15 @@ __all__ = ["cost"]
 def cost(
     bundle: Target,
     as_drafter: Annotated[
-        bool, typer.Option("--drafter", help="Run it as a drafter, which needs no exact rows.")
+        bool, typer.Option("--drafter", help="Measure the model as a drafter, which needs no exact rows.")
     ] = False,
     threads: Threads = 0,
     instructions: Annotated[
         str,
-        typer.Option(help="Instructions edgespec's kernels use, such as avx2. Default: the best there are."),
+        typer.Option(
+            help="The instructions that edgespec's kernels use, such as avx2. Default: the best that the "
+            "processor has."
+        ),
     ] = "",
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Forget what was measured earlier and measure again.")
@@ -36,8 +39,9 @@ def cost(
 ) -> None:
     """Time passes over 1 to 32 rows, beside what memory and arithmetic allow.
 
-    Verifying k drafted tokens is a pass over k + 1 rows. A free pass costs no more than one over a single
-    row; a pass is bound by memory while reading the weights takes longer than computing with them.
+    Verifying k drafted tokens takes a pass over k + 1 rows. Rows are free while their pass costs hardly more
+    than one over a single row; a pass is bound by memory while reading the weights takes longer than
+    computing with them.
 
     The times are kept in the folder 'measurements' under EDGESPEC_HOME, or in the user's cache folder, and
     used by every later load with these threads after a short check. --fresh measures them again; the
@@ -95,9 +99,9 @@ def _show(result: Mapping[str, Any]) -> None:
     _say(_bounds(result))
     free = result["free_rows"]
     _say(
-        f"Up to {free} rows cost within a tenth of a single row; guesses checked for nothing: {free - 1}."
+        f"Up to {free} rows cost within a tenth of a single row: {free - 1} guesses are checked for nothing."
         if free > 1
-        else "No second row is free: a pass over 2 costs more than a tenth more than one over 1."
+        else "No second row is free: a pass over 2 takes over a tenth longer than one over 1."
     )
     if result["role"] == "target":
         _say("\nProposals that cost nothing to make (n-grams), by the share of them accepted:\n")

@@ -19,9 +19,9 @@ def demo(
     report: Annotated[
         Path, typer.Option(metavar="OUT.html", help="Where the page with pictures goes.")
     ] = Path("edgespec-report.html"),
-    target: Annotated[str, typer.Option(help="Another target.")] = _TARGET,
-    drafter: Annotated[str, typer.Option(help="Another drafter, or 'ngram'.")] = _DRAFTER,
-    limit: Annotated[int, typer.Option(min=1, help="How many of the built-in prompts.")] = 6,
+    target: Annotated[str, typer.Option(help="The target.")] = _TARGET,
+    drafter: Annotated[str, typer.Option(help="The drafter, or 'ngram'.")] = _DRAFTER,
+    limit: Annotated[int, typer.Option(min=1, help="How many of the built-in prompts are asked.")] = 6,
     max_new_tokens: MaxNewTokens = 96,
     threads: Threads = 0,
     json_file: Annotated[

@@ -34,7 +34,7 @@ def export(
         Path,
         typer.Option("--out", "-o", metavar="DIR", help="The bundle's directory; it must not exist yet."),
     ],
-    role: Annotated[Literal["target", "drafter"], typer.Option(help="What the model is to be.")] = "target",
+    role: Annotated[Literal["target", "drafter"], typer.Option(help="What the model is used as.")] = "target",
     weights: Annotated[
         Literal["exact", "portable"] | None,
         typer.Option(
@@ -47,30 +47,32 @@ def export(
         typer.Option(
             "--trim-vocab",
             metavar="N|auto|full",
-            help="Rows a drafter's LM head keeps; auto measures. Default: auto for a drafter, else full.",
+            help="Rows that a drafter's LM head keeps; auto measures. Default: auto for drafters, else full.",
         ),
     ] = None,
     calibration: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="FILE.jsonl", help='Texts that targets wrote, {"text": ...} a line. Repeatable.'
+            metavar="FILE.jsonl",
+            help='Texts that targets wrote, {"text": ...} on each line. May be repeated.',
         ),
     ] = None,
     calibrate_with: Annotated[
         list[Path] | None,
-        typer.Option(metavar="BUNDLE", help="A target that is to write such texts now. Repeatable."),
+        typer.Option(metavar="BUNDLE", help="A target that writes such texts now. May be repeated."),
     ] = None,
     bits: Annotated[
         Literal["4", "8"] | None,
         typer.Option(
-            help="Quantize, instead of --weights: to so many bits. Default: 4 if one of the next two is set."
+            help="Round all weights to so many bits, instead of --weights. Default: 4 if --method or --mixed "
+            "is set."
         ),
     ] = None,
     method: Annotated[
         Literal["rtn", "fit", "k-quant", "keep"] | None,
         typer.Option(
-            help="How scales are chosen: round to nearest; least squares; llama.cpp's weighted search; "
-            "keep repacks what the file holds. Default: fit."
+            help="How scales are chosen: rtn rounds to nearest, fit takes least squares, k-quant takes "
+            "llama.cpp's weighted search, and keep repacks what the file holds. Default: fit."
         ),
     ] = None,
     mixed: Annotated[
@@ -84,7 +86,7 @@ def export(
         Literal["float32", "int8"] | None,
         typer.Option(
             help="What the KV cache of a portable bundle holds; int8 takes a quarter of the memory and "
-            "rounds. Default: float32; with other weights than portable and for devices it is settled."
+            "rounds. Default: float32. Other weights than portable, and devices, leave no choice."
         ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="The model's name. Default: the source's.")] = None,
@@ -104,23 +106,25 @@ def export(
     device: Annotated[
         Literal["cpu", "npu-qnn", "npu-openvino", "cuda"],
         typer.Option(
-            help="What the bundle is for. cuda: float16 activations and KV cache, weights in blocks of 32. "
-            "NPUs: graphs of fixed shapes, int8 weights, for npu-qnn 16-bit activations, calibrated on text."
+            help="What the bundle is for. For cuda activations and KV cache are float16, and weights lie in "
+            "blocks of 32. For NPUs graphs have fixed shapes and int8 weights; those for npu-qnn also have "
+            "16-bit activations, which are calibrated on text."
         ),
     ] = "cpu",
     buckets: Annotated[
         str | None,
         typer.Option(
             metavar="N,N,...",
-            help="With --device of an NPU: tokens a KV cache holds, a graph each. Default: 512,1024,2048.",
+            help="For an NPU: the lengths of the KV cache in tokens, each with graphs of its own. "
+            "Default: 512,1024,2048.",
         ),
     ] = None,
     chip: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="With --device npu-qnn: compile every graph for this chip now, so that it need not when it "
-            f"loads them. Known: {', '.join(CHIPS)}.",
+            help="With --device npu-qnn: compile every graph for this chip now instead of at each load. "
+            f"Known: {', '.join(CHIPS)}.",
         ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a bundle that is there.")] = False,

@@ -62,7 +62,7 @@ def generate(
     training_share: TrainingShare = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Answer a prompt. The text goes to standard output, what it cost to standard error.
+    """Answer a prompt. The text goes to standard output, what it cost goes to standard error.
 
     Examples:
 

@@ -31,7 +31,7 @@ history = typer.Typer(
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A history that 'list' shows, or a file.")]
 Namespace = Annotated[
     str | None,
-    typer.Option(metavar="NAMESPACE", help="Of this namespace only; '' is the one without a name."),
+    typer.Option(metavar="NAMESPACE", help="Take this namespace only; '' is the one without a name."),
 ]
 
 
@@ -67,7 +67,7 @@ def list_histories(as_json: JsonFlag = False) -> None:
 def show(
     name: Name,
     namespace: Namespace = None,
-    limit: Annotated[int, typer.Option(min=1, help="At most so many passages.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, help="Show at most so many passages.")] = 20,
     as_json: JsonFlag = False,
 ) -> None:
     """Print what was learned, most useful first; before it, which drafters learned from it.
@@ -96,7 +96,7 @@ def show(
 @history.command()
 def export(
     name: Name,
-    file: Annotated[Path, typer.Argument(metavar="FILE.json", help="Replaced if it exists.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE.json", help="The file to write or replace.")],
     as_json: JsonFlag = False,
 ) -> None:
     """Write all that was learned to a JSON file, for yourself or for another machine.
@@ -110,7 +110,7 @@ def export(
 @history.command("import")
 def import_file(
     name: Name,
-    file: Annotated[Path, typer.Argument(metavar="FILE.json", help="What 'export' wrote.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE.json", help="The file that 'export' wrote.")],
     as_json: JsonFlag = False,
 ) -> None:
     """Add what 'export' wrote to a history; it is made if there is none.
@@ -146,7 +146,7 @@ def delete(
 @history.command()
 def forget(
     name: Name,
-    text: Annotated[str, typer.Argument(metavar="TEXT", help="Upper and lower case are the same.")],
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="Upper and lower case count as the same.")],
     as_json: JsonFlag = False,
 ) -> None:
     """Delete every passage in which TEXT occurs, and all corrections, which cannot be searched for it.

@@ -49,7 +49,8 @@ Drafter = Annotated[
     str,
     typer.Option(
         metavar="DRAFTER",
-        help="The same, or 'auto' (recommended for the target), 'ngram' (phrases of the text), 'none'.",
+        help="What drafts: another such name, 'auto' (what is recommended for the target), 'ngram' (phrases "
+        "of the text), or 'none'.",
     ),
 ]
 _DEVICE_NAMES = "auto, cpu, npu, or a name that 'edgespec devices' lists"
@@ -57,21 +58,22 @@ Device = Annotated[
     str, typer.Option("--device", metavar="DEVICE", help=f"Where the target runs: {_DEVICE_NAMES}.")
 ]
 DrafterDevice = Annotated[
-    str, typer.Option("--drafter-device", metavar="DEVICE", help="The same for the drafter.")
+    str, typer.Option("--drafter-device", metavar="DEVICE", help="Where the drafter runs, likewise named.")
 ]
 Threads = Annotated[
     int,
     typer.Option(
-        min=0, help="Threads of a pass, at most twice the logical cores; 0 takes the physical cores."
+        min=0,
+        help="How many threads a pass uses, at most twice the logical cores; 0 takes the physical cores.",
     ),
 ]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="The most tokens that an answer may have.")]
 Temperature = Annotated[
     float, typer.Option(help="0 takes the likeliest token, 1 the model's own distribution.")
 ]
 TopK = Annotated[int, typer.Option(help="Keep the K most likely tokens; 0 keeps all.")]
 TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens of this share; 1 keeps all.")]
-MinP = Annotated[float, typer.Option(help="Keep tokens this likely, relative to the likeliest.")]
+MinP = Annotated[float, typer.Option(help="Keep tokens at least this likely, relative to the likeliest.")]
 RepetitionPenalty = Annotated[float, typer.Option(help="Above 1 makes tokens seen before less likely.")]
 Seed = Annotated[int | None, typer.Option(help="Makes a sampled answer repeatable.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this text; may be repeated.")]
@@ -102,11 +104,12 @@ PromptsFile = Annotated[
     typer.Option(
         "--prompts",
         metavar="FILE.jsonl",
-        help="Prompts: one JSON object a line with id, category, turns. Default: the built-in ones.",
+        help="A file of prompts: each line is a JSON object with id, category and turns. Default: the "
+        "built-in prompts.",
     ),
 ]
 Limit = Annotated[
-    int | None, typer.Option(min=1, help="At most so many prompts, spread over the categories.")
+    int | None, typer.Option(min=1, help="Take at most so many prompts, spread over the categories.")
 ]
 
 

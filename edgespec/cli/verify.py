@@ -37,13 +37,15 @@ def verify(
     drafter: Drafter = "auto",
     prompts: PromptsFile = None,
     limit: Annotated[
-        int, typer.Option(min=1, help="At most so many prompts, spread over the categories.")
+        int, typer.Option(min=1, help="Take at most so many prompts, spread over the categories.")
     ] = 100,
     max_new_tokens: MaxNewTokens = 64,
     samples: Annotated[
         int,
         typer.Option(
-            min=0, help="Answers drawn each way to test sampling, from each of 3 texts; 0 skips it."
+            min=0,
+            help="How many answers are drawn each way, from each of 3 texts, to test sampling; 0 skips the "
+            "test.",
         ),
     ] = 100,
     threads: Threads = 0,
@@ -53,11 +55,11 @@ def verify(
     drafter_device: DrafterDevice = "auto",
     as_json: JsonFlag = False,
 ) -> None:
-    """Check that speculation does not change the output: greedy answers, the distribution of sampled ones.
+    """Check that speculation changes neither greedy answers nor the distribution of sampled ones.
 
-    Exit code 1 if it does, or if nothing was drafted and so nothing was tested.
+    The exit code is 1 if it does, or if nothing was drafted and so nothing was tested.
 
-    With --history the answers are learned, as everywhere; take a history for trials.
+    With --history the answers are learned, as everywhere, so name a history for trials.
 
     Examples:
 
