@@ -12,13 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from edgespec.conversation import Conversation
+    from edgespec.drafting.custom import Drafter
+    from edgespec.drafting.draft import Draft, Step
     from edgespec.engine import load
+    from edgespec.grammar import AnyJson, Choice, JsonSchema, Lark, Regex
     from edgespec.history.manage import History
     from edgespec.load_options import LoadOptions
     from edgespec.model import Model
     from edgespec.request import RequestOptions
     from edgespec.results import Generation, GenerationStats, Record, SourceStats, TokenRecord
     from edgespec.stream import Stream
+    from edgespec.tools import ToolCall
     from edgespec_models.errors import (
         BundleError,
         Busy,
@@ -50,6 +54,15 @@ __all__ = [
     "Generation",
     "GenerationStats",
     "SourceStats",
+    "ToolCall",
+    "Drafter",
+    "Draft",
+    "Step",
+    "JsonSchema",
+    "Regex",
+    "Lark",
+    "Choice",
+    "AnyJson",
     "History",
     "devices",
     "Device",
@@ -78,6 +91,10 @@ _NAMES_BY_HOME = {
     "edgespec.stream": "Stream",
     "edgespec.request": "RequestOptions",
     "edgespec.results": "Generation GenerationStats Record SourceStats TokenRecord",
+    "edgespec.tools": "ToolCall",
+    "edgespec.drafting.custom": "Drafter",
+    "edgespec.drafting.draft": "Draft Step",
+    "edgespec.grammar": "AnyJson Choice JsonSchema Lark Regex",
     "edgespec.history.manage": "History",
     "edgespec_runtimes.discovery": "Device devices",
     "edgespec_models.errors": "EdgespecError ModelFileError UnsupportedModelError BundleError TokenizerError "

@@ -55,6 +55,6 @@ class Conversation:
 
         def ended(answer: Generation) -> None:
             if answer.text:
-                self.messages += [question, {"role": "assistant", "content": answer.text}]
+                self.messages += [question, answer.message]
 
         return self._start(lambda: [*self.messages, question], {**self._defaults, **options}, ended)

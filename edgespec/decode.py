@@ -57,7 +57,9 @@ def decode(
         target.truncate(len(tokens) - 1)
         limit = min(max_draft, end - len(tokens) - 1)
         accepted = min(verdict.accepted, len(new))
-        step = Step(new, draft, accepted, drafted - started, passed - drafted, clock() - started)
+        times = drafted - started, passed - drafted, clock() - started
+        told = verdict.logprobs[: len(new)], verdict.top_logprobs[: len(new)]
+        step = Step(new, draft, accepted, *times, *told)
         policy.observe(step)
         yield step
 

@@ -1,9 +1,11 @@
 """The SDK's front door: load a target and a drafter."""
 
+from pathlib import Path
 from time import perf_counter
 from typing import Annotated
 
 from edgespec.drafting.ahead import Beside
+from edgespec.drafting.custom import Drafter
 from edgespec.history.manage import History
 from edgespec.load_options import LoadOptions
 from edgespec.loading import NGRAM, Reference, open_model, recommended_drafter
@@ -24,7 +26,7 @@ DeviceName = Annotated[str, length(1, 200)]
 @checked
 def load(
     target: Reference,
-    drafter: Reference | None = "auto",
+    drafter: Reference | Drafter | None = "auto",
     *,
     options: LoadOptions | None = None,
     history: Reference | None = None,
@@ -39,7 +41,7 @@ def load(
             is), a GGUF file, a Hugging Face directory (``config.json`` and safetensors), a catalogue name, or
             ``hf:OWNER/REPO`` on the hub. Names are pulled, checkpoints exported, at first use.
         drafter: the same; ``"auto"`` takes the catalogue's recommendation, ``"ngram"`` drafts from the text
-            alone, None is plain decoding.
+            alone, a :class:`Drafter` of your own drafts beside that, None is plain decoding.
         options: threads and limits.
         history: a name or a file: what answers teach is kept there and drafted from, across requests and
             restarts (:class:`edgespec.history.History`). With None nothing is written anywhere.
@@ -70,7 +72,7 @@ def load(
     if drafter == "auto":
         drafter = recommended_drafter(target_bundle)
     drafter_bundle, drafter_placement = None, None
-    if drafter is not None and drafter != NGRAM:
+    if isinstance(drafter, str | Path) and drafter != NGRAM:
         drafter_bundle = open_model(
             drafter, "drafter", weights=options.weights, device=made_for[1], progress=progress
         )
@@ -83,7 +85,12 @@ def load(
     )
     loaded = open_pair(target_bundle, drafter_bundle, cpu, (placement, drafter_placement))
     model = Model(
-        loaded, options=options, drafts=drafter is not None, clock=perf_counter, beside=_beside(loaded)
+        loaded,
+        options=options,
+        drafts=drafter is not None,
+        clock=perf_counter,
+        beside=_beside(loaded),
+        own=drafter if isinstance(drafter, Drafter) else None,
     )
     if history is not None:
         model.use_history(history)

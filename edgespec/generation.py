@@ -8,8 +8,10 @@ from time import perf_counter
 from typing import Any
 
 from edgespec.answer import Answer
+from edgespec.constraint import Constraint
 from edgespec.decode import decode
 from edgespec.drafting.draft import Clock, Step
+from edgespec.drafting.forced import Forced
 from edgespec.drafting.policy import Policy
 from edgespec.request import Request
 from edgespec.results import (
@@ -22,7 +24,7 @@ from edgespec.results import (
     TokenRecord,
     nothing,
 )
-from edgespec.verification import make_verifier
+from edgespec.tools import ToolCall, ToolReader
 from edgespec_models.errors import Cancelled
 from edgespec_models.text_stream import TextStream
 from edgespec_models.tokenizer import Tokenizer
@@ -44,8 +46,14 @@ class PreparedRequest:
     request: Request
     eos: frozenset[int]
     max_draft: int
-    begin: Callable[[], Policy]
+    begin: Callable[[], Policy | Forced]
+    constraint: Constraint | None = None
+    reader: ToolReader | None = None
     clock: Clock = perf_counter
+
+    def calls(self, answer: Sequence[int]) -> tuple[str, tuple[ToolCall, ...]]:
+        """The text around the tool calls in ``answer``, and these; nothing where no tools were shown."""
+        return ("", ()) if self.reader is None else self.reader.read(self.tokens, answer)
 
 
 def respond(answer: Answer) -> None:
@@ -77,6 +85,7 @@ class Generating:
         self._text, self._steps, self._records = list[str](), list[Step](), list[TokenRecord]()
         self._remarks = Remarks()
         self._reason: FinishReason | None = None
+        self._content, self._calls = "", tuple[ToolCall, ...]()
         self._measured: dict[str, Any] = {
             "prompt_tokens": len(prepared.tokens),
             "cached_tokens": 0,
@@ -116,6 +125,8 @@ class Generating:
             _statistics(self._steps, self._remarks, **self._measured),
             self._stream.stop_string,
             tuple(self._records),
+            self._calls,
+            self._content,
         )
 
     def _record(self, step: Step) -> Record:
@@ -124,24 +135,32 @@ class Generating:
         tokens = _token_records(step)
         self._records += tokens
         text = self._stream.push(step.tokens)
-        if self._stream.stopped or step.tokens[-1] in self._prepared.eos:
-            self._reason = "stop"
+        if self._stream.stopped or self._is_complete(step.tokens[-1]):
+            self._content, self._calls = self._prepared.calls([record.id for record in self._records])
+            self._reason = "tool_calls" if self._calls else "stop"
         elif len(self._records) >= self._prepared.request.max_new_tokens:
             self._reason = "length"
         if self._reason is not None:
             text += self._stream.finish()
         return Record(self._shown(text), tokens, self._reason, self._stream.stop_string)
 
+    def _is_complete(self, last: int) -> bool:
+        """Whether the model has ended its text, or the request's grammar allows nothing behind it."""
+        prepared = self._prepared
+        over = prepared.constraint is not None and prepared.constraint.ends(prepared.tokens)
+        return over or last in prepared.eos
+
     def _shown(self, text: str) -> str:
         self._text.append(text)
         return text
 
-    def _rounds(self, policy: Policy) -> Iterator[Step]:
+    def _rounds(self, policy: Policy | Forced) -> Iterator[Step]:
         prepared, request = self._prepared, self._prepared.request
+        masks = [] if prepared.constraint is None else [prepared.constraint]
         return decode(
             prepared.session,
             policy,
-            make_verifier(request.sampling),
+            request.verifier(masks),
             prepared.tokens,
             max_new_tokens=request.max_new_tokens,
             max_draft=prepared.max_draft,

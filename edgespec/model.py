@@ -6,16 +6,18 @@ from time import perf_counter
 from typing import Annotated, Self, Unpack
 
 from edgespec.answer import Answer
+from edgespec.choices import answers, answers_async
 from edgespec.conversation import Conversation
 from edgespec.drafting.ahead import Beside
+from edgespec.drafting.custom import Drafter
 from edgespec.drafting.draft import Clock
-from edgespec.encoding import Messages, encode_chat, encode_text
+from edgespec.encoding import Asked, Messages, count_tokens, detokenize, tokenize
 from edgespec.generation import respond
 from edgespec.load_options import LoadOptions
 from edgespec.loading import NGRAM
-from edgespec.request import Request, RequestOptions
+from edgespec.request import Request, RequestOptions, with_options
 from edgespec.results import Generation
-from edgespec.runner import Encode, Prompt, Runner
+from edgespec.runner import Prompt, Runner
 from edgespec.sessions import Loaded
 from edgespec.stream import Stream
 from edgespec.worker import Worker
@@ -39,6 +41,7 @@ class Model:
         drafts: whether requests draft.
         clock: times everything.
         beside: lets the drafter go on while the target verifies; None where both run on one device.
+        own: an app's own drafter.
 
     Attributes:
         target: the target's bundle.
@@ -55,12 +58,13 @@ class Model:
         drafts: bool = True,
         clock: Clock = perf_counter,
         beside: Beside | None = None,
+        own: Drafter | None = None,
     ) -> None:
         self.target, self.options = loaded.target.bundle, options
         self.drafter = None if loaded.drafter is None else loaded.drafter.bundle
         self.cost_curve: CostCurve = loaded.target.curve
         self._drafts = drafts
-        self._runner = Runner(loaded, options=options, drafts=drafts, clock=clock, beside=beside)
+        self._runner = Runner(loaded, options=options, drafts=drafts, clock=clock, beside=beside, own=own)
         self._session, self._side = self._runner.session, self._runner.side
         self._worker = Worker(respond, options.max_waiting)
 
@@ -103,6 +107,8 @@ class Model:
     @property
     def drafter_name(self) -> str | None:
         """The drafter's name; ``ngram`` for n-grams alone, None for plain decoding."""
+        if self._runner.own is not None:
+            return self._runner.own.name
         if self.drafter is not None:
             return self.drafter.manifest.name
         return NGRAM if self._drafts else None
@@ -127,6 +133,7 @@ class Model:
         """Whether the target's passes give the same bits for any number of rows (then greedy is exact)."""
         return self._session.row_exact
 
+    @with_options
     def generate(self, prompt: str, **options: Unpack[RequestOptions]) -> Generation:
         """Continue ``prompt`` and return the whole result; see :class:`edgespec.RequestOptions`.
 
@@ -137,35 +144,40 @@ class Model:
                 too many requests wait (:class:`edgespec.Busy`); the model is closed
                 (:class:`edgespec.Closed`).
         """
-        return self.stream(prompt, **options).run()
+        return answers(options, lambda each: self.stream(prompt, **each).run())
 
+    @with_options
     def chat(self, messages: Messages, **options: Unpack[RequestOptions]) -> Generation:
         """Answer a conversation in the model's own chat template; like :meth:`generate` otherwise.
 
         Args:
-            messages: mappings with ``role`` (system, user, assistant) and ``content``.
+            messages: mappings with ``role`` (system, developer, user, assistant, tool) and ``content``.
             options: see :class:`edgespec.RequestOptions`.
         """
-        return self.stream_chat(messages, **options).run()
+        return answers(options, lambda each: self.stream_chat(messages, **each).run())
 
+    @with_options
     async def generate_async(self, prompt: str, **options: Unpack[RequestOptions]) -> Generation:
         """Like :meth:`generate`, in an event loop; cancelling the task ends the answer within a pass."""
-        return await self.stream(prompt, **options).run_async()
+        return await answers_async(options, lambda each: self.stream(prompt, **each).run_async())
 
+    @with_options
     async def chat_async(self, messages: Messages, **options: Unpack[RequestOptions]) -> Generation:
         """Like :meth:`chat`, in an event loop; cancelling the task ends the answer within a pass."""
-        return await self.stream_chat(messages, **options).run_async()
+        return await answers_async(options, lambda each: self.stream_chat(messages, **each).run_async())
 
+    @with_options
     @checked
     def stream(self, prompt: Annotated[str, length(1)], **options: Unpack[RequestOptions]) -> Stream:
         """Like :meth:`generate`, piece by piece: iterate over text, then read ``.result``."""
-        return self._stream(lambda bundle: encode_text(bundle, prompt), options)
+        return self._stream(prompt, options)
 
+    @with_options
     def stream_chat(self, messages: Messages, **options: Unpack[RequestOptions]) -> Stream:
         """Like :meth:`chat`, piece by piece: iterate over text, then read ``.result``."""
-        self._check_chats()
-        return self._stream(lambda bundle: encode_chat(bundle, messages), options)
+        return self._stream(messages, options)
 
+    @with_options
     @checked
     def conversation(self, system: str | None = None, **defaults: Unpack[RequestOptions]) -> Conversation:
         """Begin a conversation, perhaps with a system message; ``defaults`` are options of every answer.
@@ -174,50 +186,41 @@ class Model:
             RequestError: an option out of range, or the model has no chat template.
         """
         self._check_chats()
-        Request.of(defaults)
+        Request.one(defaults)
         messages = [] if system is None else [{"role": "system", "content": system}]
         return Conversation(self._start, messages, defaults)
 
-    def count_tokens(self, text: str | Messages) -> int:
-        """How many tokens the model would read: of a prompt, or of messages in its chat template."""
-        if isinstance(text, str):
-            return len(encode_text(self.target, text))
-        return len(encode_chat(self.target, text))
+    @with_options
+    def count_tokens(self, said: str | Messages, **options: Unpack[RequestOptions]) -> int:
+        """See :func:`edgespec.encoding.count_tokens`."""
+        return count_tokens(self.target, said, Request.of(options))
 
-    @checked
     def tokenize(self, text: str) -> list[int]:
-        """The target's tokens of ``text``; control tokens that it spells are ordinary text."""
-        return self.target.tokenizer.encode(text)
+        """See :func:`edgespec.encoding.tokenize`."""
+        return tokenize(self.target, text)
 
     def detokenize(self, tokens: Sequence[int]) -> str:
-        """The text of tokens of the target's.
-
-        Raises:
-            RequestError: an id that the target does not have.
-        """
-        return self.target.tokenizer.decode(tokens)
+        """See :func:`edgespec.encoding.detokenize`."""
+        return detokenize(self.target, tokens)
 
     def _check_chats(self) -> None:
         if self.target.chat_template is None:
             raise RequestError(f"{self.name} has no chat template; use generate, or another model")
 
-    def _stream(self, encode: Encode, options: RequestOptions) -> Stream:
+    def _stream(self, said: str | Messages, options: RequestOptions) -> Stream:
         """A request whose prompt is read now, so that what is wrong with it shows at once."""
-        request = Request.of(options)
-        prompt = self._runner.prompt(encode, request)
+        request = Request.one(options)
+        prompt = self._runner.prompt(Asked.of(said, request), request)
         return self._queued(request, lambda: prompt)
 
     def _start(
         self, messages: Callable[[], Messages], options: RequestOptions, ended: Callable[[Generation], None]
     ) -> Stream:
         """A request whose messages are those there are when its turn comes."""
-        request = Request.of(options)
-
-        def prompt() -> Prompt:
-            said = messages()
-            return self._runner.prompt(lambda bundle: encode_chat(bundle, said), request)
-
-        return self._queued(request, prompt, ended)
+        request = Request.one(options)
+        return self._queued(
+            request, lambda: self._runner.prompt(Asked.of(messages(), request), request), ended
+        )
 
     def _queued(
         self,
@@ -225,6 +228,6 @@ class Model:
         prompt: Callable[[], Prompt],
         ended: Callable[[Generation], None] = lambda result: None,
     ) -> Stream:
-        runner = self._runner
-        answer = Answer(request, lambda: runner.prepared(prompt(), request), ended)
+        runner, constraint = self._runner, self._runner.constraint(request)
+        answer = Answer(request, lambda: runner.prepared(prompt(), request, constraint), ended)
         return Stream(answer, self._worker)

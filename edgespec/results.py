@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from edgespec.tools import ToolCall
+
 __all__ = [
     "FinishReason",
     "Generation",
@@ -27,7 +29,8 @@ class TokenRecord:
     Attributes:
         id: the token, in the target's vocabulary.
         source: who proposed it: ``target``, or the source of the draft that it was accepted from, by its name
-            in :attr:`GenerationStats.by_source`: ``model``, ``ngram``, ``history``.
+            in :attr:`GenerationStats.by_source`: ``model``, ``ngram``, ``history``,
+            ``grammar``, or the name of a drafter of the app's own.
         logprob: the logarithm of its probability, in nats; None unless asked for.
         top_logprobs: the most probable tokens there and their logarithms; empty unless asked for.
     """
@@ -188,6 +191,9 @@ class Generation:
         stats: what it cost.
         stop: the stop string that ended it; None without.
         records: the same tokens, each with where it came from.
+        tool_calls: functions that the model asks to have called; the text holds them too, as it wrote them.
+        content: the text around those calls; empty without any.
+        others: further answers to the same prompt, where the request asks for several.
     """
 
     text: str
@@ -196,6 +202,22 @@ class Generation:
     stats: GenerationStats
     stop: str | None = None
     records: tuple[TokenRecord, ...] = field(default=(), repr=False)
+    tool_calls: tuple[ToolCall, ...] = ()
+    content: str = ""
+    others: tuple["Generation", ...] = ()
+
+    @property
+    def choices(self) -> tuple["Generation", ...]:
+        """All answers to the prompt, this one first."""
+        return (self, *self.others)
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message, for the messages of the conversation's next request."""
+        if not self.tool_calls:
+            return {"role": "assistant", "content": self.text}
+        calls = [call.to_message() for call in self.tool_calls]
+        return {"role": "assistant", "content": self.content, "tool_calls": calls}
 
 
 def nothing(reason: FinishReason) -> Generation:

@@ -1,17 +1,21 @@
 """The loaded models as one thread uses them: what a request runs on, and what is kept between requests."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from edgespec.constraint import Constraint
 from edgespec.drafting.ahead import Beside
+from edgespec.drafting.custom import Custom, Drafter
 from edgespec.drafting.draft import Clock, Extending
+from edgespec.drafting.forced import Forced
 from edgespec.drafting.guard import Guard
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.side import DrafterSide, Part
+from edgespec.encoding import Asked, tool_reader
 from edgespec.generation import PreparedRequest
+from edgespec.grammar import Grammars
 from edgespec.history.corrections import DrafterKey
 from edgespec.history.drafter import BestOf
 from edgespec.history.store import Scope
@@ -22,14 +26,10 @@ from edgespec.pricing import Pricing
 from edgespec.request import Request
 from edgespec.results import Remarks
 from edgespec.sessions import Loaded
-from edgespec_models.bundle import Bundle
-from edgespec_models.errors import DoesNotFit, RequestError
+from edgespec_models.errors import DoesNotFit
 from edgespec_runtimes.placement import Placement
 
-__all__ = ["Encode", "Prompt", "Runner"]
-
-Encode = Callable[[Bundle], list[int]]
-"""Gives a prompt in a bundle's own tokens and chat template."""
+__all__ = ["Prompt", "Runner"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,9 @@ class Prompt:
 
 
 class Runner:
-    """A target, its drafter, and what they learn. :meth:`prompt` may be called from any thread, the rest from
-    one at a time.
+    """A target, its drafter, and what they learn.
+
+    :meth:`prompt` and :meth:`constraint` may be called from any thread, the rest from one at a time.
 
     Args:
         loaded: the models, which it closes.
@@ -50,9 +51,11 @@ class Runner:
         drafts: whether requests draft.
         clock: times everything.
         beside: lets the drafter go on while the target verifies; None where both run on one device.
+        own: an app's own drafter.
 
     Attributes:
         target: the target's bundle.
+        own: the app's own drafter; None without.
         session: the target's.
         side: the drafter's half; None without a drafter model.
         history: what is learned across requests; None without.
@@ -61,10 +64,19 @@ class Runner:
     """
 
     def __init__(
-        self, loaded: Loaded, *, options: LoadOptions, drafts: bool, clock: Clock, beside: Beside | None
+        self,
+        loaded: Loaded,
+        *,
+        options: LoadOptions,
+        drafts: bool,
+        clock: Clock,
+        beside: Beside | None,
+        own: Drafter | None,
     ) -> None:
         self.target, self.session = loaded.target.bundle, loaded.target.session
         self._loaded, self._options, self._drafts, self._clock = loaded, options, drafts, clock
+        self.own = None if own is None else Custom(own, self.session.vocab_size)
+        self._grammars = Grammars(self.target.tokenizer, self.target.manifest.special_tokens.eos)
         self.pricing = Pricing(loaded.target.curve)
         self._caches = KvStore(options.cache_bytes)
         self.history: HistoryUse | None = None
@@ -94,22 +106,31 @@ class Runner:
         running = self._loaded.drafter
         return None if running is None else running.placed.opened(running.session)
 
-    def prompt(self, encode: Encode, request: Request) -> Prompt:
+    def constraint(self, request: Request) -> Constraint | None:
+        """What the answer may be; None where that is anything.
+
+        Raises:
+            RequestError: the request's format is none that llguidance takes, or it names other tokens than
+                the target has.
+        """
+        request.check_vocabulary(self.session.vocab_size)
+        wanted = request.response_format
+        return None if wanted is None else self._grammars.constraint(wanted)
+
+    def prompt(self, asked: Asked, request: Request) -> Prompt:
         """Read a prompt.
 
         Raises:
             DoesNotFit: it leaves no room for an answer.
             RequestError: it is empty, or its template refuses it.
         """
-        tokens = encode(self.target)
-        if not tokens:
-            raise RequestError("the prompt is empty; give at least one character")
+        tokens = asked.tokens(self.target)
         if len(tokens) >= self.session.longest:
             raise DoesNotFit(self._too_long(len(tokens)))
-        side = self.side if request.speculate else None
-        return Prompt(tokens, [] if side is None else side.prompt(tokens, encode))
+        side = self.side if request.speculate and request.drafter is None else None
+        return Prompt(tokens, [] if side is None else side.prompt(tokens, asked.drafter_tokens))
 
-    def prepared(self, prompt: Prompt, request: Request) -> PreparedRequest:
+    def prepared(self, prompt: Prompt, request: Request, constraint: Constraint | None) -> PreparedRequest:
         """A request made ready: room is reserved, and what is known of its prompt lies in the KV cache.
 
         An answer that would not fit the context is shortened.
@@ -129,7 +150,9 @@ class Runner:
             request=request,
             eos=frozenset(self.target.manifest.special_tokens.eos) if request.stop_at_eos else frozenset(),
             max_draft=self._options.max_draft,
-            begin=partial(self._begin, prompt, request),
+            begin=partial(self._begin, prompt, request, constraint),
+            constraint=constraint,
+            reader=tool_reader(self.target, request),
             clock=self._clock,
         )
 
@@ -185,20 +208,27 @@ class Runner:
             )
         return f"{prompt} the model's context of {context:,}, which holds the answer too; shorten it"
 
-    def _begin(self, prompt: Prompt, request: Request) -> Policy:
-        """The policy of a request."""
+    def _begin(self, prompt: Prompt, request: Request, constraint: Constraint | None) -> Policy | Forced:
+        """What drafts in a request."""
         side, remarks = self.side, Remarks()
-        if not self._drafts or not request.speculate:
+        if not request.speculate or not (self._drafts or request.drafter):
             remarks.speculation_off_reason = "speculate=False" if self._drafts else "the drafter is None"
             return self._policy(None, None if side is None else Part(side.trainer), remarks)
         free: Extending = NgramDrafter()
         if self.history is not None:
             free = BestOf(free, self.history.begin(self.history_guard, remarks))
-        part = None
-        if side is not None:
-            longest = self._options.max_draft
-            part = side.begin(prompt.tokens, prompt.of_drafter, request, max_draft=longest, remarks=remarks)
-        return self._policy(free, part, remarks)
+        policy = self._policy(free, self._part(prompt, request, remarks), remarks)
+        return policy if constraint is None else Forced(policy, constraint, self.pricing, remarks)
+
+    def _part(self, prompt: Prompt, request: Request, remarks: Remarks) -> Part | None:
+        """The part of a model or of an app's own drafter."""
+        own = self.own if request.drafter is None else Custom(request.drafter, self.session.vocab_size)
+        if own is not None:
+            return Part(None if self.side is None else self.side.trainer, own)
+        if self.side is None:
+            return None
+        longest = self._options.max_draft
+        return self.side.begin(prompt.tokens, prompt.of_drafter, request, max_draft=longest, remarks=remarks)
 
     def _policy(self, free: Extending | None, part: Part | None, remarks: Remarks) -> Policy:
         aside = self.drafter_placement

@@ -1,12 +1,12 @@
-"""From the logits of one position to the token there: penalties, temperature, truncation, one draw.
+"""From the logits of one position to the token there: temperature, truncation, one draw.
 
 Randomness is a function of the seed and the position, never of how many draws came before, so a seeded
 generation is the same with and without speculation as long as the proposals are deterministic.
 """
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Final, Literal
 
 import numpy as np
@@ -16,9 +16,8 @@ from edgespec_models.schema import check_fields, within
 from edgespec_runtimes.predictions import check_best
 
 __all__ = [
+    "Row",
     "SamplingParams",
-    "SeenTokens",
-    "best_token",
     "distribution",
     "draw",
     "resolve_seed",
@@ -39,6 +38,7 @@ DRAFT_LANE: Final = 2
 """Lane a sampling drafter draws its proposals from; it must never use another."""
 
 _BLOCK: Final = 1024
+_TokenId = Annotated[int, within(0, 2**31 - 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,10 @@ class SamplingParams:
         min_p: then keep tokens at least min_p times as likely as the most likely one; 0 keeps all.
         repetition_penalty: for tokens of the prompt and the output so far, positive logits are divided
             by it and others multiplied (Keskar et al. 2019, section 4.1); 1 is off.
+        presence_penalty: subtracted from the logits of tokens that the output so far holds; 0 is off.
+        frequency_penalty: subtracted from the logit of a token once for each time that the output so far
+            holds it; 0 is off. Both are OpenAI's, and the prompt does not count.
+        logit_bias: what is added to the logits of single tokens, by id; -100 as good as excludes one.
         seed: makes a sampled generation repeatable; None takes a fresh one for each request.
 
     Raises:
@@ -64,6 +68,9 @@ class SamplingParams:
     top_p: Annotated[float, within(None, 1, " (1 is off)", above=0)] = 1.0
     min_p: Annotated[float, within(0, 1, " (0 is off)")] = 0.0
     repetition_penalty: Annotated[float, within(0.1, 10, " (1 is off)")] = 1.0
+    presence_penalty: Annotated[float, within(-2, 2, " (0 is off)")] = 0.0
+    frequency_penalty: Annotated[float, within(-2, 2, " (0 is off)")] = 0.0
+    logit_bias: Mapping[_TokenId, Annotated[float, within(-100, 100)]] = field(default_factory=dict)
     seed: Annotated[int, within(0, 2**64 - 1)] | None = None
 
     def __post_init__(self) -> None:
@@ -80,65 +87,26 @@ def resolve_seed(params: SamplingParams) -> int:
     return params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
 
 
-class SeenTokens:
-    """The distinct tokens of one sequence, kept as it grows: what the repetition penalty looks at."""
-
-    def __init__(self) -> None:
-        self._tokens: list[int] = []
-        self._distinct: dict[int, None] = {}
-        self._ids = np.empty(0, dtype=np.int64)
-
-    def align(self, tokens: Sequence[int]) -> None:
-        """Make this the state of ``tokens``: cheap if they only grew, from scratch if they changed."""
-        changed = list(tokens[: len(self._tokens)]) != self._tokens
-        if changed:
-            self._tokens, self._distinct = [], {}
-        new = list(tokens[len(self._tokens) :])
-        self._tokens += new
-        self._distinct.update(dict.fromkeys(new))
-        if changed or len(self._distinct) != len(self._ids):
-            self._ids = np.fromiter(self._distinct, dtype=np.int64, count=len(self._distinct))
-
-    def ids(self, drafted: Sequence[int] = ()) -> npt.NDArray[np.int64]:
-        """The distinct ids, int64, of the aligned tokens followed by ``drafted``."""
-        new = [token for token in dict.fromkeys(drafted) if token not in self._distinct]
-        return np.append(self._ids, new).astype(np.int64) if new else self._ids
-
-
-def best_token(logits: Row, seen: npt.NDArray[np.int64] | None, params: SamplingParams) -> int:
-    """The most likely token of one row, float32 ``(vocab,)``, after the penalty; the lowest id of equals.
-
-    Raises:
-        EdgespecError: the row is not a distribution (it holds NaN, or nothing finite).
-    """
-    row = _penalised(logits, seen, params.repetition_penalty)
-    token = int(np.argmax(row))
-    check_best(float(row[token]))
-    return token
-
-
-def distribution(logits: Row, seen: npt.NDArray[np.int64] | None, params: SamplingParams) -> Distribution:
+def distribution(row: Row, params: SamplingParams) -> Distribution:
     """The distribution of the next token, float64 ``(vocab,)``, summing to 1.
 
-    The order is that of transformers: repetition penalty, temperature, top-k, top-p, min-p. (llama.cpp
-    puts the temperature last by default: at a temperature of 1 the two agree.) Each truncation keeps
-    every token that ties with the last one it keeps, so the result does not depend on a sort order.
+    The order is that of transformers: penalties (:mod:`edgespec.rows`), temperature, top-k, top-p, min-p.
+    (llama.cpp puts the temperature last by default: at a temperature of 1 the two agree.) Each truncation
+    keeps every token that ties with the last one it keeps, so the result does not depend on a sort order.
 
     Args:
-        logits: float32 ``(vocab,)``; it is not changed.
-        seen: the distinct ids under the repetition penalty (:meth:`SeenTokens.ids`), or None.
-        params: temperature 0 gives all mass to :func:`best_token`.
+        row: logits, float32 ``(vocab,)``, after penalties and masks; it is not changed.
+        params: temperature 0 gives all mass to the most likely token, the lowest id of equals.
 
     Raises:
         EdgespecError: the row is not a distribution (it holds NaN, or nothing finite).
     """
-    probs = np.zeros(len(logits), dtype=np.float64)
-    if params.greedy:
-        probs[best_token(logits, seen, params)] = 1.0
-        return probs
-    row = _penalised(logits, seen, params.repetition_penalty)
+    probs = np.zeros(len(row), dtype=np.float64)
     top = float(row.max())
     check_best(top)
+    if params.greedy:
+        probs[int(row.argmax())] = 1.0
+        return probs
     kept: npt.NDArray[np.int64] | slice = slice(None)
     if 0 < params.top_k < len(row):
         kept = np.flatnonzero(row >= np.partition(row, -params.top_k)[-params.top_k])
@@ -154,15 +122,6 @@ def distribution(logits: Row, seen: npt.NDArray[np.int64] | None, params: Sampli
     weights /= weights.sum()
     probs[kept] = weights
     return probs
-
-
-def _penalised(logits: Row, seen: npt.NDArray[np.int64] | None, penalty: float) -> Row:
-    if penalty == 1.0 or seen is None or not len(seen):
-        return logits
-    row = logits.copy()
-    values = row[seen]
-    row[seen] = np.where(values > 0, values / penalty, values * penalty)
-    return row
 
 
 def _nucleus_cutoff(weights: Distribution, top_p: float) -> float:

@@ -5,19 +5,19 @@ never dropped because of what it is: that would change the distribution of the o
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from edgespec.drafting.draft import Draft
+from edgespec.logprobs import log_probabilities, most_likely
+from edgespec.rows import Rows, RowStep, steps_of
 from edgespec.sampling import (
     ACCEPT_LANE,
     TOKEN_LANE,
     SamplingParams,
-    SeenTokens,
-    best_token,
     distribution,
     draw,
     resolve_seed,
@@ -38,10 +38,16 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How many proposals of a draft are kept, from the first on, and the token that follows them."""
+    """How many proposals of a draft are kept, from the first on, and the token that follows them.
+
+    ``logprobs`` and ``top_logprobs`` are of all these tokens, where they are asked for, as in
+    :class:`~edgespec.drafting.draft.Step`.
+    """
 
     accepted: int
     token: int
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
 class Verifier(Protocol):
@@ -62,11 +68,22 @@ class Verifier(Protocol):
         """
 
 
-def make_verifier(params: SamplingParams) -> Verifier:
-    """The verifier of one request. Without ``params.seed`` it draws its own."""
+def make_verifier(
+    params: SamplingParams, masks: Sequence[RowStep] = (), top_logprobs: int | None = None
+) -> Verifier:
+    """The verifier of one request. Without ``params.seed`` it draws its own.
+
+    Args:
+        params: how tokens are chosen.
+        masks: what else changes the rows, behind all that ``params`` change: a grammar, for one.
+        top_logprobs: of how many tokens a place verdicts say the log probabilities, besides those of the
+            tokens that are kept; None says none.
+    """
+    rows = Rows([*steps_of(params), *masks])
+    verify: Verifier = GreedyVerifier(rows) if rows.changed else verify_greedy
     if not params.greedy:
-        return SamplingVerifier(params, resolve_seed(params))
-    return verify_greedy if params.repetition_penalty == 1.0 else GreedyVerifier(params)
+        verify = SamplingVerifier(params, resolve_seed(params), rows)
+    return verify if top_logprobs is None else _telling(verify, top_logprobs)
 
 
 def verify_greedy(predictions: Predictions, draft: Draft, tokens: Sequence[int]) -> Verdict:
@@ -79,22 +96,18 @@ def verify_greedy(predictions: Predictions, draft: Draft, tokens: Sequence[int])
 
 
 class GreedyVerifier:
-    """:func:`verify_greedy` under a repetition penalty. One request, whose tokens it follows."""
+    """:func:`verify_greedy` where a request changes the rows. One request, whose tokens it follows."""
 
-    def __init__(self, params: SamplingParams) -> None:
-        self._params = params
-        self._seen = SeenTokens()
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
 
     def __call__(self, predictions: Predictions, draft: Draft, tokens: Sequence[int]) -> Verdict:
         """See :class:`Verifier`."""
         _check_shapes(predictions, draft)
-        logits = predictions.logits
-        self._seen.align(tokens)
-
-        def choose(i: int) -> int:
-            return best_token(logits[i], self._seen.ids(draft.tokens[:i]), self._params)
-
-        return _accept_while_equal(draft, choose)
+        self._rows.begin(tokens)
+        return _accept_while_equal(
+            draft, lambda i: int(self._rows.row(predictions, draft.tokens[:i]).argmax())
+        )
 
 
 class SamplingVerifier:
@@ -108,22 +121,21 @@ class SamplingVerifier:
     Args:
         params: temperature above 0.
         seed: 0 to 2**64 - 1; with the position, all the randomness there is.
+        rows: what the request changes in the rows; None changes what ``params`` say.
     """
 
-    def __init__(self, params: SamplingParams, seed: int) -> None:
+    def __init__(self, params: SamplingParams, seed: int, rows: Rows | None = None) -> None:
         self._params = params
         self._seed = seed
-        self._seen = SeenTokens()
+        self._rows = Rows(steps_of(params)) if rows is None else rows
 
     def __call__(self, predictions: Predictions, draft: Draft, tokens: Sequence[int]) -> Verdict:
         """See :class:`Verifier`."""
         _check_shapes(predictions, draft)
-        logits = predictions.logits
-        if self._params.repetition_penalty != 1.0:
-            self._seen.align(tokens)
+        self._rows.begin(tokens)
 
         def target_probs(i: int) -> npt.NDArray[np.float64]:
-            return distribution(logits[i], self._seen.ids(draft.tokens[:i]), self._params)
+            return distribution(self._rows.row(predictions, draft.tokens[:i]), self._params)
 
         def sample(i: int) -> int:
             return draw(target_probs(i), uniform(self._seed, len(tokens) + i, TOKEN_LANE))
@@ -140,6 +152,22 @@ class SamplingVerifier:
             probs = residual if residual.any() else p
             return Verdict(i, draw(probs, uniform(self._seed, len(tokens) + i, TOKEN_LANE)))
         return Verdict(len(draft.tokens), sample(len(draft.tokens)))
+
+
+def _telling(verify: Verifier, top: int) -> Verifier:
+    """``verify``, with the log probabilities of all that it keeps, by the target's own rows."""
+
+    def verify_and_tell(predictions: Predictions, draft: Draft, tokens: Sequence[int]) -> Verdict:
+        verdict = verify(predictions, draft, tokens)
+        kept = (*draft.tokens[: verdict.accepted], verdict.token)
+        rows = [log_probabilities(row) for row in predictions.logits[: len(kept)]]
+        return replace(
+            verdict,
+            logprobs=tuple(float(row[token]) for row, token in zip(rows, kept, strict=True)),
+            top_logprobs=tuple(most_likely(row, top) for row in rows),
+        )
+
+    return verify_and_tell
 
 
 def _accept_while_equal(draft: Draft, choose: Callable[[int], int]) -> Verdict:

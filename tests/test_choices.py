@@ -22,7 +22,7 @@ from edgespec.drafting.draft import Source
 from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
 from edgespec.drafting.reading import Reader
 from edgespec.pricing import Pricing
-from edgespec.sampling import SamplingParams, best_token
+from edgespec.sampling import SamplingParams, distribution
 from edgespec.verification import verify_greedy
 from edgespec_models.bundle import Bundle
 from edgespec_models.errors import EdgespecError
@@ -108,7 +108,7 @@ def test_a_device_chooses_what_the_rows_say(logits: F32) -> None:
     plain, device = Predictions(logits), chosen(logits, logits.copy)
     assert device.shape == plain.shape
     for row in range(len(logits)):
-        expected = outcome(lambda row=row: best_token(logits[row], None, GREEDY))  # type: ignore[misc]
+        expected = outcome(lambda row=row: int(distribution(logits[row], GREEDY).argmax()))  # type: ignore[misc]
         assert outcome(lambda row=row: plain.best(row)) == expected  # type: ignore[misc]
         assert outcome(lambda row=row: device.best(row)) == expected  # type: ignore[misc]
         if isinstance(expected, int):

@@ -331,9 +331,9 @@ def test_an_error_in_the_block_frees_the_model_too(models: _Models) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_tokens": 5}, "unknown option 'max_tokens'; allowed: .*max_new_tokens"),
+        ({"colour": 5}, "unknown option 'colour'; allowed: .*max_new_tokens"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
-        ({"stop": "end"}, "allowed: a list"),
+        ({"stop": 3}, "allowed: a list"),
         ({"temperature": -1.0}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
     ],

@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 
 from edgespec.sampling import (
     SamplingParams,
-    SeenTokens,
-    best_token,
     distribution,
     draw,
     resolve_seed,
@@ -51,53 +49,41 @@ def test_the_law_is_that_of_the_definition(
 ) -> None:
     before = logits.copy()
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    probs = distribution(logits, None, params)
+    probs = distribution(logits, params)
     np.testing.assert_allclose(probs, _naive(logits, temperature, top_k, top_p, min_p), atol=1e-12)
     np.testing.assert_array_equal(logits, before)
 
 
 def test_top_p_over_a_wide_flat_vocabulary_is_that_of_the_definition() -> None:
     logits = np.random.default_rng(0).normal(size=50_000).astype(np.float32)
-    probs = distribution(logits, None, SamplingParams(temperature=1.0, top_p=0.9))
+    probs = distribution(logits, SamplingParams(temperature=1.0, top_p=0.9))
     np.testing.assert_allclose(probs, _naive(logits, 1.0, 0, 0.9, 0.0), atol=1e-12)
 
 
 def test_truncations_apply_one_after_another() -> None:
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], dtype=np.float32))
     # Of the top 2, the first alone has 4/7 of the mass: with top-k first it reaches 0.55, alone not.
-    both = distribution(logits, None, SamplingParams(temperature=1.0, top_k=2, top_p=0.55))
+    both = distribution(logits, SamplingParams(temperature=1.0, top_k=2, top_p=0.55))
     assert np.flatnonzero(both).tolist() == [0]
-    alone = distribution(logits, None, SamplingParams(temperature=1.0, top_p=0.55))
+    alone = distribution(logits, SamplingParams(temperature=1.0, top_p=0.55))
     assert np.flatnonzero(alone).tolist() == [0, 1]
 
 
 def test_tokens_without_any_chance_stay_without() -> None:
     logits = np.array([-np.inf, 0.0, -np.inf, 1.0], dtype=np.float32)
-    probs = distribution(logits, None, SamplingParams(temperature=0.7, top_k=3, top_p=0.99))
+    probs = distribution(logits, SamplingParams(temperature=0.7, top_k=3, top_p=0.99))
     assert probs[[0, 2]].tolist() == [0.0, 0.0]
     assert probs.sum() == pytest.approx(1.0)
 
 
 def test_a_tiny_temperature_is_greedy_in_the_limit() -> None:
     logits = np.array([1.0, 3.0, 2.0], dtype=np.float32)
-    assert distribution(logits, None, SamplingParams(temperature=1e-300)).tolist() == [0.0, 1.0, 0.0]
+    assert distribution(logits, SamplingParams(temperature=1e-300)).tolist() == [0.0, 1.0, 0.0]
 
 
 def test_greedy_takes_the_lowest_of_equals() -> None:
     logits = np.array([1.0, 3.0, 3.0], dtype=np.float32)
-    assert best_token(logits, None, SamplingParams()) == 1
-    assert distribution(logits, None, SamplingParams()).tolist() == [0.0, 1.0, 0.0]
-
-
-def test_the_penalty_lowers_seen_tokens_whatever_their_sign() -> None:
-    logits = np.array([2.0, -2.0, 1.5, -1.0], dtype=np.float32)
-    params = SamplingParams(temperature=1.0, repetition_penalty=2.0)
-    seen = np.array([0, 1])
-    probs = distribution(logits, seen, params)
-    expected = np.exp([1.0, -4.0, 1.5, -1.0])
-    np.testing.assert_allclose(probs, expected / expected.sum())
-    assert best_token(logits, seen, SamplingParams(repetition_penalty=2.0)) == 2
-    assert logits[0] == 2.0
+    assert distribution(logits, SamplingParams()).tolist() == [0.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -105,7 +91,7 @@ def test_the_penalty_lowers_seen_tokens_whatever_their_sign() -> None:
 def test_a_row_that_is_no_law_is_refused(bad: float, temperature: float) -> None:
     logits = np.array([0.0, bad, 1.0], dtype=np.float32)
     with pytest.raises(EdgespecError, match="best logit"):
-        distribution(logits, None, SamplingParams(temperature=temperature))
+        distribution(logits, SamplingParams(temperature=temperature))
 
 
 @pytest.mark.parametrize(
@@ -121,6 +107,10 @@ def test_a_row_that_is_no_law_is_refused(bad: float, temperature: float) -> None
         ("min_p", -0.1),
         ("min_p", 1.5),
         ("repetition_penalty", 0.0),
+        ("presence_penalty", 2.1),
+        ("presence_penalty", math.nan),
+        ("frequency_penalty", -2.1),
+        ("logit_bias", 3),
         ("seed", -1),
         ("seed", 2**64),
     ],
@@ -133,15 +123,6 @@ def test_parameters_out_of_range_are_named(field: str, value: float) -> None:
 def test_a_given_seed_is_kept_and_a_missing_one_drawn() -> None:
     assert resolve_seed(SamplingParams(seed=0)) == 0
     assert resolve_seed(SamplingParams()) != resolve_seed(SamplingParams())
-
-
-@given(st.lists(st.lists(st.integers(0, 5), max_size=8), max_size=6), st.lists(st.integers(0, 8), max_size=4))
-def test_seen_tokens_follow_any_history(histories: list[list[int]], drafted: list[int]) -> None:
-    seen = SeenTokens()
-    for history in histories:
-        seen.align(history)
-        assert sorted(seen.ids()) == sorted(set(history))
-        assert sorted(seen.ids(drafted)) == sorted({*history, *drafted})
 
 
 def test_uniform_is_repeatable_uniform_and_independent() -> None:

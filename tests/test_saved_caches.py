@@ -1,6 +1,7 @@
 """KV caches put aside and taken up again: the same bits, in every kind of cache the host can copy."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,11 @@ def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return opened
 
 
+def _close(session: GraphSession) -> Callable[..., bool]:
+    """What is computed in other chunks has the same bits only where rows are exact."""
+    return np.array_equal if session.row_exact else partial(np.allclose, atol=1e-2)
+
+
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 100, 299])
 def test_what_is_restored_is_what_was_saved(session: GraphSession, length: int) -> None:
     session.truncate(0)
@@ -66,9 +72,8 @@ def test_what_is_restored_is_what_was_saved(session: GraphSession, length: int) 
     assert np.array_equal(session.forward(FIRST[length : length + 2]), expected)
     session.restore(saved, length // 2)  # its beginning: another room, other rows behind it
     session.prefill(FIRST[:length])
-    assert np.array_equal(session.forward(FIRST[length : length + 2])[:, :20], expected[:, :20]) or (
-        not session.row_exact
-    )
+    again = session.forward(FIRST[length : length + 2])
+    assert _close(session)(again, expected)
 
 
 def test_texts_in_turn_are_read_once(session: GraphSession) -> None:
@@ -83,8 +88,7 @@ def test_texts_in_turn_are_read_once(session: GraphSession) -> None:
         store.fetch(session, text)
         assert session.shared_prefix(text) == len(text)
         session.truncate(len(text) - 1)
-        close: Callable[..., bool] = np.array_equal if session.row_exact else np.allclose
-        assert close(session.next_logits(text), expected)
+        assert _close(session)(session.next_logits(text), expected)
 
 
 def test_saving_takes_what_tokens_take(session: GraphSession) -> None:

@@ -68,8 +68,27 @@ def test_a_value_is_taken_or_refused_by_name(case: tuple[type, str], value: obje
         ({"max_new_tokens": "8"}, "max_new_tokens is '8'"),
         ({"max_new_tokens": True}, "max_new_tokens is True"),
         ({"stop": [1]}, r"stop\[0\] is 1; allowed: a text"),
-        ({"stop": "abc"}, "stop is 'abc'; allowed: a list"),
+        ({"stop": 3}, "stop is 3; allowed: a list"),
         ({"stop": [""]}, r"stop\[0\] is ''"),
+        ({"stop": ""}, r"stop\[0\] is ''"),
+        ({"max_tokens": 0}, "max_new_tokens is 0; allowed: a whole number from 1"),
+        ({"max_tokens": 5, "max_new_tokens": 6}, "max_tokens is 5 and max_new_tokens 6.*give one of them"),
+        ({"presence_penalty": 3}, "presence_penalty is 3; allowed: a number from -2 to 2"),
+        ({"frequency_penalty": None}, "frequency_penalty is None"),
+        ({"logit_bias": {"7": 1}}, r"logit_bias\[key '7'\] is '7'; allowed: a whole number from 0"),
+        ({"logit_bias": {-1: 1}}, r"logit_bias\[key -1\] is -1"),
+        ({"logit_bias": {7: 101}}, r"logit_bias\[7\] is 101; allowed: a number from -100 to 100"),
+        ({"logit_bias": [7]}, r"logit_bias is \[7\]; allowed: a table"),
+        ({"logprobs": 1}, "logprobs is 1; allowed: True or False"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs is 21; allowed: a whole number from 0 to 20"),
+        ({"top_logprobs": 3}, "top_logprobs is 3; allowed: 0, or more with logprobs=True"),
+        ({"n": 0}, "n is 0; allowed: a whole number from 1 to 128"),
+        ({"tools": {}}, "tools is {}; allowed: a list"),
+        ({"tools": [{"name": "f"}]}, r"tools\[0\] is .*'type': 'function'"),
+        ({"tools": [{"type": "web", "function": {"name": "f"}}]}, r"tools\[0\] is "),
+        ({"tool_choice": "must"}, "tool_choice is 'must'; allowed: a text out of 'auto', 'none'"),
+        ({"template_args": "x"}, "template_args is 'x'; allowed: a table"),
+        ({"drafter": "ngram"}, "drafter is 'ngram'; allowed: a Drafter or None"),
         ({"stop": None}, "stop is None"),
         ({"stop_at_eos": "no"}, "stop_at_eos is 'no'; allowed: True or False"),
         ({"speculate": 1}, "speculate is 1"),
@@ -85,6 +104,13 @@ def test_a_value_is_taken_or_refused_by_name(case: tuple[type, str], value: obje
 def test_requests(options: RequestOptions, said: str) -> None:
     with pytest.raises(RequestError, match=said):
         Request.of(options)
+
+
+def test_second_names_and_short_forms() -> None:
+    request = Request.of({"max_tokens": 7, "stop": "END", "logit_bias": {np.int64(3): 1}})  # type: ignore[dict-item]
+    assert (request.max_new_tokens, request.stop) == (7, ("END",))
+    assert request.sampling.logit_bias == {3: 1.0}
+    assert Request.of({"max_tokens": 7, "max_new_tokens": 7}).max_new_tokens == 7
 
 
 def test_numbers_of_numpy_and_lists_are_taken_as_pythons() -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from edgespec import Closed, RequestError
 from edgespec.results import Record
-from tests.models_for_tests import toy_model, toy_session
-from tests.test_threads import NEW, PROMPTS, Gated, Slow, alone, held
+from tests.models_for_tests import Gated, toy_model, toy_session
+from tests.test_threads import NEW, PROMPTS, Slow, alone, held
 from tests.toy import F32, settle
 
 
@@ -141,7 +141,7 @@ def test_what_fails_reaches_the_task() -> None:
             await model.generate_async(PROMPTS[0])
 
     session = toy_session()
-    session.forward = fail  # type: ignore[assignment, method-assign]
+    session.forward = fail  # type: ignore[method-assign]
     with toy_model(session) as model:
         asyncio.run(main())
 

@@ -22,6 +22,7 @@ from edgespec.verification import (
 )
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.predictions import Predictions
+from tests.rows_for_tests import changed
 
 VOCAB = 12
 LENGTH = 3
@@ -67,7 +68,7 @@ def _sampling_drafter(seed: int, logits: Matrix, limit: int = 2) -> Propose:
         drafted: list[int] = []
         rows = []
         for i in range(limit):
-            probs = distribution(logits[drafted[-1] if drafted else tokens[-1]], None, params)
+            probs = distribution(logits[drafted[-1] if drafted else tokens[-1]], params)
             rows.append(probs)
             drafted.append(draw(probs, uniform(seed, len(tokens) + i, DRAFT_LANE)))
         return Draft(tuple(drafted), probs=np.stack(rows))
@@ -79,12 +80,13 @@ def _expected(params: SamplingParams) -> dict[tuple[int, ...], float]:
     """The exact distribution of the first LENGTH tokens of plain sampling."""
     probs: dict[tuple[int, ...], float] = {}
     for path in product(range(VOCAB), repeat=LENGTH):
-        mass, seen = 1.0, list(PROMPT)
-        for token in path:
-            mass *= distribution(TARGET[seen[-1]], np.unique(seen), params)[token]
+        mass, before = 1.0, PROMPT[-1]
+        for at, token in enumerate(path):
+            row = changed(TARGET[before], PROMPT, path[:at], params)
+            mass *= distribution(row, params)[token]
             if mass == 0.0:
                 break
-            seen.append(token)
+            before = token
         else:
             probs[path] = mass
     return probs
@@ -127,6 +129,9 @@ PARAMS = [
     SamplingParams(temperature=0.8, top_k=4),
     SamplingParams(temperature=1.0, top_p=0.7),
     SamplingParams(temperature=1.2, min_p=0.2, repetition_penalty=1.8),
+    SamplingParams(
+        temperature=1.1, presence_penalty=1.5, frequency_penalty=0.9, logit_bias={4: 2.0, 7: -3.0}
+    ),
 ]
 RUNS = 2500
 
@@ -218,6 +223,9 @@ def _scripted(script: list[list[int]], params: SamplingParams) -> Propose:
         [
             SamplingParams(),
             SamplingParams(repetition_penalty=1.5),
+            SamplingParams(presence_penalty=0.7, frequency_penalty=1.1),
+            SamplingParams(repetition_penalty=1.2, frequency_penalty=-0.4, logit_bias={2: 1.5, 9: -100}),
+            SamplingParams(temperature=0.8, presence_penalty=-1.0, logit_bias={0: 3}, seed=4),
             SamplingParams(temperature=0.9, top_p=0.8, seed=11),
             SamplingParams(temperature=1.5, repetition_penalty=1.3, seed=2**64 - 1),
         ]
@@ -240,7 +248,7 @@ def test_right_proposals_are_all_accepted() -> None:
 
 def test_proposals_from_the_target_itself_are_all_accepted() -> None:
     params = SamplingParams(temperature=1.0)
-    probs = distribution(TARGET[PROMPT[-1]], None, params)
+    probs = distribution(TARGET[PROMPT[-1]], params)
     for seed in range(50):
         token = draw(probs, uniform(seed, len(PROMPT), DRAFT_LANE))
         draft = Draft((token,), probs=probs[None])
@@ -262,7 +270,7 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
 def test_the_penalty_sees_drafted_tokens() -> None:
     # Without the penalty token 1 wins everywhere; once drafted it is penalised below token 2.
     logits = np.array([[0, 3, 2], [0, 3, 2]], dtype=np.float32)
-    verify = GreedyVerifier(SamplingParams(repetition_penalty=2.0))
+    verify = make_verifier(SamplingParams(repetition_penalty=2.0))
     assert verify(Predictions(logits), Draft((1,)), [0]) == Verdict(1, 2)
 
 

@@ -25,6 +25,7 @@ class Draft:
         confidence: for each token, an estimate in [0, 1] that it will be accepted given that those
             before it are; a function of the context and of earlier proposals only.
         slowdown: the factor by which the target's pass takes longer because its source computes beside it.
+        forced: how many of the first tokens a grammar forces; sources were asked to go on behind them.
     """
 
     tokens: tuple[int, ...] = ()
@@ -32,19 +33,21 @@ class Draft:
     sources: tuple[str, ...] = ()
     confidence: tuple[float, ...] = field(default=())
     slowdown: float = 1.0
+    forced: int = 0
 
     def head(self, count: int) -> "Draft":
         """The first ``count`` proposals."""
         probs = None if self.probs is None else self.probs[:count]
         kept = self.tokens[:count], probs, self.sources[:count], self.confidence[:count]
-        return Draft(*kept, self.slowdown)
+        return Draft(*kept, self.slowdown, self.forced)
 
     def then(self, more: "Draft") -> "Draft":
         """This draft and ``more`` behind it; both deterministic."""
         if not more.tokens:
             return self
         tokens, sources = self.tokens + more.tokens, self.sources + more.sources
-        return Draft(tokens, None, sources, self.confidence + more.confidence, self.slowdown)
+        confidence = self.confidence + more.confidence
+        return Draft(tokens, None, sources, confidence, self.slowdown, self.forced)
 
 
 NO_DRAFT = Draft()
@@ -73,6 +76,11 @@ class Step:
     seconds: float = 0.0
     logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+
+    @property
+    def judged(self) -> tuple[int, ...]:
+        """What the round committed from where its sources were asked to go on."""
+        return self.tokens[self.draft.forced :]
 
 
 class Observer(Protocol):

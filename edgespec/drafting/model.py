@@ -159,7 +159,7 @@ class ModelDrafter:
         guesses, self._proposed = self._proposed, []
         one_s = self._pricing.pass_seconds(1)
         self._saved_s += one_s - self._pricing.pass_seconds(1 + len(guesses))
-        for guess, token in zip(guesses, step.tokens, strict=False):
+        for guess, token in zip(guesses, step.judged, strict=False):
             accepted = token == guess.token
             self._calibration.observe(guess, accepted)
             if not accepted:

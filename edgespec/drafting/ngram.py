@@ -233,7 +233,7 @@ class NgramDrafter:
     def observe(self, step: Step) -> None:
         """See :class:`~edgespec.drafting.draft.Observer`: what was considered is judged, whoever drafted."""
         considered, self._considered = self._considered, []
-        for match, token in zip(considered, step.tokens, strict=False):
+        for match, token in zip(considered, step.judged, strict=False):
             self._acceptance.observe(match, match.token == token)
             if match.token != token:
                 break  # what follows a rejected token was never judged

@@ -110,11 +110,14 @@ class Policy:
         """Is drafting worth its time? What is realised decides, and prices the time of rounds to come."""
         # A source that is asked costs time whether it proposes or not. Once a request that is the
         # reading of the prompt, which says nothing about the rounds to come.
-        asked = bool(step.draft.tokens) or step.drafter_s > _NOTICEABLE * step.target_s
+        # What a grammar forces would come without the sources too.
+        forced = min(step.draft.forced, len(step.tokens) - 1)
+        asked = len(step.draft.tokens) > step.draft.forced or step.drafter_s > _NOTICEABLE * step.target_s
         asked &= self._free is not None
         reads_prompt = asked and not self._has_asked and step.drafter_s > step.target_s
         self._has_asked |= asked
         if not reads_prompt:
             self._pricing.observe_round(len(step.tokens), step.seconds)
             if asked:
-                self._guard.observe(len(step.tokens), step.seconds)
+                rows_s = self._pricing.pass_seconds(1 + forced) - self._pricing.pass_seconds(1)
+                self._guard.observe(len(step.tokens) - forced, step.seconds - rows_s)

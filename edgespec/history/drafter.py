@@ -76,7 +76,7 @@ class HistoryDrafter:
 
     def observe(self, step: Step) -> None:
         """See :class:`~edgespec.drafting.draft.Observer`."""
-        self._judge(step.tokens)
+        self._judge(step.judged)
         if self._guard is not None:
             self._watch(step, self._guard)
         self._memory.learn(self._cutter.push(step.tokens))

@@ -9,27 +9,28 @@ time and memory it may take. The environment is the one templates are written fo
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, Final
 
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 
+from edgespec_models.chat_messages import plain, plain_messages
 from edgespec_models.errors import RequestError, TokenizerError
-from edgespec_models.schema import shown
-from edgespec_models.template_sandbox import LONGEST_SOURCE, Sandbox, limited
+from edgespec_models.template_sandbox import CLOSE, LONGEST_SOURCE, OPEN, Sandbox, limited
 from edgespec_models.tokenizer import Tokenizer
 
-__all__ = ["ROLES", "ChatTemplate"]
+__all__ = ["ChatTemplate"]
 
-# Noncharacters: no text is meant to hold them.
-OPEN, CLOSE = "\ufdd0", "\ufdd1"
 FORGED = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}")
 
 _LONGEST_DATE = 200  # characters of a date's form, which may ask for padding
-
-ROLES = ("system", "user", "assistant", "tool")
-"""The roles a message may have. A template may know fewer and refuse the others."""
+_ALWAYS: Final = frozenset(
+    ("messages", "add_generation_prompt", "strftime_now", "loop", "caller", "varargs", "kwargs", "self")
+)
 
 
 class ChatTemplate:
@@ -56,38 +57,111 @@ class ChatTemplate:
         except Exception as error:  # Jinja's, and Python's of the code that Jinja makes of it
             raise TokenizerError(f"The chat template is not valid: {_where(error)}") from error
 
+    @cached_property
+    def arguments(self) -> frozenset[str]:
+        """Names of the variables that may be given to it: what it reads besides what it is always given.
+
+        ``tools`` is among them if it can show tools; many know ``enable_thinking``.
+        """
+        read = {each.name for each in self._tree.find_all(nodes.Name) if each.ctx == "load"}
+        stored = {each.name for each in self._tree.find_all(nodes.Name) if each.ctx != "load"}
+        tested = {
+            test.node.name
+            for test in self._tree.find_all(nodes.Test)
+            if test.name in ("defined", "undefined") and isinstance(test.node, nodes.Name)
+        }
+        known = _ALWAYS.union(self._template.environment.globals, self._tokens)
+        return frozenset((read - stored | tested) - known)
+
+    @cached_property
+    def knows_developer(self) -> bool:
+        """Whether it tells the role ``developer`` from others: whether that word is one of its constants."""
+        return any(each.value == "developer" for each in self._tree.find_all(nodes.Const))
+
     def render(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any] = MappingProxyType({}),
         *,
         add_generation_prompt: bool = True,
         now: datetime | None = None,
     ) -> str:
         """The conversation as text, with control tokens spelled out: encode it with ``special=True``.
 
-        Contents go in as they are, so the text of a control token in them would count as one:
+        Texts go in as they are, so the text of a control token in them would count as one:
         :meth:`encode` keeps the two apart.
 
         Args:
-            messages: each with a ``role`` of :data:`ROLES` and a ``content``.
+            messages: as :func:`~edgespec_models.chat_messages.plain_messages` takes them. Where the template
+                does not know the role ``developer`` such messages are the system's.
+            arguments: what else it is told, by the names in :attr:`arguments`: ``tools``, a list of functions
+                as OpenAI's chat API has them, for one.
             add_generation_prompt: end with the opening of the assistant's turn.
             now: what templates that state the date are told; the current time if None.
 
         Raises:
-            RequestError: a message is malformed, or the template refuses the conversation.
+            RequestError: a message is malformed, an argument is not known, or the template refuses the
+                conversation or does not show the tool calls in it.
             TokenizerError: the template fails or breaks out of its sandbox.
         """
-        _check(messages)
+        return self._render(*self._checked(messages, arguments), add_generation_prompt, now)
+
+    def encode(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tokenizer: Tokenizer,
+        arguments: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        add_generation_prompt: bool = True,
+        now: datetime | None = None,
+    ) -> list[int]:
+        """The token ids of the conversation; texts in it cannot forge control tokens.
+
+        Takes and raises what :meth:`render` does; RequestError also where a text holds the
+        characters U+18AFE or U+18AFF, which mark what must stay ordinary. The text of
+        a control token within a content, a tool or an argument is spelled out in ordinary tokens; everything
+        else is encoded as one text. No BOS is added.
+        """
+        checked, others = self._checked(messages, arguments)
+        text = self._render(
+            _marked(checked, tokenizer), _marked(others, tokenizer), add_generation_prompt, now
+        )
+        ids: list[int] = []
+        for number, part in enumerate(FORGED.split(text)):
+            ids += tokenizer.encode(part, special=number % 2 == 0)
+        return ids
+
+    def _checked(
+        self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        copies = plain_messages(messages)
+        unknown = sorted(arguments.keys() - self.arguments)
+        if unknown:
+            known = ", ".join(sorted(self.arguments)) or "nothing else"
+            raise RequestError(f"the chat template does not read {', '.join(unknown)}; it reads {known}")
+        for copy in copies:
+            if copy["role"] == "developer" and not self.knows_developer:
+                copy["role"] = "system"
+            if "tool_calls" in copy and "tool_calls" not in self.source:
+                raise RequestError("the model's chat template does not show tool_calls; leave them out")
+        return copies, plain(arguments, "template_args")
+
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        arguments: dict[str, Any],
+        add_generation_prompt: bool,
+        now: datetime | None,
+    ) -> str:
         moment = now or datetime.now().astimezone()
-        copies = [dict(message) for message in messages]
+        given = {"tools": None, "documents": None} | arguments
         try:
-            with limited(self.source, copies):
+            with limited(self.source, [*messages, given]):
                 return self._template.render(
-                    messages=copies,
+                    messages=messages,
                     add_generation_prompt=add_generation_prompt,
-                    tools=None,
-                    documents=None,
                     strftime_now=lambda form: moment.strftime(form[:_LONGEST_DATE]),
+                    **given,
                     **self._tokens,
                 )
         except _RefusedError as error:
@@ -96,39 +170,31 @@ class ChatTemplate:
             # A template can raise whatever the operations it uses raise.
             raise TokenizerError(f"The chat template failed: {_where(error)}") from error
 
-    def encode(
-        self,
-        messages: Sequence[Mapping[str, str]],
-        tokenizer: Tokenizer,
-        *,
-        add_generation_prompt: bool = True,
-        now: datetime | None = None,
-    ) -> list[int]:
-        """The token ids of the conversation; contents cannot forge control tokens.
-
-        Takes and raises what :meth:`render` does; RequestError also where a content holds the
-        noncharacters U+FDD0 or U+FDD1, which mark what must stay ordinary. The text of
-        a control token within a content is spelled out in ordinary tokens; everything else is encoded as
-        one text. No BOS is added.
-        """
-        _check(messages)
-        marked = [{**message, "content": _mark(message["content"], tokenizer)} for message in messages]
-        text = self.render(marked, add_generation_prompt=add_generation_prompt, now=now)
-        ids: list[int] = []
-        for number, part in enumerate(FORGED.split(text)):
-            ids += tokenizer.encode(part, special=number % 2 == 0)
-        return ids
+    @cached_property
+    def _tree(self) -> nodes.Template:
+        return _environment().parse(self.source)
 
 
-def _mark(content: str, tokenizer: Tokenizer) -> str:
-    """Put marks around the control tokens that ``content`` spells."""
-    if OPEN in content or CLOSE in content:
-        raise RequestError("A message holds U+FDD0 or U+FDD1, which are not characters. Remove them.")
+def _marked(value: Any, tokenizer: Tokenizer) -> Any:
+    """A copy of ``value`` with marks around the control tokens that its texts spell."""
+    if isinstance(value, str):
+        return _mark(value, tokenizer)
+    if isinstance(value, dict):
+        return {_mark(key, tokenizer): _marked(each, tokenizer) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_marked(each, tokenizer) for each in value]
+    return value
+
+
+def _mark(text: str, tokenizer: Tokenizer) -> str:
+    """Put marks around the control tokens that ``text`` spells."""
+    if OPEN in text or CLOSE in text:
+        raise RequestError("A message holds U+18AFE or U+18AFF, which edgespec marks text with. Remove them.")
     parts, end = [], 0
-    for start, stop in tokenizer.special_spans(content):
-        parts += [content[end:start], OPEN, content[start:stop], CLOSE]
+    for start, stop in tokenizer.special_spans(text):
+        parts += [text[end:start], OPEN, text[start:stop], CLOSE]
         end = stop
-    return "".join([*parts, content[end:]])
+    return "".join([*parts, text[end:]])
 
 
 class _RefusedError(jinja2.TemplateError):
@@ -163,18 +229,3 @@ def _refuse(message: object) -> str:
 def _where(error: Exception) -> str:
     line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
     return f"{type(error).__name__}: {error}{line}"
-
-
-def _check(messages: Sequence[Mapping[str, str]]) -> None:
-    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence) or not messages:
-        raise RequestError(f"messages is {shown(messages)}; allowed: a list of at least one message")
-    for number, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise RequestError(f"Message {number} must be a mapping with 'role' and 'content'.")
-        role, content = message.get("role"), message.get("content")
-        if role not in ROLES:
-            raise RequestError(f"Message {number} has the role {role!r}. Allowed are {', '.join(ROLES)}.")
-        if not isinstance(content, str):
-            raise RequestError(
-                f"The content of message {number} must be a text, not {type(content).__name__}."
-            )

@@ -181,8 +181,8 @@ def _kind(annotation: Any, reading: bool) -> _Kind:
         return _simple(" or ".join(map(repr, args)), lambda v: v.__hash__ and (type(v), v) in known)
     if origin in (tuple, Sequence):
         return _list_of(_kind(args[0], reading))
-    if origin is Mapping:
-        return _table_of(_kind(args[1], reading))
+    if origin is Mapping:  # the keys of JSON and TOML are texts, whatever they stand for
+        return _table_of(_kind(str if reading else args[0], reading), _kind(args[1], reading))
     if reading and is_dataclass(plain):
         return _object_of(plain)
     return _simple(f"a {plain.__name__}", lambda value: isinstance(value, plain))
@@ -226,13 +226,15 @@ def _list_of(item: _Kind) -> _Kind:
     return _Kind(allowed, take)
 
 
-def _table_of(item: _Kind) -> _Kind:
-    allowed = f"a table, each value {item.allowed}"
+def _table_of(key: _Kind, item: _Kind) -> _Kind:
+    allowed = f"a table, each key {key.allowed}, each value {item.allowed}"
     is_table = _simple(allowed, lambda value: isinstance(value, Mapping))
 
-    def take(value: Any) -> dict[str, Any]:
-        parts = [(f"[{shown(key)}]", item, each) for key, each in is_table.take(value).items()]
-        return dict(zip(value, _each(parts), strict=True))
+    def take(value: Any) -> dict[Any, Any]:
+        table = is_table.take(value)
+        keys = _each((f"[key {shown(each)}]", key, each) for each in table)
+        values = _each((f"[{shown(at)}]", item, each) for at, each in table.items())
+        return dict(zip(keys, values, strict=True))
 
     return _Kind(allowed, take)
 

@@ -27,7 +27,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Namespace, pass_context
 from jinja2.visitor import NodeTransformer
 
-__all__ = ["LONGEST_SOURCE", "LimitError", "Sandbox", "limited"]
+__all__ = ["CLOSE", "LONGEST_SOURCE", "OPEN", "LimitError", "Sandbox", "limited"]
 
 LONGEST_SOURCE: Final = 1 << 17
 _LARGEST: Final = 1 << 18  # of one value, in characters and items, and four times the conversation's
@@ -40,6 +40,11 @@ _UNSAFE: Final[Mapping[type, frozenset[str]]] = {
 }
 _BITS: Final = 4096  # of a whole number
 _WIDE: Final = re.compile(r"%[^a-zA-Z%(]*(\d{4}|\*)|%\(.*(\d{4}|\*)", re.DOTALL)
+OPEN: Final = "\U00018afe"
+CLOSE: Final = "\U00018aff"
+"""Marks around text that must stay ordinary. Parts of Tangut characters, which no text holds by themselves;
+printable, so that Python shows them as they are where a template prints a whole list."""
+_FOREIGN: Final = re.compile(f"[^\\x00-\\x7f{OPEN}{CLOSE}]+")  # all that is not ASCII, but for marks
 
 
 class LimitError(SecurityError):
@@ -338,11 +343,15 @@ def _to_json(
     # Jinja's own filter escapes HTML, which models are not trained on.
     if not isinstance(indent, int | None) or (indent or 0) > 100:
         raise LimitError(f"tojson with an indent of {indent!r:.20}")
-    encoder = json.JSONEncoder(
-        ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    # ASCII is made below: what marks text that must stay ordinary has to stay as it is.
+    encoder = json.JSONEncoder(ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
     budget, pieces = _BUDGET.get(), []
     for piece in encoder.iterencode(value):
-        budget.step(len(piece))
-        pieces.append(piece)
+        text = _FOREIGN.sub(_escaped, piece) if ensure_ascii else piece
+        budget.step(len(text))
+        pieces.append(text)
     return "".join(pieces)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return json.dumps(found[0])[1:-1]

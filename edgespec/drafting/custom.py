@@ -1,0 +1,120 @@
+"""An app's own drafter: what it has to offer, and how it becomes a source of proposals like any other.
+
+An app may know what its model is about to write better than a drafter that knows nothing of the app: names
+from a glossary, the file that is being edited, the answer of yesterday. Whatever it proposes, the answer is
+what the target writes alone, token for token; good proposals make it come sooner.
+"""
+
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any, Protocol, runtime_checkable
+
+from edgespec.drafting.draft import NO_DRAFT, Draft, Step
+from edgespec.drafting.model import Calibration, Guess
+from edgespec_models.errors import RequestError
+from edgespec_models.schema import shown
+
+__all__ = ["Custom", "Drafter"]
+
+_UNSAID = 0.75  # the confidence of proposals whose drafter states none, until rounds have shown theirs
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Proposes tokens: an object of an app's own, given as ``drafter=`` to ``load`` or to a request.
+
+    A class that inherits from this one needs :meth:`propose` alone. All its methods are called by the thread
+    that decodes, for one request at a time.
+    """
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Draft | Sequence[int]:
+        """Propose tokens to follow ``tokens``.
+
+        Args:
+            tokens: all tokens so far, prompt and answer, in the target's vocabulary; not to be changed.
+            limit: more proposals than these are not looked at.
+
+        Returns:
+            Ids in the target's vocabulary, the likeliest continuation; an empty list for none.
+            A :class:`Draft` says besides how ``confidence`` each is accepted, as a number from 0 to 1;
+            without, that is learned from what is accepted.
+        """
+
+    def observe(self, step: Step) -> None:
+        """A round is over: ``step.tokens`` were committed, the first ``step.accepted`` as proposed."""
+        return
+
+    def close(self) -> None:
+        """The request has ended, however that came. Another may begin."""
+        return
+
+
+class Custom:
+    """A :class:`Drafter` as a :class:`~edgespec.drafting.draft.Source`, its proposals checked.
+
+    Args:
+        drafter: the app's.
+        vocab_size: of the target.
+    """
+
+    def __init__(self, drafter: Drafter, vocab_size: int) -> None:
+        self.name = type(drafter).__name__
+        self._drafter, self._vocab_size = drafter, vocab_size
+        self._calibration = Calibration()
+        self._proposed: list[Guess] = []  # this round
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
+        """See :class:`~edgespec.drafting.draft.Source`.
+
+        Raises:
+            RequestError: the drafter returned something else than proposals.
+        """
+        given = self._drafter.propose(tokens, limit)
+        draft = given if isinstance(given, Draft) else Draft(self._ids(given))
+        if draft.probs is not None:
+            raise RequestError(f"{self.name}.propose returned a Draft with probs; allowed: None")
+        ids = self._ids(draft.tokens)[:limit]
+        confidence = self._stated(draft.confidence, ids)
+        self._proposed = [Guess(*each, open=False) for each in zip(ids, confidence, strict=True)]
+        if not ids:
+            return NO_DRAFT
+        expected = tuple(self._calibration.probability(guess) for guess in self._proposed)
+        return Draft(ids, None, (self.name,) * len(ids), expected)
+
+    def observe(self, step: Step) -> None:
+        """See :class:`~edgespec.drafting.draft.Observer`: proposals are judged, verified or not."""
+        for guess, token in zip(self._proposed, step.judged, strict=False):
+            self._calibration.observe(guess, guess.token == token)
+            if guess.token != token:
+                break
+        self._proposed = []
+        self._drafter.observe(step)
+
+    def close(self) -> None:
+        """See :class:`~edgespec.drafting.draft.Observer`."""
+        self._drafter.close()
+
+    def _ids(self, given: object) -> tuple[int, ...]:
+        allowed = f"token ids, whole numbers from 0 to {self._vocab_size - 1}"
+        try:
+            ids: tuple[Any, ...] = tuple(given)  # type: ignore[arg-type]
+        except TypeError:
+            raise RequestError(
+                f"{self.name}.propose returned {shown(given)}; allowed: a Draft, or a list of {allowed}"
+            ) from None
+        for at, each in enumerate(ids):
+            whole = isinstance(each, Integral) and not isinstance(each, bool)
+            if not whole or not 0 <= each < self._vocab_size:
+                raise RequestError(f"{self.name}.propose returned [{at}] = {shown(each)}; allowed: {allowed}")
+        return tuple(map(int, ids))
+
+    def _stated(self, stated: Sequence[float], ids: Sequence[int]) -> Sequence[float]:
+        """The confidence in each proposal."""
+        if not stated:
+            return (_UNSAID,) * len(ids)
+        if len(stated) < len(ids) or not all(0.0 <= each <= 1.0 for each in stated):
+            raise RequestError(
+                f"{self.name}.propose returned the confidence {shown(stated)}; allowed: a number from 0 to 1 "
+                f"for each of its {len(ids)} proposals"
+            )
+        return stated[: len(ids)]

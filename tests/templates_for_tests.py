@@ -1,0 +1,77 @@
+"""Chat templates that show tools, after the forms of common models', and tools for them."""
+
+from typing import Any
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds two numbers.",
+            "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
+        },
+    },
+    {"type": "function", "function": {"name": "now", "description": "What time it is."}},
+]
+
+HERMES = """{%- if tools %}
+    {{- '<|im_start|>system\n# tools\n' }}
+    {%- for tool in tools %}
+        {{- tool | tojson + '\n' }}
+    {%- endfor %}
+    {{- 'Call one so: <tool_call>\n{"name": <name>, "arguments": <object>}\n</tool_call><|im_end|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- '<|im_start|>user\n<tool_response>\n' + message.content + '\n</tool_response><|im_end|>\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\n' + message.content }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson }}
+            {{- '}\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\n\n</think>\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+"""As Qwen's, with its switch for thinking."""
+
+MISTRAL = """{%- if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
+{%- for message in messages %}
+    {%- if message.tool_calls %}
+        {{- '[TOOL_CALLS] [' }}
+        {%- for call in message.tool_calls %}
+            {%- if call.id | length != 9 %}{{ raise_exception('ids have 9 letters') }}{% endif %}
+            {{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' }}
+        {%- endfor %}
+        {{- ']</s>' }}
+    {%- elif message.role == 'tool' %}
+        {{- '[TOOL_RESULTS] ' + message.content + '[/TOOL_RESULTS]' }}
+    {%- else %}
+        {{- '[INST] ' + message.content + '[/INST]' }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+LLAMA3 = """{%- if not tools is defined %}{% set tools = none %}{% endif %}
+{%- if tools is not none %}
+    {{- 'Respond with {"name": function name, "parameters": dictionary of names and values}.\n' }}
+    {%- for tool in tools %}{{ tool | tojson }}{% endfor %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if 'tool_calls' in message %}
+        {{- '{"name": "' + message.tool_calls[0].function.name + '", "parameters": ' }}
+        {{- message.tool_calls[0].function.arguments | tojson }}
+        {{- '}' }}
+    {%- else %}
+        {{- message.role + ': ' + message.content + '\n' }}
+    {%- endif %}
+{%- endfor %}
+"""

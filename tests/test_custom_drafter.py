@@ -1,0 +1,161 @@
+"""An app's own drafter: an example, what it may propose, and that no proposal changes a text."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import edgespec
+from edgespec import Draft, Step
+from edgespec.decode import decode
+from edgespec.drafting.custom import Custom
+from edgespec.request import Request
+from edgespec_models.errors import RequestError
+from edgespec_models.tokenizer import Tokenizer
+from tests.native_for_tests import tiny_native
+from tests.tokenizers_for_tests import byte_level_json
+from tests.toy import Silent, ToySession, markov_logits
+
+VOCAB = 30
+NEXT = markov_logits(2, VOCAB)
+PROMPT = [4, 5, 6]
+
+
+class Glossary(edgespec.Drafter):
+    """Drafts the rest of a term as soon as a text has begun to write it."""
+
+    def __init__(self, terms: Sequence[str], tokenizer: Tokenizer) -> None:
+        self._terms = [tokenizer.encode(term) for term in terms]
+
+    def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
+        """The longest beginning of a term that the text ends with is gone on with."""
+        for length in range(8, 0, -1):
+            for term in self._terms:
+                if length < len(term) and list(tokens[-length:]) == term[:length]:
+                    return term[length : length + limit]
+        return []
+
+
+def test_a_glossary_saves_passes() -> None:
+    tokenizer = Tokenizer.from_json(byte_level_json())
+    script, prompt = b"quokkaquokkaquokka wombat, echidna. ", tokenizer.encode("hi")
+    passes = {}
+    for source in (Silent(), Custom(Glossary(["wombat", "quokka", "echidna"], tokenizer), 404)):
+        session, tokens = ToySession.writing(tokenizer, script, len(prompt)), prompt.copy()
+        steps = decode(session, source, Request().verifier(), tokens, max_new_tokens=60, max_draft=6)
+        passes[type(source).__name__] = len(list(steps)), tokens
+    assert passes["Custom"][1] == passes["Silent"][1]
+    assert passes["Custom"][0] < 0.5 * passes["Silent"][0]
+
+
+@dataclass
+class Anything(edgespec.Drafter):
+    """Proposes what it is told, in turn."""
+
+    proposals: Sequence[Any]
+    told: list[object] = field(default_factory=list)
+    asked: int = 0
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Any:
+        self.asked += 1
+        return self.proposals[self.asked % len(self.proposals)]
+
+    def observe(self, step: Step) -> None:
+        self.told.append(step)
+
+    def close(self) -> None:
+        self.told.append("closed")
+
+
+proposals = st.lists(st.integers(0, VOCAB - 1), max_size=9)
+drafts = st.builds(
+    lambda tokens, sure: Draft(tuple(tokens), confidence=(sure,) * len(tokens)), proposals, st.floats(0, 1)
+)
+
+
+@settings(deadline=None)
+@given(st.lists(proposals | drafts | proposals.map(np.array), min_size=1, max_size=5), st.booleans())
+def test_no_proposal_changes_a_text(given: list[Any], sampled: bool) -> None:
+    texts = []
+    for source in (Silent(), Custom(Anything(given), VOCAB)):
+        tokens = PROMPT.copy()
+        request = Request.of({"temperature": 1.0 * sampled, "seed": 3})
+        for step in decode(
+            ToySession(NEXT, VOCAB), source, request.verifier(), tokens, max_new_tokens=20, max_draft=4
+        ):
+            assert len(step.draft.tokens) <= 4
+            assert len(step.draft.confidence) == len(step.draft.sources) == len(step.draft.tokens)
+        texts.append(tokens)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("proposal", "said"),
+    [
+        ([30], r"Anything.propose returned \[0\] = 30; allowed: token ids, whole numbers from 0 to 29"),
+        ([1, -1], r"returned \[1\] = -1"),
+        ([1.0], r"returned \[0\] = 1.0"),
+        ([True], r"returned \[0\] = True"),
+        ("text", r"returned \[0\] = 't'"),
+        (None, "returned None; allowed: a Draft, or a list of token ids"),
+        (7, "returned 7; allowed: a Draft"),
+        (Draft((99,)), r"returned \[0\] = 99"),
+        (Draft((1,), np.full((1, VOCAB), 1 / VOCAB)), "a Draft with probs; allowed: None"),
+        (Draft((1, 2), confidence=(0.5,)), "the confidence .*for each of its 2 proposals"),
+        (Draft((1,), confidence=(1.5,)), "the confidence "),
+    ],
+)
+def test_what_is_no_proposal_is_an_error(proposal: Any, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        Custom(Anything([proposal]), VOCAB).propose(PROMPT, 8)
+
+
+def test_confidence_is_learned_from_what_is_accepted() -> None:
+    source = Custom(Anything([[1, 2]]), VOCAB)
+    first = source.propose(PROMPT, 8).confidence
+    for _ in range(30):
+        source.propose(PROMPT, 8)
+        source.observe(Step((1, 3), accepted=1))
+    last = source.propose(PROMPT, 8).confidence
+    assert first[0] == first[1] and last[0] == last[1]
+    assert last[0] < first[0]
+    for _ in range(90):
+        source.propose(PROMPT, 8)
+        source.observe(Step((1, 2, 3), accepted=2))
+    assert source.propose(PROMPT, 8).confidence[0] > 0.9
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_native(tmp_path_factory.mktemp("own") / "target").path
+
+
+def test_a_model_drafts_with_it_from_load_or_for_a_request(bundle: Path) -> None:
+    options = edgespec.LoadOptions(threads=1)
+    with edgespec.load(bundle, None, options=options) as plain:
+        text = plain.generate("def add", max_new_tokens=20).tokens
+        own = Anything([list(text)])
+        assert plain.drafter_name is None
+        assert plain.generate("def add", max_new_tokens=20, drafter=own).tokens == text
+        assert own.told[-1] == "closed" and isinstance(own.told[0], Step)
+        assert plain.generate("def add", max_new_tokens=20, drafter=own, speculate=False).stats.drafted == 0
+    own = Anything([list(text)])
+    with edgespec.load(bundle, own, options=options) as model:
+        assert model.drafter_name == "Anything"
+        for _ in range(2):
+            assert model.generate("def add", max_new_tokens=20).tokens == text
+        assert own.told.count("closed") == 2 and own.asked > 0
+        other = Anything([[7, 8]])
+        assert model.generate("def add", max_new_tokens=20, drafter=other).tokens == text
+        assert other.told[-1] == "closed" and own.told.count("closed") == 2
+
+
+@pytest.mark.parametrize("wrong", [3, object(), ["ngram"]])
+def test_what_is_no_drafter_is_refused(wrong: Any) -> None:
+    with pytest.raises(RequestError, match=r"drafter is .*; allowed: .*a Drafter"):
+        edgespec.load("m", wrong)

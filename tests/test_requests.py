@@ -1,0 +1,252 @@
+"""What developers bring along, from options to answers: on random models, and on one that writes a script."""
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+import edgespec
+from edgespec import LoadOptions, Model, RequestOptions, sessions
+from edgespec.encoding import encode_chat
+from edgespec.request import Request
+from edgespec_models.bundle import MANIFEST, TEMPLATE, FileRecord
+from edgespec_models.errors import RequestError
+from edgespec_runtimes.cpu import CpuSession
+from edgespec_runtimes.predictions import Predictions
+from tests.native_for_tests import tiny_native
+from tests.templates_for_tests import HERMES, TOOLS
+
+PROMPT = "def add(a, b):"
+ASK = [{"role": "user", "content": "What is 1 + 2?"}]
+OPTIONS = LoadOptions(threads=1)
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+
+
+def _with_template(folder: Path, source: str) -> Path:
+    (folder / TEMPLATE).write_text(source, encoding="utf-8")
+    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    manifest["files"][TEMPLATE] = asdict(FileRecord.of(folder / TEMPLATE))
+    (folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _with_template(tiny_native(tmp_path_factory.mktemp("requests") / "target").path, HERMES)
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of another family: its template knows two roles and shows no tools."""
+    source = """{% for message in messages %}{% if message.role not in ('user', 'assistant') %}
+        {{- raise_exception('no ' + message.role) }}{% endif %}{{ message.content }}{% endfor %}"""
+    return _with_template(tiny_native(tmp_path_factory.mktemp("requests") / "drafter", seed=3).path, source)
+
+
+@pytest.fixture(scope="module")
+def model(target: Path) -> Iterator[Model]:
+    with edgespec.load(target, "ngram", options=OPTIONS) as model:
+        yield model
+
+
+class Writing(CpuSession):
+    """A model that says ``script`` behind ``start`` tokens of prompt, whatever they are."""
+
+    script: ClassVar[Sequence[int]] = ()
+    start: ClassVar[int] = 0
+
+    def predict(self, tokens: Sequence[int]) -> Predictions:
+        at = self.length + 1 - self.start
+        rows = np.zeros(super().predict(tokens).shape, np.float32)
+        for row in range(len(tokens)):
+            if 0 <= at + row < len(self.script):
+                rows[row, self.script[at + row]] = 20.0
+        return Predictions(rows)
+
+
+@pytest.fixture
+def write(model: Model, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Have the models that are loaded from now on answer a conversation with a text."""
+
+    def script(text: str, messages: Any = ASK, **options: Any) -> None:
+        end = model.target.tokenizer.special_id("<|im_end|>")
+        assert end is not None
+        monkeypatch.setattr(Writing, "script", [*model.tokenize(text), end])
+        monkeypatch.setattr(Writing, "start", model.count_tokens(messages, **options))
+
+    monkeypatch.setattr(sessions, "CpuSession", Writing)
+    return script
+
+
+CHANGED: list[dict[str, Any]] = [
+    {"presence_penalty": 1.0},
+    {"frequency_penalty": 0.8, "repetition_penalty": 1.1},
+    {"logit_bias": {5: -100.0, 20: 2.5}},
+    {"temperature": 0.8, "seed": 4, "frequency_penalty": 1.2, "logit_bias": {9: 4.0}},
+]
+
+
+@pytest.mark.parametrize("options", CHANGED)
+def test_speculation_changes_nothing_whatever_changes_the_rows(model: Model, options: dict[str, Any]) -> None:
+    answers = [model.generate(PROMPT, max_tokens=60, speculate=each, **options) for each in (True, False)]
+    assert answers[0].tokens == answers[1].tokens
+    assert answers[0].tokens != model.generate(PROMPT, max_tokens=60).tokens
+
+
+def test_penalties_and_biases_do_what_they_say(model: Model) -> None:
+    plain = model.generate(PROMPT, max_tokens=80, stop_at_eos=False).tokens
+    varied = model.generate(PROMPT, max_tokens=80, stop_at_eos=False, frequency_penalty=2.0).tokens
+    assert len(set(varied)) > len(set(plain))
+    assert set(model.generate(PROMPT, max_tokens=9, logit_bias={20: 100}).tokens) == {20}
+    assert plain[0] not in model.generate(PROMPT, max_tokens=80, logit_bias={plain[0]: -100}).tokens
+    with pytest.raises(RequestError, match=r"logit_bias is for token 404; allowed: the model's, 0 to 403"):
+        model.generate(PROMPT, logit_bias={404: 1})
+
+
+def test_a_stop_string_need_not_be_a_list(model: Model) -> None:
+    text = model.generate(PROMPT, max_tokens=40).text
+    middle = text[len(text) // 2 :][:4]
+    assert model.generate(PROMPT, max_tokens=40, stop=middle).text == text[: text.index(middle)]
+
+
+def test_several_answers_have_the_seeds_in_turn(model: Model) -> None:
+    options: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0}
+    several = model.generate(PROMPT, n=3, seed=7, **options)
+    assert several.choices[0] is several
+    alone = [model.generate(PROMPT, seed=7 + i, **options).tokens for i in range(3)]
+    assert [each.tokens for each in several.choices] == alone
+    assert several.choices[1].stats.cached_tokens == several.stats.prompt_tokens - 1
+    fresh = model.generate(PROMPT, n=3, **options)
+    assert len({each.tokens for each in fresh.choices}) > 1
+    last = model.generate(PROMPT, n=2, seed=2**64 - 1, **options)
+    assert last.choices[1].tokens == model.generate(PROMPT, seed=0, **options).tokens
+
+
+def test_several_greedy_answers_are_one(model: Model) -> None:
+    several = model.chat(ASK, n=3, max_tokens=6)
+    assert len(several.choices) == 3
+    assert {each.tokens for each in several.choices} == {model.chat(ASK, max_tokens=6).tokens}
+
+
+def test_a_cancelled_answer_is_the_last(model: Model) -> None:
+    several = model.generate(PROMPT, n=3, temperature=1.0, cancelled=lambda: True)
+    assert [each.finish_reason for each in several.choices] == ["cancelled"]
+
+
+def test_a_stream_is_one_answer(model: Model) -> None:
+    with pytest.raises(RequestError, match="n is 2; allowed: 1 for a stream"):
+        model.stream(PROMPT, n=2)
+
+
+def test_tokens_are_counted_as_requests_read_them(model: Model) -> None:
+    parts = [{"type": "text", "text": "Be brief."}]
+    messages: list[dict[str, Any]] = [{"role": "developer", "content": parts}, *ASK]
+    for options in (RequestOptions(max_tokens=1), RequestOptions(max_tokens=1, tools=TOOLS)):
+        answer = model.chat(messages, **options)
+        assert model.count_tokens(messages, **options) == answer.stats.prompt_tokens
+    assert model.count_tokens(PROMPT) == model.generate(PROMPT, max_tokens=1).stats.prompt_tokens
+    for text in ("naïve 日本語 😀 <|im_end|>", "", "  x"):
+        assert model.detokenize(model.tokenize(text)) == text
+    assert model.detokenize([2]) == "<|im_end|>"
+    for wrong in ([404], [-1], "ab", None, ["a"]):
+        with pytest.raises(RequestError, match=r"tokens is .*; allowed: token ids from 0 to 403"):
+            model.detokenize(wrong)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="text is 3"):
+        model.tokenize(3)  # type: ignore[arg-type]
+
+
+def test_template_arguments_reach_the_template(model: Model) -> None:
+    thinking = model.count_tokens(ASK)
+    assert model.count_tokens(ASK, template_args={"enable_thinking": False}) > thinking
+    assert model.chat(ASK, max_tokens=1, template_args={"enable_thinking": True}).text is not None
+    with pytest.raises(RequestError, match="does not read enable_thinkng; it reads enable_thinking, tools"):
+        model.chat(ASK, template_args={"enable_thinkng": False})
+    for options in (RequestOptions(template_args={"enable_thinking": False}), RequestOptions(tools=TOOLS)):
+        with pytest.raises(RequestError, match="use chat"):
+            model.generate(PROMPT, **options)
+
+
+def test_calls_come_back_parsed(target: Path, write: Callable[..., None]) -> None:
+    write(f"Let me see.\n{CALL}", tools=TOOLS)
+    with edgespec.load(target, "ngram", options=OPTIONS) as model:
+        answer = model.chat(ASK, tools=TOOLS, max_tokens=200)
+        assert (answer.text, answer.finish_reason) == (f"Let me see.\n{CALL}", "tool_calls")
+        assert answer.content == "Let me see."
+        (call,) = answer.tool_calls
+        assert (call.name, call.arguments) == ("add", {"a": 1, "b": 2})
+        messages = [*ASK, answer.message, {"role": "tool", "content": "3", "tool_call_id": call.id}]
+        prompt = model.detokenize(encode_chat(model.target, messages, {"tools": TOOLS}))
+        assert f"Let me see.{CALL}" in prompt
+        assert "<tool_response>\n3\n</tool_response>" in prompt
+        again = model.chat(ASK, tools=TOOLS, max_tokens=200, speculate=False)
+        assert again.tool_calls == answer.tool_calls
+
+
+def test_without_tools_nothing_is_parsed(target: Path, write: Callable[..., None]) -> None:
+    write(CALL)
+    for given in ([], TOOLS):
+        with edgespec.load(target, None, options=OPTIONS) as model:
+            answer = model.chat(ASK, max_tokens=200, tools=given, tool_choice="none")
+        assert (answer.text, answer.tool_calls, answer.finish_reason) == (CALL, (), "stop")
+        assert answer.message == {"role": "assistant", "content": CALL}
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("{{ messages[0].content }}", "shows no tools"),
+        ("{{ tools }}{{ messages[0].content }}", "in a form that edgespec does not read"),
+    ],
+)
+def test_a_template_that_cannot_do_tools_says_so(tmp_path: Path, source: str, said: str) -> None:
+    folder = _with_template(tiny_native(tmp_path / "target").path, source)
+    with (
+        edgespec.load(folder, None, options=OPTIONS) as model,
+        pytest.raises(RequestError, match=f"chat template of target .*{said}"),
+    ):
+        model.chat(ASK, tools=TOOLS)
+
+
+def test_a_drafter_whose_template_knows_less_drafts_all_the_same(target: Path, drafter: Path) -> None:
+    messages: list[dict[str, Any]] = [{"role": "developer", "content": "Be brief."}, *ASK]
+    options = RequestOptions(max_tokens=20, tools=TOOLS, template_args={"enable_thinking": False})
+    texts = []
+    for each in (drafter, None):
+        with edgespec.load(target, each, options=OPTIONS) as model:
+            texts.append(model.chat(messages, **options).tokens)
+    assert texts[0] == texts[1]
+
+
+def test_the_signature_shows_the_options(model: Model) -> None:
+    for method in (Model.generate, Model.chat, Model.stream, Model.stream_chat, model.generate):
+        parameters = inspect.signature(method).parameters
+        assert RequestOptions.__annotations__.keys() <= parameters.keys()
+        assert "options" not in parameters
+        assert parameters["max_tokens"].default == Request().max_new_tokens
+        assert parameters["temperature"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert "seed: int | None = None" in str(inspect.signature(Model.generate))
+
+
+DOCS = Path(__file__).parent.parent / "docs" / "requests.md"
+
+
+def test_the_docs_list_every_option() -> None:
+    rows = [line.split("|")[1] for line in DOCS.read_text(encoding="utf-8").splitlines() if line[:3] == "| `"]
+    assert RequestOptions.__annotations__.keys() <= {name for row in rows for name in row.split("`")}
+
+
+def test_the_examples_of_the_docs_run(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
+    load = edgespec.load
+    names: dict[str, Any] = {}
+    monkeypatch.setattr(edgespec, "load", lambda name: load(target, "ngram", options=OPTIONS), raising=False)
+    for block in blocks:
+        exec(block, names)  # noqa: S102
+    assert "Glossary" in names["answer"].stats.by_source or names["answer"].stats.drafted == 0
+    names["model"].close()
