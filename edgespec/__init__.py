@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from edgespec.history.manage import History
     from edgespec.load_options import LoadOptions
     from edgespec.model import Model
+    from edgespec.planning import Plan, plan
     from edgespec.request import RequestOptions
     from edgespec.results import Generation, GenerationStats, Record, SourceStats, TokenRecord
     from edgespec.stream import Stream
@@ -64,6 +65,8 @@ __all__ = [
     "Choice",
     "AnyJson",
     "History",
+    "plan",
+    "Plan",
     "devices",
     "Device",
     "EdgespecError",
@@ -96,6 +99,7 @@ _NAMES_BY_HOME = {
     "edgespec.drafting.draft": "Draft Step",
     "edgespec.grammar": "AnyJson Choice JsonSchema Lark Regex",
     "edgespec.history.manage": "History",
+    "edgespec.planning": "Plan plan",
     "edgespec_runtimes.discovery": "Device devices",
     "edgespec_models.errors": "EdgespecError ModelFileError UnsupportedModelError BundleError TokenizerError "
     "CatalogueError DownloadError StorageError ParityError DeviceError RequestError DoesNotFit Busy Closed "

@@ -10,6 +10,7 @@ from edgespec.history.manage import History
 from edgespec.load_options import LoadOptions
 from edgespec.loading import NGRAM, Reference, open_model, recommended_drafter
 from edgespec.model import Model
+from edgespec.planning import room_for
 from edgespec.sessions import Loaded, open_pair
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import ProgressCallback, ignore_progress
@@ -83,6 +84,7 @@ def load(
         huge_pages=options.huge_pages,
         instructions=options.instructions,
     )
+    cpu = room_for(target_bundle, drafter_bundle, cpu)
     loaded = open_pair(target_bundle, drafter_bundle, cpu, (placement, drafter_placement))
     model = Model(
         loaded,

@@ -1,7 +1,7 @@
 """Writing a text file so that it is there whole or not at all."""
 
 import os
-import tempfile
+import secrets
 from pathlib import Path
 
 from edgespec_models.errors import RequestError
@@ -44,17 +44,15 @@ def _write(path: Path, text: str, mode: int) -> None:
 
 
 def _replace(path: Path, text: str, mode: int) -> None:
-    handle, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
-    temporary = Path(name)
+    # Not tempfile's: what it makes is private, and to open that up the umask would have to be read, which
+    # sets it, for a moment and for all threads. A mode that is asked for is narrowed by the system.
+    temporary = path.absolute().with_name(f".edgespec-{secrets.token_hex(8)}")
     try:
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        if os.name == "posix":  # mkstemp makes private files
-            umask = os.umask(0)
-            os.umask(umask)
-            temporary.chmod(mode & ~umask)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)

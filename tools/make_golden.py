@@ -1,14 +1,15 @@
 """Make the golden next-token distributions that exports are checked against.
 
 What: for one GGUF file, the 32 most probable next tokens, with log probabilities, at every position of a few
-short texts in several languages.
+short texts in several languages: those of another model's golden file (``--texts``).
 Why: an exported graph can run, look well-formed and still be wrong. The only proof is agreement with an
 independent implementation that read the same quantized file. That reference is transformers, which
 dequantizes a GGUF to float32; it is far too heavy to need at export time, so its answers are stored here.
 
 Usage, once for each catalogue model (needs torch, transformers, gguf, accelerate, sentencepiece)::
 
-    python tools/make_golden.py --gguf FILE --name CATALOGUE_NAME --out models/edgespec_models/golden
+    python -m tools.make_golden --gguf FILE --texts models/edgespec_models/golden/gemma-3-270m.npz \
+        --out models/edgespec_models/golden/CATALOGUE_NAME.npz
 
 Arrays in ``NAME.npz``, n being the number of positions in all texts:
 
@@ -19,7 +20,6 @@ Arrays in ``NAME.npz``, n being the number of positions in all texts:
 - ``source_sha256``, ``made_with``: of the GGUF file; versions of the reference.
 """
 
-import argparse
 import hashlib
 import sys
 from pathlib import Path
@@ -28,51 +28,11 @@ import numpy as np
 import torch
 import transformers
 
+from tools.arguments import arguments
+
 TOP = 32
 MIN_TOP1_MATCH = 0.30
 MAX_MEAN_NLL = 4.0
-
-TEXTS = {
-    "en": (
-        "The lighthouse keeper had not missed a single evening in thirty years. Every day, an hour before "
-        "sunset, he climbed the narrow stairs, cleaned the glass, and lit the lamp. When the storm finally "
-        "came, the fishermen could still see the light from the other side of the bay, and one after "
-        "another the boats found their way home."
-    ),
-    "de": (
-        "Am nächsten Morgen war die Stadt vollständig eingeschneit. Die Straßenbahnen fuhren nicht mehr, "
-        "und vor der Bäckerei standen die Leute in einer langen Schlange. Niemand schien sich zu beeilen. "
-        "Die Kinder bauten auf dem Marktplatz einen großen Schneemann, während die Erwachsenen über das "
-        "Wetter sprachen."
-    ),
-    "zh": (
-        "每天早上，我都会先喝一杯热茶，然后打开窗户看看外面的天气。"
-        "如果天气很好，我就骑自行车去公司；如果下雨，我就坐地铁。"
-    ),
-    "code": (
-        "def moving_average(values: list[float], window: int) -> list[float]:\n"
-        '    """Return the mean of each run of `window` neighbouring values."""\n'
-        "    if window <= 0:\n"
-        '        raise ValueError("window must be positive")\n'
-        "    result = []\n"
-        "    for i in range(len(values) - window + 1):\n"
-        "        result.append(sum(values[i : i + window]) / window)\n"
-        "    return result\n"
-    ),
-    "chat": (
-        "User: Can you explain in two sentences why the sky is blue?\n"
-        "Assistant: Sunlight contains all colours, and the molecules of the air scatter blue light much more "
-        "strongly than red light. That is why blue light reaches our eyes from every direction of the sky.\n"
-        "User: And why is the sunset red?\n"
-        "Assistant:"
-    ),
-}
-
-
-def sha256_of(path: Path) -> str:
-    """Digest a file as hexadecimal text."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def next_token_logprobs(model: torch.nn.Module, ids: list[int]) -> np.ndarray:
@@ -89,7 +49,7 @@ def best(logprobs: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     return ids.astype(np.int32), np.take_along_axis(logprobs, ids, axis=-1).astype(np.float32)
 
 
-def make_golden(gguf: Path) -> tuple[dict[str, np.ndarray], str]:
+def make_golden(gguf: Path, texts: dict[str, str]) -> tuple[dict[str, np.ndarray], str]:
     """Run the reference on every text; return the arrays and a one-line summary.
 
     Raises ValueError where the reference itself predicts the texts so badly that it must be broken.
@@ -103,7 +63,7 @@ def make_golden(gguf: Path) -> tuple[dict[str, np.ndarray], str]:
     tops: list[tuple[np.ndarray, np.ndarray]] = []
     hits: list[bool] = []
     losses: list[float] = []
-    for label, text in TEXTS.items():
+    for label, text in texts.items():
         ids: list[int] = tokenizer(text).input_ids
         logprobs = next_token_logprobs(model, ids)
         tops.append(best(logprobs, TOP))
@@ -120,11 +80,11 @@ def make_golden(gguf: Path) -> tuple[dict[str, np.ndarray], str]:
     arrays = {
         "tokens": np.array(tokens, np.int32),
         "starts": np.array(starts, np.int32),
-        "labels": np.array(list(TEXTS)),
-        "texts": np.array(list(TEXTS.values())),
+        "labels": np.array(list(texts)),
+        "texts": np.array(list(texts.values())),
         "top_ids": np.concatenate([ids for ids, _ in tops]),
         "top_logprobs": np.concatenate([logprobs for _, logprobs in tops]),
-        "source_sha256": np.array(sha256_of(gguf)),
+        "source_sha256": np.array(hashlib.sha256(gguf.read_bytes()).hexdigest()),
         "made_with": np.array(f"transformers {transformers.__version__}, torch {torch.__version__}"),
     }
     return arrays, f"{len(tokens)} positions, top-1 {match:.1%}, mean NLL {loss:.3f}"
@@ -132,18 +92,15 @@ def make_golden(gguf: Path) -> tuple[dict[str, np.ndarray], str]:
 
 def main() -> None:
     """Read the arguments, run the reference, write the file."""
-    parser = argparse.ArgumentParser(description="Make the golden next-token distributions of one GGUF file.")
-    parser.add_argument("--gguf", type=Path, required=True)
-    parser.add_argument("--name", required=True, help="catalogue name: the file is called NAME.npz")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    args = parser.parse_args()
+    args = arguments(__doc__, gguf=Path, texts=Path, out=Path)
+    with np.load(args.texts) as known:
+        texts = dict(zip(known["labels"].tolist(), known["texts"].tolist(), strict=True))
     try:
-        arrays, summary = make_golden(args.gguf)
+        arrays, summary = make_golden(args.gguf, texts)
     except ValueError as error:
-        sys.exit(f"{args.name}: {error}")
-    path = args.out / f"{args.name}.npz"
-    np.savez_compressed(path, **arrays)  # type: ignore[arg-type]  # numpy types the keywords as its own flags
-    print(f"{path.name}: {summary}, {path.stat().st_size / 1000:.0f} kB")
+        sys.exit(f"{args.out.stem}: {error}")
+    np.savez_compressed(args.out, **arrays)  # type: ignore[arg-type]  # numpy types the keywords as its own flags
+    print(f"{args.out.name}: {summary}, {args.out.stat().st_size / 1000:.0f} kB")
 
 
 if __name__ == "__main__":

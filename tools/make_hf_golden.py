@@ -1,13 +1,11 @@
-"""Reference logits of tiny Hugging Face models: `python tools/make_hf_golden.py`.
+"""Reference logits of tiny Hugging Face models: `python -m tools.make_hf_golden`.
 
 Needs torch and transformers. Writes the checkpoints that ``tests/hf_for_tests.py`` describes into a temporary
 folder, lets transformers read them, and stores ``config.json`` and the logits of some positions in
 ``tests/golden_hf/NAME.npz``.
 """
 
-import argparse
 import json
-import sys
 import tempfile
 from pathlib import Path
 
@@ -16,10 +14,9 @@ import numpy.typing as npt
 import torch
 import transformers
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from tests.hf_for_tests import CASES, ROWS, TOKENS, config_of, write_checkpoint
 
-from tests.hf_for_tests import CASES, ROWS, TOKENS, config_of, write_checkpoint  # noqa: E402
+OUT = Path(__file__).parents[1] / "tests/golden_hf"
 
 
 def logits(folder: Path) -> npt.NDArray[np.float32]:
@@ -42,15 +39,12 @@ def logits(folder: Path) -> npt.NDArray[np.float32]:
 
 def main() -> None:
     """Write one file for each case."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=ROOT / "tests" / "golden_hf")
-    options = parser.parse_args()
-    options.out.mkdir(exist_ok=True)
+    OUT.mkdir(exist_ok=True)
     for case in CASES:
         with tempfile.TemporaryDirectory() as folder:
             rows = logits(write_checkpoint(Path(folder) / case, config_of(case)))
         config = json.dumps(config_of(case), sort_keys=True)
-        np.savez_compressed(options.out / f"{case}.npz", config=config, logits=rows)
+        np.savez_compressed(OUT / f"{case}.npz", config=config, logits=rows)
         print(f"{case}: std {rows.std():.3f}, transformers {transformers.__version__}")
 
 

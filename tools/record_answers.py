@@ -1,26 +1,21 @@
 """Record a target's greedy answers, for tools/replay.py.
 
-Usage: ``python -m tools.record_answers TARGET --prompts FILE.jsonl -o ANSWERS.jsonl``. Prompts answered in
+Usage: ``python -m tools.record_answers TARGET --prompts FILE.jsonl --out ANSWERS.jsonl``. Prompts answered in
 ANSWERS already are passed over, so an interrupted run goes on where it ended.
 """
 
-import argparse
 import json
 from pathlib import Path
 
 import edgespec
 from edgespec.prompts import load_prompts
 from edgespec.trial import ask
+from tools.arguments import arguments
 
 
 def main() -> None:
     """Answer every prompt without drafts; a line each: id and the answer's tokens."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("target")
-    parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("-o", "--out", type=Path, required=True)
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    args = parser.parse_args()
+    args = arguments(__doc__, "target", prompts=Path, out=Path, max_new_tokens=128)
     prompts = load_prompts(args.prompts)
     known = set()
     if args.out.exists():

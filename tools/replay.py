@@ -7,17 +7,16 @@ Benchmarks on a shared machine differ more from run to run than policies do from
 engine runs as it is, with sessions and a clock of its own: the target's passes return the recorded answer
 instead of computing it; the clock shows the sum of the given pass times; and what the drafter says after a
 text is kept in a file, so that another policy is replayed in seconds. ANSWERS comes from
-``python -m tools.record_answers``.
+``python -m tools.record_answers``. ``--drafter`` may be repeated; without one, n-grams draft. ``--ahead``:
+target and drafter are on two devices, and the drafter goes on while the target verifies.
 """
 
 import argparse
 import hashlib
 import json
-import pickle
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import shelve
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -37,16 +36,18 @@ from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.placement import place
 from edgespec_runtimes.predictions import Logits, Predictions
+from tools.arguments import arguments
 
+Memo = MutableMapping[str, tuple[Any, Any]]
+"""What drafters said: a digest of bundle and text -> the most probable rows and their logarithms."""
 _TOP = 8
 _SURE = 30.0  # logit of a recorded token
 
 
 class Clock:
-    """Seconds that passes were said to take, each disturbed by a factor of ``exp(noise * N(0, 1))``."""
+    """Seconds that passes were said to take."""
 
-    def __init__(self, noise: float = 0.0) -> None:
-        self.now, self._noise, self._random = 0.0, noise, np.random.default_rng(1)
+    now = 0.0
 
     def __call__(self) -> float:
         """The time."""
@@ -54,7 +55,7 @@ class Clock:
 
     def spend(self, seconds: float) -> None:
         """Let time pass."""
-        self.now += seconds * float(np.exp(self._noise * self._random.standard_normal()))
+        self.now += seconds
 
 
 def lane(clock: Clock) -> Any:
@@ -133,24 +134,6 @@ class Recorded:
         return Predictions(logits)
 
 
-@dataclass
-class Memo:
-    """What drafters said: a digest of bundle and text -> the most probable rows and their logarithms."""
-
-    path: Path
-    said: dict[bytes, tuple[Any, Any]] = field(default_factory=dict)
-
-    def load(self) -> "Memo":
-        """Read the file if there is one."""
-        if self.path.exists():
-            self.said = pickle.loads(self.path.read_bytes())
-        return self
-
-    def save(self) -> None:
-        """Write the file."""
-        self.path.write_bytes(pickle.dumps(self.said))
-
-
 class Priced(CpuSession):
     """A drafter whose passes take the given time, and compute only what the memo lacks."""
 
@@ -183,11 +166,11 @@ class Priced(CpuSession):
         clock.spend(curve.seconds(len(tokens)))
         sequence = [*self._tokens, *tokens]
         text = np.array([*self._offered, -1, *sequence], np.int64).tobytes()
-        key = hashlib.blake2b(self._key + text, digest_size=16).digest()
-        if key not in memo.said:
-            memo.said[key] = self._compute(sequence)
+        key = hashlib.blake2b(self._key + text, digest_size=16).hexdigest()
+        if key not in memo:
+            memo[key] = self._compute(sequence)
         self._tokens = sequence
-        return Predictions(self._logits(*memo.said[key]))
+        return Predictions(self._logits(*memo[key]))
 
     def _compute(self, sequence: list[int]) -> tuple[Any, Any]:
         """Bring the real cache up to date and ask."""
@@ -209,16 +192,6 @@ class Priced(CpuSession):
         return logits
 
 
-class Useless(Priced):
-    """A drafter that guesses at random and is sure of it."""
-
-    certainty = 0.9
-
-    def _compute(self, sequence: list[int]) -> tuple[Any, Any]:
-        row = zlib.crc32(np.array(sequence[-8:]).tobytes()) % self.vocab_size
-        return np.array([row], np.int32), np.log(np.array([self.certainty], np.float32))
-
-
 def curve_of(text: str) -> CostCurve:
     """``1:38,2:48`` -> T(n)."""
     return CostCurve({int(n): float(ms) / 1e3 for n, ms in (item.split(":") for item in text.split(","))})
@@ -229,27 +202,21 @@ def replayed(
     target: Bundle, drafter: Bundle | None, args: argparse.Namespace
 ) -> Iterator[tuple[Model, Recorded]]:
     """A model whose clocks and target are made up."""
-    clock, memo = Clock(args.noise), Memo(args.memo)
-    if not args.useless:
-        memo.load()
-    curve = curve_of(args.target_ms)
+    clock, curve = Clock(), curve_of(args.target_ms)
     session = Recorded(target.config.vocab_size, curve, clock)
     loaded = Loaded(Running(target, cast(Any, session), curve, place(target)))
     beside = None
-    if drafter is not None:
-        curve, kind = curve_of(args.drafter_ms), Useless if args.useless else Priced
-        small = kind(drafter, CpuOptions(exact_rows=False), (curve, clock, memo))
-        same = drafter.tokenizer.matches(target.tokenizer)
-        loaded = Loaded(loaded.target, Running(drafter, small, curve, place(drafter)), same)
-        beside = Beside(curve, clock=clock, thread=lane(clock)) if args.ahead else None
     # What these sessions say does not lie in KV caches: there is nothing to put aside.
     options = LoadOptions(max_draft=args.max_draft, cache_bytes=0)
-    try:
+    with shelve.open(str(args.memo)) as memo:
+        if drafter is not None:
+            curve = curve_of(args.drafter_ms)
+            small = Priced(drafter, CpuOptions(exact_rows=False), (curve, clock, memo))
+            same = drafter.tokenizer.matches(target.tokenizer)
+            loaded = Loaded(loaded.target, Running(drafter, small, curve, place(drafter)), same)
+            beside = Beside(curve, clock=clock, thread=lane(clock)) if args.ahead else None
         with Model(loaded, options=options, clock=clock, beside=beside) as model:
             yield model, session
-    finally:
-        if not args.useless:
-            memo.save()
 
 
 def answers(path: Path) -> dict[str, list[int]]:
@@ -277,41 +244,25 @@ def replay(
 
 def main() -> None:
     """Replay and print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    args = arguments(
+        __doc__,
+        "target",
+        answers=Path,
+        prompts=Path,
+        drafter=[Path],
+        target_ms="1:38,2:48,3:60,4:72,5:82,6:93,8:120",
+        drafter_ms="1:6.5,2:7,32:38",
+        max_draft=8,
+        ahead=False,
+        memo=Path("replay.memo"),
     )
-    parser.add_argument("target", type=Path)
-    parser.add_argument("--answers", type=Path, required=True)
-    parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--drafter", type=Path, action="append", default=[], help="repeatable; none: n-grams")
-    parser.add_argument("--target-ms", default="1:38,2:48,3:60,4:72,5:82,6:93,8:120")
-    parser.add_argument("--drafter-ms", default="1:6.5,2:7,32:38")
-    parser.add_argument("--max-draft", type=int, default=8)
-    parser.add_argument(
-        "--ahead",
-        action="store_true",
-        help="target and drafter on two devices: draft while the target verifies",
-    )
-    parser.add_argument("--useless", action="store_true", help="let the drafter guess at random, sure of it")
-    parser.add_argument(
-        "--noise", type=float, default=0.0, help="standard deviation of the logarithm of a pass's time"
-    )
-    parser.add_argument("--memo", type=Path, default=Path("replay.memo"))
-    args = parser.parse_args()
     prompts, written = load_prompts(args.prompts), answers(args.answers)
-    target = open_bundle(args.target)
+    target = open_bundle(Path(args.target))
     for path in args.drafter or [None]:
         drafter = None if path is None else open_bundle(path)
         with replayed(target, drafter, args) as (model, recorded):
             print(path.name if path else "ngram")
             show(list(replay(model, recorded, prompts, written)), model)
-            print(f"a drafter that is always right and costs nothing: {oracle(model):.2f}")
-
-
-def oracle(model: Model) -> float:
-    """Speedup if every pass committed all its rows, at the best number of them."""
-    one_s, curve = model.cost_curve.seconds(1), model.cost_curve
-    return max(rows * one_s / curve.seconds(rows) for rows in range(1, model.options.max_draft + 2))
 
 
 def show(results: Sequence[tuple[Prompt, Generation, float]], model: Model) -> None:

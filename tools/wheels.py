@@ -2,21 +2,22 @@
 
 Usage, from the repository's root: ``python -m tools.wheels [--out DIR] [--target NAME ...]``, for instance
 ``python -m tools.wheels --target aarch64-linux x86_64-windows``. Wheels go to ``dist``. Needs the packages
-``setuptools>=77`` and ``ziglang>=0.17`` in the environment it runs in. Runs the kernels last, as
-``tools/kernel_check.py`` does: those for other processors in emulators, where they are there.
+``setuptools>=77``, ``ziglang>=0.17`` and ``lief>=1.0`` in the environment it runs in. Runs the kernels last,
+as ``tools/kernel_check.py`` does: those for other processors in emulators, where they are there.
 """
 
 import argparse
-import importlib.metadata
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from zipfile import ZipFile
 
-from tools.binaries import read_binary
+import lief
+
 from tools.kernel_check import KernelError, check_targets
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "runtimes" / "kernels"))
@@ -33,24 +34,12 @@ SYSTEM = re.compile(
 )
 """Libraries that every system has."""
 
-KINDS = {"linux": "ELF", "windows": "PE", "macos": "Mach-O"}
-MACHINES = {"x86_64": "x86-64", "aarch64": "ARM64"}
+KINDS = {"linux": "ELF", "windows": "PE", "macos": "MACHO"}
+MACHINES = {"x86_64": "X86_64", "aarch64": "ARM64"}
 
 
 class WheelError(Exception):
     """A wheel that is not made, or is not what it should be."""
-
-
-def require_packages() -> None:
-    """Refuse to begin without what builds wheels."""
-    for name, least in (("setuptools", (77,)), ("ziglang", (0, 17))):
-        try:
-            found = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found = "0"
-        if tuple(map(int, found.split(".")[: len(least)])) < least:
-            install = f'"{sys.executable}" -m pip install "setuptools>=77" "ziglang>=0.17"'
-            raise WheelError(f"the package {name} is missing or too old. Run: {install}")
 
 
 def build(target: Target, out: Path) -> Path:
@@ -77,18 +66,30 @@ def inspect(wheel: Path, target: Target) -> str:
         data = archive.read(found[0])
     if not wheel.name.endswith(f"-py3-none-{target.tag}.whl"):
         raise WheelError(f"{wheel.name} is not tagged py3-none-{target.tag}")
-    library = read_binary(data)
+    library = parsed(data)
     machine, _, system = target.name.partition("-")
     expected = f"{KINDS[system]} {MACHINES[machine]}"
-    if library.kind != expected:
-        raise WheelError(f"the library in {wheel.name} is {library.kind}, not {expected}")
+    kind = f"{library.format.name} {library.abstract.header.architecture.name}"
+    if kind != expected:
+        raise WheelError(f"the library in {wheel.name} is {kind}, not {expected}")
+    exported = {function.name.removeprefix("_") for function in library.exported_functions}
     for name in ("RegisterCustomOps", "edgespec_instructions"):
-        if name not in library.exported:
+        if name not in exported:
             raise WheelError(f"the library in {wheel.name} does not export {name}")
-    foreign = [name for name in library.needed if not SYSTEM.fullmatch(name)]
+    every = [getattr(each, "name", each) for each in library.libraries]
+    needed = [name for name in every if not name.endswith(target.library)]  # macOS' libraries name themselves
+    foreign = [name for name in needed if not SYSTEM.fullmatch(name)]
     if foreign:
         raise WheelError(f"the library in {wheel.name} needs what systems may lack: {', '.join(foreign)}")
-    return f"{library.kind:14}  {len(data) / 1024:5,.0f} KB  needs {needs(library.needed)}"
+    return f"{kind:14}  {len(data) / 1024:5,.0f} KB  needs {needs(needed)}"
+
+
+def parsed(data: bytes) -> Any:
+    """What a library or object file says of itself."""
+    binary = lief.parse(data)
+    if binary is None:
+        raise WheelError(f"not a library or object file: it begins with {data[:4].hex()}")
+    return binary
 
 
 def needs(names: Sequence[str]) -> str:
@@ -104,7 +105,8 @@ def check_objects(target: Target) -> None:
     processors without the instructions. Sources are the same everywhere, so Linux' objects tell for all.
     """
     for path in set_objects(target) if target.name.endswith("-linux") else ():
-        exported = {name for name in read_binary(path.read_bytes()).exported if not name.endswith("6kTableE")}
+        names = {symbol.name for symbol in parsed(path.read_bytes()).exported_symbols}
+        exported = {name for name in names if not name.endswith("6kTableE")}
         if exported:
             raise WheelError(
                 f"{path.name} exports {', '.join(sorted(exported))} besides its table of kernels"
@@ -120,7 +122,6 @@ def main() -> None:
     options = parser.parse_args()
     targets = [known[name] for name in options.target or known]
     try:
-        require_packages()
         for target in targets:
             wheel = build(target, options.out)
             row = inspect(wheel, target)

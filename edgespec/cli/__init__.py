@@ -4,13 +4,15 @@ A command is a module ``edgespec/cli/<name>.py`` with a function ``<name>`` whos
 understands, or a typer application ``<name>`` with commands of its own, and one line in :data:`COMMANDS`.
 Modules are imported when their command runs, so that ``edgespec --help`` needs none of them. A command
 raises :class:`~edgespec_models.errors.EdgespecError` to fail: one line on standard error, exit code 1.
-Ctrl-C ends with exit code 130.
+Ctrl-C ends with exit code 130, another signal with 128 and its number.
 """
 
 import importlib
+import signal
+import sys
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Annotated, Any, Final
+from types import FrameType, MappingProxyType
+from typing import Annotated, Any, Final, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -27,6 +29,7 @@ COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
         "cost": "Measure what passes of a model cost on this machine.",
         "bench": "Measure plain against speculative decoding.",
         "verify": "Check that speculation does not change the output.",
+        "plan": "Show what models would take of memory and disk, before they are loaded.",
         "devices": "List what models can run on here, and what is missing.",
         "models": "List the models of the catalogue.",
         "pull": "Download models of the catalogue.",
@@ -99,5 +102,24 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line and exit: 0 done, 1 failed, 2 misused, 130 interrupted."""
+    """Run the command line and exit: 0 done, 1 failed, 2 misused, 130 interrupted, 143 ended by a signal."""
+    from edgespec.cli.answers import allow_any_text
+
+    allow_any_text()
+    _clean_up_when_ended()
     app()
+
+
+def _clean_up_when_ended() -> None:
+    """Signals that end a process on the spot end it by an exception, so that it puts away what is unfinished.
+
+    What somebody has asked to be ignored, as nohup does, stays ignored.
+    """
+    for name in ("SIGTERM", "SIGHUP", "SIGBREAK"):  # no system has all of them
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _end)
+
+
+def _end(number: int, _frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from edgespec.results import Generation, GenerationStats
     from edgespec.stream import Stream
 
-__all__ = ["allow_any_text", "answer_json", "print_json", "stats_line", "stream_to_terminal"]
+__all__ = ["allow_any_text", "answer_json", "json_text", "print_json", "stats_line", "stream_to_terminal"]
 
 
 def allow_any_text() -> None:
@@ -34,9 +34,15 @@ def stream_to_terminal(stream: "Stream") -> "Generation":
     return stream.result
 
 
+def json_text(value: Any, indent: int | None = None) -> str:
+    """``value`` as JSON; characters are escaped where standard output could not hold them all."""
+    encoding = getattr(sys.stdout, "encoding", None) or ""
+    return json.dumps(value, indent=indent, ensure_ascii=not encoding.lower().startswith("utf"))
+
+
 def print_json(value: Any) -> None:
     """Print ``value`` as JSON, indented."""
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    typer.echo(json_text(value, indent=2))
 
 
 def answer_json(answer: "Generation") -> dict[str, Any]:

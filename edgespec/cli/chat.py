@@ -1,13 +1,19 @@
 """``edgespec chat``: a conversation on the terminal, or line by line for programs."""
 
 import contextlib
-import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edgespec.cli.answers import allow_any_text, answer_json, print_json, stats_line, stream_to_terminal
+from edgespec.cli.answers import (
+    allow_any_text,
+    answer_json,
+    json_text,
+    print_json,
+    stats_line,
+    stream_to_terminal,
+)
 from edgespec.cli.console import errors, note, progress_bars
 from edgespec.cli.options import (
     Device,
@@ -162,10 +168,10 @@ def _command(text: str, talk: _Chat) -> None:
 
 
 def _answer_lines(conversation: "Conversation") -> None:
-    for line in typer.get_text_stream("stdin", encoding="utf-8"):
+    for line in typer.get_text_stream("stdin", encoding="utf-8-sig"):
         if line.strip():
             answer = conversation.ask(line.strip())
-            typer.echo(json.dumps(answer_json(answer), ensure_ascii=False))
+            typer.echo(json_text(answer_json(answer)))
 
 
 def _read_line() -> str | None:

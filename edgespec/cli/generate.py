@@ -96,7 +96,7 @@ def generate(
 def _read(prompt: str) -> str:
     if prompt != "-":
         return prompt
-    stdin = typer.get_text_stream("stdin", encoding="utf-8", errors="strict")
+    stdin = typer.get_text_stream("stdin", encoding="utf-8-sig", errors="strict")
     if stdin.isatty():
         note("Reading the prompt from standard input; end it with Ctrl-D (Windows: Ctrl-Z, Enter).")
     try:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from edgespec.cli.answers import print_json
 from edgespec.cli.console import errors, note, output, size
 from edgespec_models.progress import ProgressCallback
 
@@ -51,11 +52,10 @@ def write_results(result: Mapping[str, Any], *, json_file: Path | None, report: 
     from edgespec.files import write_text
     from edgespec.report import render_report
 
-    text = json.dumps(result, indent=2, ensure_ascii=False) + "\n"
     if json_file == Path("-"):
-        typer.echo(text, nl=False)
+        print_json(result)
     elif json_file is not None:
-        write_text(json_file, text)
+        write_text(json_file, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
         note(f"Figures: {json_file}")
     if report is not None:
         write_text(report, render_report(result))

@@ -54,7 +54,7 @@ def parse(file: Path) -> tuple[list[Learned], list[tuple[Scope, Kept]]]:
     """
     where = f"cannot import {file}"
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise RequestError(f"{where}: {error}") from error
     parts = read(_Exported, value, where, RequestError, "Give a file that 'edgespec history export' wrote")

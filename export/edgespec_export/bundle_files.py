@@ -17,10 +17,10 @@ _HASH_CHUNK = 1 << 24
 
 def write_texts(checkpoint: Checkpoint, folder: Path) -> None:
     """The tokenizer, and the chat template where there is one."""
-    (folder / TOKENIZER).write_text(checkpoint.tokenizer_json(), encoding="utf-8")
+    (folder / TOKENIZER).write_text(checkpoint.tokenizer_json(), encoding="utf-8", newline="\n")
     template = checkpoint.chat_template()
     if template is not None:
-        (folder / TEMPLATE).write_text(template, encoding="utf-8")
+        (folder / TEMPLATE).write_text(template, encoding="utf-8", newline="\n")
 
 
 def parameters_by_class(checkpoint: Checkpoint, head: int) -> dict[str, int]:
@@ -49,5 +49,6 @@ def hash_files(files: Sequence[Path], progress: ProgressCallback) -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write ``value``, indented."""
-    path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    """Write ``value``, indented. Question marks stand for what no UTF-8 holds, such as in files' names."""
+    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+    path.write_text(text, encoding="utf-8", errors="replace", newline="\n")

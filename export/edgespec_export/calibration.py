@@ -22,7 +22,7 @@ _TOKENS = 96
 
 
 def shipped_texts() -> list[str]:
-    """Text that catalogue targets wrote (``tools/make_calibration_text.py``), for any drafter."""
+    """Text that catalogue targets wrote (docs/lab/tools.md), for any drafter."""
     return [record["text"] for record in _shipped()]
 
 
@@ -96,7 +96,7 @@ def _shipped() -> list[dict[str, Any]]:
 
 
 def _texts(path: Path) -> Iterator[str]:
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue

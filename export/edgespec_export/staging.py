@@ -27,8 +27,13 @@ def check_place(source: Path, out: Path, *, overwrite: bool, replaceable: Callab
 
     Raises:
         ModelFileError: the source does not exist.
-        RequestError: ``out`` exists and is not to be replaced, or holds the source.
+        RequestError: ``out`` exists and is not to be replaced, or holds the source; or no bundle could be
+            opened there.
     """
+    try:
+        str(out.absolute()).encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{out} is not UTF-8, which ONNX Runtime needs; name another directory") from error
     if not source.exists():
         raise ModelFileError(
             f"{source} does not exist; give a GGUF file, a Hugging Face directory or a catalogue name"
@@ -45,7 +50,7 @@ def check_place(source: Path, out: Path, *, overwrite: bool, replaceable: Callab
 
 @contextmanager
 def staging(out: Path) -> Iterator[Path]:
-    """A folder beside ``out`` to build in; gone afterwards unless it was moved away.
+    """A folder in a private one beside ``out``, to build in; gone afterwards unless it was moved away.
 
     So are the parents of ``out`` that had to be made, unless something came into them.
     """
@@ -55,11 +60,13 @@ def staging(out: Path) -> Iterator[Path]:
             pid = stale.name.removeprefix(prefix).partition("-")[0]
             if not (pid.isdigit() and psutil.pid_exists(int(pid))):
                 shutil.rmtree(stale, ignore_errors=True)
-        folder = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=out.parent))
+        private = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=out.parent))
+        folder = private / "bundle"
         try:
+            folder.mkdir(mode=0o755)  # which the umask narrows
             yield folder
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(private, ignore_errors=True)
 
 
 @contextmanager
@@ -76,7 +83,6 @@ def _parents(out: Path) -> Iterator[None]:
 
 def place(folder: Path, out: Path) -> None:
     """Move the finished directory to ``out``, replacing one that is there."""
-    folder.chmod(0o755)  # mkdtemp makes it private
     if out.exists():
         old = folder.with_name(folder.name + "-old")
         out.rename(old)

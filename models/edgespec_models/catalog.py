@@ -5,7 +5,7 @@ file. The keys, all required unless marked optional:
 
     title, architecture, role ("target" or "drafter"), parameters, licence, filename,
     size_bytes, sha256, [[sources]]; optional: licence_url, drafter (the name of the drafter
-    recommended for a target)
+    recommended for a target), shape (what a plan of memory needs to know before the file is here)
 
 Sources are tried in the order written. Each has a ``kind``:
 
@@ -24,10 +24,21 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
+from edgespec_models.config import Context, Count
 from edgespec_models.errors import CatalogueError
 from edgespec_models.schema import form, length, read, shown, within
 
-__all__ = ["CatalogueEntry", "HubFile", "IndexPart", "IndexParts", "Role", "Source", "entries", "find"]
+__all__ = [
+    "CatalogueEntry",
+    "CatalogueShape",
+    "HubFile",
+    "IndexPart",
+    "IndexParts",
+    "Role",
+    "Source",
+    "entries",
+    "find",
+]
 
 Role = Literal["target", "drafter"]
 
@@ -77,12 +88,32 @@ _KINDS: Final[Mapping[str, type[Source]]] = {"hub": HubFile, "index": IndexParts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CatalogueShape:
+    """What the memory of a model that is not here yet is reckoned from.
+
+    Attributes:
+        layers: layers with a KV cache.
+        kv_heads: key and value heads of a layer.
+        head_dim: width of a head.
+        vocabulary: rows of the LM head.
+        context: positions the model was made for.
+    """
+
+    layers: Count
+    kv_heads: Count
+    head_dim: Count
+    vocabulary: Count
+    context: Context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogueEntry:
     """A model of the catalogue.
 
     ``architecture`` is the GGUF name (``llama``, ``qwen2``, ``gemma3``). ``parameters`` counts tied
     weights once. ``sha256`` is in lower-case hex. ``drafter`` names the recommended drafter, an
     entry of the same catalogue. ``sources`` are in the order to try.
+    ``shape`` is None where the file does not say.
     """
 
     name: _Name
@@ -96,6 +127,7 @@ class CatalogueEntry:
     licence_url: Annotated[str, form(r"https://\S+")] | None = None
     parameters: _Amount
     drafter: _Name | None = None
+    shape: CatalogueShape | None = None
     sources: Annotated[tuple[Source, ...], length(1)]
 
     def __post_init__(self) -> None:

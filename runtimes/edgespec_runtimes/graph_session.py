@@ -1,6 +1,7 @@
 """A sequence of tokens over a graph: what every session does, whatever runs its passes."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -11,9 +12,10 @@ from edgespec_runtimes.graph_io import GraphIO
 from edgespec_runtimes.predictions import Logits, Predictions
 from edgespec_runtimes.session import SavedCache, shared_length
 
-__all__ = ["GraphSession"]
+__all__ = ["KV_STEP", "GraphSession"]
 
-_KV_STEP = 256
+KV_STEP: Final = 256
+"""Room in the KV cache is made in steps of so many tokens."""
 _SAME, _NEAR = 1e-3, 0.2  # of the largest logit
 
 
@@ -191,7 +193,7 @@ class GraphSession:
 
     def _rounded(self, capacity: int) -> int:
         """Tokens to make room for where ``capacity`` are asked for."""
-        return min(-(-capacity // _KV_STEP) * _KV_STEP, self.longest)
+        return min(-(-capacity // KV_STEP) * KV_STEP, self.longest)
 
     def _too_long(self, tokens: int) -> str:
         return (

@@ -1,7 +1,9 @@
-"""Memory: how much this process has taken, and how fast this machine reads it."""
+"""Memory: what there is, how much this process has taken, and how fast this machine reads it."""
 
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
@@ -10,10 +12,72 @@ import psutil
 
 from edgespec_models.errors import DeviceError
 
-__all__ = ["memory_bandwidth", "peak_memory_bytes"]
+__all__ = ["MachineMemory", "machine_memory", "memory_bandwidth", "peak_memory_bytes"]
 
 _READ_BYTES = 1 << 28  # more than caches hold
 _READS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class MachineMemory:
+    """Physical memory that a process here may use, in bytes.
+
+    Attributes:
+        total: of the machine, or the limit that a container or service sets, where that is lower.
+        available: what can be had now without taking it from other programs.
+        limited: whether ``total`` is such a limit.
+    """
+
+    total: int
+    available: int
+    limited: bool = False
+
+
+def machine_memory(root: Path = Path("/")) -> MachineMemory:
+    """What this machine has, and what a Linux control group leaves of it.
+
+    Args:
+        root: where ``proc`` and ``sys`` lie.
+    """
+    found = psutil.virtual_memory()
+    total, available = int(found.total), int(found.available)
+    limits = list(_group_limits(root))
+    return MachineMemory(
+        total=min([total, *(limit for limit, _ in limits)]),
+        available=max(0, min([available, *(limit - used for limit, used in limits)])),
+        limited=any(limit < total for limit, _ in limits),
+    )
+
+
+def _group_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """The limit of every control group this process is in, and what it uses that cannot be taken back."""
+    try:
+        groups = (root / "proc/self/cgroup").read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return
+    for line in groups:
+        _, controllers, place = line.split(":", 2)
+        second = not controllers  # version 2 has one hierarchy for all
+        if not second and "memory" not in controllers.split(","):
+            continue
+        mounted = root / "sys/fs/cgroup" / ("" if second else "memory")
+        folder = mounted / place.strip("/")
+        for group in (folder, *folder.parents):
+            yield from _limit_of(group, second)
+            if group == mounted:
+                break
+
+
+def _limit_of(group: Path, second: bool) -> Iterator[tuple[int, int]]:
+    names = ("memory.max", "memory.current") if second else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    try:
+        limit, used = (int((group / name).read_text("ascii")) for name in names)
+        stat = dict(line.split() for line in (group / "memory.stat").read_text("ascii").splitlines())
+        prefix = "" if second else "total_"
+        cached = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+    except (OSError, ValueError):
+        return  # "max" is no limit; the first group has no such files, and others may not be seen from here
+    yield limit, max(0, used - cached)
 
 
 def peak_memory_bytes() -> int:

@@ -9,12 +9,15 @@ Usage, from the repository's root, in edgespec's environment, after install.py::
 
     python -m tools.peers.compare --peers DIR --gguf FILE --draft-gguf SMALL --edgespec exact=TARGET \\
         --drafter DRAFTER --prompts FILE --limit 26 --json OUT
+
+--edgespec and --drafter are [NAME=]MODEL and may be repeated; every drafter drafts for every target.
+--draft-gguf is the draft model of onnxruntime-genai and llama.cpp, of the same vocabulary; --genai-model is
+PEERS/onnx/NAME by default. --rows takes only rows of such names ('llama.cpp *'); each runs a prompt --turns
+times for --tokens new tokens. --reserve-gb is memory to leave free of workers that stay.
 """
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -25,29 +28,18 @@ from typing import Any
 
 import psutil
 
-from edgespec.prompts import Prompt, load_prompts, select
+from edgespec.machine import describe_machine
+from edgespec.prompts import Prompt, builtin_prompts, load_prompts, select
 from edgespec_export.gguf_checkpoint import GGUFCheckpoint
 from edgespec_models.chat_template import ChatTemplate
 from edgespec_models.errors import EdgespecError
+from tools.arguments import arguments
 from tools.peers.processes import WorkerError, Workers
 from tools.peers.protocol import Request
-from tools.peers.rows import Row, build, named
+from tools.peers.rows import Row, build
 from tools.peers.table import Sample, Table, tables
 
 SETTLE_S = 0.2
-
-PLAIN_TEXTS = {
-    "write-code": (
-        "# Read a CSV file, group its rows by the column `city`, and print the mean of `price`.\nimport csv\n"
-    ),
-    "refactor": (
-        "The same function, rewritten with a dictionary of operations instead of the chain of ifs:\n\n"
-        "def apply(op, a, b):\n    if op == 'add':\n        return a + b\n    if op == 'sub':\n"
-        "        return a - b\n    if op == 'mul':\n        return a * b\n    raise ValueError(op)\n\n"
-    ),
-    "explain": "Question: What does a compiler do, and how is it different from an interpreter?\n\nAnswer:",
-    "story": "The old ferry had crossed the river twice a day for forty years. On the last morning,",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,24 +53,20 @@ class Task:
 
 
 def tasks(args: argparse.Namespace) -> list[Task]:
-    """The prompts of the file, in the GGUF's own chat template; without a file, four plain texts."""
-    if args.prompts is None:
-        return [Task(name, name, text) for name, text in PLAIN_TEXTS.items()][: args.limit]
-    checkpoint = GGUFCheckpoint(args.gguf)
-    try:
+    """The prompts, in the GGUF's own chat template if it has one."""
+    with GGUFCheckpoint(args.gguf) as checkpoint:
         source = checkpoint.chat_template()
-    finally:
-        checkpoint.close()
-    if source is None:
-        raise EdgespecError(f"{args.gguf} has no chat template; leave out --prompts to measure plain texts")
-    template = ChatTemplate(source)  # no BOS in the text: every runtime adds its own
-    prompts = select(load_prompts(args.prompts), args.limit)
-    return [_conversation(prompt, template) for prompt in prompts]
+    # No BOS in the text: every runtime adds its own.
+    template = None if source is None else ChatTemplate(source)
+    chosen = select(load_prompts(args.prompts) if args.prompts else builtin_prompts(), args.limit)
+    return [_task(prompt, template) for prompt in chosen]
 
 
-def _conversation(prompt: Prompt, template: ChatTemplate) -> Task:
-    text = template.render([{"role": "user", "content": prompt.turns[0]}])
-    return Task(prompt.id, prompt.category, text, prompt.turns[0])
+def _task(prompt: Prompt, template: ChatTemplate | None) -> Task:
+    said = prompt.turns[0]
+    if template is None:
+        return Task(prompt.id, prompt.category, said)
+    return Task(prompt.id, prompt.category, template.render([{"role": "user", "content": said}]), said)
 
 
 class Run:
@@ -115,11 +103,9 @@ class Run:
             )
             self._report(f"{turn} {task.id:16} {row.name:28} {reply.tokens_per_s:6.1f} tokens/s, {busy:4.0%}")
 
-    def kl(self, given: Sequence[str]) -> dict[str, float | None]:
-        """By row: the KL divergence its worker knows, or that of its group in ``given``."""
-        known = {group: float(value) for group, value in (named(text, "") for text in given)}
-        facts = self._workers.facts
-        return {row.name: known.get(row.group, facts.get(row.command, {}).get("kl")) for row in self.rows}
+    def kl(self) -> dict[str, float | None]:
+        """By row: the KL divergence against the file that its worker knows."""
+        return {row.name: self._workers.facts.get(row.command, {}).get("kl") for row in self.rows}
 
     def _fail(self, row: Row, error: WorkerError) -> None:
         self.failures[row.name] = " ".join(str(error).split())
@@ -129,24 +115,21 @@ class Run:
 def outcome(run: Run, args: argparse.Namespace) -> dict[str, Any]:
     """Print the tables; return everything for ``--json``."""
     table = Table(run.rows, run.samples)
-    summary, kl = table.summary(), run.kl(args.kl)
+    summary, kl = table.summary(), run.kl()
     print(tables(summary, kl))
     for name, reason in run.failures.items():
         print(f"\n{name}: does not run: {reason}")
     headlines, warnings = table.headlines(), table.warnings(args.tokens)
     for line in headlines:
         ratio = line["ratio"] or {"total": 0.0, "median": 0.0}
-        print(
-            f"\n{line['ours']} / {line['peer']}: {ratio['total']:.3f} over all, {ratio['median']:.3f} median"
-        )
+        print(f"\n{line['ours']} / {line['peer']}: {ratio['total']:.3f} in all, {ratio['median']:.3f} median")
     for warning in warnings:
         print(f"warning: {warning}")
     if run.samples:
-        print(
-            f"\nothers used {statistics.median(s.busy for s in run.samples):.0%} of the processors (median)"
-        )
+        busy = statistics.median(sample.busy for sample in run.samples)
+        print(f"\nothers used {busy:.0%} of the processors (median)")
     return {
-        "machine": {"system": platform.platform(), "cpus": os.cpu_count()},
+        "machine": describe_machine(),
         "arguments": {name: str(value) for name, value in vars(args).items()},
         "rows": [asdict(row) | {"kl": kl[row.name]} for row in run.rows],
         "summary": summary,
@@ -157,34 +140,25 @@ def outcome(run: Run, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def parse() -> argparse.Namespace:
-    """Command line."""
-    parser = argparse.ArgumentParser(description="Compare decoding with the peers, plain and speculative.")
-    add = parser.add_argument
-    add("--peers", type=Path, required=True, help="the folder install.py filled")
-    add("--gguf", type=Path, required=True)
-    add("--draft-gguf", type=Path, help="draft model of onnxruntime-genai and llama.cpp (same vocabulary)")
-    add("--edgespec", metavar="[NAME=]TARGET", action="append", default=[], help="may be repeated")
-    add("--drafter", metavar="[NAME=]DRAFTER", action="append", default=[], help="of every --edgespec")
-    add("--genai-model", type=Path, help="default: PEERS/onnx/<name of the GGUF file>")
-    add("--rows", action="append", metavar="PATTERN", help="only rows of such names, like 'llama.cpp *'")
-    add("--prompts", type=Path, help="JSON Lines: id, category, turns; default: four plain texts")
-    add("--limit", type=int, help="at most so many prompts, spread over the categories")
-    add("--tokens", type=int, default=128, help="new tokens of each run")
-    add("--turns", type=int, default=1, help="how often each prompt is run by each row")
-    add("--threads", type=int, default=2)
-    add("--reserve-gb", type=float, default=5.0, help="memory to leave free of kept workers")
-    add("--kl", metavar="GROUP=VALUE", action="append", default=[], help="known KL against the file")
-    add("--json", type=Path, metavar="OUT", help="write every sample and the summary here")
-    args = parser.parse_args()
-    if args.tokens < 2 or args.turns < 1:
-        parser.error("--tokens must be at least 2, --turns at least 1")
-    return args
-
-
 def main() -> None:
     """Start the rows, let them take turns, report."""
-    args = parse()
+    args = arguments(
+        __doc__,
+        peers=Path,
+        gguf=Path,
+        draft_gguf=(Path,),
+        edgespec=[str],
+        drafter=[str],
+        genai_model=(Path,),
+        rows=[str],
+        prompts=(Path,),
+        limit=(int,),
+        tokens=128,
+        turns=1,
+        threads=2,
+        reserve_gb=5.0,
+        json=(Path,),
+    )
 
     def report(line: str) -> None:
         print(line, file=sys.stderr)

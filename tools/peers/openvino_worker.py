@@ -4,11 +4,9 @@ Usage: ``python -m tools.peers.openvino_worker MODEL.gguf [--prompt-lookup] --th
 a request's ``options`` say how much (``num_assistant_tokens``, ``max_ngram_size``).
 """
 
-import argparse
-from pathlib import Path
-
 import openvino_genai
 
+from tools.arguments import arguments
 from tools.peers.protocol import Reply, Request, reporting, serve
 
 
@@ -38,11 +36,7 @@ def answer(pipeline: openvino_genai.LLMPipeline, request: Request) -> Reply:
 
 def main() -> None:
     """Load the model and answer requests."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("gguf", type=Path)
-    parser.add_argument("--prompt-lookup", action="store_true")
-    parser.add_argument("--threads", type=int, required=True)
-    args = parser.parse_args()
+    args = arguments(__doc__, "gguf", prompt_lookup=False, threads=int)
     properties = {"INFERENCE_NUM_THREADS": args.threads}
     if args.prompt_lookup:
         properties["prompt_lookup"] = True

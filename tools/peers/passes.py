@@ -10,7 +10,6 @@ Usage, from the repository's root: ``python -m tools.peers.passes --gguf FILE --
 """
 
 import argparse
-import json
 import re
 import subprocess
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from time import perf_counter
 
 from edgespec_models.bundle import Bundle
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from tools.arguments import arguments
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32)
 _BEHIND, _STEPS, _PROMPT, _REPEATED = 16, 12, 64, 5
@@ -39,19 +39,7 @@ def peer(folder: Path, options: list[str], gguf: Path, threads: int) -> Times:
         if len(cells) > 9 and cells[1].isdigit():  # | PP | TG | B | N_KV | T_PP | S_PP | T_TG | ...
             times[cells[3]] = 1000 * float(cells[7]) / int(cells[2])
     valued = [word for option in options for word in (option, "1")]  # llama-bench's switches have values
-    bench = [
-        str(folder / "llama-bench"),
-        *model,
-        "-p",
-        str(_PROMPT),
-        "-n",
-        "0",
-        "-r",
-        "3",
-        "-o",
-        "json",
-        *valued,
-    ]
+    bench = [str(folder / "llama-bench"), *model, *f"-p {_PROMPT} -n 0 -r 3 -o json".split(), *valued]
     found = re.search(r'"avg_ts": ([0-9.]+)', _run(bench))
     return times | ({} if found is None else {"prompt": float(found[1])})
 
@@ -97,25 +85,14 @@ def programs(options: argparse.Namespace) -> dict[str, Callable[[], Times]]:
     for text in options.peer:
         name, _, where = text.partition("=")
         folder, _, words = where.partition(":")
-        found[name] = partial(
-            peer, Path(folder), words.split(",") if words else [], options.gguf, options.threads
-        )
+        extra = words.split(",") if words else []
+        found[name] = partial(peer, Path(folder), extra, options.gguf, options.threads)
     return found
 
 
 def main() -> None:
     """Read the command line, print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--gguf", type=Path, required=True)
-    parser.add_argument("--bundle", type=Path, required=True, help="the same model, exported")
-    parser.add_argument("--peer", action="append", default=[], metavar="NAME=FOLDER[:OPTION,...]")
-    parser.add_argument("--instructions", action="append", help="of edgespec's kernels; repeatable")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write what was measured")
-    options = parser.parse_args()
+    options = arguments(__doc__, gguf=Path, bundle=Path, peer=[str], instructions=[str], threads=2, rounds=3)
     every: dict[str, list[Times]] = {}
     for _ in range(options.rounds):
         for name, run in programs(options).items():
@@ -126,8 +103,6 @@ def main() -> None:
     for name, runs in every.items():
         cells = [f"{median(run.get(column, float('nan')) for run in runs):.1f}" for column in columns]
         print(f"| {name} | " + " | ".join(cells) + " |")
-    if options.json is not None:
-        options.json.write_text(json.dumps(every), encoding="utf-8")
 
 
 if __name__ == "__main__":

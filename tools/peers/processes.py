@@ -61,14 +61,11 @@ class Worker:
             raise self._failure("it ended") from error
         return Reply(**self._read())
 
-    def tree(self) -> list[psutil.Process]:
-        """The process and those it started."""
-        process = psutil.Process(self._process.pid)
-        return [process, *process.children(recursive=True)]
-
     def cpu_s(self) -> float:
         """Processor seconds used so far, child processes included."""
-        return float(sum(t.user + t.system for t in (p.cpu_times() for p in self.tree())))
+        process = psutil.Process(self._process.pid)
+        times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
+        return float(sum(each.user + each.system for each in times))
 
     def close(self) -> None:
         """Let the worker end by itself, then make sure."""

@@ -21,14 +21,8 @@ _DRAFT_LENGTHS = (2, 4)
 _GENAI_NGRAMS = {
     "ngram": {"ngram_size": 2, "max_draft_tokens": 4},
     "ngram-chained": {"ngram_size": 2, "max_draft_tokens": 4, "ngram_chained_lookup": True},
-    "ngram-adaptive": {
-        "ngram_size": 2,
-        "max_draft_tokens": 4,
-        "ngram_chained_lookup": True,
-        "min_adaptive_k": 2,
-        "cooldown": True,
-    },
 }
+_GENAI_NGRAMS["ngram-adaptive"] = {**_GENAI_NGRAMS["ngram-chained"], "min_adaptive_k": 2, "cooldown": True}
 _OPENVINO_LOOKUP = {"num_assistant_tokens": 5, "max_ngram_size": 3}  # the values of OpenVINO's own sample
 
 
@@ -81,13 +75,8 @@ def _edgespec(args: argparse.Namespace) -> Iterator[Row]:
 
 def _openvino(args: argparse.Namespace) -> Iterator[Row]:
     group = "openvino"
-    command = (
-        _python(args.peers / "openvino"),
-        "-m",
-        "tools.peers.openvino_worker",
-        str(args.gguf),
-        *_threads(args),
-    )
+    python = _python(args.peers / "openvino")
+    command = (python, "-m", "tools.peers.openvino_worker", str(args.gguf), *_threads(args))
     yield Row(f"{group} plain", group, command)
     yield Row(f"{group} prompt-lookup", group, (*command, "--prompt-lookup"), _OPENVINO_LOOKUP)
 
@@ -95,13 +84,8 @@ def _openvino(args: argparse.Namespace) -> Iterator[Row]:
 def _genai(args: argparse.Namespace) -> Iterator[Row]:
     group = "genai"
     folder = args.genai_model or args.peers / "onnx" / args.gguf.stem
-    command = (
-        _python(args.peers / "genai"),
-        "-m",
-        "tools.peers.genai_worker",
-        str(folder),
-        *_threads(args),
-    )
+    python = _python(args.peers / "genai")
+    command = (python, "-m", "tools.peers.genai_worker", str(folder), *_threads(args))
     yield Row(f"{group} plain", group, command)
     for name, options in _GENAI_NGRAMS.items():
         yield Row(f"{group} {name}", group, command, options)

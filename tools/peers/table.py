@@ -53,11 +53,7 @@ class Table:
         self._samples = {row.name: [s for s in samples if s.row == row.name] for row in rows}
         self.rows = [row for row in rows if self._samples[row.name]]
         self.categories = list(dict.fromkeys(s.category for s in samples))
-
-    @property
-    def groups(self) -> list[str]:
-        """Groups with samples."""
-        return list(dict.fromkeys(row.group for row in self.rows))
+        self.groups = list(dict.fromkeys(row.group for row in self.rows))
 
     def speed(self, name: str, category: str | None = None) -> float | None:
         """Tokens of all samples over their seconds."""
@@ -73,10 +69,6 @@ class Table:
             return None
         total = sum(1 / b for _, b in pairs) / sum(1 / a for a, _ in pairs)
         return {"total": total, "median": statistics.median(a / b for a, b in pairs)}
-
-    def gain(self, row: Row, category: str | None = None) -> dict[str, float] | None:
-        """The row's speed over its group's plain row."""
-        return self.ratios(row.name, row.plain, category)
 
     def best(self, groups: Iterable[str]) -> str | None:
         """The fastest row of these groups."""
@@ -134,30 +126,29 @@ class Table:
             "max": max(speeds),
             "total": self.speed(row.name),
             "request": self._request_speed(row.name),
-            "gain": self.gain(row),
+            "gain": self.ratios(row.name, row.plain),
             "ours": self.ratios(ours, row.name),
             "acceptance_rate": sum(s.accepted or 0 for s in samples) / drafted if drafted else None,
             "same_as_plain": self.same(row.name, row.plain),
             "same_as_first": self.same(row.name, first),
             "by_category": {
-                category: {"total": self.speed(row.name, category), "gain": self.gain(row, category)}
+                category: {
+                    "total": self.speed(row.name, category),
+                    "gain": self.ratios(row.name, row.plain, category),
+                }
                 for category in self.categories
             },
         }
 
+    def _in_category(self, row: Row, category: str) -> dict[str, Any]:
+        gain = self.ratios(row.name, row.plain, category)
+        return {"total": self.speed(row.name, category), "gain": gain}
+
 
 def tables(summary: Mapping[str, Mapping[str, Any]], kl: Mapping[str, float | None]) -> str:
     """Two tables in Markdown: the rows, and their speeds by category where there are several."""
-    head = [
-        "",
-        "tokens/s, median (min - max)",
-        "over all",
-        "with prefill",
-        "x plain",
-        "(median)",
-        "best edgespec / row",
-    ]
-    head += ["(median)", "accepted", "as plain", "as the first", "KL"]
+    head = ["", "tokens/s, median (min - max)", "over all", "with prefill", "x plain", "(median)"]
+    head += ["best edgespec / row", "(median)", "accepted", "as plain", "as the first", "KL"]
     body = []
     for name, row in summary.items():
         spread = f"{row['median']:.1f} ({row['min']:.1f} - {row['max']:.1f})"

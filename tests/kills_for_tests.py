@@ -1,22 +1,19 @@
-"""Programs that learn into one history and are killed at random: `python tools/history_kills.py --kills 200`.
+"""Programs that learn into one history and are killed at random, two at a time.
 
-Two write at a time. After every kill the file must open, hold all that a killed program had reported as
-written, and all that it had learned longer ago than the flush interval and half a second for a busy machine.
+After every kill the file must open, hold all that a killed program had reported as written, and all that it
+had learned longer ago than the flush interval and half a second for a busy machine.
 """
 
-import argparse
 import os
 import random
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from edgespec.history.passages import Passage
-from edgespec.history.schema import SUFFIX
 from edgespec.history.store import Scope, Store
 from edgespec.history.writer import Writer
 
@@ -84,7 +81,7 @@ def _promised(writer: int, lines: Sequence[str], killed_at: float) -> set[bytes]
 
 
 def _start(path: Path, writer: int) -> "subprocess.Popen[str]":
-    command = [sys.executable, str(Path(__file__)), "--write", str(path), "--writer", str(writer)]
+    command = [sys.executable, str(Path(__file__)), str(path), str(writer)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
@@ -93,22 +90,5 @@ def _say(line: str) -> None:
     os.write(1, f"{line}\n".encode())
 
 
-def main() -> None:
-    """Kill, count, and exit with 1 if anything was lost."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--write", type=Path, help="be a program that is killed")
-    parser.add_argument("--writer", type=int, default=0)
-    options = parser.parse_args()
-    if options.write is not None:
-        write_until_killed(options.write, options.writer)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"kills{SUFFIX}"
-        promised, lost = kill_writers(path, options.kills, seed=options.seed)
-    print(f"{options.kills} kills, {promised} passages promised, {lost} lost")
-    sys.exit(1 if lost else 0)
-
-
 if __name__ == "__main__":
-    main()
+    write_until_killed(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,109 @@
+"""``edgespec plan``: what models would take of this machine, before anything is loaded."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from edgespec.cli.answers import print_json
+from edgespec.cli.console import output, size
+from edgespec.cli.options import Drafter, JsonFlag, Target
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from edgespec.footprint import Footprint
+    from edgespec.planning import Plan
+
+__all__ = ["plan"]
+
+_VERDICTS = {
+    "fits": "fits",
+    "from disk": "slow: weights would be read from the disk again and again",
+    "no": "does not fit",
+}
+
+
+def plan(
+    target: Target,
+    drafter: Drafter = "auto",
+    context: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Plan for a text of N tokens too, answer included.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show what a target and its drafter would take of memory and disk, and whether this machine has it.
+
+    Nothing is downloaded, exported or loaded. A text's KV cache grows with it, so there is a line for each
+    of several lengths, and the longest that fits. A container's memory limit counts as the machine's memory.
+
+    Examples:
+
+        edgespec plan qwen2.5-coder-1.5b-instruct
+
+        edgespec plan ./model.gguf --drafter none --context 16000
+
+        edgespec plan ./target --drafter ./drafter --json
+    """
+    import edgespec
+
+    made = edgespec.plan(target, None if drafter == "none" else drafter, context=context)
+    if as_json:
+        print_json(made.to_json())
+        return
+    output().print(_models(made))
+    output().print()
+    output().print(_contexts(made))
+    output().print()
+    for line in _machine(made):
+        output().print(line, markup=False, soft_wrap=True)
+
+
+def _models(made: "Plan") -> "Table":
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("", *(escape(model.name) for model in made.models), box=None, pad_edge=False)
+    rows = [_facts(model) for model in made.models]
+    for name in rows[0]:
+        table.add_row(name, *(row[name] for row in rows))
+    return table
+
+
+def _facts(model: "Footprint") -> dict[str, str]:
+    cache = model.cache
+    return {
+        "on this machine": model.state if model.device is None else f"{model.state}, made for {model.device}",
+        "weights": size(model.weights_bytes),
+        "tables, mapped": size(model.table_bytes),
+        "KV cache": f"{cache.kind}, {size(cache.bytes_per_token * cache.copies)} a token",
+        "context": f"{cache.longest:,} tokens",
+        "working memory": size(model.working_bytes),
+    }
+
+
+def _contexts(made: "Plan") -> "Table":
+    from rich.table import Table
+
+    table = Table("text, tokens", "KV cache", "memory in all", "", box=None, pad_edge=False)
+    for fit in made.contexts:
+        table.add_row(f"{fit.tokens:,}", size(fit.kv_bytes), size(fit.memory_bytes), _VERDICTS[fit.verdict])
+    return table
+
+
+def _machine(made: "Plan") -> list[str]:
+    machine = made.machine
+    limit = ", the container's limit" if machine.limited else ""
+    longest = f"{made.longest_context:,} tokens" if made.longest_context else "none"
+    lines = [
+        f"memory: {size(machine.available)} available of {size(machine.total)}{limit}",
+        f"longest text that fits: {longest}",
+    ]
+    if made.disk_bytes:
+        download = sum(model.download_bytes for model in made.models)
+        lines.append(
+            f"disk: {size(download)} to download, {size(made.disk_bytes - download)} to export; "
+            f"{size(made.disk_free)} free"
+        )
+    if any(model.device == "cuda" for model in made.models):
+        lines.append("weights and KV cache for CUDA lie in the GPU's memory and are not counted")
+    return lines

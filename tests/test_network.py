@@ -1,0 +1,61 @@
+"""Inference asks no network: where every socket is forbidden a process loads, answers, chats and learns."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from edgespec_models.bundle import MANIFEST, TEMPLATE, FileRecord
+from tests.native_for_tests import tiny_native
+from tests.toy import LLAMA
+
+CHAT = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs the system's filter of calls")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("offline")
+    tiny_native(folder / "target", LLAMA, "Q4_1")
+    tiny_native(folder / "drafter", replace(LLAMA, num_layers=1), "Q8_0", role="drafter")
+    add_template(folder / "target")
+    return folder
+
+
+def add_template(bundle: Path) -> None:
+    (bundle / TEMPLATE).write_text(CHAT, encoding="utf-8")
+    manifest = json.loads((bundle / MANIFEST).read_text(encoding="utf-8"))
+    manifest["files"][TEMPLATE] = asdict(FileRecord.of(bundle / TEMPLATE))
+    (bundle / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+
+
+def offline(folder: Path, way: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-X", "utf8", "-m", "tests.offline_for_tests", str(folder), way]
+    root = Path(__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, encoding="utf-8", check=False
+    )
+
+
+def test_inference_needs_no_network(folder: Path) -> None:
+    done = offline(folder, "use")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout) > 100
+    assert list((folder / "home").rglob("me.history"))  # it learned
+
+
+def test_the_test_would_see_a_socket(folder: Path) -> None:
+    done = offline(folder, "by_python")
+    assert done.returncode != 0
+    assert "is forbidden here" in done.stderr or done.returncode == -signal.SIGSYS
+
+
+@LINUX
+def test_the_test_would_see_a_librarys_socket(folder: Path) -> None:
+    assert offline(folder, "by_library").returncode == -signal.SIGSYS

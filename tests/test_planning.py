@@ -1,0 +1,323 @@
+"""What models take, before they are loaded: compared with what sessions reserve and exports write."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import edgespec
+from edgespec import planning
+from edgespec.cli import app
+from edgespec.footprint import CacheSize, Footprint, footprint_of
+from edgespec.planning import Plan, plan, room_for
+from edgespec.unmade import footprint, look_up
+from edgespec_export.export import ExportOptions, export_model
+from edgespec_models.bundle import Bundle
+from edgespec_models.catalog import entries, find
+from edgespec_models.download import pull
+from edgespec_models.errors import CatalogueError, DeviceError, RequestError
+from edgespec_models.foreign import open_bundle
+from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_runtimes.devices import CPU
+from edgespec_runtimes.discovery import Device
+from edgespec_runtimes.memory import MachineMemory, machine_memory
+from edgespec_runtimes.static_session import StaticSession
+from tests.foreign_for_tests import ForeignSpec, write_genai, write_optimum
+from tests.gguf_for_tests import tiny_gguf
+from tests.hf_for_tests import config_of, write_checkpoint
+from tests.native_for_tests import tiny_native
+from tests.tokenizers_for_tests import byte_level_json
+from tests.toy import GEMMA, INT8, tiny_bundle
+from tests.written_out_for_tests import WrittenOut, write_written_out
+
+ONE_THREAD = CpuOptions(threads=1)
+LENGTHS = (1, 255, 256, 257, 500, 640)
+KINDS: dict[str, Callable[[Path], object]] = {
+    "own kernels": tiny_native,
+    "own kernels, sliding windows": lambda folder: tiny_native(folder, GEMMA),
+    "standard operators": tiny_bundle,
+    "standard operators, int8 weights": lambda folder: tiny_bundle(folder, form=INT8),
+    "genai, in place": lambda folder: write_genai(folder, ForeignSpec()),
+    "genai, float16": lambda folder: write_genai(folder, ForeignSpec(kv="float16")),
+    "genai, concatenating": lambda folder: write_genai(folder, ForeignSpec(attention="concat")),
+    "Optimum": lambda folder: write_optimum(folder, ForeignSpec(attention="concat")),
+    "written out": lambda folder: write_written_out(folder, WrittenOut()),
+}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    def has(available: int) -> None:
+        monkeypatch.setattr(planning, "machine_memory", lambda: MachineMemory(8 * 10**9, available))
+
+    return has
+
+
+@pytest.mark.parametrize("exact_rows", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_takes_what_its_session_reserves(tmp_path: Path, kind: str, exact_rows: bool) -> None:
+    KINDS[kind](tmp_path / "m")
+    bundle = open_bundle(tmp_path / "m")
+    planned = footprint_of(bundle, exact_rows=exact_rows).cache
+    for tokens in LENGTHS:
+        session = CpuSession(bundle, replace(ONE_THREAD, exact_rows=exact_rows), row_exact=True)
+        session.reserve(tokens)
+        assert planned.bytes(tokens) == session.kv_bytes, tokens
+        session.close()
+
+
+@pytest.mark.parametrize("kv", ["float32", "int8"])
+def test_so_does_an_int8_cache(tmp_path: Path, kv: str) -> None:
+    source = tiny_gguf("qwen2", "Q4_K").write(tmp_path / "m.gguf")
+    export_model(source, tmp_path / "m", options=ExportOptions(weights="portable", kv=kv))  # type: ignore[arg-type]
+    session = CpuSession(Bundle(tmp_path / "m"), ONE_THREAD)
+    session.reserve(300)
+    planned = footprint_of(Bundle(tmp_path / "m"), exact_rows=True).cache
+    assert (planned.kind, planned.bytes(300)) == (kv, session.kv_bytes)
+    session.close()
+
+
+def test_so_do_the_caches_of_fixed_shapes(tmp_path: Path) -> None:
+    source = tiny_gguf("llama").write(tmp_path / "m.gguf")
+    export_model(source, tmp_path / "m", options=ExportOptions(device="npu-openvino", buckets=(64, 128)))
+    bundle = Bundle(tmp_path / "m")
+    planned = footprint_of(bundle, exact_rows=True).cache
+    session = StaticSession(bundle, Device(CPU, "ready"), ONE_THREAD)
+    for tokens in (10, 64, 65, 128):
+        session.reserve(tokens)
+        assert planned.bytes(tokens) == session.kv_bytes
+    assert planned.bytes(1000) == planned.bytes(128)
+    session.close()
+
+
+@pytest.mark.parametrize("role", ["target", "drafter"])
+@pytest.mark.parametrize("weights", ["exact", "portable"])
+@pytest.mark.parametrize("source", ["gguf", "tied gguf", "directory"])
+def test_a_checkpoint_is_planned_as_its_export_will_be(
+    tmp_path: Path, source: str, weights: str, role: str
+) -> None:
+    if source == "directory":
+        path = write_checkpoint(tmp_path / "m", config_of("qwen3"))
+        (path / "tokenizer.json").write_text(byte_level_json(size=300), encoding="utf-8")
+    else:
+        architecture = "qwen2" if source == "tied gguf" else "llama"
+        path = tiny_gguf(architecture, "Q4_K").write(tmp_path / "m.gguf")
+    located = look_up(path, role, weights)  # type: ignore[arg-type]
+    before = footprint(located, role, weights)  # type: ignore[arg-type]
+    options = ExportOptions(role=role, weights=weights)  # type: ignore[arg-type]
+    export_model(path, tmp_path / "out", options=options)
+    bundle = Bundle(tmp_path / "out")
+    after = footprint_of(bundle, exact_rows=role == "target")
+    assert (before.state, after.state) == ("to be exported", "here")
+    assert before.export_bytes == bundle.manifest.files["model.onnx.data"].size_bytes
+    assert replace(before, state="here", export_bytes=0, name=after.name) == after
+
+
+def test_a_catalogue_model_is_planned_before_it_is_pulled(home: Path) -> None:
+    made = plan("qwen2.5-coder-1.5b-instruct")
+    entry = find("qwen2.5-coder-1.5b-instruct")
+    assert made.target.state == "to be pulled"
+    assert made.target.weights_bytes == made.target.download_bytes == entry.size_bytes
+    assert made.target.cache.bytes(1) == 256 * 28 * 2 * 2 * 128 * 2  # two bytes a number
+    assert made.drafter is not None and made.drafter.name == "smollm2-135m-instruct"
+    assert made.disk_bytes == 2 * (entry.size_bytes + find("smollm2-135m-instruct").size_bytes)
+    assert [fit.tokens for fit in made.contexts] == [2048, 8192, 32768]
+    assert not home.exists()
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("name", entries())
+def test_the_catalogue_knows_what_the_files_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = plan(name, None).target
+    monkeypatch.undo()  # the machine's own home
+    pull(find(name))
+    planned = footprint(look_up(name, "target", None), "target")
+    assert before.cache == planned.cache
+    assert before.working_bytes == planned.working_bytes
+    assert 0.8 < before.weights_bytes / planned.weights_bytes < 1.3
+
+
+def test_what_auto_takes_is_known_without_an_export(tmp_path: Path) -> None:
+    source = tiny_gguf("llama").write(tmp_path / "m.gguf")
+    assert plan(source).drafter is None  # n-grams
+    assert plan(source, source).drafter is not None
+    assert plan(source, "ngram").drafter is None
+
+
+def test_what_cannot_be_planned_is_refused_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="run 'edgespec pull hf:someone/model' first"):
+        plan("hf:someone/model")
+    with pytest.raises(CatalogueError, match="no model 'nothing'"):
+        plan("nothing")
+    with pytest.raises(RequestError, match="context is 641; allowed: 1 to 640"):
+        plan(tiny_gguf("llama").write(tmp_path / "m.gguf"), context=641)
+
+
+def of(weights: int, *, mapped: bool = True, per_token: int = 1000, longest: int = 100_000) -> Footprint:
+    cache = CacheSize(kind="float16", bytes_per_token=per_token, longest=longest, tile=16)
+    return Footprint(
+        name="m",
+        state="here",
+        weights_bytes=weights,
+        mapped=mapped,
+        table_bytes=0,
+        twice_bytes=0,
+        working_bytes=10,
+        cache=cache,
+    )
+
+
+def test_verdicts() -> None:
+    def verdict(available: int, *, mapped: bool = True) -> str:
+        machine = MachineMemory(10**7, available)
+        return Plan(of(10**6, mapped=mapped), None, machine, 0, program_bytes=0).fit(256).verdict
+
+    whole = 10**6 + 10 + 256_000
+    assert [verdict(each) for each in (whole, whole - 1)] == ["fits", "from disk"]
+    assert [verdict(each) for each in (256_010, 256_009)] == ["from disk", "no"]
+    assert verdict(whole - 1, mapped=False) == "no"
+
+
+def test_a_matrix_that_is_copied_counts_twice_until_a_cache_takes_more() -> None:
+    made = Plan(
+        replace(of(10**6), twice_bytes=300_000), None, MachineMemory(10**7, 10**7), 0, program_bytes=0
+    )
+    assert [made.fit(tokens).memory_bytes for tokens in (256, 512)] == [1_300_010, 1_512_010]
+
+
+@given(
+    st.integers(0, 2 * 10**6), st.integers(1, 3000), st.integers(16, 4000), st.none() | st.integers(16, 4000)
+)
+def test_the_longest_context_is_the_longest_that_fits(
+    available: int, per_token: int, longest: int, second: int | None
+) -> None:
+    drafter = None if second is None else of(10**5, per_token=50, longest=second)
+    target = of(10**5, per_token=per_token, longest=longest)
+    made = Plan(target, drafter, MachineMemory(10**7, available), 0, program_bytes=0)
+    found = made.longest_context
+    assert 0 <= found <= longest
+    assert found == 0 or made.fit(found).verdict == "fits"
+    assert found == longest or made.fit(found + 1).verdict != "fits"
+
+
+def test_weights_of_a_gpu_are_not_counted() -> None:
+    made = Plan(replace(of(10**9), device="cuda"), of(1000), MachineMemory(10**7, 10**7), 0)
+    assert made.fit(256).memory_bytes < made.program_bytes + 10**6
+
+
+def test_loading_keeps_weights_mapped_where_copies_have_no_room(
+    tmp_path: Path, memory: Callable[[int], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    bundle = tiny_native(tmp_path / "m").bundle
+    need = footprint_of(bundle, exact_rows=True)
+    least = need.working_bytes + need.cache.bytes(256)
+    memory(least + need.weights_bytes + need.twice_bytes)
+    assert room_for(bundle, None, ONE_THREAD) is ONE_THREAD
+    assert not caplog.records
+    memory(least)
+    assert room_for(bundle, None, ONE_THREAD) == replace(ONE_THREAD, huge_pages=False)
+    assert "read from the disk again" in caplog.text and "m 0 MB" in caplog.text
+
+
+@pytest.mark.parametrize("make", [tiny_native, tiny_bundle])
+def test_loading_refuses_what_cannot_work(
+    tmp_path: Path, memory: Callable[[int], None], make: Callable[[Path], object]
+) -> None:
+    make(tmp_path / "m")
+    memory(10_000)
+    with pytest.raises(
+        DeviceError, match=r"no room for these models: weights: m 0 MB; in all .* 'edgespec plan'"
+    ):
+        edgespec.load(tmp_path / "m", "ngram")
+    memory(10**9)
+    with edgespec.load(tmp_path / "m", "ngram") as model:
+        assert model.generate("a", max_new_tokens=2).tokens
+
+
+def group(root: Path, second: bool, limit: str, used: int, cached: int, place: str) -> None:
+    (root / "proc/self").mkdir(parents=True, exist_ok=True)
+    line = f"0::{place}\n" if second else f"5:cpu:/x\n4:cpu,memory:{place}\n"
+    (root / "proc/self/cgroup").write_text(line)
+    folder = root / "sys/fs/cgroup" / ("" if second else "memory")
+    folder.mkdir(parents=True)
+    names = ("memory.max", "memory.current") if second else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    prefix = "" if second else "total_"
+    for name, value in zip(names, (limit, str(used)), strict=True):
+        (folder / name).write_text(f"{value}\n")
+    (folder / "memory.stat").write_text(f"{prefix}inactive_file {cached}\n{prefix}active_file 1\nanon 7\n")
+
+
+@pytest.mark.parametrize("second", [True, False])
+@pytest.mark.parametrize("place", ["/", "/service/one", "/../elsewhere"])
+def test_a_containers_limit_is_this_machines_memory(tmp_path: Path, second: bool, place: str) -> None:
+    group(tmp_path, second, "1000000", 300_000, 99_999, place)
+    assert machine_memory(tmp_path) == MachineMemory(1_000_000, 800_000, limited=True)
+
+
+@pytest.mark.parametrize("limit", ["max", str(1 << 62)])
+def test_no_limit_is_none(tmp_path: Path, limit: str) -> None:
+    group(tmp_path, limit == "max", limit, 300_000, 0, "/")
+    found = machine_memory(tmp_path)
+    assert not found.limited and found.total > 10**8
+
+
+def test_damaged_files_of_the_system_are_no_limit(tmp_path: Path) -> None:
+    group(tmp_path, True, "a lot", 0, 0, "/")
+    assert not machine_memory(tmp_path).limited
+    assert not machine_memory(tmp_path / "nothing").limited
+
+
+@settings(deadline=None)
+@given(tokens=st.integers(1, 3000))
+def test_rooms_are_never_too_small(tokens: int) -> None:
+    for cache in (
+        of(1).cache,
+        replace(of(1).cache, spare=1, tile=1),
+        replace(of(1).cache, buckets=(9, 5000)),
+    ):
+        bounded = replace(cache, longest=5000)
+        assert tokens <= bounded.room(tokens) <= bounded.room(tokens + 1)
+
+
+@pytest.mark.usefixtures("consoles")
+def test_the_command_shows_it(tmp_path: Path) -> None:
+    target, drafter = tiny_native(tmp_path / "t").path, tiny_native(tmp_path / "d", role="drafter").path
+    arguments = ["plan", str(target), "--drafter", str(drafter), "--context", "300"]
+    shown = CliRunner().invoke(app, arguments)
+    assert shown.exit_code == 0
+    for words in (
+        "KV cache",
+        "float16, 512 bytes a token",
+        "640 tokens",
+        "fits",
+        "longest text that fits: 640",
+    ):
+        assert words in shown.stdout
+    found = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert [fit["tokens"] for fit in found["contexts"]] == [300, 640]
+    assert found["longest_context"] == 640
+    assert found["target"]["kv_bytes_per_token"] == 512
+    assert found["drafter"]["name"] == "d"
+
+
+@pytest.mark.usefixtures("consoles")
+def test_the_command_says_what_pulling_takes() -> None:
+    shown = CliRunner().invoke(app, ["plan", "gemma-3-270m", "--drafter", "none"])
+    assert "disk: 253.1 MB to download, 253.1 MB to export" in shown.stdout
+    assert "to be pulled" in shown.stdout
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(RequestError, match="context"):
+        plan("gemma-3-270m", context=0)

