@@ -16,7 +16,7 @@ SCHEMA = {
     "type": "object",
     "properties": {
         "vendor": {"type": "string", "maxLength": 60},  # without a limit a model may go on for long
-        "date": {"type": "string", "pattern": r"^\d{4}-\d\d-\d\d$"},
+        "date": {"type": "string", "format": "date"},
         "total": {"type": "number", "minimum": 0, "maximum": 1_000_000},
         "currency": {"enum": ["EUR", "USD", "GBP"]},
     },
