@@ -7,6 +7,7 @@ checkout into it, and runs there. Further arguments go to the command it runs.
 import argparse
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import venv
@@ -61,7 +62,8 @@ def emulates_qnn() -> bool:
 
 def test(arguments: Sequence[str]) -> None:
     """Run the whole gate; with arguments, only pytest with these."""
-    set_up("dev,npu-qnn" if emulates_qnn() else "dev")
+    extras = {"dev": True, "npu-qnn": emulates_qnn(), "browser": shutil.which("chromium") is not None}
+    set_up(",".join(extra for extra, usable in extras.items() if usable))
     for command in (("pytest", *arguments),) if arguments else GATE:
         print(f"\n$ {' '.join(command)}", flush=True)
         run(command)

@@ -2,15 +2,39 @@
 
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
+from edgespec.cli.console import output
+from edgespec.cli.markdown import MarkdownStream
+
 if TYPE_CHECKING:
+    from rich.text import Text
+
+    from edgespec.attribution import Attribution
     from edgespec.results import Generation, GenerationStats
     from edgespec.stream import Stream
 
-__all__ = ["allow_any_text", "answer_json", "json_text", "print_json", "stats_line", "stream_to_terminal"]
+__all__ = [
+    "allow_any_text",
+    "answer_json",
+    "json_text",
+    "print_json",
+    "sources_line",
+    "stats_line",
+    "stream_as_markdown",
+    "stream_to_terminal",
+]
+
+_MARKS: Final = {
+    "model": "underline blue",
+    "ngram": "italic underline yellow",
+    "history": "bold underline magenta",
+    "grammar": "reverse green",
+}
+"""How text of each source looks, also where there are no colours; the target's own is plain."""
 
 
 def allow_any_text() -> None:
@@ -38,6 +62,46 @@ def json_text(value: Any, indent: int | None = None) -> str:
     """``value`` as JSON; characters are escaped where standard output could not hold them all."""
     encoding = getattr(sys.stdout, "encoding", None) or ""
     return json.dumps(value, indent=indent, ensure_ascii=not encoding.lower().startswith("utf"))
+
+
+def stream_as_markdown(stream: "Stream", attribution: "Attribution | None" = None) -> "Generation":
+    """Print the text as it comes and as it should look; with ``attribution``, drafted tokens are marked.
+
+    Away from a terminal the text is printed as it is.
+    """
+    if not output().is_terminal:
+        return stream_to_terminal(stream)
+    markdown, ends_line = MarkdownStream(), True
+    try:
+        for record in stream.records():
+            ends_line = record.text.endswith("\n") if record.text else ends_line
+            if attribution is None:
+                _print_pieces(markdown.push(record.text), "")
+                continue
+            last = record.finish_reason is not None
+            for token in attribution.push(record.text, record.tokens, last=last):
+                _print_pieces(markdown.push(token["text"]), _MARKS.get(token["source"], ""))
+    finally:
+        _print_pieces(markdown.finish(), "")
+        if not ends_line:
+            output().print()
+    return stream.result
+
+
+def _print_pieces(pieces: list[tuple[str, str]], mark: str) -> None:
+    from rich.text import Text
+
+    for text, style in pieces:
+        output().print(Text(text, f"{style} {mark}".strip()), end="", soft_wrap=True)
+
+
+def sources_line(answer: "Generation") -> "Text":
+    """How many tokens came from where, each source as it is marked."""
+    from rich.text import Text
+
+    counts = Counter(token.source for token in answer.records)
+    parts = [Text(f"{count} {name}", _MARKS.get(name, "")) for name, count in counts.most_common()]
+    return Text(", ").join(parts)
 
 
 def print_json(value: Any) -> None:

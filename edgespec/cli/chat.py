@@ -11,8 +11,9 @@ from edgespec.cli.answers import (
     answer_json,
     json_text,
     print_json,
+    sources_line,
     stats_line,
-    stream_to_terminal,
+    stream_as_markdown,
 )
 from edgespec.cli.console import errors, note, progress_bars
 from edgespec.cli.options import (
@@ -38,16 +39,18 @@ from edgespec.cli.options import (
 from edgespec_models.errors import RequestError
 
 if TYPE_CHECKING:
+    from edgespec.attribution import Attribution
     from edgespec.conversation import Conversation
     from edgespec.results import Generation
 
 __all__ = ["chat"]
 
-_HELP = """/help   show this list
-/clear  forget the conversation
-/stats  show what the last answer cost, in full
-/quit   leave (also Ctrl-D)
-Ctrl-C  stop the answer"""
+_HELP = """/help     show this list
+/clear    forget the conversation
+/stats    show what the last answer cost, in full
+/sources on   mark drafted tokens, by source (off: do not)
+/quit     leave (also Ctrl-D)
+Ctrl-C    stop the answer"""
 
 
 def chat(
@@ -95,6 +98,8 @@ def chat(
             training_share=training_share,
             devices=(device, drafter_device),
         )
+    from edgespec.attribution import Attribution
+
     with model:
         if model.target.chat_template is None:
             raise RequestError(
@@ -109,15 +114,16 @@ def chat(
             _answer_lines(begin())
         else:
             note(f"{model.name} with {model.drafter_name or 'no drafter'}. /help lists what can be typed.")
-            _talk(_Chat(begin), _read_line)
+            _talk(_Chat(begin, lambda: Attribution(model.target.tokenizer)), _read_line)
 
 
 class _Chat:
-    """A conversation that can begin anew, and what its last answer was."""
+    """A conversation that can begin anew, what its last answer was, and how answers are shown."""
 
-    def __init__(self, begin: "Callable[[], Conversation]") -> None:
-        self._begin, self.conversation = begin, begin()
+    def __init__(self, begin: "Callable[[], Conversation]", attribution: "Callable[[], Attribution]") -> None:
+        self._begin, self.conversation, self.attribution = begin, begin(), attribution
         self.last: Generation | None = None
+        self.sources = False
 
     def clear(self) -> None:
         """Forget everything but the system message."""
@@ -140,7 +146,7 @@ def _show_answer(talk: _Chat, text: str) -> None:
     try:
         stream = talk.conversation.stream(text)
         try:
-            answer = stream_to_terminal(stream)
+            answer = stream_as_markdown(stream, talk.attribution() if talk.sources else None)
         except KeyboardInterrupt:
             stream.cancel()
             answer = stream.result
@@ -150,6 +156,8 @@ def _show_answer(talk: _Chat, text: str) -> None:
     talk.last = answer
     stopped = "stopped; " if answer.finish_reason == "cancelled" else ""
     note(stopped + stats_line(answer.stats))
+    if talk.sources:
+        errors().print(sources_line(answer), soft_wrap=True)
 
 
 def _command(text: str, talk: _Chat) -> None:
@@ -163,6 +171,9 @@ def _command(text: str, talk: _Chat) -> None:
             note("There is no answer yet.")
         else:
             print_json(talk.last.stats.to_json())
+    elif text in ("/sources on", "/sources off"):
+        talk.sources = text.endswith("on")
+        note("Drafted tokens are marked." if talk.sources else "Tokens are not marked.")
     else:
         note(f"{text} is unknown; /help lists what can be typed.")
 

@@ -1,0 +1,154 @@
+"""``edgespec serve``: a model behind HTTP, for OpenAI's clients, and a page to chat with it."""
+
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from edgespec.cli.console import note, progress_bars
+from edgespec.cli.options import (
+    Device,
+    Drafter,
+    DrafterDevice,
+    HistoryName,
+    Target,
+    Threads,
+    TrainingShare,
+)
+from edgespec_models.errors import EdgespecError, RequestError
+
+if TYPE_CHECKING:
+    from edgespec.engine import Model
+    from edgespec.serve.options import ServeOptions
+
+__all__ = ["serve"]
+
+KEY_VARIABLE = "EDGESPEC_API_KEY"
+
+
+def serve(
+    target: Target,
+    drafter: Drafter = "auto",
+    host: Annotated[
+        str, typer.Option(help="The address to listen at. Others than this machine's own need a key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes one that is free.")] = 8642,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A file with the key that requests have to carry as bearer token. Without it, the "
+            f"environment variable {KEY_VARIABLE}; without both, no key.",
+        ),
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A further name by which clients may call the server."),
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL", help="Web pages of https://HOST[:PORT] may ask, too."),
+    ] = None,
+    max_waiting: Annotated[
+        int, typer.Option(min=1, help="Requests that may wait; further ones are told to come back.")
+    ] = 64,
+    max_request_bytes: Annotated[int, typer.Option(min=1024, help="Longer requests are refused.")] = 4194304,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Most tokens of an answer whose request names no number.")
+    ] = 1024,
+    timeout: Annotated[
+        float, typer.Option(min=0.001, help="Seconds that a request may take, waiting included.")
+    ] = 600.0,
+    threads: Threads = 0,
+    device: Device = "auto",
+    drafter_device: DrafterDevice = "auto",
+    history: HistoryName = None,
+    training_share: TrainingShare = 0.0,
+) -> None:
+    """Serve a model to OpenAI's clients, and a page to chat with it. Ctrl-C ends it.
+
+    Examples:
+
+        edgespec serve qwen2.5-coder-1.5b-instruct
+
+        edgespec serve ./my-bundle --drafter ngram --host 0.0.0.0 --api-key-file key.txt
+    """
+    _require_extra()
+    from edgespec import LoadOptions, load
+    from edgespec.serve.options import ServeOptions, bound_socket
+
+    options = ServeOptions(
+        host=host,
+        port=port,
+        api_key=_key(api_key_file),
+        allow_hosts=tuple(allow_host or ()),
+        allow_origins=tuple(allow_origin or ()),
+        max_request_bytes=max_request_bytes,
+        max_new_tokens=max_new_tokens,
+        timeout_s=timeout,
+    )
+    loading = LoadOptions(threads=threads, training_share=training_share, max_waiting=max_waiting)
+    with bound_socket(host, port) as listening:  # a port that is taken is told before models are loaded
+        with progress_bars() as progress:
+            model = load(
+                target,
+                None if drafter == "none" else drafter,
+                options=loading,
+                history=history,
+                progress=progress,
+                device=device,
+                drafter_device=drafter_device,
+            )
+        with model:
+            _run(model, options, listening, history)
+
+
+def _run(model: "Model", options: "ServeOptions", listening: socket.socket, history: str | None) -> None:
+    from edgespec.history.manage import History
+    from edgespec.serve.app import App
+    from edgespec.serve.server import run
+
+    _log_requests()
+    address, port = listening.getsockname()[:2]
+    url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+    app = App(model, options, None if history is None else History(history))
+    run(app, options, listening, close=model.close, ready=lambda _: _tell(model, url))
+
+
+def _tell(model: "Model", url: str) -> None:
+    note(f"{model.name} with {model.drafter_name or 'no drafter'}: a page at {url}, for clients {url}/v1")
+
+
+def _key(file: Path | None) -> str | None:
+    """The key from the file, else from the environment: on a command line, everybody here could read it."""
+    if file is None:
+        return os.environ.get(KEY_VARIABLE) or None
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"the key cannot be read from {file}: {error}") from error
+
+
+def _require_extra() -> None:
+    try:
+        import prometheus_client  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise EdgespecError(
+            f"serving needs {error.name}, which is not installed: pip install 'edgespec[server]'"
+        ) from error
+
+
+def _log_requests() -> None:
+    """One line a request on standard error, and what goes wrong in the server."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    for name, level in (("edgespec.serve", logging.INFO), ("uvicorn", logging.WARNING)):
+        logger = logging.getLogger(name)
+        logger.addHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = False

@@ -1,0 +1,1 @@
+"""A model behind HTTP, as OpenAI's clients speak it: extra ``[server]``, command ``edgespec serve``."""

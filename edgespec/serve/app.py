@@ -1,0 +1,186 @@
+"""The server's paths, and what stands before them."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from importlib.resources import files
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from edgespec.engine import Model
+from edgespec.history.manage import History
+from edgespec.serve.bodies import read_json
+from edgespec.serve.completions import Completions
+from edgespec.serve.metrics import CLIENT_LEFT, Metrics, Observed, tally_of
+from edgespec.serve.options import ServeOptions
+from edgespec.serve.problems import Problem, on_http_exception, on_problem
+from edgespec.serve.schemas import ForgetBody, parse
+from edgespec.serve.security import Gate
+from edgespec_models.errors import EdgespecError, RequestError
+
+__all__ = ["App"]
+
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-cache",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+_PAGE = {
+    "/": ("page.html", "text/html"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/page.css": ("page.css", "text/css"),
+}
+_SHOWN_PASSAGES = 200
+
+
+class App:
+    """One model behind HTTP.
+
+    Args:
+        model: answers; it is not closed here.
+        options: limits and who may ask.
+        history: where the model learns; None where it does not.
+
+    Attributes:
+        asgi: what a server runs.
+    """
+
+    def __init__(self, model: Model, options: ServeOptions, history: History | None = None) -> None:
+        self._model, self._options, self._history = model, options, history
+        self._completions = Completions(model, options)
+        self._metrics = Metrics()
+        self._page = {path: _file(*names) for path, names in _PAGE.items()}
+        self.asgi = self._starlette()
+
+    def begin_shutdown(self) -> None:
+        """Take no further requests; those that run go on."""
+        self._completions.closing = True
+
+    def _starlette(self) -> Starlette:
+        routes = [
+            Route("/v1/chat/completions", self._completions.chat, methods=["POST"]),
+            Route("/v1/completions", self._completions.complete, methods=["POST"]),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._one_model),
+            Route("/health", self._health),
+            Route("/metrics", self._metrics_text),
+            Route("/edgespec/history", self._learned),
+            Route("/edgespec/history/forget", self._forget, methods=["POST"]),
+            *(Route(path, self._page_file) for path in _PAGE),
+        ]
+        options = self._options
+        handlers: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
+            Problem: on_problem,
+            EdgespecError: on_problem,
+            HTTPException: on_http_exception,
+            ClientDisconnect: _on_disconnect,
+            Exception: _on_fault,
+        }
+        middleware = [
+            Middleware(Observed, self._metrics, [route.path for route in routes]),
+            Middleware(Gate, options),
+            Middleware(
+                CORSMiddleware,
+                allow_origins=options.allow_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],  # nothing rests on cookies, so a page needs the key like anybody
+            ),
+        ]
+        return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+
+    async def _models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._described()]})
+
+    async def _one_model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name != self._model.name:
+            raise Problem(404, f"there is no model {name!r:.200}", "model_not_found")
+        return JSONResponse(self._described())
+
+    def _described(self) -> dict[str, Any]:
+        model = self._model
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "edgespec",
+            "edgespec": {
+                "drafter": model.drafter_name,
+                "context_length": model.target.config.context_length,
+                "chat": model.target.chat_template is not None,
+                "history": None if self._history is None else self._history.name,
+                "plain_tokens_per_second": self._completions.plain_tokens_per_s,
+            },
+        }
+
+    async def _health(self, _: Request) -> Response:
+        closing = self._completions.closing
+        return JSONResponse({"status": "shutting down" if closing else "ok"}, 503 if closing else 200)
+
+    async def _metrics_text(self, _: Request) -> Response:
+        return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    async def _learned(self, _: Request) -> Response:
+        return JSONResponse(await asyncio.to_thread(self._history_json))
+
+    def _history_json(self) -> dict[str, Any]:
+        """What was learned, most useful first; a history that no answer has taught yet is empty."""
+        history = self._history
+        if history is None or not history.path.is_file():
+            name = None if history is None else history.name
+            return {"name": name, "passages": 0, "shown": [], "corrections": []}
+        texts = history.show()
+        return {
+            "name": history.name,
+            "passages": len(texts),
+            "shown": [text.to_json() for text in texts[:_SHOWN_PASSAGES]],
+            "corrections": [correction.to_json() for correction in history.corrections()],
+        }
+
+    async def _forget(self, request: Request) -> Response:
+        body = parse(ForgetBody, await read_json(request, self._options))
+        if self._history is None:
+            raise RequestError("this server keeps no history; 'edgespec serve --history NAME' keeps one")
+        return JSONResponse(await asyncio.to_thread(self._forget_now, self._history, body.text))
+
+    def _forget_now(self, history: History, text: str | None) -> dict[str, Any]:
+        """Forget on disk and in the model, which holds what it read at its start and writes at its end."""
+        self._model.use_history(history.path)  # stores what it learned meanwhile
+        if not history.path.is_file():
+            return {"passages": 0, "corrections": 0}
+        try:
+            if text is not None:
+                return history.forget(text)._asdict()
+            found = {"passages": len(history.show()), "corrections": len(history.corrections())}
+            history.delete()
+            return found
+        finally:
+            self._model.use_history(history.path)
+
+    async def _page_file(self, request: Request) -> Response:
+        data, kind = self._page[request.url.path]
+        return Response(data, media_type=kind, headers=_PAGE_HEADERS)
+
+
+def _file(name: str, kind: str) -> tuple[bytes, str]:
+    return files("edgespec.serve").joinpath(name).read_bytes(), kind
+
+
+async def _on_disconnect(request: Request, _: Exception) -> Response:
+    tally_of(request).left = True
+    return Response(status_code=CLIENT_LEFT)
+
+
+async def _on_fault(_: Request, __: Exception) -> Response:
+    """A mistake of edgespec's own; Starlette raises it again, so that the log has it."""
+    return Problem(500, "the server failed over this request; its log has the reason").response()

@@ -1,0 +1,240 @@
+"""Chat and text completions: a request in, an answer out, at once or piece by piece."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar, cast
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from edgespec.attribution import Attribution
+from edgespec.engine import Model
+from edgespec.request import RequestOptions
+from edgespec.results import Generation, Record
+from edgespec.serve.answers import ChatAnswer, CompletionAnswer
+from edgespec.serve.bodies import read_json
+from edgespec.serve.metrics import tally_of
+from edgespec.serve.options import ServeOptions
+from edgespec.serve.problems import Problem, of_error
+from edgespec.serve.schemas import ChatBody, CompletionBody, parse
+from edgespec.stream import Stream
+from edgespec_models.errors import EdgespecError
+
+__all__ = ["Completions"]
+
+T = TypeVar("T")
+Start = Callable[[], Stream]
+Answer = ChatAnswer | CompletionAnswer
+
+
+class Completions:
+    """Asks one model for answers, on behalf of many clients; the model takes them in turn.
+
+    Attributes:
+        closing: whether no further request is taken, since the server ends.
+    """
+
+    def __init__(self, model: Model, options: ServeOptions) -> None:
+        self._model, self._options = model, options
+        self.closing = False
+
+    @property
+    def plain_tokens_per_s(self) -> float:
+        """What the model would write without speculation: one token a pass, as measured at load."""
+        return 1.0 / self._model.cost_curve.seconds(1)
+
+    async def chat(self, request: Request) -> Response:
+        """``POST /v1/chat/completions``."""
+        body = parse(ChatBody, await self._read(request))
+        self._check(body)
+        options = self._with_limits(body.options())
+        start = partial(self._model.stream_chat, body.conversation(), **options)
+        return await self._respond(request, body, [start], self._answer(ChatAnswer, body.logprobs))
+
+    async def complete(self, request: Request) -> Response:
+        """``POST /v1/completions``."""
+        body = parse(CompletionBody, await self._read(request))
+        self._check(body)
+        options = self._with_limits(body.options())
+        starts: list[Start] = [partial(self._model.stream, prompt, **options) for prompt in body.prompts()]
+        answer = self._answer(CompletionAnswer, body.logprobs is not None)
+        return await self._respond(request, body, starts, answer)
+
+    async def _read(self, request: Request) -> dict[str, Any]:
+        if self.closing:
+            raise Problem(503, "the server is shutting down", "shutting_down", {"Retry-After": "30"})
+        return await read_json(request, self._options)
+
+    def _check(self, body: ChatBody | CompletionBody) -> None:
+        if body.model != self._model.name:
+            raise Problem(
+                404,
+                f"there is no model {body.model!r:.200}; this server has {self._model.name!r}",
+                "model_not_found",
+            )
+
+    def _with_limits(self, options: RequestOptions) -> RequestOptions:
+        limits: RequestOptions = {
+            "max_new_tokens": self._options.max_new_tokens,
+            "timeout": self._options.timeout_s,
+        }
+        return {**limits, **options}
+
+    def _answer(self, kind: type[T], logprobs: bool) -> T:
+        make = cast(Callable[..., T], kind)
+        return make(
+            self._model.name, self._model.target.tokenizer, self.plain_tokens_per_s, logprobs=logprobs
+        )
+
+    async def _respond(
+        self, request: Request, body: ChatBody | CompletionBody, starts: Sequence[Start], answer: Answer
+    ) -> Response:
+        if body.stream:
+            if len(starts) > 1 or body.n > 1:
+                raise Problem(400, "one answer can be streamed; leave out stream, or ask for each by itself")
+            return await self._streamed(request, starts[0], answer, body.stream_options.include_usage)
+        answers = await _while_connected(request, _all(starts))
+        tally = tally_of(request)
+        for each in answers:
+            tally.tokens += len(each.tokens)
+            tally.stats.append(each.stats)
+            _check_ended(each)
+        return JSONResponse(answer.whole(answers))
+
+    async def _streamed(self, request: Request, start: Start, answer: Answer, with_usage: bool) -> Response:
+        """Waits for the first record, so that what is wrong with a request is told by the status."""
+        stream = await asyncio.to_thread(start)
+        try:
+            records = aiter(stream.records())
+            first = await _while_connected(request, anext(records, None))
+        except BaseException:
+            stream.cancel()
+            raise
+        return _EventStream(_Events(request, stream, answer, with_usage), first, records)
+
+
+class _Events:
+    """The events of one streamed answer."""
+
+    def __init__(self, request: Request, stream: Stream, answer: Answer, with_usage: bool) -> None:
+        self._tally, self.stream, self._answer = tally_of(request), stream, answer
+        self._with_usage = with_usage
+        self._attribution = Attribution(answer.tokenizer)
+        self.ended = False
+
+    async def lines(self, first: Record | None, rest: AsyncIterator[Record]) -> AsyncIterator[str]:
+        """All events as they go over the wire."""
+        begin = self._answer.begin()
+        if begin is not None:
+            yield self._event(begin)
+        try:
+            record = first
+            while record is not None:
+                self._tally.tokens += len(record.tokens)
+                yield self._event(self._piece(record))
+                record = await anext(rest, None)
+            answer = self.stream.result
+            _check_ended(answer)
+        except (EdgespecError, Problem) as error:  # the status is sent already
+            problem = error if isinstance(error, Problem) else of_error(error)
+            yield _line(problem.to_json())
+        else:
+            self._tally.stats.append(answer.stats)
+            yield self._event(self._answer.end(answer))
+            if self._with_usage:
+                yield _line(self._answer.used(answer))
+            yield "data: [DONE]\n\n"
+        self.ended = True
+
+    def close(self) -> None:
+        """The response is over; so is an answer that nobody reads any more."""
+        self.stream.cancel()
+        self._tally.left = not self.ended
+
+    def _piece(self, record: Record) -> dict[str, Any]:
+        last = record.finish_reason is not None
+        shown = self._attribution.push(record.text, record.tokens, last=last)
+        return self._answer.chunk(record.text, record.tokens, shown)
+
+    def _event(self, chunk: Mapping[str, Any]) -> str:
+        return _line({**chunk, "usage": None} if self._with_usage else chunk)
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events; when it is over, however that came, the generation is."""
+
+    def __init__(self, events: _Events, first: Record | None, rest: AsyncIterator[Record]) -> None:
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # no proxy gathers them
+        super().__init__(events.lines(first, rest), media_type="text/event-stream", headers=headers)
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._events.close()
+
+
+def _line(value: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+async def _all(starts: Sequence[Start]) -> list[Generation]:
+    """All answers; if one cannot be had, none is."""
+
+    async def one(start: Start) -> Generation:
+        stream = await asyncio.to_thread(start)  # a long prompt takes a while to encode
+        async with stream:
+            return await stream.run_async()
+
+    tasks = [asyncio.ensure_future(one(start)) for start in starts]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _while_connected(request: Request, work: Awaitable[T]) -> T:
+    """Do ``work`` until it is done, or the client leaves.
+
+    Raises:
+        ClientDisconnect: it left; ``work`` is cancelled.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnect
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _check_ended(answer: Generation) -> None:
+    """Refuse to pass off as an answer what ended before it was one.
+
+    Raises:
+        Problem: the server ends, or time ran out before the first token.
+    """
+    if answer.finish_reason == "closed":
+        raise Problem(503, "the server is shutting down", "shutting_down", {"Retry-After": "30"})
+    if answer.finish_reason == "timeout" and not answer.tokens:
+        raise Problem(
+            503,
+            "no token was written in the time that a request has (--timeout); too many others wait",
+            "timeout",
+            {"Retry-After": "30"},
+        )

@@ -1,0 +1,143 @@
+"""What a server counts, for Prometheus, and its log: one line a request, without a word of any prompt."""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from time import perf_counter
+from urllib.parse import quote
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from edgespec.results import GenerationStats
+
+__all__ = ["CLIENT_LEFT", "Metrics", "Observed", "Tally", "tally_of"]
+
+CLIENT_LEFT = 499
+"""Status of requests that nobody waited for any more; a habit of other servers, not of HTTP."""
+_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_LOG = logging.getLogger("edgespec.serve")
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one request came to.
+
+    Attributes:
+        tokens: generated so far.
+        stats: of each answer that ended.
+        left: whether the client went away first.
+    """
+
+    tokens: int = 0
+    stats: list[GenerationStats] = field(default_factory=list)
+    left: bool = False
+
+
+def tally_of(request: Request) -> Tally:
+    """The tally of a request that :class:`Observed` watches."""
+    tally: Tally = request.scope["edgespec.tally"]
+    return tally
+
+
+class Metrics:
+    """Counters of one server, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "edgespec_requests", "Requests by path and status.", ("path", "status"), registry=registry
+        )
+        self.seconds = Histogram(
+            "edgespec_request_seconds", "Seconds of a request, waiting included.", ("path",),
+            registry=registry, buckets=_SECONDS,
+        )  # fmt: skip
+        self.running = Gauge("edgespec_requests_in_progress", "Requests that wait or run.", registry=registry)
+        self.tokens = Counter("edgespec_tokens", "Tokens generated.", registry=registry)
+        self.prompt_tokens = Counter("edgespec_prompt_tokens", "Tokens of prompts.", registry=registry)
+        self.cached_tokens = Counter(
+            "edgespec_cached_prompt_tokens", "Tokens of prompts that the KV cache held.", registry=registry
+        )
+        self.drafted = Counter(
+            "edgespec_drafted_tokens", "Tokens proposed, by source.", ("source",), registry=registry
+        )
+        self.accepted = Counter(
+            "edgespec_accepted_tokens", "Proposed tokens kept, by source.", ("source",), registry=registry
+        )
+        self.passes = Counter(
+            "edgespec_target_passes", "Passes of the target after prefill.", registry=registry
+        )
+        self.decoding = Counter(
+            "edgespec_decode_seconds", "Seconds of decoding after the first token.", registry=registry
+        )
+        self.first = Histogram(
+            "edgespec_time_to_first_token_seconds", "Seconds to the first token, prefill included.",
+            registry=registry, buckets=_SECONDS,
+        )  # fmt: skip
+
+    def text(self) -> bytes:
+        """All of it in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def answered(self, stats: GenerationStats) -> None:
+        """Count an answer that ended."""
+        self.prompt_tokens.inc(stats.prompt_tokens)
+        self.cached_tokens.inc(stats.cached_tokens)
+        self.passes.inc(stats.rounds)
+        self.decoding.inc(stats.decode_s)
+        self.first.observe(stats.ttft_s)
+        for name, source in stats.by_source.items():
+            self.drafted.labels(name).inc(source.drafted)
+            self.accepted.labels(name).inc(source.accepted)
+
+
+class Observed:
+    """ASGI middleware that counts requests and logs each when it is over.
+
+    Args:
+        app: what answers.
+        metrics: counts.
+        paths: those that are counted by name; whatever else clients make up is counted as one.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, paths: Iterable[str]) -> None:
+        self._app, self._metrics, self._paths = app, metrics, frozenset(paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer and count."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        tally, started, status = Tally(), perf_counter(), 500
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        scope["edgespec.tally"] = tally
+        working = scope["method"] == "POST"
+        self._metrics.running.inc(working)
+        try:
+            await self._app(scope, receive, watched)
+        finally:
+            self._metrics.running.dec(working)
+            self._over(scope, CLIENT_LEFT if tally.left else status, perf_counter() - started, tally)
+
+    def _over(self, scope: Scope, status: int, seconds: float, tally: Tally) -> None:
+        path = scope["path"] if scope["path"] in self._paths else "other"
+        self._metrics.requests.labels(path, str(status)).inc()
+        self._metrics.seconds.labels(path).observe(seconds)
+        self._metrics.tokens.inc(tally.tokens)
+        line = f"{scope['method']} {quote(scope['path'])[:200]} {status} {seconds * 1e3:.0f} ms"
+        if tally.tokens:
+            line += f" {tally.tokens} tokens"
+        decoded = sum(stats.decode_tokens for stats in tally.stats)
+        decoding = sum(stats.decode_s for stats in tally.stats)
+        if decoding > 0:
+            line += f" {decoded / decoding:.1f} tokens/s"
+        for stats in tally.stats:
+            self._metrics.answered(stats)
+        _LOG.info("%s", line)

@@ -1,0 +1,89 @@
+"""How a model is served: where, for whom, and with which limits."""
+
+import ipaddress
+import socket
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from edgespec_models.errors import EdgespecError, RequestError
+from edgespec_models.schema import check_fields, form, length, within
+
+__all__ = ["ServeOptions", "bound_socket", "is_loopback"]
+
+_Key = Annotated[str, form(r"[!-~]{8,1000}", "of 8 to 1,000 printable ASCII characters, without spaces")]
+_Origin = Annotated[str, form(r"https?://[^/\s]+", "of the form https://HOST[:PORT], without a path")]
+_HostName = Annotated[str, form(r"[^/:\s]+|\[[^/\s]+\]", "a name or an address, without a port")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """Where a model is served, for whom, and with which limits.
+
+    Attributes:
+        host: the address to listen at; others than this machine's own need ``api_key``.
+        port: the port; 0 takes one that is free.
+        api_key: what requests have to carry as bearer token; None lets everybody ask who reaches the address.
+        allow_hosts: further names by which clients may call the server (the header ``Host``).
+        allow_origins: web pages that may ask besides the server's own (the header ``Origin``).
+        max_request_bytes: a longer request is refused.
+        timeout_s: a request that takes longer, waiting included, ends with what was written until then.
+        body_timeout_s: a request has to arrive in this time.
+        shutdown_s: time that running requests get to finish when the server ends.
+        max_new_tokens: most tokens of an answer whose request names no number.
+    """
+
+    host: Annotated[str, length(1, 255)] = "127.0.0.1"
+    port: Annotated[int, within(0, 65535)] = 8642
+    api_key: _Key | None = field(default=None, repr=False)
+    allow_hosts: tuple[_HostName, ...] = ()
+    allow_origins: tuple[_Origin, ...] = ()
+    max_request_bytes: Annotated[int, within(1024, 2**30)] = 4 * 2**20
+    timeout_s: Annotated[float, within(above=0.0)] = 600.0
+    body_timeout_s: Annotated[float, within(above=0.0)] = 30.0
+    shutdown_s: Annotated[float, within(0.0)] = 10.0
+    max_new_tokens: Annotated[int, within(1, 2**31 - 1)] = 1024
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.api_key is None and not is_loopback(self.host):
+            raise RequestError(
+                f"{self.host} can be reached from other machines: give a key that requests have to carry "
+                "(--api-key-file FILE, or the environment variable EDGESPEC_API_KEY), or stay at 127.0.0.1"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host``, a name or an address, is this machine's own and no other machine reaches it."""
+    return all(ipaddress.ip_address(address[0]).is_loopback for _, address in _resolved(host, 0))
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket bound to the address, which does not listen yet.
+
+    Raises:
+        EdgespecError: the port is taken, or the address is not this machine's.
+    """
+    family, address = _resolved(host, port)[0]
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if hasattr(socket, "SO_EXCLUSIVEADDRUSE"):  # Windows would share the port with whoever asks
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
+        else:  # connections of a server that just ended do not keep the port
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise EdgespecError(
+            f"cannot listen at {host}, port {port}: {error.strerror}. Name another with --host and --port; "
+            "port 0 takes one that is free."
+        ) from error
+    return bound
+
+
+def _resolved(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
+    """Families and addresses, without the parts that only IPv6 has."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise RequestError(f"{host!r} is no address of this machine: {error}") from error
+    return [(family, (str(address[0]), port)) for family, _, _, _, address in found]

@@ -1,0 +1,71 @@
+"""Refusals and failures, in the shape that OpenAI's clients understand."""
+
+from collections.abc import Mapping
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from edgespec_models.errors import EdgespecError, RequestError
+
+__all__ = ["Problem", "of_error", "on_http_exception", "on_problem"]
+
+
+class Problem(Exception):  # noqa: N818 - it ends a request, not the program
+    """Ends a request with an error.
+
+    Args:
+        status: of HTTP.
+        message: what was given, what is allowed, what to do.
+        code: a word for programs.
+        headers: further headers of the response.
+    """
+
+    def __init__(
+        self, status: int, message: str, code: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.headers = status, message, code, headers
+
+    def to_json(self) -> dict[str, object]:
+        """The body, as OpenAI writes it."""
+        return {"error": {"message": self.message, "type": self._kind(), "param": None, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The whole response."""
+        return JSONResponse(self.to_json(), self.status, self.headers)
+
+    def _kind(self) -> str:
+        if self.status == 401:
+            return "authentication_error"
+        if self.status == 429:
+            return "rate_limit_error"
+        return "invalid_request_error" if self.status < 500 else "server_error"
+
+
+def of_error(error: EdgespecError) -> Problem:
+    """What a client is told when the model raised ``error``."""
+    from edgespec_models.errors import Busy, Closed, DoesNotFit, TokenizerError
+
+    if isinstance(error, Busy):
+        return Problem(429, str(error), "queue_full", {"Retry-After": "5"})
+    if isinstance(error, Closed):
+        return Problem(503, "the server is shutting down", "shutting_down", {"Retry-After": "30"})
+    if isinstance(error, DoesNotFit):
+        return Problem(400, str(error), "context_length_exceeded")
+    status = 400 if isinstance(error, RequestError | TokenizerError) else 500
+    return Problem(status, str(error))
+
+
+async def on_problem(_: Request, error: Exception) -> JSONResponse:
+    """Starlette's handler of :class:`Problem` and of edgespec's errors."""
+    problem = of_error(error) if isinstance(error, EdgespecError) else error
+    assert isinstance(problem, Problem)
+    return problem.response()
+
+
+async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
+    """Starlette's own refusals: no such path, or another method."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}; docs/server.md lists what there is"
+    return Problem(error.status_code, message, headers=error.headers).response()

@@ -1,0 +1,95 @@
+"""Who may ask: the headers Host, Origin and Authorization, checked before anything else.
+
+A server at a loopback address is reached by every web page that the user opens, through the browser. Pages
+of other origins are told by the header Origin; a page whose name was made to point here (DNS rebinding) is
+told by the header Host.
+"""
+
+import hmac
+import ipaddress
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from edgespec.serve.options import ServeOptions
+from edgespec.serve.problems import Problem
+
+__all__ = ["OPEN_PATHS", "Gate"]
+
+OPEN_PATHS = frozenset({"/", "/page.js", "/page.css", "/health"})
+"""What needs no key: they tell nothing of the model, and the page asks for the key."""
+
+
+class Gate:
+    """ASGI middleware that refuses requests under a foreign name, from foreign pages, or without the key."""
+
+    def __init__(self, app: ASGIApp, options: ServeOptions) -> None:
+        self._app, self._options = app, options
+        self._origins = frozenset(origin.lower() for origin in options.allow_origins)
+        self._names = frozenset(
+            name.strip("[]").lower() for name in ("localhost", options.host, *options.allow_hosts)
+        )
+        self._any_address = options.host.strip("[]") in ("0.0.0.0", "::")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or refuse."""
+        if scope["type"] == "http":
+            try:
+                self._check(scope)
+            except Problem as problem:
+                await problem.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        hosts = headers.getlist("host")
+        if len(hosts) != 1 or not self._may_be_called(hosts[0]):
+            raise Problem(
+                421,
+                f"this server is not known as {', '.join(hosts)[:200]!r}: call it by its address, or start "
+                "it with --allow-host NAME",
+                "host_not_allowed",
+            )
+        origin = headers.get("origin")
+        if origin is not None and not self._may_ask(origin, f"{scope['scheme']}://{hosts[0]}"):
+            raise Problem(
+                403,
+                f"pages of {origin[:200]!r} may not ask here; start it with --allow-origin to let them",
+                "origin_not_allowed",
+            )
+        preflight = scope["method"] == "OPTIONS" and origin is not None  # browsers send it without a key
+        if not preflight and scope["path"] not in OPEN_PATHS:
+            self._check_key(headers.get("authorization", ""))
+
+    def _may_be_called(self, host: str) -> bool:
+        name = _without_port(host).lower()
+        if name in self._names:
+            return True
+        try:
+            address = ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return address.is_loopback or self._any_address  # nobody can make an address point elsewhere
+
+    def _may_ask(self, origin: str, own: str) -> bool:
+        return origin.lower() == own.lower() or origin.lower() in self._origins
+
+    def _check_key(self, authorization: str) -> None:
+        if self._options.api_key is None:
+            return
+        kind, _, given = authorization.partition(" ")
+        same = hmac.compare_digest(given.strip().encode(), self._options.api_key.encode())
+        if kind.lower() != "bearer" or not same:
+            raise Problem(
+                401,
+                "the key is missing or wrong; send the server's key as 'Authorization: Bearer KEY'",
+                "invalid_api_key",
+                {"WWW-Authenticate": "Bearer"},
+            )
+
+
+def _without_port(host: str) -> str:
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]

@@ -1,0 +1,100 @@
+"""Runs the server until it is told to end, and ends what runs in order."""
+
+import asyncio
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from edgespec.serve.app import App
+from edgespec.serve.options import ServeOptions
+
+__all__ = ["run"]
+
+_LOG = logging.getLogger("edgespec.serve")
+_MARGIN_S = 5.0  # for answers that were ended to be sent
+
+
+def run(
+    app: App,
+    options: ServeOptions,
+    listening: socket.socket,
+    *,
+    close: Callable[[], None],
+    ready: Callable[["Server"], None] = lambda server: None,
+) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Then no request is taken any more. Those that run have ``options.shutdown_s`` to finish; then ``close``,
+    which ends the model, ends them within a token. A second signal ends at once.
+
+    Args:
+        app: what to serve.
+        options: limits.
+        listening: a bound socket.
+        close: ends all that the model does; called once, from a thread of its own.
+        ready: told when requests are taken.
+    """
+    config = uvicorn.Config(
+        app.asgi,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=round(options.shutdown_s + _MARGIN_S),
+    )
+    Server(config, app, options.shutdown_s, close, ready).run(sockets=[listening])
+
+
+class Server(uvicorn.Server):
+    """Uvicorn's, which ends the model's work before it cuts connections."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        app: App,
+        shutdown_s: float,
+        close: Callable[[], None],
+        ready: Callable[["Server"], None],
+    ) -> None:
+        super().__init__(config)
+        self._app, self._shutdown_s, self._close, self._ready = app, shutdown_s, close, ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        await super().startup(sockets=sockets)
+        self._ready(self)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Finish what runs, for a while; then end it."""
+        self._app.begin_shutdown()
+        _LOG.info("shutting down; running requests have %g s", self._shutdown_s)
+        ending = asyncio.create_task(self._end_model())
+        await super().shutdown(sockets=sockets)
+        ending.cancel()
+
+    async def _end_model(self) -> None:
+        await asyncio.sleep(self._shutdown_s)
+        await asyncio.to_thread(self._close)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's, but a signal is not raised again afterwards: the program ends by returning.
+
+        Raised again, SIGTERM would end the process before the model stored what it learned.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        names = ("SIGINT", "SIGTERM", "SIGBREAK")  # the last on Windows: Ctrl-Break
+        known = [getattr(signal, name) for name in names if hasattr(signal, name)]
+        before = {each: signal.signal(each, self.handle_exit) for each in known}
+        try:
+            yield
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)

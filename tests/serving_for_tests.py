@@ -1,0 +1,282 @@
+"""A server on the loopback interface, and a model for it that answers to order, without weights."""
+
+import asyncio
+import http.client
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, Self, cast
+from urllib.parse import urlsplit
+
+from edgespec.engine import LoadOptions, Model
+from edgespec.history.manage import History
+from edgespec.results import FinishReason, Generation, GenerationStats, Record, SourceStats, TokenRecord
+from edgespec.serve.app import App
+from edgespec.serve.options import ServeOptions, bound_socket
+from edgespec.serve.server import Server, run
+from edgespec.sessions import Loaded, Running
+from edgespec_models.errors import EdgespecError
+from edgespec_models.tokenizer import Tokenizer
+from edgespec_runtimes.cost import CostCurve
+from edgespec_runtimes.devices import KINDS
+from edgespec_runtimes.discovery import Device
+from edgespec_runtimes.placement import Placement
+from tests.models_for_tests import VOCAB, printable, toy_bundle
+from tests.tokenizers_for_tests import byte_level_json
+from tests.toy import F32, ToySession, markov_logits
+
+SOURCES = ("target", "model", "ngram", "history")
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_json(byte_level_json())
+
+
+@dataclass
+class ServedModel:
+    """Repeats what it is told, one request at a time, in the order of arrival.
+
+    Attributes:
+        refusal: raised by every request.
+        fault: raised behind the first record.
+        ends: why answers end.
+        pause_s: before every record.
+        calls: prompt and options of each request, as they come to its turn.
+        cancelled: how many streams were cancelled before their end.
+        learned: the paths given to ``use_history``.
+    """
+
+    refusal: EdgespecError | None = None
+    fault: EdgespecError | None = None
+    ends: FinishReason = "stop"
+    pause_s: float = 0.0
+    calls: list[tuple[Any, Mapping[str, Any]]] = field(default_factory=list)
+    cancelled: int = 0
+    closed: int = 0
+    learned: list[Any] = field(default_factory=list)
+    name: str = "served"
+    drafter_name: str | None = "small"
+
+    def __post_init__(self) -> None:
+        config = SimpleNamespace(context_length=640)
+        self.target = SimpleNamespace(tokenizer=tokenizer(), config=config, chat_template="template")
+        self.cost_curve = CostCurve({1: 0.05})
+        self.turn = asyncio.Lock()
+
+    def as_model(self) -> Model:
+        return cast(Model, self)
+
+    def stream(self, prompt: str, **options: Any) -> "ServedStream":
+        if self.refusal is not None:
+            raise self.refusal
+        return ServedStream(self, prompt, prompt, options)
+
+    def stream_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> "ServedStream":
+        if self.refusal is not None:
+            raise self.refusal
+        return ServedStream(self, messages, str(messages[-1]["content"]), options)
+
+    def use_history(self, path: Any) -> None:
+        self.learned.append(path)
+
+    def close(self) -> None:
+        self.closed += 1
+        self.ends = "closed"
+
+
+class ServedStream:
+    """An answer of :class:`ServedModel`: the prompt's text behind "re: ", two tokens a record."""
+
+    def __init__(self, model: ServedModel, asked: Any, text: str, options: Mapping[str, Any]) -> None:
+        self._model, self._asked, self._options = model, asked, options
+        ids = tokenizer().encode(f"re: {text}")[: options.get("max_new_tokens", 256)]
+        scores = options.get("logprobs", False)
+        self._tokens = [
+            TokenRecord(id_, SOURCES[at % 4], -0.5 if scores else None, ((id_, -0.5),) if scores else ())
+            for at, id_ in enumerate(ids)
+        ]
+        self.result: Generation = self._generation(self._tokens, "stop")
+        self._over = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.cancel()
+
+    def cancel(self) -> None:
+        self._model.cancelled += not self._over
+        self._over = True
+
+    async def run_async(self) -> Generation:
+        async for _ in self.records():
+            pass
+        return self.result
+
+    async def records(self) -> AsyncIterator[Record]:
+        async with self._model.turn:
+            self._model.calls.append((self._asked, self._options))
+            for at in range(0, len(self._tokens), 2):
+                await asyncio.sleep(self._model.pause_s)
+                if at and self._model.fault is not None:
+                    self._over = True
+                    raise self._model.fault
+                if self._model.ends == "closed":
+                    self._end(self._tokens[:at], "closed")
+                    yield Record("", (), "closed")
+                    return
+                last = at + 2 >= len(self._tokens)
+                if last:
+                    self._end(self._tokens, self._model.ends)
+                yield self._record(at, last)
+
+    def _record(self, at: int, last: bool) -> Record:
+        """The text behind ``at`` tokens and before the next; characters that are whole."""
+        texts = [_whole(self._tokens[:end]) for end in (at, at + 2)]
+        text = tokenizer().decode([t.id for t in self._tokens]) if last else texts[1]
+        return Record(
+            text[len(texts[0]) :], tuple(self._tokens[at : at + 2]), self._model.ends if last else None
+        )
+
+    def _end(self, tokens: Sequence[TokenRecord], reason: FinishReason) -> None:
+        self._over = True
+        self.result = self._generation(tokens, reason)
+
+    def _generation(self, tokens: Sequence[TokenRecord], reason: FinishReason) -> Generation:
+        count = len(tokens)
+        stats = GenerationStats(
+            prompt_tokens=7, cached_tokens=3, new_tokens=count, ttft_s=0.1, decode_s=1.0, decode_tokens=20,
+            rounds=10, drafted=12, accepted=10, by_source={"model": SourceStats(12, 10)},
+        )  # fmt: skip
+        ids = tuple(token.id for token in tokens)
+        return Generation(tokenizer().decode(ids), ids, reason, stats, None, tuple(tokens))
+
+
+class Clocked(ToySession):
+    """Its passes take ``seconds`` of a clock that it moves itself."""
+
+    def __init__(self, clock: list[float], seconds: float) -> None:
+        super().__init__(printable(markov_logits(0, VOCAB, scale=4.0)), VOCAB)
+        self._clock, self._seconds = clock, seconds
+
+    def forward(self, tokens: Sequence[int]) -> F32:
+        self._clock[0] += self._seconds
+        return super().forward(tokens)
+
+
+def drafting_model() -> Model:
+    """Its drafter is the same model at a hundredth of the price, so all it drafts is right."""
+    clock = [0.0]
+
+    def running(name: str, seconds: float) -> Running:
+        curve = CostCurve({1: seconds, 8: seconds})
+        placed = Placement(Device(KINDS["cpu"], "ready"), "made up")
+        return Running(toy_bundle(name, 4096), Clocked(clock, seconds), curve, placed)
+
+    loaded = Loaded(running("toy", 1.0), running("small", 0.01), same_vocabulary=True)
+    return Model(loaded, options=LoadOptions(), clock=lambda: clock[0])
+
+
+def _whole(tokens: Sequence[TokenRecord]) -> str:
+    return tokenizer().bytes_of([token.id for token in tokens]).decode("utf-8", "ignore")
+
+
+@contextmanager
+def serving(
+    model: Model, options: ServeOptions | None = None, history: History | None = None
+) -> Iterator[str]:
+    """Serve on a free port in a thread; yields the address."""
+    options = options or ServeOptions(port=0)
+    started: list[Server] = []
+    ready = threading.Event()
+
+    def note(server: Server) -> None:
+        started.append(server)
+        ready.set()
+
+    app = App(model, options, history)
+    with bound_socket(options.host, options.port) as listening:
+        port = listening.getsockname()[1]
+        thread = threading.Thread(
+            target=run, args=(app, options, listening), kwargs={"close": model.close, "ready": note}
+        )
+        thread.start()
+        try:
+            assert ready.wait(10)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            started[0].should_exit = True
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An HTTP response, whole."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> str:
+        return str(self.json["error"]["message"])
+
+
+def ask(
+    url: str,
+    path: str,
+    body: object = None,
+    *,
+    headers: Mapping[str, str] | None = None,
+    method: str | None = None,
+) -> Reply:
+    """One request, with exactly these headers; ``body`` is sent as JSON unless it is bytes."""
+    address = urlsplit(url).netloc
+    connection = http.client.HTTPConnection(address, timeout=30)
+    data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+    sent = {"Host": address} | ({"Content-Type": "application/json"} if data is not None else {})
+    try:
+        connection.putrequest(
+            method or ("GET" if data is None else "POST"), path, skip_host=True, skip_accept_encoding=True
+        )
+        for name, value in {**sent, **(headers or {})}.items():
+            connection.putheader(name, value)
+        if data is not None:
+            connection.putheader("Content-Length", str(len(data)))
+        connection.endheaders(data)
+        response = connection.getresponse()
+        return Reply(response.status, dict(response.getheaders()), response.read())
+    finally:
+        connection.close()
+
+
+def events(reply: Reply) -> list[Any]:
+    """The events of a streamed answer; the last, "[DONE]", as that text."""
+    blocks = reply.body.decode().split("\n\n")
+    assert blocks.pop() == "" and all(block.startswith("data: ") for block in blocks)
+    values = [block.removeprefix("data: ") for block in blocks]
+    return [value if value == "[DONE]" else json.loads(value) for value in values]
+
+
+def question(text: str = "hello", **more: object) -> dict[str, object]:
+    """The body of a chat completion."""
+    return {"model": "served", "messages": [{"role": "user", "content": text}], **more}
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait until it holds; ten seconds at most."""
+    for _ in range(1000):
+        if condition():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("it did not come true")

@@ -1,0 +1,123 @@
+"""Markdown on the terminal, and marks of sources."""
+
+import io
+import re
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from edgespec.attribution import Attribution
+from edgespec.cli import answers, chat
+from edgespec.cli.markdown import CODE, FENCE, HEADING, STRONG, MarkdownStream
+from tests.models_for_tests import toy_tokenizer
+from tests.serving_for_tests import drafting_model
+
+MARK = "\x1b[4;34m"
+"""Underlined and blue: of the drafter."""
+Pieces = list[tuple[str, str]]
+
+
+def shown(*pieces: str) -> Pieces:
+    """What a stream of ``pieces`` looks like, neighbours of one style joined."""
+    stream, joined = MarkdownStream(), Pieces()
+    for text, style in [p for piece in pieces for p in stream.push(piece)] + stream.finish():
+        if joined and joined[-1][1] == style:
+            joined[-1] = (joined[-1][0] + text, style)
+        else:
+            joined.append((text, style))
+    return joined
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("plain text", [("plain text", "")]),
+        ("# Title\nbody", [("Title", HEADING), ("\nbody", "")]),
+        ("a **b c** d", [("a ", ""), ("b c", STRONG), (" d", "")]),
+        ("**b**", [("b", STRONG)]),
+        ("use `x = 1` here", [("use ", ""), ("x = 1", CODE), (" here", "")]),
+        ("- one\n  * two\n1. three", [("• one\n  • two\n1. three", "")]),
+        ("```py\nx **= 2\n# no\n```\nend", [
+            ("```py", FENCE), ("\n", ""), ("x **= 2", CODE), ("\n", ""), ("# no", CODE), ("\n", ""),
+            ("```", FENCE), ("\nend", ""),
+        ]),
+        ("2 * 3 ** 4", [("2 * 3 ** 4", "")]),
+        ("snake_case #5 -3 --- a-b", [("snake_case #5 -3 --- a-b", "")]),
+        ("`open\nnext", [("open", CODE), ("\nnext", "")]),
+        ("**open\nnext", [("open", STRONG), ("\nnext", "")]),
+        ("-", [("-", "")]),
+        ("a *", [("a *", "")]),
+        ("", []),
+    ],
+)  # fmt: skip
+def test_markdown_looks_as_it_should(text: str, expected: Pieces) -> None:
+    assert shown(text) == expected
+
+
+signs = st.text(alphabet="ab `*#-1.\n~", max_size=60)
+
+
+@given(signs, st.lists(st.integers(1, 9), max_size=60))
+def test_how_the_text_is_cut_makes_no_difference(text: str, sizes: list[int]) -> None:
+    pieces = []
+    rest = text
+    for size in sizes:
+        pieces.append(rest[:size])
+        rest = rest[size:]
+    assert shown(*pieces, rest) == shown(text)
+
+
+@given(signs)
+def test_nothing_but_signs_is_lost(text: str) -> None:
+    kept = "".join(piece for piece, _ in shown(text))
+    letters: Callable[[str], list[str]] = lambda value: [c for c in value if c in "ab1.\n~"]  # noqa: E731
+    assert letters(kept) == letters(text)
+
+
+@given(st.text(alphabet="abc, 日\n", max_size=60))
+def test_text_without_signs_is_shown_at_once(text: str) -> None:
+    stream = MarkdownStream()
+    for char in text:
+        held = not char.strip(" ")  # spaces at a line's beginning may belong to a list
+        assert "".join(piece for piece, _ in stream.push(char)).endswith(char) or held
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, color_system="standard", width=80, highlight=False)
+    for module in (answers, chat):
+        for name in ("output", "errors"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, lambda: console)
+    return file
+
+
+def test_a_chat_marks_sources_when_it_is_told_to(terminal: io.StringIO) -> None:
+    lines = iter(["hi", "/sources on", "hi again", "/sources off", "once more", "/sources maybe"])
+    with drafting_model() as model:
+        talk = chat._Chat(
+            lambda: model.conversation(max_new_tokens=200), lambda: Attribution(toy_tokenizer())
+        )
+        seen = []
+
+        def read() -> str | None:
+            seen.append(terminal.getvalue())
+            terminal.truncate(0)
+            terminal.seek(0)
+            return next(lines, None)
+
+        chat._talk(talk, read)
+        texts = [message["content"] for message in talk.conversation.messages[1::2]]
+    plain, marked, off = seen[1], seen[3], seen[5]
+    assert texts[0] in plain and MARK not in plain
+    assert MARK in marked
+    assert texts[1] in _without_codes(marked)
+    assert texts[2] in off and MARK not in off
+
+
+def _without_codes(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)

@@ -1,0 +1,315 @@
+"""The server's paths, on a model made to order: what OpenAI's format says, and what edgespec adds."""
+
+import json
+import logging
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgespec.attribution import Attribution
+from edgespec.history.manage import History
+from edgespec.results import TokenRecord
+from edgespec.serve.options import ServeOptions
+from edgespec.serve.schemas import ChatBody, CompletionBody
+from edgespec_models.errors import Busy, Closed, DoesNotFit, EdgespecError, RequestError
+from edgespec_models.text_stream import TextStream
+from tests.serving_for_tests import SOURCES, ServedModel, ask, events, question, serving, tokenizer, until
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HARD = 'naïve 😀 日本語 \u0000 \\ "quotes" \u2028'
+
+
+@pytest.fixture
+def model() -> ServedModel:
+    return ServedModel()
+
+
+@pytest.fixture
+def url(model: ServedModel) -> Iterator[str]:
+    with serving(model.as_model()) as url:
+        yield url
+
+
+def test_a_chat_is_answered_in_openais_form(model: ServedModel, url: str) -> None:
+    reply = ask(url, CHAT, question(HARD, temperature=0.5, max_tokens=99, stop="x", seed=3, top_k=4))
+    answer = reply.json
+    assert (reply.status, answer["object"], answer["model"]) == (200, "chat.completion", "served")
+    choice = answer["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": f"re: {HARD}", "refusal": None}
+    assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, "stop", None)
+    written = len(choice["edgespec"]["tokens"])
+    assert answer["usage"] == {
+        "prompt_tokens": 7,
+        "completion_tokens": written,
+        "total_tokens": 7 + written,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }
+    messages, options = model.calls[0]
+    assert list(messages) == [{"role": "user", "content": HARD}]
+    given = {"temperature": 0.5, "max_new_tokens": 99, "stop": "x", "seed": 3, "top_k": 4}
+    assert options == given | {"timeout": 600.0}
+
+
+def test_what_edgespec_knows_stands_beside_the_answer(url: str) -> None:
+    extension = ask(url, CHAT, question("hello")).json["choices"][0]["edgespec"]
+    assert "".join(token["text"] for token in extension["tokens"]) == "re: hello"
+    assert [token["source"] for token in extension["tokens"]][:4] == list(SOURCES)
+    assert extension["stats"]["accepted"] == 10
+    assert extension["plain_tokens_per_second"] == pytest.approx(20.0)
+
+
+def test_a_stream_has_openais_events(url: str) -> None:
+    reply = ask(url, CHAT, question(HARD, stream=True, stream_options={"include_usage": True}))
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    *chunks, done = events(reply)
+    assert done == "[DONE]"
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    first, *middle, last, used = chunks
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    pieces = [chunk["choices"][0] for chunk in middle]
+    assert "".join(piece["delta"].get("content", "") for piece in pieces) == f"re: {HARD}"
+    for piece in pieces:
+        shown = "".join(token["text"] for token in piece["edgespec"]["tokens"])
+        assert shown == piece["delta"].get("content", "") and piece["finish_reason"] is None
+    assert last["choices"][0]["delta"] == {} and last["choices"][0]["finish_reason"] == "stop"
+    assert last["choices"][0]["edgespec"]["stats"]["rounds"] == 10
+    assert used["choices"] == [] and used["usage"]["prompt_tokens"] == 7
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+
+
+def test_without_being_asked_a_stream_does_not_tell_of_usage(url: str) -> None:
+    chunks = events(ask(url, CHAT, question(stream=True)))[:-1]
+    assert all(chunk["choices"] and "usage" not in chunk for chunk in chunks)
+
+
+def test_texts_are_continued_one_or_several(model: ServedModel, url: str) -> None:
+    answer = ask(url, TEXT, {"model": "served", "prompt": ["one", "two"]}).json
+    assert answer["object"] == "text_completion"
+    assert [(c["index"], c["text"]) for c in answer["choices"]] == [(0, "re: one"), (1, "re: two")]
+    assert answer["usage"]["prompt_tokens"] == 14
+    *chunks, done = events(ask(url, TEXT, {"model": "served", "prompt": "one", "stream": True}))
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "re: one" and done == "[DONE]"
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    assert [call[0] for call in model.calls] == ["one", "two", "one"]
+
+
+def test_logprobs_come_in_the_form_of_each_endpoint(model: ServedModel, url: str) -> None:
+    content = ask(url, CHAT, question("é", logprobs=True, top_logprobs=1)).json["choices"][0]["logprobs"][
+        "content"
+    ]
+    assert content[0] == {
+        "token": "r", "logprob": -0.5, "bytes": [114],
+        "top_logprobs": [{"token": "r", "logprob": -0.5, "bytes": [114]}],
+    }  # fmt: skip
+    assert bytes(byte for token in content for byte in token["bytes"]).decode() == "re: é"
+    assert model.calls[0][1]["top_logprobs"] == 1
+    body = {"model": "served", "prompt": "ab", "logprobs": 2, "stream": True}
+    lists = [c["choices"][0]["logprobs"] for c in events(ask(url, TEXT, body))[:-1]]
+    offsets = [offset for each in lists if each for offset in each["text_offset"]]
+    texts = [text for each in lists if each for text in each["tokens"]]
+    assert "".join(texts) == "re: ab"
+    assert offsets == [len("".join(texts[:index])) for index in range(len(texts))]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"temperature": "hot"}, "temperature is 'hot'"),
+        ({"banana": 1}, "'banana' is not known; allowed: model, stream"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls is False; allowed: True"),
+        ({"n": 0}, "n is 0"),
+        ({"n": 2, "stream": True}, "one answer can be streamed"),
+        ({"messages": []}, "messages is"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role is None"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content is 3"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0] is of type 'image_url'",
+        ),
+        ({"logit_bias": {"x": 1}}, "its keys are ids of tokens"),
+        ({"stream_options": {"usage": True}}, "stream_options.'usage' is not known"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+    ],
+)  # fmt: skip
+def test_a_request_that_asks_for_what_there_is_not_is_told_so(
+    model: ServedModel, url: str, more: dict[str, Any], said: str
+) -> None:
+    reply = ask(url, CHAT, question() | more)
+    assert reply.status == 400 and said in reply.error
+    assert reply.json["error"]["type"] == "invalid_request_error"
+    assert model.calls == []
+
+
+def test_fields_that_change_nothing_and_null_are_taken(model: ServedModel, url: str) -> None:
+    harmless: dict[str, Any] = {
+        "user": "u",
+        "store": True,
+        "metadata": {"a": "b"},
+        "prediction": {"type": "content"},
+    }
+    assert ask(url, CHAT, question(**harmless, temperature=None, tools=None, n=1)).status == 200
+    assert set(model.calls[0][1]) == {"max_new_tokens", "timeout"}
+
+
+def test_messages_of_other_clients_are_understood(model: ServedModel, url: str) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": parts, "name": None},
+    ]
+    assert ask(url, CHAT, question() | {"messages": messages}).status == 200
+    expected = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "ab"}]
+    assert list(model.calls[0][0]) == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (Busy("64 requests wait"), 429, "queue_full"),
+        (Closed("closed"), 503, "shutting_down"),
+        (DoesNotFit("700 tokens"), 400, "context_length_exceeded"),
+        (RequestError("top_k is -1"), 400, None),
+        (EdgespecError("a session broke"), 500, None),
+    ],
+)
+def test_what_the_model_raises_becomes_a_status(
+    model: ServedModel, url: str, stream: bool, error: EdgespecError, status: int, code: str | None
+) -> None:
+    model.refusal = error
+    reply = ask(url, CHAT, question(stream=stream))
+    assert (reply.status, reply.json["error"]["code"]) == (status, code)
+    assert ("retry-after" in reply.headers) == (status in (429, 503))
+
+
+def test_an_error_behind_the_first_piece_is_an_event(model: ServedModel, url: str) -> None:
+    model.fault = EdgespecError("a session broke")
+    chunks = events(ask(url, CHAT, question(stream=True)))
+    assert chunks[-1]["error"]["message"] == "a session broke"
+    assert "[DONE]" not in chunks
+
+
+def test_another_models_name_is_not_found(url: str) -> None:
+    reply = ask(url, CHAT, question() | {"model": "gpt-9"})
+    assert (reply.status, reply.json["error"]["code"]) == (404, "model_not_found")
+    assert "this server has 'served'" in reply.error
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_ran_out_of_time_says_so(model: ServedModel, url: str, stream: bool) -> None:
+    model.ends = "timeout"
+    reply = ask(url, CHAT, question(stream=stream))
+    choice = events(reply)[-2]["choices"][0] if stream else reply.json["choices"][0]
+    assert (choice["finish_reason"], choice["edgespec"]["finish_reason"]) == ("length", "timeout")
+
+
+def test_models_health_and_unknown_paths(url: str) -> None:
+    listed = ask(url, "/v1/models").json
+    assert [each["id"] for each in listed["data"]] == ["served"]
+    assert listed["data"][0]["edgespec"]["drafter"] == "small"
+    assert ask(url, "/v1/models/served").json == listed["data"][0]
+    assert ask(url, "/v1/models/other").status == 404
+    assert ask(url, "/health").json == {"status": "ok"}
+    assert ask(url, "/v1/embeddings", {}).status == 404
+    assert ask(url, CHAT).status == 405 and "Method Not Allowed" in ask(url, CHAT).error
+
+
+def test_metrics_count_requests_and_tokens(url: str) -> None:
+    written = [ask(url, CHAT, question("ab")).json["usage"]["completion_tokens"] for _ in range(3)]
+    ask(url, "/made-up-by-a-client")
+    text = ask(url, "/metrics").body.decode()
+    assert f'edgespec_requests_total{{path="{CHAT}",status="200"}} 3.0' in text
+    assert 'edgespec_requests_total{path="other",status="404"} 1.0' in text and "made-up" not in text
+    assert 'edgespec_accepted_tokens_total{source="model"} 30.0' in text
+    assert f"edgespec_tokens_total {sum(written):.1f}" in text
+
+
+def test_a_request_is_one_line_of_the_log_without_its_words(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "edgespec.serve"):
+        ask(url, CHAT, question("secret words"))
+        ask(url, "/a%0Ab")
+        until(lambda: len(caplog.records) == 2)  # a line is written behind its response
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first.startswith(f"POST {CHAT} 200 ") and first.endswith("20.0 tokens/s")
+    assert "secret" not in caplog.text
+    assert second.startswith("GET /a%0Ab 404 ") and "\n" not in second
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+def test_curl_streams(url: str) -> None:
+    body = json.dumps(question("hello", stream=True))
+    command = ["curl", "-sN", url + CHAT, "-H", "Content-Type: application/json", "-d", body]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert lines[-2:] == ["data: [DONE]", ""]
+    assert all(line == "" or line.startswith("data: ") for line in lines)
+
+
+def test_a_history_is_shown_and_forgotten(tmp_path: Path) -> None:
+    model, history = ServedModel(), History(tmp_path / "h.sqlite")
+    with serving(model.as_model(), history=history) as url:
+        assert ask(url, "/edgespec/history").json["passages"] == 0
+        empty = ask(url, "/edgespec/history/forget", {"everything": True})
+        assert empty.json == {"passages": 0, "corrections": 0}
+        for body in ({}, {"text": "a", "everything": True}, {"all": True}):
+            assert ask(url, "/edgespec/history/forget", body).status == 400
+        foreign = {"Origin": "https://example.com"}
+        reply = ask(url, "/edgespec/history/forget", {"everything": True}, headers=foreign)
+        assert reply.status == 403
+    assert model.learned == [history.path]
+
+
+def test_without_a_history_there_is_nothing_to_forget(url: str) -> None:
+    assert ask(url, "/edgespec/history").json["name"] is None
+    reply = ask(url, "/edgespec/history/forget", {"everything": True})
+    assert reply.status == 400 and "--history" in reply.error
+
+
+def test_the_documentation_has_every_field() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "server.md").read_text(encoding="utf-8")
+    names = {each.name for cls in (ChatBody, CompletionBody) for each in fields(cls)}
+    assert {name for name in names if f"`{name}`" not in text} == set()
+
+
+def test_an_address_that_others_reach_needs_a_key() -> None:
+    for host in ("0.0.0.0", "::", "192.0.2.1"):
+        with pytest.raises(RequestError, match="EDGESPEC_API_KEY"):
+            ServeOptions(host=host)
+        assert "long-enough" not in repr(ServeOptions(host=host, api_key="long-enough"))
+    for host in ("127.0.0.1", "localhost", "127.8.9.1"):
+        ServeOptions(host=host)
+
+
+@settings(deadline=None)
+@given(st.text(alphabet="abé日😀 \n", max_size=30), st.lists(st.integers(1, 7), max_size=30), st.data())
+def test_attribution_gives_every_character_to_one_token(text: str, sizes: list[int], data: Any) -> None:
+    """However records cut the tokens, and wherever a stop string ends the text."""
+    ids = [byte for char in text.encode() for byte in tokenizer().encode_bytes(bytes([char]))]
+    stop = data.draw(st.sampled_from(["", *text]))
+    stream = TextStream(tokenizer(), stop=[stop] if stop else [])
+    attribution, at = Attribution(tokenizer()), 0
+    shown: list[dict[str, str]] = []
+    pieces: list[str] = []
+    for size in [*sizes, len(ids) + 1]:
+        last = at + size >= len(ids)
+        records = [TokenRecord(id_, str(at + index)) for index, id_ in enumerate(ids[at : at + size])]
+        piece = stream.push([record.id for record in records])
+        last = last or stream.stopped
+        piece += stream.finish() if last else ""
+        cut = attribution.push(piece, records, last=last)
+        assert "".join(token["text"] for token in cut) == piece
+        shown, pieces, at = shown + cut, [*pieces, piece], at + size
+        if last:
+            break
+    assert [token["source"] for token in shown] == [str(index) for index in range(min(at, len(ids)))]
+    expected = text.split(stop)[0] if stop else text
+    assert "".join(pieces) == expected

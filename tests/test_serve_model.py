@@ -1,0 +1,167 @@
+"""The server over whole models, whose sessions are toys: answers, queue, leaving clients, what is learned."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from edgespec.history.manage import History
+from edgespec.load_options import LoadOptions
+from edgespec.model import Model
+from edgespec.serve.options import ServeOptions
+from tests.models_for_tests import Gated, toy_model, toy_session
+from tests.serving_for_tests import Reply, ask, drafting_model, events, serving, until
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+NEW = 24
+
+
+def body(text: str, **more: object) -> dict[str, object]:
+    return {
+        "model": "toy", "messages": [{"role": "user", "content": text}], "max_tokens": NEW, **more
+    }  # fmt: skip
+
+
+@pytest.fixture
+def model() -> Iterator[Model]:
+    with drafting_model() as model:
+        yield model
+
+
+def said(reply: Reply) -> str:
+    assert reply.status == 200, reply.body
+    if not reply.headers["content-type"].startswith("text/event-stream"):
+        return str(reply.json["choices"][0]["message"]["content"])
+    *chunks, done = events(reply)
+    assert done == "[DONE]"
+    return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+
+
+def test_answers_are_the_models_own(model: Model) -> None:
+    expected = model.chat([{"role": "user", "content": "hi"}], max_new_tokens=NEW)
+    with serving(model) as url:
+        whole = ask(url, CHAT, body("hi"))
+        choice = whole.json["choices"][0]
+        assert choice["message"]["content"] == expected.text == said(ask(url, CHAT, body("hi", stream=True)))
+        assert whole.json["usage"]["completion_tokens"] == len(expected.tokens) == NEW
+        assert choice["finish_reason"] == "length"
+        sources = [token["source"] for token in choice["edgespec"]["tokens"]]
+        assert sources.count("model") == choice["edgespec"]["stats"]["accepted"] > 0
+        assert sources[0] == "target"
+        text = ask(url, TEXT, {"model": "toy", "prompt": "abc", "max_tokens": 5}).json["choices"][0]["text"]
+        assert text == model.generate("abc", max_new_tokens=5).text
+
+
+def test_without_speculation_every_token_is_the_targets(model: Model) -> None:
+    with serving(model) as url:
+        drafted = ask(url, CHAT, body("hi")).json["choices"][0]
+        plain = ask(url, CHAT, body("hi", speculate=False)).json["choices"][0]
+    assert {token["source"] for token in plain["edgespec"]["tokens"]} == {"target"}
+    assert plain["message"] == drafted["message"]
+
+
+def test_a_stop_string_ends_a_stream_before_it(model: Model) -> None:
+    with serving(model) as url:
+        whole = said(ask(url, CHAT, body("hi")))
+        stop = whole[9:12]
+        cut = whole.split(stop)[0]
+        reply = ask(url, CHAT, body("hi", stop=[stop], stream=True))
+        assert said(reply) == cut
+        last = events(reply)[-2]["choices"][0]
+        assert (last["finish_reason"], last["edgespec"]["stop"]) == ("stop", stop)
+        shown = [t["text"] for c in events(reply)[1:-2] for t in c["choices"][0]["edgespec"]["tokens"]]
+        assert "".join(shown) == cut
+
+
+def test_what_does_not_fit_is_refused_and_what_nearly_does_is_shortened() -> None:
+    with toy_model(toy_session(context=100)) as model, serving(model) as url:
+        reply = ask(url, TEXT, {"model": "toy", "prompt": "a" * 200})
+        assert (reply.status, reply.json["error"]["code"]) == (400, "context_length_exceeded")
+        answer = ask(url, TEXT, {"model": "toy", "prompt": "a" * 60, "max_tokens": 1000}).json
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert 0 < answer["usage"]["total_tokens"] <= 100
+
+
+def test_one_more_than_may_wait_is_told_to_come_back() -> None:
+    gate = Gated()
+    options = LoadOptions(max_waiting=1)
+    with toy_model(gate, options=options) as model, serving(model) as url, ThreadPoolExecutor(2) as pool:
+        running = pool.submit(ask, url, CHAT, body("runs"))
+        assert gate.arrived.acquire(timeout=10)
+        waiting = pool.submit(ask, url, CHAT, body("waits", stream=True))
+        until(lambda: len(model._worker._waiting) > 0)
+        busy = [ask(url, CHAT, body("too many", stream=stream)) for stream in (False, True)]
+        assert [reply.status for reply in busy] == [429, 429]
+        assert int(busy[0].headers["retry-after"]) > 0
+        gate.open()
+        assert len(said(running.result())) > 0 and len(said(waiting.result())) > 0
+
+
+def test_a_client_that_leaves_ends_its_request_within_a_pass() -> None:
+    gate = Gated()
+    with toy_model(gate) as model, serving(model) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        messages: Any = [{"role": "user", "content": "hi"}]
+        gate.let(200)  # the prompt's
+        with client:
+            stream: Any = client.chat.completions.create(
+                model="toy", messages=messages, stream=True, max_tokens=3000
+            )
+            next(stream)
+            stream.close()
+        gate.open()
+        answer = ask(url, CHAT, body("next"))
+        assert answer.status == 200
+        passes = len(gate.passes)
+    assert passes < 1000
+
+
+def test_fifty_clients_at_once_get_their_own_answers(model: Model) -> None:
+    texts = [f"question {number} " * (1 + number % 3) for number in range(50)]
+    expected = [model.chat([{"role": "user", "content": text}], max_new_tokens=NEW).text for text in texts]
+    start = threading.Barrier(50)
+
+    def client(number: int) -> list[str]:
+        start.wait()
+        return [said(ask(url, CHAT, body(texts[number], stream=(number + n) % 2 == 0))) for n in range(4)]
+
+    with serving(model) as url, ThreadPoolExecutor(50) as pool:
+        for text, answers in zip(expected, pool.map(client, range(50)), strict=True):
+            assert answers == [text] * 4
+
+
+def test_time_that_is_up_before_the_first_token_is_an_error_and_after_it_an_end() -> None:
+    gate = Gated()
+    short = ServeOptions(port=0, timeout_s=0.5)
+    with toy_model(gate) as model, serving(model, short) as url, ThreadPoolExecutor(2) as pool:
+        running = pool.submit(ask, url, CHAT, body("runs"))
+        assert gate.arrived.acquire(timeout=10)
+        waiting = ask(url, CHAT, body("waits"))
+        assert (waiting.status, waiting.json["error"]["code"]) == (503, "timeout")
+        gate.open()
+        assert running.result().status in (200, 503)
+
+
+def test_what_was_learned_is_forgotten_by_the_model_too(tmp_path: Path) -> None:
+    history = History(tmp_path / "h.edgespec-history")
+    with drafting_model() as model:
+        model.use_history(history.path)
+        with serving(model, history=history) as url:
+
+            def accepted() -> int:
+                """Tokens that the history proposed and the target took."""
+                answer = ask(url, CHAT, body("hi", max_tokens=100)).json["choices"][0]["edgespec"]
+                return [token["source"] for token in answer["tokens"]].count("history")
+
+            assert accepted() == 0
+            assert accepted() > 0
+            forgotten = ask(url, "/edgespec/history/forget", {"everything": True}).json
+            assert forgotten["passages"] > 0
+            assert ask(url, "/edgespec/history").json["passages"] == 0
+            assert accepted() == 0
+            assert accepted() > 0  # and learned anew
+    assert history.show()

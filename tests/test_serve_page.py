@@ -1,0 +1,234 @@
+"""The server's page in a real browser: Chromium, as a person at the keyboard uses it.
+
+Without a browser these tests are skipped and say so. Set EDGESPEC_BROWSER to a Chromium elsewhere.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from edgespec.history.manage import History
+from edgespec.history.store import Scope
+from edgespec.history.use import open_use
+from edgespec.serve.options import ServeOptions
+from edgespec_models.errors import Busy
+from tests.histories_for_tests import learn
+from tests.serving_for_tests import SOURCES, ServedModel, serving, tokenizer, until
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+KEY = "a-key-of-this-test"
+MARKDOWN = "see\n\n# Title\n\nSome **strong** `code`:\n\n```py\nx < 1\n```\n- one\n- two <b>not bold</b>"
+
+
+def _browser() -> str | None:
+    return os.environ.get("EDGESPEC_BROWSER") or next(filter(None, map(shutil.which, NAMES)), None)
+
+
+@pytest.fixture(scope="module")
+def browser() -> "Iterator[Browser]":
+    path = _browser()
+    if path is None:
+        pytest.skip("the page is not tested: there is no Chromium (apt-get install chromium)")
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="the page is not tested: pip install 'edgespec[browser]'"
+    )
+    # As root, as in containers, Chromium runs without its sandbox only; the pages are our own.
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(
+            executable_path=path, args=["--no-sandbox", "--disable-background-networking"]
+        )
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: "Browser") -> "Iterator[Page]":
+    """A page whose faults and foreign requests fail the test."""
+    context = browser.new_context(viewport={"width": 900, "height": 760})
+    context.set_default_timeout(10_000)
+    page = context.new_page()
+    faults: list[str] = []
+    urls: list[str] = []
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("request", lambda request: urls.append(request.url))
+    yield page
+    context.close()
+    assert faults == []
+    assert all(url.startswith("http://127.0.0.1:") or url == "data:," for url in urls), urls
+
+
+@pytest.fixture
+def model() -> ServedModel:
+    return ServedModel()
+
+
+@pytest.fixture
+def url(model: ServedModel) -> Iterator[str]:
+    with serving(model.as_model()) as url:
+        yield url
+
+
+def _ask(page: "Page", text: str) -> Any:
+    """Type and send; the answer when it is whole."""
+    before = page.locator(".turn.assistant .cost:not(:empty)").count()
+    page.locator("#question").fill(text)
+    page.keyboard.press("Enter")
+    page.locator(".turn.assistant .cost:not(:empty)").nth(before).wait_for()
+    return page.locator(".turn.assistant").nth(before)
+
+
+def test_each_drafted_token_is_marked_with_its_source(page: "Page", url: str) -> None:
+    page.goto(url)
+    answer = _ask(page, "the quick brown fox")
+    assert answer.locator(".said").inner_text() == "re: the quick brown fox"
+    marks = answer.locator("[data-source]")
+    sources = [mark.get_attribute("data-source") for mark in marks.all()]
+    assert sources[:3] == list(SOURCES[1:]) and "target" not in sources
+    titles = {mark.get_attribute("title") for mark in marks.all()}
+    assert titles == {"drafted by small", "drafted from this text", "drafted from what was learned"}
+    kinds = {source: _underline(page, source) for source in SOURCES[1:]}
+    assert len(set(kinds.values())) == 3  # readable without colour
+    legend = page.locator("#legend").inner_text()
+    assert "by the target itself" in legend and "drafted by small" in legend
+    assert "tokens/s" in answer.locator(".cost").inner_text()
+
+
+def _underline(page: "Page", source: str) -> str:
+    style = "node => getComputedStyle(node).textDecorationStyle"
+    return str(page.locator(f".said [data-source={source}]").first.evaluate(style))
+
+
+def test_speed_stands_beside_plain_decodings(page: "Page", url: str, model: ServedModel) -> None:
+    page.goto(url)
+    page.locator("#plain").get_by_text("20.0 tokens/s").wait_for()
+    _ask(page, "hello")
+    assert page.locator("#now").inner_text() == "20.0 tokens/s"
+    page.locator("#settings summary").click()
+    page.locator("#without").check()
+    page.keyboard.press("Escape")
+    assert "times plain" not in _ask(page, "hello").locator(".cost").inner_text()
+    assert model.calls[-1][1]["speculate"] is False
+    assert "measured" in str(page.locator("#plain").get_attribute("title"))
+
+
+def test_everything_is_reached_by_keyboard(page: "Page", url: str, model: ServedModel) -> None:
+    page.goto(url)
+    page.locator("#model").get_by_text("served").wait_for()
+    page.keyboard.type("one")  # the message has the focus
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("two")
+    page.keyboard.press("Enter")
+    page.locator(".cost:not(:empty)").wait_for()
+    assert model.calls[0][0][-1]["content"] == "one\ntwo"
+    reached = []
+    for _ in range(8):
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate("() => document.activeElement.id || document.activeElement.tagName"))
+    assert reached[:5] == ["send", "marks", "anew", "theme", "SUMMARY"]
+    page.locator("#marks").focus()
+    page.keyboard.press("Space")
+    assert page.locator("#marks").get_attribute("aria-pressed") == "false"
+    assert _underline_line(page) == "none"
+
+
+def _underline_line(page: "Page") -> str:
+    line = "node => getComputedStyle(node).textDecorationLine"
+    return str(page.locator(".said [data-source]").first.evaluate(line))
+
+
+def test_escape_stops_an_answer_and_what_was_said_stays(page: "Page", url: str, model: ServedModel) -> None:
+    model.pause_s = 0.05
+    page.goto(url)
+    page.locator("#question").fill("x" * 500)
+    page.keyboard.press("Enter")
+    page.locator(".turn.assistant [data-source]").first.wait_for()
+    page.keyboard.press("Escape")
+    page.locator(".cost").get_by_text("stopped").wait_for()
+    until(lambda: model.cancelled == 1)
+    model.pause_s = 0.0
+    _ask(page, "again")
+    roles = [message["role"] for message in model.calls[-1][0]]
+    assert roles == ["user", "assistant", "user"]
+    page.locator("#anew").click()
+    _ask(page, "anew")
+    assert [message["content"] for message in model.calls[-1][0]] == ["anew"]
+
+
+def test_markdown_is_shown_as_it_should_look_and_never_as_html(page: "Page", url: str) -> None:
+    page.goto(url)
+    said = _ask(page, MARKDOWN).locator(".said")
+    assert said.locator("h2").inner_text() == "Title"
+    assert said.locator("strong").inner_text() == "strong"
+    assert said.locator("p code").inner_text() == "code"
+    assert said.locator("pre").inner_text() == "x < 1"
+    assert said.locator("p.item").count() == 2 and said.locator("b").count() == 0
+    assert "<b>not bold</b>" in said.inner_text()
+
+
+def test_light_and_dark_follow_the_system_and_the_button(browser: "Browser", url: str) -> None:
+    back = "() => getComputedStyle(document.body).backgroundColor"
+    for scheme in ("light", "dark"):
+        page = browser.new_page(color_scheme=scheme)
+        page.goto(url)
+        first = page.evaluate(back)
+        assert _is_dark(first) == (scheme == "dark")
+        page.locator("#theme").click()
+        assert _is_dark(page.evaluate(back)) != _is_dark(first)
+        page.close()
+
+
+def _is_dark(colour: str) -> bool:
+    return sum(map(int, re.findall(r"\d+", colour)[:3])) < 3 * 128
+
+
+def test_what_was_learned_is_shown_and_forgotten(page: "Page", model: ServedModel, tmp_path: Path) -> None:
+    history = History(tmp_path / "h.edgespec-history")
+    use = open_use(history.path, Scope("served", tokenizer().digest, ""), tokenizer())
+    for text in ("Dear Mrs. Müller, thank you for your letter", "the quick brown fox jumps over the dog"):
+        learn(use, tokenizer().encode(text))
+    use.close()
+    with serving(model.as_model(), history=history) as url:
+        page.goto(url)
+        page.locator("#learned summary").click()
+        page.locator("#passages pre").first.wait_for()
+        before = page.locator("#passages pre").count()
+        page.locator("#forget-text").fill("müller")
+        page.keyboard.press("Enter")
+        page.locator("#status").get_by_text("1 passages forgotten").wait_for()
+        assert page.locator("#passages pre").count() == before - 1
+        page.locator("#forget-all").click()
+        page.keyboard.press("Enter")  # the safe answer has the focus
+        assert history.path.exists()
+        page.locator("#forget-all").click()
+        page.get_by_role("button", name="Forget it").click()
+        page.locator("#learned-summary").get_by_text("holds 0 passages").wait_for()
+    assert not history.path.exists()
+    assert History(history.path).size_bytes == 0
+
+
+def test_a_server_with_a_key_has_the_page_ask_for_it(page: "Page", model: ServedModel) -> None:
+    with serving(model.as_model(), ServeOptions(port=0, api_key=KEY)) as url:
+        page.goto(url)
+        page.locator("#key-text").fill("wrong-key")
+        page.keyboard.press("Enter")
+        page.locator("#key-text").fill(KEY)
+        page.keyboard.press("Enter")
+        page.locator("#model").get_by_text("served").wait_for()
+        assert _ask(page, "hello").locator(".said").inner_text() == "re: hello"
+
+
+def test_what_the_server_refuses_is_told(page: "Page", model: ServedModel, url: str) -> None:
+    page.goto(url)
+    page.locator("#model").get_by_text("served").wait_for()
+    model.refusal = Busy("64 requests wait; ask again later")
+    page.locator("#question").fill("hello")
+    page.keyboard.press("Enter")
+    page.locator(".turn.error").get_by_text("64 requests wait").wait_for()

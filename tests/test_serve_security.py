@@ -1,0 +1,248 @@
+"""Who may ask a server, and how much: names, origins, keys, sizes, times."""
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from edgespec.cli import serve as serve_command
+from edgespec.serve.options import ServeOptions, bound_socket
+from edgespec_models.errors import EdgespecError, RequestError
+from tests.serving_for_tests import Reply, ServedModel, ask, question, serving
+
+CHAT = "/v1/chat/completions"
+KEY = "a-key-of-this-test"
+PATHS = ("/", "/v1/models", "/health", "/metrics", "/edgespec/history", CHAT)
+
+
+@pytest.fixture(scope="module")
+def model() -> ServedModel:
+    return ServedModel()
+
+
+@pytest.fixture(scope="module")
+def url(model: ServedModel) -> Iterator[str]:
+    options = ServeOptions(
+        port=0,
+        allow_hosts=("box.lan",),
+        allow_origins=("https://app.example",),
+        max_request_bytes=2000,
+        body_timeout_s=0.3,
+    )
+    with serving(model.as_model(), options) as url:
+        yield url
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "evil.example:8642", "127.0.0.1.evil.example", "localhost.evil.example", "", "10.0.0.9"],
+)
+def test_a_foreign_name_is_refused_everywhere(url: str, path: str, host: str) -> None:
+    """As a page has whose name was made to point here."""
+    reply = ask(url, path, headers={"Host": host})
+    assert (reply.status, reply.json["error"]["code"]) == (421, "host_not_allowed")
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:1", "127.0.0.1", "127.1.2.3:80", "[::1]:9", "box.lan:80"]
+)
+def test_own_names_are_answered_at_any_port(url: str, host: str) -> None:
+    """A port may be forwarded."""
+    assert ask(url, "/v1/models", headers={"Host": host}).status == 200
+
+
+def test_several_names_in_one_request_are_refused(url: str) -> None:
+    address = urlsplit(url)
+    with socket.create_connection((address.hostname or "", address.port or 0), timeout=5) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n")
+        assert connection.recv(4096).split()[1] in (b"400", b"421")
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "https://evil.example",
+        "null",
+        "http://localhost.evil.example",
+        "http://app.example",
+        "https://localhost",
+    ],
+)
+def test_pages_of_other_origins_are_refused(model: ServedModel, url: str, origin: str) -> None:
+    before = len(model.calls)
+    for path, body in ((CHAT, question()), ("/v1/models", None)):
+        reply = ask(url, path, body, headers={"Origin": origin})
+        assert (reply.status, reply.json["error"]["code"]) == (403, "origin_not_allowed")
+        assert "access-control-allow-origin" not in reply.headers
+    assert len(model.calls) == before
+
+
+def test_the_own_page_and_allowed_ones_are_answered(url: str) -> None:
+    own = ask(url, CHAT, question(), headers={"Origin": url})
+    assert own.status == 200 and "access-control-allow-origin" not in own.headers
+    other = ask(url, CHAT, question(), headers={"Origin": "https://app.example"})
+    assert other.headers["access-control-allow-origin"] == "https://app.example"
+
+
+def _preflight(url: str, origin: str) -> Reply:
+    headers = {
+        "Origin": origin,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type",
+    }
+    return ask(url, CHAT, method="OPTIONS", headers=headers)
+
+
+def test_browsers_are_told_beforehand_whether_they_may_ask(url: str) -> None:
+    allowed = _preflight(url, "https://app.example")
+    assert allowed.status == 200
+    assert allowed.headers["access-control-allow-origin"] == "https://app.example"
+    assert "authorization" in allowed.headers["access-control-allow-headers"].lower()
+    assert "access-control-allow-credentials" not in allowed.headers
+    refused = _preflight(url, "https://evil.example")
+    assert refused.status == 403 and "access-control-allow-origin" not in refused.headers
+
+
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""]
+)
+def test_kinds_that_pages_send_without_asking_are_refused(url: str, kind: str) -> None:
+    assert ask(url, CHAT, question(), headers={"Content-Type": kind}).status == 415
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"[]", b"null", b"3", b'"text"', b"\xff\xfe{}", b'{"model": NaN}', b'{"a": 1e999999',
+        b"[" * 1900, b'{"model": ' + b"1" * 1900 + b"}", "{\"model\": \"\u00e9\"}".encode("utf-16"),
+    ],
+)  # fmt: skip
+def test_what_is_no_json_object_is_refused(url: str, body: bytes) -> None:
+    reply = ask(url, CHAT, body)
+    assert reply.status == 400 and reply.json["error"]["type"] == "invalid_request_error"
+
+
+def test_a_lone_surrogate_harms_nobody(url: str) -> None:
+    body = b'{"model": "served", "messages": [{"role": "user", "content": "\\ud800"}]}'
+    assert ask(url, CHAT, body).status in (200, 400)
+    assert (
+        ask(url, CHAT, b'{"model": "\\ud800", "messages": [{"role": "user", "content": "a"}]}').status == 404
+    )
+
+
+def test_long_requests_are_refused_whether_they_say_so_or_not(model: ServedModel, url: str) -> None:
+    before = len(model.calls)
+    said = ask(url, CHAT, question("x" * 2000))
+    assert (said.status, said.json["error"]["code"]) == (413, "request_too_large")
+    address = urlsplit(url)
+    data = json.dumps(question("x" * 4000)).encode()
+    with socket.create_connection((address.hostname or "", address.port or 0), timeout=5) as connection:
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(
+            f"{head}Transfer-Encoding: chunked\r\n\r\n{len(data):x}\r\n".encode() + data + b"\r\n0\r\n\r\n"
+        )
+        assert connection.recv(4096).split()[1] == b"413"
+    assert len(model.calls) == before
+
+
+def test_a_request_that_trickles_in_is_ended(url: str) -> None:
+    address = urlsplit(url)
+    with socket.create_connection((address.hostname or "", address.port or 0), timeout=5) as connection:
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        assert connection.recv(4096).split()[1] == b"408"
+        assert connection.recv(4096) == b""  # the connection is closed
+
+
+def test_with_a_key_only_who_has_it_is_answered() -> None:
+    model = ServedModel()
+    with serving(model.as_model(), ServeOptions(port=0, api_key=KEY)) as url:
+        for given in (
+            None,
+            "Bearer ",
+            f"Bearer {KEY}x",
+            f"Bearer {KEY[:-1]}",
+            f"Basic {KEY}",
+            KEY,
+            "Bearer ü",
+        ):
+            headers = {} if given is None else {"Authorization": given.encode().decode("latin-1")}
+            reply = ask(url, CHAT, question(), headers=headers)
+            assert (reply.status, reply.json["error"]["code"]) == (401, "invalid_api_key")
+            assert reply.headers["www-authenticate"] == "Bearer" and KEY not in reply.error
+            for path in ("/v1/models", "/metrics", "/edgespec/history"):
+                assert ask(url, path, headers=headers).status == 401
+        assert model.calls == []
+        assert ask(url, CHAT, question(), headers={"Authorization": f"Bearer {KEY}"}).status == 200
+        for path in ("/", "/page.js", "/page.css", "/health"):  # the page asks for the key
+            assert ask(url, path).status == 200
+
+
+def test_the_page_loads_nothing_from_elsewhere_and_runs_nothing_inline(url: str) -> None:
+    page = ask(url, "/")
+    policy = page.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'") and "unsafe" not in policy and "http" not in policy
+    for path, kind in (("/", "text/html"), ("/page.js", "text/javascript"), ("/page.css", "text/css")):
+        reply = ask(url, path)
+        assert reply.headers["content-type"].startswith(kind)
+        assert b"http://" not in reply.body and b"https://" not in reply.body
+    assert b" style=" not in page.body and b" onclick=" not in page.body
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"api_key": "short"}, {"api_key": "with space in it"}, {"allow_origins": ("https://a/b",)},
+        {"allow_origins": ("*",)}, {"allow_hosts": ("a:80",)}, {"port": 70000}, {"timeout_s": 0},
+        {"host": "no such name"}, {"max_request_bytes": 3},
+    ],
+)  # fmt: skip
+def test_options_that_cannot_be_meant_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(RequestError):
+        ServeOptions(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_port_that_is_taken_is_said_to_be() -> None:
+    with bound_socket("127.0.0.1", 0) as taken:
+        taken.listen()
+        with pytest.raises(EdgespecError, match=r"cannot listen at 127\.0\.0\.1, port .*--port"):
+            bound_socket("127.0.0.1", taken.getsockname()[1])
+
+
+def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(serve_command.KEY_VARIABLE, raising=False)
+    assert serve_command._key(None) is None
+    monkeypatch.setenv(serve_command.KEY_VARIABLE, KEY)
+    assert serve_command._key(None) == KEY
+    file = tmp_path / "key"
+    file.write_text(" from-a-file \n", encoding="utf-8")
+    assert serve_command._key(file) == "from-a-file"
+    with pytest.raises(RequestError, match="cannot be read"):
+        serve_command._key(tmp_path / "missing")
+
+
+def test_garbage_ends_only_its_own_connection(url: str) -> None:
+    address = urlsplit(url)
+
+    def garbage(data: bytes) -> None:
+        with socket.create_connection((address.hostname or "", address.port or 0), timeout=5) as connection:
+            connection.sendall(data)
+
+    pieces = (
+        b"\x00" * 500,
+        b"GET",
+        b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+        b"\x16\x03\x01",
+        b"A" * 70_000,
+    )
+    threads = [threading.Thread(target=garbage, args=(piece,)) for piece in pieces]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ask(url, CHAT, question()).status == 200
