@@ -12,7 +12,7 @@ from typing import Any
 import edgespec
 
 MODEL = "qwen2.5-coder-1.5b-instruct"
-SCHEMA = {
+SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
         "vendor": {"type": "string", "maxLength": 60},  # without a limit a model may go on for long
