@@ -1,7 +1,7 @@
 """Draws docs/figures/desktop.png: ``QT_QPA_PLATFORM=offscreen python -m tools.desktop_picture``.
 
 Runs the example of a desktop window over real models (pulled at first use), asks two questions, and saves
-what the window shows.
+what the window shows when one is answered and the other in part.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from docs.examples.desktop.main import Window
 ROOT = Path(__file__).parents[1]
 QUESTIONS = (
     "Write a Python function that reverses the words of a sentence, with a docstring.",
-    "Explain in two sentences what a KV cache is.",
+    "How do I undo the last commit in git, but keep its changes? Explain each option.",
 )
 
 
@@ -56,7 +56,9 @@ def main() -> None:
     for chat, question in zip(window.chats, QUESTIONS, strict=True):
         chat.entry.setText(question)
         chat.ask()
-    wait_until(lambda: all(chat.button.text() == "Send" for chat in window.chats), 600)
+    done, writing = window.chats
+    wait_until(lambda: done.button.text() == "Send", 600)
+    wait_until(lambda: writing.said.itemAt(1).widget().height() > 200 or writing.button.text() == "Send", 600)
     window.grab().save(str(options.out))
     window.close()
 

@@ -23,7 +23,7 @@ SCHEMA: dict[str, Any] = {
     "required": ["vendor", "date", "total", "currency"],
     "additionalProperties": False,
 }
-SYSTEM = "You read invoices. Give the vendor, the date, the total and the currency as JSON."
+SYSTEM = "You read invoices. Give the vendor, the date as YYYY-MM-DD, the total and the currency, in JSON."
 
 
 def extract(model: edgespec.Model, text: str) -> dict[str, Any] | None:
