@@ -237,3 +237,11 @@ def test_a_drafter_of_more_ids_proposes_none_the_target_lacks() -> None:
     assert bridge.translate([3, 9, 10, 4]) == [(3, 1), (9, 2)]
     assert bridge.translate([10, 4]) == []
     assert bridge.translate([]) == []
+
+
+def test_a_drafter_with_fewer_rows_drafts_nothing_behind_what_it_lacks() -> None:
+    bridge = IdentityBridge(404, 390)
+    assert bridge.align([1, 389]) == [1, 389]
+    with pytest.raises(TokenizerError, match="390 tokens, and not 403"):
+        bridge.align([1, 403])
+    assert IdentityBridge(390, 404).align([389]) == IdentityBridge(390).align([389]) == [389]

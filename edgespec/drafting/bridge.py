@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import accumulate, takewhile
 from typing import Protocol
 
+from edgespec_models.errors import TokenizerError
 from edgespec_models.tokenizer import Tokenizer
 
 __all__ = ["Bridge", "ByteBridge", "IdentityBridge"]
@@ -37,13 +38,21 @@ class IdentityBridge:
 
     Args:
         vocab_size: the target's; a drafter padded to more ids may draft some that the target lacks.
+        drafter_size: the drafter's, if it has fewer: then the target's padding may be tokens that it lacks.
     """
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, drafter_size: int | None = None) -> None:
         self._vocab_size = vocab_size
+        self._drafter_size = vocab_size if drafter_size is None else drafter_size
 
     def align(self, tokens: Sequence[int]) -> list[int]:
-        """See :class:`Bridge`."""
+        """See :class:`Bridge`.
+
+        Raises:
+            TokenizerError: the drafter has no such token.
+        """
+        if self._drafter_size < self._vocab_size and max(tokens, default=0) >= self._drafter_size:
+            raise TokenizerError(f"the drafter has {self._drafter_size} tokens, and not {max(tokens)}")
         return list(tokens)
 
     def translate(self, drafted: Sequence[int]) -> list[tuple[int, int]]:

@@ -183,7 +183,7 @@ class DrafterSide:
 
     def _bridge(self, tokens: Sequence[int], prompt: list[int]) -> Bridge:
         if self._same_vocabulary:
-            return IdentityBridge(self._target.config.vocab_size)
+            return IdentityBridge(self._target.config.vocab_size, self.bundle.config.vocab_size)
         tokenizers = self._target.tokenizer, self.bundle.tokenizer
         return ByteBridge(*tokenizers, prompt_length=len(tokens), drafter_prompt=prompt)
 
