@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from edgespec.conversation import Conversation
-    from edgespec.drafting.custom import Drafter
-    from edgespec.drafting.draft import Draft, Step
+    from edgespec.drafting.draft import Draft, Drafter, Step
     from edgespec.engine import load
     from edgespec.grammar import AnyJson, Choice, JsonSchema, Lark, Regex
     from edgespec.history.manage import History
@@ -95,8 +94,7 @@ _NAMES_BY_HOME = {
     "edgespec.request": "RequestOptions",
     "edgespec.results": "Generation GenerationStats Record SourceStats TokenRecord",
     "edgespec.tools": "ToolCall",
-    "edgespec.drafting.custom": "Drafter",
-    "edgespec.drafting.draft": "Draft Step",
+    "edgespec.drafting.draft": "Draft Drafter Step",
     "edgespec.grammar": "AnyJson Choice JsonSchema Lark Regex",
     "edgespec.history.manage": "History",
     "edgespec.planning": "Plan plan",

@@ -97,9 +97,8 @@ class Constraint:
         answer = list(tokens[self._prompt_length :])
         self._ended = bool(answer) and answer[-1] in self._ends
         self._committed = answer[:-1] if self._ended else answer
-        if (
-            self._read[: len(self._committed)] != self._committed
-        ):  # or proposals were read behind them already
+        # What was read behind them already stays: verification asks for it again.
+        if self._read[: len(self._committed)] != self._committed:
             self._move(self._committed)
 
     def ends(self, tokens: Sequence[int]) -> bool:

@@ -2,18 +2,22 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from edgespec.grammar import Lark, ResponseFormat
 from edgespec.request import Request
-from edgespec.tools import ToolReader, format_of
+from edgespec.tools import ToolReader, calls_grammar, format_of, must_call
 from edgespec_models.bundle import Bundle
-from edgespec_models.chat_template import ChatTemplate
 from edgespec_models.errors import RequestError, TokenizerError
 from edgespec_models.schema import shown
+
+if TYPE_CHECKING:  # it brings Jinja, which prompts without a conversation do not need
+    from edgespec_models.chat_template import ChatTemplate
 
 __all__ = [
     "Asked",
     "Messages",
+    "answer_format",
     "count_tokens",
     "detokenize",
     "encode_chat",
@@ -141,7 +145,15 @@ def tool_reader(bundle: Bundle, request: Request) -> ToolReader | None:
     return ToolReader(bundle.chat_template.source, request.tools, bundle.tokenizer, eos)
 
 
-def _check_tools(name: str, template: ChatTemplate) -> None:
+def answer_format(bundle: Bundle, request: Request) -> ResponseFormat | None:
+    """What the answer to ``request`` has to be: its format, or a call that it has to make, if any."""
+    called = must_call(request.tools, request.tool_choice)
+    if not called or bundle.chat_template is None:
+        return request.response_format
+    return Lark(calls_grammar(bundle.chat_template.source, called, bundle.tokenizer))
+
+
+def _check_tools(name: str, template: "ChatTemplate") -> None:
     """See that ``template`` shows tools, and that the calls it asks for can be read."""
     if "tools" not in template.arguments:
         raise RequestError(f"the chat template of {name} shows no tools; use another model, or no tools")
@@ -153,7 +165,7 @@ def _check_tools(name: str, template: ChatTemplate) -> None:
 
 
 def _chat(
-    bundle: Bundle, template: ChatTemplate, messages: Messages, arguments: Mapping[str, Any]
+    bundle: Bundle, template: "ChatTemplate", messages: Messages, arguments: Mapping[str, Any]
 ) -> list[int]:
     ids = template.encode(messages, bundle.tokenizer, arguments)
     return ids if ids[:1] == [bundle.manifest.special_tokens.bos] else _begun(bundle, ids)

@@ -2,11 +2,9 @@
 
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-from edgespec.drafting.ahead import Beside
-from edgespec.drafting.custom import Drafter
-from edgespec.history.manage import History
+from edgespec.drafting.draft import Drafter
 from edgespec.load_options import LoadOptions
 from edgespec.loading import NGRAM, Reference, open_model, recommended_drafter
 from edgespec.model import Model
@@ -18,6 +16,9 @@ from edgespec_models.schema import checked, length
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.discovery import AUTO
 from edgespec_runtimes.placement import export_for, place, run_at_once
+
+if TYPE_CHECKING:  # a model without a drafter model or a history imports nothing of them
+    from edgespec.drafting.ahead import Beside
 
 __all__ = ["LoadOptions", "Model", "load"]
 
@@ -62,6 +63,8 @@ def load(
     if history is not None and drafter is None:
         raise RequestError("plain decoding (drafter None) uses no history; give drafter='ngram' or a model")
     if history is not None:
+        from edgespec.history.manage import History
+
         named = History(history)
         named.check()  # before a model is pulled
         history = named.path
@@ -99,9 +102,11 @@ def load(
     return model
 
 
-def _beside(loaded: Loaded) -> Beside | None:
+def _beside(loaded: Loaded) -> "Beside | None":
     """Drafting ahead, where target and drafter compute side by side."""
     target, aside = loaded.target, loaded.drafter
     if aside is None or not run_at_once(target.placed, aside.placed):
         return None
+    from edgespec.drafting.ahead import Beside
+
     return Beside(aside.curve)

@@ -39,13 +39,14 @@ class KvStore:
             return
         held = session.shared_prefix(tokens)
         found = self._longest(session, tokens, held + _LEAST)
+        if found is not None:  # it makes room
+            self._drop(session, found)
         if session.length - held >= _LEAST:
             self._put_aside(session)
         if found is None:
             return
         shared = shared_length(found.tokens, tokens)
         session.restore(found, shared)
-        self._drop(session, found)
         if len(found.tokens) - shared >= _LEAST:  # another text's too: that goes on without its end here
             self._keep(session, found)
 
@@ -87,7 +88,5 @@ class KvStore:
             self._drop(*self._kept[0])
 
     def _drop(self, session: ModelSession, saved: SavedCache) -> None:
-        at = next((i for i, (owner, other) in enumerate(self._kept) if other is saved), None)
-        if at is not None:
-            del self._kept[at]
-            self.nbytes -= saved.nbytes
+        self._kept.remove((session, saved))
+        self.nbytes -= saved.nbytes

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from edgespec_export.recipe import WEIGHTS
+from edgespec_models.bundle import WEIGHTS
 from edgespec_models.schema import check_fields, form, one_of, within
 from edgespec_runtimes.cpu import Instructions, Threads
 

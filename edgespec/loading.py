@@ -1,42 +1,22 @@
 """From what a user names to a bundle on disk.
 
 A bundle, a directory that another exporter wrote, a GGUF file, a Hugging Face directory, a catalogue name,
-or ``hf:OWNER/REPO``. Checkpoints are exported into the cache at first use; models that are named are pulled
-before.
+or ``hf:OWNER/REPO``. What is no bundle yet is made at first use (:mod:`edgespec.first_use`).
 """
 
-import glob
-import hashlib
-import logging
-import os
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from filelock import FileLock
-
-from edgespec_export.extra import require_extra
-from edgespec_export.recipe import RECIPES, WEIGHTS
-from edgespec_export.staging import storage_errors
-from edgespec_models.bundle import MANIFEST, Bundle, Role
-from edgespec_models.catalog import entries, find
-from edgespec_models.download import pull
-from edgespec_models.errors import BundleError, ModelFileError, RequestError
-from edgespec_models.facts import Facts
+from edgespec_models.bundle import WEIGHTS, Bundle, Role
+from edgespec_models.errors import RequestError
 from edgespec_models.foreign import is_model, open_bundle
-from edgespec_models.hub import PREFIX, HubReference, pull_hub, pulled_hub
-from edgespec_models.paths import bundles_dir, model_name
 from edgespec_models.progress import ProgressCallback, ignore_progress
-from edgespec_models.schema import check_fields, checked, length, one_of, shown
+from edgespec_models.schema import checked, length, one_of, shown
 from edgespec_models.static_graphs import ExportDevice
 
-__all__ = ["NGRAM", "Reference", "locate_hub", "open_model", "pull_checked", "recommended_drafter"]
+__all__ = ["NGRAM", "Reference", "open_model", "recommended_drafter"]
 
-_HF_CONFIG = "config.json"
-_RECIPE_MARK = "-r"
-_LONGEST_NAME = 120
-_LOG = logging.getLogger("edgespec")
+_HF_CONFIG, _HUB = "config.json", "hf:"
 
 NGRAM = "ngram"
 """Names the drafter that is no model."""
@@ -44,42 +24,12 @@ Reference = Annotated[str | Path, length(1, 4096)]
 """What names a model or a file; systems know no longer paths."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """What a new export is for."""
-
-    role: Role
-    weights: Annotated[str, one_of(WEIGHTS)] | None  # it becomes part of a path
-    device: ExportDevice | None
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-    def check(self) -> None:
-        """Raise RequestError if an export would, sooner: before anything is pulled for it."""
-        if self.weights is None or self.device is None or (self.weights, self.device) == ("portable", "cuda"):
-            return
-        raise RequestError(
-            f"weights={self.weights!r}: an export for {self.device} settles formats; leave out weights"
-        )
-
-    def folder(self, name: str, mark: str) -> Path:
-        """Where a model is cached; ``mark`` says which.
-
-        The recipe is in the name, not in the bundle, so that two versions of edgespec on one machine do
-        not replace each other's.
-        """
-        kind = "-".join(part for part in (self.device, self.weights) if part) or WEIGHTS[0]
-        recipe = RECIPES[self.role, self.device]
-        return bundles_dir() / f"{_short(name)}-{mark}-{self.role}-{kind}{_RECIPE_MARK}{recipe}"
-
-
 @checked
 def open_model(
     reference: Reference,
     role: Role,
     *,
-    weights: str | None = None,
+    weights: Annotated[str, one_of(WEIGHTS)] | None = None,
     device: ExportDevice | None = None,
     progress: ProgressCallback = ignore_progress,
 ) -> Bundle:
@@ -101,7 +51,7 @@ def open_model(
         StorageError: the cache cannot be written.
         EdgespecError: whatever else keeps the model from being pulled, exported or opened.
     """
-    path, wanted = Path(reference), _Wanted(role, weights, device)
+    path = Path(reference)
     try:
         path.is_dir()
     except OSError as error:  # a name too long, a folder that cannot be entered
@@ -109,120 +59,24 @@ def open_model(
             f"{shown(str(reference))} cannot be looked for: {error.strerror}. Give a path that can be "
             "read, or a name that 'edgespec models' lists."
         ) from error
-    if str(reference).startswith(PREFIX):
+    if is_model(path):
+        return open_bundle(path)
+    from edgespec.first_use import Wanted, locate_hub, open_made  # what is there already needs none of it
+
+    wanted = Wanted(role, weights, device)
+    if str(reference).startswith(_HUB):
         wanted.check()
         path = locate_hub(str(reference), progress)
-    is_source = (path / _HF_CONFIG).is_file() and not is_model(path)
-    if path.is_dir() and not is_source:
+    if path.is_dir() and (is_model(path) or not (path / _HF_CONFIG).is_file()):
         return open_bundle(path)
     wanted.check()
-    if is_source or path.suffix == ".gguf":
-        if not path.exists():
-            raise ModelFileError(f"{path} does not exist; give a GGUF file, a bundle or a catalogue name")
-        name = model_name(path) if is_source else path.stem
-        folder = wanted.folder(name, _mark(path))
-        return _open_cached(folder) or _export(path, folder, name, wanted, progress)
-    entry = find(str(reference))
-    folder = wanted.folder(entry.name, entry.sha256[:8])
-    existing = _open_cached(folder)
-    if existing is not None:
-        return existing
-    require_extra()
-    source = pull(entry, progress=progress, notify=_LOG.warning)
-    return _export(source, folder, entry.name, wanted, progress)
-
-
-def locate_hub(reference: str, progress: ProgressCallback) -> Path:
-    """The checkpoint that ``hf:OWNER/REPO[/FILE.gguf][@REVISION]`` names, pulled unless it is here already.
-
-    A model that edgespec cannot export is refused before its weights are fetched.
-
-    Raises:
-        RequestError: of another form.
-        DownloadError: it cannot be pulled.
-        UnsupportedModelError: of an architecture or with a feature that edgespec lacks.
-        ModelFileError: no checkpoint in safetensors.
-        EdgespecError: it is not here, and the ``export`` extra that it would be pulled for is not installed.
-    """
-    parsed = HubReference.parse(reference)
-    pulled = pulled_hub(parsed)
-    if pulled is not None:
-        return pulled
-    require_extra()
-    return pull_checked(parsed, progress=progress, notify=_LOG.warning)
-
-
-def pull_checked(
-    reference: HubReference, *, progress: ProgressCallback, notify: Callable[[str], None]
-) -> Path:
-    """Bring a model of the hub up to date; raises as :func:`locate_hub` does."""
-    return pull_hub(reference, check=_check_config, progress=progress, notify=notify)
-
-
-def _check_config(folder: Path) -> None:
-    from edgespec_export.hf_config import read_config
-
-    read_config(Facts.read(folder / _HF_CONFIG))
+    return open_made(path, str(reference), wanted, progress)
 
 
 def recommended_drafter(target: Bundle) -> str:
     """The catalogue's drafter for a target it knows by its source file, else n-grams."""
+    from edgespec_models.catalog import entries  # only where no drafter is named
+
     digest = target.manifest.provenance.get("sha256")
     known = next((entry for entry in entries().values() if entry.sha256 == digest), None)
     return known.drafter if known is not None and known.drafter is not None else NGRAM
-
-
-def _mark(source: Path) -> str:
-    """Changes when the source does."""
-    files = [source] if source.is_file() else sorted(file for file in source.iterdir() if file.is_file())
-    stats = [(file.name, file.stat()) for file in files]
-    key = [str(source.resolve()), *((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats)]
-    return hashlib.sha256(repr(key).encode()).hexdigest()[:8]
-
-
-def _open_cached(folder: Path) -> Bundle | None:
-    if not (folder / MANIFEST).is_file():
-        return None
-    try:
-        return Bundle(folder)
-    except BundleError:
-        return None  # of an older format, or damaged: made again
-
-
-def _export(source: Path, folder: Path, name: str, wanted: _Wanted, progress: ProgressCallback) -> Bundle:
-    from edgespec_export.export import ExportOptions, export_model
-
-    options = ExportOptions(
-        role=wanted.role, weights=wanted.weights, name=_short(name), device=wanted.device, overwrite=True
-    )
-    lock = folder.with_name(f".{folder.name}.lock")
-    with storage_errors(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    with storage_errors(folder), FileLock(lock):  # another process may be making it
-        bundle = _open_cached(folder)
-        if bundle is None:
-            export_model(source, folder, options=options, progress=_naming(progress, name))
-            bundle = Bundle(folder)
-            for other in _by_other_recipes(folder):
-                _LOG.warning(
-                    "%s was made by another version of edgespec; delete it unless that is still in use", other
-                )
-    return bundle
-
-
-def _by_other_recipes(folder: Path) -> list[Path]:
-    """Bundles like ``folder``; those of before there were recipes have no number."""
-    stem = folder.name.rpartition(_RECIPE_MARK)[0]
-    alike = [folder.with_name(stem), *folder.parent.glob(f"{glob.escape(stem + _RECIPE_MARK)}*")]
-    return sorted(path for path in alike if path != folder and (path / MANIFEST).is_file())
-
-
-def _short(name: str) -> str:
-    """As much of a file's name as leaves room for what is put around it: systems take 255 bytes."""
-    text = os.fsencode(name).decode("utf-8", "replace")
-    return text.encode()[:_LONGEST_NAME].decode("utf-8", "ignore")
-
-
-def _naming(progress: ProgressCallback, name: str) -> ProgressCallback:
-    """Two models may be exported in turn; each stage says whose it is."""
-    return lambda report: progress(replace(report, stage=f"{report.stage} {name}"))

@@ -3,14 +3,12 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated, Self, Unpack
+from typing import TYPE_CHECKING, Annotated, Self, Unpack
 
 from edgespec.answer import Answer
 from edgespec.choices import answers, answers_async
 from edgespec.conversation import Conversation
-from edgespec.drafting.ahead import Beside
-from edgespec.drafting.custom import Drafter
-from edgespec.drafting.draft import Clock
+from edgespec.drafting.draft import Clock, Drafter
 from edgespec.encoding import Asked, Messages, count_tokens, detokenize, tokenize
 from edgespec.generation import respond
 from edgespec.load_options import LoadOptions
@@ -25,6 +23,9 @@ from edgespec_models.errors import RequestError
 from edgespec_models.schema import checked, length
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.placement import Placement
+
+if TYPE_CHECKING:
+    from edgespec.drafting.ahead import Beside
 
 __all__ = ["Model"]
 
@@ -57,7 +58,7 @@ class Model:
         options: LoadOptions,
         drafts: bool = True,
         clock: Clock = perf_counter,
-        beside: Beside | None = None,
+        beside: "Beside | None" = None,
         own: Drafter | None = None,
     ) -> None:
         self.target, self.options = loaded.target.bundle, options

@@ -6,11 +6,11 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from typing import Annotated, Any, ParamSpec, TypedDict, TypeVar
 
-from edgespec.drafting.custom import Drafter
+from edgespec.drafting.draft import Drafter
 from edgespec.grammar import AnyJson, Choice, JsonSchema, Lark, Regex, ResponseFormat
 from edgespec.rows import RowStep
 from edgespec.sampling import SamplingParams
-from edgespec.tools import check_tools
+from edgespec.tools import check_tools, must_call
 from edgespec.verification import Verifier, make_verifier
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import check_fields, form, one_of, shown, within
@@ -76,7 +76,9 @@ class Request:
         logprobs: say how likely the target found each token of the answer.
         top_logprobs: and so many of the most likely tokens at each place; it needs ``logprobs``.
         tools: functions the model may ask to have called, as OpenAI's chat API has them.
-        tool_choice: "auto" lets the model choose; "none" shows it no tools.
+        tool_choice: "auto" lets the model choose; "none" shows it no tools. With "required" the answer is a
+            call of one of the tools, with ``{"type": "function", "function": {"name": ..}}`` of that one, and
+            its arguments fit the tool's parameters.
         template_args: what the model's chat template is told besides, such as ``enable_thinking``.
         response_format: what the answer has to be, such as :class:`edgespec.JsonSchema`. Where it has become
             that it ends; where ``max_new_tokens`` or ``stop`` end it, it may be a part of that only.
@@ -97,7 +99,7 @@ class Request:
     logprobs: bool = False
     top_logprobs: Annotated[int, within(0, 20)] = 0
     tools: tuple[Mapping[str, Any], ...] = ()
-    tool_choice: Annotated[str, one_of(("auto", "none"))] = "auto"
+    tool_choice: Annotated[str, one_of(("auto", "none", "required"))] | Mapping[str, Any] = "auto"
     template_args: Mapping[str, Any] = field(default_factory=dict)
     response_format: JsonSchema | Regex | Lark | Choice | AnyJson | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -105,6 +107,8 @@ class Request:
     def __post_init__(self) -> None:
         check_fields(self)
         check_tools(self.tools)
+        if must_call(self.tools, self.tool_choice) and self.response_format is not None:
+            raise RequestError("tool_choice and response_format both say what the answer is; give one")
         if self.top_logprobs and not self.logprobs:
             raise RequestError(f"top_logprobs is {self.top_logprobs}; allowed: 0, or more with logprobs=True")
 

@@ -3,23 +3,17 @@
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from edgespec.constraint import Constraint
-from edgespec.drafting.ahead import Beside
-from edgespec.drafting.custom import Custom, Drafter
-from edgespec.drafting.draft import Clock, Extending
+from edgespec.drafting.draft import Clock, Drafter, Extending
 from edgespec.drafting.forced import Forced
 from edgespec.drafting.guard import Guard
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Policy
-from edgespec.drafting.side import DrafterSide, Part
-from edgespec.encoding import Asked, tool_reader
+from edgespec.encoding import Asked, answer_format, tool_reader
 from edgespec.generation import PreparedRequest
 from edgespec.grammar import Grammars
-from edgespec.history.corrections import DrafterKey
-from edgespec.history.drafter import BestOf
-from edgespec.history.store import Scope
-from edgespec.history.use import HistoryUse, open_use
 from edgespec.kv_store import KvStore
 from edgespec.load_options import LoadOptions
 from edgespec.pricing import Pricing
@@ -28,6 +22,12 @@ from edgespec.results import Remarks
 from edgespec.sessions import Loaded
 from edgespec_models.errors import DoesNotFit
 from edgespec_runtimes.placement import Placement
+
+if TYPE_CHECKING:  # a model without a drafter model or a history imports nothing of them
+    from edgespec.drafting.ahead import Beside
+    from edgespec.drafting.custom import Custom
+    from edgespec.drafting.side import DrafterSide, Part
+    from edgespec.history.use import HistoryUse
 
 __all__ = ["Prompt", "Runner"]
 
@@ -70,19 +70,25 @@ class Runner:
         options: LoadOptions,
         drafts: bool,
         clock: Clock,
-        beside: Beside | None,
+        beside: "Beside | None",
         own: Drafter | None,
     ) -> None:
         self.target, self.session = loaded.target.bundle, loaded.target.session
         self._loaded, self._options, self._drafts, self._clock = loaded, options, drafts, clock
-        self.own = None if own is None else Custom(own, self.session.vocab_size)
+        self.own: Custom | None = None
+        if own is not None:
+            from edgespec.drafting import custom
+
+            self.own = custom.Custom(own, self.session.vocab_size)
         self._grammars = Grammars(self.target.tokenizer, self.target.manifest.special_tokens.eos)
         self.pricing = Pricing(loaded.target.curve)
         self._caches = KvStore(options.cache_bytes)
         self.history: HistoryUse | None = None
         self.side: DrafterSide | None = None
         if loaded.drafter is not None:
-            self.side = DrafterSide(
+            from edgespec.drafting import side
+
+            self.side = side.DrafterSide(
                 self.target,
                 loaded.drafter,
                 same_vocabulary=loaded.same_vocabulary,
@@ -114,7 +120,7 @@ class Runner:
                 the target has.
         """
         request.check_vocabulary(self.session.vocab_size)
-        wanted = request.response_format
+        wanted = answer_format(self.target, request)
         return None if wanted is None else self._grammars.constraint(wanted)
 
     def prompt(self, asked: Asked, request: Request) -> Prompt:
@@ -158,6 +164,10 @@ class Runner:
 
     def use_history(self, path: Path) -> None:
         """Draft from the history at ``path``, and learn into it, from the next request on."""
+        from edgespec.history.corrections import DrafterKey
+        from edgespec.history.store import Scope
+        from edgespec.history.use import open_use
+
         if self.history is not None:
             self.history.close()
         scope = Scope(self.target.manifest.name, self.target.tokenizer.digest, self._options.namespace)
@@ -213,24 +223,32 @@ class Runner:
         side, remarks = self.side, Remarks()
         if not request.speculate or not (self._drafts or request.drafter):
             remarks.speculation_off_reason = "speculate=False" if self._drafts else "the drafter is None"
-            return self._policy(None, None if side is None else Part(side.trainer), remarks)
+            return self._policy(None, None if side is None else side.idle(), remarks)
         free: Extending = NgramDrafter()
         if self.history is not None:
+            from edgespec.history.drafter import BestOf
+
             free = BestOf(free, self.history.begin(self.history_guard, remarks))
         policy = self._policy(free, self._part(prompt, request, remarks), remarks)
         return policy if constraint is None else Forced(policy, constraint, self.pricing, remarks)
 
-    def _part(self, prompt: Prompt, request: Request, remarks: Remarks) -> Part | None:
+    def _part(self, prompt: Prompt, request: Request, remarks: Remarks) -> "Part | None":
         """The part of a model or of an app's own drafter."""
-        own = self.own if request.drafter is None else Custom(request.drafter, self.session.vocab_size)
+        own = self.own
+        if request.drafter is not None:
+            from edgespec.drafting import custom
+
+            own = custom.Custom(request.drafter, self.session.vocab_size)
         if own is not None:
-            return Part(None if self.side is None else self.side.trainer, own)
+            from edgespec.drafting import side
+
+            return side.Part(None if self.side is None else self.side.trainer, own)
         if self.side is None:
             return None
         longest = self._options.max_draft
         return self.side.begin(prompt.tokens, prompt.of_drafter, request, max_draft=longest, remarks=remarks)
 
-    def _policy(self, free: Extending | None, part: Part | None, remarks: Remarks) -> Policy:
+    def _policy(self, free: Extending | None, part: "Part | None", remarks: Remarks) -> Policy:
         aside = self.drafter_placement
         remarks.placement = f"target on {self.placement}" + (f"; drafter on {aside}" if aside else "")
         policy = partial(Policy, free, pricing=self.pricing, guard=self._guard, remarks=remarks)

@@ -16,11 +16,9 @@ from edgespec_models.errors import RequestError
 from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve, measure_cost, recheck_cost
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
-from edgespec_runtimes.cuda import CudaSession
 from edgespec_runtimes.discovery import Device
 from edgespec_runtimes.placement import Placement, place
 from edgespec_runtimes.session import ModelSession
-from edgespec_runtimes.static_session import StaticSession
 
 __all__ = ["DRAFTER_READING_ROWS", "Loaded", "Running", "conditions_of", "open_one", "open_pair"]
 
@@ -160,8 +158,12 @@ def _open(
     if bundle.manifest.form == "dynamic":
         session = CpuSession(bundle, options, row_exact=row_exact)
     elif bundle.manifest.form == "dynamic-float16":
+        from edgespec_runtimes.cuda import CudaSession
+
         session = CudaSession(bundle, placed.device, options, row_exact=row_exact)
     else:
+        from edgespec_runtimes.static_session import StaticSession
+
         session = StaticSession(bundle, placed.device, options, row_exact=row_exact)
     opened.append(session)
     return _Untimed(bundle, session, placed, conditions, known)

@@ -23,7 +23,7 @@ from edgespec_models.errors import RequestError
 from edgespec_models.schema import shown
 from edgespec_models.tokenizer import Tokenizer
 
-__all__ = ["ToolCall", "ToolReader", "check_tools", "format_of"]
+__all__ = ["ToolCall", "ToolReader", "calls_grammar", "check_tools", "format_of", "must_call"]
 
 _ID_LETTERS: Final = "0123456789abcdefghijklmnopqrstuvwxyz"
 _ID_LENGTH: Final = 9  # letters and digits, which is what Mistral's templates insist on
@@ -109,6 +109,58 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
+def must_call(
+    tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any]
+) -> Sequence[Mapping[str, Any]]:
+    """The tools one of which an answer has to call by ``choice``, as OpenAI's chat API has it; mostly none.
+
+    Raises:
+        RequestError: the choice is none, or for a tool that is not there.
+    """
+    if choice in ("auto", "none"):
+        return ()
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    found = [tool for tool in tools if choice == "required" or tool["function"]["name"] == name]
+    if not found:
+        names = ", ".join(tool["function"]["name"] for tool in tools) or "none here"
+        raise RequestError(
+            f"tool_choice is {shown(choice)}; allowed: 'auto', 'none', 'required' with tools, or "
+            f"{{'type': 'function', 'function': {{'name': one of the tools, {names}}}}}"
+        )
+    return found
+
+
+def calls_grammar(source: str, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> str:
+    """A grammar, as :class:`edgespec.grammar.Lark` takes it, of one call of one of ``tools``.
+
+    Args:
+        source: the chat template, of a known form.
+        tools: those that may be called; arguments fit their parameters.
+        tokenizer: the model's, whose control tokens are written as such.
+    """
+    form = format_of(source)
+    key = "parameters" if form == "llama3" else "arguments"
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": tool["function"]["name"]},
+                key: tool["function"].get("parameters") or {"type": "object", "properties": {}},
+            },
+            "required": ["name", key],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    spacing = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    call = f"%json {json.dumps({'x-guidance': spacing, 'anyOf': calls})}"
+    tag, before, after = _AROUND[form or "hermes"]
+    control = tokenizer.special_id(tag)
+    begin = json.dumps(tag + before) if control is None else f"<[{control}]> {json.dumps(before)}"
+    return f"start: {begin} {call} {json.dumps(after)}"
+
+
 def format_of(source: str) -> str | None:
     """The form in which the model of the chat template ``source`` writes calls; None if it is not known."""
     if "[TOOL_CALLS]" in source:
@@ -158,6 +210,13 @@ def _read_llama3(text: str, names: Collection[str]) -> tuple[str, list[Call]]:
         rest = rest[end:]
     return "", calls
 
+
+_AROUND: Final[Mapping[str, tuple[str, str, str]]] = {
+    "hermes": ("<tool_call>", "\n", "\n</tool_call>"),
+    "mistral": ("[TOOL_CALLS]", "[", "]"),
+    "llama3": ("", "", ""),
+}
+"""What stands around a call: the tag, what follows it, and what follows the call."""
 
 _READERS: Final[Mapping[str, Read]] = {
     "hermes": _read_hermes,

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgespec import loading
+from edgespec.first_use import Wanted, mark_of, open_cached
 from edgespec.footprint import WORKING_BYTES, CacheSize, Footprint, footprint_of
-from edgespec.loading import NGRAM, Reference, recommended_drafter
+from edgespec.loading import NGRAM, Reference, open_model, recommended_drafter
 from edgespec_export.extra import require_extra
 from edgespec_models.bundle import Bundle, CacheType, Role
 from edgespec_models.catalog import CatalogueEntry, CatalogueShape, entries, find
@@ -46,7 +46,7 @@ def look_up(reference: Reference, role: Role, weights: str | None) -> Located:
         RequestError: a model of the hub that was not pulled.
         EdgespecError: neither a path nor a name of the catalogue, a bundle that is damaged.
     """
-    path, wanted = Path(reference), loading._Wanted(role, weights, None)
+    path, wanted = Path(reference), Wanted(role, weights, None)
     if str(reference).startswith(PREFIX):
         pulled = pulled_hub(HubReference.parse(str(reference)))
         if pulled is None:
@@ -57,17 +57,17 @@ def look_up(reference: Reference, role: Role, weights: str | None) -> Located:
         path = pulled
     is_source = path.suffix == ".gguf" or ((path / "config.json").is_file() and not is_model(path))
     if path.is_dir() and not is_source:
-        bundle = loading.open_model(path, role)
+        bundle = open_model(path, role)
         return Located(bundle.manifest.name, path, bundle)
     if is_source:
         if not path.exists():
             raise ModelFileError(f"{path} does not exist; give a GGUF file, a bundle or a catalogue name")
         name = path.stem if path.is_file() else model_name(path)
-        folder = wanted.folder(name, loading._mark(path))
-        return Located(name, path, loading._open_cached(folder))
+        folder = wanted.folder(name, mark_of(path))
+        return Located(name, path, open_cached(folder))
     entry = find(str(reference))
     folder = wanted.folder(entry.name, entry.sha256[:8])
-    return Located(entry.name, model_path(entry), loading._open_cached(folder), entry)
+    return Located(entry.name, model_path(entry), open_cached(folder), entry)
 
 
 def recommended(target: Located) -> str:

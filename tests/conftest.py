@@ -1,6 +1,10 @@
 """What tests share: nothing is measured into the user's own folders; consoles and sources of their own."""
 
 import os
+
+# Before NumPy is imported: products here are tiny, and its threads spend ten times as long waiting.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 from collections.abc import Iterator
 from pathlib import Path
 

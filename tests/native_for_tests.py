@@ -11,7 +11,9 @@ from gguf.quants import dequantize
 from edgespec_export.gguf import BLOCK_LAYOUT, GGMLType
 from edgespec_export.tiles import pack
 from edgespec_models.config import ModelConfig
-from edgespec_models.graphs.native import Matrix, NativePlan, build_native
+from edgespec_models.graphs.native import build_native
+from edgespec_models.graphs.plan import DecoderPlan, EmbeddingSpec, LinearPart, LinearSpec, module_path
+from edgespec_models.weight_format import WeightFormat
 from tests.gguf_for_tests import random_raw
 from tests.toy import LLAMA, TinyModel, fill_others, write_bundle
 
@@ -35,13 +37,15 @@ def tiny_native(
     plan = native_plan(config, kind, tunable=role == "drafter", head_tokens=head_tokens)
     model, rng = build_native(config, plan), np.random.default_rng(seed)
     arrays: dict[str, npt.NDArray[Any]] = {}
-    values: dict[str, F32] = {}
-    for name, matrix in plan.matrices().items():
-        arrays[name], values[name] = _random(rng, matrix)
-    named = {matrix.source: values[name] for name, matrix in plan.matrices().items()}
-    weights = {"embed": named["embed"]}
-    for linear, parts in plan.linears.items():
-        weights[linear] = np.concatenate([named[part.source] for part in parts])
+    table, embed = _random(rng, kind, (config.vocab_size, config.hidden_size))
+    arrays["embedding.weight"], weights = table, {"embed": embed}
+    for linear, spec in plan.linears.items():
+        values = []
+        for index, part in enumerate(spec.parts):
+            packed, value = _random(rng, kind, (part.out_features, spec.in_features))
+            arrays[f"{module_path(linear)}.parts.{index}.weight"] = packed
+            values.append(value)
+        weights[linear] = np.concatenate(values)
     fill_others(model, config, rng, arrays, weights, positions=config.context_length)
     for layer in range(config.num_layers if plan.biases else 0):
         prefix = f"layers.{layer}.attention.qkv"
@@ -56,31 +60,32 @@ def tiny_native(
 
 def native_plan(
     config: ModelConfig, kind: str, *, tunable: bool = False, head_tokens: tuple[int, ...] | None = None
-) -> NativePlan:
+) -> DecoderPlan:
     """Every matrix in ``kind``."""
     hidden, query, kv, mlp = config.hidden_size, config.query_width, config.kv_width, config.intermediate_size
-    rows = config.vocab_size if head_tokens is None else len(head_tokens)
-    linears: dict[str, tuple[Matrix, ...]] = {"lm_head": (Matrix("lm_head", kind, rows, hidden),)}
-    shapes = {
-        "qkv": {"q": (query, hidden), "k": (kv, hidden), "v": (kv, hidden)},
-        "o": {"o": (hidden, query)},
-        "gate_up": {"gate": (mlp, hidden), "up": (mlp, hidden)},
-        "down": {"down": (hidden, mlp)},
-    }
+    form, biased = WeightFormat(8, 32, tiles=kind), config.architecture == "qwen2"
+
+    def linear(prefix: str, columns: int, **rows: int) -> LinearSpec:
+        parts = (
+            LinearPart((prefix + name,), count, form, (f"{prefix}{name}_bias",) * (biased and name in "qkv"))
+            for name, count in rows.items()
+        )
+        return LinearSpec(columns, tuple(parts))
+
+    head = linear("", hidden, lm_head=config.vocab_size if head_tokens is None else len(head_tokens))
+    linears = {"lm_head": head}
     for layer in range(config.num_layers):
-        prefix = f"layers.{layer}."
-        for name, parts in shapes.items():
-            linears[prefix + name] = tuple(
-                Matrix(prefix + part, kind, *shape) for part, shape in parts.items()
-            )
-    biases = config.architecture == "qwen2"
-    embedding = Matrix("embed", kind, config.vocab_size, hidden)
-    return NativePlan(embedding, linears, biases=biases, tunable=tunable, head_tokens=head_tokens)
+        at = f"layers.{layer}."
+        linears[f"{at}qkv"] = linear(at, hidden, q=query, k=kv, v=kv)
+        linears[f"{at}o"] = linear(at, query, o=hidden)
+        linears[f"{at}gate_up"] = linear(at, hidden, gate=mlp, up=mlp)
+        linears[f"{at}down"] = linear(at, mlp, down=hidden)
+    return DecoderPlan(EmbeddingSpec(form), linears, head_tokens=head_tokens, tunable=tunable)
 
 
-def _random(rng: np.random.Generator, matrix: Matrix) -> tuple[npt.NDArray[np.uint8], F32]:
+def _random(rng: np.random.Generator, kind: str, shape: tuple[int, int]) -> tuple[npt.NDArray[np.uint8], F32]:
     """Tiles, and what they stand for."""
-    raw = random_raw(rng, matrix.rows, matrix.columns, matrix.format)
-    block = BLOCK_LAYOUT[GGMLType[matrix.format]][1]
-    values: F32 = dequantize(raw, GGMLQuantizationType[matrix.format])
-    return pack(matrix.format, raw.view(np.uint8).reshape(matrix.rows, -1, block)), values
+    raw = random_raw(rng, *shape, kind)
+    block = BLOCK_LAYOUT[GGMLType[kind]][1]
+    values: F32 = dequantize(raw, GGMLQuantizationType[kind])
+    return pack(kind, raw.view(np.uint8).reshape(shape[0], -1, block)), values

@@ -19,6 +19,7 @@ from edgespec.serve.app import App
 from edgespec.serve.options import ServeOptions, bound_socket
 from edgespec.serve.server import Server, run
 from edgespec.sessions import Loaded, Running
+from edgespec.tools import ToolCall
 from edgespec_models.errors import EdgespecError
 from edgespec_models.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
@@ -47,6 +48,7 @@ class ServedModel:
         ends: why answers end.
         pause_s: before every record.
         calls: prompt and options of each request, as they come to its turn.
+        reads: takes an answer's text; returns what is around its calls of tools, and these.
         cancelled: how many streams were cancelled before their end.
         learned: the paths given to ``use_history``.
     """
@@ -61,12 +63,17 @@ class ServedModel:
     learned: list[Any] = field(default_factory=list)
     name: str = "served"
     drafter_name: str | None = "small"
+    reads: Callable[[str], tuple[str, tuple[ToolCall, ...]]] = lambda text: ("", ())
 
     def __post_init__(self) -> None:
         config = SimpleNamespace(context_length=640)
         self.target = SimpleNamespace(tokenizer=tokenizer(), config=config, chat_template="template")
         self.cost_curve = CostCurve({1: 0.05})
         self.turn = asyncio.Lock()
+
+    def reset(self) -> None:
+        """As it was made."""
+        vars(self).update(vars(type(self)()))
 
     def as_model(self) -> Model:
         return cast(Model, self)
@@ -154,7 +161,10 @@ class ServedStream:
             rounds=10, drafted=12, accepted=10, by_source={"model": SourceStats(12, 10)},
         )  # fmt: skip
         ids = tuple(token.id for token in tokens)
-        return Generation(tokenizer().decode(ids), ids, reason, stats, None, tuple(tokens))
+        text = tokenizer().decode(ids)
+        content, calls = self._model.reads(text)
+        reason = "tool_calls" if calls else reason
+        return Generation(text, ids, reason, stats, records=tuple(tokens), content=content, tool_calls=calls)
 
 
 class Clocked(ToySession):

@@ -15,7 +15,7 @@ from edgespec_export import writer as writer_module
 from edgespec_export.export import export_model
 from edgespec_export.gguf import GGUFFile
 from edgespec_export.gguf_checkpoint import GGUFCheckpoint
-from edgespec_export.recipe import WEIGHTS
+from edgespec_models.bundle import WEIGHTS
 from edgespec_models.errors import (
     EdgespecError,
     ModelFileError,
@@ -284,7 +284,7 @@ def interrupted(*_: Any) -> None:
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [(writer_module, "_write_at"), (export_module, "write_json"), (export_module, "place")],
+    [(writer_module.Parameters, "append"), (export_module, "write_json"), (export_module, "place")],
     ids=["weights", "manifest", "placing"],
 )
 def test_a_full_disk_or_an_interruption_leaves_nothing(

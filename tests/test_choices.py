@@ -26,17 +26,17 @@ from edgespec.sampling import SamplingParams, distribution
 from edgespec.verification import verify_greedy
 from edgespec_models.bundle import Bundle
 from edgespec_models.errors import EdgespecError
-from edgespec_models.graphs.decoder import Precision, _choose
+from edgespec_models.graphs.decoder import _choose
+from edgespec_models.graphs.plan import Precision
 from edgespec_runtimes import cuda
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuOptions
-from edgespec_runtimes.cuda import CudaSession
+from edgespec_runtimes.cuda import CudaSession, DeviceMemory
 from edgespec_runtimes.devices import CPU
 from edgespec_runtimes.discovery import Device
 from edgespec_runtimes.ort import ort
 from edgespec_runtimes.predictions import DevicePredictions, Logits, Predictions
 from edgespec_runtimes.session import Session
-from edgespec_runtimes.tensor_memory import DeviceMemory
 from tests.toy import (
     F32,
     GEMMA,
@@ -137,10 +137,10 @@ class _Choosing(ToySession):
     """A toy that hands out choices and no rows."""
 
     def predict(self, tokens: Sequence[int]) -> Predictions:
-        return chosen(self.forward(tokens), never)
+        return chosen(super().predict(tokens).logits, never)
 
     def predict_next(self, tokens: Sequence[int]) -> Predictions:
-        return chosen(self.next_logits(tokens)[None], never)
+        return chosen(super().predict_next(tokens).logits, never)
 
 
 def _tied(seed: int, levels: int) -> NextLogits:

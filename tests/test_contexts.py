@@ -18,10 +18,9 @@ from edgespec.cli import app
 from edgespec_export import contexts
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundle import MANIFEST, Bundle
-from edgespec_models.chips import CHIPS, find_chip
 from edgespec_models.errors import BundleError, DeviceError, DoesNotFit, EdgespecError, RequestError
 from edgespec_models.progress import Progress
-from edgespec_models.static_graphs import StaticGraphs
+from edgespec_models.static_graphs import CHIPS, StaticGraphs, find_chip
 from edgespec_runtimes import static_session
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.devices import CPU, KINDS

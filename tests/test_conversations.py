@@ -7,10 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec import DoesNotFit, LoadOptions, RequestError
+from edgespec.encoding import Asked
 from edgespec.kv_store import KvStore
+from edgespec.request import Request
 from edgespec.results import Generation
 from tests.models_for_tests import toy_model, toy_session
-from tests.test_threads import Slow, held
+from tests.test_threads import held, slow_session
 from tests.toy import KV_BYTES, ToySession
 
 NEW = 12
@@ -40,6 +42,23 @@ def test_a_conversation_remembers_and_alternating_ones_keep_their_caches() -> No
                     read = answer.stats.prompt_tokens - answer.stats.cached_tokens
                     assert read < 30 < answer.stats.cached_tokens
         assert model._runner._caches.nbytes > 0
+
+
+def test_the_drafter_keeps_caches_too_until_it_is_taught() -> None:
+    drafter, said, other = toy_session(1), [question(SYSTEM)], "Something else, which it does not read"
+    with toy_model(drafter=drafter) as model:
+        prompt = model._runner.prompt(Asked.of(said, Request()), Request()).of_drafter
+        drafter.prefill(prompt)  # as after an answer that it drafted for
+        read, caches = len(drafter.passes), model._runner._caches
+        model.generate(other, max_new_tokens=1)
+        assert [saved.tokens for owner, saved in caches._kept if owner is drafter] == [tuple(prompt)]
+        drafter.truncate(0)
+        model.chat(said, max_new_tokens=1)
+        assert (drafter.cache, len(drafter.passes)) == (prompt, read)
+        model.generate(other, max_new_tokens=1)
+        assert model._side is not None
+        model._side._run_with({})
+        assert caches._kept and not [owner for owner, _ in caches._kept if owner is drafter]
 
 
 def test_plain_chats_find_their_caches_too() -> None:
@@ -78,8 +97,7 @@ def test_a_model_forgets() -> None:
 
 
 def test_an_answer_that_ended_early_is_kept_as_far_as_it_came() -> None:
-    quick = toy_session()
-    with toy_model(Slow(quick._next_logits, quick.vocab_size)) as model:
+    with toy_model(slow_session()) as model:
         talk = model.conversation()
         with talk.stream("Tell me everything", max_new_tokens=4000) as stream:
             next(stream)
@@ -180,11 +198,12 @@ class TestStore:
         first, second, third, fourth = self.texts(4)
         for text in (first, second, third):
             assert self.read(store, session, text) == 0
-        assert self.read(store, session, first) == 49
-        assert self.read(store, session, fourth) == 0  # second goes
+        assert self.read(store, session, second) == 49  # which makes room for third
+        assert self.read(store, session, fourth) == 0  # first goes
+        assert store.nbytes == 100 * KV_BYTES
         assert self.read(store, session, third) == 49
-        assert self.read(store, session, second) == 0
-        assert store.nbytes <= 110 * KV_BYTES
+        assert self.read(store, session, second) == 49
+        assert self.read(store, session, first) == 0
 
     def test_of_a_text_too_large_its_beginning_is_kept(self) -> None:
         store, session = KvStore(40 * KV_BYTES), toy_session()

@@ -12,7 +12,7 @@ from edgespec_models.config import ModelConfig
 from edgespec_models.errors import BundleError, Cancelled, RequestError
 from edgespec_models.weight_format import WeightFormat
 from edgespec_runtimes.cpu import CpuOptions, CpuSession, default_threads, most_threads
-from edgespec_runtimes.graph_io import EdgespecIO
+from edgespec_runtimes.graph_io import DynamicIO
 from edgespec_runtimes.kv_buffers import SharedCache
 from edgespec_runtimes.ort import ort
 from edgespec_runtimes.predictions import Predictions
@@ -67,7 +67,7 @@ def _forward(session: CpuSession, tokens: list[int], *sizes: int) -> F32:
     at = 0
     while at < len(tokens):
         size = sizes[min(len(rows), len(sizes) - 1)]
-        rows.append(session.forward(tokens[at : at + size]).copy())
+        rows.append(session.predict(tokens[at : at + size]).logits.copy())
         at += size
     return np.concatenate(rows)
 
@@ -84,7 +84,7 @@ def test_the_number_of_rows_leaves_no_trace_in_the_bits(quantized: CpuSession) -
 def test_nor_does_it_in_a_long_context(quantized: CpuSession) -> None:
     tokens = [(11 * i * i + 5 * i) % 400 for i in range(600)]
     quantized.truncate(0)
-    whole = quantized.forward(tokens).copy()
+    whole = quantized.predict(tokens).logits.copy()
     quantized.truncate(0)
     quantized.prefill(tokens[:560])
     np.testing.assert_array_equal(_forward(quantized, tokens[560:], 1), whole[560:])
@@ -95,20 +95,20 @@ def test_nor_does_it_in_a_long_context(quantized: CpuSession) -> None:
 
 def test_a_rollback_forgets_all(quantized: CpuSession) -> None:
     quantized.truncate(0)
-    expected = quantized.forward(TOKENS).copy()
+    expected = quantized.predict(TOKENS).logits.copy()
     for keep in (0, 1, 17, 39):
         quantized.truncate(keep)
-        quantized.forward([9, 8, 7, 6])
+        quantized.predict([9, 8, 7, 6])
         quantized.truncate(keep)
         assert quantized.length == keep
-        np.testing.assert_array_equal(quantized.forward(TOKENS[keep:]), expected[keep:])
+        np.testing.assert_array_equal(quantized.predict(TOKENS[keep:]).logits, expected[keep:])
 
 
 def test_float_weights_agree_to_rounding(tmp_path: Path) -> None:
     session = CpuSession(tiny_bundle(tmp_path / "m", LLAMA, FLOAT).bundle, ONE_THREAD)
     expected = _forward(session, TOKENS, 1)
     session.truncate(0)
-    np.testing.assert_allclose(session.forward(TOKENS), expected, atol=1e-4)
+    np.testing.assert_allclose(session.predict(TOKENS).logits, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("form", [COLUMNS, "Q4_1"], ids=["portable", "native"])
@@ -124,7 +124,7 @@ import numpy as np
 from edgespec_models.bundle import Bundle
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 session = CpuSession(Bundle(Path({str(model.path)!r})), CpuOptions(threads={threads}, spinning={spinning}))
-np.save({str(tmp_path / "logits.npy")!r}, session.forward({TOKENS}))
+np.save({str(tmp_path / "logits.npy")!r}, session.predict({TOKENS}).logits)
 """
         subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": _PATH})
         np.testing.assert_array_equal(np.load(tmp_path / "logits.npy"), expected)
@@ -139,7 +139,7 @@ def test_sessions_of_any_options_live_in_one_process(
     expected = _forward(CpuSession(model.bundle, ONE_THREAD), TOKENS, 1)
     for threads in (0, 1, 2, most_threads()):
         session = CpuSession(model.bundle, CpuOptions(threads=threads, spinning=spinning))
-        np.testing.assert_array_equal(session.forward(TOKENS), expected)
+        np.testing.assert_array_equal(session.predict(TOKENS).logits, expected)
         session.close()
         ort.InferenceSession(str(other.bundle.path / "model.onnx"), providers=["CPUExecutionProvider"])
     assert capfd.readouterr() == ("", "")
@@ -147,7 +147,7 @@ def test_sessions_of_any_options_live_in_one_process(
 
 def test_the_shared_prefix_is_counted(session: CpuSession) -> None:
     assert session.shared_prefix(TOKENS) == 0
-    session.forward(TOKENS[:20])
+    session.predict(TOKENS[:20])
     assert session.shared_prefix(TOKENS) == session.shared_prefix(TOKENS[:20]) == 20
     assert session.shared_prefix(TOKENS[:7]) == 7
     assert session.shared_prefix([*TOKENS[:12], 399, *TOKENS[13:]]) == 12
@@ -156,7 +156,7 @@ def test_the_shared_prefix_is_counted(session: CpuSession) -> None:
 
 
 def test_prefill_reuses_the_shared_prefix(session: CpuSession, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = session.forward(TOKENS).copy()
+    expected = session.predict(TOKENS).logits.copy()
     session.truncate(0)
     run, passes = session._run, list[int]()
 
@@ -176,7 +176,7 @@ def test_prefill_reuses_the_shared_prefix(session: CpuSession, monkeypatch: pyte
     passes.clear()
     session.prefill(TOKENS[:10])
     assert (session.length, passes) == (10, [])
-    np.testing.assert_array_equal(session.forward(TOKENS[10:]), expected[10:])
+    np.testing.assert_array_equal(session.predict(TOKENS[10:]).logits, expected[10:])
     session.prefill([])
     assert session.length == 0
 
@@ -203,30 +203,30 @@ def test_a_long_shared_prefix_is_found_to_the_token(session: CpuSession, shared_
 
 def test_next_logits_is_the_last_row(quantized: CpuSession) -> None:
     quantized.truncate(0)
-    expected = quantized.forward(TOKENS).copy()
+    expected = quantized.predict(TOKENS).logits.copy()
     for end in (1, 5, 9, 30, 30, 12, 40):
-        logits = quantized.next_logits(TOKENS[:end])
+        logits = quantized.predict_next(TOKENS[:end]).logits[0]
         assert logits.shape == (quantized.vocab_size,)
         assert quantized.length == end
         np.testing.assert_array_equal(logits, expected[end - 1])
     with pytest.raises(RequestError, match="at least one"):
-        quantized.next_logits([])
+        quantized.predict_next([])
 
 
 def test_cancelling_a_prefill_leaves_the_session_valid(session: CpuSession) -> None:
-    expected = session.forward(TOKENS).copy()
+    expected = session.predict(TOKENS).logits.copy()
     session.truncate(0)
     answers = iter([False, False, True])
     with pytest.raises(Cancelled, match="16 of 40"):
         session.prefill(TOKENS, lambda: next(answers))
     assert session.length == 16
-    np.testing.assert_array_equal(session.forward(TOKENS[16:]), expected[16:])
+    np.testing.assert_array_equal(session.predict(TOKENS[16:]).logits, expected[16:])
 
 
 @pytest.mark.parametrize("form", [COLUMNS, "Q4_1"], ids=["portable", "native"])
 def test_reserving_keeps_what_the_cache_holds(tmp_path: Path, form: WeightFormat | str) -> None:
     session = CpuSession(made(tmp_path / "m", GEMMA, form).bundle, ONE_THREAD)
-    expected = session.forward(TOKENS).copy()
+    expected = session.predict(TOKENS).logits.copy()
     session.truncate(30)
     capacity, size = session.capacity, session.kv_bytes
     session.reserve(capacity)
@@ -238,7 +238,7 @@ def test_reserving_keeps_what_the_cache_holds(tmp_path: Path, form: WeightFormat
     rows = session.capacity + 16 * (not native)  # a token that runs twice needs one more
     assert session.kv_bytes == GEMMA.kv_bytes_per_token * rows // (2 if native else 1)
     assert session.length == 30
-    np.testing.assert_array_equal(session.forward(TOKENS[30:]), expected[30:])
+    np.testing.assert_array_equal(session.predict(TOKENS[30:]).logits, expected[30:])
 
 
 @pytest.mark.parametrize("form", [INT4, "Q4_0"], ids=["portable", "native"])
@@ -247,33 +247,33 @@ def test_the_whole_context_can_be_used_and_no_more(tmp_path: Path, form: WeightF
     session = CpuSession(made(tmp_path / "m", config, form).bundle, ONE_THREAD)
     longer = CpuSession(made(tmp_path / "n", LLAMA, form).bundle, ONE_THREAD)
     tokens = (TOKENS * 2)[:48]
-    np.testing.assert_array_equal(_forward(session, tokens, 40, 7, 1), longer.forward(tokens))
+    np.testing.assert_array_equal(_forward(session, tokens, 40, 7, 1), longer.predict(tokens).logits)
     for ask in (
-        lambda: session.forward([1]),
+        lambda: session.predict([1]).logits,
         lambda: session.reserve(49),
         lambda: session.prefill([*tokens, 1]),
-        lambda: session.next_logits([*tokens, 1]),
+        lambda: session.predict_next([*tokens, 1]).logits[0],
     ):
         with pytest.raises(RequestError, match=r"49 tokens do not fit .* 48"):
             ask()
     assert session.length == 48
     session.truncate(47)
-    session.forward([tokens[-1]])
+    session.predict([tokens[-1]])
 
 
 @pytest.mark.parametrize("tokens", [[], [404], [-1], [3, 10_000_000]])
 def test_nonsense_is_refused_before_it_does_harm(session: CpuSession, tokens: list[int]) -> None:
-    expected = session.forward(TOKENS).copy()
+    expected = session.predict(TOKENS).logits.copy()
     session.truncate(10)
     with pytest.raises(RequestError, match="0 to 403"):
-        session.forward(tokens)
+        session.predict(tokens)
     assert session.length == 10
-    np.testing.assert_array_equal(session.forward(TOKENS[10:]), expected[10:])
+    np.testing.assert_array_equal(session.predict(TOKENS[10:]).logits, expected[10:])
 
 
 @pytest.mark.parametrize("length", [-1, 6])
 def test_truncating_to_what_is_not_there_is_refused(session: CpuSession, length: int) -> None:
-    session.forward(TOKENS[:5])
+    session.predict(TOKENS[:5])
     with pytest.raises(RequestError, match="holds 5 tokens"):
         session.truncate(length)
     assert session.length == 5
@@ -281,13 +281,13 @@ def test_truncating_to_what_is_not_there_is_refused(session: CpuSession, length:
 
 def test_a_closed_session_says_so(tmp_path: Path) -> None:
     session = CpuSession(tiny_bundle(tmp_path / "m").bundle, ONE_THREAD)
-    session.forward([1, 2])
+    session.predict([1, 2])
     session.close()
     session.close()
     asks: tuple[Callable[[], object], ...] = (
-        lambda: session.forward([1]),
+        lambda: session.predict([1]).logits,
         lambda: session.prefill([1]),
-        lambda: session.next_logits([1]),
+        lambda: session.predict_next([1]).logits[0],
         lambda: session.reserve(1),
     )
     for ask in asks:
@@ -298,9 +298,9 @@ def test_a_closed_session_says_so(tmp_path: Path) -> None:
 
 def test_a_step_allocates_no_logits(session: CpuSession) -> None:
     session.prefill(TOKENS[:10])
-    buffers = {session.forward([3]).ctypes.data for _ in range(5)}
+    buffers = {session.predict([3]).logits.ctypes.data for _ in range(5)}
     assert len(buffers) == 1
-    buffers = {session.next_logits([*TOKENS[:10], token]).ctypes.data for token in range(5)}
+    buffers = {session.predict_next([*TOKENS[:10], token]).logits[0].ctypes.data for token in range(5)}
     assert len(buffers) == 1
 
 
@@ -308,18 +308,18 @@ def test_a_step_allocates_no_logits(session: CpuSession) -> None:
 def test_the_cache_is_written_in_place(tmp_path: Path, form: WeightFormat | str) -> None:
     session = CpuSession(made(tmp_path / "m", GEMMA, form).bundle, ONE_THREAD)
     session.reserve(len(TOKENS))
-    assert isinstance(session._io, EdgespecIO) and isinstance(session._io.cache, SharedCache)
+    assert isinstance(session._io, DynamicIO) and isinstance(session._io.cache, SharedCache)
     arrays = session._io.cache.arrays
     if isinstance(form, str):
         arrays = arrays[1::2]  # keys lie in tiles of 16 tokens
     for array in arrays:
         array[:] = 0
-    session.forward(TOKENS[:5])
+    session.predict(TOKENS[:5])
     for array in arrays:
         assert np.abs(array[:, :, :5]).min(axis=(0, 1, 3)).all()
         assert not array[:, :, 5:].any()
     before = [array[:, :, :5].copy() for array in arrays]
-    session.forward(TOKENS[5:8])
+    session.predict(TOKENS[5:8])
     for array, old in zip(arrays, before, strict=True):
         np.testing.assert_array_equal(array[:, :, :5], old)
         assert array[:, :, 5:8].any()
@@ -328,8 +328,8 @@ def test_the_cache_is_written_in_place(tmp_path: Path, form: WeightFormat | str)
 def test_many_sizes_of_pass_do_not_pile_up(session: CpuSession) -> None:
     for size in range(1, 41):
         session.truncate(0)
-        session.forward(TOKENS[:size])
-    assert isinstance(session._io, EdgespecIO)
+        session.predict(TOKENS[:size])
+    assert isinstance(session._io, DynamicIO)
     assert len(session._io.passes) <= 32
 
 

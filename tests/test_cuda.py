@@ -23,18 +23,17 @@ from edgespec_export.trim import TrimOptions
 from edgespec_models.bundle import GRAPH, Bundle
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import BundleError, DeviceError, RequestError, UnsupportedModelError
-from edgespec_models.graphs.decoder import Precision
-from edgespec_models.graphs.linear import Linear, LinearPart, LinearSpec
+from edgespec_models.graphs.linear import Linear
+from edgespec_models.graphs.plan import LinearPart, LinearSpec, Precision
 from edgespec_models.weight_format import WeightFormat
 from edgespec_runtimes import discovery
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
-from edgespec_runtimes.cuda import CudaSession
+from edgespec_runtimes.cuda import CudaSession, DeviceCache, DeviceMemory
 from edgespec_runtimes.devices import CPU, KINDS
 from edgespec_runtimes.discovery import Device, OrtRuntime, devices, resolve
-from edgespec_runtimes.graph_io import EdgespecIO
+from edgespec_runtimes.graph_io import DynamicIO
 from edgespec_runtimes.ort import ort
 from edgespec_runtimes.placement import place
-from edgespec_runtimes.tensor_memory import DeviceCache, DeviceMemory
 from tests.gguf_for_tests import F32, TinyGGUF, reference_weights, tiny_gguf
 from tests.machines_for_tests import PLAIN, SNAPDRAGON, WORKSTATION
 from tests.test_graphs import reference_logits
@@ -90,7 +89,7 @@ def _error(model: TinyGGUF, bundle: Bundle) -> float:
     assert isinstance(bundle.config, ModelConfig)
     expected = reference_logits(TinyModel(bundle.path, bundle.config, reference_weights(model)), TOKENS)
     session = _open(bundle)
-    got = session.forward(TOKENS).copy()
+    got = session.predict(TOKENS).logits.copy()
     session.close()
     assert got.dtype == np.float32
     return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
@@ -111,9 +110,9 @@ def test_float16_computes_the_architecture(
     model = tiny_bundle(tmp_path / "m", config, form, precision=precision)
     expected = reference_logits(model, TOKENS)
     session = _open(model.bundle)
-    together = session.forward(TOKENS).copy()
+    together = session.predict(TOKENS).logits.copy()
     session.truncate(0)
-    stepwise = np.concatenate([session.forward([token]).copy() for token in TOKENS])
+    stepwise = np.concatenate([session.predict([token]).logits.copy() for token in TOKENS])
     for got in (together, stepwise):
         assert 1e-5 < float(np.linalg.norm(got - expected) / np.linalg.norm(expected)) < 5e-3
 
@@ -161,7 +160,7 @@ def test_block_sums_are_padded_to_whole_words(width: int) -> None:
     for name, parameter in graph.initializers.items():
         if parameter.const_value is None:
             assert parameter.dtype is not None
-            array = encoded.arrays[name.rsplit(".", 1)[1]].astype(parameter.dtype.numpy())
+            array = encoded[name.rsplit(".", 1)[1]].astype(parameter.dtype.numpy())
             parameter.const_value = ir.tensor(np.ascontiguousarray(array), name=name)
     proto = ir.to_proto(ir.Model(graph, ir_version=10))
     session = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
@@ -269,12 +268,12 @@ def test_whatever_is_asked_comes_near_the_cpu_session(
         elif step == "reserve":
             half.reserve(number)
         elif step == "forward":
-            _near(half.forward(tokens), whole.forward(tokens))
+            _near(half.predict(tokens).logits, whole.predict(tokens).logits)
         elif step == "prefill":
             for session in (half, whole):
                 session.prefill(tokens)
         else:
-            _near(half.next_logits(tokens), whole.next_logits(tokens))
+            _near(half.predict_next(tokens).logits[0], whole.predict_next(tokens).logits[0])
         assert half.length == whole.length
 
 
@@ -285,25 +284,25 @@ def _near(found: F32, expected: F32) -> None:
 
 def test_a_rollback_forgets_all_and_growing_keeps_all(make: Make) -> None:
     session = _open(make("gemma3", "Q4_K"))
-    expected = session.forward(TOKENS * 20).copy()
+    expected = session.predict(TOKENS * 20).logits.copy()
     for keep in (0, 1, 17, 279):
         session.truncate(keep)
-        session.forward([9, 8, 7, 6])
+        session.predict([9, 8, 7, 6])
         session.truncate(keep)
-        again = session.forward((TOKENS * 20)[keep:])
+        again = session.predict((TOKENS * 20)[keep:]).logits
         _near(again, expected[keep:])
     session.truncate(250)
     before, held = session.capacity, session.kv_bytes
     session.reserve(before + 1)
     assert session.capacity > before and session.kv_bytes > held
     assert session.kv_bytes == make("gemma3", "Q4_K").manifest.kv_bytes_per_token * session.capacity
-    _near(session.forward((TOKENS * 20)[250:]), expected[250:])
+    _near(session.predict((TOKENS * 20)[250:]).logits, expected[250:])
 
 
 def test_a_cache_on_a_device_keeps_its_rows_when_it_grows(make: Make) -> None:
     session = _open(make("llama", "F32"))
-    assert isinstance(session._io, EdgespecIO) and isinstance(session._io.cache, DeviceCache)
-    session.forward(TOKENS)
+    assert isinstance(session._io, DynamicIO) and isinstance(session._io.cache, DeviceCache)
+    session.predict(TOKENS)
     before = [value.numpy() for value in session._io.cache._values]
     session.reserve(session.capacity + 1)
     for old, new in zip(before, session._io.cache._values, strict=True):
@@ -316,12 +315,12 @@ def test_a_cache_on_a_device_keeps_its_rows_when_it_grows(make: Make) -> None:
 def test_inputs_that_change_are_written_to_the_device(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on CUDA, a value is a copy: one that is not written again holds the last pass's tokens."""
     session = _open(make("llama", "F32"))
-    right = session.forward([3]).copy()
+    right = session.predict([3]).logits.copy()
     session.truncate(0)
-    session.forward([250])
+    session.predict([250])
     session.truncate(0)
     monkeypatch.setattr(DeviceMemory, "write", lambda self, value, array: None)
-    assert not np.array_equal(session.forward([3]), right)
+    assert not np.array_equal(session.predict([3]).logits, right)
 
 
 def test_other_graphs_and_devices_are_refused(make: Make, tmp_path: Path) -> None:
@@ -393,6 +392,6 @@ def test_a_trimmed_drafter_also_writes_what_it_is_offered(tmp_path: Path) -> Non
     columns = session.head_tokens
     assert columns is not None and columns[-3:].tolist() == others
     predictions = session.predict(TOKENS)
-    _near(predictions.logits, whole.forward(TOKENS)[:, columns])
+    _near(predictions.logits, whole.predict(TOKENS).logits[:, columns])
     best = [predictions.best(row) for row in range(len(TOKENS))]
     assert best == predictions.logits.argmax(axis=1).tolist()

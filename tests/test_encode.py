@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec_export.blocks import F32, Blocks, unpack
-from edgespec_export.encode import Encoded, decode_linear, encode_embedding, encode_linear
+from edgespec_export.encode import Arrays, decode_linear, encode_embedding, encode_linear
 from edgespec_export.gguf import BLOCK_LAYOUT, GGMLType
 from edgespec_export.plan import PORTABLE
-from edgespec_models.graphs.linear import EmbeddingSpec
+from edgespec_models.graphs.plan import EmbeddingSpec
 from edgespec_models.weight_format import WeightFormat
 from tests.gguf_for_tests import FORMATS, random_raw
 from tests.toy import COLUMNS, FLOAT, INT4, INT8
@@ -114,17 +114,17 @@ def test_embeddings_are_exact(name: str) -> None:
 def test_float_embeddings_stay_as_they_are() -> None:
     matrix = np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)
     encoded = encode_embedding(matrix, EmbeddingSpec(FLOAT))
-    np.testing.assert_array_equal(encoded.arrays["weight"], matrix)
+    np.testing.assert_array_equal(encoded["weight"], matrix)
 
 
-def decode_embedding(encoded: Encoded, spec: EmbeddingSpec) -> F32:
+def decode_embedding(encoded: Arrays, spec: EmbeddingSpec) -> F32:
     """What GatherBlockQuantized makes of it, plus the offsets."""
-    weight, scales = encoded.arrays["weight"], encoded.arrays["scales"]
+    weight, scales = encoded["weight"], encoded["scales"]
     codes = weight
     if spec.format.bits == 4:
         codes = np.stack([weight & 15, weight >> 4], axis=-1).reshape(len(weight), -1)
     centred = codes.astype(np.float32) - (8 if spec.format.bits == 4 else 128)
     result = centred * np.repeat(scales, spec.format.block, axis=1)
     if spec.offsets:
-        result = result + np.repeat(encoded.arrays["offsets"].astype(np.float32), spec.format.block, axis=1)
+        result = result + np.repeat(encoded["offsets"].astype(np.float32), spec.format.block, axis=1)
     return np.asarray(result, np.float32)

@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgespec_export import native
+from edgespec_export import plan
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_export.recipe import WEIGHTS
-from edgespec_models.bundle import MANIFEST, REPORT, Bundle
+from edgespec_models.bundle import MANIFEST, REPORT, WEIGHTS, Bundle
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import Progress
@@ -29,7 +28,7 @@ def logits_error(model: TinyGGUF, bundle: Path) -> float:
     assert isinstance(opened.config, ModelConfig)
     expected = reference_logits(TinyModel(bundle, opened.config, reference_weights(model)), TOKENS)
     session = CpuSession(opened)
-    got = session.forward(TOKENS).copy()
+    got = session.predict(TOKENS).logits.copy()
     session.close()
     return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
 
@@ -47,7 +46,7 @@ def test_floats_are_rounded_by_default(tmp_path: Path, monkeypatch: pytest.Monke
     source = tiny_gguf("llama", "F16").write(tmp_path / "m.gguf")
     export_model(source, tmp_path / "small")
     assert Bundle(tmp_path / "small").manifest.formats.keys() == {"Q8_0"}
-    monkeypatch.setattr(native, "_LARGE", 1000)
+    monkeypatch.setattr(plan, "_LARGE", 1000)
     report = export_model(source, tmp_path / "large")
     assert Bundle(tmp_path / "large").manifest.formats.keys() == {"Q4_1", "Q8_0"}
     assert {loss.method for loss in report.weights} == {"fit"}

@@ -16,7 +16,8 @@ from edgespec.cli import app
 from edgespec.loading import open_model, recommended_drafter
 from edgespec_export.export import export_model
 from edgespec_models.errors import BundleError, EdgespecError, ModelFileError, UnsupportedModelError
-from edgespec_models.foreign import ForeignBundle, is_model, open_bundle
+from edgespec_models.foreign import is_model, open_bundle
+from edgespec_models.foreign_bundle import ForeignBundle
 from edgespec_models.onnx_header import read_header
 from tests.foreign_for_tests import (
     CONTEXT,

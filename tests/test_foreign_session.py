@@ -14,7 +14,7 @@ from edgespec_models.errors import BundleError, Cancelled, RequestError
 from edgespec_models.foreign import open_bundle
 from edgespec_runtimes import cost, graph_io
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
-from edgespec_runtimes.graph_io import MaskedIO
+from edgespec_runtimes.graph_io import DynamicIO
 from edgespec_runtimes.kv_buffers import GrowingCache, SharedCache
 from edgespec_runtimes.ort import ort
 from edgespec_runtimes.predictions import Predictions
@@ -93,7 +93,7 @@ def test_passes_of_any_size_compute_what_one_pass_does(
     session, rows, at = open_session(folder), list[F32](), 0
     while at < len(TOKENS):
         size = sizes[min(len(rows), len(sizes) - 1)]
-        rows.append(session.forward(TOKENS[at : at + size]).copy())
+        rows.append(session.predict(TOKENS[at : at + size]).logits.copy())
         at += size
     np.testing.assert_allclose(np.concatenate(rows), in_one_pass(folder, TOKENS), atol=TOLERANCE)
 
@@ -105,12 +105,12 @@ def test_int4_blocks_of_32_are_row_exact(tmp_path: Path, positions: bool) -> Non
     session = open_session(folder)
     assert session.row_exact
     assert open_bundle(folder).manifest.formats.keys() == {"int4/32", "float32"}
-    expected = session.forward(TOKENS).copy()
+    expected = session.predict(TOKENS).logits.copy()
     for size in (1, 2, 3, 7):
         session.truncate(0)
-        rows = [session.forward(TOKENS[at : at + size]).copy() for at in range(0, len(TOKENS), size)]
+        rows = [session.predict(TOKENS[at : at + size]).logits.copy() for at in range(0, len(TOKENS), size)]
         np.testing.assert_array_equal(np.concatenate(rows), expected)
-    assert session.next_logits(TOKENS[:5]).shape == (404,)
+    assert session.predict_next(TOKENS[:5]).logits[0].shape == (404,)
     assert not open_session(folder, replace(ONE_THREAD, exact_rows=False)).row_exact
 
 
@@ -121,11 +121,11 @@ def test_graphs_that_concatenate_are_row_exact(tmp_path: Path, how: WrittenOut) 
     session = open_session(folder)
     assert session.copies_cache
     assert session.row_exact
-    expected = session.forward(TOKENS).copy()
+    expected = session.predict(TOKENS).logits.copy()
     np.testing.assert_allclose(expected, in_one_pass(folder, TOKENS), atol=TOLERANCE)
     for size in (1, 2, 3, 7):
         session.truncate(5)
-        rows = [session.forward(TOKENS[at : at + size]).copy() for at in range(5, len(TOKENS), size)]
+        rows = [session.predict(TOKENS[at : at + size]).logits.copy() for at in range(5, len(TOKENS), size)]
         np.testing.assert_array_equal(np.concatenate(rows), expected[5:])
 
 
@@ -133,14 +133,16 @@ def test_what_later_tokens_change_the_bits_of_is_not_row_exact(tmp_path: Path) -
     folder = write_written_out(tmp_path / "m", WrittenOut(alibi=True))
     session = open_session(folder)
     assert not session.row_exact
-    rows = np.concatenate([session.forward(TOKENS[at : at + 3]).copy() for at in range(0, len(TOKENS), 3)])
+    rows = np.concatenate(
+        [session.predict(TOKENS[at : at + 3]).logits.copy() for at in range(0, len(TOKENS), 3)]
+    )
     np.testing.assert_allclose(rows, in_one_pass(folder, TOKENS), atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("gqa", SharedCache), ("concat", GrowingCache)])
 def test_the_cache_is_kept_as_the_graph_wants_it(tmp_path: Path, name: str, kind: type) -> None:
     session = open_session(write_genai(tmp_path / "m", SPECS[name]))
-    assert isinstance(session._io, MaskedIO)
+    assert isinstance(session._io, DynamicIO)
     assert isinstance(session._io.cache, kind)
     # A token that runs twice needs a row more; graphs that concatenate are written to another buffer.
     rows = (session.capacity + 1) * (1 if kind is SharedCache else 2)
@@ -154,18 +156,18 @@ def test_finding_out_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[s
 
 
 def test_a_rollback_forgets_all(session: CpuSession) -> None:
-    expected = session.forward(TOKENS).copy()
+    expected = session.predict(TOKENS).logits.copy()
     for keep in (0, 1, 17, 39, 3):
         session.truncate(keep)
-        session.forward([9, 8, 7, 6])
+        session.predict([9, 8, 7, 6])
         session.truncate(keep)
-        got = session.forward(TOKENS[keep:])
+        got = session.predict(TOKENS[keep:]).logits
         np.testing.assert_allclose(got, expected[keep:], atol=TOLERANCE)
         assert session.length == 40
 
 
 def test_prefill_reuses_the_shared_prefix(session: CpuSession, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = session.forward(TOKENS).copy()
+    expected = session.predict(TOKENS).logits.copy()
     session.truncate(0)
     run, passes = session._run, list[int]()
 
@@ -176,29 +178,29 @@ def test_prefill_reuses_the_shared_prefix(session: CpuSession, monkeypatch: pyte
     monkeypatch.setattr(session, "_run", counted)
     session.prefill(TOKENS[:20])
     session.prefill([*TOKENS[:12], 399, 398])
-    logits = session.next_logits(TOKENS[:14])
+    logits = session.predict_next(TOKENS[:14]).logits[0]
     assert (session.length, passes) == (14, [8, 8, 4, 2, 2])
     np.testing.assert_allclose(logits, expected[13], atol=TOLERANCE)
     assert logits.dtype == np.float32
 
 
 def test_cancelling_a_prefill_leaves_the_session_valid(session: CpuSession) -> None:
-    expected = session.forward(TOKENS).copy()
+    expected = session.predict(TOKENS).logits.copy()
     session.truncate(0)
     answers = iter([False, False, True])
     with pytest.raises(Cancelled, match="16 of 40"):
         session.prefill(TOKENS, lambda: next(answers))
-    np.testing.assert_allclose(session.forward(TOKENS[16:]), expected[16:], atol=TOLERANCE)
+    np.testing.assert_allclose(session.predict(TOKENS[16:]).logits, expected[16:], atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["gqa", "concat"])
 def test_reserving_keeps_what_the_cache_holds(tmp_path: Path, name: str) -> None:
     session = open_session(write_genai(tmp_path / "m", SPECS[name]))
-    expected = session.forward(TOKENS).copy()
+    expected = session.predict(TOKENS).logits.copy()
     session.truncate(30)
     session.reserve(session.capacity + 1)
     assert session.length == 30
-    np.testing.assert_allclose(session.forward(TOKENS[30:]), expected[30:], atol=TOLERANCE)
+    np.testing.assert_allclose(session.predict(TOKENS[30:]).logits, expected[30:], atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["gqa", "gqa, positions", "concat, positions"])
@@ -206,32 +208,32 @@ def test_the_whole_context_can_be_used_and_no_more(tmp_path: Path, name: str) ->
     session = open_session(write_genai(tmp_path / "m", SPECS[name]))
     tokens = [(11 * i * i + 5 * i) % 400 for i in range(CONTEXT)]
     session.prefill(tokens[:-3])
-    assert np.isfinite(session.forward(tokens[-3:])).all()
+    assert np.isfinite(session.predict(tokens[-3:]).logits).all()
     with pytest.raises(RequestError, match=r"641 tokens do not fit .* 640"):
-        session.forward([1])
+        session.predict([1])
 
 
 def test_logits_of_a_long_prompt_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_io, "_LOGITS_BYTES", 8 * 404 * 4)
     session = open_session(write_genai(tmp_path / "m"))
-    assert isinstance(session._io, MaskedIO)
+    assert isinstance(session._io, DynamicIO)
     assert session._io.most_rows == 8
     session.prefill(TOKENS)
     assert session._io._logits.size <= 8 * 404
-    assert len(session.forward(TOKENS)) == 40  # asked for, so given
+    assert len(session.predict(TOKENS).logits) == 40  # asked for, so given
 
 
 def test_a_step_allocates_no_logits(session: CpuSession) -> None:
     session.prefill(TOKENS)
     session.truncate(10)
-    assert len({session.forward([3]).ctypes.data for _ in range(5)}) == 1
+    assert len({session.predict([3]).logits.ctypes.data for _ in range(5)}) == 1
 
 
 def test_a_closed_session_says_so(tmp_path: Path) -> None:
     session: Session = open_session(write_genai(tmp_path / "m"))
     session.close()
     with pytest.raises(RequestError, match="closed"):
-        session.forward([1])
+        session.predict([1])
 
 
 def test_a_pass_that_fails_is_an_error_of_the_bundle(tmp_path: Path) -> None:

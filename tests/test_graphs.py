@@ -14,7 +14,8 @@ from edgespec_export.blocks import Blocks
 from edgespec_export.encode import decode_linear, encode_linear
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import BundleError, UnsupportedModelError
-from edgespec_models.graphs.linear import Linear, LinearPart, LinearSpec
+from edgespec_models.graphs.linear import Linear
+from edgespec_models.graphs.plan import LinearPart, LinearSpec
 from edgespec_models.weight_format import WeightFormat
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.ort import ort
@@ -122,9 +123,9 @@ def test_the_graph_computes_the_architecture(tmp_path: Path, name: str) -> None:
     model = tiny_bundle(tmp_path / "m", CONFIGS[name])
     expected = reference_logits(model, TOKENS)
     session = CpuSession(model.bundle, CpuOptions(threads=1))
-    np.testing.assert_allclose(session.forward(TOKENS), expected, atol=1e-4)
+    np.testing.assert_allclose(session.predict(TOKENS).logits, expected, atol=1e-4)
     session.truncate(0)
-    stepwise = np.concatenate([session.forward([token]).copy() for token in TOKENS])
+    stepwise = np.concatenate([session.predict([token]).logits.copy() for token in TOKENS])
     np.testing.assert_allclose(stepwise, expected, atol=1e-4)
 
 
@@ -133,10 +134,10 @@ def test_the_graph_of_our_operators_computes_the_architecture(tmp_path: Path, na
     model = tiny_native(tmp_path / "m", CONFIGS[name], "Q8_0")
     expected = reference_logits(model, TOKENS)
     session = CpuSession(model.bundle, CpuOptions(threads=1))
-    got = session.forward(TOKENS).copy()
+    got = session.predict(TOKENS).logits.copy()
     assert _relative_error(got, expected) < 0.03  # int8 activations through every layer
     session.truncate(0)
-    np.testing.assert_array_equal(np.concatenate([session.forward([t]).copy() for t in TOKENS]), got)
+    np.testing.assert_array_equal(np.concatenate([session.predict([t]).logits.copy() for t in TOKENS]), got)
 
 
 @pytest.mark.parametrize("change", [-1, 1])
@@ -145,7 +146,7 @@ def test_a_window_one_off_would_be_noticed(tmp_path: Path, change: int) -> None:
     assert GEMMA.sliding_window is not None
     other = replace(model, config=replace(GEMMA, sliding_window=GEMMA.sliding_window + change))
     session = CpuSession(model.bundle, CpuOptions(threads=1))
-    assert np.abs(session.forward(TOKENS) - reference_logits(other, TOKENS)).max() > 1e-2
+    assert np.abs(session.predict(TOKENS).logits - reference_logits(other, TOKENS)).max() > 1e-2
 
 
 @pytest.mark.parametrize("form", [INT4, COLUMNS, INT8], ids=lambda form: form.name)
@@ -155,7 +156,7 @@ def test_quantized_graphs_stay_near_what_their_weights_stand_for(
 ) -> None:
     model = tiny_bundle(tmp_path / "m", config, form)
     expected = reference_logits(model, TOKENS)
-    got = CpuSession(model.bundle, CpuOptions(threads=1)).forward(TOKENS)
+    got = CpuSession(model.bundle, CpuOptions(threads=1)).predict(TOKENS).logits
     assert _relative_error(got, expected) < 0.05  # int8 activations through every layer
 
 
@@ -167,7 +168,7 @@ def test_a_linear_is_its_matrix(form: WeightFormat, width: int) -> None:
     encoded = encode_linear(source, form)
     x = rng.normal(0.2, 1.0, (1, 5, width)).astype(np.float32)
     spec = LinearSpec(width, (LinearPart(("w",), 48, form),))
-    got = _run_linear(spec, [encoded.arrays], x)[0]
+    got = _run_linear(spec, [encoded], x)[0]
     assert _relative_error(got, x[0] @ decode_linear(encoded, form, width).T) < 8e-3
 
 
@@ -179,7 +180,7 @@ def test_parts_of_different_formats_are_concatenated() -> None:
         LinearPart(("w",), 16, INT8),
     )
     encoded = [encode_linear(random_blocks(rng, (p.out_features, 96), p.format), p.format) for p in parts]
-    arrays = [dict(e.arrays) for e in encoded]
+    arrays = [dict(e) for e in encoded]
     arrays[0]["bias"] = rng.normal(size=64).astype(np.float32)
     x = rng.normal(size=(1, 3, 96)).astype(np.float32)
     expected = [x[0] @ decode_linear(e, p.format, 96).T for e, p in zip(encoded, parts, strict=True)]
@@ -193,7 +194,7 @@ def test_columns_make_up_for_what_the_kernel_leaves_out() -> None:
     rng = np.random.default_rng(3)
     source = random_blocks(rng, (48, 576), COLUMNS)
     assert isinstance(source, Blocks)
-    arrays = encode_linear(source, COLUMNS).arrays
+    arrays = encode_linear(source, COLUMNS)
     x = rng.normal(1.0, 1.0, (1, 5, 576)).astype(np.float32)
     expected, spec = x[0] @ source.values().T, LinearSpec(576, (LinearPart(("w",), 48, COLUMNS),))
     assert _relative_error(_run_linear(spec, [arrays], x)[0], expected) < 1.5e-2

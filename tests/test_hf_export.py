@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import edgespec
 from edgespec.cli import app
 from edgespec.loading import open_model
-from edgespec_export import native
+from edgespec_export import plan
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.hf_checkpoint import HFCheckpoint
 from edgespec_export.quantization import Quantization
@@ -38,7 +38,7 @@ def with_tokenizer(folder: Path) -> Path:
 
 def logits_of(bundle: Path) -> F32:
     session = CpuSession(Bundle(bundle, verify_digests=True))
-    logits = session.forward(TOKENS)[list(ROWS)].copy()
+    logits = session.predict(TOKENS).logits[list(ROWS)].copy()
     session.close()
     return logits
 
@@ -86,7 +86,7 @@ def test_rounded_weights_stay_near(tmp_path: Path, case: str) -> None:
 def test_layers_of_large_models_take_4_bits_and_the_vocabulary_8(
     tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "_LARGE", 1000)
+    monkeypatch.setattr(plan, "_LARGE", 1000)
     export_model(checkpoint(tmp_path / "m", case, dtype="BF16"), tmp_path / "out")
     manifest = Bundle(tmp_path / "out").manifest
     assert manifest.formats.keys() == {"Q4_1", "Q8_0"}
@@ -195,7 +195,7 @@ def test_the_command_line_exports_a_directory(tmp_path: Path) -> None:
 
 
 def test_a_directory_is_loaded_through_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgespec.loading.bundles_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr("edgespec.first_use.bundles_dir", lambda: tmp_path / "cache")
     source = checkpoint(tmp_path / "Tiny-1.5B", "llama")
     first = open_model(source, "target")
     assert first.manifest.name == "Tiny-1.5B"

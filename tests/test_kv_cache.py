@@ -9,8 +9,8 @@ import onnx
 import pytest
 
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_export.kv_cache import calibration_tokens, quantize_cache
-from edgespec_export.pieces import cache_statistics, cut
+from edgespec_export.kv_cache import cache_statistics, calibration_tokens, quantize_cache
+from edgespec_export.pieces import cut
 from edgespec_models.bundle import GRAPH, MANIFEST, Bundle
 from edgespec_models.errors import BundleError, RequestError
 from edgespec_runtimes.cpu import CpuSession
@@ -30,7 +30,7 @@ def export(folder: Path, architecture: str, kv: str, kind: str = "F32") -> Bundl
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_it_computes_nearly_the_same_in_a_quarter_of_the_memory(tmp_path: Path, architecture: str) -> None:
     sessions = {kv: CpuSession(export(tmp_path, architecture, kv)) for kv in ("float32", "int8")}
-    logits = {kv: session.forward(TOKENS).copy() for kv, session in sessions.items()}
+    logits = {kv: session.predict(TOKENS).logits.copy() for kv, session in sessions.items()}
     difference = np.linalg.norm(logits["int8"] - logits["float32"]) / np.linalg.norm(logits["float32"])
     assert 0 < difference < 0.05
     assert sessions["int8"].kv_bytes * 4 == sessions["float32"].kv_bytes
@@ -44,13 +44,13 @@ def test_the_number_of_rows_leaves_no_trace_in_the_bits(tmp_path: Path, architec
     session = CpuSession(bundle)
     assert session.row_exact
     session.prefill(TOKENS[:4])
-    together = session.forward(TOKENS[4:]).copy()
+    together = session.predict(TOKENS[4:]).logits.copy()
     session.reserve(session.capacity + 1)  # moves what the cache holds
     for sizes in ((1,) * 10, (3, 3, 4), (2, 7, 1)):
         session.truncate(4)
         parts, at = [], 4
         for size in sizes:
-            parts.append(session.forward(TOKENS[at : at + size]).copy())
+            parts.append(session.predict(TOKENS[at : at + size]).logits.copy())
             at += size
         np.testing.assert_array_equal(np.concatenate(parts), together)
     session.close()
@@ -125,9 +125,11 @@ def test_layers_with_keys_too_unequal_stay_float(tmp_path: Path, layers: tuple[i
     manifest = Bundle(tmp_path / "out").manifest
     assert manifest.float_kv_layers == layers
     session = CpuSession(Bundle(tmp_path / "out"))
-    together = session.forward(TOKENS).copy()
+    together = session.predict(TOKENS).logits.copy()
     session.truncate(4)
-    apart = np.concatenate([session.forward(TOKENS[at : at + 1]).copy() for at in range(4, len(TOKENS))])
+    apart = np.concatenate(
+        [session.predict(TOKENS[at : at + 1]).logits.copy() for at in range(4, len(TOKENS))]
+    )
     np.testing.assert_array_equal(apart, together[4:])
     rows = session.kv_bytes // manifest.kv_bytes_per_token
     assert session.kv_bytes == rows * manifest.kv_bytes_per_token
@@ -146,7 +148,7 @@ def test_rounding_them_all_the_same_would_cost_more(tmp_path: Path, monkeypatch:
         options = ExportOptions(weights="portable", kv=kv)  # type: ignore[arg-type]
         export_model(source, tmp_path / name, options=options)
         session = CpuSession(Bundle(tmp_path / name))
-        logits[name] = session.forward(TOKENS).copy()
+        logits[name] = session.predict(TOKENS).logits.copy()
         session.close()
     far = {name: np.abs(rows - logits["float32"]).max() for name, rows in logits.items()}
     assert 0 < 3 * far["int8"] < far["all int8"]

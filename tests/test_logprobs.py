@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -21,6 +21,7 @@ PROMPT = [1, 2, 3]
 NEXT = markov_logits(0, VOCAB)
 
 
+@settings(deadline=None)
 @given(arrays(np.float32, st.integers(1, 40), elements=st.floats(-30, 30, width=32)), st.integers(0, 45))
 def test_they_are_the_logarithms_of_a_softmax(row: Row, count: int) -> None:
     before = row.copy()

@@ -116,7 +116,7 @@ def test_it_reads_as_a_session_does_but_for_the_rounding_of_activations(
 
 def _by_session(bundle: Bundle) -> tuple[float, list[bool]]:
     session = CpuSession(bundle, _OPTIONS)
-    logits = session.forward(TOKENS[:-1]).copy()
+    logits = session.predict(TOKENS[:-1]).logits.copy()
     session.close()
     return _judged(bundle, logits)
 

@@ -29,7 +29,7 @@ def test_pieces_compute_what_the_whole_does(tmp_path: Path, config: ModelConfig,
     expected = []
     for tokens in TEXTS:
         session.prefill([])
-        expected.append(session.forward(tokens).copy())
+        expected.append(session.predict(tokens).logits.copy())
     pieces = cut(bundle / GRAPH, piece_bytes=1)
     result = run_pieces(pieces, config, TEXTS)
     assert len(pieces) > config.num_layers

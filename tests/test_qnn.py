@@ -62,18 +62,18 @@ def test_passes_of_every_width_agree_with_the_cpu(pair: Pair) -> None:
     for session in pair:
         session.prefill([])
     for count in (1, 4, 8, 3):
-        _near(*(session.forward(TOKENS[:count]).copy() for session in pair))
-    _near(*(session.next_logits(TOKENS).copy() for session in pair))
+        _near(*(session.predict(TOKENS[:count]).logits.copy() for session in pair))
+    _near(*(session.predict_next(TOKENS).logits[0].copy() for session in pair))
 
 
 def test_a_rollback_is_bookkeeping(pair: Pair) -> None:
     session, _ = pair
     session.prefill([])
-    whole = session.forward(TOKENS[:24]).copy()
+    whole = session.predict(TOKENS[:24]).logits.copy()
     session.truncate(16)
-    session.forward([9, 9, 9, 9, 9])
+    session.predict([9, 9, 9, 9, 9])
     session.truncate(16)
-    np.testing.assert_array_equal(session.forward(TOKENS[16:24]), whole[16:24])
+    np.testing.assert_array_equal(session.predict(TOKENS[16:24]).logits, whole[16:24])
 
 
 def test_speculation_verifies_what_was_drafted(bundle: Bundle) -> None:

@@ -15,8 +15,8 @@ from edgespec_export import static_export
 from edgespec_export.contexts import compile_graph, compiler_for
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundle import MANIFEST, Bundle, FileRecord
-from edgespec_models.chips import find_chip
 from edgespec_models.errors import BundleError, DeviceError
+from edgespec_models.static_graphs import find_chip
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.discovery import OrtRuntime, resolve
 from edgespec_runtimes.static_io import StaticIO
@@ -78,8 +78,12 @@ def test_they_give_the_same_bits(compiled: Bundle, at_load: Bundle) -> None:
         each._io.seconds = dict.fromkeys((1, 4, 8, 64), 1.0)
         each.prefill([])
     for count in (1, 4, 8, 3):
-        np.testing.assert_array_equal(session.forward(TOKENS[:count]), other.forward(TOKENS[:count]))
-    np.testing.assert_array_equal(session.next_logits(TOKENS), other.next_logits(TOKENS))
+        np.testing.assert_array_equal(
+            session.predict(TOKENS[:count]).logits, other.predict(TOKENS[:count]).logits
+        )
+    np.testing.assert_array_equal(
+        session.predict_next(TOKENS).logits[0], other.predict_next(TOKENS).logits[0]
+    )
 
 
 def test_speculation_writes_the_same_tokens(compiled: Bundle, at_load: Bundle) -> None:

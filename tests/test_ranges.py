@@ -1,8 +1,9 @@
 """What float16 would have to hold is seen, wherever a graph computes it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -46,14 +47,13 @@ def test_sums_over_blocks_of_what_is_multiplied_are_seen(tmp_path: Path) -> None
 
 
 def test_not_a_number_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def watch(pieces: Any, config: Any, texts: Any, observe: Callable[[str, Any], None]) -> Iterator[None]:
+    def walk(pieces: Any, config: Any, texts: Any) -> Iterator[Any]:
         for name in pieces:
-            observe(name, np.array([[np.nan]], np.float32))
-            observe(name, np.ones((1, 1), np.float32))
-            yield
+            for value in (np.nan, 1.0):
+                yield mock.Mock(left={name: np.full((1, 1, 1), value, np.float32)}, last=True)
 
     monkeypatch.setattr(ranges, "cut", lambda graph, watched: list(watched))
-    monkeypatch.setattr(ranges, "watch_pieces", watch)
+    monkeypatch.setattr(ranges, "walk", walk)
     found = measured(tiny_gguf("llama", layers=1), tmp_path)
     with pytest.raises(UnsupportedModelError, match="float16 ends at 65,504"):
         precision_for(found)

@@ -14,18 +14,18 @@ from unittest import mock
 import onnx_ir as ir
 import pytest
 
-from edgespec import loading
+from edgespec import first_use
 from edgespec.loading import open_model
-from edgespec_export import native
+from edgespec_export import plan
 from edgespec_export.checkpoint import Checkpoint
-from edgespec_export.native import plan_native
 from edgespec_export.plan import plan_decoder
 from edgespec_export.recipe import RECIPES
 from edgespec_export.sources import open_checkpoint
 from edgespec_models.bundle import Role
 from edgespec_models.errors import RequestError, StorageError
-from edgespec_models.graphs.decoder import FULL, Precision, build_decoder
+from edgespec_models.graphs.decoder import build_decoder
 from edgespec_models.graphs.native import build_native
+from edgespec_models.graphs.plan import FULL, Precision
 from edgespec_models.static_graphs import ExportDevice
 from tests.gguf_for_tests import FORMATS, tiny_gguf
 
@@ -58,7 +58,7 @@ def test_what_another_recipe_made_is_made_anew_and_left_alone(
     before = made(cache)
     second = open_model(source, "target").path
     assert second == first
-    monkeypatch.setattr(loading, "RECIPES", {("target", None): RECIPES["target", None] + 1})
+    monkeypatch.setattr(first_use, "RECIPES", {("target", None): RECIPES["target", None] + 1})
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="edgespec"):
         third = open_model(source, "target").path
@@ -104,7 +104,7 @@ def test_a_cache_that_cannot_be_written_is_an_error_of_storage(
         open_model(source, "target")
     home = tmp_path / "home"
     monkeypatch.setenv("EDGESPEC_HOME", str(home))
-    monkeypatch.setattr(loading, "FileLock", mock.Mock(side_effect=PermissionError("read-only")))
+    monkeypatch.setattr(first_use, "FileLock", mock.Mock(side_effect=PermissionError("read-only")))
     with pytest.raises(StorageError, match=r"cannot write the bundle .*home.*: read-only"):
         open_model(source, "target")
 
@@ -163,11 +163,11 @@ def plans(checkpoint: Checkpoint, role: Role, device: ExportDevice | None) -> It
     yield [*described(build_decoder(config, chosen).graph)]
     yield [[part.format.name for part in linear.parts] for linear in chosen.linears.values()]
     if device is None:
-        yield [*described(build_native(config, plan_native(checkpoint, None, tunable=tunable)).graph)]
+        yield [*described(build_native(config, plan_decoder(checkpoint, native=True, tunable=tunable)).graph)]
 
 
 def digest(folder: Path, role: Role, device: ExportDevice | None) -> str:
-    seen: list[Any] = [native._LARGE]
+    seen: list[Any] = [plan._LARGE]
     models = [("llama", kind) for kind in FORMATS]
     for architecture, kind in [*models, ("qwen2", "Q4_K"), ("gemma3", "Q8_0")]:
         source = tiny_gguf(architecture, kind).write(folder / "m.gguf")

@@ -1,12 +1,14 @@
 """What a release refuses, and what it leaves; its building and testing take minutes and run by hand."""
 
 import hashlib
+import json
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tools.release import ReleaseError, changes, committed, require_new, staged, write_sums
+from tools import release
+from tools.release import ReleaseError, audit, changes, committed, require_new, staged, write_sums
 
 CHANGELOG = """# Changelog
 ## [Unreleased]
@@ -96,3 +98,39 @@ def test_a_release_is_whole_or_not_there(tmp_path: Path) -> None:
         f"{hashlib.sha256(b'one').hexdigest()}  one.whl",
         f"{hashlib.sha256(b'two').hexdigest()}  two.tar.gz",
     ]
+
+
+@pytest.mark.parametrize(
+    ("found", "fails", "said"),
+    [
+        ([{"name": "a", "vulns": []}], False, "1 of 1 packages audited"),
+        ([{"name": "a", "vulns": []}, {"name": "b", "skip_reason": "404"}], False, "cannot be had: b"),
+        ([{"name": "a", "vulns": [{"id": "X-1"}]}], True, "known vulnerabilities: (.|\n)*X-1"),
+        (None, True, "Not audited: no connection"),
+    ],
+)
+def test_an_audit_says_what_it_knows_and_what_not(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    found: list[object] | None,
+    fails: bool,
+    said: str,
+) -> None:
+    out = tmp_path / "audit.json"
+
+    def run(*words: object, **settings: object) -> str:
+        if "pip_audit" in words:
+            if found is not None:
+                out.write_text(json.dumps({"dependencies": found}), encoding="utf-8")
+            if fails:
+                raise ReleaseError("pip_audit: code 1\nno connection")
+        return ""
+
+    monkeypatch.setattr(release, "run", run)
+    if found is not None and fails:
+        with pytest.raises(ReleaseError, match=said):
+            audit(tmp_path, out)
+    else:
+        audit(tmp_path, out)
+        assert said in capsys.readouterr().out

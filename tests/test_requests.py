@@ -1,10 +1,11 @@
 """What developers bring along, from options to answers: on random models, and on one that writes a script."""
 
+import asyncio
 import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +21,9 @@ from edgespec_models.errors import RequestError
 from edgespec_runtimes.cpu import CpuSession
 from edgespec_runtimes.predictions import Predictions
 from tests.native_for_tests import tiny_native
-from tests.templates_for_tests import HERMES, TOOLS
+from tests.templates_for_tests import HERMES, LLAMA3, MISTRAL, TOOLS
+from tests.tokenizers_for_tests import byte_level_json
+from tests.toy import LLAMA
 
 PROMPT = "def add(a, b):"
 ASK = [{"role": "user", "content": "What is 1 + 2?"}]
@@ -250,3 +253,74 @@ def test_the_examples_of_the_docs_run(target: Path, monkeypatch: pytest.MonkeyPa
         exec(block, names)  # noqa: S102
     assert "Glossary" in names["answer"].stats.by_source or names["answer"].stats.drafted == 0
     names["model"].close()
+
+
+def test_log_probabilities_are_in_the_records(model: Model) -> None:
+    options: dict[str, Any] = {"max_tokens": 30, "temperature": 1.2, "seed": 1}
+    answers = [
+        model.generate(PROMPT, logprobs=True, top_logprobs=2, speculate=each, **options)
+        for each in (True, False)
+    ]
+    told = [[(each.id, each.logprob, each.top_logprobs) for each in a.records] for a in answers]
+    assert told[0] == told[1]
+    for id_, logprob, top in told[0]:
+        assert logprob is not None and logprob <= top[0][1] + 1e-9 and len(top) == 2
+        assert dict(top).get(id_, logprob) == logprob
+    assert all(each.logprob is None for each in model.generate(PROMPT, **options).records)
+
+
+def test_tasks_have_several_answers_too(model: Model) -> None:
+    options: dict[str, Any] = {"max_tokens": 6, "temperature": 1.0, "seed": 5, "n": 2}
+    alone, several = model.chat(ASK, **options), asyncio.run(model.chat_async(ASK, **options))
+    assert len(several.choices) == 2
+    assert [each.tokens for each in several.choices] == [each.tokens for each in alone.choices]
+
+
+def test_a_conversation_has_tool_calls(target: Path, write: Callable[..., None]) -> None:
+    write(CALL, tools=TOOLS)
+    with edgespec.load(target, "ngram", options=OPTIONS) as model:
+        conversation = model.conversation(tools=TOOLS)
+        answer = conversation.ask(ASK[0]["content"], max_tokens=200)
+        *_, last = answer.records
+        assert last.source == "target" and answer.finish_reason == "tool_calls"
+        assert conversation.messages == [*ASK, answer.message]
+        with pytest.raises(RequestError, match="n is 2"):
+            model.conversation(n=2)
+
+
+BOUNDED: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "paint",
+        "parameters": {
+            "type": "object",
+            "properties": {"colour": {"enum": ["red", "green"]}, "coats": {"enum": [1, 2]}},
+            "required": ["colour", "coats"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("source", [HERMES, MISTRAL, LLAMA3])
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.5, "seed": 2}])
+def test_a_call_can_be_required(tmp_path: Path, source: str, options: dict[str, Any]) -> None:
+    """Whatever the model would say, and whatever form its calls have."""
+    wide = replace(LLAMA, context_length=2000)
+    specials = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "[TOOL_CALLS]")
+    text = byte_level_json(specials=specials)
+    folder = _with_template(tiny_native(tmp_path / "target", wide, tokenizer_json=text).path, source)
+    with edgespec.load(folder, "ngram", options=OPTIONS) as model:
+        for choice in ("required", {"type": "function", "function": {"name": "paint"}}):
+            tools = [BOUNDED] if choice == "required" else [*TOOLS, BOUNDED]
+            answers = [
+                model.chat(ASK, tools=tools, tool_choice=choice, max_tokens=300, speculate=each, **options)
+                for each in (True, False)
+            ]
+            assert answers[0].tokens == answers[1].tokens
+            assert answers[0].finish_reason == "tool_calls"
+            (call,) = answers[0].tool_calls
+            assert call.name == "paint" and answers[0].content == ""
+            assert call.arguments["colour"] in ("red", "green") and call.arguments["coats"] in (1, 2)
+        with pytest.raises(RequestError, match="both say what the answer is"):
+            model.chat(ASK, tools=[BOUNDED], tool_choice="required", response_format=edgespec.AnyJson())

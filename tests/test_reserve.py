@@ -11,7 +11,7 @@ from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundle import Bundle
 from edgespec_models.errors import DeviceError
 from edgespec_models.foreign import open_bundle
-from edgespec_models.graphs.decoder import Precision
+from edgespec_models.graphs.plan import Precision
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.cuda import CudaSession
 from edgespec_runtimes.devices import CPU
@@ -54,8 +54,8 @@ def _fixed_shapes(folder: Path) -> StaticSession:
 
 
 @pytest.fixture(scope="module", params=[_native, _in_place, _growing, _on_device, _fixed_shapes])
-def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> GraphSession:
-    opened: GraphSession = request.param(tmp_path_factory.mktemp("reserve"))
+def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> GraphSession[Any]:
+    opened: GraphSession[Any] = request.param(tmp_path_factory.mktemp("reserve"))
     return opened
 
 
@@ -73,10 +73,10 @@ def _failing(call: Callable[..., Any], at: int, error: BaseException) -> Callabl
     return counted
 
 
-def _still_works(session: GraphSession, expected: Any) -> None:
+def _still_works(session: GraphSession[Any], expected: Any) -> None:
     """But for rounding: a bucket that is opened anew may choose other widths."""
     assert (session.length, session.capacity) == (0, 0)
-    np.testing.assert_allclose(session.forward(TOKENS), expected, atol=1e-4)
+    np.testing.assert_allclose(session.predict(TOKENS).logits, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("at", [0, 1, 3])
@@ -84,14 +84,14 @@ def _still_works(session: GraphSession, expected: Any) -> None:
     ("error", "raised"), [(MemoryError("no"), DeviceError), (KeyboardInterrupt(), KeyboardInterrupt)]
 )
 def test_after_a_failure_the_next_request_works(
-    session: GraphSession,
+    session: GraphSession[Any],
     monkeypatch: pytest.MonkeyPatch,
     at: int,
     error: BaseException,
     raised: type[BaseException],
 ) -> None:
     session.truncate(0)
-    expected = session.forward(TOKENS).copy()
+    expected = session.predict(TOKENS).logits.copy()
     with monkeypatch.context() as patch, pytest.raises(raised) as caught:
         patch.setattr(np, "zeros", _failing(np.zeros, at, error))
         session.reserve(session.capacity + 1)
@@ -102,7 +102,7 @@ def test_after_a_failure_the_next_request_works(
 
 def test_a_device_without_room_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = _on_device(tmp_path)
-    expected = session.forward(TOKENS).copy()
+    expected = session.predict(TOKENS).logits.copy()
     allocate = ort.OrtValue.ortvalue_from_shape_and_type
     for at in range(4):
         with monkeypatch.context() as patch, pytest.raises(DeviceError, match=r"no room for .* more bytes"):
@@ -120,25 +120,25 @@ def test_a_longer_bucket_that_does_not_run_is_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = _fixed_shapes(tmp_path)
-    expected = session.forward(TOKENS).copy()
+    expected = session.predict(TOKENS).logits.copy()
     with monkeypatch.context() as patch, pytest.raises(DeviceError, match="driver lost"):
         patch.setattr(StaticIO, "_time", _failing(StaticIO._time, 1, DeviceError("driver lost")))
         session.reserve(128)
     assert session.kv_bytes == 0
     _still_works(session, expected)
     session.reserve(128)
-    assert session.forward([5]).shape == (1, session.vocab_size)
+    assert session.predict([5]).logits.shape == (1, session.vocab_size)
 
 
 def test_a_pass_that_fails_is_an_error_of_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = _on_device(tmp_path)
-    expected = session.forward(TOKENS).copy()
+    expected = session.predict(TOKENS).logits.copy()
     session.truncate(0)
     for error in (ort_state.RuntimeException("no memory"), ort_state.EPFail("lost"), RuntimeError("lost")):
         with monkeypatch.context() as patch:
             run = _failing(ort.InferenceSession.run_with_iobinding, 0, error)
             patch.setattr(ort.InferenceSession, "run_with_iobinding", run)
             with pytest.raises(DeviceError, match=f"a pass over 40 tokens failed: {error}"):
-                session.forward(TOKENS)
+                session.predict(TOKENS)
         assert session.length == 0
-    np.testing.assert_array_equal(session.forward(TOKENS), expected)
+    np.testing.assert_array_equal(session.predict(TOKENS).logits, expected)

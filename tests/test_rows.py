@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.drafting.draft import NO_DRAFT, Draft
@@ -30,6 +30,7 @@ penalties = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(st.data(), penalties, st.lists(tokens, min_size=1, max_size=8), texts)
 def test_rows_are_those_of_the_definitions(
     data: st.DataObject, params: SamplingParams, prompt: list[int], output: list[int]
@@ -51,6 +52,7 @@ def test_rows_are_those_of_the_definitions(
         done = data.draw(st.integers(done + 1, len(output)))
 
 
+@settings(deadline=None)
 @given(st.lists(texts, max_size=6), texts)
 def test_counts_follow_any_history(histories: list[list[int]], drafted: list[int]) -> None:
     counts = TokenCounts()

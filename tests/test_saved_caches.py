@@ -12,7 +12,6 @@ from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundle import Bundle
 from edgespec_models.foreign import open_bundle
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
-from edgespec_runtimes.graph_session import GraphSession
 from edgespec_runtimes.static_session import StaticSession
 from tests.foreign_for_tests import ForeignSpec, write_genai
 from tests.gguf_for_tests import tiny_gguf
@@ -43,24 +42,24 @@ def _growing(folder: Path) -> CpuSession:
 
 
 @pytest.fixture(scope="module", params=[_native, _in_place, _shared, _growing])
-def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> GraphSession:
-    opened: GraphSession = request.param(tmp_path_factory.mktemp("saved"))
+def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CpuSession:
+    opened: CpuSession = request.param(tmp_path_factory.mktemp("saved"))
     return opened
 
 
-def _close(session: GraphSession) -> Callable[..., bool]:
+def _close(session: CpuSession) -> Callable[..., bool]:
     """What is computed in other chunks has the same bits only where rows are exact."""
     return np.array_equal if session.row_exact else partial(np.allclose, atol=1e-2)
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 100, 299])
-def test_what_is_restored_is_what_was_saved(session: GraphSession, length: int) -> None:
+def test_what_is_restored_is_what_was_saved(session: CpuSession, length: int) -> None:
     session.truncate(0)
     context = min(len(FIRST), session.longest - 2)
     length = min(length, context - 1)
     session.prefill(FIRST[:context])
     session.truncate(length)
-    expected = session.forward(FIRST[length : length + 2]).copy()
+    expected = session.predict(FIRST[length : length + 2]).logits.copy()
     session.truncate(length)
     saved = session.save(length)
     assert saved is not None and saved.tokens == tuple(FIRST[:length])
@@ -69,29 +68,29 @@ def test_what_is_restored_is_what_was_saved(session: GraphSession, length: int) 
     session.prefill(OTHER)
     session.restore(saved, length)
     assert session.length == length
-    assert np.array_equal(session.forward(FIRST[length : length + 2]), expected)
+    assert np.array_equal(session.predict(FIRST[length : length + 2]).logits, expected)
     session.restore(saved, length // 2)  # its beginning: another room, other rows behind it
     session.prefill(FIRST[:length])
-    again = session.forward(FIRST[length : length + 2])
+    again = session.predict(FIRST[length : length + 2]).logits
     assert _close(session)(again, expected)
 
 
-def test_texts_in_turn_are_read_once(session: GraphSession) -> None:
+def test_texts_in_turn_are_read_once(session: CpuSession) -> None:
     session.truncate(0)
     store = KvStore(1 << 30)
     texts = [FIRST[:80], OTHER]
     alone = []
     for text in texts:
         store.fetch(session, text)
-        alone.append(session.next_logits(text).copy())
+        alone.append(session.predict_next(text).logits[0].copy())
     for text, expected in zip(texts, alone, strict=True):
         store.fetch(session, text)
         assert session.shared_prefix(text) == len(text)
         session.truncate(len(text) - 1)
-        assert _close(session)(session.next_logits(text), expected)
+        assert _close(session)(session.predict_next(text).logits[0], expected)
 
 
-def test_saving_takes_what_tokens_take(session: GraphSession) -> None:
+def test_saving_takes_what_tokens_take(session: CpuSession) -> None:
     session.truncate(0)
     session.prefill(FIRST[:64])
     whole, half = session.save(64), session.save(32)

@@ -87,6 +87,8 @@ def test_a_value_is_taken_or_refused_by_name(case: tuple[type, str], value: obje
         ({"tools": [{"name": "f"}]}, r"tools\[0\] is .*'type': 'function'"),
         ({"tools": [{"type": "web", "function": {"name": "f"}}]}, r"tools\[0\] is "),
         ({"tool_choice": "must"}, "tool_choice is 'must'; allowed: a text out of 'auto', 'none'"),
+        ({"tool_choice": "required"}, "tool_choice is 'required'; allowed: .*with tools"),
+        ({"tool_choice": {"function": {"name": "f"}}}, "tool_choice is .*'f'.*one of the tools, none here"),
         ({"template_args": "x"}, "template_args is 'x'; allowed: a table"),
         ({"drafter": "ngram"}, "drafter is 'ngram'; allowed: a Drafter or None"),
         ({"stop": None}, "stop is None"),

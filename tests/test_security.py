@@ -59,7 +59,7 @@ def test_the_test_would_see_them_taken(tmp_path: Path) -> None:
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     manifest["files"]["other.data"] = manifest["files"].pop(DATA)
     (folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
-    assert CpuSession(Bundle(folder)).forward([1, 2]).shape == (2, LLAMA.vocab_size)
+    assert CpuSession(Bundle(folder)).predict([1, 2]).shape == (2, LLAMA.vocab_size)
 
 
 def defined_in(file: Path) -> set[str]:

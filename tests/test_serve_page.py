@@ -65,15 +65,22 @@ def page(browser: "Browser") -> "Iterator[Page]":
     assert all(url.startswith("http://127.0.0.1:") or url == "data:," for url in urls), urls
 
 
-@pytest.fixture
-def model() -> ServedModel:
-    return ServedModel()
-
-
-@pytest.fixture
-def url(model: ServedModel) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[ServedModel, str]]:
+    model = ServedModel()
     with serving(model.as_model()) as url:
-        yield url
+        yield model, url
+
+
+@pytest.fixture
+def model(served: tuple[ServedModel, str]) -> ServedModel:
+    served[0].reset()
+    return served[0]
+
+
+@pytest.fixture
+def url(model: ServedModel, served: tuple[ServedModel, str]) -> str:
+    return served[1]
 
 
 def _ask(page: "Page", text: str) -> Any:
@@ -202,7 +209,7 @@ def test_what_was_learned_is_shown_and_forgotten(page: "Page", model: ServedMode
         before = page.locator("#passages pre").count()
         page.locator("#forget-text").fill("müller")
         page.keyboard.press("Enter")
-        page.locator("#status").get_by_text("1 passages forgotten").wait_for()
+        page.locator("#status").get_by_text("One passage is forgotten.").wait_for()
         assert page.locator("#passages pre").count() == before - 1
         page.locator("#forget-all").click()
         page.keyboard.press("Enter")  # the safe answer has the focus

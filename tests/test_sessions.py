@@ -13,7 +13,7 @@ from edgespec.measurements import Conditions, recall
 from edgespec.sessions import open_one, open_pair
 from edgespec_models.bundle import Bundle
 from edgespec_models.errors import BundleError, TokenizerError
-from edgespec_models.graphs.decoder import Precision
+from edgespec_models.graphs.plan import Precision
 from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve, measure_cost
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.cuda import CudaSession
@@ -104,7 +104,7 @@ def test_what_was_found_is_that_of_the_self_test(bundles: dict[str, Bundle], ope
         running = open_one(bundles["target"], OPTIONS, (1, 2))
         known = recall(Conditions.of(bundles["target"], OPTIONS))
         assert known is not None and known.row_exact == running.session.row_exact is True
-        assert running.session.forward([1, 2, 3]).shape == (3, LLAMA.vocab_size)
+        assert running.session.predict([1, 2, 3]).logits.shape == (3, LLAMA.vocab_size)
         running.session.close()
 
 
@@ -118,7 +118,7 @@ def test_the_self_test_of_a_device_is_repeated(tmp_path: Path, monkeypatch: pyte
         given.append(row_exact)
         return CudaSession(bundle, on_cpu, options, row_exact=row_exact)
 
-    monkeypatch.setattr(sessions, "CudaSession", open_session)
+    monkeypatch.setattr("edgespec_runtimes.cuda.CudaSession", open_session)
     for device in (on_cpu, Device(KINDS["cuda"], "ready", version="1")):
         for remembered in (False, True):
             running = open_pair(half, None, OPTIONS, (Placement(device, "given"), None)).target

@@ -1,5 +1,6 @@
 """Exports piece by piece against the same ones in one piece, and what is left of a failure."""
 
+import json
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.static_pieces import StaticPieces, split
 from edgespec_export.static_weights import WeightFile, write_static_weights
+from edgespec_export.trim import TrimOptions
 from edgespec_models.bundle import Bundle
 from edgespec_models.config import ModelConfig
 from edgespec_models.graphs.static_points import StaticPlan, encoding
@@ -25,6 +27,16 @@ from tests.gguf_for_tests import ARCHITECTURES, tiny_gguf
 from tests.toy import LLAMA
 
 TEXTS = [[(7 * i * i + 3) % 250 for i in range(12)], [5, 6, 7]]
+
+
+def _options(folder: Path, device: StaticDevice) -> ExportOptions:
+    """Calibrated on five short texts instead of the shipped ones."""
+    lines = (
+        json.dumps({"text": f"{number} quick brown foxes jump over lazy dogs. " * 3}) for number in range(5)
+    )
+    texts = folder / "texts.jsonl"
+    texts.write_text("\n".join(lines), encoding="utf-8")
+    return ExportOptions(device=device, buckets=(64,), trim=TrimOptions(texts=(texts,)))
 
 
 def _whole(config: ModelConfig) -> list[range]:
@@ -42,7 +54,7 @@ def test_an_export_in_pieces_is_that_of_the_whole(
 ) -> None:
     """Ranges, mask and wide keys are in the graphs; the comparison's figures must be the same bits too."""
     source = tiny_gguf(architecture).write(tmp_path / "m.gguf")
-    options, reports = ExportOptions(device=device, buckets=(64,)), []
+    options, reports = _options(tmp_path, device), []
     for name, pieces, rows in (("whole", _whole, 10_000), ("pieces", _one_by_one, 7)):
         monkeypatch.setattr(static_pieces, "split", pieces)
         monkeypatch.setattr(static_weights, "_SPAN_ROWS", rows)
@@ -56,7 +68,8 @@ def test_an_export_in_pieces_is_that_of_the_whole(
 def _watched(checkpoint: GGUFCheckpoint, folder: Path) -> tuple[set[tuple[str, bytes]], list[bytes]]:
     """What every point took, in no order, and the logits."""
     folder.mkdir()
-    plan = StaticPlan(rows=12, capacity=1, all_logits=True, watched=True)
+    biases = checkpoint.has_biases
+    plan = StaticPlan(rows=12, capacity=1, all_logits=True, biases=biases, watched=True)
 
     def weights(parts: range) -> WeightFile:
         return write_static_weights(checkpoint, folder, int8=False, progress=ignore_progress, parts=parts)
@@ -93,7 +106,7 @@ def test_one_piece_is_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(static_pieces, "open_graph", spy)
     source = tiny_gguf("llama").write(tmp_path / "m.gguf")
-    export_model(source, tmp_path / "out", options=ExportOptions(device="npu-qnn", buckets=(64,)))
+    export_model(source, tmp_path / "out", options=_options(tmp_path, "npu-qnn"))
     assert len(opened) == 6  # two layers and the head, in float32 and quantized
 
 

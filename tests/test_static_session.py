@@ -21,6 +21,7 @@ from edgespec_models.static_graphs import StaticDevice, StaticGraphs
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.devices import CPU
 from edgespec_runtimes.discovery import Device
+from edgespec_runtimes.session import TrimmedHead, Tunable
 from edgespec_runtimes.static_io import StaticIO, cheapest_passes
 from edgespec_runtimes.static_session import StaticSession
 from tests.gguf_for_tests import F32, tiny_gguf
@@ -110,12 +111,12 @@ def test_whatever_is_asked_equals_the_cpu_session(
             for session in (static, dynamic):
                 session.truncate(min(number, session.length))
         elif step == "forward" and static.length + number <= static.longest:
-            _close(static.forward(tokens), dynamic.forward(tokens))
+            _close(static.predict(tokens).logits, dynamic.predict(tokens).logits)
         elif step == "prefill":
             for session in (static, dynamic):
                 session.prefill(tokens)
         elif step == "next":
-            _close(static.next_logits(tokens), dynamic.next_logits(tokens))
+            _close(static.predict_next(tokens).logits[0], dynamic.predict_next(tokens).logits[0])
         assert static.length == dynamic.length
 
 
@@ -134,11 +135,11 @@ def test_quantized_graphs_stay_near_and_roll_back_to_the_bit(
     session = open_static(architecture, "npu-qnn")
     session.prefill([])
     tokens = list(range(40))
-    whole = session.forward(tokens).copy()
+    whole = session.predict(tokens).logits.copy()
     session.truncate(33)
-    session.forward([9, 9, 9])
+    session.predict([9, 9, 9])
     session.truncate(33)
-    again = session.forward(tokens[33:])
+    again = session.predict(tokens[33:]).logits
     np.testing.assert_allclose(again, whole[33:], atol=0.02 * float(np.abs(whole).max()))
 
 
@@ -150,9 +151,7 @@ def test_int8_weights_alone_stay_near(make: Make) -> None:
 
 def test_nothing_can_be_tuned(open_static: Callable[[str, Kind], StaticSession], make: Make) -> None:
     session = open_static("llama", "float")
-    assert session.tunable == frozenset()
-    with pytest.raises(RequestError, match="replaced"):
-        session.tune({"final_norm.weight": np.ones(256, np.float32)})
+    assert not isinstance(session, Tunable | TrimmedHead)
     with pytest.raises(UnsupportedModelError, match="own operators"):
         StoredWeights(make("llama", "float"))
 
@@ -168,7 +167,7 @@ def test_what_does_not_fit_is_an_error(open_static: Callable[[str, Kind], Static
         session.reserve(641)
     session.prefill(list(range(124)))
     with pytest.raises(RequestError, match="largest bucket"):
-        session.forward(list(range(8)))
+        session.predict(list(range(8)))
     assert session.length == 124
     with pytest.raises(BundleError, match="no graphs of fixed shapes"):
         StaticSession(make("llama", "cpu"), ON_CPU)
@@ -184,7 +183,7 @@ def test_a_longer_bucket_keeps_what_the_cache_holds(
     for session in (static, dynamic):
         session.prefill(tokens[:60])
     assert static.capacity == 64
-    _close(static.forward(tokens[60:]), dynamic.forward(tokens[60:]))
+    _close(static.predict(tokens[60:]).logits, dynamic.predict(tokens[60:]).logits)
     assert (static.capacity, static.length) == (128, 68)
 
 
@@ -225,7 +224,7 @@ def test_a_pass_that_fails_is_an_error_of_the_device(make: Make) -> None:
     assert isinstance(io, StaticIO)
     io._passes = {rows: replace(one, session=Failing()) for rows, one in io._passes.items()}
     with pytest.raises(DeviceError, match=r"the device cannot run .*: Error in execution: driver lost"):
-        session.forward([1])
+        session.predict([1])
     assert session.length == 0
 
 

@@ -9,7 +9,7 @@ import pytest
 from edgespec import Closed, RequestError
 from edgespec.results import Record
 from tests.models_for_tests import Gated, toy_model, toy_session
-from tests.test_threads import NEW, PROMPTS, Slow, alone, held
+from tests.test_threads import NEW, PROMPTS, alone, held, slow_session
 from tests.toy import F32, settle
 
 
@@ -109,8 +109,7 @@ def test_leaving_the_block_ends_the_request_without_holding_up_the_loop() -> Non
         ticking.cancel()
         assert stream.result.finish_reason == "cancelled"
 
-    quick = toy_session()
-    with toy_model(Slow(quick._next_logits, quick.vocab_size)) as model:
+    with toy_model(slow_session()) as model:
         asyncio.run(main())
 
 
@@ -122,7 +121,7 @@ def test_a_stream_left_in_the_middle_by_break_is_cancelled() -> None:
         await asyncio.to_thread(settle)
         assert 0 < len(session.passes) < 4000
 
-    session = toy_session()
+    session = slow_session()
     with toy_model(session) as model:
         asyncio.run(main())
 

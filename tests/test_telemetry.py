@@ -25,7 +25,7 @@ from pathlib import Path
 import_module(sys.argv[1])
 from edgespec_models.bundle import Bundle
 from edgespec_runtimes.cpu import CpuSession
-CpuSession(Bundle(Path(sys.argv[2]))).forward([1, 2])
+CpuSession(Bundle(Path(sys.argv[2]))).predict([1, 2])
 """
 
 

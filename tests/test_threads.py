@@ -47,6 +47,19 @@ def held(most_waiting: int = 64) -> Iterator[tuple[Gated, Model]]:
             session.open()
 
 
+class Slow(ToySession):
+    """Slow enough for whoever is to end an answer in time."""
+
+    def forward(self, tokens: Sequence[int]) -> F32:
+        sleep(0.005)
+        return super().forward(tokens)
+
+
+def slow_session() -> Slow:
+    quick = toy_session()
+    return Slow(quick._next_logits, quick.vocab_size)
+
+
 def waiting(model: Model) -> int:
     return len(model._worker._waiting)
 
@@ -96,6 +109,7 @@ def test_more_than_may_wait_are_refused_and_who_leaves_makes_room() -> None:
             next(refused)
         second.cancel()
         assert waits.result(60).finish_reason == "cancelled"  # while the first still runs
+        assert waiting(model) == 0
         again = pool.submit(refused.run)
         until(lambda: waiting(model) == 1)
         session.open()
@@ -182,7 +196,7 @@ def test_cancelled_it_ends_within_a_pass() -> None:
 
 
 def test_a_stream_left_early_ends_with_its_block() -> None:
-    with toy_model() as model:
+    with toy_model(slow_session()) as model:
         with model.stream(PROMPTS[0], max_new_tokens=4000) as stream:
             for _ in stream:
                 break
@@ -205,21 +219,24 @@ def test_a_stream_that_nobody_holds_any_more_is_cancelled() -> None:
         assert len(session.passes) == before + 1
 
 
-class Slow(ToySession):
-    def forward(self, tokens: Sequence[int]) -> F32:
-        sleep(0.005)
-        return super().forward(tokens)
+def test_a_request_whose_time_is_up_ends_as_far_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
 
+    class Ticking(ToySession):
+        def forward(self, tokens: Sequence[int]) -> F32:
+            nonlocal now
+            now += 1.0
+            return super().forward(tokens)
 
-def test_a_request_whose_time_is_up_ends_as_far_as_it_came() -> None:
+    monkeypatch.setattr("edgespec.answer.monotonic", lambda: now)
     quick = toy_session()
-    with toy_model(Slow(quick._next_logits, quick.vocab_size)) as model:
-        result = model.generate(PROMPTS[0], max_new_tokens=4000, timeout=0.3)
-        assert result.finish_reason == "timeout"
-        assert 0 < len(result.tokens) < 4000
-        assert result.tokens == alone(PROMPTS[0], 100).tokens[: len(result.tokens)]
-        late = model.generate(PROMPTS[0] * 20, timeout=1e-9)
-        assert (late.text, late.finish_reason) == ("", "timeout")
+    session = Ticking(quick._next_logits, quick.vocab_size)
+    with toy_model(session) as model:
+        result = model.generate(PROMPTS[0], max_new_tokens=NEW, timeout=10.0)
+        assert result.finish_reason == "timeout" and len(session.passes) == 10
+        assert result.tokens == alone(PROMPTS[0]).tokens[: len(result.tokens)] != ()
+        late = model.generate(" and ".join(PROMPTS * 20), timeout=2.5)  # while the prompt is read
+        assert (late.text, late.finish_reason) == ("", "timeout") and len(session.passes) == 13
 
 
 def test_a_request_whose_time_is_up_while_it_waits_has_no_text() -> None:
@@ -324,8 +341,7 @@ def test_an_idle_model_has_no_thread_and_goes_when_nobody_holds_it() -> None:
 def test_a_program_may_end_while_an_answer_is_written() -> None:
     code = (
         "from tests.test_threads import *\n"
-        "quick = toy_session()\n"
-        "model = toy_model(Slow(quick._next_logits, quick.vocab_size))\n"
+        "model = toy_model(slow_session())\n"
         "stream = model.stream('hello', max_new_tokens=4000)\n"
         "print(len(next(stream)))\n"
     )

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.tools import ToolReader, check_tools, format_of
@@ -85,6 +85,7 @@ json_values = st.recursive(
 arguments = st.dictionaries(st.text(), json_values, max_size=3)
 
 
+@settings(deadline=None)
 @given(st.lists(arguments, min_size=1, max_size=3), st.sampled_from([HERMES, MISTRAL, LLAMA3]))
 def test_what_a_model_writes_is_read_whatever_it_says(given: list[dict[str, Any]], source: str) -> None:
     key = "parameters" if source == LLAMA3 else "arguments"
@@ -97,6 +98,7 @@ def test_what_a_model_writes_is_read_whatever_it_says(given: list[dict[str, Any]
     assert read(source, wrapped[source]) == ("", [("add", each) for each in given])
 
 
+@settings(deadline=None)
 @given(st.text(alphabet='{}[]",:<>/ toolca_nmergus1') | st.text())
 def test_no_answer_makes_reading_fail(text: str) -> None:
     for source in (HERMES, MISTRAL, LLAMA3):

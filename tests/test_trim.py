@@ -151,7 +151,7 @@ def test_the_rows_that_stay_give_the_same_logits(tmp_path: Path, architecture: s
     assert whole.head_tokens is None
     kept = trimmed.head_tokens
     assert kept is not None and len(kept) == KEPT == trimmed.manifest.head_rows
-    logits = [CpuSession(bundle).forward(TOKENS).copy() for bundle in (trimmed, whole)]
+    logits = [CpuSession(bundle).predict(TOKENS).logits.copy() for bundle in (trimmed, whole)]
     # Where words of the context get columns too, the last norm is ONNX Runtime's.
     np.testing.assert_allclose(logits[0][:, :KEPT], logits[1][:, kept], rtol=1e-5, atol=1e-5)
     assert isinstance(trimmed.config, ModelConfig)
@@ -174,11 +174,11 @@ def test_offered_tokens_can_be_written_too(tmp_path: Path, architecture: str, ki
     whole = CpuSession(_drafter(tmp_path, model, "full"))
     assert session.head_tokens is not None
     offered = [t for t in range(whole.vocab_size) if t not in session.head_tokens][:9]
-    expected = whole.forward(TOKENS).copy()
+    expected = whole.predict(TOKENS).logits.copy()
     for tokens in (offered[:3], offered[2:], []):
         session.offer(tokens)
         session.prefill(TOKENS[:3])
-        logits = session.forward(TOKENS[3:]).copy()
+        logits = session.predict(TOKENS[3:]).logits.copy()
         columns = session.head_tokens
         assert columns[KEPT : KEPT + len(tokens)].tolist() == tokens
         assert logits.shape[1] == len(columns)
@@ -191,7 +191,7 @@ def test_a_head_of_its_own_takes_no_offers(tmp_path: Path) -> None:
     session = CpuSession(_drafter(tmp_path, tiny_gguf("llama")))
     session.offer([1, 2, 3])
     assert session.head_tokens is not None and len(session.head_tokens) == KEPT
-    assert session.forward(TOKENS).shape == (len(TOKENS), KEPT)
+    assert session.predict(TOKENS).logits.shape == (len(TOKENS), KEPT)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

@@ -10,7 +10,7 @@ from edgespec_models.bundle import GRAPH, Bundle
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import RequestError
 from edgespec_models.foreign import open_bundle
-from edgespec_models.graphs.decoder import Precision
+from edgespec_models.graphs.plan import Precision
 from edgespec_models.onnx_header import read_header
 from edgespec_models.weight_format import WeightFormat
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
@@ -45,9 +45,11 @@ def _stored(model: TinyModel, gains: dict[str, F32], folder: Path) -> Bundle:
 def _passes(session: CpuSession) -> list[F32]:
     """Logits of passes of several widths."""
     session.truncate(0)
-    logits = [session.next_logits(TOKENS).copy()]
+    logits = [session.predict_next(TOKENS).logits[0].copy()]
     session.truncate(0)
-    logits += [session.forward(part).copy() for part in (TOKENS[:5], TOKENS[5:6], TOKENS[6:8], TOKENS[8:])]
+    logits += [
+        session.predict(part).logits.copy() for part in (TOKENS[:5], TOKENS[5:6], TOKENS[6:8], TOKENS[8:])
+    ]
     return logits
 
 

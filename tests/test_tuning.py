@@ -35,7 +35,7 @@ def own(bundle: Bundle) -> Example:
     """What the drafter itself writes: all of it is guessed right."""
     session, tokens = CpuSession(bundle, CpuOptions(threads=1, exact_rows=False)), list(PROMPT)
     for _ in range(WRITTEN):
-        tokens.append(int(session.next_logits(tokens).argmax()))
+        tokens.append(session.predict_next(tokens).best(0))
     session.close()
     return Example(tuple(tokens), len(PROMPT))
 

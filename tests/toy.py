@@ -22,11 +22,12 @@ from edgespec_export.encode import decode_linear, encode_embedding, encode_linea
 from edgespec_models.bundle import GRAPH, HEAD_TOKENS, MANIFEST, TOKENIZER, Bundle, FileRecord, Manifest
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import Cancelled, RequestError
-from edgespec_models.graphs.decoder import FULL, DecoderPlan, Precision, build_decoder, rotary_rows
-from edgespec_models.graphs.linear import EmbeddingSpec, LinearPart, LinearSpec
+from edgespec_models.graphs.decoder import build_decoder, rotary_rows
+from edgespec_models.graphs.plan import FULL, DecoderPlan, EmbeddingSpec, LinearPart, LinearSpec, Precision
 from edgespec_models.rope import rotary_tables
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
 from edgespec_models.weight_format import WeightFormat
+from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import ModelSession, SavedCache
 from tests.tokenizers_for_tests import byte_level_json
 
@@ -186,12 +187,16 @@ class ToySession(ModelSession):
     def prefill(self, tokens: Sequence[int], cancelled: Callable[[], bool] | None = None) -> None:
         self._extend(tokens, len(tokens), cancelled)
 
-    def next_logits(self, tokens: Sequence[int]) -> F32:
+    def predict_next(self, tokens: Sequence[int]) -> Predictions:
         row = self._extend(tokens, len(tokens) - 1, None)
         assert row is not None
-        return row
+        return Predictions(row[None])
+
+    def predict(self, tokens: Sequence[int]) -> Predictions:
+        return Predictions(self.forward(tokens))
 
     def forward(self, tokens: Sequence[int]) -> F32:
+        """A pass: the logits of every row."""
         assert not self.closed and len(tokens) > 0
         assert all(0 <= token < self._vocab_size for token in tokens)
         self.reserve(len(self.cache) + len(tokens))
@@ -414,12 +419,12 @@ def _fill(
         for index, part in enumerate(spec.parts):
             source = random_blocks(rng, (part.out_features, spec.in_features), part.format)
             encoded = encode_linear(source, part.format)
-            arrays |= {f"{prefix}.parts.{index}.{key}": value for key, value in encoded.arrays.items()}
+            arrays |= {f"{prefix}.parts.{index}.{key}": value for key, value in encoded.items()}
             decoded.append(decode_linear(encoded, part.format, spec.in_features))
         weights[name] = np.concatenate(decoded)
     table = _embedding(config, plan.embedding, rng)
     weights["embed"] = table.values() if isinstance(table, Blocks) else table
-    arrays |= {f"embedding.{k}": v for k, v in encode_embedding(table, plan.embedding).arrays.items()}
+    arrays |= {f"embedding.{k}": v for k, v in encode_embedding(table, plan.embedding).items()}
     fill_others(model, config, rng, arrays, weights, positions=rotary_rows(config))
     return weights
 
@@ -434,12 +439,7 @@ def fill_others(
     positions: int,
 ) -> None:
     """Give parameters their ``arrays``, and random ones to norms and biases, which join ``weights``."""
-    ropes = (config.rope_theta, "rope", config.rope_factors), (config.rope_local_theta, "rope_local", ())
-    for theta, name, factors in ropes:
-        if theta is not None:
-            arrays[f"{name}_cos"], arrays[f"{name}_sin"] = rotary_tables(
-                config, theta, factors, positions=positions
-            )
+    arrays |= rotary_tables(config, positions)
     for name, value in model.graph.initializers.items():
         if value.const_value is not None:
             continue

@@ -52,9 +52,9 @@ def compare(session: Session, reference: Session, tokens: Sequence[int], against
         each.prefill([])
         for start in range(0, len(tokens), 8):
             if start == 16:
-                each.forward(tokens[:4])
+                each.predict(tokens[:4])
                 each.truncate(start)
-            rows.append(each.forward(tokens[start : start + 8]).copy())
+            rows.append(each.predict(tokens[start : start + 8]).logits.copy())
     ours, theirs = np.concatenate(found), np.concatenate(expected)
     same, far = (
         (ours.argmax(1) == theirs.argmax(1)).mean(),
@@ -87,7 +87,7 @@ def check(bundle: Bundle, device: Device, rows: int, new_tokens: int) -> None:
     compare(session, reference, tokens, "against the CPU's run of the same graphs")
     written = list(tokens)
     for _ in range(new_tokens):
-        written.append(int(session.next_logits(written).argmax()))
+        written.append(session.predict_next(written).best(0))
     print(f"{new_tokens} tokens it writes: {bundle.tokenizer.decode(written[len(tokens) :])!r}")
     session.close()
     reference.close()

@@ -35,7 +35,7 @@ def load(paths: list[Path], huge_pages: bool) -> dict[str, float]:
     taken = perf_counter() - started
     for running in (pair.target, pair.drafter):
         if running is not None:
-            running.session.forward(PASS)
+            running.session.predict(PASS)
     resident = psutil.Process().memory_info().rss
     return {"seconds": taken, "resident_bytes": resident, "peak_bytes": peak_memory_bytes()}
 

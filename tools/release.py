@@ -97,8 +97,9 @@ def build(source: Path, out: Path, targets: Sequence[str]) -> None:
     """Wheels and sdist; times in archives are the commit's."""
     moment = run("git", "log", "-1", "--format=%ct").strip()
     chosen = ("--target", *targets) if targets else ()
-    for words in (("-m", "tools.wheels", *chosen, "--out"), ("-c", SDIST)):
-        print(run(sys.executable, *words, out, cwd=source, SOURCE_DATE_EPOCH=moment), end="", flush=True)
+    wheels = (sys.executable, "-m", "tools.wheels", "--out", str(out), *chosen)
+    print(run(*wheels, cwd=source, SOURCE_DATE_EPOCH=moment), end="", flush=True)
+    run(sys.executable, "-c", SDIST, out, cwd=source, SOURCE_DATE_EPOCH=moment)
 
 
 def fitting(folder: Path, scratch: Path) -> Path:
@@ -134,14 +135,20 @@ def check(wheel: Path, folder: Path) -> Path:
 
 
 def audit(programs: Path, out: Path) -> None:
-    """Refuse packages with known vulnerabilities; where the data cannot be had, say so."""
+    """Refuse packages with known vulnerabilities; say of which nothing could be learned."""
     tool = (sys.executable, "-m", "pip_audit", "--format", "json", "--output", out)
     try:
         run(*tool, "--path", run(programs / "python", "-c", PACKAGES).strip())
     except ReleaseError as error:
         if out.exists():
             raise ReleaseError(f"known vulnerabilities: {out.read_text(encoding='utf-8')}") from error
-        print(f"The packages are not audited, since data cannot be had: {str(error).splitlines()[-1]}")
+        print(f"Not audited: {str(error).splitlines()[-1]}")
+        return
+    packages = json.loads(out.read_text(encoding="utf-8"))["dependencies"]
+    missed = [package["name"] for package in packages if "skip_reason" in package]
+    print(f"{len(packages) - len(missed)} of {len(packages)} packages audited")
+    if missed:
+        print(f"Not audited, since their data cannot be had: {', '.join(missed)}")
 
 
 def write_sums(folder: Path) -> None:

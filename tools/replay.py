@@ -176,7 +176,7 @@ class Priced(CpuSession):
         """Bring the real cache up to date and ask."""
         self._tokens = self._computed
         priced, self._priced = self._priced, None
-        logits = super().next_logits(sequence).astype(np.float64)
+        logits = super().predict_next(sequence).logits[0].astype(np.float64)
         self._priced, self._computed = priced, list(self._tokens)
         logits -= logits.max() + np.log(np.exp(logits - logits.max()).sum())
         top = np.argpartition(logits, -_TOP)[-_TOP:]

@@ -30,7 +30,7 @@ COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
         "cost": "Measure what passes of a model cost on this machine.",
         "bench": "Measure plain against speculative decoding.",
         "verify": "Check that speculation does not change the output.",
-        "plan": "Show what models would take of memory and disk, before they are loaded.",
+        "plan": "Show what memory and disk models would take.",
         "devices": "List what models can run on here, and what is missing.",
         "models": "List the models of the catalogue.",
         "pull": "Download models of the catalogue.",

@@ -10,9 +10,9 @@ from edgespec.cli.answers import print_json
 from edgespec.cli.console import note, output, progress_bars, size
 from edgespec.cli.inspect import show_report
 from edgespec.cli.options import JsonFlag
-from edgespec_models.chips import CHIPS
 from edgespec_models.errors import ModelFileError, RequestError
 from edgespec_models.progress import ProgressCallback
+from edgespec_models.static_graphs import CHIPS
 
 if TYPE_CHECKING:
     from edgespec_export.quantization import Quantization
@@ -253,7 +253,7 @@ def _quantization(bits: str | None, method: str | None, mixed: str | None) -> "Q
 
 def _locate(source: str, progress: ProgressCallback) -> tuple[Path, str | None]:
     """The checkpoint's file or directory, and the name the catalogue gives it."""
-    from edgespec.loading import locate_hub
+    from edgespec.first_use import locate_hub
     from edgespec_models.catalog import find
     from edgespec_models.download import pull
     from edgespec_models.hub import PREFIX

@@ -69,7 +69,7 @@ def pull(
 
 
 def _pull_from_hub(reference: "HubReference", *, quiet: bool) -> "Path":
-    from edgespec.loading import pull_checked
+    from edgespec.first_use import pull_checked
 
     with progress_bars() as progress:
         place = pull_checked(reference, progress=progress, notify=note)

@@ -7,46 +7,16 @@ what the target writes alone, token for token; good proposals make it come soone
 
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from edgespec.drafting.draft import NO_DRAFT, Draft, Step
+from edgespec.drafting.draft import NO_DRAFT, Draft, Drafter, Step
 from edgespec.drafting.model import Calibration, Guess
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import shown
 
-__all__ = ["Custom", "Drafter"]
+__all__ = ["Custom"]
 
 _UNSAID = 0.75  # the confidence of proposals whose drafter states none, until rounds have shown theirs
-
-
-@runtime_checkable
-class Drafter(Protocol):
-    """Proposes tokens: an object of an app's own, given as ``drafter=`` to ``load`` or to a request.
-
-    A class that inherits from this one needs :meth:`propose` alone. All its methods are called by the thread
-    that decodes, for one request at a time.
-    """
-
-    def propose(self, tokens: Sequence[int], limit: int) -> Draft | Sequence[int]:
-        """Propose tokens to follow ``tokens``.
-
-        Args:
-            tokens: all tokens so far, prompt and answer, in the target's vocabulary; not to be changed.
-            limit: more proposals than these are not looked at.
-
-        Returns:
-            Ids in the target's vocabulary, the likeliest continuation; an empty list for none.
-            A :class:`Draft` says besides how ``confidence`` each is accepted, as a number from 0 to 1;
-            without, that is learned from what is accepted.
-        """
-
-    def observe(self, step: Step) -> None:
-        """A round is over: ``step.tokens`` were committed, the first ``step.accepted`` as proposed."""
-        return
-
-    def close(self) -> None:
-        """The request has ended, however that came. Another may begin."""
-        return
 
 
 class Custom:

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Clock", "Draft", "Extending", "NO_DRAFT", "Observer", "Source", "Step"]
+__all__ = ["Clock", "Draft", "Drafter", "Extending", "NO_DRAFT", "Observer", "Source", "Step"]
 
 Clock = Callable[[], float]
 """Seconds since some moment."""
@@ -111,3 +111,33 @@ class Extending(Source, Protocol):
 
         To be called after :meth:`propose` with the same tokens. ``draft`` itself if there is nothing to add.
         """
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Proposes tokens: an object of an app's own, given as ``drafter=`` to ``load`` or to a request.
+
+    A class that inherits from this one needs :meth:`propose` alone. All its methods are called by the thread
+    that decodes, for one request at a time.
+    """
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Draft | Sequence[int]:
+        """Propose tokens to follow ``tokens``.
+
+        Args:
+            tokens: all tokens so far, prompt and answer, in the target's vocabulary; not to be changed.
+            limit: more proposals than these are not looked at.
+
+        Returns:
+            Ids in the target's vocabulary, the likeliest continuation; an empty list for none.
+            A :class:`Draft` says besides how ``confidence`` each is accepted, as a number from 0 to 1;
+            without, that is learned from what is accepted.
+        """
+
+    def observe(self, step: Step) -> None:
+        """A round is over: ``step.tokens`` were committed, the first ``step.accepted`` as proposed."""
+        return
+
+    def close(self) -> None:
+        """The request has ended, however that came. Another may begin."""
+        return

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from edgespec.drafting.ahead import Ahead, Beside
 from edgespec.drafting.bridge import Bridge, ByteBridge, IdentityBridge
@@ -11,17 +12,19 @@ from edgespec.drafting.experience import Experience
 from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
 from edgespec.drafting.reading import Reader
 from edgespec.kv_store import KvStore
-from edgespec.learning.decoder import NumpyDecoder
-from edgespec.learning.layer_math import F32
-from edgespec.learning.lesson import Table
-from edgespec.learning.trainer import Trainer
-from edgespec.learning.tuning import Example, Tuning
 from edgespec.pricing import Pricing
 from edgespec.request import Request
 from edgespec.results import Remarks
 from edgespec.sessions import DRAFTER_READING_ROWS, Running
 from edgespec_models.bundle import Bundle
 from edgespec_models.errors import TokenizerError
+from edgespec_runtimes.session import TrimmedHead, Tunable
+
+if TYPE_CHECKING:  # a drafter that nothing teaches imports nothing of this
+    from edgespec.learning.layer_math import F32
+    from edgespec.learning.lesson import Table
+    from edgespec.learning.trainer import Trainer
+    from edgespec.learning.tuning import Example, Tuning
 
 __all__ = ["DrafterSide", "Part"]
 
@@ -44,10 +47,10 @@ class Part:
 
     def __init__(
         self,
-        trainer: Trainer | None = None,
+        trainer: "Trainer | None" = None,
         source: Source | None = None,
         reading_s: float = 0.0,
-        example: Callable[[Sequence[int]], Example | None] = lambda answer: None,
+        example: "Callable[[Sequence[int]], Example | None]" = lambda answer: None,
     ) -> None:
         self.source, self.reading_s = source, reading_s
         self._trainer, self._example, self._answer = trainer, example, list[int]()
@@ -100,6 +103,7 @@ class DrafterSide:
         clock: Clock = perf_counter,
     ) -> None:
         self.bundle, self.session, self.curve = running.bundle, running.session, running.curve
+        self._tuned = self.session if isinstance(self.session, Tunable) and self.session.tunable else None
         self.experience = Experience()
         self.trainer: Trainer | None = None
         self._gains: dict[str, F32] | None = None  # trained, to run with
@@ -147,28 +151,34 @@ class DrafterSide:
             lambda answer: self._example([*tokens, *answer], bridge, len(prompt)),
         )
 
+    def idle(self) -> Part:
+        """Its part in a request that it does not draft for."""
+        return Part(self.trainer)
+
     def stop(self) -> None:
         """Wait for what an earlier request may have left running."""
         if self._beside is not None:
             self._beside.stop()
 
-    def teach(self, trainer: Trainer | None) -> None:
+    def teach(self, trainer: "Trainer | None") -> None:
         """Let ``trainer`` train it; what another one taught is put back. None leaves it as the bundle is."""
         self.trainer, self._gains = trainer, None
-        if self.trainable:
-            self._run_with({})
+        self._run_with({})
 
     @property
     def trainable(self) -> bool:
         """Whether what training changes can be changed in a session that runs."""
-        return bool(self.session.tunable)
+        return self._tuned is not None
 
-    def tuning(self, table: Table | None) -> Tuning:
+    def tuning(self, table: "Table | None") -> "Tuning":
         """What trains it, beginning with what is known.
 
         Raises:
             EdgespecError: its weights cannot be read.
         """
+        from edgespec.learning.decoder import NumpyDecoder
+        from edgespec.learning.tuning import Tuning
+
         return Tuning(NumpyDecoder(self.bundle), table)
 
     def _bridge(self, tokens: Sequence[int], prompt: list[int]) -> Bridge:
@@ -177,7 +187,7 @@ class DrafterSide:
         tokenizers = self._target.tokenizer, self.bundle.tokenizer
         return ByteBridge(*tokenizers, prompt_length=len(tokens), drafter_prompt=prompt)
 
-    def _example(self, tokens: Sequence[int], bridge: Bridge, start: int) -> Example | None:
+    def _example(self, tokens: Sequence[int], bridge: Bridge, start: int) -> "Example | None":
         eos, ends = (bundle.manifest.special_tokens.eos for bundle in (self._target, self.bundle))
         ended = bool(tokens) and tokens[-1] in eos
         try:
@@ -188,6 +198,8 @@ class DrafterSide:
             ids = [*ids, ends[0]]
         if len(ids) - start < _SHORTEST:
             return None
+        from edgespec.learning.tuning import Example
+
         first = max(0, start - _PROMPT)
         return Example(tuple(ids[first : start + _ANSWER]), start - first)
 
@@ -199,15 +211,18 @@ class DrafterSide:
             self._run_with(self._gains)
             self._gains = None
 
-    def _run_with(self, gains: dict[str, F32]) -> None:
-        self.session.tune(gains)
+    def _run_with(self, gains: "dict[str, F32]") -> None:
+        if self._tuned is None:
+            return
+        self._tuned.tune(gains)
         self._caches.forget(self.session)  # which others computed
 
     def _vocabulary(self, prompt: Sequence[int], request: Request) -> Vocabulary:
         """What it can write in this request: besides the rows it has, the words of its prompt."""
-        if self.bundle.head_tokens is not None:
-            kept = context_tokens(prompt, self.bundle.tokenizer, self.bundle.head_tokens)
-            self.session.offer(kept)
+        head, session = None, self.session
+        if self.bundle.head_tokens is not None and isinstance(session, TrimmedHead):
+            session.offer(context_tokens(prompt, self.bundle.tokenizer, self.bundle.head_tokens))
+            head = session.head_tokens
         eos = self._target.manifest.special_tokens.eos if request.stop_at_eos else ()
         ends = frozenset(self.bundle.manifest.special_tokens.eos)
-        return Vocabulary(ends, eos[0] if eos else None, self.session.head_tokens)
+        return Vocabulary(ends, eos[0] if eos else None, head)

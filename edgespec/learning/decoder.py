@@ -134,11 +134,8 @@ class NumpyDecoder:
 
     def _rope(self, layer: int, tokens: int) -> _Rope | None:
         config = self.config
-        if layer in config.unrotated_layers:
-            return None
-        if config.rope_local_theta is not None and not config.is_global(layer):
-            return rotary_tables(config, config.rope_local_theta, positions=tokens)
-        return rotary_tables(config, config.rope_theta, config.rope_factors, positions=tokens)
+        kind, tables = config.rope_of(layer), rotary_tables(config, tokens)
+        return None if kind is None else (tables[f"{kind}_cos"], tables[f"{kind}_sin"])
 
     def _head(
         self, x: F32, first: int, labels: npt.NDArray[np.int64], gains: F32, by_gains: F32

@@ -102,7 +102,7 @@ class ChatAnswer(_Answer):
         calls = _calls(answer)
         message: Json = {"role": "assistant", "content": answer.text, "refusal": None}
         if calls:
-            message |= {"content": answer.text or None, "tool_calls": calls}
+            message |= {"content": answer.content or None, "tool_calls": calls}
         return {
             "index": index,
             "message": message,
@@ -192,9 +192,8 @@ class CompletionAnswer(_Answer):
 
 
 def _choices(answers: Sequence[Generation]) -> list[Generation]:
-    return list(answers)
+    return [choice for answer in answers for choice in answer.choices]
 
 
 def _calls(answer: Generation) -> list[Json]:
-    """Calls of tools, their arguments as JSON texts."""
-    return []
+    return [call.to_message() for call in answer.tool_calls]

@@ -11,12 +11,14 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from edgespec.attribution import Attribution
+from edgespec.choices import answers_async
 from edgespec.engine import Model
 from edgespec.request import RequestOptions
 from edgespec.results import Generation, Record
 from edgespec.serve.answers import ChatAnswer, CompletionAnswer
 from edgespec.serve.bodies import read_json
-from edgespec.serve.metrics import tally_of
+from edgespec.serve.holding import Holding
+from edgespec.serve.metrics import Tally, tally_of
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.problems import Problem, of_error
 from edgespec.serve.schemas import ChatBody, CompletionBody, parse
@@ -26,7 +28,7 @@ from edgespec_models.errors import EdgespecError
 __all__ = ["Completions"]
 
 T = TypeVar("T")
-Start = Callable[[], Stream]
+Ask = Callable[..., Stream]
 Answer = ChatAnswer | CompletionAnswer
 
 
@@ -50,18 +52,16 @@ class Completions:
         """``POST /v1/chat/completions``."""
         body = parse(ChatBody, await self._read(request))
         self._check(body)
-        options = self._with_limits(body.options())
-        start = partial(self._model.stream_chat, body.conversation(), **options)
-        return await self._respond(request, body, [start], self._answer(ChatAnswer, body.logprobs))
+        ask = partial(self._model.stream_chat, body.conversation())
+        return await self._respond(request, body, [ask], self._answer(ChatAnswer, body.logprobs))
 
     async def complete(self, request: Request) -> Response:
         """``POST /v1/completions``."""
         body = parse(CompletionBody, await self._read(request))
         self._check(body)
-        options = self._with_limits(body.options())
-        starts: list[Start] = [partial(self._model.stream, prompt, **options) for prompt in body.prompts()]
+        asks = [partial(self._model.stream, prompt) for prompt in body.prompts()]
         answer = self._answer(CompletionAnswer, body.logprobs is not None)
-        return await self._respond(request, body, starts, answer)
+        return await self._respond(request, body, asks, answer)
 
     async def _read(self, request: Request) -> dict[str, Any]:
         if self.closing:
@@ -90,21 +90,24 @@ class Completions:
         )
 
     async def _respond(
-        self, request: Request, body: ChatBody | CompletionBody, starts: Sequence[Start], answer: Answer
+        self, request: Request, body: ChatBody | CompletionBody, asks: Sequence[Ask], answer: Answer
     ) -> Response:
+        options = self._with_limits(body.options())
         if body.stream:
-            if len(starts) > 1 or body.n > 1:
+            if len(asks) > 1 or body.n > 1:
                 raise Problem(400, "one answer can be streamed; leave out stream, or ask for each by itself")
-            return await self._streamed(request, starts[0], answer, body.stream_options.include_usage)
-        answers = await _while_connected(request, _all(starts))
+            return await self._streamed(request, body, partial(asks[0], **options), answer)
+        answers = await _while_connected(request, _all(asks, options))
         tally = tally_of(request)
-        for each in answers:
-            tally.tokens += len(each.tokens)
+        for each in {id(choice.stats): choice for asked in answers for choice in asked.choices}.values():
+            tally.tokens += len(each.tokens)  # greedy choices are one answer several times
             tally.stats.append(each.stats)
             _check_ended(each)
         return JSONResponse(answer.whole(answers))
 
-    async def _streamed(self, request: Request, start: Start, answer: Answer, with_usage: bool) -> Response:
+    async def _streamed(
+        self, request: Request, body: ChatBody | CompletionBody, start: Ask, answer: Answer
+    ) -> Response:
         """Waits for the first record, so that what is wrong with a request is told by the status."""
         stream = await asyncio.to_thread(start)
         try:
@@ -113,15 +116,21 @@ class Completions:
         except BaseException:
             stream.cancel()
             raise
-        return _EventStream(_Events(request, stream, answer, with_usage), first, records)
+        holding = None
+        if isinstance(body, ChatBody) and body.may_call:
+            holding = Holding(self._model.target.tokenizer)
+        events = _Events(tally_of(request), stream, answer, holding, body.stream_options.include_usage)
+        return _EventStream(events, first, records)
 
 
 class _Events:
-    """The events of one streamed answer."""
+    """The events of one streamed answer; ``holding`` keeps calls of tools out of its text."""
 
-    def __init__(self, request: Request, stream: Stream, answer: Answer, with_usage: bool) -> None:
-        self._tally, self.stream, self._answer = tally_of(request), stream, answer
-        self._with_usage = with_usage
+    def __init__(
+        self, tally: Tally, stream: Stream, answer: Answer, holding: Holding | None, with_usage: bool
+    ) -> None:
+        self._tally, self._stream, self._answer = tally, stream, answer
+        self._holding, self._with_usage = holding, with_usage
         self._attribution = Attribution(answer.tokenizer)
         self.ended = False
 
@@ -136,8 +145,10 @@ class _Events:
                 self._tally.tokens += len(record.tokens)
                 yield self._event(self._piece(record))
                 record = await anext(rest, None)
-            answer = self.stream.result
+            answer = self._stream.result
             _check_ended(answer)
+            if self._holding is not None and (held := self._holding.finish(answer)):
+                yield self._event(self._answer.chunk(held, (), []))
         except (EdgespecError, Problem) as error:  # the status is sent already
             problem = error if isinstance(error, Problem) else of_error(error)
             yield _line(problem.to_json())
@@ -151,13 +162,14 @@ class _Events:
 
     def close(self) -> None:
         """The response is over; so is an answer that nobody reads any more."""
-        self.stream.cancel()
+        self._stream.cancel()
         self._tally.left = not self.ended
 
     def _piece(self, record: Record) -> dict[str, Any]:
         last = record.finish_reason is not None
         shown = self._attribution.push(record.text, record.tokens, last=last)
-        return self._answer.chunk(record.text, record.tokens, shown)
+        text = record.text if self._holding is None else self._holding.push(record)
+        return self._answer.chunk(text, record.tokens, shown)
 
     def _event(self, chunk: Mapping[str, Any]) -> str:
         return _line({**chunk, "usage": None} if self._with_usage else chunk)
@@ -182,15 +194,15 @@ def _line(value: Mapping[str, Any]) -> str:
     return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
-async def _all(starts: Sequence[Start]) -> list[Generation]:
-    """All answers; if one cannot be had, none is."""
+async def _all(asks: Sequence[Ask], options: RequestOptions) -> list[Generation]:
+    """The answers to all prompts; if one cannot be had, none is."""
 
-    async def one(start: Start) -> Generation:
-        stream = await asyncio.to_thread(start)  # a long prompt takes a while to encode
+    async def one(ask: Ask, options: RequestOptions) -> Generation:
+        stream = await asyncio.to_thread(ask, **options)  # a long prompt takes a while to encode
         async with stream:
             return await stream.run_async()
 
-    tasks = [asyncio.ensure_future(one(start)) for start in starts]
+    tasks = [asyncio.ensure_future(answers_async(options, partial(one, ask))) for ask in asks]
     try:
         return list(await asyncio.gather(*tasks))
     finally:

@@ -36,9 +36,12 @@ class Holding:
 
     def finish(self, answer: Generation) -> str:
         """What is to be shown yet of the answer; its calls are not."""
-        whole = answer.content if answer.tool_calls else answer.text
         before = self._text[: self._shown]
-        return whole[self._shown :] if whole.startswith(before) else ""
+        if not answer.tool_calls:
+            return answer.text[self._shown :]
+        if not answer.content.startswith(before.strip()):  # text before a call that was not seen as text
+            return ""
+        return answer.content[len(before.lstrip()) :]  # which has no space around it
 
 
 def _begun(text: str) -> int:

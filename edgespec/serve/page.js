@@ -377,11 +377,12 @@ async function forget(what) {
   try {
     const body = JSON.stringify(what);
     const forgotten = await (await ask("edgespec/history/forget", { method: "POST", body })).json();
-    $("status").textContent = `${forgotten.passages} passages forgotten`;
+    await refreshLearned();
+    const count = forgotten.passages;
+    $("status").textContent = count === 1 ? "One passage is forgotten." : `${count} passages are forgotten.`;
   } catch (error) {
     $("status").textContent = error.message;
   }
-  await refreshLearned();
 }
 
 // ---- controls ------------------------------------------------------------------------------------------------

@@ -5,10 +5,11 @@ no client takes its effect for granted. Fields that change nothing are taken and
 :data:`typing.Any` below. docs/server.md has the table.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar, cast
 
+from edgespec.grammar import AnyJson, JsonSchema, ResponseFormat
 from edgespec.request import RequestOptions
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import length, read, within
@@ -111,11 +112,18 @@ class ChatBody(_Common):
             given["tool_choice"] = self.tool_choice
         if self.chat_template_kwargs:
             given["template_args"] = self.chat_template_kwargs
+        if self.response_format is not None:
+            given["response_format"] = _format(self.response_format)
         return given
 
     def conversation(self) -> list[dict[str, Any]]:
-        """The messages, texts in one part each."""
-        return [_message(index, message) for index, message in enumerate(self.messages)]
+        """The messages, less what is null in them: clients send back the answers that they were given."""
+        return [{key: value for key, value in each.items() if value is not None} for each in self.messages]
+
+    @property
+    def may_call(self) -> bool:
+        """Whether the answer may call tools."""
+        return bool(self.tools) and self.tool_choice != "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,34 +171,22 @@ def parse(cls: type[T], body: Mapping[str, Any]) -> T:
     return read(cls, given, "the request", RequestError, "docs/server.md has a table of the fields")
 
 
+def _format(wanted: Mapping[str, Any]) -> ResponseFormat | None:
+    kind, schema = wanted.get("type"), wanted.get("json_schema")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return AnyJson()
+    if kind == "json_schema" and isinstance(schema, Mapping) and isinstance(schema.get("schema"), Mapping):
+        return JsonSchema(schema["schema"])
+    raise RequestError(
+        f"response_format is {wanted!r:.200}; allowed: {{'type': 'text'}}, {{'type': 'json_object'}}, "
+        "{'type': 'json_schema', 'json_schema': {'schema': SCHEMA}}"
+    )
+
+
 def _by_token(biases: Mapping[str, float]) -> dict[int, float]:
     try:
         return {int(token): bias for token, bias in biases.items()}
     except ValueError:
         raise RequestError(f"logit_bias is {biases!r:.200}; its keys are ids of tokens") from None
-
-
-def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose content is a text, its role one that chat templates know."""
-    place = f"messages[{index}]"
-    role = message.get("role")
-    if not isinstance(role, str):
-        raise RequestError(f"{place}.role is {role!r:.80}; allowed: system, user, assistant, tool")
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(_texts(place, content))
-    elif content is not None and not isinstance(content, str):
-        raise RequestError(f"{place}.content is {content!r:.80}; allowed: a text, or a list of text parts")
-    kept = {key: value for key, value in message.items() if value is not None}
-    return kept | {"role": "system" if role == "developer" else role, "content": content or ""}
-
-
-def _texts(place: str, parts: Sequence[Any]) -> Iterable[str]:
-    for index, part in enumerate(parts):
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
-        if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, Mapping) else part
-            raise RequestError(
-                f"{place}.content[{index}] is of type {kind!r:.80}; allowed: {{'type': 'text', 'text': TEXT}}"
-            )
-        yield text

@@ -83,10 +83,10 @@ def _answer(bundle: Bundle, session: CpuSession, prompt: str) -> str:
     if special.add_bos and special.bos is not None and ids[:1] != [special.bos]:
         ids = [special.bos, *ids]
     start = len(ids)
-    token = int(session.next_logits(ids).argmax())
+    token = session.predict_next(ids).best(0)
     while token not in special.eos and len(ids) - start < _TOKENS:
         ids.append(token)
-        token = int(session.forward([token])[0].argmax())
+        token = session.predict([token]).best(0)
     return tokenizer.decode(ids[start:])
 
 

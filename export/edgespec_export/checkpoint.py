@@ -102,6 +102,11 @@ class Checkpoint(ABC):
         """Whether the LM head is the token embedding."""
         return "lm_head" not in self.tensors
 
+    @property
+    def has_biases(self) -> bool:
+        """Whether queries, keys and values have biases."""
+        return "layers.0.q_bias" in self.tensors
+
     def tensor(self, name: str) -> SourceTensor:
         """The tensor called ``name``; ``lm_head`` of a tied model is its embedding."""
         return self.tensors[self.stored_name(name)]
@@ -171,7 +176,7 @@ class Checkpoint(ABC):
             "up": (mlp, hidden),
             "down": (hidden, mlp),
         }
-        if "layers.0.q_bias" in self.tensors:
+        if self.has_biases:
             shapes |= {"q_bias": (c.query_width,), "k_bias": (c.kv_width,), "v_bias": (c.kv_width,)}
         if c.qk_norm:
             shapes |= {"q_norm": (c.head_dim,), "k_norm": (c.head_dim,)}

@@ -8,10 +8,9 @@ one ``EPContext`` operator and a binary beside it
 from dataclasses import replace
 from pathlib import Path
 
-from edgespec_models.chips import Chip
 from edgespec_models.errors import DeviceError
 from edgespec_models.progress import Progress, ProgressCallback
-from edgespec_models.static_graphs import Contexts, StaticGraphs
+from edgespec_models.static_graphs import Chip, Contexts, StaticGraphs
 from edgespec_runtimes.cpu import CpuOptions, session_settings
 from edgespec_runtimes.discovery import Device, Runtime, resolve
 from edgespec_runtimes.ort import ort

@@ -1,6 +1,5 @@
 """Blocks of weights in the layouts of MatMulNBits and GatherBlockQuantized."""
 
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -9,23 +8,17 @@ import numpy.typing as npt
 
 from edgespec_export.blocks import F32, U8, Blocks
 from edgespec_export.rounding import round_matrix
-from edgespec_models.graphs.linear import EmbeddingSpec
+from edgespec_models.graphs.plan import EmbeddingSpec
 from edgespec_models.weight_format import Method, WeightFormat
 
-__all__ = ["Encoded", "decode_linear", "encode_embedding", "encode_linear"]
+__all__ = ["Arrays", "decode_linear", "encode_embedding", "encode_linear"]
 
-
+Arrays = dict[str, npt.NDArray[Any]]
+"""Rows of one matrix: the graph's parameters by name (``weight``, ``scales``, ...), first axis rows."""
 _MIDDLES = MappingProxyType({4: 0x88, 8: 0x80})  # two codes to a byte
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """Rows of one matrix: the graph's parameters by name (``weight``, ``scales``, ...), first axis rows."""
-
-    arrays: dict[str, npt.NDArray[Any]]
-
-
-def encode_linear(source: Blocks | F32, form: WeightFormat, method: Method = "keep") -> Encoded:
+def encode_linear(source: Blocks | F32, form: WeightFormat, method: Method = "keep") -> Arrays:
     """Rows of a projection in ``form``.
 
     Args:
@@ -39,7 +32,7 @@ def encode_linear(source: Blocks | F32, form: WeightFormat, method: Method = "ke
         return _encode_4(source, form)
     values = source.values() if isinstance(source, Blocks) else source
     if form.is_float:
-        return Encoded({"weight": values})
+        return {"weight": values}
     rounded = round_matrix(values, form, "fit" if method == "keep" else method)
     return _encode_8(rounded, form) if form.bits == 8 else _encode_4(rounded, form)
 
@@ -51,20 +44,20 @@ def _holds(form: WeightFormat, source: Blocks) -> bool:
     return form.minimums or (source.minimums is None and source.zero == 8)
 
 
-def encode_embedding(source: Blocks | F32, spec: EmbeddingSpec) -> Encoded:
+def encode_embedding(source: Blocks | F32, spec: EmbeddingSpec) -> Arrays:
     """Rows of a token embedding: exactly as a quantized source has them, floats rounded to ``spec``."""
     arrays = _embedding_arrays(source, spec)
     if spec.zero_points and not spec.format.is_float:
         rows, blocks = arrays["scales"].shape
         packed = -(-blocks * spec.format.bits // 8)
         arrays["zero_points"] = np.full((rows, packed), _MIDDLES[spec.format.bits], np.uint8)
-    return Encoded(arrays)
+    return arrays
 
 
-def _embedding_arrays(source: Blocks | F32, spec: EmbeddingSpec) -> dict[str, npt.NDArray[Any]]:
-    arrays: dict[str, npt.NDArray[Any]]
+def _embedding_arrays(source: Blocks | F32, spec: EmbeddingSpec) -> Arrays:
+    arrays: Arrays
     if not isinstance(source, Blocks):
-        arrays = encode_linear(source, spec.format).arrays
+        arrays = encode_linear(source, spec.format)
         return arrays | {"weight": arrays["weight"].reshape(len(source), -1)}
     arrays = {"weight": _centred_8(source)} if spec.format.bits == 8 else {"weight": _pack_4(source.codes)}
     arrays["scales"] = source.scales
@@ -75,9 +68,8 @@ def _embedding_arrays(source: Blocks | F32, spec: EmbeddingSpec) -> dict[str, np
     return arrays
 
 
-def decode_linear(encoded: Encoded, form: WeightFormat, columns: int) -> F32:
-    """What ``encoded`` stands for: float32 ``(rows, columns)``; the inverse of :func:`encode_linear`."""
-    arrays = encoded.arrays
+def decode_linear(arrays: Arrays, form: WeightFormat, columns: int) -> F32:
+    """What ``arrays`` stand for: float32 ``(rows, columns)``; the inverse of :func:`encode_linear`."""
     weight = arrays["weight"]
     if form.is_float:
         floats: F32 = weight
@@ -103,7 +95,7 @@ def _centred_8(source: Blocks) -> U8:
     return source.codes + np.uint8(128 - source.zero)
 
 
-def _encode_8(source: Blocks | F32, form: WeightFormat) -> Encoded:
+def _encode_8(source: Blocks | F32, form: WeightFormat) -> Arrays:
     if isinstance(source, Blocks) and source.block == form.block and source.minimums is None:
         codes, scales = _centred_8(source), source.scales
     else:
@@ -111,16 +103,16 @@ def _encode_8(source: Blocks | F32, form: WeightFormat) -> Encoded:
         grouped = values.reshape(values.shape[0], -1, form.block)
         scales = np.abs(grouped).max(axis=-1) / np.float32(127)
         codes = _codes(grouped, scales, np.float32(128), 255).reshape(values.shape)
-    return Encoded({"weight": codes.reshape(codes.shape[0], -1, form.block), "scales": scales})
+    return {"weight": codes.reshape(codes.shape[0], -1, form.block), "scales": scales}
 
 
 def _pack_4(codes: U8) -> U8:
     return codes[:, 0::2] | (codes[:, 1::2] << np.uint8(4))
 
 
-def _encode_4(source: Blocks, form: WeightFormat) -> Encoded:
+def _encode_4(source: Blocks, form: WeightFormat) -> Arrays:
     rows = len(source.codes)
-    arrays: dict[str, npt.NDArray[Any]] = {}
+    arrays: Arrays = {}
     codes, scales, zero_points, remainders = _integer_zero_points(source)
     if form.minimums:
         more_codes, more_scales = _remainder_columns(remainders, form.block)
@@ -132,7 +124,7 @@ def _encode_4(source: Blocks, form: WeightFormat) -> Encoded:
         arrays["zero_points"] = _pack_4(even)
     arrays["weight"] = _pack_4(codes).reshape(rows, -1, form.block // 2)
     arrays["scales"] = scales
-    return Encoded(arrays)
+    return arrays
 
 
 def _integer_zero_points(source: Blocks) -> tuple[U8, F32, U8, F32]:

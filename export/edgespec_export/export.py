@@ -3,41 +3,32 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from edgespec_export.bundle_files import hash_files, parameters_by_class, write_json, write_texts
+from edgespec_export.bundle_files import (
+    Conversion,
+    describe,
+    hash_files,
+    parameters_by_class,
+    write_json,
+    write_texts,
+)
 from edgespec_export.extra import require_extra
 from edgespec_export.quantization import Quantization
-from edgespec_export.recipe import WEIGHTS
 from edgespec_export.report import ActivationRanges, ExportReport, FormatLoss
 from edgespec_export.staging import check_place, place, staging, storage_errors
 from edgespec_export.trim import Tokens, Trim, TrimOptions
-from edgespec_models.bundle import (
-    GRAPH,
-    MANIFEST,
-    REPORT,
-    TOKENIZER,
-    Bundle,
-    FileRecord,
-    KVType,
-    Manifest,
-    Role,
-)
-from edgespec_models.chips import find_chip
+from edgespec_models.bundle import GRAPH, MANIFEST, TOKENIZER, WEIGHTS, Bundle, KVType, Manifest, Role
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import ModelFileError, ParityError, RequestError, naming
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_models.schema import check_fields, checked, length, one_of, within
-from edgespec_models.static_graphs import PREFILL_ROWS, ExportDevice
+from edgespec_models.static_graphs import PREFILL_ROWS, ExportDevice, find_chip
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
-from edgespec_runtimes.memory import peak_memory_bytes
 
 if TYPE_CHECKING:
-    from edgespec_export.checkpoint import Checkpoint
-    from edgespec_export.graph_files import WrittenGraph
     from edgespec_export.parity import Golden
 
 __all__ = ["ExportOptions", "ExportReport", "export_model"]
@@ -66,8 +57,8 @@ class ExportOptions:
             KV cache too. Graphs for NPUs have fixed shapes, and the device settles the formats of weights and
             KV cache.
         buckets: with an NPU, lengths of the KV cache in tokens; empty takes 512, 1024 and 2048.
-        chip: with ``npu-qnn``, one of :data:`edgespec_models.chips.CHIPS` to compile every graph for; None
-            leaves that to the device, at each load.
+        chip: with ``npu-qnn``, one of :data:`edgespec_models.static_graphs.CHIPS` to compile every graph
+            for; None leaves that to the device, at each load.
     """
 
     role: Role = "target"
@@ -133,29 +124,20 @@ def _build(
     trim = _plan_trim(source, folder, options, progress)
     ranges = _ranges(source, folder, options, progress)
     settled = None if trim is None else trim.tokens, ranges
-    manifest, losses, source_bytes = _write(source, folder, options, settled, progress)
-    converted = peak_memory_bytes()
+    manifest, losses, conversion = _write(source, folder, options, settled, progress, started)
     try:
         row_exact, parity = _check(folder, manifest.provenance["sha256"], progress)
     except RequestError as error:  # of a pass over our own tokens, which nobody asked for
         raise ModelFileError(f"the model cannot be run: {error}. Download or convert it again.") from error
-    report = ExportReport(
+    return conversion.finish(
+        folder,
+        manifest,
         parity=parity,
         row_exact=row_exact,
         weights=losses,
-        source_bytes=source_bytes,
-        bundle_bytes=sum(file.stat().st_size for file in folder.iterdir()),
-        bytes_by_class=dict(manifest.bytes_by_class),
-        seconds=perf_counter() - started,
-        peak_memory_bytes=peak_memory_bytes(),
-        conversion_peak_memory_bytes=converted,
         trim=None if trim is None else trim.report,
         activations=ranges,
     )
-    write_json(folder / REPORT, report.to_json())
-    files = {**manifest.files, REPORT: FileRecord.of(folder / REPORT)}
-    write_json(folder / MANIFEST, replace(manifest, files=files).to_json())
-    return report
 
 
 def _plan_trim(source: Path, folder: Path, options: ExportOptions, progress: ProgressCallback) -> Trim | None:
@@ -171,7 +153,7 @@ def _plan_trim(source: Path, folder: Path, options: ExportOptions, progress: Pro
         tokenizer = Tokenizer.from_json(text, vocab_size=checkpoint.config.vocab_size)
 
     def write(place: Path, tokens: Tokens) -> None:
-        _write(source, place, options, (tokens, None), ignore_progress)
+        _write(source, place, options, (tokens, None), ignore_progress, perf_counter())
 
     trim = replace(options.trim, size=size)
     return plan_trim(trim, (tokenizer, special), write, scratch=folder / "sizing", progress=progress)
@@ -183,57 +165,45 @@ def _write(
     options: ExportOptions,
     settled: tuple[Tokens | None, ActivationRanges | None],
     progress: ProgressCallback,
-) -> tuple[Manifest, tuple[FormatLoss, ...], int]:
-    """Everything of a bundle but the report; what the formats cost the weights; the source's bytes.
+    started: float,
+) -> tuple[Manifest, tuple[FormatLoss, ...], Conversion]:
+    """Everything of a bundle but the report; what the formats cost the weights.
 
     ``settled`` are tokens that a trimmed LM head keeps, and what float16 would have to hold.
     """
     from edgespec_export.graph_files import write_graph
     from edgespec_export.sources import open_checkpoint
 
+    head_rows = None if settled[0] is None else len(settled[0])
     with open_checkpoint(source) as checkpoint:
+        config, special = checkpoint.config, checkpoint.special_tokens()
         write_texts(checkpoint, folder)
-        special = checkpoint.special_tokens()
         digest = hash_files(checkpoint.files, progress)
         written = write_graph(checkpoint, folder, options, settled, progress)
         float_kv_layers: tuple[int, ...] = ()
         if options.kv == "int8":
-            float_kv_layers = _quantize_cache(folder, checkpoint.config, special)
-        manifest = _manifest(checkpoint, folder, written, options, (source.resolve().name, digest))
-        head_rows = None if settled[0] is None else len(settled[0])
-        manifest = replace(manifest, float_kv_layers=float_kv_layers, head_rows=head_rows)
-        source_bytes = sum(file.stat().st_size for file in checkpoint.files)
+            float_kv_layers = _quantize_cache(folder, config, special)
+        head = config.hidden_size * (head_rows or config.vocab_size)
+        manifest = describe(
+            checkpoint,
+            folder,
+            options,
+            digest,
+            weights=written.weights,
+            formats=_weights_by_format(written.losses),
+            bytes_by_class=written.bytes_by_class,
+            parameters_by_class=parameters_by_class(checkpoint, head),
+            head_rows=head_rows,
+            kv=options.kv or ("float16" if options.native else written.activations),
+            float_kv_layers=float_kv_layers,
+            activations=written.activations,
+            device="cuda" if options.device == "cuda" else None,
+            choices=written.choices,
+            operators="edgespec" if options.native else "standard",
+        )
+        conversion = Conversion.of(checkpoint.files, started)
     write_json(folder / MANIFEST, manifest.to_json())
-    return manifest, written.losses, source_bytes
-
-
-def _manifest(
-    checkpoint: "Checkpoint",
-    folder: Path,
-    written: "WrittenGraph",
-    options: ExportOptions,
-    source: tuple[str, str],
-) -> Manifest:
-    """But for what is settled beside the graph: rows of the LM head, layers whose cache is not quantized."""
-    floats = written.activations
-    native = written.operators == "edgespec"
-    return Manifest(
-        name=options.name or checkpoint.model_name,
-        role=options.role,
-        config=checkpoint.config,
-        weights=written.weights,
-        formats=_weights_by_format(written.losses),
-        bytes_by_class=written.bytes_by_class,
-        parameters_by_class=parameters_by_class(checkpoint, written.head_weights),
-        special_tokens=checkpoint.special_tokens(),
-        provenance={"source": source[0], "sha256": source[1], "edgespec": version("edgespec")},
-        files={file.name: FileRecord.of(file) for file in sorted(folder.iterdir())},
-        kv=options.kv or ("float16" if native else floats),
-        activations=floats,
-        device="cuda" if options.device == "cuda" else None,
-        choices=written.choices,
-        operators=written.operators,
-    )
+    return manifest, written.losses, conversion
 
 
 def _ranges(
@@ -276,7 +246,7 @@ def _check(folder: Path, digest: str, progress: ProgressCallback) -> tuple[bool,
         return _check_native(bundle, golden, progress)
     pieces = cut(folder / GRAPH)
     texts = () if golden is None else golden.texts
-    result = run_pieces(_counted(pieces, len(pieces), progress), bundle.config, texts)
+    result = run_pieces(pieces, bundle.config, texts, progress)
     if not result.rolls_back:
         raise ParityError("the exported graph gives other logits after a truncation; nothing was kept")
     logits = ([rows] for rows in result.logits)

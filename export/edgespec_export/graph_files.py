@@ -9,16 +9,16 @@ import onnx_ir
 
 from edgespec_export.checkpoint import Checkpoint
 from edgespec_export.losses import measure_losses
-from edgespec_export.native import measure_native_losses, plan_native, write_native
-from edgespec_export.plan import plan_decoder
+from edgespec_export.plan import biases_of, plan_decoder, stored
 from edgespec_export.ranges import precision_for
 from edgespec_export.report import ActivationRanges, FormatLoss
 from edgespec_export.trim import Tokens
-from edgespec_export.writer import write_weights
-from edgespec_models.bundle import GRAPH, HEAD_TOKENS, Operators
+from edgespec_export.writer import small_tensors, write_weights
+from edgespec_models.bundle import GRAPH, HEAD_TOKENS
 from edgespec_models.config import FloatType
-from edgespec_models.graphs.decoder import FULL, build_decoder
+from edgespec_models.graphs.decoder import build_decoder, rotary_rows
 from edgespec_models.graphs.native import build_native
+from edgespec_models.graphs.plan import FULL
 from edgespec_models.progress import ProgressCallback
 
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ class WrittenGraph:
         weights: name of the formats' policy.
         bytes_by_class: bytes of ``embedding``, ``attention``, ``mlp``, ``lm_head``, ``other``.
         losses: what the formats cost the weights.
-        head_weights: weights of the LM head.
-        operators: whose the graph consists of.
         activations: what it computes in.
         choices: whether it says which columns are the most likely.
     """
@@ -44,8 +42,6 @@ class WrittenGraph:
     weights: str
     bytes_by_class: dict[str, int]
     losses: tuple[FormatLoss, ...]
-    head_weights: int
-    operators: Operators
     activations: FloatType = "float32"
     choices: bool = True
 
@@ -71,57 +67,29 @@ def write_graph(
         UnsupportedModelError: float16 does not hold it.
         ModelFileError: weights that cannot be read.
     """
-    if settled[0] is not None:
-        np.save(folder / HEAD_TOKENS, settled[0])
-    if options.native:
-        return _write_native(checkpoint, folder, options, settled[0], progress)
-    return _write_standard(checkpoint, folder, options, settled, progress)
-
-
-def _write_native(
-    checkpoint: Checkpoint,
-    folder: Path,
-    options: "ExportOptions",
-    kept: Tokens | None,
-    progress: ProgressCallback,
-) -> WrittenGraph:
-    quantization = options.quantization
-    method = "fit" if quantization is None else quantization.method
-    plan = plan_native(
-        checkpoint,
-        quantization,
-        tunable=options.role == "drafter",
-        head_tokens=None if kept is None else tuple(kept.tolist()),
-    )
-    model = build_native(checkpoint.config, plan)
-    by_class = write_native(model, plan, checkpoint, folder, method, progress)
-    losses = measure_native_losses(plan, checkpoint, model, method)
-    onnx_ir.save(model, folder / GRAPH)
-    name = "exact" if quantization is None else quantization.name
-    head = sum(part.rows * part.columns for part in plan.linears["lm_head"])
-    return WrittenGraph(name, by_class, losses, head, "edgespec")
-
-
-def _write_standard(
-    checkpoint: Checkpoint,
-    folder: Path,
-    options: "ExportOptions",
-    settled: tuple[Tokens | None, ActivationRanges | None],
-    progress: ProgressCallback,
-) -> WrittenGraph:
     kept, ranges = settled
+    if kept is not None:
+        np.save(folder / HEAD_TOKENS, kept)
+    config, quantization, native = checkpoint.config, options.quantization, options.native
     plan = plan_decoder(
         checkpoint,
-        options.quantization,
+        quantization,
+        native=native,
         tunable=options.role == "drafter" and options.device is None,
         head_tokens=None if kept is None else tuple(kept.tolist()),
         precision=FULL if ranges is None else precision_for(ranges),
     )
-    model = build_decoder(checkpoint.config, plan)
-    by_class = write_weights(model, plan, checkpoint, folder, progress)
-    losses = measure_losses(plan, checkpoint, model)
+    model = build_native(config, plan) if native else build_decoder(config, plan)
+    matrices = stored(plan)
+    small = small_tensors(
+        checkpoint, biases_of(plan), config.context_length if native else rotary_rows(config)
+    )
+    by_class = write_weights(model, matrices, small, checkpoint, folder, progress)
+    if plan.tied:  # a pass reads all of it
+        by_class["lm_head"], by_class["embedding"] = by_class["embedding"], 0
+    # Of ONNX Runtime's operators, the embedding is exact.
+    losses = measure_losses(matrices if native else matrices[1:], checkpoint, model)
     onnx_ir.save(model, folder / GRAPH)
-    head, floats = plan.linears["lm_head"], plan.precision.activations
-    name = "portable" if options.quantization is None else options.quantization.name
-    weights = head.in_features * head.out_features
-    return WrittenGraph(name, by_class, losses, weights, "standard", floats, plan.choices)
+    policy = "exact" if native else "portable"
+    name = policy if quantization is None else quantization.name
+    return WrittenGraph(name, by_class, losses, plan.precision.activations, plan.choices)

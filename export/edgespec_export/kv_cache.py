@@ -9,19 +9,22 @@ others near 1. Their steps, though small beside such a channel, are rounding noi
 what the other channels say. A layer with such a channel keeps its cache in float32.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import onnx
 import onnx.numpy_helper
 
 from edgespec_export.blocks import F32
-from edgespec_export.pieces import CacheStatistics, cache_statistics, cut
+from edgespec_export.pieces import cut, walk
 from edgespec_models.config import DecoderShape
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
 
-__all__ = ["calibration_tokens", "quantize_cache"]
+__all__ = ["cache_statistics", "calibration_tokens", "quantize_cache"]
 
 _MARGIN = np.float32(1.25)
 _LARGEST_CODE = np.float32(127)
@@ -76,6 +79,43 @@ def quantize_cache(graph: Path, config: DecoderShape, texts: Sequence[Sequence[i
             value.type.tensor_type.elem_type = onnx.TensorProto.INT8
     onnx.save(model, str(graph))
     return kept
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStatistics:
+    """What texts leave in one tensor of the KV cache; float32 ``(kv heads, head_dim)`` each.
+
+    Attributes:
+        largest: magnitude of each channel.
+        spread: standard deviation of each channel over all tokens.
+    """
+
+    largest: F32
+    spread: F32
+
+    @classmethod
+    def of(cls, values: F32) -> Self:
+        """Of keys or values, float32 ``(kv heads, tokens, head_dim)``."""
+        return cls(np.abs(values).max(axis=1), values.std(axis=1))
+
+
+def cache_statistics(
+    pieces: Sequence[Path], config: DecoderShape, texts: Sequence[Sequence[int]]
+) -> dict[str, CacheStatistics]:
+    """What ``texts`` leave in the KV cache of a graph in ``pieces``; by the names of the cache's inputs.
+
+    Raises:
+        BundleError: ONNX Runtime cannot load a piece.
+    """
+    found: dict[str, CacheStatistics] = {}
+    seen = defaultdict[str, list[F32]](list)
+    for step in walk(pieces, config, texts):
+        for name, array in step.cache.items():
+            seen[name].append(array[0, :, : len(texts[step.text])])
+        if step.last:
+            found |= {name: CacheStatistics.of(np.concatenate(rows, axis=1)) for name, rows in seen.items()}
+            seen.clear()
+    return found
 
 
 def _bears_int8(keys: CacheStatistics) -> bool:

@@ -1,20 +1,15 @@
 """What weight formats cost: a sample of every matrix, as it was written, compared with its source."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
-from edgespec_export.blocks import F32, Blocks, unpack
 from edgespec_export.checkpoint import Checkpoint
-from edgespec_export.encode import Encoded, decode_linear
+from edgespec_export.encode import Arrays
 from edgespec_export.report import FormatLoss
-from edgespec_models.graphs.decoder import DecoderPlan
-from edgespec_models.graphs.linear import LinearPart
-from edgespec_models.graphs.names import module_path
+from edgespec_export.writer import Stored
 from edgespec_models.weight_format import Method
 
 __all__ = ["measure_losses"]
@@ -22,58 +17,46 @@ __all__ = ["measure_losses"]
 _SAMPLE_ROWS = 8
 
 
-def measure_losses(plan: DecoderPlan, checkpoint: Checkpoint, model: ir.Model) -> tuple[FormatLoss, ...]:
-    """Compare a sample of every matrix of ``model`` with its source, by pair of formats and method.
-
-    Args:
-        plan: what ``model`` was built from.
-        checkpoint: its source.
-        model: its parameters written.
-    """
+def measure_losses(
+    matrices: Iterable[Stored], checkpoint: Checkpoint, model: ir.Model
+) -> tuple[FormatLoss, ...]:
+    """Compare a sample of ``matrices``, as written in ``model``, with its source, by formats and method."""
     totals: dict[tuple[str, str, Method], np.ndarray] = {}
-    for name, part, prefix in _parts(plan):
-        start = 0
-        for source in part.sources:
+    for matrix in matrices:
+        start, rows = 0, sum(len(_kept(matrix, checkpoint, source)) for source in matrix.sources)
+        for source in matrix.sources:
             tensor = checkpoint.tensor(source)
-            rows = min(tensor.shape[0], part.out_features)  # a trimmed head has fewer
-            wanted = range(rows) if name != "lm_head" else plan.head_tokens or range(rows)
-            values = _values(checkpoint, source, wanted[:_SAMPLE_ROWS])
-            written = Encoded(_written(model, prefix, start, len(values)))
-            start += rows
-            errors = decode_linear(written, part.format, values.shape[1]) - values
-            entry = totals.setdefault((tensor.type.name, part.format.name, part.method), np.zeros(3))
-            entry += rows * tensor.shape[1], np.square(errors).sum(), np.square(values).sum()
+            kept = _kept(matrix, checkpoint, source)
+            wanted = kept[: max(_SAMPLE_ROWS, matrix.lanes)]
+            values = np.concatenate([checkpoint.values(source, row, row + 1) for row in wanted])
+            written = _written(model, matrix, range(start, start + len(wanted)), rows)
+            start += len(kept)
+            errors = matrix.decode(written, len(wanted), values.shape[1]) - values
+            entry = totals.setdefault((tensor.type.name, matrix.format, matrix.method), np.zeros(3))
+            entry += len(kept) * tensor.shape[1], np.square(errors).sum(), np.square(values).sum()
     return tuple(
         FormatLoss(kind, form, int(count), float(np.sqrt(error / norm)) if norm else 0.0, method)
         for (kind, form, method), (count, error, norm) in sorted(totals.items())
     )
 
 
-def _parts(plan: DecoderPlan) -> Iterator[tuple[str, LinearPart, str]]:
-    """Every part, with its projection's name in the plan and its own in the graph."""
-    for name, spec in plan.linears.items():
-        for index, part in enumerate(spec.parts):
-            yield name, part, f"{module_path(name)}.parts.{index}."
+def _kept(matrix: Stored, checkpoint: Checkpoint, source: str) -> Sequence[int]:
+    """The rows of one of its sources that a matrix has."""
+    return range(checkpoint.tensor(source).shape[0]) if matrix.keep is None else matrix.keep.tolist()
 
 
-def _values(checkpoint: Checkpoint, source: str, rows: Sequence[int]) -> F32:
-    unpacked = [unpack(*checkpoint.read(source, row, row + 1)) for row in rows]
-    return np.concatenate([each.values() if isinstance(each, Blocks) else each for each in unpacked])
-
-
-def _written(model: ir.Model, prefix: str, start: int, count: int) -> dict[str, npt.NDArray[Any]]:
-    """``count`` rows of the parameters called ``prefix*``, from row ``start`` on."""
-    arrays = {}
+def _written(model: ir.Model, matrix: Stored, wanted: range, rows: int) -> Arrays:
+    """The ``wanted`` of all ``rows`` of a matrix's parameters, by their last names."""
+    arrays, lanes = {}, matrix.lanes
     for name, value in model.graph.initializers.items():
-        if not name.startswith(prefix) or name.endswith(".bias"):
+        if not name.startswith(f"{matrix.prefix}.") or name.endswith(".bias"):
             continue
         tensor = value.const_value
         assert isinstance(tensor, ir.ExternalTensor) and tensor.offset is not None
-        shape, kind = tuple(tensor.shape.numpy()), tensor.dtype.numpy()
-        row = int(np.prod(shape[1:])) * kind.itemsize
+        row_bytes = tensor.nbytes // (-(-rows // lanes) * lanes)
         with Path(tensor.path).open("rb") as file:
-            file.seek(tensor.offset + start * row)
-            arrays[name.removeprefix(prefix)] = np.frombuffer(file.read(count * row), kind).reshape(
-                (count, *shape[1:])
-            )
+            file.seek(tensor.offset + wanted.start * row_bytes)
+            data = file.read(-(-len(wanted) // lanes) * lanes * row_bytes)
+        array = np.frombuffer(data, tensor.dtype.numpy()).reshape(-1, *tensor.shape.numpy()[1:])
+        arrays[name.removeprefix(f"{matrix.prefix}.")] = array
     return arrays

@@ -88,7 +88,7 @@ def session_logits(session: Session, golden: Golden) -> Iterator[Iterator[Logits
     """The logits of each of the reference's texts, a few rows at a time, for :func:`check_parity`."""
     for tokens in golden.texts:
         session.prefill([])
-        yield (session.forward(tokens[at : at + _ROWS]) for at in range(0, len(tokens), _ROWS))
+        yield (session.predict(tokens[at : at + _ROWS]).logits for at in range(0, len(tokens), _ROWS))
 
 
 def check_parity(

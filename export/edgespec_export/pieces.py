@@ -5,30 +5,24 @@ export's check knows all its texts beforehand, so it may take them through the f
 and go on with the next: the same kernels, one piece in memory at a time.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import onnx
 
 from edgespec_models.config import DecoderShape
+from edgespec_models.graph_contract import INPUTS, Pass, cache_names
+from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_runtimes.cpu import CpuOptions, open_graph
+from edgespec_runtimes.ort import TYPES
 from edgespec_runtimes.session import Logits
 
-__all__ = [
-    "PIECE_BYTES",
-    "CacheStatistics",
-    "PiecewiseResult",
-    "cache_statistics",
-    "cut",
-    "run_pieces",
-    "watch_pieces",
-]
+__all__ = ["PIECE_BYTES", "PiecewiseResult", "Step", "cut", "run_pieces", "walk"]
 
 PIECE_BYTES = 256 << 20
 """Weights of a piece, about: what one fused projection needs more is loaded with it."""
@@ -37,7 +31,6 @@ _Values = dict[str, npt.NDArray[Any]]
 # Where a graph may be cut: a layer's normalization. Only its two results, in its weight's type, cross there.
 _CUT_BEHIND = "SkipSimplifiedLayerNormalization"
 _NORM_WEIGHT = 2
-_CACHE_TYPES = {"tensor(int8)": np.int8, "tensor(float16)": np.float16}  # else float32
 _TEST_TOKENS = (7, 11, 13, 5)
 
 
@@ -82,84 +75,22 @@ def cut(graph: Path, piece_bytes: int = PIECE_BYTES, *, watched: Set[str] = froz
     return paths
 
 
-def run_pieces(
-    pieces: Iterable[Path], config: DecoderShape, texts: Sequence[Sequence[int]]
-) -> PiecewiseResult:
-    """Take a few fixed tokens and ``texts`` through all ``pieces``, one piece after the other.
+class Step(NamedTuple):
+    """A text's pass through a piece: whose number it is, what went in and came out, and the KV cache.
 
-    Raises:
-        BundleError: ONNX Runtime cannot load a piece.
-    """
-    test = [token % config.vocab_size for token in _TEST_TOKENS]
-    carried: list[_Values] = [{"input_ids": np.array([tokens], np.int64)} for tokens in (test, *texts)]
-    rolls_back = row_exact = True
-    logits: Iterator[Logits] = iter(())
-    for path in pieces:
-        piece = _Piece(path, config)
-        same, exact = piece.test(carried[0])
-        rolls_back, row_exact = rolls_back and same, row_exact and exact
-        if piece.is_last:
-            logits = (piece.run(values)[0]["logits"][0] for values in carried[1:])
-        else:
-            carried = [piece.run(values)[0] for values in carried]
-            del piece
-    return PiecewiseResult(rolls_back, row_exact, logits)
-
-
-@dataclass(frozen=True, slots=True)
-class CacheStatistics:
-    """What texts leave in one tensor of the KV cache; float32 ``(kv heads, head_dim)`` each.
-
-    Attributes:
-        largest: magnitude of each channel.
-        spread: standard deviation of each channel over all tokens.
+    ``last`` of the texts, after which the piece is closed.
     """
 
-    largest: npt.NDArray[np.float32]
-    spread: npt.NDArray[np.float32]
-
-    @classmethod
-    def of(cls, values: npt.NDArray[np.float32]) -> Self:
-        """Of keys or values, float32 ``(kv heads, tokens, head_dim)``."""
-        return cls(np.abs(values).max(axis=1), values.std(axis=1))
-
-
-def cache_statistics(
-    pieces: Iterable[Path], config: DecoderShape, texts: Sequence[Sequence[int]]
-) -> dict[str, CacheStatistics]:
-    """What ``texts`` leave in the KV cache, one piece after the other; by the names of the cache's inputs.
-
-    Raises:
-        BundleError: ONNX Runtime cannot load a piece.
-    """
-    carried: list[_Values] = [{"input_ids": np.array([tokens], np.int64)} for tokens in texts]
-    found: dict[str, CacheStatistics] = {}
-    for path in pieces:
-        piece, seen = _Piece(path, config), defaultdict[str, list[npt.NDArray[Any]]](list)
-        for index, values in enumerate(carried):
-            kept, cache = piece.run(values)
-            carried[index] = {} if piece.is_last else kept
-            for name, array in cache.items():
-                seen[name].append(array[0, :, : len(texts[index])])
-        found |= {name: CacheStatistics.of(np.concatenate(rows, axis=1)) for name, rows in seen.items()}
-        del piece
-    return found
+    piece: "_Piece"
+    text: int
+    given: _Values
+    left: _Values
+    cache: _Values
+    last: bool
 
 
-def watch_pieces(
-    pieces: Sequence[Path],
-    config: DecoderShape,
-    texts: Sequence[Sequence[int]],
-    observe: Callable[[str, npt.NDArray[np.float32]], None],
-) -> Iterator[None]:
-    """Take ``texts`` through all ``pieces``, one piece at each step of the iteration.
-
-    Args:
-        pieces: of a graph.
-        config: the model's shape.
-        texts: token ids.
-        observe: is given the name of every value that leaves a piece and what it is for each text, float32
-            ``(tokens, width)``.
+def walk(pieces: Sequence[Path], config: DecoderShape, texts: Sequence[Sequence[int]]) -> Iterator[Step]:
+    """Take ``texts``, token ids, through all ``pieces`` of a graph: each text through one, then the next.
 
     Raises:
         BundleError: ONNX Runtime cannot load a piece.
@@ -167,14 +98,36 @@ def watch_pieces(
     carried: list[_Values] = [{"input_ids": np.array([tokens], np.int64)} for tokens in texts]
     for path, following in zip_longest(pieces, pieces[1:]):
         piece = _Piece(path, config)
-        needed = _input_names(following) if following is not None else set()
-        for index, values in enumerate(carried):
-            kept, _ = piece.run(values)
-            for name, array in kept.items():
-                observe(name, array[0])
-            carried[index] = {name: array for name, array in kept.items() if name in needed}
-        del piece
-        yield
+        needed = set() if following is None else _input_names(following)
+        for index, given in enumerate(carried):
+            left, cache = piece.run(given)
+            carried[index] = {name: array for name, array in left.items() if name in needed}
+            yield Step(piece, index, given, left, cache, index == len(carried) - 1)
+        piece.close()  # whoever still holds it
+
+
+def run_pieces(
+    pieces: Sequence[Path],
+    config: DecoderShape,
+    texts: Sequence[Sequence[int]],
+    progress: ProgressCallback = ignore_progress,
+) -> PiecewiseResult:
+    """Take a few fixed tokens and ``texts`` through all ``pieces``, one piece after the other.
+
+    Raises:
+        BundleError: ONNX Runtime cannot load a piece.
+    """
+    steps = walk(pieces, config, ([token % config.vocab_size for token in _TEST_TOKENS], *texts))
+    rolls_back, row_exact, done = True, True, 0
+    for step in steps:
+        if step.text == 0:
+            progress(Progress("Checking", done, len(pieces), "step"))
+            done += 1
+            same, exact = step.piece.test(step.given)
+            rolls_back, row_exact = rolls_back and same, row_exact and exact
+            if "logits" in step.left:
+                break  # what is left of the steps are the texts' last
+    return PiecewiseResult(rolls_back, row_exact, (step.left["logits"][0] for step in steps))
 
 
 def _input_names(path: Path) -> set[str]:
@@ -184,41 +137,26 @@ def _input_names(path: Path) -> set[str]:
 class _Piece:
     def __init__(self, path: Path, config: DecoderShape) -> None:
         self._session, self._config = open_graph(path, CpuOptions()), config
-        self._inputs = {value.name: value.type for value in self._session.get_inputs()}
+        self._inputs = {value.name: TYPES[value.type] for value in self._session.get_inputs()}
         self._outputs = [value.name for value in self._session.get_outputs()]
-
-    @property
-    def is_last(self) -> bool:
-        """Whether logits come out."""
-        return "logits" in self._outputs
+        self._cache = {present: past for past, present in cache_names(config.num_layers)}
 
     def run(self, values: _Values, past: _Values | None = None, start: int = 0) -> tuple[_Values, _Values]:
         """Results for ``values``, arrays (1, rows, ...), behind ``start`` tokens; and the KV cache.
 
-        Runs a single token twice, as :class:`edgespec_runtimes.graph_io.EdgespecIO` does.
+        Runs a single token twice, as :class:`edgespec_runtimes.graph_io.DynamicIO` does.
         """
         count = next(iter(values.values())).shape[1]
         rows = np.arange(count) if count > 1 else np.zeros(2, np.int64)
-        total = start + len(rows)
-        feeds: _Values = {
-            "seqlens_k": np.array([total - 1], np.int32),
-            "total_sequence_length": np.array(total, np.int32),
-            "logits_rows": np.arange(count, dtype=np.int64),
-            "context_tokens": np.zeros(1, np.int64),
-        }
-        feeds |= past or self._empty(total + 1)
+        one = Pass([0] * len(rows), start, count, len(rows) - count)
+        feeds = {n: np.array(INPUTS[n](one), kind) for n, kind in self._inputs.items() if n in INPUTS}
+        shape = (1, self._config.num_kv_heads, one.end + 1, self._config.head_dim)
+        for name in self._inputs.keys() & self._cache.values():
+            feeds[name] = past[name] if past else np.zeros(shape, self._inputs[name])
         feeds |= {name: array[:, rows] for name, array in values.items()}
-        results = self._session.run(
-            self._outputs, {name: feeds[name] for name in feeds.keys() & self._inputs.keys()}
-        )
-        named = dict(zip(self._outputs, results, strict=True))
-        kept = {name: array[:, :count] for name, array in named.items() if not name.startswith("present.")}
-        cache = {
-            name.replace("present.", "past_key_values."): array
-            for name, array in named.items()
-            if name.startswith("present.")
-        }
-        return kept, cache
+        results = dict(zip(self._outputs, self._session.run(self._outputs, feeds), strict=True))
+        cache = {self._cache[name]: results.pop(name) for name in self._cache.keys() & results.keys()}
+        return {name: array[:, :count] for name, array in results.items()}, cache
 
     def test(self, values: _Values) -> tuple[bool, bool]:
         """Roll back and compare: whether the results are the same but for rounding, and to the bit."""
@@ -237,13 +175,9 @@ class _Piece:
             )
         return same, exact
 
-    def _empty(self, capacity: int) -> _Values:
-        shape = (1, self._config.num_kv_heads, capacity, self._config.head_dim)
-        return {
-            name: np.zeros(shape, _CACHE_TYPES.get(kind, np.float32))
-            for name, kind in self._inputs.items()
-            if name.startswith("past_key_values.")
-        }
+    def close(self) -> None:
+        """Free the session."""
+        self._session = None
 
 
 def _rows(values: _Values, start: int, stop: int | None) -> _Values:

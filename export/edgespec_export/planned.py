@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from edgespec_export.checkpoint import Checkpoint
-from edgespec_export.native import plan_native
 from edgespec_export.plan import plan_decoder
 from edgespec_export.writer import allocate, bytes_by_class
 from edgespec_models.bundle import Role
@@ -17,12 +16,11 @@ def weight_bytes(checkpoint: Checkpoint, role: Role, weights: str | None) -> tup
     """What an export for the CPU would write, the whole LM head kept: bytes by class, and of the file."""
     tied, tunable = False, role == "drafter"
     if weights in (None, "exact"):
-        plan = plan_native(checkpoint, None, tunable=tunable)
+        plan = plan_decoder(checkpoint, native=True, tunable=tunable)
         model, tied = build_native(checkpoint.config, plan), plan.tied
     else:
         model = build_decoder(checkpoint.config, plan_decoder(checkpoint, tunable=tunable))
-    named = {name: value for name, value in model.graph.initializers.items() if value.const_value is None}
-    _, size = allocate(named, Path())
+    named, _, size = allocate(model, Path())
     by_class = bytes_by_class(named)
     if tied:  # a pass reads all of it
         by_class["lm_head"], by_class["embedding"] = by_class["embedding"], 0

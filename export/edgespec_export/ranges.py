@@ -17,14 +17,15 @@ import onnx_ir as ir
 from edgespec_export.blocks import F32
 from edgespec_export.calibration import calibration_texts
 from edgespec_export.checkpoint import Checkpoint
-from edgespec_export.pieces import cut, watch_pieces
-from edgespec_export.plan import plan_decoder
+from edgespec_export.pieces import cut, walk
+from edgespec_export.plan import biases_of, plan_decoder, stored
 from edgespec_export.quantization import Quantization
 from edgespec_export.report import LARGEST_FLOAT16, ActivationRanges
-from edgespec_export.writer import write_weights
+from edgespec_export.writer import small_tensors, write_weights
 from edgespec_models.bundle import GRAPH
 from edgespec_models.errors import RequestError, UnsupportedModelError
-from edgespec_models.graphs.decoder import Precision, build_decoder
+from edgespec_models.graphs.decoder import build_decoder, rotary_rows
+from edgespec_models.graphs.plan import Precision
 from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_models.tokenizer import Tokenizer
 
@@ -75,21 +76,27 @@ def measure_ranges(
         stream, inner, given = _watched(graph)
         largest = dict.fromkeys((*stream, *inner), 0.0)
 
-        def observe(name: str, value: F32) -> None:
-            if name in largest:
-                # As max is not, NaN is larger than any other to np.maximum.
-                largest[name] = float(np.maximum(largest[name], np.abs(value).max()))
-            if name in given and not value.shape[-1] % _BLOCK:
-                sums = value.reshape(-1, _BLOCK).sum(axis=1)
-                largest[name] = float(np.maximum(largest[name], np.abs(sums).max()))
-
         pieces = cut(graph, watched=largest.keys())
-        for number, _ in enumerate(watch_pieces(pieces, checkpoint.config, tokens, observe), start=1):
-            progress(Progress("Calibrating", number, len(pieces), "step"))
+        done = 0
+        for step in walk(pieces, checkpoint.config, tokens):
+            for name in step.left.keys() & largest.keys():
+                # As max is not, NaN is larger than any other to np.maximum.
+                value = _largest(step.left[name][0], sums=name in given)
+                largest[name] = float(np.maximum(largest[name], value))
+            done += step.last
+            if step.last:
+                progress(Progress("Calibrating", done, len(pieces), "step"))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     residual, within = (float(np.max([largest[name] for name in names])) for names in (stream, inner))
     return ActivationRanges(residual, within, sum(map(len, tokens)))
+
+
+def _largest(value: F32, *, sums: bool) -> float:
+    """The largest magnitude in ``value``, and of the ``sums`` that formats with minimums multiply."""
+    whole = sums and value.shape[-1] % _BLOCK == 0
+    blocks = value.reshape(-1, _BLOCK).sum(axis=1) if whole else value
+    return float(np.maximum(np.abs(value).max(), np.abs(blocks).max()))
 
 
 def _tokens(checkpoint: Checkpoint, files: Sequence[Path]) -> list[list[int]]:
@@ -109,7 +116,8 @@ def _write_reader(checkpoint: Checkpoint, folder: Path, progress: ProgressCallba
     """Write the model that reads the texts into ``folder``, a byte a weight; returns its graph."""
     plan = plan_decoder(checkpoint, _READER)
     model = build_decoder(checkpoint.config, plan)
-    write_weights(model, plan, checkpoint, folder, progress)
+    small = small_tensors(checkpoint, biases_of(plan), rotary_rows(checkpoint.config))
+    write_weights(model, stored(plan), small, checkpoint, folder, progress)
     ir.save(model, folder / GRAPH)
     return folder / GRAPH
 

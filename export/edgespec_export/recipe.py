@@ -1,4 +1,4 @@
-"""What can be asked of an export, and what is made where nobody asks. Needs no extra."""
+"""Which recipe bundles in the cache were made by. Needs no extra."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -7,7 +7,7 @@ from typing import Final
 from edgespec_models.bundle import Role
 from edgespec_models.static_graphs import ExportDevice
 
-__all__ = ["RECIPES", "WEIGHTS"]
+__all__ = ["RECIPES"]
 
 RECIPES: Final[Mapping[tuple[Role, ExportDevice | None], int]] = MappingProxyType(
     {
@@ -24,7 +24,3 @@ RECIPES: Final[Mapping[tuple[Role, ExportDevice | None], int]] = MappingProxyTyp
 """Of what is exported in each role for each device, the CPU being None. To be raised whenever the same source
 and options come out as another bundle: other formats, another graph, other rounding. Bundles in the cache
 that were made by another recipe are not used."""
-
-WEIGHTS: Final = ("exact", "portable")
-"""Policies: the file's own blocks, for edgespec's kernels on CPUs; or the nearest formats that ONNX Runtime's
-operators have."""

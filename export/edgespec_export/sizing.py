@@ -125,7 +125,7 @@ def _acceptance(
         if len(ids) <= _UNJUDGED + 1:
             continue
         session.prefill(ids[:_UNJUDGED])
-        logits = session.forward(ids[_UNJUDGED:-1])
+        logits = session.predict(ids[_UNJUDGED:-1]).logits
         truth = np.array(ids[_UNJUDGED + 1 :])
         for size in sizes:
             kept = ranking.tokens(size, held_out=True)

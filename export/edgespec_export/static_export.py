@@ -132,7 +132,7 @@ def export_static(
     scratch = folder / "float"
     found = _float_run(checkpoint, scratch, (calibrated, held_out), progress)
     weights = write_static_weights(checkpoint, folder, int8=int8, progress=progress)
-    graphs, plan = _settled(config, graphs, found, weights)
+    graphs, plan = _settled(checkpoint, graphs, found, weights)
     _save_all(config, plan, weights, folder, graphs)
     # The golden texts take the same way, a pass each.
     compared = [*held_out, *(() if golden is None else golden.texts)]
@@ -146,15 +146,16 @@ def export_static(
 
 
 def _settled(
-    config: ModelConfig, graphs: StaticGraphs, found: _Watched, weights: WeightFile
+    checkpoint: Checkpoint, graphs: StaticGraphs, found: _Watched, weights: WeightFile
 ) -> tuple[StaticGraphs, StaticPlan]:
     """What was found, where activations are quantized: in ``graphs``, and in the plan of all graphs."""
     chosen = format_for(graphs.device)
-    plan = StaticPlan(rows=1, capacity=1, all_logits=True, int8=chosen.int8)
+    biases = checkpoint.has_biases
+    plan = StaticPlan(rows=1, capacity=1, all_logits=True, int8=chosen.int8, biases=biases)
     if not chosen.quantized:
         return graphs, plan
     graphs = replace(graphs, masked=_mask_value(found.ranges), wide_keys=found.wide_keys)
-    ranges = _all_ranges(config, found.ranges | weights.ranges, graphs.masked)
+    ranges = _all_ranges(checkpoint.config, found.ranges | weights.ranges, graphs.masked)
     return graphs, replace(plan, ranges=ranges, wide_keys=graphs.wide_keys)
 
 
@@ -188,7 +189,8 @@ def _float_run(
     The logits of the second go to ``scratch``, a file each.
     """
     scratch.mkdir()
-    config, plan = checkpoint.config, StaticPlan(rows=ROWS, capacity=1, all_logits=True, watched=True)
+    config, biases = checkpoint.config, checkpoint.has_biases
+    plan = StaticPlan(rows=ROWS, capacity=1, all_logits=True, biases=biases, watched=True)
     watched = _Watched()
 
     def weights(parts: range) -> WeightFile:

@@ -17,11 +17,11 @@ import onnx_ir as ir
 from edgespec_export.pieces import PIECE_BYTES
 from edgespec_export.static_weights import WeightFile
 from edgespec_models.config import ModelConfig
+from edgespec_models.graph_contract import StaticInputs
 from edgespec_models.graphs.static_decoder import build_static_decoder
 from edgespec_models.graphs.static_points import StaticPlan
 from edgespec_runtimes.cpu import CpuOptions, open_graph
-from edgespec_runtimes.host_inputs import HostInputs
-from edgespec_runtimes.static_io import TYPES
+from edgespec_runtimes.ort import TYPES
 
 __all__ = ["StaticPieces", "save_static", "split"]
 
@@ -63,7 +63,7 @@ class StaticPieces:
             BundleError: ONNX Runtime cannot load a piece.
         """
         carried: list[_Values] = [{} for _ in texts]
-        host = HostInputs(self.config, self.masked)
+        host = StaticInputs(self.config, self.masked)
         for parts in self.pieces:
             session = self._open(parts)
             inputs = {value.name: np.zeros(value.shape, TYPES[value.type]) for value in session.get_inputs()}

@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from edgespec_export.blocks import F32
 from edgespec_export.checkpoint import Checkpoint
-from edgespec_export.writer import DATA_FILE, Parameters, allocate
+from edgespec_export.writer import DATA_FILE, Parameters, allocate, bytes_by_class
 from edgespec_models.config import ModelConfig
 from edgespec_models.graphs.static_decoder import build_static_decoder
 from edgespec_models.graphs.static_points import StaticPlan, encoding
@@ -42,7 +42,7 @@ class WeightFile:
         bytes_by_class: of ``embedding``, ``attention``, ``mlp``, ``lm_head``, ``other``.
     """
 
-    tensors: dict[str, ir.ExternalTensor]
+    tensors: dict[str, ir.TensorProtocol | None]
     ranges: dict[str, tuple[float, float]]
     bytes_by_class: dict[str, int]
 
@@ -70,16 +70,12 @@ def write_static_weights(
         progress: told of bytes.
         parts: those that the graph has; see :class:`StaticPlan`.
     """
-    plan = StaticPlan(rows=1, capacity=1, all_logits=True, int8=int8, parts=parts)
+    plan = StaticPlan(
+        rows=1, capacity=1, all_logits=True, int8=int8, biases=checkpoint.has_biases, parts=parts
+    )
     model = build_static_decoder(checkpoint.config, plan)
-    parameters = {n: value for n, value in model.graph.initializers.items() if value.const_value is None}
-    offsets, size = allocate(parameters, folder)
-    tensors, by_class = {}, dict.fromkeys(("embedding", "attention", "mlp", "lm_head", "other"), 0)
-    for name, value in parameters.items():
-        tensor = value.const_value
-        assert isinstance(tensor, ir.ExternalTensor)
-        tensors[name] = tensor
-        by_class[next((kind for kind in by_class if kind in name.split(".")), "other")] += tensor.nbytes
+    parameters, offsets, size = allocate(model, folder)
+    tensors, by_class = {n: value.const_value for n, value in parameters.items()}, bytes_by_class(parameters)
     ranges: dict[str, tuple[float, float]] = {}
     with (folder / DATA_FILE).open("wb") as file:
         places, done, total = Parameters(file, parameters, offsets), 0, sum(by_class.values())

@@ -18,18 +18,20 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_models.chat_template import ChatTemplate
 from edgespec_models.config import AGAIN, Count, DecoderShape, FloatType, ModelConfig
 from edgespec_models.errors import BundleError, naming
-from edgespec_models.graph_tensors import GraphTensors
+from edgespec_models.graph_contract import GraphTensors
 from edgespec_models.schema import form, length, read, shown, within
 from edgespec_models.static_graphs import ExportDevice, Form, StaticGraphs
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
+
+if TYPE_CHECKING:
+    from edgespec_models.chat_template import ChatTemplate
 
 __all__ = [
     "GRAPH",
@@ -38,6 +40,7 @@ __all__ = [
     "REPORT",
     "TEMPLATE",
     "TOKENIZER",
+    "WEIGHTS",
     "Bundle",
     "CacheType",
     "FileRecord",
@@ -58,6 +61,9 @@ CacheType = Literal["float32", "float16", "int8", "uint8"]
 """What caches hold; float16 is of edgespec's kernels, graphs for GPUs and foreign ones, uint8 of quantized
 activations."""
 Operators = Literal["edgespec", "standard"]
+WEIGHTS: Final = ("exact", "portable")
+"""Policies of exports: the file's own blocks, for edgespec's kernels on CPUs; or the nearest formats that
+ONNX Runtime's operators have."""
 _Amount = Annotated[int, within(0)]
 _GRAPHS = "model"  # graphs and weights begin so
 _NOT_MULTIPLIED = ("embedding", "other")
@@ -254,9 +260,9 @@ class Bundle:
         return self.path / (GRAPH if static is None else static.files[0])
 
     @property
-    def tensors(self) -> GraphTensors | None:
-        """Names of the graph's inputs and outputs; None where they are those that edgespec's exports have."""
-        return None
+    def tensors(self) -> GraphTensors:
+        """Names of the inputs and outputs of a graph of any shape."""
+        return GraphTensors.of(self.config, self.manifest.kv, self.manifest.float_kv_layers)
 
     @property
     def digest(self) -> str:
@@ -296,7 +302,7 @@ class Bundle:
         return tokens
 
     @cached_property
-    def chat_template(self) -> ChatTemplate | None:
+    def chat_template(self) -> "ChatTemplate | None":
         """The chat template; None for models without one."""
         if TEMPLATE not in self.manifest.files:
             return None
@@ -307,7 +313,9 @@ class Bundle:
             raise BundleError(f"cannot read {where} ({error}); export the model again") from error
         return self._compile(source, where)
 
-    def _compile(self, template: str, where: Path) -> ChatTemplate:
+    def _compile(self, template: str, where: Path) -> "ChatTemplate":
+        from edgespec_models.chat_template import ChatTemplate  # and Jinja, which texts do without
+
         special, tokenizer = self.manifest.special_tokens, self.tokenizer
         bos = "" if special.bos is None else tokenizer.token_bytes(special.bos).decode(errors="replace")
         eos = "" if not special.eos else tokenizer.token_bytes(special.eos[0]).decode(errors="replace")

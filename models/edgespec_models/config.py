@@ -140,6 +140,16 @@ class ModelConfig(DecoderShape):
             return True
         return self.global_every > 0 and (layer + 1) % self.global_every == 0
 
+    def window_of(self, layer: int) -> int | None:
+        """Tokens that ``layer`` sees, itself included; None where it sees the whole context."""
+        return None if self.is_global(layer) else self.sliding_window
+
+    def rope_of(self, layer: int) -> str | None:
+        """Whose tables rotate ``layer``, ``rope`` or ``rope_local`` (``rope.py``); None where none does."""
+        if layer in self.unrotated_layers:
+            return None
+        return "rope" if self.is_global(layer) or self.rope_local_theta is None else "rope_local"
+
     @classmethod
     def from_json(cls, value: object, where: str = "the architecture") -> "ModelConfig":
         """Read :meth:`to_json`'s form; raises BundleError for others."""

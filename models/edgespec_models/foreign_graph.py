@@ -8,7 +8,7 @@ from pathlib import Path
 
 from edgespec_models.config import DecoderShape
 from edgespec_models.errors import BundleError, UnsupportedModelError
-from edgespec_models.graph_tensors import CacheTensor, GraphTensors
+from edgespec_models.graph_contract import CacheTensor, GraphTensors
 from edgespec_models.onnx_header import FLOAT_TYPES, Graph, Node, Tensor, read_header
 
 __all__ = ["ForeignGraph", "ForeignShape", "ModelFacts", "TensorNames", "WeightFacts"]

@@ -1,7 +1,5 @@
 """Rotary tables: the cosine and sine of every position and frequency."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
@@ -10,23 +8,22 @@ from edgespec_models.config import ModelConfig
 __all__ = ["rotary_tables"]
 
 
-def rotary_tables(
-    config: ModelConfig, theta: float, factors: Sequence[float] = (), *, positions: int
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """Cosines and sines, float32 ``(positions, rotary width / 2)`` (Su et al. 2021, section 3.4.2).
+def rotary_tables(config: ModelConfig, positions: int) -> dict[str, npt.NDArray[np.float32]]:
+    """Cosines and sines of ``positions`` from 0 on (Su et al. 2021, section 3.4.2), by their names in graphs.
 
-    Args:
-        config: width and magnitude.
-        theta: base of the frequencies.
-        factors: what each frequency is divided by; empty where by nothing.
-        positions: from 0 on.
+    ``rope_cos`` and ``rope_sin``, and where windowed layers have a base of their own ``rope_local_cos`` and
+    ``rope_local_sin``: float32 ``(positions, rotary width / 2)`` each.
     """
     width = config.rotary_width
-    frequencies = theta ** (-np.arange(0, width, 2, dtype=np.float64) / width)
-    if factors:
-        frequencies /= factors
-    angles = np.outer(np.arange(positions, dtype=np.float64), frequencies)
-    cos, sin = np.cos(angles), np.sin(angles)
-    cos *= config.rope_magnitude
-    sin *= config.rope_magnitude
-    return cos.astype(np.float32), sin.astype(np.float32)
+    bases = {"rope": config.rope_theta, "rope_local": config.rope_local_theta}
+    tables = {}
+    for name, theta in bases.items():
+        if theta is None:
+            continue
+        frequencies = theta ** (-np.arange(0, width, 2, dtype=np.float64) / width)
+        if name == "rope" and config.rope_factors:
+            frequencies /= config.rope_factors
+        angles = np.outer(np.arange(positions, dtype=np.float64), frequencies)
+        for part, function in (("cos", np.cos), ("sin", np.sin)):
+            tables[f"{name}_{part}"] = (function(angles) * config.rope_magnitude).astype(np.float32)
+    return tables

@@ -92,7 +92,7 @@ def recheck_cost(session: Session, stored: CostCurve, rows: int) -> CostCurve | 
     """
     tokens = _tokens(session, 1 + rows)
     session.truncate(0)
-    session.forward(tokens[:1])  # warms up
+    session.predict(tokens[:1])  # warms up
     least = {1: math.inf, rows: math.inf}
     found = None
     for _ in range(_CHECKS):

@@ -17,8 +17,8 @@ from edgespec_models.bundle import Bundle
 from edgespec_models.errors import BundleError, DeviceError
 from edgespec_models.schema import check_fields, one_of, within
 from edgespec_runtimes import kernels
-from edgespec_runtimes.graph_io import GraphIO, open_io
-from edgespec_runtimes.graph_session import GraphSession
+from edgespec_runtimes.graph_io import DynamicIO
+from edgespec_runtimes.graph_session import DynamicSession
 from edgespec_runtimes.ort import ort
 
 __all__ = [
@@ -83,7 +83,7 @@ def default_threads() -> int:
     return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed))
 
 
-class CpuSession(GraphSession):
+class CpuSession(DynamicSession):
     """One model reading one sequence on the CPU; see :class:`edgespec_runtimes.session.Session`."""
 
     def __init__(
@@ -105,14 +105,14 @@ class CpuSession(GraphSession):
         self._options = options or CpuOptions()
         native = bundle.manifest.operators == "edgespec"
         session = open_graph(bundle.graph, self._options, native=native)
-        io = open_io(session, bundle, exact_rows=self._options.exact_rows)
+        io = DynamicIO(session, bundle, exact_rows=self._options.exact_rows)
         if native:
             _check_shapes(io, bundle.graph)
         row_exact = True if native else row_exact
         super().__init__(io, bundle.config, chunk=self._options.prefill_chunk, row_exact=row_exact)
 
 
-def _check_shapes(io: GraphIO, graph: Path) -> None:
+def _check_shapes(io: DynamicIO, graph: Path) -> None:
     """Run a pass over no tokens: operators compare their shapes, and read no weights."""
     try:
         io.reserve(0, 0)

@@ -1,23 +1,37 @@
 """A model on an NVIDIA GPU: float16, its KV cache in the GPU's memory, logits of the wanted rows on the host.
 
+ONNX Runtime copies an input that lies elsewhere than its graph runs when it is bound, not when the graph is
+run (``IOBinding::BindInput``). So what changes from pass to pass has a value on the device, and is written
+there before the pass.
+
 The session runs on the CPU too, where the same kernels' float16 versions are slow: for checks and tests.
 """
 
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
 from edgespec_models.bundle import Bundle
-from edgespec_models.errors import BundleError
+from edgespec_models.errors import BundleError, DeviceError
+from edgespec_models.graph_contract import CacheTensor
 from edgespec_runtimes.cpu import CpuOptions, session_settings
 from edgespec_runtimes.device_graph import open_whole
 from edgespec_runtimes.discovery import Device
-from edgespec_runtimes.graph_io import EdgespecIO
-from edgespec_runtimes.graph_session import GraphSession
-from edgespec_runtimes.tensor_memory import DeviceMemory
+from edgespec_runtimes.graph_io import DynamicIO
+from edgespec_runtimes.graph_session import DynamicSession
+from edgespec_runtimes.kv_buffers import InPlaceCache, KVBuffers
+from edgespec_runtimes.ort import RUN_ERRORS, ort
 
-__all__ = ["CudaSession"]
+__all__ = ["CudaSession", "DeviceCache", "DeviceMemory"]
 
 _PREFILL_CHUNK = 512  # passes of many rows unpack all weights first, so there should be few
+_Array = npt.NDArray[Any]
 
 
-class CudaSession(GraphSession):
+class CudaSession(DynamicSession):
     """One model reading one sequence on a GPU; see :class:`edgespec_runtimes.session.Session`.
 
     Whether a row's bits depend on the number of rows is up to the kernels, which are chosen by that number
@@ -49,6 +63,94 @@ class CudaSession(GraphSession):
         options = options or CpuOptions()
         providers = [(device.kind.provider, dict(device.options))]
         session = open_whole(device, bundle.graph, session_settings(options), providers)
-        io = EdgespecIO(session, bundle, exact_rows=False, memory=DeviceMemory(device.kind.memory))
+        io = DynamicIO(session, bundle, exact_rows=False, memory=DeviceMemory(device.kind.memory))
         chunk = max(options.prefill_chunk, _PREFILL_CHUNK)
         super().__init__(io, bundle.config, chunk=chunk, row_exact=row_exact)
+
+
+class DeviceMemory:
+    """A device's: arrays are copied there.
+
+    Args:
+        kind: as ONNX Runtime calls it, such as ``cuda``. With ``cpu`` everything is copied all the same.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def value(self, array: _Array) -> Any:
+        """An OrtValue on the device, with what ``array`` holds now.
+
+        Raises:
+            DeviceError: the device has no room for it.
+        """
+        value = self._allocate(array.shape, array.dtype)
+        value.update_inplace(array)
+        return value
+
+    def write(self, value: Any, array: _Array) -> None:
+        """Copy ``array`` to ``value``."""
+        value.update_inplace(array)
+
+    def output(self, shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[Any, Callable[[], _Array]]:
+        """An OrtValue on the device, and what copies it to the host.
+
+        Raises:
+            DeviceError: the device has no room for it.
+        """
+        value = self._allocate(shape, dtype)
+        return value, value.numpy
+
+    def cache(self, layout: Sequence[CacheTensor]) -> KVBuffers:
+        """A KV cache that graphs write in place."""
+        return DeviceCache(layout, self)
+
+    def _allocate(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Any:
+        try:
+            return ort.OrtValue.ortvalue_from_shape_and_type(list(shape), dtype.type, self._kind, 0)
+        except RUN_ERRORS as error:
+            wanted = prod(shape) * dtype.itemsize
+            raise DeviceError(f"{self._kind} has no room for {wanted:,} more bytes: {error}") from error
+
+
+class DeviceCache(InPlaceCache):
+    """On a device.
+
+    To grow, what is kept travels over the host, a tensor at a time: a device has no other copy here, and
+    sessions reserve what a request needs at its start.
+    """
+
+    def __init__(self, layout: Sequence[CacheTensor], memory: DeviceMemory) -> None:
+        super().__init__(layout)
+        self._memory = memory
+        self.nbytes = 0
+        """Bytes reserved."""
+
+    def reserve(self, capacity: int, keep: int) -> None:
+        """Make room for ``capacity`` tokens, keeping the first ``keep``; earlier bindings are void.
+
+        Raises:
+            DeviceError: the device has no room for it; nothing is kept then.
+        """
+        try:
+            self._reserve(capacity, keep)
+        except BaseException:
+            self.clear()
+            raise
+
+    def clear(self) -> None:
+        """Free the memory."""
+        self._values.clear()
+        self.nbytes = 0
+
+    def _reserve(self, capacity: int, keep: int) -> None:
+        self.nbytes = 0
+        for index, tensor in enumerate(self._layout):
+            array = np.zeros((1, tensor.heads, capacity, tensor.head_dim), tensor.dtype)
+            self.nbytes += array.nbytes
+            if index == len(self._values):
+                self._values.append(None)
+            elif keep:
+                array[:, :, :keep] = self._values[index].numpy()[:, :, :keep]
+            self._values[index] = None  # the device need not hold both
+            self._values[index] = self._memory.value(array)

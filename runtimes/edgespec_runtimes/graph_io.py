@@ -1,44 +1,36 @@
-"""How a pass fills a graph's inputs and reads its outputs: edgespec's own graphs, and everyone else's.
+"""How a pass of any number of tokens fills a graph's inputs and reads its outputs.
 
-:class:`edgespec_runtimes.cpu.CpuSession` knows tokens; what a graph is called with is known here only.
+Sessions know tokens. What a graph is called with is in :mod:`edgespec_models.graph_contract`; here that is
+bound to memory, run, and read.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from edgespec_models.bundle import Bundle
-from edgespec_models.config import DecoderShape
 from edgespec_models.errors import BundleError, DeviceError, RequestError
-from edgespec_models.graph_tensors import GraphTensors
+from edgespec_models.graph_contract import CHANGING, INPUTS, ROWS, CacheTensor, Pass
 from edgespec_runtimes.kv_buffers import (
     KEY_TILE,
-    CacheLayout,
     GrowingCache,
+    HostMemory,
     KVBuffers,
-    SharedCache,
+    TensorMemory,
     ort_value,
 )
-from edgespec_runtimes.ort import RUN_ERRORS, ort
+from edgespec_runtimes.ort import RUN_ERRORS, TYPES, ort
 from edgespec_runtimes.predictions import DevicePredictions, Predictions
-from edgespec_runtimes.tensor_memory import HostMemory, TensorMemory
 
-__all__ = ["EdgespecIO", "GraphIO", "MaskedIO", "open_io"]
+__all__ = ["DynamicIO", "GraphIO"]
 
 _MAX_KEPT_BINDINGS = 32
 _LOGITS_BYTES = 32 << 20
 _PROBED = 4
 _FATAL = 4  # ONNX Runtime's severity
-_TYPES: dict[str, np.dtype[Any]] = {
-    "tensor(float)": np.dtype(np.float32),
-    "tensor(float16)": np.dtype(np.float16),
-    "tensor(int8)": np.dtype(np.int8),
-    "tensor(int32)": np.dtype(np.int32),
-    "tensor(int64)": np.dtype(np.int64),
-}
 
 
 class GraphIO(Protocol):
@@ -53,24 +45,6 @@ class GraphIO(Protocol):
     @property
     def kv_bytes(self) -> int:
         """Bytes reserved for the KV cache."""
-
-    @property
-    def copies_cache(self) -> bool:
-        """Whether every pass writes the whole KV cache anew."""
-
-    @property
-    def tunable(self) -> frozenset[str]:
-        """Weights that :meth:`tune` replaces."""
-
-    def tune(self, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
-        """Run with these weights, by name, from the next pass on."""
-
-    @property
-    def head_tokens(self) -> npt.NDArray[np.int32] | None:
-        """The token of every column of the logits; None where column i is token i."""
-
-    def offer(self, tokens: Sequence[int]) -> None:
-        """Give a trimmed LM head a column for each of ``tokens``; others take no notice."""
 
     def reserve(self, capacity: int, keep: int) -> None:
         """Make room for ``capacity`` tokens, keeping the first ``keep``."""
@@ -95,77 +69,80 @@ class GraphIO(Protocol):
         """Free what passes use."""
 
 
-def open_io(session: Any, bundle: Bundle, *, exact_rows: bool) -> GraphIO:
-    """How ``session``, ONNX Runtime's over the bundle's graph, is to be called.
-
-    Args:
-        session: an ``onnxruntime.InferenceSession``.
-        bundle: whose graph it runs.
-        exact_rows: run a single token twice where that makes a row's bits independent of the number of rows.
-    """
-    if bundle.tensors is None:
-        return EdgespecIO(session, bundle, exact_rows=exact_rows)
-    return MaskedIO(session, bundle.tensors, bundle.config, exact_rows=exact_rows)
+_Input = tuple[str, npt.NDArray[Any], Any, TensorMemory]
 
 
 @dataclass(frozen=True, slots=True)
-class _Pass:
-    """A binding for passes over ``n`` tokens: write the inputs, run, read what comes out."""
+class _Bound:
+    """A binding for passes of one shape.
+
+    Attributes:
+        binding: of inputs and outputs.
+        inputs: the bound ones: name, array, value, and the memory that this lies in.
+        changing: those of them that hold something else in the next pass.
+        predictions: of the last run.
+    """
 
     binding: Any
-    ids: npt.NDArray[np.int64]
-    seqlens_k: npt.NDArray[np.int32]
-    past_length: npt.NDArray[np.int64]
-    total: npt.NDArray[np.int32]
-    predictions: Callable[[], Predictions]  # of the last run
-    changing: tuple[tuple[Any, npt.NDArray[Any]], ...]  # values and their arrays, of ids and seqlens_k
-    keep_alive: tuple[Any, ...]
+    inputs: tuple[_Input, ...]
+    changing: tuple[_Input, ...]
+    predictions: Callable[[], Predictions]
 
 
-class EdgespecIO:
-    """Graphs of :func:`~edgespec_models.graphs.native.build_native` and of
-    :func:`~edgespec_models.graphs.decoder.build_decoder`, where a single token may run twice: see
-    :class:`MaskedIO`.
+class DynamicIO:
+    """Graphs that take any number of tokens: edgespec's own, and those that others exported.
+
+    Attention over a single row, and products with it, take other code in ONNX Runtime, which sums in another
+    order. Where rows are to be exact, a single token is run twice; the second's keys and values land behind
+    the sequence and are overwritten by the next pass, or left out by it.
+
+    Graphs of edgespec's have logits of the rows that are asked for, and write a cache with room to spare in
+    place, so that a binding serves every pass of as many tokens. Other graphs read a mask, which grows, and
+    write logits of all rows. Where GroupQueryAttention is given room to spare, they write in place too; where
+    they concatenate, a longer cache comes back. A short trial at the start tells which: configurations do not
+    always, and Optimum's not at all.
 
     Attributes:
         cache: keys and values.
         passes: bindings by number of tokens and of wanted rows.
-        most_rows: no bound, since only wanted rows have logits.
+        most_rows: where logits are of all rows, those that take about 32 MiB.
     """
 
     def __init__(
         self, session: Any, bundle: Bundle, *, exact_rows: bool, memory: TensorMemory | None = None
     ) -> None:
-        config = bundle.config
-        self._session, self._memory = session, memory or HostMemory()
-        self._pairs = exact_rows and bundle.manifest.operators == "standard"
-        types = {value.name: _TYPES[value.type] for value in session.get_inputs()}
-        self._inputs = types
-        self._head_rows = bundle.manifest.head_rows or config.vocab_size
-        self._head_tokens = bundle.head_tokens
-        self._choices = bundle.manifest.choices
-        self._context = np.zeros(int("context_tokens" in self._inputs), np.int64)
-        self.most_rows = config.context_length
-        self.passes: dict[tuple[int, int], _Pass] = {}
+        """Bind nothing yet.
+
+        Args:
+            session: an ``onnxruntime.InferenceSession`` over the bundle's graph.
+            bundle: whose graph it runs.
+            exact_rows: run a single token twice where that makes a row's bits independent of the number of
+                rows.
+            memory: where inputs and the cache lie; None is the host's.
+        """
+        self._session, self._memory, self._tensors = session, memory or HostMemory(), bundle.tensors
+        manifest, self._context_length = bundle.manifest, bundle.config.context_length
+        every = {value.name: TYPES[value.type] for value in session.get_inputs()}
+        names = self._tensors.inputs
+        self._inputs = {called: (names[called], every[called]) for called in every.keys() & names.keys()}
+        self._pairs = exact_rows and manifest.operators == "standard"
+        self._choices, self._selects = manifest.choices, ROWS in every
+        self._head_tokens, self._columns = bundle.head_tokens, manifest.head_rows or bundle.config.vocab_size
+        self._context = np.zeros(int("context_tokens" in every), np.int64)
+        kinds = {value.name: TYPES[value.type] for value in session.get_outputs()}
+        self._logits: npt.NDArray[Any] = np.empty(0, kinds[self._tensors.logits])
+        row_bytes = self._columns * self._logits.itemsize
+        self.most_rows = self._context_length if self._selects else max(1, _LOGITS_BYTES // row_bytes)
+        self.passes: dict[tuple[int, int], _Bound] = {}
         self._tuned: dict[str, tuple[npt.NDArray[np.float32], Any]] = {}
-        layers = (f"{layer}.{kind}" for layer in range(config.num_layers) for kind in ("key", "value"))
-        heads, width = config.num_kv_heads, config.head_dim
-        self.cache = self._memory.cache(
-            [
-                CacheLayout(past := f"past_key_values.{name}", f"present.{name}", heads, width, types[past])
-                for name in layers
-            ]
-        )
+        layout = [replace(tensor, type=every[tensor.past].name) for tensor in self._tensors.cache]
+        grows = not self._tensors.ours and self._grows(layout)
+        self.cache: KVBuffers = GrowingCache(layout) if grows else self._memory.cache(layout)
 
     @property
     def kv_bytes(self) -> int:
         """Bytes reserved for the KV cache."""
         return self.cache.nbytes
-
-    @property
-    def copies_cache(self) -> bool:
-        """False: passes write in place."""
-        return False
 
     @property
     def tunable(self) -> frozenset[str]:
@@ -176,10 +153,13 @@ class EdgespecIO:
         """Run with copies of these weights, by name, from the next pass on.
 
         Raises:
-            RequestError: one of another shape than the graph's.
+            RequestError: one that is not among :attr:`tunable`, or of another shape.
         """
-        arrays = {name: np.array(weight, np.float32) for name, weight in weights.items()}
         shapes = {value.name: tuple(value.shape) for value in self._session.get_overridable_initializers()}
+        unknown = weights.keys() - shapes.keys()
+        if unknown:
+            raise RequestError(f"this graph does not let {', '.join(sorted(unknown))} be replaced")
+        arrays = {name: np.array(weight, np.float32) for name, weight in weights.items()}
         for name, array in arrays.items():
             if array.shape != shapes[name]:
                 raise RequestError(f"{name} is of shape {shapes[name]}, not {array.shape}")
@@ -203,7 +183,12 @@ class EdgespecIO:
     def reserve(self, capacity: int, keep: int) -> None:
         """Make room for ``capacity`` tokens, keeping the first ``keep``."""
         self.passes.clear()
-        self.cache.reserve(-(-(capacity + int(self._pairs)) // KEY_TILE) * KEY_TILE, keep)
+        capacity += int(self._pairs)
+        if self._tensors.ours:
+            capacity = -(-capacity // KEY_TILE) * KEY_TILE
+        else:  # whose rotary tables end with the context
+            capacity = min(capacity, self._context_length)
+        self.cache.reserve(capacity, keep)
 
     def cache_rows(self, length: int) -> list[npt.NDArray[Any]] | None:
         """Copies of the keys and values of the first ``length`` tokens."""
@@ -215,24 +200,30 @@ class EdgespecIO:
 
     def run(self, tokens: Sequence[int], start: int, rows: int) -> Predictions:
         """Run ``tokens`` behind the first ``start`` of the cache; a row for each of the last ``rows``."""
-        count = len(tokens)
-        one_pass = self.passes.get((count, rows))
-        if one_pass is None:
-            if len(self.passes) >= _MAX_KEPT_BINDINGS:
-                self.passes.clear()
-            one_pass = self.passes[count, rows] = self._bind(count, rows)
-        one_pass.ids[0] = tokens
-        total = start + one_pass.ids.shape[1]
-        one_pass.seqlens_k[0] = total - 1
-        one_pass.past_length[0] = start
-        one_pass.total[()] = total
-        for value, array in one_pass.changing:
-            self._memory.write(value, array)
+        twice = self._pairs and len(tokens) == 1 and (self._tensors.ours or start + 2 <= self._context_length)
+        columns = self._columns + len(self._context)
+        one = Pass((*tokens, *tokens) if twice else tokens, start, rows, int(twice), self._context, columns)
+        bound = self.passes.get((len(tokens), rows))
+        if bound is None:
+            bound = self._bind(one)
+            if self._tensors.ours:
+                if len(self.passes) >= _MAX_KEPT_BINDINGS:
+                    self.passes.clear()
+                self.passes[len(tokens), rows] = bound
+        else:
+            for name, array, value, memory in bound.changing:
+                array[...] = INPUTS[name](one)
+                memory.write(value, array)
         try:
-            self._session.run_with_iobinding(one_pass.binding)
+            self._session.run_with_iobinding(bound.binding)
         except RUN_ERRORS as error:
-            raise DeviceError(f"a pass over {count} tokens failed: {error}") from error
-        return one_pass.predictions()
+            if self._tensors.ours:
+                raise DeviceError(f"a pass over {len(tokens)} tokens failed: {error}") from error
+            raise BundleError(
+                f"ONNX Runtime cannot run this graph, which edgespec did not make: {error}"
+            ) from error
+        self.cache.written(one.end)
+        return bound.predictions()
 
     def close(self) -> None:
         """Free what passes use."""
@@ -240,167 +231,46 @@ class EdgespecIO:
         self.cache.clear()
         self._session = None
 
-    def _bind(self, count: int, rows: int) -> _Pass:
-        """Bind inputs and outputs for ``count`` tokens, logits of the last ``rows`` of them."""
-        ids = np.zeros((1, 2 if self._pairs and count == 1 else count), np.int64)
-        seqlens, past_length = np.zeros(1, np.int32), np.zeros(1, np.int64)
-        columns, total = self._head_rows + len(self._context), np.zeros((), np.int32)
-        inputs: dict[str, npt.NDArray[Any]] = {
-            "input_ids": ids,
-            "seqlens_k": seqlens,
-            "past_length": past_length,
-            "total_sequence_length": total,
-            "logits_rows": np.arange(count - rows, count, dtype=np.int64),
-            "context_tokens": self._context,
-            "column_order": -np.arange(columns if self._choices else 0, dtype=np.float32),
-        }
+    def _bind(self, one: Pass) -> _Bound:
+        """Bind what a pass reads and writes."""
         binding = self._session.io_binding()
-        values: dict[str, Any] = {}
-        for name in inputs.keys() & self._inputs.keys():
+        inputs: list[_Input] = []
+        for called, (name, kind) in self._inputs.items():
             # GroupQueryAttention reads the total length on the host, wherever it runs.
             memory = HostMemory() if name == "total_sequence_length" else self._memory
-            values[name] = memory.value(inputs[name])
-            binding.bind_ortvalue_input(name, values[name])
+            array = np.array(INPUTS[name](one), kind)
+            inputs.append((name, array, memory.value(array), memory))
+            binding.bind_ortvalue_input(called, inputs[-1][2])
         for name, (_, value) in self._tuned.items():
             binding.bind_ortvalue_input(name, value)
-        self.cache.bind(binding, 0, 0)
-        predictions = self._bind_outputs(binding, (rows, columns))
-        written = (("input_ids", ids), ("seqlens_k", seqlens), ("past_length", past_length))
-        changing = tuple((values[name], array) for name, array in written if name in values)
-        keep_alive = (inputs, values)
-        return _Pass(binding, ids, seqlens, past_length, total, predictions, changing, keep_alive)
+        self.cache.bind(binding, one.start, len(one.tokens))
+        changing = tuple(each for each in inputs if each[0] in CHANGING)
+        return _Bound(binding, tuple(inputs), changing, self._bind_outputs(binding, one))
 
-    def _bind_outputs(self, binding: Any, shape: tuple[int, int]) -> Callable[[], Predictions]:
+    def _bind_outputs(self, binding: Any, one: Pass) -> Callable[[], Predictions]:
         """Bind what comes out of a pass; what hands it out after each run.
 
         Logits stay where the graph runs if it says itself which columns are the most likely.
         """
-        memory = self._memory if self._choices else HostMemory()
-        value, logits = memory.output((1, *shape), np.dtype(np.float32))
-        binding.bind_ortvalue_output("logits", value)
-        if not self._choices:
-            return lambda: Predictions(logits()[0])
-        best, likely = np.empty((1, shape[0]), np.int64), np.empty((1, shape[0]), np.float32)
-        binding.bind_ortvalue_output("best_columns", ort_value(best))
-        binding.bind_ortvalue_output("best_probabilities", ort_value(likely))
-        return lambda: DevicePredictions(shape, lambda: logits()[0], best[0], likely[0])
+        shape = one.rows if self._selects else len(one.tokens), one.columns
+        if self._choices:
+            value, logits = self._memory.output((1, *shape), np.dtype(np.float32))
+            best, likely = np.empty((1, one.rows), np.int64), np.empty((1, one.rows), np.float32)
+            outputs = {"best_columns": ort_value(best), "best_probabilities": ort_value(likely)}
+            for name, output in {self._tensors.logits: value, **outputs}.items():
+                binding.bind_ortvalue_output(name, output)
+            return lambda: DevicePredictions(shape, lambda: logits()[0], best[0], likely[0])
+        if self._logits.size < shape[0] * shape[1]:
+            self._logits = np.empty(shape[0] * shape[1], self._logits.dtype)
+        rows = self._logits[: shape[0] * shape[1]].reshape(1, *shape)
+        binding.bind_ortvalue_output(self._tensors.logits, ort_value(rows))
+        said = rows[0] if self._selects else rows[0, one.wanted[0] :][: one.rows]
+        return lambda: Predictions(said.astype(np.float32, copy=False))
 
-
-class MaskedIO:
-    """Graphs that read ids and a mask and write logits of all rows; see :class:`GraphTensors`.
-
-    Where GroupQueryAttention is given a cache with room to spare, it writes in place; the mask's length and
-    sum are those of past and new tokens all the same. Graphs that concatenate return a longer cache. A short
-    trial at the start tells which: configurations do not always, and Optimum's not at all.
-
-    Attention over a single row, and products with it, take other code, which sums in another order. Where
-    rows are to be exact, a single token is run twice; the second's keys and values land behind the sequence
-    and are overwritten by the next pass, or left out by it.
-
-    Attributes:
-        cache: keys and values.
-        most_rows: rows whose logits take about 32 MiB.
-    """
-
-    def __init__(
-        self, session: Any, tensors: GraphTensors, config: DecoderShape, *, exact_rows: bool
-    ) -> None:
-        self._session, self._tensors, self._config = session, tensors, config
-        vocab_size = config.vocab_size
-        used = [*session.get_inputs(), *(v for v in session.get_outputs() if v.name == tensors.logits)]
-        self._types = {value.name: _TYPES[value.type] for value in used}
-        layout = [
-            CacheLayout(t.past, t.present, t.heads, t.head_dim, self._types[t.past]) for t in tensors.cache
-        ]
-        self.cache: KVBuffers = GrowingCache(layout) if self._grows(layout) else SharedCache(layout)
-        self._pairs = exact_rows
-        dtype = self._types[tensors.logits]
-        self.most_rows = max(1, _LOGITS_BYTES // (vocab_size * dtype.itemsize))
-        self._logits: npt.NDArray[Any] = np.empty(0, dtype)
-        self._binding = session.io_binding()
-        self._bound: list[tuple[npt.NDArray[Any], Any]] = []
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes reserved for the KV cache."""
-        return self.cache.nbytes
-
-    @property
-    def copies_cache(self) -> bool:
-        """Whether every pass writes the whole KV cache anew: the graph concatenates."""
-        return isinstance(self.cache, GrowingCache)
-
-    @property
-    def tunable(self) -> frozenset[str]:
-        """None: the graph is as others made it."""
-        return frozenset()
-
-    def tune(self, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
-        """Never called: nothing is tunable."""
-
-    @property
-    def head_tokens(self) -> None:
-        """Column i is token i."""
-
-    def offer(self, tokens: Sequence[int]) -> None:
-        """Take no notice: a foreign LM head is whole."""
-
-    def reserve(self, capacity: int, keep: int) -> None:
-        """Make room for ``capacity`` tokens, keeping the first ``keep``."""
-        self.cache.reserve(min(capacity + int(self._pairs), self._config.context_length), keep)
-
-    def cache_rows(self, length: int) -> list[npt.NDArray[Any]] | None:
-        """Copies of the keys and values of the first ``length`` tokens."""
-        return self.cache.copy(length)
-
-    def put_cache_rows(self, arrays: Sequence[npt.NDArray[Any]], length: int) -> None:
-        """Put the first ``length`` tokens of such copies where they were."""
-        self.cache.paste(arrays, length)
-
-    def run(self, tokens: Sequence[int], start: int, rows: int) -> Predictions:
-        """Run ``tokens`` behind the first ``start`` of the cache; a row for each of the last ``rows``."""
-        wanted, width = len(tokens), self._config.vocab_size
-        # The graph's rotary tables end with the context.
-        if self._pairs and wanted == 1 and start + 2 <= self._config.context_length:
-            tokens = [*tokens, *tokens]
-        count = len(tokens)
-        if self._logits.size < count * width:
-            self._logits = np.empty(count * width, self._logits.dtype)
-        logits = self._logits[: count * width].reshape(1, count, width)
-        self._bound.clear()
-        for name, array in self._inputs(tokens, start).items():
-            self._binding.bind_ortvalue_input(name, self._value(array))
-        self._binding.bind_ortvalue_output(self._tensors.logits, self._value(logits))
-        self.cache.bind(self._binding, start, count)
-        try:
-            self._session.run_with_iobinding(self._binding)
-        except RUN_ERRORS as error:
-            raise BundleError(
-                f"ONNX Runtime cannot run this graph, which edgespec did not make: {error}"
-            ) from error
-        self.cache.written(start + count)
-        return Predictions(logits[0, wanted - rows : wanted].astype(np.float32, copy=False))
-
-    def close(self) -> None:
-        """Free what passes use."""
-        self._binding = self._session = None
-        self._bound.clear()
-        self.cache.clear()
-
-    def _inputs(self, tokens: Sequence[int], start: int) -> dict[str, npt.NDArray[Any]]:
-        names, total = self._tensors, start + len(tokens)
-        values = {names.ids: np.array([tokens]), names.mask: np.ones((1, total))}
-        values[names.positions] = np.arange(start, total)[None]
-        return {name: array.astype(self._types[name]) for name, array in values.items() if name is not None}
-
-    def _value(self, array: npt.NDArray[Any]) -> Any:
-        value = ort_value(array)
-        self._bound.append((array, value))
-        return value
-
-    def _grows(self, layout: Sequence[CacheLayout]) -> bool:
+    def _grows(self, layout: Sequence[CacheTensor]) -> bool:
         """Whether the cache comes back longer than it went in, although it had room."""
-        feeds = self._inputs([0, 0], 0)
+        one = Pass((0, 0), 0)
+        feeds = {called: np.array(INPUTS[name](one), kind) for called, (name, kind) in self._inputs.items()}
         feeds |= {t.past: np.zeros((1, t.heads, _PROBED, t.head_dim), t.dtype) for t in layout}
         quiet = ort.RunOptions()
         quiet.log_severity_level = _FATAL

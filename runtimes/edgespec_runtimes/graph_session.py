@@ -1,32 +1,34 @@
 """A sequence of tokens over a graph: what every session does, whatever runs its passes."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from edgespec_models.config import DecoderShape
 from edgespec_models.errors import BundleError, Cancelled, DeviceError, RequestError
-from edgespec_runtimes.graph_io import GraphIO
-from edgespec_runtimes.predictions import Logits, Predictions
+from edgespec_runtimes.graph_io import DynamicIO, GraphIO
+from edgespec_runtimes.kv_buffers import GrowingCache
+from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import SavedCache, shared_length
 
-__all__ = ["KV_STEP", "GraphSession"]
+__all__ = ["KV_STEP", "DynamicSession", "GraphSession"]
 
+IO = TypeVar("IO", bound=GraphIO)
 KV_STEP: Final = 256
 """Room in the KV cache is made in steps of so many tokens."""
 _SAME, _NEAR = 1e-3, 0.2  # of the largest logit
 
 
-class GraphSession:
+class GraphSession(Generic[IO]):
     """One model reading one sequence; see :class:`edgespec_runtimes.session.Session`.
 
     Attributes:
         row_exact: whether passes over one and over several tokens gave the same bits in the self-test.
     """
 
-    def __init__(self, io: GraphIO, config: DecoderShape, *, chunk: int, row_exact: bool | None) -> None:
+    def __init__(self, io: IO, config: DecoderShape, *, chunk: int, row_exact: bool | None) -> None:
         """Prove that the graph can roll back.
 
         Args:
@@ -41,26 +43,13 @@ class GraphSession:
         self._config, self._chunk = config, chunk
         self._tokens: list[int] = []
         self._capacity = 0
-        self._io: GraphIO | None = io
+        self._io: IO | None = io
         self.row_exact = self.self_test() if row_exact is None else row_exact
 
     @property
     def vocab_size(self) -> int:
         """Tokens the model reads: ids from 0 to ``vocab_size - 1``."""
         return self._config.vocab_size
-
-    @property
-    def head_tokens(self) -> npt.NDArray[np.int32] | None:
-        """The token of every column of the logits, int32; None where column i is token i."""
-        return self._open_io.head_tokens
-
-    def offer(self, tokens: Sequence[int]) -> None:
-        """Let a trimmed LM head write ``tokens`` too: a column of the logits each, behind those of its rows.
-
-        They replace what was offered before. Graphs without a trimmed head tied to the embedding take no
-        notice. The tokens in the cache stay.
-        """
-        self._open_io.offer(tokens)
 
     @property
     def length(self) -> int:
@@ -76,28 +65,6 @@ class GraphSession:
     def kv_bytes(self) -> int:
         """Bytes reserved for the KV cache."""
         return 0 if self._io is None else self._io.kv_bytes
-
-    @property
-    def copies_cache(self) -> bool:
-        """Whether every pass writes the whole KV cache anew, as graphs do that concatenate."""
-        return self._open_io.copies_cache
-
-    @property
-    def tunable(self) -> frozenset[str]:
-        """Weights that :meth:`tune` replaces, by their names in the graph."""
-        return self._open_io.tunable
-
-    def tune(self, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
-        """Run with these weights from the next pass on; the cache, which others computed, is empty then.
-
-        Raises:
-            RequestError: one that is not among :attr:`tunable`, or of another shape.
-        """
-        unknown = weights.keys() - self.tunable
-        if unknown:
-            raise RequestError(f"this graph does not let {', '.join(sorted(unknown))} be replaced")
-        self._open_io.tune(weights)
-        self._tokens.clear()
 
     @property
     def longest(self) -> int:
@@ -138,15 +105,6 @@ class GraphSession:
         """Make the cache hold exactly ``tokens``, keeping a shared prefix."""
         self._extend(tokens, len(tokens), cancelled)
 
-    def next_logits(self, tokens: Sequence[int]) -> Logits:
-        """Make the cache hold exactly ``tokens``; return the logits of what follows, ``(head_rows,)``."""
-        row: Logits = self.predict_next(tokens).logits[0]
-        return row
-
-    def forward(self, tokens: Sequence[int]) -> Logits:
-        """Append ``tokens`` and return their logits, float32 ``(len(tokens), head_rows)``."""
-        return self.predict(tokens).logits
-
     def predict_next(self, tokens: Sequence[int]) -> Predictions:
         """Make the cache hold exactly ``tokens``; what the model says of what follows, one row."""
         predictions = self._extend(tokens, len(tokens) - 1, None)
@@ -186,7 +144,7 @@ class GraphSession:
         self._capacity = 0
 
     @property
-    def _open_io(self) -> GraphIO:
+    def _open_io(self) -> IO:
         if self._io is None:
             raise RequestError("this session is closed; open the bundle again")
         return self._io
@@ -233,15 +191,15 @@ class GraphSession:
         """
         tokens = [7 % self.vocab_size, 11 % self.vocab_size, 13 % self.vocab_size, 5 % self.vocab_size]
         # What comes behind must leave no trace either, as a bias that is counted from the end does.
-        together = self.forward(tokens * 2)[: len(tokens)].copy()
+        together = self.predict(tokens * 2).logits[: len(tokens)].copy()
         self.truncate(1)
-        again = self.forward(tokens[1:]).copy()
+        again = self.predict(tokens[1:]).logits.copy()
         self.truncate(1)
-        single = np.concatenate([self.forward([token]).copy() for token in tokens[1:]])
+        single = np.concatenate([self.predict([token]).logits.copy() for token in tokens[1:]])
         self.truncate(1)
-        self.forward(tokens[:0:-1])
+        self.predict(tokens[:0:-1])
         self.truncate(1)
-        after = self.forward(tokens[1:]).copy()
+        after = self.predict(tokens[1:]).logits.copy()
         self.truncate(0)
         scale = float(np.abs(together).max())
         # Passes over as many rows agree to the bit; others may round otherwise in every layer.
@@ -256,3 +214,38 @@ class GraphSession:
                 "Export the model again; sliding-window and recurrent caches cannot be used for speculation."
             )
         return bool(np.array_equal(together[1:], again) and np.array_equal(again, single))
+
+
+class DynamicSession(GraphSession[DynamicIO]):
+    """One whose graph takes any number of tokens, may be tuned and may have a trimmed head.
+
+    See :class:`~edgespec_runtimes.session.Tunable` and :class:`~edgespec_runtimes.session.TrimmedHead`.
+    """
+
+    @property
+    def copies_cache(self) -> bool:
+        """Whether every pass writes the whole KV cache anew, as graphs do that concatenate."""
+        return isinstance(self._open_io.cache, GrowingCache)
+
+    @property
+    def tunable(self) -> frozenset[str]:
+        """Weights that :meth:`tune` replaces, by their names in the graph."""
+        return self._open_io.tunable
+
+    def tune(self, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
+        """Run with these weights from the next pass on; the cache, which others computed, is empty then.
+
+        Raises:
+            RequestError: one that is not among :attr:`tunable`, or of another shape.
+        """
+        self._open_io.tune(weights)
+        self._tokens.clear()
+
+    @property
+    def head_tokens(self) -> npt.NDArray[np.int32] | None:
+        """The token of every column of the logits, int32; None where column i is token i."""
+        return self._open_io.head_tokens
+
+    def offer(self, tokens: Sequence[int]) -> None:
+        """Let a trimmed LM head write ``tokens`` too: a column each, behind those of its rows."""
+        self._open_io.offer(tokens)

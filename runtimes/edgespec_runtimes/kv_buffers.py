@@ -1,16 +1,25 @@
-"""Where a graph keeps keys and values, and how a pass reads and writes them."""
+"""Where a graph keeps keys and values, and its inputs and outputs: in the host's memory, or in a device's."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from edgespec_models.graph_contract import CacheTensor
 from edgespec_runtimes.ort import ort
 
-__all__ = ["KEY_TILE", "CacheLayout", "GrowingCache", "InPlaceCache", "KVBuffers", "SharedCache", "ort_value"]
+__all__ = [
+    "KEY_TILE",
+    "GrowingCache",
+    "HostMemory",
+    "InPlaceCache",
+    "KVBuffers",
+    "SharedCache",
+    "TensorMemory",
+    "ort_value",
+]
 
 KEY_TILE: Final = 16
 """Tokens whose keys edgespec's own attention keeps together, channel by channel."""
@@ -21,17 +30,6 @@ _ONNX_TYPES = {"float32": 1, "uint8": 2, "int8": 3, "uint16": 4, "int32": 6, "in
 def ort_value(array: _Array) -> Any:
     """An OrtValue over the array's own memory, which must outlive it."""
     return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, _ONNX_TYPES[array.dtype.name])
-
-
-@dataclass(frozen=True, slots=True)
-class CacheLayout:
-    """Keys or values of one layer: names of the input and the output, heads, their width, element type."""
-
-    past: str
-    present: str
-    heads: int
-    head_dim: int
-    dtype: np.dtype[Any]
 
 
 class KVBuffers(Protocol):
@@ -63,7 +61,7 @@ class KVBuffers(Protocol):
 class InPlaceCache:
     """One buffer of full capacity for each tensor: the graph reads it and writes new rows in place."""
 
-    def __init__(self, layout: Sequence[CacheLayout]) -> None:
+    def __init__(self, layout: Sequence[CacheTensor]) -> None:
         self._layout = layout
         self._values: list[Any] = []
 
@@ -91,7 +89,7 @@ class SharedCache(InPlaceCache):
         arrays: ``(1, heads, capacity, head_dim)`` each.
     """
 
-    def __init__(self, layout: Sequence[CacheLayout]) -> None:
+    def __init__(self, layout: Sequence[CacheTensor]) -> None:
         super().__init__(layout)
         self.arrays: list[_Array] = []
 
@@ -137,7 +135,7 @@ class GrowingCache:
     the next pass binds: the rows that stay move together.
     """
 
-    def __init__(self, layout: Sequence[CacheLayout]) -> None:
+    def __init__(self, layout: Sequence[CacheTensor]) -> None:
         self._layout = layout
         self._past: list[_Array] = []
         self._present: list[_Array] = []
@@ -204,7 +202,43 @@ def _whole_tiles(tokens: int) -> int:
     return -(-tokens // KEY_TILE) * KEY_TILE
 
 
-def _rows(buffer: _Array, tensor: CacheLayout, tokens: int) -> _Array:
+def _rows(buffer: _Array, tensor: CacheTensor, tokens: int) -> _Array:
     """The beginning of a buffer as keys or values of ``tokens`` tokens."""
     shape = (1, tensor.heads, tokens, tensor.head_dim)
     return buffer[: prod(shape)].reshape(shape)
+
+
+class TensorMemory(Protocol):
+    """A kind of memory that ONNX Runtime's values lie in."""
+
+    def value(self, array: _Array) -> Any:
+        """An OrtValue that holds what ``array`` does; the array must outlive it."""
+
+    def write(self, value: Any, array: _Array) -> None:
+        """Let ``value``, made from ``array``, hold what the array does now."""
+
+    def output(self, shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[Any, Callable[[], _Array]]:
+        """An OrtValue for graphs to write, and what returns, as an array, what it holds then."""
+
+    def cache(self, layout: Sequence[CacheTensor]) -> KVBuffers:
+        """A KV cache that graphs write in place."""
+
+
+class HostMemory:
+    """numpy's: a graph on the CPU reads and writes the arrays themselves."""
+
+    def value(self, array: _Array) -> Any:
+        """An OrtValue over the array's own memory."""
+        return ort_value(array)
+
+    def write(self, value: Any, array: _Array) -> None:
+        """Nothing to do: they are one."""
+
+    def output(self, shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[Any, Callable[[], _Array]]:
+        """An OrtValue over an array, and what returns that array."""
+        array = np.empty(shape, dtype)
+        return ort_value(array), lambda: array
+
+    def cache(self, layout: Sequence[CacheTensor]) -> KVBuffers:
+        """A KV cache that graphs write in place."""
+        return SharedCache(layout)

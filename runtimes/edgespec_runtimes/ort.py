@@ -7,6 +7,11 @@ edgespec, the call ends what has begun; older Windows builds listen to the call 
 """
 
 import os
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
 
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 
@@ -15,7 +20,23 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
 ort.disable_telemetry_events()
 
-__all__ = ["RUN_ERRORS", "ort", "ort_state"]
+__all__ = ["RUN_ERRORS", "TYPES", "ort", "ort_state"]
+
+TYPES: Final[Mapping[str, np.dtype[Any]]] = MappingProxyType(
+    {
+        f"tensor({name})": np.dtype(kind)
+        for name, kind in {
+            "float": np.float32,
+            "float16": np.float16,
+            "int8": np.int8,
+            "uint8": np.uint8,
+            "uint16": np.uint16,
+            "int32": np.int32,
+            "int64": np.int64,
+        }.items()
+    }
+)
+"""numpy's types for those that ONNX Runtime names."""
 
 # Its own share no base class; where memory is bound, it raises what Python has.
 RUN_ERRORS = (

@@ -9,8 +9,7 @@ from edgespec_models.bundle import Bundle
 from edgespec_models.errors import DeviceError
 from edgespec_models.static_graphs import ExportDevice, Form
 from edgespec_runtimes.discovery import AUTO, Device, Runtime, devices, resolve
-from edgespec_runtimes.session import Session
-from edgespec_runtimes.static_session import StaticSession
+from edgespec_runtimes.session import Compiled, Session
 
 __all__ = ["Placement", "export_for", "place", "run_at_once"]
 
@@ -41,7 +40,7 @@ class Placement:
 
     def opened(self, session: Session) -> "Placement":
         """With what opening the graphs found out: whether the bundle's context binaries are used."""
-        found = session.compiled if isinstance(session, StaticSession) else ""
+        found = session.compiled if isinstance(session, Compiled) else ""
         return replace(self, reason=f"{self.reason}; {found}") if found else self
 
 

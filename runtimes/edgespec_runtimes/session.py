@@ -1,15 +1,24 @@
-"""The contract every running model keeps, whatever device it runs on."""
+"""The contract every running model keeps, whatever device it runs on, and what only some can besides."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from edgespec_runtimes.predictions import Logits, Predictions
 
-__all__ = ["Logits", "ModelSession", "SavedCache", "Session", "shared_length"]
+__all__ = [
+    "Compiled",
+    "Logits",
+    "ModelSession",
+    "SavedCache",
+    "Session",
+    "TrimmedHead",
+    "Tunable",
+    "shared_length",
+]
 
 _COMPARED = 256
 
@@ -48,8 +57,9 @@ class Session(Protocol):
     """One model reading one sequence; the only owner of its KV cache.
 
     The cache holds the keys and values of ``length`` tokens, at most ``capacity``.
-    Rollback is a number: :meth:`truncate`. Logits have a column for every row of the LM head: every token,
-    or the tokens a trimmed drafter's bundle lists (:attr:`edgespec_models.bundle.Bundle.head_tokens`).
+    Rollback is a number: :meth:`truncate`. Predictions have a column for every row of the LM head: every
+    token, or the tokens a trimmed drafter's bundle lists
+    (:attr:`edgespec_models.bundle.Bundle.head_tokens`).
     """
 
     @property
@@ -85,25 +95,17 @@ class Session(Protocol):
             RequestError: more tokens than ``capacity``.
         """
 
-    def next_logits(self, tokens: Sequence[int]) -> Logits:
-        """Make the cache hold exactly ``tokens``; return the logits of what follows.
-
-        float32 ``(head_rows,)``. At least the last token is computed. The array is the session's own buffer.
-        """
-
-    def forward(self, tokens: Sequence[int]) -> Logits:
-        """Append ``tokens`` to the cache and return their logits, float32 ``(len(tokens), head_rows)``.
-
-        The array is the session's own buffer: the next call overwrites it.
-        """
-
     def predict(self, tokens: Sequence[int]) -> Predictions:
-        """:meth:`forward` for whoever may need less than whole rows: a row for each of ``tokens``."""
-        return Predictions(self.forward(tokens))
+        """Append ``tokens`` to the cache; what the model says behind each, a row for each of them.
+
+        They lie in the session's own buffers: the next call overwrites them.
+        """
 
     def predict_next(self, tokens: Sequence[int]) -> Predictions:
-        """:meth:`next_logits` likewise: one row."""
-        return Predictions(self.next_logits(tokens)[None])
+        """Make the cache hold exactly ``tokens``; what the model says of what follows, one row.
+
+        At least the last token is computed.
+        """
 
     def truncate(self, length: int) -> None:
         """Forget every token from position ``length`` on."""
@@ -138,9 +140,19 @@ class ModelSession(Session, Protocol):
     def kv_bytes(self) -> int:
         """Bytes reserved for the KV cache."""
 
+
+@runtime_checkable
+class Compiled(Protocol):
+    """A session whose graphs a device's compiler takes, at load or ahead."""
+
     @property
-    def head_tokens(self) -> npt.NDArray[np.int32] | None:
-        """The token of every column of the logits, int32; None where column i is token i."""
+    def compiled(self) -> str:
+        """Whether context binaries are used and, if not, why; empty where there are none for the device."""
+
+
+@runtime_checkable
+class Tunable(Protocol):
+    """A session some of whose weights can be replaced while it runs."""
 
     @property
     def tunable(self) -> frozenset[str]:
@@ -153,5 +165,17 @@ class ModelSession(Session, Protocol):
             RequestError: one that is not among :attr:`tunable`, or of another shape.
         """
 
+
+@runtime_checkable
+class TrimmedHead(Protocol):
+    """A session whose LM head may lack tokens, and write others besides."""
+
+    @property
+    def head_tokens(self) -> npt.NDArray[np.int32] | None:
+        """The token of every column of the logits, int32; None where column i is token i."""
+
     def offer(self, tokens: Sequence[int]) -> None:
-        """Let a trimmed LM head write ``tokens`` too; others take no notice."""
+        """Let a head that is tied to the embedding write ``tokens`` too: a column each, behind its rows'.
+
+        They replace what was offered before; the tokens in the cache stay. Other heads take no notice.
+        """

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,23 +18,16 @@ import numpy.typing as npt
 from edgespec_models.bundle import Bundle
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import BundleError, DeviceError
+from edgespec_models.graph_contract import StaticInputs, cache_names
 from edgespec_models.static_graphs import StaticGraphs
-from edgespec_runtimes.host_inputs import HostInputs
 from edgespec_runtimes.kv_buffers import ort_value
-from edgespec_runtimes.ort import RUN_ERRORS
+from edgespec_runtimes.ort import RUN_ERRORS, TYPES
 from edgespec_runtimes.predictions import Logits, Predictions
 
-__all__ = ["TYPES", "StaticIO", "cheapest_passes"]
+__all__ = ["StaticIO", "cheapest_passes"]
 
 _Array = npt.NDArray[Any]
 _TIMED = 2
-TYPES: Final[Mapping[str, type[np.generic]]] = {
-    "tensor(float)": np.float32,
-    "tensor(int32)": np.int32,
-    "tensor(uint8)": np.uint8,
-    "tensor(uint16)": np.uint16,
-}
-"""numpy's types for those that ONNX Runtime names."""
 
 
 def cheapest_passes(
@@ -104,7 +97,7 @@ class StaticIO:
         if static is None or not isinstance(config, ModelConfig):
             raise BundleError(f"{bundle.path} has no graphs of fixed shapes")
         self._static, self._config, self._path, self._open = static, config, bundle.path, open_graphs
-        self._host = HostInputs(config, static.masked)
+        self._host = StaticInputs(config, static.masked)
         self._passes: dict[int, _Pass] = {}
         self._cache: list[_Array] = []
         self._capacity = 0
@@ -116,26 +109,6 @@ class StaticIO:
     def kv_bytes(self) -> int:
         """Bytes reserved for the KV cache."""
         return sum(array.nbytes for array in self._cache)
-
-    @property
-    def copies_cache(self) -> bool:
-        """False: passes return new rows only."""
-        return False
-
-    @property
-    def tunable(self) -> frozenset[str]:
-        """None: compilers fold weights into what they make."""
-        return frozenset()
-
-    def tune(self, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
-        """Never called: nothing is tunable."""
-
-    @property
-    def head_tokens(self) -> None:
-        """Column i is token i."""
-
-    def offer(self, tokens: Sequence[int]) -> None:
-        """Take no notice: the LM head is whole."""
 
     def reserve(self, capacity: int, keep: int) -> None:
         """Open the graphs of the bucket of ``capacity`` tokens, keeping the first ``keep`` of the cache.
@@ -243,11 +216,8 @@ class StaticIO:
 def _cache_shapes(config: ModelConfig, capacity: int) -> list[tuple[str, tuple[int, ...]]]:
     """Keys lie transposed, as the product with the queries takes them."""
     heads, width = config.num_kv_heads, config.head_dim
-    return [
-        (f"past_key_values.{layer}.{kind}", (1, heads, *shape))
-        for layer in range(config.num_layers)
-        for kind, shape in (("key", (width, capacity)), ("value", (capacity, width)))
-    ]
+    shapes = (1, heads, width, capacity), (1, heads, capacity, width)
+    return [(past, shapes[index % 2]) for index, (past, _) in enumerate(cache_names(config.num_layers))]
 
 
 def _tokens(array: _Array, index: int, start: int, count: int) -> _Array:

@@ -18,7 +18,7 @@ from edgespec_runtimes.static_io import StaticIO
 __all__ = ["StaticSession", "open_on"]
 
 
-class StaticSession(GraphSession):
+class StaticSession(GraphSession[StaticIO]):
     """One model reading one sequence in passes of a few fixed sizes; see :class:`GraphSession`.
 
     Of the sizes a pass may have, those that take least time together are chosen; rows too many are masked.

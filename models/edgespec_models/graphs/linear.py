@@ -10,7 +10,6 @@ Projections compute in the type that their graph's activations have, ``float32``
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -18,17 +17,9 @@ import onnx_ir as ir
 from onnxscript import OpBuilder, nn
 
 from edgespec_models.config import FloatType
-from edgespec_models.weight_format import Method, WeightFormat
+from edgespec_models.graphs.plan import EmbeddingSpec, LinearPart, LinearSpec
 
-__all__ = [
-    "FLOATS",
-    "MICROSOFT",
-    "Embedding",
-    "EmbeddingSpec",
-    "Linear",
-    "LinearPart",
-    "LinearSpec",
-]
+__all__ = ["FLOATS", "MICROSOFT", "Embedding", "Linear"]
 
 MICROSOFT: dict[str, Any] = {"_domain": "com.microsoft", "_version": 1}
 FLOATS: Mapping[FloatType, ir.DataType] = MappingProxyType(
@@ -38,47 +29,6 @@ FLOATS: Mapping[FloatType, ir.DataType] = MappingProxyType(
 # no notice, and a check of their graphs on the CPU is to see the rounding of float16 only.
 _ACCURACY: Mapping[FloatType, int] = MappingProxyType({"float32": 4, "float16": 0})
 _ALIGNED = 8  # columns; CUDA's kernels for few rows take no other widths
-
-
-@dataclass(frozen=True, slots=True)
-class LinearPart:
-    """Rows of a projection that share a format: the tensors ``sources``, stacked.
-
-    ``biases`` names the bias vectors of the same tensors, or is empty. The graph does not depend on
-    ``method``, how the weights came to be in their format.
-    """
-
-    sources: tuple[str, ...]
-    out_features: int
-    format: WeightFormat
-    biases: tuple[str, ...] = ()
-    method: Method = "keep"
-
-
-@dataclass(frozen=True, slots=True)
-class LinearSpec:
-    """A projection of ``in_features``: its parts' outputs, concatenated."""
-
-    in_features: int
-    parts: tuple[LinearPart, ...]
-
-    @property
-    def out_features(self) -> int:
-        """Width of the output."""
-        return sum(part.out_features for part in self.parts)
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddingSpec:
-    """A token embedding: floats or blocks of 4 or 8 bits, with a float offset per block or without.
-
-    The code of zero is the middle one. ``zero_points`` says so in the graph: where it does not, CUDA's kernel
-    takes 0 in some versions of ONNX Runtime (issue microsoft/onnxruntime#31692).
-    """
-
-    format: WeightFormat
-    offsets: bool = False
-    zero_points: bool = False
 
 
 class _Projection(nn.Module):
@@ -132,8 +82,8 @@ class _Projection(nn.Module):
 class Linear(nn.Module):
     """``(1, n, in_features) -> (1, n, sum of out_features)``."""
 
-    def __init__(self, spec: LinearSpec, floats: FloatType = "float32") -> None:
-        super().__init__()
+    def __init__(self, spec: LinearSpec, floats: FloatType = "float32", name: str | None = None) -> None:
+        super().__init__(name)
         self.spec = spec
         self.parts = nn.ModuleList([_Projection(spec.in_features, part, floats) for part in spec.parts])
 
@@ -151,8 +101,15 @@ class Linear(nn.Module):
 class Embedding(nn.Module):
     """Token embedding: int64 ``(1, n)`` -> floats ``(1, n, hidden)``."""
 
-    def __init__(self, rows: int, hidden: int, spec: EmbeddingSpec, floats: FloatType = "float32") -> None:
-        super().__init__()
+    def __init__(
+        self,
+        rows: int,
+        hidden: int,
+        spec: EmbeddingSpec,
+        floats: FloatType = "float32",
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name)
         self.spec, self.hidden = spec, hidden
         form, kind = spec.format, FLOATS[floats]
         if form.is_float:

@@ -1,0 +1,129 @@
+"""How each weight of a decoder's graph is stored."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from edgespec_models.config import FloatType
+from edgespec_models.weight_format import Method, WeightFormat
+
+__all__ = ["FULL", "DecoderPlan", "EmbeddingSpec", "LinearPart", "LinearSpec", "Precision", "module_path"]
+
+
+def module_path(linear: str) -> str:
+    """A projection's name in the graph: ``layers.3.qkv`` of a plan is ``layers.3.attention.qkv`` there."""
+    if linear == "lm_head":
+        return linear
+    layers, index, name = linear.split(".")
+    return f"{layers}.{index}.{'attention' if name in ('qkv', 'o') else 'mlp'}.{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class LinearPart:
+    """Rows of a projection that share a format: the tensors ``sources``, stacked.
+
+    ``biases`` names the bias vectors of the same tensors, or is empty. The graph does not depend on
+    ``method``, how the weights came to be in their format.
+    """
+
+    sources: tuple[str, ...]
+    out_features: int
+    format: WeightFormat
+    biases: tuple[str, ...] = ()
+    method: Method = "keep"
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSpec:
+    """A projection of ``in_features``: its parts' outputs, concatenated."""
+
+    in_features: int
+    parts: tuple[LinearPart, ...]
+
+    @property
+    def out_features(self) -> int:
+        """Width of the output."""
+        return sum(part.out_features for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingSpec:
+    """A token embedding: floats or blocks of 4 or 8 bits, with a float offset per block or without.
+
+    The code of zero is the middle one. ``zero_points`` says so in the graph: where it does not, CUDA's kernel
+    takes 0 in some versions of ONNX Runtime (issue microsoft/onnxruntime#31692).
+    """
+
+    format: WeightFormat
+    offsets: bool = False
+    zero_points: bool = False
+    method: Method = "keep"
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """What a graph computes in.
+
+    Attributes:
+        activations: projections, attention and the KV cache.
+        residual: embedding, the residual stream, and the normalizations that read it or add to it. Its sums
+            grow from layer to layer, in some models (Gemma 3) beyond what float16 holds.
+    """
+
+    activations: FloatType
+    residual: FloatType
+
+    @property
+    def mixed(self) -> bool:
+        """Whether values change their type on the way into a layer and out of it."""
+        return self.activations != self.residual
+
+
+FULL = Precision("float32", "float32")
+"""What graphs for the CPU compute in."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderPlan:
+    """How each weight is stored.
+
+    ``linears`` has ``layers.L.qkv``, ``layers.L.o``, ``layers.L.gate_up``, ``layers.L.down``, ``lm_head``.
+    ``head_tokens`` names the tokens, ascending, whose rows a trimmed LM head keeps; None keeps all.
+    ``context`` gives such a graph the input ``context_tokens``: tokens it can write besides, for which the
+    token embedding serves as LM head. ``tunable`` lets the gains of normalizations be replaced at run time.
+    """
+
+    embedding: EmbeddingSpec
+    linears: Mapping[str, LinearSpec]
+    head_tokens: tuple[int, ...] | None = None
+    context: bool = False
+    tunable: bool = False
+    precision: Precision = FULL
+
+    @property
+    def native(self) -> bool:
+        """Whether the graph consists of edgespec's own operators."""
+        return bool(self.embedding.format.tiles)
+
+    @property
+    def biases(self) -> bool:
+        """Whether queries, keys and values have biases."""
+        return any(part.biases for spec in self.linears.values() for part in spec.parts)
+
+    @property
+    def tied(self) -> bool:
+        """Whether the LM head is the embedding's matrix, stored once."""
+        (part,) = self.linears["lm_head"].parts
+        whole = self.head_tokens is None and part.format == self.embedding.format
+        return self.native and whole and part.sources == ("embed",)
+
+    def parts(self) -> Iterator[tuple[str, LinearPart]]:
+        """Every part that is stored, behind the prefix of its parameters' names."""
+        for name, spec in self.linears.items():
+            if name != "lm_head" or not self.tied:
+                for index, part in enumerate(spec.parts):
+                    yield f"{module_path(name)}.parts.{index}", part
+
+    @property
+    def choices(self) -> bool:
+        """Whether the graph says which columns are the most likely: edgespec's and those for GPUs do."""
+        return self.native or self.precision.activations != "float32"
