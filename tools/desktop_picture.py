@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
 
-from PySide6.QtGui import QColor, QPalette
 from PySide6.QtTest import QTest
 from PySide6.QtWidgets import QApplication
 
@@ -19,7 +18,7 @@ from docs.examples.desktop.main import Window
 ROOT = Path(__file__).parents[1]
 QUESTIONS = (
     "Write a Python function that reverses the words of a sentence, with a docstring.",
-    "How do I undo the last commit in git, but keep its changes? Explain each option.",
+    "What are the differences between a list and a tuple in Python?",
 )
 
 
@@ -32,24 +31,13 @@ def wait_until(true: Callable[[], bool], seconds: int) -> None:
         QTest.qWait(50)
 
 
-def darken(app: QApplication) -> None:
-    """Qt's own dark colours, which this platform cannot be asked for."""
-    app.setStyle("Fusion")
-    palette = QPalette(QColor("#2b2b2f"))
-    palette.setColor(QPalette.ColorRole.Base, QColor("#1b1b1e"))
-    app.setPalette(palette)
-
-
 def main() -> None:
     """Ask, wait, save."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="qwen2.5-coder-1.5b-instruct")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "figures" / "desktop.png")
-    parser.add_argument("--dark", action="store_true")
     options = parser.parse_args()
-    app = QApplication([])
-    if options.dark:
-        darken(app)
+    app = QApplication([])  # noqa: F841 - it lives as long as its windows
     window = Window(lambda report: edgespec.load(options.model, progress=report))
     window.show()
     wait_until(lambda: bool(window.chats), 1800)
@@ -58,7 +46,8 @@ def main() -> None:
         chat.ask()
     done, writing = window.chats
     wait_until(lambda: done.button.text() == "Send", 600)
-    wait_until(lambda: writing.said.itemAt(1).widget().height() > 200 or writing.button.text() == "Send", 600)
+    answer = writing._answer
+    wait_until(lambda: answer.height() > 200 or writing.button.text() == "Send", 600)
     window.grab().save(str(options.out))
     window.close()
 

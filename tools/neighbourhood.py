@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 JSON = {"Content-Type": "application/json"}
 RUNS = 11
 TOKENS = 2000
+OUTSIDE = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # not this checkout
 SIZES = """
 import importlib.metadata, json
 print(json.dumps({
@@ -40,7 +41,7 @@ def seconds(command: Sequence[str]) -> float:
 
     def once() -> float:
         started = perf_counter()
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=OUTSIDE)
         return perf_counter() - started
 
     return median(once() for _ in range(RUNS))
@@ -50,7 +51,7 @@ def installed(folder: Path, wheel: str) -> Path:
     """The programs of a new environment with edgespec in it."""
     venv.create(folder, with_pip=True)
     programs = folder / ("Scripts" if os.name == "nt" else "bin")
-    subprocess.run([programs / "python", "-m", "pip", "install", "--quiet", wheel], check=True)
+    subprocess.run([programs / "python", "-m", "pip", "install", "--quiet", wheel], check=True, env=OUTSIDE)
     return programs
 
 
@@ -100,7 +101,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         programs = installed(Path(folder) / "env", options.wheel)
         python = str(programs / "python")
-        sizes: dict[str, int] = json.loads(subprocess.check_output([python, "-c", SIZES]))
+        sizes: dict[str, int] = json.loads(subprocess.check_output([python, "-c", SIZES], env=OUTSIDE))
         bare, imported = (seconds([python, "-c", code]) for code in ("pass", "import edgespec"))
         shown = seconds([str(programs / "edgespec"), "--help"])
     sizes = {name: size for name, size in sizes.items() if name not in {"pip", "setuptools"}}

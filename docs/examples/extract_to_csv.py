@@ -17,7 +17,7 @@ SCHEMA: dict[str, Any] = {
     "properties": {
         "vendor": {"type": "string", "maxLength": 60},  # without a limit a model may go on for long
         "date": {"type": "string", "format": "date"},
-        "total": {"type": "number", "minimum": 0, "maximum": 1_000_000},
+        "total": {"type": "number", "minimum": 0, "maximum": 1_000_000, "multipleOf": 0.01},
         "currency": {"enum": ["EUR", "USD", "GBP"]},
     },
     "required": ["vendor", "date", "total", "currency"],

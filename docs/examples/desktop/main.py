@@ -17,7 +17,7 @@ import edgespec
 STYLE = """
 QWidget { background: palette(base) }
 QScrollArea { border: none }
-QLineEdit { padding: 7px; border: 1px solid palette(mid); border-radius: 8px }
+QLineEdit { padding: 7px; border: 1px solid gray; border-radius: 8px }
 QPushButton { padding: 8px; min-width: 60px; border-radius: 8px; color: white; background: #3465c0 }
 QPushButton[text="Stop"] { background: #b23b3b }
 QLabel[who="user"] { background: palette(window); border-radius: 10px; padding: 9px }
