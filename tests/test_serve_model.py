@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +113,12 @@ def test_a_client_that_leaves_ends_its_request_within_a_pass() -> None:
             )
             next(stream)
             stream.close()
-        gate.open()
-        answer = ask(url, CHAT, body("next"))
-        assert answer.status == 200
+        with ThreadPoolExecutor() as pool:
+            answer = pool.submit(ask, url, CHAT, body("next"))
+            while not answer.done():  # a busy machine may take a while to tell the server
+                gate.let(1)
+                wait([answer], timeout=0.01)
+        assert answer.result().status == 200
         passes = len(gate.passes)
     assert passes < 1000
 
