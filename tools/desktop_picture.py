@@ -41,10 +41,11 @@ def main() -> None:
     window = Window(lambda report: edgespec.load(options.model, progress=report))
     window.show()
     wait_until(lambda: bool(window.chats), 1800)
+    done, writing = window.chats
     for chat, question in zip(window.chats, QUESTIONS, strict=True):
         chat.entry.setText(question)
         chat.ask()
-    done, writing = window.chats
+        wait_until(lambda: done.status.text() == "Writes ...", 600)  # so that it is the first in the queue
     wait_until(lambda: done.button.text() == "Send", 600)
     answer = writing._answer
     wait_until(lambda: answer.height() > 200 or writing.button.text() == "Send", 600)
