@@ -66,7 +66,9 @@ def test_code_runs(page: Path, request: pytest.FixtureRequest, capsys: pytest.Ca
         exec(compile(block, str(page), "exec"), names)  # noqa: S102 - that is the test
     if page.stem == "apps":
         out = capsys.readouterr().out
-        assert "cancelled '" in out and "does not fit the model's context" in out
+        # A busy machine may see the toy's 400 tokens before they are cancelled.
+        assert re.search("^(cancelled|length) '", out, re.MULTILINE)
+        assert "does not fit the model's context" in out
 
 
 def test_commands_exist() -> None:
