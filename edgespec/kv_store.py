@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 
+from edgespec_runtimes.kv_buffers import KEY_TILE
 from edgespec_runtimes.session import ModelSession, SavedCache, shared_length
 
 __all__ = ["KvStore"]
 
-_LEAST = 16
-"""Tokens that are worth a copy: reading so many takes about as long as a pass."""
+_LEAST = 4
+"""Tokens that are worth a copy: it takes next to nothing, and reading them longer than a pass over one."""
 
 
 class KvStore:
@@ -65,7 +66,7 @@ class KvStore:
     def _put_aside(self, session: ModelSession) -> None:
         """Keep a copy of what ``session`` holds, or of as many tokens as the budget has room for."""
         per_token = -(-session.kv_bytes // max(1, session.capacity))
-        length = min(session.length, self._budget // max(1, per_token) // _LEAST * _LEAST)
+        length = min(session.length, self._budget // max(1, per_token) // KEY_TILE * KEY_TILE)
         if length < _LEAST:
             return
         self._make_room(length * per_token)
