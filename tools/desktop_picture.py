@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
 
-from PySide6.QtTest import QTest
+from PySide6.QtCore import QEventLoop, QTimer
 from PySide6.QtWidgets import QApplication
 
 import edgespec
@@ -28,7 +28,10 @@ def wait_until(true: Callable[[], bool], seconds: int) -> None:
     while not true():
         if monotonic() > give_up:
             raise TimeoutError(f"the window was not ready within {seconds} s")
-        QTest.qWait(50)
+        # QTest.qWait would hold Python's lock, without which the model's thread stands still.
+        loop = QEventLoop()
+        QTimer.singleShot(50, loop.quit)
+        loop.exec()
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from PySide6 import QtWidgets
-from PySide6.QtCore import Qt, QThread, Signal
+from PySide6.QtCore import Qt, QThread, QTimer, Signal
 from PySide6.QtGui import QCloseEvent, QTextDocument
 
 import edgespec
@@ -74,6 +74,8 @@ class Chat(QtWidgets.QWidget):
         self._plain_s = model.cost_curve.seconds(1)  # of a token without drafts, as measured at load
         self._stream: edgespec.Stream | None = None
         self._answer, self._text = Message("model"), ""
+        self._later = QTimer(self, singleShot=True, interval=150)  # drawing takes time from the model
+        self._later.timeout.connect(self._draw)
         self.status = Message("status", f"{model.name} with {model.drafter_name or 'no drafter'}")
         self.entry = QtWidgets.QLineEdit(placeholderText="Ask something")
         self.button = QtWidgets.QPushButton("Send")
@@ -116,6 +118,7 @@ class Chat(QtWidgets.QWidget):
         task = Task(lambda: answer_of(stream), self)
         task.found.connect(self._show)
         task.failed.connect(lambda problem: self._say("error", problem))
+        task.finished.connect(self._draw)
         task.finished.connect(lambda: self._wait_for(None))
         self.status.setText("Waits for its turn, reads ...")
         self._wait_for(stream)
@@ -124,12 +127,17 @@ class Chat(QtWidgets.QWidget):
     def _show(self, news: edgespec.Record | edgespec.Generation) -> None:
         if isinstance(news, edgespec.Record):
             self._text += news.text
-            self._answer.show_markdown(self._text)
             self.status.setText("Writes ...")
+            if not self._later.isActive():
+                self._later.start()
             return
         speed, stopped = news.stats.tokens_per_s, "Stopped. " * (news.finish_reason == "cancelled")
         times = speed * self._plain_s
         self.status.setText(f"{stopped}{speed:.1f} tokens/s, {times:.2f} times plain decoding")
+
+    def _draw(self) -> None:
+        self._later.stop()
+        self._answer.show_markdown(self._text)
 
     def _wait_for(self, stream: edgespec.Stream | None) -> None:
         """Let the button stop ``stream``, if there is one to stop."""
