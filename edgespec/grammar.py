@@ -181,11 +181,11 @@ class Grammars:
     def _vocabulary(self) -> "LLTokenizer":
         from llguidance import LLTokenizer
 
-        vocabulary: Any = _Vocabulary(self._tokenizer, self._eos)
+        vocabulary: Any = _GrammarTokens(self._tokenizer, self._eos)
         return LLTokenizer(vocabulary, eos_token=[*self._ends])
 
 
-class _Vocabulary:
+class _GrammarTokens:
     """A tokenizer as llguidance wants it."""
 
     is_tokenizer_wrapper = True

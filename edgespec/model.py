@@ -15,7 +15,7 @@ from edgespec.load_options import LoadOptions
 from edgespec.loading import NGRAM
 from edgespec.request import Request, RequestOptions, with_options
 from edgespec.results import Generation
-from edgespec.runner import Prompt, Runner
+from edgespec.runner import PromptTokens, Runner
 from edgespec.sessions import Loaded
 from edgespec.stream import Stream
 from edgespec.worker import Worker
@@ -226,7 +226,7 @@ class Model:
     def _queued(
         self,
         request: Request,
-        prompt: Callable[[], Prompt],
+        prompt: Callable[[], PromptTokens],
         ended: Callable[[Generation], None] = lambda result: None,
     ) -> Stream:
         runner, constraint = self._runner, self._runner.constraint(request)

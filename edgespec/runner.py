@@ -29,11 +29,11 @@ if TYPE_CHECKING:  # a model without a drafter model or a history imports nothin
     from edgespec.drafting.side import DrafterSide, Part
     from edgespec.history.use import HistoryUse
 
-__all__ = ["Prompt", "Runner"]
+__all__ = ["PromptTokens", "Runner"]
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptTokens:
     """A prompt as both models are to read it; ``of_drafter`` is empty without a drafter model."""
 
     tokens: list[int]
@@ -123,7 +123,7 @@ class Runner:
         wanted = answer_format(self.target, request)
         return None if wanted is None else self._grammars.constraint(wanted)
 
-    def prompt(self, asked: Asked, request: Request) -> Prompt:
+    def prompt(self, asked: Asked, request: Request) -> PromptTokens:
         """Read a prompt.
 
         Raises:
@@ -134,9 +134,11 @@ class Runner:
         if len(tokens) >= self.session.longest:
             raise DoesNotFit(self._too_long(len(tokens)))
         side = self.side if request.speculate and request.drafter is None else None
-        return Prompt(tokens, [] if side is None else side.prompt(tokens, asked.drafter_tokens))
+        return PromptTokens(tokens, [] if side is None else side.prompt(tokens, asked.drafter_tokens))
 
-    def prepared(self, prompt: Prompt, request: Request, constraint: Constraint | None) -> PreparedRequest:
+    def prepared(
+        self, prompt: PromptTokens, request: Request, constraint: Constraint | None
+    ) -> PreparedRequest:
         """A request made ready: room is reserved, and what is known of its prompt lies in the KV cache.
 
         An answer that would not fit the context is shortened.
@@ -218,7 +220,9 @@ class Runner:
             )
         return f"{prompt} the model's context of {context:,}, which holds the answer too; shorten it"
 
-    def _begin(self, prompt: Prompt, request: Request, constraint: Constraint | None) -> Policy | Forced:
+    def _begin(
+        self, prompt: PromptTokens, request: Request, constraint: Constraint | None
+    ) -> Policy | Forced:
         """What drafts in a request."""
         side, remarks = self.side, Remarks()
         if not request.speculate or not (self._drafts or request.drafter):
@@ -232,7 +236,7 @@ class Runner:
         policy = self._policy(free, self._part(prompt, request, remarks), remarks)
         return policy if constraint is None else Forced(policy, constraint, self.pricing, remarks)
 
-    def _part(self, prompt: Prompt, request: Request, remarks: Remarks) -> "Part | None":
+    def _part(self, prompt: PromptTokens, request: Request, remarks: Remarks) -> "Part | None":
         """The part of a model or of an app's own drafter."""
         own = self.own
         if request.drafter is not None:

@@ -12,7 +12,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-__all__ = ["MOST", "Experience", "Outcome", "Record"]
+__all__ = ["MOST", "Experience", "Outcome", "Gains"]
 
 _STRIDE, _DEPTH = 4, 96  # tokens
 _PRIOR = 0.15
@@ -24,7 +24,7 @@ MOST = 4096
 
 
 @dataclass(slots=True)
-class Record:
+class Gains:
     """Decayed sum and number of the gains of requests with one beginning."""
 
     gain: float = 0.0
@@ -63,7 +63,7 @@ class Experience:
 
     def __init__(
         self,
-        records: Mapping[bytes, Record] | None = None,
+        records: Mapping[bytes, Gains] | None = None,
         *,
         tell: Callable[[Outcome], None] = lambda outcome: None,
     ) -> None:
@@ -90,14 +90,14 @@ class Experience:
         """``prompt`` was read, which gained ``share``."""
         keys = _beginnings(prompt)
         for key in keys:
-            record = self._records.pop(key, Record())
+            record = self._records.pop(key, Gains())
             record.add(share)
             self._records[key] = record  # the latest last
         while len(self._records) > MOST:
             del self._records[next(iter(self._records))]
         self._tell(Outcome(tuple(keys), share))
 
-    def _known(self, prompt: Sequence[int]) -> list[Record]:
+    def _known(self, prompt: Sequence[int]) -> list[Gains]:
         return [self._records[key] for key in _beginnings(prompt) if key in self._records]
 
 

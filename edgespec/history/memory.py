@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from edgespec.drafting.experience import Outcome, Record
+from edgespec.drafting.experience import Gains, Outcome
 from edgespec.history.corrections import DrafterKey
 from edgespec.history.entries import Entry, Tally, total_tokens
 from edgespec.history.index import Found, Index
@@ -40,7 +40,7 @@ class Snapshot:
     clock: int = 0
     entries: list[Entry] = field(default_factory=list)
     tallies: dict[str, Tally] = field(default_factory=dict)
-    records: dict[str, dict[bytes, Record]] = field(default_factory=dict)
+    records: dict[str, dict[bytes, Gains]] = field(default_factory=dict)
     corrections: dict[str, Table] = field(default_factory=dict)
 
 

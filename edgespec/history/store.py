@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
 
-from edgespec.drafting.experience import MOST, Outcome, Record
+from edgespec.drafting.experience import MOST, Gains, Outcome
 from edgespec.history.corrections import Corrections, Kept
 from edgespec.history.entries import Entry, Tally
 from edgespec.history.memory import Change, Delta, Snapshot, keep_best
@@ -110,9 +110,9 @@ class Store:
         tallies = self._connection.execute(
             "SELECT class, accepted, judged FROM tally WHERE scope = ?", (key,)
         )
-        records: dict[str, dict[bytes, Record]] = {}
+        records: dict[str, dict[bytes, Gains]] = {}
         for drafter, digest, gain, count in self._connection.execute(_RECORDS, (key,)):
-            records.setdefault(drafter, {})[digest] = Record(gain, count)
+            records.setdefault(drafter, {})[digest] = Gains(gain, count)
         return Snapshot(
             clock,
             entries,
@@ -290,7 +290,7 @@ class Store:
         for outcome in outcomes:
             for digest in outcome.beginnings:
                 row = self._connection.execute(query, (key, drafter, digest)).fetchone()
-                record = Record(*(row or (0.0, 0.0)))
+                record = Gains(*(row or (0.0, 0.0)))
                 record.add(outcome.share)
                 values = (key, drafter, digest, record.gain, record.count, now)
                 self._connection.execute("INSERT OR REPLACE INTO beginning VALUES (?, ?, ?, ?, ?, ?)", values)

@@ -18,7 +18,7 @@ from edgespec.engine import Model
 from edgespec.history.manage import History
 from edgespec.serve.bodies import read_json
 from edgespec.serve.completions import Completions
-from edgespec.serve.metrics import CLIENT_LEFT, Metrics, Observed, tally_of
+from edgespec.serve.metrics import CLIENT_LEFT, Metrics, Observed, count_of
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.problems import Problem, on_http_exception, on_problem
 from edgespec.serve.schemas import ForgetBody, parse
@@ -177,7 +177,7 @@ def _file(name: str, kind: str) -> tuple[bytes, str]:
 
 
 async def _on_disconnect(request: Request, _: Exception) -> Response:
-    tally_of(request).left = True
+    count_of(request).left = True
     return Response(status_code=CLIENT_LEFT)
 
 

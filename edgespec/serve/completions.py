@@ -18,7 +18,7 @@ from edgespec.results import Generation, Record
 from edgespec.serve.answers import ChatAnswer, CompletionAnswer
 from edgespec.serve.bodies import read_json
 from edgespec.serve.holding import Holding
-from edgespec.serve.metrics import Tally, tally_of
+from edgespec.serve.metrics import RequestCount, count_of
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.problems import Problem, of_error
 from edgespec.serve.schemas import ChatBody, CompletionBody, parse
@@ -98,10 +98,10 @@ class Completions:
                 raise Problem(400, "one answer can be streamed; leave out stream, or ask for each by itself")
             return await self._streamed(request, body, partial(asks[0], **options), answer)
         answers = await _while_connected(request, _all(asks, options))
-        tally = tally_of(request)
+        count = count_of(request)
         for each in {id(choice.stats): choice for asked in answers for choice in asked.choices}.values():
-            tally.tokens += len(each.tokens)  # greedy choices are one answer several times
-            tally.stats.append(each.stats)
+            count.tokens += len(each.tokens)  # greedy choices are one answer several times
+            count.stats.append(each.stats)
             _check_ended(each)
         return JSONResponse(answer.whole(answers))
 
@@ -119,7 +119,7 @@ class Completions:
         holding = None
         if isinstance(body, ChatBody) and body.may_call:
             holding = Holding(self._model.target.tokenizer)
-        events = _Events(tally_of(request), stream, answer, holding, body.stream_options.include_usage)
+        events = _Events(count_of(request), stream, answer, holding, body.stream_options.include_usage)
         return _EventStream(events, first, records)
 
 
@@ -127,9 +127,9 @@ class _Events:
     """The events of one streamed answer; ``holding`` keeps calls of tools out of its text."""
 
     def __init__(
-        self, tally: Tally, stream: Stream, answer: Answer, holding: Holding | None, with_usage: bool
+        self, count: RequestCount, stream: Stream, answer: Answer, holding: Holding | None, with_usage: bool
     ) -> None:
-        self._tally, self._stream, self._answer = tally, stream, answer
+        self._count, self._stream, self._answer = count, stream, answer
         self._holding, self._with_usage = holding, with_usage
         self._attribution = Attribution(answer.tokenizer)
         self.ended = False
@@ -142,7 +142,7 @@ class _Events:
         try:
             record = first
             while record is not None:
-                self._tally.tokens += len(record.tokens)
+                self._count.tokens += len(record.tokens)
                 yield self._event(self._piece(record))
                 record = await anext(rest, None)
             answer = self._stream.result
@@ -153,7 +153,7 @@ class _Events:
             problem = error if isinstance(error, Problem) else of_error(error)
             yield _line(problem.to_json())
         else:
-            self._tally.stats.append(answer.stats)
+            self._count.stats.append(answer.stats)
             yield self._event(self._answer.end(answer))
             if self._with_usage:
                 yield _line(self._answer.used(answer))
@@ -163,7 +163,7 @@ class _Events:
     def close(self) -> None:
         """The response is over; so is an answer that nobody reads any more."""
         self._stream.cancel()
-        self._tally.left = not self.ended
+        self._count.left = not self.ended
 
     def _piece(self, record: Record) -> dict[str, Any]:
         last = record.finish_reason is not None

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgespec.results import GenerationStats
 
-__all__ = ["CLIENT_LEFT", "Metrics", "Observed", "Tally", "tally_of"]
+__all__ = ["CLIENT_LEFT", "Metrics", "Observed", "RequestCount", "count_of"]
 
 CLIENT_LEFT = 499
 """Status of requests that nobody waited for any more; a habit of other servers, not of HTTP."""
@@ -21,7 +21,7 @@ _LOG = logging.getLogger("edgespec.serve")
 
 
 @dataclass(slots=True)
-class Tally:
+class RequestCount:
     """What one request came to.
 
     Attributes:
@@ -35,10 +35,10 @@ class Tally:
     left: bool = False
 
 
-def tally_of(request: Request) -> Tally:
-    """The tally of a request that :class:`Observed` watches."""
-    tally: Tally = request.scope["edgespec.tally"]
-    return tally
+def count_of(request: Request) -> RequestCount:
+    """The count of a request that :class:`Observed` watches."""
+    count: RequestCount = request.scope["edgespec.count"]
+    return count
 
 
 class Metrics:
@@ -109,7 +109,7 @@ class Observed:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        tally, started, status = Tally(), perf_counter(), 500
+        count, started, status = RequestCount(), perf_counter(), 500
 
         async def watched(message: Message) -> None:
             nonlocal status
@@ -117,27 +117,27 @@ class Observed:
                 status = message["status"]
             await send(message)
 
-        scope["edgespec.tally"] = tally
+        scope["edgespec.count"] = count
         working = scope["method"] == "POST"
         self._metrics.running.inc(working)
         try:
             await self._app(scope, receive, watched)
         finally:
             self._metrics.running.dec(working)
-            self._over(scope, CLIENT_LEFT if tally.left else status, perf_counter() - started, tally)
+            self._over(scope, CLIENT_LEFT if count.left else status, perf_counter() - started, count)
 
-    def _over(self, scope: Scope, status: int, seconds: float, tally: Tally) -> None:
+    def _over(self, scope: Scope, status: int, seconds: float, count: RequestCount) -> None:
         path = scope["path"] if scope["path"] in self._paths else "other"
         self._metrics.requests.labels(path, str(status)).inc()
         self._metrics.seconds.labels(path).observe(seconds)
-        self._metrics.tokens.inc(tally.tokens)
+        self._metrics.tokens.inc(count.tokens)
         line = f"{scope['method']} {quote(scope['path'])[:200]} {status} {seconds * 1e3:.0f} ms"
-        if tally.tokens:
-            line += f" {tally.tokens} tokens"
-        decoded = sum(stats.decode_tokens for stats in tally.stats)
-        decoding = sum(stats.decode_s for stats in tally.stats)
+        if count.tokens:
+            line += f" {count.tokens} tokens"
+        decoded = sum(stats.decode_tokens for stats in count.stats)
+        decoding = sum(stats.decode_s for stats in count.stats)
         if decoding > 0:
             line += f" {decoded / decoding:.1f} tokens/s"
-        for stats in tally.stats:
+        for stats in count.stats:
             self._metrics.answered(stats)
         _LOG.info("%s", line)

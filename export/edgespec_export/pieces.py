@@ -22,7 +22,7 @@ from edgespec_runtimes.cpu import CpuOptions, open_graph
 from edgespec_runtimes.ort import TYPES
 from edgespec_runtimes.session import Logits
 
-__all__ = ["PIECE_BYTES", "PiecewiseResult", "Step", "cut", "run_pieces", "walk"]
+__all__ = ["PIECE_BYTES", "PiecewiseResult", "PiecePass", "cut", "run_pieces", "walk"]
 
 PIECE_BYTES = 256 << 20
 """Weights of a piece, about: what one fused projection needs more is loaded with it."""
@@ -75,7 +75,7 @@ def cut(graph: Path, piece_bytes: int = PIECE_BYTES, *, watched: Set[str] = froz
     return paths
 
 
-class Step(NamedTuple):
+class PiecePass(NamedTuple):
     """A text's pass through a piece: whose number it is, what went in and came out, and the KV cache.
 
     ``last`` of the texts, after which the piece is closed.
@@ -89,7 +89,7 @@ class Step(NamedTuple):
     last: bool
 
 
-def walk(pieces: Sequence[Path], config: DecoderShape, texts: Sequence[Sequence[int]]) -> Iterator[Step]:
+def walk(pieces: Sequence[Path], config: DecoderShape, texts: Sequence[Sequence[int]]) -> Iterator[PiecePass]:
     """Take ``texts``, token ids, through all ``pieces`` of a graph: each text through one, then the next.
 
     Raises:
@@ -102,7 +102,7 @@ def walk(pieces: Sequence[Path], config: DecoderShape, texts: Sequence[Sequence[
         for index, given in enumerate(carried):
             left, cache = piece.run(given)
             carried[index] = {name: array for name, array in left.items() if name in needed}
-            yield Step(piece, index, given, left, cache, index == len(carried) - 1)
+            yield PiecePass(piece, index, given, left, cache, index == len(carried) - 1)
         piece.close()  # whoever still holds it
 
 
