@@ -1,10 +1,10 @@
-"""Is the output the same with speculation? Greedy equality, and a test of the distribution of sampled tokens.
+"""Is the output the same with speculation? Equality of answers, and a test of the distribution of tokens.
 
-Greedy: every prompt is answered plain and speculatively; the token lists must be equal. Behind a first
-difference two answers are different texts, so it counts once: the flip rate is first differences per
-token compared.
+Answers: every prompt is answered plain and speculatively, greedily or sampled with equal seeds; the token
+lists must be equal. Behind a first difference two answers are different texts, so it counts once: the flip
+rate is first differences per token compared.
 
-Sampling, at temperature 1 from short prompts whose next tokens are open, by two tests:
+Sampling, from short prompts whose next tokens are open, by two tests:
 
 * equal seeds: randomness is a function of seed and position (:mod:`edgespec.sampling`), and proposals
   are a function of the text, so answers with equal seeds must be equal token by token;
@@ -28,14 +28,15 @@ from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 
 if TYPE_CHECKING:
     from edgespec.engine import Model
+    from edgespec.request import RequestOptions
 
 __all__ = [
     "ALPHA",
+    "AnswersAudit",
     "Audit",
     "FirstDifference",
-    "GreedyAudit",
     "SamplingAudit",
-    "audit_greedy",
+    "audit_answers",
     "audit_sampling",
 ]
 
@@ -64,8 +65,8 @@ class FirstDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class GreedyAudit:
-    """Greedy answers compared.
+class AnswersAudit:
+    """Answers to prompts compared.
 
     Attributes:
         prompts: how many prompts were answered both ways.
@@ -92,11 +93,11 @@ class GreedyAudit:
         """Why the audit does not pass; empty if it does."""
         found = []
         if self.identical < self.prompts:
-            found.append(f"{self.prompts - self.identical} of {self.prompts} greedy answers differ")
+            found.append(f"{self.prompts - self.identical} of {self.prompts} answers differ")
         if not self.prompts:
-            found.append("no greedy answer was compared")
+            found.append("no answer was compared")
         elif not self.drafted:
-            found.append("nothing was drafted in greedy decoding, so nothing was tested")
+            found.append("nothing was drafted in the answers, so nothing was tested")
         return found
 
     def to_json(self) -> dict[str, Any]:
@@ -163,15 +164,15 @@ class Audit:
     target: str
     drafter: str | None
     row_exact: bool
-    greedy: GreedyAudit
+    answers: AnswersAudit
     sampling: SamplingAudit | None
 
     def problems(self) -> list[str]:
         """Why the audit does not pass; empty if it does."""
-        return self.greedy.problems() + (self.sampling.problems() if self.sampling else [])
+        return self.answers.problems() + (self.sampling.problems() if self.sampling else [])
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values: ``passed``, ``problems``, ``row_exact``, ``greedy.*``, ``sampling.*``."""
+        """As plain JSON values: ``passed``, ``problems``, ``row_exact``, ``answers.*``, ``sampling.*``."""
         problems = self.problems()
         return {
             "passed": not problems,
@@ -179,33 +180,38 @@ class Audit:
             "target": self.target,
             "drafter": self.drafter,
             "row_exact": self.row_exact,
-            "greedy": self.greedy.to_json(),
+            "answers": self.answers.to_json(),
             "sampling": self.sampling.to_json() if self.sampling else None,
         }
 
 
-def audit_greedy(
+def audit_answers(
     model: "Model",
     prompts: Sequence[Prompt],
     *,
     max_new_tokens: int = 64,
+    sampling: "RequestOptions | None" = None,
     progress: ProgressCallback = ignore_progress,
-) -> GreedyAudit:
-    """Answer every prompt greedily, plain and speculatively, and compare the tokens."""
+) -> AnswersAudit:
+    """Answer every prompt plain and speculatively, and compare the tokens.
+
+    ``sampling`` says how tokens are chosen, greedily by default; every prompt has a seed of its own.
+    """
     differences: list[FirstDifference] = []
     tokens = drafted = accepted = 0
-    progress(Progress("Greedy decoding", 0, len(prompts), "prompts"))
+    progress(Progress("Answers", 0, len(prompts), "prompts"))
     for done, prompt in enumerate(prompts, start=1):
-        plain = ask(model, prompt, {"max_new_tokens": max_new_tokens, "speculate": False})
-        speculative = ask(model, prompt, {"max_new_tokens": max_new_tokens})
+        options: RequestOptions = {**(sampling or {}), "max_new_tokens": max_new_tokens, "seed": done}
+        plain = ask(model, prompt, {**options, "speculate": False})
+        speculative = ask(model, prompt, options)
         difference = _first_difference(prompt.id, plain.tokens, speculative.tokens)
         tokens += len(plain.tokens) if difference is None else difference.position + 1
         differences += [difference] if difference is not None else []
         drafted += speculative.stats.drafted
         accepted += speculative.stats.accepted
-        progress(Progress("Greedy decoding", done, len(prompts), "prompts"))
+        progress(Progress("Answers", done, len(prompts), "prompts"))
     identical = len(prompts) - len(differences)
-    return GreedyAudit(len(prompts), identical, tokens, drafted, accepted, tuple(differences))
+    return AnswersAudit(len(prompts), identical, tokens, drafted, accepted, tuple(differences))
 
 
 def audit_sampling(
@@ -213,9 +219,12 @@ def audit_sampling(
     *,
     samples: int = 100,
     texts: Sequence[str] = _OPEN_TEXTS,
+    sampling: "RequestOptions | None" = None,
     progress: ProgressCallback = ignore_progress,
 ) -> SamplingAudit:
     """Draw ``samples`` short answers to every text, plain and speculatively, and compare their distributions.
+
+    ``sampling`` says how tokens are chosen; without a temperature above 0 it is 1.
 
     Raises:
         RequestError: ``samples`` is below 1, or there are no texts.
@@ -223,7 +232,9 @@ def audit_sampling(
     if samples < 1 or not texts:
         raise RequestError(f"samples is {samples} for {len(texts)} texts; allowed: 1 or more of both")
     same = max(1, samples // _SAME_SEED_SHARE)
-    sampler = _Sampler(model, len(texts) * (2 * samples + same), progress)
+    options: RequestOptions = {**(sampling or {})}
+    options["temperature"] = options.get("temperature") or 1.0
+    sampler = _Sampler(model, options, len(texts) * (2 * samples + same), progress)
     chi_square, identical = ChiSquare(), 0
     for text in texts:
         plain = sampler.draw(text, range(samples), speculate=False)
@@ -247,23 +258,20 @@ def audit_sampling(
 class _Sampler:
     """Draws short answers; counts what was drafted and reports how far it is."""
 
-    def __init__(self, model: "Model", total: int, progress: ProgressCallback) -> None:
+    def __init__(
+        self, model: "Model", options: "RequestOptions", total: int, progress: ProgressCallback
+    ) -> None:
         self.drafted = self.accepted = 0
         self._model, self._total, self._progress = model, total, progress
+        self._options: RequestOptions = {**options, "max_new_tokens": _SAMPLED_TOKENS, "stop_at_eos": False}
         self._done = 0
 
     def draw(self, text: str, seeds: range, *, speculate: bool) -> list[tuple[int, ...]]:
         return [self._one(text, seed, speculate) for seed in seeds]
 
     def _one(self, text: str, seed: int, speculate: bool) -> tuple[int, ...]:
-        answer = self._model.generate(
-            text,
-            max_new_tokens=_SAMPLED_TOKENS,
-            temperature=1.0,
-            seed=seed,
-            stop_at_eos=False,
-            speculate=speculate,
-        )
+        options: RequestOptions = {**self._options, "seed": seed, "speculate": speculate}
+        answer = self._model.generate(text, **options)
         self.drafted += answer.stats.drafted
         self.accepted += answer.stats.accepted
         self._done += 1

@@ -75,8 +75,8 @@ def _cpu_name_of_system() -> str:
             return str(winreg.QueryValueEx(processor, "ProcessorNameString")[0]).strip()
     if sys.platform == "darwin":
         command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
-        return done.stdout.strip()
+        done = subprocess.run(command, capture_output=True, timeout=5, check=True)
+        return done.stdout.decode(errors="replace").strip()
     return _cpuinfo("model name", "Model")
 
 

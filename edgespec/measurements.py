@@ -3,7 +3,7 @@
 One small JSON file for each set of :class:`Conditions`, in ``measurements`` under ``EDGESPEC_HOME`` or the
 platform's cache folder. Deleting a file, or all of them, is safe: the next load measures again. Files that
 are damaged, of another format or of other conditions are taken for missing, and written anew; a folder that
-cannot be written costs the time of measuring, nothing else. Files are replaced whole, so that processes
+cannot be written costs the time of measuring, and a warning. Files are replaced whole, so that processes
 that load at the same time may read and write them as they like: the last one's stays.
 """
 
@@ -12,6 +12,7 @@ import json
 import logging
 import math
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,18 @@ def remember(conditions: Conditions, measurement: Measurement) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(value, indent=2) + "\n")
     except (OSError, EdgespecError) as error:
-        _LOG.debug("%s cannot be kept: %s", path, error)
+        cause = error if isinstance(error, OSError) else error.__cause__
+        _warn(path.parent, getattr(cause, "strerror", None) or str(error))
+
+
+@cache  # once, however many models are loaded
+def _warn(folder: Path, reason: str) -> None:
+    _LOG.warning(
+        "every load takes longer, because what it measures cannot be kept in %s: %s. Mend that, or set "
+        "EDGESPEC_HOME to another folder",
+        folder,
+        reason,
+    )
 
 
 def forget(conditions: Conditions) -> None:

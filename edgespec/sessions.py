@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from edgespec.measurements import Conditions, Measurement, recall, remember
 from edgespec_models.bundle import Bundle
-from edgespec_models.errors import RequestError
+from edgespec_models.errors import DeviceError, RequestError
 from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve, measure_cost, recheck_cost
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
@@ -133,9 +133,13 @@ def _closed_on_failure() -> Iterator[list[ModelSession]]:
     opened: list[ModelSession] = []
     try:
         yield opened
-    except BaseException:
+    except BaseException as error:
         for session in opened:
             session.close()
+        if isinstance(error, MemoryError):
+            raise DeviceError(
+                "not enough memory to load the models; free some, or take smaller ones"
+            ) from error
         raise
 
 

@@ -29,6 +29,7 @@ _ID_LETTERS: Final = "0123456789abcdefghijklmnopqrstuvwxyz"
 _ID_LENGTH: Final = 9  # letters and digits, which is what Mistral's templates insist on
 _PYTHON_TAG: Final = "<|python_tag|>"
 _JSON: Final = json.JSONDecoder()
+_HALF: Final = re.compile("[\ud800-\udfff]")
 _HERMES_TAG, _HERMES_END = re.compile("<tool_call>"), re.compile(r"\s*</tool_call>")
 _MISTRAL_NAME: Final = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)")
 
@@ -247,9 +248,21 @@ def _value_at(text: str, start: int = 0) -> tuple[object, int]:
     """The JSON value at ``start``, and where it ends; None if there is none."""
     start += len(text[start:]) - len(text[start:].lstrip())
     try:
-        return _JSON.raw_decode(text, start)
+        value, end = _JSON.raw_decode(text, start)
+        return _without_halves(value), end
     except (ValueError, RecursionError):
         return None, start
+
+
+def _without_halves(value: Any) -> Any:
+    """Without halves of characters, which JSON can spell and no answer in UTF-8 can hold."""
+    if isinstance(value, str):
+        return _HALF.sub("\ufffd", value)
+    if isinstance(value, list):
+        return [_without_halves(each) for each in value]
+    if isinstance(value, dict):
+        return {_without_halves(key): _without_halves(each) for key, each in value.items()}
+    return value
 
 
 def _call_id(seed: str, at: int) -> str:

@@ -1,6 +1,7 @@
 """What tests share: nothing is measured into the user's own folders; consoles and sources of their own."""
 
 import os
+import signal
 
 # Before NumPy is imported: products here are tiny, and its threads spend ten times as long waiting.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -9,11 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from edgespec import measurements
 from edgespec.cli.console import errors, output
 from tests.downloads_for_tests import CONTENT, CUTS, PARTS
 from tests.hub_stand_in import Hub, running_hub, write_wheel
+
+settings.register_profile("any machine", deadline=None)  # a busy one is slow, and not wrong
+settings.load_profile("any machine")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -42,6 +47,16 @@ def consoles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for console in (output, errors):
         console.cache_clear()
+
+
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    """What the command line sets is undone."""
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGBREAK") if hasattr(signal, name)]
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -61,7 +61,7 @@ def kill_writers(path: Path, kills: int, *, seed: int = 0) -> tuple[int, int]:
                 killed_at = time.time()
                 process.kill()
                 lines = process.stdout.read().splitlines()
-            expected |= _promised(number, lines, killed_at)
+            expected |= promised(number, lines, killed_at)
         store = Store.open(path)
         there = {entry.passage.digest for entry in store.read(_SCOPE).entries}
         store.close()
@@ -70,11 +70,11 @@ def kill_writers(path: Path, kills: int, *, seed: int = 0) -> tuple[int, int]:
     return len(expected), len(expected - there)
 
 
-def _promised(writer: int, lines: Sequence[str], killed_at: float) -> set[bytes]:
+def promised(writer: int, lines: Sequence[str], killed_at: float, slack_s: float = _SLACK_S) -> set[bytes]:
     """What must be there, by the complete lines that a program wrote."""
     promised = set[bytes]()
     for words in map(str.split, lines[:-1]):
-        late = words[0] == "learned" and float(words[2]) > killed_at - _FLUSH_S - _SLACK_S
+        late = words[0] == "learned" and float(words[2]) > killed_at - _FLUSH_S - slack_s
         if not late:
             promised.add(passage(writer, int(words[1])).digest)
     return promised

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
@@ -10,7 +10,8 @@ class Handler(BaseHTTPRequestHandler):
     """Answers GET by :meth:`answer`."""
 
     def do_GET(self) -> None:
-        self.answer()
+        with suppress(ConnectionError):  # whoever asked has gone
+            self.answer()
 
     def answer(self) -> None:
         """Send status, headers and body."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import edgespec
 from edgespec import History, LoadOptions, sessions
-from edgespec.audit import audit_greedy, audit_sampling
+from edgespec.audit import audit_answers, audit_sampling
 from edgespec.chi_square import pool_rare, two_samples
 from edgespec.decode import decode
 from edgespec.drafting.bridge import IdentityBridge
@@ -198,7 +198,7 @@ def test_an_audit_of_a_model_with_a_history_covers_what_is_learned(
 ) -> None:
     options = LoadOptions(threads=1, training_share=1.0)
     with edgespec.load(*bundles, options=options, history="me") as model:
-        greedy = audit_greedy(model, [Prompt("a", "code", ("def add(a, b):",))], max_new_tokens=16)
+        greedy = audit_answers(model, [Prompt("a", "code", ("def add(a, b):",))], max_new_tokens=16)
         sampling = audit_sampling(model, samples=20, texts=["3 1 6 2 2 5 4 1 3 6 5 4 2 1 1 6 3 5"])
         assert model._side is not None and model._side.trainer is not None
     assert greedy.problems() == [] and greedy.drafted > 0

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.audit import ALPHA, Audit, FirstDifference, audit_greedy, audit_sampling
+from edgespec.audit import ALPHA, Audit, FirstDifference, audit_answers, audit_sampling
 from edgespec.chi_square import ChiSquare, pool_rare, survival, two_samples
 from edgespec.prompts import Prompt
+from edgespec.request import RequestOptions
 from edgespec_models.errors import RequestError
 from tests.fake_model import FakeModel
 
@@ -20,9 +21,9 @@ PROMPTS = (Prompt("p1", "x", ("first",)), Prompt("p2", "y", ("second",)))
 
 def audit(model: FakeModel, samples: int = 200) -> Audit:
     subject = model.as_model()
-    greedy = audit_greedy(subject, PROMPTS, max_new_tokens=6)
+    answers = audit_answers(subject, PROMPTS, max_new_tokens=6)
     sampling = audit_sampling(subject, samples=samples) if samples else None
-    return Audit(model.name, model.drafter_name, model.row_exact, greedy, sampling)
+    return Audit(model.name, model.drafter_name, model.row_exact, answers, sampling)
 
 
 def test_a_lossless_model_passes() -> None:
@@ -31,9 +32,9 @@ def test_a_lossless_model_passes() -> None:
     value = result.to_json()
     json.dumps(value, allow_nan=False)
     assert value["passed"] is True and value["row_exact"] is True
-    assert value["greedy"]["prompts"] == value["greedy"]["identical"] == 2
-    assert list(value["greedy"]["first_differences"]) == []
-    assert value["greedy"]["drafted"] > 0 and value["greedy"]["flip_rate"] == 0.0
+    assert value["answers"]["prompts"] == value["answers"]["identical"] == 2
+    assert list(value["answers"]["first_differences"]) == []
+    assert value["answers"]["drafted"] > 0 and value["answers"]["flip_rate"] == 0.0
     assert value["sampling"]["p_value"] > ALPHA and value["sampling"]["samples"] == 600
     assert value["sampling"]["degrees_of_freedom"] >= 3 * 8
     assert value["sampling"]["equal_seeds"] == {"pairs": 150, "identical": 150}
@@ -41,10 +42,10 @@ def test_a_lossless_model_passes() -> None:
 
 def test_a_greedy_difference_is_found_and_named() -> None:
     result = audit(FakeModel(flips=("second",)), samples=0)
-    assert result.greedy.first_differences == (FirstDifference("p2", 2, len("second") + 2, 0),)
-    assert result.greedy.identical == 1
-    assert result.greedy.flip_rate == pytest.approx(1 / (6 + 3))
-    assert result.problems() == ["1 of 2 greedy answers differ"]
+    assert result.answers.first_differences == (FirstDifference("p2", 2, len("second") + 2, 0),)
+    assert result.answers.identical == 1
+    assert result.answers.flip_rate == pytest.approx(1 / (6 + 3))
+    assert result.problems() == ["1 of 2 answers differ"]
     assert result.to_json()["passed"] is False and result.to_json()["sampling"] is None
 
 
@@ -74,6 +75,18 @@ def test_a_rerun_gives_the_same_p_value() -> None:
 def test_an_audit_without_drafts_does_not_pass() -> None:
     problems = audit(FakeModel(drafts=False)).problems()
     assert len(problems) == 2 and all("nothing was drafted" in problem for problem in problems)
+
+
+def test_answers_and_samples_are_drawn_as_asked() -> None:
+    model = FakeModel()
+    asked: RequestOptions = {"temperature": 0.8, "top_p": 0.9}
+    assert audit_answers(model.as_model(), PROMPTS, sampling=asked).problems() == []
+    seeds = [options["seed"] for _, options in model.calls]
+    assert seeds == [1, 1, 2, 2]
+    audit_sampling(model.as_model(), samples=1, sampling=asked)
+    assert all((options["temperature"], options["top_p"]) == (0.8, 0.9) for _, options in model.calls)
+    audit_sampling(model.as_model(), samples=1, sampling={"temperature": 0.0, "top_k": 40})
+    assert (model.calls[-1][1]["temperature"], model.calls[-1][1]["top_k"]) == (1.0, 40)
 
 
 def test_too_few_samples_are_said_and_do_not_pass() -> None:

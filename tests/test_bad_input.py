@@ -199,6 +199,13 @@ def test_files_that_describe_something_else(tmp_path: Path, name: str) -> None:
     refused(tmp_path, content, kind, match)
 
 
+def test_a_template_that_is_no_utf8(tmp_path: Path) -> None:
+    model = tiny_gguf("llama", layers=1)
+    model.metadata["tokenizer.chat_template"] = "hello there"
+    content = model.write(tmp_path / "m.gguf").read_bytes().replace(b"hello there", b"hello\xffthere")
+    refused(tmp_path, content, ModelFileError, r"chat_template\.jinja.*not valid UTF-8")
+
+
 def test_an_unsupported_weight_type(tmp_path: Path) -> None:
     model = tiny_gguf("llama", layers=1)
     model.tensors["blk.0.ffn_up.weight"] = ("IQ4_NL", np.zeros((HIDDEN, 144), np.uint8))

@@ -106,10 +106,11 @@ def _check_translation(bridge: ByteBridge, target: str, drafter: str, drafted: l
     return ids
 
 
+@pytest.mark.parametrize("between", [" ", "\n"])
 @pytest.mark.parametrize(("target", "drafter"), PAIRS)
-def test_ordinary_text_token_by_token_is_encoded_canonically(target: str, drafter: str) -> None:
+def test_ordinary_text_token_by_token_is_encoded_canonically(target: str, drafter: str, between: str) -> None:
     bridge = _bridge(target, drafter)
-    tokens = tokenizer(target).encode_bytes(TEXT.encode())
+    tokens = tokenizer(target).encode_bytes(TEXT.replace(" ", between).encode())
     canonical = 0
     for end in range(len(tokens) + 1):
         ids = _generated(bridge, drafter, [1, 2, 3, *tokens[:end]])
@@ -150,9 +151,11 @@ def test_work_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> No
     bridge.translate(tokenizer("sentencepiece").encode("the quick"))
     assert len(sizes) == 2
     assert max(sizes) < 200
+    assert sizes[1] >= 24 + len(" the quick")  # with context to its left
 
 
 @example("日本語")
+@settings(deadline=None)
 @given(texts)
 def test_a_character_in_parts_grows_together(text: str) -> None:
     """Byte tokens one at a time: what was half a character is encoded again when it is whole."""

@@ -10,7 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec_models.bundle import GRAPH, MANIFEST, REPORT, TEMPLATE, TOKENIZER, Bundle, FileRecord, Manifest
+from edgespec.cli.inspect import inspect
+from edgespec_models.bundle import (
+    GRAPH,
+    HEAD_TOKENS,
+    MANIFEST,
+    REPORT,
+    TEMPLATE,
+    TOKENIZER,
+    Bundle,
+    FileRecord,
+    Manifest,
+)
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import BundleError, TokenizerError, UnsupportedModelError
 from edgespec_runtimes.cpu import CpuSession
@@ -18,6 +29,11 @@ from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import LLAMA, tiny_bundle
 
 Edit = Callable[[dict[str, Any]], object]
+
+
+def npy(header: str) -> bytes:
+    """A NumPy file with this header, which NumPy reads as Python."""
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + bytes(12)
 
 
 @pytest.fixture
@@ -95,6 +111,14 @@ def test_template_and_report_are_optional(folder: Path) -> None:
     assert bundle.report() == {"seconds": 2.0}
 
 
+@pytest.mark.parametrize(("eos", "shown"), [([2], "<|im_end|>"), ([], "")])
+def test_templates_are_told_what_ends_a_text(folder: Path, eos: list[int], shown: str) -> None:
+    add(folder, TEMPLATE, "{{ eos_token }}")
+    edit_manifest(folder, lambda m: m["special_tokens"].update(eos=eos))
+    template = Bundle(folder).chat_template
+    assert template is not None and template.render([{"role": "user", "content": "hi"}]) == shown
+
+
 @pytest.mark.parametrize("name", [GRAPH, f"{GRAPH}.data", TOKENIZER])
 def test_a_changed_byte_is_found(folder: Path, name: str) -> None:
     content = bytearray((folder / name).read_bytes())
@@ -103,6 +127,19 @@ def test_a_changed_byte_is_found(folder: Path, name: str) -> None:
     Bundle(folder)  # sizes only
     with pytest.raises(BundleError, match=f"{name} has changed.*export the model again"):
         Bundle(folder, verify_digests=True)
+
+
+def test_a_manifest_that_says_something_else_is_found(folder: Path) -> None:
+    text = (folder / MANIFEST).read_text(encoding="utf-8")
+    changed = text.replace('"context_length": 640', '"context_length": 641')
+    assert changed != text
+    (folder / MANIFEST).write_text(changed, encoding="utf-8")
+    with pytest.raises(BundleError, match=r"edgespec\.json has changed"):
+        Bundle(folder, verify_digests=True)
+    (folder / MANIFEST).write_text(json.dumps(json.loads(text), indent=4), encoding="utf-8")
+    Bundle(folder, verify_digests=True)  # another form says the same
+    edit_manifest(folder, lambda m: m.pop("sha256"))
+    Bundle(folder, verify_digests=True)  # an export of before
 
 
 def test_a_changed_size_is_found(folder: Path) -> None:
@@ -219,11 +256,42 @@ def test_damaged_json(folder: Path, text: str) -> None:
         Bundle(folder)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[" * 100_000], ids=range(3))
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "[]", "3"], ids=range(5))
 def test_a_damaged_report_is_no_crash(folder: Path, text: str) -> None:
     add(folder, REPORT, text)
-    with pytest.raises(BundleError, match=r"report\.json is damaged"):
+    with pytest.raises(BundleError, match=r"report\.json is (damaged|no JSON object)"):
         Bundle(folder).report()
+
+
+@pytest.mark.parametrize("report", [{"a": 1}, {"parity": {}}, {"parity": None, "weights": [3]}], ids=range(3))
+def test_a_report_of_something_else_is_shown_as_one_clear_error(folder: Path, report: object) -> None:
+    add(folder, REPORT, json.dumps(report))
+    with pytest.raises(BundleError, match=r"report\.json is damaged"):
+        inspect(folder)
+
+
+def test_what_looks_like_markup_is_shown_as_it_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit_manifest(folder, lambda m: m.update(name="[/red]", weights="[bold]", provenance={"source": "[/]"}))
+    inspect(folder)
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in ("[/red]", "[bold]", "[/]"))
+
+
+def test_a_file_of_an_impossible_name_is_missing(folder: Path) -> None:
+    edit_manifest(folder, lambda m: m["files"].update({"x" * 5000: m["files"][TOKENIZER]}))
+    with pytest.raises(BundleError, match=r"lacks xxx"):
+        Bundle(folder)
+
+
+HEADERS = (b"", b"PK\x05\x06" + bytes(18), npy("{'descr': '<i4',"), npy("{[]: 1}"), npy("9"))
+
+
+@pytest.mark.parametrize("data", HEADERS, ids=range(5))
+def test_damaged_head_tokens_are_no_crash(folder: Path, data: bytes) -> None:
+    edit_manifest(folder, lambda m: m.update(head_rows=3))
+    (folder / HEAD_TOKENS).write_bytes(data)
+    with pytest.raises(BundleError, match=r"head_tokens\.npy"):
+        _ = Bundle(folder).head_tokens
 
 
 def test_not_a_directory(tmp_path: Path) -> None:

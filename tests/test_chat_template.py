@@ -196,6 +196,8 @@ def test_arguments_are_the_variables_that_the_template_reads() -> None:
     template = ChatTemplate(THINKING)
     assert template.arguments == {"tools", "enable_thinking", "date"}
     assert ChatTemplate(CHATML).arguments == frozenset()
+    unless_given = "{% if tone is undefined %}{% set tone = 'kind' %}{% endif %}{{ tone }}"
+    assert ChatTemplate(unless_given).arguments == {"tone"}
     assert template.render(ASK) == "today"
     assert template.render(ASK, {"enable_thinking": False, "date": "then"}) == "no thinkingthen"
 

@@ -216,12 +216,12 @@ def test_verify_passes_and_fails_by_exit_code(use: Use) -> None:
     use(FakeModel())
     passed = run("verify", "t", "--limit", "2", "--samples", "40")
     assert passed.exit_code == 0
-    assert "2 of 2 answers identical" in passed.stdout and passed.stdout.rstrip().endswith("passed")
+    assert "2 of 2 identical" in passed.stdout and passed.stdout.rstrip().endswith("passed")
     use(FakeModel(flips=("Write",)))
     failed = run("verify", "t", "--samples", "0", "--json")
     value = json.loads(failed.stdout)
     assert failed.exit_code == 1 and value["passed"] is False
-    first = value["greedy"]["first_differences"][0]
+    first = value["answers"]["first_differences"][0]
     assert first.keys() == {"prompt", "position", "plain", "speculative"}
     shown = run("verify", "t", "--samples", "0").stdout
     assert "failed:" in shown and f"{first['prompt']}, token 2" in shown

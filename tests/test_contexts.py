@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -249,6 +250,23 @@ def test_those_of_another_major_version_are_not_tried(made: Path, opened: Opened
         "compiled at load, not from the context binaries for snapdragon-x-elite: "
         "version 9.9 of the provider compiled them, this is 2.7.0"
     )
+
+
+@pytest.mark.parametrize("handle", [None, "a handle"])
+def test_a_device_is_asked_for_by_its_handle_or_its_provider(
+    monkeypatch: pytest.MonkeyPatch, handle: str | None
+) -> None:
+    asked = list[tuple[Any, ...]]()
+    settings = SimpleNamespace(
+        add_provider=lambda *given: asked.append(given),
+        add_provider_for_devices=lambda *given: asked.append(given),
+    )
+    monkeypatch.setattr(static_session, "session_settings", lambda options: settings)
+    monkeypatch.setattr(static_session, "open_whole", lambda *given: given)
+    device = replace(EMULATED, handle=handle, options={"key": "value"})
+    given = open_on(device, Path("model.onnx"), CpuOptions())
+    assert asked == [("QNNExecutionProvider" if handle is None else [handle], {"key": "value"})]
+    assert given == (device, Path("model.onnx"), settings, None)
 
 
 def test_once_one_is_refused_the_graphs_are_compiled(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,6 +229,17 @@ class TestStore:
         assert self.read(store, session, [*first, *range(300, 320)]) == 50
         assert self.read(store, session, longer) == 109
 
+    @pytest.mark.parametrize(("length", "kept"), [(3, 0), (4, 1), (5, 1)])
+    def test_a_copy_is_worth_four_tokens(self, length: int, kept: int) -> None:
+        store, session = KvStore(1 << 20), toy_session()
+        first, second = list(range(10, 10 + length)), list(range(50, 60))
+        self.read(store, session, first)
+        self.read(store, session, second)
+        assert len(store._kept) == kept
+        held = session.shared_prefix(first)
+        store.fetch(session, first)
+        assert session.shared_prefix(first) == (length if kept else held)
+
     def test_sessions_have_their_own(self) -> None:
         store, sessions, (first, second) = KvStore(1 << 20), [toy_session(), toy_session()], self.texts(2)
         for session in sessions:

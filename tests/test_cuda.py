@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from onnxscript import GraphBuilder
 
 import edgespec
-from edgespec.audit import audit_greedy
+from edgespec.audit import audit_answers
 from edgespec.prompts import Prompt
 from edgespec_export import report as report_module
 from edgespec_export.encode import decode_linear, encode_linear
@@ -372,7 +372,7 @@ def test_speculation_writes_what_plain_decoding_does(make: Make, tmp_path: Path)
     )
     prompts = [Prompt(str(n), "test", (text,)) for n, text in enumerate(("a b a b a", "one two one", "x"))]
     with edgespec.load(make("llama", "Q4_K").path, drafter.path) as model:
-        audit = audit_greedy(model, prompts, max_new_tokens=24)
+        audit = audit_answers(model, prompts, max_new_tokens=24)
         assert model.placement.device.name == "cpu"
     assert audit.prompts == 3
     if model.row_exact:

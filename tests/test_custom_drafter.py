@@ -130,6 +130,15 @@ def test_confidence_is_learned_from_what_is_accepted() -> None:
     assert source.propose(PROMPT, 8).confidence[0] > 0.9
 
 
+def test_it_is_told_of_rounds_that_reject_its_proposals() -> None:
+    own = Anything([[1, 2]])
+    source, rounds = Custom(own, VOCAB), [Step((7,)), Step((1, 9), accepted=1)]
+    for step in rounds:
+        source.propose(PROMPT, 8)
+        source.observe(step)
+    assert own.told == rounds
+
+
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_native(tmp_path_factory.mktemp("own") / "target").path

@@ -1,5 +1,7 @@
 """Round trips through the layouts of MatMulNBits and GatherBlockQuantized."""
 
+from typing import Literal
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -61,6 +63,12 @@ def test_repacking_is_bit_exact(name: str) -> None:
     np.testing.assert_array_equal(round_trip(source, INT4 if name == "Q4_0" else INT8), values(source))
 
 
+@pytest.mark.parametrize("block", [16, 64])
+def test_blocks_of_another_size_are_rounded_anew(block: int) -> None:
+    source = source_of("Q4_0")
+    assert loss(round_trip(source, WeightFormat(4, block)), values(source)) < 0.1
+
+
 @pytest.mark.parametrize("form", [COLUMNS, INT8], ids=lambda form: form.name)
 @pytest.mark.parametrize("minimum", [0.0, -0.0, 0.75, -0.75])
 def test_constant_blocks_are_exact(form: WeightFormat, minimum: float) -> None:
@@ -115,6 +123,13 @@ def test_float_embeddings_stay_as_they_are() -> None:
     matrix = np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)
     encoded = encode_embedding(matrix, EmbeddingSpec(FLOAT))
     np.testing.assert_array_equal(encoded["weight"], matrix)
+
+
+@pytest.mark.parametrize(("bits", "packed"), [(4, [0x88, 0x88]), (8, [0x80] * 3)])
+def test_every_block_of_an_embedding_has_a_zero_point(bits: Literal[4, 8], packed: list[int]) -> None:
+    matrix = np.random.default_rng(0).normal(size=(2, 96)).astype(np.float32)
+    encoded = encode_embedding(matrix, EmbeddingSpec(WeightFormat(bits, 32), zero_points=True))
+    assert encoded["zero_points"].tolist() == [packed] * 2
 
 
 def decode_embedding(encoded: Arrays, spec: EmbeddingSpec) -> F32:

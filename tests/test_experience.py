@@ -1,5 +1,6 @@
 """Which prompts are worth a drafter's reading."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -65,6 +66,46 @@ def test_asking_changes_nothing() -> None:
     assert told == []
     asked.skip(TEMPLATE + TRANSLATE)
     assert asked.expected(TEMPLATE + TRANSLATE) > first and told == []
+
+
+def test_each_beginning_is_weighed_against_what_shorter_ones_let_expect() -> None:
+    experience, prompt = Experience(), [*TEMPLATE, *TRANSLATE]
+    experience.add(prompt, 0.5)
+    # Ten beginnings that say the same count as one request, beside a prior of 15 %.
+    assert experience.expected(prompt) == pytest.approx((0.5 + 0.15) / 2)
+    experience.add([*TEMPLATE, *WRITE], 0.1)
+    shared = (0.9 * 0.5 + 0.1 + 0.15) / (1.9 + 1)
+    assert experience.expected(TEMPLATE) == pytest.approx(shared)
+    assert experience.expected(prompt) == pytest.approx((0.5 + 0.3 * shared) / (1 + 0.3))
+    experience.skip(prompt)
+    shared = (0.97 * (0.9 * 0.5 + 0.1) + 0.15) / (0.97 * 1.9 + 1)
+    assert experience.expected(TEMPLATE) == pytest.approx(shared)
+
+
+@pytest.mark.parametrize("length", [0, 3, 4, 7, 95, 96, 97, 300])
+def test_a_prompt_begins_at_every_fourth_token_up_to_96(length: int) -> None:
+    told = list[Outcome]()
+    experience, prompt = Experience(tell=told.append), list(range(length))
+    experience.add(prompt, 0.1)
+    experience.add([*prompt, 9, 9, 9, 9], 0.2)
+    first, longer = (outcome.beginnings for outcome in told)
+    assert len(set(first)) == len(first) == 1 + min(length, 96) // 4
+    assert len(longer) == 1 + min(length + 4, 96) // 4 and longer[: len(first)] == first
+    assert {len(each) for each in longer} == {8}
+    assert [outcome.share for outcome in told] == [0.1, 0.2]
+
+
+def test_the_beginnings_seen_last_are_remembered() -> None:
+    experience = Experience()
+    experience.add([1] * 4, 0.9)
+    experience.add([2] * 4, 0.9)
+    for text in range(3, 4090):
+        experience.add([text] * 4, 0.0)
+    experience.add([1] * 4, 0.9)
+    for text in range(5000, 5010):
+        experience.add([text] * 4, 0.0)
+    assert len(experience._records) == 4096
+    assert experience.expected([1] * 4) > 0.5 > 0.1 > experience.expected([2] * 4)
 
 
 def test_memory_is_bounded() -> None:

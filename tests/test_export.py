@@ -157,14 +157,14 @@ def test_a_bundle_that_holds_its_source_is_not_overwritten(tmp_path: Path) -> No
 def test_a_failed_replacement_keeps_the_old_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = tiny_gguf("llama").write(tmp_path / "m.gguf"), tmp_path / "out"
     export_model(source, out, options=ExportOptions(name="first"))
-    rename = Path.rename
+    replace = Path.replace
 
     def interrupted(path: Path, target: Path) -> Path:
         if target == out and not path.name.endswith("-old"):
             raise KeyboardInterrupt
-        return rename(path, target)
+        return replace(path, target)
 
-    monkeypatch.setattr(Path, "rename", interrupted)
+    monkeypatch.setattr(Path, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         export_model(source, out, options=ExportOptions(overwrite=True))
     assert Bundle(out).manifest.name == "first"

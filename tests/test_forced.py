@@ -21,6 +21,7 @@ from edgespec.drafting.policy import Policy
 from edgespec.drafting.reading import Reader
 from edgespec.grammar import Choice, Grammars, JsonSchema, Regex, ResponseFormat
 from edgespec.pricing import Pricing
+from edgespec.results import Remarks
 from edgespec.sampling import DRAFT_LANE, SamplingParams, uniform
 from edgespec.verification import make_verifier
 from edgespec_models.tokenizer import Tokenizer
@@ -215,6 +216,12 @@ def test_the_token_that_completes_the_text_is_not_proposed() -> None:
     answer, steps = write(wanted, drafters("byte", 0)["forced"])
     assert text_of(answer) == wanted.texts[0] and answer[-1] not in ends("byte")
     assert [*steps[-1].draft.tokens] == answer[-1 - len(steps[-1].draft.tokens) : -1]
+
+
+def test_what_the_policy_remarks_is_the_requests() -> None:
+    remarks = Remarks()
+    assert Forced(Silent(), grammars("byte").constraint(SPEED), Pricing(FREE), remarks).remarks is remarks
+    assert Forced(Silent(), grammars("byte").constraint(SPEED), Pricing(FREE)).remarks == remarks
 
 
 def test_the_grammar_follows_what_is_taken_back() -> None:

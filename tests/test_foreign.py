@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
+from onnx.external_data_helper import set_external_data
 from typer.testing import CliRunner
 
 from edgespec.cli import app
@@ -18,7 +19,7 @@ from edgespec_export.export import export_model
 from edgespec_models.errors import BundleError, EdgespecError, ModelFileError, UnsupportedModelError
 from edgespec_models.foreign import is_model, open_bundle
 from edgespec_models.foreign_bundle import ForeignBundle
-from edgespec_models.onnx_header import read_header
+from edgespec_models.onnx_header import Node, Tensor, read_header
 from tests.foreign_for_tests import (
     CONTEXT,
     EOS,
@@ -324,6 +325,69 @@ def test_the_header_is_what_onnx_reads(tmp_path: Path) -> None:
         assert found.size_bytes == len(tensor.raw_data)
     attention = next(node for node in header.nodes if node.op_type == "GroupQueryAttention")
     assert attention.attributes == {"num_heads": HEADS, "kv_num_heads": KV_HEADS, "do_rotary": 1}
+
+
+def add_node(kind: str, weight: str, **attributes: Any) -> Callable[[onnx.GraphProto], None]:
+    def edit(graph: onnx.GraphProto) -> None:
+        graph.initializer.append(helper.make_tensor(weight, TensorProto.UINT8, [2, 2], bytes(4), raw=True))
+        outputs = [] if kind == "Cast" else ["new"]
+        graph.node.append(helper.make_node(kind, [weight], outputs, **attributes))
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [add_node("Cast", "w"), add_node("GatherBlockQuantized", "w", bits=0, block_size=32)],
+    ids=range(2),
+)
+def test_operators_that_make_no_sense_count_as_others(tmp_path: Path, edit: Any) -> None:
+    folder = write_genai(tmp_path / "m")
+    before = open_bundle(folder).manifest.bytes_by_class
+    edit_graph(folder / GRAPH, edit)
+    after = open_bundle(folder).manifest.bytes_by_class
+    assert sum(after.values()) == sum(before.values()) + 4
+
+
+def test_weights_in_a_file_of_an_impossible_name(tmp_path: Path) -> None:
+    folder = write_genai(tmp_path / "m", EXTERNAL)
+    data = (folder / GRAPH).read_bytes()
+    model = onnx.load_from_string(data)
+    next(e for e in model.graph.initializer[0].external_data if e.key == "location").value = "x" * 5000
+    (folder / GRAPH).write_bytes(model.SerializeToString())
+    with pytest.raises(BundleError, match="xxx, which is not there"):
+        open_bundle(folder)
+
+
+def _weight(name: str, kind: int) -> onnx.TensorProto:
+    tensor = onnx.TensorProto(name=name, data_type=kind, dims=[2, 6], raw_data=b"0" * 96)
+    set_external_data(tensor, location="weights.data", offset=64, length=96)
+    tensor.ClearField("raw_data")
+    return tensor
+
+
+def test_the_header_names_types_files_and_texts(tmp_path: Path) -> None:
+    bits = {"INT4": 4, "UINT4": 4, "INT8": 8, "UINT8": 8, "BOOL": 8, "INT16": 16, "UINT16": 16}
+    bits |= {"FLOAT16": 16, "BFLOAT16": 16, "INT32": 32, "UINT32": 32, "FLOAT": 32}
+    bits |= {"INT64": 64, "UINT64": 64, "DOUBLE": 64}
+    kinds = {name: TensorProto.DataType.Value(name) for name in bits}
+    held = helper.make_tensor("held", TensorProto.COMPLEX64, [8], [1.0] * 8)
+    taken = helper.make_tensor_value_info("taken", TensorProto.FLOAT16, ["n", None, 5])
+    listed = helper.make_tensor_value_info("INT4", TensorProto.INT4, [2, 6])
+    node = helper.make_node("Op", ["taken", ""], ["given"], mode="one", count=3, ratio=0.5, axes=[1, 2])
+    weights = [held, *(_weight(*each) for each in kinds.items())]
+    made = helper.make_graph([node], "g", [taken, listed], [], weights)
+    (tmp_path / GRAPH).write_bytes(helper.make_model(made).SerializeToString())
+    header = read_header(tmp_path / GRAPH)
+    assert header.inputs == {"taken": Tensor("taken", "float16", ("n", "", 5))}
+    assert header.nodes == [Node("Op", ("taken", ""), ("given",), {"count": 3}, {"mode": "one"})]
+    held_there = header.weights.pop("held")
+    assert held_there == Tensor("held", str(TensorProto.COMPLEX64), (8,))
+    assert held_there.size_bytes == 8  # a byte each, since the type is not known here
+    for name, weight in header.weights.items():
+        numpy_name = helper.tensor_dtype_to_np_dtype(kinds[name]).name
+        assert weight == Tensor(name, numpy_name, (2, 6), "weights.data", 64)
+        assert weight.size_bytes == 12 * bits[name] // 8
 
 
 @settings(max_examples=60, deadline=None)

@@ -30,6 +30,7 @@ from tests.foreign_for_tests import (
     write_genai,
     write_optimum,
 )
+from tests.machines_for_tests import X86
 from tests.toy import F32
 from tests.written_out_for_tests import WrittenOut, write_written_out
 
@@ -98,6 +99,7 @@ def test_passes_of_any_size_compute_what_one_pass_does(
     np.testing.assert_allclose(np.concatenate(rows), in_one_pass(folder, TOKENS), atol=TOLERANCE)
 
 
+@X86
 @pytest.mark.parametrize("positions", [False, True])
 def test_int4_blocks_of_32_are_row_exact(tmp_path: Path, positions: bool) -> None:
     """A single token is run twice, since attention over one row sums in another order."""
@@ -114,6 +116,7 @@ def test_int4_blocks_of_32_are_row_exact(tmp_path: Path, positions: bool) -> Non
     assert not open_session(folder, replace(ONE_THREAD, exact_rows=False)).row_exact
 
 
+@X86
 @pytest.mark.parametrize("how", WRITTEN_OUT.values(), ids=WRITTEN_OUT)
 def test_graphs_that_concatenate_are_row_exact(tmp_path: Path, how: WrittenOut) -> None:
     """A product with one row sums in another order too; what its second left behind is never read."""

@@ -147,6 +147,11 @@ def test_a_stream_that_nobody_reads_begins_nothing() -> None:
         _ = unread.result
 
 
+def test_an_answer_without_tool_calls_has_no_text_around_them() -> None:
+    for result in (_Requests().stream().run(), _Requests().stream(lambda: True).run()):
+        assert (result.content, result.tool_calls) == ("", ())
+
+
 def test_decoding_is_charged_the_work_between_rounds() -> None:
     now = [0.0]
 

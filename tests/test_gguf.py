@@ -1,5 +1,6 @@
 """The GGUF reader against the ``gguf`` package, which wrote the files."""
 
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -61,7 +62,7 @@ def test_ranges_of_rows(tmp_path: Path) -> None:
         np.testing.assert_array_equal(file.blocks(tensor, tensor.shape[0] - 1), whole[-1:])
 
 
-@pytest.mark.parametrize("alignment", [32, 64, 4096])
+@pytest.mark.parametrize("alignment", [1, 32, 64, 4096])
 def test_alignment_is_honoured(tmp_path: Path, alignment: int) -> None:
     data = np.arange(40, dtype=np.float32)
     writer = GGUFWriter(tmp_path / "m.gguf", "llama")
@@ -74,6 +75,13 @@ def test_alignment_is_honoured(tmp_path: Path, alignment: int) -> None:
     writer.close()
     with GGUFFile(tmp_path / "m.gguf") as file:
         assert file.blocks(file.tensors["b"]).view(np.float32).ravel().tolist() == data.tolist()
+
+
+def test_an_array_that_runs_over_the_end_is_named(tmp_path: Path) -> None:
+    three_integers = struct.pack("<QcIIQ", 1, b"k", 9, 4, 3)
+    (tmp_path / "m.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + three_integers + bytes(8))
+    with pytest.raises(ModelFileError, match="k needs 12 bytes, the file ends before that"):
+        GGUFFile(tmp_path / "m.gguf")
 
 
 def test_a_file_that_shrinks_while_read_is_noticed(tmp_path: Path) -> None:

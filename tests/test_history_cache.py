@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from itertools import pairwise
+from math import prod
 
 import pytest
 from hypothesis import given, settings
@@ -97,6 +98,13 @@ class TestEntries:
             entry.judge(0, right=1, wrong=0)
         assert entry.worth(0) > 0.8 * other.worth(0)
 
+    def test_of_many_verdicts_on_a_token_half_are_forgotten(self) -> None:
+        entry, wrong = Entry(Passage((), (1, 2))), list[int]()
+        for _ in range(33):
+            entry.judge(1, right=0, wrong=1)
+            wrong.append(entry.wrong[1])
+        assert wrong == [*range(1, 33), 16]
+
     def test_tallies_forget(self) -> None:
         tally = Tally()
         for _ in range(2000):
@@ -150,6 +158,17 @@ class TestIndex:
         again = index.find([1])
         assert again is not None and again.token == 11
 
+    def test_of_equal_votes_the_latest_wins_however_long_ago(self) -> None:
+        rivals = [Entry(Passage((), (1, token)), 1.0) for token in (10, 11)]
+        found = Index(rivals, 200 * HALF_LIFE).find([1])
+        assert found is not None and (found.token, found.entry, found.share) == (11, rivals[1], 0.5)
+
+    def test_of_many_occurrences_early_and_late_ones_vote(self) -> None:
+        followers = [10] * 40 + [11] * 60
+        found = Index([Entry(Passage((), (1, token)), 1.0) for token in followers], 0).find([1])
+        assert found is not None and (found.token, found.count) == (11, 100)
+        assert found.share == pytest.approx(0.6, abs=0.05)
+
 
 def _occurrences(passage: Passage) -> list[tuple[tuple[int, ...], int]]:
     whole = (*passage.lead, *passage.body)
@@ -159,12 +178,16 @@ def _occurrences(passage: Passage) -> list[tuple[tuple[int, ...], int]]:
 
 class TestMemory:
     @settings(max_examples=40, deadline=None)
-    @given(answers, st.integers(40, 400))
+    @given(
+        st.dictionaries(st.integers(0, 99), st.integers(60, 300), min_size=3, max_size=6),
+        st.integers(100, 180),
+    )
     def test_it_is_bounded_and_knows_only_what_it_learned(
-        self, texts: list[list[int]], max_tokens: int
+        self, drawn: dict[int, int], max_tokens: int
     ) -> None:
+        texts = [_noise(seed, count, vocab=40) for seed, count in drawn.items()]  # more than the bound
         memory = _memory(*texts, max_tokens=max_tokens)
-        assert len(memory) <= max_tokens
+        assert 0 < len(memory) <= max_tokens
         learned = {passage for text in texts for passage in cut(text)}
         assert {entry.passage for entry in memory.entries} <= learned
         pairs = {pair for text in texts for pair in pairwise(text)}
@@ -179,6 +202,13 @@ class TestMemory:
         memory.refresh()
         found = memory.find(text[:20])
         assert found is not None and found.token == text[20]
+
+    def test_of_equals_what_was_learned_last_wins(self) -> None:
+        memory = Memory(Snapshot(entries=[Entry(Passage((), (1, 2, 10)), 1.0)]), max_tokens=1 << 20)
+        memory.learn(cut([1, 2, 11]))
+        memory.refresh()
+        found = memory.find([1, 2])
+        assert found is not None and (found.token, found.length) == (11, 2)
 
     def test_what_is_written_often_stays(self) -> None:
         found = _found_after_much_else(Memory(Snapshot(), max_tokens=2000))
@@ -265,6 +295,14 @@ class TestDrafter:
         verdicts = {(e.passage.body[i], e.right[i], e.wrong[i]) for e in entries for i in range(len(e.right))}
         judged = {verdict for verdict in verdicts if verdict[1:] != (0, 0)}
         assert judged == {(text[10], 1, 0), (text[11], 0, 1)}
+
+    def test_a_draft_stops_where_it_would_hardly_be_reached(self) -> None:
+        text = _noise(6, 60)
+        memory = _memory(text)
+        whole = HistoryDrafter(memory, stop_below=0.0).propose(text[:10], 30).confidence
+        cut_off = HistoryDrafter(memory, stop_below=0.3).propose(text[:10], 30).confidence
+        assert 1 < len(cut_off) < len(whole) and cut_off == whole[: len(cut_off)]
+        assert prod(cut_off) >= 0.3 > prod(whole[: len(cut_off) + 1])
 
     def test_a_draft_of_the_text_is_gone_on_with(self) -> None:
         text = _noise(8, 60)

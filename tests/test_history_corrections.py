@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from edgespec.cli import app
 from edgespec.history import schema
-from edgespec.history.corrections import MOST_DRAFTERS, DrafterKey
+from edgespec.history.corrections import MOST_DRAFTERS, DrafterKey, unpack
 from edgespec.history.manage import History
 from edgespec.history.memory import Delta
 from edgespec.history.ownership import APPLICATION
@@ -50,6 +50,13 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / f"me{schema.SUFFIX}"
+
+
+@pytest.mark.parametrize("header", ["{'descr': '<f4',", "{[]: 1}", "9", "(" * 5000], ids=range(4))
+def test_a_header_that_is_no_table_is_refused(header: str) -> None:
+    raw = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + bytes(12)
+    with pytest.raises(ValueError, match="no table of weights"):
+        unpack(zlib.compress(raw))
 
 
 class _Decoder:
@@ -206,7 +213,7 @@ def test_a_file_of_an_earlier_format_is_brought_up_to_date(path: Path, version: 
         lambda data: _packed(np.zeros((2, 8), np.float32)),
         lambda data: _packed(np.full(SHAPE, np.nan, np.float32)),
         lambda data: _packed(np.zeros(SHAPE, np.float64)),
-        lambda data: _packed(np.zeros((ROWS, 1 << 20), np.float32)),
+        lambda data: _packed(np.zeros((ROWS, 1 << 19), np.float32)),
     ],
     ids=["nonsense", "cut", "smaller", "no numbers", "of another type", "larger"],
 )

@@ -10,12 +10,14 @@ from typer.testing import CliRunner, Result
 
 from edgespec.cli import app
 from edgespec.history import History, histories
-from edgespec.history.passages import cut
-from edgespec.history.store import Scope
+from edgespec.history.entries import Entry
+from edgespec.history.forget import containing
+from edgespec.history.passages import LEAD, Passage, cut
+from edgespec.history.store import Learned, Scope
 from edgespec.history.use import open_use
 from edgespec_models.errors import RequestError, StorageError
 from edgespec_models.tokenizer import Tokenizer
-from tests.histories_for_tests import learn
+from tests.histories_for_tests import SCOPE, learn
 from tests.tokenizers_for_tests import byte_level_json
 
 SENTENCES = [
@@ -79,6 +81,16 @@ def test_forgotten_text_is_nowhere_whatever_it_runs_through(tokenizer: Tokenizer
     assert history.forget(text) == (0, 0)
     for file in history.path.parent.iterdir():
         assert text.encode() not in file.read_bytes()
+
+
+def test_a_passage_that_only_seems_to_begin_the_text_stays() -> None:
+    pieces = [b"bread, wax", b"candles, wine, wax", b" and honey"]
+    passages, lead = list[Learned](), b""
+    for piece in pieces:
+        entry = Entry(Passage(tuple(lead), tuple(piece)), 1.0)
+        passages.append(Learned(SCOPE, entry, lead, piece, 0.0, 1.0))
+        lead = (lead + piece)[-LEAD:]
+    assert containing("wax and honey", passages) == passages[1:]
 
 
 def test_texts_that_run_on_are_found_at_every_place(tokenizer: Tokenizer) -> None:

@@ -5,6 +5,7 @@ import sqlite3
 import threading
 import time
 from pathlib import Path
+from typing import Self, cast
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -26,6 +27,44 @@ POSIX = pytest.mark.skipif(os.name != "posix", reason="modes are a matter of POS
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "histories" / f"me{schema.SUFFIX}"
+
+
+class _Refusing:
+    """Stands for a connection whose first statements fail."""
+
+    def __init__(self, code: int, times: int) -> None:
+        self.code, self.left, self.asked = code, times, 0
+
+    def execute(self, statement: str) -> Self:
+        self.asked, self.left = self.asked + 1, self.left - 1
+        if self.left >= 0:
+            error = sqlite3.OperationalError("no")
+            error.sqlite_errorcode = self.code
+            raise error
+        return self
+
+    def fetchone(self) -> None:
+        pass
+
+
+class TestOpening:
+    @pytest.mark.parametrize("code", [sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_BUSY_RECOVERY])
+    def test_it_waits_for_programs_that_hold_the_file(self, code: int) -> None:
+        connection = _Refusing(code, times=2)
+        schema._use_wal(cast(sqlite3.Connection, connection))
+        assert connection.asked == 3
+
+    @pytest.mark.parametrize(
+        ("code", "patience"), [(sqlite3.SQLITE_READONLY, 60.0), (sqlite3.SQLITE_BUSY, -1.0)]
+    )
+    def test_it_waits_for_nothing_else_nor_for_ever(
+        self, monkeypatch: pytest.MonkeyPatch, code: int, patience: float
+    ) -> None:
+        monkeypatch.setattr(schema, "_BUSY_S", patience)
+        connection = _Refusing(code, times=2)
+        with pytest.raises(sqlite3.OperationalError):
+            schema._use_wal(cast(sqlite3.Connection, connection))
+        assert connection.asked == 1
 
 
 class TestStore:

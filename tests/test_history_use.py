@@ -4,14 +4,21 @@ import logging
 import os
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from edgespec.history import schema
+from edgespec.history.manage import History
+from edgespec.history.memory import Snapshot
 from edgespec.history.passages import Passage
 from edgespec.history.store import Store
-from edgespec.history.use import open_use
+from edgespec.history.use import HistoryUse, open_use
+from edgespec.history.writer import Writer
+from edgespec_models.errors import StorageError
 from edgespec_models.tokenizer import Tokenizer
 from tests.histories_for_tests import OTHERS, SCOPE, delta_of, learn, stored, text_of
 from tests.tokenizers_for_tests import byte_level_json
@@ -75,6 +82,30 @@ def test_a_damaged_file_is_set_aside_and_reported(
     learn(use, tokenizer.encode(TEXT))
     use.close()
     assert stored(path).entries
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "passage SET body = 'text'",
+        "passage SET uses = 'x'",
+        "scope SET clock = 'x'",
+        "scope SET target = x'00'",
+    ],
+)
+def test_values_of_wrong_types_are_damage(path: Path, tokenizer: Tokenizer, change: str) -> None:
+    use = open_use(path, SCOPE, tokenizer)
+    for _ in range(3):
+        learn(use, tokenizer.encode(TEXT))
+    use.close()
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        assert connection.execute(f"UPDATE OR IGNORE {change}").rowcount
+    with pytest.raises(StorageError, match="wrong type"):
+        History(path).show()
+    use = open_use(path, SCOPE, tokenizer)
+    assert use.problem is not None and "was damaged" in use.problem
+    use.close()
+    assert History(path).show() == []
 
 
 def test_rows_that_make_no_sense_are_not_used(path: Path, tokenizer: Tokenizer) -> None:
@@ -156,3 +187,8 @@ def test_a_later_format_is_not_used_and_not_touched(path: Path, tokenizer: Token
     assert use.problem is not None and "Update edgespec" in use.problem
     use.close()
     assert path.read_bytes() == before
+
+
+def test_what_keeps_the_writer_from_writing_is_told() -> None:
+    writer = cast(Writer, SimpleNamespace(problem="the disk is full", tell=lambda note: None))
+    assert HistoryUse(Snapshot(), writer, None).problem == "the disk is full"

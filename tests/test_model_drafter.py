@@ -1,6 +1,8 @@
+import math
 from collections.abc import Sequence
 from time import perf_counter
 
+import numpy as np
 import pytest
 
 from edgespec.drafting.bridge import ByteBridge, IdentityBridge
@@ -61,6 +63,24 @@ def test_it_proposes_what_the_model_would_write() -> None:
     assert draft.confidence == pytest.approx((0.95,) * 5)  # untested, the highest bin means its middle
 
 
+def test_each_proposal_has_its_own_confidence() -> None:
+    """Not that of the draft up to it."""
+    logits = np.zeros(VOCAB, np.float32)
+    logits[7] = math.log(3.0 * (VOCAB - 1))  # a probability of three quarters
+    draft = _drafter(ToySession(lambda tokens: logits, VOCAB)).propose([3, 1, 4], 4)
+    assert draft.tokens == (7,) * 4
+    assert draft.confidence == pytest.approx((0.75,) * 4)
+
+
+def test_tokens_that_make_none_of_the_target_s_are_read_up_to_a_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(IdentityBridge, "translate", lambda self, drafted: [(7, len(drafted))])
+    session = _sure()
+    assert _drafter(session).propose([3, 1, 4], 3).tokens == (7,)
+    assert session.passes == [3] + [1] * 5
+
+
 def test_it_knows_what_it_saved() -> None:
     next_logits = markov_logits(0, VOCAB, scale=200.0)
     drafter, tokens = _drafter(_sure()), [3, 1, 4]
@@ -69,6 +89,17 @@ def test_it_knows_what_it_saved() -> None:
     assert drafter.gain_s == pytest.approx(0.0, abs=0.1)
     drafter.observe(round_of(*_follow(next_logits, tokens, 2), (draft.tokens[2] + 1) % VOCAB))
     assert drafter.gain_s == pytest.approx(2.0, abs=0.1)  # two plain passes of a second
+
+
+def test_longer_passes_are_taken_off_what_it_saved() -> None:
+    tokens = [3, 1, 4]
+    drafter = _drafter(_sure(), curve=CostCurve({1: 1.0, 5: 1.4}))
+    draft = drafter.propose(tokens, 4)
+    assert len(draft.tokens) == 4
+    drafter.observe(round_of(*draft.tokens[:2], (draft.tokens[2] + 1) % VOCAB))
+    assert drafter.gain_s == pytest.approx(2.0 - 0.4, abs=0.05)
+    drafter.waited(0.3)
+    assert drafter.gain_s == pytest.approx(2.0 - 0.4 - 0.3, abs=0.05)
 
 
 def test_it_tells_its_gain_at_the_end_if_it_read_the_prompt() -> None:
@@ -188,7 +219,8 @@ def test_it_learns_what_its_confidence_is_worth() -> None:
     drafter = _drafter(_sure(), calibration=calibration)
     tokens = [3, 1, 4]
     before = calibration.probability(SURE)
-    draft = drafter.propose(tokens, 4)
+    draft = drafter.propose(tokens, 5)
+    # What follows the rejected token was judged by nobody.
     drafter.observe(round_of(*draft.tokens[:2], (draft.tokens[2] + 1) % VOCAB, draft.tokens[3]))
     seen = Calibration()
     for accepted in (True, True, False):

@@ -171,6 +171,25 @@ def test_the_draft_of_another_is_gone_on_with() -> None:
     assert drafter.extend(text, Draft((99,), None, ("model",), (0.9,)), 6).tokens == (99,)
 
 
+def test_behind_a_draft_that_is_hardly_kept_nothing_is_added() -> None:
+    drafter, text = NgramDrafter(stop_below=0.3), [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]
+    likely, unlikely = (Draft((4, 5), None, ("model",) * 2, (p, p)) for p in (0.9, 0.5))
+    drafter.propose(text, 6)
+    assert len(drafter.extend(text, likely, 6).tokens) > 2
+    assert drafter.extend(text, unlikely, 6) is unlikely
+
+
+def test_what_stood_behind_a_rejected_token_is_not_judged() -> None:
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]
+    stated = []
+    for behind in ((), (6, 7, 8)):
+        drafter = NgramDrafter(stop_below=0.0)
+        assert drafter.propose(text, 5).tokens == (4, 5, 6, 7, 8)
+        drafter.observe(round_of(4, 99, *behind))
+        stated.append(drafter.propose(text, 5).confidence)
+    assert stated[0] == stated[1]
+
+
 def test_a_draft_stops_where_it_would_hardly_be_reached() -> None:
     text = [1, 10, 11, 12, 13, 14, 15, 5, 1]
     whole = NgramDrafter(stop_below=0.0).propose(text, 6)

@@ -259,7 +259,7 @@ def group(root: Path, second: bool, limit: str, used: int, cached: int, place: s
 
 
 @pytest.mark.parametrize("second", [True, False])
-@pytest.mark.parametrize("place", ["/", "/service/one", "/../elsewhere"])
+@pytest.mark.parametrize("place", ["/", "/service/one", "/service:1/one", "/../elsewhere"])
 def test_a_containers_limit_is_this_machines_memory(tmp_path: Path, second: bool, place: str) -> None:
     group(tmp_path, second, "1000000", 300_000, 99_999, place)
     assert machine_memory(tmp_path) == MachineMemory(1_000_000, 800_000, limited=True)

@@ -109,6 +109,15 @@ class TestGuard:
         assert not guard.allows
         assert guard.reason == "rounds with drafts ran at 0.67 times the speed of plain decoding"
 
+    def test_losses_are_counted_in_what_this_machine_decodes(self) -> None:
+        guard = Guard(Pricing(CostCurve({1: 0.25})))
+        for _ in range(10):
+            guard.observe(1, 0.375)  # half a token each
+        assert guard.allows
+        guard.observe(1, 0.375)
+        assert not guard.allows
+        assert guard.reason is not None and "0.67 times" in guard.reason
+
     def test_asking_it_changes_nothing(self) -> None:
         guard = Guard(Pricing(FLAT))
         _lose(guard)
@@ -131,7 +140,27 @@ class TestGuard:
             guard.observe(2, 1.5)
         assert guard.allows and guard.reason is None
         _lose(guard)
+        assert guard.reason == "rounds with drafts ran at 0.67 times the speed of plain decoding"
         assert _paused(guard) == 16
+
+    def test_it_asks_for_no_more_than_plain_decoding(self) -> None:
+        pricing = Pricing(FLAT)
+        for _ in range(100):
+            pricing.observe_round(4, 1.0)
+        guard = Guard(pricing)
+        for _ in range(100):
+            guard.observe(1, 1.0)
+        assert guard.allows
+
+    def test_proposals_answer_for_the_time_of_their_own_rows(self) -> None:
+        guard = Guard(Pricing(CostCurve({1: 1.0, 8: 8.0})))
+        draft = Draft((1, 2, 3, 4), None, ("model", "model", "files", "files"), (0.5,) * 4)
+        for _ in range(100):
+            guard.observe_source("files", Step((1, 2, 3, 4, 5), draft, accepted=4))
+        assert guard.allows
+        for _ in range(6):
+            guard.observe_source("files", Step((1, 2, 3, 9), draft, accepted=3))
+        assert not guard.allows
 
     def test_rounds_from_before_a_pause_do_not_count_after_it(self) -> None:
         guard = Guard(Pricing(FLAT))

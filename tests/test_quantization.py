@@ -59,6 +59,8 @@ def test_mixed_spares_what_it_says() -> None:
         assert of_layers[:5] == [True, True, False, False, True] and of_layers[-2:] == [True, True]
         assert sum(of_layers) == 8
         assert not any(spared("head", f"layers.{layer}.{name}") for layer in range(16))
+    for kind in get_args(Mixed):
+        assert Quantization(8, mixed=kind).format_of("layers.3.v", GGMLType.F16, 1024, 16).bits == 8
     assert not spared("sensitive", "layers.0.q") and not spared("sensitive", "layers.15.gate")
 
 

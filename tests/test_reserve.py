@@ -11,12 +11,14 @@ from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundle import Bundle
 from edgespec_models.errors import DeviceError
 from edgespec_models.foreign import open_bundle
+from edgespec_models.graph_contract import CacheTensor
 from edgespec_models.graphs.plan import Precision
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.cuda import CudaSession
 from edgespec_runtimes.devices import CPU
 from edgespec_runtimes.discovery import Device
 from edgespec_runtimes.graph_session import GraphSession
+from edgespec_runtimes.kv_buffers import GrowingCache, SharedCache
 from edgespec_runtimes.ort import ort, ort_state
 from edgespec_runtimes.static_io import StaticIO
 from edgespec_runtimes.static_session import StaticSession
@@ -142,3 +144,13 @@ def test_a_pass_that_fails_is_an_error_of_the_device(tmp_path: Path, monkeypatch
                 session.predict(TOKENS)
         assert session.length == 0
     np.testing.assert_array_equal(session.predict(TOKENS).logits, expected)
+
+
+@pytest.mark.parametrize("kind", [SharedCache, GrowingCache])
+def test_what_nobody_keeps_is_freed_before_more_is_asked_for(kind: type[SharedCache | GrowingCache]) -> None:
+    cache = kind([CacheTensor("past", "present", 2, 4, "float32")])
+    cache.reserve(16, 0)
+    assert cache.nbytes > 0
+    with pytest.raises((MemoryError, ValueError)):
+        cache.reserve(1 << 58, 0)
+    assert cache.nbytes == 0

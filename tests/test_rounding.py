@@ -72,6 +72,16 @@ def test_a_search_pays(method: Rounding) -> None:
         assert norm(error) < norm(plain), form.name
 
 
+def test_large_weights_count_for_more_in_k_quant() -> None:
+    values = matrix(0, heavy=True)
+    blocks = np.abs(values.reshape(6, -1, 32))
+    weights = blocks + np.sqrt(np.square(blocks).mean(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    for form in FORMS[:2]:
+        fit, k_quant = (np.square(kept(values, form, method) - values) for method in SEARCHES)
+        assert (weights.reshape(6, -1) * (k_quant - 0.97 * fit)).sum() < 0.0
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_what_a_format_holds_is_what_was_rounded(method: Rounding) -> None:
     values = matrix(1, shift=0.01)

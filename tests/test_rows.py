@@ -62,6 +62,7 @@ def test_counts_follow_any_history(histories: list[list[int]], drafted: list[int
             assert dict(zip(*map(np.ndarray.tolist, got), strict=True)) == {
                 token: text.count(token) for token in text
             }
+            assert {each.dtype for each in got} == {np.dtype(np.int64)}  # floats would index no row
 
 
 def test_the_output_alone_is_counted_for_presence_and_frequency() -> None:

@@ -7,6 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.sampling import (
+    ACCEPT_LANE,
+    DRAFT_LANE,
+    TOKEN_LANE,
     SamplingParams,
     distribution,
     draw,
@@ -140,6 +143,7 @@ def test_uniform_is_repeatable_uniform_and_independent() -> None:
 
 
 def test_seeded_output_stays_the_same_from_release_to_release() -> None:
+    assert (TOKEN_LANE, ACCEPT_LANE, DRAFT_LANE) == (0, 1, 2)
     assert uniform(0, 0) == 0.011546754286331562
     assert uniform(12345, 678, 1) == 0.34216654565283544
 
@@ -162,6 +166,9 @@ def test_draw_inverts_the_cumulative_law_across_blocks() -> None:
 
 
 def test_draw_at_the_very_end_is_the_last_token_with_mass() -> None:
-    probs = np.array([0.1] * 7 + [0.3, 0.0])
-    assert draw(probs, math.nextafter(1.0, 0.0)) == 7
+    """Two ways to add up the same masses differ: many of these draws lie behind the last of them."""
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        probs = np.append(rng.uniform(0.5, 1.0, 2900), np.zeros(100))
+        assert draw(probs / probs.sum(), math.nextafter(1.0, 0.0)) == 2899
     assert draw(np.array([0.0, 0.5, 0.5]), 0.0) == 1

@@ -49,6 +49,7 @@ def test_pieces_join_to_the_decoded_text(kind: str, tokens: list[int], size: int
     spell=st.booleans(),
 )
 @example(text="ab", stops=["b", "a"], size=4, spell=True)
+@example(text="aba", stops=["aba", "b"], size=4, spell=True)
 @example(text="aab ", stops=["b", "aab"], size=4, spell=True)
 @example(text="abé ", stops=["abé a", "é"], size=1, spell=True)
 def test_stop_strings(text: str, stops: list[str], size: int, spell: bool) -> None:

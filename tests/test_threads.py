@@ -14,7 +14,10 @@ from weakref import ref
 import pytest
 
 from edgespec import Busy, Closed, LoadOptions, Model, RequestError
-from edgespec.results import Generation, Record
+from edgespec.answer import Answer
+from edgespec.generation import PreparedRequest
+from edgespec.request import Request
+from edgespec.results import Generation, Record, nothing
 from tests.models_for_tests import Gated, toy_model, toy_session
 from tests.toy import F32, ToySession, settle
 
@@ -122,11 +125,12 @@ def test_a_stream_that_is_dropped_while_it_waits_makes_room() -> None:
         running = pool.submit(model.generate, PROMPTS[0], max_new_tokens=NEW)
         session.arrived.acquire()
         dropped = model.stream(PROMPTS[1], max_new_tokens=NEW)
-        model._worker.submit(dropped._answer)
+        model._worker.submit(answer := dropped._answer)
         del dropped
         gc.collect()
         third = model.stream(PROMPTS[2], max_new_tokens=NEW)
         model._worker.submit(third._answer)  # not refused
+        assert answer.result is not None and answer.result.finish_reason == "cancelled"
         session.open()
         assert third.run().tokens == alone(PROMPTS[2]).tokens
         assert len(running.result(60).tokens) == NEW
@@ -301,6 +305,20 @@ def test_the_stop_string_that_matched_is_told() -> None:
         *_, last = stream.records()
     assert (last.finish_reason, last.stop) == ("stop", word)
     assert (stream.result.stop, stream.result.text) == (word, whole[: whole.index(word)])
+
+
+@pytest.mark.parametrize("happens", [lambda a: a.put(Record("", ())), lambda a: a.end(nothing("stop"))])
+def test_who_waits_for_an_answer_is_woken(happens: Callable[[Answer], None]) -> None:
+    def prepare() -> PreparedRequest:
+        raise AssertionError("its turn never comes")
+
+    answer = Answer(Request(), prepare)
+    waiter = threading.Thread(target=answer.wait, args=(None,), daemon=True)
+    waiter.start()
+    until(lambda: bool(answer._changed._waiters))  # type: ignore[attr-defined]
+    happens(answer)
+    waiter.join(60)
+    assert not waiter.is_alive()
 
 
 def test_a_slow_reader_does_not_hold_up_the_model() -> None:

@@ -147,10 +147,27 @@ def test_token_outside_the_byte_alphabet_is_its_own_text() -> None:
     assert Tokenizer.from_json(json.dumps(spec)).token_bytes(300) == b"\xc2\x80"
 
 
-def test_prefix_space_is_in_encode_but_not_in_encode_bytes() -> None:
-    tok = tokenizer("sentencepiece, prefix")
+_METASPACE = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": False}
+_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+_STEPS = [
+    {"type": "Prepend", "prepend": "\u2581"},
+    {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+]
+PREFIXED: dict[str, dict[str, Any]] = {
+    "normalizer": {"normalizer": {"type": "Sequence", "normalizers": _STEPS}},
+    "pre-tokenizer": {"normalizer": None, "pre_tokenizer": _METASPACE},
+    "byte level": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [_BYTE_LEVEL]}},
+}
+
+
+@pytest.mark.parametrize("put_by", PREFIXED)
+def test_prefix_space_is_in_encode_but_not_in_encode_bytes(put_by: str) -> None:
+    spec = byte_level_json() if put_by == "byte level" else sentencepiece_json()
+    plain = Tokenizer.from_json(spec)
+    tok = Tokenizer.from_json(json.dumps(json.loads(spec) | PREFIXED[put_by]))
     assert tok.decode(tok.encode("the")) == " the"
     assert tok.bytes_of(tok.encode_bytes(b"the")) == b"the"
+    assert tok.encode_bytes(b"the quick") == plain.encode_bytes(b"the quick")
 
 
 def test_byte_alphabet_covers_all_bytes() -> None:
@@ -199,6 +216,15 @@ def test_matches_compares_bytes_and_roles() -> None:
 def test_vocabulary_larger_than_the_head_is_refused() -> None:
     with pytest.raises(TokenizerError, match="LM head has 10 rows"):
         Tokenizer.from_json(byte_level_json(), vocab_size=10)
+
+
+def test_a_vocabulary_of_billions_is_refused_before_it_takes_memory() -> None:
+    spec = json.loads(byte_level_json())
+    with pytest.raises(TokenizerError, match=r"2,147,483,648 tokens; edgespec reads up to 16,777,216"):
+        Tokenizer.from_json(json.dumps(spec), vocab_size=2**31)
+    spec["model"]["vocab"]["far"] = 4_000_000_000
+    with pytest.raises(TokenizerError, match="4,000,000,001 tokens"):
+        Tokenizer.from_json(json.dumps(spec))
 
 
 @pytest.mark.parametrize("token", [-1, 10**6])
@@ -294,3 +320,11 @@ def test_threads_do_not_mix_modes() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_vocabularies_with_two_tokens_exchanged_do_not_match() -> None:
+    spec = json.loads(byte_level_json())
+    vocabulary = spec["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    other = Tokenizer.from_json(json.dumps(spec))
+    assert not tokenizer("bytes").matches(other) and other.matches(other)

@@ -77,6 +77,11 @@ def test_calls_are_read(source: str, text: str, content: str | None, calls: Call
     assert (len(found) if isinstance(calls, int) else found) == calls
 
 
+def test_half_a_character_is_none() -> None:
+    answer = r'<tool_call>{"name": "add", "arguments": {"a\ud800": ["\ud83d\ude00", "\udc00b"]}}</tool_call>'
+    assert read(HERMES, answer) == ("", [("add", {"a\ufffd": ["😀", "\ufffdb"]})])
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
     lambda inner: st.lists(inner, max_size=3),

@@ -4,6 +4,7 @@ import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -82,11 +83,19 @@ def test_every_source_weighs_the_same() -> None:
 
 def test_coverage_is_of_texts_that_were_not_counted() -> None:
     tokenizer = TOKENIZERS["bytes"]
-    rare = CORPUS[3]
-    ranking = Ranking([[rare, *[CORPUS[0]] * 4]], tokenizer, [])  # the first of five is held out
-    known = ranking.required + len(set(tokenizer.encode(CORPUS[0])))
-    everything = Ranking([[rare, *[rare] * 4]], tokenizer, [])
-    assert ranking.coverage(known) < everything.coverage(known)
+    held, counted = " proposes" * 20, set(tokenizer.encode(CORPUS[0]))
+    ranking = Ranking([[held, *[CORPUS[0]] * 4]], tokenizer, [])  # the first of five is held out
+    kept = counted | set(ranking.tokens(ranking.required).tolist())
+    ids = tokenizer.encode(held)
+    assert ranking.coverage(len(kept)) == pytest.approx(sum(token in kept for token in ids) / len(ids))
+    assert ranking.coverage(len(kept)) < 1.0
+
+
+def test_sizes_between_what_must_stay_and_the_whole_are_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranking = _ranking()
+    least, most = ranking.required, ranking.whole - 1
+    monkeypatch.setattr(trim, "CANDIDATES", (least - 1, least, most, most + 1))
+    assert ranking.candidates == (least, most)
 
 
 @pytest.mark.parametrize("size", [1, 200, 100_000])
@@ -134,6 +143,8 @@ def test_what_a_choice_promises_is_the_expected_rate() -> None:
     ]
     assert some.relative_tokens_per_second == pytest.approx(best[0] / best[1])
     assert (some.acceptance, whole.acceptance) == (0.5, 0.6)
+    dear, _ = weigh(ranking, {300: 0.5, ranking.whole: 0.6}, float, target)  # nothing is drafted
+    assert dear.relative_tokens_per_second == 1.0
 
 
 def _drafter(folder: Path, model: TinyGGUF, size: trim.TrimSize = KEPT) -> Bundle:
@@ -208,6 +219,30 @@ def test_words_of_the_prompt_are_offered_in_several_spellings(name: str) -> None
     assert set(context_tokens(prompt, tokenizer, kept)) == set(offered) - set(kept.tolist())
 
 
+class _Words:
+    """A tokenizer of these words."""
+
+    words = (b"the", b" the", b"The", b" The", b"thhe", b"THhe", b"tTHhe", b"cat", b" Cat", b"", b"9")
+
+    def is_special(self, token: int) -> bool:
+        return token == 9
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.words[token]
+
+    def id_of_bytes(self, data: bytes) -> int | None:
+        return self.words.index(data) if data in self.words else None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "offered"),
+    [([0], {0, 1, 2, 3}), ([3], {0, 1, 2, 3}), ([8], {7, 8}), ([10, 9], {10}), ([0, 7], {0, 1, 2, 3, 7, 8})],
+)
+def test_spellings_differ_in_a_space_and_the_first_letter(prompt: list[int], offered: set[int]) -> None:
+    none = np.array([], np.int32)
+    assert set(context_tokens(prompt, cast(Tokenizer, _Words()), none)) == offered
+
+
 def test_long_prompts_offer_their_latest_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgespec.drafting.context._MOST", 5)
     tokenizer = TOKENIZERS["bytes"]
@@ -261,6 +296,8 @@ def test_a_trimmed_drafter_changes_no_output_and_is_no_target(
     target = tiny_native(tmp_path / "target", LLAMA, "Q4_1").path
     drafter = _drafter(tmp_path, tiny_gguf("llama")).path
     monkeypatch.setattr("edgespec.pricing.Pricing.pays", lambda *_, **__: True)
+    monkeypatch.setattr("edgespec.drafting.experience.Experience.expected", lambda *_: 1e9)
+    monkeypatch.setattr("edgespec.drafting.policy._PATIENCE", 0.0)
     monkeypatch.setattr("edgespec.pricing.Pricing.keep", lambda _, confidence: (len(confidence), 0.0))
     plain, _ = _greedy(target, None)
     drafted, count = _greedy(target, drafter)

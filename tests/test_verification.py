@@ -246,6 +246,15 @@ def test_right_proposals_are_all_accepted() -> None:
     assert verdict == Verdict(4, plain[4])
 
 
+def test_a_proposal_that_neither_side_would_draw_is_replaced_by_what_both_would() -> None:
+    params = SamplingParams(temperature=1.0, top_k=3)
+    probs = distribution(TARGET[PROMPT[-1]], params)
+    draft = Draft((int(probs.argmin()),), probs=probs[None])
+    verdict = SamplingVerifier(params, 0)(Predictions(TARGET[[PROMPT[-1], 0]]), draft, PROMPT)
+    assert verdict.accepted == 0
+    assert probs[verdict.token] > 0.0
+
+
 def test_proposals_from_the_target_itself_are_all_accepted() -> None:
     params = SamplingParams(temperature=1.0)
     probs = distribution(TARGET[PROMPT[-1]], params)
@@ -254,6 +263,16 @@ def test_proposals_from_the_target_itself_are_all_accepted() -> None:
         draft = Draft((token,), probs=probs[None])
         verdict = SamplingVerifier(params, seed)(Predictions(TARGET[[PROMPT[-1], token]]), draft, PROMPT)
         assert verdict.accepted == 1
+
+
+def test_each_sampled_proposal_is_judged_by_its_own_row() -> None:
+    """The first is certain, the second impossible, the third certain again."""
+    logits = np.full((4, VOCAB), -200.0, dtype=np.float32)
+    logits[[0, 1, 2, 3], [1, 5, 3, 4]] = 0.0
+    draft = Draft((1, 2, 3), probs=np.eye(VOCAB)[[1, 2, 3]])
+    for seed in range(20):
+        verify = SamplingVerifier(SamplingParams(temperature=1.0), seed)
+        assert verify(Predictions(logits), draft, PROMPT) == Verdict(1, 5)
 
 
 def test_greedy_does_not_read_past_the_first_mismatch() -> None:

@@ -14,14 +14,15 @@ def arguments(
 
     Args:
         usage: the tool's docstring.
-        names: of the arguments, which are texts; ``NAME...`` takes one or more.
+        names: of the arguments, which are texts; ``NAME...`` takes one or more, ``NAME*`` any number.
         given: instead of the program's own.
         options: by name, what each is: a type, if it has to be given; ``[type]``, if it may be repeated;
             ``(type,)``, if it may be left out; False, for a switch; else its default.
     """
     parser = argparse.ArgumentParser(description=usage, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in names:
-        parser.add_argument(name.removesuffix("..."), nargs="+" if name.endswith("...") else None)
+        many = "+" if name.endswith("...") else "*" if name.endswith("*") else None
+        parser.add_argument(name.rstrip(".*"), nargs=many)
     for name, kind in options.items():
         option = f"--{name.replace('_', '-')}"
         if isinstance(kind, type):

@@ -1,4 +1,4 @@
-"""Everything the README promises, from a bare Python 3.11: `python tools/run.py demo` or `... test`.
+"""Everything the README promises, from a bare Python 3.11: `python tools/run.py demo`, `test` or `fuzz`.
 
 Uses the standard library alone: makes a virtual environment in `.venv`, installs edgespec from this
 checkout into it, and runs there. Further arguments go to the command it runs.
@@ -69,15 +69,35 @@ def test(arguments: Sequence[str]) -> None:
         run(command)
 
 
+def fuzz(arguments: Sequence[str]) -> None:
+    """Run the fuzzers, where atheris has a wheel; arguments are those of tools.fuzz."""
+    set_up("dev")
+    install = (
+        str(PYTHON),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--only-binary=atheris",
+        "--editable",
+        ".[fuzz]",
+    )
+    for command in (install, (str(PYTHON), "-c", "import atheris")):
+        if subprocess.run(command, cwd=ROOT, check=False, capture_output=True).returncode:
+            print("There is no atheris for this Python: the fuzzers are not run.")
+            return
+    run((str(PYTHON), "-m", "tools.fuzz", *arguments))
+
+
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("command", choices=("demo", "test"))
+    parser.add_argument("command", choices=("demo", "test", "fuzz"))
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on")
     options = parser.parse_args()
     if sys.version_info < (3, 11):  # noqa: UP036 - whoever runs this may have an older Python
         sys.exit(f"edgespec needs Python 3.11 or newer, this is {sys.version.split()[0]}")
-    (demo if options.command == "demo" else test)(options.arguments)
+    {"demo": demo, "test": test, "fuzz": fuzz}[options.command](options.arguments)
 
 
 if __name__ == "__main__":

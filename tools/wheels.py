@@ -19,6 +19,7 @@ from zipfile import ZipFile
 import lief
 
 from tools.kernel_check import KernelError, check_targets
+from tools.wheel_entries import EntriesError, check_entries
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "runtimes" / "kernels"))
 
@@ -105,7 +106,8 @@ def check_objects(target: Target) -> None:
     processors without the instructions. Sources are the same everywhere, so Linux' objects tell for all.
     """
     for path in set_objects(target) if target.name.endswith("-linux") else ():
-        names = {symbol.name for symbol in parsed(path.read_bytes()).exported_symbols}
+        made = parsed(path.read_bytes())  # lives as long as its symbols are read: lief does not see to that
+        names = {symbol.name for symbol in made.exported_symbols}
         exported = {name for name in names if not name.endswith("6kTableE")}
         if exported:
             raise WheelError(
@@ -124,11 +126,12 @@ def main() -> None:
     try:
         for target in targets:
             wheel = build(target, options.out)
+            check_entries(wheel)
             row = inspect(wheel, target)
             check_objects(target)
             print(f"{wheel.name:52}  {row}", flush=True)
         check_targets(targets)
-    except (BuildError, KernelError, WheelError) as error:
+    except (BuildError, EntriesError, KernelError, WheelError) as error:
         sys.exit(str(error))
 
 

@@ -7,6 +7,7 @@ raises :class:`~edgespec_models.errors.EdgespecError` to fail: one line on stand
 Ctrl-C ends with exit code 130, another signal with 128 and its number.
 """
 
+import errno
 import importlib
 import signal
 import sys
@@ -35,7 +36,8 @@ COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
         "models": "List the models of the catalogue.",
         "pull": "Download models of the catalogue.",
         "export": "Make a bundle from a checkpoint.",
-        "history": "Show, export and delete what was learned from answers.",
+        "align": "Train a drafter on what its target writes.",
+        "history": "Show, export and delete what was learned, add files.",
         "inspect": "Show what a bundle says of itself.",
     }
 )
@@ -68,6 +70,11 @@ class _LazyGroup(TyperGroup):
             return super().invoke(ctx)
         except EdgespecError as error:
             fail(error)
+        except OSError as error:
+            # What Windows says of a pipe that nobody reads any more; of a name that is none, it has the name.
+            if sys.platform == "win32" and error.errno == errno.EINVAL and error.filename is None:
+                raise BrokenPipeError(errno.EPIPE, error.strerror) from error
+            raise
         except KeyboardInterrupt:
             errors().print("interrupted")
             raise typer.Exit(130) from None

@@ -60,6 +60,7 @@ def cost(
     from edgespec.costs import measure_costs
     from edgespec.files import check_writable, write_text
     from edgespec.loading import open_model
+    from edgespec.measurements import recall
     from edgespec.sessions import conditions_of
     from edgespec_runtimes.cpu import CpuOptions
 
@@ -75,9 +76,9 @@ def cost(
         print_json(result)
     else:
         _show(result)
-    if result["confirmed"]:
-        note(f"Kept for later loads: {conditions_of(opened, options).path}")
-    else:
+    if recall(conditions := conditions_of(opened, options)) is not None:
+        note(f"Kept for later loads: {conditions.path}")
+    elif not result["confirmed"]:
         note("Other programs disturbed the times, which are not kept; close them and run this again.")
     if html is not None:
         from edgespec.report import render_costs

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from edgespec_export.quantization import Quantization
     from edgespec_export.trim import TrimSize
 
-__all__ = ["export"]
+__all__ = ["export", "locate"]
 
 
 def export(
@@ -49,6 +49,10 @@ def export(
             metavar="N|auto|full",
             help="Rows that a drafter's LM head keeps; auto measures. Default: auto for drafters, else full.",
         ),
+    ] = None,
+    alignment: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="What 'edgespec align' trained; it goes into a drafter's weights."),
     ] = None,
     calibration: Annotated[
         list[Path] | None,
@@ -144,6 +148,8 @@ def export(
 
         edgespec export gemma-3-270m -o drafter --role drafter --trim-vocab 16384 --calibrate-with target
 
+        edgespec export SmolLM2-135M.gguf -o drafter --role drafter --alignment alignment.safetensors
+
         edgespec export model.gguf -o small --bits 4 --method k-quant --mixed sensitive
 
         edgespec export qwen2.5-coder-1.5b-instruct -o long --kv int8
@@ -163,19 +169,21 @@ def export(
     if via == "optimum":
         words: dict[str, object] = {"--weights": weights, "--trim-vocab": trim_vocab, "--name": name}
         words |= {"--bits": quantization, "--calibration": calibration, "--calibrate-with": calibrate_with}
+        words |= {"--alignment": alignment}
         words |= {"--kv": kv, "--role": role == "drafter"}
         words |= {"--device": device != "cpu", "--buckets": buckets, "--chip": chip}
         _refuse_with_optimum([word for word, value in words.items() if value])
         _via_optimum(source, out, program=optimum_cli, overwrite=overwrite, as_json=as_json)
         return
     with progress_bars() as progress:
-        file, known_as = _locate(source, progress)
+        file, known_as = locate(source, progress)
         options = ExportOptions(
             role=role,
             weights=weights,
             quantization=quantization,
             kv=kv,
             name=name or known_as,
+            alignment=alignment,
             overwrite=overwrite,
             device=None if device == "cpu" else device,
             buckets=_buckets(buckets),
@@ -251,7 +259,7 @@ def _quantization(bits: str | None, method: str | None, mixed: str | None) -> "Q
     return Quantization(**given) if given else None
 
 
-def _locate(source: str, progress: ProgressCallback) -> tuple[Path, str | None]:
+def locate(source: str, progress: ProgressCallback) -> tuple[Path, str | None]:
     """The checkpoint's file or directory, and the name the catalogue gives it."""
     from edgespec.first_use import locate_hub
     from edgespec_models.catalog import find

@@ -9,6 +9,7 @@ import typer
 from edgespec.cli.answers import print_json
 from edgespec.cli.console import output, size
 from edgespec.cli.options import JsonFlag
+from edgespec_models.errors import BundleError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -38,6 +39,7 @@ def inspect(
 
         edgespec inspect ./target --verify --json
     """
+    from edgespec_models.bundle import REPORT
     from edgespec_models.foreign import open_bundle
 
     opened = open_bundle(bundle, verify_digests=verify)
@@ -45,8 +47,11 @@ def inspect(
         manifest = opened.manifest.to_json()
         print_json({"path": str(bundle), "verified": verify, **opened.report(), "manifest": manifest})
         return
-    output().print(_facts(opened, verify))
-    show_report(opened.report())
+    output().print(_facts(opened, verify), markup=False)  # names may look like markup
+    try:
+        show_report(opened.report())
+    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError) as error:
+        raise BundleError(f"{bundle / REPORT} is damaged ({error!r}); export the model again") from error
 
 
 def show_report(report: Mapping[str, Any]) -> None:
@@ -78,15 +83,13 @@ def show_report(report: Mapping[str, Any]) -> None:
     if "conversion_peak_memory_bytes" in report:  # reports of earlier exports lack it
         memory += f", {size(report['conversion_peak_memory_bytes'])} before the checks"
     table.add_row("export", f"{report['seconds']:.1f} s, {memory}")
-    output().print(table)
+    output().print(table, markup=False)
 
 
 def _facts(bundle: "Bundle", verified: bool) -> "Table":
-    from rich.markup import escape
-
     manifest, config = bundle.manifest, bundle.config
     table = _table()
-    table.add_row("name", escape(manifest.name))
+    table.add_row("name", manifest.name)
     table.add_row("role", manifest.role)
     table.add_row("architecture", f"{config.architecture}, {config.num_layers} layers")
     table.add_row("vocabulary", f"{config.vocab_size:,}")
@@ -113,7 +116,9 @@ def _facts(bundle: "Bundle", verified: bool) -> "Table":
         "read in a pass", f"{size(manifest.bytes_per_pass)}, {manifest.parameters_per_pass:,} weights"
     )
     table.add_row("chat template", "yes" if bundle.chat_template is not None else "no")
-    table.add_row("source", escape(manifest.provenance.get("source", "unknown")))
+    table.add_row("source", manifest.provenance.get("source", "unknown"))
+    if "aligned" in manifest.provenance:
+        table.add_row("aligned", manifest.provenance["aligned"])
     table.add_row("files", _files(bundle, verified))
     return table
 
@@ -127,7 +132,7 @@ def _cache(manifest: "Manifest") -> str:
 
 
 def _files(bundle: "Bundle", verified: bool) -> str:
-    if bundle.tensors is not None:
+    if not bundle.manifest.files:
         return "not edgespec's: run as they are, no digests recorded"
     return "sizes and SHA-256 are right" if verified else "sizes are right"
 

@@ -35,6 +35,7 @@ __all__ = [
     "load_model",
     "prompts_to_run",
     "request_options",
+    "sampling_options",
 ]
 
 Target = Annotated[
@@ -151,13 +152,21 @@ def request_options(context: typer.Context) -> "RequestOptions":
     """The request a command's parameters describe; parameters of other names are not looked at."""
     values = context.params
     return {
+        **sampling_options(context),
         "max_new_tokens": values["max_new_tokens"],
+        "seed": values["seed"],
+        "stop": tuple(values["stop"] or ()),
+        "speculate": not values["no_speculation"],
+    }
+
+
+def sampling_options(context: typer.Context) -> "RequestOptions":
+    """How a command's parameters have tokens chosen."""
+    values = context.params
+    return {
         "temperature": values["temperature"],
         "top_k": values["top_k"],
         "top_p": values["top_p"],
         "min_p": values["min_p"],
         "repetition_penalty": values["repetition_penalty"],
-        "seed": values["seed"],
-        "stop": tuple(values["stop"] or ()),
-        "speculate": not values["no_speculation"],
     }

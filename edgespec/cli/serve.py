@@ -127,7 +127,7 @@ def _key(file: Path | None) -> str | None:
     if file is None:
         return os.environ.get(KEY_VARIABLE) or None
     try:
-        return file.read_text(encoding="utf-8").strip()
+        return file.read_text(encoding="utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"the key cannot be read from {file}: {error}") from error
 

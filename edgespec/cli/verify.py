@@ -13,19 +13,26 @@ from edgespec.cli.options import (
     HistoryName,
     JsonFlag,
     MaxNewTokens,
+    MinP,
     PromptsFile,
+    RepetitionPenalty,
     Target,
+    Temperature,
     Threads,
+    TopK,
+    TopP,
     TrainingShare,
     load_model,
     prompts_to_run,
+    sampling_options,
 )
 from edgespec_models.progress import ProgressCallback
 
 if TYPE_CHECKING:
-    from edgespec.audit import Audit, GreedyAudit, SamplingAudit
+    from edgespec.audit import AnswersAudit, Audit, SamplingAudit
     from edgespec.engine import Model
     from edgespec.prompts import Prompt
+    from edgespec.request import RequestOptions
 
 __all__ = ["verify"]
 
@@ -33,6 +40,7 @@ _SHOWN_DIFFERENCES = 10
 
 
 def verify(
+    context: typer.Context,
     target: Target,
     drafter: Drafter = "auto",
     prompts: PromptsFile = None,
@@ -48,6 +56,11 @@ def verify(
             "test.",
         ),
     ] = 100,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
     threads: Threads = 0,
     history: HistoryName = None,
     training_share: TrainingShare = 0.0,
@@ -57,7 +70,9 @@ def verify(
 ) -> None:
     """Check that speculation changes neither greedy answers nor the distribution of sampled ones.
 
-    The exit code is 1 if it does, or if nothing was drafted and so nothing was tested.
+    The prompts' answers are greedy, and the distribution is tested at temperature 1, unless you give a
+    temperature: then it holds for both, and answers are compared with equal seeds. The exit code is 1 if
+    anything differs, or if nothing was drafted and so nothing was tested.
 
     With --history the answers are learned, as everywhere, so name a history for trials.
 
@@ -66,6 +81,8 @@ def verify(
         edgespec verify qwen2.5-coder-1.5b-instruct --drafter smollm2-135m-instruct --prompts my.jsonl
 
         edgespec verify ./target --drafter ngram --limit 12 --samples 0 --json
+
+        edgespec verify ./target --temperature 0.8 --top-p 0.9 --samples 400
 
         edgespec verify ./target --history trial
     """
@@ -82,7 +99,7 @@ def verify(
             devices=(device, drafter_device),
         ) as model,
     ):
-        audit = _audit(model, chosen, max_new_tokens, samples, progress)
+        audit = _audit(model, chosen, sampling_options(context), (max_new_tokens, samples), progress)
     if as_json:
         print_json(audit.to_json())
     else:
@@ -94,24 +111,28 @@ def verify(
 def _audit(
     model: "Model",
     prompts: "tuple[Prompt, ...]",
-    max_new_tokens: int,
-    samples: int,
+    sampling: "RequestOptions",
+    sizes: tuple[int, int],
     progress: ProgressCallback,
 ) -> "Audit":
-    from edgespec.audit import Audit, audit_greedy, audit_sampling
+    from edgespec.audit import Audit, audit_answers, audit_sampling
+
+    tokens, samples = sizes
 
     return Audit(
         target=model.name,
         drafter=model.drafter_name,
         row_exact=model.row_exact,
-        greedy=audit_greedy(model, prompts, max_new_tokens=max_new_tokens, progress=progress),
-        sampling=audit_sampling(model, samples=samples, progress=progress) if samples else None,
+        answers=audit_answers(model, prompts, max_new_tokens=tokens, sampling=sampling, progress=progress),
+        sampling=audit_sampling(model, samples=samples, sampling=sampling, progress=progress)
+        if samples
+        else None,
     )
 
 
 def _show(audit: "Audit") -> None:
     _say(f"{audit.target} with {audit.drafter or 'no drafter'}")
-    _show_greedy(audit.greedy)
+    _show_answers(audit.answers)
     if audit.sampling is None:
         _say("sampling: not tested")
     else:
@@ -125,14 +146,14 @@ def _show(audit: "Audit") -> None:
         output().print("passed", style="green")
 
 
-def _show_greedy(greedy: "GreedyAudit") -> None:
-    drafted = f"{greedy.accepted:,} of {greedy.drafted:,} drafted tokens accepted"
-    identical = f"{greedy.identical} of {greedy.prompts} answers identical"
-    _say(f"greedy: {identical}, flip rate {greedy.flip_rate:.2g}; {drafted}")
-    for difference in greedy.first_differences[:_SHOWN_DIFFERENCES]:
+def _show_answers(answers: "AnswersAudit") -> None:
+    drafted = f"{answers.accepted:,} of {answers.drafted:,} drafted tokens accepted"
+    identical = f"{answers.identical} of {answers.prompts} identical"
+    _say(f"answers: {identical}, flip rate {answers.flip_rate:.2g}; {drafted}")
+    for difference in answers.first_differences[:_SHOWN_DIFFERENCES]:
         tokens = f"plain {_token(difference.plain)}, speculative {_token(difference.speculative)}"
         _say(f"  {difference.prompt}, token {difference.position}: {tokens}")
-    hidden = len(greedy.first_differences) - _SHOWN_DIFFERENCES
+    hidden = len(answers.first_differences) - _SHOWN_DIFFERENCES
     if hidden > 0:
         _say(f"  and {hidden} more; --json lists them all")
 

@@ -13,7 +13,7 @@ from typing import Protocol
 from edgespec_models.errors import TokenizerError
 from edgespec_models.tokenizer import Tokenizer
 
-__all__ = ["Bridge", "ByteBridge", "IdentityBridge"]
+__all__ = ["Bridge", "ByteBridge", "IdentityBridge", "encode_after", "safe_start"]
 
 _CONTEXT_BYTES = 24
 _MAX_CONTEXT_BYTES = 96
@@ -123,7 +123,7 @@ class ByteBridge:
         """Encode again from a safe place before byte ``changed``."""
         drafter = self._drafter
         drafter.cut(bisect_right(drafter.ends, changed))
-        start = _safe_start(self._bytes, drafter.ends, min(changed, drafter.ends[-1] if drafter.ends else 0))
+        start = safe_start(self._bytes, drafter.ends, min(changed, drafter.ends[-1] if drafter.ends else 0))
         kept = bisect_left(drafter.ends, start) + 1 if start else 0
         fresh = drafter.tokenizer.encode_bytes(bytes(self._bytes[start:]))
         drafter.cut(kept)
@@ -138,26 +138,30 @@ class ByteBridge:
         lengths = [len(self._drafter.tokenizer.token_bytes(token)) for token in drafted]
         drafter_ends = list(accumulate(lengths))
         data = self._drafter.tokenizer.bytes_of(drafted)
-        start = _safe_start(self._bytes, self._target.ends, len(self._bytes))
+        start = safe_start(self._bytes, self._target.ends, len(self._bytes))
         context = bytes(self._bytes[start:])
-        ids = self._after_context(context, data)
+        ids = encode_after(self._target.tokenizer, context, data)
         ends = accumulate(len(self._target.tokenizer.token_bytes(token)) for token in ids)
         return [(token, bisect_left(drafter_ends, end) + 1) for token, end in zip(ids, ends, strict=True)]
 
-    def _after_context(self, context: bytes, data: bytes) -> list[int]:
-        """The target's tokens of ``data`` as they come after ``context``."""
-        tokenizer = self._target.tokenizer
-        ids = tokenizer.encode_bytes(context + data)
-        ends = list(accumulate(len(tokenizer.token_bytes(token)) for token in ids))
-        index = bisect_left(ends, len(context)) if context else -1
-        if context and (index == len(ends) or ends[index] != len(context)):
-            # One token would span the seam; the target, which already ended its token there, will not
-            # write it that way.
-            return tokenizer.encode_bytes(data)
-        return ids[index + 1 :]
+
+def encode_after(tokenizer: Tokenizer, context: bytes, data: bytes) -> list[int]:
+    """The tokens of ``data`` as they come after ``context``, which begins where a word does.
+
+    Raises:
+        TokenizerError: the vocabulary lacks a byte of it.
+    """
+    ids = tokenizer.encode_bytes(context + data)
+    ends = list(accumulate(len(tokenizer.token_bytes(token)) for token in ids))
+    index = bisect_left(ends, len(context)) if context else -1
+    if context and (index == len(ends) or ends[index] != len(context)):
+        # One token would span the seam; the target, which already ended its token there, will not
+        # write it that way.
+        return tokenizer.encode_bytes(data)
+    return ids[index + 1 :]
 
 
-def _safe_start(text: bytes | bytearray, ends: Sequence[int], before: int) -> int:
+def safe_start(text: bytes | bytearray, ends: Sequence[int], before: int) -> int:
     """A token border at least some bytes before ``before`` where a word begins; 0 if there is none near.
 
     Encoding from the start of a word gives, but for rare merges, the tokens that encoding the whole text

@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from edgespec.drafting.draft import Step
 from edgespec.pricing import Pricing
 from edgespec.watch import Finding, Watch
 
@@ -57,10 +58,17 @@ class Guard:
             self._tokens = self._seconds = 0.0
         return finding
 
-    def observe_rows(self, committed: int, count: int, *, rows: int) -> Finding | None:
-        """Tell of ``count`` proposals in a pass of ``rows``, of which ``committed`` were accepted.
+    def observe_source(self, source: str, step: Step) -> Finding | None:
+        """Tell of a round, of which the proposals of one source are watched; pauses go by in rounds too.
 
-        They took the time by which such a pass is longer than one without them.
+        What they brought is how many were accepted, what they cost is the time by which a pass is longer for
+        their rows.
         """
-        seconds = self._pricing.pass_seconds(rows) - self._pricing.pass_seconds(rows - count)
-        return self.observe(committed, max(0.0, seconds))
+        if not self.allows:
+            self.rest()
+        places = [place for place, name in enumerate(step.draft.sources) if name == source]
+        if not places:
+            return None
+        rows = 1 + len(step.draft.tokens)
+        seconds = self._pricing.pass_seconds(rows) - self._pricing.pass_seconds(rows - len(places))
+        return self.observe(sum(place < step.accepted for place in places), max(0.0, seconds))

@@ -13,12 +13,12 @@ from typing import Final
 from edgespec.drafting.draft import NO_DRAFT, Draft, Step
 from edgespec_models.errors import RequestError
 
-__all__ = ["ContextTree", "Match", "NgramDrafter"]
+__all__ = ["LONGEST", "Acceptance", "ContextTree", "Match", "NgramDrafter"]
 
 _SOURCE: Final = "ngram"
 _OLDEST: Final = 0
 _LATEST: Final = -1
-_LONGEST: Final = 32
+LONGEST: Final = 32
 """Match lengths beyond this tell no more about acceptance."""
 _PRIOR_STRENGTH: Final = 8.0
 """Judged proposals that the prior of a class of matches weighs as much as."""
@@ -133,7 +133,7 @@ class ContextTree:
         return latest, len(node.positions), node.counts[token]
 
     def _shared_length(self, position: int, context: Sequence[int]) -> int:
-        longest = min(position, len(context), _LONGEST)
+        longest = min(position, len(context), LONGEST)
         for length in range(longest):
             if self._tokens[position - 1 - length] != context[-1 - length]:
                 return length
@@ -209,13 +209,13 @@ class NgramDrafter:
     def __init__(self, *, stop_below: float = 0.15, max_n: int = 8, window: int = 32768) -> None:
         if not 0.0 <= stop_below <= 1.0:
             raise RequestError(f"stop_below is {stop_below!r}; allowed: 0 to 1")
-        if not 1 <= max_n <= _LONGEST:
-            raise RequestError(f"max_n is {max_n!r}; allowed: 1 to {_LONGEST}")
+        if not 1 <= max_n <= LONGEST:
+            raise RequestError(f"max_n is {max_n!r}; allowed: 1 to {LONGEST}")
         if window < 1:
             raise RequestError(f"window is {window!r}; allowed: 1 or more tokens")
         self._stop_below = stop_below
         self._tree = ContextTree(max_n=max_n, window=window)
-        self._acceptance = _Acceptance()
+        self._acceptance = Acceptance()
         # What the last call proposed, and the match at which it stopped: that one is judged too, or a
         # class of matches that once fell out of favour would never be tried again.
         self._considered: list[Match] = []
@@ -233,17 +233,14 @@ class NgramDrafter:
     def observe(self, step: Step) -> None:
         """See :class:`~edgespec.drafting.draft.Observer`: what was considered is judged, whoever drafted."""
         considered, self._considered = self._considered, []
-        for match, token in zip(considered, step.judged, strict=False):
-            self._acceptance.observe(match, match.token == token)
-            if match.token != token:
-                break  # what follows a rejected token was never judged
+        self._acceptance.judge(considered, step)
 
     def close(self) -> None:
         """See :class:`~edgespec.drafting.draft.Observer`."""
 
     def _draft(self, tokens: Sequence[int], before: Draft, limit: int) -> tuple[list[Match], Draft]:
         """Matches that were considered behind ``tokens`` and ``before``, and the proposals they make."""
-        context = [*tokens[-_LONGEST:], *before.tokens]
+        context = [*tokens[-LONGEST:], *before.tokens]
         considered: list[Match] = []
         drafted: list[int] = []
         confidence: list[float] = []
@@ -264,7 +261,7 @@ class NgramDrafter:
         return considered, Draft(tuple(drafted), sources=sources, confidence=tuple(confidence))
 
 
-class _Acceptance:
+class Acceptance:
     """How often proposals were right, by class of match: Beta distributions that slowly forget."""
 
     def __init__(self) -> None:
@@ -275,12 +272,15 @@ class _Acceptance:
         right, judged = self._judged.get(_class_of(match), (0.0, 0.0))
         return (right + _PRIOR_STRENGTH * _prior(match)) / (judged + _PRIOR_STRENGTH)
 
-    def observe(self, match: Match, right: bool) -> None:
-        """Count one judged proposal."""
-        key = _class_of(match)
-        old_right, old_judged = self._judged.get(key, (0.0, 0.0))
-        keep = 1.0 - 1.0 / _MEMORY
-        self._judged[key] = (keep * old_right + right, keep * old_judged + 1.0)
+    def judge(self, considered: Sequence[Match], step: Step) -> None:
+        """Count the proposals that a round has judged."""
+        for match, token in zip(considered, step.judged, strict=False):
+            key, right = _class_of(match), match.token == token
+            old_right, old_judged = self._judged.get(key, (0.0, 0.0))
+            keep = 1.0 - 1.0 / _MEMORY
+            self._judged[key] = (keep * old_right + right, keep * old_judged + 1.0)
+            if not right:
+                break  # what follows a rejected token was never judged
 
 
 def _class_of(match: Match) -> tuple[int, bool, bool]:

@@ -113,11 +113,11 @@ def unpack(data: bytes) -> Table | None:
         if reading.unconsumed_tail or version != (1, 0):
             return None
         shape, by_column, kind = npy.read_array_header_1_0(file)
-    except zlib.error as error:
+        if (len(shape), shape[:1], by_column, kind) != (2, (ROWS,), False, np.dtype("<f4")):
+            return None
+        table: Table = np.frombuffer(raw, "<f4", prod(shape), file.tell()).reshape(shape)
+    except Exception as error:  # NumPy reads the header as Python, and raises whatever that does
         raise ValueError(f"no table of weights: {error}") from error
-    if (len(shape), shape[:1], by_column, kind) != (2, (ROWS,), False, np.dtype("<f4")):
-        return None
-    table: Table = np.frombuffer(raw, "<f4", prod(shape), file.tell()).reshape(shape)
     return table if np.isfinite(table).all() else None
 
 

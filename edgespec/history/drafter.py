@@ -92,18 +92,8 @@ class HistoryDrafter:
         return self._failed or (self._guard is not None and not self._guard.allows)
 
     def _watch(self, step: Step, guard: Guard) -> None:
-        """Is it worth its rows?
-
-        What its own tokens brought is how many of them were accepted; what they cost, the time that the pass
-        took longer for their rows.
-        """
-        places = [place for place, source in enumerate(step.draft.sources) if source == _SOURCE]
-        if not guard.allows:
-            guard.rest()
-        if not places or self._failed:
-            return
-        right = sum(place < step.accepted for place in places)
-        finding = guard.observe_rows(right, len(places), rows=1 + len(step.draft.tokens))
+        """Is it worth its rows?"""
+        finding = guard.observe_source(_SOURCE, step)
         if finding is Finding.PROVED:
             self._memory.trust()
         elif finding is Finding.FAILED:
@@ -151,14 +141,14 @@ class HistoryDrafter:
 
 
 class BestOf:
-    """N-grams of the text, gone on with by the history, or the history alone: whichever promises more tokens.
+    """What is near, gone on with by what is far, or this alone: whichever promises more tokens.
 
     Args:
         near: drafts from the text; its drafts are deterministic.
-        far: drafts from earlier answers.
+        far: drafts from earlier answers or from files, likewise.
     """
 
-    def __init__(self, near: Extending, far: HistoryDrafter) -> None:
+    def __init__(self, near: Extending, far: Extending) -> None:
         self._near, self._far = near, far
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:

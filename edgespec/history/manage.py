@@ -4,24 +4,27 @@ import json
 import os
 import re
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from edgespec.files import write_private_text
+from edgespec.history.added_files import AddedFiles, added_to, index_path
 from edgespec.history.corrections import Kept
 from edgespec.history.exchange import FORMAT, correction_json, parse, passage_json
+from edgespec.history.file_index import AddedFile
 from edgespec.history.forget import containing, readable
-from edgespec.history.ownership import companions, look
+from edgespec.history.ownership import companions, look, reason
 from edgespec.history.schema import SUFFIX
 from edgespec.history.store import Learned, Scope, Store
 from edgespec_models.errors import RequestError, StorageError
-from edgespec_models.paths import histories_dir
+from edgespec_models.paths import expanded, histories_dir
+from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_models.schema import checked, length, shown
 
-__all__ = ["Amount", "LearnedCorrection", "LearnedText", "History", "histories"]
+__all__ = ["AddedFile", "Amount", "LearnedCorrection", "LearnedText", "History", "histories"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -111,8 +114,8 @@ class History:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes on disk, the log included; 0 if it does not exist."""
-        return sum(file.stat().st_size for file in self._files() if file.is_file())
+        """Bytes on disk, with the log and what was added; 0 if it does not exist."""
+        return sum(file.stat().st_size for file in self._on_disk() if file.is_file())
 
     def check(self) -> None:
         """Refuse a file that something else made; it is only read. All methods do.
@@ -169,6 +172,68 @@ class History:
             return Amount(len(found), store.remove(found))
 
     @checked
+    def files(self, namespace: str | None = None, *, holding: str = "") -> list[AddedFile]:
+        """The files that were added, those changed last first, and what was left out of them.
+
+        Args:
+            namespace: of this one only; None takes all.
+            holding: only files in which this text occurs, in upper or lower case.
+        """
+        with self._store():
+            return [file for each in self._added(namespace) for file in each.files(holding)]
+
+    @checked
+    def add(
+        self,
+        paths: Sequence[str | Path] = (),
+        namespace: str = "",
+        *,
+        progress: ProgressCallback = ignore_progress,
+    ) -> list[AddedFile]:
+        """Draft from files too, those of folders included; the history is made if it does not exist.
+
+        What was added before is looked at again: files that changed are read anew, those that are gone are
+        forgotten. Models draft from them when they load the history the next time.
+
+        Args:
+            paths: what to add; may be empty where something was added before.
+            namespace: whose proposals they are for.
+            progress: told how far it is.
+
+        Returns:
+            All files that were found, and why some are skipped.
+
+        Raises:
+            RequestError: a path is not there, or there are none.
+        """
+        with self._opened():  # makes it, and refuses what is no history
+            return AddedFiles(index_path(self.path, namespace), namespace).add(paths, progress)
+
+    @checked
+    def remove(
+        self,
+        paths: Sequence[str | Path] = (),
+        namespace: str = "",
+        *,
+        progress: ProgressCallback = ignore_progress,
+    ) -> list[AddedFile]:
+        """Forget files or folders that were added, or some within these; without ``paths`` all of them.
+
+        Args:
+            paths: what to forget; the files themselves are left alone.
+            namespace: whose proposals they were for.
+            progress: told how far it is.
+
+        Returns:
+            The files that are left.
+
+        Raises:
+            RequestError: a path was not added.
+        """
+        with self._store():
+            return AddedFiles(index_path(self.path, namespace), namespace).remove(paths, progress)
+
+    @checked
     def delete(self, namespace: str | None = None) -> None:
         """Delete the file, or all that was learned in one namespace.
 
@@ -179,15 +244,18 @@ class History:
             self._check_exists()
             try:
                 look(self.path)
-                for file in (*self._files(), self.path):  # the path may be a link
+                for file in (*self._on_disk(), self.path):  # the path may be a link
                     file.unlink(missing_ok=True)
             except (OSError, sqlite3.Error) as error:
                 raise StorageError(f"cannot delete {self.path}: {error}") from error
             return
         with self._store() as store:
-            if not any(scope.namespace == namespace for scope in store.scopes()):
+            added = self._added(namespace)
+            if not added and not any(scope.namespace == namespace for scope in store.scopes()):
                 raise RequestError(f"the history {self.name} has no namespace {namespace!r}")
             store.remove_namespace(namespace)
+            for each in added:
+                each.remove((), ignore_progress)
 
     @checked
     def export(self, file: Path) -> Amount:
@@ -217,8 +285,12 @@ class History:
         with self._opened() as store:
             return Amount(*store.put(passages, corrections))
 
-    def _files(self) -> list[Path]:
-        return [*companions(self.path), Path(os.path.realpath(self.path))]
+    def _added(self, namespace: str | None = None) -> list[AddedFiles]:
+        return [each for each in added_to(self.path) if namespace in (None, each.namespace)]
+
+    def _on_disk(self) -> list[Path]:
+        of_files = [path for each in self._added() for path in each.all_paths]
+        return [*of_files, *companions(self.path), Path(os.path.realpath(self.path))]
 
     def _check_exists(self) -> None:
         if not self.path.is_file():
@@ -239,7 +311,8 @@ class History:
             store = Store.open(self.path)
             yield store
         except (OSError, sqlite3.Error) as error:
-            raise StorageError(f"the history {self.path} cannot be used: {error}") from error
+            why = reason(self.path, error)
+            raise StorageError(f"the history {self.path} cannot be used: {why}") from error
         finally:
             if store is not None:
                 store.close()
@@ -257,7 +330,7 @@ def _path(history: str | Path) -> Path:
                 f"{shown(history)} is no name of a history: letters, digits, '.', '_' and '-', at most 64"
             )
         return histories_dir() / f"{history}{SUFFIX}"
-    path = Path(history).expanduser()
+    path = expanded(history)
     try:
         if path.is_dir():
             raise RequestError(f"the history {path} is a folder; name a file in it")

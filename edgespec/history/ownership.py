@@ -6,21 +6,23 @@ tells the file from somebody else's, and it is left alone.
 """
 
 import os
+import shutil
 import sqlite3
 import stat
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Final
 from urllib.parse import quote_from_bytes
 
 from edgespec_models.errors import StorageError
 
-__all__ = ["APPLICATION", "companions", "foreign", "is_damage", "look", "open_unlocked"]
+__all__ = ["APPLICATION", "companions", "foreign", "is_damage", "look", "open_unlocked", "reason"]
 
 APPLICATION: Final = 0x65647370  # "edsp"
 _MAGIC: Final = b"SQLite format 3\0"
 _ID_AT: Final = 68  # of the application id in the header
+_LEAST_FREE: Final = 1 << 16  # the index of a write-ahead log takes half of it
 _LOOKS: Final = 4  # a database whose size another process is changing looks damaged for a moment
 _PAUSE_S: Final = 0.02
 _LOG_HEADER: Final = 32  # bytes of a write-ahead log, before its frames
@@ -88,6 +90,15 @@ def is_damage(error: BaseException) -> bool:
     """Whether an error says that the file is damaged, or no database at all."""
     code = getattr(error, "sqlite_errorcode", None)
     return code is not None and code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+def reason(path: Path, error: Exception) -> str:
+    """What an error says; SQLite calls it a disk I/O error where a full disk has no room for its index."""
+    code = getattr(error, "sqlite_errorcode", 0)
+    with suppress(OSError):
+        if code & 0xFF == sqlite3.SQLITE_IOERR and shutil.disk_usage(path.parent).free < _LEAST_FREE:
+            return f"{error}: the disk is full"
+    return str(error)
 
 
 def _application(path: Path) -> int | None:

@@ -77,6 +77,7 @@ CREATE TABLE correction (
 """
 _MIGRATIONS: Final = (_FIRST, _SECOND, _THIRD)
 """Script number n takes a file from schema version n to n + 1."""
+_TABLES: Final = ("scope", "passage", "tally", "beginning", "correction")
 
 
 def connect(path: Path) -> sqlite3.Connection:
@@ -148,7 +149,7 @@ def set_aside(path: Path) -> Path | None:
         with FileLock(lock, timeout=_BUSY_S):
             if not _is_damaged(path):
                 return None
-            aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}")
+            aside = _unused(path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}"))
             if not path.is_symlink():  # else all stays but the link
                 for file, new in zip(companions(path), companions(aside), strict=True):
                     with suppress(FileNotFoundError):
@@ -157,6 +158,12 @@ def set_aside(path: Path) -> Path | None:
             return aside
     except Timeout as error:
         raise OSError(f"another process holds {lock}") from error
+
+
+def _unused(path: Path) -> Path:
+    """``path``, or where it is there, a name like it."""
+    names = (path, *(path.with_name(f"{path.name}-{number}") for number in range(2, 1000)))
+    return next(name for name in names if not name.exists())
 
 
 def _is_damaged(path: Path) -> bool:
@@ -272,6 +279,15 @@ def _statements(script: str) -> list[str]:
 def _check(connection: sqlite3.Connection) -> None:
     found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
     if found != "ok":
-        error = sqlite3.DatabaseError(f"quick_check: {found}")
-        error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
-        raise error
+        raise _damage(f"quick_check: {found}")
+    for table in _TABLES:  # a value of another type than its column's passes SQLite's own check
+        columns = connection.execute(f"PRAGMA table_info({table})").fetchall()
+        wrong = " OR ".join(f"typeof({name}) <> '{kind.lower()}'" for _, name, kind, *_ in columns)
+        if connection.execute(f"SELECT 1 FROM {table} WHERE {wrong} LIMIT 1").fetchone():
+            raise _damage(f"a value in the table {table} is of a wrong type")
+
+
+def _damage(what: str) -> sqlite3.DatabaseError:
+    error = sqlite3.DatabaseError(what)
+    error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+    return error

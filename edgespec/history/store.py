@@ -152,6 +152,7 @@ class Store:
             sqlite3.Error: it cannot be written; nothing was.
         """
         with self.transaction():
+            self._believe_the_clock()
             key, clock = self._advance(scope, delta.tokens)
             for change in delta.changes.values():
                 self._apply(key, clock, change, text_of)
@@ -181,6 +182,7 @@ class Store:
         """
         clocks, given, taught = {}, set(), set()
         with self.transaction():
+            self._believe_the_clock()
             for each in learned:
                 key, clock = self._put(each)
                 clocks[key] = clock
@@ -249,6 +251,12 @@ class Store:
         query = "SELECT id, clock FROM scope WHERE target = ? AND tokenizer = ? AND namespace = ?"
         row = self._connection.execute(query, (scope.target, scope.tokenizer, scope.namespace)).fetchone()
         return None if row is None else (int(row[0]), int(row[1]))
+
+    def _believe_the_clock(self) -> None:
+        """Take back times of use that are yet to come: a clock that was wrong would keep all else out."""
+        now = time.time()
+        for table in ("scope", "beginning", "correction"):
+            self._connection.execute(f"UPDATE {table} SET used_on = ? WHERE used_on > ?", (now - 1.0, now))
 
     def _advance(self, scope: Scope, tokens: int) -> tuple[int, int]:
         values = (scope.target, scope.tokenizer, scope.namespace, tokens, time.time())

@@ -11,11 +11,15 @@ from typing import Final
 
 from edgespec.drafting.experience import Experience, Outcome
 from edgespec.drafting.guard import Guard
+from edgespec.drafting.ngram import Acceptance
+from edgespec.history.added_files import index_path
 from edgespec.history.corrections import DrafterKey
 from edgespec.history.drafter import HistoryDrafter
 from edgespec.history.entries import Entry
+from edgespec.history.file_drafter import FileDrafter
+from edgespec.history.file_index import FileIndex
 from edgespec.history.memory import Delta, Memory, Snapshot
-from edgespec.history.ownership import is_damage
+from edgespec.history.ownership import is_damage, reason
 from edgespec.history.schema import connect_read_only, set_aside
 from edgespec.history.store import MAX_TOKENS, Scope, Store
 from edgespec.history.writer import Writer
@@ -64,6 +68,8 @@ class HistoryUse:
         self._trainers: dict[DrafterKey, Trainer] = {}
         self._told_at = monotonic()
         self._undone = 0  # times that what drafters learned was put back, when the last request began
+        self._files: FileIndex | None = None
+        self._files_fared = Acceptance()
 
     @property
     def problem(self) -> str | None:
@@ -84,6 +90,21 @@ class HistoryUse:
         before, self._undone = self._undone, sum(trainer.undone for trainer in self._trainers.values())
         remarks.rolled_back = (_UNDONE,) if self._undone > before else ()
         return HistoryDrafter(self.memory, guard, remarks=remarks, problem=lambda: self.problem)
+
+    def use_files(self, path: Path) -> None:
+        """Draft from the index of files at ``path`` too, if there is one; without fail."""
+        try:
+            self._files = FileIndex(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except (OSError, StorageError) as error:
+            self.warn(f"the files of the history are not used: {error}")
+
+    def begin_files(self, tokenizer: Tokenizer, guard: Guard, remarks: Remarks) -> FileDrafter | None:
+        """What drafts from files in the next request; None where none were added."""
+        if self._files is None:
+            return None
+        return FileDrafter(self._files, tokenizer, self._files_fared, guard, remarks)
 
     def experience(self, drafter: str) -> Experience:
         """What reading prompts gained a drafter, named by its digest, and goes on gaining."""
@@ -127,6 +148,9 @@ class HistoryUse:
         self._tell_lessons()
         if self._writer is not None:
             self._writer.close()
+        if self._files is not None:
+            self._files.close()
+            self._files = None
 
     def _tell_lessons(self) -> None:
         self._told_at = monotonic()
@@ -159,12 +183,14 @@ def open_use(path: Path, scope: Scope, tokenizer: Tokenizer) -> HistoryUse:
     snapshot.entries = [e for e in snapshot.entries if _spells(e, tokenizer.vocab_size)]
     if opened.problem is not None:
         _LOG.warning("%s", opened.problem)
-    if opened.store is None or not opened.writable:
-        if opened.store is not None:
-            opened.store.close()
-        return HistoryUse(snapshot, None, opened.problem)
-    writer = Writer(opened.store, path, scope=scope, text_of=tokenizer.bytes_of)
-    return HistoryUse(snapshot, writer, opened.problem)
+    writer = None
+    if opened.store is not None and opened.writable:
+        writer = Writer(opened.store, path, scope=scope, text_of=tokenizer.bytes_of)
+    elif opened.store is not None:
+        opened.store.close()
+    use = HistoryUse(snapshot, writer, opened.problem)
+    use.use_files(index_path(path, scope.namespace))
+    return use
 
 
 def _spells(entry: Entry, vocab_size: int) -> bool:
@@ -191,8 +217,9 @@ def _begin_anew(path: Path, error: BaseException) -> _File:
         return _File(problem=f"the history {path} is damaged ({error}) and cannot be replaced ({again})")
 
 
-def _open_unwritable(path: Path, error: BaseException) -> _File:
-    problem = f"the history {path} cannot be written ({error}); what is learned now is lost at the end"
+def _open_unwritable(path: Path, error: Exception) -> _File:
+    why = reason(path, error)
+    problem = f"the history {path} cannot be written ({why}); what is learned now is lost at the end"
     if not path.is_file():
         return _File(problem=problem)
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from edgespec.history.memory import Delta
-from edgespec.history.ownership import is_damage
+from edgespec.history.ownership import is_damage, reason
 from edgespec.history.schema import set_aside
 from edgespec.history.store import Scope, Store
 from edgespec_models.errors import StorageError
@@ -114,9 +114,8 @@ class Writer:
             if is_damage(error):
                 self._begin_anew(delta, error)
             else:
-                self._postpone(
-                    delta, f"the history {self._path} cannot be written ({error}); decoding goes on"
-                )
+                why = reason(self._path, error)
+                self._postpone(delta, f"the history {self._path} cannot be written ({why}); decoding goes on")
         else:
             self.problem = None
 

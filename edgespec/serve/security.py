@@ -58,6 +58,8 @@ class Gate:
                 f"pages of {origin[:200]!r} may not ask here; start it with --allow-origin to let them",
                 "origin_not_allowed",
             )
+        if not scope["query_string"].isascii():  # HTTP says so, and Starlette fails
+            raise Problem(400, "the query is not ASCII; spell other characters as %XX", "invalid_query")
         preflight = scope["method"] == "OPTIONS" and origin is not None  # browsers send it without a key
         if not preflight and scope["path"] not in OPEN_PATHS:
             self._check_key(headers.get("authorization", ""))

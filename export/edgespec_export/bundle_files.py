@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from edgespec_export.checkpoint import Checkpoint
 from edgespec_export.report import ExportReport
 from edgespec_models.bundle import MANIFEST, REPORT, TEMPLATE, TOKENIZER, FileRecord, Manifest
+from edgespec_models.errors import ModelFileError
 from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_runtimes.memory import peak_memory_bytes
 
@@ -24,11 +25,18 @@ _HASH_CHUNK = 1 << 24
 
 
 def write_texts(checkpoint: Checkpoint, folder: Path) -> None:
-    """The tokenizer, and the chat template where there is one."""
-    (folder / TOKENIZER).write_text(checkpoint.tokenizer_json(), encoding="utf-8", newline="\n")
-    template = checkpoint.chat_template()
-    if template is not None:
-        (folder / TEMPLATE).write_text(template, encoding="utf-8", newline="\n")
+    """The tokenizer, and the chat template where there is one.
+
+    Raises:
+        ModelFileError: a text is not valid UTF-8.
+    """
+    texts = {TOKENIZER: checkpoint.tokenizer_json(), TEMPLATE: checkpoint.chat_template()}
+    for name, text in texts.items():
+        try:
+            if text is not None:
+                (folder / name).write_text(text, encoding="utf-8", newline="\n")
+        except UnicodeEncodeError as error:
+            raise ModelFileError(f"what {name} is made of is not valid UTF-8. Download it again.") from error
 
 
 def parameters_by_class(checkpoint: Checkpoint, head: int) -> dict[str, int]:
@@ -45,7 +53,11 @@ def parameters_by_class(checkpoint: Checkpoint, head: int) -> dict[str, int]:
 
 
 def hash_files(files: Sequence[Path], progress: ProgressCallback) -> str:
-    """SHA-256 (hex) of the files' bytes, one file after the other."""
+    """SHA-256 (hex) of the files' bytes, one file after the other.
+
+    Raises:
+        ModelFileError: a file's digest lies beside it, as after a pull, and is another: the file is damaged.
+    """
     digest, done, total = hashlib.sha256(), 0, sum(file.stat().st_size for file in files)
     for path in files:
         with path.open("rb") as file:
@@ -53,7 +65,23 @@ def hash_files(files: Sequence[Path], progress: ProgressCallback) -> str:
                 digest.update(chunk)
                 done += len(chunk)
                 progress(Progress("Reading", done, total))
+    for path in files[:1] if len(files) == 1 else ():
+        if _recorded(path) not in (None, digest.hexdigest()):
+            raise ModelFileError(
+                f"{path} is damaged or has been replaced: its SHA-256 is not the one in {path.name}.sha256. "
+                "'edgespec pull --check' replaces damaged models of the catalogue; of other files, delete "
+                "the record if it is out of date"
+            )
     return digest.hexdigest()
+
+
+def _recorded(path: Path) -> str | None:
+    """The digest that lies beside a file, as sha256sum writes it; None without."""
+    try:
+        words = path.with_name(f"{path.name}.sha256").read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return words[0] if words[1:] == [path.name] and len(words[0]) == 64 else None
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -75,6 +103,7 @@ def describe(
             "source": checkpoint.path.resolve().name,
             "sha256": digest,
             "edgespec": version("edgespec"),
+            **checkpoint.changes,
         },
         files={file.name: FileRecord.of(file) for file in sorted(folder.iterdir())},
         **facts,

@@ -14,7 +14,7 @@ from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_runtimes.cost import CostCurve, measure_cost
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 
-__all__ = ["calibration_texts", "read_texts", "shipped_texts", "written_by"]
+__all__ = ["calibration_texts", "read_texts", "shipped_prompts", "shipped_texts", "written_by"]
 
 _SHIPPED = "calibration.jsonl.gz"
 _PROMPTS = 64
@@ -24,6 +24,11 @@ _TOKENS = 96
 def shipped_texts() -> list[str]:
     """Text that catalogue targets wrote (docs/lab/tools.md), for any drafter."""
     return [record["text"] for record in _shipped()]
+
+
+def shipped_prompts() -> list[str]:
+    """What some of these texts answer, each once."""
+    return list(dict.fromkeys(record["prompt"] for record in _shipped() if "prompt" in record))
 
 
 def read_texts(path: Path) -> list[str]:
@@ -63,7 +68,7 @@ def written_by(target: Path, progress: ProgressCallback) -> tuple[list[str], Cos
     session = CpuSession(bundle, CpuOptions(exact_rows=False))
     try:
         curve = measure_cost(session)
-        prompts = list(dict.fromkeys(record["prompt"] for record in _shipped() if "prompt" in record))
+        prompts = shipped_prompts()
         texts = []
         for number, prompt in enumerate(prompts[:: max(1, len(prompts) // _PROMPTS)][:_PROMPTS]):
             progress(Progress("Writing calibration text", number, _PROMPTS, "text"))

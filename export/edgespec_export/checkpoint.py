@@ -98,6 +98,15 @@ class Checkpoint(ABC):
         """Jinja source, or None. Raises as opening does."""
 
     @property
+    def changes(self) -> Mapping[str, str]:
+        """What a bundle's provenance says of changes to the files' weights; empty where there are none."""
+        return {}
+
+    def tiles_of(self, name: str) -> str | None:
+        """The format that a tensor in floats asks for among those of edgespec's kernels; None for any."""
+        return None
+
+    @property
     def tied_head(self) -> bool:
         """Whether the LM head is the token embedding."""
         return "lm_head" not in self.tensors

@@ -57,6 +57,8 @@ class ExportOptions:
             KV cache too. Graphs for NPUs have fixed shapes, and the device settles the formats of weights and
             KV cache.
         buckets: with an NPU, lengths of the KV cache in tokens; empty takes 512, 1024 and 2048.
+        alignment: a file that 'edgespec align' wrote for this drafter; it goes into the weights before they
+            are rounded.
         chip: with ``npu-qnn``, one of :data:`edgespec_models.static_graphs.CHIPS` to compile every graph
             for; None leaves that to the device, at each load.
     """
@@ -71,6 +73,7 @@ class ExportOptions:
     device: ExportDevice | None = None
     buckets: tuple[Annotated[int, within(PREFILL_ROWS)], ...] = ()
     chip: str | None = None
+    alignment: Path | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -126,7 +129,9 @@ def _build(
     settled = None if trim is None else trim.tokens, ranges
     manifest, losses, conversion = _write(source, folder, options, settled, progress, started)
     try:
-        row_exact, parity = _check(folder, manifest.provenance["sha256"], progress)
+        # Stored references are of models as they were made.
+        digest = manifest.provenance["sha256"] if options.alignment is None else ""
+        row_exact, parity = _check(folder, digest, progress)
     except RequestError as error:  # of a pass over our own tokens, which nobody asked for
         raise ModelFileError(f"the model cannot be run: {error}. Download or convert it again.") from error
     return conversion.finish(
@@ -141,14 +146,14 @@ def _build(
 
 
 def _plan_trim(source: Path, folder: Path, options: ExportOptions, progress: ProgressCallback) -> Trim | None:
+    from edgespec_export.align.merge import open_aligned
     from edgespec_export.sizing import plan_trim
-    from edgespec_export.sources import open_checkpoint
 
     on_cpu = options.device is None
     size = options.trim.size or ("auto" if options.role == "drafter" and on_cpu else "full")
     if size == "full":
         return None
-    with open_checkpoint(source) as checkpoint:
+    with open_aligned(source, options.alignment) as checkpoint:
         text, special = checkpoint.tokenizer_json(), checkpoint.special_tokens()
         tokenizer = Tokenizer.from_json(text, vocab_size=checkpoint.config.vocab_size)
 
@@ -171,11 +176,11 @@ def _write(
 
     ``settled`` are tokens that a trimmed LM head keeps, and what float16 would have to hold.
     """
+    from edgespec_export.align.merge import open_aligned
     from edgespec_export.graph_files import write_graph
-    from edgespec_export.sources import open_checkpoint
 
     head_rows = None if settled[0] is None else len(settled[0])
-    with open_checkpoint(source) as checkpoint:
+    with open_aligned(source, options.alignment) as checkpoint:
         config, special = checkpoint.config, checkpoint.special_tokens()
         write_texts(checkpoint, folder)
         digest = hash_files(checkpoint.files, progress)
@@ -210,12 +215,12 @@ def _ranges(
     source: Path, folder: Path, options: ExportOptions, progress: ProgressCallback
 ) -> ActivationRanges | None:
     """How large activations become; None where they are float32, which holds all."""
+    from edgespec_export.align.merge import open_aligned
     from edgespec_export.ranges import measure_ranges
-    from edgespec_export.sources import open_checkpoint
 
     if options.device is None:
         return None
-    with open_checkpoint(source) as checkpoint:
+    with open_aligned(source, options.alignment) as checkpoint:
         return measure_ranges(checkpoint, options.trim.texts, folder / "ranges", progress)
 
 
@@ -287,6 +292,8 @@ def _check_request(source: Path, out: Path, options: ExportOptions) -> None:
             f"trim size {options.trim.size} with role=target: a target must be able to write every token; "
             "only drafters are trimmed (role=drafter)"
         )
+    if options.role == "target" and options.alignment is not None:
+        raise RequestError("alignment with role=target: a target is what drafters are aligned with")
     _check_weights(options)
     _check_device(options)
     check_place(source, out, overwrite=options.overwrite, replaceable=(out / MANIFEST).is_file)
@@ -321,6 +328,7 @@ def _check_device(options: ExportOptions) -> None:
         "quantization": options.quantization,
         "kv": options.kv,
         "trim": options.trim.size not in (None, "full"),
+        "alignment": options.alignment,
     }
     given = ", ".join(name for name, value in settled.items() if value)
     if given:

@@ -16,7 +16,7 @@ from edgespec_export.hf_tokenizer import HFTokenizer
 from edgespec_export.safetensors_file import SafeTensor, SafetensorsFile
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.facts import Facts
-from edgespec_models.paths import model_name
+from edgespec_models.paths import is_file, model_name
 from edgespec_models.tokenizer import SpecialTokens
 
 __all__ = ["CONFIG", "HFCheckpoint"]
@@ -151,7 +151,7 @@ class HFCheckpoint(Checkpoint):
 
     def _open(self, file: str) -> SafetensorsFile:
         if file not in self._shards:
-            if not (self.path / file).is_file():
+            if not is_file(self.path / file):
                 raise ModelFileError(f"{self.path} lacks {file}. Download or copy it too.")
             self._shards[file] = SafetensorsFile(self.path / file)
         return self._shards[file]

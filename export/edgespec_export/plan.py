@@ -138,6 +138,8 @@ def _tiles(checkpoint: Checkpoint, source: str, quantization: Quantization | Non
         name = quantization.block_format(
             "lm_head" if source == "embed" else source, tensor.type, config.num_layers
         )
+    elif (asked := checkpoint.tiles_of(source)) is not None:
+        name = asked
     else:
         weights = sum(each.shape[0] * each.shape[-1] for each in checkpoint.tensors.values())
         name = "Q4_1" if layers and weights >= _LARGE else "Q8_0"

@@ -55,6 +55,7 @@ class SafetensorsFile:
     Attributes:
         path: the file.
         names: of all tensors.
+        metadata: texts that the file's writer put beside them.
 
     Raises:
         ModelFileError: the file cannot be read, is truncated, or contradicts itself.
@@ -85,18 +86,31 @@ class SafetensorsFile:
             ModelFileError: its entry is damaged, or its bytes lie beyond the end of the file.
             UnsupportedModelError: its dtype is none of F32, F16 and BF16.
         """
-        dtype, shape, begin, end = self._entry(name)
+        dtype = self._entry(name)[0]
         if dtype not in _FORMATS:
             raise UnsupportedModelError(
                 f"tensor {name!r} of {self.path.name} has the dtype {dtype}; edgespec exports "
                 f"{', '.join(_FORMATS)}. Use the model's unquantized checkpoint, or a GGUF file."
             )
         kind, width = _FORMATS[dtype]
-        if end - begin != prod(shape) * width:
-            raise self._fail(f"tensor {name!r} of shape {shape} ({dtype}) takes {end - begin:,} bytes")
-        if self._start + end > self._size:
-            raise self._fail(f"tensor {name!r} ends at byte {self._start + end:,}: the file is truncated")
-        return SafeTensor(name, shape, kind, self._start + begin, end - begin, self)
+        shape, offset = self._place(name, width)
+        return SafeTensor(name, shape, kind, offset, prod(shape) * width, self)
+
+    def integers(self, name: str) -> npt.NDArray[np.int8]:
+        """The tensor called ``name``, which must be one of ``names`` and int8.
+
+        Raises:
+            ModelFileError: its entry is damaged or of another dtype, or its bytes lie beyond the file's end.
+        """
+        dtype = self._entry(name)[0]
+        if dtype != "I8":
+            raise self._fail(f"tensor {name!r} has the dtype {dtype}, not I8")
+        shape, offset = self._place(name, 1)
+        self._file.seek(offset)
+        data = self._file.read(prod(shape))
+        if len(data) != prod(shape):
+            raise ModelFileError(f"{self.path} ended while tensor {name!r} was read; was it changed?")
+        return np.frombuffer(data, np.int8).reshape(shape)
 
     def read(self, tensor: SafeTensor, start: int = 0, stop: int | None = None) -> npt.NDArray[np.uint8]:
         """Rows ``start`` to ``stop`` raw: uint8 ``(rows, weights per row, bytes per weight)``.
@@ -110,6 +124,15 @@ class SafetensorsFile:
         if self._file.readinto(raw.data.cast("B")) != raw.nbytes:
             raise ModelFileError(f"{self.path} ended while tensor {tensor.name!r} was read; was it changed?")
         return raw
+
+    def _place(self, name: str, width: int) -> tuple[tuple[int, ...], int]:
+        """Shape of a tensor of so many bytes a number, and where it lies in the file."""
+        dtype, shape, begin, end = self._entry(name)
+        if end - begin != prod(shape) * width:
+            raise self._fail(f"tensor {name!r} of shape {shape} ({dtype}) takes {end - begin:,} bytes")
+        if self._start + end > self._size:
+            raise self._fail(f"tensor {name!r} ends at byte {self._start + end:,}: the file is truncated")
+        return shape, self._start + begin
 
     def _entry(self, name: str) -> tuple[str, tuple[int, ...], int, int]:
         """Dtype, shape and place among the tensors' bytes."""
@@ -138,5 +161,8 @@ class SafetensorsFile:
             raise self._fail(f"its header is not JSON ({error})") from error
         if not isinstance(header, dict):
             raise self._fail("its header is no JSON object")
-        header.pop("__metadata__", None)
+        texts = header.pop("__metadata__", None)
+        self.metadata = (
+            {k: v for k, v in texts.items() if isinstance(v, str)} if isinstance(texts, dict) else {}
+        )
         return 8 + length, header

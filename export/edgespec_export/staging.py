@@ -1,19 +1,19 @@
 """Where an export is built, and how it comes to its place: complete, or not at all."""
 
 import errno
-import glob
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import psutil
-
 from edgespec_models.errors import ModelFileError, RequestError, StorageError
+from edgespec_models.leftovers import leftovers, own_name
+from edgespec_models.moving import move
 
 __all__ = ["check_place", "place", "staging", "storage_errors"]
+
+_FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 
 
 def check_place(source: Path, out: Path, *, overwrite: bool, replaceable: Callable[[], bool]) -> None:
@@ -56,11 +56,9 @@ def staging(out: Path) -> Iterator[Path]:
     """
     with _parents(out):
         prefix = f".{out.name}.partial-"
-        for stale in out.parent.glob(f"{glob.escape(prefix)}*"):
-            pid = stale.name.removeprefix(prefix).partition("-")[0]
-            if not (pid.isdigit() and psutil.pid_exists(int(pid))):
-                shutil.rmtree(stale, ignore_errors=True)
-        private = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=out.parent))
+        for stale in leftovers(out.parent, prefix):
+            shutil.rmtree(stale, ignore_errors=True)
+        private = Path(tempfile.mkdtemp(prefix=own_name(prefix), dir=out.parent))
         folder = private / "bundle"
         try:
             folder.mkdir(mode=0o755)  # which the umask narrows
@@ -85,15 +83,15 @@ def place(folder: Path, out: Path) -> None:
     """Move the finished directory to ``out``, replacing one that is there."""
     if out.exists():
         old = folder.with_name(folder.name + "-old")
-        out.rename(old)
+        move(out, old)
         try:
-            folder.rename(out)
+            move(folder, out)
         except BaseException:
-            old.rename(out)
+            move(old, out)
             raise
         shutil.rmtree(old, ignore_errors=True)
     else:
-        folder.rename(out)
+        move(folder, out)
 
 
 @contextmanager
@@ -102,8 +100,8 @@ def storage_errors(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno == errno.ENOSPC:
+        if error.errno in _FULL:
             raise StorageError(
-                f"the disk that holds {out.parent} is full; free space and export again"
+                f"the disk that holds {out.parent} is full; free space and export again ({error.strerror})"
             ) from error
         raise StorageError(f"cannot write the bundle {out}: {error}") from error

@@ -4,7 +4,9 @@ Memory stays bounded: a few chunks of about a million weights are under way at a
 small pool of threads (numpy releases the interpreter's lock) and written in order.
 """
 
+import errno
 import os
+import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -98,6 +100,7 @@ def write_weights(
 
     Raises:
         ModelFileError: weights that are not finite numbers.
+        OSError: the disk has no room for them.
     """
     parameters, offsets, size = allocate(model, folder)
     sources = [source for matrix in matrices for source in matrix.sources]
@@ -119,7 +122,11 @@ def write_weights(
 
 
 def allocate(model: ir.Model, folder: Path) -> tuple[dict[str, ir.Value], dict[str, int], int]:
-    """Give every parameter its place in the data file; returns them, their places and the file's size."""
+    """Give every parameter its place in the data file; returns them, their places and the file's size.
+
+    Raises:
+        OSError: the disk has no room for so much.
+    """
     parameters = {n: value for n, value in model.graph.initializers.items() if value.const_value is None}
     offsets, at = {}, 0
     for name, value in parameters.items():
@@ -132,6 +139,9 @@ def allocate(model: ir.Model, folder: Path) -> tuple[dict[str, ir.Value], dict[s
         )
         offsets[name] = at
         at += int(n_bytes)
+    free = shutil.disk_usage(folder).free
+    if free < at:  # before minutes of writing
+        raise OSError(errno.ENOSPC, f"the weights take {at:,} bytes, {free:,} are free")
     return parameters, offsets, at
 
 

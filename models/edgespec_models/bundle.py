@@ -1,6 +1,7 @@
 """A bundle: the directory an export leaves and a session opens.
 
-``edgespec.json``      the manifest: everything below, with the size and sha256 of every other file
+``edgespec.json``      the manifest: everything below, with the size and sha256 of every other file, and a
+                       sha256 of what it says itself
 ``model.onnx``         the graph, its weights in ``model.onnx.data``; or ``model-CxN.onnx``, several graphs of
                        fixed shapes (:mod:`edgespec_models.static_graphs`) over the same file of weights, and
                        ``model-CxN.context.onnx`` with ``model-CxN.context_qnn.bin`` where compiled for a chip
@@ -22,10 +23,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib import format as npy
 
 from edgespec_models.config import AGAIN, Count, DecoderShape, FloatType, ModelConfig
 from edgespec_models.errors import BundleError, naming
 from edgespec_models.graph_contract import GraphTensors
+from edgespec_models.paths import is_file
 from edgespec_models.schema import form, length, read, shown, within
 from edgespec_models.static_graphs import ExportDevice, Form, StaticGraphs
 from edgespec_models.tokenizer import SpecialTokens, Tokenizer
@@ -67,6 +70,14 @@ ONNX Runtime's operators have."""
 _Amount = Annotated[int, within(0)]
 _GRAPHS = "model"  # graphs and weights begin so
 _NOT_MULTIPLIED = ("embedding", "other")
+_DIGEST = "sha256"
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    """Of what a manifest says, however it is written; question marks stand for what no UTF-8 holds."""
+    said = {key: value for key, value in manifest.items() if key != _DIGEST}
+    text = json.dumps(said, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +189,8 @@ class Manifest:
         value["static"] = None if self.static is None else self.static.to_json()
         value["special_tokens"] = asdict(self.special_tokens)
         value["files"] = {name: asdict(record) for name, record in self.files.items()}
-        return {"format_version": FORMAT_VERSION, **value}
+        value = {"format_version": FORMAT_VERSION, **value}
+        return value | {_DIGEST: _digest(value)}
 
     @classmethod
     def from_json(cls, value: Any, where: Path) -> "Manifest":
@@ -187,13 +199,14 @@ class Manifest:
         Raises:
             BundleError: another format version, missing or wrong fields.
         """
-        if not isinstance(value, dict) or value.pop("format_version", None) != FORMAT_VERSION:
+        if not isinstance(value, dict) or value.get("format_version") != FORMAT_VERSION:
             raise BundleError(
                 f"{where} is not of bundle format {FORMAT_VERSION}, which this version of edgespec reads; "
                 f"export the model again: edgespec export SOURCE -o {where.parent} --overwrite"
             )
         facts = ModelConfig.from_json(value.get("config"), f"{where}, config")
-        return read(cls, value | {"config": facts}, str(where), BundleError, AGAIN)
+        fields = {key: each for key, each in value.items() if key not in ("format_version", _DIGEST)}
+        return read(cls, fields | {"config": facts}, str(where), BundleError, AGAIN)
 
 
 class Bundle:
@@ -209,7 +222,7 @@ class Bundle:
 
         Args:
             path: the bundle's directory.
-            verify_digests: compare every file's sha256 too, not only its size.
+            verify_digests: compare every file's sha256 too, the manifest's own included, not only sizes.
 
         Raises:
             BundleError: not a bundle, a file missing, or one that differs from what the manifest says.
@@ -221,6 +234,10 @@ class Bundle:
         except (OSError, ValueError, RecursionError) as error:
             raise BundleError(f"{path} is not a bundle: cannot read {MANIFEST} ({error})") from error
         self.manifest = Manifest.from_json(value, where)
+        if verify_digests and value.get(_DIGEST, _digest(value)) != _digest(value):  # older ones have none
+            raise BundleError(
+                f"{where} has changed since the export (sha256 differs); export the model again"
+            )
         for name, record in self.manifest.files.items():
             self._check(name, record, verify_digests)
         static = self.manifest.static
@@ -232,7 +249,7 @@ class Bundle:
         if name in ("", "..") or name != Path(name).name:
             raise BundleError(f"{self.path / MANIFEST} names a file outside the bundle: {name!r}")
         file = self.path / name
-        if not file.is_file():
+        if not is_file(file):
             raise BundleError(f"{self.path} lacks {name}; export the model again")
         size = file.stat().st_size
         if size != record.size_bytes:
@@ -293,8 +310,9 @@ class Bundle:
             return None
         where = self.path / HEAD_TOKENS
         try:
-            tokens: npt.NDArray[np.int32] = np.load(where, allow_pickle=False)
-        except (OSError, ValueError) as error:
+            with where.open("rb") as file:
+                tokens: npt.NDArray[np.int32] = npy.read_array(file, allow_pickle=False)
+        except Exception as error:  # NumPy reads the header as Python, and raises whatever that does
             raise BundleError(f"cannot read {where} ({error}); export the model again") from error
         fits = tokens.dtype == np.int32 and tokens.shape == (rows,) and rows > 0
         if not fits or tokens[0] < 0 or tokens[-1] >= self.config.vocab_size or (np.diff(tokens) < 1).any():
@@ -332,7 +350,9 @@ class Bundle:
             return {}
         where = self.path / REPORT
         try:
-            report: dict[str, Any] = json.loads(where.read_text(encoding="utf-8"))
+            report: object = json.loads(where.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise BundleError(f"{where} is damaged ({error}); export the model again") from error
+        if not isinstance(report, dict):
+            raise BundleError(f"{where} is no JSON object; export the model again")
         return report

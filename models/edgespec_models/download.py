@@ -13,7 +13,15 @@ from pathlib import Path
 from edgespec_models.catalog import CatalogueEntry, HubFile, Source
 from edgespec_models.download_hub import fetch_hub
 from edgespec_models.download_index import fetch_index
-from edgespec_models.download_job import Job, alone, digest_of, file_errors, length, put_in_place
+from edgespec_models.download_job import (
+    Job,
+    alone,
+    digest_of,
+    file_errors,
+    length,
+    put_in_place,
+    write_record,
+)
 from edgespec_models.errors import DownloadError
 from edgespec_models.paths import models_dir
 from edgespec_models.progress import ProgressCallback, ignore_progress
@@ -77,6 +85,7 @@ def pull(
             if not is_pulled(entry) and not _certify(entry, job):
                 _fetch(job, entry.sources)
                 _write_record(job)
+            job.tidy()  # what a pull that was killed had gathered
     return job.path
 
 
@@ -119,10 +128,7 @@ def _record(path: Path) -> Path:
 
 
 def _write_record(job: Job) -> None:
-    record = _record(job.path)
-    fresh = record.with_name(record.name + ".new")
-    fresh.write_text(f"{job.digest}  {job.path.name}\n", encoding="utf-8", newline="\n")
-    fresh.replace(record)
+    write_record(_record(job.path), f"{job.digest}  {job.path.name}\n")
 
 
 def _title(source: Source) -> str:

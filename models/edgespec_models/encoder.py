@@ -140,4 +140,6 @@ def _guarded(failure: str, remedy: str) -> Iterator[None]:
         foreign = isinstance(error, Exception) or type(error).__name__ == _PANIC
         if isinstance(error, EdgespecError) or not foreign:  # Ctrl-C, and exits
             raise
-        raise TokenizerError(f"{failure}: {error or type(error).__name__}. {remedy}.") from error
+        if isinstance(error, MemoryError):
+            raise TokenizerError(f"{failure}: not enough memory. Free memory and try again.") from error
+        raise TokenizerError(f"{failure}: {error}. {remedy}.") from error

@@ -16,16 +16,29 @@ EdgespecError
 │   └── Closed             the model was closed
 └── Cancelled              the caller asked to stop
 
-Messages say what was given, what is allowed and what to do.
+Messages say what was given, what is allowed and what to do. They quote what strangers wrote, in files and in
+requests: what would command a terminal or has no UTF-8 is spelled out, and what is very long is cut.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
+
+_UNPRINTABLE: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+_LONGEST: Final = 4000  # characters of a message
 
 
 class EdgespecError(Exception):
-    """Base class of every error edgespec raises on purpose."""
+    """Base class of every error edgespec raises on purpose.
+
+    Args:
+        message: what is wrong; it may quote anything.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(_printable(message))
 
 
 class ModelFileError(EdgespecError):
@@ -93,3 +106,12 @@ def naming(file: Path) -> Iterator[None]:
         if file.name in str(error):
             raise
         raise type(error)(f"{file}: {error}") from error
+
+
+def _printable(message: str) -> str:
+    return _cut(_UNPRINTABLE.sub(lambda found: repr(found[0])[1:-1], _cut(message)))
+
+
+def _cut(text: str) -> str:
+    """Its beginning and its end, where it is longer than messages are."""
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} [...] {text[-_LONGEST // 4 :]}"

@@ -10,6 +10,7 @@ from edgespec_models.config import DecoderShape
 from edgespec_models.errors import BundleError, UnsupportedModelError
 from edgespec_models.graph_contract import CacheTensor, GraphTensors
 from edgespec_models.onnx_header import FLOAT_TYPES, Graph, Node, Tensor, read_header
+from edgespec_models.paths import is_file
 
 __all__ = ["ForeignGraph", "ForeignShape", "ModelFacts", "TensorNames", "WeightFacts"]
 
@@ -99,7 +100,7 @@ class ForeignGraph:
         self.path = path
         self._header = read_header(path)
         for file in self.data_files:
-            if not file.is_file():
+            if not is_file(file):
                 raise BundleError(f"{path} keeps weights in {file.name}, which is not there; copy it too")
         self.tensors = _find_tensors(path, self._header, names, facts)
         self.shape = _shape(path, self._header, self.tensors, facts)
@@ -248,7 +249,7 @@ def _uses(header: Graph) -> Iterator[tuple[str, tuple[str, str, int]]]:
     source = {name: name for name in header.weights}
     for node in header.nodes:
         origin = source.get(node.inputs[0]) if node.inputs else None
-        if node.op_type in _PASSING and origin is not None:
+        if node.op_type in _PASSING and origin is not None and node.outputs:
             source[node.outputs[0]] = origin
             continue
         for position, name in enumerate(node.inputs):
@@ -257,7 +258,7 @@ def _uses(header: Graph) -> Iterator[tuple[str, tuple[str, str, int]]]:
 
 
 def _use(node: Node, position: int, weight: Tensor) -> tuple[str, str, int]:
-    quantized = "bits" in node.attributes and "block_size" in node.attributes
+    quantized = node.attributes.get("bits", 0) > 0 and "block_size" in node.attributes
     form = weight.type
     if quantized:
         form = f"int{node.attributes['bits']}/{node.attributes['block_size']}"

@@ -25,6 +25,7 @@ from edgespec_models.download_job import (
     length,
     put_in_place,
     require_space,
+    write_record,
 )
 from edgespec_models.errors import DownloadError, ModelFileError, RequestError
 from edgespec_models.facts import Facts
@@ -154,7 +155,7 @@ def pull_hub(
         with alone(job):
             sizes = {name: listing.files[name].size_bytes for name in _fetch_all(reference, listing, check)}
             record = {"commit": listing.commit, "sizes": sizes}
-            reference.record.write_text(json.dumps(record, indent=1), encoding="utf-8")
+            write_record(reference.record, json.dumps(record, indent=1))
     return reference.place(listing.commit)
 
 

@@ -5,15 +5,24 @@ from pathlib import Path
 
 import platformdirs
 
-__all__ = ["bundles_dir", "home", "measurements_dir", "model_name", "models_dir", "histories_dir"]
+from edgespec_models.errors import RequestError
+
+__all__ = [
+    "bundles_dir",
+    "expanded",
+    "histories_dir",
+    "home",
+    "is_file",
+    "measurements_dir",
+    "model_name",
+    "models_dir",
+]
 
 
 def home() -> Path:
     """The folder everything lies under; it need not exist yet."""
     override = os.environ.get("EDGESPEC_HOME")
-    return (
-        Path(override).expanduser() if override else platformdirs.user_cache_path("edgespec", appauthor=False)
-    )
+    return expanded(override) if override else platformdirs.user_cache_path("edgespec", appauthor=False)
 
 
 def models_dir() -> Path:
@@ -36,6 +45,26 @@ def histories_dir() -> Path:
     override = os.environ.get("EDGESPEC_HOME")
     base = home() if override else platformdirs.user_data_path("edgespec", appauthor=False)
     return base / "histories"
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is this file, whose name may be one that no system allows."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
+def expanded(path: str | Path) -> Path:
+    """``path`` with the folder of the user that it begins with, ``~`` or ``~name``.
+
+    Raises:
+        RequestError: there is no such user.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise RequestError(f"{path} begins with a user who has no folder; write the folder out") from error
 
 
 def model_name(folder: Path) -> str:

@@ -27,6 +27,7 @@ __all__ = ["SpecialTokens", "Tokenizer"]
 
 SPACE_SIGN = "\u2581"
 INVALID_BYTES = "\udc80-\udcff"
+_MOST_TOKENS = 1 << 24
 _Id = Annotated[int, within(0)]
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -72,6 +73,11 @@ class Tokenizer:
                 "Use the tokenizer that belongs to the model."
             )
         self._vocab_size = ids if vocab_size is None else vocab_size
+        if self._vocab_size > _MOST_TOKENS:  # there are tables with an entry for each
+            raise TokenizerError(
+                f"The vocabulary has {self._vocab_size:,} tokens; edgespec reads up to {_MOST_TOKENS:,}. "
+                "Use the tokenizer that belongs to the model."
+            )
 
     @classmethod
     def from_file(cls, path: Path, *, vocab_size: int | None = None) -> "Tokenizer":

@@ -19,7 +19,7 @@ from edgespec_models.schema import check_fields, one_of, within
 from edgespec_runtimes import kernels
 from edgespec_runtimes.graph_io import DynamicIO
 from edgespec_runtimes.graph_session import DynamicSession
-from edgespec_runtimes.ort import ort
+from edgespec_runtimes.ort import lacks_memory, ort
 
 __all__ = [
     "CpuOptions",
@@ -137,9 +137,9 @@ def open_graph(graph: Path, options: CpuOptions, *, native: bool = False) -> Any
         kernels.register(settings, options.instructions, huge_pages=options.huge_pages)
     try:
         return _open(graph, settings)
-    except MemoryError as error:
-        raise DeviceError(f"not enough memory to load {graph.parent.name}") from error
     except Exception as error:  # ONNX Runtime's own exceptions share no base class
+        if lacks_memory(error):
+            raise DeviceError(f"not enough memory to load {graph.parent.name}; free some") from error
         raise BundleError(f"ONNX Runtime cannot load {graph} ({error}); export the model again") from error
 
 

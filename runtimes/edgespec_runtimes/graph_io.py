@@ -22,7 +22,7 @@ from edgespec_runtimes.kv_buffers import (
     TensorMemory,
     ort_value,
 )
-from edgespec_runtimes.ort import RUN_ERRORS, TYPES, ort
+from edgespec_runtimes.ort import RUN_ERRORS, TYPES, lacks_memory, ort
 from edgespec_runtimes.predictions import DevicePredictions, Predictions
 
 __all__ = ["DynamicIO", "GraphIO"]
@@ -200,6 +200,18 @@ class DynamicIO:
 
     def run(self, tokens: Sequence[int], start: int, rows: int) -> Predictions:
         """Run ``tokens`` behind the first ``start`` of the cache; a row for each of the last ``rows``."""
+        try:
+            return self._pass(tokens, start, rows)
+        except (MemoryError, *RUN_ERRORS) as error:
+            if lacks_memory(error):
+                raise DeviceError(f"not enough memory for a pass over {len(tokens)} tokens") from error
+            if self._tensors.ours:
+                raise DeviceError(f"a pass over {len(tokens)} tokens failed: {error}") from error
+            raise BundleError(
+                f"ONNX Runtime cannot run this graph, which edgespec did not make: {error}"
+            ) from error
+
+    def _pass(self, tokens: Sequence[int], start: int, rows: int) -> Predictions:
         twice = self._pairs and len(tokens) == 1 and (self._tensors.ours or start + 2 <= self._context_length)
         columns = self._columns + len(self._context)
         one = Pass((*tokens, *tokens) if twice else tokens, start, rows, int(twice), self._context, columns)
@@ -214,14 +226,7 @@ class DynamicIO:
             for name, array, value, memory in bound.changing:
                 array[...] = INPUTS[name](one)
                 memory.write(value, array)
-        try:
-            self._session.run_with_iobinding(bound.binding)
-        except RUN_ERRORS as error:
-            if self._tensors.ours:
-                raise DeviceError(f"a pass over {len(tokens)} tokens failed: {error}") from error
-            raise BundleError(
-                f"ONNX Runtime cannot run this graph, which edgespec did not make: {error}"
-            ) from error
+        self._session.run_with_iobinding(bound.binding)
         self.cache.written(one.end)
         return bound.predictions()
 

@@ -19,6 +19,7 @@ IO = TypeVar("IO", bound=GraphIO)
 KV_STEP: Final = 256
 """Room in the KV cache is made in steps of so many tokens."""
 _SAME, _NEAR = 1e-3, 0.2  # of the largest logit
+_TESTED = 28  # tokens: ONNX Runtime's sums differ by rows on ARM, of which eight tokens show nothing
 
 
 class GraphSession(Generic[IO]):
@@ -189,31 +190,32 @@ class GraphSession(Generic[IO]):
         Raises:
             BundleError: the graph cannot roll back.
         """
-        tokens = [7 % self.vocab_size, 11 % self.vocab_size, 13 % self.vocab_size, 5 % self.vocab_size]
+        count = min(_TESTED, self.longest)
+        tokens, kept = [(7 * i * i + 5) % self.vocab_size for i in range(count)], count - 7
         # What comes behind must leave no trace either, as a bias that is counted from the end does.
-        together = self.predict(tokens * 2).logits[: len(tokens)].copy()
-        self.truncate(1)
-        again = self.predict(tokens[1:]).logits.copy()
-        self.truncate(1)
-        single = np.concatenate([self.predict([token]).logits.copy() for token in tokens[1:]])
-        self.truncate(1)
-        self.predict(tokens[:0:-1])
-        self.truncate(1)
-        after = self.predict(tokens[1:]).logits.copy()
+        self.prefill(tokens[:kept])
+        together = self.predict(tokens[kept:]).logits[:3].copy()
+        self.truncate(kept)
+        tokens = tokens[kept : kept + 3]
+        again = self.predict(tokens).logits.copy()
+        self.truncate(kept)
+        single = np.concatenate([self.predict([token]).logits.copy() for token in tokens])
+        self.truncate(kept)
+        self.predict([(token + 1) % self.vocab_size for token in tokens])
+        self.truncate(kept)
+        after = self.predict(tokens).logits.copy()
         self.truncate(0)
         scale = float(np.abs(together).max())
         # Passes over as many rows agree to the bit; others may round otherwise in every layer.
         rolled_back = np.allclose(again, after, atol=_SAME * scale)
         if not (
-            np.isfinite(together).all()
-            and rolled_back
-            and np.allclose(together[1:], again, atol=_NEAR * scale)
+            np.isfinite(together).all() and rolled_back and np.allclose(together, again, atol=_NEAR * scale)
         ):
             raise BundleError(
                 "this graph cannot roll back: the same tokens gave other logits after a truncation. "
                 "Export the model again; sliding-window and recurrent caches cannot be used for speculation."
             )
-        return bool(np.array_equal(together[1:], again) and np.array_equal(again, single))
+        return bool(np.array_equal(together, again) and np.array_equal(again, single))
 
 
 class DynamicSession(GraphSession[DynamicIO]):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from edgespec_models.errors import DeviceError
-from edgespec_runtimes.ort import RUN_ERRORS
+from edgespec_runtimes.ort import RUN_ERRORS, lacks_memory
 
 __all__ = ["INSTRUCTIONS", "best_instructions", "library", "register"]
 
@@ -59,6 +59,8 @@ def register(settings: Any, instructions: str = "", *, huge_pages: bool = False)
     try:
         settings.register_custom_ops_library(str(path))
     except RUN_ERRORS as error:
+        if lacks_memory(error):
+            raise DeviceError(f"not enough memory to load {path.name}; free some") from error
         if "no instructions called" not in str(error):
             raise _unusable(path, error) from error
         raise DeviceError(

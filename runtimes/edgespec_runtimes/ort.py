@@ -20,7 +20,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
 ort.disable_telemetry_events()
 
-__all__ = ["RUN_ERRORS", "TYPES", "ort", "ort_state"]
+__all__ = ["RUN_ERRORS", "TYPES", "lacks_memory", "ort", "ort_state"]
 
 TYPES: Final[Mapping[str, np.dtype[Any]]] = MappingProxyType(
     {
@@ -47,3 +47,10 @@ RUN_ERRORS = (
     ort_state.EPFail,
 )
 """What ONNX Runtime raises where a pass, or memory on a device, fails."""
+
+_NO_MEMORY = ("bad_alloc", "bad allocation", "Cannot allocate memory", "failed to map segment")
+
+
+def lacks_memory(error: Exception) -> bool:
+    """Whether memory was lacking, which ONNX Runtime says in the words of the system and of C++."""
+    return isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY)

@@ -1,0 +1,151 @@
+"""Answers that targets wrote: read from files, and written now, a line each, by a run that may be stopped.
+
+A file holds a JSON object a line (JSON Lines, UTF-8). ``prompt`` and ``text`` are needed, the rest is there
+for the reader and the next run:
+
+    {"prompt": "...", "text": "...", "complete": true, "category": "coding", "temperature": 0.8}
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+from edgespec.prompts import Prompt
+from edgespec.trial import ask
+from edgespec_export.align.alignment import writing
+from edgespec_models.errors import DoesNotFit, RequestError
+from edgespec_models.progress import Progress, ProgressCallback
+from edgespec_models.schema import check_fields, length, read, within
+
+if TYPE_CHECKING:
+    from edgespec.engine import Model
+
+__all__ = ["Answer", "Asking", "number_of", "read_answers", "unanswered", "write_answers"]
+
+_REMEDY = 'Give one JSON object a line, with "prompt" and "text"'
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a target wrote.
+
+    Attributes:
+        prompt: what it was asked, as the one message of a conversation.
+        text: what it answered.
+        complete: whether the model itself ended the text there.
+        category: of the prompt.
+        temperature: at which tokens were drawn.
+        target: who wrote it.
+    """
+
+    prompt: Annotated[str, length(1)]
+    text: str
+    complete: bool = False
+    category: str = ""
+    temperature: float = 0.0
+    target: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """How prompts are asked.
+
+    Attributes:
+        max_new_tokens: the most that an answer may have.
+        temperatures: which of them a prompt gets is a function of its text, and so is the seed.
+    """
+
+    max_new_tokens: Annotated[int, within(1, 2**31 - 1)] = 512
+    temperatures: Annotated[tuple[float, ...], length(1)] = (0.0, 0.8)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def number_of(prompt: str) -> int:
+    """A number that is the prompt's own, from 0 to 2 ** 31 - 1: the same in every run and file."""
+    return int.from_bytes(hashlib.sha256(prompt.encode(errors="replace")).digest()[:4]) >> 1
+
+
+def read_answers(path: Path) -> list[Answer]:
+    """The answers in a file.
+
+    Raises:
+        RequestError: it cannot be read, or a line is not of the form above.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"cannot read answers from {path}: {error}") from error
+    return [_answer(line, f"{path}, line {at}") for at, line in enumerate(lines, start=1) if line.strip()]
+
+
+def unanswered(prompts: Sequence[Prompt], path: Path) -> list[Prompt]:
+    """Those that the file at ``path`` has no answer to; what a run that was killed left half there goes."""
+    with writing(path):
+        _drop_half_a_line(path)
+    known = {answer.prompt for answer in read_answers(path)} if path.exists() else set()
+    once = {prompt.turns[0]: prompt for prompt in prompts}
+    return [prompt for said, prompt in once.items() if said not in known]
+
+
+def write_answers(
+    model: "Model", prompts: Sequence[Prompt], path: Path, asking: Asking, progress: ProgressCallback
+) -> int:
+    """Have ``model`` answer the prompts that ``path`` has no answer to; returns how many did not fit.
+
+    Each answer is in the file before the next is begun.
+
+    Raises:
+        RequestError: the file is not one of answers.
+        StorageError: the disk is full, or the file cannot be written.
+    """
+    wanted = unanswered(prompts, path)
+    skipped, done = 0, len(prompts) - len(wanted)
+    with writing(path), path.open("a", encoding="utf-8", newline="\n") as file:
+        for number, prompt in enumerate(wanted, start=done):
+            progress(Progress("Answering", number, len(prompts), "prompts"))
+            try:
+                _write(file, _ask(model, prompt, asking))
+            except DoesNotFit:
+                skipped += 1
+    progress(Progress("Answering", len(prompts), len(prompts), "prompts"))
+    return skipped
+
+
+def _ask(model: "Model", prompt: Prompt, asking: Asking) -> Answer:
+    said = prompt.turns[0]
+    seed = number_of(said)
+    temperature = asking.temperatures[seed % len(asking.temperatures)]
+    answer = ask(
+        model,
+        prompt,
+        {"max_new_tokens": asking.max_new_tokens, "temperature": temperature, "seed": seed},
+    )
+    complete = answer.finish_reason == "stop"
+    return Answer(said, answer.text, complete, prompt.category, temperature, model.target.manifest.name)
+
+
+def _write(file: TextIO, answer: Answer) -> None:
+    file.write(json.dumps(asdict(answer), ensure_ascii=False) + "\n")
+    file.flush()
+
+
+def _drop_half_a_line(path: Path) -> None:
+    """What a run that was killed had not written to its end."""
+    if path.exists():
+        with path.open("r+b") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def _answer(line: str, where: str) -> Answer:
+    try:
+        value: Any = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{where} is not JSON ({error}). {_REMEDY}.") from error
+    if isinstance(value, dict):  # what else there may be is not asked for
+        value = {name: value[name] for name in Answer.__dataclass_fields__ if name in value}
+    return read(Answer, value, where, RequestError, _REMEDY)

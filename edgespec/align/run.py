@@ -1,0 +1,178 @@
+"""From answers to an alignment file: texts in the drafter's tokens, training, and what it brought."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from edgespec.align.answers import Answer, number_of
+from edgespec.encoding import Asked
+from edgespec_export.align.alignment import Alignment, Origin
+from edgespec_export.align.merge import open_aligned
+from edgespec_export.align.settings import Guesses, Text, TrainingOptions
+from edgespec_export.bundle_files import hash_files
+from edgespec_models.bundle import Bundle
+from edgespec_models.errors import DeviceError, EdgespecError, RequestError, TokenizerError
+from edgespec_models.progress import ProgressCallback
+
+__all__ = ["ALIGNMENT", "Aligned", "Place", "align", "require_torch", "split_texts", "text_of"]
+
+ALIGNMENT, _STATE = "alignment.safetensors", "training.pt"
+_HELD_OUT = 10  # one of so many prompts measures and is never trained on
+_LONGEST = 2048  # tokens of a prompt and its answer
+_FEWEST = 10  # texts
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where and on what training runs, and where its results lie.
+
+    Attributes:
+        out: a directory that exists.
+        device: ``auto`` is a GPU that PyTorch can use, or else the CPU.
+        threads: 0 leaves that to PyTorch.
+        reference: an alignment of the same drafter, whose losses choose the tokens that count.
+    """
+
+    out: Path
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int = 0
+    reference: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Aligned:
+    """What came of it: the file, texts trained on and held out, and right first guesses of these."""
+
+    path: Path
+    size_bytes: int
+    texts: int
+    tokens: int
+    held_out: int
+    steps: int
+    before: Guesses
+    after: Guesses
+
+    @staticmethod
+    def share(guesses: Guesses, category: str | None = None) -> float:
+        """Of right ones, in a category or all."""
+        chosen = [counts for name, counts in guesses.items() if category in (name, None)]
+        return sum(right for right, _ in chosen) / max(1, sum(of for _, of in chosen))
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        shares = {"share_before": self.share(self.before), "share_after": self.share(self.after)}
+        return {**asdict(self), **shares, "path": str(self.path)}
+
+
+def require_torch() -> None:
+    """Find out that the ``align`` extra is missing, before the target has answered.
+
+    Raises:
+        EdgespecError: it is not installed.
+    """
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise EdgespecError(
+            f"aligning needs {error.name}, which is not installed: pip install 'edgespec[align]'"
+        ) from error
+
+
+def text_of(answer: Answer, drafter: Bundle) -> Text | None:
+    """An answer as the drafter reads it while it drafts; None if it cannot."""
+    try:
+        prompt = Asked([{"role": "user", "content": answer.prompt}], {}).drafter_tokens(drafter)
+        written = drafter.tokenizer.encode_bytes(answer.text.encode(errors="replace"))
+    except (RequestError, TokenizerError):
+        return None
+    ends = drafter.manifest.special_tokens.eos[:1] if answer.complete else ()
+    tokens = (*prompt, *written, *ends)[:_LONGEST]
+    return Text(tokens, len(prompt), answer.category) if 0 < len(prompt) < len(tokens) else None
+
+
+def split_texts(answers: Iterable[Answer], drafter: Bundle) -> tuple[list[Text], list[Text]]:
+    """Texts to train on, and held-out ones; on which side a prompt is depends on its own words alone."""
+    sides: tuple[list[Text], list[Text]] = [], []
+    for answer in answers:
+        text = text_of(answer, drafter)
+        if text is not None:
+            sides[number_of(answer.prompt) % _HELD_OUT == 0].append(text)
+    return sides
+
+
+def align(
+    source: Path,
+    texts: tuple[Sequence[Text], Sequence[Text]],
+    options: TrainingOptions,
+    place: Place,
+    *,
+    facts: dict[str, str],
+    progress: ProgressCallback,
+) -> Aligned:
+    """Train the drafter ``source`` and write its alignment to ``place.out``.
+
+    Args:
+        source: the drafter's checkpoint.
+        texts: to train on, and held-out ones.
+        options: how to train.
+        place: where.
+        facts: ``model``, ``target`` and ``licence``, as an alignment tells of them.
+        progress: told of steps.
+
+    Raises:
+        RequestError: too few texts; or the directory holds a training run of other texts or options.
+        DeviceError: there is no such device.
+        EdgespecError: whatever else keeps the drafter from being read, or the file from being written.
+    """
+    import torch
+
+    from edgespec_export.align.decoder import TorchDecoder
+    from edgespec_export.align.training import count_right, train
+
+    kept, held = texts
+    if len(kept) < _FEWEST or not held:
+        raise RequestError(
+            f"there are {len(kept)} answers to train on and {len(held)} held out; give more prompts, "
+            f"{10 * _FEWEST} at least, better thousands"
+        )
+    if place.threads:
+        torch.set_num_threads(place.threads)
+    device = _device(place.device)
+    with open_aligned(source, None) as checkpoint:
+        decoder = TorchDecoder(
+            checkpoint, options.trained, rank=options.rank, seed=options.seed, device=device
+        )
+        teacher = None
+        if place.reference is not None:
+            with open_aligned(source, place.reference) as aligned:
+                teacher = TorchDecoder(aligned, device=device)
+        before = count_right(decoder, held, device=device, progress=progress)
+        steps = train(
+            decoder,
+            kept,
+            options,
+            place=place.out / _STATE,
+            reference=teacher,
+            device=device,
+            progress=progress,
+        )
+        changes = decoder.changes()
+        decoder.take(changes)  # rounded as they are kept
+        after = count_right(decoder, held, device=device, progress=progress)
+        digest = hash_files(checkpoint.files, progress)
+    tokens = sum(len(text.tokens) - text.start for text in kept)
+    recipe = {name: str(value) for name, value in asdict(options).items()}
+    shares = Aligned.share(before), Aligned.share(after)
+    origin = Origin(facts["model"], digest, facts["target"], tokens, *shares, recipe, facts["licence"])
+    path = place.out / ALIGNMENT
+    size = Alignment(origin, changes).write(path)
+    return Aligned(path, size, len(kept), tokens, len(held), steps, before, after)
+
+
+def _device(wanted: str) -> str:
+    import torch
+
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("PyTorch finds no CUDA device here; use --device cpu, or install its CUDA build")
+    return "cuda" if wanted == "auto" and torch.cuda.is_available() else wanted.replace("auto", "cpu")

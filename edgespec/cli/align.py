@@ -1,0 +1,220 @@
+"""``edgespec align``: train a drafter on what its target writes."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from edgespec.cli.answers import print_json
+from edgespec.cli.console import note, output, progress_bars, size
+from edgespec.cli.export import locate
+from edgespec.cli.options import JsonFlag, Threads, load_model
+
+if TYPE_CHECKING:
+    from edgespec.align.answers import Answer, Asking
+    from edgespec.align.run import Aligned
+    from edgespec.prompts import Prompt
+    from edgespec_models.progress import ProgressCallback
+
+__all__ = ["align"]
+
+
+def align(
+    drafter: Annotated[
+        str,
+        typer.Argument(
+            metavar="DRAFTER",
+            help="The drafter's checkpoint: a GGUF file, a Hugging Face directory or a name.",
+        ),
+    ],
+    target: Annotated[
+        str, typer.Option(metavar="TARGET", help="The model that answers, named as for 'chat'.")
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="DIR", help="Where answers and alignment are written.")
+    ],
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE.jsonl",
+            help="Prompts that the target answers: id, category and turns on each line. May be repeated. "
+            "Default: those of the shipped calibration text, unless --answers-from is given.",
+        ),
+    ] = None,
+    answers_from: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--answers-from",
+            metavar="FILE.jsonl",
+            help="Answers written elsewhere, such as by a smaller model of the family: prompt and text on "
+            "each line. May be repeated.",
+        ),
+    ] = None,
+    answers: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.jsonl", help="Where the target's answers go. Default: DIR/answers.jsonl."),
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="The most tokens that an answer may have.")
+    ] = 512,
+    temperature: Annotated[
+        list[float] | None,
+        typer.Option(
+            help="At which the target answers. May be repeated: each prompt then gets one of them. "
+            "Default: 0 for half of the prompts and 0.8 for the others."
+        ),
+    ] = None,
+    answers_only: Annotated[
+        bool, typer.Option("--answers-only", help="End when the prompts are answered; train another time.")
+    ] = False,
+    train: Annotated[
+        Literal["low-rank", "scales", "gains", "all"],
+        typer.Option(
+            help="What is trained: a low-rank change of every projection, or, where a file is quantized, the "
+            "scales of its blocks, and the gains of the normalizations; these gains alone; or every weight, "
+            "which makes a large file."
+        ),
+    ] = "low-rank",
+    rank: Annotated[int, typer.Option(min=1, max=256, help="Of the change of each projection.")] = 8,
+    rate: Annotated[
+        float | None, typer.Option(help="The learning rate. Default: what suits --train.")
+    ] = None,
+    passes: Annotated[int, typer.Option(min=1, help="How often every answer is trained on.")] = 1,
+    batch_tokens: Annotated[int, typer.Option(min=16, help="Tokens of a step, prompts counted.")] = 1024,
+    reference: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="An alignment of this drafter: only the tokens count that it has learned better (AdaSPEC).",
+        ),
+    ] = None,
+    keep: Annotated[float, typer.Option(help="With --reference: the share of tokens that count.")] = 0.4,
+    seed: Annotated[int, typer.Option(min=0, help="Of the order of the answers and the first weights.")] = 0,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        typer.Option(help="Where training runs; auto takes a GPU if there is one."),
+    ] = "auto",
+    threads: Threads = 0,
+    licence: Annotated[
+        str, typer.Option(metavar="TEXT", help="What the file says of the licence of drafter and answers.")
+    ] = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Train a drafter on what its target writes, so that more of its guesses are right.
+
+    The target answers prompts, with speculation; the drafter is trained on the answers in its own tokens, a
+    tenth of the prompts held out; and DIR/alignment.safetensors says what is to be added to its weights. An
+    export takes it: 'edgespec export DRAFTER -o BUNDLE --role drafter --alignment FILE'. Answering and
+    training may be stopped: run the same command again, and it goes on. Needs PyTorch (extra 'align').
+
+    Examples:
+
+        edgespec align smollm2-135m-instruct --target qwen2.5-coder-1.5b-instruct -o aligned
+
+        edgespec align drafter.gguf --target target.gguf --prompts mine.jsonl --temperature 0.8 -o aligned
+
+        edgespec align drafter.gguf --target target.gguf --answers-from written.jsonl --train gains -o out
+    """
+    from edgespec.align.answers import Asking, read_answers
+    from edgespec.align.run import Place, require_torch, split_texts
+    from edgespec.align.run import align as run
+    from edgespec.loading import open_model
+    from edgespec_export.align.alignment import writing
+    from edgespec_export.align.settings import TrainingOptions
+
+    if not answers_only:
+        require_torch()
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+    names, place = (target, drafter), answers or out / "answers.jsonl"
+    asking = Asking(max_new_tokens, tuple(temperature or (0.0, 0.8)))
+    with progress_bars() as progress:
+        source = None if answers_only else _checkpoint(drafter, progress)
+        known = _answered(names, _prompts(prompts, answers_from), place, asking, threads, progress)
+        if source is None:
+            _tell(place, len(known), as_json)
+            return
+        known += [answer for file in answers_from or () for answer in read_answers(file)]
+        options = TrainingOptions(train, rank, rate, passes, batch_tokens, keep, seed)
+        where = Place(out, device, threads, reference)
+        bundle = open_model(drafter, "drafter", progress=progress)
+        texts = split_texts(known, bundle)
+        result = run(source, texts, options, where, facts=_facts(names, licence), progress=progress)
+    if as_json:
+        print_json(result.to_json())
+    else:
+        _show(result)
+
+
+def _tell(place: Path, count: int, as_json: bool) -> None:
+    if as_json:
+        print_json({"path": str(place), "answers": count})
+    else:
+        output().print(f"{place}: {count} answers", markup=False, soft_wrap=True)
+
+
+def _checkpoint(drafter: str, progress: "ProgressCallback") -> Path:
+    """The drafter's, which is to be trained: looked at before the target has answered for hours."""
+    from edgespec_export.sources import open_checkpoint
+    from edgespec_models.errors import RequestError
+    from edgespec_models.foreign import is_model
+
+    source, _ = locate(drafter, progress)
+    if is_model(source):
+        raise RequestError(f"{drafter} is a bundle; give the checkpoint that it was exported from")
+    with open_checkpoint(source):
+        return source
+
+
+def _prompts(files: list[Path] | None, recorded: list[Path] | None) -> "list[Prompt]":
+    """What the target is to be asked."""
+    from edgespec.prompts import Prompt, load_prompts
+    from edgespec_export.calibration import shipped_prompts
+
+    if files or recorded:
+        return [prompt for file in files or () for prompt in load_prompts(file)]
+    texts = shipped_prompts()
+    return [Prompt(f"shipped-{number}", "shipped", (text,)) for number, text in enumerate(texts)]
+
+
+def _answered(
+    names: tuple[str, str],
+    prompts: "list[Prompt]",
+    place: Path,
+    asking: "Asking",
+    threads: int,
+    progress: "ProgressCallback",
+) -> "list[Answer]":
+    """What target ``names[0]`` answered, with ``names[1]`` as its drafter: now, and in earlier runs."""
+    from edgespec.align.answers import read_answers, unanswered, write_answers
+
+    if unanswered(prompts, place):
+        with load_model(*names, threads=threads, progress=progress) as model:
+            skipped = write_answers(model, prompts, place, asking, progress)
+        if skipped:
+            note(f"{skipped} prompts are longer than the target can hold; they were left out")
+    return read_answers(place) if place.exists() else []
+
+
+def _facts(names: tuple[str, str], licence: str) -> dict[str, str]:
+    """What the file tells of target and drafter."""
+    from edgespec_models.catalog import entries
+
+    target, drafter = (entries().get(name) for name in names)
+    if not licence and target is not None and drafter is not None:
+        licence = f"drafter: {drafter.licence}; model that wrote the answers: {target.licence}"
+    return {"target": Path(names[0]).name, "model": Path(names[1]).name, "licence": licence}
+
+
+def _show(result: "Aligned") -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for heading in ("right first guesses", "of", "before", "after"):
+        table.add_column(heading, justify="left" if heading.startswith("right") else "right")
+    for category in [*result.before, None]:
+        before, after = (result.share(guesses, category) for guesses in (result.before, result.after))
+        of = sum(of for name, (_, of) in result.before.items() if category in (name, None))
+        table.add_row("all" if category is None else category, f"{of:,}", f"{before:.3f}", f"{after:.3f}")
+    output().print(table)
+    output().print(f"{result.path}: {size(result.size_bytes)}", markup=False, soft_wrap=True)

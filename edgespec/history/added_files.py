@@ -1,0 +1,194 @@
+"""Which files a history drafts from: those below what its user added, indexed anew when they change."""
+
+import glob
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from edgespec.history.file_index import AddedFile, Asked, DamagedIndexError, FileIndex, asked_of, write_index
+from edgespec_models.errors import RequestError, StorageError
+from edgespec_models.paths import expanded
+from edgespec_models.progress import ProgressCallback
+
+__all__ = ["AddedFiles", "added_to", "index_path"]
+
+_JUNK: Final = ("node_modules", "__pycache__")
+_MARKS: Final = frozenset({"CACHEDIR.TAG", "pyvenv.cfg"})  # in folders of what can be made or fetched again
+
+_Named = Mapping[str, bool]
+
+
+class AddedFiles:
+    """The files of one namespace of a history.
+
+    Its methods raise OSError where something cannot be read or written, and StorageError where something else
+    made what is in the index's place.
+
+    Args:
+        path: the index.
+        namespace: whose it is.
+
+    Attributes:
+        namespace: whose it is.
+        all_paths: the index, and what may lie beside it.
+    """
+
+    def __init__(self, path: Path, namespace: str) -> None:
+        self.namespace, self._path = namespace, path
+        self._lock = path.with_name(f"{path.name}.lock")
+        self.all_paths = path, path.with_name(f"{path.name}.new"), self._lock
+
+    def files(self, holding: str = "") -> list[AddedFile]:
+        """The files; with ``holding``, those in which this text occurs, in upper or lower case."""
+        with closing(FileIndex(self._path)) as index:
+            return list(index.holding(holding)) if holding else index.files
+
+    def add(self, paths: Sequence[str | Path], progress: ProgressCallback) -> list[AddedFile]:
+        """Take in files and folders, and look at all that were added before.
+
+        Raises:
+            RequestError: one is not there, or there are none.
+        """
+        return self._update(partial(_with, paths=[_real(path) for path in paths]), progress)
+
+    def remove(self, paths: Sequence[str | Path], progress: ProgressCallback) -> list[AddedFile]:
+        """Forget files and folders, and look at the others; without ``paths`` forget all.
+
+        Raises:
+            RequestError: one was never added.
+        """
+        if paths:
+            return self._update(partial(_without, paths=[_real(path) for path in paths]), progress)
+        with suppress(FileNotFoundError, DamagedIndexError):
+            asked_of(self._path)  # is it ours?
+        for file in self.all_paths:
+            file.unlink(missing_ok=True)
+        return []
+
+    def _update(self, change: Callable[[_Named], _Named], progress: ProgressCallback) -> list[AddedFile]:
+        from filelock import FileLock, Timeout  # takes as long to import as all of this package
+
+        try:
+            with FileLock(self._lock, timeout=0, mode=0o600):
+                before, stamps = self._known()
+                named = change(before)
+                found = [replace(each, namespace=self.namespace) for each in _found(named)]
+                if named != before or _stamps(found) != stamps:
+                    write_index(self._path, Asked(self.namespace, named), found, progress)
+        except Timeout as error:
+            raise StorageError(f"another program is adding files to {self._path}; try again") from error
+        return self.files() if any(named.values()) else self.remove([], progress)
+
+    def _known(self) -> tuple[_Named, list[tuple[str, int, float]]]:
+        """What was asked for, and what was found the last time; of a damaged index what can be read."""
+        try:
+            named = asked_of(self._path).named
+            with closing(FileIndex(self._path)) as index:
+                return named, _stamps(index.files)
+        except FileNotFoundError:
+            return {}, []
+        except DamagedIndexError:
+            with suppress(DamagedIndexError):
+                return asked_of(self._path).named, []
+            return {}, []
+
+
+def index_path(history: Path, namespace: str) -> Path:
+    """Where the index of a history's namespace is: beside the history, as SQLite's own companions are."""
+    real = Path(os.path.realpath(history))
+    mark = f"-{hashlib.blake2b(namespace.encode(), digest_size=8).hexdigest()}" if namespace else ""
+    return real.with_name(f"{real.name}-files{mark}")
+
+
+def added_to(history: Path) -> list[AddedFiles]:
+    """What was added to a history, by namespace; files that something else made are left out."""
+    first, found = index_path(history, ""), []
+    for path in sorted(first.parent.glob(f"{glob.escape(first.name)}*")):
+        if re.fullmatch("(-[0-9a-f]{16})?", path.name.removeprefix(first.name)):
+            with suppress(OSError, StorageError):
+                found.append(AddedFiles(path, _namespace_of(path)))
+    return found
+
+
+def _namespace_of(path: Path) -> str:
+    try:
+        return asked_of(path).namespace
+    except DamagedIndexError:
+        return ""
+
+
+def _real(path: str | Path) -> str:
+    return os.path.realpath(expanded(path))
+
+
+def _with(named: _Named, paths: Sequence[str]) -> _Named:
+    """What is asked for when ``paths`` are added too."""
+    for path in paths:
+        if not Path(path).exists():
+            raise RequestError(f"cannot add {path}: it is not there")
+        named = {**_apart(named, path), path: True}
+    if not named:
+        raise RequestError("no files were added yet: name files or folders")
+    return named
+
+
+def _without(named: _Named, paths: Sequence[str]) -> _Named:
+    """What is asked for when ``paths`` are removed."""
+    for path in paths:
+        left = _apart(named, path)
+        around = [each for each in left if Path(path).is_relative_to(each)]
+        is_within = bool(around) and left[max(around, key=len)]
+        if left == named and not is_within:
+            raise RequestError(f"cannot remove {path}: it was not added")
+        named = {**left, path: False} if is_within else left
+    return named
+
+
+def _apart(named: _Named, path: str) -> dict[str, bool]:
+    """What does not lie in ``path``."""
+    return {each: wanted for each, wanted in named.items() if not Path(each).is_relative_to(path)}
+
+
+def _stamps(files: Iterable[AddedFile]) -> list[tuple[str, int, float]]:
+    return [(each.path, each.size_bytes, each.changed_on) for each in files]
+
+
+def _found(named: _Named) -> list[AddedFile]:
+    """All files, those changed last first; what is not to be read says why."""
+    below = [each for path, wanted in named.items() if wanted for each in _below(path, named)]
+    unique = {each.path: each for each in below}
+    return sorted(unique.values(), key=lambda each: (-each.changed_on, each.path))
+
+
+def _below(path: str, named: _Named) -> Iterator[AddedFile]:
+    """A file, or a folder's files, without hidden ones, junk and what was removed; no link is followed."""
+    if not Path(path).is_dir():
+        yield _looked_at(path)
+        return
+    faults: list[OSError] = []
+    for folder, folders, files in os.walk(path, onerror=faults.append):
+        if folder != path and _MARKS.intersection(files):
+            folders.clear()
+            continue
+        for names in (folders, files):
+            names[:] = [name for name in names if name[0] != "." and name not in _JUNK]
+            names[:] = [name for name in names if named.get(str(Path(folder, name)), True)]
+        yield from (_looked_at(str(Path(folder, name))) for name in files)
+    yield from (AddedFile(str(fault.filename), "", skipped=fault.strerror) for fault in faults)
+
+
+def _looked_at(path: str) -> AddedFile:
+    try:
+        info = Path(path).lstat()
+    except OSError as error:
+        return AddedFile(path, "", skipped=error.strerror)
+    kind = "a link" if stat.S_ISLNK(info.st_mode) else "no regular file"
+    skipped = None if stat.S_ISREG(info.st_mode) else kind
+    return AddedFile(path, "", info.st_size, info.st_mtime, skipped)

@@ -1,0 +1,238 @@
+"""An alignment file: what is to be added to the weights of one drafter, in 8 bits.
+
+A safetensors file. For a tensor ``NAME`` of the checkpoint (:mod:`edgespec_export.checkpoint`) it holds
+``NAME``, the change itself, or ``NAME.lora_a`` and ``NAME.lora_b``, whose product the change is (Hu et al.
+2021, "LoRA", arXiv 2106.09685). Each is int8 ``(rows, columns)`` with a float32 factor for every row under
+``....scales``; ``lora_b`` lies transposed, so that a row of either is one component. Of a quantized tensor it
+may hold ``NAME.blocks`` instead, transposed too: by how much the scale of each block is to grow, over itself
+(Kim et al. 2023, "PEQA", arXiv 2305.14152). The metadata say what it was made of. Nothing in the file is
+trusted.
+"""
+
+import errno
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edgespec_export.blocks import F32
+from edgespec_export.safetensors_file import SafetensorsFile
+from edgespec_models.errors import ModelFileError, StorageError
+from edgespec_models.schema import form, length, read, within
+
+__all__ = ["BLOCKS", "Alignment", "Codes", "Origin", "read_alignment", "replacing", "writing"]
+
+_KEY, _VERSION = "edgespec_alignment", 1
+_SCALES, _A, _B, BLOCKS = ".scales", ".lora_a", ".lora_b", ".blocks"
+_REMEDY = "The file is damaged or of another version; make the alignment again"
+_Share = Annotated[float, within(0, 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What an alignment was made of, and for what.
+
+    Attributes:
+        model: name of the drafter's checkpoint.
+        source_sha256: of its files; no other checkpoint takes the alignment.
+        target: name of the model that wrote the answers.
+        tokens: of answers that it was trained on, in the drafter's vocabulary.
+        right_before: share of right first guesses on held-out answers before the training.
+        right_after: the same after it.
+        recipe: how it was trained: names and values.
+        licence: what is known of the licence of the drafter and of the answers.
+        version: of the file's form.
+    """
+
+    model: Annotated[str, length(1, 200)]
+    source_sha256: Annotated[str, form("[0-9a-f]{64}")]
+    target: Annotated[str, length(1, 200)]
+    tokens: Annotated[int, within(0)]
+    right_before: _Share
+    right_after: _Share
+    recipe: Mapping[str, str]
+    licence: Annotated[str, length(0, 2000)] = ""
+    version: Annotated[int, within(_VERSION, _VERSION)] = _VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """A matrix in 8 bits: ``codes`` int8 ``(rows, columns)``, ``scales`` float32 ``(rows,)``."""
+
+    codes: npt.NDArray[np.int8]
+    scales: F32
+
+    @classmethod
+    def of(cls, values: F32) -> "Codes":
+        """The nearest to ``values``, float32 ``(rows, columns)``."""
+        scales = np.abs(values).max(axis=1) / np.float32(127)
+        safe = np.where(scales > 0, scales, np.float32(1))
+        return cls(np.rint(values / safe[:, None]).astype(np.int8), scales.astype(np.float32))
+
+    def values(self) -> F32:
+        """What it stands for."""
+        return self.codes * self.scales[:, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """What is added to the weights of one drafter.
+
+    Attributes:
+        origin: what it was made of.
+        parts: changes and factors of changes, by the names in the file.
+    """
+
+    origin: Origin
+    parts: Mapping[str, Codes]
+
+    @property
+    def tensors(self) -> frozenset[str]:
+        """The tensors that it changes, by the checkpoint's names."""
+        return frozenset(_tensor(name) for name in self.parts)
+
+    @property
+    def digest(self) -> str:
+        """Names the alignment: SHA-256 (hex) over what it changes."""
+        hasher = hashlib.sha256(self.origin.source_sha256.encode())
+        for name, part in sorted(self.parts.items()):
+            hasher.update(repr((name, part.codes.shape)).encode())
+            hasher.update(part.codes.tobytes() + part.scales.tobytes())
+        return hasher.hexdigest()
+
+    def shape(self, name: str) -> tuple[int, int]:
+        """Rows and columns of the change of a tensor, or its blocks; a vector's is one row."""
+        if self.of_scales(name):
+            columns, rows = self.parts[name + BLOCKS].codes.shape
+            return rows, columns
+        if name in self.parts:
+            rows, columns = self.parts[name].codes.shape
+            return rows, columns
+        return self.parts[name + _B].codes.shape[1], self.parts[name + _A].codes.shape[1]
+
+    def change(self, name: str, start: int = 0, stop: int | None = None) -> F32:
+        """Rows ``start`` to ``stop`` of what is added to a tensor."""
+        if name in self.parts:
+            whole = self.parts[name]
+            return Codes(whole.codes[start:stop], whole.scales[start:stop]).values()
+        b, a = self.parts[name + _B], self.parts[name + _A]
+        rows: F32 = Codes(b.codes[:, start:stop], b.scales).values().T @ a.values()
+        return rows
+
+    def of_scales(self, name: str) -> bool:
+        """Whether it changes the scales of a tensor's blocks, and not what they hold."""
+        return name + BLOCKS in self.parts
+
+    def factors(self, name: str, start: int = 0, stop: int | None = None) -> F32:
+        """What the scales of a tensor's rows ``start`` to ``stop`` are multiplied by: ``(rows, blocks)``."""
+        blocks = self.parts[name + BLOCKS]
+        grown: F32 = np.float32(1) + Codes(blocks.codes[:, start:stop], blocks.scales).values().T
+        return grown
+
+    def write(self, path: Path) -> int:
+        """Put the file at ``path``, whole or not at all; returns its size in bytes.
+
+        Raises:
+            StorageError: the disk is full, or it cannot be written.
+        """
+        arrays: dict[str, npt.NDArray[Any]] = {}
+        for name, part in sorted(self.parts.items()):
+            arrays |= {name: part.codes, name + _SCALES: part.scales}
+        header: dict[str, Any] = {"__metadata__": {_KEY: json.dumps(asdict(self.origin))}}
+        at = 0
+        for name, array in arrays.items():
+            kind, end = "I8" if array.dtype == np.int8 else "F32", at + array.nbytes
+            header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [at, end]}
+            at = end
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with replacing(path) as temporary, temporary.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for array in arrays.values():
+                file.write(np.ascontiguousarray(array).data)
+        return path.stat().st_size
+
+
+def read_alignment(path: Path) -> Alignment:
+    """Read an alignment file.
+
+    Raises:
+        ModelFileError: it cannot be read, is no alignment, is damaged or of another version.
+    """
+    file = SafetensorsFile(path)
+    try:
+        text = file.metadata.get(_KEY)
+        if text is None:
+            raise ModelFileError(f"{path} is not an alignment that 'edgespec align' wrote")
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ModelFileError(f"{path}: its metadata are not JSON ({error}). {_REMEDY}.") from error
+        origin = read(Origin, value, str(path), ModelFileError, _REMEDY)
+        names = sorted(name for name in file.names if not name.endswith(_SCALES))
+        alignment = Alignment(origin, {name: _codes(file, name) for name in names})
+    finally:
+        file.close()
+    _check_pairs(alignment, path)
+    return alignment
+
+
+def _codes(file: SafetensorsFile, name: str) -> Codes:
+    codes = file.integers(name)
+    where = f"{name} of {file.path}"
+    if codes.ndim != 2 or name + _SCALES not in file.names:
+        raise ModelFileError(f"{where} is no matrix with a scale for every row. {_REMEDY}.")
+    tensor = file.tensor(name + _SCALES)
+    scales = file.read(tensor).reshape(-1).view(np.float32)
+    if tensor.shape != codes.shape[:1] or tensor.type.name != "F32" or not np.isfinite(scales).all():
+        raise ModelFileError(f"the scales of {where} are not finite numbers, one for every row. {_REMEDY}.")
+    return Codes(codes, scales)
+
+
+def _tensor(part: str) -> str:
+    """The tensor that a part of the file changes."""
+    return part.removesuffix(_A).removesuffix(_B).removesuffix(BLOCKS)
+
+
+def _check_pairs(alignment: Alignment, path: Path) -> None:
+    """That every tensor has its change, or both factors of it, of one rank."""
+    for name in alignment.tensors:
+        a, b = (alignment.parts.get(name + end) for end in (_A, _B))
+        alone = (name in alignment.parts) + alignment.of_scales(name)
+        if alone == 1 and a is None and b is None:
+            continue
+        if alone or a is None or b is None or len(a.codes) != len(b.codes):
+            raise ModelFileError(f"{path} has not both factors of the change of {name}. {_REMEDY}.")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A place to write to, which becomes ``path`` when all is written.
+
+    Raises:
+        StorageError: the disk is full, or it cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.partial")
+    with writing(path):
+        try:
+            yield temporary
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn errors of the file system into StorageError."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno == errno.ENOSPC
+        why = "the disk is full; free space and run the command again" if full else str(error)
+        raise StorageError(f"cannot write {path}: {why}") from error

@@ -1,0 +1,236 @@
+"""A drafter in PyTorch: what it says of the answers in a batch of texts, as a function of what is trained.
+
+The same decoder as :func:`edgespec_models.graphs.build_native`, in float32, over a checkpoint's weights.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from typing import Final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as computed_again
+
+from edgespec_export.align.alignment import BLOCKS, Codes
+from edgespec_export.align.merge import FACTORS
+from edgespec_export.align.settings import Trained
+from edgespec_export.checkpoint import Checkpoint
+from edgespec_export.gguf import BLOCK_LAYOUT
+from edgespec_models.errors import RequestError
+from edgespec_models.rope import rotary_tables
+
+__all__ = ["Batch", "TorchDecoder", "batch_of"]
+
+_PROJECTIONS: Final = frozenset(("q", "k", "v", "o", "gate", "up", "down"))
+_ROWS: Final = 256  # answer tokens whose logits are there at a time: a row may have 262,144 of them
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Texts side by side: ``ids`` int64 ``(texts, tokens)``, filled up behind; ``answer``, where the token
+    that follows is one of an answer's, bool ``(texts, tokens - 1)``.
+    """
+
+    ids: Tensor
+    answer: Tensor
+
+    @property
+    def labels(self) -> Tensor:
+        """The answers' tokens, one text after the other."""
+        return self.ids[:, 1:][self.answer]
+
+
+class TorchDecoder:
+    """Reads texts.
+
+    Args:
+        source: the drafter; read for as long as this object lives.
+        trained: what is to be trained; None trains nothing.
+        rank: of the change of a matrix, with ``low-rank``.
+        seed: of its first factors.
+        device: where it computes.
+
+    Attributes:
+        parameters: what is trained, by the names of alignment files; gains and whole tensors as they are,
+            not as changes.
+    """
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        trained: Trained | None = None,
+        *,
+        rank: int = 8,
+        seed: int = 0,
+        device: str = "cpu",
+    ) -> None:
+        self.config, self._source, self._device = source.config, source, device
+        self._weights = {name: self._load(name) for name in source.tensors}
+        self.parameters: dict[str, Tensor] = {}
+        generator = torch.Generator().manual_seed(seed)
+        for name, weight in self._weights.items():
+            kind = name.rpartition(".")[2]
+            if trained == "low-rank" and kind in _PROJECTIONS:
+                rows, columns = weight.shape
+                a = torch.empty(rank, columns).uniform_(-1, 1, generator=generator) / sqrt(columns)
+                self.parameters |= {f"{name}.lora_b": torch.zeros(rank, rows), f"{name}.lora_a": a}
+            elif trained == "scales" and kind in _PROJECTIONS:
+                block = self._block(name)
+                self.parameters[name + BLOCKS] = torch.zeros(weight.shape[1] // block, weight.shape[0])
+            elif trained == "all" or (trained is not None and kind.endswith("norm")):
+                self.parameters[name] = weight
+        for name, value in self.parameters.items():
+            self.parameters[name] = value.to(device).requires_grad_()
+            if name in self._weights:
+                self._weights[name] = self.parameters[name]
+        self._tables: dict[str, Tensor] = {}
+        self._positions = 0
+
+    def rows(self, batch: Batch) -> Tensor:
+        """The last layer's row before every answer token, normalized: ``(answer tokens, hidden)``."""
+        ids, config = batch.ids[:, :-1], self.config
+        self._reach(ids.shape[1])
+        x = F.embedding(ids, self._weights["embed"]) * config.embedding_scale
+        for layer in range(config.num_layers):
+            at = f"layers.{layer}."
+            x = x + self._post(f"{at}post_attn_norm", self._attention(layer, self._norm(f"{at}attn_norm", x)))
+            x = x + self._post(f"{at}post_mlp_norm", self._mlp(at, self._norm(f"{at}mlp_norm", x)))
+        return self._norm("final_norm", x[batch.answer])
+
+    def losses(self, batch: Batch) -> Tensor:
+        """``-log q(token)`` of every answer token: ``(answer tokens,)``."""
+        parts = zip(self.rows(batch).split(_ROWS), batch.labels.split(_ROWS), strict=True)
+        return torch.cat([computed_again(self._loss, *part, use_reentrant=False) for part in parts])
+
+    def right(self, batch: Batch) -> Tensor:
+        """Whether each answer token was the first guess: bool ``(answer tokens,)``."""
+        with torch.no_grad():
+            guesses = [self._logits(rows).argmax(dim=-1) for rows in self.rows(batch).split(_ROWS)]
+            return torch.cat(guesses) == batch.labels
+
+    def changes(self) -> dict[str, Codes]:
+        """What was trained, as an alignment keeps it."""
+        return {name: Codes.of(change) for name, change in self._changes()}
+
+    def take(self, changes: Mapping[str, Codes]) -> None:
+        """Go on with what an alignment keeps, rounding and all."""
+        for name, codes in changes.items():
+            values = codes.values()
+            if name in self._weights:
+                values = (self._values(name) + values).reshape(self.parameters[name].shape)
+            self.parameters[name].data.copy_(torch.from_numpy(values))
+
+    def _changes(self) -> Iterator[tuple[str, np.ndarray]]:
+        for name, value in self.parameters.items():
+            now = value.detach().cpu().numpy()
+            yield name, now.reshape(-1, now.shape[-1]) - self._values(name) if name in self._weights else now
+
+    def _values(self, name: str) -> np.ndarray:
+        """A tensor as the checkpoint has it, as a matrix."""
+        values = self._source.values(name)
+        return values.reshape(-1, values.shape[-1])
+
+    def _load(self, name: str) -> Tensor:
+        return torch.from_numpy(np.array(self._source.values(name))).to(self._device)
+
+    def _loss(self, rows: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self._logits(rows), labels, reduction="none")
+
+    def _logits(self, rows: Tensor) -> Tensor:
+        return F.linear(rows, self._weights[self._source.stored_name("lm_head")])
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self._weights[name], self.config.norm_epsilon)
+
+    def _post(self, name: str, x: Tensor) -> Tensor:
+        return self._norm(name, x) if self.config.post_norms else x
+
+    def _block(self, name: str) -> int:
+        """Weights that share a scale."""
+        kind = self._source.tensor(name).type
+        if kind not in FACTORS:
+            raise RequestError(
+                f"{self._source.path.name} has no blocks whose scales could be trained: {name} is "
+                f"{kind.name}; train another thing, such as a low-rank change"
+            )
+        return BLOCK_LAYOUT[kind][0]
+
+    def _linear(self, name: str, x: Tensor) -> Tensor:
+        weight = self._weights[name]
+        if name + BLOCKS in self.parameters:
+            grown = 1.0 + self.parameters[name + BLOCKS].T
+            weight = (weight.unflatten(1, (grown.shape[1], -1)) * grown[..., None]).flatten(1)
+        y = F.linear(x, weight, self._weights.get(f"{name}_bias"))
+        if f"{name}.lora_b" not in self.parameters:
+            return y
+        a, b = self.parameters[f"{name}.lora_a"], self.parameters[f"{name}.lora_b"]
+        return y + F.linear(F.linear(x, a), b.T)
+
+    def _mlp(self, at: str, x: Tensor) -> Tensor:
+        gate = self._linear(f"{at}gate", x)
+        active = F.silu(gate) if self.config.activation == "silu" else F.gelu(gate, approximate="tanh")
+        return self._linear(f"{at}down", active * self._linear(f"{at}up", x))
+
+    def _attention(self, layer: int, x: Tensor) -> Tensor:
+        config, at = self.config, f"layers.{layer}."
+        query, key, value = (
+            self._linear(at + name, x).unflatten(-1, (-1, config.head_dim)).transpose(1, 2) for name in "qkv"
+        )
+        if config.qk_norm:
+            query, key = self._norm(f"{at}q_norm", query), self._norm(f"{at}k_norm", key)
+        query, key = self._rotate(layer, query), self._rotate(layer, key)
+        group = config.num_heads // config.num_kv_heads
+        key, value = (part.repeat_interleave(group, dim=1) for part in (key, value))
+        mask = self._mask(layer, x.shape[1])
+        attended = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=config.attention_scale
+        )
+        return self._linear(f"{at}o", attended.transpose(1, 2).flatten(-2))
+
+    def _mask(self, layer: int, tokens: int) -> Tensor | None:
+        """What a token of a windowed layer sees; None where that is all before it."""
+        window = self.config.window_of(layer)
+        if window is None or window >= tokens:
+            return None
+        at = torch.arange(tokens, device=self._device)
+        ago = at[:, None] - at[None, :]
+        return (ago >= 0) & (ago < window)
+
+    def _rotate(self, layer: int, heads: Tensor) -> Tensor:
+        """Rotary embedding of the leading elements of ``(texts, heads, tokens, head_dim)``."""
+        kind, tokens = self.config.rope_of(layer), heads.shape[2]
+        if kind is None:
+            return heads
+        cos, sin = (self._tables[f"{kind}_{part}"][:tokens] for part in ("cos", "sin"))
+        width = self.config.rotary_width
+        turned, rest = heads[..., :width], heads[..., width:]
+        if self.config.rope_interleaved:
+            first, second = turned[..., ::2], turned[..., 1::2]
+        else:
+            first, second = turned.chunk(2, dim=-1)
+        both = first * cos - second * sin, second * cos + first * sin
+        joined = (
+            torch.stack(both, dim=-1).flatten(-2) if self.config.rope_interleaved else torch.cat(both, -1)
+        )
+        return torch.cat([joined, rest], dim=-1)
+
+    def _reach(self, positions: int) -> None:
+        """Have rotary tables of so many positions."""
+        if positions > self._positions:
+            tables = rotary_tables(self.config, positions)
+            self._tables = {name: torch.from_numpy(table).to(self._device) for name, table in tables.items()}
+            self._positions = positions
+
+
+def batch_of(texts: Sequence[tuple[Sequence[int], int]], device: str = "cpu") -> Batch:
+    """Texts, each with the place where its answer begins, at least 1."""
+    longest = max(len(tokens) for tokens, _ in texts)
+    ids = torch.zeros(len(texts), longest, dtype=torch.int64)
+    answer = torch.zeros(len(texts), longest - 1, dtype=torch.bool)
+    for row, (tokens, start) in enumerate(texts):
+        ids[row, : len(tokens)] = torch.tensor(tokens)
+        answer[row, start - 1 : len(tokens) - 1] = True
+    return Batch(ids.to(device), answer.to(device))

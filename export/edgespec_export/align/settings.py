@@ -1,0 +1,55 @@
+"""What is trained on, and how. Needs no extra."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Annotated, Final, Literal
+
+from edgespec_models.schema import check_fields, within
+
+__all__ = ["RATES", "Guesses", "Text", "Trained", "TrainingOptions"]
+
+Trained = Literal["low-rank", "scales", "gains", "all"]
+"""What is trained: a low-rank change of every projection, or factors of the scales of its blocks, and the
+gains; the gains alone; every weight."""
+RATES: Final[Mapping[Trained, float]] = MappingProxyType(
+    {"low-rank": 1e-3, "scales": 3e-4, "gains": 3e-3, "all": 2e-5}
+)
+"""Learning rates: how far a step may move a number depends on what the number is."""
+Guesses = dict[str, tuple[int, int]]
+"""By category: how many first guesses were right, and of how many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A prompt and its answer in the drafter's tokens; ``tokens[start:]`` is the answer."""
+
+    tokens: tuple[int, ...]
+    start: int
+    category: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingOptions:
+    """How to train.
+
+    Attributes:
+        trained: what is trained.
+        rank: of the change of a matrix, with ``low-rank``.
+        rate: the learning rate after the warm-up; None takes what suits ``trained``.
+        passes: over all texts.
+        batch_tokens: tokens of a step, prompts counted.
+        keep: share of a step's answer tokens that count, if there is a reference.
+        seed: of the order of texts and of the first factors.
+    """
+
+    trained: Trained = "low-rank"
+    rank: Annotated[int, within(1, 256)] = 8
+    rate: Annotated[float, within(0, 1)] | None = None
+    passes: Annotated[int, within(1, 100)] = 1
+    batch_tokens: Annotated[int, within(16, 1 << 20)] = 1024
+    keep: Annotated[float, within(0.01, 1)] = 0.4
+    seed: Annotated[int, within(0, 2**31)] = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)

@@ -1,0 +1,194 @@
+"""Training a drafter on its target's answers, in PyTorch; a run that was stopped goes on.
+
+The loss is ``-log q(token)`` of the answers' tokens in the drafter's own vocabulary, so that any target can
+teach any drafter; answers are the target's own, so on the average the gradient is that of ``KL(p || q)``.
+AdamW (Loshchilov and Hutter 2019), warm-up and cosine. With a reference only the tokens count that this one
+has learned to guess and the drafter has not yet (AdaSPEC, arXiv 2510.19779).
+"""
+
+import hashlib
+import pickle
+from collections.abc import Sequence
+from dataclasses import asdict
+from math import cos, pi
+from pathlib import Path
+from time import monotonic
+from typing import Final
+
+import torch
+
+from edgespec_export.align.alignment import replacing
+from edgespec_export.align.decoder import Batch, TorchDecoder, batch_of
+from edgespec_export.align.settings import RATES, Guesses, Text, TrainingOptions
+from edgespec_models.errors import RequestError
+from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
+
+__all__ = ["count_right", "train"]
+
+_WARM_SHARE, _WARM_MOST = 0.1, 20  # of all steps, and steps
+_LONGEST: Final = 1.0  # of a gradient
+_WINDOW = 16  # batches whose texts are sorted by length: what fills up short texts is computed for nothing
+_SAVE_S: Final = 120.0
+
+
+class _Run:
+    """A training run: batches in their order, the optimizer, and where it stands."""
+
+    def __init__(self, decoder: TorchDecoder, texts: Sequence[Text], options: TrainingOptions) -> None:
+        self._decoder, self.options = decoder, options
+        self.batches = _batches(texts, options)
+        self.rate = RATES[options.trained] if options.rate is None else options.rate
+        self.optimizer = torch.optim.AdamW(decoder.parameters.values(), lr=self.rate, weight_decay=0.0)
+        self.step = 0
+        self.key = hashlib.sha256(repr((asdict(options), list(texts))).encode()).hexdigest()
+
+    def rate_at(self, step: int) -> float:
+        """Warm-up, then half a cosine down to nothing."""
+        total = len(self.batches)
+        warm = max(1, min(_WARM_MOST, int(_WARM_SHARE * total)))
+        if step < warm:
+            return self.rate * (step + 1) / warm
+        return self.rate * 0.5 * (1.0 + cos(pi * (step - warm) / max(1, total - warm)))
+
+    def save(self, path: Path) -> None:
+        state = {
+            "key": self.key,
+            "step": self.step,
+            "parameters": {name: value.detach() for name, value in self._decoder.parameters.items()},
+            "optimizer": self.optimizer.state_dict(),
+        }
+        with replacing(path) as temporary, temporary.open("wb") as file:
+            torch.save(state, file)
+
+    def load(self, path: Path) -> None:
+        another = f"{path} holds another training run, or is damaged; delete it, or choose another directory"
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)  # numbers only, no code
+            known = state["key"] == self.key
+        except (
+            OSError,
+            EOFError,
+            RuntimeError,
+            ValueError,
+            KeyError,
+            TypeError,
+            pickle.UnpicklingError,
+        ) as error:
+            raise RequestError(another) from error
+        if not known:
+            raise RequestError(another)
+        with torch.no_grad():
+            for name, value in state["parameters"].items():
+                self._decoder.parameters[name].copy_(value)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step = state["step"]
+
+
+def train(
+    decoder: TorchDecoder,
+    texts: Sequence[Text],
+    options: TrainingOptions,
+    *,
+    place: Path | None = None,
+    reference: TorchDecoder | None = None,
+    device: str = "cpu",
+    progress: ProgressCallback = ignore_progress,
+) -> int:
+    """Train ``decoder`` on ``texts``; returns the number of steps.
+
+    Args:
+        decoder: with something to be trained.
+        texts: at least one.
+        options: how.
+        place: a file for what was reached, written every two minutes; a run that finds it goes on there.
+        reference: an aligned drafter, whose losses choose the tokens that count.
+        device: the decoders'.
+        progress: told of steps.
+
+    Raises:
+        RequestError: the file at ``place`` is of another run.
+        StorageError: it cannot be written.
+    """
+    run, saved_at = _Run(decoder, texts, options), monotonic()
+    if place is not None and place.exists():
+        run.load(place)
+    for index in range(run.step, len(run.batches)):
+        progress(Progress("Training", index, len(run.batches), "steps"))
+        for group in run.optimizer.param_groups:
+            group["lr"] = run.rate_at(index)
+        loss = _loss(decoder, reference, _batch(run.batches[index], device), options.keep)
+        run.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call,unused-ignore]
+        torch.nn.utils.clip_grad_norm_(decoder.parameters.values(), _LONGEST)
+        run.optimizer.step()
+        run.step = index + 1
+        if place is not None and monotonic() - saved_at > _SAVE_S:
+            run.save(place)
+            saved_at = monotonic()
+    if place is not None:
+        run.save(place)
+    progress(Progress("Training", len(run.batches), len(run.batches), "steps"))
+    return len(run.batches)
+
+
+def count_right(
+    decoder: TorchDecoder,
+    texts: Sequence[Text],
+    *,
+    batch_tokens: int = 1024,
+    device: str = "cpu",
+    progress: ProgressCallback = ignore_progress,
+) -> Guesses:
+    """How many answer tokens are the decoder's first guess, the text before them given; by category."""
+    found: Guesses = {}
+    groups = _cut(sorted(texts, key=lambda text: len(text.tokens)), batch_tokens)
+    for number, group in enumerate(groups):
+        progress(Progress("Measuring", number, len(groups), "steps"))
+        right, at = decoder.right(_batch(group, device)).tolist(), 0
+        for text in group:
+            count = len(text.tokens) - text.start
+            before, of = found.get(text.category, (0, 0))
+            found[text.category] = before + sum(right[at : at + count]), of + count
+            at += count
+    progress(Progress("Measuring", len(groups), len(groups), "steps"))
+    return dict(sorted(found.items()))
+
+
+def _loss(decoder: TorchDecoder, reference: TorchDecoder | None, batch: Batch, keep: float) -> torch.Tensor:
+    losses = decoder.losses(batch)
+    if reference is None:
+        return losses.mean()
+    with torch.no_grad():
+        to_learn = losses - reference.losses(batch)
+    return losses[to_learn.topk(max(1, round(keep * len(losses)))).indices].mean()
+
+
+def _batches(texts: Sequence[Text], options: TrainingOptions) -> list[list[Text]]:
+    """Of all passes, in their order: texts of like length together, the rest at random."""
+    batches: list[list[Text]] = []
+    generator = torch.Generator().manual_seed(options.seed)
+    size = sum(len(text.tokens) for text in texts) / len(texts)
+    window = max(1, int(_WINDOW * options.batch_tokens / size))
+    for _ in range(options.passes):
+        order = [texts[i] for i in torch.randperm(len(texts), generator=generator).tolist()]
+        for start in range(0, len(order), window):
+            groups = _cut(
+                sorted(order[start : start + window], key=lambda t: len(t.tokens)), options.batch_tokens
+            )
+            batches += [groups[i] for i in torch.randperm(len(groups), generator=generator).tolist()]
+    return batches
+
+
+def _cut(texts: Sequence[Text], most: int) -> list[list[Text]]:
+    """Neighbours together, as long as they take at most so many tokens with what fills them up."""
+    groups: list[list[Text]] = []
+    for text in texts:
+        if groups and (len(groups[-1]) + 1) * max(len(t.tokens) for t in (*groups[-1], text)) <= most:
+            groups[-1].append(text)
+        else:
+            groups.append([text])
+    return groups
+
+
+def _batch(texts: Sequence[Text], device: str) -> Batch:
+    return batch_of([(text.tokens, text.start) for text in texts], device)

@@ -1,0 +1,460 @@
+"""Alignment without PyTorch: its file, a checkpoint with it, exports, and the answers it is made of."""
+
+import errno
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from edgespec import engine
+from edgespec.align import answers
+from edgespec.align.answers import Asking, read_answers, unanswered, write_answers
+from edgespec.align.run import split_texts
+from edgespec.cli import app
+from edgespec.drafting.context import context_tokens
+from edgespec.prompts import Prompt
+from edgespec_export import plan
+from edgespec_export.align.alignment import Alignment, Codes, Origin, read_alignment
+from edgespec_export.align.merge import open_aligned
+from edgespec_export.align.settings import Text
+from edgespec_export.blocks import F32
+from edgespec_export.bundle_files import hash_files
+from edgespec_export.export import ExportOptions, export_model
+from edgespec_export.gguf import BLOCK_LAYOUT, GGMLType
+from edgespec_export.sources import open_checkpoint
+from edgespec_export.stored_weights import StoredWeights
+from edgespec_export.trim import TrimOptions
+from edgespec_models.bundle import Bundle
+from edgespec_models.errors import DoesNotFit, ModelFileError, RequestError, StorageError
+from edgespec_models.progress import ignore_progress
+from edgespec_runtimes.cpu import CpuSession
+from tests.fake_model import FakeModel
+from tests.gguf_for_tests import FORMATS, HEAD_DIM, HEADS, HIDDEN, tiny_gguf
+from tools import first_guesses
+
+ORIGIN = Origin("drafter", "0" * 64, "target", 1234, 0.5, 0.625, {"rank": "2"}, "Apache-2.0")
+
+
+def _codes(rng: np.random.Generator, rows: int, columns: int, size: float = 0.3) -> Codes:
+    return Codes.of(rng.normal(0.0, size, (rows, columns)).astype(np.float32))
+
+
+def _alignment(source: Path, seed: int = 0, size: float = 0.3) -> Alignment:
+    """Of one projection by its factors, one whole, and a gain."""
+    rng = np.random.default_rng(seed)
+    with open_checkpoint(source) as checkpoint:
+        digest = hash_files(checkpoint.files, ignore_progress)
+    parts = {
+        "layers.0.q.lora_b": _codes(rng, 2, HEADS * HEAD_DIM),
+        "layers.0.q.lora_a": _codes(rng, 2, HIDDEN),
+        "layers.1.down": _codes(rng, HIDDEN, HIDDEN, size / 16),
+        "final_norm": _codes(rng, 1, HIDDEN),
+    }
+    return Alignment(replace(ORIGIN, source_sha256=digest), parts)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return tiny_gguf("llama", "Q4_1").write(tmp_path / "m.gguf")
+
+
+@pytest.fixture
+def file(tmp_path: Path, source: Path) -> Path:
+    _alignment(source).write(tmp_path / "a.safetensors")
+    return tmp_path / "a.safetensors"
+
+
+def test_a_file_holds_what_was_written(tmp_path: Path, source: Path) -> None:
+    written = _alignment(source)
+    size = written.write(tmp_path / "a.safetensors")
+    assert size == (tmp_path / "a.safetensors").stat().st_size < 90_000  # a byte a number
+    got = read_alignment(tmp_path / "a.safetensors")
+    assert (got.origin, got.digest, got.tensors) == (written.origin, written.digest, written.tensors)
+    for name, part in written.parts.items():
+        np.testing.assert_array_equal(got.parts[name].values(), part.values())
+    assert got.digest != _alignment(source, seed=1).digest
+    assert [path.name for path in tmp_path.glob(".*")] == []
+
+
+def test_eight_bits_lose_less_than_a_hundredth() -> None:
+    values = np.random.default_rng(0).normal(0.0, 1.0, (8, 576)).astype(np.float32)
+    values[3] = 0.0
+    error = Codes.of(values).values() - values
+    assert np.linalg.norm(error) < 0.01 * np.linalg.norm(values)
+    np.testing.assert_array_equal(Codes.of(values).values()[3], 0.0)
+
+
+def _edited(file: Path, edit: Any) -> Path:
+    """The file with another header; ``edit`` changes header and metadata in place."""
+    data = file.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    facts = json.loads(header["__metadata__"]["edgespec_alignment"])
+    edit(header, facts)
+    if isinstance(header.get("__metadata__"), dict):
+        header["__metadata__"] = {"edgespec_alignment": json.dumps(facts)}
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+    return file
+
+
+DAMAGES = {
+    "of another version": lambda header, facts: facts.update(version=2),
+    "a digest that is none": lambda header, facts: facts.update(source_sha256="x"),
+    "a share above one": lambda header, facts: facts.update(right_after=1.5),
+    "an unknown fact": lambda header, facts: facts.update(code="import os"),
+    "no alignment": lambda header, facts: header.pop("__metadata__"),
+    "metadata of another kind": lambda header, facts: header.update(__metadata__=[1]),
+    "a factor missing": lambda header, facts: header.pop("layers.0.q.lora_b"),
+    "scales missing": lambda header, facts: header.pop("layers.0.q.lora_b.scales"),
+    "floats as codes": lambda header, facts: header["layers.0.q.lora_b"].update(dtype="F16"),
+    "a shape too large": lambda header, facts: header["layers.0.q.lora_b"].update(shape=[2, 1 << 40]),
+    "a vector as codes": lambda header, facts: header["layers.0.q.lora_b"].update(
+        shape=[2 * HEADS * HEAD_DIM]
+    ),
+    "scales of other rows": lambda header, facts: header.update(
+        {"final_norm.scales": header["layers.0.q.lora_b.scales"]}
+    ),
+    "ranks that differ": lambda header, facts: header.update(
+        {"layers.0.q.lora_b": header["final_norm"], "layers.0.q.lora_b.scales": header["final_norm.scales"]}
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_refused(file: Path, damage: str) -> None:
+    with pytest.raises(ModelFileError):
+        read_alignment(_edited(file, DAMAGES[damage]))
+
+
+def test_a_file_that_is_cut_off_is_refused_wherever(file: Path) -> None:
+    data = file.read_bytes()
+    for end in (*range(64), len(data) // 2, len(data) - 1):
+        file.write_bytes(data[:end])
+        with pytest.raises(ModelFileError):
+            read_alignment(file)
+
+
+def test_scales_that_are_not_finite_are_refused(file: Path) -> None:
+    alignment = read_alignment(file)
+    alignment.parts["final_norm"].scales[:] = np.inf
+    alignment.write(file)
+    with pytest.raises(ModelFileError, match="finite"):
+        read_alignment(file)
+
+
+def test_a_full_disk_leaves_what_was_there(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, alignment = file.read_bytes(), read_alignment(file)
+
+    def full(self: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(StorageError, match="disk is full"):
+        alignment.write(file)
+    assert file.read_bytes() == before
+    assert [path.name for path in file.parent.glob(".*")] == []
+
+
+def _merged_by_hand(source: Path, alignment: Alignment, name: str) -> F32:
+    with open_checkpoint(source) as checkpoint:
+        values = checkpoint.values(name)
+    if name == "layers.0.q":
+        b, a = (alignment.parts[f"{name}.{end}"].values() for end in ("lora_b", "lora_a"))
+        product: F32 = values + np.einsum("ro,ri->oi", b, a)
+        return product
+    changed: F32 = values + alignment.parts[name].values().reshape(values.shape)
+    return changed
+
+
+def test_a_checkpoint_has_the_alignment_in_it(source: Path, file: Path) -> None:
+    alignment = read_alignment(file)
+    with open_aligned(source, file) as aligned, open_aligned(source, None) as plain:
+        assert (aligned.config, aligned.files) == (plain.config, plain.files)
+        assert aligned.tensors.keys() == plain.tensors.keys()
+        for name in alignment.tensors:
+            expected = _merged_by_hand(source, alignment, name)
+            np.testing.assert_allclose(aligned.values(name), expected, rtol=1e-5, atol=1e-6)
+            assert aligned.tensor(name).type.name == "F32"
+        rows = aligned.values("layers.0.q", 5, 9)
+        np.testing.assert_allclose(rows, aligned.values("layers.0.q")[5:9], rtol=1e-5, atol=1e-6)
+        kind, raw = aligned.read("layers.1.down", 3, 6)
+        assert (kind.name, raw.shape) == ("F32", (3, HIDDEN, 4))
+        for name in plain.tensors.keys() - alignment.tensors:
+            np.testing.assert_array_equal(aligned.values(name), plain.values(name))
+            assert aligned.tensor(name).type == plain.tensor(name).type
+
+
+def _of_scales(source: Path, file: Path, columns: int) -> Alignment:
+    origin = _alignment(source).origin
+    parts = {"layers.1.down.blocks": _codes(np.random.default_rng(0), columns, HIDDEN)}
+    Alignment(origin, parts).write(file)
+    return read_alignment(file)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind not in ("F32", "F16", "BF16")])
+def test_scales_of_blocks_grow_and_codes_stay(tmp_path: Path, kind: str) -> None:
+    source = tiny_gguf("llama", kind).write(tmp_path / "m.gguf")
+    block = BLOCK_LAYOUT[GGMLType[kind]][0]
+    alignment = _of_scales(source, tmp_path / "a.safetensors", HIDDEN // block)
+    bundle = _export(source, tmp_path / "out", alignment=tmp_path / "a.safetensors")
+    assert bundle.manifest.formats == _export(source, tmp_path / "plain").manifest.formats
+    with open_checkpoint(source) as checkpoint:
+        values = checkpoint.values("layers.1.down")
+    grown = np.repeat(alignment.factors("layers.1.down"), block, axis=1)
+    got = StoredWeights(bundle).matrix("layers.1.mlp.down")
+    assert np.linalg.norm(got - values) > 0.1 * np.linalg.norm(values)
+    assert np.linalg.norm(got - values * grown) < 1e-3 * np.linalg.norm(values)
+
+
+@pytest.mark.parametrize(("kind", "columns"), [("F16", 1), ("F32", HIDDEN), ("Q4_1", 7)])
+def test_scales_that_a_file_lacks_are_refused(tmp_path: Path, kind: str, columns: int) -> None:
+    source = tiny_gguf("llama", kind).write(tmp_path / "m.gguf")
+    _of_scales(source, tmp_path / "a.safetensors", columns)
+    with pytest.raises(ModelFileError, match="Make the alignment again"):
+        open_aligned(source, tmp_path / "a.safetensors")
+
+
+def test_another_drafters_alignment_is_refused(tmp_path: Path, file: Path) -> None:
+    other = tiny_gguf("llama", "Q4_1", seed=1).write(tmp_path / "other.gguf")
+    with pytest.raises(ModelFileError, match=r"another checkpoint than other\.gguf: for drafter"):
+        open_aligned(other, file)
+
+
+@pytest.mark.parametrize("name", ["layers.7.q", "layers.0.nothing", "layers.0.k", "final_norm"])
+def test_what_does_not_fit_the_drafter_is_refused(source: Path, file: Path, name: str) -> None:
+    alignment = read_alignment(file)
+    parts = {name: _codes(np.random.default_rng(0), 3, HIDDEN)}
+    Alignment(alignment.origin, parts).write(file)
+    with pytest.raises(ModelFileError, match="Make the alignment again"):
+        open_aligned(source, file)
+
+
+def _export(source: Path, out: Path, **options: Any) -> Bundle:
+    chosen = ExportOptions(role="drafter", trim=TrimOptions("full"), **options)
+    export_model(source, out, options=chosen)
+    return Bundle(out, verify_digests=True)
+
+
+def test_an_export_merges_it_and_says_so(tmp_path: Path, source: Path, file: Path) -> None:
+    plain = _export(source, tmp_path / "plain")
+    aligned = _export(source, tmp_path / "aligned", alignment=file)
+    alignment = read_alignment(file)
+    assert aligned.digest != plain.digest
+    assert aligned.manifest.provenance["alignment"] == alignment.digest
+    assert aligned.manifest.provenance["sha256"] == plain.manifest.provenance["sha256"]
+    assert "alignment" not in plain.manifest.provenance
+    weights = StoredWeights(aligned)
+    expected = _merged_by_hand(source, alignment, "layers.0.q")
+    got = weights.matrix("layers.0.attention.qkv")[: len(expected)]
+    assert np.linalg.norm(got - expected) < 0.01 * np.linalg.norm(expected)
+    assert aligned.manifest.formats.keys() == {"Q4_1", "Q8_0"}
+    with open_checkpoint(source) as checkpoint:  # the others are the file's
+        key = checkpoint.values("layers.0.k")
+    np.testing.assert_array_equal(weights.matrix("layers.0.attention.qkv")[len(expected) :][: len(key)], key)
+    gain = weights.vector("final_norm.weight")
+    np.testing.assert_allclose(gain, _merged_by_hand(source, alignment, "final_norm"), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "F16"])
+def test_what_is_added_survives_the_rounding(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind != "F16":  # floats of large models are rounded to 4 bits, aligned or not
+        monkeypatch.setattr(plan, "_LARGE", 1000)
+    source = tiny_gguf("llama", kind).write(tmp_path / "m.gguf")
+    alignment = _alignment(source, size=0.03)
+    alignment.write(tmp_path / "a.safetensors")
+    bundle = _export(source, tmp_path / "out", alignment=tmp_path / "a.safetensors")
+    with open_checkpoint(source) as checkpoint:
+        before = checkpoint.values("layers.1.down")
+    added = _merged_by_hand(source, alignment, "layers.1.down") - before
+    got = StoredWeights(bundle).matrix("layers.1.mlp.down") - before
+    assert float((got * added).sum() / np.square(added).sum()) == pytest.approx(1.0, abs=0.03)
+
+
+def test_inspect_and_export_show_it(tmp_path: Path, source: Path, file: Path) -> None:
+    out = tmp_path / "out"
+    command = ["export", str(source), "-o", str(out), "--role", "drafter", "--trim-vocab", "full"]
+    result = CliRunner().invoke(app, [*command, "--alignment", str(file)])
+    assert result.exit_code == 0, result.stderr
+    shown = " ".join(CliRunner().invoke(app, ["inspect", str(out)]).stdout.split())
+    assert "with target, on 1,234 tokens of answers; right first guesses 0.500 before, 0.625 after" in shown
+    assert "files sizes are right" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"role": "target"}, "role=target"), ({"role": "drafter", "device": "npu-qnn"}, "leave out alignment")],
+)
+def test_where_none_can_be_it_is_refused(
+    tmp_path: Path, source: Path, file: Path, options: Any, words: str
+) -> None:
+    with pytest.raises(RequestError, match=words):
+        export_model(source, tmp_path / "out", options=ExportOptions(alignment=file, **options))
+    assert not (tmp_path / "out").exists()
+
+
+PROMPTS = tuple(Prompt(f"p{i}", "even" if i % 2 == 0 else "odd", (f"question {i}",)) for i in range(12))
+
+
+def _asked(model: FakeModel, place: Path, prompts: Sequence[Prompt] = PROMPTS) -> int:
+    return write_answers(model.as_model(), prompts, place, Asking(max_new_tokens=7), ignore_progress)
+
+
+def test_answers_are_written_line_by_line(tmp_path: Path) -> None:
+    model, place = FakeModel(), tmp_path / "answers.jsonl"
+    assert _asked(model, place) == 0
+    answers = read_answers(place)
+    assert [answer.prompt for answer in answers] == [prompt.turns[0] for prompt in PROMPTS]
+    assert {answer.category for answer in answers} == {"even", "odd"}
+    assert {answer.target for answer in answers} == {"fake-target"}
+    assert {answer.temperature for answer in answers} == {0.0, 0.8}
+    seeds = {options["seed"] for _, options in model.calls}
+    assert len(seeds) == len(PROMPTS) and {options["max_new_tokens"] for _, options in model.calls} == {7}
+    assert not unanswered(PROMPTS, place)
+
+
+def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
+    whole, place = tmp_path / "whole.jsonl", tmp_path / "answers.jsonl"
+    _asked(FakeModel(), whole)
+
+    def stop(count: int) -> None:
+        if count == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _asked(FakeModel(on_call=stop), place)
+    kept = place.read_bytes()
+    assert whole.read_bytes().startswith(kept) and len(read_answers(place)) in (4, 5)
+    place.write_bytes(kept + b'{"prompt": "question 7", "te')  # killed in the middle of a line
+    model = FakeModel()
+    _asked(model, place)
+    assert place.read_bytes() == whole.read_bytes()
+    assert len(model.calls) == len(PROMPTS) - len(kept.splitlines())
+
+
+def test_what_does_not_fit_is_left_out(tmp_path: Path) -> None:
+    def refuse(count: int) -> None:
+        if count in (2, 3):
+            raise DoesNotFit("too long")
+
+    assert _asked(FakeModel(on_call=refuse), tmp_path / "a.jsonl") == 2
+    assert len(read_answers(tmp_path / "a.jsonl")) == len(PROMPTS) - 2
+
+
+def test_a_disk_that_is_full_keeps_the_answers_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, write = tmp_path / "a.jsonl", answers._write
+
+    def full(file: Any, answer: Any) -> None:
+        if answer.prompt == "question 3":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(file, answer)
+
+    monkeypatch.setattr(answers, "_write", full)
+    with pytest.raises(StorageError, match="disk is full"):
+        _asked(FakeModel(), place)
+    assert len(read_answers(place)) == 3
+
+
+def test_a_prompt_that_stands_twice_is_asked_once(tmp_path: Path) -> None:
+    model = FakeModel()
+    _asked(model, tmp_path / "a.jsonl", (*PROMPTS, *PROMPTS[:3]))
+    assert len(model.calls) == len(PROMPTS)
+
+
+def test_answers_from_elsewhere_need_a_prompt_and_a_text(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"prompt": "a", "text": "b", "more": 1}\n\n', encoding="utf-8")
+    assert asdict(read_answers(file)[0])["text"] == "b"
+    for line in ("{", "[]", '{"prompt": "a"}', '{"prompt": "", "text": "b"}', '{"prompt": "a", "text": 1}'):
+        file.write_text(line, encoding="utf-8")
+        with pytest.raises(RequestError, match="line 1"):
+            read_answers(file)
+    with pytest.raises(RequestError, match="cannot read"):
+        read_answers(tmp_path / "none.jsonl")
+
+
+def test_texts_are_as_the_drafter_reads_them(tmp_path: Path) -> None:
+    model, place = FakeModel(), tmp_path / "answers.jsonl"
+    prompts = [Prompt(f"p{i}", "c", (f"question {i}",)) for i in range(80)]
+    _asked(model, place, prompts)
+    drafter = _export(tiny_gguf("llama", "Q8_0").write(tmp_path / "m.gguf"), tmp_path / "drafter")
+    kept, held = split_texts(read_answers(place), drafter)
+    assert len(kept) + len(held) == 80 and 2 <= len(held) <= 20
+    again, held_again = split_texts(reversed(read_answers(place)), drafter)
+    assert set(held) == set(held_again) and set(again) == set(kept)
+    tokenizer = drafter.tokenizer
+    answers = {answer.text: answer for answer in read_answers(place)}
+    for text in kept:
+        written = tokenizer.decode(text.tokens[text.start :])
+        assert answers[written].category == text.category
+
+
+@pytest.mark.parametrize("trim", ["full", 320])
+def test_first_guesses_are_what_the_logits_say(tmp_path: Path, trim: Any) -> None:
+    options = ExportOptions(role="drafter", trim=TrimOptions(trim))
+    export_model(tiny_gguf("gemma3", "Q8_0").write(tmp_path / "m.gguf"), tmp_path / "d", options=options)
+    bundle = Bundle(tmp_path / "d")
+    prompt, session = [5, 17, 300, 2, 41, 17], CpuSession(bundle)
+    if bundle.head_tokens is not None:
+        session.offer(context_tokens(prompt, bundle.tokenizer, bundle.head_tokens))
+    ids = list(prompt)
+    for _ in range(70):  # what it writes itself, one pass a token
+        best = session.predict_next(ids).best(0)
+        ids.append(best if session.head_tokens is None else int(session.head_tokens[best]))
+    assert first_guesses.count(session, bundle, Text(tuple(ids), len(prompt))) == 70
+    ids[-1] += 1
+    assert first_guesses.count(session, bundle, Text(tuple(ids), len(prompt))) == 69
+    session.close()
+
+
+def _align(*options: str) -> Any:
+    result = CliRunner().invoke(app, ["align", *options])
+    return result.exit_code, result.stdout, " ".join(result.stderr.split())
+
+
+def test_answers_only_writes_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, out, prompts = FakeModel(), tmp_path / "out", tmp_path / "prompts.jsonl"
+    prompts.write_text('{"id": "a", "category": "c", "turns": ["Who?", "Why?"]}', encoding="utf-8")
+    loaded = []
+
+    def load(target: str, drafter: str, **settings: Any) -> FakeModel:
+        loaded.append((target, drafter))
+        return model
+
+    monkeypatch.setattr(engine, "load", load)
+    options = ("d", "--target", "t", "-o", str(out), "--prompts", str(prompts), "--answers-only", "--json")
+    monkeypatch.setitem(sys.modules, "torch", None)  # which is not needed for that
+    code, said, _ = _align(*options, "--temperature", "0.5")
+    assert (code, json.loads(said)) == (0, {"path": str(out / "answers.jsonl"), "answers": 1})
+    assert _align(*options)[0] == 0
+    assert loaded == [("t", "d")] and len(model.calls) == 1  # the second run found all there
+    assert [(answer.prompt, answer.temperature) for answer in read_answers(out / "answers.jsonl")] == [
+        ("Who?", 0.5)
+    ]
+
+
+def test_a_bundle_is_no_checkpoint(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    _export(source, tmp_path / "bundle")
+    code, _, said = _align(str(tmp_path / "bundle"), "--target", "t", "-o", str(tmp_path / "out"))
+    assert code == 1 and "is a bundle; give the checkpoint" in said
+    code, _, said = _align(str(tmp_path / "none.gguf"), "--target", "t", "-o", str(tmp_path / "out"))
+    assert code == 1 and "does not exist" in said
+
+
+def test_without_pytorch_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    code, _, said = _align("d", "--target", "t", "-o", str(tmp_path / "out"))
+    assert code == 1 and "pip install 'edgespec[align]'" in said
+    assert not (tmp_path / "out").exists()

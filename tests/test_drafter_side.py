@@ -1,0 +1,152 @@
+"""A drafter's part in a request: whether it drafts, the room it takes, what it offers to learn from."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from edgespec.drafting.context import context_tokens
+from edgespec.drafting.side import DrafterSide, Part
+from edgespec.kv_store import KvStore
+from edgespec.learning.trainer import Trainer
+from edgespec.learning.tuning import Example
+from edgespec.pricing import Pricing
+from edgespec.request import Request, RequestOptions
+from edgespec.results import Remarks
+from edgespec.sessions import Running
+from edgespec_models.tokenizer import SpecialTokens
+from edgespec_runtimes.cost import CostCurve
+from edgespec_runtimes.devices import KINDS
+from edgespec_runtimes.discovery import Device
+from edgespec_runtimes.placement import Placement
+from tests.models_for_tests import toy_bundle, toy_session
+from tests.toy import ToySession, round_of
+
+EOS = 3
+QUICK = CostCurve({1: 1e-6})
+
+
+class _Trainer:
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told = list[Any]()
+
+    def pause(self) -> None:
+        self.told.append("pause")
+
+    def resume(self) -> None:
+        self.told.append("resume")
+
+    def offer(self, example: Example) -> None:
+        self.told.append(example)
+
+    def take(self) -> None:
+        return None
+
+
+def _side(*, context: int = 4096, curve: CostCurve = QUICK) -> DrafterSide:
+    """Beside a target whose passes take a second; both end texts with ``EOS``."""
+    target, small = toy_bundle("toy", 4096), toy_bundle("small", context)
+    for bundle in (target, small):
+        special = SpecialTokens(None, (EOS,), add_bos=False, pad=None)
+        cast(Any, bundle).manifest = SimpleNamespace(name="toy", special_tokens=special)
+    placement = Placement(Device(KINDS["cpu"], "ready"), "made up")
+    return DrafterSide(
+        target,
+        Running(small, toy_session(context=context), curve, placement),
+        same_vocabulary=True,
+        pricing=Pricing(CostCurve({1: 1.0, 8: 1.001})),
+        caches=KvStore(0),
+    )
+
+
+def _begin(side: DrafterSide, prompt: list[int], **options: Any) -> Part:
+    request = Request.of(cast(RequestOptions, {"max_new_tokens": 20, **options}))
+    return side.begin(prompt, list(prompt), request, max_draft=4, remarks=Remarks())
+
+
+def test_its_cache_has_room_for_an_answer_of_more_tokens_than_the_targets() -> None:
+    side = _side()
+    assert _begin(side, [5] * 10).source is not None
+    assert side.session.capacity == 10 + 2 * 20 + 4 * 4
+    short = _side(context=30)
+    assert _begin(short, [5] * 10).source is not None
+    assert short.session.capacity == 30
+
+
+@pytest.mark.parametrize(("length", "drafts"), [(29, True), (30, False), (31, False)])
+def test_a_prompt_that_fills_its_context_is_decoded_without_it(length: int, drafts: bool) -> None:
+    assert (_begin(_side(context=30), [5] * length).source is not None) == drafts
+
+
+def test_a_prompt_that_takes_longer_to_read_than_it_will_gain_is_not_read() -> None:
+    """15 % of twenty seconds is expected of it: three seconds."""
+    for seconds, drafts in ((2.9, True), (3.1, False)):
+        side = _side(curve=CostCurve({1: seconds / 64, 32: seconds / 2, 64: seconds, 256: 4 * seconds}))
+        part = _begin(side, [5] * 64)
+        assert (part.source is not None) == drafts
+        assert part.reading_s == (pytest.approx(seconds) if drafts else 0.0)
+        assert not part.source or _begin(side, [5] * 64).source
+
+
+@pytest.mark.parametrize(("options", "end"), [({}, EOS), ({"stop_at_eos": False}, None)])
+def test_it_proposes_the_targets_end_where_that_ends_the_answer(
+    options: dict[str, Any], end: int | None
+) -> None:
+    vocabulary = _side()._vocabulary([5], Request.of(cast(RequestOptions, options)))
+    assert (vocabulary.ends, vocabulary.target_end, vocabulary.head_tokens) == (frozenset({EOS}), end, None)
+
+
+@pytest.mark.parametrize("tunable", [frozenset[str](), frozenset({"gain"})])
+def test_it_is_trained_where_its_session_can_be_tuned(
+    monkeypatch: pytest.MonkeyPatch, tunable: frozenset[str]
+) -> None:
+    monkeypatch.setattr(ToySession, "tunable", tunable)
+    assert _side().trainable == bool(tunable)
+
+
+def test_words_of_the_prompt_are_offered_to_a_trimmed_head() -> None:
+    side, offered, prompt = _side(), list[Sequence[int]](), [300, 20, 310]
+    kept = cast(Any, side.bundle).head_tokens = np.arange(200, dtype=np.int32)
+    cast(Any, side.session).offer = offered.append
+    side._vocabulary(prompt, Request())
+    assert offered == [context_tokens(prompt, side.bundle.tokenizer, kept)]
+    assert {300, 310} <= set(offered[0]) and 20 not in offered[0]
+
+
+def _offered(prompt: list[int], rounds: Sequence[Sequence[int]]) -> list[Any]:
+    side, trainer = _side(), _Trainer()
+    side.trainer = cast(Trainer, trainer)
+    part = _begin(side, prompt)
+    assert trainer.told == ["pause"]
+    for tokens in rounds:
+        part.observe(round_of(*tokens))
+    part.close()
+    assert trainer.told[:2] == ["pause", "resume"]
+    return trainer.told[2:]
+
+
+def test_what_was_answered_is_offered_to_learn_from() -> None:
+    answer = list(range(20, 30))
+    assert _offered([7, 8], [answer[:4], answer[4:]]) == [Example((7, 8, *answer), 2)]
+    assert _offered([7, 8], [[*answer, EOS]]) == [Example((7, 8, *answer, EOS), 2)]
+    assert _offered([7, 8], [answer[:7]]) == []
+    assert _offered([7, 8], [answer[:8]]) == [Example((7, 8, *answer[:8]), 2)]
+    assert _offered([7, 8], []) == []
+
+
+def test_of_long_texts_the_end_of_the_prompt_and_the_beginning_of_the_answer_are_offered() -> None:
+    prompt, answer = [5 + i % 9 for i in range(300)], [20 + i % 7 for i in range(600)]
+    assert _offered(prompt, [answer]) == [Example((*prompt[-256:], *answer[:512]), 256)]
+
+
+def test_a_request_it_does_not_draft_for_teaches_nothing() -> None:
+    side, trainer = _side(), _Trainer()
+    side.trainer = cast(Trainer, trainer)
+    part = side.idle()
+    part.observe(round_of(*range(20, 40)))
+    part.close()
+    assert part.source is None and trainer.told == ["pause", "resume"]

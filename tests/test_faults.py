@@ -1,0 +1,290 @@
+"""Disks that are full at any write, processes that were killed, clocks that jump, memory that lacks."""
+
+import builtins
+import errno
+import io
+import logging
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from edgespec import measurements
+from edgespec.drafting.experience import Outcome
+from edgespec.files import write_text
+from edgespec.history import schema, store
+from edgespec.history.manage import History
+from edgespec.history.memory import Delta
+from edgespec.sessions import _closed_on_failure
+from edgespec_export.export import export_model
+from edgespec_models.bundle import Bundle
+from edgespec_models.download import pull
+from edgespec_models.errors import DeviceError, DownloadError, ModelFileError, RequestError, StorageError
+from edgespec_models.hub import HubReference, pull_hub, pulled_hub
+from edgespec_runtimes import cpu
+from edgespec_runtimes.cpu import CpuSession
+from edgespec_runtimes.ort import lacks_memory
+from tests.downloads_for_tests import BOTH, CONTENT, FROM_HUB, FROM_INDEX, assert_whole
+from tests.gguf_for_tests import tiny_gguf
+from tests.histories_for_tests import SCOPE, stored, text_of
+from tests.hub_repository import REPOSITORY, running_repository
+from tests.hub_stand_in import Hub
+from tests.test_export import NEVER_A_PROCESS
+from tests.test_measurements import FOUND, HERE
+from tests.toy import tiny_bundle
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def gguf(tmp_path: Path) -> Path:
+    return tiny_gguf("llama", "Q4_0").write(tmp_path / "m.gguf")
+
+
+def full_at(monkeypatch: pytest.MonkeyPatch, number: int, folder: Path) -> Callable[[], bool]:
+    """The disk of ``folder`` is full when a file is opened for writing that many times; whether it was."""
+    opened, true = 0, io.open
+
+    def refusing(file: Any, mode: str = "r", *rest: Any, **options: Any) -> Any:
+        nonlocal opened
+        if isinstance(file, str | Path) and set(mode) & set("wax+") and folder in Path(file).parents:
+            opened += 1
+            if opened == number:
+                true(file, mode, *rest, **options).close()  # what was there is gone, as after a first write
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return true(file, mode, *rest, **options)
+
+    monkeypatch.setattr(io, "open", refusing)
+    monkeypatch.setattr(builtins, "open", refusing)
+    return lambda: opened >= number
+
+
+def at_every_write(folder: Path, work: Callable[[], object], error: type[Exception]) -> Iterator[None]:
+    """``work`` fails with a clear error at every write in turn, and each time works again afterwards."""
+    for number in range(1, 100):
+        with pytest.MonkeyPatch.context() as patch:
+            was_full = full_at(patch, number, folder)
+            try:
+                work()
+            except error as raised:
+                assert "space" in str(raised)
+            else:
+                assert not was_full()
+                assert number > 1
+                return
+        yield
+
+
+def test_an_export_to_a_disk_that_is_full_at_any_write(tmp_path: Path, gguf: Path) -> None:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    for _ in at_every_write(folder, lambda: export_model(gguf, folder / "out"), StorageError):
+        assert not list(folder.iterdir())
+    Bundle(folder / "out", verify_digests=True)
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hubs on this machine answer, however busy it is."""
+    monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "300")
+    monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "300")
+
+
+def test_a_pull_to_a_disk_that_is_full_at_any_write(home: Path, hub: Hub, patient: None) -> None:
+    for _ in at_every_write(home, lambda: pull(FROM_HUB), DownloadError):
+        assert not (home / "toy.gguf.sha256").exists()
+    assert_whole(home)
+
+
+def test_a_pulled_repository_stays_pulled_when_its_record_cannot_be_renewed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patient: None
+) -> None:
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
+    reference = HubReference(REPOSITORY, filename="m.gguf")
+    with running_repository() as repository:
+        repository.files["m.gguf"] = CONTENT
+        monkeypatch.setenv("HF_ENDPOINT", repository.address)
+        place = pull_hub(reference)
+        for _ in at_every_write(reference.record.parent, lambda: pull_hub(reference), DownloadError):
+            assert pulled_hub(reference) == place
+
+
+def test_what_weights_take_is_told_before_they_are_written(
+    tmp_path: Path, gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(StorageError, match=r"is full; .*the weights take [\d,]{7,} bytes, 1,000 are free"):
+        export_model(gguf, tmp_path / "out")
+
+
+def test_a_disk_that_fills_up_under_pip_is_named(
+    home: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(wheels)
+    free = iter([10**9, 7])
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=next(free)))
+    with pytest.raises(DownloadError, match="has 7 bytes free"):
+        pull(FROM_INDEX)
+
+
+def test_what_was_being_written_is_no_file_and_goes_at_the_next_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, alive = tmp_path / "report.html", tmp_path / f".edgespec-{os.getpid()}-now"
+    alive.touch()
+    (tmp_path / f".edgespec-{NEVER_A_PROCESS}-killed").touch()
+    write_text(file, "old")
+    assert {path.name for path in tmp_path.iterdir()} == {file.name, alive.name}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no space")))
+        with pytest.raises(RequestError, match=r"cannot write .*report\.html: no space$"):
+            write_text(file, "new")
+    assert file.read_text(encoding="utf-8") == "old"
+    assert {path.name for path in tmp_path.iterdir()} == {file.name, alive.name}
+
+
+def test_what_a_killed_pull_had_gathered_goes(home: Path) -> None:
+    """Killed when the file was in place, before the rest was put away."""
+    home.mkdir(parents=True)
+    (home / "toy.gguf").write_bytes(CONTENT)
+    (home / "toy.gguf.hub.part").write_bytes(CONTENT[:1000])
+    (home / "toy.gguf.parts").mkdir()
+    pull(BOTH)
+    assert_whole(home)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="it forks")
+@pytest.mark.parametrize("kind", ["export", "download"])
+def test_killed_at_random_all_is_made_again(tmp_path: Path, kind: str) -> None:
+    code = (
+        "import random, sys; from pathlib import Path; from tools.faults import KINDS, Campaign\n"
+        f"folder, kind = Path(sys.argv[1]), KINDS[{kind!r}]\n"
+        "with kind.served(folder):\n"
+        "    campaign = Campaign(kind, folder)\n"
+        "    campaign.at_random(4, random.Random())\n"
+        "campaign.tally.show('')\n"
+        "sys.exit(bool(campaign.tally.faults))"
+    )
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": path})
+
+
+def test_a_source_that_is_not_what_lies_recorded_beside_it_is_named(tmp_path: Path, gguf: Path) -> None:
+    record = gguf.with_name("m.gguf.sha256")
+    record.write_text(f"{sha256(gguf.read_bytes()).hexdigest()}  m.gguf\n", encoding="utf-8")
+    export_model(gguf, tmp_path / "sound")
+    data = bytearray(gguf.read_bytes())
+    data[-1] ^= 1
+    gguf.write_bytes(data)
+    with pytest.raises(ModelFileError, match=r"m\.gguf is damaged or has been replaced"):
+        export_model(gguf, tmp_path / "damaged")
+    record.write_text("not a digest\n", encoding="utf-8")
+    export_model(gguf, tmp_path / "unknown")
+
+
+def test_measurements_that_cannot_be_kept_are_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "in the way"
+    file.touch()
+    monkeypatch.setattr(measurements, "measurements_dir", lambda: file)
+    with caplog.at_level(logging.WARNING, logger="edgespec"):
+        for _ in range(2):
+            measurements.remember(HERE, FOUND)
+    assert len(caplog.records) == 1
+    assert "cannot be kept in" in caplog.text
+    assert str(file) in caplog.text
+
+
+def test_a_clock_that_was_years_ahead_keeps_nothing_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gained(name: bytes) -> None:
+        delta = Delta()
+        delta.gained(drafter="d", outcome=Outcome((name,), 0.5))
+        opened = store.Store.open(tmp_path / "me.history")
+        opened.merge(SCOPE, delta, text_of)
+        opened.close()
+
+    monkeypatch.setattr(store, "MOST", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: 4e9)
+        gained(b"first")
+        gained(b"second")
+    gained(b"third")
+    assert b"third" in stored(tmp_path / "me.history").records["d"]
+
+
+def test_two_that_are_damaged_in_one_second_are_both_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "strftime", lambda form: "20261123-000000")
+    path = tmp_path / "me.history"
+    for _ in range(2):
+        store.Store.open(path).close()
+        path.write_bytes(path.read_bytes()[:100] + b"damaged" * 2000)
+        with pytest.raises(sqlite3.DatabaseError):
+            store.Store.open(path)
+        assert schema.set_aside(path) is not None
+    assert len(list(tmp_path.glob("*.damaged-*"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("free", "said"), [(8192, "disk I/O error: the disk is full"), (1 << 30, "disk I/O error")]
+)
+def test_a_history_on_a_full_disk_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, said: str
+) -> None:
+    def refuse(path: Path, **_: int) -> None:
+        error = sqlite3.OperationalError("disk I/O error")
+        error.sqlite_errorcode = sqlite3.SQLITE_IOERR_SHMSIZE
+        raise error
+
+    (tmp_path / "me.history").touch()
+    monkeypatch.setattr(store.Store, "open", refuse)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    with pytest.raises(StorageError, match=f"cannot be used: {said}$"):
+        History(tmp_path / "me.history").show()
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("failed:std::bad_alloc"), RuntimeError("Cannot allocate memory")]
+)
+def test_a_load_without_memory_does_not_blame_the_bundle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    bundle = tiny_bundle(tmp_path / "m").bundle
+    assert lacks_memory(error)
+
+    def refuse(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu, "_open", refuse)
+        with pytest.raises(DeviceError, match="not enough memory to load m"):
+            CpuSession(bundle)
+    session = CpuSession(bundle)
+    with monkeypatch.context() as patch:
+        patch.setattr(session._open_io, "_pass", refuse)
+        with pytest.raises(DeviceError, match="not enough memory for a pass over 2 tokens"):
+            session.predict([1, 2])
+    session.close()
+
+
+def test_memory_that_lacks_beside_a_load_closes_what_was_loaded() -> None:
+    session = SimpleNamespace(closed=False)
+    session.close = lambda: setattr(session, "closed", True)
+    with pytest.raises(DeviceError, match="not enough memory"), _closed_on_failure() as opened:
+        opened.append(session)
+        raise MemoryError
+    assert session.closed

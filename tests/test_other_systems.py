@@ -1,0 +1,228 @@
+"""What Windows and macOS do otherwise than Linux, which fakes do here."""
+
+import errno
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+import edgespec
+from edgespec import LoadOptions
+from edgespec.cli import main
+from edgespec.cli import serve as serve_command
+from edgespec.files import write_text
+from edgespec.history.manage import History
+from edgespec.machine import describe_machine
+from edgespec_export import export as exporting
+from edgespec_export.export import ExportOptions, export_model
+from edgespec_export.staging import place
+from edgespec_models.errors import RequestError
+from edgespec_models.moving import move
+from edgespec_models.paths import home
+from edgespec_runtimes.memory import peak_memory_bytes
+from tests.gguf_for_tests import tiny_gguf
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+
+@pytest.fixture
+def windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+
+
+class TestMoves:
+    """Windows renames nothing that a program has open, as a virus scanner has what was just written."""
+
+    @pytest.fixture
+    def refusals(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+        """Renames are refused until these pauses have been made; each takes one off."""
+        left, replace = [0.05, 0.1], Path.replace
+
+        def refuse(path: Path, to: Path) -> Path:
+            if left:
+                raise PermissionError(errno.EACCES, "Access is denied", str(path))
+            return replace(path, to)
+
+        def pause(seconds: float) -> None:
+            assert seconds == left.pop(0)
+
+        monkeypatch.setattr(Path, "replace", refuse)
+        monkeypatch.setattr(time, "sleep", pause)
+        return left
+
+    def test_files_and_folders_get_there(self, tmp_path: Path, windows: None, refusals: list[float]) -> None:
+        (tmp_path / "new").mkdir()
+        (tmp_path / "new" / "file").write_bytes(b"content")
+        place(tmp_path / "new", tmp_path / "out")
+        assert not refusals
+        assert (tmp_path / "out" / "file").read_bytes() == b"content"
+
+    def test_texts_too(self, tmp_path: Path, windows: None, refusals: list[float]) -> None:
+        write_text(tmp_path / "file", "text")
+        assert not refusals and (tmp_path / "file").read_text(encoding="utf-8") == "text"
+
+    def test_a_refusal_that_lasts_is_one(
+        self, tmp_path: Path, windows: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(path: Path, to: Path) -> None:
+            raise PermissionError(errno.EACCES, "Access is denied", str(path))
+
+        pauses: list[float] = []
+        monkeypatch.setattr(Path, "replace", refuse)
+        monkeypatch.setattr(time, "sleep", pauses.append)
+        with pytest.raises(PermissionError):
+            move(tmp_path / "a", tmp_path / "b")
+        assert 2 < sum(pauses) < 5
+
+    def test_elsewhere_a_refusal_counts_at_once(self, tmp_path: Path, refusals: list[float]) -> None:
+        with pytest.raises(PermissionError):
+            move(tmp_path / "a", tmp_path / "b")
+        assert len(refusals) == 2
+
+
+def held(folder: Path) -> list[str]:
+    """What this process has open or mapped below ``folder``."""
+    process = psutil.Process()
+    paths = [file.path for file in process.open_files()] + [each.path for each in process.memory_maps()]
+    return [path for path in paths if path.startswith(str(folder))]
+
+
+@LINUX
+class TestOpenFiles:
+    """Windows neither moves nor deletes them."""
+
+    @pytest.mark.parametrize("weights", ["exact", "portable"])
+    @pytest.mark.parametrize("role", ["target", "drafter"])
+    def test_a_bundle_is_moved_when_all_of_it_is_closed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: Any, weights: Any
+    ) -> None:
+        seen: list[list[str]] = []
+
+        def look(folder: Path, out: Path) -> None:
+            seen.append(held(folder))
+            place(folder, out)
+
+        monkeypatch.setattr(exporting, "place", look)
+        source = tiny_gguf("llama").write(tmp_path / "m.gguf")
+        export_model(source, tmp_path / "out", options=ExportOptions(role=role, weights=weights))
+        assert seen == [[]] and held(tmp_path) == []
+
+    def test_a_model_that_is_closed_holds_nothing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
+        source = tiny_gguf("llama").write(tmp_path / "m.gguf")
+        with edgespec.load(source, source, options=LoadOptions(threads=1), history="me") as model:
+            model.generate("hello", max_new_tokens=4)
+            assert held(tmp_path)
+        assert held(tmp_path) == []
+
+
+class TestTexts:
+    """What editors on Windows begin files with, and users whose folder nobody knows."""
+
+    def test_a_key_behind_a_byte_order_mark(self, tmp_path: Path) -> None:
+        (tmp_path / "key").write_bytes(b"\xef\xbb\xbfsecret\r\n")
+        assert serve_command._key(tmp_path / "key") == "secret"
+
+    def test_folders_of_nobody(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def unknown(path: Path) -> Path:
+            raise RuntimeError("Could not determine home directory.")
+
+        monkeypatch.setattr(Path, "expanduser", unknown)
+        monkeypatch.setenv("EDGESPEC_HOME", "~nobody/models")
+        with pytest.raises(RequestError, match="~nobody/models begins with a user who has no folder"):
+            home()
+        with pytest.raises(RequestError, match="begins with a user who has no folder"):
+            History("~nobody/me.history")
+
+
+class TestPipes:
+    """Windows says EINVAL of a pipe that nobody reads, others EPIPE: either way the command just ends."""
+
+    class Closed(io.RawIOBase):
+        def __init__(self, number: int) -> None:
+            self.number: int | None = number
+
+        def writable(self) -> bool:
+            return True
+
+        def write(self, data: object) -> int:
+            if self.number is None:
+                return len(bytes(data))  # type: ignore[call-overload]
+            number, self.number = self.number, None  # what is flushed at the end is of no interest
+            raise OSError(number, os.strerror(number))
+
+    def run(self, number: int, monkeypatch: pytest.MonkeyPatch) -> int:
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(self.Closed(number)), "utf-8"))
+        monkeypatch.setattr(sys, "argv", ["edgespec", "models", "--json"])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0)
+
+    @pytest.mark.usefixtures("own_signals")
+    def test_nobody_reads(self, monkeypatch: pytest.MonkeyPatch, consoles: None) -> None:
+        assert self.run(errno.EPIPE, monkeypatch) == 1
+
+    @pytest.mark.usefixtures("own_signals")
+    def test_nobody_reads_on_windows(
+        self, monkeypatch: pytest.MonkeyPatch, consoles: None, windows: None
+    ) -> None:
+        assert self.run(errno.EINVAL, monkeypatch) == 1
+
+
+@pytest.mark.usefixtures("own_signals")
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="the fake is a signal of POSIX")
+def test_ctrl_break_ends_by_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "SIGBREAK", signal.SIGUSR1, raising=False)
+    monkeypatch.setattr(sys, "argv", ["edgespec", "--version"])
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        with pytest.raises(SystemExit):
+            main()
+        with pytest.raises(SystemExit) as ended:
+            signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert ended.value.code == 128 + signal.SIGUSR1
+
+
+class TestMachines:
+    """Names of processors and the memory of a process, from where each system has them."""
+
+    def test_windows(self, windows: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Key:
+            def __enter__(self) -> str:
+                return "opened"
+
+            def __exit__(self, *exc: object) -> None:
+                pass
+
+        def value(key: str, name: str) -> tuple[str, int]:
+            assert (key, name) == ("opened", "ProcessorNameString")
+            return "A Processor  ", 1
+
+        fake = SimpleNamespace(HKEY_LOCAL_MACHINE=1, OpenKey=lambda *_: Key(), QueryValueEx=value)
+        monkeypatch.setitem(sys.modules, "winreg", fake)
+        assert describe_machine()["cpu"] == "A Processor"
+        memory = SimpleNamespace(memory_info=lambda: SimpleNamespace(peak_wset=12345))
+        monkeypatch.setattr(psutil, "Process", lambda: memory)
+        assert peak_memory_bytes() == 12345
+
+    @pytest.mark.parametrize(("said", "name"), [(b"Apple M9\n", "Apple M9"), (b"\xff\n", "\ufffd")])
+    def test_macos(self, monkeypatch: pytest.MonkeyPatch, said: bytes, name: str) -> None:
+        def run(command: list[str], **_: object) -> "subprocess.CompletedProcess[bytes]":
+            assert command[-1] == "machdep.cpu.brand_string"
+            return subprocess.CompletedProcess(command, 0, said)
+
+        monkeypatch.setattr(sys, "platform", "darwin")
+        monkeypatch.setattr(subprocess, "run", run)
+        assert describe_machine()["cpu"] == name

@@ -1,0 +1,75 @@
+"""How often is a drafter's first guess right, the text given? By category.
+
+Usage: ``python -m tools.first_guesses BUNDLE... --target TARGET --prompts FILE.jsonl --answers FILE.jsonl``
+
+The answers come from ``python -m tools.record_answers``. Guesses are counted in the drafter's own
+tokens of the answers, in its bundle as it is: formats, trimmed LM head and all. No target runs.
+"""
+
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+from edgespec.align.answers import Answer
+from edgespec.align.run import text_of
+from edgespec.drafting.context import context_tokens
+from edgespec.prompts import load_prompts
+from edgespec_export.align.settings import Guesses, Text
+from edgespec_models.bundle import Bundle
+from edgespec_models.foreign import open_bundle
+from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from tools.arguments import arguments
+from tools.replay import answers
+
+_ROWS = 32
+
+
+def recorded(file: Path, prompts: Path, target: Bundle) -> list[Answer]:
+    """What the target answered."""
+    written, ends = answers(file), target.manifest.special_tokens.eos
+    found = []
+    for prompt in load_prompts(prompts):
+        tokens = written.get(prompt.id, [])
+        complete = bool(tokens) and tokens[-1] in ends
+        text = target.tokenizer.decode(tokens[:-1] if complete else tokens)
+        found.append(Answer(prompt.turns[0], text, complete, prompt.category))
+    return [answer for answer in found if answer.text]
+
+
+def count(session: CpuSession, bundle: Bundle, text: Text) -> int:
+    """Right first guesses among the tokens of an answer."""
+    ids, right = text.tokens, 0
+    if bundle.head_tokens is not None:
+        session.offer(context_tokens(ids[: text.start], bundle.tokenizer, bundle.head_tokens))
+    session.prefill(ids[: text.start - 1])
+    for at in range(text.start - 1, len(ids) - 1, _ROWS):
+        rows = ids[at : min(at + _ROWS, len(ids) - 1)]
+        said, head = session.predict(rows), session.head_tokens
+        best = [said.best(row) for row in range(len(rows))]
+        tokens = best if head is None else [int(head[row]) for row in best]
+        right += sum(a == b for a, b in zip(tokens, ids[at + 1 :], strict=False))
+    return right
+
+
+def measured(bundle: Bundle, written: Sequence[Answer]) -> Guesses:
+    """Right ones, and of how many, by category."""
+    found: Guesses = {}
+    with closing(CpuSession(bundle, CpuOptions(exact_rows=False))) as session:
+        for text in filter(None, (text_of(answer, bundle) for answer in written)):
+            right, of = found.get(text.category, (0, 0))
+            found[text.category] = right + count(session, bundle, text), of + len(text.tokens) - text.start
+    return found | {"all": (sum(right for right, _ in found.values()), sum(of for _, of in found.values()))}
+
+
+def main() -> None:
+    """A line a category: tokens of the first bundle, and the share of each bundle's guesses."""
+    args = arguments(__doc__, "bundle...", answers=Path, prompts=Path, target=Path)
+    written = recorded(args.answers, args.prompts, open_bundle(args.target))
+    columns = [measured(open_bundle(Path(path)), written) for path in args.bundle]
+    for name, (_, of) in columns[0].items():
+        shares = (right / whole for right, whole in (found[name] for found in columns))
+        print(f"{name:20s} {of:7d}{''.join(f'{share:8.3f}' for share in shares)}")
+
+
+if __name__ == "__main__":
+    main()
