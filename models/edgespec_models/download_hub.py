@@ -103,6 +103,7 @@ def _receive(job: Job, source: HubFile, target: Path) -> str:
                         file.truncate(0)
                         raise DownloadError(f"{what} sent more than {job.size_bytes:,} bytes")
                     file.write(chunk)
+                    file.flush()  # a kill loses no byte that has arrived
                     job.report(done)
             except LostError as lost:
                 return str(lost)

@@ -32,7 +32,7 @@ __all__ = ["CLOSE", "LONGEST_SOURCE", "OPEN", "LimitError", "Sandbox", "limited"
 LONGEST_SOURCE: Final = 1 << 17
 _LARGEST: Final = 1 << 18  # of one value, in characters and items, and four times the conversation's
 _ALL: Final = 64  # so many of the largest, all values together
-_SECONDS: Final = 1.0  # of this thread, and one for each million characters of the conversation
+_SECONDS: Final = 4.0  # of this thread, in which memory may be collected too, and one a million characters
 _LEFT_OUT: Final = ("batch", "center", "pprint", "slice", "striptags", "urlize", "wordwrap")
 _UNSAFE: Final[Mapping[type, frozenset[str]]] = {
     str: frozenset(("center", "encode", "expandtabs", "ljust", "rjust", "translate", "zfill")),
