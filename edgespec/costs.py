@@ -15,13 +15,12 @@ from edgespec.measurements import forget
 from edgespec.sessions import conditions_of, open_one
 from edgespec_models.bundle import Bundle
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
-from edgespec_runtimes.cost import CostCurve
+from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.memory import memory_bandwidth
 
-__all__ = ["ACCEPTANCE", "COST_ROWS", "DraftGain", "Costs", "as_ranges", "draft_gain", "measure_costs"]
+__all__ = ["ACCEPTANCE", "DraftGain", "Costs", "as_ranges", "draft_gain", "measure_costs"]
 
-COST_ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32)
 ACCEPTANCE = (0.5, 0.7, 0.9)
 _FORMAT = 1
 _FREE = 1.1  # a pass that takes a tenth longer than a single row's counts as free
@@ -174,7 +173,7 @@ def measure_costs(
     bundle: Bundle,
     options: CpuOptions,
     *,
-    rows: Sequence[int] = COST_ROWS,
+    rows: Sequence[int] = DEFAULT_ROWS,
     fresh: bool = False,
     progress: ProgressCallback = ignore_progress,
 ) -> Costs:
@@ -193,9 +192,8 @@ def measure_costs(
     conditions = conditions_of(bundle, options)
     if fresh:
         forget(conditions)
-    fitting = [n for n in rows if n <= bundle.config.context_length // 2]
     progress(Progress("Loading the model", 0, 1, "models"))
-    running = open_one(bundle, options, fitting, progress=progress)
+    running = open_one(bundle, options, rows, progress=progress)
     running.session.close()
     progress(Progress("Loading the model", 1, 1, "models"))
     fastest = min(running.curve.seconds_by_rows.values())

@@ -36,7 +36,7 @@ class LoadOptions:
 
     threads: Threads = 0
     spinning: bool = True
-    max_draft: Annotated[int, within(1, 64)] = 8
+    max_draft: Annotated[int, within(1, 64)] = 32
     weights: Annotated[str, one_of(WEIGHTS)] | None = None
     namespace: Annotated[str, form(r"[^\ud800-\udfff]{0,200}", "of at most 200 characters")] = ""
     training_share: Annotated[float, within(0, 1)] = 0.0

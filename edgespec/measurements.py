@@ -26,7 +26,7 @@ from edgespec_runtimes.cpu import CpuOptions, default_threads
 
 __all__ = ["Conditions", "Measurement", "forget", "recall", "remember"]
 
-_FORMAT = 1
+_FORMAT = 2  # 1 may hold times that fall: a machine under load
 _LARGEST_FILE = 1 << 16
 _LOG = logging.getLogger("edgespec")
 

@@ -26,6 +26,7 @@ DRAFTER_READING_ROWS = 32
 """Reading a prompt costs a drafter per token what it costs in a pass of this size."""
 
 _DRAFTER_ROWS = (1, 2, DRAFTER_READING_ROWS)
+_RECHECKED_ROWS = 8  # at most: a load should not wait for passes over more
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ def open_one(
     *,
     progress: ProgressCallback = ignore_progress,
 ) -> Running:
-    """Load one model; its curve has a point for each of ``rows``.
+    """Load one model; its curve has a point for each of ``rows`` that its context has room for.
 
     Raises:
         EdgespecError: the graph cannot be loaded, too little memory.
@@ -176,8 +177,9 @@ def _open(
 def _timed(opened: _Untimed, rows: Sequence[int], progress: ProgressCallback = ignore_progress) -> Running:
     """The earlier curve if it still holds, else a new one, kept for the next load unless in doubt."""
     session, known = opened.session, opened.known
+    rows = [n for n in rows if n <= opened.bundle.config.context_length // 2]
     if known is not None and known.curve.seconds_by_rows.keys() >= set(rows):
-        curve = recheck_cost(session, known.curve, max(rows))
+        curve = recheck_cost(session, known.curve, max(n for n in rows if n <= _RECHECKED_ROWS))
         if curve is not None:
             return Running(opened.bundle, session, curve, opened.placed, remembered=True)
     curve = measure_cost(session, rows, progress=progress)

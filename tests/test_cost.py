@@ -105,6 +105,20 @@ def test_a_size_that_was_disturbed_each_time_is_timed_again(monkeypatch: pytest.
     assert session.passes[READING + 9 :] == [2, 2]
 
 
+def test_a_load_that_lasts_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = _timed(monkeypatch, {1: 1.0, 2: 1.5, 5: 1.75})
+    session.disturbed = (5, 8)  # both passes over one row that count, by as much
+    curve = measure_cost(session, rows=(1, 2, 5), repeats=2)
+    assert curve == CostCurve({1: 1.0, 2: 1.5, 5: 1.75})
+    assert session.passes[READING + 9 :] == [1, 1]
+
+
+def test_a_pass_costs_no_more_than_a_wider_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = _timed(monkeypatch, {1: 3.0, 2: 1.5, 5: 1.75})
+    curve = measure_cost(session, rows=(1, 2, 5), repeats=2)
+    assert curve == CostCurve({1: 1.5, 2: 1.5, 5: 1.75}, confirmed=False)
+
+
 def test_a_machine_that_never_settles_is_not_timed_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     session = _timed(monkeypatch, {1: 1.0, 2: 1.5})
     session.jitter = lambda: 2.0 ** len(session.passes)
@@ -120,7 +134,7 @@ def test_progress_goes_from_round_to_round(monkeypatch: pytest.MonkeyPatch) -> N
     assert {report.done for report in told[3:]} <= {3}
 
 
-TRUE = {1: 0.040, 2: 0.047, 3: 0.060, 4: 0.070, 5: 0.082, 6: 0.093, 8: 0.120}
+TRUE = {1: 0.040, 2: 0.047, 3: 0.060, 4: 0.070, 5: 0.082, 6: 0.093, 8: 0.120, 12: 0.180, 16: 0.240, 32: 0.480}
 
 
 @pytest.mark.parametrize("seed", range(20))

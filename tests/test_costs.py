@@ -15,11 +15,11 @@ from typer.testing import CliRunner, Result
 
 from edgespec import costs, sessions
 from edgespec.cli import app
-from edgespec.costs import COST_ROWS, Costs, as_ranges, draft_gain, measure_costs
+from edgespec.costs import Costs, as_ranges, draft_gain, measure_costs
 from edgespec.report import render_costs
 from edgespec_models.bundle import Bundle
 from edgespec_models.errors import RequestError
-from edgespec_runtimes.cost import CostCurve, measure_cost
+from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve, measure_cost
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.memory import memory_bandwidth, peak_memory_bytes
 from tests.native_for_tests import tiny_native
@@ -125,7 +125,7 @@ def test_what_is_measured_serves_the_next_load_and_fresh_forgets_it(
     monkeypatch.setattr(sessions, "recheck_cost", lambda session, stored, rows: stored)
     options = CpuOptions(threads=1)
     first = measure_costs(bundle, options)
-    assert set(first.curve.seconds_by_rows) == set(COST_ROWS) and first.threads == 1
+    assert set(first.curve.seconds_by_rows) == set(DEFAULT_ROWS) and first.threads == 1
     assert first.bandwidth >= bundle.manifest.bytes_per_pass / min(first.curve.seconds_by_rows.values())
     again = measure_costs(bundle, options)
     assert (again.remembered, again.curve) == (True, first.curve)
@@ -168,7 +168,7 @@ def test_the_command_writes_json_and_a_page(bundle: Bundle, tmp_path: Path) -> N
     result = _run(str(bundle.path), "--drafter", "--threads", "1", "--json", "--html", str(page), "--fresh")
     assert result.exit_code == 0, result.stderr
     value = json.loads(result.stdout)
-    assert value["role"] == "drafter" and [row["n"] for row in value["rows"]] == list(COST_ROWS)
+    assert value["role"] == "drafter" and [row["n"] for row in value["rows"]] == list(DEFAULT_ROWS)
     assert Page(page.read_text(encoding="utf-8")).open == []
 
 

@@ -85,7 +85,7 @@ DAMAGE: dict[str, Callable[[], str]] = {
     "a number": lambda: "3",
     "nested deep": lambda: "[" * 60_000,
     "too large": lambda: _damage(more="x" * 70_000),
-    "another format": lambda: _damage(format=2),
+    "another format": lambda: _damage(format=3),
     "other conditions": lambda: _damage(conditions={"bundle": "another"}),
     "no curve": lambda: _damage(seconds_by_rows=None),
     "an empty curve": lambda: _damage(seconds_by_rows={}),

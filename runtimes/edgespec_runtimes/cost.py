@@ -10,7 +10,7 @@ from edgespec_runtimes.session import Session
 
 __all__ = ["DEFAULT_ROWS", "CostCurve", "measure_cost", "recheck_cost"]
 
-DEFAULT_ROWS = (1, 2, 3, 4, 5, 6, 8)
+DEFAULT_ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32)
 _REPEATS = 2
 _PAST = 16
 _AGREE = 1.1  # two samples this near to each other were not disturbed, or both by the same
@@ -54,14 +54,15 @@ def measure_cost(
     """Time passes over each number of rows behind ``past`` tokens, in turn, ``repeats`` times; the least.
 
     The session's sequence is replaced and forgotten. Disturbances of the machine only ever add time, so
-    the least is the nearest to what a pass costs. It is believed once a second sample comes near it: sizes
-    of which none does are timed again, at most four times more, and then the curve is not ``confirmed``.
+    the least is the nearest to what a pass costs. It is believed once a second sample comes near it and no
+    wider pass takes clearly less, since a load that lasts makes samples agree too. Other sizes are timed
+    again, at most four times more, and then the curve is not ``confirmed``. Its times never fall.
     """
     tokens = _tokens(session, past + max(rows))
     session.prefill(tokens[:past])
     times: dict[int, list[float]] = {n: [] for n in rows}
     for repeat in range(repeats + 1 + _MORE_REPEATS):
-        unsettled = [n for n in rows if repeat <= repeats or not _settled(times[n])]
+        unsettled = [n for n in rows if repeat <= repeats or not _settled(n, times)]
         for n in unsettled:
             seconds = _timed(session, tokens[past : past + n])
             if repeat:  # the first round binds and warms up
@@ -70,8 +71,8 @@ def measure_cost(
         if not unsettled:
             break
     session.truncate(0)
-    confirmed = all(_settled(values) for values in times.values())
-    return CostCurve({n: min(values) for n, values in times.items()}, confirmed)
+    confirmed = all(_settled(n, times) for n in rows)
+    return CostCurve({n: _least(n, times) for n in rows}, confirmed)
 
 
 def recheck_cost(session: Session, stored: CostCurve, rows: int) -> CostCurve | None:
@@ -121,7 +122,12 @@ def _timed(session: Session, tokens: Sequence[int]) -> float:
     return seconds
 
 
-def _settled(times: Sequence[float]) -> bool:
-    """Whether the least is confirmed; of a single sample nothing is asked."""
-    least = sorted(times)[:2]
-    return len(least) < 2 or least[1] <= _AGREE * least[0]
+def _settled(rows: int, times: Mapping[int, Sequence[float]]) -> bool:
+    """Whether the least time over ``rows`` is to be believed; of a single sample nothing is asked."""
+    least, *others = sorted(times[rows])
+    return not others or (others[0] <= _AGREE * least and least <= _AGREE * _least(rows, times))
+
+
+def _least(rows: int, times: Mapping[int, Sequence[float]]) -> float:
+    """The least time that a pass over ``rows`` took, or a wider one."""
+    return min(min(values) for n, values in times.items() if n >= rows)
