@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgespec_export import plan
+from edgespec_export import plan, staging
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundle import MANIFEST, REPORT, WEIGHTS, Bundle
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import RequestError
+from edgespec_models.moving import move
 from edgespec_models.progress import Progress
 from edgespec_runtimes.cpu import CpuSession
 from tests.gguf_for_tests import ARCHITECTURES, CONTEXT, FORMATS, TinyGGUF, reference_weights, tiny_gguf
@@ -181,6 +182,20 @@ def test_leftovers_of_dead_processes_go_and_those_of_live_ones_stay(tmp_path: Pa
     export_model(tiny_gguf("llama").write(tmp_path / "m.gguf"), tmp_path / name)
     assert not dead.exists()
     assert live.exists()
+
+
+def test_a_kill_right_after_the_last_move_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, seen = tiny_gguf("llama").write(tmp_path / "m.gguf"), list[list[str]]()
+
+    def look(folder: Path, out: Path) -> None:
+        move(folder, out)
+        seen.append(sorted(path.name for path in tmp_path.iterdir()))
+
+    monkeypatch.setattr(staging, "move", look)
+    export_model(source, tmp_path / "out")
+    assert seen == [["m.gguf", "out"]]
 
 
 def test_wrong_requests_are_refused(tmp_path: Path) -> None:
