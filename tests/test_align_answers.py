@@ -3,7 +3,7 @@
 import errno
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from edgespec import engine
 from edgespec.align import answers
-from edgespec.align.answers import Asking, read_answers, unanswered, write_answers
+from edgespec.align.answers import Answer, Asking, answer, read_answers, unanswered, write_answers
 from edgespec.align.run import split_texts
 from edgespec.cli import app
 from edgespec.drafting.context import context_tokens
@@ -34,7 +34,10 @@ PROMPTS = tuple(Prompt(f"p{i}", "even" if i % 2 == 0 else "odd", (f"question {i}
 
 
 def _asked(model: FakeModel, place: Path, prompts: Sequence[Prompt] = PROMPTS) -> int:
-    return write_answers(model.as_model(), prompts, place, Asking(max_new_tokens=7), ignore_progress)
+    def answering(wanted: Sequence[Prompt]) -> Iterator[Answer | None]:
+        return (answer(model.as_model(), prompt, Asking(max_new_tokens=7)) for prompt in wanted)
+
+    return write_answers(answering, prompts, place, ignore_progress)
 
 
 def _drafter(out: Path) -> Bundle:
