@@ -3,6 +3,7 @@
 import errno
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,8 +15,8 @@ from typer.testing import CliRunner
 
 from edgespec import engine
 from edgespec.align import answers
-from edgespec.align.answers import Answer, Asking, answer, read_answers, unanswered, write_answers
-from edgespec.align.run import split_texts
+from edgespec.align.answers import Answer, Asking, alone, answer, read_answers, unanswered, write_answers
+from edgespec.align.run import is_held_out, split_texts
 from edgespec.cli import app
 from edgespec.drafting.context import context_tokens
 from edgespec.prompts import Prompt
@@ -30,14 +31,15 @@ from tests.fake_model import FakeModel
 from tests.gguf_for_tests import tiny_gguf
 from tools import first_guesses
 
+ASKING = Asking(max_new_tokens=7, target="fake-target")
 PROMPTS = tuple(Prompt(f"p{i}", "even" if i % 2 == 0 else "odd", (f"question {i}",)) for i in range(12))
 
 
 def _asked(model: FakeModel, place: Path, prompts: Sequence[Prompt] = PROMPTS) -> int:
     def answering(wanted: Sequence[Prompt]) -> Iterator[Answer | None]:
-        return (answer(model.as_model(), prompt, Asking(max_new_tokens=7)) for prompt in wanted)
+        return (answer(model.as_model(), prompt, ASKING) for prompt in wanted)
 
-    return write_answers(answering, prompts, place, ignore_progress)
+    return write_answers(answering, prompts, place, ignore_progress, target="fake-target")
 
 
 def _drafter(out: Path) -> Bundle:
@@ -56,7 +58,7 @@ def test_answers_are_written_line_by_line(tmp_path: Path) -> None:
     assert {answer.temperature for answer in answers} == {0.0, 0.8}
     seeds = {options["seed"] for _, options in model.calls}
     assert len(seeds) == len(PROMPTS) and {options["max_new_tokens"] for _, options in model.calls} == {7}
-    assert not unanswered(PROMPTS, place)
+    assert not unanswered(PROMPTS, place, "fake-target")
 
 
 def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
@@ -76,6 +78,43 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
     _asked(model, place)
     assert place.read_bytes() == whole.read_bytes()
     assert len(model.calls) == len(PROMPTS) - len(kept.splitlines())
+
+
+@pytest.mark.parametrize("text", ['{"notes": [1, 2]}', "[1]", "half a li", '{"prompt": "a", "text": "b"}'])
+def test_a_file_of_something_else_keeps_its_last_line(tmp_path: Path, text: str) -> None:
+    place = tmp_path / "mine.json"
+    place.write_text(text, encoding="utf-8")
+    if "prompt" in text:  # an answer, without a newline behind it
+        _asked(FakeModel(), place)
+        assert [each.prompt for each in read_answers(place)][:2] == ["a", "question 0"]
+    else:
+        with pytest.raises(RequestError, match=r"mine\.json, line 1"):
+            _asked(FakeModel(), place)
+        assert place.read_text(encoding="utf-8") == text
+
+
+def test_answers_of_another_target_are_not_taken_for_this_ones(tmp_path: Path) -> None:
+    place = tmp_path / "answers.jsonl"
+    _asked(FakeModel(), place)
+    with pytest.raises(RequestError, match="holds answers of fake-target, not of another"):
+        unanswered(PROMPTS, place, "another")
+
+
+def test_one_run_at_a_time_writes_answers(tmp_path: Path) -> None:
+    with (
+        alone(tmp_path / "a.jsonl"),
+        pytest.raises(RequestError, match="another run"),
+        alone(tmp_path / "a.jsonl"),
+    ):
+        pass
+
+
+def test_what_is_held_out_has_all_temperatures() -> None:
+    prompts = [Prompt(f"p{number}", "c", (f"question {number}",)) for number in range(400)]
+    answered = (answer(FakeModel().as_model(), prompt, ASKING) for prompt in prompts)
+    counts = Counter((is_held_out(each.prompt), each.temperature) for each in answered if each is not None)
+    assert len(counts) == 4 and counts[True, 0.0] + counts[True, 0.8] < 80
+    assert 0.5 < counts[True, 0.0] / counts[True, 0.8] < 2
 
 
 def test_what_does_not_fit_is_left_out(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ pytestmark = [
 
 PROMPTS = [Prompt(f"p{number}", "c", (f"question {number}",)) for number in range(8)]
 TOO_LONG = Prompt("long", "c", ("word " * 5000,))
-ASKING = Asking(max_new_tokens=9)
+ASKING = Asking(max_new_tokens=9, target="t")
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_a_cluster_of_two_answers_as_one_process_does(tmp_path: Path, names: tup
         wanted = [answer(model, prompt, ASKING) for prompt in PROMPTS]
     place = tmp_path / "answers.jsonl"
     with answering_at_once(names, ASKING, workers=2, threads=1) as answering:
-        assert write_answers(answering, [*PROMPTS, TOO_LONG], place, ignore_progress) == 1
+        assert write_answers(answering, [*PROMPTS, TOO_LONG], place, ignore_progress, target="t") == 1
         hosts = listening()
     said = read_answers(place)
     assert sorted(said, key=lambda each: each.prompt) == wanted
@@ -67,7 +67,7 @@ def test_a_model_that_cannot_be_loaded_is_an_error(tmp_path: Path, names: tuple[
 
 def test_a_worker_that_is_killed_is_an_error(names: tuple[str, str]) -> None:
     with (
-        pytest.raises(EdgespecError, match="a worker ended"),
+        pytest.raises(EdgespecError, match="the workers ended"),
         answering_at_once(names, ASKING, workers=2, threads=1) as ask,
     ):
         for said in ask([replace(prompt, turns=(f"again {n}",)) for n, prompt in enumerate(PROMPTS * 20)]):

@@ -1,7 +1,6 @@
 """From a GGUF file to a bundle: what the graph then computes, what the report says, where files end up."""
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,8 @@ from edgespec_export import plan, staging
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundle import MANIFEST, REPORT, WEIGHTS, Bundle
 from edgespec_models.config import ModelConfig
-from edgespec_models.errors import RequestError
+from edgespec_models.errors import ModelFileError, RequestError
+from edgespec_models.leftovers import own_name
 from edgespec_models.moving import move
 from edgespec_models.progress import Progress
 from edgespec_runtimes.cpu import CpuSession
@@ -174,14 +174,25 @@ def test_a_failed_replacement_keeps_the_old_bundle(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("name", ["out", "out [1]"])
 def test_leftovers_of_dead_processes_go_and_those_of_live_ones_stay(tmp_path: Path, name: str) -> None:
-    dead = tmp_path / f".{name}.partial-{NEVER_A_PROCESS}-x"
-    live = tmp_path / f".{name}.partial-{os.getpid()}-x"
+    prefix = f".{name}.partial-"
+    dead = tmp_path / f"{own_name(prefix, NEVER_A_PROCESS)}x"
+    live = tmp_path / f"{own_name(prefix)}x"
     for folder in (dead, live):
         folder.mkdir()
         (folder / "model.onnx.data").write_bytes(b"half")
     export_model(tiny_gguf("llama").write(tmp_path / "m.gguf"), tmp_path / name)
     assert not dead.exists()
     assert live.exists()
+
+
+def test_a_bundle_that_a_killed_export_was_replacing_comes_back(tmp_path: Path) -> None:
+    source = tiny_gguf("llama").write(tmp_path / "m.gguf")
+    export_model(source, tmp_path / "out", options=ExportOptions(name="first"))
+    (tmp_path / "out").rename(tmp_path / f"{own_name('.out.partial-', NEVER_A_PROCESS)}x-old")
+    (tmp_path / "wrong.gguf").write_bytes(b"nothing")
+    with pytest.raises(ModelFileError):
+        export_model(tmp_path / "wrong.gguf", tmp_path / "out", options=ExportOptions(overwrite=True))
+    assert Bundle(tmp_path / "out").manifest.name == "first"
 
 
 def test_a_kill_right_after_the_last_move_leaves_nothing(

@@ -30,6 +30,7 @@ from edgespec_models.bundle import Bundle
 from edgespec_models.download import pull
 from edgespec_models.errors import DeviceError, DownloadError, ModelFileError, RequestError, StorageError
 from edgespec_models.hub import HubReference, pull_hub, pulled_hub
+from edgespec_models.leftovers import own_name
 from edgespec_runtimes import cpu
 from edgespec_runtimes.cpu import CpuSession
 from edgespec_runtimes.ort import lacks_memory
@@ -139,9 +140,9 @@ def test_a_disk_that_fills_up_under_pip_is_named(
 def test_what_was_being_written_is_no_file_and_goes_at_the_next_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, alive = tmp_path / "report.html", tmp_path / f".edgespec-{os.getpid()}-now"
+    file, alive = tmp_path / "report.html", tmp_path / f"{own_name('.edgespec-')}now"
     alive.touch()
-    (tmp_path / f".edgespec-{NEVER_A_PROCESS}-killed").touch()
+    (tmp_path / f"{own_name('.edgespec-', NEVER_A_PROCESS)}killed").touch()
     write_text(file, "old")
     assert {path.name for path in tmp_path.iterdir()} == {file.name, alive.name}
     with monkeypatch.context() as patch:

@@ -8,10 +8,13 @@ for the reader and the next run:
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+from filelock import FileLock, Timeout
 
 from edgespec.prompts import Prompt
 from edgespec.request import RequestOptions
@@ -28,6 +31,7 @@ __all__ = [
     "Answer",
     "Answering",
     "Asking",
+    "alone",
     "answer",
     "number_of",
     "read_answers",
@@ -35,6 +39,7 @@ __all__ = [
     "write_answers",
 ]
 
+_BEGIN = b'{"prompt": '
 _REMEDY = 'Give one JSON object a line, with "prompt" and "text"'
 
 
@@ -66,10 +71,12 @@ class Asking:
     Attributes:
         max_new_tokens: the most that an answer may have.
         temperatures: which of them a prompt gets is a function of its text, and so is the seed.
+        target: the name of who answers.
     """
 
     max_new_tokens: Annotated[int, within(1, 2**31 - 1)] = 512
     temperatures: Annotated[tuple[float, ...], length(1)] = (0.0, 0.8)
+    target: str = ""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -97,29 +104,42 @@ def read_answers(path: Path) -> list[Answer]:
     return [_answer(line, f"{path}, line {at}") for at, line in enumerate(lines, start=1) if line.strip()]
 
 
-def unanswered(prompts: Sequence[Prompt], path: Path) -> list[Prompt]:
-    """Those that the file at ``path`` has no answer to; what a run that was killed left half there goes."""
+def unanswered(prompts: Sequence[Prompt], path: Path, target: str) -> list[Prompt]:
+    """Those that the file at ``path`` has no answer to; what a run that was killed left half there goes.
+
+    Raises:
+        RequestError: the file is not one of answers, or of those of another target.
+    """
     with writing(path):
         _drop_half_a_line(path)
-    known = {answer.prompt for answer in read_answers(path)} if path.exists() else set()
+    answers = read_answers(path) if path.exists() else []
+    other = next((answer.target for answer in answers if answer.target not in ("", target)), None)
+    if other is not None:
+        raise RequestError(
+            f"{path} holds answers of {other}, not of {target}; choose another file or directory, or give it "
+            "with --answers-from if they are to teach too"
+        )
+    known = {answer.prompt for answer in answers}
     once = {prompt.turns[0]: prompt for prompt in prompts}
     return [prompt for said, prompt in once.items() if said not in known]
 
 
 def write_answers(
-    answering: Answering, prompts: Sequence[Prompt], path: Path, progress: ProgressCallback
+    answering: Answering, prompts: Sequence[Prompt], path: Path, progress: ProgressCallback, *, target: str
 ) -> int:
     """Have the prompts answered that ``path`` has no answer to; returns how many did not fit.
 
     Each answer is in the file before the next is asked for.
 
     Raises:
-        RequestError: the file is not one of answers.
+        RequestError: the file is not one of this target's answers.
         StorageError: the disk is full, or the file cannot be written.
     """
-    wanted = unanswered(prompts, path)
+    wanted = unanswered(prompts, path, target)
     skipped, done = 0, len(prompts) - len(wanted)
     with writing(path), path.open("a", encoding="utf-8", newline="\n") as file:
+        if file.tell() and not path.read_bytes().endswith(b"\n"):
+            file.write("\n")
         for number, said in enumerate(answering(wanted), start=done + 1):
             if said is None:
                 skipped += 1
@@ -134,14 +154,15 @@ def answer(model: "Model", prompt: Prompt, asking: Asking) -> Answer | None:
     """The answer of ``model`` to the first turn of ``prompt``; None where it does not fit."""
     said = prompt.turns[0]
     seed = number_of(said)
-    temperature = asking.temperatures[seed % len(asking.temperatures)]
+    # Not of the last digit, which says whether a prompt is held out.
+    temperature = asking.temperatures[(seed >> 8) % len(asking.temperatures)]
     options = RequestOptions(max_new_tokens=asking.max_new_tokens, temperature=temperature, seed=seed)
     try:
         given = ask(model, prompt, options)
     except DoesNotFit:
         return None
     complete = given.finish_reason == "stop"
-    return Answer(said, given.text, complete, prompt.category, temperature, model.target.manifest.name)
+    return Answer(said, given.text, complete, prompt.category, temperature, asking.target)
 
 
 def _write(file: TextIO, answer: Answer) -> None:
@@ -151,9 +172,41 @@ def _write(file: TextIO, answer: Answer) -> None:
 
 def _drop_half_a_line(path: Path) -> None:
     """What a run that was killed had not written to its end."""
-    if path.exists():
-        with path.open("r+b") as file:
-            file.truncate(file.read().rfind(b"\n") + 1)
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        data = file.read()
+        whole = data.rfind(b"\n") + 1
+        if data[whole:].startswith(_BEGIN) and not _is_json(data[whole:]):
+            file.truncate(whole)
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """While no other run writes answers to ``path``.
+
+    Raises:
+        RequestError: another one does.
+        StorageError: the directory cannot be written.
+    """
+    with writing(path):
+        lock = FileLock(path.with_name(f".{path.name}.lock"))
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise RequestError(f"another run is writing to {path}; wait, or choose another file") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _is_json(data: bytes) -> bool:
+    try:
+        json.loads(data)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _answer(line: str, where: str) -> Answer:

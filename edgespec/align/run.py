@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from edgespec.align.answers import Answer, number_of
 from edgespec.encoding import Asked
-from edgespec_export.align.alignment import Alignment, Origin
+from edgespec_export.align.alignment import Alignment, Origin, read_alignment
 from edgespec_export.align.merge import open_aligned
 from edgespec_export.align.settings import Guesses, Text, TrainingOptions
 from edgespec_export.bundle_files import hash_files
@@ -15,7 +15,17 @@ from edgespec_models.bundle import Bundle
 from edgespec_models.errors import DeviceError, EdgespecError, RequestError, TokenizerError
 from edgespec_models.progress import ProgressCallback
 
-__all__ = ["ALIGNMENT", "Aligned", "Place", "align", "require_torch", "split_texts", "text_of"]
+__all__ = [
+    "ALIGNMENT",
+    "Aligned",
+    "Place",
+    "align",
+    "device_of",
+    "is_held_out",
+    "require_torch",
+    "split_texts",
+    "text_of",
+]
 
 ALIGNMENT, _STATE = "alignment.safetensors", "training.pt"
 _HELD_OUT = 10  # one of so many prompts measures and is never trained on
@@ -97,8 +107,13 @@ def split_texts(answers: Iterable[Answer], drafter: Bundle) -> tuple[list[Text],
     for answer in answers:
         text = text_of(answer, drafter)
         if text is not None:
-            sides[number_of(answer.prompt) % _HELD_OUT == 0].append(text)
+            sides[is_held_out(answer.prompt)].append(text)
     return sides
+
+
+def is_held_out(prompt: str) -> bool:
+    """Whether the answer to ``prompt`` measures and is never trained on: its own words say so."""
+    return number_of(prompt) % _HELD_OUT == 0
 
 
 def align(
@@ -138,13 +153,15 @@ def align(
         )
     if place.threads:
         torch.set_num_threads(place.threads)
-    device = _device(place.device)
+    device = device_of(place)
     with open_aligned(source, None) as checkpoint:
+        digest = hash_files(checkpoint.files, progress)
         decoder = TorchDecoder(
             checkpoint, options.trained, rank=options.rank, seed=options.seed, device=device
         )
-        teacher = None
+        teacher, taught = None, ""
         if place.reference is not None:
+            taught = read_alignment(place.reference).digest
             with open_aligned(source, place.reference) as aligned:
                 teacher = TorchDecoder(aligned, device=device)
         before = count_right(decoder, held, device=device, progress=progress)
@@ -153,6 +170,7 @@ def align(
             kept,
             options,
             place=place.out / _STATE,
+            known=digest + taught,
             reference=teacher,
             device=device,
             progress=progress,
@@ -160,9 +178,8 @@ def align(
         changes = decoder.changes()
         decoder.take(changes)  # rounded as they are kept
         after = count_right(decoder, held, device=device, progress=progress)
-        digest = hash_files(checkpoint.files, progress)
     tokens = sum(len(text.tokens) - text.start for text in kept)
-    recipe = {name: str(value) for name, value in asdict(options).items()}
+    recipe = {name: str(value) for name, value in {**asdict(options), "reference": taught[:16]}.items()}
     shares = Aligned.share(before), Aligned.share(after)
     origin = Origin(facts["model"], digest, facts["target"], tokens, *shares, recipe, facts["licence"])
     path = place.out / ALIGNMENT
@@ -170,9 +187,15 @@ def align(
     return Aligned(path, size, len(kept), tokens, len(held), steps, before, after)
 
 
-def _device(wanted: str) -> str:
+def device_of(place: Place) -> str:
+    """Where training runs, as PyTorch calls it.
+
+    Raises:
+        DeviceError: there is no such device.
+    """
     import torch
 
+    wanted = place.device
     if wanted == "cuda" and not torch.cuda.is_available():
         raise DeviceError("PyTorch finds no CUDA device here; use --device cpu, or install its CUDA build")
     return "cuda" if wanted == "auto" and torch.cuda.is_available() else wanted.replace("auto", "cpu")

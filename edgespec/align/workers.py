@@ -39,7 +39,8 @@ def answering_at_once(
         threads: of each; 0 takes all cores of a machine of the cluster, or shares this one's.
 
     Raises:
-        EdgespecError: Ray is not installed, a model cannot be loaded, or a worker ended.
+        EdgespecError: Ray is not installed, a model cannot be loaded, or the cluster or a worker
+            is gone.
     """
     here = "RAY_ADDRESS" not in os.environ
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # or Ray would tell its makers
@@ -55,23 +56,19 @@ def answering_at_once(
     if here:
         threads = threads or max(1, default_threads() // workers)
     where = "local" if here else None
-    ray.init(where, include_dashboard=False, log_to_driver=False, logging_level="error")
     try:
+        ray.init(where, include_dashboard=False, log_to_driver=False, logging_level="error")
         # Ray would wait for good where it has fewer cores than it is told that they need.
         worker = ray.remote(_Worker).options(num_cpus=0, scheduling_strategy="SPREAD")
         pool = ActorPool([worker.remote(names, threads) for _ in range(workers)])
 
         def answering(prompts: Sequence[Prompt]) -> Iterator[Answer | None]:
-            try:
-                yield from pool.map_unordered(
-                    lambda each, prompt: each.answer.remote(prompt, asking), prompts
-                )
-            except ray.exceptions.RayActorError as error:
-                cause = error.__cause__ or error
-                raise EdgespecError(
-                    f"a worker ended: {cause}. Run the same command again to go on"
-                ) from error
+            yield from pool.map_unordered(lambda one, prompt: one.answer.remote(prompt, asking), prompts)
 
         yield answering
+    except EdgespecError:
+        raise  # a model's, also from a worker
+    except (ray.exceptions.RayError, ConnectionError) as error:
+        raise EdgespecError(f"the workers ended: {error}. Run the same command again to go on") from error
     finally:
         ray.shutdown()

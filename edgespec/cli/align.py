@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from edgespec.align.answers import Answer, Answering, Asking
-    from edgespec.align.run import Aligned
+    from edgespec.align.run import Aligned, Place
     from edgespec.prompts import Prompt
     from edgespec_models.progress import ProgressCallback
 
 __all__ = ["align"]
+
+_LONGEST_NAME, _LONGEST_LICENCE = 200, 2000  # characters, in an alignment
 
 
 def align(
@@ -138,21 +140,22 @@ def align(
         require_torch()
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
+    # What may be wrong is found now, not when the target has answered for hours.
     names, place = (target, drafter), answers or out / "answers.jsonl"
-    asking = Asking(max_new_tokens, tuple(temperature or (0.0, 0.8)))
+    options = TrainingOptions(train, rank, rate, passes, batch_tokens, keep, seed)
+    where, facts = Place(out, device, threads, reference), _facts(names, licence)
+    asking = Asking(max_new_tokens, tuple(temperature or (0.0, 0.8)), facts["target"])
+    recorded = [answer for file in answers_from or () for answer in read_answers(file)]
     with progress_bars() as progress:
-        source = None if answers_only else _checkpoint(drafter, progress)
+        source = None if answers_only else _checkpoint(drafter, where, progress)
         answering = _answering(names, asking, (workers, threads), progress)
-        known = _answered(_prompts(prompts, answers_from), place, answering, progress)
+        known = _answered(_prompts(prompts, answers_from), place, asking.target, answering, progress)
         if source is None:
             _tell(place, len(known), as_json)
             return
-        known += [answer for file in answers_from or () for answer in read_answers(file)]
-        options = TrainingOptions(train, rank, rate, passes, batch_tokens, keep, seed)
-        where = Place(out, device, threads, reference)
         bundle = open_model(drafter, "drafter", progress=progress)
-        texts = split_texts(known, bundle)
-        result = run(source, texts, options, where, facts=_facts(names, licence), progress=progress)
+        texts = split_texts(known + recorded, bundle)
+        result = run(source, texts, options, where, facts=facts, progress=progress)
     if as_json:
         print_json(result.to_json())
     else:
@@ -166,16 +169,18 @@ def _tell(place: Path, count: int, as_json: bool) -> None:
         output().print(f"{place}: {count} answers", markup=False, soft_wrap=True)
 
 
-def _checkpoint(drafter: str, progress: "ProgressCallback") -> Path:
-    """The drafter's, which is to be trained: looked at before the target has answered for hours."""
-    from edgespec_export.sources import open_checkpoint
+def _checkpoint(drafter: str, where: "Place", progress: "ProgressCallback") -> Path:
+    """The drafter's, which is to be trained ``where`` that can be done."""
+    from edgespec.align.run import device_of
+    from edgespec_export.align.merge import open_aligned
     from edgespec_models.errors import RequestError
     from edgespec_models.foreign import is_model
 
     source, _ = locate(drafter, progress)
     if is_model(source):
         raise RequestError(f"{drafter} is a bundle; give the checkpoint that it was exported from")
-    with open_checkpoint(source):
+    device_of(where)
+    with open_aligned(source, where.reference):
         return source
 
 
@@ -211,28 +216,34 @@ def _answering(
 def _answered(
     prompts: "list[Prompt]",
     place: Path,
+    target: str,
     answering: "AbstractContextManager[Answering]",
     progress: "ProgressCallback",
 ) -> "list[Answer]":
-    """What was answered: now, and in earlier runs."""
-    from edgespec.align.answers import read_answers, unanswered, write_answers
+    """What ``target`` answered: now, and in earlier runs."""
+    from edgespec.align.answers import alone, read_answers, unanswered, write_answers
 
-    if unanswered(prompts, place):
-        with answering as given:
-            skipped = write_answers(given, prompts, place, progress)
-        if skipped:
-            note(f"{skipped} prompts are longer than the target can hold; they were left out")
-    return read_answers(place) if place.exists() else []
+    with alone(place):
+        if unanswered(prompts, place, target):
+            with answering as given:
+                skipped = write_answers(given, prompts, place, progress, target=target)
+            if skipped:
+                note(f"{skipped} prompts are longer than the target can hold; they were left out")
+        return read_answers(place) if place.exists() else []
 
 
 def _facts(names: tuple[str, str], licence: str) -> dict[str, str]:
     """What the file tells of target and drafter."""
     from edgespec_models.catalog import entries
+    from edgespec_models.errors import RequestError
 
+    if len(licence) > _LONGEST_LICENCE:
+        raise RequestError(f"--licence has {len(licence):,} characters, and may have {_LONGEST_LICENCE:,}")
     target, drafter = (entries().get(name) for name in names)
     if not licence and target is not None and drafter is not None:
         licence = f"drafter: {drafter.licence}; model that wrote the answers: {target.licence}"
-    return {"target": Path(names[0]).name, "model": Path(names[1]).name, "licence": licence}
+    known = (Path(name).resolve().name[:_LONGEST_NAME] or "unnamed" for name in names)
+    return {**dict(zip(("target", "model"), known, strict=True)), "licence": licence}
 
 
 def _show(result: "Aligned") -> None:

@@ -14,6 +14,7 @@ from edgespec_models.moving import move
 
 __all__ = ["check_place", "staging", "storage_errors"]
 
+_OLD = "-old"
 _FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 
 
@@ -59,7 +60,10 @@ def staging(out: Path) -> Iterator[Path]:
     with _parents(out):
         prefix = f".{out.name}.partial-"
         for stale in leftovers(out.parent, prefix):
-            shutil.rmtree(stale, ignore_errors=True)
+            if stale.name.endswith(_OLD) and not out.exists():
+                move(stale, out)  # what a killed export had only begun to replace
+            else:
+                shutil.rmtree(stale, ignore_errors=True)
         folder = out.with_name(f"{own_name(prefix)}{token_hex(4)}")
         try:
             folder.mkdir(mode=0o755)
@@ -86,7 +90,7 @@ def _parents(out: Path) -> Iterator[None]:
 
 def _place(folder: Path, out: Path) -> None:
     if out.exists():
-        old = folder.with_name(folder.name + "-old")
+        old = folder.with_name(folder.name + _OLD)
         move(out, old)
         try:
             move(folder, out)

@@ -189,10 +189,11 @@ def _codes(file: SafetensorsFile, name: str) -> Codes:
     if codes.ndim != 2 or name + _SCALES not in file.names:
         raise ModelFileError(f"{where} is no matrix with a scale for every row. {_REMEDY}.")
     tensor = file.tensor(name + _SCALES)
-    scales = file.read(tensor).reshape(-1).view(np.float32)
-    if tensor.shape != codes.shape[:1] or tensor.type.name != "F32" or not np.isfinite(scales).all():
-        raise ModelFileError(f"the scales of {where} are not finite numbers, one for every row. {_REMEDY}.")
-    return Codes(codes, scales)
+    if tensor.shape == codes.shape[:1] and tensor.type.name == "F32":
+        scales = file.read(tensor).reshape(-1).view(np.float32)
+        if np.isfinite(scales).all():
+            return Codes(codes, scales)
+    raise ModelFileError(f"the scales of {where} are not finite numbers, one for every row. {_REMEDY}.")
 
 
 def _tensor(part: str) -> str:

@@ -34,13 +34,15 @@ _SAVE_S: Final = 120.0
 class _Run:
     """A training run: batches in their order, the optimizer, and where it stands."""
 
-    def __init__(self, decoder: TorchDecoder, texts: Sequence[Text], options: TrainingOptions) -> None:
+    def __init__(
+        self, decoder: TorchDecoder, texts: Sequence[Text], options: TrainingOptions, known: str
+    ) -> None:
         self._decoder, self.options = decoder, options
         self.batches = _batches(texts, options)
         self.rate = RATES[options.trained] if options.rate is None else options.rate
         self.optimizer = torch.optim.AdamW(decoder.parameters.values(), lr=self.rate, weight_decay=0.0)
         self.step = 0
-        self.key = hashlib.sha256(repr((asdict(options), list(texts))).encode()).hexdigest()
+        self.key = hashlib.sha256(repr((asdict(options), list(texts), known)).encode()).hexdigest()
 
     def rate_at(self, step: int) -> float:
         """Warm-up, then half a cosine down to nothing."""
@@ -90,6 +92,7 @@ def train(
     options: TrainingOptions,
     *,
     place: Path | None = None,
+    known: str = "",
     reference: TorchDecoder | None = None,
     device: str = "cpu",
     progress: ProgressCallback = ignore_progress,
@@ -101,15 +104,17 @@ def train(
         texts: at least one.
         options: how.
         place: a file for what was reached, written every two minutes; a run that finds it goes on there.
+        known: of what else the run is: the file at ``place`` is of this too.
         reference: an aligned drafter, whose losses choose the tokens that count.
         device: the decoders'.
         progress: told of steps.
 
     Raises:
-        RequestError: the file at ``place`` is of another run.
+        RequestError: the file at ``place`` is of another run, or the rate is so high that the loss grows
+            without bound.
         StorageError: it cannot be written.
     """
-    run, saved_at = _Run(decoder, texts, options), monotonic()
+    run, saved_at = _Run(decoder, texts, options, known), monotonic()
     if place is not None and place.exists():
         run.load(place)
     for index in range(run.step, len(run.batches)):
@@ -117,6 +122,11 @@ def train(
         for group in run.optimizer.param_groups:
             group["lr"] = run.rate_at(index)
         loss = _loss(decoder, reference, _batch(run.batches[index], device), options.keep)
+        if not torch.isfinite(loss):
+            raise RequestError(
+                f"the loss of step {index + 1} is no finite number: a rate of {run.rate:g} is too high; give "
+                "a lower one with --rate"
+            )
         run.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call,unused-ignore]
         torch.nn.utils.clip_grad_norm_(decoder.parameters.values(), _LONGEST)
