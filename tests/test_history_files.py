@@ -345,6 +345,7 @@ def test_proposals_that_cost_more_than_they_bring_pause(
     assert drafter.propose(tokens, 6) == NO_DRAFT
     assert drafter.extend(tokens, NO_DRAFT, 6) == NO_DRAFT
     assert remarks.rolled_back[0].startswith("files of the history: ") and "they pause" in caplog.text
+    assert [record.name for record in caplog.records] == ["edgespec"]
     for _ in range(16):
         drafter.observe(round_of(0))
     assert drafter.propose(tokens, 6) != NO_DRAFT
