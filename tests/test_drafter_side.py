@@ -16,7 +16,7 @@ from edgespec.pricing import Pricing
 from edgespec.request import Request, RequestOptions
 from edgespec.results import Remarks
 from edgespec.sessions import Running
-from edgespec_models.tokenizer import SpecialTokens, Tokenizer
+from edgespec_models.tokenizer import SpecialTokens
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.devices import KINDS
 from edgespec_runtimes.discovery import Device
@@ -115,26 +115,6 @@ def test_words_of_the_prompt_are_offered_to_a_trimmed_head() -> None:
     side._vocabulary(prompt, Request())
     assert offered == [context_tokens(prompt, side.bundle.tokenizer, kept)]
     assert {300, 310} <= set(offered[0]) and 20 not in offered[0]
-
-
-def test_a_words_other_spellings_differ_in_a_space_before_it_and_in_its_first_letter() -> None:
-    words = [b"Xavier", b" Xavier", b"xavier", b" xavier", b"avier", b"XAVIER", b"said", b"Said"]
-
-    class Words:
-        def is_special(self, token: int) -> bool:
-            return False
-
-        def token_bytes(self, token: int) -> bytes:
-            return words[token]
-
-        def id_of_bytes(self, word: bytes) -> int | None:
-            return words.index(word) if word in words else None
-
-    def offered(*prompt: int) -> list[int]:
-        return sorted(context_tokens(prompt, cast(Tokenizer, Words()), np.array([6], np.int32)))
-
-    assert [offered(word) for word in range(4)] == [[0, 1, 2, 3]] * 4
-    assert offered(6) == [7]
 
 
 def _offered(prompt: list[int], rounds: Sequence[Sequence[int]]) -> list[Any]:

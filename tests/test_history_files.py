@@ -332,6 +332,14 @@ def test_a_damaged_index_is_no_reason_to_stop(project: Path, caplog: pytest.LogC
     assert len(caplog.records) == 1
 
 
+def test_a_single_token_is_drafted_too(tmp_path: Path) -> None:
+    index = FileIndex(index_of(tmp_path, [CODE.encode()]))
+    tokens = toy_tokenizer().encode(CODE[:60])
+    drafts = [_drafter(index).propose(tokens[:30], limit).tokens for limit in range(3)]
+    assert drafts == [(), tuple(tokens[30:31]), tuple(tokens[30:32])]
+    index.close()
+
+
 def test_proposals_that_cost_more_than_they_bring_pause(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -267,6 +267,31 @@ def test_a_file_whose_log_alone_is_marked_was_ours(path: Path) -> None:
     assert path.read_bytes()[68:72] == APPLICATION.to_bytes(4, "big")
 
 
+def test_all_that_is_kept_beside_a_file_in_use_is_known(path: Path) -> None:
+    store = Store.open(path)
+    store.merge(SCOPE, delta_of(passage_of(1)), text_of)
+    beside = {file.name for file in path.parent.iterdir()} - {path.name}
+    assert beside == {f"{path.name}-wal", f"{path.name}-shm"}
+    assert beside <= {file.name for file in ownership.companions(path)}
+    store.close()
+
+
+def test_what_cannot_be_read_is_not_kept_open(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = list[sqlite3.Connection]()
+    _database(_made(path), "PRAGMA user_version = 99").close()
+
+    def noted(path: Path) -> sqlite3.Connection:
+        opened.append(ownership.open_unlocked(path))
+        return opened[-1]
+
+    monkeypatch.setattr(schema, "open_unlocked", noted)
+    with pytest.raises(StorageError):
+        schema.connect_read_only(path)
+    assert len(opened) == 1
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        opened[0].execute("SELECT 1")
+
+
 @pytest.mark.parametrize("damage", [lambda data: data[:100] + b"?" * 5000, lambda data: data[:4096]])
 def test_what_was_ours_is_set_aside_with_its_companions_or_deleted(
     path: Path, damage: Callable[[bytes], bytes]
