@@ -371,10 +371,10 @@ def test_an_idle_model_has_no_thread_and_goes_when_nobody_holds_it() -> None:
     model.generate(PROMPTS[0], max_new_tokens=NEW)
     settle()
     assert model._worker._thread is None
-    gone = [ref(model), ref(model._worker)]
+    gone, worker = ref(model), ref(model._worker)
     del model
     gc.collect()
-    assert [each() for each in gone] == [None, None]
+    assert gone() is None and worker() is None
 
 
 def test_a_program_may_end_while_an_answer_is_written() -> None:
