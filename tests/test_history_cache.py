@@ -215,6 +215,12 @@ class TestMemory:
             memory.judge(Found(2, length, count, share, entry, 1), True)
         assert [*delta.verdicts] == ["unique 1", "agreed 2", "most 3", "split 4"]
 
+    def test_before_any_verdict_one_occurrence_counts_by_its_length_and_several_by_their_votes(self) -> None:
+        entry = Entry(Passage((), (1, 2)), 1.0)
+        memory = Memory(Snapshot(entries=[entry]), max_tokens=100)
+        one, two = (memory.estimate(Found(2, 3, count, 0.5, entry, 1)) for count in (1, 2))
+        assert (one, two) == pytest.approx((9 / 15, 0.25 * 3 / 4))
+
     def test_what_is_learned_is_found_from_the_next_refresh_on(self) -> None:
         memory, text = _memory(), _noise(1, 100)
         memory.learn(cut(text))

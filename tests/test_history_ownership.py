@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -276,20 +277,24 @@ def test_all_that_is_kept_beside_a_file_in_use_is_known(path: Path) -> None:
     store.close()
 
 
-def test_what_cannot_be_read_is_not_kept_open(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = list[sqlite3.Connection]()
+@pytest.mark.parametrize("use", [schema.connect, schema.connect_read_only])
+def test_what_cannot_be_read_is_not_kept_open(
+    path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[Path], sqlite3.Connection]
+) -> None:
+    opened, connect = list[sqlite3.Connection](), sqlite3.connect
     _database(_made(path), "PRAGMA user_version = 99").close()
 
-    def noted(path: Path) -> sqlite3.Connection:
-        opened.append(ownership.open_unlocked(path))
+    def noted(*arguments: Any, **options: Any) -> sqlite3.Connection:
+        opened.append(connect(*arguments, **options))
         return opened[-1]
 
-    monkeypatch.setattr(schema, "open_unlocked", noted)
-    with pytest.raises(StorageError):
-        schema.connect_read_only(path)
-    assert len(opened) == 1
-    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
-        opened[0].execute("SELECT 1")
+    monkeypatch.setattr(sqlite3, "connect", noted)
+    with pytest.raises(StorageError, match=r"version 99|another format"):
+        use(path)
+    assert opened
+    for each in opened:
+        with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+            each.execute("SELECT 1")
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:100] + b"?" * 5000, lambda data: data[:4096]])
