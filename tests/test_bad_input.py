@@ -103,9 +103,9 @@ def test_malformed_files(tmp_path: Path, name: str) -> None:
     refused(tmp_path, content, ModelFileError, match)
 
 
-@pytest.mark.parametrize("version", [0, 1, 4, 0x03000000])
+@pytest.mark.parametrize("version", [0, 1, 4, 0x03000000, 2**32 - 1])
 def test_other_versions(tmp_path: Path, version: int) -> None:
-    match = "big-endian" if version > 9 else f"version {version}"
+    match = "big-endian" if version == 0x03000000 else f"version {version};"
     refused(tmp_path, gguf(0, 0, version=version), UnsupportedModelError, match)
 
 
