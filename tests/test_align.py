@@ -2,28 +2,18 @@
 
 import errno
 import json
-import sys
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from edgespec import engine
-from edgespec.align import answers
-from edgespec.align.answers import Asking, read_answers, unanswered, write_answers
-from edgespec.align.run import split_texts
 from edgespec.cli import app
-from edgespec.drafting.context import context_tokens
-from edgespec.prompts import Prompt
 from edgespec_export import plan
 from edgespec_export.align.alignment import Alignment, Codes, Origin, read_alignment
 from edgespec_export.align.merge import open_aligned
-from edgespec_export.align.settings import Text
 from edgespec_export.blocks import F32
 from edgespec_export.bundle_files import hash_files
 from edgespec_export.export import ExportOptions, export_model
@@ -32,12 +22,9 @@ from edgespec_export.sources import open_checkpoint
 from edgespec_export.stored_weights import StoredWeights
 from edgespec_export.trim import TrimOptions
 from edgespec_models.bundle import Bundle
-from edgespec_models.errors import DoesNotFit, ModelFileError, RequestError, StorageError
+from edgespec_models.errors import ModelFileError, RequestError, StorageError
 from edgespec_models.progress import ignore_progress
-from edgespec_runtimes.cpu import CpuSession
-from tests.fake_model import FakeModel
 from tests.gguf_for_tests import FORMATS, HEAD_DIM, HEADS, HIDDEN, tiny_gguf
-from tools import first_guesses
 
 ORIGIN = Origin("drafter", "0" * 64, "target", 1234, 0.5, 0.625, {"rank": "2"}, "Apache-2.0")
 
@@ -299,162 +286,4 @@ def test_where_none_can_be_it_is_refused(
 ) -> None:
     with pytest.raises(RequestError, match=words):
         export_model(source, tmp_path / "out", options=ExportOptions(alignment=file, **options))
-    assert not (tmp_path / "out").exists()
-
-
-PROMPTS = tuple(Prompt(f"p{i}", "even" if i % 2 == 0 else "odd", (f"question {i}",)) for i in range(12))
-
-
-def _asked(model: FakeModel, place: Path, prompts: Sequence[Prompt] = PROMPTS) -> int:
-    return write_answers(model.as_model(), prompts, place, Asking(max_new_tokens=7), ignore_progress)
-
-
-def test_answers_are_written_line_by_line(tmp_path: Path) -> None:
-    model, place = FakeModel(), tmp_path / "answers.jsonl"
-    assert _asked(model, place) == 0
-    answers = read_answers(place)
-    assert [answer.prompt for answer in answers] == [prompt.turns[0] for prompt in PROMPTS]
-    assert {answer.category for answer in answers} == {"even", "odd"}
-    assert {answer.target for answer in answers} == {"fake-target"}
-    assert {answer.temperature for answer in answers} == {0.0, 0.8}
-    seeds = {options["seed"] for _, options in model.calls}
-    assert len(seeds) == len(PROMPTS) and {options["max_new_tokens"] for _, options in model.calls} == {7}
-    assert not unanswered(PROMPTS, place)
-
-
-def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
-    whole, place = tmp_path / "whole.jsonl", tmp_path / "answers.jsonl"
-    _asked(FakeModel(), whole)
-
-    def stop(count: int) -> None:
-        if count == 5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        _asked(FakeModel(on_call=stop), place)
-    kept = place.read_bytes()
-    assert whole.read_bytes().startswith(kept) and len(read_answers(place)) in (4, 5)
-    place.write_bytes(kept + b'{"prompt": "question 7", "te')  # killed in the middle of a line
-    model = FakeModel()
-    _asked(model, place)
-    assert place.read_bytes() == whole.read_bytes()
-    assert len(model.calls) == len(PROMPTS) - len(kept.splitlines())
-
-
-def test_what_does_not_fit_is_left_out(tmp_path: Path) -> None:
-    def refuse(count: int) -> None:
-        if count in (2, 3):
-            raise DoesNotFit("too long")
-
-    assert _asked(FakeModel(on_call=refuse), tmp_path / "a.jsonl") == 2
-    assert len(read_answers(tmp_path / "a.jsonl")) == len(PROMPTS) - 2
-
-
-def test_a_disk_that_is_full_keeps_the_answers_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place, write = tmp_path / "a.jsonl", answers._write
-
-    def full(file: Any, answer: Any) -> None:
-        if answer.prompt == "question 3":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(file, answer)
-
-    monkeypatch.setattr(answers, "_write", full)
-    with pytest.raises(StorageError, match="disk is full"):
-        _asked(FakeModel(), place)
-    assert len(read_answers(place)) == 3
-
-
-def test_a_prompt_that_stands_twice_is_asked_once(tmp_path: Path) -> None:
-    model = FakeModel()
-    _asked(model, tmp_path / "a.jsonl", (*PROMPTS, *PROMPTS[:3]))
-    assert len(model.calls) == len(PROMPTS)
-
-
-def test_answers_from_elsewhere_need_a_prompt_and_a_text(tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text('{"prompt": "a", "text": "b", "more": 1}\n\n', encoding="utf-8")
-    assert asdict(read_answers(file)[0])["text"] == "b"
-    for line in ("{", "[]", '{"prompt": "a"}', '{"prompt": "", "text": "b"}', '{"prompt": "a", "text": 1}'):
-        file.write_text(line, encoding="utf-8")
-        with pytest.raises(RequestError, match="line 1"):
-            read_answers(file)
-    with pytest.raises(RequestError, match="cannot read"):
-        read_answers(tmp_path / "none.jsonl")
-
-
-def test_texts_are_as_the_drafter_reads_them(tmp_path: Path) -> None:
-    model, place = FakeModel(), tmp_path / "answers.jsonl"
-    prompts = [Prompt(f"p{i}", "c", (f"question {i}",)) for i in range(80)]
-    _asked(model, place, prompts)
-    drafter = _export(tiny_gguf("llama", "Q8_0").write(tmp_path / "m.gguf"), tmp_path / "drafter")
-    kept, held = split_texts(read_answers(place), drafter)
-    assert len(kept) + len(held) == 80 and 2 <= len(held) <= 20
-    again, held_again = split_texts(reversed(read_answers(place)), drafter)
-    assert set(held) == set(held_again) and set(again) == set(kept)
-    tokenizer = drafter.tokenizer
-    answers = {answer.text: answer for answer in read_answers(place)}
-    for text in kept:
-        written = tokenizer.decode(text.tokens[text.start :])
-        assert answers[written].category == text.category
-
-
-@pytest.mark.parametrize("trim", ["full", 320])
-def test_first_guesses_are_what_the_logits_say(tmp_path: Path, trim: Any) -> None:
-    options = ExportOptions(role="drafter", trim=TrimOptions(trim))
-    export_model(tiny_gguf("gemma3", "Q8_0").write(tmp_path / "m.gguf"), tmp_path / "d", options=options)
-    bundle = Bundle(tmp_path / "d")
-    prompt, session = [5, 17, 300, 2, 41, 17], CpuSession(bundle)
-    if bundle.head_tokens is not None:
-        session.offer(context_tokens(prompt, bundle.tokenizer, bundle.head_tokens))
-    ids = list(prompt)
-    for _ in range(70):  # what it writes itself, one pass a token
-        best = session.predict_next(ids).best(0)
-        ids.append(best if session.head_tokens is None else int(session.head_tokens[best]))
-    assert first_guesses.count(session, bundle, Text(tuple(ids), len(prompt))) == 70
-    ids[-1] += 1
-    assert first_guesses.count(session, bundle, Text(tuple(ids), len(prompt))) == 69
-    session.close()
-
-
-def _align(*options: str) -> Any:
-    result = CliRunner().invoke(app, ["align", *options])
-    return result.exit_code, result.stdout, " ".join(result.stderr.split())
-
-
-def test_answers_only_writes_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, out, prompts = FakeModel(), tmp_path / "out", tmp_path / "prompts.jsonl"
-    prompts.write_text('{"id": "a", "category": "c", "turns": ["Who?", "Why?"]}', encoding="utf-8")
-    loaded = []
-
-    def load(target: str, drafter: str, **settings: Any) -> FakeModel:
-        loaded.append((target, drafter))
-        return model
-
-    monkeypatch.setattr(engine, "load", load)
-    options = ("d", "--target", "t", "-o", str(out), "--prompts", str(prompts), "--answers-only", "--json")
-    monkeypatch.setitem(sys.modules, "torch", None)  # which is not needed for that
-    code, said, _ = _align(*options, "--temperature", "0.5")
-    assert (code, json.loads(said)) == (0, {"path": str(out / "answers.jsonl"), "answers": 1})
-    assert _align(*options)[0] == 0
-    assert loaded == [("t", "d")] and len(model.calls) == 1  # the second run found all there
-    assert [(answer.prompt, answer.temperature) for answer in read_answers(out / "answers.jsonl")] == [
-        ("Who?", 0.5)
-    ]
-
-
-def test_a_bundle_is_no_checkpoint(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
-    _export(source, tmp_path / "bundle")
-    code, _, said = _align(str(tmp_path / "bundle"), "--target", "t", "-o", str(tmp_path / "out"))
-    assert code == 1 and "is a bundle; give the checkpoint" in said
-    code, _, said = _align(str(tmp_path / "none.gguf"), "--target", "t", "-o", str(tmp_path / "out"))
-    assert code == 1 and "does not exist" in said
-
-
-def test_without_pytorch_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
-    code, _, said = _align("d", "--target", "t", "-o", str(tmp_path / "out"))
-    assert code == 1 and "pip install 'edgespec[align]'" in said
     assert not (tmp_path / "out").exists()

@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgespec_export import plan, writer
+from edgespec_export import plan, staging, writer
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.parity import Golden
-from edgespec_export.staging import staging
 from edgespec_export.trim import TrimOptions
 from edgespec_models.bundle import MANIFEST, REPORT, WEIGHTS, Bundle
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import RequestError
+from edgespec_models.moving import move
 from edgespec_models.progress import Progress
 from edgespec_runtimes.cpu import CpuSession
 from tests.gguf_for_tests import ARCHITECTURES, CONTEXT, FORMATS, TinyGGUF, reference_weights, tiny_gguf
@@ -224,10 +224,24 @@ def test_leftovers_of_dead_processes_go_and_those_of_live_ones_stay(tmp_path: Pa
 
 def test_what_is_being_made_names_its_process(tmp_path: Path) -> None:
     """By that name :func:`leftovers` tells what a program that was killed has left."""
-    with staging(tmp_path / "out"):
+    with staging.staging(tmp_path / "out"):
         (private,) = tmp_path.iterdir()
         assert private.name.startswith(f".out.partial-{os.getpid()}-")
     assert not private.exists()
+
+
+def test_a_kill_right_after_the_last_move_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, seen = tiny_gguf("llama").write(tmp_path / "m.gguf"), list[list[str]]()
+
+    def look(folder: Path, out: Path) -> None:
+        move(folder, out)
+        seen.append(sorted(path.name for path in tmp_path.iterdir()))
+
+    monkeypatch.setattr(staging, "move", look)
+    export_model(source, tmp_path / "out")
+    assert seen == [["m.gguf", "out"]]
 
 
 def test_wrong_requests_are_refused(tmp_path: Path) -> None:

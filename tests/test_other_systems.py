@@ -21,9 +21,8 @@ from edgespec.cli import serve as serve_command
 from edgespec.files import write_text
 from edgespec.history.manage import History
 from edgespec.machine import describe_machine
-from edgespec_export import export as exporting
+from edgespec_export import staging
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_export.staging import place
 from edgespec_models.errors import RequestError
 from edgespec_models.moving import move
 from edgespec_models.paths import home
@@ -59,9 +58,8 @@ class TestMoves:
         return left
 
     def test_files_and_folders_get_there(self, tmp_path: Path, windows: None, refusals: list[float]) -> None:
-        (tmp_path / "new").mkdir()
-        (tmp_path / "new" / "file").write_bytes(b"content")
-        place(tmp_path / "new", tmp_path / "out")
+        with staging.staging(tmp_path / "out") as folder:
+            (folder / "file").write_bytes(b"content")
         assert not refusals
         assert (tmp_path / "out" / "file").read_bytes() == b"content"
 
@@ -108,9 +106,9 @@ class TestOpenFiles:
 
         def look(folder: Path, out: Path) -> None:
             seen.append(held(folder))
-            place(folder, out)
+            move(folder, out)
 
-        monkeypatch.setattr(exporting, "place", look)
+        monkeypatch.setattr(staging, "move", look)
         source = tiny_gguf("llama").write(tmp_path / "m.gguf")
         export_model(source, tmp_path / "out", options=ExportOptions(role=role, weights=weights))
         assert seen == [[]] and held(tmp_path) == []

@@ -61,7 +61,7 @@ def drafting(target: Bundle, drafter: Bundle | None, options: CpuOptions) -> Mod
         second = Running(drafter, CpuSession(drafter, options), NOTHING, place(drafter))
     same = drafter is not None and drafter.tokenizer.matches(target.tokenizer)
     loaded = Loaded(Running(target, session, FLAT, place(target)), second, same)
-    return Model(loaded, options=LoadOptions(cache_bytes=0), clock=lambda: session.now)
+    return Model(loaded, options=LoadOptions(max_draft=8, cache_bytes=0), clock=lambda: session.now)
 
 
 def compare(

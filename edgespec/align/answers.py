@@ -8,12 +8,13 @@ for the reader and the next run:
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 from edgespec.prompts import Prompt
+from edgespec.request import RequestOptions
 from edgespec.trial import ask
 from edgespec_export.align.alignment import writing
 from edgespec_models.errors import DoesNotFit, RequestError
@@ -23,7 +24,16 @@ from edgespec_models.schema import check_fields, length, read, within
 if TYPE_CHECKING:
     from edgespec.engine import Model
 
-__all__ = ["Answer", "Asking", "number_of", "read_answers", "unanswered", "write_answers"]
+__all__ = [
+    "Answer",
+    "Answering",
+    "Asking",
+    "answer",
+    "number_of",
+    "read_answers",
+    "unanswered",
+    "write_answers",
+]
 
 _REMEDY = 'Give one JSON object a line, with "prompt" and "text"'
 
@@ -65,6 +75,10 @@ class Asking:
         check_fields(self)
 
 
+Answering = Callable[[Sequence[Prompt]], Iterable[Answer | None]]
+"""Answers prompts, each once, in any order; None stands for one that does not fit."""
+
+
 def number_of(prompt: str) -> int:
     """A number that is the prompt's own, from 0 to 2 ** 31 - 1: the same in every run and file."""
     return int.from_bytes(hashlib.sha256(prompt.encode(errors="replace")).digest()[:4]) >> 1
@@ -93,11 +107,11 @@ def unanswered(prompts: Sequence[Prompt], path: Path) -> list[Prompt]:
 
 
 def write_answers(
-    model: "Model", prompts: Sequence[Prompt], path: Path, asking: Asking, progress: ProgressCallback
+    answering: Answering, prompts: Sequence[Prompt], path: Path, progress: ProgressCallback
 ) -> int:
-    """Have ``model`` answer the prompts that ``path`` has no answer to; returns how many did not fit.
+    """Have the prompts answered that ``path`` has no answer to; returns how many did not fit.
 
-    Each answer is in the file before the next is begun.
+    Each answer is in the file before the next is asked for.
 
     Raises:
         RequestError: the file is not one of answers.
@@ -106,27 +120,28 @@ def write_answers(
     wanted = unanswered(prompts, path)
     skipped, done = 0, len(prompts) - len(wanted)
     with writing(path), path.open("a", encoding="utf-8", newline="\n") as file:
-        for number, prompt in enumerate(wanted, start=done):
-            progress(Progress("Answering", number, len(prompts), "prompts"))
-            try:
-                _write(file, _ask(model, prompt, asking))
-            except DoesNotFit:
+        for number, said in enumerate(answering(wanted), start=done + 1):
+            if said is None:
                 skipped += 1
+            else:
+                _write(file, said)
+            progress(Progress("Answering", number, len(prompts), "prompts"))
     progress(Progress("Answering", len(prompts), len(prompts), "prompts"))
     return skipped
 
 
-def _ask(model: "Model", prompt: Prompt, asking: Asking) -> Answer:
+def answer(model: "Model", prompt: Prompt, asking: Asking) -> Answer | None:
+    """The answer of ``model`` to the first turn of ``prompt``; None where it does not fit."""
     said = prompt.turns[0]
     seed = number_of(said)
     temperature = asking.temperatures[seed % len(asking.temperatures)]
-    answer = ask(
-        model,
-        prompt,
-        {"max_new_tokens": asking.max_new_tokens, "temperature": temperature, "seed": seed},
-    )
-    complete = answer.finish_reason == "stop"
-    return Answer(said, answer.text, complete, prompt.category, temperature, model.target.manifest.name)
+    options = RequestOptions(max_new_tokens=asking.max_new_tokens, temperature=temperature, seed=seed)
+    try:
+        given = ask(model, prompt, options)
+    except DoesNotFit:
+        return None
+    complete = given.finish_reason == "stop"
+    return Answer(said, given.text, complete, prompt.category, temperature, model.target.manifest.name)
 
 
 def _write(file: TextIO, answer: Answer) -> None:

@@ -1,5 +1,6 @@
 """``edgespec align``: train a drafter on what its target writes."""
 
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,7 +12,10 @@ from edgespec.cli.export import locate
 from edgespec.cli.options import JsonFlag, Threads, load_model
 
 if TYPE_CHECKING:
-    from edgespec.align.answers import Answer, Asking
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+
+    from edgespec.align.answers import Answer, Answering, Asking
     from edgespec.align.run import Aligned
     from edgespec.prompts import Prompt
     from edgespec_models.progress import ProgressCallback
@@ -95,6 +99,14 @@ def align(
         typer.Option(help="Where training runs; auto takes a GPU if there is one."),
     ] = "auto",
     threads: Threads = 0,
+    workers: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="How many targets answer at once. More than one need Ray (extra 'ray'), and pay on the "
+            "cluster that RAY_ADDRESS names; without it they share this machine.",
+        ),
+    ] = 1,
     licence: Annotated[
         str, typer.Option(metavar="TEXT", help="What the file says of the licence of drafter and answers.")
     ] = "",
@@ -130,7 +142,8 @@ def align(
     asking = Asking(max_new_tokens, tuple(temperature or (0.0, 0.8)))
     with progress_bars() as progress:
         source = None if answers_only else _checkpoint(drafter, progress)
-        known = _answered(names, _prompts(prompts, answers_from), place, asking, threads, progress)
+        answering = _answering(names, asking, (workers, threads), progress)
+        known = _answered(_prompts(prompts, answers_from), place, answering, progress)
         if source is None:
             _tell(place, len(known), as_json)
             return
@@ -177,20 +190,36 @@ def _prompts(files: list[Path] | None, recorded: list[Path] | None) -> "list[Pro
     return [Prompt(f"shipped-{number}", "shipped", (text,)) for number, text in enumerate(texts)]
 
 
+@contextmanager
+def _answering(
+    names: tuple[str, str], asking: "Asking", how: tuple[int, int], progress: "ProgressCallback"
+) -> "Iterator[Answering]":
+    """Target ``names[0]`` with drafter ``names[1]``, so many of them with so many threads."""
+    from edgespec.align.answers import answer
+
+    workers, threads = how
+    if workers > 1:
+        from edgespec.align.workers import answering_at_once
+
+        with answering_at_once(names, asking, workers=workers, threads=threads) as answering:
+            yield answering
+    else:
+        with load_model(*names, threads=threads, progress=progress) as model:
+            yield lambda prompts: (answer(model, prompt, asking) for prompt in prompts)
+
+
 def _answered(
-    names: tuple[str, str],
     prompts: "list[Prompt]",
     place: Path,
-    asking: "Asking",
-    threads: int,
+    answering: "AbstractContextManager[Answering]",
     progress: "ProgressCallback",
 ) -> "list[Answer]":
-    """What target ``names[0]`` answered, with ``names[1]`` as its drafter: now, and in earlier runs."""
+    """What was answered: now, and in earlier runs."""
     from edgespec.align.answers import read_answers, unanswered, write_answers
 
     if unanswered(prompts, place):
-        with load_model(*names, threads=threads, progress=progress) as model:
-            skipped = write_answers(model, prompts, place, asking, progress)
+        with answering as given:
+            skipped = write_answers(given, prompts, place, progress)
         if skipped:
             note(f"{skipped} prompts are longer than the target can hold; they were left out")
     return read_answers(place) if place.exists() else []

@@ -18,7 +18,7 @@ from edgespec_export.bundle_files import (
 from edgespec_export.extra import require_extra
 from edgespec_export.quantization import Quantization
 from edgespec_export.report import ActivationRanges, ExportReport, FormatLoss
-from edgespec_export.staging import check_place, place, staging, storage_errors
+from edgespec_export.staging import check_place, staging, storage_errors
 from edgespec_export.trim import Tokens, Trim, TrimOptions
 from edgespec_models.bundle import GRAPH, MANIFEST, TOKENIZER, WEIGHTS, Bundle, KVType, Manifest, Role
 from edgespec_models.config import ModelConfig
@@ -117,7 +117,6 @@ def export_model(
             from edgespec_export.device_bundle import build_for_device
 
             report = build_for_device(source, folder, options, progress, started)
-        place(folder, out)
     return report
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from edgespec_export.staging import check_place, place, staging, storage_errors
+from edgespec_export.staging import check_place, staging, storage_errors
 from edgespec_models.errors import EdgespecError, ModelFileError
 from edgespec_models.foreign import is_model, open_bundle
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
@@ -97,7 +97,6 @@ def export_with_optimum(
         _run([found, "export", "onnx", "--model", str(source.resolve()), "--task", _TASK, str(folder)])
         progress(Progress("Exporting with Optimum", 1, 1, "model"))
         report = _tried(source, folder, started)
-        place(folder, out)
     return report
 
 

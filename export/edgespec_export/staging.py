@@ -2,16 +2,17 @@
 
 import errno
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from secrets import token_hex
+from stat import S_IMODE
 
 from edgespec_models.errors import ModelFileError, RequestError, StorageError
 from edgespec_models.leftovers import leftovers, own_name
 from edgespec_models.moving import move
 
-__all__ = ["check_place", "place", "staging", "storage_errors"]
+__all__ = ["check_place", "staging", "storage_errors"]
 
 _FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 
@@ -50,21 +51,25 @@ def check_place(source: Path, out: Path, *, overwrite: bool, replaceable: Callab
 
 @contextmanager
 def staging(out: Path) -> Iterator[Path]:
-    """A folder in a private one beside ``out``, to build in; gone afterwards unless it was moved away.
+    """A folder beside ``out`` to build in, which nobody else may enter. At the end it comes to its place.
 
-    So are the parents of ``out`` that had to be made, unless something came into them.
+    A directory that is there is replaced. After an error nothing is left, nor are the parents of ``out`` that
+    had to be made, unless something came into them.
     """
     with _parents(out):
         prefix = f".{out.name}.partial-"
         for stale in leftovers(out.parent, prefix):
             shutil.rmtree(stale, ignore_errors=True)
-        private = Path(tempfile.mkdtemp(prefix=own_name(prefix), dir=out.parent))
-        folder = private / "bundle"
+        folder = out.with_name(f"{own_name(prefix)}{token_hex(4)}")
         try:
-            folder.mkdir(mode=0o755)  # which the umask narrows
+            folder.mkdir(mode=0o755)
+            narrowed = S_IMODE(folder.stat().st_mode)  # by the umask
+            folder.chmod(narrowed & 0o700)
             yield folder
+            folder.chmod(narrowed)
+            _place(folder, out)
         finally:
-            shutil.rmtree(private, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
@@ -79,8 +84,7 @@ def _parents(out: Path) -> Iterator[None]:
                 parent.rmdir()
 
 
-def place(folder: Path, out: Path) -> None:
-    """Move the finished directory to ``out``, replacing one that is there."""
+def _place(folder: Path, out: Path) -> None:
     if out.exists():
         old = folder.with_name(folder.name + "-old")
         move(out, old)

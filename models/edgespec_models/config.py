@@ -12,6 +12,8 @@ FloatType = Literal["float32", "float16"]
 """What a graph of any shape computes in."""
 Architecture = Literal["llama", "mistral", "smollm3", "qwen2", "qwen3", "gemma3", "phi3"]
 Count = Annotated[int, within(1, 2**31 - 1)]
+Layers = Annotated[int, within(1, 4096)]
+"""Of a model: tables have a row for each, and the deepest models have some hundreds."""
 Context = Annotated[int, within(8, 2**21)]
 """Positions: enough for the self-test of a session; the rotary tables have a row for each."""
 AGAIN = "The file is damaged or of another version; export the model again"
@@ -34,7 +36,7 @@ class DecoderShape:
 
     architecture: Annotated[str, length(1)]
     vocab_size: Count
-    num_layers: Count
+    num_layers: Layers
     num_heads: Count
     num_kv_heads: Count
     head_dim: Count
