@@ -332,6 +332,11 @@ def test_a_damaged_index_is_no_reason_to_stop(project: Path, caplog: pytest.LogC
     assert len(caplog.records) == 1
 
 
+def test_each_namespace_has_an_index_of_its_own(tmp_path: Path) -> None:
+    paths = {added_files.index_path(tmp_path / "me.history", namespace) for namespace in ("", "mail", "code")}
+    assert len(paths) == 3 and {path.parent for path in paths} == {tmp_path.resolve()}
+
+
 def test_a_single_token_is_drafted_too(tmp_path: Path) -> None:
     index = FileIndex(index_of(tmp_path, [CODE.encode()]))
     tokens = toy_tokenizer().encode(CODE[:60])
