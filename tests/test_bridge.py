@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from edgespec.drafting.bridge import ByteBridge, IdentityBridge
+from edgespec.drafting.bridge import ByteBridge, IdentityBridge, encode_after
 from edgespec_models.errors import TokenizerError
 from edgespec_models.tokenizer import Tokenizer
 from tests.tokenizers_for_tests import CORPUS, byte_level_json, sentencepiece_json
@@ -248,3 +248,9 @@ def test_a_drafter_with_fewer_rows_drafts_nothing_behind_what_it_lacks() -> None
     with pytest.raises(TokenizerError, match="390 tokens, and not 403"):
         bridge.align([1, 403])
     assert IdentityBridge(390, 404).align([389]) == IdentityBridge(390).align([389]) == [389]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_where_nothing_stands_before_a_text_its_tokens_are_its_own(kind: str) -> None:
+    data = CORPUS[0].encode()
+    assert encode_after(tokenizer(kind), b"", data) == tokenizer(kind).encode_bytes(data)

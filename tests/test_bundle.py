@@ -92,6 +92,11 @@ def test_impossible_architecture_facts_are_refused(change: dict[str, Any]) -> No
         replace(LLAMA, **change)
 
 
+def test_it_is_said_how_many_rope_factors_there_must_be() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"there are 1 rope_factors for 16 frequencies"):
+        replace(LLAMA, rope_factors=(1.0,))
+
+
 def test_the_digest_follows_graph_and_weights_only(folder: Path) -> None:
     before = Bundle(folder).digest
     edit_manifest(folder, lambda m: m.update(name="other"))

@@ -19,6 +19,7 @@ from edgespec.costs import Costs, as_ranges, draft_gain, measure_costs
 from edgespec.report import render_costs
 from edgespec_models.bundle import Bundle
 from edgespec_models.errors import RequestError
+from edgespec_models.progress import Progress
 from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve, measure_cost
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.memory import memory_bandwidth, peak_memory_bytes
@@ -52,6 +53,14 @@ def _costs(bundle: Bundle, curve: CostCurve = CURVE, bandwidth: float = 1e6) -> 
     return Costs(
         bundle=bundle, options=CpuOptions(), threads=2, curve=curve, remembered=False, bandwidth=bandwidth
     )
+
+
+def test_progress_is_told_from_the_load_on(bundle: Bundle) -> None:
+    told = list[Progress]()
+    measure_costs(bundle, CpuOptions(), rows=(1,), fresh=True, progress=told.append)
+    loads = [each for each in told if each.stage == "Loading the model"]
+    assert loads == [Progress("Loading the model", done, 1, "models") for done in (0, 1)]
+    assert told[0] == loads[0] and told[-1] == loads[-1]
 
 
 def test_the_roofline_from_its_definition(bundle: Bundle) -> None:

@@ -6,8 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgespec_export import plan, staging
+from edgespec_export import plan, staging, writer
 from edgespec_export.export import ExportOptions, export_model
+from edgespec_export.parity import Golden
+from edgespec_export.trim import TrimOptions
 from edgespec_models.bundle import MANIFEST, REPORT, WEIGHTS, Bundle
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import ModelFileError, RequestError
@@ -117,6 +119,42 @@ def test_progress_reaches_its_end(tmp_path: Path) -> None:
     assert all(step.done == step.total for step in last.values())
 
 
+def test_what_has_a_reference_is_compared_text_by_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tiny_gguf("llama").write(tmp_path / "m.gguf")
+    export_model(source, tmp_path / "out")
+    session = CpuSession(Bundle(tmp_path / "out"))
+    logits = session.predict(TOKENS).logits.astype(np.float64)
+    session.close()
+    logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    ids = np.argsort(-logprobs, axis=1, kind="stable")[:, :4].astype(np.int32)
+    top = np.take_along_axis(logprobs, ids, 1).astype(np.float32)
+    golden = Golden("m", ("en", "code"), (tuple(TOKENS),) * 2, (ids,) * 2, (top,) * 2)
+    monkeypatch.setattr("edgespec_export.parity.find_golden", lambda digest: golden)
+    seen: list[Progress] = []
+    report = export_model(source, tmp_path / "again", progress=seen.append)
+    assert report.parity is not None and report.parity.positions == 2 * len(TOKENS)
+    assert report.parity.top1_agreement == 1.0 and report.parity.kl == pytest.approx(0.0, abs=1e-4)
+    assert list(dict.fromkeys(step.stage for step in seen)) == ["Reading", "Exporting", "Checking"]
+    checked = [step.done for step in seen if step.stage == "Checking" and step.total == 2]
+    assert checked == [0, 1]
+
+
+@pytest.mark.parametrize("trim", [None, TrimOptions(300)])
+def test_a_matrix_that_is_written_in_parts_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trim: TrimOptions | None
+) -> None:
+    source, digests = tiny_gguf("llama").write(tmp_path / "m.gguf"), set[str]()
+    kept = {} if trim is None else {"role": "drafter", "trim": trim}
+    for count, weights in enumerate((1 << 20, 1, 3000)):
+        monkeypatch.setattr(writer, "_CHUNK_WEIGHTS", weights)
+        options = ExportOptions(name="m", **kept)  # type: ignore[arg-type]
+        export_model(source, tmp_path / f"out{count}", options=options)
+        digests.add(Bundle(tmp_path / f"out{count}").digest)
+    assert len(digests) == 1
+
+
 def test_the_context_comes_from_the_file(tmp_path: Path) -> None:
     export_model(tiny_gguf("llama").write(tmp_path / "m.gguf"), tmp_path / "out")
     session = CpuSession(Bundle(tmp_path / "out"))
@@ -193,6 +231,14 @@ def test_a_bundle_that_a_killed_export_was_replacing_comes_back(tmp_path: Path) 
     with pytest.raises(ModelFileError):
         export_model(tmp_path / "wrong.gguf", tmp_path / "out", options=ExportOptions(overwrite=True))
     assert Bundle(tmp_path / "out").manifest.name == "first"
+
+
+def test_what_is_being_made_names_its_process(tmp_path: Path) -> None:
+    """By that name :func:`leftovers` tells what a program that was killed has left."""
+    with staging.staging(tmp_path / "out"):
+        (folder,) = tmp_path.iterdir()
+        assert folder.name.startswith(own_name(".out.partial-"))
+    assert not folder.exists()
 
 
 def test_a_kill_right_after_the_last_move_leaves_nothing(

@@ -210,6 +210,16 @@ def test_a_draft_is_cut_where_the_grammar_forbids_it_and_what_is_forced_follows(
     assert set(draft.confidence[:at] + draft.confidence[at + 1 :]) == {1.0}
 
 
+def test_what_drafting_costs_beside_the_pass_is_told_on() -> None:
+    class Beside(Deaf):
+        def propose(self, tokens: Sequence[int], limit: int) -> Draft:
+            return Draft(slowdown=1.5)
+
+    constraint = grammars("byte").constraint(Choice(["12x", "12y3456789"]))
+    draft = Forced(Beside(), constraint, Pricing(FREE)).propose([], 40)
+    assert (draft.slowdown, draft.forced) == (1.5, len(draft.tokens))
+
+
 def test_the_token_that_completes_the_text_is_not_proposed() -> None:
     """Neither forced, nor from a source; the pass gives it without."""
     wanted = Choice(["the output stays the same"])

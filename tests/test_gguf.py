@@ -112,11 +112,12 @@ def test_architecture_facts(tmp_path: Path, architecture: str) -> None:
     assert [config.is_global(i) for i in range(6)] == ([False] * 5 + [True] if gemma else [True] * 6)
 
 
-def test_defaults_where_the_file_is_silent(tmp_path: Path) -> None:
-    model = tiny_gguf("llama")
-    del model.metadata["llama.rope.freq_base"]
+@pytest.mark.parametrize(("architecture", "theta"), [("llama", 1e4), ("qwen2", 1e4), ("gemma3", 1e6)])
+def test_defaults_where_the_file_is_silent(tmp_path: Path, architecture: str, theta: float) -> None:
+    model = tiny_gguf(architecture)
+    del model.metadata[f"{architecture}.rope.freq_base"]
     with GGUFCheckpoint(model.write(tmp_path / "m.gguf")) as checkpoint:
-        assert checkpoint.config.rope_theta == 10_000.0
+        assert checkpoint.config.rope_theta == theta
 
 
 def test_rotary_factors_are_facts(tmp_path: Path) -> None:

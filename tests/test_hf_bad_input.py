@@ -1,6 +1,7 @@
 """Hugging Face directories that cannot be exported: one clear error each, and nothing left behind."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,18 @@ def test_other_dtypes_are_refused(tmp_path: Path) -> None:
     (folder / SINGLE).write_bytes(data)
     with pytest.raises(UnsupportedModelError, match=r"I32.*F32, F16, BF16"):
         HFCheckpoint(folder)
+
+
+def test_a_tensor_of_another_size_than_its_shape_is_named(tmp_path: Path) -> None:
+    values = {name: np.ones((4, 8), np.float32) for name in ("first", "second")}
+    path = write_safetensors(tmp_path / SINGLE, values)
+    data = path.read_bytes().replace(b'"data_offsets": [128, 256]', b'"data_offsets": [128, 252]')
+    path.write_bytes(data)
+    with (
+        closing(SafetensorsFile(path)) as file,
+        pytest.raises(ModelFileError, match=r"second.*4, 8.*takes 124 bytes"),
+    ):
+        file.tensor("second")
 
 
 def test_weights_that_are_no_numbers_leave_nothing(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from edgespec.drafting.draft import NO_DRAFT, Draft
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.history.drafter import BestOf, HistoryDrafter
-from edgespec.history.entries import HALF_LIFE, Entry, Tally
+from edgespec.history.entries import HALF_LIFE, Entry, Tally, total_tokens
 from edgespec.history.index import MAX_N, Found, Index
 from edgespec.history.memory import Delta, Memory, Snapshot
 from edgespec.history.passages import LEAD, LONGEST, Cutter, Passage, cut, pack_tokens, unpack_tokens
@@ -66,6 +66,11 @@ class TestPassages:
     @given(st.lists(tokens, max_size=20))
     def test_packed_tokens_come_back(self, some: list[int]) -> None:
         assert unpack_tokens(pack_tokens(some)) == tuple(some)
+
+    def test_before_a_passage_stands_what_a_match_looks_at(self) -> None:
+        first, *others = cut(_noise(0, 300))
+        assert first.lead == () and others
+        assert {len(passage.lead) for passage in others} == {MAX_N}
 
     def test_an_edit_changes_the_passages_near_it_alone(self) -> None:
         document = _noise(0, 2000)
@@ -194,6 +199,27 @@ class TestMemory:
         for text in texts:
             found = memory.find(text[:5])
             assert found is None or (text[:5][-1], found.token) in pairs
+
+    def test_what_fits_the_bound_to_the_last_token_stays(self) -> None:
+        entries = [Entry(passage, 1.0) for passage in cut(_noise(5, 300))]
+        whole = total_tokens(entries)
+        assert len(Memory(Snapshot(entries=entries), max_tokens=whole)) == whole
+        assert 0 < len(Memory(Snapshot(entries=entries), max_tokens=whole - 1)) < whole - 1
+
+    def test_verdicts_are_kept_by_how_far_occurrences_agree_and_how_long_the_match_is(self) -> None:
+        """By these names files have them, of earlier versions too."""
+        delta, entry = Delta(), Entry(Passage((), (1, 2)), 1.0)
+        memory = Memory(Snapshot(entries=[entry]), max_tokens=100, tell=lambda note: note(delta))
+        shares = [(1, 1.0), (2, 1.0), (2, 0.75), (2, 0.5)]
+        for length, (count, share) in zip((1, 3, 4, 8), shares, strict=True):
+            memory.judge(Found(2, length, count, share, entry, 1), True)
+        assert [*delta.verdicts] == ["unique 1", "agreed 2", "most 3", "split 4"]
+
+    def test_before_any_verdict_one_occurrence_counts_by_its_length_and_several_by_their_votes(self) -> None:
+        entry = Entry(Passage((), (1, 2)), 1.0)
+        memory = Memory(Snapshot(entries=[entry]), max_tokens=100)
+        one, two = (memory.estimate(Found(2, 3, count, 0.5, entry, 1)) for count in (1, 2))
+        assert (one, two) == pytest.approx((9 / 15, 0.25 * 3 / 4))
 
     def test_what_is_learned_is_found_from_the_next_refresh_on(self) -> None:
         memory, text = _memory(), _noise(1, 100)

@@ -332,6 +332,19 @@ def test_a_damaged_index_is_no_reason_to_stop(project: Path, caplog: pytest.LogC
     assert len(caplog.records) == 1
 
 
+def test_each_namespace_has_an_index_of_its_own(tmp_path: Path) -> None:
+    paths = {added_files.index_path(tmp_path / "me.history", namespace) for namespace in ("", "mail", "code")}
+    assert len(paths) == 3 and {path.parent for path in paths} == {tmp_path.resolve()}
+
+
+def test_a_single_token_is_drafted_too(tmp_path: Path) -> None:
+    index = FileIndex(index_of(tmp_path, [CODE.encode()]))
+    tokens = toy_tokenizer().encode(CODE[:60])
+    drafts = [_drafter(index).propose(tokens[:30], limit).tokens for limit in range(3)]
+    assert drafts == [(), tuple(tokens[30:31]), tuple(tokens[30:32])]
+    index.close()
+
+
 def test_proposals_that_cost_more_than_they_bring_pause(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -345,6 +358,7 @@ def test_proposals_that_cost_more_than_they_bring_pause(
     assert drafter.propose(tokens, 6) == NO_DRAFT
     assert drafter.extend(tokens, NO_DRAFT, 6) == NO_DRAFT
     assert remarks.rolled_back[0].startswith("files of the history: ") and "they pause" in caplog.text
+    assert [record.name for record in caplog.records] == ["edgespec"]
     for _ in range(16):
         drafter.observe(round_of(0))
     assert drafter.propose(tokens, 6) != NO_DRAFT

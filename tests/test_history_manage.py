@@ -144,6 +144,7 @@ def test_a_passage_that_was_written_by_hand_is_imported(tmp_path: Path) -> None:
         '{"format": "edgespec history 1"}',
         '{"format": "edgespec history 1", "passages": [{"lead": []}]}',
         _passage(body=[-1]),
+        _passage(body=[2**31 - 1]),
         _passage(body=[]),
         _passage(right=10**15),
         _passage(worth=float("nan")),

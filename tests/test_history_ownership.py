@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -265,6 +266,35 @@ def test_a_file_whose_log_alone_is_marked_was_ours(path: Path) -> None:
     assert path.read_bytes()[68:72] == bytes(4)
     assert stored(path).clock == 7
     assert path.read_bytes()[68:72] == APPLICATION.to_bytes(4, "big")
+
+
+def test_all_that_is_kept_beside_a_file_in_use_is_known(path: Path) -> None:
+    store = Store.open(path)
+    store.merge(SCOPE, delta_of(passage_of(1)), text_of)
+    beside = {file.name for file in path.parent.iterdir()} - {path.name}
+    assert beside == {f"{path.name}-wal", f"{path.name}-shm"}
+    assert beside <= {file.name for file in ownership.companions(path)}
+    store.close()
+
+
+@pytest.mark.parametrize("use", [schema.connect, schema.connect_read_only])
+def test_what_cannot_be_read_is_not_kept_open(
+    path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[Path], sqlite3.Connection]
+) -> None:
+    opened, connect = list[sqlite3.Connection](), sqlite3.connect
+    _database(_made(path), "PRAGMA user_version = 99").close()
+
+    def noted(*arguments: Any, **options: Any) -> sqlite3.Connection:
+        opened.append(connect(*arguments, **options))
+        return opened[-1]
+
+    monkeypatch.setattr(sqlite3, "connect", noted)
+    with pytest.raises(StorageError, match=r"version 99|another format"):
+        use(path)
+    assert opened
+    for each in opened:
+        with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+            each.execute("SELECT 1")
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:100] + b"?" * 5000, lambda data: data[:4096]])

@@ -32,6 +32,14 @@ def test_it_writes_within_the_interval_by_itself(path: Path) -> None:
     writer.close()
 
 
+def test_unless_told_otherwise_it_writes_as_soon_as_the_guide_says(path: Path) -> None:
+    guide = Path(__file__).parents[1] / "docs" / "history.md"
+    assert "two seconds after something was learned" in guide.read_text("utf-8")
+    writer = Writer(Store.open(path), path, scope=SCOPE, text_of=text_of)
+    writer.close()
+    assert writer._wait_s() == 2.0
+
+
 def test_closing_writes_what_is_left(path: Path) -> None:
     writer = Writer(Store.open(path), path, scope=SCOPE, text_of=text_of, flush_s=1000.0)
     writer.tell(lambda delta: delta.wrote(passage_of(1)))

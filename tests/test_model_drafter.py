@@ -182,6 +182,12 @@ def test_where_drafting_cannot_pay_the_model_is_not_even_asked() -> None:
     assert session.passes == []
 
 
+def test_one_more_row_is_what_it_has_to_pay_for() -> None:
+    """Where a pass over two tokens costs what one over a single one does, and three are dear."""
+    curve = CostCurve({1: 1.0, 2: 1.0, 3: 9.0, 4: 17.0})
+    assert len(_drafter(_sure(), curve=curve).propose([3, 1, 4], 5).tokens) == 1
+
+
 def test_a_cache_without_room_gives_no_draft() -> None:
     session = _sure()
     drafter = _drafter(session)

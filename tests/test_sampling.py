@@ -63,6 +63,11 @@ def test_top_p_over_a_wide_flat_vocabulary_is_that_of_the_definition() -> None:
     np.testing.assert_allclose(probs, _naive(logits, 1.0, 0, 0.9, 0.0), atol=1e-12)
 
 
+def test_a_top_p_of_one_keeps_what_is_too_rare_for_a_sum() -> None:
+    probs = distribution(np.array([0.0, -40.0], np.float32), SamplingParams(temperature=1.0))
+    assert probs[1] == pytest.approx(np.exp(-40.0), abs=0.0)
+
+
 def test_truncations_apply_one_after_another() -> None:
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], dtype=np.float32))
     # Of the top 2, the first alone has 4/7 of the mass: with top-k first it reaches 0.55, alone not.

@@ -160,6 +160,27 @@ def test_close_ends_what_runs_and_what_waits() -> None:
             model.generate("anything")
 
 
+def test_what_a_close_ends_while_it_waits_ends_once() -> None:
+    """Also where its reader, when told of the end, cancels it."""
+    ended = list[Generation]()
+
+    def told(result: Generation) -> None:
+        ended.append(result)
+        model._worker.withdraw(answer, "cancelled")
+
+    with held() as (session, model), ThreadPoolExecutor(2) as pool:
+        running = pool.submit(model.generate, PROMPTS[0], max_new_tokens=NEW)
+        session.arrived.acquire()
+        answer = Answer(Request(), lambda: pytest.fail("it never begins"), told)
+        model._worker.submit(answer)
+        closing = pool.submit(model.close)
+        until(lambda: answer.result is not None)
+        session.open()
+        closing.result(60)
+        assert running.result(60).finish_reason == "closed"
+    assert [result.finish_reason for result in ended] == ["closed"]
+
+
 def test_closing_from_within_a_request_ends_it_and_frees_the_model_behind_it() -> None:
     session = toy_session()
     model = toy_model(session)
@@ -350,10 +371,10 @@ def test_an_idle_model_has_no_thread_and_goes_when_nobody_holds_it() -> None:
     model.generate(PROMPTS[0], max_new_tokens=NEW)
     settle()
     assert model._worker._thread is None
-    gone = ref(model)
+    gone, worker = ref(model), ref(model._worker)
     del model
     gc.collect()
-    assert gone() is None
+    assert gone() is None and worker() is None
 
 
 def test_a_program_may_end_while_an_answer_is_written() -> None:

@@ -22,6 +22,7 @@ from edgespec_export.trim import Ranking, TrimOptions, weigh
 from edgespec_models.bundle import HEAD_TOKENS, Bundle
 from edgespec_models.config import ModelConfig
 from edgespec_models.errors import BundleError, RequestError
+from edgespec_models.progress import Progress
 from edgespec_models.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuSession
@@ -222,7 +223,7 @@ def test_words_of_the_prompt_are_offered_in_several_spellings(name: str) -> None
 class _Words:
     """A tokenizer of these words."""
 
-    words = (b"the", b" the", b"The", b" The", b"thhe", b"THhe", b"tTHhe", b"cat", b" Cat", b"", b"9")
+    words = tuple(b"the| the|The| The|thhe|THhe|tTHhe|cat| Cat||9|Xerox| xerox|erox".split(b"|"))
 
     def is_special(self, token: int) -> bool:
         return token == 9
@@ -236,7 +237,14 @@ class _Words:
 
 @pytest.mark.parametrize(
     ("prompt", "offered"),
-    [([0], {0, 1, 2, 3}), ([3], {0, 1, 2, 3}), ([8], {7, 8}), ([10, 9], {10}), ([0, 7], {0, 1, 2, 3, 7, 8})],
+    [
+        ([0], {0, 1, 2, 3}),
+        ([3], {0, 1, 2, 3}),
+        ([8], {7, 8}),
+        ([10, 9], {10}),
+        ([0, 7], {0, 1, 2, 3, 7, 8}),
+        ([11], {11, 12}),
+    ],
 )
 def test_spellings_differ_in_a_space_and_the_first_letter(prompt: list[int], offered: set[int]) -> None:
     none = np.array([], np.int32)
@@ -260,7 +268,12 @@ def test_auto_measures_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(module, "CANDIDATES", (280, 320))
     monkeypatch.setattr(sizing, "measure_cost", lambda session, rows: CostCurve({1: 1e-2}))
     monkeypatch.setattr(sizing, "_best", lambda choices: choices[0])  # random models accept nothing
-    bundle = _drafter(tmp_path, tiny_gguf("llama"), "auto")
+    source, seen = tiny_gguf("llama").write(tmp_path / "m.gguf"), list[Progress]()
+    options = ExportOptions(role="drafter", weights="exact", trim=TrimOptions("auto"))
+    export_model(source, tmp_path / "out", options=options, progress=seen.append)
+    ends = {each.stage: each for each in seen if each.done == each.total}
+    assert ends[sizing._STAGE] == Progress("Sizing the vocabulary", 1, 1, "step")
+    bundle = Bundle(tmp_path / "out", verify_digests=True)
     assert bundle.manifest.head_rows == 280
     choices = bundle.report()["trim"]["choices"]
     assert [choice["rows"] for choice in choices] == [280, 320, bundle.config.vocab_size]
@@ -274,6 +287,12 @@ def test_auto_keeps_all_where_little_is_promised(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(module, "CANDIDATES", (280, 320))
     monkeypatch.setattr(sizing, "measure_cost", lambda session, rows: CostCurve({1: 1e-3}))
     assert _drafter(tmp_path, tiny_gguf("llama"), "auto").head_tokens is None
+
+
+def test_a_head_has_at_least_one_row() -> None:
+    assert TrimOptions(1).size == 1
+    with pytest.raises(RequestError, match="size is 0"):
+        TrimOptions(0)
 
 
 @pytest.mark.parametrize("size", [300, "auto"])

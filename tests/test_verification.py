@@ -302,7 +302,7 @@ def test_the_verifier_fits_the_parameters() -> None:
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0)])
 def test_shapes_that_do_not_fit_are_refused(params: SamplingParams) -> None:
     verify, predictions = make_verifier(params), Predictions(TARGET[:2])
-    with pytest.raises(RequestError, match=r"needed: \(3, vocab\)"):
+    with pytest.raises(RequestError, match=r"shape \(2, \d+\) for 2 proposals; needed: \(3, vocab\)"):
         verify(predictions, Draft((1, 2)), PROMPT)
     with pytest.raises(RequestError, match="target's vocabulary"):
         verify(predictions, Draft((1,), probs=np.ones((1, VOCAB + 1))), PROMPT)
