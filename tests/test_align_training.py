@@ -154,11 +154,21 @@ def test_another_runs_state_is_refused(tmp_path: Path, source: Path) -> None:
         for other in (_texts(7), texts[::-1]):
             with pytest.raises(RequestError, match="another training run"):
                 train(decoder, other, replace(OPTIONS, trained="gains"), place=place)
+        with pytest.raises(RequestError, match="another training run"):
+            train(decoder, texts, replace(OPTIONS, trained="gains"), place=place, known="another drafter")
         data = place.read_bytes()
         for end in (0, 10, len(data) // 2):
             place.write_bytes(data[:end])
             with pytest.raises(RequestError, match="damaged"):
                 train(decoder, texts, replace(OPTIONS, trained="gains"), place=place)
+
+
+def test_a_loss_that_runs_away_ends_the_training(source: Path) -> None:
+    with open_checkpoint(source) as opened:
+        decoder = TorchDecoder(opened, "gains")
+        decoder.parameters["final_norm"].data.fill_(torch.inf)
+        with pytest.raises(RequestError, match="lower one with --rate"):
+            train(decoder, _texts(6), replace(OPTIONS, trained="gains"))
 
 
 def test_a_reference_chooses_the_tokens_that_count(source: Path) -> None:
