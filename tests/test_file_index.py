@@ -3,6 +3,7 @@
 import os
 import random
 import re
+import tracemalloc
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -102,6 +103,26 @@ def test_words_are_sorted_by_what_follows_to_64_bytes(tmp_path: Path) -> None:
     assert all(a <= b for a, b in pairwise(keys))
     equal = [(a, b) for (a, x), (b, y) in pairwise(zip(index._order, keys, strict=True)) if x == y]
     assert equal and all(a < b for a, b in equal)
+    index.close()
+
+
+@pytest.mark.parametrize("text", [b"0 " * 100_000, (b"0 " * 999 + b"1 ") * 100])
+def test_repetitive_text_takes_no_more_memory_than_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: bytes
+) -> None:
+    monkeypatch.setattr(file_index, "_BLOCK", 1000)
+    index_of(tmp_path, [b"0 1"])  # what is imported and kept by the first call
+    tracemalloc.start()
+    try:
+        path = index_of(tmp_path, [text])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 40 * len(text)
+    index = FileIndex(path)
+    assert len(index._order) == len(text) // 2
+    found = index.find(text[:100], 20)
+    assert found is not None and (found.length, found.text) == (64, text[:20])
     index.close()
 
 

@@ -316,12 +316,17 @@ def _words(text: _Bytes, begin: int, end: int) -> _Places:
     return (np.flatnonzero(found) + begin).astype(np.uint32)
 
 
-def _sorted(text: _Bytes, words: _Places, depth: int = 0) -> Iterator[_Places]:
+def _sorted(text: _Bytes, words: _Places) -> Iterator[_Places]:
     """Words as their texts sort, block by block; equal ones as they stand."""
-    if len(words) > _BLOCK and depth < _LONGEST:
-        following = text[words + np.uint32(depth)]
-        for byte in np.unique(following):
-            yield from _sorted(text, words[following == byte], depth + 1)
-    else:
-        keys = np.lib.stride_tricks.sliding_window_view(text, _LONGEST)[words].view(f"S{_LONGEST}")
-        yield words[np.argsort(keys.reshape(-1), kind="stable")]
+    waiting = [(words, 0)]  # each word in one of them, or repetitive texts would take memory for every depth
+    while waiting:
+        words, depth = waiting.pop()
+        if depth == _LONGEST:
+            yield from (words[at : at + _BLOCK] for at in range(0, len(words), _BLOCK))
+        elif len(words) > _BLOCK:
+            following = text[words + np.uint32(depth)]
+            last_first = np.unique(following)[::-1]
+            waiting += [(words[following == byte], depth + 1) for byte in last_first]
+        else:
+            keys = np.lib.stride_tricks.sliding_window_view(text, _LONGEST)[words].view(f"S{_LONGEST}")
+            yield words[np.argsort(keys.reshape(-1), kind="stable")]
