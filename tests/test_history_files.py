@@ -4,6 +4,8 @@ import json
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from edgespec.decode import decode
 from edgespec.drafting.draft import NO_DRAFT, Draft, Source
 from edgespec.drafting.guard import Guard
 from edgespec.drafting.ngram import Acceptance, NgramDrafter
-from edgespec.history import AddedFile, added_files, file_drafter, file_index
+from edgespec.history import AddedFile, added_files, file_drafter, file_index, manage
 from edgespec.history.drafter import BestOf
 from edgespec.history.file_drafter import FileDrafter
 from edgespec.history.file_index import FileIndex
@@ -28,6 +30,7 @@ from edgespec.results import Remarks
 from edgespec.sampling import SamplingParams
 from edgespec.verification import make_verifier
 from edgespec_models.errors import RequestError, StorageError
+from edgespec_models.progress import Progress
 from edgespec_runtimes.cost import CostCurve
 from tests.models_for_tests import toy_model, toy_session, toy_tokenizer
 from tests.test_file_index import TEXTS, index_of
@@ -126,9 +129,12 @@ class TestAdding:
         with pytest.raises(RequestError, match="no files were added"):
             history.add()
 
-    def test_what_is_not_there_is_not_added(self, project: Path) -> None:
+    def test_what_is_not_there_is_not_added_and_nothing_is_made(self, project: Path, home: Path) -> None:
         with pytest.raises(RequestError, match="not there"):
             History("me").add([project, project / "nowhere"])
+        with pytest.raises(RequestError, match="no history"):
+            History("me").add()
+        assert not home.exists()
         with pytest.raises(RequestError, match="a list"):
             History("me").add(str(project))
         with pytest.raises(RequestError, match="no history"):
@@ -195,6 +201,55 @@ class TestForgetting:
         history.delete()
         assert list(home.iterdir()) == []
         assert (project / "shapes.py").is_file()
+
+    @pytest.mark.parametrize("namespace", ["", "mail"])
+    def test_what_a_program_that_was_killed_has_left_goes_too(
+        self, project: Path, home: Path, namespace: str
+    ) -> None:
+        history = History("me")
+        index = added_files.index_path(history.path, namespace)
+        left = index.with_name(f"{index.name}.new")
+
+        def kill() -> None:
+            history.load(_empty_export(project))
+            left.write_bytes(bytes(100) + b"this is shapes.py, of mine")
+            (home / "me.history-files.lock").touch()
+            assert history.size_bytes >= 126 + history.path.stat().st_size
+
+        for forget in (
+            history.delete,
+            partial(history.delete, namespace),
+            partial(history.remove, (), namespace),
+        ):
+            kill()
+            forget()
+            assert not list(home.glob("*-files*"))
+        history.delete()
+        assert list(home.iterdir()) == []
+
+    def test_nothing_is_deleted_while_files_are_added(self, project: Path, home: Path) -> None:
+        history, refused = History("me"), []
+
+        def meanwhile(report: Progress) -> None:
+            for forget in (history.delete, partial(history.delete, ""), history.remove):
+                with pytest.raises(StorageError, match="another program"):
+                    forget()
+                refused.append(report)
+
+        assert history.add([project], progress=meanwhile) == history.files() and refused
+        assert {file.name for file in home.glob("*-files*")} == {"me.history-files"}
+
+    def test_nothing_is_added_to_what_another_program_deletes_first(
+        self, project: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def late(path: Path) -> AbstractContextManager[None]:
+            path.unlink()
+            return added_files.locked(path)
+
+        monkeypatch.setattr(manage, "locked", late)
+        with pytest.raises(RequestError, match="no history"):
+            History("me").add([project])
+        assert not list(home.glob("*-files*"))
 
 
 def run(*arguments: str | Path) -> Result:
