@@ -189,6 +189,40 @@ def test_damage_is_noticed(tmp_path: Path, damage: str) -> None:
         FileIndex(path)
 
 
+@pytest.mark.parametrize("place", range(5))
+@pytest.mark.parametrize("change", [-1, 1, -4, 8, 1 << 40])
+def test_a_changed_header_is_damage(tmp_path: Path, place: int, change: int) -> None:
+    path = index_of(tmp_path, [b"some words of mine"])
+    data = bytearray(path.read_bytes())
+    magic, checksum, *places = file_index._HEADER.unpack_from(data)
+    places[place] += change
+    file_index._HEADER.pack_into(data, 0, magic, checksum, *places)
+    path.write_bytes(data)
+    with pytest.raises(DamagedIndexError, match="damaged"):
+        FileIndex(path)
+
+
+def test_every_changed_byte_is_refused_with_one_kind_of_error(tmp_path: Path) -> None:
+    """Of the header, what was asked for and the files; four bytes of the header say nothing."""
+    path = index_of(tmp_path, [b"some words of mine"])
+    sound = path.read_bytes()
+    _, _, text, *_ = file_index._HEADER.unpack_from(sound)
+    for at in (*range(20), *range(24, text), *range(len(sound) - 200, len(sound))):
+        path.write_bytes(sound[:at] + bytes([sound[at] ^ 4]) + sound[at + 1 :])
+        with pytest.raises(StorageError, match=r"damaged|did not make|another version"):
+            FileIndex(path)
+
+
+def test_an_index_of_another_version_is_one_to_make_again(tmp_path: Path) -> None:
+    path = index_of(tmp_path, [b"some words of mine"])
+    path.write_bytes(path.read_bytes().replace(b"edgespec files 2", b"edgespec files 1"))
+    with pytest.raises(
+        DamagedIndexError, match="another version of edgespec; 'edgespec history add' makes it"
+    ):
+        FileIndex(path)
+    assert file_index.asked_of(path).named == {str(tmp_path): True}
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), max_size=50), TEXTS, st.integers(0, 99)

@@ -40,7 +40,7 @@ _LOOKED_AT: Final = 8192  # bytes at a file's beginning that tell whether it is 
 _LONGEST: Final = 64
 """Bytes of the longest context, by which places are told apart."""
 _SHORTEST: Final = 8
-_MAGIC: Final = b"edgespec files 1"
+_MAGIC: Final = b"edgespec files 2"
 _HEADER: Final = struct.Struct("<16sI4x5Q")
 _BLOCK: Final = 1 << 18  # words that are sorted at once
 _CHUNK: Final = 1 << 24  # bytes that are searched for words at once
@@ -128,11 +128,13 @@ class FileIndex:
         asked_of(path)
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        _, checksum, text, order, table, files, end = _HEADER.unpack_from(self._map)
-        whole = _HEADER.size <= text <= order <= table <= files <= end == len(self._map)
-        if not whole or checksum != zlib.crc32(self._map[_HEADER.size : text] + self._map[table:]):
+        magic, checksum, *places = _HEADER.unpack_from(self._map)
+        text, order, table, files, end = places
+        whole = magic == _MAGIC and _HEADER.size <= text <= order <= table <= files <= end == len(self._map)
+        if not whole or checksum != _checksum(places, self._map[_HEADER.size : text] + self._map[table:]):
             self._map.close()
-            raise DamagedIndexError(f"{path} is damaged; 'edgespec history add' makes it again")
+            made = "is damaged" if magic == _MAGIC else "was made by another version of edgespec"
+            raise DamagedIndexError(f"{path} {made}; 'edgespec history add' makes it again")
         with memoryview(self._map) as view:
             self._order, self._table = view[order:table].cast("I"), view[table:files].cast("I")
         listed = json.loads(self._map[files:])
@@ -203,13 +205,13 @@ def asked_of(path: Path) -> Asked:
     line = None
     if stat.S_ISREG(path.lstat().st_mode):  # to open a pipe would wait
         with path.open("rb") as file:
-            if file.read(_HEADER.size).startswith(_MAGIC):
+            if file.read(_HEADER.size).startswith(_MAGIC[:-1]):  # of any edgespec
                 line = file.readline()
     if line is None:
         raise StorageError(f"{path} is in the way of edgespec, which did not make it: move it")
     try:
         return read(Asked, json.loads(line), str(path), DamagedIndexError, "It is damaged")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedIndexError(f"{path} is damaged: {error}") from error
 
 
@@ -254,7 +256,12 @@ def _write(file: BinaryIO, asked: Asked, found: Sequence[AddedFile], progress: P
     file.write(tail)
     places = text, order, table, table + len(begins), file.tell()
     file.seek(0)
-    file.write(_HEADER.pack(_MAGIC, zlib.crc32(head + tail), *places))
+    file.write(_HEADER.pack(_MAGIC, _checksum(places, head + tail), *places))
+
+
+def _checksum(places: Sequence[int], parts: bytes) -> int:
+    """Of all that is read when an index is opened: the header, what was asked for, the table, the files."""
+    return zlib.crc32(parts, zlib.crc32(_HEADER.pack(_MAGIC, 0, *places)))
 
 
 def _write_texts(
