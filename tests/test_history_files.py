@@ -275,6 +275,17 @@ def test_the_commands(project: Path) -> None:
     assert run("add", "me").exit_code == 1
 
 
+def test_what_was_forgotten_is_said_where_the_files_cannot_be_searched(project: Path) -> None:
+    history = History("me")
+    history.add([project])
+    index = added_files.index_path(history.path, "")
+    index.write_bytes(index.read_bytes()[:-1])
+    said = run("forget", "me", "shapes")
+    assert said.exit_code == 0 and "0 passages, 0 corrections forgotten" in said.stderr
+    assert "is not known" in said.stderr and "'edgespec history add' makes it again" in said.stderr
+    assert json.loads(run("forget", "me", "shapes", "--json").stdout)["files"] is None
+
+
 class _Free(Guard):
     """Has nothing against anything."""
 
