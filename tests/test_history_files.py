@@ -122,12 +122,33 @@ class TestAdding:
         assert set(names(history.add())) == {"shapes.py"}
         assert set(names(history.add([project / "lib" / "deep"]))) == {"shapes.py", "notes.md"}
         assert set(names(history.remove([project / "shapes.py"]))) == {"notes.md"}
-        assert set(names(history.add([project]))) == {"shapes.py", "notes.md"}
+        assert set(names(history.add([project]))) == {"notes.md"}
+        assert set(names(history.add([project, project / "shapes.py"]))) == {"shapes.py", "notes.md"}
         assert history.remove([project]) == [] == history.files()
         with pytest.raises(RequestError, match="was not added"):
             history.remove([project])
         with pytest.raises(RequestError, match="no files were added"):
             history.add()
+
+    def test_what_was_removed_stays_out_until_it_is_named(self, project: Path, tmp_path: Path) -> None:
+        (project / "lib" / "other.md").write_text("also of mine")
+        history = History("me")
+        history.add([project])
+        history.remove([project / "lib"])
+        for around in (project, tmp_path):  # the second has the history too, which is no text
+            assert not {"notes.md", "other.md"} & set(names(history.add([around])))
+        found = names(history.add([project / "lib" / "other.md"]))
+        assert "other.md" in found and "notes.md" not in found
+        found = names(history.add([project / "lib"]))
+        assert "other.md" in found and "notes.md" in found
+        history.remove([project / "lib"])
+        history.remove([tmp_path])
+        assert "notes.md" in names(history.add([project]))  # nothing is left that it was removed from
+
+    def test_what_was_named_stays_when_the_folder_around_it_is_added(self, project: Path) -> None:
+        history = History("me")
+        history.add([project / ".env"])
+        assert set(names(history.add([project]))) == {".env", "shapes.py", "notes.md"}
 
     def test_what_is_not_there_is_not_added_and_nothing_is_made(self, project: Path, home: Path) -> None:
         with pytest.raises(RequestError, match="not there"):

@@ -149,6 +149,8 @@ def remove(
 ) -> None:
     """Forget files that 'add' took in, or folders; without a PATH all of them. The files stay.
 
+    What is removed within an added folder stays out until 'add' names it.
+
     Examples:
 
         edgespec history remove work ~/project/private

@@ -183,9 +183,8 @@ def _real(path: str | Path) -> str:
 
 
 def _with(named: _Named, paths: Sequence[str]) -> _Named:
-    """What is asked for when ``paths`` are added too."""
-    for path in paths:
-        named = {**_apart(named, path), path: True}
+    """What is asked for when ``paths`` are added too; what was removed within them stays so."""
+    named = {**named, **dict.fromkeys(paths, True)}
     if not named:
         raise RequestError("no files were added yet: name files or folders")
     return named

@@ -193,7 +193,8 @@ class History:
         """Draft from files too, those of folders included; the history is made if it does not exist.
 
         What was added before is looked at again: files that changed are read anew, those that are gone are
-        forgotten. Models draft from them when they load the history the next time.
+        forgotten. What was removed within an added folder stays out until it is named itself. Models draft
+        from files when they load the history the next time.
 
         Args:
             paths: what to add; may be empty where something was added before.
@@ -220,6 +221,8 @@ class History:
         progress: ProgressCallback = ignore_progress,
     ) -> list[AddedFile]:
         """Forget files or folders that were added, or some within these; without ``paths`` all of them.
+
+        What is removed within an added folder stays out until :meth:`add` names it or something within it.
 
         Args:
             paths: what to forget; the files themselves are left alone.
