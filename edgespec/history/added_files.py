@@ -5,6 +5,7 @@ import hashlib
 import os
 import re
 import stat
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
@@ -107,7 +108,7 @@ def locked(history: Path) -> Iterator[None]:
 
     Raises:
         OSError: nothing can be written beside the history.
-        StorageError: another program is at it.
+        StorageError: another program is at it, or on Windows has open what is to go.
     """
     from filelock import FileLock, Timeout  # takes as long to import as all of this package
 
@@ -120,6 +121,14 @@ def locked(history: Path) -> Iterator[None]:
         raise StorageError(f"another program adds files to {history} or removes some; try again") from error
     try:
         yield
+    except PermissionError as error:
+        if sys.platform != "win32":
+            raise
+        which = error.filename2 or error.filename or history
+        raise StorageError(
+            f"Windows neither replaces nor deletes {which} while a program has it open: "
+            f"close the programs that use this history, then try again ({error})"
+        ) from error
     finally:
         with suppress(OSError):  # on Windows its release does it
             path.unlink()

@@ -15,6 +15,7 @@ import os
 import re
 import stat
 import struct
+import traceback
 import zlib
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -237,7 +238,8 @@ def write_index(path: Path, asked: Asked, found: Sequence[AddedFile], progress: 
             file.flush()
             os.fsync(file.fileno())
         move(temporary, path)
-    except BaseException:  # Ctrl-C
+    except BaseException as error:  # Ctrl-C
+        traceback.clear_frames(error.__traceback__)  # they have it mapped, and Windows deletes no mapped file
         temporary.unlink(missing_ok=True)
         raise
 
