@@ -3,6 +3,7 @@
 import os
 import random
 import re
+import tracemalloc
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -105,6 +106,26 @@ def test_words_are_sorted_by_what_follows_to_64_bytes(tmp_path: Path) -> None:
     index.close()
 
 
+@pytest.mark.parametrize("text", [b"0 " * 100_000, (b"0 " * 999 + b"1 ") * 100])
+def test_repetitive_text_takes_no_more_memory_than_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: bytes
+) -> None:
+    monkeypatch.setattr(file_index, "_BLOCK", 1000)
+    index_of(tmp_path, [b"0 1"])  # what is imported and kept by the first call
+    tracemalloc.start()
+    try:
+        path = index_of(tmp_path, [text])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 40 * len(text)
+    index = FileIndex(path)
+    assert len(index._order) == len(text) // 2
+    found = index.find(text[:100], 20)
+    assert found is not None and (found.length, found.text) == (64, text[:20])
+    index.close()
+
+
 def test_the_most_frequent_continuation_wins_then_the_latest_change(tmp_path: Path) -> None:
     index = FileIndex(
         index_of(tmp_path, [b"the word is one", b"the word is two", b"the word is two", b"the word is new"])
@@ -166,6 +187,40 @@ def test_damage_is_noticed(tmp_path: Path, damage: str) -> None:
     path.write_bytes(DAMAGES[damage](path.read_bytes()))
     with pytest.raises(DamagedIndexError, match="damaged"):
         FileIndex(path)
+
+
+@pytest.mark.parametrize("place", range(5))
+@pytest.mark.parametrize("change", [-1, 1, -4, 8, 1 << 40])
+def test_a_changed_header_is_damage(tmp_path: Path, place: int, change: int) -> None:
+    path = index_of(tmp_path, [b"some words of mine"])
+    data = bytearray(path.read_bytes())
+    magic, checksum, *places = file_index._HEADER.unpack_from(data)
+    places[place] += change
+    file_index._HEADER.pack_into(data, 0, magic, checksum, *places)
+    path.write_bytes(data)
+    with pytest.raises(DamagedIndexError, match="damaged"):
+        FileIndex(path)
+
+
+def test_every_changed_byte_is_refused_with_one_kind_of_error(tmp_path: Path) -> None:
+    """Of the header, what was asked for and the files; four bytes of the header say nothing."""
+    path = index_of(tmp_path, [b"some words of mine"])
+    sound = path.read_bytes()
+    _, _, text, *_ = file_index._HEADER.unpack_from(sound)
+    for at in (*range(20), *range(24, text), *range(len(sound) - 200, len(sound))):
+        path.write_bytes(sound[:at] + bytes([sound[at] ^ 4]) + sound[at + 1 :])
+        with pytest.raises(StorageError, match=r"damaged|did not make|another version"):
+            FileIndex(path)
+
+
+def test_an_index_of_another_version_is_one_to_make_again(tmp_path: Path) -> None:
+    path = index_of(tmp_path, [b"some words of mine"])
+    path.write_bytes(path.read_bytes().replace(b"edgespec files 2", b"edgespec files 1"))
+    with pytest.raises(
+        DamagedIndexError, match="another version of edgespec; 'edgespec history add' makes it"
+    ):
+        FileIndex(path)
+    assert file_index.asked_of(path).named == {str(tmp_path): True}
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

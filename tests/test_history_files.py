@@ -4,6 +4,8 @@ import json
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from edgespec.decode import decode
 from edgespec.drafting.draft import NO_DRAFT, Draft, Source
 from edgespec.drafting.guard import Guard
 from edgespec.drafting.ngram import Acceptance, NgramDrafter
-from edgespec.history import AddedFile, added_files, file_drafter, file_index
+from edgespec.history import AddedFile, added_files, file_drafter, file_index, manage
 from edgespec.history.drafter import BestOf
 from edgespec.history.file_drafter import FileDrafter
 from edgespec.history.file_index import FileIndex
@@ -28,6 +30,7 @@ from edgespec.results import Remarks
 from edgespec.sampling import SamplingParams
 from edgespec.verification import make_verifier
 from edgespec_models.errors import RequestError, StorageError
+from edgespec_models.progress import Progress
 from edgespec_runtimes.cost import CostCurve
 from tests.models_for_tests import toy_model, toy_session, toy_tokenizer
 from tests.test_file_index import TEXTS, index_of
@@ -119,16 +122,40 @@ class TestAdding:
         assert set(names(history.add())) == {"shapes.py"}
         assert set(names(history.add([project / "lib" / "deep"]))) == {"shapes.py", "notes.md"}
         assert set(names(history.remove([project / "shapes.py"]))) == {"notes.md"}
-        assert set(names(history.add([project]))) == {"shapes.py", "notes.md"}
+        assert set(names(history.add([project]))) == {"notes.md"}
+        assert set(names(history.add([project, project / "shapes.py"]))) == {"shapes.py", "notes.md"}
         assert history.remove([project]) == [] == history.files()
         with pytest.raises(RequestError, match="was not added"):
             history.remove([project])
         with pytest.raises(RequestError, match="no files were added"):
             history.add()
 
-    def test_what_is_not_there_is_not_added(self, project: Path) -> None:
+    def test_what_was_removed_stays_out_until_it_is_named(self, project: Path, tmp_path: Path) -> None:
+        (project / "lib" / "other.md").write_text("also of mine")
+        history = History("me")
+        history.add([project])
+        history.remove([project / "lib"])
+        for around in (project, tmp_path):  # the second has the history too, which is no text
+            assert not {"notes.md", "other.md"} & set(names(history.add([around])))
+        found = names(history.add([project / "lib" / "other.md"]))
+        assert "other.md" in found and "notes.md" not in found
+        found = names(history.add([project / "lib"]))
+        assert "other.md" in found and "notes.md" in found
+        history.remove([project / "lib"])
+        history.remove([tmp_path])
+        assert "notes.md" in names(history.add([project]))  # nothing is left that it was removed from
+
+    def test_what_was_named_stays_when_the_folder_around_it_is_added(self, project: Path) -> None:
+        history = History("me")
+        history.add([project / ".env"])
+        assert set(names(history.add([project]))) == {".env", "shapes.py", "notes.md"}
+
+    def test_what_is_not_there_is_not_added_and_nothing_is_made(self, project: Path, home: Path) -> None:
         with pytest.raises(RequestError, match="not there"):
             History("me").add([project, project / "nowhere"])
+        with pytest.raises(RequestError, match="no history"):
+            History("me").add()
+        assert not home.exists()
         with pytest.raises(RequestError, match="a list"):
             History("me").add(str(project))
         with pytest.raises(RequestError, match="no history"):
@@ -196,6 +223,55 @@ class TestForgetting:
         assert list(home.iterdir()) == []
         assert (project / "shapes.py").is_file()
 
+    @pytest.mark.parametrize("namespace", ["", "mail"])
+    def test_what_a_program_that_was_killed_has_left_goes_too(
+        self, project: Path, home: Path, namespace: str
+    ) -> None:
+        history = History("me")
+        index = added_files.index_path(history.path, namespace)
+        left = index.with_name(f"{index.name}.new")
+
+        def kill() -> None:
+            history.load(_empty_export(project))
+            left.write_bytes(bytes(100) + b"this is shapes.py, of mine")
+            (home / "me.history-files.lock").touch()
+            assert history.size_bytes >= 126 + history.path.stat().st_size
+
+        for forget in (
+            history.delete,
+            partial(history.delete, namespace),
+            partial(history.remove, (), namespace),
+        ):
+            kill()
+            forget()
+            assert not list(home.glob("*-files*"))
+        history.delete()
+        assert list(home.iterdir()) == []
+
+    def test_nothing_is_deleted_while_files_are_added(self, project: Path, home: Path) -> None:
+        history, refused = History("me"), []
+
+        def meanwhile(report: Progress) -> None:
+            for forget in (history.delete, partial(history.delete, ""), history.remove):
+                with pytest.raises(StorageError, match="another program"):
+                    forget()
+                refused.append(report)
+
+        assert history.add([project], progress=meanwhile) == history.files() and refused
+        assert {file.name for file in home.glob("*-files*")} == {"me.history-files"}
+
+    def test_nothing_is_added_to_what_another_program_deletes_first(
+        self, project: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def late(path: Path) -> AbstractContextManager[None]:
+            path.unlink()
+            return added_files.locked(path)
+
+        monkeypatch.setattr(manage, "locked", late)
+        with pytest.raises(RequestError, match="no history"):
+            History("me").add([project])
+        assert not list(home.glob("*-files*"))
+
 
 def run(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, ["history", *map(str, arguments)])
@@ -218,6 +294,17 @@ def test_the_commands(project: Path) -> None:
     assert "still drafts from 1 files" in run("remove", "me", project / "lib").stderr
     assert json.loads(run("remove", "me", "--json").stdout) == []
     assert run("add", "me").exit_code == 1
+
+
+def test_what_was_forgotten_is_said_where_the_files_cannot_be_searched(project: Path) -> None:
+    history = History("me")
+    history.add([project])
+    index = added_files.index_path(history.path, "")
+    index.write_bytes(index.read_bytes()[:-1])
+    said = run("forget", "me", "shapes")
+    assert said.exit_code == 0 and "0 passages, 0 corrections forgotten" in said.stderr
+    assert "is not known" in said.stderr and "'edgespec history add' makes it again" in said.stderr
+    assert json.loads(run("forget", "me", "shapes", "--json").stdout)["files"] is None
 
 
 class _Free(Guard):

@@ -149,6 +149,8 @@ def remove(
 ) -> None:
     """Forget files that 'add' took in, or folders; without a PATH all of them. The files stay.
 
+    What is removed within an added folder stays out until 'add' names it.
+
     Examples:
 
         edgespec history remove work ~/project/private
@@ -220,15 +222,23 @@ def forget(
 
     Example: edgespec history forget work "account 4711"
     """
+    from edgespec_models.errors import StorageError
+
     history = _history(name)
-    amount, files = history.forget(text), history.files(holding=text)
+    amount = history.forget(text)
     line = f"{_counted(amount)} forgotten"
+    files = None  # nobody knows
+    try:
+        files = history.files(holding=text)
+    except StorageError as error:  # what was learned is forgotten all the same
+        note(f"whether the text stands in files that were added is not known: {error}")
     if files:
         which = f"{len(files):,} files that were added, such as {files[0].path}"
         note(f"the text stands in {which}; 'edgespec history remove' forgets them")
     if amount.corrections:
         line += "; nobody can tell what drafters learned from this text, so they forget all they learned"
-    _done({**amount._asdict(), "files": [file.path for file in files]}, line, as_json)
+    paths = None if files is None else [file.path for file in files]
+    _done({**amount._asdict(), "files": paths}, line, as_json)
 
 
 def _say_files(files: "Sequence[AddedFile]", begin: str, as_json: bool) -> None:

@@ -5,8 +5,9 @@ import hashlib
 import os
 import re
 import stat
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,10 +18,11 @@ from edgespec_models.errors import RequestError, StorageError
 from edgespec_models.paths import expanded
 from edgespec_models.progress import ProgressCallback
 
-__all__ = ["AddedFiles", "added_to", "index_path"]
+__all__ = ["AddedFiles", "added_to", "existing", "index_path", "locked", "stored_for"]
 
 _JUNK: Final = ("node_modules", "__pycache__")
 _MARKS: Final = frozenset({"CACHEDIR.TAG", "pyvenv.cfg"})  # in folders of what can be made or fetched again
+_NEW: Final = ".new"  # at the end of an index's name while it is written
 
 _Named = Mapping[str, bool]
 
@@ -29,7 +31,7 @@ class AddedFiles:
     """The files of one namespace of a history.
 
     Its methods raise OSError where something cannot be read or written, and StorageError where something else
-    made what is in the index's place.
+    made what is in the index's place. What changes it is called within :func:`locked`.
 
     Args:
         path: the index.
@@ -37,26 +39,24 @@ class AddedFiles:
 
     Attributes:
         namespace: whose it is.
-        all_paths: the index, and what may lie beside it.
     """
 
     def __init__(self, path: Path, namespace: str) -> None:
         self.namespace, self._path = namespace, path
-        self._lock = path.with_name(f"{path.name}.lock")
-        self.all_paths = path, path.with_name(f"{path.name}.new"), self._lock
+        self._left = path.with_name(f"{path.name}{_NEW}")
 
     def files(self, holding: str = "") -> list[AddedFile]:
         """The files; with ``holding``, those in which this text occurs, in upper or lower case."""
         with closing(FileIndex(self._path)) as index:
             return list(index.holding(holding)) if holding else index.files
 
-    def add(self, paths: Sequence[str | Path], progress: ProgressCallback) -> list[AddedFile]:
-        """Take in files and folders, and look at all that were added before.
+    def add(self, paths: Sequence[str], progress: ProgressCallback) -> list[AddedFile]:
+        """Take in files and folders, which :func:`existing` names, and look at all that were added before.
 
         Raises:
-            RequestError: one is not there, or there are none.
+            RequestError: there are none.
         """
-        return self._update(partial(_with, paths=[_real(path) for path in paths]), progress)
+        return self._update(partial(_with, paths=paths), progress)
 
     def remove(self, paths: Sequence[str | Path], progress: ProgressCallback) -> list[AddedFile]:
         """Forget files and folders, and look at the others; without ``paths`` forget all.
@@ -68,22 +68,17 @@ class AddedFiles:
             return self._update(partial(_without, paths=[_real(path) for path in paths]), progress)
         with suppress(FileNotFoundError, DamagedIndexError):
             asked_of(self._path)  # is it ours?
-        for file in self.all_paths:
+        for file in (self._path, self._left):
             file.unlink(missing_ok=True)
         return []
 
     def _update(self, change: Callable[[_Named], _Named], progress: ProgressCallback) -> list[AddedFile]:
-        from filelock import FileLock, Timeout  # takes as long to import as all of this package
-
-        try:
-            with FileLock(self._lock, timeout=0, mode=0o600):
-                before, stamps = self._known()
-                named = change(before)
-                found = [replace(each, namespace=self.namespace) for each in _found(named)]
-                if named != before or _stamps(found) != stamps:
-                    write_index(self._path, Asked(self.namespace, named), found, progress)
-        except Timeout as error:
-            raise StorageError(f"another program is adding files to {self._path}; try again") from error
+        self._left.unlink(missing_ok=True)  # by a program that was killed
+        before, stamps = self._known()
+        named = change(before)
+        found = [replace(each, namespace=self.namespace) for each in _found(named)]
+        if named != before or _stamps(found) != stamps:
+            write_index(self._path, Asked(self.namespace, named), found, progress)
         return self.files() if any(named.values()) else self.remove([], progress)
 
     def _known(self) -> tuple[_Named, list[tuple[str, int, float]]]:
@@ -107,14 +102,82 @@ def index_path(history: Path, namespace: str) -> Path:
     return real.with_name(f"{real.name}-files{mark}")
 
 
+@contextmanager
+def locked(history: Path) -> Iterator[None]:
+    """While files are added to a history, or what was added or the history itself is deleted.
+
+    Raises:
+        OSError: nothing can be written beside the history.
+        StorageError: another program is at it, or on Windows has open what is to go.
+    """
+    from filelock import FileLock, Timeout  # takes as long to import as all of this package
+
+    index = index_path(history, "")
+    path = index.with_name(f"{index.name}.lock")
+    lock = FileLock(path, timeout=0, mode=0o600)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise StorageError(f"another program adds files to {history} or removes some; try again") from error
+    try:
+        yield
+    except PermissionError as error:
+        if sys.platform != "win32":
+            raise
+        which = error.filename2 or error.filename or history
+        raise StorageError(
+            f"Windows neither replaces nor deletes {which} while a program has it open: "
+            f"close the programs that use this history, then try again ({error})"
+        ) from error
+    finally:
+        with suppress(OSError):  # on Windows its release does it
+            path.unlink()
+        lock.release()
+
+
 def added_to(history: Path) -> list[AddedFiles]:
     """What was added to a history, by namespace; files that something else made are left out."""
-    first, found = index_path(history, ""), []
+    return [AddedFiles(path, _namespace_of(path)) for path in stored_for(history) if path.suffix != _NEW]
+
+
+def stored_for(history: Path, namespace: str | None = None) -> list[Path]:
+    """The indexes of a history, or of one namespace, and what programs that were killed have left of some."""
+    first = index_path(history, "")
+    own = None if namespace is None else index_path(history, namespace).name
+    found = []
     for path in sorted(first.parent.glob(f"{glob.escape(first.name)}*")):
-        if re.fullmatch("(-[0-9a-f]{16})?", path.name.removeprefix(first.name)):
-            with suppress(OSError, StorageError):
-                found.append(AddedFiles(path, _namespace_of(path)))
+        index = path.name.removesuffix(_NEW)
+        is_one = re.fullmatch("(-[0-9a-f]{16})?", index.removeprefix(first.name)) and own in (None, index)
+        if is_one and (path.suffix == _NEW or _is_ours(path)):
+            found.append(path)
     return found
+
+
+def existing(paths: Sequence[str | Path]) -> list[str]:
+    """The real paths of files and folders.
+
+    Raises:
+        RequestError: one is not there.
+    """
+    found = [_real(path) for path in paths]
+    for path in found:
+        try:
+            Path(path).stat()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise RequestError(f"cannot add {path}: it is not there") from error
+        except OSError as error:
+            raise RequestError(f"cannot add {path}: {error.strerror}") from error
+    return found
+
+
+def _is_ours(index: Path) -> bool:
+    try:
+        asked_of(index)
+    except DamagedIndexError:
+        return True
+    except (OSError, StorageError):
+        return False
+    return True
 
 
 def _namespace_of(path: Path) -> str:
@@ -129,11 +192,8 @@ def _real(path: str | Path) -> str:
 
 
 def _with(named: _Named, paths: Sequence[str]) -> _Named:
-    """What is asked for when ``paths`` are added too."""
-    for path in paths:
-        if not Path(path).exists():
-            raise RequestError(f"cannot add {path}: it is not there")
-        named = {**_apart(named, path), path: True}
+    """What is asked for when ``paths`` are added too; what was removed within them stays so."""
+    named = {**named, **dict.fromkeys(paths, True)}
     if not named:
         raise RequestError("no files were added yet: name files or folders")
     return named

@@ -15,6 +15,7 @@ import os
 import re
 import stat
 import struct
+import traceback
 import zlib
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -40,7 +41,7 @@ _LOOKED_AT: Final = 8192  # bytes at a file's beginning that tell whether it is 
 _LONGEST: Final = 64
 """Bytes of the longest context, by which places are told apart."""
 _SHORTEST: Final = 8
-_MAGIC: Final = b"edgespec files 1"
+_MAGIC: Final = b"edgespec files 2"
 _HEADER: Final = struct.Struct("<16sI4x5Q")
 _BLOCK: Final = 1 << 18  # words that are sorted at once
 _CHUNK: Final = 1 << 24  # bytes that are searched for words at once
@@ -128,11 +129,13 @@ class FileIndex:
         asked_of(path)
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        _, checksum, text, order, table, files, end = _HEADER.unpack_from(self._map)
-        whole = _HEADER.size <= text <= order <= table <= files <= end == len(self._map)
-        if not whole or checksum != zlib.crc32(self._map[_HEADER.size : text] + self._map[table:]):
+        magic, checksum, *places = _HEADER.unpack_from(self._map)
+        text, order, table, files, end = places
+        whole = magic == _MAGIC and _HEADER.size <= text <= order <= table <= files <= end == len(self._map)
+        if not whole or checksum != _checksum(places, self._map[_HEADER.size : text] + self._map[table:]):
             self._map.close()
-            raise DamagedIndexError(f"{path} is damaged; 'edgespec history add' makes it again")
+            made = "is damaged" if magic == _MAGIC else "was made by another version of edgespec"
+            raise DamagedIndexError(f"{path} {made}; 'edgespec history add' makes it again")
         with memoryview(self._map) as view:
             self._order, self._table = view[order:table].cast("I"), view[table:files].cast("I")
         listed = json.loads(self._map[files:])
@@ -203,13 +206,13 @@ def asked_of(path: Path) -> Asked:
     line = None
     if stat.S_ISREG(path.lstat().st_mode):  # to open a pipe would wait
         with path.open("rb") as file:
-            if file.read(_HEADER.size).startswith(_MAGIC):
+            if file.read(_HEADER.size).startswith(_MAGIC[:-1]):  # of any edgespec
                 line = file.readline()
     if line is None:
         raise StorageError(f"{path} is in the way of edgespec, which did not make it: move it")
     try:
         return read(Asked, json.loads(line), str(path), DamagedIndexError, "It is damaged")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedIndexError(f"{path} is damaged: {error}") from error
 
 
@@ -235,7 +238,8 @@ def write_index(path: Path, asked: Asked, found: Sequence[AddedFile], progress: 
             file.flush()
             os.fsync(file.fileno())
         move(temporary, path)
-    except BaseException:  # Ctrl-C
+    except BaseException as error:  # Ctrl-C
+        traceback.clear_frames(error.__traceback__)  # they have it mapped, and Windows deletes no mapped file
         temporary.unlink(missing_ok=True)
         raise
 
@@ -254,7 +258,12 @@ def _write(file: BinaryIO, asked: Asked, found: Sequence[AddedFile], progress: P
     file.write(tail)
     places = text, order, table, table + len(begins), file.tell()
     file.seek(0)
-    file.write(_HEADER.pack(_MAGIC, zlib.crc32(head + tail), *places))
+    file.write(_HEADER.pack(_MAGIC, _checksum(places, head + tail), *places))
+
+
+def _checksum(places: Sequence[int], parts: bytes) -> int:
+    """Of all that is read when an index is opened: the header, what was asked for, the table, the files."""
+    return zlib.crc32(parts, zlib.crc32(_HEADER.pack(_MAGIC, 0, *places)))
 
 
 def _write_texts(
@@ -316,12 +325,17 @@ def _words(text: _Bytes, begin: int, end: int) -> _Places:
     return (np.flatnonzero(found) + begin).astype(np.uint32)
 
 
-def _sorted(text: _Bytes, words: _Places, depth: int = 0) -> Iterator[_Places]:
+def _sorted(text: _Bytes, words: _Places) -> Iterator[_Places]:
     """Words as their texts sort, block by block; equal ones as they stand."""
-    if len(words) > _BLOCK and depth < _LONGEST:
-        following = text[words + np.uint32(depth)]
-        for byte in np.unique(following):
-            yield from _sorted(text, words[following == byte], depth + 1)
-    else:
-        keys = np.lib.stride_tricks.sliding_window_view(text, _LONGEST)[words].view(f"S{_LONGEST}")
-        yield words[np.argsort(keys.reshape(-1), kind="stable")]
+    waiting = [(words, 0)]  # each word in one of them, or repetitive texts would take memory for every depth
+    while waiting:
+        words, depth = waiting.pop()
+        if depth == _LONGEST:
+            yield from (words[at : at + _BLOCK] for at in range(0, len(words), _BLOCK))
+        elif len(words) > _BLOCK:
+            following = text[words + np.uint32(depth)]
+            last_first = np.unique(following)[::-1]
+            waiting += [(words[following == byte], depth + 1) for byte in last_first]
+        else:
+            keys = np.lib.stride_tricks.sliding_window_view(text, _LONGEST)[words].view(f"S{_LONGEST}")
+            yield words[np.argsort(keys.reshape(-1), kind="stable")]

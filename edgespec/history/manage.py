@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from edgespec.files import write_private_text
-from edgespec.history.added_files import AddedFiles, added_to, index_path
+from edgespec.history.added_files import AddedFiles, added_to, existing, index_path, locked, stored_for
 from edgespec.history.corrections import Kept
 from edgespec.history.exchange import FORMAT, correction_json, parse, passage_json
 from edgespec.history.file_index import AddedFile
@@ -193,7 +193,8 @@ class History:
         """Draft from files too, those of folders included; the history is made if it does not exist.
 
         What was added before is looked at again: files that changed are read anew, those that are gone are
-        forgotten. Models draft from them when they load the history the next time.
+        forgotten. What was removed within an added folder stays out until it is named itself. Models draft
+        from files when they load the history the next time.
 
         Args:
             paths: what to add; may be empty where something was added before.
@@ -206,8 +207,10 @@ class History:
         Raises:
             RequestError: a path is not there, or there are none.
         """
-        with self._opened():  # makes it, and refuses what is no history
-            return AddedFiles(index_path(self.path, namespace), namespace).add(paths, progress)
+        real = existing(paths)
+        with self._opened() if real else self._store(), locked(self.path):
+            self._check_exists()  # another program may have deleted it
+            return AddedFiles(index_path(self.path, namespace), namespace).add(real, progress)
 
     @checked
     def remove(
@@ -218,6 +221,8 @@ class History:
         progress: ProgressCallback = ignore_progress,
     ) -> list[AddedFile]:
         """Forget files or folders that were added, or some within these; without ``paths`` all of them.
+
+        What is removed within an added folder stays out until :meth:`add` names it or something within it.
 
         Args:
             paths: what to forget; the files themselves are left alone.
@@ -230,7 +235,7 @@ class History:
         Raises:
             RequestError: a path was not added.
         """
-        with self._store():
+        with self._store(), locked(self.path):
             return AddedFiles(index_path(self.path, namespace), namespace).remove(paths, progress)
 
     @checked
@@ -244,18 +249,19 @@ class History:
             self._check_exists()
             try:
                 look(self.path)
-                for file in (*self._on_disk(), self.path):  # the path may be a link
-                    file.unlink(missing_ok=True)
+                with locked(self.path):
+                    for file in (*self._on_disk(), self.path):  # the path may be a link
+                        file.unlink(missing_ok=True)
             except (OSError, sqlite3.Error) as error:
                 raise StorageError(f"cannot delete {self.path}: {error}") from error
             return
-        with self._store() as store:
-            added = self._added(namespace)
+        with self._store() as store, locked(self.path):
+            added = stored_for(self.path, namespace)
             if not added and not any(scope.namespace == namespace for scope in store.scopes()):
                 raise RequestError(f"the history {self.name} has no namespace {namespace!r}")
             store.remove_namespace(namespace)
-            for each in added:
-                each.remove((), ignore_progress)
+            for file in added:
+                file.unlink(missing_ok=True)
 
     @checked
     def export(self, file: Path) -> Amount:
@@ -289,8 +295,7 @@ class History:
         return [each for each in added_to(self.path) if namespace in (None, each.namespace)]
 
     def _on_disk(self) -> list[Path]:
-        of_files = [path for each in self._added() for path in each.all_paths]
-        return [*of_files, *companions(self.path), Path(os.path.realpath(self.path))]
+        return [*stored_for(self.path), *companions(self.path), Path(os.path.realpath(self.path))]
 
     def _check_exists(self) -> None:
         if not self.path.is_file():
