@@ -3,9 +3,11 @@
 import threading
 from collections.abc import Sequence
 from functools import cache
+from time import perf_counter
 from types import SimpleNamespace
 from typing import cast
 
+from edgespec.drafting.draft import Clock
 from edgespec.engine import LoadOptions, Model
 from edgespec.sessions import Loaded, Running
 from edgespec_models.bundle import Bundle
@@ -93,6 +95,7 @@ def toy_model(
     drafter: ToySession | None = None,
     *,
     options: LoadOptions | None = None,
+    clock: Clock = perf_counter,
 ) -> Model:
     """A model over ``session``; with a drafter over the same vocabulary, which costs a tenth."""
 
@@ -107,4 +110,4 @@ def toy_model(
 
     target = running("toy", session or toy_session(), 1.0)
     small = None if drafter is None else running("small", drafter, 0.1)
-    return Model(Loaded(target, small, same_vocabulary=True), options=options or LoadOptions())
+    return Model(Loaded(target, small, same_vocabulary=True), options=options or LoadOptions(), clock=clock)

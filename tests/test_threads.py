@@ -303,7 +303,8 @@ def test_what_fails_reaches_its_reader_and_nobody_else() -> None:
 
 
 def test_records_join_to_the_text_and_say_where_tokens_came_from() -> None:
-    with toy_model(drafter=toy_session()) as model:
+    now = count()
+    with toy_model(drafter=toy_session(), clock=lambda: 0.3 * next(now)) as model:  # whatever drafts pays
         stream = model.stream(PROMPTS[0], max_new_tokens=200)
         records = list(stream.records())
         result = stream.result
