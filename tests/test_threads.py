@@ -1,6 +1,7 @@
 """Requests from many threads: in turn, within bounds, and each ended for its own reason."""
 
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -8,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import count
 from time import sleep
 from weakref import ref
 
@@ -304,8 +304,8 @@ def test_what_fails_reaches_its_reader_and_nobody_else() -> None:
 
 
 def test_records_join_to_the_text_and_say_where_tokens_came_from() -> None:
-    now = count()
-    with toy_model(drafter=toy_session(), clock=lambda: 0.3 * next(now)) as model:  # whatever drafts pays
+    ticks = itertools.count()
+    with toy_model(drafter=toy_session(), clock=lambda: 0.3 * next(ticks)) as model:  # whatever drafts pays
         stream = model.stream(PROMPTS[0], max_new_tokens=200)
         records = list(stream.records())
         result = stream.result
