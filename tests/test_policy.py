@@ -282,6 +282,16 @@ class TestPolicy:
         chosen.propose(clock, [1], 8)
         assert not chosen.propose(clock, [1], 8).tokens
 
+    def test_a_draft_is_at_most_twice_as_long_as_what_was_accepted_before(self, clock: _Clock) -> None:
+        rounds = _Rounds(_Source(clock, (0.999,) * 64, name="ngram"), None)
+        lengths = []
+        for accepted in (3, 8, 16, 20, 2, 0):
+            draft = rounds.policy.propose([1], 32)
+            lengths.append(len(draft.tokens))
+            tokens = (*draft.tokens[:accepted], 99)
+            rounds.policy.observe(Step(tokens, draft, accepted, target_s=1.0))
+        assert lengths == [8, 8, 16, 32, 32, 8]
+
     def test_nobody_is_asked_in_a_pause_or_without_room(self, clock: _Clock) -> None:
         free, model = _Source(clock, (0.9,)), _Source(clock, (0.9,))
         chosen = _Rounds(free, model)

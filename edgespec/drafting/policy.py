@@ -14,6 +14,7 @@ _SMOOTHING = 0.1
 _FORGETTING = 0.005
 _PATIENCE = 2.0  # times what reading takes
 _NOTICEABLE = 0.03
+_FIRST_LENGTH = 8  # tokens; a longer draft that is wrong from its beginning costs too much to be the first
 
 
 class Policy:
@@ -23,7 +24,9 @@ class Policy:
     rounds realised is told to the pricing, the guard and every source. Without a free source nothing is
     drafted: that is plain decoding, which tells the pricing what passes cost all the same.
 
-    The first round of a request, which is never drafted, is not priced.
+    The first round of a request, which is never drafted, is not priced. A draft may be twice as long as what
+    was accepted in the round before it, and eight tokens in any case: so a copy that goes on is soon drafted
+    in long pieces, and one that is none has cost few rows.
 
     Args:
         free: a source whose proposals cost no time worth counting.
@@ -55,11 +58,13 @@ class Policy:
         self._model_surplus = 0.5  # expected surplus of asking the model, tokens a round
         self._promised: float | None = None  # the surplus that the model promised this round; None: not asked
         self._begun = self._has_read = self._has_asked = False
+        self._longest = _FIRST_LENGTH
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
         """See :class:`~edgespec.drafting.draft.Source`."""
         if self._free is None or limit < 1 or not self._guard.allows:
             return NO_DRAFT
+        limit = min(limit, self._longest)
         free = self._free.propose(tokens, limit)
         count, surplus = self._pricing.keep(free.confidence)
         if self._model is None or self._wait_s > 0.0:
@@ -85,6 +90,7 @@ class Policy:
             if rests:
                 self._guard.rest()
         self._begun = True
+        self._longest = max(_FIRST_LENGTH, 2 * step.accepted)
         for each in self._all:
             each.observe(step)
 
