@@ -26,6 +26,7 @@ from edgespec_models.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.session import Session
+from tests.machines_for_tests import X86
 from tests.native_for_tests import tiny_native
 from tests.tokenizers_for_tests import CORPUS, byte_level_json, sentencepiece_json
 from tests.toy import COLUMNS, GEMMA, LLAMA, Deaf, RandomDrafter, ToySession, markov_logits, tiny_bundle
@@ -369,7 +370,7 @@ def test_a_prompt_of_one_token_is_enough() -> None:
     assert got == _plain(_target(False), [5], 9)
 
 
-@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("portable", [False, pytest.param(True, marks=X86)])
 @pytest.mark.parametrize("config", [LLAMA, GEMMA], ids=lambda config: config.architecture)
 def test_real_graphs_keep_the_promise(tmp_path: Path, config: ModelConfig, portable: bool) -> None:
     """Target and drafter on ONNX Runtime, int4, the drafter of another vocabulary and of the same."""
