@@ -164,13 +164,18 @@ def _rechecked(
         return recheck_cost(session, CostCurve(stored), wide), session
 
 
-@given(st.floats(0.1, 20.0))
+@given(st.floats(0.85, 1.15) | st.floats(1.25, 20.0))
 def test_a_stored_curve_follows_the_machines_speed(factor: float) -> None:
     curve, session = _rechecked(TRUE, {n: t * factor for n, t in TRUE.items()})
     assert curve is not None
     for n, seconds in TRUE.items():
         assert curve.seconds(n) == pytest.approx(seconds * factor)
-    assert session.passes == [1, 1, 1, 8] and session.length == 0
+    assert session.passes == [1] + [1, 1, 8] * (1 if factor <= 1.2 else 3) and session.length == 0
+
+
+@given(st.floats(0.1, 0.8))
+def test_a_curve_of_a_machine_that_was_busy_is_measured_again(factor: float) -> None:
+    assert _rechecked(TRUE, {n: t * factor for n, t in TRUE.items()})[0] is None
 
 
 def test_steps_and_cliffs_survive_the_check() -> None:

@@ -17,6 +17,7 @@ _AGREE = 1.1  # two samples this near to each other were not disturbed, or both 
 _MORE_REPEATS = 4
 _CHECKS = 3
 _SHAPE_TOLERANCE = 1.35
+_SLOWER = 1.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,8 @@ def recheck_cost(session: Session, stored: CostCurve, rows: int) -> CostCurve | 
     Two passes over one row and one over ``rows`` tell by what factors they changed. Where the factors agree
     within a third, all points are scaled by that of the wide pass, which hangs on the processor's speed;
     the single row, which hangs on memory too, takes the time it has now, and no pass costs less than it.
-    Samples that disagree are taken again, twice at most, since they may have been disturbed.
+    Samples that disagree, or say that the machine is slower, are taken again, twice at most, since they may
+    have been disturbed. A machine that is faster throughout was disturbed when the curve was measured.
 
     Args:
         session: its sequence is replaced and forgotten.
@@ -89,22 +91,24 @@ def recheck_cost(session: Session, stored: CostCurve, rows: int) -> CostCurve | 
         rows: the wide pass.
 
     Returns:
-        The curve as it is now; None where its shape has changed: measure again.
+        The curve as it is now; None where its shape has changed or it was disturbed: measure again.
     """
     tokens = _tokens(session, 1 + rows)
     session.truncate(0)
     session.predict(tokens[:1])  # warms up
     least = {1: math.inf, rows: math.inf}
-    found = None
     for _ in range(_CHECKS):
         for n in (1, 1, rows):
             least[n] = min(least[n], _timed(session, tokens[1 : 1 + n]))
         single, wide = (least[n] / stored.seconds(n) for n in (1, rows))
-        if max(single, wide) <= _SHAPE_TOLERANCE * min(single, wide):
-            found = {n: max(t * wide, least[1]) for n, t in stored.seconds_by_rows.items()}
+        alike = max(single, wide) <= _SHAPE_TOLERANCE * min(single, wide)
+        if alike and min(single, wide) <= _SLOWER:
             break
     session.truncate(0)
-    return None if found is None else CostCurve(found | {1: least[1]})
+    if not alike or max(single, wide) < 1 / _SLOWER:
+        return None
+    found = {n: max(t * wide, least[1]) for n, t in stored.seconds_by_rows.items()}
+    return CostCurve(found | {1: least[1]})
 
 
 def _tokens(session: Session, count: int) -> list[int]:
