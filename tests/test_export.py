@@ -18,6 +18,7 @@ from edgespec_models.moving import move
 from edgespec_models.progress import Progress
 from edgespec_runtimes.cpu import CpuSession
 from tests.gguf_for_tests import ARCHITECTURES, CONTEXT, FORMATS, TinyGGUF, reference_weights, tiny_gguf
+from tests.machines_for_tests import X86
 from tests.test_graphs import reference_logits
 from tests.toy import TinyModel
 
@@ -55,7 +56,7 @@ def test_floats_are_rounded_by_default(tmp_path: Path, monkeypatch: pytest.Monke
     assert {loss.method for loss in report.weights} == {"fit"}
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("weights", ["exact", pytest.param("portable", marks=X86)])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_both_policies_stay_near_the_file(tmp_path: Path, architecture: str, weights: str) -> None:
     model = tiny_gguf(architecture, "Q4_K")

@@ -51,7 +51,7 @@ WRITTEN_OUT = {
     "positions counted": WrittenOut(counted=True),
     "handed on": WrittenOut(cast=True),
 }
-TOLERANCE = 5e-3  # of logits up to 17: float16 attention
+TOLERANCE = 2e-2  # of logits up to 17: float16 attention, which on ARM was off by 0.011
 
 
 def open_session(folder: Path, options: CpuOptions = ONE_THREAD) -> CpuSession:
