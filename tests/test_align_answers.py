@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from edgespec import engine
+import edgespec
+from edgespec.align import answering as answering_module
 from edgespec.align import answers
-from edgespec.align.answers import Answer, Asking, alone, answer, read_answers, unanswered, write_answers
+from edgespec.align.answering import answer
+from edgespec.align.answers import Answer, Asking, alone, read_answers, unanswered, write_answers
 from edgespec.align.run import is_held_out, split_texts
 from edgespec.cli import app
 from edgespec.drafting.context import context_tokens
@@ -208,7 +210,9 @@ def test_answers_only_writes_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyP
         loaded.append((target, drafter))
         return model
 
-    monkeypatch.setattr(engine, "load", load)
+    monkeypatch.setattr(answering_module, "open_model", lambda *_, **__: None)
+    monkeypatch.setattr(answering_module, "can_run_side_by_side", lambda _: False)
+    monkeypatch.setattr(edgespec, "load", load)
     options = ("d", "--target", "t", "-o", str(out), "--prompts", str(prompts), "--answers-only", "--json")
     monkeypatch.setitem(sys.modules, "torch", None)  # which is not needed for that
     code, said, _ = _align(*options, "--temperature", "0.5")

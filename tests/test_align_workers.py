@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 import edgespec
-from edgespec.align.answers import Asking, answer, read_answers, write_answers
+from edgespec.align.answering import answer
+from edgespec.align.answers import Asking, read_answers, write_answers
 from edgespec.align.workers import answering_at_once
 from edgespec.prompts import Prompt
 from edgespec_export.export import ExportOptions, export_model

@@ -263,6 +263,27 @@ def test_a_row_does_not_depend_on_how_rows_are_grouped(case: Case, data: st.Data
     same_bits(values, cache.values)
 
 
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.lists(st.integers(0, 300), max_size=4), st.integers(1, 4), st.data())
+def test_sequences_of_a_pass_are_as_if_alone(
+    case: Case, lengths: list[int], threads: int, data: st.DataObject
+) -> None:
+    layer, rows, capacity = case.layer, case.packed.shape[1], case.cache.keys.shape[2]
+    rng = np.random.default_rng(len(lengths))
+    most = min(capacity, capacity if layer.tables is None else len(layer.tables[0])) - rows
+    cases = [case, *(make_case(rng, layer, min(each, most), rows, capacity) for each in lengths)]
+    feeds = layer.feeds(np.concatenate([one.packed for one in cases], axis=1), case.cache)
+    feeds["past_length"] = np.array([one.cache.length for one in cases], np.int64)
+    feeds["past_key"] = np.concatenate([one.cache.keys for one in cases])
+    feeds["past_value"] = np.concatenate([one.cache.values for one in cases])
+    together = session(layer.model(), threads, data.draw(st.sampled_from(sets()))).run(None, feeds)
+    for at, one in enumerate(cases):
+        y, keys, values = copied(session(layer.model()), one)
+        same_bits(y, together[0][:, at * rows : (at + 1) * rows])
+        same_bits(keys[0], together[1][at])
+        same_bits(values[0], together[2][at])
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 20])
 @pytest.mark.parametrize("past", [0, 1, 15, 16, 17, 255, -1])
 def test_edges_of_the_cache(past: int, rows: int) -> None:

@@ -229,7 +229,8 @@ TABLE = zeros(40, 8)
     [
         ({"packed": zeros(1, 2, 63)}, "attention's input"),
         ({"packed": zeros(2, 64)}, "attention's input"),
-        ({"past_length": np.array([1, 2], np.int64)}, "past length"),
+        ({"past_length": np.array([1, 2], np.int64)}, "a KV cache is not"),
+        ({"past_length": np.array([1, 2, 3], np.int64)}, "different numbers of tokens"),
         ({"past_length": np.zeros(0, np.int64)}, "past length"),
         ({"past_length": np.array([-1], np.int64)}, "more tokens than its KV cache"),
         ({"past_length": np.array([31], np.int64)}, "more tokens than its KV cache"),
@@ -237,6 +238,24 @@ TABLE = zeros(40, 8)
         ({"past_length": np.array([2**63 - 1], np.int64)}, "more tokens than its KV cache"),
         ({"past_length": np.array([-(2**63)], np.int64)}, "more tokens than its KV cache"),
         ({"packed": zeros(1, 28, 64)}, "more tokens than its KV cache"),
+        (
+            {
+                "past_key": halves(2, 1, 32, 16),
+                "past_value": halves(2, 1, 32, 16),
+                "past_length": np.array([5, 32], np.int64),
+            },
+            "more tokens than its KV cache",
+        ),
+        (
+            {
+                "past_key": halves(2, 1, 32, 16),
+                "past_value": halves(2, 1, 32, 16),
+                "past_length": np.array([4, 6], np.int64),
+                "cos": zeros(6, 8),
+                "sin": zeros(6, 8),
+            },
+            "beyond the rotary tables",
+        ),
         (
             {"past_key": halves(1, 1, 0, 16), "past_value": halves(1, 1, 0, 16)},
             "more tokens than its KV cache",

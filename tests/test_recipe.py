@@ -30,10 +30,10 @@ from edgespec_models.static_graphs import ExportDevice
 from tests.gguf_for_tests import FORMATS, tiny_gguf
 
 WRITTEN: dict[tuple[Role, ExportDevice | None, int], str] = {
-    ("target", None, 5): "34b480fba2bd7bcc",
-    ("target", "cuda", 4): "31edab1fca99d259",
-    ("drafter", None, 5): "6c1d821a8faa78bf",
-    ("drafter", "cuda", 4): "31edab1fca99d259",
+    ("target", None, 6): "2e6384c0225e8c20",
+    ("target", "cuda", 4): "0846aaa83d15905c",
+    ("drafter", None, 6): "5dbf09b3683331aa",
+    ("drafter", "cuda", 4): "0846aaa83d15905c",
 }
 """Of each recipe, the beginning of a digest of tiny models."""
 HALF = Precision("float16", "float16")
@@ -145,7 +145,7 @@ def test_a_cached_model_needs_no_exporter_and_others_say_what_is_missing(cache: 
 
 def described(graph: ir.Graph) -> Iterator[Any]:
     """A decoder's inputs, operators and weights."""
-    yield [(value.name, str(value.dtype)) for value in graph.inputs]
+    yield [(value.name, str(value.dtype), str(value.shape)) for value in graph.inputs]
     for node in graph:
         if node.op_type != "Constant":
             attributes = {name: str(attribute.value) for name, attribute in sorted(node.attributes.items())}

@@ -12,27 +12,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import Annotated, Any, TextIO
 
 from filelock import FileLock, Timeout
 
 from edgespec.prompts import Prompt
-from edgespec.request import RequestOptions
-from edgespec.trial import ask
 from edgespec_export.align.alignment import writing
-from edgespec_models.errors import DoesNotFit, RequestError
+from edgespec_models.errors import RequestError
 from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_models.schema import check_fields, length, read, within
-
-if TYPE_CHECKING:
-    from edgespec.engine import Model
 
 __all__ = [
     "Answer",
     "Answering",
     "Asking",
     "alone",
-    "answer",
     "number_of",
     "read_answers",
     "unanswered",
@@ -148,21 +142,6 @@ def write_answers(
             progress(Progress("Answering", number, len(prompts), "prompts"))
     progress(Progress("Answering", len(prompts), len(prompts), "prompts"))
     return skipped
-
-
-def answer(model: "Model", prompt: Prompt, asking: Asking) -> Answer | None:
-    """The answer of ``model`` to the first turn of ``prompt``; None where it does not fit."""
-    said = prompt.turns[0]
-    seed = number_of(said)
-    # Not of the last digit, which says whether a prompt is held out.
-    temperature = asking.temperatures[(seed >> 8) % len(asking.temperatures)]
-    options = RequestOptions(max_new_tokens=asking.max_new_tokens, temperature=temperature, seed=seed)
-    try:
-        given = ask(model, prompt, options)
-    except DoesNotFit:
-        return None
-    complete = given.finish_reason == "stop"
-    return Answer(said, given.text, complete, prompt.category, temperature, asking.target)
 
 
 def _write(file: TextIO, answer: Answer) -> None:

@@ -4,23 +4,25 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import edgespec
-from edgespec.align.answers import Answer, Answering, Asking, answer
+from edgespec.align.answering import answering
+from edgespec.align.answers import Answer, Answering, Asking
 from edgespec.prompts import Prompt
 from edgespec_models.errors import EdgespecError
 from edgespec_runtimes.cpu import default_threads
 
 __all__ = ["answering_at_once"]
 
+_TOGETHER = 32  # prompts that a worker is handed: some answers end before others
+
 
 class _Worker:
     """A loaded model in a process of Ray's."""
 
-    def __init__(self, names: tuple[str, str], threads: int) -> None:
-        self._model = edgespec.load(*names, options=edgespec.LoadOptions(threads=threads))
+    def __init__(self, names: tuple[str, str], asking: Asking, threads: int) -> None:
+        self._answering = answering(names, asking, threads=threads).__enter__()
 
-    def answer(self, prompt: Prompt, asking: Asking) -> Answer | None:
-        return answer(self._model, prompt, asking)
+    def answer(self, prompts: Sequence[Prompt]) -> list[Answer | None]:
+        return list(self._answering(prompts))
 
 
 @contextmanager
@@ -60,12 +62,14 @@ def answering_at_once(
         ray.init(where, include_dashboard=False, log_to_driver=False, logging_level="error")
         # Ray would wait for good where it has fewer cores than it is told that they need.
         worker = ray.remote(_Worker).options(num_cpus=0, scheduling_strategy="SPREAD")
-        pool = ActorPool([worker.remote(names, threads) for _ in range(workers)])
+        pool = ActorPool([worker.remote(names, asking, threads) for _ in range(workers)])
 
-        def answering(prompts: Sequence[Prompt]) -> Iterator[Answer | None]:
-            yield from pool.map_unordered(lambda one, prompt: one.answer.remote(prompt, asking), prompts)
+        def answer(prompts: Sequence[Prompt]) -> Iterator[Answer | None]:
+            some = [prompts[at : at + _TOGETHER] for at in range(0, len(prompts), _TOGETHER)]
+            for answers in pool.map_unordered(lambda one, each: one.answer.remote(each), some):
+                yield from answers
 
-        yield answering
+        yield answer
     except EdgespecError:
         raise  # a model's, also from a worker
     except (ray.exceptions.RayError, ConnectionError) as error:

@@ -1,6 +1,5 @@
 """``edgespec align``: train a drafter on what its target writes."""
 
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -9,10 +8,9 @@ import typer
 from edgespec.cli.answers import print_json
 from edgespec.cli.console import note, output, progress_bars, size
 from edgespec.cli.export import locate
-from edgespec.cli.options import JsonFlag, Threads, load_model
+from edgespec.cli.options import JsonFlag, Threads
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
     from edgespec.align.answers import Answer, Answering, Asking
@@ -116,7 +114,7 @@ def align(
 ) -> None:
     """Train a drafter on what its target writes, so that more of its guesses are right.
 
-    The target answers prompts, with speculation; the drafter is trained on the answers in its own tokens, a
+    The target answers prompts, many at once; the drafter is trained on the answers in its own tokens, a
     tenth of the prompts held out; and DIR/alignment.safetensors says what is to be added to its weights. An
     export takes it: 'edgespec export DRAFTER -o BUNDLE --role drafter --alignment FILE'. Answering and
     training may be stopped: run the same command again, and it goes on. Needs PyTorch (extra 'align').
@@ -195,22 +193,18 @@ def _prompts(files: list[Path] | None, recorded: list[Path] | None) -> "list[Pro
     return [Prompt(f"shipped-{number}", "shipped", (text,)) for number, text in enumerate(texts)]
 
 
-@contextmanager
 def _answering(
     names: tuple[str, str], asking: "Asking", how: tuple[int, int], progress: "ProgressCallback"
-) -> "Iterator[Answering]":
+) -> "AbstractContextManager[Answering]":
     """Target ``names[0]`` with drafter ``names[1]``, so many of them with so many threads."""
-    from edgespec.align.answers import answer
-
     workers, threads = how
     if workers > 1:
         from edgespec.align.workers import answering_at_once
 
-        with answering_at_once(names, asking, workers=workers, threads=threads) as answering:
-            yield answering
-    else:
-        with load_model(*names, threads=threads, progress=progress) as model:
-            yield lambda prompts: (answer(model, prompt, asking) for prompt in prompts)
+        return answering_at_once(names, asking, workers=workers, threads=threads)
+    from edgespec.align.answering import answering
+
+    return answering(names, asking, threads=threads, progress=progress)
 
 
 def _answered(

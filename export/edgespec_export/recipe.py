@@ -11,8 +11,8 @@ __all__ = ["RECIPES"]
 
 RECIPES: Final[Mapping[tuple[Role, ExportDevice | None], int]] = MappingProxyType(
     {
-        ("target", None): 5,
-        ("drafter", None): 5,
+        ("target", None): 6,
+        ("drafter", None): 6,
         ("target", "cuda"): 4,
         ("drafter", "cuda"): 4,
         ("target", "npu-qnn"): 2,

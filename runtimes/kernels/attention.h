@@ -1,6 +1,7 @@
 // Attention over a KV cache that is written in place.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 
@@ -10,6 +11,7 @@ namespace edgespec {
 
 // The cache is float16: attention is bound by the bytes it reads, and sums are float32 all the same. Keys lie
 // in tiles of 16 tokens, channel by channel, so that a lane is a token; values lie row by row.
+// A pass may be of several sequences, each with as many rows: their rows, lengths and caches follow each other.
 class Attention {
  public:
   static constexpr const char* kName = "Attention";
@@ -43,25 +45,28 @@ class Attention {
             "attention's input is not float32 (1, rows, heads and twice the heads of keys)");
     State s{};
     s.packed = packed.floats();
-    s.rows = packed.size() / width;
     s.width = width;
-    const Tensor length = pass.input(kPastLength);
-    require(length.type == ort::kInt64 && length.size() == 1, "attention's past length is no int64 (1)");
-    s.past = *static_cast<const int64_t*>(length.data);
-    cache(pass, s);
-    rotation(pass, s);
+    const Tensor lengths = pass.input(kPastLength);
+    const int64_t sequences = lengths.size(), rows = packed.size() / width;
+    require(lengths.type == ort::kInt64 && sequences > 0, "attention's past lengths are no int64 (sequences)");
+    require(rows % sequences == 0, "the sequences of a pass have different numbers of tokens");
+    s.rows = rows / sequences;
+    s.lengths = static_cast<const int64_t*>(lengths.data);
+    cache(pass, s, sequences);
+    rotation(pass, s, *std::max_element(s.lengths, s.lengths + sequences));
     s.query_gain = pass.vector(kQueryGain, head_dim_, "a gain is not as wide as a head");
     s.key_gain = pass.vector(kKeyGain, head_dim_, "a gain is not as wide as a head");
     s.y = pass.output<float>(0, {packed.shape[0], packed.shape[1], heads_ * head_dim_});
-    if (s.rows == 0) return;
-    if (s.rows <= kFewRows)
-      for (int64_t head = 0; head < kv_heads_; head++) append(s, head);
+    if (rows == 0) return;
+    const auto append_one = [&](int64_t i) { append(sequence(s, i / kv_heads_), i % kv_heads_); };
+    if (rows <= kFewRows)
+      for (int64_t i = 0; i < sequences * kv_heads_; i++) append_one(i);
     else
-      pass.spread(kv_heads_, [&](int64_t head) { append(s, head); });
+      pass.spread(sequences * kv_heads_, append_one);
     const int64_t groups = (s.rows + kAttentionRows - 1) / kAttentionRows;
-    pass.spread(heads_ * groups, [&](int64_t i) {
-      const int64_t group = i / heads_;
-      attend(s, i % heads_, s.rows * group / groups, s.rows * (group + 1) / groups);
+    pass.spread(sequences * heads_ * groups, [&](int64_t i) {
+      const int64_t group = i / heads_ % groups;
+      attend(sequence(s, i / (heads_ * groups)), i % heads_, s.rows * group / groups, s.rows * (group + 1) / groups);
     });
   }
 
@@ -70,25 +75,37 @@ class Attention {
 
   struct State {
     const float* packed;
-    int64_t rows, width, past, capacity, rotated;  // rotated: channels of a head
+    const int64_t* lengths;  // of the sequences
+    int64_t rows, width, past, capacity, rotated;  // rows, past: of a sequence; rotated: channels of a head
     const float *cos, *sin, *query_gain, *key_gain;
     Half *keys, *values;
     float* y;
   };
 
+  // One of the sequences of a pass.
+  State sequence(State s, int64_t i) const {
+    s.past = s.lengths[i];
+    s.packed += i * s.rows * s.width;
+    s.y += i * s.rows * heads_ * head_dim_;
+    s.keys += i * kv_heads_ * s.capacity * head_dim_;
+    s.values += i * kv_heads_ * s.capacity * head_dim_;
+    return s;
+  }
+
   // The cache, in place where the pass binds one buffer for what was and what is.
-  void cache(const Pass& pass, State& s) const {
+  void cache(const Pass& pass, State& s, int64_t sequences) const {
     Half** const present[] = {&s.keys, &s.values};
     for (size_t i = 0; i < 2; i++) {
       const Tensor past = pass.input(kPastKey + i);
-      const bool shaped = past.type == ort::kFloat16 && past.shape.size() == 4 && past.shape[0] == 1 &&
+      const bool shaped = past.type == ort::kFloat16 && past.shape.size() == 4 && past.shape[0] == sequences &&
                           past.shape[1] == kv_heads_ && past.shape[3] == head_dim_;
-      require(shaped, "a KV cache is not float16 (1, heads, capacity, head width)");
+      require(shaped, "a KV cache is not float16 (sequences, heads, capacity, head width)");
       require(i == 0 || past.shape[2] == s.capacity, "keys and values have caches of different length");
       s.capacity = past.shape[2];
       require(s.capacity % kLanes == 0, "a KV cache's capacity is no multiple of 16");
-      require(s.past >= 0 && s.past <= s.capacity && s.rows <= s.capacity - s.past,
-              "a pass has more tokens than its KV cache has room for");
+      for (int64_t each = 0; each < sequences; each++)
+        require(s.lengths[each] >= 0 && s.lengths[each] <= s.capacity && s.rows <= s.capacity - s.lengths[each],
+                "a pass has more tokens than its KV cache has room for");
       Half* now = pass.output<Half>(1 + i, past.shape);
       if (now != past.data && past.size() > 0)
         std::memcpy(now, past.data, sizeof(Half) * static_cast<size_t>(past.size()));
@@ -96,13 +113,13 @@ class Attention {
     }
   }
 
-  void rotation(const Pass& pass, State& s) const {
+  void rotation(const Pass& pass, State& s, int64_t longest) const {
     const Tensor cos = pass.input(kCos), sin = pass.input(kSin);
     if (!cos && !sin) return;
     const bool shaped = cos && sin && cos.type == ort::kFloat && sin.type == ort::kFloat &&
                         cos.shape.size() == 2 && cos.shape == sin.shape && cos.last() <= head_dim_ / 2;
     require(shaped, "rotary tables are not float32 (positions, half the rotated channels)");
-    require(s.past + s.rows <= cos.shape[0], "a pass goes beyond the rotary tables");
+    require(longest + s.rows <= cos.shape[0], "a pass goes beyond the rotary tables");
     s.cos = cos.floats();
     s.sin = sin.floats();
     s.rotated = 2 * cos.last();

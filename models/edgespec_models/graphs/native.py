@@ -1,8 +1,9 @@
 """The decoder over edgespec's own operators (``runtimes/kernels``), for CPUs: five nodes a layer.
 
-Inputs: ``input_ids`` int64 (1, n); ``past_length`` int64 (1), tokens in the cache; ``logits_rows`` int64 (r),
-the rows whose logits are wanted; ``past_key_values.L.key/value`` float16 (1, kv heads, capacity, head_dim),
-written in place, capacity a multiple of 16. Within a key cache 16 tokens lie channel by channel.
+Inputs: ``input_ids`` int64 (1, n), the next tokens of s sequences, of each as many; ``past_length`` int64
+(s), tokens in their caches; ``logits_rows`` int64 (r), the rows whose logits are wanted;
+``past_key_values.L.key/value`` float16 (s, kv heads, capacity, head_dim), written in place, capacity a
+multiple of 16. Within a key cache 16 tokens lie channel by channel.
 Outputs: ``logits`` float32 (1, r, rows of the LM head); ``best_columns`` int64 (1, r), the most likely column
 of each row, the lowest of equals, and ``best_probabilities`` float32 (1, r), NaN where a row has NaN or its
 largest logit is not finite; ``present.L.key/value``.
@@ -99,9 +100,9 @@ class _NativeDecoder(Decoder):
     def build(self) -> ir.Graph:
         g, config, graph = self.g, self.config, self.g.graph
         ids = g.input("input_ids", _INT64, [1, "n"])
-        self.past_length = g.input("past_length", _INT64, [1])
+        self.past_length = g.input("past_length", _INT64, ["s"])
         rows = g.input("logits_rows", _INT64, ["r"])
-        cache: list[int | str] = [1, config.num_kv_heads, "capacity", config.head_dim]
+        cache: list[int | str] = ["s", config.num_kv_heads, "capacity", config.head_dim]
         names = cache_names(config.num_layers)
         past = [g.input(name, _HALF, cache) for name, _ in names]
         pairs = dict(enumerate(zip(past[::2], past[1::2], strict=True)))
