@@ -1,8 +1,9 @@
 """How often is a drafter's first guess right, the text given? By category.
 
-Usage: ``python -m tools.first_guesses BUNDLE... --target TARGET --prompts FILE.jsonl --answers FILE.jsonl``
+Usage: ``python -m tools.first_guesses BUNDLE... --answers FILE.jsonl``
 
-The answers come from ``python -m tools.record_answers``. Guesses are counted in the drafter's own
+The answers come from ``edgespec align DRAFTER --target TARGET --prompts FILE.jsonl --temperature 0
+--answers-only -o DIR``, of prompts that nothing was trained on. Guesses are counted in the drafter's own
 tokens of the answers, in its bundle as it is: formats, trimmed LM head and all. No target runs.
 """
 
@@ -10,30 +11,16 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from edgespec.align.answers import Answer
+from edgespec.align.answers import Answer, read_answers
 from edgespec.align.run import text_of
 from edgespec.drafting.context import context_tokens
-from edgespec.prompts import load_prompts
 from edgespec_export.align.settings import Guesses, Text
 from edgespec_models.bundle import Bundle
 from edgespec_models.foreign import open_bundle
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from tools.arguments import arguments
-from tools.replay import answers
 
 _ROWS = 32
-
-
-def recorded(file: Path, prompts: Path, target: Bundle) -> list[Answer]:
-    """What the target answered."""
-    written, ends = answers(file), target.manifest.special_tokens.eos
-    found = []
-    for prompt in load_prompts(prompts):
-        tokens = written.get(prompt.id, [])
-        complete = bool(tokens) and tokens[-1] in ends
-        text = target.tokenizer.decode(tokens[:-1] if complete else tokens)
-        found.append(Answer(prompt.turns[0], text, complete, prompt.category))
-    return [answer for answer in found if answer.text]
 
 
 def count(session: CpuSession, bundle: Bundle, text: Text) -> int:
@@ -63,8 +50,8 @@ def measured(bundle: Bundle, written: Sequence[Answer]) -> Guesses:
 
 def main() -> None:
     """A line a category: tokens of the first bundle, and the share of each bundle's guesses."""
-    args = arguments(__doc__, "bundle...", answers=Path, prompts=Path, target=Path)
-    written = recorded(args.answers, args.prompts, open_bundle(args.target))
+    args = arguments(__doc__, "bundle...", answers=Path)
+    written = read_answers(args.answers)
     columns = [measured(open_bundle(Path(path)), written) for path in args.bundle]
     for name, (_, of) in columns[0].items():
         shares = (right / whole for right, whole in (found[name] for found in columns))
