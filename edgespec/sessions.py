@@ -63,6 +63,19 @@ class Loaded:
     same_vocabulary: bool = False
 
 
+def check_target(bundle: Bundle) -> None:
+    """See that ``bundle`` can be a target.
+
+    Raises:
+        RequestError: it was exported as a drafter.
+    """
+    if bundle.manifest.role == "drafter":
+        raise RequestError(
+            f"{bundle.path} was exported as a drafter, which may lack tokens; export the model with the role "
+            "target"
+        )
+
+
 def open_pair(
     target: Bundle,
     drafter: Bundle | None,
@@ -81,11 +94,7 @@ def open_pair(
         EdgespecError: a target exported as a drafter, a tokenizer or graph that cannot be loaded, too little
             memory.
     """
-    if target.manifest.role == "drafter":
-        raise RequestError(
-            f"{target.path} was exported as a drafter, which may lack tokens; export the model with the role "
-            "target"
-        )
+    check_target(target)
     with _closed_on_failure() as opened:
         # Leaving the pool waits for its thread, so that a session it opens late is closed too.
         with ThreadPoolExecutor(1, thread_name_prefix="edgespec-load") as pool:

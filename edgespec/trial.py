@@ -5,18 +5,25 @@ from typing import TYPE_CHECKING
 from edgespec.prompts import Prompt
 
 if TYPE_CHECKING:
+    from edgespec.encoding import Messages
     from edgespec.engine import Model
     from edgespec.request import RequestOptions
     from edgespec.results import Generation
+    from edgespec_models.bundle import Bundle
 
-__all__ = ["ask", "forget"]
+__all__ = ["ask", "forget", "said_by"]
+
+
+def said_by(prompt: Prompt, target: "Bundle") -> "str | Messages":
+    """The prompt's first turn: as chat, or as plain text where the model has no template."""
+    said = prompt.turns[0]
+    return said if target.chat_template is None else [{"role": "user", "content": said}]
 
 
 def ask(model: "Model", prompt: Prompt, options: "RequestOptions") -> "Generation":
-    """The answer to the prompt's first turn: as chat, or as plain text where the model has no template."""
-    if model.target.chat_template is None:
-        return model.generate(prompt.turns[0], **options)
-    return model.chat([{"role": "user", "content": prompt.turns[0]}], **options)
+    """The answer to the prompt's first turn."""
+    said = said_by(prompt, model.target)
+    return model.generate(said, **options) if isinstance(said, str) else model.chat(said, **options)
 
 
 def forget(model: "Model") -> None:

@@ -211,6 +211,7 @@ def test_answers_only_writes_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return model
 
     monkeypatch.setattr(answering_module, "open_model", lambda *_, **__: None)
+    monkeypatch.setattr(answering_module, "check_target", lambda _: None)
     monkeypatch.setattr(answering_module, "can_run_side_by_side", lambda _: False)
     monkeypatch.setattr(edgespec, "load", load)
     options = ("d", "--target", "t", "-o", str(out), "--prompts", str(prompts), "--answers-only", "--json")

@@ -12,7 +12,7 @@ import pytest
 import edgespec
 from edgespec.align.answering import answer
 from edgespec.align.answers import Asking, read_answers, write_answers
-from edgespec.align.workers import answering_at_once
+from edgespec.align.workers import answering_with_workers
 from edgespec.prompts import Prompt
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.errors import EdgespecError
@@ -51,7 +51,7 @@ def test_a_cluster_of_two_answers_as_one_process_does(tmp_path: Path, names: tup
     with edgespec.load(*names, options=edgespec.LoadOptions(threads=1)) as model:
         wanted = [answer(model, prompt, ASKING) for prompt in PROMPTS]
     place = tmp_path / "answers.jsonl"
-    with answering_at_once(names, ASKING, workers=2, threads=1) as answering:
+    with answering_with_workers(names, ASKING, workers=2, threads=1) as answering:
         assert write_answers(answering, [*PROMPTS, TOO_LONG], place, ignore_progress, target="t") == 1
         hosts = listening()
     said = read_answers(place)
@@ -62,14 +62,17 @@ def test_a_cluster_of_two_answers_as_one_process_does(tmp_path: Path, names: tup
 
 def test_a_model_that_cannot_be_loaded_is_an_error(tmp_path: Path, names: tuple[str, str]) -> None:
     missing = (str(tmp_path / "nothing"), "ngram")
-    with pytest.raises(EdgespecError, match="nothing"), answering_at_once(missing, ASKING, workers=2) as ask:
+    with (
+        pytest.raises(EdgespecError, match="nothing"),
+        answering_with_workers(missing, ASKING, workers=2) as ask,
+    ):
         list(ask(PROMPTS))
 
 
 def test_a_worker_that_is_killed_is_an_error(names: tuple[str, str]) -> None:
     with (
         pytest.raises(EdgespecError, match="the workers ended"),
-        answering_at_once(names, ASKING, workers=2, threads=1) as ask,
+        answering_with_workers(names, ASKING, workers=2, threads=1) as ask,
     ):
         for said in ask([replace(prompt, turns=(f"again {n}",)) for n, prompt in enumerate(PROMPTS * 20)]):
             assert said is not None

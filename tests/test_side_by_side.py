@@ -1,5 +1,6 @@
 """Several sequences side by side in one model, each as if alone; and answers, which are the model's own."""
 
+import gc
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -14,13 +15,15 @@ from hypothesis import strategies as st
 
 import edgespec
 from edgespec.align import answering as answering_module
-from edgespec.align.answering import answer, answer_at_once, answering
+from edgespec.align.answering import answer, answer_side_by_side, answering
 from edgespec.align.answers import Answer, Asking
+from edgespec.align.workers import _Worker
 from edgespec.prompts import Prompt
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundle import Bundle
-from edgespec_models.errors import BundleError, DeviceError
+from edgespec_models.errors import BundleError, DeviceError, RequestError
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_runtimes.memory import machine_memory
 from edgespec_runtimes.side_by_side import SideBySide, can_run_side_by_side
 from tests.gguf_for_tests import tiny_gguf
 from tests.native_for_tests import tiny_native
@@ -77,8 +80,9 @@ def test_a_sequence_that_is_emptied_begins_anew(bundle: Bundle, session: SideByS
 
 
 def test_room_that_there_is_no_memory_for(session: SideBySide) -> None:
-    with pytest.raises(DeviceError, match="not enough memory for 1048576 KV caches"):
+    with pytest.raises(DeviceError, match="not enough memory for 1048576 caches"):
         session.reserve(1 << 20, 1 << 20)
+    assert session.sequences == 0
     session.reserve(1, 16)
     assert session.begin(0, [1]).shape[0] == 1
 
@@ -126,11 +130,11 @@ def test_what_the_model_ends_is_complete(target: str) -> None:
     """One token of twenty ends an answer here."""
     bundle, asking = Bundle(Path(target)), Asking(max_new_tokens=40, target="t")
     with closing(SideBySide(bundle, CHUNKS)) as session:
-        said = sorted_by_prompt(answer_at_once(bundle, session, PROMPTS, asking))
+        said = sorted_by_prompt(answer_side_by_side(bundle, session, PROMPTS, asking))
         assert not any(each.complete for each in said)
         special = replace(bundle.manifest.special_tokens, eos=tuple(range(7, bundle.config.vocab_size, 20)))
         bundle.manifest = replace(bundle.manifest, special_tokens=special)
-        ended = sorted_by_prompt(answer_at_once(bundle, session, PROMPTS, asking))
+        ended = sorted_by_prompt(answer_side_by_side(bundle, session, PROMPTS, asking))
     assert len(ended) == len(said) and any(each.complete for each in ended)
     for whole, part in zip(said, ended, strict=True):
         assert part.complete or part == whole
@@ -138,13 +142,15 @@ def test_what_the_model_ends_is_complete(target: str) -> None:
 
 
 def test_long_prompts_have_caches_of_their_own(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answering_module, "_ROOM", 128)
+    per_token, asking = Bundle(Path(target)).manifest.kv_bytes_per_token, Asking(max_new_tokens=8, target="t")
+    memory = replace(machine_memory(), available=128 * per_token * answering_module._SHARE)
+    monkeypatch.setattr(answering_module, "machine_memory", lambda: memory)
     monkeypatch.setattr(answering_module, "_SHORTEST", 32)
-    asking, room = Asking(max_new_tokens=8, target="t"), list[tuple[int, int]]()
-    reserve = SideBySide.reserve
+    monkeypatch.setattr(answering_module, "_ENCODED", 7)
+    rooms, reserve = list[tuple[int, int]](), SideBySide.reserve
 
     def watched(self: Any, sequences: int, capacity: int) -> None:
-        room.append((sequences, capacity))
+        rooms.append((sequences, capacity))
         reserve(self, sequences, capacity)
 
     monkeypatch.setattr(SideBySide, "reserve", watched)
@@ -155,8 +161,36 @@ def test_long_prompts_have_caches_of_their_own(target: str, monkeypatch: pytest.
     wanted = alone(target, prompts, asking)
     assert sorted_by_prompt(said) == sorted_by_prompt(wanted)
     assert said.count(None) == wanted.count(None) == 1
-    assert room[0] == (4, 32) and all(count * capacity <= 128 or count == 1 for count, capacity in room)
-    assert len(room) > 1
+    assert rooms[0] == (4, 32) and all(count * capacity <= 128 or count == 1 for count, capacity in rooms)
+    assert len({capacity for _, capacity in rooms}) > 1
+
+
+def test_prompts_that_no_model_can_read_are_left_out(target: str) -> None:
+    """One of them does not keep the others from being answered."""
+    prompts, asking = [Prompt("bad", "c", ("\ud800",)), *PROMPTS[:3]], Asking(max_new_tokens=4, target="t")
+    with answering((target, "ngram"), asking, threads=1) as given:
+        said = list(given(prompts))
+    assert said.count(None) == 1 and len(said) == 4
+    assert alone(target, prompts, asking)[0] is None
+
+
+def test_a_drafter_is_no_target(tmp_path: Path) -> None:
+    drafter = tiny_native(tmp_path / "d", role="drafter").bundle
+    with (
+        pytest.raises(RequestError, match="was exported as a drafter"),
+        answering((str(drafter.path), "n"), Asking()),
+    ):
+        pass
+
+
+def test_a_worker_answers_for_as_long_as_it_lives(target: str) -> None:
+    asking = Asking(max_new_tokens=5, target="t")
+    worker = _Worker((target, "ngram"), asking, 1)
+    gc.collect()
+    for _ in range(2):
+        assert sorted_by_prompt(worker.answer(PROMPTS[:5])) == sorted_by_prompt(
+            alone(target, PROMPTS[:5], asking)
+        )
 
 
 def test_other_graphs_answer_one_after_the_other(tmp_path: Path, target: str) -> None:

@@ -51,7 +51,7 @@ def measured(bundle: Bundle, written: Sequence[Answer]) -> Guesses:
 def main() -> None:
     """A line a category: tokens of the first bundle, and the share of each bundle's guesses."""
     args = arguments(__doc__, "bundle...", answers=Path)
-    written = read_answers(args.answers)
+    written = [answer for answer in read_answers(args.answers) if answer.text]
     columns = [measured(open_bundle(Path(path)), written) for path in args.bundle]
     for name, (_, of) in columns[0].items():
         shares = (right / whole for right, whole in (found[name] for found in columns))

@@ -4,7 +4,7 @@ Both write the same answers: each is the one that :meth:`edgespec.Model.chat` gi
 """
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
@@ -16,21 +16,23 @@ from edgespec.loading import open_model
 from edgespec.planning import room_for
 from edgespec.prompts import Prompt
 from edgespec.request import Request, RequestOptions
-from edgespec.trial import ask
+from edgespec.sessions import check_target
+from edgespec.trial import ask, said_by
 from edgespec.verification import Verifier
 from edgespec_models.bundle import Bundle
-from edgespec_models.errors import DoesNotFit
+from edgespec_models.errors import RequestError, TokenizerError
 from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_runtimes.cpu import CpuOptions
+from edgespec_runtimes.memory import machine_memory
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.side_by_side import SideBySide, can_run_side_by_side
 
-__all__ = ["answer", "answer_at_once", "answering"]
+__all__ = ["answer", "answer_side_by_side", "answering"]
 
 _AT_ONCE = 8  # where a pass costs little more than one over a single row; beyond, rows cost alike
-_ROOM = 32_768  # tokens of all KV caches together: a gigabyte for a model of 1.5 billion weights
-_SHORTEST = _ROOM // _AT_ONCE
-"""Tokens of a KV cache; longer texts have caches of twice as many, and half as many of these."""
+_SHORTEST = 4096  # tokens of a KV cache; longer texts have twice as many, or four times, and so on
+_SHARE = 4  # of the available memory, what KV caches may take
+_ENCODED = 512  # prompts at a time
 
 
 @contextmanager
@@ -43,56 +45,78 @@ def answering(
         EdgespecError: a model cannot be found, made or loaded.
     """
     bundle = open_model(names[0], "target", progress=progress)
+    check_target(bundle)
     if can_run_side_by_side(bundle):
-        session = SideBySide(bundle, room_for(bundle, None, CpuOptions(threads=threads)))
-        with closing(session):
-            yield lambda prompts: answer_at_once(bundle, session, prompts, asking)
+        options = room_for(bundle, None, CpuOptions(threads=threads))
+        with closing(SideBySide(bundle, options)) as session:
+            yield lambda prompts: answer_side_by_side(bundle, session, prompts, asking)
         return
-    options = edgespec.LoadOptions(threads=threads)
-    with edgespec.load(*names, options=options, progress=progress) as model:
+    load_options = edgespec.LoadOptions(threads=threads)
+    with edgespec.load(*names, options=load_options, progress=progress) as model:
         yield lambda prompts: (answer(model, prompt, asking) for prompt in prompts)
 
 
+def answer(model: edgespec.Model, prompt: Prompt, asking: Asking) -> Answer | None:
+    """The answer of ``model`` to the first turn of ``prompt``; None where it cannot read that."""
+    options = _options(prompt, asking)
+    Request.of(options)  # what is wrong with these is no prompt's fault
+    try:
+        given = ask(model, prompt, options)
+    except (RequestError, TokenizerError):
+        return None
+    return _answer(prompt, given.text, asking, complete=given.finish_reason == "stop")
+
+
+def answer_side_by_side(
+    bundle: Bundle, session: SideBySide, prompts: Sequence[Prompt], asking: Asking
+) -> Iterator[Answer | None]:
+    """Answers of many prompts at once, each when it is there; None for those that the model cannot read.
+
+    Raises:
+        EdgespecError: a pass fails.
+    """
+    eos = frozenset(bundle.manifest.special_tokens.eos)
+    token_bytes = bundle.manifest.kv_bytes_per_token
+    for first in range(0, len(prompts), _ENCODED):
+        by_capacity: dict[int, list[_Writing]] = {}
+        for prompt in prompts[first : first + _ENCODED]:
+            writing = _begun(prompt, asking, bundle)
+            if writing is None:
+                yield None
+            else:
+                by_capacity.setdefault(_capacity(writing.most), []).append(writing)
+        for capacity, some in sorted(by_capacity.items()):
+            session.reserve(min(len(some), _at_once(capacity * token_bytes)), capacity)
+            for written in _written(session, some, eos):
+                tokens = written.tokens[written.start :]
+                text, complete = bundle.tokenizer.decode(tokens), tokens[-1] in eos
+                yield _answer(written.prompt, text, asking, complete=complete)
+
+
 def _options(prompt: Prompt, asking: Asking) -> RequestOptions:
-    seed = number_of(prompt.turns[0])
-    # Not of the last digit, which says whether a prompt is held out.
-    temperature = asking.temperatures[(seed >> 8) % len(asking.temperatures)]
+    seed, temperature = number_of(prompt.turns[0]), _temperature(prompt, asking)
     return RequestOptions(max_new_tokens=asking.max_new_tokens, temperature=temperature, seed=seed)
 
 
-def answer(model: edgespec.Model, prompt: Prompt, asking: Asking) -> Answer | None:
-    """The answer of ``model`` to the first turn of ``prompt``; None where it does not fit."""
-    options = _options(prompt, asking)
-    try:
-        given = ask(model, prompt, options)
-    except DoesNotFit:
-        return None
-    return _written(prompt, given.text, options, asking, complete=given.finish_reason == "stop")
+def _temperature(prompt: Prompt, asking: Asking) -> float:
+    # Not of the last digit, which says whether a prompt is held out.
+    return asking.temperatures[(number_of(prompt.turns[0]) >> 8) % len(asking.temperatures)]
 
 
-def _written(prompt: Prompt, text: str, options: RequestOptions, asking: Asking, *, complete: bool) -> Answer:
-    return Answer(prompt.turns[0], text, complete, prompt.category, options["temperature"], asking.target)
+def _answer(prompt: Prompt, text: str, asking: Asking, *, complete: bool) -> Answer:
+    temperature = _temperature(prompt, asking)
+    return Answer(prompt.turns[0], text, complete, prompt.category, temperature, asking.target)
 
 
 @dataclass(slots=True)
-class _Asked:
-    """A prompt that is being answered: ``tokens`` grows behind the prompt's until it has ``most``."""
+class _Writing:
+    """An answer that is being written: ``tokens``, the prompt's first, grow until there are ``most``."""
 
     prompt: Prompt
-    options: RequestOptions
     tokens: list[int]
     start: int
     most: int
     verify: Verifier
-
-    @classmethod
-    def of(cls, prompt: Prompt, asking: Asking, bundle: Bundle) -> "_Asked":
-        options, said = _options(prompt, asking), prompt.turns[0]
-        request = Request.of(options)
-        asked = said if bundle.chat_template is None else [{"role": "user", "content": said}]
-        tokens = Asked.of(asked, request).tokens(bundle)
-        most = min(len(tokens) + asking.max_new_tokens, bundle.config.context_length)
-        return cls(prompt, options, tokens, len(tokens), most, request.verifier())
 
     def take(self, said: Predictions, eos: Collection[int]) -> bool:
         """Append the token that follows; whether it is the last."""
@@ -100,53 +124,45 @@ class _Asked:
         return self.tokens[-1] in eos or len(self.tokens) == self.most
 
 
-def answer_at_once(
-    bundle: Bundle, session: SideBySide, prompts: Sequence[Prompt], asking: Asking
-) -> Iterator[Answer | None]:
-    """Answers of many prompts at once, each when it is there; None for those that do not fit.
-
-    Raises:
-        EdgespecError: a prompt is empty, or a pass fails.
-    """
-    eos = frozenset(bundle.manifest.special_tokens.eos)
-    by_room: dict[int, list[_Asked]] = {}
-    for prompt in prompts:
-        asked = _Asked.of(prompt, asking, bundle)
-        if asked.start < asked.most:
-            by_room.setdefault(_room_for(asked.most), []).append(asked)
-        else:
-            yield None
-    for room, some in sorted(by_room.items()):
-        session.reserve(min(len(some), max(1, _ROOM // room)), room)
-        for asked in _finished(session, some, eos):
-            answer = asked.tokens[asked.start :]
-            text, complete = bundle.tokenizer.decode(answer), answer[-1] in eos
-            yield _written(asked.prompt, text, asked.options, asking, complete=complete)
+def _begun(prompt: Prompt, asking: Asking, bundle: Bundle) -> _Writing | None:
+    """Nothing of the answer yet; None where the model cannot read the prompt, or has no room behind it."""
+    request = Request.of(_options(prompt, asking))
+    try:
+        tokens = Asked.of(said_by(prompt, bundle), request).tokens(bundle)
+    except (RequestError, TokenizerError):
+        return None
+    most = min(len(tokens) + asking.max_new_tokens, bundle.config.context_length)
+    return _Writing(prompt, tokens, len(tokens), most, request.verifier()) if len(tokens) < most else None
 
 
-def _room_for(tokens: int) -> int:
-    room = _SHORTEST
-    while room < tokens:
-        room *= 2
-    return room
+def _capacity(tokens: int) -> int:
+    capacity = _SHORTEST
+    while capacity < tokens:
+        capacity *= 2
+    return capacity
 
 
-def _finished(session: SideBySide, some: Sequence[_Asked], eos: Collection[int]) -> Iterator[_Asked]:
-    """All of them, each when it is answered; as many at once as the session has room for."""
+def _at_once(cache_bytes: int) -> int:
+    """How many answers are written at once, of so many bytes of KV cache each."""
+    return max(1, min(_AT_ONCE, machine_memory().available // _SHARE // cache_bytes))
+
+
+def _written(session: SideBySide, some: Iterable[_Writing], eos: Collection[int]) -> Iterator[_Writing]:
+    """All of them, each when it is there; as many at once as the session has room for."""
     waiting = deque(some)
-    writing: list[_Asked | None] = [None] * session.sequences
+    seats: list[_Writing | None] = [None] * session.sequences
     while True:
-        for at in range(len(writing)):
-            while writing[at] is None and waiting:
-                next_one = waiting.popleft()
-                if next_one.take(session.begin(at, next_one.tokens), eos):
-                    yield next_one
+        for at in range(len(seats)):
+            while seats[at] is None and waiting:
+                writing = waiting.popleft()
+                if writing.take(session.begin(at, writing.tokens), eos):
+                    yield writing
                 else:
-                    writing[at] = next_one
-        if not any(writing):
+                    seats[at] = writing
+        if not any(seats):
             return
-        said = session.extend([None if one is None else one.tokens[-1] for one in writing])
-        for at, one in enumerate(writing):
-            if one is not None and one.take(said[at], eos):
-                yield one
-                writing[at] = None
+        said = session.extend([None if seat is None else seat.tokens[-1] for seat in seats])
+        for at, seat in enumerate(seats):
+            if seat is not None and seat.take(said[at], eos):
+                yield seat
+                seats[at] = None

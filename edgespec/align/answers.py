@@ -77,7 +77,7 @@ class Asking:
 
 
 Answering = Callable[[Sequence[Prompt]], Iterable[Answer | None]]
-"""Answers prompts, each once, in any order; None stands for one that does not fit."""
+"""Answers prompts, each once, in any order; None stands for one that the model cannot read."""
 
 
 def number_of(prompt: str) -> int:
@@ -121,9 +121,9 @@ def unanswered(prompts: Sequence[Prompt], path: Path, target: str) -> list[Promp
 def write_answers(
     answering: Answering, prompts: Sequence[Prompt], path: Path, progress: ProgressCallback, *, target: str
 ) -> int:
-    """Have the prompts answered that ``path`` has no answer to; returns how many did not fit.
+    """Have the prompts answered that ``path`` has no answer to; returns how many the model cannot read.
 
-    Each answer is in the file before the next is asked for.
+    Each answer is in the file as soon as it is there.
 
     Raises:
         RequestError: the file is not one of this target's answers.

@@ -10,23 +10,24 @@ from edgespec.prompts import Prompt
 from edgespec_models.errors import EdgespecError
 from edgespec_runtimes.cpu import default_threads
 
-__all__ = ["answering_at_once"]
+__all__ = ["answering_with_workers"]
 
-_TOGETHER = 32  # prompts that a worker is handed: some answers end before others
+_MOST = 32  # prompts that a worker is handed at a time: some answers end before others
 
 
 class _Worker:
     """A loaded model in a process of Ray's."""
 
     def __init__(self, names: tuple[str, str], asking: Asking, threads: int) -> None:
-        self._answering = answering(names, asking, threads=threads).__enter__()
+        self._open = answering(names, asking, threads=threads)  # as long as the process
+        self._answering = self._open.__enter__()
 
     def answer(self, prompts: Sequence[Prompt]) -> list[Answer | None]:
         return list(self._answering(prompts))
 
 
 @contextmanager
-def answering_at_once(
+def answering_with_workers(
     names: tuple[str, str], asking: Asking, *, workers: int, threads: int = 0
 ) -> Iterator[Answering]:
     """What answers with so many workers, in no order; they end with the context.
@@ -65,7 +66,8 @@ def answering_at_once(
         pool = ActorPool([worker.remote(names, asking, threads) for _ in range(workers)])
 
         def answer(prompts: Sequence[Prompt]) -> Iterator[Answer | None]:
-            some = [prompts[at : at + _TOGETHER] for at in range(0, len(prompts), _TOGETHER)]
+            size = max(1, min(_MOST, -(-len(prompts) // workers)))
+            some = [prompts[at : at + size] for at in range(0, len(prompts), size)]
             for answers in pool.map_unordered(lambda one, each: one.answer.remote(each), some):
                 yield from answers
 

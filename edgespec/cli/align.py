@@ -146,12 +146,12 @@ def align(
     recorded = [answer for file in answers_from or () for answer in read_answers(file)]
     with progress_bars() as progress:
         source = None if answers_only else _checkpoint(drafter, where, progress)
+        bundle = None if answers_only else open_model(drafter, "drafter", progress=progress)
         answering = _answering(names, asking, (workers, threads), progress)
         known = _answered(_prompts(prompts, answers_from), place, asking.target, answering, progress)
-        if source is None:
+        if source is None or bundle is None:
             _tell(place, len(known), as_json)
             return
-        bundle = open_model(drafter, "drafter", progress=progress)
         texts = split_texts(known + recorded, bundle)
         result = run(source, texts, options, where, facts=facts, progress=progress)
     if as_json:
@@ -199,9 +199,9 @@ def _answering(
     """Target ``names[0]`` with drafter ``names[1]``, so many of them with so many threads."""
     workers, threads = how
     if workers > 1:
-        from edgespec.align.workers import answering_at_once
+        from edgespec.align.workers import answering_with_workers
 
-        return answering_at_once(names, asking, workers=workers, threads=threads)
+        return answering_with_workers(names, asking, workers=workers, threads=threads)
     from edgespec.align.answering import answering
 
     return answering(names, asking, threads=threads, progress=progress)
@@ -222,7 +222,7 @@ def _answered(
             with answering as given:
                 skipped = write_answers(given, prompts, place, progress, target=target)
             if skipped:
-                note(f"{skipped} prompts are longer than the target can hold; they were left out")
+                note(f"{skipped} prompts were left out: longer than the target can hold, or not of its form")
         return read_answers(place) if place.exists() else []
 
 

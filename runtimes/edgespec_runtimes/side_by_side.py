@@ -48,7 +48,7 @@ class SideBySide:
         if isinstance(shapes["past_length"][0], int):
             raise BundleError(f"{bundle.path} was made by an earlier version; export the model again")
         self._bundle, self._chunk = bundle, options.prefill_chunk
-        self._columns = bundle.manifest.head_rows or bundle.config.vocab_size
+        self._columns = bundle.config.vocab_size
         self._lengths = np.zeros(0, np.int64)
         self._begun: list[list[int]] = []  # tokens that each sequence began with
         self._caches: list[_Array] = []
@@ -64,17 +64,14 @@ class SideBySide:
         Raises:
             DeviceError: no memory for it.
         """
-        self._caches.clear()
+        self._caches.clear()  # first, so that old and new ones are never there together
+        self._lengths, self._begun = np.zeros(0, np.int64), []
         capacity = -(-capacity // KEY_TILE) * KEY_TILE
+        shapes = ((sequences, each.heads, capacity, each.head_dim) for each in self._bundle.tensors.cache)
         try:
-            self._caches += (
-                np.zeros((sequences, tensor.heads, capacity, tensor.head_dim), tensor.dtype)
-                for tensor in self._bundle.tensors.cache
-            )
+            self._caches = [np.zeros(shape, np.float16) for shape in shapes]
         except MemoryError as error:
-            raise DeviceError(
-                f"not enough memory for {sequences} KV caches of {capacity:,} tokens"
-            ) from error
+            raise DeviceError(f"not enough memory for {sequences} caches of {capacity:,} tokens") from error
         self._lengths, self._begun = np.zeros(sequences, np.int64), [[] for _ in range(sequences)]
 
     def begin(self, at: int, tokens: Sequence[int]) -> Predictions:
@@ -83,9 +80,10 @@ class SideBySide:
         What they share with the tokens that it began with before is kept: a chat template's beginning, say.
         """
         kept = min(shared_length(self._begun[at], tokens), len(tokens) - 1)
-        self._begun[at], self._lengths[at] = list(tokens), kept
+        self._begun[at], self._lengths[at] = [], kept
         for start in range(kept, len(tokens), self._chunk):
             (last,) = self._pass(slice(at, at + 1), tokens[start : start + self._chunk])
+        self._begun[at] = list(tokens)  # only now: a pass may fail
         return last
 
     def extend(self, tokens: Sequence[int | None]) -> list[Predictions]:
@@ -112,7 +110,7 @@ class SideBySide:
         inputs: dict[str, _Array] = {
             "input_ids": np.array([tokens], np.int64),
             "past_length": lengths.copy(),
-            "logits_rows": np.arange(each - 1, count, each),
+            "logits_rows": np.arange(each - 1, count, each, dtype=np.int64),
         }
         binding = self._session.io_binding()
         outputs: dict[str, _Array] = {"logits": logits, "best_columns": best, "best_probabilities": likely}

@@ -1,6 +1,6 @@
 """A drafter in PyTorch: what it says of the answers in a batch of texts, as a function of what is trained.
 
-The same decoder as :func:`edgespec_models.graphs.build_native`, in float32, over a checkpoint's weights.
+The same decoder as :func:`edgespec_models.graphs.build_native`, over a checkpoint's weights in float32.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

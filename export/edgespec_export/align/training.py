@@ -168,7 +168,7 @@ def count_right(
 def _multiplies_bfloat16(device: str) -> bool:
     """Whether there are instructions for products of bfloat16, with which a step takes half the time."""
     if device == "cuda":
-        return bool(torch.cuda.is_bf16_supported())
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     found = torch.cpu.get_capabilities()
     return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
 
