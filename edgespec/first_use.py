@@ -15,7 +15,7 @@ from edgespec_export.extra import require_extra
 from edgespec_export.recipe import RECIPES
 from edgespec_export.staging import storage_errors
 from edgespec_models.bundle import MANIFEST, WEIGHTS, Bundle, Role
-from edgespec_models.catalog import find
+from edgespec_models.catalog import CatalogueEntry, find
 from edgespec_models.download import pull
 from edgespec_models.errors import BundleError, ModelFileError, RequestError
 from edgespec_models.facts import Facts
@@ -25,7 +25,7 @@ from edgespec_models.progress import ProgressCallback
 from edgespec_models.schema import check_fields, one_of
 from edgespec_models.static_graphs import ExportDevice
 
-__all__ = ["Wanted", "locate_hub", "mark_of", "open_cached", "open_made", "pull_checked"]
+__all__ = ["Wanted", "alignment_of", "locate_hub", "mark_of", "open_cached", "open_made", "pull_checked"]
 
 _HF_CONFIG = "config.json"
 _RECIPE_MARK = "-r"
@@ -73,13 +73,18 @@ def open_made(path: Path, name: str, wanted: Wanted, progress: ProgressCallback)
         folder = wanted.folder(name, mark_of(path))
         return open_cached(folder) or _export(path, folder, name, wanted, progress)
     entry = find(name)
-    folder = wanted.folder(entry.name, entry.sha256[:8])
+    folder = wanted.folder(entry.name, entry.mark)
     existing = open_cached(folder)
     if existing is not None:
         return existing
     require_extra()
     source = pull(entry, progress=progress, notify=_LOG.warning)
-    return _export(source, folder, entry.name, wanted, progress)
+    return _export(source, folder, entry.name, wanted, progress, alignment_of(entry, wanted.device))
+
+
+def alignment_of(entry: CatalogueEntry, device: ExportDevice | None) -> Path | None:
+    """What an export for ``device`` merges into the weights; nothing for NPUs, which settle formats."""
+    return entry.alignment.path if entry.alignment is not None and device in (None, "cuda") else None
 
 
 def locate_hub(reference: str, progress: ProgressCallback) -> Path:
@@ -133,11 +138,23 @@ def open_cached(folder: Path) -> Bundle | None:
         return None  # of an older format, or damaged: made again
 
 
-def _export(source: Path, folder: Path, name: str, wanted: Wanted, progress: ProgressCallback) -> Bundle:
+def _export(
+    source: Path,
+    folder: Path,
+    name: str,
+    wanted: Wanted,
+    progress: ProgressCallback,
+    alignment: Path | None = None,
+) -> Bundle:
     from edgespec_export.export import ExportOptions, export_model
 
     options = ExportOptions(
-        role=wanted.role, weights=wanted.weights, name=_short(name), device=wanted.device, overwrite=True
+        role=wanted.role,
+        weights=wanted.weights,
+        name=_short(name),
+        device=wanted.device,
+        overwrite=True,
+        alignment=alignment,
     )
     lock = folder.with_name(f".{folder.name}.lock")
     with storage_errors(folder):

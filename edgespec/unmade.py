@@ -66,7 +66,7 @@ def look_up(reference: Reference, role: Role, weights: str | None) -> Located:
         folder = wanted.folder(name, mark_of(path))
         return Located(name, path, open_cached(folder))
     entry = find(str(reference))
-    folder = wanted.folder(entry.name, entry.sha256[:8])
+    folder = wanted.folder(entry.name, entry.mark)
     return Located(entry.name, model_path(entry), open_cached(folder), entry)
 
 

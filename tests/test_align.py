@@ -1,6 +1,7 @@
 """Alignment without PyTorch: its file, a checkpoint with it, exports, and the answers it is made of."""
 
 import errno
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from edgespec import first_use
 from edgespec.cli import app
+from edgespec.loading import open_model
 from edgespec_export import plan
 from edgespec_export.align.alignment import Alignment, Codes, Origin, read_alignment
 from edgespec_export.align.merge import open_aligned
@@ -18,10 +21,13 @@ from edgespec_export.blocks import F32
 from edgespec_export.bundle_files import hash_files
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.gguf import BLOCK_LAYOUT, GGMLType
+from edgespec_export.recipe import RECIPES
 from edgespec_export.sources import open_checkpoint
 from edgespec_export.stored_weights import StoredWeights
 from edgespec_export.trim import TrimOptions
+from edgespec_models import catalog
 from edgespec_models.bundle import Bundle
+from edgespec_models.catalog import CatalogueAlignment, entries, find
 from edgespec_models.errors import ModelFileError, RequestError, StorageError
 from edgespec_models.progress import ignore_progress
 from tests.gguf_for_tests import FORMATS, HEAD_DIM, HEADS, HIDDEN, tiny_gguf
@@ -287,3 +293,35 @@ def test_where_none_can_be_it_is_refused(
     with pytest.raises(RequestError, match=words):
         export_model(source, tmp_path / "out", options=ExportOptions(alignment=file, **options))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_drafter_of_the_catalogue_has_its_alignment(
+    tmp_path: Path, source: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
+    with open_checkpoint(source) as checkpoint:
+        digest = hash_files(checkpoint.files, ignore_progress)
+    aligned = CatalogueAlignment(file.name, hashlib.sha256(file.read_bytes()).hexdigest())
+    plain = replace(find("smollm2-135m-instruct"), sha256=digest)
+    known = {"plain": replace(plain, name="d"), "aligned": replace(plain, name="d", alignment=aligned)}
+    monkeypatch.setattr(catalog, "_FOLDER", tmp_path)
+    monkeypatch.setattr(first_use, "find", known.get)
+    monkeypatch.setattr(first_use, "pull", lambda *_, **__: source)
+    first, second, again = (open_model(name, "drafter") for name in ("plain", "aligned", "aligned"))
+    assert first.path.name == f"d-{digest[:8]}-drafter-exact-r{RECIPES['drafter', None]}"
+    assert aligned.sha256[:8] in second.path.name and again.path == second.path
+    assert "alignment" not in first.manifest.provenance
+    assert second.manifest.provenance["alignment"] == read_alignment(file).digest
+    assert first_use.alignment_of(known["aligned"], "cuda") == file
+    assert first_use.alignment_of(known["aligned"], "npu-qnn") is None
+
+
+def test_alignments_of_the_catalogue_are_those_of_its_drafters() -> None:
+    shipped = [(entry, entry.alignment) for entry in entries().values() if entry.alignment is not None]
+    for entry, aligned in shipped:
+        assert entry.role == "drafter" and aligned.path.stat().st_size <= 4_000_000
+        assert hashlib.sha256(aligned.path.read_bytes()).hexdigest() == aligned.sha256
+        origin = read_alignment(aligned.path).origin
+        assert origin.source_sha256 == entry.sha256 and origin.licence
+    files = {path for path in catalog._FOLDER.iterdir() if path.suffix != ".toml"}
+    assert files == {aligned.path for _, aligned in shipped}

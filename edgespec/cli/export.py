@@ -17,6 +17,7 @@ from edgespec_models.static_graphs import CHIPS
 if TYPE_CHECKING:
     from edgespec_export.quantization import Quantization
     from edgespec_export.trim import TrimSize
+    from edgespec_models.catalog import CatalogueEntry
 
 __all__ = ["export", "locate"]
 
@@ -162,10 +163,12 @@ def export(
 
         edgespec export ~/models/pythia-160m -o pythia --via optimum --optimum-cli optimum/bin/optimum-cli
     """
+    from edgespec.first_use import alignment_of
     from edgespec_export.export import ExportOptions, export_model
     from edgespec_export.trim import TrimOptions
 
     quantization = _quantization(bits, method, mixed)
+    made_for = None if device == "cpu" else device
     if via == "optimum":
         words: dict[str, object] = {"--weights": weights, "--trim-vocab": trim_vocab, "--name": name}
         words |= {"--bits": quantization, "--calibration": calibration, "--calibrate-with": calibrate_with}
@@ -176,16 +179,16 @@ def export(
         _via_optimum(source, out, program=optimum_cli, overwrite=overwrite, as_json=as_json)
         return
     with progress_bars() as progress:
-        file, known_as = locate(source, progress)
+        file, entry = locate(source, progress)
         options = ExportOptions(
             role=role,
             weights=weights,
             quantization=quantization,
             kv=kv,
-            name=name or known_as,
-            alignment=alignment,
+            name=name or (None if entry is None else entry.name),
+            alignment=alignment or (None if entry is None else alignment_of(entry, made_for)),
             overwrite=overwrite,
-            device=None if device == "cpu" else device,
+            device=made_for,
             buckets=_buckets(buckets),
             chip=chip,
             trim=TrimOptions(_trim_size(trim_vocab), tuple(calibration or ()), tuple(calibrate_with or ())),
@@ -259,8 +262,8 @@ def _quantization(bits: str | None, method: str | None, mixed: str | None) -> "Q
     return Quantization(**given) if given else None
 
 
-def locate(source: str, progress: ProgressCallback) -> tuple[Path, str | None]:
-    """The checkpoint's file or directory, and the name the catalogue gives it."""
+def locate(source: str, progress: ProgressCallback) -> "tuple[Path, CatalogueEntry | None]":
+    """The checkpoint's file or directory, and the catalogue's entry that it is of."""
     from edgespec.first_use import locate_hub
     from edgespec_models.catalog import find
     from edgespec_models.download import pull
@@ -277,4 +280,4 @@ def locate(source: str, progress: ProgressCallback) -> tuple[Path, str | None]:
             "'edgespec models' lists"
         )
     entry = find(source)
-    return pull(entry, progress=progress, notify=note), entry.name
+    return pull(entry, progress=progress, notify=note), entry

@@ -51,5 +51,6 @@ def describe(entry: "CatalogueEntry") -> dict[str, object]:
         "licence": entry.licence,
         "licence_url": entry.licence_url,
         "drafter": entry.drafter,
+        "alignment": None if entry.alignment is None else entry.alignment.sha256,
         "path": str(model_path(entry)) if is_pulled(entry) else None,
     }

@@ -5,7 +5,8 @@ file. The keys, all required unless marked optional:
 
     title, architecture, role ("target" or "drafter"), parameters, licence, filename,
     size_bytes, sha256, [[sources]]; optional: licence_url, drafter (the name of the drafter
-    recommended for a target), shape (what a plan of memory needs to know before the file is here)
+    recommended for a target), shape (what a plan of memory needs to know before the file is here),
+    alignment ({filename, sha256}: a file beside this one that exports merge into a drafter's weights)
 
 Sources are tried in the order written. Each has a ``kind``:
 
@@ -29,6 +30,7 @@ from edgespec_models.errors import CatalogueError
 from edgespec_models.schema import form, length, read, shown, within
 
 __all__ = [
+    "CatalogueAlignment",
     "CatalogueEntry",
     "CatalogueShape",
     "HubFile",
@@ -53,6 +55,7 @@ _Package = Annotated[str, form(r"[A-Za-z0-9][A-Za-z0-9._-]*")]
 _Version = Annotated[str, form(r"[0-9][0-9A-Za-z.!+]*")]
 _Amount = Annotated[int, within(1)]
 _CORRECT: Final = "Correct the file"
+_FOLDER: Final = Path(__file__).with_name("catalogue")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,19 @@ class CatalogueShape:
     context: Context
 
 
+@dataclass(frozen=True, slots=True)
+class CatalogueAlignment:
+    """What 'edgespec align' wrote for a drafter: a file of the catalogue's folder."""
+
+    filename: _File
+    sha256: Annotated[str, form(r"[0-9a-f]{64}")]
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return _FOLDER / self.filename
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogueEntry:
     """A model of the catalogue.
@@ -113,7 +129,7 @@ class CatalogueEntry:
     ``architecture`` is the GGUF name (``llama``, ``qwen2``, ``gemma3``). ``parameters`` counts tied
     weights once. ``sha256`` is in lower-case hex. ``drafter`` names the recommended drafter, an
     entry of the same catalogue. ``sources`` are in the order to try.
-    ``shape`` is None where the file does not say.
+    ``shape`` is None where the file does not say. Entries that differ in ``alignment`` may share a file.
     """
 
     name: _Name
@@ -128,6 +144,7 @@ class CatalogueEntry:
     parameters: _Amount
     drafter: _Name | None = None
     shape: CatalogueShape | None = None
+    alignment: CatalogueAlignment | None = None
     sources: Annotated[tuple[Source, ...], length(1)]
 
     def __post_init__(self) -> None:
@@ -139,6 +156,12 @@ class CatalogueEntry:
                         f"the parts add up to {total:,} bytes, but size_bytes is {self.size_bytes:,}"
                     )
 
+    @property
+    def mark(self) -> str:
+        """Another one where an export would be of other weights."""
+        aligned = "" if self.alignment is None else f"-{self.alignment.sha256[:8]}"
+        return self.sha256[:8] + aligned
+
 
 def entries(directory: Path | None = None) -> dict[str, CatalogueEntry]:
     """Read a catalogue folder (the installed one by default): name -> entry, sorted by name.
@@ -147,7 +170,7 @@ def entries(directory: Path | None = None) -> dict[str, CatalogueEntry]:
         CatalogueError: a file is not TOML, a key is missing, unknown or of the wrong form (the
             message names file and key), or a ``drafter`` is not in the folder.
     """
-    folder = Path(__file__).with_name("catalogue") if directory is None else directory
+    folder = directory or _FOLDER
     found = {path.stem: _read(path) for path in sorted(folder.glob("*.toml"))}
     for entry in found.values():
         if entry.drafter is not None and entry.drafter not in found:

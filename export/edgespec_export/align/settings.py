@@ -13,7 +13,7 @@ Trained = Literal["low-rank", "scales", "gains", "all"]
 """What is trained: a low-rank change of every projection, or factors of the scales of its blocks, and the
 gains; the gains alone; every weight."""
 RATES: Final[Mapping[Trained, float]] = MappingProxyType(
-    {"low-rank": 1e-3, "scales": 3e-4, "gains": 3e-3, "all": 2e-5}
+    {"low-rank": 1e-3, "scales": 1e-3, "gains": 3e-3, "all": 2e-5}
 )
 """Learning rates: how far a step may move a number depends on what the number is."""
 Guesses = dict[str, tuple[int, int]]
