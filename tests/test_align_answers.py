@@ -26,6 +26,7 @@ from edgespec_export.align.settings import Text
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.trim import TrimOptions
 from edgespec_models.bundle import Bundle
+from edgespec_models.catalog import find
 from edgespec_models.errors import DoesNotFit, RequestError, StorageError
 from edgespec_models.progress import ignore_progress
 from edgespec_runtimes.cpu import CpuSession
@@ -232,6 +233,14 @@ def test_a_bundle_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert code == 1 and "is a bundle; give the checkpoint" in said
     code, _, said = _align(str(tmp_path / "none.gguf"), "--target", "t", "-o", str(tmp_path / "out"))
     assert code == 1 and "does not exist" in said
+
+
+def test_what_is_aligned_already_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "smollm2-135m-qwen2.5-coder"
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    monkeypatch.setattr(sys.modules["edgespec.cli.align"], "locate", lambda *_: (tmp_path, find(name)))
+    code, _, said = _align(name, "--target", "t", "-o", str(tmp_path / "out"))
+    assert code == 1 and f"{name} is aligned already" in said
 
 
 def test_without_pytorch_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

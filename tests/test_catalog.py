@@ -36,19 +36,22 @@ def write(folder: Path, text: str, name: str = "a") -> Path:
     return folder
 
 
-def test_the_installed_catalogue_has_the_four_models() -> None:
+def test_what_the_installed_catalogue_has() -> None:
     known = entries()
     assert list(known) == [
         "gemma-3-270m",
         "qwen2.5-coder-0.5b-instruct",
         "qwen2.5-coder-1.5b-instruct",
         "smollm2-135m-instruct",
+        "smollm2-135m-qwen2.5-coder",
     ]
     for name, entry in known.items():
         assert entry.name == name
         assert entry.drafter is None or known[entry.drafter].role == "drafter"
         assert {type(source) for source in entry.sources} == {HubFile, IndexParts}
-    assert len({entry.filename for entry in known.values()}) == len(known)
+    files = {(entry.filename, entry.sha256, entry.size_bytes, entry.sources) for entry in known.values()}
+    assert len(files) == len({entry.filename for entry in known.values()}) == 4
+    assert len({entry.mark for entry in known.values()}) == len(known)
 
 
 def test_every_key_is_read(tmp_path: Path) -> None:

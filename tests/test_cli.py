@@ -240,7 +240,7 @@ def test_demo_writes_its_report_and_says_what_to_try(
     page = tmp_path / "page.html"
     result = run("demo", "--report", str(page))
     assert result.exit_code == 0 and page.exists()
-    assert loaded == [("qwen2.5-coder-1.5b-instruct", "smollm2-135m-instruct", 0)]
+    assert loaded == [("qwen2.5-coder-1.5b-instruct", "smollm2-135m-qwen2.5-coder", 0)]
     assert "edgespec chat" in result.stdout and str(page) in result.stderr
 
 

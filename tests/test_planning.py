@@ -130,7 +130,7 @@ def test_a_catalogue_model_is_planned_before_it_is_pulled(home: Path) -> None:
     assert made.target.state == "to be pulled"
     assert made.target.weights_bytes == made.target.download_bytes == entry.size_bytes
     assert made.target.cache.bytes(1) == 256 * 28 * 2 * 2 * 128 * 2  # two bytes a number
-    assert made.drafter is not None and made.drafter.name == "smollm2-135m-instruct"
+    assert made.drafter is not None and made.drafter.name == "smollm2-135m-qwen2.5-coder"
     assert made.disk_bytes == 2 * (entry.size_bytes + find("smollm2-135m-instruct").size_bytes)
     assert [fit.tokens for fit in made.contexts] == [2048, 8192, 32768]
     assert not home.exists()

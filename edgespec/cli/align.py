@@ -174,7 +174,9 @@ def _checkpoint(drafter: str, where: "Place", progress: "ProgressCallback") -> P
     from edgespec_models.errors import RequestError
     from edgespec_models.foreign import is_model
 
-    source, _ = locate(drafter, progress)
+    source, entry = locate(drafter, progress)
+    if entry is not None and entry.alignment is not None:
+        raise RequestError(f"{drafter} is aligned already; give the drafter that it was made from")
     if is_model(source):
         raise RequestError(f"{drafter} is a bundle; give the checkpoint that it was exported from")
     device_of(where)

@@ -12,7 +12,7 @@ from edgespec.cli.options import MaxNewTokens, Threads, load_model, prompts_to_r
 __all__ = ["demo"]
 
 _TARGET = "qwen2.5-coder-1.5b-instruct"
-_DRAFTER = "smollm2-135m-instruct"
+_DRAFTER = "smollm2-135m-qwen2.5-coder"
 
 
 def demo(
