@@ -1,9 +1,26 @@
 """The prompts that the shipped alignment was made of: nothing that measures, once each, in one order."""
 
+import hashlib
 import json
+import lzma
 import random
+from pathlib import Path
 
-from tools.alignment_prompts import _KINDS, _SLOW_MOST, _WORDS_FILE, _Filter, chosen, made, ordered
+import pytest
+
+from edgespec.align.answers import Answer
+from tools import alignment_prompts
+from tools.alignment_prompts import (
+    _ANSWERS_FILE,
+    _KINDS,
+    _SLOW_MOST,
+    _WORDS_FILE,
+    _Filter,
+    answered,
+    chosen,
+    made,
+    ordered,
+)
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 
@@ -36,3 +53,16 @@ def test_all_kinds_are_mixed_and_slow_ones_last() -> None:
     assert sum(kind == "rag" for kind, _ in first) <= _SLOW_MOST
     shuffled = {kind: random.Random(1).sample(texts, len(texts)) for kind, texts in kept.items()}
     assert [text for _, text in ordered(shuffled)][:100] == [text for _, text in every][:100]
+
+
+def test_answers_find_their_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with lzma.open(_ANSWERS_FILE, "rt", encoding="utf-8") as file:
+        kept = [json.loads(line) for line in file]
+    assert len(kept) == len({row["prompt_sha256"] for row in kept}) == 1451
+    row = kept[3] | {"prompt_sha256": hashlib.sha256(b"Why?").hexdigest()[:16]}
+    place = tmp_path / "answers.jsonl.xz"
+    place.write_bytes(lzma.compress(json.dumps(row).encode()))
+    monkeypatch.setattr(alignment_prompts, "_ANSWERS_FILE", place)
+    (answer,) = answered([("qa", "Who?"), ("reasoning", "Why?")])
+    target = "qwen2.5-coder-1.5b-instruct"
+    assert answer == Answer("Why?", row["text"], row["complete"], "reasoning", row["temperature"], target)

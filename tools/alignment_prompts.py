@@ -1,28 +1,34 @@
 """The prompts whose answers taught the drafter that ships with the catalogue (docs/align.md, "What ships").
 
-Usage: ``python -m tools.alignment_prompts SOURCES --without FILE.jsonl --out PROMPTS.jsonl``
+Usage: ``python -m tools.alignment_prompts SOURCES --without FILE --out PROMPTS.jsonl [--answers OUT.jsonl]``
 
 SOURCES is a folder with checkouts of openai/grade-school-math (MIT), google-research-datasets/
 natural-questions (questions under CC BY-SA 3.0), UniversalDependencies/UD_German-GSD (CC BY-SA 4.0),
 yizhongw/self-instruct (Apache-2.0) and teknium1/GPTeacher (MIT). The other prompts are made of the words in
 ``workloads/alignment.json``. What measures does not teach: left out is what shares eight words in a row with
 Spec-Bench (hemingkx/Spec-Bench), GSM8K's test or HumanEval (openai/human-eval), which are in SOURCES too, or
-with a turn of a file that ``--without`` names.
+with a turn of a file that ``--without`` names. ``--answers`` also writes what the target answered to the
+first of them, which ``workloads/alignment_answers.jsonl.xz`` keeps without the prompts: an hour's work.
 """
 
 import gzip
 import hashlib
 import json
+import lzma
 import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+from edgespec.align.answers import Answer
 from edgespec.prompts import load_prompts
 from tools.arguments import arguments
 
 _WORDS_FILE: Final = Path(__file__).with_name("workloads") / "alignment.json"
+_ANSWERS_FILE: Final = _WORDS_FILE.with_name("alignment_answers.jsonl.xz")
+_TARGET: Final = "qwen2.5-coder-1.5b-instruct"
 _SHARED: Final = 8  # words in a row
 _SHORTEST, _LONGEST = 12, 1600  # characters
 _KINDS: Final = {
@@ -51,7 +57,7 @@ Rows = list[dict[str, Any]]
 
 def main() -> None:
     """Write the prompts, in an order by their digests."""
-    args = arguments(__doc__, "sources", without=[Path], out=Path)
+    args = arguments(__doc__, "sources", without=[Path], out=Path, answers=(Path,))
     sources = Path(args.sources)
     held_out = [turn for file in args.without for prompt in load_prompts(file) for turn in prompt.turns]
     prompts = ordered(chosen(candidates(sources), _Filter([*held_out, *measuring(sources)])))
@@ -59,6 +65,19 @@ def main() -> None:
         for number, (kind, text) in enumerate(prompts):
             row = {"id": f"{kind}-{number}", "category": kind, "turns": [text]}
             print(json.dumps(row, ensure_ascii=False), file=file)
+    if args.answers is not None:
+        with args.answers.open("w", encoding="utf-8") as file:
+            for answer in answered(prompts):
+                print(json.dumps(asdict(answer), ensure_ascii=False), file=file)
+
+
+def answered(prompts: Iterable[tuple[str, str]]) -> Iterator[Answer]:
+    """The answers that are kept, in the order in which they were written."""
+    known = {hashlib.sha256(text.encode()).hexdigest()[:16]: (kind, text) for kind, text in prompts}
+    with lzma.open(_ANSWERS_FILE, "rt", encoding="utf-8") as file:
+        for row in map(json.loads, file):
+            kind, text = known[row["prompt_sha256"]]
+            yield Answer(text, row["text"], row["complete"], kind, row["temperature"], _TARGET)
 
 
 class _Filter:
