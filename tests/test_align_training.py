@@ -12,7 +12,8 @@ pytest.importorskip("torch", reason="needs the extra 'align', which the gate doe
 import torch
 from typer.testing import CliRunner
 
-from edgespec import engine
+import edgespec
+from edgespec.align import answering
 from edgespec.align import run as running
 from edgespec.cli import app
 from edgespec_export.align import training
@@ -206,7 +207,10 @@ def test_the_command_from_prompts_to_a_bundle(
     prompts = tmp_path / "prompts.jsonl"
     lines = (f'{{"id": "p{i}", "category": "c", "turns": ["question {i}"]}}\n' for i in range(60))
     prompts.write_text("".join(lines), encoding="utf-8")
-    monkeypatch.setattr(engine, "load", lambda *names, **settings: FakeModel())
+    monkeypatch.setattr(edgespec, "load", lambda *names, **settings: FakeModel())
+    monkeypatch.setattr(answering, "open_model", lambda *names, **settings: Bundle(bundle))
+    monkeypatch.setattr(answering, "check_target", lambda _: None)
+    monkeypatch.setattr(answering, "can_run_side_by_side", lambda _: False)
     monkeypatch.setattr("edgespec.loading.open_model", lambda *names, **settings: Bundle(bundle))
     command = ["align", str(source), "--target", "t", "--prompts", str(prompts), "-o", str(out)]
     options = ["--rate", "0.02", "--batch-tokens", "64", "--device", "cpu"]
