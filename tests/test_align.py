@@ -275,9 +275,10 @@ def test_what_is_added_survives_the_rounding(
 
 def test_inspect_and_export_show_it(tmp_path: Path, source: Path, file: Path) -> None:
     out = tmp_path / "out"
-    command = ["export", str(source), "-o", str(out), "--role", "drafter", "--trim-vocab", "full"]
+    command = ["export", str(source), "-o", str(out), "--trim-vocab", "full"]
     result = CliRunner().invoke(app, [*command, "--alignment", str(file)])
     assert result.exit_code == 0, result.stderr
+    assert Bundle(out).manifest.role == "drafter"
     shown = " ".join(CliRunner().invoke(app, ["inspect", str(out)]).stdout.split())
     assert "with target, on 1,234 tokens of answers; right first guesses 0.500 before, 0.625 after" in shown
     assert "files sizes are right" in shown
@@ -307,11 +308,14 @@ def test_a_drafter_of_the_catalogue_has_its_alignment(
     monkeypatch.setattr(catalog, "_FOLDER", tmp_path)
     monkeypatch.setattr(first_use, "find", known.get)
     monkeypatch.setattr(first_use, "pull", lambda *_, **__: source)
+    monkeypatch.setattr("edgespec.cli.export.locate", lambda *_: (source, known["aligned"]))
     first, second, again = (open_model(name, "drafter") for name in ("plain", "aligned", "aligned"))
     assert first.path.name == f"d-{digest[:8]}-drafter-exact-r{RECIPES['drafter', None]}"
     assert aligned.sha256[:8] in second.path.name and again.path == second.path
     assert "alignment" not in first.manifest.provenance
     assert second.manifest.provenance["alignment"] == read_alignment(file).digest
+    exported = CliRunner().invoke(app, ["export", "d", "-o", str(tmp_path / "out")])
+    assert exported.exit_code == 0 and Bundle(tmp_path / "out").digest == second.digest
     assert first_use.alignment_of(known["aligned"], "cuda") == file
     assert first_use.alignment_of(known["aligned"], "npu-qnn") is None
 

@@ -116,8 +116,8 @@ def align(
 
     The target answers prompts, many at once; the drafter is trained on the answers in its own tokens, a
     tenth of the prompts held out; and DIR/alignment.safetensors says what is to be added to its weights. An
-    export takes it: 'edgespec export DRAFTER -o BUNDLE --role drafter --alignment FILE'. Answering and
-    training may be stopped: run the same command again, and it goes on. Needs PyTorch (extra 'align').
+    export takes it: 'edgespec export DRAFTER -o BUNDLE --alignment FILE'. Answering and training may be
+    stopped: run the same command again, and it goes on. Needs PyTorch (extra 'align').
 
     Examples:
 

@@ -35,7 +35,10 @@ def export(
         Path,
         typer.Option("--out", "-o", metavar="DIR", help="The bundle's directory; it must not exist yet."),
     ],
-    role: Annotated[Literal["target", "drafter"], typer.Option(help="What the model is used as.")] = "target",
+    role: Annotated[
+        Literal["target", "drafter"] | None,
+        typer.Option(help="What the model is used as. Default: target, but drafter for one that is aligned."),
+    ] = None,
     weights: Annotated[
         Literal["exact", "portable"] | None,
         typer.Option(
@@ -149,7 +152,7 @@ def export(
 
         edgespec export gemma-3-270m -o drafter --role drafter --trim-vocab 16384 --calibrate-with target
 
-        edgespec export SmolLM2-135M.gguf -o drafter --role drafter --alignment alignment.safetensors
+        edgespec export SmolLM2-135M.gguf -o drafter --alignment alignment.safetensors
 
         edgespec export model.gguf -o small --bits 4 --method k-quant --mixed sensitive
 
@@ -180,8 +183,9 @@ def export(
         return
     with progress_bars() as progress:
         file, entry = locate(source, progress)
+        drafts = alignment is not None or (entry is not None and entry.alignment is not None)
         options = ExportOptions(
-            role=role,
+            role=role or ("drafter" if drafts else "target"),
             weights=weights,
             quantization=quantization,
             kv=kv,
