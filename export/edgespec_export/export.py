@@ -292,7 +292,7 @@ def _check_request(source: Path, out: Path, options: ExportOptions) -> None:
             "only drafters are trimmed (role=drafter)"
         )
     if options.role == "target" and options.alignment is not None:
-        raise RequestError("role=target with an alignment: only drafters are aligned; export it with role=drafter")
+        raise RequestError("role=target with an alignment: only drafters are aligned; use role=drafter")
     _check_weights(options)
     _check_device(options)
     check_place(source, out, overwrite=options.overwrite, replaceable=(out / MANIFEST).is_file)
