@@ -131,8 +131,8 @@ def align(
     from edgespec.align.run import Place, require_torch, split_texts
     from edgespec.align.run import align as run
     from edgespec.loading import open_model
-    from edgespec_export.align.alignment import writing
     from edgespec_export.align.settings import TrainingOptions
+    from edgespec_models.replacing import writing
 
     if not answers_only:
         require_torch()

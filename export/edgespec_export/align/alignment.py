@@ -9,11 +9,9 @@ may hold ``NAME.blocks`` instead, transposed too: by how much the scale of each 
 trusted.
 """
 
-import errno
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,10 +21,11 @@ import numpy.typing as npt
 
 from edgespec_export.blocks import F32
 from edgespec_export.safetensors_file import SafetensorsFile
-from edgespec_models.errors import ModelFileError, StorageError
+from edgespec_models.errors import ModelFileError
+from edgespec_models.replacing import replacing, writing
 from edgespec_models.schema import form, length, read, within
 
-__all__ = ["BLOCKS", "Alignment", "Codes", "Origin", "read_alignment", "replacing", "writing"]
+__all__ = ["BLOCKS", "Alignment", "Codes", "Origin", "read_alignment"]
 
 _KEY, _VERSION = "edgespec_alignment", 1
 _SCALES, _A, _B, BLOCKS = ".scales", ".lora_a", ".lora_b", ".blocks"
@@ -152,7 +151,7 @@ class Alignment:
             at = end
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
-        with replacing(path) as temporary, temporary.open("wb") as file:
+        with writing(path), replacing(path) as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for array in arrays.values():
                 file.write(np.ascontiguousarray(array).data)
@@ -210,30 +209,3 @@ def _check_pairs(alignment: Alignment, path: Path) -> None:
             continue
         if alone or a is None or b is None or len(a.codes) != len(b.codes):
             raise ModelFileError(f"{path} has not both factors of the change of {name}. {_REMEDY}.")
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A place to write to, which becomes ``path`` when all is written.
-
-    Raises:
-        StorageError: the disk is full, or it cannot be written.
-    """
-    temporary = path.with_name(f".{path.name}.partial")
-    with writing(path):
-        try:
-            yield temporary
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn errors of the file system into StorageError."""
-    try:
-        yield
-    except OSError as error:
-        full = error.errno == errno.ENOSPC
-        why = "the disk is full; free space and run the command again" if full else str(error)
-        raise StorageError(f"cannot write {path}: {why}") from error

@@ -17,11 +17,11 @@ from typing import Final
 
 import torch
 
-from edgespec_export.align.alignment import replacing
 from edgespec_export.align.decoder import Batch, TorchDecoder, batch_of
 from edgespec_export.align.settings import RATES, Guesses, Text, TrainingOptions
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
+from edgespec_models.replacing import replacing, writing
 
 __all__ = ["count_right", "train"]
 
@@ -59,7 +59,7 @@ class _Run:
             "parameters": {name: value.detach() for name, value in self._decoder.parameters.items()},
             "optimizer": self.optimizer.state_dict(),
         }
-        with replacing(path) as temporary, temporary.open("wb") as file:
+        with writing(path), replacing(path) as file:
             torch.save(state, file)
 
     def load(self, path: Path) -> None:
