@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from random import Random
@@ -194,7 +195,7 @@ def full(scratch: Path) -> Iterator[tuple[str, str]]:
     disk = scratch / "disk"
     for name, work in WORK.items():
         with _tmpfs(disk, LARGE):
-            _in_child(lambda work=work: _try(lambda: work(scratch, disk)))  # type: ignore[misc]
+            _in_child(partial(_try, partial(work, scratch, disk)))
             needed = shutil.disk_usage(disk).used
         for step in range(STEPS + 1):
 
@@ -306,8 +307,8 @@ def flips(scratch: Path) -> Iterator[tuple[str, str]]:
         whole = file.read_bytes()
         for _ in range(FLIPS):
             file.write_bytes(_flipped(whole, rng))
-            found = _in_child(lambda file=file: _try(lambda: _verify(bundle), file.name))  # type: ignore[misc]
-            loaded = _in_child(lambda file=file: _try(lambda: _run(bundle), file.name, "model.onnx"))  # type: ignore[misc]
+            found = _in_child(partial(_try, partial(_verify, bundle), file.name))
+            loaded = _in_child(partial(_try, partial(_run, bundle), file.name, "model.onnx"))
             yield file.name, f"verify: {found}; load: {loaded}"
         file.write_bytes(whole)
     gguf = scratch / "m.gguf"

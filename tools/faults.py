@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -85,7 +86,7 @@ class Tally:
 def kill_all(kind: Kind, folder: Path, numbers: Sequence[int], moments: Sequence[float]) -> list[Killed]:
     """Begin a process for each number, and kill each after its moment."""
     begun, killed = time.monotonic(), []
-    children = [Child.of(lambda number=number: kind.run(folder, number)) for number in numbers]  # type: ignore[misc]
+    children = [Child.of(partial(kind.run, folder, number)) for number in numbers]
     for moment, number, child in sorted(
         zip(moments, numbers, children, strict=True), key=lambda each: each[0]
     ):
@@ -133,7 +134,7 @@ class Campaign:
         for number in range(self._kind.variants):
             for call in range(1, 10_000):
                 self._begin(call == 1)
-                run = at_call(call, lambda number=number: self._kind.run(self._folder, number))  # type: ignore[misc]
+                run = at_call(call, partial(self._kind.run, self._folder, number))
                 killed = _ended(number, Child.of(run))
                 self._check([killed])
                 if not killed.by_us:
