@@ -8,6 +8,7 @@ Names are imported when they are first used, so that ``import edgespec`` costs m
 """
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -84,6 +85,10 @@ __all__ = [
     "Closed",
     "Cancelled",
 ]
+
+# The one thing done at import. An application may import onnxruntime after edgespec and before a model is
+# loaded, and its telemetry heeds only what is there when it starts (edgespec_runtimes.ort).
+os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 
 _NAMES_BY_HOME = {
     "edgespec.engine": "load",

@@ -39,3 +39,12 @@ def test_nothing_is_sent_or_kept(tmp_path: Path, first: str) -> None:
     environment = kept | {"HOME": str(home), "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", _RUN, first, str(model.path)], check=True, env=environment)
     assert list(home.rglob("*")) == []  # with telemetry on: a device identifier and a queue of events
+
+
+def test_onnxruntime_may_be_imported_after_edgespec_and_before_any_model() -> None:
+    kept = {name: value for name, value in os.environ.items() if name != _VARIABLE}
+    code = (
+        "import os, sys, edgespec; sys.exit('onnxruntime' in sys.modules or os.environ[sys.argv[1]] != '1')"
+    )
+    environment = kept | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code, _VARIABLE], check=True, env=environment)

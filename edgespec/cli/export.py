@@ -51,7 +51,8 @@ def export(
         typer.Option(
             "--trim-vocab",
             metavar="N|auto|full",
-            help="Rows that a drafter's LM head keeps; auto measures. Default: auto for drafters, else full.",
+            help="Rows that a drafter's LM head keeps; auto measures. Default: auto for drafters on "
+            "CPUs, else full.",
         ),
     ] = None,
     alignment: Annotated[

@@ -25,9 +25,8 @@ history = typer.Typer(
     rich_markup_mode="markdown",
     help="""Show, export and delete what was learned from answers; add files to draft from.
 
-    A history is learned where 'generate', 'chat', 'bench' or 'verify' are given --history NAME, and nowhere
-    else.
-    docs/history.md says what it holds.
+    A history is learned where 'generate', 'chat', 'serve', 'bench' or 'verify' are given --history NAME, or
+    a program's load() is, and nowhere else. docs/history.md says what it holds.
     """,
 )
 

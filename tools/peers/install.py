@@ -31,7 +31,7 @@ LEFT_OUT = "GGML_BLAS LLAMA_CURL LLAMA_OPENSSL LLAMA_BUILD_TESTS LLAMA_BUILD_EXA
 LEFT_OUT += " LLAMA_BUILD_UI LLAMA_USE_PREBUILT_UI"
 CMAKE_OPTIONS = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON"]
 CMAKE_OPTIONS += [f"-D{name}=OFF" for name in LEFT_OUT.split()]
-TARGETS = ["llama-server", "llama-bench", "llama-tokenize"]
+TARGETS = ["llama-server", "llama-bench", "llama-batched-bench", "llama-tokenize"]
 QUIET = {"ORT_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 
