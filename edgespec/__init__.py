@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from edgespec.conversation import Conversation
-    from edgespec.drafting.draft import Draft, Drafter, Step
+    from edgespec.decoding.draft import Draft, Drafter, Step
+    from edgespec.decoding.grammar import AnyJson, Choice, JsonSchema, Lark, Regex
     from edgespec.engine import load
-    from edgespec.grammar import AnyJson, Choice, JsonSchema, Lark, Regex
     from edgespec.history.manage import History
-    from edgespec.load_options import LoadOptions
+    from edgespec.loading.options import LoadOptions
+    from edgespec.loading.planning import Plan, plan
     from edgespec.model import Model
-    from edgespec.planning import Plan, plan
-    from edgespec.request import RequestOptions
-    from edgespec.results import Generation, GenerationStats, Record, SourceStats, TokenRecord
-    from edgespec.stream import Stream
-    from edgespec.tools import ToolCall
+    from edgespec.requests.request import RequestOptions
+    from edgespec.requests.results import Generation, GenerationStats, Record, SourceStats, TokenRecord
+    from edgespec.requests.stream import Stream
+    from edgespec.requests.tool_calls import ToolCall
     from edgespec_models.errors import (
         BundleError,
         Busy,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         TokenizerError,
         UnsupportedModelError,
     )
-    from edgespec_runtimes.discovery import Device, devices
+    from edgespec_runtimes.devices.discovery import Device, devices
 
 __all__ = [
     "load",
@@ -93,17 +93,17 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 _NAMES_BY_HOME = {
     "edgespec.engine": "load",
     "edgespec.model": "Model",
-    "edgespec.load_options": "LoadOptions",
+    "edgespec.loading.options": "LoadOptions",
     "edgespec.conversation": "Conversation",
-    "edgespec.stream": "Stream",
-    "edgespec.request": "RequestOptions",
-    "edgespec.results": "Generation GenerationStats Record SourceStats TokenRecord",
-    "edgespec.tools": "ToolCall",
-    "edgespec.drafting.draft": "Draft Drafter Step",
-    "edgespec.grammar": "AnyJson Choice JsonSchema Lark Regex",
+    "edgespec.requests.stream": "Stream",
+    "edgespec.requests.request": "RequestOptions",
+    "edgespec.requests.results": "Generation GenerationStats Record SourceStats TokenRecord",
+    "edgespec.requests.tool_calls": "ToolCall",
+    "edgespec.decoding.draft": "Draft Drafter Step",
+    "edgespec.decoding.grammar": "AnyJson Choice JsonSchema Lark Regex",
     "edgespec.history.manage": "History",
-    "edgespec.planning": "Plan plan",
-    "edgespec_runtimes.discovery": "Device devices",
+    "edgespec.loading.planning": "Plan plan",
+    "edgespec_runtimes.devices.discovery": "Device devices",
     "edgespec_models.errors": "EdgespecError ModelFileError UnsupportedModelError BundleError TokenizerError "
     "CatalogueError DownloadError StorageError ParityError DeviceError RequestError DoesNotFit Busy Closed "
     "Cancelled",

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Annotated, Any, Unpack
 
-from edgespec.encoding import Messages
-from edgespec.request import RequestOptions
-from edgespec.results import Generation
-from edgespec.stream import Stream
+from edgespec.requests.encoding import Messages
+from edgespec.requests.request import RequestOptions
+from edgespec.requests.results import Generation
+from edgespec.requests.stream import Stream
 from edgespec_models.schema import checked, length
 
 __all__ = ["Conversation", "Start"]

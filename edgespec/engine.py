@@ -4,18 +4,18 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
 
-from edgespec.drafting.draft import Drafter
-from edgespec.load_options import LoadOptions
-from edgespec.loading import NGRAM, Reference, open_model, recommended_drafter
+from edgespec.decoding.draft import Drafter
+from edgespec.loading.names import NGRAM, Reference, open_model, recommended_drafter
+from edgespec.loading.options import LoadOptions
+from edgespec.loading.planning import room_for
+from edgespec.loading.sessions import Loaded, open_pair
 from edgespec.model import Model
-from edgespec.planning import room_for
-from edgespec.sessions import Loaded, open_pair
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_models.schema import checked, length
 from edgespec_runtimes.cpu import CpuOptions
-from edgespec_runtimes.discovery import AUTO
-from edgespec_runtimes.placement import export_for, place, run_at_once
+from edgespec_runtimes.devices.discovery import AUTO
+from edgespec_runtimes.devices.placement import export_for, place, run_at_once
 
 if TYPE_CHECKING:  # a model without a drafter model or a history imports nothing of them
     from edgespec.drafting.ahead import Beside

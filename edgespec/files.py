@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from edgespec_models.errors import RequestError
-from edgespec_models.replacing import replacing
+from edgespec_models.files.replacing import replacing
 
 __all__ = ["check_writable", "write_private_text", "write_text"]
 

@@ -5,24 +5,24 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Self, Unpack
 
-from edgespec.answer import Answer
-from edgespec.choices import answers, answers_async
 from edgespec.conversation import Conversation
-from edgespec.drafting.draft import Clock, Drafter
-from edgespec.encoding import Asked, Messages, count_tokens, detokenize, tokenize
-from edgespec.generation import respond
-from edgespec.load_options import LoadOptions
-from edgespec.loading import NGRAM
-from edgespec.request import Request, RequestOptions, with_options
-from edgespec.results import Generation
-from edgespec.runner import PromptTokens, Runner
-from edgespec.sessions import Loaded
-from edgespec.stream import Stream
-from edgespec.worker import Worker
+from edgespec.decoding.draft import Clock, Drafter
+from edgespec.loading.names import NGRAM
+from edgespec.loading.options import LoadOptions
+from edgespec.loading.sessions import Loaded
+from edgespec.requests.answer import Answer
+from edgespec.requests.choices import answers, answers_async
+from edgespec.requests.encoding import Asked, Messages, count_tokens, detokenize, tokenize
+from edgespec.requests.generation import respond
+from edgespec.requests.request import Request, RequestOptions, with_options
+from edgespec.requests.results import Generation
+from edgespec.requests.runner import PromptTokens, Runner
+from edgespec.requests.stream import Stream
+from edgespec.requests.worker import Worker
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import checked, length
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.placement import Placement
+from edgespec_runtimes.devices.placement import Placement
 
 if TYPE_CHECKING:
     from edgespec.drafting.ahead import Beside
@@ -193,15 +193,15 @@ class Model:
 
     @with_options
     def count_tokens(self, said: str | Messages, **options: Unpack[RequestOptions]) -> int:
-        """See :func:`edgespec.encoding.count_tokens`."""
+        """See :func:`edgespec.requests.encoding.count_tokens`."""
         return count_tokens(self.target, said, Request.of(options))
 
     def tokenize(self, text: str) -> list[int]:
-        """See :func:`edgespec.encoding.tokenize`."""
+        """See :func:`edgespec.requests.encoding.tokenize`."""
         return tokenize(self.target, text)
 
     def detokenize(self, tokens: Sequence[int]) -> str:
-        """See :func:`edgespec.encoding.detokenize`."""
+        """See :func:`edgespec.requests.encoding.detokenize`."""
         return detokenize(self.target, tokens)
 
     def _check_chats(self) -> None:

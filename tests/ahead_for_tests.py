@@ -3,25 +3,25 @@
 from collections.abc import Sequence
 from time import perf_counter
 
+from edgespec.decoding.draft import NO_DRAFT, Clock
+from edgespec.decoding.sampling import SamplingParams
+from edgespec.decoding.verification import make_verifier
 from edgespec.drafting.ahead import Ahead, Beside
 from edgespec.drafting.bridge import Bridge, IdentityBridge
-from edgespec.drafting.draft import NO_DRAFT, Clock
 from edgespec.drafting.guard import Guard
 from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
 from edgespec.drafting.policy import Policy
+from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.reading import Reader
-from edgespec.generation import PreparedRequest
-from edgespec.pricing import Pricing
-from edgespec.request import Request
-from edgespec.results import Remarks
-from edgespec.sampling import SamplingParams
-from edgespec.stream import Stream
-from edgespec.verification import make_verifier
-from edgespec_models.tokenizer import Tokenizer
+from edgespec.requests.generation import PreparedRequest
+from edgespec.requests.request import Request
+from edgespec.requests.results import Remarks
+from edgespec.requests.stream import Stream
+from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.devices import KINDS
-from edgespec_runtimes.discovery import Device, State
-from edgespec_runtimes.placement import Placement
+from edgespec_runtimes.devices.discovery import Device, State
+from edgespec_runtimes.devices.kinds import KINDS
+from edgespec_runtimes.devices.placement import Placement
 from edgespec_runtimes.predictions import Predictions
 from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import F32, NextLogits, Silent, ToySession, stream_over

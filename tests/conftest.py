@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from edgespec import measurements
 from edgespec.cli.console import errors, output
+from edgespec.loading import measurements
 from tests.downloads_for_tests import CONTENT, CUTS, PARTS
 from tests.hub_stand_in import Hub, running_hub, write_wheel
 

@@ -4,8 +4,8 @@ import hashlib
 import random
 from pathlib import Path
 
-from edgespec_models.catalog import CatalogueEntry, HubFile, IndexPart, IndexParts
-from edgespec_models.download import is_pulled
+from edgespec_models.downloads.catalog import CatalogueEntry, HubFile, IndexPart, IndexParts
+from edgespec_models.downloads.download import is_pulled
 
 CONTENT = random.Random(7).randbytes(300_000)
 CUTS = (0, 120_000, 240_000, 300_000)

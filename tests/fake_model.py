@@ -8,9 +8,9 @@ from typing import Any, Self, cast
 
 from edgespec.conversation import Conversation
 from edgespec.engine import Model
-from edgespec.request import RequestOptions
-from edgespec.results import Generation, GenerationStats, SourceStats
-from edgespec.stream import Stream
+from edgespec.requests.request import RequestOptions
+from edgespec.requests.results import Generation, GenerationStats, SourceStats
+from edgespec.requests.stream import Stream
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve
 

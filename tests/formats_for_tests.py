@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 from hypothesis import strategies as st
 
-from edgespec.grammar import AnyJson, Choice, JsonSchema, Lark, Regex, ResponseFormat
+from edgespec.decoding.grammar import AnyJson, Choice, JsonSchema, Lark, Regex, ResponseFormat
 
 _WORDS = ("name", "age", "the lazy dog", "na\u00efve", 'a "quote"', "\u65e5\u672c", "\U0001f600", "x\ny")
 

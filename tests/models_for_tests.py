@@ -7,16 +7,16 @@ from time import perf_counter
 from types import SimpleNamespace
 from typing import cast
 
-from edgespec.drafting.draft import Clock
+from edgespec.decoding.draft import Clock
 from edgespec.engine import LoadOptions, Model
-from edgespec.sessions import Loaded, Running
-from edgespec_models.bundle import Bundle
-from edgespec_models.chat_template import ChatTemplate
-from edgespec_models.tokenizer import SpecialTokens, Tokenizer
+from edgespec.loading.sessions import Loaded, Running
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.text.chat_template import ChatTemplate
+from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.devices import KINDS
-from edgespec_runtimes.discovery import Device
-from edgespec_runtimes.placement import Placement
+from edgespec_runtimes.devices.discovery import Device
+from edgespec_runtimes.devices.kinds import KINDS
+from edgespec_runtimes.devices.placement import Placement
 from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import F32, NextLogits, ToySession, markov_logits
 

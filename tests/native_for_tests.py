@@ -8,12 +8,12 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from edgespec_export.gguf import BLOCK_LAYOUT, GGMLType
-from edgespec_export.tiles import pack
-from edgespec_models.config import ModelConfig
+from edgespec_export.formats.tiles import pack
+from edgespec_export.sources.gguf import BLOCK_LAYOUT, GGMLType
+from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.graphs.native import build_native
 from edgespec_models.graphs.plan import DecoderPlan, EmbeddingSpec, LinearPart, LinearSpec, module_path
-from edgespec_models.weight_format import WeightFormat
 from tests.gguf_for_tests import random_raw
 from tests.toy import LLAMA, TinyModel, fill_others, write_bundle
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from edgespec.sampling import Row, SamplingParams
+from edgespec.decoding.sampling import Row, SamplingParams
 
 
 def changed(row: Row, prompt: Sequence[int], output: Sequence[int], params: SamplingParams) -> Row:

@@ -14,18 +14,25 @@ from urllib.parse import urlsplit
 
 from edgespec.engine import LoadOptions, Model
 from edgespec.history.manage import History
-from edgespec.results import FinishReason, Generation, GenerationStats, Record, SourceStats, TokenRecord
+from edgespec.loading.sessions import Loaded, Running
+from edgespec.requests.results import (
+    FinishReason,
+    Generation,
+    GenerationStats,
+    Record,
+    SourceStats,
+    TokenRecord,
+)
+from edgespec.requests.tool_calls import ToolCall
 from edgespec.serve.app import App
 from edgespec.serve.options import ServeOptions, bound_socket
 from edgespec.serve.server import Server, run
-from edgespec.sessions import Loaded, Running
-from edgespec.tools import ToolCall
 from edgespec_models.errors import EdgespecError
-from edgespec_models.tokenizer import Tokenizer
+from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.devices import KINDS
-from edgespec_runtimes.discovery import Device
-from edgespec_runtimes.placement import Placement
+from edgespec_runtimes.devices.discovery import Device
+from edgespec_runtimes.devices.kinds import KINDS
+from edgespec_runtimes.devices.placement import Placement
 from tests.models_for_tests import VOCAB, printable, toy_bundle
 from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import F32, ToySession, markov_logits

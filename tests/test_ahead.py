@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from edgespec.decoding.draft import Draft
 from edgespec.drafting.ahead import Ahead, Beside
-from edgespec.drafting.draft import Draft
 from edgespec.drafting.model import ModelDrafter
-from edgespec.pricing import Pricing
-from edgespec.request import Request
-from edgespec.results import Generation, Remarks
+from edgespec.drafting.pricing import Pricing
+from edgespec.requests.request import Request
+from edgespec.requests.results import Generation, Remarks
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.placement import Placement, run_at_once
+from edgespec_runtimes.devices.placement import Placement, run_at_once
 from tests.ahead_for_tests import PROMPT, VOCAB, mixed, model_of, placed, plain, stream_of
 from tests.toy import F32, NextLogits, ToySession, markov_logits, round_of
 from tools.replay import Clock, lane

@@ -11,20 +11,20 @@ from hypothesis import strategies as st
 
 import edgespec
 from edgespec import LoadOptions, Model
-from edgespec.decode import decode
+from edgespec.decoding.draft import Source
+from edgespec.decoding.loop import decode
+from edgespec.decoding.sampling import SamplingParams
+from edgespec.decoding.verification import make_verifier
 from edgespec.drafting.ahead import Beside
 from edgespec.drafting.bridge import ByteBridge
-from edgespec.drafting.draft import Source
 from edgespec.drafting.guard import Guard
 from edgespec.drafting.model import ModelDrafter
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Policy
-from edgespec.pricing import Pricing
-from edgespec.request import Request, RequestOptions
-from edgespec.sampling import SamplingParams
-from edgespec.stream import Stream
-from edgespec.verification import make_verifier
-from edgespec_models.tokenizer import Tokenizer
+from edgespec.drafting.pricing import Pricing
+from edgespec.requests.request import Request, RequestOptions
+from edgespec.requests.stream import Stream
+from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from tests.ahead_for_tests import PROMPT, QUICK, VOCAB, ahead_of, mixed, model_of, plain, stream_of
 from tests.tokenizers_for_tests import byte_level_json

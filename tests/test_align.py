@@ -11,23 +11,23 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from edgespec import first_use
 from edgespec.cli import app
-from edgespec.loading import open_model
-from edgespec_export import plan
+from edgespec.loading import first_use
+from edgespec.loading.names import open_model
 from edgespec_export.align.alignment import Alignment, Codes, Origin, read_alignment
 from edgespec_export.align.merge import open_aligned
-from edgespec_export.blocks import F32
 from edgespec_export.bundle_files import hash_files
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_export.gguf import BLOCK_LAYOUT, GGMLType
+from edgespec_export.formats import plan
+from edgespec_export.formats.blocks import F32
+from edgespec_export.formats.stored_weights import StoredWeights
+from edgespec_export.graphs.trim import TrimOptions
 from edgespec_export.recipe import RECIPES
-from edgespec_export.sources import open_checkpoint
-from edgespec_export.stored_weights import StoredWeights
-from edgespec_export.trim import TrimOptions
-from edgespec_models import catalog
-from edgespec_models.bundle import Bundle
-from edgespec_models.catalog import CatalogueAlignment, entries, find
+from edgespec_export.sources.gguf import BLOCK_LAYOUT, GGMLType
+from edgespec_export.sources.open import open_checkpoint
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.downloads import catalog
+from edgespec_models.downloads.catalog import CatalogueAlignment, entries, find
 from edgespec_models.errors import ModelFileError, RequestError, StorageError
 from edgespec_models.progress import ignore_progress
 from tests.gguf_for_tests import FORMATS, HEAD_DIM, HEADS, HIDDEN, tiny_gguf

@@ -21,12 +21,12 @@ from edgespec.align.answers import Answer, Asking, alone, read_answers, unanswer
 from edgespec.align.run import is_held_out, split_texts
 from edgespec.cli import app
 from edgespec.drafting.context import context_tokens
-from edgespec.prompts import Prompt
+from edgespec.measuring.prompts import Prompt
 from edgespec_export.align.settings import Text
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_export.trim import TrimOptions
-from edgespec_models.bundle import Bundle
-from edgespec_models.catalog import find
+from edgespec_export.graphs.trim import TrimOptions
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.downloads.catalog import find
 from edgespec_models.errors import DoesNotFit, RequestError, StorageError
 from edgespec_models.progress import ignore_progress
 from edgespec_runtimes.cpu import CpuSession

@@ -23,8 +23,8 @@ from edgespec_export.align.merge import open_aligned
 from edgespec_export.align.settings import Text, TrainingOptions
 from edgespec_export.align.training import count_right, train
 from edgespec_export.bundle_files import hash_files
-from edgespec_export.sources import open_checkpoint
-from edgespec_models.bundle import Bundle
+from edgespec_export.sources.open import open_checkpoint
+from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import DeviceError, RequestError
 from edgespec_models.progress import Progress, ignore_progress
 from tests.fake_model import FakeModel
@@ -211,7 +211,7 @@ def test_the_command_from_prompts_to_a_bundle(
     monkeypatch.setattr(answering, "open_model", lambda *names, **settings: Bundle(bundle))
     monkeypatch.setattr(answering, "check_target", lambda _: None)
     monkeypatch.setattr(answering, "can_run_side_by_side", lambda _: False)
-    monkeypatch.setattr("edgespec.loading.open_model", lambda *names, **settings: Bundle(bundle))
+    monkeypatch.setattr("edgespec.loading.names.open_model", lambda *names, **settings: Bundle(bundle))
     command = ["align", str(source), "--target", "t", "--prompts", str(prompts), "-o", str(out)]
     options = ["--rate", "0.02", "--batch-tokens", "64", "--device", "cpu"]
     result = runner.invoke(app, [*command, *options])

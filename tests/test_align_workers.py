@@ -13,7 +13,7 @@ import edgespec
 from edgespec.align.answering import answer
 from edgespec.align.answers import Asking, read_answers, write_answers
 from edgespec.align.workers import answering_with_workers
-from edgespec.prompts import Prompt
+from edgespec.measuring.prompts import Prompt
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.errors import EdgespecError
 from edgespec_models.progress import ignore_progress

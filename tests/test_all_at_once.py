@@ -8,23 +8,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import edgespec
-from edgespec import History, LoadOptions, sessions
-from edgespec.audit import audit_answers, audit_sampling
-from edgespec.chi_square import pool_rare, two_samples
-from edgespec.decode import decode
+from edgespec import History, LoadOptions
+from edgespec.decoding.loop import decode
+from edgespec.decoding.sampling import SamplingParams
+from edgespec.decoding.verification import make_verifier
 from edgespec.drafting.bridge import IdentityBridge
 from edgespec.drafting.guard import Guard
 from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Policy
+from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.reading import Reader
 from edgespec.history.drafter import BestOf
 from edgespec.history.memory import Snapshot
 from edgespec.history.use import HistoryUse
-from edgespec.pricing import Pricing
-from edgespec.prompts import Prompt
-from edgespec.sampling import SamplingParams
-from edgespec.verification import make_verifier
+from edgespec.loading import sessions
+from edgespec.measuring.audit import audit_answers, audit_sampling
+from edgespec.measuring.chi_square import pool_rare, two_samples
+from edgespec.measuring.prompts import Prompt
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve
 from tests.learning_for_tests import AtOnce
@@ -149,8 +150,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A place of its own; passes are free, so what is drafted does not depend on this machine."""
     monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(sessions, "measure_cost", lambda *_, **__: FLAT)
-    monkeypatch.setattr("edgespec.pricing.Pricing.pass_seconds", lambda self, rows: 1e-9)
-    monkeypatch.setattr("edgespec.pricing.Pricing.pays", lambda self, *_, **__: True)
+    monkeypatch.setattr("edgespec.drafting.pricing.Pricing.pass_seconds", lambda self, rows: 1e-9)
+    monkeypatch.setattr("edgespec.drafting.pricing.Pricing.pays", lambda self, *_, **__: True)
     monkeypatch.setattr("edgespec.drafting.guard.Guard.allows", True)
     monkeypatch.setattr("edgespec.drafting.experience.Experience.expected", lambda self, prompt: 1e9)
     monkeypatch.setattr("edgespec.drafting.policy.Policy.__init__", _asking_the_model)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.audit import ALPHA, Audit, FirstDifference, audit_answers, audit_sampling
-from edgespec.chi_square import ChiSquare, pool_rare, survival, two_samples
-from edgespec.prompts import Prompt
-from edgespec.request import RequestOptions
+from edgespec.measuring.audit import ALPHA, Audit, FirstDifference, audit_answers, audit_sampling
+from edgespec.measuring.chi_square import ChiSquare, pool_rare, survival, two_samples
+from edgespec.measuring.prompts import Prompt
+from edgespec.requests.request import RequestOptions
 from edgespec_models.errors import RequestError
 from tests.fake_model import FakeModel
 
@@ -50,7 +50,7 @@ def test_a_greedy_difference_is_found_and_named() -> None:
 
 
 def test_an_answer_that_ends_early_differs() -> None:
-    from edgespec.audit import _first_difference
+    from edgespec.measuring.audit import _first_difference
 
     assert _first_difference("p", (1, 2, 3), (1, 2)) == FirstDifference("p", 2, 3, None)
     assert _first_difference("p", (1,), (1, 2)) == FirstDifference("p", 1, None, 2)

@@ -11,11 +11,11 @@ import pytest
 
 from edgespec_export import export as export_module
 from edgespec_export import staging as staging_module
-from edgespec_export import writer as writer_module
 from edgespec_export.export import export_model
-from edgespec_export.gguf import GGUFFile
-from edgespec_export.gguf_checkpoint import GGUFCheckpoint
-from edgespec_models.bundle import WEIGHTS
+from edgespec_export.graphs import writer as writer_module
+from edgespec_export.sources.gguf import GGUFFile
+from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
+from edgespec_models.bundles.bundle import WEIGHTS
 from edgespec_models.errors import (
     EdgespecError,
     ModelFileError,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from edgespec.drafting.bridge import ByteBridge, IdentityBridge, encode_after
 from edgespec_models.errors import TokenizerError
-from edgespec_models.tokenizer import Tokenizer
+from edgespec_models.text.tokenizer import Tokenizer
 from tests.tokenizers_for_tests import CORPUS, byte_level_json, sentencepiece_json
 
 KINDS = ("byte", "small byte", "sentencepiece", "prefixed")

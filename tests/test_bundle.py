@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.cli.inspect import inspect
-from edgespec_models.bundle import (
+from edgespec_models.bundles.bundle import (
     GRAPH,
     HEAD_TOKENS,
     MANIFEST,
@@ -22,7 +22,7 @@ from edgespec_models.bundle import (
     FileRecord,
     Manifest,
 )
-from edgespec_models.config import ModelConfig
+from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import BundleError, TokenizerError, UnsupportedModelError
 from edgespec_runtimes.cpu import CpuSession
 from tests.tokenizers_for_tests import byte_level_json

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec_models.catalog import HubFile, IndexParts, entries, find
+from edgespec_models.downloads.catalog import HubFile, IndexParts, entries, find
 from edgespec_models.errors import CatalogueError
 
 GOOD = """

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec_models.chat_template import ChatTemplate
 from edgespec_models.errors import RequestError, TokenizerError
-from edgespec_models.tokenizer import Tokenizer
+from edgespec_models.text.chat_template import ChatTemplate
+from edgespec_models.text.tokenizer import Tokenizer
 from tests.tokenizers_for_tests import byte_level_json
 
 CHATML = """{%- for message in messages %}

@@ -16,24 +16,24 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from onnxscript import GraphBuilder
 
 import edgespec
-from edgespec.decode import decode
+from edgespec.decoding.draft import Source
+from edgespec.decoding.loop import decode
+from edgespec.decoding.sampling import SamplingParams, distribution
+from edgespec.decoding.verification import verify_greedy
 from edgespec.drafting.bridge import IdentityBridge
-from edgespec.drafting.draft import Source
 from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
+from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.reading import Reader
-from edgespec.pricing import Pricing
-from edgespec.sampling import SamplingParams, distribution
-from edgespec.verification import verify_greedy
-from edgespec_models.bundle import Bundle
+from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import EdgespecError
 from edgespec_models.graphs.decoder import _choose
 from edgespec_models.graphs.plan import Precision
-from edgespec_runtimes import cuda
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuOptions
-from edgespec_runtimes.cuda import CudaSession, DeviceMemory
-from edgespec_runtimes.devices import CPU
-from edgespec_runtimes.discovery import Device
+from edgespec_runtimes.devices import cuda
+from edgespec_runtimes.devices.cuda import CudaSession, DeviceMemory
+from edgespec_runtimes.devices.discovery import Device
+from edgespec_runtimes.devices.kinds import CPU
 from edgespec_runtimes.ort import ort
 from edgespec_runtimes.predictions import DevicePredictions, Logits, Predictions
 from edgespec_runtimes.session import Session

@@ -276,7 +276,7 @@ def test_export_passes_options_on_and_shows_its_report(
 
 
 def test_export_with_quantization_options(tmp_path: Path) -> None:
-    from edgespec_models.bundle import Bundle
+    from edgespec_models.bundles.bundle import Bundle
     from tests.gguf_for_tests import tiny_gguf
 
     source = str(tiny_gguf("llama", layers=1).write(tmp_path / "m.gguf"))

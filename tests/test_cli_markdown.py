@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from edgespec.attribution import Attribution
 from edgespec.cli import answers, chat
 from edgespec.cli.markdown import CODE, FENCE, HEADING, STRONG, MarkdownStream
+from edgespec.requests.attribution import Attribution
 from tests.models_for_tests import toy_tokenizer
 from tests.serving_for_tests import drafting_model
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import edgespec_models.catalog
+import edgespec_models.downloads.catalog
 from edgespec.cli import COMMANDS, app
-from edgespec_models.catalog import entries
+from edgespec_models.downloads.catalog import entries
 from tests.hub_stand_in import running_hub
 
 TOY = """
@@ -42,8 +42,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "1")
     (tmp_path / "toy.toml").write_text(TOY, encoding="utf-8")
     known = entries(tmp_path)
-    monkeypatch.setattr(edgespec_models.catalog, "entries", lambda directory=None: known)
-    monkeypatch.setattr(edgespec_models.catalog, "_installed", lambda: known)
+    monkeypatch.setattr(edgespec_models.downloads.catalog, "entries", lambda directory=None: known)
+    monkeypatch.setattr(edgespec_models.downloads.catalog, "_installed", lambda: known)
     return tmp_path / "home" / "models"
 
 

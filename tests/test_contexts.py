@@ -16,19 +16,19 @@ from typer.testing import CliRunner
 
 import edgespec
 from edgespec.cli import app
-from edgespec_export import contexts
+from edgespec_export.devices import contexts
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_models.bundle import MANIFEST, Bundle
+from edgespec_models.bundles.bundle import MANIFEST, Bundle
+from edgespec_models.bundles.static_graphs import CHIPS, StaticGraphs, find_chip
 from edgespec_models.errors import BundleError, DeviceError, DoesNotFit, EdgespecError, RequestError
 from edgespec_models.progress import Progress
-from edgespec_models.static_graphs import CHIPS, StaticGraphs, find_chip
-from edgespec_runtimes import static_session
 from edgespec_runtimes.cpu import CpuOptions
-from edgespec_runtimes.devices import CPU, KINDS
-from edgespec_runtimes.discovery import Device, OrtRuntime, resolve
+from edgespec_runtimes.devices.discovery import Device, OrtRuntime, resolve
+from edgespec_runtimes.devices.kinds import CPU, KINDS
+from edgespec_runtimes.devices.placement import Placement
 from edgespec_runtimes.ort import ort
-from edgespec_runtimes.placement import Placement
-from edgespec_runtimes.static_session import StaticSession, open_on
+from edgespec_runtimes.static import session as static_session
+from edgespec_runtimes.static.session import StaticSession, open_on
 from tests.gguf_for_tests import tiny_gguf
 from tests.machines_for_tests import EMULATING, PLAIN, SNAPDRAGON
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.pricing import Pricing
+from edgespec.drafting.pricing import Pricing
 from edgespec_models.progress import Progress
 from edgespec_runtimes import cost
 from edgespec_runtimes.cost import CostCurve, measure_cost, recheck_cost

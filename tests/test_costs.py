@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from edgespec import costs, sessions
 from edgespec.cli import app
-from edgespec.costs import Costs, as_ranges, draft_gain, measure_costs
-from edgespec.report import render_costs
-from edgespec_models.bundle import Bundle
+from edgespec.loading import sessions
+from edgespec.measuring import costs
+from edgespec.measuring.costs import Costs, as_ranges, draft_gain, measure_costs
+from edgespec.measuring.report import render_costs
+from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import Progress
 from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve, measure_cost

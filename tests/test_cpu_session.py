@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgespec_models.config import ModelConfig
+from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.errors import BundleError, Cancelled, RequestError
-from edgespec_models.weight_format import WeightFormat
 from edgespec_runtimes.cpu import CpuOptions, CpuSession, default_threads, most_threads
 from edgespec_runtimes.graph_io import DynamicIO
 from edgespec_runtimes.kv_buffers import SharedCache
@@ -145,7 +145,7 @@ def test_threads_do_not_change_the_bits(tmp_path: Path, threads: int, form: Weig
         code = f"""
 from pathlib import Path
 import numpy as np
-from edgespec_models.bundle import Bundle
+from edgespec_models.bundles.bundle import Bundle
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 session = CpuSession(Bundle(Path({str(model.path)!r})), CpuOptions(threads={threads}, spinning={spinning}))
 np.save({str(tmp_path / "logits.npy")!r}, session.predict({TOKENS}).logits)

@@ -14,26 +14,26 @@ from hypothesis import strategies as st
 from onnxscript import GraphBuilder
 
 import edgespec
-from edgespec.audit import audit_answers
-from edgespec.prompts import Prompt
+from edgespec.measuring.audit import audit_answers
+from edgespec.measuring.prompts import Prompt
 from edgespec_export import report as report_module
-from edgespec_export.encode import decode_linear, encode_linear
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_export.trim import TrimOptions
-from edgespec_models.bundle import GRAPH, Bundle
-from edgespec_models.config import ModelConfig
+from edgespec_export.formats.encode import decode_linear, encode_linear
+from edgespec_export.graphs.trim import TrimOptions
+from edgespec_models.bundles.bundle import GRAPH, Bundle
+from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.errors import BundleError, DeviceError, RequestError, UnsupportedModelError
 from edgespec_models.graphs.linear import Linear
 from edgespec_models.graphs.plan import LinearPart, LinearSpec, Precision
-from edgespec_models.weight_format import WeightFormat
-from edgespec_runtimes import discovery
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
-from edgespec_runtimes.cuda import CudaSession, DeviceCache, DeviceMemory
-from edgespec_runtimes.devices import CPU, KINDS
-from edgespec_runtimes.discovery import Device, OrtRuntime, devices, resolve
+from edgespec_runtimes.devices import discovery
+from edgespec_runtimes.devices.cuda import CudaSession, DeviceCache, DeviceMemory
+from edgespec_runtimes.devices.discovery import Device, OrtRuntime, devices, resolve
+from edgespec_runtimes.devices.kinds import CPU, KINDS
+from edgespec_runtimes.devices.placement import place
 from edgespec_runtimes.graph_io import DynamicIO
 from edgespec_runtimes.ort import ort
-from edgespec_runtimes.placement import place
 from tests.gguf_for_tests import F32, TinyGGUF, reference_weights, tiny_gguf
 from tests.machines_for_tests import PLAIN, SNAPDRAGON, WORKSTATION
 from tests.test_graphs import reference_logits

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 import edgespec
 from edgespec import Draft, Step
-from edgespec.decode import decode
+from edgespec.decoding.loop import decode
 from edgespec.drafting.custom import Custom
-from edgespec.request import Request
+from edgespec.requests.request import Request
 from edgespec_models.errors import RequestError
-from edgespec_models.tokenizer import Tokenizer
+from edgespec_models.text.tokenizer import Tokenizer
 from tests.native_for_tests import tiny_native
 from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import Silent, ToySession, markov_logits

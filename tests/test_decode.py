@@ -9,20 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.decode import decode
+from edgespec.decoding.draft import NO_DRAFT, Draft, Source, Step
+from edgespec.decoding.loop import decode
+from edgespec.decoding.sampling import SamplingParams
+from edgespec.decoding.verification import Verifier, make_verifier
 from edgespec.drafting.bridge import Bridge, ByteBridge, IdentityBridge
-from edgespec.drafting.draft import NO_DRAFT, Draft, Source, Step
 from edgespec.drafting.guard import Guard
 from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Policy
+from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.reading import Reader
-from edgespec.pricing import Pricing
-from edgespec.sampling import SamplingParams
-from edgespec.verification import Verifier, make_verifier
-from edgespec_models.config import ModelConfig
+from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import Cancelled
-from edgespec_models.tokenizer import Tokenizer
+from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.session import Session

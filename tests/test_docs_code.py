@@ -15,7 +15,7 @@ from typer.main import get_command
 import edgespec
 from edgespec.cli import app
 from edgespec.serve.options import ServeOptions
-from edgespec_models.chat_template import ChatTemplate
+from edgespec_models.text.chat_template import ChatTemplate
 from tests.models_for_tests import toy_model, toy_session
 from tests.serving_for_tests import serving
 from tests.templates_for_tests import HERMES

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import filelock
 import pytest
 
-from edgespec_models.catalog import CatalogueEntry, find
-from edgespec_models.download import check, is_pulled, pull
+from edgespec_models.downloads.catalog import CatalogueEntry, find
+from edgespec_models.downloads.download import check, is_pulled, pull
 from edgespec_models.errors import DownloadError
 from edgespec_models.progress import Progress
 from tests.downloads_for_tests import BOTH, CONTENT, FROM_HUB, WHOLE, assert_whole, entry_of

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import huggingface_hub.constants
 import pytest
 
-from edgespec_models.download import model_path, pull
-from edgespec_models.download_hub import LostError, within
+from edgespec_models.downloads.download import model_path, pull
+from edgespec_models.downloads.hub_http import LostError, within
 from edgespec_models.errors import DownloadError
 from edgespec_models.progress import Progress
 from tests.downloads_for_tests import BOTH, CONTENT, FROM_HUB, assert_whole
@@ -98,8 +98,9 @@ def test_ctrl_c_ends_a_stalled_download_at_once(
     part = home / "toy.gguf.hub.part"
     # A shell starts what it runs in the background with the signal ignored, and children inherit that.
     heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    work = "from edgespec_models.download import pull; from tests.downloads_for_tests import FROM_HUB; "
-    command, root = [sys.executable, "-c", f"{heed}; {work}pull(FROM_HUB)"], Path(__file__).parents[1]
+    found = "from edgespec_models.downloads.download import pull"
+    work = f"{found}\nfrom tests.downloads_for_tests import FROM_HUB\n"
+    command, root = [sys.executable, "-c", f"{heed}\n{work}pull(FROM_HUB)"], Path(__file__).parents[1]
     with subprocess.Popen(command, cwd=root, stderr=subprocess.DEVNULL) as child:
         while child.poll() is None and not (part.exists() and part.stat().st_size == 100_000):
             time.sleep(0.01)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec_models.catalog import IndexPart
-from edgespec_models.download import pull
-from edgespec_models.download_index import _bytes_under, _joined
+from edgespec_models.downloads.catalog import IndexPart
+from edgespec_models.downloads.download import pull
+from edgespec_models.downloads.index import _bytes_under, _joined
 from edgespec_models.errors import DownloadError
 from tests.downloads_for_tests import CONTENT, CUTS, FROM_INDEX, WHOLE, assert_whole, entry_of
 from tests.hub_stand_in import write_wheel

@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 
 from edgespec.drafting.context import context_tokens
+from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.side import DrafterSide, Part
-from edgespec.kv_store import KvStore
 from edgespec.learning.trainer import Trainer
 from edgespec.learning.tuning import Example
-from edgespec.pricing import Pricing
-from edgespec.request import Request, RequestOptions
-from edgespec.results import Remarks
-from edgespec.sessions import Running
-from edgespec_models.tokenizer import SpecialTokens
+from edgespec.loading.sessions import Running
+from edgespec.requests.kv_store import KvStore
+from edgespec.requests.request import Request, RequestOptions
+from edgespec.requests.results import Remarks
+from edgespec_models.text.tokenizer import SpecialTokens
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.devices import KINDS
-from edgespec_runtimes.discovery import Device
-from edgespec_runtimes.placement import Placement
+from edgespec_runtimes.devices.discovery import Device
+from edgespec_runtimes.devices.kinds import KINDS
+from edgespec_runtimes.devices.placement import Placement
 from tests.models_for_tests import toy_bundle, toy_session
 from tests.toy import ToySession, round_of
 

@@ -9,11 +9,11 @@ import pytest
 
 import edgespec
 from edgespec import LoadOptions
-from edgespec_models.encoder import Encoder
 from edgespec_models.errors import RequestError, TokenizerError
-from edgespec_models.facts import Facts
-from edgespec_models.tokenizer import Tokenizer
-from edgespec_models.tokenizer_files import TokenizerFiles
+from edgespec_models.files.facts import Facts
+from edgespec_models.text.encoder import Encoder
+from edgespec_models.text.tokenizer import Tokenizer
+from edgespec_models.text.tokenizer_files import TokenizerFiles
 from tests.tokenizers_for_tests import byte_level_json, sentencepiece_json
 from tests.toy import LLAMA, tiny_bundle
 

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 import edgespec
-from edgespec import LoadOptions, Model, RequestOptions, engine, sessions
-from edgespec.results import Generation
-from edgespec_models.bundle import MANIFEST
+from edgespec import LoadOptions, Model, RequestOptions, engine
+from edgespec.loading import sessions
+from edgespec.requests.results import Generation
+from edgespec_models.bundles.bundle import MANIFEST
 from edgespec_models.errors import CatalogueError, Closed, DoesNotFit, RequestError, TokenizerError
-from edgespec_models.tokenizer import Tokenizer
+from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes import cost
 from edgespec_runtimes.cpu import CpuSession
 from edgespec_runtimes.predictions import Predictions

@@ -6,15 +6,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgespec_export import plan, staging, writer
+from edgespec_export import staging
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_export.parity import Golden
-from edgespec_export.trim import TrimOptions
-from edgespec_models.bundle import MANIFEST, REPORT, WEIGHTS, Bundle
-from edgespec_models.config import ModelConfig
+from edgespec_export.formats import plan
+from edgespec_export.graphs import writer
+from edgespec_export.graphs.parity import Golden
+from edgespec_export.graphs.trim import TrimOptions
+from edgespec_models.bundles.bundle import MANIFEST, REPORT, WEIGHTS, Bundle
+from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import ModelFileError, RequestError
-from edgespec_models.leftovers import own_name
-from edgespec_models.moving import move
+from edgespec_models.files.leftovers import own_name
+from edgespec_models.files.moving import move
 from edgespec_models.progress import Progress
 from edgespec_runtimes.cpu import CpuSession
 from tests.gguf_for_tests import ARCHITECTURES, CONTEXT, FORMATS, TinyGGUF, reference_weights, tiny_gguf
@@ -132,7 +134,7 @@ def test_what_has_a_reference_is_compared_text_by_text(
     ids = np.argsort(-logprobs, axis=1, kind="stable")[:, :4].astype(np.int32)
     top = np.take_along_axis(logprobs, ids, 1).astype(np.float32)
     golden = Golden("m", ("en", "code"), (tuple(TOKENS),) * 2, (ids,) * 2, (top,) * 2)
-    monkeypatch.setattr("edgespec_export.parity.find_golden", lambda digest: golden)
+    monkeypatch.setattr("edgespec_export.graphs.parity.find_golden", lambda digest: golden)
     seen: list[Progress] = []
     report = export_model(source, tmp_path / "again", progress=seen.append)
     assert report.parity is not None and report.parity.positions == 2 * len(TOKENS)

@@ -19,19 +19,19 @@ from typing import Any
 
 import pytest
 
-from edgespec import measurements
 from edgespec.drafting.experience import Outcome
 from edgespec.files import write_text
 from edgespec.history import schema, store
 from edgespec.history.manage import History
 from edgespec.history.memory import Delta
-from edgespec.sessions import _closed_on_failure
+from edgespec.loading import measurements
+from edgespec.loading.sessions import _closed_on_failure
 from edgespec_export.export import export_model
-from edgespec_models.bundle import Bundle
-from edgespec_models.download import pull
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.downloads.download import pull
+from edgespec_models.downloads.hub import HubReference, pull_hub, pulled_hub
 from edgespec_models.errors import DeviceError, DownloadError, ModelFileError, RequestError, StorageError
-from edgespec_models.hub import HubReference, pull_hub, pulled_hub
-from edgespec_models.leftovers import own_name
+from edgespec_models.files.leftovers import own_name
 from edgespec_runtimes import cpu
 from edgespec_runtimes.cpu import CpuSession
 from edgespec_runtimes.ort import lacks_memory

@@ -8,23 +8,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.chi_square import pool_rare, two_samples
-from edgespec.constraint import Constraint
-from edgespec.decode import decode
+from edgespec.decoding.constraint import Constraint
+from edgespec.decoding.draft import NO_DRAFT, Draft, Source, Step
+from edgespec.decoding.grammar import Choice, Grammars, JsonSchema, Regex, ResponseFormat
+from edgespec.decoding.loop import decode
+from edgespec.decoding.sampling import DRAFT_LANE, SamplingParams, uniform
+from edgespec.decoding.verification import make_verifier
 from edgespec.drafting.bridge import ByteBridge
-from edgespec.drafting.draft import NO_DRAFT, Draft, Source, Step
 from edgespec.drafting.forced import Forced
 from edgespec.drafting.guard import Guard
 from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Policy
+from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.reading import Reader
-from edgespec.grammar import Choice, Grammars, JsonSchema, Regex, ResponseFormat
-from edgespec.pricing import Pricing
-from edgespec.results import Remarks
-from edgespec.sampling import DRAFT_LANE, SamplingParams, uniform
-from edgespec.verification import make_verifier
-from edgespec_models.tokenizer import Tokenizer
+from edgespec.measuring.chi_square import pool_rare, two_samples
+from edgespec.requests.results import Remarks
+from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from tests.formats_for_tests import accepts, formats
 from tests.tokenizers_for_tests import byte_level_json, sentencepiece_json

@@ -14,12 +14,12 @@ from onnx.external_data_helper import set_external_data
 from typer.testing import CliRunner
 
 from edgespec.cli import app
-from edgespec.loading import open_model, recommended_drafter
+from edgespec.loading.names import open_model, recommended_drafter
 from edgespec_export.export import export_model
+from edgespec_models.bundles.foreign import is_model, open_bundle
+from edgespec_models.bundles.foreign_bundle import ForeignBundle
 from edgespec_models.errors import BundleError, EdgespecError, ModelFileError, UnsupportedModelError
-from edgespec_models.foreign import is_model, open_bundle
-from edgespec_models.foreign_bundle import ForeignBundle
-from edgespec_models.onnx_header import Node, Tensor, read_header
+from edgespec_models.files.onnx_header import Node, Tensor, read_header
 from tests.foreign_for_tests import (
     CONTEXT,
     EOS,

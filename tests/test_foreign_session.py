@@ -9,9 +9,10 @@ import onnx
 import pytest
 
 import edgespec
-from edgespec import LoadOptions, engine, sessions
+from edgespec import LoadOptions, engine
+from edgespec.loading import sessions
+from edgespec_models.bundles.foreign import open_bundle
 from edgespec_models.errors import BundleError, Cancelled, RequestError
-from edgespec_models.foreign import open_bundle
 from edgespec_runtimes import cost, graph_io
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.graph_io import DynamicIO

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from edgespec_export.gguf import GGUFFile
+from edgespec_export.sources.gguf import GGUFFile
 from edgespec_models.errors import BundleError, EdgespecError, ModelFileError
 from tools.fuzz.forms import GGUF, JSON, PROTOBUF, Form
 from tools.fuzz.rules import only, untouched, write_files

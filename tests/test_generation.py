@@ -7,15 +7,15 @@ from time import perf_counter
 
 import pytest
 
-from edgespec.drafting.draft import Clock, Step
+from edgespec.decoding.draft import Clock, Step
 from edgespec.drafting.guard import Guard
 from edgespec.drafting.policy import Policy
-from edgespec.generation import PreparedRequest
-from edgespec.pricing import Pricing
-from edgespec.request import Request
-from edgespec.stream import Stream
+from edgespec.drafting.pricing import Pricing
+from edgespec.requests.generation import PreparedRequest
+from edgespec.requests.request import Request
+from edgespec.requests.stream import Stream
 from edgespec_models.errors import RequestError
-from edgespec_models.tokenizer import Tokenizer
+from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import Silent, ToySession, settle, stream_over

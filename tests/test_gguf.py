@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 
-from edgespec_export.gguf import GGUFFile
-from edgespec_export.gguf_checkpoint import GGUFCheckpoint
+from edgespec_export.sources.gguf import GGUFFile
+from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_models.errors import ModelFileError
 from tests.gguf_for_tests import ARCHITECTURES, FORMATS, HEAD_DIM, HIDDEN, WINDOW, tiny_gguf
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec_export.gguf import GGUFFile
-from edgespec_export.gguf_tokenizer import chat_template, special_tokens, tokenizer_json
+from edgespec_export.sources.gguf import GGUFFile
+from edgespec_export.sources.gguf_tokenizer import chat_template, special_tokens, tokenizer_json
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
-from edgespec_models.tokenizer import Tokenizer
+from edgespec_models.text.tokenizer import Tokenizer
 from tests.tokenizers_for_tests import CORPUS, SPACE_SIGN, byte_level_json, gguf_metadata, sentencepiece_json
 
 GOLDEN = Path(__file__).parent / "golden" / "tokenizers.json"
@@ -247,8 +247,8 @@ def test_unknown_kinds_name_the_known_ones() -> None:
 )
 def test_real_tokenizers_encode_as_the_references(name: str) -> None:
     """The ids in the golden file come from llama.cpp and transformers."""
-    from edgespec_models.catalog import find
-    from edgespec_models.download import pull
+    from edgespec_models.downloads.catalog import find
+    from edgespec_models.downloads.download import pull
 
     cases = json.loads(GOLDEN.read_text(encoding="utf-8"))[name]
     with GGUFFile(pull(find(name))) as file:

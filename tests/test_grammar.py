@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.constraint import Allowed, Constraint
-from edgespec.grammar import AnyJson, Choice, Grammars, JsonSchema, Lark, Regex, ResponseFormat
+from edgespec.decoding.constraint import Allowed, Constraint
+from edgespec.decoding.grammar import AnyJson, Choice, Grammars, JsonSchema, Lark, Regex, ResponseFormat
 from edgespec_models.errors import RequestError
-from edgespec_models.tokenizer import Tokenizer
+from edgespec_models.text.tokenizer import Tokenizer
 from tests.tokenizers_for_tests import byte_level_json, sentencepiece_json
 
 BYTE = Tokenizer.from_json(byte_level_json(), vocab_size=410)

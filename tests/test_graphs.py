@@ -10,13 +10,13 @@ import onnx_ir as ir
 import pytest
 from onnxscript import GraphBuilder
 
-from edgespec_export.blocks import Blocks
-from edgespec_export.encode import decode_linear, encode_linear
-from edgespec_models.config import ModelConfig
+from edgespec_export.formats.blocks import Blocks
+from edgespec_export.formats.encode import decode_linear, encode_linear
+from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.errors import BundleError, UnsupportedModelError
 from edgespec_models.graphs.linear import Linear
 from edgespec_models.graphs.plan import LinearPart, LinearSpec
-from edgespec_models.weight_format import WeightFormat
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.ort import ort
 from tests.native_for_tests import tiny_native

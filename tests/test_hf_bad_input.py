@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_export.hf_checkpoint import HFCheckpoint
-from edgespec_export.hf_config import read_config
-from edgespec_export.hf_tokenizer import HFTokenizer
-from edgespec_export.safetensors_file import SafetensorsFile
-from edgespec_models.bundle import Bundle
-from edgespec_models.config import ModelConfig
+from edgespec_export.sources.hf_checkpoint import HFCheckpoint
+from edgespec_export.sources.hf_config import read_config
+from edgespec_export.sources.hf_tokenizer import HFTokenizer
+from edgespec_export.sources.safetensors_file import SafetensorsFile
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import (
     EdgespecError,
     ModelFileError,
@@ -25,7 +25,7 @@ from edgespec_models.errors import (
     TokenizerError,
     UnsupportedModelError,
 )
-from edgespec_models.facts import Facts
+from edgespec_models.files.facts import Facts
 from tests.hf_for_tests import VOCAB, config_of, weights, write_checkpoint, write_safetensors
 from tests.tokenizers_for_tests import byte_level_json
 

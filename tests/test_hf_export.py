@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 
 import edgespec
 from edgespec.cli import app
-from edgespec.loading import open_model
-from edgespec_export import plan
+from edgespec.loading.names import open_model
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_export.hf_checkpoint import HFCheckpoint
-from edgespec_export.quantization import Quantization
-from edgespec_models.bundle import Bundle
+from edgespec_export.formats import plan
+from edgespec_export.formats.quantization import Quantization
+from edgespec_export.sources.hf_checkpoint import HFCheckpoint
+from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import UnsupportedModelError
 from edgespec_runtimes.cpu import CpuSession
 from tests.hf_for_tests import CASES, CONTEXT, F32, ROWS, TOKENS, VOCAB, config_of, weights, write_checkpoint
@@ -195,7 +195,7 @@ def test_the_command_line_exports_a_directory(tmp_path: Path) -> None:
 
 
 def test_a_directory_is_loaded_through_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgespec.first_use.bundles_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr("edgespec.loading.first_use.bundles_dir", lambda: tmp_path / "cache")
     source = checkpoint(tmp_path / "Tiny-1.5B", "llama")
     first = open_model(source, "target")
     assert first.manifest.name == "Tiny-1.5B"

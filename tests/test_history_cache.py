@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.drafting.draft import NO_DRAFT, Draft
+from edgespec.decoding.draft import NO_DRAFT, Draft
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.history.drafter import BestOf, HistoryDrafter
 from edgespec.history.entries import HALF_LIFE, Entry, Tally, total_tokens

@@ -27,7 +27,7 @@ from edgespec.learning.lesson import ROWS, Lesson, Table
 from edgespec.learning.trainer import Trainer
 from edgespec.learning.tuning import Example, Tuning
 from edgespec_models.errors import RequestError
-from edgespec_models.tokenizer import Tokenizer
+from edgespec_models.text.tokenizer import Tokenizer
 from tests.histories_for_tests import OTHERS, SCOPE, delta_of, passage_of, stored, text_of
 from tests.learning_for_tests import AtOnce
 from tests.tokenizers_for_tests import byte_level_json

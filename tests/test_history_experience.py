@@ -11,7 +11,7 @@ from edgespec.history.memory import Delta
 from edgespec.history.ownership import APPLICATION
 from edgespec.history.store import Scope, Store
 from edgespec.history.use import open_use
-from edgespec_models.tokenizer import Tokenizer
+from edgespec_models.text.tokenizer import Tokenizer
 from tests.histories_for_tests import OTHERS, SCOPE, stored, text_of
 from tests.tokenizers_for_tests import byte_level_json
 

@@ -16,19 +16,19 @@ from typer.testing import CliRunner, Result
 
 from edgespec import History, LoadOptions
 from edgespec.cli import app
-from edgespec.decode import decode
-from edgespec.drafting.draft import NO_DRAFT, Draft, Source
+from edgespec.decoding.draft import NO_DRAFT, Draft, Source
+from edgespec.decoding.loop import decode
+from edgespec.decoding.sampling import SamplingParams
+from edgespec.decoding.verification import make_verifier
 from edgespec.drafting.guard import Guard
 from edgespec.drafting.ngram import Acceptance, NgramDrafter
+from edgespec.drafting.pricing import Pricing
 from edgespec.history import AddedFile, added_files, file_drafter, file_index, manage
 from edgespec.history.drafter import BestOf
 from edgespec.history.file_drafter import FileDrafter
 from edgespec.history.file_index import FileIndex
 from edgespec.model import Model
-from edgespec.pricing import Pricing
-from edgespec.results import Remarks
-from edgespec.sampling import SamplingParams
-from edgespec.verification import make_verifier
+from edgespec.requests.results import Remarks
 from edgespec_models.errors import RequestError, StorageError
 from edgespec_models.progress import Progress
 from edgespec_runtimes.cost import CostCurve
@@ -375,7 +375,7 @@ def test_whatever_is_in_the_files_every_token_is_that_of_plain_decoding(
 @pytest.fixture
 def free_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is drafted does not depend on this machine."""
-    monkeypatch.setattr("edgespec.pricing.Pricing.pass_seconds", lambda self, rows: 1e-9)
+    monkeypatch.setattr("edgespec.drafting.pricing.Pricing.pass_seconds", lambda self, rows: 1e-9)
     monkeypatch.setattr("edgespec.drafting.guard.Guard.allows", True)
 
 

@@ -16,7 +16,7 @@ from edgespec.history.passages import LEAD, Passage, cut
 from edgespec.history.store import Learned, Scope
 from edgespec.history.use import open_use
 from edgespec_models.errors import RequestError, StorageError
-from edgespec_models.tokenizer import Tokenizer
+from edgespec_models.text.tokenizer import Tokenizer
 from tests.histories_for_tests import SCOPE, learn
 from tests.tokenizers_for_tests import byte_level_json
 

@@ -21,7 +21,7 @@ from edgespec.history.ownership import APPLICATION, look
 from edgespec.history.store import Store
 from edgespec.history.use import open_use
 from edgespec_models.errors import EdgespecError, RequestError, StorageError
-from edgespec_models.tokenizer import Tokenizer
+from edgespec_models.text.tokenizer import Tokenizer
 from tests.histories_for_tests import SCOPE, delta_of, learn, passage_of, stored, text_of
 from tests.tokenizers_for_tests import byte_level_json
 

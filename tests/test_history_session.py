@@ -10,15 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import edgespec
-from edgespec import History, LoadOptions, sessions
-from edgespec.chi_square import pool_rare, two_samples
-from edgespec.decode import decode
-from edgespec.drafting.draft import Source
+from edgespec import History, LoadOptions
+from edgespec.decoding.draft import Source
+from edgespec.decoding.loop import decode
+from edgespec.decoding.sampling import SamplingParams
+from edgespec.decoding.verification import make_verifier
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.history.drafter import BestOf, HistoryDrafter
 from edgespec.history.memory import Memory, Snapshot
-from edgespec.sampling import SamplingParams
-from edgespec.verification import make_verifier
+from edgespec.loading import sessions
+from edgespec.measuring.chi_square import pool_rare, two_samples
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.session import Session
@@ -118,7 +119,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def flat_costs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Verifying more rows is free, so what is drafted does not depend on this machine."""
     monkeypatch.setattr(sessions, "measure_cost", _flat)
-    monkeypatch.setattr("edgespec.pricing.Pricing.pass_seconds", lambda self, rows: 1e-9)
+    monkeypatch.setattr("edgespec.drafting.pricing.Pricing.pass_seconds", lambda self, rows: 1e-9)
     monkeypatch.setattr("edgespec.drafting.guard.Guard.allows", True)
     return iter([None])
 

@@ -19,7 +19,7 @@ from edgespec.history.store import Store
 from edgespec.history.use import HistoryUse, open_use
 from edgespec.history.writer import Writer
 from edgespec_models.errors import StorageError
-from edgespec_models.tokenizer import Tokenizer
+from edgespec_models.text.tokenizer import Tokenizer
 from tests.histories_for_tests import OTHERS, SCOPE, delta_of, learn, stored, text_of
 from tests.tokenizers_for_tests import byte_level_json
 

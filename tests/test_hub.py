@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from edgespec.cli import app
-from edgespec.loading import open_model
-from edgespec_models.bundle import Bundle
+from edgespec.loading.names import open_model
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.downloads.hub import HubReference, pull_hub, pulled_hub
 from edgespec_models.errors import DownloadError, ModelFileError, RequestError, UnsupportedModelError
-from edgespec_models.hub import HubReference, pull_hub, pulled_hub
 from edgespec_models.progress import Progress
 from tests.gguf_for_tests import tiny_gguf
 from tests.hf_for_tests import config_of, write_checkpoint

@@ -12,10 +12,19 @@ from tests.native_for_tests import tiny_native
 MOST = 20
 """Modules that ``import edgespec`` may bring, those of the standard library included; it brings 6."""
 UNUSED = (
-    *("edgespec.history", "edgespec.learning", "edgespec.first_use", "edgespec_export"),
-    *("edgespec_models.catalog", "edgespec_models.download", "edgespec_models.hub", "edgespec_models.rope"),
-    *("edgespec_models.chat_template", "edgespec_models.foreign_bundle", "edgespec_models.graphs"),
-    *("edgespec_runtimes.cuda", "edgespec_runtimes.static_io", "edgespec_runtimes.static_session"),
+    *("edgespec.history", "edgespec.learning", "edgespec.loading.first_use", "edgespec_export"),
+    *(
+        "edgespec_models.downloads.catalog",
+        "edgespec_models.downloads.download",
+        "edgespec_models.downloads.hub",
+        "edgespec_models.bundles.rope",
+    ),
+    *(
+        "edgespec_models.text.chat_template",
+        "edgespec_models.bundles.foreign_bundle",
+        "edgespec_models.graphs",
+    ),
+    *("edgespec_runtimes.devices.cuda", "edgespec_runtimes.static.io", "edgespec_runtimes.static.session"),
     *("huggingface_hub", "filelock", "jinja2", "rich", "typer", "onnx", "onnx_ir", "onnxscript", "sqlite3"),
 )
 DRAFTER = ("edgespec.drafting.side", "edgespec.drafting.model", "edgespec.drafting.ahead")

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto
 
-from edgespec_export.gguf import BLOCK_LAYOUT, GGMLType
-from edgespec_export.tiles import pack
-from edgespec_models.tiles import FORMATS
+from edgespec_export.formats.tiles import pack
+from edgespec_export.sources.gguf import BLOCK_LAYOUT, GGMLType
+from edgespec_models.bundles.tiles import FORMATS
 from tests.gguf_for_tests import F32
 from tests.kernels_for_tests import (
     SHARE,

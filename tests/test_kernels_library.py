@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from edgespec_export.tiles import pack
+from edgespec_export.formats.tiles import pack
 from edgespec_models.errors import DeviceError
 from edgespec_runtimes import kernels
 from edgespec_runtimes.ort import ort

@@ -9,9 +9,9 @@ import onnx
 import pytest
 
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_export.kv_cache import cache_statistics, calibration_tokens, quantize_cache
-from edgespec_export.pieces import cut
-from edgespec_models.bundle import GRAPH, MANIFEST, Bundle
+from edgespec_export.graphs.kv_cache import cache_statistics, calibration_tokens, quantize_cache
+from edgespec_export.graphs.pieces import cut
+from edgespec_models.bundles.bundle import GRAPH, MANIFEST, Bundle
 from edgespec_models.errors import BundleError, RequestError
 from edgespec_runtimes.cpu import CpuSession
 from tests.gguf_for_tests import ARCHITECTURES, HEAD_DIM, tiny_gguf
@@ -146,7 +146,7 @@ def test_rounding_them_all_the_same_would_cost_more(tmp_path: Path, monkeypatch:
     source = outlying(tmp_path, (0,))
     logits = {}
     for name, limit in (("float32", 1), ("int8", 1), ("all int8", np.inf)):
-        monkeypatch.setattr("edgespec_export.kv_cache._LARGEST_STEP", np.float32(limit))
+        monkeypatch.setattr("edgespec_export.graphs.kv_cache._LARGEST_STEP", np.float32(limit))
         kv = "float32" if name == "float32" else "int8"
         options = ExportOptions(weights="portable", kv=kv)  # type: ignore[arg-type]
         export_model(source, tmp_path / name, options=options)

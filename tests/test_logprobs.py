@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from edgespec.decode import decode
-from edgespec.drafting.draft import Source, Step
-from edgespec.logprobs import log_probabilities, most_likely
-from edgespec.request import Request, RequestOptions
-from edgespec.sampling import Row
+from edgespec.decoding.draft import Source, Step
+from edgespec.decoding.logprobs import log_probabilities, most_likely
+from edgespec.decoding.loop import decode
+from edgespec.decoding.sampling import Row
+from edgespec.requests.request import Request, RequestOptions
 from tests.toy import RandomDrafter, Silent, ToySession, markov_logits
 
 VOCAB = 23

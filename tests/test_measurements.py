@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec import measurements
-from edgespec.measurements import Conditions, Measurement, forget, recall, remember
+from edgespec.loading import measurements
+from edgespec.loading.measurements import Conditions, Measurement, forget, recall, remember
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuOptions, default_threads
 from tests.toy import tiny_bundle

@@ -5,12 +5,12 @@ from time import perf_counter
 import numpy as np
 import pytest
 
+from edgespec.decoding.draft import Clock, Draft
 from edgespec.drafting.bridge import ByteBridge, IdentityBridge
-from edgespec.drafting.draft import Clock, Draft
 from edgespec.drafting.model import Calibration, Guess, ModelDrafter, Vocabulary
+from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.reading import Reader
-from edgespec.pricing import Pricing
-from edgespec_models.tokenizer import Tokenizer
+from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from tests.tokenizers_for_tests import byte_level_json, sentencepiece_json
 from tests.toy import F32, NextLogits, ToySession, markov_logits, round_of

@@ -8,7 +8,7 @@ from typing import Any
 import onnx
 import pytest
 
-from edgespec_models.bundle import GRAPH, MANIFEST, Bundle
+from edgespec_models.bundles.bundle import GRAPH, MANIFEST, Bundle
 from edgespec_models.errors import BundleError
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from tests.native_for_tests import tiny_native

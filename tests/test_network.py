@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec_models.bundle import MANIFEST, TEMPLATE, FileRecord
+from edgespec_models.bundles.bundle import MANIFEST, TEMPLATE, FileRecord
 from tests.native_for_tests import tiny_native
 from tests.toy import LLAMA
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.drafting.draft import NO_DRAFT, Draft
+from edgespec.decoding.draft import NO_DRAFT, Draft
 from edgespec.drafting.ngram import ContextTree, Match, NgramDrafter
 from edgespec_models.errors import RequestError
 from tests.toy import round_of

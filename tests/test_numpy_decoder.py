@@ -10,11 +10,11 @@ import pytest
 from edgespec.learning.decoder import NumpyDecoder, Reading
 from edgespec.learning.layer_math import F32
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_export.trim import TrimOptions
-from edgespec_models.bundle import Bundle
-from edgespec_models.config import ModelConfig
+from edgespec_export.graphs.trim import TrimOptions
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.foreign import open_bundle
 from edgespec_models.errors import UnsupportedModelError
-from edgespec_models.foreign import open_bundle
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from tests.foreign_for_tests import ForeignSpec, write_genai
 from tests.gguf_for_tests import tiny_gguf

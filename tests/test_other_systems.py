@@ -21,11 +21,11 @@ from edgespec.cli import main
 from edgespec.cli import serve as serve_command
 from edgespec.files import write_text
 from edgespec.history.manage import History
-from edgespec.machine import describe_machine
+from edgespec.loading.machine import describe_machine
 from edgespec_export import staging
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.errors import RequestError, StorageError
-from edgespec_models.moving import move
+from edgespec_models.files.moving import move
 from edgespec_models.paths import home
 from edgespec_models.progress import Progress
 from edgespec_runtimes.memory import peak_memory_bytes

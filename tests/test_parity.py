@@ -5,7 +5,7 @@ from importlib import resources
 import numpy as np
 import pytest
 
-from edgespec_export.parity import Golden, check_parity, find_golden
+from edgespec_export.graphs.parity import Golden, check_parity, find_golden
 
 STORED = [
     entry.name

@@ -7,11 +7,11 @@ import onnx
 import pytest
 
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_export.pieces import cut, run_pieces
-from edgespec_models.bundle import GRAPH, Bundle
-from edgespec_models.config import ModelConfig
+from edgespec_export.graphs.pieces import cut, run_pieces
+from edgespec_models.bundles.bundle import GRAPH, Bundle
+from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.errors import ParityError
-from edgespec_models.weight_format import WeightFormat
 from edgespec_runtimes.cpu import CpuSession
 from tests.gguf_for_tests import tiny_gguf
 from tests.toy import COLUMNS, FLOAT, GEMMA, INT8, LLAMA, tiny_bundle
@@ -70,7 +70,7 @@ def test_a_graph_that_cannot_roll_back_is_told(tmp_path: Path) -> None:
 def test_an_export_that_cannot_roll_back_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edgespec_export.pieces._Piece.test", lambda _piece, _values: (False, False))
+    monkeypatch.setattr("edgespec_export.graphs.pieces._Piece.test", lambda _piece, _values: (False, False))
     with pytest.raises(ParityError, match="after a truncation"):
         options = ExportOptions(weights="portable")
         export_model(tiny_gguf("llama").write(tmp_path / "m.gguf"), tmp_path / "out", options=options)

@@ -11,22 +11,22 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import edgespec
-from edgespec import planning
 from edgespec.cli import app
-from edgespec.footprint import CacheSize, Footprint, footprint_of
-from edgespec.planning import Plan, plan, room_for
-from edgespec.unmade import footprint, look_up
+from edgespec.loading import planning
+from edgespec.loading.footprint import CacheSize, Footprint, footprint_of
+from edgespec.loading.planning import Plan, plan, room_for
+from edgespec.loading.unmade import footprint, look_up
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_models.bundle import Bundle
-from edgespec_models.catalog import entries, find
-from edgespec_models.download import pull
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.foreign import open_bundle
+from edgespec_models.downloads.catalog import entries, find
+from edgespec_models.downloads.download import pull
 from edgespec_models.errors import CatalogueError, DeviceError, RequestError
-from edgespec_models.foreign import open_bundle
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
-from edgespec_runtimes.devices import CPU
-from edgespec_runtimes.discovery import Device
+from edgespec_runtimes.devices.discovery import Device
+from edgespec_runtimes.devices.kinds import CPU
 from edgespec_runtimes.memory import MachineMemory, machine_memory
-from edgespec_runtimes.static_session import StaticSession
+from edgespec_runtimes.static.session import StaticSession
 from tests.foreign_for_tests import ForeignSpec, write_genai, write_optimum
 from tests.gguf_for_tests import tiny_gguf
 from tests.hf_for_tests import config_of, write_checkpoint

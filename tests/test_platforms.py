@@ -23,11 +23,11 @@ import edgespec
 from edgespec import LoadOptions
 from edgespec.cli import app, main
 from edgespec.files import write_private_text, write_text
-from edgespec.loading import open_model
+from edgespec.loading.names import open_model
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_models.bundle import MANIFEST, Bundle
-from edgespec_models.catalog import CatalogueEntry, HubFile, find
-from edgespec_models.download import pull
+from edgespec_models.bundles.bundle import MANIFEST, Bundle
+from edgespec_models.downloads.catalog import CatalogueEntry, HubFile, find
+from edgespec_models.downloads.download import pull
 from edgespec_models.errors import DownloadError, EdgespecError, RequestError
 from tests.gguf_for_tests import tiny_gguf
 from tests.hub_stand_in import Hub, running_hub
@@ -229,7 +229,7 @@ PROGRAM = """
 import signal, sys, time
 from pathlib import Path
 import edgespec_export.export as exporting
-import edgespec_models.catalog as catalog
+import edgespec_models.downloads.catalog as catalog
 
 known = catalog.entries(Path(sys.argv.pop(1)))
 catalog._installed = lambda: known

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.drafting.draft import NO_DRAFT, Draft, Step
+from edgespec.decoding.draft import NO_DRAFT, Draft, Step
 from edgespec.drafting.guard import Guard
 from edgespec.drafting.policy import Policy
-from edgespec.generation import PreparedRequest
-from edgespec.pricing import Pricing
-from edgespec.request import Request
-from edgespec.results import Generation
-from edgespec_models.tokenizer import Tokenizer
+from edgespec.drafting.pricing import Pricing
+from edgespec.requests.generation import PreparedRequest
+from edgespec.requests.request import Request
+from edgespec.requests.results import Generation
+from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import F32, Deaf, ToySession, markov_logits, round_of, stream_over

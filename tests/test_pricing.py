@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from edgespec.pricing import Pricing
+from edgespec.drafting.pricing import Pricing
 from edgespec_runtimes.cost import CostCurve
 
 FLAT = CostCurve({1: 0.010, 2: 0.011, 4: 0.012, 8: 0.014})

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.prompts import Prompt, builtin_prompts, load_prompts, select
+from edgespec.measuring.prompts import Prompt, builtin_prompts, load_prompts, select
 from edgespec_models.errors import RequestError
 
 GOOD = json.dumps({"id": "a", "category": "x", "turns": ["one\u2028line", "two"]}, ensure_ascii=False)

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 import edgespec
-from edgespec_export import static_export
+from edgespec_export.devices import static_export
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_models.bundle import Bundle
+from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import DeviceError
 from edgespec_runtimes.cpu import CpuOptions
-from edgespec_runtimes.devices import CPU
-from edgespec_runtimes.discovery import Device, resolve
-from edgespec_runtimes.static_session import StaticSession, open_on
+from edgespec_runtimes.devices.discovery import Device, resolve
+from edgespec_runtimes.devices.kinds import CPU
+from edgespec_runtimes.static.session import StaticSession, open_on
 from tests.gguf_for_tests import F32, tiny_gguf
 from tests.toy import tiny_bundle
 

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 
 import edgespec
-from edgespec_export import static_export
-from edgespec_export.contexts import compile_graph, compiler_for
+from edgespec_export.devices import static_export
+from edgespec_export.devices.contexts import compile_graph, compiler_for
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_models.bundle import MANIFEST, Bundle, FileRecord
+from edgespec_models.bundles.bundle import MANIFEST, Bundle, FileRecord
+from edgespec_models.bundles.static_graphs import find_chip
 from edgespec_models.errors import BundleError, DeviceError
-from edgespec_models.static_graphs import find_chip
 from edgespec_runtimes.cpu import CpuOptions
-from edgespec_runtimes.discovery import OrtRuntime, resolve
-from edgespec_runtimes.static_io import StaticIO
-from edgespec_runtimes.static_session import StaticSession
+from edgespec_runtimes.devices.discovery import OrtRuntime, resolve
+from edgespec_runtimes.static.io import StaticIO
+from edgespec_runtimes.static.session import StaticSession
 from tests.gguf_for_tests import tiny_gguf
 from tests.toy import tiny_bundle
 

@@ -6,11 +6,11 @@ from typing import get_args
 import pytest
 
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_export.gguf import GGMLType
-from edgespec_export.quantization import Mixed, Quantization
-from edgespec_models.bundle import Bundle
+from edgespec_export.formats.quantization import Mixed, Quantization
+from edgespec_export.sources.gguf import GGMLType
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.weight_format import Method
 from edgespec_models.errors import RequestError
-from edgespec_models.weight_format import Method
 from tests.gguf_for_tests import tiny_gguf
 from tests.test_export import logits_error
 

@@ -8,10 +8,10 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from edgespec_export import ranges
-from edgespec_export.ranges import measure_ranges, precision_for
+from edgespec_export.graphs import ranges
+from edgespec_export.graphs.ranges import measure_ranges, precision_for
 from edgespec_export.report import LARGEST_FLOAT16, ActivationRanges
-from edgespec_export.sources import open_checkpoint
+from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.errors import UnsupportedModelError
 from edgespec_models.progress import ignore_progress
 from tests.gguf_for_tests import TinyGGUF, tiny_gguf

@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 
 import edgespec
-from edgespec.decode import decode
+from edgespec.decoding.loop import decode
+from edgespec.decoding.verification import verify_greedy
 from edgespec.drafting.bridge import ByteBridge
 from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
+from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.reading import Reader
-from edgespec.loading import open_model
-from edgespec.pricing import Pricing
-from edgespec.verification import verify_greedy
-from edgespec_export.parity import check_parity, find_golden, session_logits
-from edgespec_models.bundle import Role
-from edgespec_models.catalog import find
-from edgespec_models.download import pull
+from edgespec.loading.names import open_model
+from edgespec_export.graphs.parity import check_parity, find_golden, session_logits
+from edgespec_models.bundles.bundle import Role
+from edgespec_models.downloads.catalog import find
+from edgespec_models.downloads.download import pull
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuSession
 from tests.toy import Silent

@@ -14,19 +14,19 @@ from unittest import mock
 import onnx_ir as ir
 import pytest
 
-from edgespec import first_use
-from edgespec.loading import open_model
-from edgespec_export import plan
-from edgespec_export.checkpoint import Checkpoint
-from edgespec_export.plan import plan_decoder
+from edgespec.loading import first_use
+from edgespec.loading.names import open_model
+from edgespec_export.formats import plan
+from edgespec_export.formats.plan import plan_decoder
 from edgespec_export.recipe import RECIPES
-from edgespec_export.sources import open_checkpoint
-from edgespec_models.bundle import Role
+from edgespec_export.sources.checkpoint import Checkpoint
+from edgespec_export.sources.open import open_checkpoint
+from edgespec_models.bundles.bundle import Role
+from edgespec_models.bundles.static_graphs import ExportDevice
 from edgespec_models.errors import RequestError, StorageError
 from edgespec_models.graphs.decoder import build_decoder
 from edgespec_models.graphs.native import build_native
 from edgespec_models.graphs.plan import FULL, Precision
-from edgespec_models.static_graphs import ExportDevice
 from tests.gguf_for_tests import FORMATS, tiny_gguf
 
 WRITTEN: dict[tuple[Role, ExportDevice | None, int], str] = {
@@ -120,7 +120,7 @@ class Missing(MetaPathFinder):
 
 sys.meta_path.insert(0, Missing())
 sys.path[:] = {path!r}
-from edgespec.loading import open_model
+from edgespec.loading.names import open_model
 from edgespec_models.errors import EdgespecError
 print(open_model({cached!r}, "target").path)
 for name in ({other!r}, "smollm2-135m-instruct", "hf:someone/something"):

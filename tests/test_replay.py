@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.prompts import Prompt
-from edgespec_models.bundle import MANIFEST, TEMPLATE, FileRecord
-from edgespec_models.foreign import open_bundle
-from edgespec_models.tokenizer import Tokenizer
+from edgespec.measuring.prompts import Prompt
+from edgespec_models.bundles.bundle import MANIFEST, TEMPLATE, FileRecord
+from edgespec_models.bundles.foreign import open_bundle
+from edgespec_models.text.tokenizer import Tokenizer
 from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import tiny_bundle
 from tools import replay

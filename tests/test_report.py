@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.bench import BenchOptions, measure
-from edgespec.bench_json import summarize
-from edgespec.charts import Bar, bar_chart, column_chart, line_chart, ticks
-from edgespec.prompts import Prompt
-from edgespec.report import render_report
+from edgespec.measuring.bench import BenchOptions, measure
+from edgespec.measuring.bench_json import summarize
+from edgespec.measuring.charts import Bar, bar_chart, column_chart, line_chart, ticks
+from edgespec.measuring.prompts import Prompt
+from edgespec.measuring.report import render_report
 from edgespec_models.errors import RequestError
 from tests.fake_model import FakeModel
 

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 import edgespec
-from edgespec import LoadOptions, Model, RequestOptions, sessions
-from edgespec.encoding import encode_chat
-from edgespec.request import Request
-from edgespec_models.bundle import MANIFEST, TEMPLATE, FileRecord
+from edgespec import LoadOptions, Model, RequestOptions
+from edgespec.loading import sessions
+from edgespec.requests.encoding import encode_chat
+from edgespec.requests.request import Request
+from edgespec_models.bundles.bundle import MANIFEST, TEMPLATE, FileRecord
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cpu import CpuSession
 from edgespec_runtimes.predictions import Predictions

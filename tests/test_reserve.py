@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_models.bundle import Bundle
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.foreign import open_bundle
+from edgespec_models.bundles.graph_contract import CacheTensor
 from edgespec_models.errors import DeviceError
-from edgespec_models.foreign import open_bundle
-from edgespec_models.graph_contract import CacheTensor
 from edgespec_models.graphs.plan import Precision
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
-from edgespec_runtimes.cuda import CudaSession
-from edgespec_runtimes.devices import CPU
-from edgespec_runtimes.discovery import Device
+from edgespec_runtimes.devices.cuda import CudaSession
+from edgespec_runtimes.devices.discovery import Device
+from edgespec_runtimes.devices.kinds import CPU
 from edgespec_runtimes.graph_session import GraphSession
 from edgespec_runtimes.kv_buffers import GrowingCache, SharedCache
 from edgespec_runtimes.ort import ort, ort_state
-from edgespec_runtimes.static_io import StaticIO
-from edgespec_runtimes.static_session import StaticSession
+from edgespec_runtimes.static.io import StaticIO
+from edgespec_runtimes.static.session import StaticSession
 from tests.foreign_for_tests import ForeignSpec, write_genai
 from tests.gguf_for_tests import tiny_gguf
 from tests.native_for_tests import tiny_native

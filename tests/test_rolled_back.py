@@ -9,22 +9,22 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from edgespec.drafting.draft import Draft
+from edgespec.decoding.draft import Draft
+from edgespec.decoding.sampling import SamplingParams
 from edgespec.drafting.guard import STAKE, Guard
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Policy
-from edgespec.generation import PreparedRequest
+from edgespec.drafting.pricing import Pricing
+from edgespec.drafting.watch import Finding, Watch
 from edgespec.history.drafter import BestOf, HistoryDrafter
 from edgespec.history.entries import Entry, Tally
 from edgespec.history.memory import Delta, Memory, Snapshot
 from edgespec.history.passages import Passage
 from edgespec.history.use import HistoryUse
-from edgespec.pricing import Pricing
-from edgespec.request import Request
-from edgespec.results import Generation, Remarks
-from edgespec.sampling import SamplingParams
-from edgespec.watch import Finding, Watch
-from edgespec_models.tokenizer import Tokenizer
+from edgespec.requests.generation import PreparedRequest
+from edgespec.requests.request import Request
+from edgespec.requests.results import Generation, Remarks
+from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from tests.ahead_for_tests import PROMPT, VOCAB, plain
 from tests.tokenizers_for_tests import byte_level_json

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.drafting.draft import NO_DRAFT, Draft
-from edgespec.rows import Rows, TokenCounts, steps_of
-from edgespec.sampling import Row, SamplingParams
-from edgespec.verification import Verdict, make_verifier
+from edgespec.decoding.draft import NO_DRAFT, Draft
+from edgespec.decoding.rows import Rows, TokenCounts, steps_of
+from edgespec.decoding.sampling import Row, SamplingParams
+from edgespec.decoding.verification import Verdict, make_verifier
 from edgespec_models.errors import EdgespecError, RequestError
 from edgespec_runtimes.predictions import DevicePredictions, Logits, Predictions
 from tests.rows_for_tests import changed

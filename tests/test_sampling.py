@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.sampling import (
+from edgespec.decoding.sampling import (
     ACCEPT_LANE,
     DRAFT_LANE,
     TOKEN_LANE,

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import edgespec
-from edgespec.bench import BenchOptions
+from edgespec.decoding.sampling import SamplingParams
 from edgespec.history import History
-from edgespec.request import Request, RequestOptions
-from edgespec.sampling import SamplingParams
+from edgespec.measuring.bench import BenchOptions
+from edgespec.requests.request import Request, RequestOptions
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_export.quantization import Quantization
-from edgespec_export.trim import TrimOptions
+from edgespec_export.formats.quantization import Quantization
+from edgespec_export.graphs.trim import TrimOptions
 from edgespec_models.errors import EdgespecError, RequestError
 from edgespec_models.schema import checked, length, shown, within
 from edgespec_runtimes.cpu import CpuOptions

@@ -11,7 +11,7 @@ from pathlib import Path
 import onnx
 import pytest
 
-from edgespec_models.bundle import GRAPH, MANIFEST, Bundle, FileRecord
+from edgespec_models.bundles.bundle import GRAPH, MANIFEST, Bundle, FileRecord
 from edgespec_models.errors import BundleError
 from edgespec_runtimes.cpu import CpuSession
 from tests.native_for_tests import tiny_native

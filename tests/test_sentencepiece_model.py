@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec_export.export import export_model
-from edgespec_export.hf_checkpoint import HFCheckpoint
-from edgespec_export.sentencepiece_model import to_tokenizer_json
-from edgespec_models.bundle import Bundle
+from edgespec_export.sources.hf_checkpoint import HFCheckpoint
+from edgespec_export.sources.sentencepiece_model import to_tokenizer_json
+from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
-from edgespec_models.tokenizer import Tokenizer
+from edgespec_models.text.tokenizer import Tokenizer
 from tests.hf_for_tests import config_of, write_checkpoint
 from tests.sentencepiece_for_tests import trained
 from tests.tokenizers_for_tests import CORPUS

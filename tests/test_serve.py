@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.attribution import Attribution
 from edgespec.cli.serve import _require_extra
 from edgespec.history.manage import History
-from edgespec.results import TokenRecord
+from edgespec.requests.attribution import Attribution
+from edgespec.requests.results import TokenRecord
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.schemas import ChatBody, CompletionBody
 from edgespec_models.errors import Busy, Closed, DoesNotFit, EdgespecError, RequestError
-from edgespec_models.text_stream import TextStream
+from edgespec_models.text.text_stream import TextStream
 from tests.serving_for_tests import SOURCES, ServedModel, ask, events, question, serving, tokenizer, until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

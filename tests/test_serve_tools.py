@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.results import Generation, GenerationStats, Record, TokenRecord
+from edgespec.requests.results import Generation, GenerationStats, Record, TokenRecord
+from edgespec.requests.tool_calls import ToolCall
 from edgespec.serve.holding import Holding
-from edgespec.tools import ToolCall
 from tests.serving_for_tests import ServedModel, ask, drafting_model, events, question, serving, tokenizer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

@@ -18,9 +18,9 @@ from edgespec.align import answering as answering_module
 from edgespec.align.answering import answer, answer_side_by_side, answering
 from edgespec.align.answers import Answer, Asking
 from edgespec.align.workers import _Worker
-from edgespec.prompts import Prompt
+from edgespec.measuring.prompts import Prompt
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_models.bundle import Bundle
+from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import BundleError, DeviceError, RequestError
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.memory import machine_memory

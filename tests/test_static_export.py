@@ -9,16 +9,16 @@ import pytest
 from typer.testing import CliRunner
 
 from edgespec.cli import app
-from edgespec_export import device_bundle, static_export
+from edgespec_export.devices import device_bundle, static_export
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_export.quantization import Quantization
-from edgespec_export.trim import TrimOptions
-from edgespec_models.bundle import Bundle
+from edgespec_export.formats.quantization import Quantization
+from edgespec_export.graphs.trim import TrimOptions
+from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import EdgespecError, RequestError, StorageError
 from edgespec_models.graphs.static_points import encoding
-from edgespec_runtimes.devices import CPU
-from edgespec_runtimes.discovery import Device
-from edgespec_runtimes.static_session import StaticSession
+from edgespec_runtimes.devices.discovery import Device
+from edgespec_runtimes.devices.kinds import CPU
+from edgespec_runtimes.static.session import StaticSession
 from tests.gguf_for_tests import tiny_gguf
 
 QNN = ExportOptions(device="npu-qnn", buckets=(64,))

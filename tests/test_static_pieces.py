@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec_export import static_pieces, static_weights
+from edgespec_export.devices import static_pieces, static_weights
+from edgespec_export.devices.static_pieces import StaticPieces, split
+from edgespec_export.devices.static_weights import WeightFile, write_static_weights
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_export.gguf_checkpoint import GGUFCheckpoint
-from edgespec_export.static_pieces import StaticPieces, split
-from edgespec_export.static_weights import WeightFile, write_static_weights
-from edgespec_export.trim import TrimOptions
-from edgespec_models.bundle import Bundle
-from edgespec_models.config import ModelConfig
+from edgespec_export.graphs.trim import TrimOptions
+from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.static_graphs import StaticDevice
 from edgespec_models.graphs.static_points import StaticPlan, encoding
 from edgespec_models.progress import Progress, ignore_progress
-from edgespec_models.static_graphs import StaticDevice
 from edgespec_runtimes.cpu import open_graph
 from tests.gguf_for_tests import ARCHITECTURES, tiny_gguf
 from tests.toy import LLAMA

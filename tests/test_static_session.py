@@ -11,19 +11,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edgespec_export import static_export
+from edgespec_export.devices import static_export
+from edgespec_export.devices.static_export import StaticFormat
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_export.static_export import StaticFormat
-from edgespec_export.stored_weights import StoredWeights
-from edgespec_models.bundle import Bundle
+from edgespec_export.formats.stored_weights import StoredWeights
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.static_graphs import StaticDevice, StaticGraphs
 from edgespec_models.errors import BundleError, Cancelled, DeviceError, RequestError, UnsupportedModelError
-from edgespec_models.static_graphs import StaticDevice, StaticGraphs
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
-from edgespec_runtimes.devices import CPU
-from edgespec_runtimes.discovery import Device
+from edgespec_runtimes.devices.discovery import Device
+from edgespec_runtimes.devices.kinds import CPU
 from edgespec_runtimes.session import TrimmedHead, Tunable
-from edgespec_runtimes.static_io import StaticIO, cheapest_passes
-from edgespec_runtimes.static_session import StaticSession
+from edgespec_runtimes.static.io import StaticIO, cheapest_passes
+from edgespec_runtimes.static.session import StaticSession
 from tests.gguf_for_tests import F32, tiny_gguf
 
 ON_CPU = Device(CPU, "ready")

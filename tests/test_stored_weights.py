@@ -9,12 +9,12 @@ import onnx
 import pytest
 
 from edgespec_export.export import export_model
-from edgespec_export.stored_weights import StoredWeights
-from edgespec_models.bundle import GRAPH, Bundle
-from edgespec_models.config import ModelConfig
+from edgespec_export.formats.stored_weights import StoredWeights
+from edgespec_models.bundles.bundle import GRAPH, Bundle
+from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.foreign import open_bundle
 from edgespec_models.errors import BundleError, UnsupportedModelError
-from edgespec_models.foreign import open_bundle
-from edgespec_models.onnx_header import read_header
+from edgespec_models.files.onnx_header import read_header
 from tests.foreign_for_tests import ForeignSpec, write_genai
 from tests.gguf_for_tests import tiny_gguf
 from tests.native_for_tests import tiny_native

@@ -11,9 +11,9 @@ import pytest
 
 import edgespec
 from edgespec import AnyJson, Choice, JsonSchema, LoadOptions, Model, Regex
-from edgespec.pricing import Pricing
+from edgespec.drafting.pricing import Pricing
 from edgespec_models.errors import RequestError
-from edgespec_models.tokenizer import Tokenizer
+from edgespec_models.text.tokenizer import Tokenizer
 from tests.formats_for_tests import accepts
 from tests.models_for_tests import toy_model, toy_session
 from tests.native_for_tests import tiny_native

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from edgespec import Closed, RequestError
-from edgespec.results import Record
+from edgespec.requests.results import Record
 from tests.models_for_tests import Gated, toy_model, toy_session
 from tests.test_threads import NEW, PROMPTS, alone, held, slow_session
 from tests.toy import F32, settle

@@ -23,14 +23,20 @@ sys.meta_path.insert(0, Watch())
 from importlib import import_module
 from pathlib import Path
 import_module(sys.argv[1])
-from edgespec_models.bundle import Bundle
+from edgespec_models.bundles.bundle import Bundle
 from edgespec_runtimes.cpu import CpuSession
 CpuSession(Bundle(Path(sys.argv[2]))).predict([1, 2])
 """
 
 
 @pytest.mark.parametrize(
-    "first", ["edgespec", "edgespec.engine", "edgespec_export.contexts", "edgespec_runtimes.discovery"]
+    "first",
+    [
+        "edgespec",
+        "edgespec.engine",
+        "edgespec_export.devices.contexts",
+        "edgespec_runtimes.devices.discovery",
+    ],
 )
 def test_nothing_is_sent_or_kept(tmp_path: Path, first: str) -> None:
     model, home = tiny_native(tmp_path / "m", LLAMA, "Q4_1"), tmp_path / "home"

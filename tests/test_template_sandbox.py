@@ -8,12 +8,12 @@ from time import thread_time
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from edgespec_export.gguf_checkpoint import GGUFCheckpoint
-from edgespec_models import template_sandbox
-from edgespec_models.catalog import entries, find
-from edgespec_models.chat_template import ChatTemplate
-from edgespec_models.download import pull
+from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
+from edgespec_models.downloads.catalog import entries, find
+from edgespec_models.downloads.download import pull
 from edgespec_models.errors import TokenizerError
+from edgespec_models.text import template_sandbox
+from edgespec_models.text.chat_template import ChatTemplate
 
 ASK = [{"role": "user", "content": "hi"}]
 BIG = "{% set big = 'a' * 12500 %}"

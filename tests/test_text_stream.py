@@ -5,8 +5,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from edgespec_models.errors import RequestError, TokenizerError
-from edgespec_models.text_stream import TextStream
-from edgespec_models.tokenizer import Tokenizer
+from edgespec_models.text.text_stream import TextStream
+from edgespec_models.text.tokenizer import Tokenizer
 from tests.tokenizers_for_tests import byte_level_json, sentencepiece_json
 
 

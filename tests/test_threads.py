@@ -15,10 +15,10 @@ from weakref import ref
 import pytest
 
 from edgespec import Busy, Closed, LoadOptions, Model, RequestError
-from edgespec.answer import Answer
-from edgespec.generation import PreparedRequest
-from edgespec.request import Request
-from edgespec.results import Generation, Record, nothing
+from edgespec.requests.answer import Answer
+from edgespec.requests.generation import PreparedRequest
+from edgespec.requests.request import Request
+from edgespec.requests.results import Generation, Record, nothing
 from tests.models_for_tests import Gated, toy_model, toy_session
 from tests.toy import F32, ToySession, settle
 
@@ -254,7 +254,7 @@ def test_a_request_whose_time_is_up_ends_as_far_as_it_came(monkeypatch: pytest.M
             now += 1.0
             return super().forward(tokens)
 
-    monkeypatch.setattr("edgespec.answer.monotonic", lambda: now)
+    monkeypatch.setattr("edgespec.requests.answer.monotonic", lambda: now)
     quick = toy_session()
     session = Ticking(quick._next_logits, quick.vocab_size)
     with toy_model(session) as model:

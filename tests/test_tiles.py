@@ -8,13 +8,13 @@ from gguf.quants import dequantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec_export.blocks import F32, U8, Blocks, fields
-from edgespec_export.gguf import BLOCK_LAYOUT, GGMLType
-from edgespec_export.rounding import round_matrix
-from edgespec_export.tiles import pack, pack_blocks, unpack_tiles
+from edgespec_export.formats.blocks import F32, U8, Blocks, fields
+from edgespec_export.formats.rounding import round_matrix
+from edgespec_export.formats.tiles import pack, pack_blocks, unpack_tiles
+from edgespec_export.sources.gguf import BLOCK_LAYOUT, GGMLType
+from edgespec_models.bundles.tiles import FORMATS, LANES, tile_bytes
+from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.errors import UnsupportedModelError
-from edgespec_models.tiles import FORMATS, LANES, tile_bytes
-from edgespec_models.weight_format import WeightFormat
 from tests.kernels_for_tests import random_blocks
 
 SEEDS = st.integers(0, 2**32 - 1)

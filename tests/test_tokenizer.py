@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from edgespec_models.errors import RequestError, TokenizerError
-from edgespec_models.tokenizer import Tokenizer
+from edgespec_models.text.tokenizer import Tokenizer
 from tests.tokenizers_for_tests import CORPUS, byte_level_json, sentencepiece_json
 
 

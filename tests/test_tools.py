@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.tools import ToolReader, check_tools, format_of
-from edgespec_models.chat_template import ChatTemplate
+from edgespec.requests.tool_calls import ToolReader, check_tools, format_of
 from edgespec_models.errors import RequestError
-from edgespec_models.tokenizer import Tokenizer
+from edgespec_models.text.chat_template import ChatTemplate
+from edgespec_models.text.tokenizer import Tokenizer
 from tests.templates_for_tests import HERMES, LLAMA3, MISTRAL, TOOLS
 from tests.tokenizers_for_tests import byte_level_json
 

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 import edgespec
-from edgespec import LoadOptions, Model, RequestOptions, engine, sessions
+from edgespec import LoadOptions, Model, RequestOptions, engine
 from edgespec.drafting.side import DrafterSide
 from edgespec.learning.trainer import Trainer
 from edgespec.learning.tuning import Example
-from edgespec_models.bundle import MANIFEST
-from edgespec_models.tokenizer import Tokenizer
+from edgespec.loading import sessions
+from edgespec_models.bundles.bundle import MANIFEST
+from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes import cost
 from edgespec_runtimes.cpu import CpuSession
 from edgespec_runtimes.predictions import Predictions

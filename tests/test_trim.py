@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 import edgespec
 from edgespec import LoadOptions
 from edgespec.drafting.context import context_tokens
-from edgespec_export import calibration, sizing, trim
-from edgespec_export.calibration import read_texts, shipped_texts, written_by
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_export.parity import Golden, check_parity
-from edgespec_export.trim import Ranking, TrimOptions, weigh
-from edgespec_models.bundle import HEAD_TOKENS, Bundle
-from edgespec_models.config import ModelConfig
+from edgespec_export.graphs import calibration, sizing, trim
+from edgespec_export.graphs.calibration import read_texts, shipped_texts, written_by
+from edgespec_export.graphs.parity import Golden, check_parity
+from edgespec_export.graphs.trim import Ranking, TrimOptions, weigh
+from edgespec_models.bundles.bundle import HEAD_TOKENS, Bundle
+from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import BundleError, RequestError
 from edgespec_models.progress import Progress
-from edgespec_models.tokenizer import Tokenizer
+from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuSession
 from tests.gguf_for_tests import ARCHITECTURES, TinyGGUF, tiny_gguf
@@ -314,10 +314,12 @@ def test_a_trimmed_drafter_changes_no_output_and_is_no_target(
 ) -> None:
     target = tiny_native(tmp_path / "target", LLAMA, "Q4_1").path
     drafter = _drafter(tmp_path, tiny_gguf("llama")).path
-    monkeypatch.setattr("edgespec.pricing.Pricing.pays", lambda *_, **__: True)
+    monkeypatch.setattr("edgespec.drafting.pricing.Pricing.pays", lambda *_, **__: True)
     monkeypatch.setattr("edgespec.drafting.experience.Experience.expected", lambda *_: 1e9)
     monkeypatch.setattr("edgespec.drafting.policy._PATIENCE", 0.0)
-    monkeypatch.setattr("edgespec.pricing.Pricing.keep", lambda _, confidence: (len(confidence), 0.0))
+    monkeypatch.setattr(
+        "edgespec.drafting.pricing.Pricing.keep", lambda _, confidence: (len(confidence), 0.0)
+    )
     plain, _ = _greedy(target, None)
     drafted, count = _greedy(target, drafter)
     assert drafted == plain

@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgespec_models.bundle import GRAPH, Bundle
-from edgespec_models.config import ModelConfig
+from edgespec_models.bundles.bundle import GRAPH, Bundle
+from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.foreign import open_bundle
+from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.errors import RequestError
-from edgespec_models.foreign import open_bundle
+from edgespec_models.files.onnx_header import read_header
 from edgespec_models.graphs.plan import Precision
-from edgespec_models.onnx_header import read_header
-from edgespec_models.weight_format import WeightFormat
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from tests.foreign_for_tests import ForeignSpec, write_genai, write_optimum
 from tests.native_for_tests import tiny_native

@@ -12,8 +12,8 @@ import pytest
 from edgespec.learning.decoder import NumpyDecoder, Reading
 from edgespec.learning.lesson import ROWS, Lesson, Table
 from edgespec.learning.tuning import Example, Tuning
-from edgespec_models.bundle import Bundle
-from edgespec_models.config import ModelConfig
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.config import ModelConfig
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from tests.native_for_tests import tiny_native
 from tests.toy import GEMMA, LLAMA

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.drafting.draft import NO_DRAFT, Draft
-from edgespec.sampling import DRAFT_LANE, SamplingParams, distribution, draw, uniform
-from edgespec.verification import (
+from edgespec.decoding.draft import NO_DRAFT, Draft
+from edgespec.decoding.sampling import DRAFT_LANE, SamplingParams, distribution, draw, uniform
+from edgespec.decoding.verification import (
     GreedyVerifier,
     SamplingVerifier,
     Verdict,

@@ -12,21 +12,29 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from edgespec.answer import Answer
-from edgespec.drafting.draft import NO_DRAFT, Draft, Step
-from edgespec.generation import PreparedRequest, respond
-from edgespec.stream import Stream
-from edgespec.worker import Worker
-from edgespec_export.blocks import Blocks
-from edgespec_export.encode import decode_linear, encode_embedding, encode_linear
-from edgespec_models.bundle import GRAPH, HEAD_TOKENS, MANIFEST, TOKENIZER, Bundle, FileRecord, Manifest
-from edgespec_models.config import ModelConfig
+from edgespec.decoding.draft import NO_DRAFT, Draft, Step
+from edgespec.requests.answer import Answer
+from edgespec.requests.generation import PreparedRequest, respond
+from edgespec.requests.stream import Stream
+from edgespec.requests.worker import Worker
+from edgespec_export.formats.blocks import Blocks
+from edgespec_export.formats.encode import decode_linear, encode_embedding, encode_linear
+from edgespec_models.bundles.bundle import (
+    GRAPH,
+    HEAD_TOKENS,
+    MANIFEST,
+    TOKENIZER,
+    Bundle,
+    FileRecord,
+    Manifest,
+)
+from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.rope import rotary_tables
+from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.errors import Cancelled, RequestError
 from edgespec_models.graphs.decoder import build_decoder, rotary_rows
 from edgespec_models.graphs.plan import FULL, DecoderPlan, EmbeddingSpec, LinearPart, LinearSpec, Precision
-from edgespec_models.rope import rotary_tables
-from edgespec_models.tokenizer import SpecialTokens, Tokenizer
-from edgespec_models.weight_format import WeightFormat
+from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import ModelSession, SavedCache
 from tests.tokenizers_for_tests import byte_level_json

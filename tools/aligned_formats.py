@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from edgespec_export.blocks import F32
-from edgespec_export.rounding import round_matrix
-from edgespec_export.sources import open_checkpoint
-from edgespec_models.weight_format import WeightFormat
+from edgespec_export.formats.blocks import F32
+from edgespec_export.formats.rounding import round_matrix
+from edgespec_export.sources.open import open_checkpoint
+from edgespec_models.bundles.weight_format import WeightFormat
 from tools.arguments import arguments
 
 _FORMATS = {

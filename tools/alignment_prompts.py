@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from edgespec.align.answers import Answer
-from edgespec.prompts import load_prompts
+from edgespec.measuring.prompts import load_prompts
 from tools.arguments import arguments
 
 _WORDS_FILE: Final = Path(__file__).with_name("workloads") / "alignment.json"

@@ -20,18 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from edgespec import load
-from edgespec.bench import BenchOptions, measure
-from edgespec.bench_json import summarize
-from edgespec.machine import describe_machine
-from edgespec.prompts import Prompt, builtin_prompts, load_prompts, select
+from edgespec.loading.machine import describe_machine
+from edgespec.measuring.bench import BenchOptions, measure
+from edgespec.measuring.bench_json import summarize
+from edgespec.measuring.prompts import Prompt, builtin_prompts, load_prompts, select
 from edgespec_export.export import ExportOptions, export_model
+from edgespec_export.graphs.trim import TrimOptions
 from edgespec_export.recipe import RECIPES
-from edgespec_export.trim import TrimOptions
-from edgespec_models.bundle import MANIFEST, Bundle
+from edgespec_models.bundles.bundle import MANIFEST, Bundle
 from edgespec_models.errors import EdgespecError
 from edgespec_runtimes.cost import measure_cost
-from edgespec_runtimes.cuda import CudaSession
-from edgespec_runtimes.discovery import Device, resolve
+from edgespec_runtimes.devices.cuda import CudaSession
+from edgespec_runtimes.devices.discovery import Device, resolve
 from edgespec_runtimes.ort import ort
 from edgespec_runtimes.predictions import Predictions
 from tools.arguments import arguments

@@ -25,13 +25,13 @@ from typing import NoReturn
 
 import numpy as np
 
-from edgespec_models.bundle import Bundle
-from edgespec_runtimes.devices import CPU, KINDS
-from edgespec_runtimes.discovery import Device
-from edgespec_runtimes.placement import place
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_runtimes.devices.discovery import Device
+from edgespec_runtimes.devices.kinds import CPU, KINDS
+from edgespec_runtimes.devices.placement import place
 from edgespec_runtimes.session import Logits, Session
-from edgespec_runtimes.static_io import StaticIO
-from edgespec_runtimes.static_session import StaticSession
+from edgespec_runtimes.static.io import StaticIO
+from edgespec_runtimes.static.session import StaticSession
 from tools.arguments import arguments
 
 TEXT = (

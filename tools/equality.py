@@ -19,17 +19,17 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from edgespec.audit import ALPHA, audit_sampling
 from edgespec.engine import LoadOptions, Model
-from edgespec.prompts import Prompt, load_prompts
-from edgespec.request import RequestOptions
-from edgespec.sessions import Loaded, Running
-from edgespec.trial import ask
-from edgespec_models.bundle import Bundle
-from edgespec_models.foreign import open_bundle
+from edgespec.loading.sessions import Loaded, Running
+from edgespec.measuring.audit import ALPHA, audit_sampling
+from edgespec.measuring.prompts import Prompt, load_prompts
+from edgespec.measuring.trial import ask
+from edgespec.requests.request import RequestOptions
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.foreign import open_bundle
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
-from edgespec_runtimes.placement import place
+from edgespec_runtimes.devices.placement import place
 from edgespec_runtimes.predictions import Predictions
 from tools.arguments import arguments
 

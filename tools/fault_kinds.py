@@ -17,12 +17,12 @@ from edgespec.history.exchange import FORMAT, parse
 from edgespec.history.manage import History
 from edgespec.history.schema import SUFFIX
 from edgespec.history.store import Learned, Store
-from edgespec.loading import open_model
+from edgespec.loading.names import open_model
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_models.bundle import Bundle
-from edgespec_models.catalog import CatalogueEntry
-from edgespec_models.download import is_pulled, model_path, pull
-from edgespec_models.hub import HubReference, pull_hub, pulled_hub
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.downloads.catalog import CatalogueEntry
+from edgespec_models.downloads.download import is_pulled, model_path, pull
+from edgespec_models.downloads.hub import HubReference, pull_hub, pulled_hub
 from edgespec_models.progress import Progress
 from tests.downloads_for_tests import CONTENT, FROM_HUB, WHOLE, entry_of
 from tests.gguf_for_tests import tiny_gguf

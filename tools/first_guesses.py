@@ -15,8 +15,8 @@ from edgespec.align.answers import Answer, read_answers
 from edgespec.align.run import text_of
 from edgespec.drafting.context import context_tokens
 from edgespec_export.align.settings import Guesses, Text
-from edgespec_models.bundle import Bundle
-from edgespec_models.foreign import open_bundle
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.foreign import open_bundle
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from tools.arguments import arguments
 

@@ -1,6 +1,6 @@
 """Do the tests notice faults? Makes small ones, one at a time, and lists those that no test fails for.
 
-    python -m tools.mutate edgespec/rows.py edgespec/drafting/guard.py --seed 1
+    python -m tools.mutate edgespec/decoding/rows.py edgespec/drafting/guard.py --seed 1
 
 Needs `pip install mutmut` and a system that forks. A mutant is tried with tests that execute its line, first
 those of files that know most of the module for their time, for up to --seconds, until one fails. --tests says

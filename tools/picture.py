@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from edgespec.charts import ticks
+from edgespec.measuring.charts import ticks
 
 __all__ = ["drawn", "main"]
 

@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 
 import edgespec
-from edgespec.prompts import load_prompts
-from edgespec.trial import ask
+from edgespec.measuring.prompts import load_prompts
+from edgespec.measuring.trial import ask
 from tools.arguments import arguments
 
 

@@ -24,17 +24,17 @@ from typing import Any, cast
 import numpy as np
 
 from edgespec.drafting.ahead import Beside
-from edgespec.encoding import encode_chat
 from edgespec.engine import LoadOptions, Model
-from edgespec.prompts import Prompt, load_prompts
-from edgespec.results import Generation, GenerationStats
-from edgespec.sessions import Loaded, Running
-from edgespec.trial import ask
-from edgespec_models.bundle import Bundle
-from edgespec_models.foreign import open_bundle
+from edgespec.loading.sessions import Loaded, Running
+from edgespec.measuring.prompts import Prompt, load_prompts
+from edgespec.measuring.trial import ask
+from edgespec.requests.encoding import encode_chat
+from edgespec.requests.results import Generation, GenerationStats
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.foreign import open_bundle
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
-from edgespec_runtimes.placement import place
+from edgespec_runtimes.devices.placement import place
 from edgespec_runtimes.predictions import Logits, Predictions
 from tools.arguments import arguments
 

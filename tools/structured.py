@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 import edgespec
-from edgespec.constraint import Constraint
-from edgespec.grammar import Grammars, JsonSchema
-from edgespec.results import Generation
-from edgespec.sampling import Row
+from edgespec.decoding.constraint import Constraint
+from edgespec.decoding.grammar import Grammars, JsonSchema
+from edgespec.decoding.sampling import Row
+from edgespec.requests.results import Generation
 
 TEXTS = (
     "Maria Santos, 34, of 12 Rua das Flores in Porto, ordered two teapots and paid 58.40 euros by card.",

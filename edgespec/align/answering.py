@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 import edgespec
 from edgespec.align.answers import Answer, Answering, Asking, number_of
-from edgespec.drafting.draft import NO_DRAFT
-from edgespec.encoding import Asked
-from edgespec.loading import open_model
-from edgespec.planning import room_for
-from edgespec.prompts import Prompt
-from edgespec.request import Request, RequestOptions
-from edgespec.sessions import check_target
-from edgespec.trial import ask, said_by
-from edgespec.verification import Verifier
-from edgespec_models.bundle import Bundle
+from edgespec.decoding.draft import NO_DRAFT
+from edgespec.decoding.verification import Verifier
+from edgespec.loading.names import open_model
+from edgespec.loading.planning import room_for
+from edgespec.loading.sessions import check_target
+from edgespec.measuring.prompts import Prompt
+from edgespec.measuring.trial import ask, said_by
+from edgespec.requests.encoding import Asked
+from edgespec.requests.request import Request, RequestOptions
+from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import RequestError, TokenizerError
 from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_runtimes.cpu import CpuOptions

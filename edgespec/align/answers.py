@@ -16,10 +16,10 @@ from typing import Annotated, Any, TextIO
 
 from filelock import FileLock, Timeout
 
-from edgespec.prompts import Prompt
+from edgespec.measuring.prompts import Prompt
 from edgespec_models.errors import RequestError
+from edgespec_models.files.replacing import writing
 from edgespec_models.progress import Progress, ProgressCallback
-from edgespec_models.replacing import writing
 from edgespec_models.schema import check_fields, length, read, within
 
 __all__ = [

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from edgespec.align.answers import Answer, number_of
-from edgespec.encoding import Asked
+from edgespec.requests.encoding import Asked
 from edgespec_export.align.alignment import Alignment, Origin, read_alignment
 from edgespec_export.align.merge import open_aligned
 from edgespec_export.align.settings import Guesses, Text, TrainingOptions
 from edgespec_export.bundle_files import hash_files
-from edgespec_models.bundle import Bundle
+from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import DeviceError, EdgespecError, RequestError, TokenizerError
 from edgespec_models.progress import ProgressCallback
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from edgespec.align.answering import answering
 from edgespec.align.answers import Answer, Answering, Asking
-from edgespec.prompts import Prompt
+from edgespec.measuring.prompts import Prompt
 from edgespec_models.errors import EdgespecError
 from edgespec_runtimes.cpu import default_threads
 

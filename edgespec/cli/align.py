@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from edgespec.align.answers import Answer, Answering, Asking
     from edgespec.align.run import Aligned, Place
-    from edgespec.prompts import Prompt
+    from edgespec.measuring.prompts import Prompt
     from edgespec_models.progress import ProgressCallback
 
 __all__ = ["align"]
@@ -130,9 +130,9 @@ def align(
     from edgespec.align.answers import Asking, read_answers
     from edgespec.align.run import Place, require_torch, split_texts
     from edgespec.align.run import align as run
-    from edgespec.loading import open_model
+    from edgespec.loading.names import open_model
     from edgespec_export.align.settings import TrainingOptions
-    from edgespec_models.replacing import writing
+    from edgespec_models.files.replacing import writing
 
     if not answers_only:
         require_torch()
@@ -171,8 +171,8 @@ def _checkpoint(drafter: str, where: "Place", progress: "ProgressCallback") -> P
     """The drafter's, which is to be trained ``where`` that can be done."""
     from edgespec.align.run import device_of
     from edgespec_export.align.merge import open_aligned
+    from edgespec_models.bundles.foreign import is_model
     from edgespec_models.errors import RequestError
-    from edgespec_models.foreign import is_model
 
     source, entry = locate(drafter, progress)
     if entry is not None and entry.alignment is not None:
@@ -186,8 +186,8 @@ def _checkpoint(drafter: str, where: "Place", progress: "ProgressCallback") -> P
 
 def _prompts(files: list[Path] | None, recorded: list[Path] | None) -> "list[Prompt]":
     """What the target is to be asked."""
-    from edgespec.prompts import Prompt, load_prompts
-    from edgespec_export.calibration import shipped_prompts
+    from edgespec.measuring.prompts import Prompt, load_prompts
+    from edgespec_export.graphs.calibration import shipped_prompts
 
     if files or recorded:
         return [prompt for file in files or () for prompt in load_prompts(file)]
@@ -230,7 +230,7 @@ def _answered(
 
 def _facts(names: tuple[str, str], licence: str) -> dict[str, str]:
     """What the file tells of target and drafter."""
-    from edgespec_models.catalog import entries
+    from edgespec_models.downloads.catalog import entries
     from edgespec_models.errors import RequestError
 
     if len(licence) > _LONGEST_LICENCE:

@@ -13,9 +13,9 @@ from edgespec.cli.markdown import MarkdownStream
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from edgespec.attribution import Attribution
-    from edgespec.results import Generation, GenerationStats
-    from edgespec.stream import Stream
+    from edgespec.requests.attribution import Attribution
+    from edgespec.requests.results import Generation, GenerationStats
+    from edgespec.requests.stream import Stream
 
 __all__ = [
     "allow_any_text",

@@ -39,9 +39,9 @@ from edgespec.cli.options import (
 from edgespec_models.errors import RequestError
 
 if TYPE_CHECKING:
-    from edgespec.attribution import Attribution
     from edgespec.conversation import Conversation
-    from edgespec.results import Generation
+    from edgespec.requests.attribution import Attribution
+    from edgespec.requests.results import Generation
 
 __all__ = ["chat"]
 
@@ -98,7 +98,7 @@ def chat(
             training_share=training_share,
             devices=(device, drafter_device),
         )
-    from edgespec.attribution import Attribution
+    from edgespec.requests.attribution import Attribution
 
     with model:
         if model.target.chat_template is None:

@@ -57,11 +57,11 @@ def cost(
 
         edgespec cost ./target --instructions avx2
     """
-    from edgespec.costs import measure_costs
     from edgespec.files import check_writable, write_text
-    from edgespec.loading import open_model
-    from edgespec.measurements import recall
-    from edgespec.sessions import conditions_of
+    from edgespec.loading.measurements import recall
+    from edgespec.loading.names import open_model
+    from edgespec.loading.sessions import conditions_of
+    from edgespec.measuring.costs import measure_costs
     from edgespec_runtimes.cpu import CpuOptions
 
     CpuOptions(threads=threads, instructions=instructions)  # refused before a model is pulled
@@ -81,7 +81,7 @@ def cost(
     elif not result["confirmed"]:
         note("Other programs disturbed the times, which are not kept; close them and run this again.")
     if html is not None:
-        from edgespec.report import render_costs
+        from edgespec.measuring.report import render_costs
 
         write_text(html, render_costs(result))
         note(f"Report: {html.absolute()}")
@@ -133,7 +133,7 @@ def _cost_table(rows: list[Mapping[str, Any]]) -> "Table":
 
 
 def _gain_table(gains: list[Mapping[str, Any]]) -> "Table":
-    from edgespec.costs import as_ranges
+    from edgespec.measuring.costs import as_ranges
 
     table = _table("accepted", "best length", "tokens a pass", "speedup", "lengths that pay")
     for gain in gains:

@@ -9,7 +9,7 @@ from edgespec.cli.answers import print_json
 from edgespec.cli.console import output
 
 if TYPE_CHECKING:
-    from edgespec_runtimes.discovery import Device
+    from edgespec_runtimes.devices.discovery import Device
 
 __all__ = ["devices", "show_devices"]
 

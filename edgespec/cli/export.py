@@ -10,14 +10,14 @@ from edgespec.cli.answers import print_json
 from edgespec.cli.console import note, output, progress_bars, size
 from edgespec.cli.inspect import show_report
 from edgespec.cli.options import JsonFlag
+from edgespec_models.bundles.static_graphs import CHIPS
 from edgespec_models.errors import ModelFileError, RequestError
 from edgespec_models.progress import ProgressCallback
-from edgespec_models.static_graphs import CHIPS
 
 if TYPE_CHECKING:
-    from edgespec_export.quantization import Quantization
-    from edgespec_export.trim import TrimSize
-    from edgespec_models.catalog import CatalogueEntry
+    from edgespec_export.formats.quantization import Quantization
+    from edgespec_export.graphs.trim import TrimSize
+    from edgespec_models.downloads.catalog import CatalogueEntry
 
 __all__ = ["export", "locate"]
 
@@ -167,9 +167,9 @@ def export(
 
         edgespec export ~/models/pythia-160m -o pythia --via optimum --optimum-cli optimum/bin/optimum-cli
     """
-    from edgespec.first_use import alignment_of
+    from edgespec.loading.first_use import alignment_of
     from edgespec_export.export import ExportOptions, export_model
-    from edgespec_export.trim import TrimOptions
+    from edgespec_export.graphs.trim import TrimOptions
 
     quantization = _quantization(bits, method, mixed)
     made_for = None if device == "cpu" else device
@@ -216,8 +216,8 @@ def _refuse_with_optimum(options: list[str]) -> None:
 
 
 def _via_optimum(source: str, out: Path, *, program: str, overwrite: bool, as_json: bool) -> None:
-    from edgespec_export.optimum import export_with_optimum
-    from edgespec_models.hub import PREFIX, HubReference, pull_hub, pulled_hub
+    from edgespec_export.sources.optimum import export_with_optimum
+    from edgespec_models.downloads.hub import PREFIX, HubReference, pull_hub, pulled_hub
 
     with progress_bars() as progress:
         folder = Path(source)
@@ -260,7 +260,7 @@ def _buckets(value: str | None) -> tuple[int, ...]:
 
 def _quantization(bits: str | None, method: str | None, mixed: str | None) -> "Quantization | None":
     """What the options say, the rest by default; None where there are none."""
-    from edgespec_export.quantization import Quantization
+    from edgespec_export.formats.quantization import Quantization
 
     options = {"bits": None if bits is None else int(bits), "method": method, "mixed": mixed}
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
@@ -269,10 +269,10 @@ def _quantization(bits: str | None, method: str | None, mixed: str | None) -> "Q
 
 def locate(source: str, progress: ProgressCallback) -> "tuple[Path, CatalogueEntry | None]":
     """The checkpoint's file or directory, and the catalogue's entry that it is of."""
-    from edgespec.first_use import locate_hub
-    from edgespec_models.catalog import find
-    from edgespec_models.download import pull
-    from edgespec_models.hub import PREFIX
+    from edgespec.loading.first_use import locate_hub
+    from edgespec_models.downloads.catalog import find
+    from edgespec_models.downloads.download import pull
+    from edgespec_models.downloads.hub import PREFIX
 
     if source.startswith(PREFIX):
         return locate_hub(source, progress), None

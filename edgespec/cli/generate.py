@@ -30,8 +30,8 @@ from edgespec.cli.options import (
 
 if TYPE_CHECKING:
     from edgespec.engine import Model
-    from edgespec.request import RequestOptions
-    from edgespec.stream import Stream
+    from edgespec.requests.request import RequestOptions
+    from edgespec.requests.stream import Stream
 
 __all__ = ["generate"]
 

@@ -14,7 +14,7 @@ from edgespec_models.errors import BundleError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from edgespec_models.bundle import Bundle, Manifest
+    from edgespec_models.bundles.bundle import Bundle, Manifest
 
 __all__ = ["inspect", "show_report"]
 
@@ -39,8 +39,8 @@ def inspect(
 
         edgespec inspect ./target --verify --json
     """
-    from edgespec_models.bundle import REPORT
-    from edgespec_models.foreign import open_bundle
+    from edgespec_models.bundles.bundle import REPORT
+    from edgespec_models.bundles.foreign import open_bundle
 
     opened = open_bundle(bundle, verify_digests=verify)
     if as_json:

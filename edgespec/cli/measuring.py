@@ -14,9 +14,9 @@ from edgespec_models.progress import ProgressCallback
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from edgespec.bench import BenchOptions
     from edgespec.engine import Model
-    from edgespec.prompts import Prompt
+    from edgespec.measuring.bench import BenchOptions
+    from edgespec.measuring.prompts import Prompt
 
 __all__ = ["exit_if_stopped", "measured", "show", "write_results"]
 
@@ -27,8 +27,8 @@ def measured(
     model: "Model", prompts: "Sequence[Prompt]", options: "BenchOptions", progress: ProgressCallback
 ) -> dict[str, Any]:
     """The figures of a bench; Ctrl-C ends it early, with those of the prompts answered until then."""
-    from edgespec.bench import measure
-    from edgespec.bench_json import summarize
+    from edgespec.measuring.bench import measure
+    from edgespec.measuring.bench_json import summarize
 
     pairs = []
     try:
@@ -50,7 +50,7 @@ def exit_if_stopped(result: Mapping[str, Any]) -> None:
 def write_results(result: Mapping[str, Any], *, json_file: Path | None, report: Path | None) -> None:
     """Write the figures as JSON and as a page, where asked for. The JSON file ``-`` is standard output."""
     from edgespec.files import write_text
-    from edgespec.report import render_report
+    from edgespec.measuring.report import render_report
 
     if json_file == Path("-"):
         print_json(result)

@@ -8,7 +8,7 @@ import typer
 from edgespec.cli.console import output, size
 
 if TYPE_CHECKING:
-    from edgespec_models.catalog import CatalogueEntry
+    from edgespec_models.downloads.catalog import CatalogueEntry
 
 __all__ = ["describe", "models"]
 
@@ -22,8 +22,8 @@ def models(
     """
     from rich.table import Table
 
-    from edgespec_models.catalog import entries
-    from edgespec_models.download import is_pulled
+    from edgespec_models.downloads.catalog import entries
+    from edgespec_models.downloads.download import is_pulled
 
     known = list(entries().values())
     if as_json:
@@ -38,7 +38,7 @@ def models(
 
 def describe(entry: "CatalogueEntry") -> dict[str, object]:
     """An entry as JSON: what a user may want to know, and where the file lies (None: not pulled)."""
-    from edgespec_models.download import is_pulled, model_path
+    from edgespec_models.downloads.download import is_pulled, model_path
 
     return {
         "name": entry.name,

@@ -9,8 +9,8 @@ from edgespec_models.progress import ProgressCallback
 
 if TYPE_CHECKING:
     from edgespec.engine import Model
-    from edgespec.prompts import Prompt
-    from edgespec.request import RequestOptions
+    from edgespec.measuring.prompts import Prompt
+    from edgespec.requests.request import RequestOptions
 
 __all__ = [
     "Device",
@@ -143,7 +143,7 @@ def load_model(
 
 def prompts_to_run(file: Path | None, limit: int | None) -> "tuple[Prompt, ...]":
     """The prompts of ``file``, or the built-in ones; at most ``limit``."""
-    from edgespec.prompts import builtin_prompts, load_prompts, select
+    from edgespec.measuring.prompts import builtin_prompts, load_prompts, select
 
     return select(builtin_prompts() if file is None else load_prompts(file), limit)
 

@@ -10,8 +10,8 @@ from edgespec.cli.console import note, output, progress_bars
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from edgespec_models.catalog import CatalogueEntry
-    from edgespec_models.hub import HubReference
+    from edgespec_models.downloads.catalog import CatalogueEntry
+    from edgespec_models.downloads.hub import HubReference
 
 __all__ = ["pull"]
 
@@ -47,9 +47,9 @@ def pull(
 
         edgespec pull --check
     """
-    from edgespec_models.catalog import entries, find
-    from edgespec_models.download import is_pulled
-    from edgespec_models.hub import PREFIX, HubReference
+    from edgespec_models.downloads.catalog import entries, find
+    from edgespec_models.downloads.download import is_pulled
+    from edgespec_models.downloads.hub import PREFIX, HubReference
 
     if names:
         hub = [HubReference.parse(name) for name in dict.fromkeys(names) if name.startswith(PREFIX)]
@@ -69,7 +69,7 @@ def pull(
 
 
 def _pull_from_hub(reference: "HubReference", *, quiet: bool) -> "Path":
-    from edgespec.first_use import pull_checked
+    from edgespec.loading.first_use import pull_checked
 
     with progress_bars() as progress:
         place = pull_checked(reference, progress=progress, notify=note)
@@ -80,7 +80,7 @@ def _pull_from_hub(reference: "HubReference", *, quiet: bool) -> "Path":
 
 
 def _pull_one(entry: "CatalogueEntry", *, check: bool, quiet: bool) -> None:
-    from edgespec_models import download
+    from edgespec_models.downloads import download
 
     with progress_bars() as progress:
         if check and download.is_pulled(entry) and not download.check(entry, progress=progress):

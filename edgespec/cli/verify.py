@@ -29,10 +29,10 @@ from edgespec.cli.options import (
 from edgespec_models.progress import ProgressCallback
 
 if TYPE_CHECKING:
-    from edgespec.audit import AnswersAudit, Audit, SamplingAudit
     from edgespec.engine import Model
-    from edgespec.prompts import Prompt
-    from edgespec.request import RequestOptions
+    from edgespec.measuring.audit import AnswersAudit, Audit, SamplingAudit
+    from edgespec.measuring.prompts import Prompt
+    from edgespec.requests.request import RequestOptions
 
 __all__ = ["verify"]
 
@@ -115,7 +115,7 @@ def _audit(
     sizes: tuple[int, int],
     progress: ProgressCallback,
 ) -> "Audit":
-    from edgespec.audit import Audit, audit_answers, audit_sampling
+    from edgespec.measuring.audit import Audit, audit_answers, audit_sampling
 
     tokens, samples = sizes
 

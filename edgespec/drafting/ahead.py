@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from threading import Event, Thread, current_thread
 from time import perf_counter
 
-from edgespec.drafting.draft import Clock, Draft, Step
+from edgespec.decoding.draft import Clock, Draft, Step
 from edgespec.drafting.model import ModelDrafter
+from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.reading import Duration
-from edgespec.pricing import Pricing
-from edgespec.results import Remarks
+from edgespec.requests.results import Remarks
 from edgespec_runtimes.cost import CostCurve
 
 __all__ = ["Ahead", "Beside"]
@@ -67,7 +67,7 @@ class Ahead:
         self._pricing, self._remarks = pricing, remarks
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-        """See :class:`~edgespec.drafting.draft.Source`."""
+        """See :class:`~edgespec.decoding.draft.Source`."""
         self._model.waited(self._beside.settle())
         draft = self._model.propose(tokens, limit)
         if not draft.tokens:
@@ -77,12 +77,12 @@ class Ahead:
         return replace(draft, slowdown=self._beside.slowdown) if runs else draft
 
     def observe(self, step: Step) -> None:
-        """See :class:`~edgespec.drafting.draft.Observer`."""
+        """See :class:`~edgespec.decoding.draft.Observer`."""
         self._beside.observe(step.target_s / self._pricing.pass_seconds(1 + len(step.draft.tokens)))
         self._model.observe(step)
 
     def close(self) -> None:
-        """See :class:`~edgespec.drafting.draft.Observer`."""
+        """See :class:`~edgespec.decoding.draft.Observer`."""
         self._beside.stop()
         self._model.close()
         reader = self._model.reader

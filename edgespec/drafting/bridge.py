@@ -11,7 +11,7 @@ from itertools import accumulate, takewhile
 from typing import Protocol
 
 from edgespec_models.errors import TokenizerError
-from edgespec_models.tokenizer import Tokenizer
+from edgespec_models.text.tokenizer import Tokenizer
 
 __all__ = ["Bridge", "ByteBridge", "IdentityBridge", "encode_after", "safe_start"]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_models.tokenizer import Tokenizer
+from edgespec_models.text.tokenizer import Tokenizer
 
 __all__ = ["context_tokens"]
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
-from edgespec.drafting.draft import NO_DRAFT, Draft, Drafter, Step
+from edgespec.decoding.draft import NO_DRAFT, Draft, Drafter, Step
 from edgespec.drafting.model import Calibration, Guess
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import shown
@@ -20,7 +20,7 @@ _UNSAID = 0.75  # the confidence of proposals whose drafter states none, until r
 
 
 class Custom:
-    """A :class:`Drafter` as a :class:`~edgespec.drafting.draft.Source`, its proposals checked.
+    """A :class:`Drafter` as a :class:`~edgespec.decoding.draft.Source`, its proposals checked.
 
     Args:
         drafter: the app's.
@@ -34,7 +34,7 @@ class Custom:
         self._proposed: list[Guess] = []  # this round
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-        """See :class:`~edgespec.drafting.draft.Source`.
+        """See :class:`~edgespec.decoding.draft.Source`.
 
         Raises:
             RequestError: the drafter returned something else than proposals.
@@ -52,7 +52,7 @@ class Custom:
         return Draft(ids, None, (self.name,) * len(ids), expected)
 
     def observe(self, step: Step) -> None:
-        """See :class:`~edgespec.drafting.draft.Observer`: proposals are judged, verified or not."""
+        """See :class:`~edgespec.decoding.draft.Observer`: proposals are judged, verified or not."""
         for guess, token in zip(self._proposed, step.judged, strict=False):
             self._calibration.observe(guess, guess.token == token)
             if guess.token != token:
@@ -61,7 +61,7 @@ class Custom:
         self._drafter.observe(step)
 
     def close(self) -> None:
-        """See :class:`~edgespec.drafting.draft.Observer`."""
+        """See :class:`~edgespec.decoding.draft.Observer`."""
         self._drafter.close()
 
     def _ids(self, given: object) -> tuple[int, ...]:

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from edgespec.constraint import Constraint
-from edgespec.drafting.draft import NO_DRAFT, Draft, Source, Step
-from edgespec.pricing import Pricing
-from edgespec.results import Remarks
+from edgespec.decoding.constraint import Constraint
+from edgespec.decoding.draft import NO_DRAFT, Draft, Source, Step
+from edgespec.drafting.pricing import Pricing
+from edgespec.requests.results import Remarks
 
 __all__ = ["Forced"]
 
@@ -39,7 +39,7 @@ class Forced:
         self.remarks = remarks or Remarks()
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-        """See :class:`~edgespec.drafting.draft.Source`."""
+        """See :class:`~edgespec.decoding.draft.Source`."""
         self._constraint.begin(tokens)
         forced = self._fitting(NO_DRAFT, NO_DRAFT, limit)
         more = self._policy.propose([*tokens, *forced.tokens], limit - len(forced.tokens))
@@ -52,11 +52,11 @@ class Forced:
         return draft.head(self._pricing.keep(draft.confidence)[0])
 
     def observe(self, step: Step) -> None:
-        """See :class:`~edgespec.drafting.draft.Observer`."""
+        """See :class:`~edgespec.decoding.draft.Observer`."""
         self._policy.observe(step)
 
     def close(self) -> None:
-        """See :class:`~edgespec.drafting.draft.Observer`."""
+        """See :class:`~edgespec.decoding.draft.Observer`."""
         self._policy.close()
 
     def _fitting(self, forced: Draft, more: Draft, limit: int) -> Draft:

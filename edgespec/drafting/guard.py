@@ -2,9 +2,9 @@
 
 from typing import Final
 
-from edgespec.drafting.draft import Step
-from edgespec.pricing import Pricing
-from edgespec.watch import Finding, Watch
+from edgespec.decoding.draft import Step
+from edgespec.drafting.pricing import Pricing
+from edgespec.drafting.watch import Finding, Watch
 
 __all__ = ["STAKE", "Guard"]
 
@@ -17,7 +17,7 @@ class Guard:
     """Pauses what is to save time when it loses time against plain decoding.
 
     Estimates can be wrong; what was realised cannot. A gain is what was committed less what plain decoding
-    would have committed in that time; :class:`~edgespec.watch.Watch` tells bad luck from a loss. After a
+    would have committed in that time; :class:`Watch` tells bad luck from a loss. After a
     pause it is tried again, and each failure doubles the pause.
 
     Args:

@@ -7,10 +7,10 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
+from edgespec.decoding.draft import Draft, Step
 from edgespec.drafting.bridge import Bridge
-from edgespec.drafting.draft import Draft, Step
+from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.reading import Reader
-from edgespec.pricing import Pricing
 from edgespec_models.errors import TokenizerError
 
 __all__ = ["Calibration", "Guess", "ModelDrafter", "Vocabulary"]
@@ -144,7 +144,7 @@ class ModelDrafter:
         return None if spent_s is None else self._saved_s - spent_s
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-        """See :class:`~edgespec.drafting.draft.Source`."""
+        """See :class:`~edgespec.decoding.draft.Source`."""
         guesses = self._draft(tokens, limit)
         confidence = tuple(self._calibration.probability(guess) for guess in guesses)
         count, _ = self._pricing.keep(confidence)
@@ -155,7 +155,7 @@ class ModelDrafter:
         return Draft(drafted, None, (_SOURCE,) * count, confidence[:count])
 
     def observe(self, step: Step) -> None:
-        """See :class:`~edgespec.drafting.draft.Observer`: compare the proposals with what was committed."""
+        """See :class:`~edgespec.decoding.draft.Observer`: compare the proposals with what was committed."""
         guesses, self._proposed = self._proposed, []
         one_s = self._pricing.pass_seconds(1)
         self._saved_s += one_s - self._pricing.pass_seconds(1 + len(guesses))
@@ -167,7 +167,7 @@ class ModelDrafter:
             self._saved_s += one_s
 
     def close(self) -> None:
-        """See :class:`~edgespec.drafting.draft.Observer`."""
+        """See :class:`~edgespec.decoding.draft.Observer`."""
         if self.gain_s is not None:
             self._gained(self.gain_s)
 

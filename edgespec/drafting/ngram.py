@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Final
 
-from edgespec.drafting.draft import NO_DRAFT, Draft, Step
+from edgespec.decoding.draft import NO_DRAFT, Draft, Step
 from edgespec_models.errors import RequestError
 
 __all__ = ["LONGEST", "Acceptance", "ContextTree", "Match", "NgramDrafter"]
@@ -221,22 +221,22 @@ class NgramDrafter:
         self._considered: list[Match] = []
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-        """See :class:`~edgespec.drafting.draft.Source`. The proposals are a function of the tokens."""
+        """See :class:`~edgespec.decoding.draft.Source`. The proposals are a function of the tokens."""
         self._tree.align(tokens)
         self._considered, draft = self._draft(tokens, NO_DRAFT, limit)
         return draft
 
     def extend(self, tokens: Sequence[int], draft: Draft, limit: int) -> Draft:
-        """See :class:`~edgespec.drafting.draft.Extending`. What is added is not learned from."""
+        """See :class:`~edgespec.decoding.draft.Extending`. What is added is not learned from."""
         return draft.then(self._draft(tokens, draft, limit)[1])
 
     def observe(self, step: Step) -> None:
-        """See :class:`~edgespec.drafting.draft.Observer`: what was considered is judged, whoever drafted."""
+        """See :class:`~edgespec.decoding.draft.Observer`: what was considered is judged, whoever drafted."""
         considered, self._considered = self._considered, []
         self._acceptance.judge(considered, step)
 
     def close(self) -> None:
-        """See :class:`~edgespec.drafting.draft.Observer`."""
+        """See :class:`~edgespec.decoding.draft.Observer`."""
 
     def _draft(self, tokens: Sequence[int], before: Draft, limit: int) -> tuple[list[Match], Draft]:
         """Matches that were considered behind ``tokens`` and ``before``, and the proposals they make."""

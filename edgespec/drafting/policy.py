@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from edgespec.drafting.draft import NO_DRAFT, Draft, Extending, Observer, Source, Step
+from edgespec.decoding.draft import NO_DRAFT, Draft, Extending, Observer, Source, Step
 from edgespec.drafting.guard import Guard
-from edgespec.pricing import Pricing
-from edgespec.results import Remarks
+from edgespec.drafting.pricing import Pricing
+from edgespec.requests.results import Remarks
 
 __all__ = ["Policy"]
 
@@ -61,7 +61,7 @@ class Policy:
         self._longest = _FIRST_LENGTH
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-        """See :class:`~edgespec.drafting.draft.Source`."""
+        """See :class:`~edgespec.decoding.draft.Source`."""
         if self._free is None or limit < 1 or not self._guard.allows:
             return NO_DRAFT
         limit = min(limit, self._longest)
@@ -81,7 +81,7 @@ class Policy:
         return draft.head(self._pricing.keep(draft.confidence)[0])
 
     def observe(self, step: Step) -> None:
-        """See :class:`~edgespec.drafting.draft.Observer`."""
+        """See :class:`~edgespec.decoding.draft.Observer`."""
         if self._begun:
             rests = self._free is not None and not self._guard.allows
             self._judge_model(step)
@@ -95,7 +95,7 @@ class Policy:
             each.observe(step)
 
     def close(self) -> None:
-        """See :class:`~edgespec.drafting.draft.Observer`. The last are closed first, each in any case."""
+        """See :class:`~edgespec.decoding.draft.Observer`. The last are closed first, each in any case."""
         self.remarks.speculation_off_reason = self.remarks.speculation_off_reason or self._guard.reason
         with ExitStack() as closing:
             for each in self._all:

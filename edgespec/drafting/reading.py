@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-from edgespec.drafting.draft import Clock
+from edgespec.decoding.draft import Clock
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Session

@@ -4,19 +4,19 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from edgespec.decoding.draft import Clock, Source, Step
 from edgespec.drafting.ahead import Ahead, Beside
 from edgespec.drafting.bridge import Bridge, ByteBridge, IdentityBridge
 from edgespec.drafting.context import context_tokens
-from edgespec.drafting.draft import Clock, Source, Step
 from edgespec.drafting.experience import Experience
 from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
+from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.reading import Reader
-from edgespec.kv_store import KvStore
-from edgespec.pricing import Pricing
-from edgespec.request import Request
-from edgespec.results import Remarks
-from edgespec.sessions import DRAFTER_READING_ROWS, Running
-from edgespec_models.bundle import Bundle
+from edgespec.loading.sessions import DRAFTER_READING_ROWS, Running
+from edgespec.requests.kv_store import KvStore
+from edgespec.requests.request import Request
+from edgespec.requests.results import Remarks
+from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import TokenizerError
 from edgespec_runtimes.session import TrimmedHead, Tunable
 
@@ -58,11 +58,11 @@ class Part:
             trainer.pause()
 
     def observe(self, step: Step) -> None:
-        """See :class:`~edgespec.drafting.draft.Observer`."""
+        """See :class:`~edgespec.decoding.draft.Observer`."""
         self._answer += step.tokens
 
     def close(self) -> None:
-        """See :class:`~edgespec.drafting.draft.Observer`."""
+        """See :class:`~edgespec.decoding.draft.Observer`."""
         if self._trainer is None:
             return
         self._trainer.resume()

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import Final
 
-from edgespec.drafting.draft import NO_DRAFT, Draft, Extending, Step
+from edgespec.decoding.draft import NO_DRAFT, Draft, Extending, Step
 from edgespec.drafting.guard import Guard
+from edgespec.drafting.watch import Finding
 from edgespec.history.index import MAX_N, Found
 from edgespec.history.memory import Memory
 from edgespec.history.passages import Cutter
-from edgespec.results import Remarks
-from edgespec.watch import Finding
+from edgespec.requests.results import Remarks
 
 __all__ = ["BestOf", "HistoryDrafter"]
 
@@ -64,18 +64,18 @@ class HistoryDrafter:
         memory.refresh()
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-        """See :class:`~edgespec.drafting.draft.Source`."""
+        """See :class:`~edgespec.decoding.draft.Source`."""
         draft = self._draft(tokens, NO_DRAFT, limit)
         return NO_DRAFT if self._pauses else draft
 
     def extend(self, tokens: Sequence[int], draft: Draft, limit: int) -> Draft:
-        """See :class:`~edgespec.drafting.draft.Extending`."""
+        """See :class:`~edgespec.decoding.draft.Extending`."""
         if self._pauses:
             return draft
         return draft.then(self._draft(tokens, draft, limit - len(draft.tokens)))
 
     def observe(self, step: Step) -> None:
-        """See :class:`~edgespec.drafting.draft.Observer`."""
+        """See :class:`~edgespec.decoding.draft.Observer`."""
         self._judge(step.judged)
         if self._guard is not None:
             self._watch(step, self._guard)
@@ -152,24 +152,24 @@ class BestOf:
         self._near, self._far = near, far
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-        """See :class:`~edgespec.drafting.draft.Source`."""
+        """See :class:`~edgespec.decoding.draft.Source`."""
         near, far = self._near.propose(tokens, limit), self._far.propose(tokens, limit)
         if near.tokens:
             near = self._far.extend(tokens, near, limit)
         return max(near, far, key=_expected)
 
     def extend(self, tokens: Sequence[int], draft: Draft, limit: int) -> Draft:
-        """See :class:`~edgespec.drafting.draft.Extending`."""
+        """See :class:`~edgespec.decoding.draft.Extending`."""
         drafts = (source.extend(tokens, draft, limit) for source in (self._near, self._far))
         return max(drafts, key=_expected)
 
     def observe(self, step: Step) -> None:
-        """See :class:`~edgespec.drafting.draft.Observer`."""
+        """See :class:`~edgespec.decoding.draft.Observer`."""
         self._near.observe(step)
         self._far.observe(step)
 
     def close(self) -> None:
-        """See :class:`~edgespec.drafting.draft.Observer`."""
+        """See :class:`~edgespec.decoding.draft.Observer`."""
         self._near.close()
         self._far.close()
 

@@ -7,15 +7,15 @@ from itertools import accumulate
 from math import prod
 from typing import Final
 
+from edgespec.decoding.draft import NO_DRAFT, Draft, Step
 from edgespec.drafting.bridge import encode_after, safe_start
-from edgespec.drafting.draft import NO_DRAFT, Draft, Step
 from edgespec.drafting.guard import Guard
 from edgespec.drafting.ngram import LONGEST, Acceptance, Match
+from edgespec.drafting.watch import Finding
 from edgespec.history.file_index import FileIndex
-from edgespec.results import Remarks
-from edgespec.watch import Finding
+from edgespec.requests.results import Remarks
 from edgespec_models.errors import TokenizerError
-from edgespec_models.tokenizer import Tokenizer
+from edgespec_models.text.tokenizer import Tokenizer
 
 __all__ = ["FileDrafter"]
 
@@ -57,16 +57,16 @@ class FileDrafter:
         self._considered: list[Match] = []
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-        """See :class:`~edgespec.drafting.draft.Source`."""
+        """See :class:`~edgespec.decoding.draft.Source`."""
         self._considered = self._matches(tokens, NO_DRAFT, limit)
         return self._draft(self._considered, NO_DRAFT)
 
     def extend(self, tokens: Sequence[int], draft: Draft, limit: int) -> Draft:
-        """See :class:`~edgespec.drafting.draft.Extending`. What is added is not learned from."""
+        """See :class:`~edgespec.decoding.draft.Extending`. What is added is not learned from."""
         return draft.then(self._draft(self._matches(tokens, draft, limit), draft))
 
     def observe(self, step: Step) -> None:
-        """See :class:`~edgespec.drafting.draft.Observer`: what was considered is judged, whoever drafted."""
+        """See :class:`~edgespec.decoding.draft.Observer`: what was considered is judged, whoever drafted."""
         considered, self._considered = self._considered, []
         self._acceptance.judge(considered, step)
         if self._guard.observe_source(_SOURCE, step) is Finding.FAILED:
@@ -75,7 +75,7 @@ class FileDrafter:
             _LOG.warning("%s; they pause", reason)
 
     def close(self) -> None:
-        """See :class:`~edgespec.drafting.draft.Observer`."""
+        """See :class:`~edgespec.decoding.draft.Observer`."""
 
     def _draft(self, matches: Sequence[Match], before: Draft) -> Draft:
         """The first of them, as many as are likely enough to be reached."""

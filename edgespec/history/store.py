@@ -39,7 +39,7 @@ class Scope:
 
     Attributes:
         target: the target's name.
-        tokenizer: digest of its tokenizer (:attr:`edgespec_models.tokenizer.Tokenizer.digest`).
+        tokenizer: digest of its tokenizer (:attr:`edgespec_models.text.tokenizer.Tokenizer.digest`).
         namespace: the application's own name for an app, a task or a language; may be empty.
     """
 

@@ -26,9 +26,9 @@ from edgespec.history.writer import Writer
 from edgespec.learning.lesson import Table
 from edgespec.learning.trainer import Trainer
 from edgespec.learning.tuning import Tuning
-from edgespec.results import Remarks
+from edgespec.requests.results import Remarks
 from edgespec_models.errors import StorageError
-from edgespec_models.tokenizer import Tokenizer
+from edgespec_models.text.tokenizer import Tokenizer
 
 __all__ = ["HistoryUse", "open_use"]
 

@@ -23,11 +23,11 @@ from edgespec.learning.layer_math import (
     rotate,
     visible,
 )
-from edgespec_export.stored_weights import StoredWeights
-from edgespec_models.bundle import Bundle
-from edgespec_models.config import ModelConfig
+from edgespec_export.formats.stored_weights import StoredWeights
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.rope import rotary_tables
 from edgespec_models.errors import UnsupportedModelError
-from edgespec_models.rope import rotary_tables
 
 __all__ = ["NumpyDecoder", "Reading"]
 

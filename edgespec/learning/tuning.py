@@ -13,10 +13,10 @@ from typing import Final
 
 import numpy as np
 
+from edgespec.drafting.watch import Finding, Watch
 from edgespec.learning.decoder import NumpyDecoder, Reading
 from edgespec.learning.layer_math import F32
 from edgespec.learning.lesson import ROWS, Lesson, Table
-from edgespec.watch import Finding, Watch
 
 __all__ = ["Example", "Tuning"]
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from edgespec.attribution import Attribution
-from edgespec.results import Generation, TokenRecord
-from edgespec_models.tokenizer import Tokenizer
+from edgespec.requests.attribution import Attribution
+from edgespec.requests.results import Generation, TokenRecord
+from edgespec_models.text.tokenizer import Tokenizer
 
 __all__ = ["ChatAnswer", "CompletionAnswer", "finish_reason", "usage"]
 

@@ -10,11 +10,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from edgespec.attribution import Attribution
-from edgespec.choices import answers_async
 from edgespec.engine import Model
-from edgespec.request import RequestOptions
-from edgespec.results import Generation, Record
+from edgespec.requests.attribution import Attribution
+from edgespec.requests.choices import answers_async
+from edgespec.requests.request import RequestOptions
+from edgespec.requests.results import Generation, Record
+from edgespec.requests.stream import Stream
 from edgespec.serve.answers import ChatAnswer, CompletionAnswer
 from edgespec.serve.bodies import read_json
 from edgespec.serve.holding import Holding
@@ -22,7 +23,6 @@ from edgespec.serve.metrics import RequestCount, count_of
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.problems import Problem, of_error
 from edgespec.serve.schemas import ChatBody, CompletionBody, parse
-from edgespec.stream import Stream
 from edgespec_models.errors import EdgespecError
 
 __all__ = ["Completions"]

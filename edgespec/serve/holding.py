@@ -1,7 +1,7 @@
 """Streams of answers that may call tools: text goes out as it comes, calls when they are whole."""
 
-from edgespec.results import Generation, Record
-from edgespec_models.tokenizer import Tokenizer
+from edgespec.requests.results import Generation, Record
+from edgespec_models.text.tokenizer import Tokenizer
 
 __all__ = ["Holding"]
 
@@ -12,7 +12,7 @@ class Holding:
     """Holds back what may be the writing of a call, which is no text for a user.
 
     Models begin calls with a tag, with a control token, or, where the whole answer is one, with JSON
-    (:mod:`edgespec.tools`). From there on the answer is held until it ends.
+    (:mod:`edgespec.requests.tool_calls`). From there on the answer is held until it ends.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from edgespec.results import GenerationStats
+from edgespec.requests.results import GenerationStats
 
 __all__ = ["CLIENT_LEFT", "Metrics", "Observed", "RequestCount", "count_of"]
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar, cast
 
-from edgespec.grammar import AnyJson, JsonSchema, ResponseFormat
-from edgespec.request import RequestOptions
+from edgespec.decoding.grammar import AnyJson, JsonSchema, ResponseFormat
+from edgespec.requests.request import RequestOptions
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import length, read, within
 

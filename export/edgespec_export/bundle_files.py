@@ -9,9 +9,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Self
 
-from edgespec_export.checkpoint import Checkpoint
 from edgespec_export.report import ExportReport
-from edgespec_models.bundle import MANIFEST, REPORT, TEMPLATE, TOKENIZER, FileRecord, Manifest
+from edgespec_export.sources.checkpoint import Checkpoint
+from edgespec_models.bundles.bundle import MANIFEST, REPORT, TEMPLATE, TOKENIZER, FileRecord, Manifest
 from edgespec_models.errors import ModelFileError
 from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_runtimes.memory import peak_memory_bytes

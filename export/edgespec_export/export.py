@@ -16,20 +16,20 @@ from edgespec_export.bundle_files import (
     write_texts,
 )
 from edgespec_export.extra import require_extra
-from edgespec_export.quantization import Quantization
+from edgespec_export.formats.quantization import Quantization
+from edgespec_export.graphs.trim import Tokens, Trim, TrimOptions
 from edgespec_export.report import ActivationRanges, ExportReport, FormatLoss
 from edgespec_export.staging import check_place, staging, storage_errors
-from edgespec_export.trim import Tokens, Trim, TrimOptions
-from edgespec_models.bundle import GRAPH, MANIFEST, TOKENIZER, WEIGHTS, Bundle, KVType, Manifest, Role
-from edgespec_models.config import ModelConfig
+from edgespec_models.bundles.bundle import GRAPH, MANIFEST, TOKENIZER, WEIGHTS, Bundle, KVType, Manifest, Role
+from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.static_graphs import PREFILL_ROWS, ExportDevice, find_chip
 from edgespec_models.errors import ModelFileError, ParityError, RequestError, naming
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_models.schema import check_fields, checked, length, one_of, within
-from edgespec_models.static_graphs import PREFILL_ROWS, ExportDevice, find_chip
-from edgespec_models.tokenizer import SpecialTokens, Tokenizer
+from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 
 if TYPE_CHECKING:
-    from edgespec_export.parity import Golden
+    from edgespec_export.graphs.parity import Golden
 
 __all__ = ["ExportOptions", "ExportReport", "export_model"]
 
@@ -59,7 +59,7 @@ class ExportOptions:
         buckets: with an NPU, lengths of the KV cache in tokens; empty takes 512, 1024 and 2048.
         alignment: a file that 'edgespec align' wrote for this drafter; it goes into the weights before they
             are rounded.
-        chip: with ``npu-qnn``, one of :data:`edgespec_models.static_graphs.CHIPS` to compile every graph
+        chip: with ``npu-qnn``, one of :data:`CHIPS` to compile every graph
             for; None leaves that to the device, at each load.
     """
 
@@ -114,7 +114,7 @@ def export_model(
         if options.device in (None, "cuda"):
             report = _build(source, folder, options, progress, started)
         else:
-            from edgespec_export.device_bundle import build_for_device
+            from edgespec_export.devices.device_bundle import build_for_device
 
             report = build_for_device(source, folder, options, progress, started)
     return report
@@ -146,7 +146,7 @@ def _build(
 
 def _plan_trim(source: Path, folder: Path, options: ExportOptions, progress: ProgressCallback) -> Trim | None:
     from edgespec_export.align.merge import open_aligned
-    from edgespec_export.sizing import plan_trim
+    from edgespec_export.graphs.sizing import plan_trim
 
     on_cpu = options.device is None
     size = options.trim.size or ("auto" if options.role == "drafter" and on_cpu else "full")
@@ -176,7 +176,7 @@ def _write(
     ``settled`` are tokens that a trimmed LM head keeps, and what float16 would have to hold.
     """
     from edgespec_export.align.merge import open_aligned
-    from edgespec_export.graph_files import write_graph
+    from edgespec_export.graphs.graph_files import write_graph
 
     head_rows = None if settled[0] is None else len(settled[0])
     with open_aligned(source, options.alignment) as checkpoint:
@@ -215,7 +215,7 @@ def _ranges(
 ) -> ActivationRanges | None:
     """How large activations become; None where they are float32, which holds all."""
     from edgespec_export.align.merge import open_aligned
-    from edgespec_export.ranges import measure_ranges
+    from edgespec_export.graphs.ranges import measure_ranges
 
     if options.device is None:
         return None
@@ -224,7 +224,7 @@ def _ranges(
 
 
 def _quantize_cache(folder: Path, config: ModelConfig, special: SpecialTokens) -> tuple[int, ...]:
-    from edgespec_export.kv_cache import calibration_tokens, quantize_cache
+    from edgespec_export.graphs.kv_cache import calibration_tokens, quantize_cache
 
     tokenizer = Tokenizer.from_file(folder / TOKENIZER, vocab_size=config.vocab_size)
     texts = calibration_tokens(tokenizer, special)
@@ -240,8 +240,8 @@ def _weights_by_format(losses: Sequence[FormatLoss]) -> dict[str, int]:
 
 def _check(folder: Path, digest: str, progress: ProgressCallback) -> tuple[bool, Any]:
     """Roll-back self-test, and the comparison with the stored reference if there is one, piece by piece."""
-    from edgespec_export.parity import check_parity, find_golden
-    from edgespec_export.pieces import cut, run_pieces
+    from edgespec_export.graphs.parity import check_parity, find_golden
+    from edgespec_export.graphs.pieces import cut, run_pieces
 
     bundle = Bundle(folder)
     _ = bundle.tokenizer, bundle.chat_template
@@ -263,7 +263,7 @@ def _check(folder: Path, digest: str, progress: ProgressCallback) -> tuple[bool,
 
 def _check_native(bundle: Bundle, golden: "Golden | None", progress: ProgressCallback) -> tuple[bool, Any]:
     """The same, of a whole session: its weights are mapped, so that it takes no more memory than a piece."""
-    from edgespec_export.parity import check_parity, session_logits
+    from edgespec_export.graphs.parity import check_parity, session_logits
     from edgespec_runtimes.cpu import CpuSession
 
     session = CpuSession(bundle)
@@ -338,7 +338,7 @@ def _check_device(options: ExportOptions) -> None:
 
 def _check_chip(name: str, device: ExportDevice | None) -> None:
     """Before the export's minutes: the chip is known, and there is a compiler for it."""
-    from edgespec_export.contexts import compiler_for
+    from edgespec_export.devices.contexts import compiler_for
 
     if device != "npu-qnn":
         raise RequestError(

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from edgespec_models.bundle import Role
-from edgespec_models.static_graphs import ExportDevice
+from edgespec_models.bundles.bundle import Role
+from edgespec_models.bundles.static_graphs import ExportDevice
 
 __all__ = ["RECIPES"]
 

@@ -3,10 +3,10 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from edgespec_export.parity import ParityReport
-from edgespec_export.trim import TrimReport
-from edgespec_models.config import FloatType
-from edgespec_models.weight_format import Method
+from edgespec_export.graphs.parity import ParityReport
+from edgespec_export.graphs.trim import TrimReport
+from edgespec_models.bundles.config import FloatType
+from edgespec_models.bundles.weight_format import Method
 
 __all__ = ["LARGEST_FLOAT16", "ActivationRanges", "ExportReport", "FormatLoss", "StaticReport"]
 

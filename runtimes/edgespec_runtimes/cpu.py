@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import psutil
 
-from edgespec_models.bundle import Bundle
+from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import BundleError, DeviceError
 from edgespec_models.schema import check_fields, one_of, within
 from edgespec_runtimes import kernels

@@ -1,6 +1,6 @@
 """How a pass of any number of tokens fills a graph's inputs and reads its outputs.
 
-Sessions know tokens. What a graph is called with is in :mod:`edgespec_models.graph_contract`; here that is
+Sessions know tokens. What a graph is called with is in :mod:`graph_contract`; here that is
 bound to memory, run, and read.
 """
 
@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_models.bundle import Bundle
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.graph_contract import CHANGING, INPUTS, ROWS, CacheTensor, Pass
 from edgespec_models.errors import BundleError, DeviceError, RequestError
-from edgespec_models.graph_contract import CHANGING, INPUTS, ROWS, CacheTensor, Pass
 from edgespec_runtimes.kv_buffers import (
     KEY_TILE,
     GrowingCache,

@@ -6,7 +6,7 @@ from typing import Final, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_models.config import DecoderShape
+from edgespec_models.bundles.config import DecoderShape
 from edgespec_models.errors import BundleError, Cancelled, DeviceError, RequestError
 from edgespec_runtimes.graph_io import DynamicIO, GraphIO
 from edgespec_runtimes.kv_buffers import GrowingCache

@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_models.graph_contract import CacheTensor
+from edgespec_models.bundles.graph_contract import CacheTensor
 from edgespec_runtimes.ort import ort
 
 __all__ = [

@@ -59,7 +59,7 @@ class Session(Protocol):
     The cache holds the keys and values of ``length`` tokens, at most ``capacity``.
     Rollback is a number: :meth:`truncate`. Predictions have a column for every row of the LM head: every
     token, or the tokens a trimmed drafter's bundle lists
-    (:attr:`edgespec_models.bundle.Bundle.head_tokens`).
+    (:attr:`edgespec_models.bundles.bundle.Bundle.head_tokens`).
     """
 
     @property

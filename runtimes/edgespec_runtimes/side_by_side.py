@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_models.bundle import Bundle
+from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import BundleError, DeviceError
 from edgespec_runtimes.cpu import CpuOptions, open_graph
 from edgespec_runtimes.kv_buffers import KEY_TILE, ort_value

@@ -11,11 +11,11 @@ from unittest.mock import patch
 from rich.console import Console
 
 from edgespec.cli import inspect
-from edgespec_models.bundle import HEAD_TOKENS, MANIFEST, REPORT, TEMPLATE, TOKENIZER, Bundle
+from edgespec_models.bundles.bundle import HEAD_TOKENS, MANIFEST, REPORT, TEMPLATE, TOKENIZER, Bundle
+from edgespec_models.bundles.foreign import open_bundle
+from edgespec_models.bundles.foreign_graph import ForeignGraph, ModelFacts, TensorNames
+from edgespec_models.bundles.static_graphs import StaticGraphs
 from edgespec_models.errors import BundleError, ModelFileError, TokenizerError, UnsupportedModelError
-from edgespec_models.foreign import open_bundle
-from edgespec_models.foreign_graph import ForeignGraph, ModelFacts, TensorNames
-from edgespec_models.static_graphs import StaticGraphs
 from tools.fuzz.forms import JSON, PROTOBUF
 from tools.fuzz.rules import Rule, Target, only, table, untouched, write_files
 

@@ -7,12 +7,12 @@ from typing import Any, Final
 import numpy as np
 
 from edgespec_export.bundle_files import write_texts
-from edgespec_export.checkpoint import Checkpoint
-from edgespec_export.gguf_checkpoint import GGUFCheckpoint
-from edgespec_export.hf_checkpoint import HFCheckpoint
-from edgespec_models.chat_template import ChatTemplate
+from edgespec_export.sources.checkpoint import Checkpoint
+from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
+from edgespec_export.sources.hf_checkpoint import HFCheckpoint
 from edgespec_models.errors import ModelFileError, TokenizerError, UnsupportedModelError, naming
-from edgespec_models.tokenizer import Tokenizer
+from edgespec_models.text.chat_template import ChatTemplate
+from edgespec_models.text.tokenizer import Tokenizer
 from tools.fuzz.forms import GGUF, JSON
 from tools.fuzz.rules import Rule, Target, only, table, untouched, write_files, write_with_hole
 from tools.fuzz.vocabularies import few_tokens, use_tokenizer

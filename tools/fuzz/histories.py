@@ -18,7 +18,7 @@ from edgespec.history.schema import connect
 from edgespec.history.store import Scope
 from edgespec.history.use import open_use
 from edgespec_models.errors import RequestError, StorageError
-from edgespec_models.tokenizer import Tokenizer
+from edgespec_models.text.tokenizer import Tokenizer
 from tools.fuzz.forms import JSON, as_bytes
 from tools.fuzz.rules import Rule, Target, only, table, untouched
 from tools.fuzz.trees import Tree

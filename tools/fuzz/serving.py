@@ -10,7 +10,7 @@ from urllib.parse import unquote
 from edgespec.history.manage import History
 from edgespec.serve.app import App
 from edgespec.serve.options import ServeOptions
-from edgespec_models.chat_template import ChatTemplate
+from edgespec_models.text.chat_template import ChatTemplate
 from tools.fuzz.forms import JSON, as_bytes
 from tools.fuzz.rules import Rule, Target, table, text_of
 from tools.fuzz.trees import Tree

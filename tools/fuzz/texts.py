@@ -9,15 +9,15 @@ from time import thread_time
 from types import SimpleNamespace
 from typing import Any, Final, cast
 
-from edgespec.encoding import answer_format, encode_chat
-from edgespec.grammar import AnyJson, Choice, Grammars, JsonSchema, Lark, Regex, ResponseFormat
-from edgespec.request import Request
-from edgespec.tools import ToolReader, check_tools
-from edgespec_models import template_sandbox
-from edgespec_models.bundle import Bundle
-from edgespec_models.chat_template import ChatTemplate
+from edgespec.decoding.grammar import AnyJson, Choice, Grammars, JsonSchema, Lark, Regex, ResponseFormat
+from edgespec.requests.encoding import answer_format, encode_chat
+from edgespec.requests.request import Request
+from edgespec.requests.tool_calls import ToolReader, check_tools
+from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import RequestError, TokenizerError
-from edgespec_models.tokenizer import SpecialTokens, Tokenizer
+from edgespec_models.text import template_sandbox
+from edgespec_models.text.chat_template import ChatTemplate
+from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 from tools.fuzz.forms import JSON
 from tools.fuzz.rules import Rule, Target, only, table, text_of
 from tools.fuzz.trees import Tree

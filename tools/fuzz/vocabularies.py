@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from edgespec_export.sentencepiece_model import to_tokenizer_json
+from edgespec_export.sources.sentencepiece_model import to_tokenizer_json
 from edgespec_models.errors import ModelFileError, RequestError, TokenizerError, UnsupportedModelError, naming
-from edgespec_models.tokenizer import Tokenizer
+from edgespec_models.text.tokenizer import Tokenizer
 from tools.fuzz.forms import JSON, PROTOBUF
 from tools.fuzz.rules import Rule, Target, only, table, text_of, untouched
 

@@ -28,11 +28,11 @@ from typing import Any
 
 import psutil
 
-from edgespec.machine import describe_machine
-from edgespec.prompts import Prompt, builtin_prompts, load_prompts, select
-from edgespec_export.gguf_checkpoint import GGUFCheckpoint
-from edgespec_models.chat_template import ChatTemplate
+from edgespec.loading.machine import describe_machine
+from edgespec.measuring.prompts import Prompt, builtin_prompts, load_prompts, select
+from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_models.errors import EdgespecError
+from edgespec_models.text.chat_template import ChatTemplate
 from tools.arguments import arguments
 from tools.peers.processes import WorkerError, Workers
 from tools.peers.protocol import Request

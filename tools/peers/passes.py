@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-from edgespec_models.bundle import Bundle
+from edgespec_models.bundles.bundle import Bundle
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from tools.arguments import arguments
 

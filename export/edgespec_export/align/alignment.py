@@ -1,6 +1,6 @@
 """An alignment file: what is to be added to the weights of one drafter, in 8 bits.
 
-A safetensors file. For a tensor ``NAME`` of the checkpoint (:mod:`edgespec_export.checkpoint`) it holds
+A safetensors file. For a tensor ``NAME`` of the checkpoint (:mod:`checkpoint`) it holds
 ``NAME``, the change itself, or ``NAME.lora_a`` and ``NAME.lora_b``, whose product the change is (Hu et al.
 2021, "LoRA", arXiv 2106.09685). Each is int8 ``(rows, columns)`` with a float32 factor for every row under
 ``....scales``; ``lora_b`` lies transposed, so that a row of either is one component. Of a quantized tensor it
@@ -19,10 +19,10 @@ from typing import Annotated, Any
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_export.blocks import F32
-from edgespec_export.safetensors_file import SafetensorsFile
+from edgespec_export.formats.blocks import F32
+from edgespec_export.sources.safetensors_file import SafetensorsFile
 from edgespec_models.errors import ModelFileError
-from edgespec_models.replacing import replacing, writing
+from edgespec_models.files.replacing import replacing, writing
 from edgespec_models.schema import form, length, read, within
 
 __all__ = ["BLOCKS", "Alignment", "Codes", "Origin", "read_alignment"]

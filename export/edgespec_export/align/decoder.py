@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint as computed_again
 from edgespec_export.align.alignment import BLOCKS, Codes
 from edgespec_export.align.merge import FACTORS
 from edgespec_export.align.settings import Trained
-from edgespec_export.checkpoint import Checkpoint
-from edgespec_export.gguf import BLOCK_LAYOUT
+from edgespec_export.sources.checkpoint import Checkpoint
+from edgespec_export.sources.gguf import BLOCK_LAYOUT
+from edgespec_models.bundles.rope import rotary_tables
 from edgespec_models.errors import RequestError
-from edgespec_models.rope import rotary_tables
 
 __all__ = ["Batch", "TorchDecoder", "batch_of"]
 

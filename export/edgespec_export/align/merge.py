@@ -10,14 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_export.align.alignment import Alignment, read_alignment
-from edgespec_export.blocks import F32
 from edgespec_export.bundle_files import hash_files
-from edgespec_export.checkpoint import FLOATS, Checkpoint, SourceTensor
-from edgespec_export.gguf import BLOCK_LAYOUT, GGMLType
-from edgespec_export.sources import open_checkpoint
+from edgespec_export.formats.blocks import F32
+from edgespec_export.sources.checkpoint import FLOATS, Checkpoint, SourceTensor
+from edgespec_export.sources.gguf import BLOCK_LAYOUT, GGMLType
+from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.errors import ModelFileError
 from edgespec_models.progress import ignore_progress
-from edgespec_models.tokenizer import SpecialTokens
+from edgespec_models.text.tokenizer import SpecialTokens
 
 __all__ = ["FACTORS", "AlignedCheckpoint", "open_aligned"]
 

@@ -20,8 +20,8 @@ import torch
 from edgespec_export.align.decoder import Batch, TorchDecoder, batch_of
 from edgespec_export.align.settings import RATES, Guesses, Text, TrainingOptions
 from edgespec_models.errors import RequestError
+from edgespec_models.files.replacing import replacing, writing
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
-from edgespec_models.replacing import replacing, writing
 
 __all__ = ["count_right", "train"]
 

@@ -25,8 +25,8 @@ from types import MappingProxyType
 import onnx_ir as ir
 from onnxscript import GraphBuilder, OpBuilder
 
-from edgespec_models.config import FloatType, ModelConfig
-from edgespec_models.graph_contract import cache_names
+from edgespec_models.bundles.config import FloatType, ModelConfig
+from edgespec_models.bundles.graph_contract import cache_names
 from edgespec_models.graphs.definition import (
     IR_VERSION,
     Decoder,

@@ -14,7 +14,7 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript import GraphBuilder
 
-from edgespec_models.config import ModelConfig
+from edgespec_models.bundles.config import ModelConfig
 
 __all__ = ["IR_VERSION", "Decoder", "Pair", "add_output", "parameter", "scoped", "tune_gains"]
 

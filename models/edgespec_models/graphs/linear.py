@@ -16,7 +16,7 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript import OpBuilder, nn
 
-from edgespec_models.config import FloatType
+from edgespec_models.bundles.config import FloatType
 from edgespec_models.graphs.plan import EmbeddingSpec, LinearPart, LinearSpec
 
 __all__ = ["FLOATS", "MICROSOFT", "Embedding", "Linear"]

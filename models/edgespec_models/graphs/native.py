@@ -22,8 +22,10 @@ from typing import Final
 
 import onnx_ir as ir
 
-from edgespec_models.config import ModelConfig
-from edgespec_models.graph_contract import cache_names
+from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.graph_contract import cache_names
+from edgespec_models.bundles.tiles import tile_bytes
+from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.graphs.definition import (
     IR_VERSION,
     Decoder,
@@ -33,8 +35,6 @@ from edgespec_models.graphs.definition import (
     tune_gains,
 )
 from edgespec_models.graphs.plan import DecoderPlan, module_path
-from edgespec_models.tiles import tile_bytes
-from edgespec_models.weight_format import WeightFormat
 
 __all__ = ["DOMAIN", "build_native"]
 
@@ -215,7 +215,7 @@ class _NativeDecoder(Decoder):
 def build_native(config: ModelConfig, plan: DecoderPlan) -> ir.Model:
     """Build the graph; its weights are parameters without data, for the exporter to fill.
 
-    Matrices are uint8 tensors of tiles (:mod:`edgespec_models.tiles`), named as
+    Matrices are uint8 tensors of tiles (:mod:`edgespec_models.bundles.tiles`), named as
     :meth:`DecoderPlan.parts` says.
     """
     return ir.Model(_NativeDecoder(config, plan).build(), ir_version=IR_VERSION, producer_name="edgespec")

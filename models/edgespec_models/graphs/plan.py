@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from edgespec_models.config import FloatType
-from edgespec_models.weight_format import Method, WeightFormat
+from edgespec_models.bundles.config import FloatType
+from edgespec_models.bundles.weight_format import Method, WeightFormat
 
 __all__ = ["FULL", "DecoderPlan", "EmbeddingSpec", "LinearPart", "LinearSpec", "Precision", "module_path"]
 

@@ -18,7 +18,7 @@ A plan may ask for some layers only: a piece that starts behind another takes wh
 which changes nothing, and so contains every quantized operator that a whole graph would.
 
 Queries arrive scaled and, like keys, with the halves of a rotation apart: see
-:mod:`edgespec_export.static_weights`.
+:mod:`edgespec_export.devices.static_weights`.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript import GraphBuilder
 
-from edgespec_models.config import ModelConfig
+from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.graphs.definition import IR_VERSION, Decoder, Pair, add_output, parameter, scoped
 from edgespec_models.graphs.static_points import Points, StaticPlan
 

@@ -1,0 +1,189 @@
+"""Models made at first use: pulled where they are named, exported into the cache, opened from there later."""
+
+import glob
+import hashlib
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from filelock import FileLock
+
+from edgespec_export.extra import require_extra
+from edgespec_export.recipe import RECIPES
+from edgespec_export.staging import storage_errors
+from edgespec_models.bundles.bundle import MANIFEST, WEIGHTS, Bundle, Role
+from edgespec_models.bundles.static_graphs import ExportDevice
+from edgespec_models.downloads.catalog import CatalogueEntry, find
+from edgespec_models.downloads.download import pull
+from edgespec_models.downloads.hub import HubReference, pull_hub, pulled_hub
+from edgespec_models.errors import BundleError, ModelFileError, RequestError
+from edgespec_models.files.facts import Facts
+from edgespec_models.paths import bundles_dir, model_name
+from edgespec_models.progress import ProgressCallback
+from edgespec_models.schema import check_fields, one_of
+
+__all__ = ["Wanted", "alignment_of", "locate_hub", "mark_of", "open_cached", "open_made", "pull_checked"]
+
+_HF_CONFIG = "config.json"
+_RECIPE_MARK = "-r"
+_LONGEST_NAME = 120
+_LOG = logging.getLogger("edgespec")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a new export is for."""
+
+    role: Role
+    weights: Annotated[str, one_of(WEIGHTS)] | None  # it becomes part of a path
+    device: ExportDevice | None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def check(self) -> None:
+        """Raise RequestError if an export would, sooner: before anything is pulled for it."""
+        if self.weights is None or self.device is None or (self.weights, self.device) == ("portable", "cuda"):
+            return
+        raise RequestError(
+            f"weights={self.weights!r}: an export for {self.device} settles formats; leave out weights"
+        )
+
+    def folder(self, name: str, mark: str) -> Path:
+        """Where a model is cached; ``mark`` says which.
+
+        The recipe is in the name, not in the bundle, so that two versions of edgespec on one machine do
+        not replace each other's.
+        """
+        kind = "-".join(part for part in (self.device, self.weights) if part) or WEIGHTS[0]
+        recipe = RECIPES[self.role, self.device]
+        return bundles_dir() / f"{_short(name)}-{mark}-{self.role}-{kind}{_RECIPE_MARK}{recipe}"
+
+
+def open_made(path: Path, name: str, wanted: Wanted, progress: ProgressCallback) -> Bundle:
+    """The bundle of a checkpoint at ``path``, or of the catalogue's entry ``name``, made first if need be."""
+    is_folder = (path / _HF_CONFIG).is_file()
+    if is_folder or path.suffix == ".gguf":
+        if not path.exists():
+            raise ModelFileError(f"{path} does not exist; give a GGUF file, a bundle or a catalogue name")
+        name = model_name(path) if is_folder else path.stem
+        folder = wanted.folder(name, mark_of(path))
+        return open_cached(folder) or _export(path, folder, name, wanted, progress)
+    entry = find(name)
+    folder = wanted.folder(entry.name, entry.mark)
+    existing = open_cached(folder)
+    if existing is not None:
+        return existing
+    require_extra()
+    source = pull(entry, progress=progress, notify=_LOG.warning)
+    return _export(source, folder, entry.name, wanted, progress, alignment_of(entry, wanted.device))
+
+
+def alignment_of(entry: CatalogueEntry, device: ExportDevice | None) -> Path | None:
+    """What an export for ``device`` merges into the weights; nothing for NPUs, which settle formats."""
+    return entry.alignment.path if entry.alignment is not None and device in (None, "cuda") else None
+
+
+def locate_hub(reference: str, progress: ProgressCallback) -> Path:
+    """The checkpoint that ``hf:OWNER/REPO[/FILE.gguf][@REVISION]`` names, pulled unless it is here already.
+
+    A model that edgespec cannot export is refused before its weights are fetched.
+
+    Raises:
+        RequestError: of another form.
+        DownloadError: it cannot be pulled.
+        UnsupportedModelError: of an architecture or with a feature that edgespec lacks.
+        ModelFileError: no checkpoint in safetensors.
+        EdgespecError: it is not here, and the ``export`` extra that it would be pulled for is not installed.
+    """
+    parsed = HubReference.parse(reference)
+    pulled = pulled_hub(parsed)
+    if pulled is not None:
+        return pulled
+    require_extra()
+    return pull_checked(parsed, progress=progress, notify=_LOG.warning)
+
+
+def pull_checked(
+    reference: HubReference, *, progress: ProgressCallback, notify: Callable[[str], None]
+) -> Path:
+    """Bring a model of the hub up to date; raises as :func:`locate_hub` does."""
+    return pull_hub(reference, check=_check_config, progress=progress, notify=notify)
+
+
+def _check_config(folder: Path) -> None:
+    from edgespec_export.sources.hf_config import read_config
+
+    read_config(Facts.read(folder / _HF_CONFIG))
+
+
+def mark_of(source: Path) -> str:
+    """Changes when the source does."""
+    files = [source] if source.is_file() else sorted(file for file in source.iterdir() if file.is_file())
+    stats = [(file.name, file.stat()) for file in files]
+    key = [str(source.resolve()), *((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats)]
+    return hashlib.sha256(repr(key).encode()).hexdigest()[:8]
+
+
+def open_cached(folder: Path) -> Bundle | None:
+    """The bundle there; None where there is none that this version reads."""
+    if not (folder / MANIFEST).is_file():
+        return None
+    try:
+        return Bundle(folder)
+    except BundleError:
+        return None  # of an older format, or damaged: made again
+
+
+def _export(
+    source: Path,
+    folder: Path,
+    name: str,
+    wanted: Wanted,
+    progress: ProgressCallback,
+    alignment: Path | None = None,
+) -> Bundle:
+    from edgespec_export.export import ExportOptions, export_model
+
+    options = ExportOptions(
+        role=wanted.role,
+        weights=wanted.weights,
+        name=_short(name),
+        device=wanted.device,
+        overwrite=True,
+        alignment=alignment,
+    )
+    lock = folder.with_name(f".{folder.name}.lock")
+    with storage_errors(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    with storage_errors(folder), FileLock(lock):  # another process may be making it
+        bundle = open_cached(folder)
+        if bundle is None:
+            export_model(source, folder, options=options, progress=_naming(progress, name))
+            bundle = Bundle(folder)
+            for other in _by_other_recipes(folder):
+                _LOG.warning(
+                    "%s was made by another version of edgespec; delete it unless that is still in use", other
+                )
+    return bundle
+
+
+def _by_other_recipes(folder: Path) -> list[Path]:
+    """Bundles like ``folder``; those of before there were recipes have no number."""
+    stem = folder.name.rpartition(_RECIPE_MARK)[0]
+    alike = [folder.with_name(stem), *folder.parent.glob(f"{glob.escape(stem + _RECIPE_MARK)}*")]
+    return sorted(path for path in alike if path != folder and (path / MANIFEST).is_file())
+
+
+def _short(name: str) -> str:
+    """As much of a file's name as leaves room for what is put around it: systems take 255 bytes."""
+    text = os.fsencode(name).decode("utf-8", "replace")
+    return text.encode()[:_LONGEST_NAME].decode("utf-8", "ignore")
+
+
+def _naming(progress: ProgressCallback, name: str) -> ProgressCallback:
+    """Two models may be exported in turn; each stage says whose it is."""
+    return lambda report: progress(replace(report, stage=f"{report.stage} {name}"))

@@ -1,0 +1,152 @@
+"""What loading found out about a bundle on this machine, kept for the next load.
+
+One small JSON file for each set of :class:`Conditions`, in ``measurements`` under ``EDGESPEC_HOME`` or the
+platform's cache folder. Deleting a file, or all of them, is safe: the next load measures again. Files that
+are damaged, of another format or of other conditions are taken for missing, and written anew; a folder that
+cannot be written costs the time of measuring, and a warning. Files are replaced whole, so that processes
+that load at the same time may read and write them as they like: the last one's stays.
+"""
+
+import hashlib
+import json
+import logging
+import math
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from edgespec.files import write_text
+from edgespec.loading.machine import fingerprint
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.errors import EdgespecError
+from edgespec_models.paths import measurements_dir
+from edgespec_runtimes.cost import CostCurve
+from edgespec_runtimes.cpu import CpuOptions, default_threads
+
+__all__ = ["Conditions", "Measurement", "forget", "recall", "remember"]
+
+_FORMAT = 2  # 1 may hold times that fall: a machine under load
+_LARGEST_FILE = 1 << 16
+_LOG = logging.getLogger("edgespec")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """What a measurement depends on.
+
+    Attributes:
+        bundle: the bundle's digest.
+        device: ``cpu``, or name and version of another (:attr:`Device.identity`).
+        threads: of a pass.
+        spinning: as in :class:`edgespec_runtimes.cpu.CpuOptions`.
+        exact_rows: the same.
+        huge_pages: the same.
+        instructions: the same.
+        machine: processor, cores, system, version of ONNX Runtime.
+    """
+
+    bundle: str
+    device: str
+    threads: int
+    spinning: bool
+    exact_rows: bool
+    huge_pages: bool
+    instructions: str
+    machine: dict[str, Any]
+
+    @classmethod
+    def of(cls, bundle: Bundle, options: CpuOptions, device: str = "cpu") -> "Conditions":
+        """Those of ``bundle`` run with ``options`` on ``device`` here."""
+        return cls(
+            bundle=bundle.digest,
+            device=device,
+            threads=options.threads or default_threads(),
+            spinning=options.spinning,
+            exact_rows=options.exact_rows,
+            huge_pages=options.huge_pages,
+            instructions=options.instructions,
+            machine=fingerprint(),
+        )
+
+    @property
+    def path(self) -> Path:
+        """The file for these conditions; it need not exist."""
+        key = json.dumps(asdict(self), sort_keys=True)
+        return measurements_dir() / f"{self.bundle}-{hashlib.sha256(key.encode()).hexdigest()[:8]}.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What was found.
+
+    Attributes:
+        row_exact: the session's self-test: it can roll back, and passes give the same bits for any number
+            of rows, or not. A property of graph, kernels and processor, so on the CPU it need not be
+            tested again.
+        curve: T(n); has a point for one row.
+    """
+
+    row_exact: bool
+    curve: CostCurve
+
+
+def recall(conditions: Conditions) -> Measurement | None:
+    """What was measured under these conditions; None if nothing is known."""
+    path = conditions.path
+    try:
+        if path.stat().st_size > _LARGEST_FILE:
+            raise ValueError("too large")
+        return _parsed(json.loads(path.read_text(encoding="utf-8")), conditions)
+    except FileNotFoundError:
+        return None
+    except (OSError, AttributeError, KeyError, OverflowError, TypeError, ValueError, RecursionError) as error:
+        _LOG.debug("%s is ignored: %s", path, error)
+        return None
+
+
+def remember(conditions: Conditions, measurement: Measurement) -> None:
+    """Keep a measurement, if the folder can be written."""
+    value = {
+        "format": _FORMAT,
+        "conditions": asdict(conditions),
+        "row_exact": measurement.row_exact,
+        "seconds_by_rows": {str(n): t for n, t in sorted(measurement.curve.seconds_by_rows.items())},
+    }
+    path = conditions.path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(value, indent=2) + "\n")
+    except (OSError, EdgespecError) as error:
+        cause = error if isinstance(error, OSError) else error.__cause__
+        _warn(path.parent, getattr(cause, "strerror", None) or str(error))
+
+
+@cache  # once, however many models are loaded
+def _warn(folder: Path, reason: str) -> None:
+    _LOG.warning(
+        "every load takes longer, because what it measures cannot be kept in %s: %s. Mend that, or set "
+        "EDGESPEC_HOME to another folder",
+        folder,
+        reason,
+    )
+
+
+def forget(conditions: Conditions) -> None:
+    """Have the next load measure again."""
+    try:
+        conditions.path.unlink(missing_ok=True)
+    except OSError as error:
+        _LOG.debug("%s cannot be deleted: %s", conditions.path, error)
+
+
+def _parsed(value: Any, conditions: Conditions) -> Measurement:
+    """Raises one of the errors that bad JSON values raise if ``value`` is no such measurement."""
+    if value["format"] != _FORMAT or value["conditions"] != asdict(conditions):
+        raise ValueError("of another format or other conditions")
+    points = {int(rows): float(seconds) for rows, seconds in value["seconds_by_rows"].items()}
+    if 1 not in points or min(points) < 1 or not all(0 < t < math.inf for t in points.values()):
+        raise ValueError(f"not the cost of passes: {points}")
+    if not isinstance(value["row_exact"], bool):
+        raise ValueError(f"row_exact is {value['row_exact']!r}")
+    return Measurement(value["row_exact"], CostCurve(points))

@@ -1,0 +1,197 @@
+"""From bundles to running models whose passes have a price: opened side by side, timed one after the other.
+
+Most of a load is ONNX Runtime repacking the target's weights, which holds no lock of Python's. The drafter
+and the tokenizers load meanwhile. What was found at an earlier load (:mod:`measurements`) is not
+found out again: not whether sessions on the CPU can roll back, and T(n) takes a few passes instead of dozens.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from edgespec.loading.measurements import Conditions, Measurement, recall, remember
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.errors import DeviceError, RequestError
+from edgespec_models.progress import ProgressCallback, ignore_progress
+from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve, measure_cost, recheck_cost
+from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_runtimes.devices.discovery import Device
+from edgespec_runtimes.devices.placement import Placement, place
+from edgespec_runtimes.session import ModelSession
+
+__all__ = ["DRAFTER_READING_ROWS", "Loaded", "Running", "conditions_of", "open_one", "open_pair"]
+
+DRAFTER_READING_ROWS = 32
+"""Reading a prompt costs a drafter per token what it costs in a pass of this size."""
+
+_DRAFTER_ROWS = (1, 2, DRAFTER_READING_ROWS)
+_RECHECKED_ROWS = 8  # at most: a load should not wait for passes over more
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A model that runs, and what its passes cost.
+
+    Attributes:
+        bundle: the model.
+        session: runs it.
+        curve: its T(n), now.
+        placed: where it was to run, and why.
+        remembered: whether the curve is an earlier load's, checked, or was measured now.
+    """
+
+    bundle: Bundle
+    session: ModelSession
+    curve: CostCurve
+    placed: Placement
+    remembered: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A target and its drafter.
+
+    Attributes:
+        target: the target.
+        drafter: the drafter; None without one.
+        same_vocabulary: whether both have the same tokens.
+    """
+
+    target: Running
+    drafter: Running | None = None
+    same_vocabulary: bool = False
+
+
+def check_target(bundle: Bundle) -> None:
+    """See that ``bundle`` can be a target.
+
+    Raises:
+        RequestError: it was exported as a drafter.
+    """
+    if bundle.manifest.role == "drafter":
+        raise RequestError(
+            f"{bundle.path} was exported as a drafter, which may lack tokens; export the model with the role "
+            "target"
+        )
+
+
+def open_pair(
+    target: Bundle,
+    drafter: Bundle | None,
+    options: CpuOptions,
+    placements: tuple[Placement | None, Placement | None] = (None, None),
+) -> Loaded:
+    """Load a target and its drafter; whatever goes wrong, neither stays loaded.
+
+    Args:
+        target: the target's bundle.
+        drafter: the drafter's; None loads the target alone.
+        options: of the target; the drafter's are the same, without exact rows.
+        placements: where they run; None lets their bundles say.
+
+    Raises:
+        EdgespecError: a target exported as a drafter, a tokenizer or graph that cannot be loaded, too little
+            memory.
+    """
+    check_target(target)
+    with _closed_on_failure() as opened:
+        # Leaving the pool waits for its thread, so that a session it opens late is closed too.
+        with ThreadPoolExecutor(1, thread_name_prefix="edgespec-load") as pool:
+            opening = pool.submit(_open, target, options, opened, placements[0])
+            own = target.tokenizer
+            same = drafter is not None and drafter.tokenizer.matches(own)
+            second = None
+            if drafter is not None:
+                second = _open(drafter, replace(options, exact_rows=False), opened, placements[1])
+            first = opening.result()
+        # Only now, when nothing else runs, do passes take their own time.
+        drafting = None if second is None else _timed(second, _DRAFTER_ROWS)
+        return Loaded(_timed(first, DEFAULT_ROWS), drafting, same)
+
+
+def open_one(
+    bundle: Bundle,
+    options: CpuOptions,
+    rows: Sequence[int],
+    *,
+    progress: ProgressCallback = ignore_progress,
+) -> Running:
+    """Load one model; its curve has a point for each of ``rows`` that its context has room for.
+
+    Raises:
+        EdgespecError: the graph cannot be loaded, too little memory.
+    """
+    with _closed_on_failure() as opened:
+        return _timed(_open(bundle, options, opened), rows, progress)
+
+
+@dataclass(frozen=True, slots=True)
+class _Untimed:
+    """A model that runs, and what an earlier load found out about it."""
+
+    bundle: Bundle
+    session: ModelSession
+    placed: Placement
+    conditions: Conditions
+    known: Measurement | None
+
+
+@contextmanager
+def _closed_on_failure() -> Iterator[list[ModelSession]]:
+    """A list of sessions that are closed if the block ends with an exception."""
+    opened: list[ModelSession] = []
+    try:
+        yield opened
+    except BaseException as error:
+        for session in opened:
+            session.close()
+        if isinstance(error, MemoryError):
+            raise DeviceError(
+                "not enough memory to load the models; free some, or take smaller ones"
+            ) from error
+        raise
+
+
+def conditions_of(bundle: Bundle, options: CpuOptions, device: Device | None = None) -> Conditions:
+    """What measurements of ``bundle`` depend on; without a device, on the one it would be opened on."""
+    if bundle.manifest.form == "dynamic":
+        return Conditions.of(bundle, options)
+    return Conditions.of(bundle, options, (device or place(bundle).device).identity)
+
+
+def _open(
+    bundle: Bundle, options: CpuOptions, opened: list[ModelSession], placed: Placement | None = None
+) -> _Untimed:
+    placed = placed or place(bundle)
+    conditions = conditions_of(bundle, options, placed.device)
+    known = recall(conditions)
+    # Of other devices, what measurements are kept under does not name the chip.
+    row_exact = known.row_exact if known is not None and conditions.device == "cpu" else None
+    session: ModelSession
+    if bundle.manifest.form == "dynamic":
+        session = CpuSession(bundle, options, row_exact=row_exact)
+    elif bundle.manifest.form == "dynamic-float16":
+        from edgespec_runtimes.devices.cuda import CudaSession
+
+        session = CudaSession(bundle, placed.device, options, row_exact=row_exact)
+    else:
+        from edgespec_runtimes.static.session import StaticSession
+
+        session = StaticSession(bundle, placed.device, options, row_exact=row_exact)
+    opened.append(session)
+    return _Untimed(bundle, session, placed, conditions, known)
+
+
+def _timed(opened: _Untimed, rows: Sequence[int], progress: ProgressCallback = ignore_progress) -> Running:
+    """The earlier curve if it still holds, else a new one, kept for the next load unless in doubt."""
+    session, known = opened.session, opened.known
+    rows = [n for n in rows if n <= opened.bundle.config.context_length // 2]
+    if known is not None and known.curve.seconds_by_rows.keys() >= set(rows):
+        curve = recheck_cost(session, known.curve, max(n for n in rows if n <= _RECHECKED_ROWS))
+        if curve is not None:
+            return Running(opened.bundle, session, curve, opened.placed, remembered=True)
+    curve = measure_cost(session, rows, progress=progress)
+    if curve.confirmed:
+        remember(opened.conditions, Measurement(session.row_exact, curve))
+    return Running(opened.bundle, session, curve, opened.placed)

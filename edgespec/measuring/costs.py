@@ -1,0 +1,207 @@
+"""What verification costs on this machine: T(n) of one model beside the machine's roofline.
+
+A pass over n rows reads every weight once and multiplies each n times, so it takes at least
+``max(bytes / bandwidth, 2 * weights * n / peak)`` (Williams et al. 2009, "Roofline"). Bandwidth is what numpy
+reads with as many threads. The peak is not the processor's on paper: it is the best that these kernels
+reached over wide passes, which is what a wider pass can hope for.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from edgespec.loading.machine import describe_machine
+from edgespec.loading.measurements import forget
+from edgespec.loading.sessions import conditions_of, open_one
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
+from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve
+from edgespec_runtimes.cpu import CpuOptions
+from edgespec_runtimes.memory import memory_bandwidth
+
+__all__ = ["ACCEPTANCE", "DraftGain", "Costs", "as_ranges", "draft_gain", "measure_costs"]
+
+ACCEPTANCE = (0.5, 0.7, 0.9)
+_FORMAT = 1
+_FREE = 1.1  # a pass that takes a tenth longer than a single row's counts as free
+
+
+@dataclass(frozen=True, slots=True)
+class DraftGain:
+    """What proposals that cost nothing to make, such as n-grams, can gain at one acceptance rate.
+
+    Attributes:
+        acceptance: probability that a proposal is accepted if those before it are.
+        best_length: proposals a round that promise most tokens per second; 0 where none pay.
+        tokens_per_pass: expected committed tokens of such a round.
+        speedup: its tokens per second over plain decoding's.
+        lengths: every number of proposals that beats plain decoding.
+    """
+
+    acceptance: float
+    best_length: int
+    tokens_per_pass: float
+    speedup: float
+    lengths: tuple[int, ...]
+
+
+def draft_gain(curve: CostCurve, acceptance: float, longest: int) -> DraftGain:
+    """Weigh every draft length from 0 to ``longest``: equation 1 of Leviathan et al. 2023 over T(n).
+
+    Between measured points T(n) is interpolated.
+    """
+    tokens = [sum(acceptance**i for i in range(length + 1)) for length in range(longest + 1)]
+    plain = curve.seconds(1)
+    speedups = [count * plain / curve.seconds(length + 1) for length, count in enumerate(tokens)]
+    best = speedups.index(max(speedups))
+    lengths = tuple(length for length, speedup in enumerate(speedups) if speedup > 1.0)
+    return DraftGain(acceptance, best, tokens[best], speedups[best], lengths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """T(n) of a model and what bounds it.
+
+    Attributes:
+        bundle: the model.
+        options: how it ran.
+        threads: of a pass.
+        curve: its T(n).
+        remembered: whether the curve is an earlier one, checked, or was measured now.
+        bandwidth: bytes a second that memory delivers to as many threads: what numpy reads, or what passes
+            do if that is more (weights that fit into a cache).
+    """
+
+    bundle: Bundle
+    options: CpuOptions
+    threads: int
+    curve: CostCurve
+    remembered: bool
+    bandwidth: float
+
+    @property
+    def operations_per_row(self) -> int:
+        """Multiplications and additions of one row: two for each weight."""
+        return 2 * self.bundle.manifest.parameters_per_pass
+
+    @property
+    def peak(self) -> float:
+        """Operations a second at best, over all measured passes."""
+        return max(self.operations_per_row * n / t for n, t in self.curve.seconds_by_rows.items())
+
+    @property
+    def reading_s(self) -> float:
+        """Seconds that reading the weights once takes at the memory's full speed."""
+        return self.bundle.manifest.bytes_per_pass / self.bandwidth
+
+    @property
+    def ridge(self) -> float:
+        """Rows at which computing takes as long as reading the weights; below, memory is the bound."""
+        return self.reading_s * self.peak / self.operations_per_row
+
+    @property
+    def free_rows(self) -> int:
+        """Rows of the widest pass that, like all narrower ones, takes at most a tenth longer than one row."""
+        dear = [n for n, t in self.curve.seconds_by_rows.items() if t > _FREE * self.curve.seconds(1)]
+        return max(n for n in self.curve.seconds_by_rows if n < min(dear, default=n + 1))
+
+    def bound_s(self, rows: int) -> float:
+        """The roofline: seconds a pass over ``rows`` takes at the least."""
+        return max(self.reading_s, self.operations_per_row * rows / self.peak)
+
+    def gains(self) -> list[DraftGain]:
+        """What free proposals gain, for each of ``ACCEPTANCE``."""
+        longest = max(self.curve.seconds_by_rows) - 1
+        return [draft_gain(self.curve, acceptance, longest) for acceptance in ACCEPTANCE]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values; ``docs/json.md`` tells their meaning."""
+        manifest = self.bundle.manifest
+        return {
+            "format": _FORMAT,
+            "name": manifest.name,
+            "role": "target" if self.options.exact_rows else "drafter",
+            "weights": manifest.weights,
+            "threads": self.threads,
+            "remembered": self.remembered,
+            "confirmed": self.curve.confirmed,
+            "bytes_per_pass": manifest.bytes_per_pass,
+            "parameters_per_pass": manifest.parameters_per_pass,
+            "memory_gigabytes_per_second": self.bandwidth / 1e9,
+            "peak_gops": self.peak / 1e9,
+            "ridge_rows": self.ridge,
+            "free_rows": self.free_rows,
+            "rows": [self._row(n, t) for n, t in sorted(self.curve.seconds_by_rows.items())],
+            "free_drafts": [
+                {
+                    "acceptance": gain.acceptance,
+                    "best_length": gain.best_length,
+                    "tokens_per_pass": gain.tokens_per_pass,
+                    "speedup": gain.speedup,
+                    "lengths_that_pay": list(gain.lengths),
+                }
+                for gain in self.gains()
+            ],
+            "machine": describe_machine(),
+        }
+
+    def _row(self, rows: int, seconds: float) -> dict[str, Any]:
+        return {
+            "n": rows,
+            "ms": seconds * 1e3,
+            "relative": seconds / self.curve.seconds(1),
+            "ms_per_row": seconds * 1e3 / rows,
+            "gigabytes_per_second": self.bundle.manifest.bytes_per_pass / seconds / 1e9,
+            "gops": self.operations_per_row * rows / seconds / 1e9,
+            "roofline_ms": self.bound_s(rows) * 1e3,
+            "bound": "memory" if rows <= self.ridge else "arithmetic",
+        }
+
+
+def as_ranges(numbers: Sequence[int]) -> str:
+    """Rising numbers as a reader wants them: ``1 to 4, 7``; ``none`` if there are none."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]} to {r[-1]}" for r in runs) or "none"
+
+
+def measure_costs(
+    bundle: Bundle,
+    options: CpuOptions,
+    *,
+    rows: Sequence[int] = DEFAULT_ROWS,
+    fresh: bool = False,
+    progress: ProgressCallback = ignore_progress,
+) -> Costs:
+    """Load a model and find out what its passes cost; what was confirmed is kept for later loads.
+
+    Args:
+        bundle: the model.
+        options: how it runs; a drafter's passes need no exact rows.
+        rows: sizes of passes; those too long for the model's context are left out.
+        fresh: forget what earlier loads found out.
+        progress: told of the rounds of passes.
+
+    Raises:
+        EdgespecError: the model cannot be loaded, or there is too little memory.
+    """
+    conditions = conditions_of(bundle, options)
+    if fresh:
+        forget(conditions)
+    progress(Progress("Loading the model", 0, 1, "models"))
+    running = open_one(bundle, options, rows, progress=progress)
+    running.session.close()
+    progress(Progress("Loading the model", 1, 1, "models"))
+    fastest = min(running.curve.seconds_by_rows.values())
+    return Costs(
+        bundle=bundle,
+        options=options,
+        threads=conditions.threads,
+        curve=running.curve,
+        remembered=running.remembered,
+        bandwidth=max(memory_bandwidth(conditions.threads), bundle.manifest.bytes_per_pass / fastest),
+    )

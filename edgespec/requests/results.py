@@ -1,0 +1,236 @@
+"""What a generation returns: text, tokens, why it ended, and what it cost."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from edgespec.requests.tool_calls import ToolCall
+
+__all__ = [
+    "FinishReason",
+    "Generation",
+    "GenerationStats",
+    "Record",
+    "Remarks",
+    "SourceStats",
+    "TokenRecord",
+    "nothing",
+]
+
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "closed", "tool_calls", "error"]
+"""Why an answer ended: the model or a stop string ended it, it became as long as asked for or as fits, the
+request was cancelled, its time was up, the model was closed, the model calls tools, or something failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRecord:
+    """A token of an answer.
+
+    Attributes:
+        id: the token, in the target's vocabulary.
+        source: who proposed it: ``target``, or the source of the draft that it was accepted from, by its name
+            in :attr:`GenerationStats.by_source`: ``model``, ``ngram``, ``history``, ``files``,
+            ``grammar``, or the name of a drafter of the app's own.
+        logprob: the logarithm of its probability, in nats; None unless asked for.
+        top_logprobs: the most probable tokens there and their logarithms; empty unless asked for.
+    """
+
+    id: int
+    source: str
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a round of decoding added to an answer.
+
+    Attributes:
+        text: what can be shown now; perhaps nothing, where a character or a stop string may have only begun.
+        tokens: what was committed; none in the last record of an answer that was ended from outside.
+        finish_reason: why the answer ended, in its last record; None in all others.
+        stop: the stop string that ended it, which is not part of the text; None without.
+    """
+
+    text: str
+    tokens: tuple[TokenRecord, ...]
+    finish_reason: FinishReason | None = None
+    stop: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SourceStats:
+    """How one source of proposals fared: tokens it drafted, and how many of those were accepted."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Remarks:
+    """What a request's sources have to say besides their drafts: fields of :class:`GenerationStats`."""
+
+    speculation_off_reason: str | None = None
+    history_problem: str | None = None
+    rolled_back: tuple[str, ...] = ()
+    placement: str = ""
+    drafted_ahead: int = 0
+    used_ahead: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationStats:
+    """What one generation cost. Times are wall-clock seconds.
+
+    Attributes:
+        prompt_tokens: tokens of the prompt.
+        cached_tokens: of these, how many were in the KV cache already (shared prefix).
+        new_tokens: tokens generated.
+        ttft_s: time to first token: from the request's turn to the first committed token, prefill included.
+        decode_s: time from the first committed token to the last one's text, with all work between rounds.
+        decode_tokens: tokens committed in that time (the first round's tokens are not among them).
+        rounds: target passes after prefill.
+        drafted: proposed tokens, over all rounds.
+        accepted: proposed tokens that were kept.
+        by_source: drafted and accepted by source.
+        drafted_by_position: how often position i of a draft was proposed.
+        accepted_by_position: how often it was accepted.
+        drafted_ahead: tokens that the drafter read while the target's passes ran, in its own vocabulary.
+        used_ahead: of these, how many a later draft needed.
+        queued_s: time that the request waited for its turn, which is in no other time here.
+        target_s: time inside the target's passes (prefill excluded).
+        drafter_s: time that rounds waited for the drafter (its prefill included).
+        speculation_off_reason: why no or few drafts were made; None while speculation pays.
+        history_problem: what keeps the history from being read or written; None if nothing, or without one.
+        rolled_back: which parts of what the history holds misled and were put back, since the request before,
+            and why.
+        placement: on which devices target and drafter ran, and why there.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    new_tokens: int
+    ttft_s: float
+    decode_s: float
+    decode_tokens: int
+    rounds: int
+    drafted: int
+    accepted: int
+    by_source: Mapping[str, SourceStats] = field(default_factory=dict)
+    drafted_by_position: tuple[int, ...] = ()
+    accepted_by_position: tuple[int, ...] = ()
+    target_s: float = 0.0
+    drafter_s: float = 0.0
+    speculation_off_reason: str | None = None
+    history_problem: str | None = None
+    rolled_back: tuple[str, ...] = ()
+    placement: str = ""
+    drafted_ahead: int = 0
+    used_ahead: int = 0
+    queued_s: float = 0.0
+
+    @property
+    def tpot_s(self) -> float:
+        """Time per output token after the first round; 0 if there was only one."""
+        return self.decode_s / self.decode_tokens if self.decode_tokens else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Decoding speed after the first round; 0 if there was only one."""
+        return self.decode_tokens / self.decode_s if self.decode_s > 0 else 0.0
+
+    @property
+    def block_efficiency(self) -> float:
+        """Committed tokens per target pass (tau)."""
+        return self.new_tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted tokens; 0 if nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as plain JSON values, times in milliseconds (``*_ms``)."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "new_tokens": self.new_tokens,
+            "queued_ms": self.queued_s * 1e3,
+            "ttft_ms": self.ttft_s * 1e3,
+            "tpot_ms": self.tpot_s * 1e3,
+            "tokens_per_second": self.tokens_per_s,
+            "rounds": self.rounds,
+            "block_efficiency": self.block_efficiency,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "acceptance_rate": self.acceptance_rate,
+            "by_source": {
+                name: {"drafted": s.drafted, "accepted": s.accepted} for name, s in self.by_source.items()
+            },
+            "drafted_by_position": list(self.drafted_by_position),
+            "accepted_by_position": list(self.accepted_by_position),
+            "drafted_ahead": self.drafted_ahead,
+            "used_ahead": self.used_ahead,
+            "target_ms": self.target_s * 1e3,
+            "drafter_ms": self.drafter_s * 1e3,
+            "speculation_off_reason": self.speculation_off_reason,
+            "history_problem": self.history_problem,
+            "rolled_back": list(self.rolled_back),
+            "placement": self.placement,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The result of a request, whole or as far as it came.
+
+    Attributes:
+        text: the generated text, without the stop string.
+        tokens: all that were committed; the last may reach into the stop string.
+        finish_reason: why it ended.
+        stats: what it cost.
+        stop: the stop string that ended it; None without.
+        records: the same tokens, each with where it came from.
+        tool_calls: functions that the model asks to have called; the text holds them too, as it wrote them.
+        content: the text around those calls; empty without any.
+        others: further answers to the same prompt, where the request asks for several.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+    stats: GenerationStats
+    stop: str | None = None
+    records: tuple[TokenRecord, ...] = field(default=(), repr=False)
+    tool_calls: tuple[ToolCall, ...] = ()
+    content: str = ""
+    others: tuple["Generation", ...] = ()
+
+    @property
+    def choices(self) -> tuple["Generation", ...]:
+        """All answers to the prompt, this one first."""
+        return (self, *self.others)
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message, for the messages of the conversation's next request."""
+        if not self.tool_calls:
+            return {"role": "assistant", "content": self.text}
+        calls = [call.to_message() for call in self.tool_calls]
+        return {"role": "assistant", "content": self.content, "tool_calls": calls}
+
+
+def nothing(reason: FinishReason) -> Generation:
+    """The result of a request that ended before its prompt was looked at."""
+    stats = GenerationStats(
+        prompt_tokens=0,
+        cached_tokens=0,
+        new_tokens=0,
+        ttft_s=0.0,
+        decode_s=0.0,
+        decode_tokens=0,
+        rounds=0,
+        drafted=0,
+        accepted=0,
+    )
+    return Generation("", (), reason, stats)

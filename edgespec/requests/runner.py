@@ -1,0 +1,264 @@
+"""The loaded models as one thread uses them: what a request runs on, and what is kept between requests."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edgespec.decoding.constraint import Constraint
+from edgespec.decoding.draft import Clock, Drafter, Extending
+from edgespec.decoding.grammar import Grammars
+from edgespec.drafting.forced import Forced
+from edgespec.drafting.guard import Guard
+from edgespec.drafting.ngram import NgramDrafter
+from edgespec.drafting.policy import Policy
+from edgespec.drafting.pricing import Pricing
+from edgespec.loading.options import LoadOptions
+from edgespec.loading.sessions import Loaded
+from edgespec.requests.encoding import Asked, answer_format, tool_reader
+from edgespec.requests.generation import PreparedRequest
+from edgespec.requests.kv_store import KvStore
+from edgespec.requests.request import Request
+from edgespec.requests.results import Remarks
+from edgespec_models.errors import DoesNotFit
+from edgespec_runtimes.devices.placement import Placement
+
+if TYPE_CHECKING:  # a model without a drafter model or a history imports nothing of them
+    from edgespec.drafting.ahead import Beside
+    from edgespec.drafting.custom import Custom
+    from edgespec.drafting.side import DrafterSide, Part
+    from edgespec.history.use import HistoryUse
+
+__all__ = ["PromptTokens", "Runner"]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """A prompt as both models are to read it; ``of_drafter`` is empty without a drafter model."""
+
+    tokens: list[int]
+    of_drafter: list[int]
+
+
+class Runner:
+    """A target, its drafter, and what they learn.
+
+    :meth:`prompt` and :meth:`constraint` may be called from any thread, the rest from one at a time.
+
+    Args:
+        loaded: the models, which it closes.
+        options: how they were loaded, and limits.
+        drafts: whether requests draft.
+        clock: times everything.
+        beside: lets the drafter go on while the target verifies; None where both run on one device.
+        own: an app's own drafter.
+
+    Attributes:
+        target: the target's bundle.
+        own: the app's own drafter; None without.
+        session: the target's.
+        side: the drafter's half; None without a drafter model.
+        history: what is learned across requests; None without.
+        history_guard: whether proposals from the history pay.
+        pricing: what passes cost.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        *,
+        options: LoadOptions,
+        drafts: bool,
+        clock: Clock,
+        beside: "Beside | None",
+        own: Drafter | None,
+    ) -> None:
+        self.target, self.session = loaded.target.bundle, loaded.target.session
+        self._loaded, self._options, self._drafts, self._clock = loaded, options, drafts, clock
+        self.own: Custom | None = None
+        if own is not None:
+            from edgespec.drafting import custom
+
+            self.own = custom.Custom(own, self.session.vocab_size)
+        self._grammars = Grammars(self.target.tokenizer, self.target.manifest.special_tokens.eos)
+        self.pricing = Pricing(loaded.target.curve)
+        self._caches = KvStore(options.cache_bytes)
+        self.history: HistoryUse | None = None
+        self.side: DrafterSide | None = None
+        if loaded.drafter is not None:
+            from edgespec.drafting import side
+
+            self.side = side.DrafterSide(
+                self.target,
+                loaded.drafter,
+                same_vocabulary=loaded.same_vocabulary,
+                pricing=self.pricing,
+                caches=self._caches,
+                beside=beside,
+                clock=clock,
+            )
+        self._guard = Guard(self.pricing)
+        self.history_guard = Guard(self.pricing, "proposals from the history brought tokens")
+        self._files_guard = Guard(self.pricing, "proposals from files brought tokens")
+        self._is_closed = False
+
+    @property
+    def placement(self) -> Placement:
+        """Where the target runs, and why; opening a longer bucket may change the reason."""
+        return self._loaded.target.placed.opened(self.session)
+
+    @property
+    def drafter_placement(self) -> Placement | None:
+        """The same of the drafter; None without a drafter model."""
+        running = self._loaded.drafter
+        return None if running is None else running.placed.opened(running.session)
+
+    def constraint(self, request: Request) -> Constraint | None:
+        """What the answer may be; None where that is anything.
+
+        Raises:
+            RequestError: the request's format is none that llguidance takes, or it names other tokens than
+                the target has.
+        """
+        request.check_vocabulary(self.session.vocab_size)
+        wanted = answer_format(self.target, request)
+        return None if wanted is None else self._grammars.constraint(wanted)
+
+    def prompt(self, asked: Asked, request: Request) -> PromptTokens:
+        """Read a prompt.
+
+        Raises:
+            DoesNotFit: it leaves no room for an answer.
+            RequestError: it is empty, or its template refuses it.
+        """
+        tokens = asked.tokens(self.target)
+        if len(tokens) >= self.session.longest:
+            raise DoesNotFit(self._too_long(len(tokens)))
+        side = self.side if request.speculate and request.drafter is None else None
+        return PromptTokens(tokens, [] if side is None else side.prompt(tokens, asked.drafter_tokens))
+
+    def prepared(
+        self, prompt: PromptTokens, request: Request, constraint: Constraint | None
+    ) -> PreparedRequest:
+        """A request made ready: room is reserved, and what is known of its prompt lies in the KV cache.
+
+        An answer that would not fit the context is shortened.
+
+        Raises:
+            DeviceError: no memory for it.
+        """
+        tokens = prompt.tokens.copy()
+        fits = min(request.max_new_tokens, self.session.longest - len(tokens))
+        request = replace(request, max_new_tokens=fits)
+        self._caches.fetch(self.session, tokens)
+        self.session.reserve(len(tokens) + fits)
+        return PreparedRequest(
+            session=self.session,
+            tokenizer=self.target.tokenizer,
+            tokens=tokens,
+            request=request,
+            eos=frozenset(self.target.manifest.special_tokens.eos) if request.stop_at_eos else frozenset(),
+            max_draft=self._options.max_draft,
+            begin=partial(self._begin, prompt, request, constraint),
+            constraint=constraint,
+            reader=tool_reader(self.target, request),
+            clock=self._clock,
+        )
+
+    def use_history(self, path: Path) -> None:
+        """Draft from the history at ``path``, and learn into it, from the next request on."""
+        from edgespec.history.corrections import DrafterKey
+        from edgespec.history.store import Scope
+        from edgespec.history.use import open_use
+
+        if self.history is not None:
+            self.history.close()
+        scope = Scope(self.target.manifest.name, self.target.tokenizer.digest, self._options.namespace)
+        self.history = use = open_use(path, scope, self.target.tokenizer)
+        if self.side is None:
+            return
+        side, share, drafter = self.side, self._options.training_share, self.side.bundle
+        key = DrafterKey(drafter.digest, drafter.manifest.name)
+        side.experience = use.experience(key.digest)
+        trains = share > 0.0 and side.trainable
+        side.teach(use.trainer(key, side.tuning, share=share) if trains else None)
+        if share > 0.0 and not trains:
+            use.warn(
+                "the drafter is not trained: that takes a bundle for the CPU with inputs for its gains; "
+                "export it again with this version of edgespec"
+            )
+
+    def forget(self) -> None:
+        """Leave nothing of earlier requests in KV caches."""
+        for session in [self.session, *([self.side.session] if self.side is not None else [])]:
+            session.truncate(0)
+            self._caches.forget(session)
+
+    def close(self) -> None:
+        """Store what was learned, free both models, for good."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self.side is not None:
+            self.side.stop()
+        try:
+            if self.history is not None:
+                self.history.close()
+        finally:  # a second Ctrl-C, perhaps
+            if self.side is not None:
+                self._caches.forget(self.side.session)
+                self.side.session.close()
+            self._caches.forget(self.session)
+            self.session.close()
+
+    def _too_long(self, count: int) -> str:
+        longest, context = self.session.longest, self.target.config.context_length
+        prompt = f"a prompt of {count:,} tokens does not fit"
+        if longest < context and count < context:
+            return (
+                f"{prompt} the largest bucket of this bundle, {longest:,}, which holds the answer too; "
+                f"shorten it, or export the model with --buckets up to {context:,}"
+            )
+        return f"{prompt} the model's context of {context:,}, which holds the answer too; shorten it"
+
+    def _begin(
+        self, prompt: PromptTokens, request: Request, constraint: Constraint | None
+    ) -> Policy | Forced:
+        """What drafts in a request."""
+        side, remarks = self.side, Remarks()
+        if not request.speculate or not (self._drafts or request.drafter):
+            remarks.speculation_off_reason = "speculate=False" if self._drafts else "the drafter is None"
+            return self._policy(None, None if side is None else side.idle(), remarks)
+        free: Extending = NgramDrafter()
+        if self.history is not None:
+            from edgespec.history.drafter import BestOf
+
+            free = BestOf(free, self.history.begin(self.history_guard, remarks))
+            files = self.history.begin_files(self.target.tokenizer, self._files_guard, remarks)
+            free = free if files is None else BestOf(free, files)
+        policy = self._policy(free, self._part(prompt, request, remarks), remarks)
+        return policy if constraint is None else Forced(policy, constraint, self.pricing, remarks)
+
+    def _part(self, prompt: PromptTokens, request: Request, remarks: Remarks) -> "Part | None":
+        """The part of a model or of an app's own drafter."""
+        own = self.own
+        if request.drafter is not None:
+            from edgespec.drafting import custom
+
+            own = custom.Custom(request.drafter, self.session.vocab_size)
+        if own is not None:
+            from edgespec.drafting import side
+
+            return side.Part(None if self.side is None else self.side.trainer, own)
+        if self.side is None:
+            return None
+        longest = self._options.max_draft
+        return self.side.begin(prompt.tokens, prompt.of_drafter, request, max_draft=longest, remarks=remarks)
+
+    def _policy(self, free: Extending | None, part: "Part | None", remarks: Remarks) -> Policy:
+        aside = self.drafter_placement
+        remarks.placement = f"target on {self.placement}" + (f"; drafter on {aside}" if aside else "")
+        policy = partial(Policy, free, pricing=self.pricing, guard=self._guard, remarks=remarks)
+        if part is None:
+            return policy()
+        return policy(model=part.source, reading_s=part.reading_s, observers=(part,))

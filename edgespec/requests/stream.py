@@ -1,0 +1,157 @@
+"""An answer as it is written: text piece by piece, or records, for threads and for tasks alike."""
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Self
+from weakref import finalize
+
+from edgespec.requests.answer import LOOK_S, Answer
+from edgespec.requests.results import Generation, Record
+from edgespec.requests.worker import Worker
+from edgespec_models.errors import RequestError
+
+__all__ = ["Records", "Stream"]
+
+
+class Stream:
+    """Iterate over the text as it is generated, with ``for`` or ``async for``; then read :attr:`result`.
+
+    Pieces are never half a character and never text that a stop string takes back. The request is queued
+    when something is first asked of the stream: one that nobody reads costs nothing. One that is dropped
+    half-read is cancelled, as it is when a ``with`` block around it is left. A task that is cancelled while
+    it waits for text cancels the request.
+
+    Iterating raises what went wrong, :class:`edgespec.Busy` and :class:`edgespec.Closed` at the start.
+    """
+
+    def __init__(self, answer: Answer, worker: Worker) -> None:
+        self._answer, self._worker = answer, worker
+        # The worker knows the answer alone, so that a stream that nobody holds any more can go.
+        finalize(self, answer.interrupt, "cancelled").atexit = False
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        while (record := self._next()) is not None:
+            if record.text:
+                return record.text
+        raise StopIteration
+
+    def __aiter__(self) -> AsyncIterator[str]:
+        return self
+
+    async def __anext__(self) -> str:
+        while (record := await self._next_async()) is not None:
+            if record.text:
+                return record.text
+        raise StopAsyncIteration
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.cancel()
+        self._answer.wait_for_end()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.cancel()
+        while self._answer.result is None:
+            self._answer.clear()
+            await self._answer.wait_async(None)
+
+    def records(self) -> "Records":
+        """What each round added: an iterable of :class:`edgespec.Record`, both ways.
+
+        It goes on where the iteration over the stream is, and the other way round.
+        """
+        return Records(self)
+
+    def run(self) -> Generation:
+        """Generate to the end; whatever interrupts the wait, such as Ctrl-C, cancels the request."""
+        try:
+            while self._next() is not None:
+                pass
+        except BaseException:
+            self.cancel()
+            raise
+        return self.result
+
+    async def run_async(self) -> Generation:
+        """The same in an event loop."""
+        while await self._next_async() is not None:
+            pass
+        return self.result
+
+    def cancel(self) -> None:
+        """End the request within a pass, from any thread; what came until then stays readable."""
+        self._worker.withdraw(self._answer, "cancelled")
+
+    @property
+    def result(self) -> Generation:
+        """The finished generation; the partial one of a request that ended early, and why.
+
+        Of a request that was cancelled, but runs yet, it waits for the end of the pass.
+
+        Raises:
+            RequestError: it still runs, or was never read.
+        """
+        if self._answer.interruption is not None and self._answer.begun:
+            self._answer.wait_for_end()
+        if self._answer.result is None:
+            raise RequestError("the generation is not finished; read the stream to its end, or cancel it")
+        return self._answer.result
+
+    def _next(self) -> Record | None:
+        """The next record; None at the end."""
+        answer = self._answer
+        self._worker.submit(answer)
+        while not answer.readable:
+            answer.wait(LOOK_S)
+            self._look()
+        return answer.take()
+
+    async def _next_async(self) -> Record | None:
+        answer = self._answer
+        self._worker.submit(answer)
+        try:
+            while not answer.readable:
+                await answer.wait_async(None if answer.begun else LOOK_S)
+                self._look()
+        except BaseException:
+            self.cancel()
+            raise
+        return answer.take()
+
+    def _look(self) -> None:
+        """End a request that waits for its turn, if it is not to wait any more; one that runs sees itself."""
+        reason = None if self._answer.begun else self._answer.why_end()
+        if reason is not None:
+            self._worker.withdraw(self._answer, reason)
+
+
+class Records:
+    """The records of a stream; see :meth:`Stream.records`."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[Record]:
+        return self
+
+    def __next__(self) -> Record:
+        record = self._stream._next()
+        if record is None:
+            raise StopIteration
+        return record
+
+    def __aiter__(self) -> AsyncIterator[Record]:
+        return self
+
+    async def __anext__(self) -> Record:
+        record = await self._stream._next_async()
+        if record is None:
+            raise StopAsyncIteration
+        return record

@@ -1,0 +1,4 @@
+"""Bundles for devices that compile fixed shapes.
+
+Imports sources, formats and graphs.
+"""

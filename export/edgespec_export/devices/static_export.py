@@ -1,0 +1,283 @@
+"""From a checkpoint to graphs with fixed shapes: weights, ranges of activations, graphs, checks."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from shutil import rmtree
+
+import numpy as np
+import numpy.typing as npt
+
+from edgespec_export.devices.static_pieces import StaticPieces, save_static
+from edgespec_export.devices.static_weights import WeightFile, write_static_weights
+from edgespec_export.formats.blocks import F32
+from edgespec_export.graphs.parity import Golden, ParityReport, check_parity
+from edgespec_export.graphs.writer import DATA_FILE
+from edgespec_export.report import StaticReport
+from edgespec_export.sources.checkpoint import Checkpoint
+from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.static_graphs import PREFILL_ROWS, VERIFY_ROWS, StaticDevice, StaticGraphs
+from edgespec_models.graphs.static_points import StaticPlan
+from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
+from edgespec_runtimes.session import Logits
+
+__all__ = ["StaticExport", "StaticFormat", "export_static", "format_for", "planned"]
+
+MASKED = -10_000.0
+"""In floating point; 16-bit floats hold it too."""
+ROWS = 128
+"""Tokens of a text that is calibrated or compared with, at most."""
+_MARGIN = 15.0  # a masked score's share is below a 16-bit step: exp(-15) = 3e-7
+_SCORES, _MASKED, _KEY = ".scores", ".masked", ".key"
+_CODES = 255  # of 8 bits
+_LARGEST_STEP = 0.25
+_COMPARED_ROWS = 16
+_Ranges = dict[str, tuple[float, float]]
+
+
+@dataclass(slots=True)
+class _Watched:
+    """What points took.
+
+    Attributes:
+        ranges: their least and largest values.
+        spreads: of each layer's keys, the standard deviation of the median channel, in the text with the
+            least.
+    """
+
+    ranges: _Ranges = field(default_factory=dict)
+    spreads: dict[int, float] = field(default_factory=dict)
+
+    def add(self, name: str, value: F32) -> None:
+        """Tell what the point ``name`` took."""
+        low, high = self.ranges.get(name, (0.0, 0.0))
+        self.ranges[name] = min(low, float(value.min())), max(high, float(value.max()))
+        if name.endswith(_KEY):  # (1, heads, head_dim, rows)
+            layer, spread = int(name.split(".")[1]), float(np.median(value.std(axis=-1)))
+            self.spreads[layer] = min(spread, self.spreads.get(layer, spread))
+
+    @property
+    def wide_keys(self) -> tuple[int, ...]:
+        """Layers in whose keys steps of 8 bits would drown most channels, since a few are very large."""
+        wide = []
+        for layer, spread in sorted(self.spreads.items()):
+            low, high = self.ranges[f"layers.{layer}{_KEY}"]
+            if high - low > _CODES * _LARGEST_STEP * spread:
+                wide.append(layer)
+        return tuple(wide)
+
+
+@dataclass(frozen=True, slots=True)
+class StaticFormat:
+    """How a device wants numbers: ``int8`` weights or float32, activations ``quantized`` or float32."""
+
+    int8: bool
+    quantized: bool
+
+    @property
+    def name(self) -> str:
+        """For manifests and tables."""
+        weights = "int8/channel" if self.int8 else "float32"
+        return f"{weights}, uint16 activations" if self.quantized else weights
+
+
+@dataclass(frozen=True, slots=True)
+class StaticExport:
+    """What :func:`export_static` wrote.
+
+    Attributes:
+        graphs: which graphs there are.
+        bytes_by_class: of weights.
+        report: what the format costs.
+        parity: against the stored reference; None without one.
+    """
+
+    graphs: StaticGraphs
+    bytes_by_class: dict[str, int]
+    report: StaticReport
+    parity: ParityReport | None
+
+
+def format_for(device: StaticDevice) -> StaticFormat:
+    """What ``device`` wants: compilers of NPUs keep int8 weights."""
+    return StaticFormat(int8=True, quantized=device == "npu-qnn")
+
+
+def export_static(
+    checkpoint: Checkpoint,
+    folder: Path,
+    graphs: StaticGraphs,
+    texts: Sequence[Sequence[int]],
+    *,
+    golden: Golden | None = None,
+    progress: ProgressCallback = ignore_progress,
+) -> StaticExport:
+    """Write the weights and every graph of ``graphs`` to ``folder``.
+
+    Args:
+        checkpoint: the source.
+        folder: the bundle's, without graphs and weights so far.
+        graphs: which graphs; the mask's value is found here where activations are quantized.
+        texts: token ids, at least two texts; every fourth is kept for the comparison.
+        golden: reference logits of the source; None without.
+        progress: told of stages.
+
+    Raises:
+        ParityError: far from the reference.
+    """
+    config, int8 = checkpoint.config, format_for(graphs.device).int8
+    held_out = [tokens[:ROWS] for tokens in texts[::4]]
+    calibrated = [tokens[:ROWS] for index, tokens in enumerate(texts) if index % 4]
+    scratch = folder / "float"
+    found = _float_run(checkpoint, scratch, (calibrated, held_out), progress)
+    weights = write_static_weights(checkpoint, folder, int8=int8, progress=progress)
+    graphs, plan = _settled(checkpoint, graphs, found, weights)
+    _save_all(config, plan, weights, folder, graphs)
+    # The golden texts take the same way, a pass each.
+    compared = [*held_out, *(() if golden is None else golden.texts)]
+    whole = replace(plan, rows=max(map(len, compared)))
+    pieces = StaticPieces(config, whole, graphs.masked, lambda parts: weights, folder)
+    results = _logits(pieces, compared, progress)
+    report = _compare(scratch, islice(results, len(held_out)), len(calibrated))
+    parity = None if golden is None else check_parity(([rows] for rows in results), golden)
+    rmtree(scratch)
+    return StaticExport(graphs, weights.bytes_by_class, report, parity)
+
+
+def _settled(
+    checkpoint: Checkpoint, graphs: StaticGraphs, found: _Watched, weights: WeightFile
+) -> tuple[StaticGraphs, StaticPlan]:
+    """What was found, where activations are quantized: in ``graphs``, and in the plan of all graphs."""
+    chosen = format_for(graphs.device)
+    biases = checkpoint.has_biases
+    plan = StaticPlan(rows=1, capacity=1, all_logits=True, int8=chosen.int8, biases=biases)
+    if not chosen.quantized:
+        return graphs, plan
+    graphs = replace(graphs, masked=_mask_value(found.ranges), wide_keys=found.wide_keys)
+    ranges = _all_ranges(checkpoint.config, found.ranges | weights.ranges, graphs.masked)
+    return graphs, replace(plan, ranges=ranges, wide_keys=graphs.wide_keys)
+
+
+def _mask_value(found: _Ranges) -> float:
+    """Such that a masked score, whatever it is, has no share beside one that is not."""
+    span = max(high - low for name, (low, high) in found.items() if name.endswith(_SCORES))
+    return round(-span - _MARGIN, 1)
+
+
+def planned(device: StaticDevice, buckets: tuple[int, ...]) -> StaticGraphs:
+    """The graphs of a bundle for ``device``."""
+    quantized = format_for(device).quantized
+    return StaticGraphs(
+        device=device,
+        verify=VERIFY_ROWS,
+        prefill=PREFILL_ROWS,
+        buckets=buckets,
+        activations="uint16" if quantized else "float32",
+        masked=MASKED,
+    )
+
+
+def _float_run(
+    checkpoint: Checkpoint,
+    scratch: Path,
+    texts: tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]],
+    progress: ProgressCallback,
+) -> _Watched:
+    """What values points take on the first texts, in float32.
+
+    The logits of the second go to ``scratch``, a file each.
+    """
+    scratch.mkdir()
+    config, biases = checkpoint.config, checkpoint.has_biases
+    plan = StaticPlan(rows=ROWS, capacity=1, all_logits=True, biases=biases, watched=True)
+    watched = _Watched()
+
+    def weights(parts: range) -> WeightFile:
+        return write_static_weights(checkpoint, scratch, int8=False, progress=ignore_progress, parts=parts)
+
+    # Texts are repeated to fill a pass, so that no range comes from spare rows.
+    every = [*((list(tokens) * ROWS)[:ROWS] for tokens in texts[0]), *texts[1]]
+    pieces = StaticPieces(config, plan, MASKED, weights, scratch)
+    for index, values in _reported(pieces, every, "Calibrating", progress):
+        held_out = index - len(texts[0])
+        if held_out < 0:
+            for output, value in values.items():
+                if ":" in output:
+                    watched.add(output.partition(":")[2], value)
+        elif "logits" in values:
+            np.save(_reference(scratch, held_out), values["logits"][0, : len(every[index])])
+    (scratch / DATA_FILE).unlink()
+    return watched
+
+
+def _reference(scratch: Path, number: int) -> Path:
+    return scratch / f"{number}.npy"
+
+
+def _reported(
+    pieces: StaticPieces, texts: Sequence[Sequence[int]], stage: str, progress: ProgressCallback
+) -> Iterator[tuple[int, dict[str, F32]]]:
+    total = len(texts) * len(pieces.pieces)
+    for done, one in enumerate(pieces.run(texts)):
+        progress(Progress(stage, done, total, "step"))
+        yield one
+    progress(Progress(stage, total, total, "step"))
+
+
+def _logits(
+    pieces: StaticPieces, texts: Sequence[Sequence[int]], progress: ProgressCallback
+) -> Iterator[Logits]:
+    """Of each text in turn."""
+    for index, values in _reported(pieces, texts, "Checking", progress):
+        if "logits" in values:
+            yield values["logits"][0, : len(texts[index])]
+
+
+def _all_ranges(config: ModelConfig, found: _Ranges, masked: float) -> _Ranges:
+    """Those that were watched, and those that are known."""
+    turned = {
+        name.removesuffix(_SCORES) + _MASKED: (low + masked, high)
+        for name, (low, high) in found.items()
+        if name.endswith(_SCORES)
+    }
+    known = {
+        "mask": (masked, 0.0),
+        "probabilities": (0.0, 1.0),
+        "rope": (-config.rope_magnitude, config.rope_magnitude),
+        "embedding_scale": (0.0, config.embedding_scale),
+    }
+    return found | turned | known
+
+
+def _save_all(
+    config: ModelConfig, plan: StaticPlan, weights: WeightFile, folder: Path, graphs: StaticGraphs
+) -> None:
+    for bucket in graphs.buckets:
+        for rows in graphs.widths:
+            shape = replace(plan, rows=rows, capacity=bucket, all_logits=rows != graphs.prefill)
+            save_static(config, shape, weights, folder / graphs.file(bucket, rows))
+
+
+def _compare(scratch: Path, logits: Iterable[Logits], calibrated: int) -> StaticReport:
+    """Each text with its reference; no more of them than one is in memory."""
+    same, kl = list[npt.NDArray[np.bool_]](), list[npt.NDArray[np.float64]]()
+    for number, found in enumerate(logits):
+        expected: Logits = np.load(_reference(scratch, number))
+        same.append(expected.argmax(1) == found.argmax(1))
+        for start in range(0, len(found), _COMPARED_ROWS):  # in float64 a text's would take gigabytes
+            rows = slice(start, start + _COMPARED_ROWS)
+            log_p, log_q = _log_probs(expected[rows]), _log_probs(found[rows])
+            kl.append((np.exp(log_p) * (log_p - log_q)).sum(1))
+    return StaticReport(
+        positions=sum(map(len, same)),
+        top1_agreement=float(np.concatenate(same).mean()),
+        kl=float(np.concatenate(kl).mean()),
+        calibration_texts=calibrated,
+    )
+
+
+def _log_probs(logits: Logits) -> npt.NDArray[np.float64]:
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    log_probs: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return log_probs

@@ -1,0 +1,184 @@
+"""Weights as graphs with fixed shapes take them: matrices (inputs, outputs), float32 or int8.
+
+Two rewrites leave what the model computes unchanged. Rotations of neighbouring elements become rotations of
+the halves of a head, by ordering the rows of queries and keys alike (a product of the two does not see it).
+And queries carry the attention scale, so that no operator has to.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from edgespec_export.formats.blocks import F32
+from edgespec_export.graphs.writer import DATA_FILE, Parameters, allocate, bytes_by_class
+from edgespec_export.sources.checkpoint import Checkpoint
+from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.graphs.static_decoder import build_static_decoder
+from edgespec_models.graphs.static_points import StaticPlan, encoding
+from edgespec_models.progress import Progress, ProgressCallback
+
+__all__ = ["WeightFile", "write_static_weights"]
+
+_Tensors = Iterator[tuple[str, npt.NDArray[Any]]]
+_ATTENTION, _MLP = ("q", "k", "v", "o"), ("gate", "up", "down")
+_NORMS = ("attn_norm", "mlp_norm", "post_attn_norm", "post_mlp_norm")
+_LARGEST_CODE = np.float32(127)
+_LARGEST_EMBEDDING_CODE = 65535
+_SPAN_ROWS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """A written file of weights.
+
+    Attributes:
+        tensors: where each parameter lies.
+        ranges: least and largest value of the weights that are quantized with the activations.
+        bytes_by_class: of ``embedding``, ``attention``, ``mlp``, ``lm_head``, ``other``.
+    """
+
+    tensors: dict[str, ir.TensorProtocol | None]
+    ranges: dict[str, tuple[float, float]]
+    bytes_by_class: dict[str, int]
+
+    def fill(self, model: ir.Model) -> None:
+        """Give every parameter of ``model`` its place in the file."""
+        for name, value in model.graph.initializers.items():
+            if value.const_value is None:
+                value.const_value = self.tensors[name]
+
+
+def write_static_weights(
+    checkpoint: Checkpoint,
+    folder: Path,
+    *,
+    int8: bool,
+    progress: ProgressCallback,
+    parts: range | None = None,
+) -> WeightFile:
+    """Write the weights of a graph to ``folder``, a matrix in memory at a time.
+
+    Args:
+        checkpoint: the source.
+        folder: of the graphs.
+        int8: matrices with a scale for each output, the embedding as uint16; else float32.
+        progress: told of bytes.
+        parts: those that the graph has; see :class:`StaticPlan`.
+    """
+    plan = StaticPlan(
+        rows=1, capacity=1, all_logits=True, int8=int8, biases=checkpoint.has_biases, parts=parts
+    )
+    model = build_static_decoder(checkpoint.config, plan)
+    parameters, offsets, size = allocate(model, folder)
+    tensors, by_class = {n: value.const_value for n, value in parameters.items()}, bytes_by_class(parameters)
+    ranges: dict[str, tuple[float, float]] = {}
+    with (folder / DATA_FILE).open("wb") as file:
+        places, done, total = Parameters(file, parameters, offsets), 0, sum(by_class.values())
+        for name, array in _stored(checkpoint, int8, plan.parts_of(checkpoint.config.num_layers)):
+            if array.ndim == 1 and array.dtype == np.float32:
+                ranges[_point(name)] = float(array.min()), float(array.max())
+            places.append(name, array)
+            done += array.nbytes
+            progress(Progress("Exporting", done, total))
+        file.truncate(size)
+    return WeightFile(tensors, ranges, by_class)
+
+
+def _point(name: str) -> str:
+    """The point of the graph at which a vector is quantized."""
+    return name.replace("attention.", "").replace("q_norm", "q.norm").replace("k_norm", "k.norm")
+
+
+def _stored(checkpoint: Checkpoint, int8: bool, parts: range) -> _Tensors:
+    """Every parameter and what it holds; an embedding in several pieces."""
+    matrix, layers = _int8 if int8 else _float, checkpoint.config.num_layers
+    for part in parts:
+        if part == 0:
+            yield from _embedding(checkpoint, int8)
+        if part < layers:
+            yield from _layer(checkpoint, f"layers.{part}.", matrix)
+        else:
+            yield "final_norm.weight", checkpoint.values("final_norm")
+            yield from _head(checkpoint, matrix)
+
+
+def _embedding(checkpoint: Checkpoint, int8: bool) -> _Tensors:
+    if not int8:
+        yield from (("embedding", rows) for rows in _spans(checkpoint, "embed"))
+        return
+    ends = [(float(rows.min()), float(rows.max())) for rows in _spans(checkpoint, "embed")]
+    scale, zero = encoding(min(low for low, _ in ends), max(high for _, high in ends), np.uint16)
+    yield "embedding_scale", np.array(scale)
+    yield "embedding_zero", np.array(zero, np.uint16)
+    for rows in _spans(checkpoint, "embed"):
+        codes = np.rint(rows / scale) + zero
+        yield "embedding", codes.clip(0, _LARGEST_EMBEDDING_CODE).astype(np.uint16)
+
+
+def _head(checkpoint: Checkpoint, matrix: Callable[[str, F32], _Tensors]) -> _Tensors:
+    """The LM head, whose outputs are many: encoded a few thousand at a time."""
+    found: dict[str, list[npt.NDArray[Any]]] = {}
+    for rows in _spans(checkpoint, "lm_head"):
+        for name, array in matrix("lm_head", rows):
+            found.setdefault(name, []).append(array)
+    for name in list(found):
+        yield name, np.concatenate(found.pop(name), axis=-1)
+
+
+def _spans(checkpoint: Checkpoint, name: str) -> Iterator[F32]:
+    """The rows of a large matrix, some at a time."""
+    count = checkpoint.tensor(name).shape[0]
+    for start in range(0, count, _SPAN_ROWS):
+        yield checkpoint.values(name, start, min(start + _SPAN_ROWS, count))
+
+
+def _layer(checkpoint: Checkpoint, prefix: str, matrix: Callable[[str, F32], _Tensors]) -> _Tensors:
+    config = checkpoint.config
+    order, scale = _head_order(config), np.float32(config.attention_scale)
+    for name in _ATTENTION:
+        weight, module = checkpoint.values(prefix + name), f"{prefix}attention.{name}"
+        factor = scale if name == "q" and not config.qk_norm else np.float32(1)
+        reorder = name in ("q", "k") and order is not None
+        yield from matrix(module, (_reordered(weight, order, config) if reorder else weight) * factor)
+        if f"{prefix}{name}_bias" in checkpoint.tensors:
+            bias = checkpoint.values(f"{prefix}{name}_bias")
+            yield f"{module}.bias", (_reordered(bias, order, config) if reorder else bias) * factor
+    for name in _MLP:
+        yield from matrix(f"{prefix}mlp.{name}", checkpoint.values(prefix + name))
+    for name in _NORMS:
+        if prefix + name in checkpoint.tensors:
+            yield f"{prefix}{name}.weight", checkpoint.values(prefix + name)
+    if config.qk_norm:
+        for name, factor in (("q_norm", scale), ("k_norm", np.float32(1))):
+            norm = checkpoint.values(prefix + name)
+            yield f"{prefix}attention.{name}.weight", (norm if order is None else norm[order]) * factor
+
+
+def _head_order(config: ModelConfig) -> npt.NDArray[np.int64] | None:
+    """Elements of a head such that neighbours that rotate together lie half a rotation apart."""
+    if not config.rope_interleaved:
+        return None
+    turned = np.arange(config.rotary_width).reshape(-1, 2).T.reshape(-1)
+    return np.concatenate([turned, np.arange(config.rotary_width, config.head_dim)])
+
+
+def _reordered(rows: F32, order: npt.NDArray[np.int64] | None, config: ModelConfig) -> F32:
+    heads = rows.reshape(-1, config.head_dim, *rows.shape[1:])
+    return heads[:, order].reshape(rows.shape)
+
+
+def _float(name: str, weight: F32) -> _Tensors:
+    yield f"{name}.weight", weight.T
+
+
+def _int8(name: str, weight: F32) -> _Tensors:
+    """Symmetric, with the scale that lets each output's largest weight be 127."""
+    scale = np.maximum(np.abs(weight).max(axis=1) / _LARGEST_CODE, np.float32(1e-9))
+    yield f"{name}.weight", np.rint(weight / scale[:, None]).astype(np.int8).T
+    yield f"{name}.scale", scale.astype(np.float32)
+    yield f"{name}.zero", np.zeros(len(weight), np.int8)

@@ -1,0 +1,233 @@
+"""GGUF blocks unpacked to one form: codes, scales and offsets.
+
+Every quantized format is ``w = scale * (code - zero) - minimum`` over blocks of 16 or 32 weights; this
+module brings each to that form without rounding. Scales and minimums of the K formats are themselves whole
+numbers times a float16 of 256 weights. Layouts: ggml ``ggml-common.h``; tests compare with the ``gguf``
+package's own dequantization.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from edgespec_export.sources.gguf import GGMLType
+
+__all__ = ["Blocks", "Fields", "fields", "largest", "unpack"]
+
+U8 = npt.NDArray[np.uint8]
+F16 = npt.NDArray[np.float16]
+F32 = npt.NDArray[np.float32]
+Steps = npt.NDArray[np.uint8] | npt.NDArray[np.int8]
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Rows of a quantized matrix.
+
+    Attributes:
+        codes: uint8 ``(rows, columns)``.
+        zero: the code that stands for 0 (before ``minimums``).
+        scales: float32 ``(rows, columns / block)``.
+        minimums: float32 like ``scales``, or None where they are all 0.
+        bits: how many bits a code takes.
+        block: weights that share a scale.
+    """
+
+    codes: U8
+    zero: int
+    scales: F32
+    minimums: F32 | None
+    bits: int
+    block: int
+
+    def values(self) -> F32:
+        """The weights these blocks stand for: float32 ``(rows, columns)``."""
+        rows, columns = self.codes.shape
+        grouped = self.codes.reshape(rows, -1, self.block).astype(np.float32)
+        if self.zero:
+            grouped -= self.zero
+        grouped *= self.scales[..., None]
+        if self.minimums is not None:
+            grouped -= self.minimums[..., None]
+        return grouped.reshape(rows, columns)
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """What a file says of rows of a quantized matrix, number by number.
+
+    A file block is 32 weights, of K formats 256 in ``n`` blocks with a whole number for a scale each.
+
+    Attributes:
+        codes: uint8 ``(rows, columns)``.
+        zero: the code that stands for 0 (before minimums).
+        bits: how many bits a code takes.
+        factors: float16 ``(rows, file blocks)``: of the scales.
+        scales: uint8 or int8 ``(rows, file blocks, n)``; None where the factor is the scale.
+        minimum_factors: float16 like ``factors``, or None where minimums are all 0.
+        minimums: uint8 like ``scales``; None where the factor is the minimum.
+    """
+
+    codes: U8
+    zero: int
+    bits: int
+    factors: F16
+    scales: Steps | None = None
+    minimum_factors: F16 | None = None
+    minimums: U8 | None = None
+
+    def blocks(self) -> Blocks:
+        """The same in numbers of float32, which holds each product exactly."""
+        scales = _product(self.factors, self.scales)
+        minimums = None if self.minimum_factors is None else _product(self.minimum_factors, self.minimums)
+        return Blocks(
+            self.codes, self.zero, scales, minimums, self.bits, self.codes.shape[1] // scales.shape[1]
+        )
+
+
+def unpack(kind: GGMLType, raw: U8) -> Blocks | F32:
+    """Unpack raw blocks, uint8 ``(rows, blocks, bytes)``.
+
+    Returns:
+        :class:`Blocks`, or float32 ``(rows, columns)`` for the floating-point formats.
+    """
+    if kind in (GGMLType.F32, GGMLType.F16, GGMLType.BF16):
+        return _floats(kind, raw.reshape(raw.shape[0], -1))
+    return fields(kind, raw).blocks()
+
+
+def fields(kind: GGMLType, raw: U8) -> Fields:
+    """What raw blocks of a quantized format, uint8 ``(rows, blocks, bytes)``, say."""
+    return _READERS[kind](raw)
+
+
+def largest(source: Blocks | F32) -> float:
+    """The largest magnitude among the weights, or scales and minimums; infinite where one is not finite."""
+    arrays = [source] if not isinstance(source, Blocks) else [source.scales]
+    if isinstance(source, Blocks) and source.minimums is not None:
+        arrays.append(source.minimums)
+    extremes = [float(end) for array in arrays for end in (-array.min(), array.max())]
+    return max(extremes) if np.isfinite(extremes).all() else float("inf")
+
+
+def _floats(kind: GGMLType, raw: U8) -> F32:
+    if kind is GGMLType.BF16:
+        return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return raw.view(np.float32 if kind is GGMLType.F32 else np.float16).astype(np.float32, copy=False)
+
+
+def _product(factors: F16, steps: Steps | None) -> F32:
+    exact = factors.astype(np.float32)
+    return exact if steps is None else (exact[..., None] * steps).reshape(len(exact), -1)
+
+
+def _half(raw: U8, start: int) -> F16:
+    """The float16 at byte ``start`` of every block: ``(rows, blocks)``."""
+    halves: F16 = np.ascontiguousarray(raw[..., start : start + 2]).view("<f2")[..., 0]
+    return halves
+
+
+def _pieces(packed: U8, bits: int) -> U8:
+    """Numbers of ``bits`` bits: the lowest of all bytes (the last axis) first, then those above them."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    pieces = packed[..., None, :] >> shifts
+    pieces &= np.uint8((1 << bits) - 1)
+    flat: U8 = pieces.reshape(*packed.shape[:-1], -1)
+    return flat
+
+
+def _flat(codes: U8) -> U8:
+    return codes.reshape(codes.shape[0], -1)
+
+
+def _q4_0(raw: U8) -> Fields:
+    return Fields(_flat(_pieces(raw[..., 2:], 4)), 8, 4, _half(raw, 0))
+
+
+def _q4_1(raw: U8) -> Fields:
+    return Fields(_flat(_pieces(raw[..., 4:], 4)), 0, 4, _half(raw, 0), minimum_factors=-_half(raw, 2))
+
+
+def _five_bits(high: U8, low: U8) -> U8:
+    bits = np.unpackbits(np.ascontiguousarray(high), axis=-1, bitorder="little")
+    bits <<= np.uint8(4)
+    return _flat(_pieces(low, 4) | bits)
+
+
+def _q5_0(raw: U8) -> Fields:
+    return Fields(_five_bits(raw[..., 2:6], raw[..., 6:]), 16, 5, _half(raw, 0))
+
+
+def _q5_1(raw: U8) -> Fields:
+    codes = _five_bits(raw[..., 4:8], raw[..., 8:])
+    return Fields(codes, 0, 5, _half(raw, 0), minimum_factors=-_half(raw, 2))
+
+
+def _q8_0(raw: U8) -> Fields:
+    # Two's complement plus 128 is the same byte with its sign bit flipped.
+    return Fields(_flat(raw[..., 2:] ^ np.uint8(128)), 128, 8, _half(raw, 0))
+
+
+def _q2_k(raw: U8) -> Fields:
+    # 128 weights to 32 bytes: the lowest two bits are the first 32 weights.
+    codes = _pieces(raw[..., 16:80].reshape(*raw.shape[:2], 2, 32), 2)
+    scales, minimums = raw[..., :16] & np.uint8(15), raw[..., :16] >> np.uint8(4)
+    return Fields(_flat(codes), 0, 2, _half(raw, 80), scales, _half(raw, 82), minimums)
+
+
+def _q3_k(raw: U8) -> Fields:
+    codes = _pieces(raw[..., 32:96].reshape(*raw.shape[:2], 2, 32), 2).reshape(*raw.shape[:2], 256)
+    high = _pieces(raw[..., :32], 1)
+    high <<= np.uint8(2)
+    codes |= high
+    scales = _pieces(raw[..., 96:104], 4) | _pieces(raw[..., 104:108], 2) << np.uint8(4)
+    return Fields(_flat(codes), 4, 3, _half(raw, 108), scales.view(np.int8) - np.int8(32))
+
+
+def _six_bit_scales(packed: U8) -> tuple[U8, U8]:
+    """Scales and minimums of Q4_K and Q5_K, 8 of each in 12 bytes."""
+    low, high, rest = packed[..., :4], packed[..., 4:8], packed[..., 8:]
+    scales = np.concatenate([low & 63, (rest & 15) | ((low >> 6) << 4)], axis=-1)
+    minimums = np.concatenate([high & 63, (rest >> 4) | ((high >> 6) << 4)], axis=-1)
+    return scales, minimums
+
+
+def _q4_k(raw: U8) -> Fields:
+    scales, minimums = _six_bit_scales(raw[..., 4:16])
+    # 64 weights to 32 bytes: the low nibbles are one block of 32, the high nibbles the next.
+    codes = _pieces(raw[..., 16:].reshape(*raw.shape[:2], 4, 32), 4)
+    return Fields(_flat(codes), 0, 4, _half(raw, 0), scales, _half(raw, 2), minimums)
+
+
+def _q5_k(raw: U8) -> Fields:
+    scales, minimums = _six_bit_scales(raw[..., 4:16])
+    codes = _pieces(raw[..., 48:].reshape(*raw.shape[:2], 4, 32), 4).reshape(*raw.shape[:2], 256)
+    high = _pieces(raw[..., 16:48], 1)
+    high <<= np.uint8(4)
+    codes |= high
+    return Fields(_flat(codes), 0, 5, _half(raw, 0), scales, _half(raw, 2), minimums)
+
+
+def _q6_k(raw: U8) -> Fields:
+    rows, blocks = raw.shape[:2]
+    codes = _pieces(raw[..., :128].reshape(rows, blocks, 2, 64), 4)
+    high = _pieces(raw[..., 128:192].reshape(rows, blocks, 2, 32), 2)
+    high <<= np.uint8(4)
+    codes |= high
+    scales = np.ascontiguousarray(raw[..., 192:208]).view(np.int8)
+    return Fields(_flat(codes), 32, 6, _half(raw, 208), scales)
+
+
+_READERS = {
+    GGMLType.Q4_0: _q4_0,
+    GGMLType.Q4_1: _q4_1,
+    GGMLType.Q5_0: _q5_0,
+    GGMLType.Q5_1: _q5_1,
+    GGMLType.Q8_0: _q8_0,
+    GGMLType.Q2_K: _q2_k,
+    GGMLType.Q3_K: _q3_k,
+    GGMLType.Q4_K: _q4_k,
+    GGMLType.Q5_K: _q5_k,
+    GGMLType.Q6_K: _q6_k,
+}

@@ -1,0 +1,249 @@
+"""Which format each weight of a graph gets, and where it comes from.
+
+For edgespec's own kernels every quantized matrix keeps the blocks that its file has; floats are rounded into
+block formats. Of ONNX Runtime's operators, what their kernels lack takes the nearest that they have. A
+quantization that the user chose takes the place of both.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import groupby
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+
+from edgespec_export.formats.blocks import F32, U8, Blocks, unpack
+from edgespec_export.formats.encode import Arrays, decode_linear, encode_embedding, encode_linear
+from edgespec_export.formats.quantization import Quantization
+from edgespec_export.formats.rounding import round_matrix
+from edgespec_export.formats.tiles import pack, pack_blocks, unpack_tiles
+from edgespec_export.graphs.writer import Stored
+from edgespec_export.sources.checkpoint import FLOATS, Checkpoint
+from edgespec_export.sources.gguf import GGMLType
+from edgespec_models.bundles.tiles import FORMATS, LANES, tile_bytes
+from edgespec_models.bundles.weight_format import Method, WeightFormat
+from edgespec_models.graphs.plan import (
+    FULL,
+    DecoderPlan,
+    EmbeddingSpec,
+    LinearPart,
+    LinearSpec,
+    Precision,
+    module_path,
+)
+
+__all__ = ["PORTABLE", "biases_of", "plan_decoder", "stored"]
+
+_INT8 = WeightFormat(8, 32)
+_HALF = WeightFormat(16)
+_GPU_BLOCK = 32  # CUDA's kernels are made and measured for blocks of 32, and have no use for larger ones
+
+PORTABLE: Final[Mapping[GGMLType, WeightFormat]] = MappingProxyType(
+    {
+        **dict.fromkeys(GGMLType, _INT8),
+        **dict.fromkeys(FLOATS, WeightFormat(32)),
+        GGMLType.Q4_0: WeightFormat(4, 32),
+        GGMLType.Q4_1: WeightFormat(4, 32, minimums=True),
+        GGMLType.Q4_K: WeightFormat(4, 32, minimums=True),
+        GGMLType.Q6_K: WeightFormat(8, 64),
+    }
+)
+"""What multiplied matrices of each source format are stored as."""
+
+_LARGE = 1_000_000_000  # weights; smaller models lose too much by 4 bits that nobody chose for them
+_LAYER = MappingProxyType({"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)})
+_ROUNDED = MappingProxyType(
+    {
+        "Q8_0": WeightFormat(8, 32),
+        "Q4_0": WeightFormat(4, 32),
+        "Q4_1": WeightFormat(4, 32, minimums=True),
+    }
+)
+"""What floats are rounded to in tiles."""
+
+
+def plan_decoder(
+    checkpoint: Checkpoint,
+    quantization: Quantization | None = None,
+    *,
+    native: bool = False,
+    tunable: bool = False,
+    head_tokens: tuple[int, ...] | None = None,
+    precision: Precision = FULL,
+) -> DecoderPlan:
+    """Assign formats; where ONNX Runtime multiplies, neighbours with one format are fused into one matrix.
+
+    Args:
+        checkpoint: the source.
+        quantization: how to round every matrix; None keeps each, or as near as :data:`PORTABLE` says.
+        native: for edgespec's own kernels.
+        tunable: whether gains may be replaced at run time.
+        head_tokens: the tokens a trimmed LM head keeps.
+        precision: what a graph of ONNX Runtime's operators computes in.
+
+    Raises:
+        UnsupportedModelError: a width without whole blocks, for edgespec's kernels.
+    """
+    config = checkpoint.config
+    largest = 64 if precision == FULL else _GPU_BLOCK
+
+    def form(source: str) -> WeightFormat:
+        if native:
+            return _tiles(checkpoint, source, quantization)
+        return _portable(checkpoint, source, quantization, largest)
+
+    def linear(sources: tuple[str, ...]) -> LinearSpec:
+        alone = ((form(source), [source]) for source in sources)
+        groups = alone if native else groupby(sources, form)
+        parts = tuple(_part(checkpoint, tuple(group), chosen, quantization) for chosen, group in groups)
+        return LinearSpec(checkpoint.tensor(sources[0]).shape[1], parts)
+
+    head = linear(("lm_head",))
+    if head_tokens is not None:
+        head = replace(head, parts=(replace(head.parts[0], out_features=len(head_tokens)),))
+    linears = {"lm_head": head}
+    for i in range(config.num_layers):
+        for name, sources in _LAYER.items():
+            linears[f"layers.{i}.{name}"] = linear(tuple(f"layers.{i}.{source}" for source in sources))
+    if native:
+        (table,) = linear(("embed",)).parts
+        embedding = EmbeddingSpec(table.format, method=table.method)
+    else:
+        embedding = _embedding(checkpoint, quantized=quantization is not None)
+    context = head_tokens is not None and checkpoint.tied_head
+    plan = DecoderPlan(embedding, linears, head_tokens, context, tunable)
+    return plan if precision == FULL else _with_precision(plan, precision)
+
+
+def _part(
+    checkpoint: Checkpoint, sources: tuple[str, ...], form: WeightFormat, quantization: Quantization | None
+) -> LinearPart:
+    biases = tuple(name for source in sources if (name := f"{source}_bias") in checkpoint.tensors)
+    rows = sum(checkpoint.tensor(name).shape[0] for name in sources)
+    method: Method = "keep" if quantization is None else quantization.method
+    if form.tiles:
+        kept = checkpoint.tensor(sources[0]).type.name == form.tiles
+        method = "keep" if kept else "fit" if method == "keep" else method
+    return LinearPart(tuple(map(checkpoint.stored_name, sources)), rows, form, biases, method)
+
+
+def _tiles(checkpoint: Checkpoint, source: str, quantization: Quantization | None) -> WeightFormat:
+    """A format of edgespec's kernels."""
+    tensor, config = checkpoint.tensor(source), checkpoint.config
+    layers = source not in ("embed", "lm_head")
+    if tensor.type.name in FORMATS and (quantization is None or source == "embed"):
+        name = tensor.type.name
+    elif quantization is not None:
+        name = quantization.block_format(
+            "lm_head" if source == "embed" else source, tensor.type, config.num_layers
+        )
+    elif (asked := checkpoint.tiles_of(source)) is not None:
+        name = asked
+    else:
+        weights = sum(each.shape[0] * each.shape[-1] for each in checkpoint.tensors.values())
+        name = "Q4_1" if layers and weights >= _LARGE else "Q8_0"
+    tile_bytes(name, *tensor.shape)  # refuses widths
+    return replace(_ROUNDED.get(name, _INT8), tiles=name)
+
+
+def _portable(
+    checkpoint: Checkpoint, source: str, quantization: Quantization | None, largest: int
+) -> WeightFormat:
+    """A format of ONNX Runtime's operators, in blocks up to ``largest``."""
+    kind, columns = checkpoint.tensor(source).type, checkpoint.tensor(source).shape[1]
+    if quantization is not None:
+        return quantization.format_of(source, kind, columns, checkpoint.config.num_layers)
+    chosen = PORTABLE[kind]
+    whole = chosen.block <= largest and columns % chosen.block == 0
+    return chosen if whole or chosen.is_float else replace(chosen, block=_INT8.block)
+
+
+def _with_precision(plan: DecoderPlan, precision: Precision) -> DecoderPlan:
+    """Matrices in floating point are kept in the type that they are multiplied in."""
+    linears = {
+        name: replace(
+            spec, parts=tuple(replace(p, format=_HALF) if p.format.is_float else p for p in spec.parts)
+        )
+        for name, spec in plan.linears.items()
+    }
+    embedding = replace(plan.embedding, zero_points=not plan.embedding.format.is_float)
+    if embedding.format.is_float and precision.residual == "float16":
+        embedding = replace(embedding, format=_HALF)
+    return replace(plan, linears=linears, embedding=embedding, precision=precision)
+
+
+def _embedding(checkpoint: Checkpoint, *, quantized: bool) -> EmbeddingSpec:
+    """Rows are gathered, not multiplied, so exactness costs no time: a quantized table stays as it is.
+
+    One in floating point takes 8 bits where matrices are to be ``quantized``.
+    """
+    row = unpack(*checkpoint.read("embed", 0, 1))
+    if not isinstance(row, Blocks):
+        fits = quantized and row.shape[1] % _INT8.block == 0
+        return EmbeddingSpec(_INT8 if fits else WeightFormat(32))
+    form = WeightFormat(4 if row.bits == 4 else 8, row.block)
+    return EmbeddingSpec(form, offsets=row.minimums is not None)
+
+
+def biases_of(plan: DecoderPlan) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Parameters that hold biases, and the tensors in each."""
+    for linear, spec in plan.linears.items():
+        if plan.native and spec.parts[0].biases:  # one for all parts
+            yield f"{module_path(linear)}.bias", tuple(name for part in spec.parts for name in part.biases)
+        elif not plan.native:
+            for index, part in enumerate(spec.parts):
+                if part.biases:
+                    yield f"{module_path(linear)}.parts.{index}.bias", part.biases
+
+
+def stored(plan: DecoderPlan) -> list[Stored]:
+    """Where every matrix comes from, the embedding first."""
+    linears = (
+        _stored(prefix, part, plan.head_tokens if prefix.startswith("lm_head.") else None)
+        for prefix, part in plan.parts()
+    )
+    return [_stored_embedding(plan), *linears]
+
+
+def _stored_embedding(plan: DecoderPlan) -> Stored:
+    table = plan.embedding
+    if plan.native:
+        return _stored("embedding", LinearPart(("embed",), 0, table.format, (), table.method), None)
+    return Stored(
+        prefix="embedding",
+        sources=("embed",),
+        format=table.format.name,
+        method="keep",
+        encode=lambda kind, raw, source: encode_embedding(source, table),
+        decode=lambda arrays, rows, columns: decode_linear(arrays, table.format, columns),
+    )
+
+
+def _stored(prefix: str, part: LinearPart, keep: tuple[int, ...] | None) -> Stored:
+    form, tiles = part.format, part.format.tiles
+
+    def encode(kind: GGMLType, raw: U8, source: Blocks | F32) -> Arrays:
+        if not tiles:
+            return encode_linear(source, form, part.method)
+        if kind.name == tiles:
+            return {"weight": pack(tiles, raw)}
+        values = source.values() if isinstance(source, Blocks) else source
+        assert part.method != "keep"
+        return {"weight": pack_blocks(tiles, round_matrix(values, _ROUNDED[tiles], part.method), values)}
+
+    def decode(arrays: Arrays, rows: int, columns: int) -> F32:
+        if tiles:
+            return unpack_tiles(tiles, arrays["weight"], rows, columns)
+        return decode_linear(arrays, form, columns)
+
+    return Stored(
+        prefix=prefix,
+        sources=part.sources,
+        format=form.name,
+        method=part.method,
+        encode=encode,
+        decode=decode,
+        keep=None if keep is None else np.array(keep, np.int64),
+        lanes=LANES if tiles else 1,
+    )

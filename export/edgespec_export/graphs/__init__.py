@@ -1,0 +1,4 @@
+"""Graphs and weights on disk, and whether they compute what their source computes.
+
+Imports sources and formats.
+"""

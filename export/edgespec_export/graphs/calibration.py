@@ -1,0 +1,116 @@
+"""Text that targets wrote: shipped, read from files, or written now."""
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.foreign import open_bundle
+from edgespec_models.errors import RequestError
+from edgespec_models.progress import Progress, ProgressCallback
+from edgespec_runtimes.cost import CostCurve, measure_cost
+from edgespec_runtimes.cpu import CpuOptions, CpuSession
+
+__all__ = ["calibration_texts", "read_texts", "shipped_prompts", "shipped_texts", "written_by"]
+
+_SHIPPED = "calibration.jsonl.gz"
+_PROMPTS = 64
+_TOKENS = 96
+
+
+def shipped_texts() -> list[str]:
+    """Text that catalogue targets wrote (docs/lab/tools.md), for any drafter."""
+    return [record["text"] for record in _shipped()]
+
+
+def shipped_prompts() -> list[str]:
+    """What some of these texts answer, each once."""
+    return list(dict.fromkeys(record["prompt"] for record in _shipped() if "prompt" in record))
+
+
+def read_texts(path: Path) -> list[str]:
+    """The texts of a JSON Lines file.
+
+    Raises:
+        RequestError: unreadable, without texts, or a line without a ``text``.
+    """
+    try:
+        texts = list(_texts(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"cannot read calibration text {path}: {error}") from error
+    if not texts:
+        raise RequestError(f"{path} holds no calibration text; give some hundred texts that a target wrote")
+    return texts
+
+
+def calibration_texts(files: Sequence[Path]) -> list[str]:
+    """The texts of JSON Lines ``files``, or the shipped ones without any.
+
+    Raises:
+        RequestError: as :func:`read_texts`.
+    """
+    return [text for file in files for text in read_texts(file)] if files else shipped_texts()
+
+
+def written_by(target: Path, progress: ProgressCallback) -> tuple[list[str], CostCurve]:
+    """Have the bundle ``target`` answer some prompts, greedily; its answers, and what its passes cost.
+
+    Raises:
+        BundleError: the target cannot be opened.
+        RequestError: it is a trimmed drafter.
+    """
+    bundle = open_bundle(target)
+    if bundle.head_tokens is not None:
+        raise RequestError(f"{target} is a trimmed drafter; calibrate with a target")
+    session = CpuSession(bundle, CpuOptions(exact_rows=False))
+    try:
+        curve = measure_cost(session)
+        prompts = shipped_prompts()
+        texts = []
+        for number, prompt in enumerate(prompts[:: max(1, len(prompts) // _PROMPTS)][:_PROMPTS]):
+            progress(Progress("Writing calibration text", number, _PROMPTS, "text"))
+            texts.append(_answer(bundle, session, prompt))
+        progress(Progress("Writing calibration text", _PROMPTS, _PROMPTS, "text"))
+        return texts, curve
+    finally:
+        session.close()
+
+
+def _answer(bundle: Bundle, session: CpuSession, prompt: str) -> str:
+    tokenizer, special = bundle.tokenizer, bundle.manifest.special_tokens
+    if bundle.chat_template is None:
+        ids = tokenizer.encode(prompt + "\n\n")
+    else:
+        ids = bundle.chat_template.encode([{"role": "user", "content": prompt}], tokenizer)
+    if special.add_bos and special.bos is not None and ids[:1] != [special.bos]:
+        ids = [special.bos, *ids]
+    start = len(ids)
+    token = session.predict_next(ids).best(0)
+    while token not in special.eos and len(ids) - start < _TOKENS:
+        ids.append(token)
+        token = session.predict([token]).best(0)
+    return tokenizer.decode(ids[start:])
+
+
+def _shipped() -> list[dict[str, Any]]:
+    packed = (resources.files("edgespec_models") / _SHIPPED).read_bytes()
+    return [json.loads(line) for line in gzip.decompress(packed).splitlines()]
+
+
+def _texts(path: Path) -> Iterator[str]:
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                text = json.loads(line)["text"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise RequestError(
+                    f'{path}, line {number}: not a JSON object with a "text" that a target wrote'
+                ) from error
+            if not isinstance(text, str):
+                raise RequestError(f'{path}, line {number}: "text" is not a string')
+            yield text

@@ -1,0 +1,133 @@
+"""How large a model's activations become, and so what a graph in 16-bit floats may compute in.
+
+float16 ends at 65,504. The residual stream is a sum over all layers: Gemma 3's exceeds that, and in many
+models a few channels of the first token are thousands of times larger than the rest (Sun et al. 2024,
+"Massive Activations in Large Language Models"). So the model, in 8 bits and float32, reads some text, and the
+residual stream is kept in float32 where it comes near the end.
+"""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from edgespec_export.formats.blocks import F32
+from edgespec_export.formats.plan import biases_of, plan_decoder, stored
+from edgespec_export.formats.quantization import Quantization
+from edgespec_export.graphs.calibration import calibration_texts
+from edgespec_export.graphs.pieces import cut, walk
+from edgespec_export.graphs.writer import small_tensors, write_weights
+from edgespec_export.report import LARGEST_FLOAT16, ActivationRanges
+from edgespec_export.sources.checkpoint import Checkpoint
+from edgespec_models.bundles.bundle import GRAPH
+from edgespec_models.errors import RequestError, UnsupportedModelError
+from edgespec_models.graphs.decoder import build_decoder, rotary_rows
+from edgespec_models.graphs.plan import Precision
+from edgespec_models.progress import Progress, ProgressCallback
+from edgespec_models.text.tokenizer import Tokenizer
+
+__all__ = ["measure_ranges", "precision_for"]
+
+_INNER_MARGIN = 2.0  # the largest are the first token's, which hardly depend on the text
+_TEXTS, _LONGEST = 16, 192  # tokens of a text
+_SUM = 3  # SkipSimplifiedLayerNormalization's output
+_PRODUCTS = ("MatMulNBits", "MatMul")
+_INNER = (*_PRODUCTS, "GroupQueryAttention", "Mul", "Gelu", "QuickGelu")
+_BLOCK = 32  # columns whose sum formats with minimums multiply too
+_READER = Quantization(8, "keep")  # near to any source, and its graph gives projections their input as it is
+
+
+def precision_for(ranges: ActivationRanges) -> Precision:
+    """What a graph in 16-bit floats computes in.
+
+    Raises:
+        UnsupportedModelError: float16 does not hold what layers compute.
+    """
+    if not ranges.inner * _INNER_MARGIN <= LARGEST_FLOAT16:
+        raise UnsupportedModelError(
+            f"within its layers this model computes values up to {ranges.inner:,.0f}; float16 ends at "
+            f"{LARGEST_FLOAT16:,.0f} and other texts may go further. Export it for the CPU (without --device)"
+        )
+    return Precision("float16", ranges.residual_type)
+
+
+def measure_ranges(
+    checkpoint: Checkpoint, files: Sequence[Path], scratch: Path, progress: ProgressCallback
+) -> ActivationRanges:
+    """Let ``checkpoint`` read the texts of ``files``, or the shipped ones without any.
+
+    Args:
+        checkpoint: the model.
+        files: JSON Lines with texts that targets wrote.
+        scratch: a folder that does not exist; it takes a byte a weight until the function returns.
+        progress: told of the writing and the reading.
+
+    Raises:
+        RequestError: calibration text that cannot be read.
+        ModelFileError: weights that cannot be read.
+    """
+    tokens = _tokens(checkpoint, files)
+    scratch.mkdir()
+    try:
+        graph = _write_reader(checkpoint, scratch, progress)
+        stream, inner, given = _watched(graph)
+        largest = dict.fromkeys((*stream, *inner), 0.0)
+
+        pieces = cut(graph, watched=largest.keys())
+        done = 0
+        for step in walk(pieces, checkpoint.config, tokens):
+            for name in step.left.keys() & largest.keys():
+                # As max is not, NaN is larger than any other to np.maximum.
+                value = _largest(step.left[name][0], sums=name in given)
+                largest[name] = float(np.maximum(largest[name], value))
+            done += step.last
+            if step.last:
+                progress(Progress("Calibrating", done, len(pieces), "step"))
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    residual, within = (float(np.max([largest[name] for name in names])) for names in (stream, inner))
+    return ActivationRanges(residual, within, sum(map(len, tokens)))
+
+
+def _largest(value: F32, *, sums: bool) -> float:
+    """The largest magnitude in ``value``, and of the ``sums`` that formats with minimums multiply."""
+    whole = sums and value.shape[-1] % _BLOCK == 0
+    blocks = value.reshape(-1, _BLOCK).sum(axis=1) if whole else value
+    return float(np.maximum(np.abs(value).max(), np.abs(blocks).max()))
+
+
+def _tokens(checkpoint: Checkpoint, files: Sequence[Path]) -> list[list[int]]:
+    """Beginnings of a few texts, from all over them, begun as the model's prompts are."""
+    config, special = checkpoint.config, checkpoint.special_tokens()
+    tokenizer = Tokenizer.from_json(checkpoint.tokenizer_json(), vocab_size=config.vocab_size)
+    start = [special.bos] if special.add_bos and special.bos is not None else []
+    limit = min(_LONGEST, config.context_length) - len(start)
+    texts = calibration_texts(files)
+    encoded = [start + tokenizer.encode(text)[:limit] for text in texts[:: max(1, len(texts) // _TEXTS)]]
+    if not any(encoded):
+        raise RequestError("the calibration text holds no tokens; give longer ones")
+    return [tokens for tokens in encoded if tokens][:_TEXTS]
+
+
+def _write_reader(checkpoint: Checkpoint, folder: Path, progress: ProgressCallback) -> Path:
+    """Write the model that reads the texts into ``folder``, a byte a weight; returns its graph."""
+    plan = plan_decoder(checkpoint, _READER)
+    model = build_decoder(checkpoint.config, plan)
+    small = small_tensors(checkpoint, biases_of(plan), rotary_rows(checkpoint.config))
+    write_weights(model, stored(plan), small, checkpoint, folder, progress)
+    ir.save(model, folder / GRAPH)
+    return folder / GRAPH
+
+
+def _watched(graph: Path) -> tuple[set[str], set[str], set[str]]:
+    """Names of the values of ``graph``: of the residual stream, within layers, and, of these, multiplied."""
+    nodes = onnx.load(str(graph), load_external_data=False).graph.node
+    skips = [node for node in nodes if node.op_type == "SkipSimplifiedLayerNormalization"]
+    stream = {node.output[_SUM] for node in skips} | {name for node in skips for name in node.input[:2]}
+    inner = {node.output[0] for node in nodes if node.op_type in _INNER} | {n.output[0] for n in skips}
+    given = {node.input[0] for node in nodes if node.op_type in _PRODUCTS}
+    inner = (inner | given) - {"logits"}
+    return stream - inner, inner, given

@@ -1,0 +1,218 @@
+"""Write a graph's weights, matrix by matrix, into one external data file.
+
+Memory stays bounded: a few chunks of about a million weights are under way at any time, encoded by a
+small pool of threads (numpy releases the interpreter's lock) and written in order.
+"""
+
+import errno
+import os
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from edgespec_export.formats.blocks import F32, U8, Blocks, largest, unpack
+from edgespec_export.formats.encode import Arrays
+from edgespec_export.sources.checkpoint import Checkpoint, SourceTensor
+from edgespec_export.sources.gguf import GGMLType
+from edgespec_models.bundles.rope import rotary_tables
+from edgespec_models.bundles.weight_format import Method
+from edgespec_models.errors import ModelFileError
+from edgespec_models.progress import Progress, ProgressCallback
+
+__all__ = ["DATA_FILE", "Parameters", "Stored", "allocate", "small_tensors", "write_weights"]
+
+DATA_FILE = "model.onnx.data"
+_CHUNK_WEIGHTS = 1 << 20
+_IN_FLIGHT = 4
+_LARGEST = 1e15  # no model has such weights, and their squares are finite still
+_PAGE = 4096  # mapped weights should start on a page
+_CLASSES = ("embedding", "attention", "mlp", "lm_head", "other")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A matrix of the graph: parameters called ``prefix.*``, made of the rows of tensors of the checkpoint.
+
+    Attributes:
+        prefix: of the parameters' names.
+        sources: the tensors, stacked.
+        format: how it is stored, by name.
+        method: how the weights came to be in that format.
+        encode: from the source's format, raw rows and what these hold to the parameters' rows.
+        decode: the inverse: what parameters of so many rows and columns stand for.
+        keep: ascending rows; None keeps all.
+        lanes: rows that are stored together; zeros fill up the last.
+    """
+
+    prefix: str
+    sources: tuple[str, ...]
+    format: str
+    method: Method
+    encode: Callable[[GGMLType, U8, Blocks | F32], Arrays]
+    decode: Callable[[Arrays, int, int], F32]
+    keep: npt.NDArray[np.int64] | None = None
+    lanes: int = 1
+
+
+class Parameters:
+    """Parameters in the data file, each written row after row in its own type."""
+
+    def __init__(self, file: BinaryIO, parameters: dict[str, ir.Value], offsets: dict[str, int]) -> None:
+        self._file, self._at = file, dict(offsets)
+        self._types = {name: value.dtype.numpy() for name, value in parameters.items() if value.dtype}
+
+    def append(self, name: str, rows: npt.NDArray[np.generic]) -> None:
+        """Write ``rows`` behind those that are there."""
+        rows = np.ascontiguousarray(rows, self._types[name])
+        self._file.seek(self._at[name])
+        self._file.write(rows.data)
+        self._at[name] += rows.nbytes
+
+
+def write_weights(
+    model: ir.Model,
+    matrices: Sequence[Stored],
+    small: Iterable[tuple[str, F32]],
+    checkpoint: Checkpoint,
+    folder: Path,
+    progress: ProgressCallback,
+) -> dict[str, int]:
+    """Fill every parameter of ``model`` from ``checkpoint``; the bytes go to ``folder / DATA_FILE``.
+
+    Args:
+        model: its parameters have no data yet.
+        matrices: where each of its matrices comes from.
+        small: all other parameters, by name.
+        checkpoint: the source.
+        folder: the graph's.
+        progress: told of bytes read.
+
+    Returns:
+        Bytes by tensor class: ``embedding``, ``attention``, ``mlp``, ``lm_head``, ``other``.
+
+    Raises:
+        ModelFileError: weights that are not finite numbers.
+        OSError: the disk has no room for them.
+    """
+    parameters, offsets, size = allocate(model, folder)
+    sources = [source for matrix in matrices for source in matrix.sources]
+    total, done = sum(checkpoint.tensor(source).n_bytes for source in sources), 0
+    with (folder / DATA_FILE).open("wb") as file, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        places = Parameters(file, parameters, offsets)
+        for name, values in small:
+            places.append(name, values)
+        for matrix in matrices:
+            for arrays, read in _encoded(checkpoint, matrix, pool):
+                for name, array in arrays.items():
+                    places.append(f"{matrix.prefix}.{name}", array)
+                done += read
+                progress(Progress("Exporting", done, total))
+        file.truncate(size)
+        file.flush()
+        os.fsync(file.fileno())
+    return bytes_by_class(parameters)
+
+
+def allocate(model: ir.Model, folder: Path) -> tuple[dict[str, ir.Value], dict[str, int], int]:
+    """Give every parameter its place in the data file; returns them, their places and the file's size.
+
+    Raises:
+        OSError: the disk has no room for so much.
+    """
+    parameters = {n: value for n, value in model.graph.initializers.items() if value.const_value is None}
+    offsets, at = {}, 0
+    for name, value in parameters.items():
+        assert value.shape is not None and value.dtype is not None
+        shape = [int(dim) for dim in value.shape]  # type: ignore[arg-type]
+        n_bytes = int(np.prod(shape)) * value.dtype.itemsize
+        at = -(-at // _PAGE) * _PAGE
+        value.const_value = ir.ExternalTensor(
+            DATA_FILE, at, int(n_bytes), value.dtype, shape=ir.Shape(shape), name=name, base_dir=folder
+        )
+        offsets[name] = at
+        at += int(n_bytes)
+    free = shutil.disk_usage(folder).free
+    if free < at:  # before minutes of writing
+        raise OSError(errno.ENOSPC, f"the weights take {at:,} bytes, {free:,} are free")
+    return parameters, offsets, at
+
+
+def small_tensors(
+    checkpoint: Checkpoint, biases: Iterable[tuple[str, tuple[str, ...]]], positions: int
+) -> Iterator[tuple[str, F32]]:
+    """Norms, ``biases`` (a parameter and its tensors) and rotary tables: name in the graph, values."""
+    yield "final_norm.weight", checkpoint.values("final_norm")
+    for i in range(checkpoint.config.num_layers):
+        for name in ("attn_norm", "mlp_norm", "post_attn_norm", "post_mlp_norm", "q_norm", "k_norm"):
+            if f"layers.{i}.{name}" in checkpoint.tensors:
+                module = f"attention.{name}" if name in ("q_norm", "k_norm") else name
+                yield f"layers.{i}.{module}.weight", checkpoint.values(f"layers.{i}.{name}")
+    for parameter, names in biases:
+        yield parameter, np.concatenate([checkpoint.values(name) for name in names])
+    yield from rotary_tables(checkpoint.config, positions).items()
+
+
+def bytes_by_class(parameters: dict[str, ir.Value]) -> dict[str, int]:
+    """Bytes of ``embedding``, ``attention``, ``mlp``, ``lm_head``, ``other``."""
+    totals = dict.fromkeys(_CLASSES, 0)
+    for name, value in parameters.items():
+        assert value.const_value is not None
+        totals[next((part for part in name.split(".") if part in totals), "other")] += (
+            value.const_value.nbytes
+        )
+    return totals
+
+
+def _encoded(
+    checkpoint: Checkpoint, matrix: Stored, pool: ThreadPoolExecutor
+) -> Iterator[tuple[Arrays, int]]:
+    """A matrix's parameters, some rows at a time, and the source's bytes that went into them."""
+    pending: deque[tuple[int, Future[Arrays]]] = deque()
+    for source in matrix.sources:
+        tensor = checkpoint.tensor(source)
+        for raw, n_bytes in _rows(checkpoint, source, matrix):
+            pending.append((n_bytes, pool.submit(_encode, matrix, tensor, raw)))
+            if len(pending) >= _IN_FLIGHT:
+                read, future = pending.popleft()
+                yield future.result(), read
+    for read, future in pending:
+        yield future.result(), read
+
+
+def _rows(checkpoint: Checkpoint, source: str, matrix: Stored) -> Iterator[tuple[U8, int]]:
+    """The rows that are kept, whole lanes of them at a time; and bytes read."""
+    (rows, columns), lanes = checkpoint.tensor(source).shape, matrix.lanes
+    step = max(lanes, _CHUNK_WEIGHTS // columns // lanes * lanes)
+    rest: U8 | None = None
+    for start in range(0, rows, step):
+        _, raw = checkpoint.read(source, start, min(start + step, rows))
+        read = raw.nbytes
+        if matrix.keep is not None:
+            first, last = np.searchsorted(matrix.keep, [start, start + len(raw)])
+            raw = raw[matrix.keep[first:last] - start]
+        if rest is not None and len(rest):
+            raw = np.concatenate([rest, raw])
+        whole = len(raw) // lanes * lanes
+        rest = raw[whole:]
+        if start + step >= rows and len(rest):
+            raw = np.concatenate([raw, np.zeros((lanes - len(rest), *raw.shape[1:]), np.uint8)])
+            whole += lanes
+        if whole:
+            yield raw[:whole], read
+
+
+def _encode(matrix: Stored, tensor: SourceTensor, raw: U8) -> Arrays:
+    source = unpack(tensor.type, raw)
+    if largest(source) > _LARGEST:
+        raise ModelFileError(
+            f"tensor {tensor.name!r} holds weights that are not finite numbers; download or convert it again"
+        )
+    return matrix.encode(tensor.type, raw, source)

@@ -1,0 +1,194 @@
+"""What an export asks of a checkpoint, whatever files it lies in.
+
+Tensors go under edgespec's own names: ``embed``, ``final_norm``, ``lm_head``; per layer L ``layers.L.`` +
+``q k v o gate up down``, ``q_bias k_bias v_bias``,
+``attn_norm mlp_norm post_attn_norm post_mlp_norm q_norm k_norm``.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from edgespec_export.formats.blocks import F32, Blocks, unpack
+from edgespec_export.sources.gguf import GGMLType
+from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.errors import ModelFileError, UnsupportedModelError
+from edgespec_models.text.tokenizer import SpecialTokens
+
+__all__ = ["FLOATS", "Checkpoint", "SourceTensor"]
+
+FLOATS = frozenset({GGMLType.F32, GGMLType.F16, GGMLType.BF16})
+"""The floating-point formats: weights that nobody has quantized yet."""
+
+
+class SourceTensor(Protocol):
+    """A tensor of a checkpoint: ``shape`` in row-major order (rows, columns), ``name`` as in the file."""
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def shape(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def type(self) -> GGMLType: ...  # noqa: D102
+    @property
+    def n_bytes(self) -> int: ...  # noqa: D102
+
+
+class Checkpoint(ABC):
+    """A model to export; a context manager over its open files.
+
+    Opening one raises ModelFileError for damaged or missing files and tensors of a wrong shape, and
+    UnsupportedModelError for architectures, features and weight formats that edgespec does not know.
+
+    Attributes:
+        path: the file or directory.
+        config: what the graph has to compute.
+        tensors: what there is, by edgespec's names.
+    """
+
+    path: Path
+    config: ModelConfig
+    tensors: Mapping[str, SourceTensor]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the files."""
+
+    @property
+    @abstractmethod
+    def files(self) -> tuple[Path, ...]:
+        """Everything the model is made of, in a fixed order: what its digest covers."""
+
+    @property
+    @abstractmethod
+    def model_name(self) -> str:
+        """What to call the model where the user gives no name."""
+
+    @abstractmethod
+    def read(
+        self, name: str, start: int = 0, stop: int | None = None
+    ) -> tuple[GGMLType, npt.NDArray[np.uint8]]:
+        """Raw blocks of rows ``start`` to ``stop``, to be unpacked in another thread.
+
+        Returns:
+            The format, and uint8 ``(rows, blocks per row, bytes per block)``. Read, not mapped: a mapped
+            checkpoint would count as memory of the export.
+        """
+
+    @abstractmethod
+    def tokenizer_json(self) -> str:
+        """The text of a ``tokenizer.json``. Raises as opening does, and TokenizerError."""
+
+    @abstractmethod
+    def special_tokens(self) -> SpecialTokens:
+        """BOS, padding and what ends generation. Raises as opening does."""
+
+    @abstractmethod
+    def chat_template(self) -> str | None:
+        """Jinja source, or None. Raises as opening does."""
+
+    @property
+    def changes(self) -> Mapping[str, str]:
+        """What a bundle's provenance says of changes to the files' weights; empty where there are none."""
+        return {}
+
+    def tiles_of(self, name: str) -> str | None:
+        """The format that a tensor in floats asks for among those of edgespec's kernels; None for any."""
+        return None
+
+    @property
+    def tied_head(self) -> bool:
+        """Whether the LM head is the token embedding."""
+        return "lm_head" not in self.tensors
+
+    @property
+    def has_biases(self) -> bool:
+        """Whether queries, keys and values have biases."""
+        return "layers.0.q_bias" in self.tensors
+
+    def tensor(self, name: str) -> SourceTensor:
+        """The tensor called ``name``; ``lm_head`` of a tied model is its embedding."""
+        return self.tensors[self.stored_name(name)]
+
+    def stored_name(self, name: str) -> str:
+        """``embed`` for the ``lm_head`` of a tied model, else ``name``."""
+        return "embed" if name == "lm_head" and self.tied_head else name
+
+    def values(self, name: str, start: int = 0, stop: int | None = None) -> F32:
+        """Rows ``start`` to ``stop`` of a tensor, as float32."""
+        tensor = self.tensor(name)
+        unpacked = unpack(*self.read(name, start, stop))
+        values = unpacked.values() if isinstance(unpacked, Blocks) else unpacked
+        if not np.isfinite(values).all():
+            raise ModelFileError(
+                f"tensor {tensor.name!r} of {self.path.name} holds weights that are not finite numbers; "
+                "download or convert it again"
+            )
+        return values.reshape(-1, *tensor.shape[1:])
+
+    def check_shapes(self) -> None:
+        """Compare ``tensors`` with what ``config`` asks for.
+
+        Raises:
+            ModelFileError: a tensor is missing or has another shape.
+            UnsupportedModelError: there are more.
+        """
+        config = self.config
+        expected: dict[str, tuple[int, ...]] = {
+            "embed": (config.vocab_size, config.hidden_size),
+            "final_norm": (config.hidden_size,),
+        }
+        if not self.tied_head:
+            expected["lm_head"] = (config.vocab_size, config.hidden_size)
+        for layer in range(min(config.num_layers, len(self.tensors) + 1)):  # a damaged count may be huge
+            expected |= {f"layers.{layer}.{name}": shape for name, shape in self._layer_shapes().items()}
+        for name, shape in expected.items():
+            if name not in self.tensors:
+                raise ModelFileError(
+                    f"{self.path.name} lacks a tensor for {name} ({config.architecture}); "
+                    "download or convert it again"
+                )
+            if self.tensors[name].shape != shape:
+                found = self.tensors[name]
+                raise ModelFileError(
+                    f"tensor {found.name!r} of {self.path.name} has shape {found.shape}; "
+                    f"its metadata ask for {shape}. Download or convert it again."
+                )
+        surplus = self.tensors.keys() - expected.keys()
+        if surplus:
+            names = ", ".join(sorted(self.tensors[name].name for name in surplus)[:3])
+            raise UnsupportedModelError(
+                f"{self.path.name} has tensors a {config.architecture} model lacks: {names}"
+            )
+
+    def _layer_shapes(self) -> dict[str, tuple[int, ...]]:
+        c = self.config
+        hidden, mlp = c.hidden_size, c.intermediate_size
+        shapes: dict[str, tuple[int, ...]] = {
+            "attn_norm": (hidden,),
+            "mlp_norm": (hidden,),
+            "q": (c.query_width, hidden),
+            "k": (c.kv_width, hidden),
+            "v": (c.kv_width, hidden),
+            "o": (hidden, c.query_width),
+            "gate": (mlp, hidden),
+            "up": (mlp, hidden),
+            "down": (hidden, mlp),
+        }
+        if self.has_biases:
+            shapes |= {"q_bias": (c.query_width,), "k_bias": (c.kv_width,), "v_bias": (c.kv_width,)}
+        if c.qk_norm:
+            shapes |= {"q_norm": (c.head_dim,), "k_norm": (c.head_dim,)}
+        if c.post_norms:
+            shapes |= {"post_attn_norm": (hidden,), "post_mlp_norm": (hidden,)}
+        return shapes

@@ -1,0 +1,289 @@
+"""From the tokenizer keys of a GGUF file to a ``tokenizer.json``.
+
+Keys and token types: github.com/ggml-org/ggml/blob/master/docs/gguf.md. Behaviour follows llama.cpp's
+``llama-vocab.cpp`` (pre-tokenizer names and expressions, defaults of missing keys), so a model reads the
+text it was converted to read. Two differences are meant:
+
+- control tokens are never the result of a merge, so ordinary text cannot spell one;
+- SentencePiece takes the leftmost of equal-scored merges, the BPE of ``tokenizers`` the better ranked one:
+  this matters only where scores are not unique.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import pairwise
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+
+from edgespec_models.errors import ModelFileError, UnsupportedModelError
+from edgespec_models.text.tokenizer import SPACE_SIGN, SpecialTokens
+from edgespec_models.text.tokenizer_files import END_OF_GENERATION
+
+__all__ = ["TokenType", "chat_template", "special_tokens", "tokenizer_json"]
+
+Json = dict[str, object]
+
+
+class TokenType(IntEnum):
+    """The numbers in ``tokenizer.ggml.token_type``."""
+
+    UNDEFINED = 0
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{DIGITS}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3 = _CL100K.replace("{DIGITS}", "{1,3}")
+_QWEN2 = _CL100K.replace("{DIGITS}", "")
+_QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
+_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
+
+# Each text is cut by the first expression, the pieces by the next, and so on.
+_PRE_TOKENIZERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"default": _DEFAULT}
+    | dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "trillion"), (_GPT2,))
+    | dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
+        (r"\p{N}", _GPT2),
+    )
+    | dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "dbrx", "smaug-bpe"), (_LLAMA3,))
+    | dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez"), (_QWEN2,))
+    | {"qwen35": (_QWEN35,)}
+)
+# A whole piece that is a token stays one, whatever the merges say; and prompts start with BOS.
+_WHOLE_PIECES = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3"})
+
+
+def tokenizer_json(metadata: Mapping[str, object]) -> str:
+    """The text of a ``tokenizer.json`` that reads as the GGUF file says.
+
+    Unused and empty tokens are left out: their ids are padding. Text is not normalised, so it is read
+    back exactly. Raises ModelFileError where keys are missing, malformed or contradict one another, and
+    UnsupportedModelError for kinds of tokenizers and pre-tokenizers edgespec does not know.
+    """
+    kind = _kind(metadata)
+    vocabulary = _read_vocabulary(metadata)
+    spec = _byte_level(metadata, vocabulary) if kind == "gpt2" else _sentencepiece(metadata, vocabulary)
+    head: Json = {"version": "1.0", "truncation": None, "padding": None}
+    body = {"added_tokens": vocabulary.added_tokens(), "post_processor": None}
+    return json.dumps(head | body | spec, ensure_ascii=False, separators=(",", ":"))
+
+
+def special_tokens(metadata: Mapping[str, object]) -> SpecialTokens:
+    """BOS, padding, and every token that ends generation: by key, and control tokens by well-known text.
+
+    Raises as :func:`tokenizer_json` does, and ModelFileError where an id is outside the vocabulary.
+    """
+    kind = _kind(metadata)
+    vocabulary = _read_vocabulary(metadata)
+    sentencepiece = kind == "llama"
+    prefixed = sentencepiece or metadata.get("tokenizer.ggml.pre") in _WHOLE_PIECES
+    size = len(vocabulary.texts)
+    eos = [_token_id(metadata, "eos_token_id", size, default=2 if sentencepiece else None)]
+    eos += [_token_id(metadata, key, size) for key in ("eot_token_id", "eom_token_id")]
+    eos += [vocabulary.control_id(text) for text in END_OF_GENERATION]
+    return SpecialTokens(
+        bos=_token_id(metadata, "bos_token_id", size, default=1 if sentencepiece else None),
+        eos=tuple(dict.fromkeys(token for token in eos if token is not None)),
+        add_bos=_boolean(metadata, "add_bos_token", default=prefixed),
+        pad=_token_id(metadata, "padding_token_id", size),
+    )
+
+
+def chat_template(metadata: Mapping[str, object]) -> str | None:
+    """The file's chat template (Jinja source), or None. Raises ModelFileError where it is not a text."""
+    template = metadata.get("tokenizer.chat_template")
+    if template is None or isinstance(template, str):
+        return template
+    raise ModelFileError(f"tokenizer.chat_template is {type(template).__name__}, not a text.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    texts: Sequence[str]
+    types: npt.NDArray[np.int64]  # (n_tokens,)
+
+    def used(self) -> dict[str, int]:
+        """Text to id of all tokens that can occur."""
+        unused = (TokenType.UNUSED, TokenType.UNDEFINED)
+        keep = ~np.isin(self.types, unused)
+        return {text: id_ for id_, text in enumerate(self.texts) if keep[id_] and text}
+
+    def of_type(self, *kinds: TokenType) -> list[int]:
+        return [int(id_) for id_ in np.flatnonzero(np.isin(self.types, kinds)) if self.texts[int(id_)]]
+
+    def control_id(self, text: str) -> int | None:
+        matches = (id_ for id_ in self.of_type(TokenType.CONTROL) if self.texts[id_] == text)
+        return next(matches, None)
+
+    def added_tokens(self) -> list[Json]:
+        """Tokens found in the text before anything else looks at it."""
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        special = {TokenType.CONTROL, TokenType.UNKNOWN}
+        added = self.of_type(TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
+        return [
+            {"id": id_, "content": self.texts[id_], **flags, "special": int(self.types[id_]) in special}
+            for id_ in added
+        ]
+
+
+def _byte_level(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> Json:
+    name = _text(metadata, "tokenizer.ggml.pre") if "tokenizer.ggml.pre" in metadata else "default"
+    if name not in _PRE_TOKENIZERS:
+        raise UnsupportedModelError(
+            f"The pre-tokenizer {name!r} is not known. Known are {', '.join(sorted(_PRE_TOKENIZERS))}."
+        )
+    cuts: list[Json] = [
+        {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+        for regex in _PRE_TOKENIZERS[name]
+    ]
+    to_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    tokens = vocabulary.used()
+    model = _bpe(tokens, _merges(metadata, tokens)) | {"ignore_merges": name in _WHOLE_PIECES}
+    return {
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*cuts, to_bytes]},
+        "decoder": to_bytes,
+        "model": model,
+    }
+
+
+def _sentencepiece(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> Json:
+    prefix = _boolean(metadata, "add_space_prefix", default=True)
+    to_sign: Json = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_SIGN}
+    to_space: Json = {"type": "Replace", "pattern": {"String": SPACE_SIGN}, "content": " "}
+    normalizers = [{"type": "Prepend", "prepend": SPACE_SIGN}] * prefix + [to_sign]
+    decoders = [to_space, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    decoders += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * prefix
+    tokens = vocabulary.used()
+    unknown = vocabulary.texts[_token_id(metadata, "unknown_token_id", len(vocabulary.texts), default=0) or 0]
+    model = _bpe(tokens, _merges_by_score(metadata, vocabulary))
+    model |= {"byte_fallback": True, "fuse_unk": True, "unk_token": unknown if unknown in tokens else None}
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": model,
+    }
+
+
+def _bpe(tokens: Mapping[str, int], merges: list[tuple[str, str]]) -> Json:
+    return {"type": "BPE", "dropout": None, "unk_token": None, "vocab": tokens, "merges": merges}
+
+
+def _merges(metadata: Mapping[str, object], tokens: Mapping[str, int]) -> list[tuple[str, str]]:
+    """The file's merges, checked: ``tokens`` holds both parts and the whole of each."""
+    merges: list[tuple[str, str]] = []
+    for rank, merge in enumerate(_texts(metadata, "tokenizer.ggml.merges")):
+        # The first character may itself be a space in malformed files, never the separator.
+        cut = merge.find(" ", 1)
+        left, right = merge[:cut], merge[cut + 1 :]
+        if cut < 0 or left not in tokens or right not in tokens or left + right not in tokens:
+            raise ModelFileError(f"Merge {rank} of the tokenizer, {merge!r}, is not made of its tokens.")
+        merges.append((left, right))
+    return merges
+
+
+def _merges_by_score(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """Every way to join two ordinary tokens into a third, the third with the highest score first.
+
+    SentencePiece merges the adjacent pair whose whole has the highest score. Among the ways to make one
+    token, a longer left part goes first, as in the published conversions.
+    """
+    scores = _numbers(metadata, "tokenizer.ggml.scores", len(vocabulary.texts), kinds="fiu")
+    ordinary = vocabulary.of_type(TokenType.NORMAL)
+    texts = {vocabulary.texts[id_] for id_ in ordinary}
+    order = np.argsort(-scores[ordinary], kind="stable")
+    merges: list[tuple[str, str]] = []
+    for position in order:
+        whole = vocabulary.texts[ordinary[position]]
+        for cut in range(len(whole) - 1, 0, -1):
+            left, right = whole[:cut], whole[cut:]
+            if left in texts and right in texts:
+                merges.append((left, right))
+    return merges
+
+
+def _read_vocabulary(metadata: Mapping[str, object]) -> _Vocabulary:
+    texts = _texts(metadata, "tokenizer.ggml.tokens")
+    if not texts:
+        raise ModelFileError("tokenizer.ggml.tokens is empty.")
+    key = "tokenizer.ggml.token_type"
+    types = np.full(len(texts), TokenType.NORMAL)
+    if key in metadata:
+        types = _numbers(metadata, key, len(texts), kinds="iu").astype(types.dtype)
+    vocabulary = _Vocabulary(texts, types)
+    named = sorted(text for text in texts if text)
+    twice = next((text for text, following in pairwise(named) if text == following), None)
+    if twice is not None:
+        raise ModelFileError(f"The token {twice!r} appears twice in tokenizer.ggml.tokens.")
+    return vocabulary
+
+
+def _kind(metadata: Mapping[str, object]) -> str:
+    kind = _text(metadata, "tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama"):
+        raise UnsupportedModelError(
+            f"The tokenizer is of the kind {kind!r}. Known are 'gpt2' (byte-level BPE) and 'llama' "
+            "(SentencePiece BPE)."
+        )
+    return kind
+
+
+def _text(metadata: Mapping[str, object], key: str) -> str:
+    value = metadata.get(key)
+    if not isinstance(value, str):
+        raise ModelFileError(f"{key} must be a text, but is {type(value).__name__}.")
+    return value
+
+
+def _texts(metadata: Mapping[str, object], key: str) -> Sequence[str]:
+    values = metadata.get(key)
+    if not isinstance(values, list | tuple) or not all(isinstance(value, str) for value in values):
+        raise ModelFileError(f"{key} must be a list of texts, but is missing or holds something else.")
+    try:
+        "\n".join(values).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ModelFileError(f"{key} holds a text that is not valid UTF-8.") from error
+    return values
+
+
+def _numbers(metadata: Mapping[str, object], key: str, count: int, *, kinds: str) -> npt.NDArray[np.float64]:
+    """An array of shape ``(count,)`` whose dtype is of one of numpy's ``kinds``."""
+    try:
+        values = np.asarray(metadata.get(key))
+    except ValueError:
+        values = np.empty(())
+    if values.shape != (count,) or values.dtype.kind not in kinds or np.isnan(values).any():
+        raise ModelFileError(f"{key} must hold {count:,} numbers, one per token.")
+    return values.astype(np.float64)
+
+
+def _boolean(metadata: Mapping[str, object], name: str, *, default: bool) -> bool:
+    value = metadata.get(f"tokenizer.ggml.{name}", default)
+    if not isinstance(value, bool | np.bool_):
+        raise ModelFileError(f"tokenizer.ggml.{name} must be true or false, but is {value!r}.")
+    return bool(value)
+
+
+def _token_id(
+    metadata: Mapping[str, object], name: str, size: int, *, default: int | None = None
+) -> int | None:
+    value = metadata.get(f"tokenizer.ggml.{name}", default)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < size:
+        raise ModelFileError(f"tokenizer.ggml.{name} is {value!r}, but must be an id in 0 .. {size - 1}.")
+    return int(value)

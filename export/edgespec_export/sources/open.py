@@ -1,0 +1,30 @@
+"""From a path to the checkpoint that lies there."""
+
+from pathlib import Path
+
+from edgespec_export.sources.checkpoint import Checkpoint
+from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
+from edgespec_export.sources.hf_checkpoint import CONFIG, HFCheckpoint
+from edgespec_models.bundles.foreign import is_model
+from edgespec_models.errors import ModelFileError
+
+__all__ = ["open_checkpoint"]
+
+
+def open_checkpoint(source: Path) -> Checkpoint:
+    """Open a GGUF file or a Hugging Face directory.
+
+    Raises:
+        ModelFileError: neither, or damaged.
+        UnsupportedModelError: a model that edgespec cannot export.
+    """
+    if source.is_file():
+        return GGUFCheckpoint(source)
+    if is_model(source):
+        raise ModelFileError(f"{source} is a bundle already, or runs as it is; it needs no export")
+    if (source / CONFIG).is_file():
+        return HFCheckpoint(source)
+    what = f"lacks {CONFIG}" if source.is_dir() else "does not exist"
+    raise ModelFileError(
+        f"{source} {what}; give a GGUF file, a directory with {CONFIG} and safetensors, or a catalogue name"
+    )

@@ -1,0 +1,144 @@
+"""Decoders whose architecture our graphs lack, through Optimum's exporter.
+
+Optimum (optimum-onnx 0.1) needs versions of transformers and huggingface_hub that exclude edgespec's, so it
+cannot be imported here: its command is run, from an environment of its own. What it writes is opened, tried
+and kept as it is.
+"""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from edgespec_export.staging import check_place, staging, storage_errors
+from edgespec_models.bundles.foreign import is_model, open_bundle
+from edgespec_models.errors import EdgespecError, ModelFileError
+from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
+from edgespec_runtimes.cpu import CpuOptions, CpuSession
+
+__all__ = ["PROGRAM", "OptimumReport", "export_with_optimum"]
+
+PROGRAM = "optimum-cli"
+"""Optimum's command."""
+
+_CONFIG = "config.json"
+_TASK = "text-generation-with-past"
+_SHOWN_LINES = 3
+_RECIPE = (
+    "Optimum's versions exclude edgespec's, so it needs an environment of its own: python -m venv optimum; "
+    "optimum/bin/pip install optimum-onnx onnxruntime torch (on Windows optimum\\Scripts\\pip); "
+    "then give --optimum-cli optimum/bin/optimum-cli"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimumReport:
+    """What came out.
+
+    Attributes:
+        architecture: as ``config.json`` names it.
+        copies_cache: whether every pass writes the whole KV cache anew; else it is written in place.
+        row_exact: whether passes over one and over several tokens gave the same bits.
+        source_bytes: of the checkpoint's directory.
+        bytes: of the directory written.
+        seconds: of the whole export.
+    """
+
+    architecture: str
+    copies_cache: bool
+    row_exact: bool
+    source_bytes: int
+    bytes: int
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return asdict(self)
+
+
+def export_with_optimum(
+    source: Path,
+    out: Path,
+    *,
+    program: str = PROGRAM,
+    overwrite: bool = False,
+    progress: ProgressCallback = ignore_progress,
+) -> OptimumReport:
+    """Have Optimum export ``source`` to ``out``, a directory that edgespec runs.
+
+    Args:
+        source: a Hugging Face directory.
+        out: where to; it appears when it has been opened and has rolled back, or not at all.
+        program: Optimum's command, by name or path.
+        overwrite: replace a model that is there.
+        progress: told of Optimum's beginning and end.
+
+    Raises:
+        ModelFileError: no Hugging Face directory.
+        RequestError: ``out`` exists.
+        EdgespecError: there is no such program, or it failed (its last lines are in the message); or
+            edgespec cannot run what it wrote.
+        StorageError: the disk is full, or ``out`` cannot be written.
+    """
+    started = perf_counter()
+    check_place(source, out, overwrite=overwrite, replaceable=lambda: is_model(out))
+    if not (source / _CONFIG).is_file():
+        raise ModelFileError(f"{source} lacks {_CONFIG}; Optimum exports Hugging Face directories")
+    found = shutil.which(program)
+    if found is None:
+        raise EdgespecError(f"there is no program {program!r}. {_RECIPE}")
+    with storage_errors(out), staging(out) as folder:
+        progress(Progress("Exporting with Optimum", 0, 1, "model"))
+        _run([found, "export", "onnx", "--model", str(source.resolve()), "--task", _TASK, str(folder)])
+        progress(Progress("Exporting with Optimum", 1, 1, "model"))
+        report = _tried(source, folder, started)
+    return report
+
+
+def _tried(source: Path, folder: Path, started: float) -> OptimumReport:
+    """Run what Optimum wrote. Nothing stays open: Windows moves no open files."""
+    bundle = open_bundle(folder)
+    with closing(CpuSession(bundle, CpuOptions())) as session:
+        copies_cache, row_exact = session.copies_cache, session.row_exact
+    return OptimumReport(
+        architecture=bundle.config.architecture,
+        copies_cache=copies_cache,
+        row_exact=row_exact,
+        source_bytes=_size(source),
+        bytes=_size(folder),
+        seconds=perf_counter() - started,
+    )
+
+
+def _run(command: Sequence[str]) -> None:
+    """Run to the end, asking no network: everything lies in the source's directory."""
+    ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    environment |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "ORT_DISABLE_TELEMETRY": "1"}
+    try:
+        result = subprocess.run(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            check=False,
+        )
+    except OSError as error:
+        raise EdgespecError(f"cannot run {command[0]}: {error}. {_RECIPE}") from error
+    if result.returncode:
+        lines = [line.strip() for line in result.stdout.splitlines() if line.strip()]
+        said = " / ".join(lines[-_SHOWN_LINES:]) or "it said nothing"
+        raise EdgespecError(f"{command[0]} failed with code {result.returncode}: {said}")
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -1,0 +1,168 @@
+"""Read safetensors files: a header of JSON, then the tensors' bytes.
+
+The format: github.com/huggingface/safetensors, "Format". Nothing in the file is trusted. The
+``safetensors`` package maps whole files, which counts as memory of the export, and its numpy
+side does not know bfloat16; here rows are read where they lie. Tests compare with it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edgespec_export.sources.gguf import GGMLType
+from edgespec_models.errors import ModelFileError, UnsupportedModelError
+
+__all__ = ["SafeTensor", "SafetensorsFile"]
+
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_FORMATS: Mapping[str, tuple[GGMLType, int]] = MappingProxyType(
+    {"F32": (GGMLType.F32, 4), "F16": (GGMLType.F16, 2), "BF16": (GGMLType.BF16, 2)}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SafeTensor:
+    """One tensor, or rows of one: ``offset`` and ``n_bytes`` in its file."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: GGMLType
+    offset: int
+    n_bytes: int
+    file: "SafetensorsFile"
+
+    def rows(self, start: int, stop: int) -> "SafeTensor":
+        """Rows ``start`` to ``stop`` as a tensor of their own."""
+        row_bytes = self.n_bytes // self.shape[0]
+        return replace(
+            self,
+            shape=(stop - start, *self.shape[1:]),
+            offset=self.offset + start * row_bytes,
+            n_bytes=(stop - start) * row_bytes,
+        )
+
+
+class SafetensorsFile:
+    """A safetensors file opened for reading.
+
+    Attributes:
+        path: the file.
+        names: of all tensors.
+        metadata: texts that the file's writer put beside them.
+
+    Raises:
+        ModelFileError: the file cannot be read, is truncated, or contradicts itself.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._size = path.stat().st_size
+            self._file = path.open("rb")
+        except OSError as error:
+            raise ModelFileError(f"cannot read {path}: {error}") from error
+        try:
+            self._start, self._header = self._read_header()
+        except BaseException:
+            self._file.close()
+            raise
+        self.names = frozenset(self._header)
+
+    def close(self) -> None:
+        """Close the file; what was read stays valid."""
+        self._file.close()
+
+    def tensor(self, name: str) -> SafeTensor:
+        """The tensor called ``name``, which must be one of ``names``.
+
+        Raises:
+            ModelFileError: its entry is damaged, or its bytes lie beyond the end of the file.
+            UnsupportedModelError: its dtype is none of F32, F16 and BF16.
+        """
+        dtype = self._entry(name)[0]
+        if dtype not in _FORMATS:
+            raise UnsupportedModelError(
+                f"tensor {name!r} of {self.path.name} has the dtype {dtype}; edgespec exports "
+                f"{', '.join(_FORMATS)}. Use the model's unquantized checkpoint, or a GGUF file."
+            )
+        kind, width = _FORMATS[dtype]
+        shape, offset = self._place(name, width)
+        return SafeTensor(name, shape, kind, offset, prod(shape) * width, self)
+
+    def integers(self, name: str) -> npt.NDArray[np.int8]:
+        """The tensor called ``name``, which must be one of ``names`` and int8.
+
+        Raises:
+            ModelFileError: its entry is damaged or of another dtype, or its bytes lie beyond the file's end.
+        """
+        dtype = self._entry(name)[0]
+        if dtype != "I8":
+            raise self._fail(f"tensor {name!r} has the dtype {dtype}, not I8")
+        shape, offset = self._place(name, 1)
+        self._file.seek(offset)
+        data = self._file.read(prod(shape))
+        if len(data) != prod(shape):
+            raise ModelFileError(f"{self.path} ended while tensor {name!r} was read; was it changed?")
+        return np.frombuffer(data, np.int8).reshape(shape)
+
+    def read(self, tensor: SafeTensor, start: int = 0, stop: int | None = None) -> npt.NDArray[np.uint8]:
+        """Rows ``start`` to ``stop`` raw: uint8 ``(rows, weights per row, bytes per weight)``.
+
+        A vector counts as one row. Raises ModelFileError where the file has become shorter.
+        """
+        width, columns = tensor.n_bytes // prod(tensor.shape), tensor.shape[-1]
+        stop = prod(tensor.shape[:-1]) if stop is None else stop
+        raw = np.empty((stop - start, columns, width), np.uint8)
+        self._file.seek(tensor.offset + start * columns * width)
+        if self._file.readinto(raw.data.cast("B")) != raw.nbytes:
+            raise ModelFileError(f"{self.path} ended while tensor {tensor.name!r} was read; was it changed?")
+        return raw
+
+    def _place(self, name: str, width: int) -> tuple[tuple[int, ...], int]:
+        """Shape of a tensor of so many bytes a number, and where it lies in the file."""
+        dtype, shape, begin, end = self._entry(name)
+        if end - begin != prod(shape) * width:
+            raise self._fail(f"tensor {name!r} of shape {shape} ({dtype}) takes {end - begin:,} bytes")
+        if self._start + end > self._size:
+            raise self._fail(f"tensor {name!r} ends at byte {self._start + end:,}: the file is truncated")
+        return shape, self._start + begin
+
+    def _entry(self, name: str) -> tuple[str, tuple[int, ...], int, int]:
+        """Dtype, shape and place among the tensors' bytes."""
+        entry = self._header[name]
+        try:
+            shape, (begin, end), dtype = tuple(entry["shape"]), entry["data_offsets"], str(entry["dtype"])
+            sound = bool(shape) and all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+        except (KeyError, TypeError, ValueError):
+            sound = False
+        if not sound or 0 in shape:
+            raise self._fail(f"the entry of tensor {name!r} is {entry!r:.200}")
+        return dtype, shape, begin, end
+
+    def _fail(self, what: str) -> ModelFileError:
+        return ModelFileError(
+            f"{self.path.name} is not a sound safetensors file: {what}. Download or copy it again."
+        )
+
+    def _read_header(self) -> tuple[int, dict[str, Any]]:
+        length = int.from_bytes(self._file.read(8), "little")
+        if self._size < 8 or length > min(self._size - 8, _MAX_HEADER_BYTES):
+            raise self._fail(f"its header takes {length:,} bytes, the file has {self._size:,}")
+        try:
+            header = json.loads(self._file.read(length))
+        except (ValueError, RecursionError) as error:
+            raise self._fail(f"its header is not JSON ({error})") from error
+        if not isinstance(header, dict):
+            raise self._fail("its header is no JSON object")
+        texts = header.pop("__metadata__", None)
+        self.metadata = (
+            {k: v for k, v in texts.items() if isinstance(v, str)} if isinstance(texts, dict) else {}
+        )
+        return 8 + length, header

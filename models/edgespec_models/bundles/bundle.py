@@ -1,0 +1,358 @@
+"""A bundle: the directory an export leaves and a session opens.
+
+``edgespec.json``      the manifest: everything below, with the size and sha256 of every other file, and a
+                       sha256 of what it says itself
+``model.onnx``         the graph, its weights in ``model.onnx.data``; or ``model-CxN.onnx``, several graphs of
+                       fixed shapes (:mod:`static_graphs`) over the same file of weights, and
+                       ``model-CxN.context.onnx`` with ``model-CxN.context_qnn.bin`` where compiled for a chip
+``tokenizer.json``     as the `tokenizers` library reads it
+``chat_template.jinja`` where the model has one
+``head_tokens.npy``    of a trimmed drafter: the token of every row of the LM head
+``report.json``        what the export measured, the parity check included
+
+Nothing in a bundle is executed but the graph; the chat template runs in Jinja's sandbox.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+from numpy.lib import format as npy
+
+from edgespec_models.bundles.config import AGAIN, Count, DecoderShape, FloatType, ModelConfig
+from edgespec_models.bundles.graph_contract import GraphTensors
+from edgespec_models.bundles.static_graphs import ExportDevice, Form, StaticGraphs
+from edgespec_models.errors import BundleError, naming
+from edgespec_models.paths import is_file
+from edgespec_models.schema import form, length, read, shown, within
+from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
+
+if TYPE_CHECKING:
+    from edgespec_models.text.chat_template import ChatTemplate
+
+__all__ = [
+    "GRAPH",
+    "HEAD_TOKENS",
+    "MANIFEST",
+    "REPORT",
+    "TEMPLATE",
+    "TOKENIZER",
+    "WEIGHTS",
+    "Bundle",
+    "CacheType",
+    "FileRecord",
+    "KVType",
+    "Manifest",
+    "Operators",
+    "Role",
+]
+
+MANIFEST, GRAPH, TOKENIZER = "edgespec.json", "model.onnx", "tokenizer.json"
+TEMPLATE, REPORT, HEAD_TOKENS = "chat_template.jinja", "report.json", "head_tokens.npy"
+FORMAT_VERSION = 3
+
+Role = Literal["target", "drafter"]
+KVType = Literal["float32", "int8"]
+"""What the cache of a portable bundle for CPUs may hold."""
+CacheType = Literal["float32", "float16", "int8", "uint8"]
+"""What caches hold; float16 is of edgespec's kernels, graphs for GPUs and foreign ones, uint8 of quantized
+activations."""
+Operators = Literal["edgespec", "standard"]
+WEIGHTS: Final = ("exact", "portable")
+"""Policies of exports: the file's own blocks, for edgespec's kernels on CPUs; or the nearest formats that
+ONNX Runtime's operators have."""
+_Amount = Annotated[int, within(0)]
+_GRAPHS = "model"  # graphs and weights begin so
+_NOT_MULTIPLIED = ("embedding", "other")
+_DIGEST = "sha256"
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    """Of what a manifest says, however it is written; question marks stand for what no UTF-8 holds."""
+    said = {key: value for key, value in manifest.items() if key != _DIGEST}
+    text = json.dumps(said, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """Size and digest of one file."""
+
+    size_bytes: _Amount
+    sha256: Annotated[str, form("[0-9a-f]{64}")]
+
+    @classmethod
+    def of(cls, path: Path) -> "FileRecord":
+        """Read a file's size and digest."""
+        with path.open("rb") as file:
+            return cls(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What ``edgespec.json`` holds.
+
+    Attributes:
+        name: the model's name.
+        role: what the export was made for.
+        config: architecture facts.
+        weights: the export's policy, such as ``exact``.
+        formats: how many weights got which format.
+        bytes_by_class: bytes of ``embedding``, ``attention``, ``mlp``, ``lm_head``, ``other``; of a foreign
+            graph, whose matrices have no such names, ``embedding``, ``matrices``, ``other``.
+        parameters_by_class: weights of the same classes.
+        special_tokens: ids of begin- and end-of-sequence tokens.
+        provenance: source file, its sha256, the exporter's version.
+        files: every file of the bundle but the manifest.
+        head_rows: rows of a trimmed LM head; None where it has one for every token.
+        kv: what the KV cache holds.
+        float_kv_layers: layers whose cache is float32 all the same.
+        static: the graphs of fixed shapes that a bundle for an NPU has; None without.
+        activations: what a graph of any shape computes in.
+        device: what else than the CPU a graph of any shape was made for.
+        choices: whether the graph itself says which columns are the most likely.
+        operators: whose a graph of any shape consists of: ``edgespec``, its own kernels; ``standard``,
+            those of ONNX Runtime.
+    """
+
+    name: Annotated[str, length(1)]
+    role: Role
+    config: DecoderShape
+    weights: str
+    formats: Mapping[str, _Amount]
+    bytes_by_class: Mapping[str, _Amount]
+    parameters_by_class: Mapping[str, _Amount]
+    special_tokens: SpecialTokens
+    provenance: Mapping[str, str]
+    files: Mapping[str, FileRecord]
+    head_rows: Count | None = None
+    kv: CacheType = "float32"
+    float_kv_layers: tuple[int, ...] = ()
+    static: StaticGraphs | None = None
+    activations: FloatType = "float32"
+    device: Literal["cuda"] | None = None
+    choices: bool = False
+    operators: Operators = "standard"
+
+    def __post_init__(self) -> None:
+        wide = () if self.static is None else self.static.wide_keys
+        if not {*self.float_kv_layers, *wide} <= set(range(self.config.num_layers)):
+            raise BundleError(
+                f"float_kv_layers are {self.float_kv_layers}, wide_keys {wide}; allowed: layers from 0 to "
+                f"{self.config.num_layers - 1}"
+            )
+        ends, size = self.special_tokens, self.config.vocab_size
+        for name, ids in {"bos": (ends.bos or 0,), "eos": ends.eos}.items():
+            if any(id_ >= size for id_ in ids):
+                raise BundleError(f"special_tokens.{name} is {shown(ids)}; allowed: ids from 0 to {size - 1}")
+
+    @property
+    def form(self) -> Form:
+        """What the graphs are."""
+        if self.static is not None:
+            return self.static.form
+        return "dynamic" if self.activations == "float32" else "dynamic-float16"
+
+    @property
+    def made_for(self) -> ExportDevice | None:
+        """What ``edgespec export --device`` made the bundle for; None is the CPU."""
+        return self.device if self.static is None else self.static.device
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of KV cache a token takes."""
+        whole, layers = self.config.kv_bytes_per_token, self.config.num_layers
+        floats = whole * len(self.float_kv_layers) // layers
+        keys = 0 if self.static is None else whole // 2 * len(self.static.wide_keys) // layers
+        return floats + keys // 4 + (whole - floats) * np.dtype(self.kv).itemsize // 4
+
+    @property
+    def bytes_per_pass(self) -> int:
+        """Bytes of weights a pass reads: all but tables of which it reads a few rows."""
+        return sum(value for name, value in self.bytes_by_class.items() if name not in _NOT_MULTIPLIED)
+
+    @property
+    def parameters_per_pass(self) -> int:
+        """Weights a pass multiplies by: all but the embedding table."""
+        return sum(value for name, value in self.parameters_by_class.items() if name not in _NOT_MULTIPLIED)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        value = {f.name: getattr(self, f.name) for f in fields(self)}
+        value["config"] = self.config.to_json()
+        value["static"] = None if self.static is None else self.static.to_json()
+        value["special_tokens"] = asdict(self.special_tokens)
+        value["files"] = {name: asdict(record) for name, record in self.files.items()}
+        value = {"format_version": FORMAT_VERSION, **value}
+        return value | {_DIGEST: _digest(value)}
+
+    @classmethod
+    def from_json(cls, value: Any, where: Path) -> "Manifest":
+        """Read :meth:`to_json`'s form.
+
+        Raises:
+            BundleError: another format version, missing or wrong fields.
+        """
+        if not isinstance(value, dict) or value.get("format_version") != FORMAT_VERSION:
+            raise BundleError(
+                f"{where} is not of bundle format {FORMAT_VERSION}, which this version of edgespec reads; "
+                f"export the model again: edgespec export SOURCE -o {where.parent} --overwrite"
+            )
+        facts = ModelConfig.from_json(value.get("config"), f"{where}, config")
+        fields = {key: each for key, each in value.items() if key not in ("format_version", _DIGEST)}
+        return read(cls, fields | {"config": facts}, str(where), BundleError, AGAIN)
+
+
+class Bundle:
+    """An opened bundle: the manifest, checked, and access to what lies beside it.
+
+    Attributes:
+        path: the directory.
+        manifest: what it says of itself.
+    """
+
+    def __init__(self, path: Path, *, verify_digests: bool = False) -> None:
+        """Open ``path``.
+
+        Args:
+            path: the bundle's directory.
+            verify_digests: compare every file's sha256 too, the manifest's own included, not only sizes.
+
+        Raises:
+            BundleError: not a bundle, a file missing, or one that differs from what the manifest says.
+        """
+        self.path = path
+        where = path / MANIFEST
+        try:
+            value = json.loads(where.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise BundleError(f"{path} is not a bundle: cannot read {MANIFEST} ({error})") from error
+        self.manifest = Manifest.from_json(value, where)
+        if verify_digests and value.get(_DIGEST, _digest(value)) != _digest(value):  # older ones have none
+            raise BundleError(
+                f"{where} has changed since the export (sha256 differs); export the model again"
+            )
+        for name, record in self.manifest.files.items():
+            self._check(name, record, verify_digests)
+        static = self.manifest.static
+        for name in (TOKENIZER, *([GRAPH] if static is None else static.files)):
+            if name not in self.manifest.files:
+                raise BundleError(f"{where} does not list {name}; export the model again")
+
+    def _check(self, name: str, record: FileRecord, digest: bool) -> None:
+        if name in ("", "..") or name != Path(name).name:
+            raise BundleError(f"{self.path / MANIFEST} names a file outside the bundle: {name!r}")
+        file = self.path / name
+        if not is_file(file):
+            raise BundleError(f"{self.path} lacks {name}; export the model again")
+        size = file.stat().st_size
+        if size != record.size_bytes:
+            raise BundleError(f"{file} has {size:,} bytes, not {record.size_bytes:,}; export the model again")
+        if digest and FileRecord.of(file) != record:
+            raise BundleError(f"{file} has changed since the export (sha256 differs); export the model again")
+
+    def verify(self, name: str) -> None:
+        """Compare a file with the manifest.
+
+        Raises:
+            BundleError: it is missing, or its size or sha256 differs.
+        """
+        self._check(name, self.manifest.files[name], True)
+
+    @property
+    def config(self) -> DecoderShape:
+        """Architecture facts."""
+        return self.manifest.config
+
+    @property
+    def graph(self) -> Path:
+        """The ONNX file; of a bundle with graphs of fixed shapes, the first of them."""
+        static = self.manifest.static
+        return self.path / (GRAPH if static is None else static.files[0])
+
+    @property
+    def tensors(self) -> GraphTensors:
+        """Names of the inputs and outputs of a graph of any shape."""
+        return GraphTensors.of(self.config, self.manifest.kv, self.manifest.float_kv_layers)
+
+    @property
+    def digest(self) -> str:
+        """Names this bundle's weights and graph: what measurements of it are stored under."""
+        files = sorted(
+            (name, r.sha256) for name, r in self.manifest.files.items() if name.startswith(_GRAPHS)
+        )
+        return hashlib.sha256(repr(files).encode()).hexdigest()[:16]
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            TokenizerError: unreadable, or more tokens than the model has rows.
+        """
+        return Tokenizer.from_file(self.path / TOKENIZER, vocab_size=self.config.vocab_size)
+
+    @cached_property
+    def head_tokens(self) -> npt.NDArray[np.int32] | None:
+        """Tokens of a trimmed LM head's rows, ascending, int32 ``(head_rows,)``; None if it is whole.
+
+        Raises:
+            BundleError: the list cannot be read, or does not fit the model.
+        """
+        rows = self.manifest.head_rows
+        if rows is None:
+            return None
+        where = self.path / HEAD_TOKENS
+        try:
+            with where.open("rb") as file:
+                tokens: npt.NDArray[np.int32] = npy.read_array(file, allow_pickle=False)
+        except Exception as error:  # NumPy reads the header as Python, and raises whatever that does
+            raise BundleError(f"cannot read {where} ({error}); export the model again") from error
+        fits = tokens.dtype == np.int32 and tokens.shape == (rows,) and rows > 0
+        if not fits or tokens[0] < 0 or tokens[-1] >= self.config.vocab_size or (np.diff(tokens) < 1).any():
+            raise BundleError(f"{where} does not fit the model; export it again")
+        return tokens
+
+    @cached_property
+    def chat_template(self) -> "ChatTemplate | None":
+        """The chat template; None for models without one."""
+        if TEMPLATE not in self.manifest.files:
+            return None
+        where = self.path / TEMPLATE
+        try:
+            source = where.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise BundleError(f"cannot read {where} ({error}); export the model again") from error
+        return self._compile(source, where)
+
+    def _compile(self, template: str, where: Path) -> "ChatTemplate":
+        from edgespec_models.text.chat_template import ChatTemplate  # and Jinja, which texts do without
+
+        special, tokenizer = self.manifest.special_tokens, self.tokenizer
+        bos = "" if special.bos is None else tokenizer.token_bytes(special.bos).decode(errors="replace")
+        eos = "" if not special.eos else tokenizer.token_bytes(special.eos[0]).decode(errors="replace")
+        with naming(where):
+            return ChatTemplate(template, bos=bos, eos=eos)
+
+    def report(self) -> dict[str, Any]:
+        """What the export measured; empty where the bundle has no report.
+
+        Raises:
+            BundleError: the report cannot be read.
+        """
+        if REPORT not in self.manifest.files:
+            return {}
+        where = self.path / REPORT
+        try:
+            report: object = json.loads(where.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise BundleError(f"{where} is damaged ({error}); export the model again") from error
+        if not isinstance(report, dict):
+            raise BundleError(f"{where} is no JSON object; export the model again")
+        return report

@@ -1,0 +1,48 @@
+"""Directories that hold a model to run: bundles, and what other exporters wrote (:mod:`.foreign_bundle`)."""
+
+from pathlib import Path
+
+from edgespec_models.bundles.bundle import MANIFEST, Bundle
+from edgespec_models.errors import BundleError
+
+__all__ = ["GENAI", "HF_CONFIG", "is_model", "open_bundle", "optimum_graph"]
+
+GENAI, HF_CONFIG = "genai_config.json", "config.json"
+_OPTIMUM_GRAPHS = ("model.onnx", "onnx/model.onnx")
+
+
+def is_model(folder: Path) -> bool:
+    """Whether ``folder`` is something to open rather than to export."""
+    marks = (MANIFEST, GENAI)
+    return any((folder / name).is_file() for name in marks) or optimum_graph(folder) is not None
+
+
+def open_bundle(path: Path, *, verify_digests: bool = False) -> Bundle:
+    """Open a bundle, or what onnxruntime-genai's builder, mobius or Optimum wrote.
+
+    Args:
+        path: the directory.
+        verify_digests: compare every file's sha256 with the manifest; only bundles have one.
+
+    Raises:
+        BundleError: neither, damaged, or without digests where they were asked for.
+        UnsupportedModelError: a model that edgespec cannot run.
+        EdgespecError: a damaged tokenizer or configuration.
+    """
+    if (path / MANIFEST).is_file() or not is_model(path):
+        return Bundle(path, verify_digests=verify_digests)
+    if verify_digests:
+        raise BundleError(
+            f"{path} records no digests to compare with; only bundles that edgespec exported do"
+        )
+    from edgespec_models.bundles.foreign_bundle import ForeignBundle  # bundles need none of it
+
+    return ForeignBundle(path)
+
+
+def optimum_graph(folder: Path) -> Path | None:
+    """Optimum's graph; None where there are safetensors, which an export does better from."""
+    if not (folder / HF_CONFIG).is_file() or any(folder.glob("*.safetensors")):
+        return None
+    graphs = (folder / name for name in _OPTIMUM_GRAPHS)
+    return next((graph for graph in graphs if graph.is_file()), None)

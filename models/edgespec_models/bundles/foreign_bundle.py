@@ -1,0 +1,168 @@
+"""Directories that other exporters wrote, run as they are.
+
+- onnxruntime-genai's builder and mobius: ``genai_config.json`` names the graph and its tensors.
+- Optimum: ``config.json`` of the checkpoint beside ``model.onnx``, with Optimum's names for tensors.
+
+Nothing is written into the directory. What the configuration says is compared with the graph's own header
+before any weight is loaded, so that a model edgespec cannot run is refused at once, with the reason.
+"""
+
+import hashlib
+from functools import cached_property
+from pathlib import Path, PurePath
+from typing import cast
+
+from edgespec_models.bundles.bundle import GRAPH, TOKENIZER, Bundle, CacheType, Manifest
+from edgespec_models.bundles.foreign import GENAI, HF_CONFIG, optimum_graph
+from edgespec_models.bundles.foreign_graph import ForeignGraph, ModelFacts, TensorNames
+from edgespec_models.bundles.graph_contract import GraphTensors
+from edgespec_models.errors import BundleError, UnsupportedModelError
+from edgespec_models.files.facts import Facts
+from edgespec_models.text.chat_template import ChatTemplate
+from edgespec_models.text.tokenizer import Tokenizer
+from edgespec_models.text.tokenizer_files import TokenizerFiles
+
+__all__ = ["ForeignBundle"]
+
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
+_HEADS_KEYS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+# Parts of a model besides its decoder.
+_OTHER_PARTS = ("encoder", "vision", "speech", "embedding")
+
+
+class ForeignBundle(Bundle):
+    """A directory that another exporter wrote, seen as a bundle.
+
+    Args:
+        path: the directory.
+
+    Attributes:
+        manifest: put together from what the directory says; it lists no files.
+
+    Raises as :func:`open_bundle` does.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._graph, facts = _genai(path) if (path / GENAI).is_file() else _optimum(path)
+        self._files = TokenizerFiles(path, facts, self._graph.shape.vocab_size)
+        special = self._files.special_tokens(self.tokenizer, (path / TOKENIZER).read_text(encoding="utf-8"))
+        weights = self._graph.weights
+        self.manifest = Manifest(
+            name=path.resolve().name,
+            role="target",
+            config=self._graph.shape,
+            weights="as they are",
+            formats=weights.formats,
+            bytes_by_class=weights.bytes_by_class,
+            parameters_by_class=weights.parameters_by_class,
+            special_tokens=special,
+            provenance={"source": facts.where},
+            files={},
+            kv=cast(CacheType, self._graph.tensors.cache[0].type),
+        )
+
+    @property
+    def graph(self) -> Path:
+        """The ONNX file."""
+        return self._graph.path
+
+    @property
+    def tensors(self) -> GraphTensors:
+        """Names of the graph's inputs and outputs."""
+        return self._graph.tensors
+
+    @cached_property
+    def digest(self) -> str:
+        """Names the graph and its weights, the weights by size and time: reading them takes seconds."""
+        hasher = hashlib.sha256(self.graph.read_bytes() if self._graph.data_files else b"")
+        for file in self._graph.data_files or (self.graph,):
+            stat = file.stat()
+            hasher.update(repr((file.name, stat.st_size, stat.st_mtime_ns)).encode())
+        return hasher.hexdigest()[:16]
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            TokenizerError: unreadable, or more tokens than the model has rows.
+        """
+        return Tokenizer.from_file(self.path / TOKENIZER, vocab_size=self._graph.shape.vocab_size)
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        """``chat_template.jinja``, or the template in ``tokenizer_config.json``; None without either."""
+        source = self._files.chat_template()
+        return None if source is None else self._compile(source, self.path)
+
+
+def _genai(folder: Path) -> tuple[ForeignGraph, Facts]:
+    """The graph that ``genai_config.json`` names, and that file's ``model``."""
+    model = Facts.read(folder / GENAI).section("model")
+    decoder = model.section("decoder")
+    others = [part for part in _OTHER_PARTS if model.value(part)]
+    if others:
+        raise UnsupportedModelError(
+            f"{model.where} has {', '.join(others)}; edgespec runs decoders of text, in one graph"
+        )
+    if decoder.value("pipeline"):
+        raise UnsupportedModelError(f"{decoder.where} is a pipeline of graphs; edgespec runs single graphs")
+    window = decoder.section("sliding_window")
+    if window.keys and window.boolean("slide_key_value_cache", default=True):
+        raise UnsupportedModelError(
+            f"{window.where}: the KV cache slides, so that it cannot be rolled back. Build the model without "
+            "slide_key_value_cache."
+        )
+    inputs, outputs, usual = decoder.section("inputs"), decoder.section("outputs"), TensorNames()
+    names = TensorNames(
+        ids=inputs.text("input_ids", usual.ids),
+        mask=inputs.text("attention_mask", usual.mask),
+        positions=inputs.text("position_ids", usual.positions),
+        logits=outputs.text("logits", usual.logits),
+        past=(
+            inputs.text("past_key_names", usual.past[0]),
+            inputs.text("past_value_names", usual.past[1]),
+        ),
+        present=(
+            outputs.text("present_key_names", usual.present[0]),
+            outputs.text("present_value_names", usual.present[1]),
+        ),
+    )
+    facts = ModelFacts(
+        architecture=model.text("type", "unknown"),
+        vocab_size=model.integer("vocab_size"),
+        num_heads=decoder.integer("num_attention_heads"),
+        context_length=model.integer("context_length"),
+        num_layers=decoder.integer("num_hidden_layers"),
+    )
+    return ForeignGraph(_within(folder, decoder.text("filename", GRAPH)), names, facts), model
+
+
+def _optimum(folder: Path) -> tuple[ForeignGraph, Facts]:
+    """The graph that Optimum wrote, and its ``config.json``."""
+    graph = optimum_graph(folder)
+    if graph is None:
+        raise BundleError(f"{folder} lacks model.onnx; copy or export the model again")
+    config = Facts.read(folder / HF_CONFIG)
+    if config.boolean("is_encoder_decoder", default=False):
+        raise UnsupportedModelError(f"{config.where}: an encoder and a decoder; edgespec runs decoders")
+    facts = ModelFacts(
+        architecture=config.text("model_type", "unknown"),
+        vocab_size=config.integer("vocab_size"),
+        num_heads=_first(config, _HEADS_KEYS),
+        context_length=_first(config, _CONTEXT_KEYS),
+    )
+    return ForeignGraph(graph, TensorNames(), facts), config
+
+
+def _first(config: Facts, keys: tuple[str, ...]) -> int:
+    """The number under the first of ``keys`` that is there."""
+    return config.integer(next((key for key in keys if config.value(key) is not None), keys[0]))
+
+
+def _within(folder: Path, name: str) -> Path:
+    relative = PurePath(name)
+    if relative.is_absolute() or ".." in relative.parts:
+        raise BundleError(f"{folder / GENAI} names a graph outside the directory: {name!r}")
+    return folder / relative

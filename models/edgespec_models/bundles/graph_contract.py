@@ -1,0 +1,203 @@
+"""What a decoder graph is called with: the one place that says so, for sessions, export checks and tools.
+
+A graph reads a pass's tokens, some facts about the pass, and the KV cache. Which facts it reads shows in its
+inputs; their names and values are in :data:`INPUTS`. Graphs that others exported may call them otherwise,
+which :class:`GraphTensors` says. Graphs of fixed shapes have the inputs that :class:`StaticInputs` fills.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from edgespec_models.bundles.config import DecoderShape, ModelConfig
+
+__all__ = ["CHANGING", "INPUTS", "ROWS", "CacheTensor", "GraphTensors", "Pass", "StaticInputs", "cache_names"]
+
+_Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A pass over ``tokens`` behind ``start`` others; the logits of its last rows are asked for.
+
+    Attributes:
+        tokens: ids.
+        start: tokens the KV cache holds.
+        rows: of logits that are asked for.
+        ending: tokens at the end whose logits nobody wants.
+        offered: tokens that a trimmed LM head gets a column for.
+        columns: of the logits.
+    """
+
+    tokens: Sequence[int]
+    start: int
+    rows: int = 1
+    ending: int = 0
+    offered: Sequence[int] | npt.NDArray[np.int64] = (0,)
+    columns: int = 0
+
+    @property
+    def end(self) -> int:
+        """Tokens the KV cache holds afterwards."""
+        return self.start + len(self.tokens)
+
+    @property
+    def wanted(self) -> npt.NDArray[np.int64]:
+        """The rows that are asked for, int64 ``(rows,)``."""
+        last = len(self.tokens) - self.ending
+        return np.arange(last - self.rows, last)
+
+
+ROWS: Final = "logits_rows"
+"""Graphs with this input write logits of the rows that it names; others write those of all rows."""
+
+INPUTS: Final[Mapping[str, Callable[[Pass], npt.ArrayLike]]] = MappingProxyType(
+    {
+        "input_ids": lambda one: [one.tokens],
+        "attention_mask": lambda one: np.ones((1, one.end)),
+        "position_ids": lambda one: np.arange(one.start, one.end)[None],
+        "past_length": lambda one: [one.start],
+        "seqlens_k": lambda one: [one.end - 1],
+        "total_sequence_length": lambda one: one.end,
+        ROWS: lambda one: one.wanted,
+        "context_tokens": lambda one: one.offered,
+        "column_order": lambda one: -np.arange(one.columns),
+    }
+)
+"""Inputs of graphs of any shape, but for weights and the KV cache, and what they hold in a pass."""
+
+CHANGING: Final = frozenset({"input_ids", "past_length", "seqlens_k", "total_sequence_length"})
+"""Those of edgespec's graphs that hold something else in another pass over as many tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheTensor:
+    """Keys or values of one layer, ``(1, heads, tokens, head_dim)``.
+
+    Attributes:
+        past: the input's name.
+        present: the output's name.
+        heads: key-value heads.
+        head_dim: width of a head.
+        type: of an element, as numpy calls it.
+    """
+
+    past: str
+    present: str
+    heads: int
+    head_dim: int
+    type: str
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of an element."""
+        return np.dtype(self.type)
+
+    @property
+    def values_per_token(self) -> int:
+        """Numbers a token takes."""
+        return self.heads * self.head_dim
+
+
+def cache_names(num_layers: int) -> list[tuple[str, str]]:
+    """Inputs and outputs of the KV cache in graphs that edgespec builds: keys, values, layer by layer."""
+    names = (f"{layer}.{kind}" for layer in range(num_layers) for kind in ("key", "value"))
+    return [(f"past_key_values.{name}", f"present.{name}") for name in names]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphTensors:
+    """What a graph of any shape calls its inputs and outputs.
+
+    Attributes:
+        ids: token ids, ``(1, n)``.
+        mask: ones, ``(1, past + n)``; None where the graph has no such input.
+        positions: of the ids, ``(1, n)``; None where the graph counts itself.
+        logits: of every row, ``(1, n, vocabulary)``, or of those that are asked for.
+        cache: keys and values of every layer.
+        ours: whether edgespec built the graph: names are those of :data:`INPUTS`, the cache is in place.
+    """
+
+    ids: str = "input_ids"
+    mask: str | None = None
+    positions: str | None = None
+    logits: str = "logits"
+    cache: tuple[CacheTensor, ...]
+    ours: bool = False
+
+    @classmethod
+    def of(cls, config: DecoderShape, cache_type: str, float_layers: Sequence[int] = ()) -> "GraphTensors":
+        """Those of a graph that edgespec built; layers in ``float_layers`` keep float32."""
+        return cls(
+            cache=tuple(
+                CacheTensor(
+                    past,
+                    present,
+                    config.num_kv_heads,
+                    config.head_dim,
+                    "float32" if index // 2 in float_layers else cache_type,
+                )
+                for index, (past, present) in enumerate(cache_names(config.num_layers))
+            ),
+            ours=True,
+        )
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """What the graph calls each of :data:`INPUTS`, by its name there."""
+        names = {name: name for name in INPUTS}
+        if not self.ours:
+            named = {"input_ids": self.ids, "attention_mask": self.mask, "position_ids": self.positions}
+            names = {name: called for name, called in named.items() if called is not None}
+        return names
+
+
+class StaticInputs:
+    """Fills the inputs of graphs of fixed shapes (``graphs.static``), but for the KV cache."""
+
+    def __init__(self, config: ModelConfig, masked: float) -> None:
+        """Make the rotary tables.
+
+        Args:
+            config: the model's facts.
+            masked: what a mask holds where a row must not look.
+        """
+        from edgespec_models.bundles.rope import rotary_tables  # graphs of any shape have their own
+
+        self._config, self._masked = config, masked
+        self._tables: dict[str, npt.NDArray[np.float32]] = rotary_tables(config, config.context_length)
+
+    def fill(self, inputs: Mapping[str, _Array], tokens: Sequence[int], start: int) -> None:
+        """Write all inputs but the cache, for a pass over ``tokens`` behind ``start`` cached ones.
+
+        Rows beyond the tokens run with token 0, are seen by none of the others and are to be left out.
+        """
+        ids = inputs["input_ids"]
+        rows = ids.shape[1]
+        ids[:] = 0
+        ids[0, : len(tokens)] = tokens
+        positions = np.minimum(np.arange(start, start + rows), self._config.context_length - 1)
+        for name, table in self._tables.items():
+            if name in inputs:
+                inputs[name][0, 0] = table[positions]
+        for name, window in (("attention_mask", None), ("sliding_mask", self._config.sliding_window)):
+            if name in inputs:
+                self._mask(inputs[name][0, 0], start, window)
+        if "wanted_rows" in inputs:
+            inputs["wanted_rows"][:] = 0
+            inputs["wanted_rows"][0, 0, len(tokens) - 1] = 1
+
+    def _mask(self, mask: _Array, start: int, window: int | None) -> None:
+        """Row i sees the first ``start`` places of the cache and the pass's rows up to itself."""
+        rows = len(mask)
+        places = np.arange(mask.shape[1] - rows)
+        position = np.concatenate([places, start + np.arange(rows)])
+        own = (start + np.arange(rows))[:, None]
+        sees = np.concatenate([places < start, np.ones(rows, bool)]) & (position <= own)
+        if window is not None:
+            sees &= position > own - window
+        mask[:] = np.where(sees, 0.0, self._masked)

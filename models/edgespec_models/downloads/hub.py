@@ -1,0 +1,275 @@
+"""Models on the Hugging Face hub: ``hf:OWNER/REPO`` to a directory, ``hf:OWNER/REPO/FILE.gguf`` to a file.
+
+Fetched are the files an export reads, known by their names: configuration, tokenizer, chat template,
+safetensors. Never code, never pickles. Every file has the digest that the hub's listing announced: SHA-256
+for large files, git's SHA-1 for small ones. A snapshot lies under ``EDGESPEC_HOME`` in
+``hub/models--OWNER--REPO/snapshots/COMMIT``; ``pulled/`` beside it records what is complete, and from then
+on no network is needed.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+from urllib.parse import quote
+
+from edgespec_models.downloads.catalog import HubFile
+from edgespec_models.downloads.hub_http import fetch_hub, read_hub
+from edgespec_models.downloads.job import (
+    Job,
+    alone,
+    digest_of,
+    file_errors,
+    length,
+    put_in_place,
+    require_space,
+    write_record,
+)
+from edgespec_models.errors import DownloadError, ModelFileError, RequestError
+from edgespec_models.files.facts import Facts
+from edgespec_models.paths import home
+from edgespec_models.progress import ProgressCallback, ignore_progress
+
+__all__ = ["PREFIX", "HubReference", "pull_hub", "pulled_hub"]
+
+PREFIX = "hf:"
+"""What names of models on the hub begin with."""
+
+_CONFIG, _SINGLE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_TEXTS = (
+    *(
+        _CONFIG,
+        _INDEX,
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+    ),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
+)
+"""Files besides the weights that are fetched where they are there."""
+
+_COMMIT = re.compile("[0-9a-f]{40,64}")
+_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
+_PATH = re.compile(rf"(?:{_PART}/)*{_PART}")  # leads nowhere but down
+_REVISION = r"[A-Za-z0-9][A-Za-z0-9._/-]*"
+_REFERENCE = re.compile(
+    rf"{PREFIX}(?P<repository>{_PART}/{_PART})(?:/(?P<filename>{_PATH.pattern}\.gguf))?"
+    rf"(?:@(?P<revision>{_REVISION}))?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HubReference:
+    """A repository, or one GGUF file of it, at a branch, tag or commit.
+
+    Attributes:
+        repository: ``OWNER/REPO``.
+        revision: as the user gave it.
+        filename: the file's path in the repository; None for its safetensors checkpoint.
+    """
+
+    repository: str
+    revision: str = "main"
+    filename: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read ``hf:OWNER/REPO[/FILE.gguf][@REVISION]``.
+
+        Raises:
+            RequestError: of another form.
+        """
+        found = _REFERENCE.fullmatch(text)
+        if found is None or ".." in text or "--" in found["repository"]:
+            raise RequestError(
+                f"{text!r} names no model on the hub; write {PREFIX}OWNER/REPO or "
+                f"{PREFIX}OWNER/REPO/FILE.gguf, either with @REVISION behind it"
+            )
+        return cls(found["repository"], found["revision"] or "main", found["filename"])
+
+    def __str__(self) -> str:
+        file = "" if self.filename is None else f"/{self.filename}"
+        return f"{PREFIX}{self.repository}{file}@{self.revision}"
+
+    @property
+    def folder(self) -> Path:
+        """Where everything of the repository lies; it need not exist yet."""
+        return home() / "hub" / f"models--{self.repository.replace('/', '--')}"
+
+    @property
+    def record(self) -> Path:
+        """The file that says what of this reference is complete."""
+        return self.folder / "pulled" / f"{quote(str(self).removeprefix(PREFIX), safe='')}.json"
+
+    def place(self, commit: str) -> Path:
+        """The directory, or the GGUF file, of a commit."""
+        snapshot = self.folder / "snapshots" / commit
+        return snapshot if self.filename is None else snapshot / self.filename
+
+
+def pulled_hub(reference: HubReference) -> Path | None:
+    """Where the model lies if an earlier pull completed it and its files are all there; asks nobody."""
+    try:
+        record = json.loads(reference.record.read_text(encoding="utf-8"))
+        snapshot, sizes = reference.folder / "snapshots" / record["commit"], dict(record["sizes"])
+        complete = bool(sizes) and all(length(snapshot / name) == size for name, size in sizes.items())
+        return reference.place(record["commit"]) if complete else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # never pulled, or the record is damaged: pulled again
+
+
+def pull_hub(
+    reference: HubReference,
+    *,
+    check: Callable[[Path], object] | None = None,
+    progress: ProgressCallback = ignore_progress,
+    notify: Callable[[str], None] = lambda message: None,
+) -> Path:
+    """Ask the hub for the newest files of that revision; fetch those that are not here, check those that are.
+
+    Args:
+        reference: what to pull.
+        check: called with the directory when all but the weights is there; what it raises ends the pull.
+        progress: receives bytes done of the weights, first downloading, then checking. What it raises
+            stops the pull, which keeps what has arrived.
+        notify: receives what a user should know.
+
+    Returns:
+        The directory, or the GGUF file.
+
+    Raises:
+        DownloadError: the hub cannot be reached and the model is not here, or it has no such model; the
+            disk is too full, or the folder cannot be written.
+        ModelFileError: the repository holds no checkpoint in safetensors.
+    """
+    job = Job(str(reference), reference.folder / "pull", 0, "", progress, notify)
+    with file_errors(reference.folder):
+        reference.record.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            listing = _read_listing(reference, job)
+        except DownloadError as error:
+            raise _unreachable(reference, error) from error
+        with alone(job):
+            sizes = {name: listing.files[name].size_bytes for name in _fetch_all(reference, listing, check)}
+            record = {"commit": listing.commit, "sizes": sizes}
+            write_record(reference.record, json.dumps(record, indent=1))
+    return reference.place(listing.commit)
+
+
+@dataclass(frozen=True, slots=True)
+class _Listing:
+    """A repository at one commit: its files by name; ``where`` says which it is in messages."""
+
+    where: str
+    commit: str
+    files: Mapping[str, Job]
+
+    @property
+    def hint(self) -> str:
+        """What else of the repository may help, to end a message with."""
+        gguf = sorted(name for name in self.files if name.endswith(".gguf"))
+        if gguf:
+            return f". It has GGUF files: name one, such as {gguf[0]}, behind the repository"
+        return ". Look for another repository of the same model"
+
+    def require(self, *names: str) -> tuple[str, ...]:
+        """The names again. Raises ModelFileError where there is no such file."""
+        for name in names:
+            if name not in self.files:
+                raise ModelFileError(f"{self.where} has no {name}{self.hint}")
+        return names
+
+
+def _read_listing(reference: HubReference, job: Job) -> _Listing:
+    repository, revision = reference.repository, reference.revision
+    where = f"{repository} (revision {revision})"
+    asked = f"/api/models/{repository}/revision/{quote(revision, safe='')}?blobs=true"
+    body = read_hub(asked, repository, where)
+    try:
+        answer = json.loads(body)
+        commit = answer["sha"]
+        if not _COMMIT.fullmatch(commit):
+            raise ValueError(f"sha is {commit!r}")
+        snapshot, files = reference.folder / "snapshots" / commit, {}
+        for entry in answer["siblings"]:
+            large = entry.get("lfs") or {}
+            name, size = entry["rfilename"], large.get("size", entry.get("size"))
+            digest = large.get("sha256") or entry.get("blobId")
+            if isinstance(size, int) and digest and _PATH.fullmatch(name):
+                path, digest = snapshot / name, str(digest)
+                files[name] = replace(job, name=repository, path=path, size_bytes=size, digest=digest)
+        return _Listing(where, commit, files)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DownloadError(
+            f"the Hugging Face hub's listing of {where} cannot be read ({error!r}); look whether HF_ENDPOINT "
+            "is a hub"
+        ) from error
+
+
+def _unreachable(reference: HubReference, error: DownloadError) -> DownloadError:
+    download = f"hf download {reference.repository} --revision {reference.revision}"
+    file = "" if reference.filename is None else f" {reference.filename}"
+    what = "the directory" if reference.filename is None else "the file"
+    return DownloadError(
+        f"{reference} cannot be pulled: {error}. Once pulled, a model needs no network; or download it "
+        f"elsewhere ({download}{file} --local-dir DIR), copy it here and give {what} instead of the name"
+    )
+
+
+def _fetch_all(
+    reference: HubReference, listing: _Listing, check: Callable[[Path], object] | None
+) -> Sequence[str]:
+    """Fetch what is missing; return the names of all files of the model."""
+    snapshot = reference.folder / "snapshots" / listing.commit
+    snapshot.mkdir(parents=True, exist_ok=True)
+    texts: list[str] = []
+    if reference.filename is not None:
+        weights = listing.require(reference.filename)
+    else:
+        listing.require(_CONFIG)
+        texts = [name for name in _TEXTS if name in listing.files]
+        for name in texts:
+            _fetch(reference, listing, name, ignore_progress)
+        if check is not None:
+            check(snapshot)
+        weights = _weights(snapshot, listing)
+    jobs = [listing.files[name] for name in weights]
+    absent = [job for job in jobs if length(job.path) != job.size_bytes]
+    missing = sum(job.size_bytes - length(job.unfinished("hub")) for job in absent)
+    require_space(snapshot, missing, str(reference))
+    done, total = 0, sum(job.size_bytes for job in jobs)
+    for name, job in zip(weights, jobs, strict=True):
+        _fetch(reference, listing, name, _within(job.progress, done, total))
+        done += job.size_bytes
+    return [*texts, *weights]
+
+
+def _weights(folder: Path, listing: _Listing) -> tuple[str, ...]:
+    """``model.safetensors``, or the shards that the index names."""
+    if _SINGLE in listing.files:
+        return (_SINGLE,)
+    if _INDEX not in listing.files:
+        raise ModelFileError(
+            f"{listing.where} has neither {_SINGLE} nor {_INDEX}; edgespec exports {_CONFIG} with safetensors"
+            f"{listing.hint}"
+        )
+    weight_map = Facts.read(folder / _INDEX).section("weight_map")
+    return listing.require(*sorted({weight_map.text(key) for key in weight_map.keys}))
+
+
+def _fetch(reference: HubReference, listing: _Listing, name: str, progress: ProgressCallback) -> None:
+    """Put one file in place, unless it is there with the right digest."""
+    job = replace(listing.files[name], progress=progress)
+    if job.path.is_file() and length(job.path) == job.size_bytes and digest_of(job, job.path) == job.digest:
+        return
+    job.path.parent.mkdir(parents=True, exist_ok=True)
+    gathered = fetch_hub(job, HubFile(reference.repository, name, listing.commit))
+    put_in_place(job, gathered, f"{name} of {listing.where}")
+
+
+def _within(progress: ProgressCallback, done: int, total: int) -> ProgressCallback:
+    """Bytes of one file as bytes of all."""
+    return lambda one: progress(replace(one, done=done + one.done, total=total))

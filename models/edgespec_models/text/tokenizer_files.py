@@ -1,0 +1,114 @@
+"""Special tokens and chat template, as the files beside a Hugging Face tokenizer state them.
+
+What ends generation: the tokens that ``tokenizer_config.json``, ``generation_config.json`` and the model's
+configuration name, and the well-known ones among the control tokens, as with GGUF files.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from edgespec_models.errors import ModelFileError, TokenizerError
+from edgespec_models.files.facts import Facts
+from edgespec_models.text.encoder import Encoder
+from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
+
+__all__ = ["END_OF_GENERATION", "TokenizerFiles"]
+
+END_OF_GENERATION = (
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<end_of_turn>",
+    "<eos>",
+    "</s>",
+    "<|eot_id|>",
+    "<|end_of_text|>",
+    "<|end|>",
+)
+"""Control tokens that end generation in the models that have them."""
+
+_CONFIG, _GENERATION, _TEMPLATE = "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
+
+
+class TokenizerFiles:
+    """What a directory says beside its tokenizer.
+
+    Args:
+        folder: the directory.
+        model: the model's configuration, for ``bos_token_id`` and the like.
+        vocab_size: rows of the LM head; the tokenizer may have fewer tokens.
+
+    Attributes:
+        config: ``tokenizer_config.json``, empty where there is none.
+        paths: the files that may be there.
+
+    Raises ModelFileError where one of the files is damaged.
+    """
+
+    def __init__(self, folder: Path, model: Facts, vocab_size: int) -> None:
+        self._folder, self._vocab_size = folder, vocab_size
+        self.paths = tuple(folder / name for name in (_CONFIG, _GENERATION, _TEMPLATE))
+        self.config = Facts.read(folder / _CONFIG)
+        self._id_sources = (Facts.read(folder / _GENERATION), model)
+
+    def special_tokens(self, tokenizer: Tokenizer, tokenizer_json: str) -> SpecialTokens:
+        """The control tokens; ``tokenizer_json`` is the text that ``tokenizer`` was read from.
+
+        Raises:
+            ModelFileError: ids are malformed or out of range.
+            TokenizerError: the tokenizers library fails.
+        """
+        bos = self._first("bos", tokenizer)
+        eos = [*self._named("eos", tokenizer), *self._listed("eos")]
+        eos += [id_ for text in END_OF_GENERATION if (id_ := tokenizer.special_id(text)) is not None]
+        add_bos = bos is not None and self.config.boolean(
+            "add_bos_token", default=self._starts_with(bos, tokenizer_json)
+        )
+        return SpecialTokens(
+            bos=bos, eos=tuple(dict.fromkeys(eos)), add_bos=add_bos, pad=self._first("pad", tokenizer)
+        )
+
+    def chat_template(self) -> str | None:
+        """Jinja source. Raises ModelFileError where it is not a text."""
+        where = self._folder / _TEMPLATE
+        if where.is_file():
+            try:
+                return where.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ModelFileError(f"cannot read {where}: {error}. Download or copy it again.") from error
+        template = self.config.value("chat_template")
+        if isinstance(template, list):  # several by name
+            objects = (entry for entry in template if isinstance(entry, dict))
+            template = next((e.get("template") for e in objects if e.get("name") == "default"), None)
+        if template is None or isinstance(template, str):
+            return template
+        raise ModelFileError(f"{self.config.where}: chat_template is {type(template).__name__}, not a text")
+
+    def _first(self, role: str, tokenizer: Tokenizer) -> int | None:
+        return next(iter((*self._named(role, tokenizer), *self._listed(role))), None)
+
+    def _named(self, role: str, tokenizer: Tokenizer) -> Iterator[int]:
+        """The token that ``tokenizer_config.json`` gives as text, alone or in an object."""
+        value = self.config.value(f"{role}_token")
+        text = value.get("content") if isinstance(value, dict) else value
+        id_ = tokenizer.special_id(text) if isinstance(text, str) else None
+        if id_ is not None:
+            yield id_
+
+    def _listed(self, role: str) -> Iterator[int]:
+        """The ids that the generation's and the model's configuration give, one or a list each."""
+        for facts in self._id_sources:
+            value = facts.value(f"{role}_token_id")
+            for id_ in value if isinstance(value, list) else [] if value is None else [value]:
+                if type(id_) is not int or not 0 <= id_ < self._vocab_size:
+                    raise ModelFileError(
+                        f"{facts.where}: {role}_token_id is {value!r}, but must be an id in "
+                        f"0 .. {self._vocab_size - 1}"
+                    )
+                yield id_
+
+    def _starts_with(self, bos: int, tokenizer_json: str) -> bool:
+        """Whether the tokenizer's own template puts ``bos`` before a text."""
+        try:
+            return Encoder(tokenizer_json).framed("a")[:1] == [bos]
+        except TokenizerError as error:
+            raise TokenizerError(f"{self._folder}: {error}") from error

@@ -1,0 +1,156 @@
+"""A model on an NVIDIA GPU: float16, its KV cache in the GPU's memory, logits of the wanted rows on the host.
+
+ONNX Runtime copies an input that lies elsewhere than its graph runs when it is bound, not when the graph is
+run (``IOBinding::BindInput``). So what changes from pass to pass has a value on the device, and is written
+there before the pass.
+
+The session runs on the CPU too, where the same kernels' float16 versions are slow: for checks and tests.
+"""
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.graph_contract import CacheTensor
+from edgespec_models.errors import BundleError, DeviceError
+from edgespec_runtimes.cpu import CpuOptions, session_settings
+from edgespec_runtimes.devices.device_graph import open_whole
+from edgespec_runtimes.devices.discovery import Device
+from edgespec_runtimes.graph_io import DynamicIO
+from edgespec_runtimes.graph_session import DynamicSession
+from edgespec_runtimes.kv_buffers import InPlaceCache, KVBuffers
+from edgespec_runtimes.ort import RUN_ERRORS, ort
+
+__all__ = ["CudaSession", "DeviceCache", "DeviceMemory"]
+
+_PREFILL_CHUNK = 512  # passes of many rows unpack all weights first, so there should be few
+_Array = npt.NDArray[Any]
+
+
+class CudaSession(DynamicSession):
+    """One model reading one sequence on a GPU; see :class:`edgespec_runtimes.session.Session`.
+
+    Whether a row's bits depend on the number of rows is up to the kernels, which are chosen by that number
+    (``row_exact``); no token is run twice.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        device: Device,
+        options: CpuOptions | None = None,
+        *,
+        row_exact: bool | None = None,
+    ) -> None:
+        """Load the graph and prove that the session can roll back.
+
+        Args:
+            bundle: with a float16 graph of any shape.
+            device: where every operator of it runs, or it is an error.
+            options: threads, and the least size of a prefill pass.
+            row_exact: what an earlier self-test found; None tests now.
+
+        Raises:
+            BundleError: the bundle has another graph, or one that cannot roll back.
+            DeviceError: the device cannot run all of the graph, or has too little memory.
+        """
+        if bundle.manifest.form != "dynamic-float16":
+            raise BundleError(f"{bundle.path} has no float16 graph of any shape; open it with edgespec.load")
+        options = options or CpuOptions()
+        providers = [(device.kind.provider, dict(device.options))]
+        session = open_whole(device, bundle.graph, session_settings(options), providers)
+        io = DynamicIO(session, bundle, exact_rows=False, memory=DeviceMemory(device.kind.memory))
+        chunk = max(options.prefill_chunk, _PREFILL_CHUNK)
+        super().__init__(io, bundle.config, chunk=chunk, row_exact=row_exact)
+
+
+class DeviceMemory:
+    """A device's: arrays are copied there.
+
+    Args:
+        kind: as ONNX Runtime calls it, such as ``cuda``. With ``cpu`` everything is copied all the same.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def value(self, array: _Array) -> Any:
+        """An OrtValue on the device, with what ``array`` holds now.
+
+        Raises:
+            DeviceError: the device has no room for it.
+        """
+        value = self._allocate(array.shape, array.dtype)
+        value.update_inplace(array)
+        return value
+
+    def write(self, value: Any, array: _Array) -> None:
+        """Copy ``array`` to ``value``."""
+        value.update_inplace(array)
+
+    def output(self, shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[Any, Callable[[], _Array]]:
+        """An OrtValue on the device, and what copies it to the host.
+
+        Raises:
+            DeviceError: the device has no room for it.
+        """
+        value = self._allocate(shape, dtype)
+        return value, value.numpy
+
+    def cache(self, layout: Sequence[CacheTensor]) -> KVBuffers:
+        """A KV cache that graphs write in place."""
+        return DeviceCache(layout, self)
+
+    def _allocate(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Any:
+        try:
+            return ort.OrtValue.ortvalue_from_shape_and_type(list(shape), dtype.type, self._kind, 0)
+        except RUN_ERRORS as error:
+            wanted = prod(shape) * dtype.itemsize
+            raise DeviceError(f"{self._kind} has no room for {wanted:,} more bytes: {error}") from error
+
+
+class DeviceCache(InPlaceCache):
+    """On a device.
+
+    To grow, what is kept travels over the host, a tensor at a time: a device has no other copy here, and
+    sessions reserve what a request needs at its start.
+    """
+
+    def __init__(self, layout: Sequence[CacheTensor], memory: DeviceMemory) -> None:
+        super().__init__(layout)
+        self._memory = memory
+        self.nbytes = 0
+        """Bytes reserved."""
+
+    def reserve(self, capacity: int, keep: int) -> None:
+        """Make room for ``capacity`` tokens, keeping the first ``keep``; earlier bindings are void.
+
+        Raises:
+            DeviceError: the device has no room for it; nothing is kept then.
+        """
+        try:
+            self._reserve(capacity, keep)
+        except BaseException:
+            self.clear()
+            raise
+
+    def clear(self) -> None:
+        """Free the memory."""
+        self._values.clear()
+        self.nbytes = 0
+
+    def _reserve(self, capacity: int, keep: int) -> None:
+        self.nbytes = 0
+        for index, tensor in enumerate(self._layout):
+            array = np.zeros((1, tensor.heads, capacity, tensor.head_dim), tensor.dtype)
+            self.nbytes += array.nbytes
+            if index == len(self._values):
+                self._values.append(None)
+            elif keep:
+                array[:, :, :keep] = self._values[index].numpy()[:, :, :keep]
+            self._values[index] = None  # the device need not hold both
+            self._values[index] = self._memory.value(array)

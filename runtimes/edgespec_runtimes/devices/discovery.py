@@ -1,0 +1,270 @@
+"""Which devices this machine offers through ONNX Runtime, and what keeps it from offering the others."""
+
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import metadata
+from io import StringIO
+from threading import get_ident
+from typing import Any, Literal, Protocol, TextIO
+
+import numpy as np
+
+from edgespec_models.errors import DeviceError
+from edgespec_runtimes.devices.kinds import CPU, KINDS, DeviceKind, Hardware
+from edgespec_runtimes.ort import ort
+
+__all__ = ["AUTO", "Device", "FoundHardware", "OrtRuntime", "Runtime", "devices", "resolve"]
+
+State = Literal["ready", "emulated", "missing"]
+_NPU, _CUDA = "npu", "CUDAExecutionProvider"
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class FoundHardware:
+    """What a provider found: its name, the kind and vendor of hardware, ONNX Runtime's own handle."""
+
+    provider: str
+    hardware: Hardware
+    vendor: str
+    handle: Any = None
+
+
+class Runtime(Protocol):
+    """ONNX Runtime and its plugins, as far as discovery needs them; tests have their own machines."""
+
+    def providers(self) -> Sequence[str]:
+        """Providers built into ONNX Runtime."""
+
+    def register(self, module: str) -> str | None:
+        """Make the plugin of ``module`` known; None, or what kept it from that.
+
+        Raises:
+            ModuleNotFoundError: the plugin's package is not installed.
+        """
+
+    def found(self) -> Sequence[FoundHardware]:
+        """What all known providers found."""
+
+    def options(self, kind: DeviceKind) -> Mapping[str, str]:
+        """Options of the kind's provider."""
+
+    def version(self, kind: DeviceKind) -> str:
+        """Of what brings the provider."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A kind of device on this machine.
+
+    Attributes:
+        kind: the kind.
+        state: ``ready``; ``emulated``, which is for checks; ``missing``.
+        vendor: of the hardware; empty where it is missing.
+        version: of what brings the provider; empty where it is missing.
+        problem: what is missing; None where nothing is.
+        remedy: what adds it, a command where there is one.
+        handle: ONNX Runtime's own; None for built-in providers.
+        options: the provider's.
+    """
+
+    kind: DeviceKind
+    state: State
+    vendor: str = ""
+    version: str = ""
+    problem: str | None = None
+    remedy: str | None = None
+    handle: Any = field(default=None, repr=False, compare=False)
+    options: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    @property
+    def name(self) -> str:
+        """What ``load(device=...)`` takes."""
+        return self.kind.name
+
+    @property
+    def identity(self) -> str:
+        """What measurements on it are kept under: name and version of the provider."""
+        return self.name if self.kind is CPU else f"{self.name} {self.version}"
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        kind = self.kind
+        return {
+            "name": self.name,
+            "title": kind.title,
+            "hardware": kind.hardware,
+            "provider": kind.provider,
+            "state": self.state,
+            "vendor": self.vendor or None,
+            "version": self.version or None,
+            "runs": sorted(kind.runs),
+            "export": kind.export,
+            "limits": list(kind.limits),
+            "problem": self.problem,
+            "remedy": self.remedy,
+        }
+
+
+class OrtRuntime:
+    """This machine."""
+
+    def providers(self) -> Sequence[str]:
+        """Providers built into ONNX Runtime."""
+        return list(ort.get_available_providers())
+
+    def register(self, module: str) -> str | None:
+        """Make the plugin of ``module`` known; None, or what kept it from that."""
+        return _register(module)
+
+    def found(self) -> Sequence[FoundHardware]:
+        """What all known providers found."""
+        found = [
+            FoundHardware(d.ep_name, d.device.type.name, d.device.vendor, d) for d in ort.get_ep_devices()
+        ]
+        # A graphics card that is listed may lack CUDA's libraries, and in a container one that is there need
+        # not be listed: CUDA itself knows.
+        found = [one for one in found if one.provider != _CUDA]
+        if _CUDA in self.providers() and _cuda_answers():
+            found.append(FoundHardware(_CUDA, "GPU", "NVIDIA"))
+        return found
+
+    def options(self, kind: DeviceKind) -> Mapping[str, str]:
+        """Options of the kind's provider."""
+        if kind.provider == _CUDA:
+            # Sums of squares of normalizations in 32 bits: those of float16 end at 65,504.
+            return {"enable_skip_layer_norm_strict_mode": "1"}
+        if kind.name != "qnn:htp":
+            return {}
+        plugin = importlib.import_module("onnxruntime_qnn")
+        # Quantizing inputs is offloaded to the CPU unless said otherwise, and counts as falling back.
+        return {"backend_path": plugin.get_qnn_htp_path(), "offload_graph_io_quantization": "0"}
+
+    def version(self, kind: DeviceKind) -> str:
+        """Of what brings the provider."""
+        if kind.module is None:
+            return str(ort.__version__)
+        try:
+            return metadata.version(kind.module.replace("_", "-"))
+        except metadata.PackageNotFoundError:
+            return "unknown"
+
+
+@cache
+def _register(module: str) -> str | None:
+    """ONNX Runtime refuses to register a library twice in a process."""
+    plugin = importlib.import_module(module)
+    try:
+        ort.register_execution_provider_library(plugin.get_ep_name(), plugin.get_library_path())
+    except Exception as error:  # noqa: BLE001 - ONNX Runtime's own exceptions share no base class
+        return " ".join(str(error).split())
+    return None
+
+
+class _Others(StringIO):
+    """Where this thread's output ends, and that of others goes on to ``out``."""
+
+    def __init__(self, out: TextIO | None) -> None:
+        super().__init__()
+        self._out, self._thread = out, get_ident()
+
+    def write(self, text: str) -> int:
+        if self._out is None or get_ident() == self._thread:
+            return len(text)
+        return self._out.write(text)
+
+
+@cache
+def _cuda_answers() -> bool:
+    """Whether CUDA gives memory: libraries, driver and a GPU are there."""
+    with redirect_stdout(_Others(sys.stdout)):  # it prints what it does not find
+        ort.preload_dlls()
+    try:
+        ort.OrtValue.ortvalue_from_shape_and_type([1], np.uint8, "cuda", 0)
+    except Exception:  # noqa: BLE001 - ONNX Runtime's own exceptions share no base class
+        return False
+    return True
+
+
+def devices(runtime: Runtime | None = None) -> tuple[Device, ...]:
+    """Every kind of device edgespec knows, the CPU first, and whether this machine has it.
+
+    Plugins that are installed are registered with ONNX Runtime, which other sessions do not notice.
+    """
+    machine = runtime or OrtRuntime()
+    return tuple(_look(kind, machine) for kind in KINDS.values())
+
+
+def resolve(name: str, runtime: Runtime | None = None) -> Device:
+    """The device that was asked for.
+
+    Args:
+        name: of a kind, or ``npu`` for whichever NPU there is.
+        runtime: None for this machine's.
+
+    Raises:
+        DeviceError: not known, or this machine lacks it; says what adds it.
+    """
+    machine = runtime or OrtRuntime()
+    if name == _NPU:
+        return _any_npu(machine)
+    kind = KINDS.get(name)
+    if kind is None:
+        known = ", ".join((AUTO, *KINDS, _NPU))
+        raise DeviceError(f"device {name!r} is not known; allowed: {known}")
+    device = _look(kind, machine)
+    if device.state == "missing":
+        raise DeviceError(f"device {name} cannot be had: {device.problem}. {device.remedy}")
+    return device
+
+
+def _any_npu(machine: Runtime) -> Device:
+    npus = [_look(kind, machine) for kind in KINDS.values() if kind.hardware == "NPU"]
+    ready = next((npu for npu in npus if npu.state == "ready"), None)
+    if ready is not None:
+        return ready
+    reasons = "; ".join(
+        f"{npu.name}: {npu.problem or 'only emulated here, ask for it by name'}. {npu.remedy or ''}".rstrip()
+        for npu in npus
+    )
+    raise DeviceError(f"no NPU can be had. {reasons}")
+
+
+def _look(kind: DeviceKind, machine: Runtime) -> Device:
+    problem = _provider_problem(kind, machine)
+    if problem is not None:
+        return Device(kind, "missing", problem=problem, remedy=f"Add it: {kind.install}")
+    mine = [found for found in machine.found() if found.provider == kind.provider]
+    exact = next((found for found in mine if found.hardware == kind.hardware), None)
+    # Where Qualcomm's plugin offers a processor of another vendor, it emulates the NPU there. One of
+    # Qualcomm's own is of a Snapdragon whose NPU has no driver.
+    others = (found for found in mine if "qualcomm" not in found.vendor.lower())
+    emulator = next(others, None) if kind.name == "qnn:htp" else None
+    chosen = exact or emulator
+    if chosen is None:
+        problem = f"{kind.provider} is installed and finds no such {kind.hardware}"
+        return Device(kind, "missing", problem=problem, remedy=f"Needed: {kind.driver}")
+    return Device(
+        kind,
+        "ready" if chosen is exact else "emulated",
+        vendor=chosen.vendor,
+        version=machine.version(kind),
+        handle=None if kind.module is None else chosen.handle,
+        options=machine.options(kind),
+    )
+
+
+def _provider_problem(kind: DeviceKind, machine: Runtime) -> str | None:
+    if kind.module is None:
+        if kind.provider in machine.providers():
+            return None
+        return f"this ONNX Runtime has no {kind.provider}"
+    try:
+        problem = machine.register(kind.module)
+    except ModuleNotFoundError:
+        return f"the plugin {kind.module.replace('_', '-')} is not installed"
+    return problem and f"the plugin {kind.module.replace('_', '-')} cannot be registered ({problem})"

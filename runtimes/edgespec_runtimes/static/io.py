@@ -1,0 +1,227 @@
+"""Passes of graphs with fixed shapes: masks, positions and the KV cache are the host's business.
+
+A graph attends over ``capacity`` cached tokens and the pass's own rows, and returns keys and values of its
+own rows only; those that stay are copied behind the cache's. What must not be looked at, free places, rows
+of a truncated past and later rows, is masked. So roll-back is bookkeeping: nothing is moved or cleared.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.graph_contract import StaticInputs, cache_names
+from edgespec_models.bundles.static_graphs import StaticGraphs
+from edgespec_models.errors import BundleError, DeviceError
+from edgespec_runtimes.kv_buffers import ort_value
+from edgespec_runtimes.ort import RUN_ERRORS, TYPES
+from edgespec_runtimes.predictions import Logits, Predictions
+
+__all__ = ["StaticIO", "cheapest_passes"]
+
+_Array = npt.NDArray[Any]
+_TIMED = 2
+
+
+def cheapest_passes(
+    count: int, rows: int, static: StaticGraphs, seconds: Mapping[int, float]
+) -> tuple[int, ...]:
+    """Widths of the passes that take ``count`` tokens and return the logits of the last ``rows``.
+
+    A pass takes as many tokens as it has rows, or what is left. The pass for prefill returns one row's
+    logits, so it may take one wanted token at most.
+
+    Args:
+        count: tokens.
+        rows: the last so many are wanted.
+        static: which widths there are.
+        seconds: what a pass of each width costs.
+    """
+
+    @cache
+    def best(left: int) -> tuple[float, tuple[int, ...]]:
+        if not left:
+            return 0.0, ()
+        found = []
+        for width in static.widths:
+            taken = min(width, left)
+            wanted = max(0, min(rows, left) - (left - taken))
+            if width == static.prefill and wanted > 1:
+                continue
+            rest, widths = best(left - taken)
+            found.append((seconds[width] + rest, (width, *widths)))
+        return min(found)
+
+    # Widths divide most counts, so recursion stays shallow; a long count is cut by the session's chunks.
+    return best(count)[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """One compiled graph, its inputs and outputs."""
+
+    session: Any
+    binding: Any
+    inputs: Mapping[str, _Array]
+    logits: Logits
+    presents: tuple[_Array, ...]
+    keep_alive: tuple[Any, ...]
+
+
+class StaticIO:
+    """A bundle's graphs of fixed shapes, those of one bucket at a time; see ``graph_io.GraphIO``.
+
+    Attributes:
+        most_rows: no bound: only wanted rows have logits.
+        seconds: what a pass of each width cost when its graph was opened.
+    """
+
+    def __init__(self, bundle: Bundle, open_graphs: Callable[[Sequence[Path]], Sequence[Any]]) -> None:
+        """Open nothing yet: :meth:`reserve` does.
+
+        Args:
+            bundle: with graphs of fixed shapes.
+            open_graphs: ONNX Runtime's sessions over a bucket's graphs, on the device.
+
+        Raises:
+            BundleError: the bundle has no such graphs.
+        """
+        static, config = bundle.manifest.static, bundle.config
+        if static is None or not isinstance(config, ModelConfig):
+            raise BundleError(f"{bundle.path} has no graphs of fixed shapes")
+        self._static, self._config, self._path, self._open = static, config, bundle.path, open_graphs
+        self._host = StaticInputs(config, static.masked)
+        self._passes: dict[int, _Pass] = {}
+        self._cache: list[_Array] = []
+        self._capacity = 0
+        self._logits = np.zeros((0, config.vocab_size), np.float32)
+        self.seconds: dict[int, float] = {}
+        self.most_rows = static.longest
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes reserved for the KV cache."""
+        return sum(array.nbytes for array in self._cache)
+
+    def reserve(self, capacity: int, keep: int) -> None:
+        """Open the graphs of the bucket of ``capacity`` tokens, keeping the first ``keep`` of the cache.
+
+        Raises:
+            DeviceError: the device's compiler refuses a graph, part of it would run elsewhere, or it fails
+                to run. Nothing is open or kept then.
+        """
+        if capacity == self._capacity:
+            return
+        old = list(self._cache)
+        self.close()  # two buckets' graphs at a time would take twice the memory
+        try:
+            self._open_bucket(capacity, old, keep)
+        except BaseException:
+            self.close()
+            raise
+        self._capacity = capacity
+
+    def cache_rows(self, length: int) -> list[_Array] | None:
+        """None: what another bucket's graphs would read lies elsewhere."""
+        return None
+
+    def put_cache_rows(self, arrays: Sequence[_Array], length: int) -> None:
+        """Never called: nothing is copied."""
+
+    def run(self, tokens: Sequence[int], start: int, rows: int) -> Predictions:
+        """Run ``tokens`` behind the first ``start`` of the cache; a row for each of the last ``rows``."""
+        if len(self._logits) < rows:
+            self._logits = np.zeros((rows, self._config.vocab_size), np.float32)
+        left, filled = len(tokens), 0
+        for width in cheapest_passes(left, rows, self._static, self.seconds):
+            taken, at = min(width, left), len(tokens) - left
+            self._execute(width, tokens[at : at + taken], start + at)
+            self._keep(width, start + at, taken)
+            left -= taken
+            wanted = rows - filled - min(left, rows - filled)
+            if wanted:
+                every = self._passes[width].logits[0]
+                last = 1 if width == self._static.prefill else taken
+                self._logits[filled : filled + wanted] = every[last - wanted : last]
+                filled += wanted
+        return Predictions(self._logits[:rows])
+
+    def close(self) -> None:
+        """Free what passes use."""
+        self._passes.clear()
+        self._cache.clear()
+        self._capacity = 0
+
+    def _open_bucket(self, capacity: int, old: Sequence[_Array], keep: int) -> None:
+        files = {rows: self._static.file(capacity, rows) for rows in self._static.widths}
+        opened = self._open([self._path / file for file in files.values()])
+        sessions = dict(zip(files, opened, strict=True))
+        types = {value.name: TYPES[value.type] for value in sessions[1].get_inputs()}
+        for index, (name, shape) in enumerate(_cache_shapes(self._config, capacity)):
+            self._cache.append(np.zeros(shape, types[name]))
+            if old:
+                _tokens(self._cache[-1], index, 0, keep)[:] = _tokens(old[index], index, 0, keep)
+        self._passes = {rows: self._bind(session) for rows, session in sessions.items()}
+        self.seconds = {width: self._time(width) for width in self._static.widths}
+
+    def _execute(self, width: int, tokens: Sequence[int], start: int) -> None:
+        """One pass over ``tokens`` and as many spare rows as are left of ``width``."""
+        one = self._passes[width]
+        self._host.fill(one.inputs, tokens, start)
+        try:
+            one.session.run_with_iobinding(one.binding)
+        except RUN_ERRORS as error:
+            raise DeviceError(f"the device cannot run {self._path}: {error}") from error
+
+    def _keep(self, width: int, start: int, count: int) -> None:
+        """Copy the keys and values of the pass's first ``count`` rows to places ``start`` on."""
+        for index, present in enumerate(self._passes[width].presents):
+            _tokens(self._cache[index], index, start, count)[:] = _tokens(present, index, 0, count)
+
+    def _time(self, width: int) -> float:
+        """Seconds of a pass; a graph's first may set it up. The cache stays as it is."""
+        least = np.inf
+        for _ in range(_TIMED):
+            began = perf_counter()
+            self._execute(width, [0] * width, 0)
+            least = min(least, perf_counter() - began)
+        return float(least)
+
+    def _bind(self, session: Any) -> _Pass:
+        binding, keep = session.io_binding(), list[Any]()
+        shared = dict(zip((n for n, _ in _cache_shapes(self._config, 1)), self._cache, strict=True))
+        inputs = {
+            value.name: np.zeros(value.shape, TYPES[value.type])
+            for value in session.get_inputs()
+            if value.name not in shared
+        }
+        for name, array in (inputs | shared).items():
+            keep.append(ort_value(array))
+            binding.bind_ortvalue_input(name, keep[-1])
+        outputs = {value.name: np.zeros(value.shape, TYPES[value.type]) for value in session.get_outputs()}
+        for name, array in outputs.items():
+            keep.append(ort_value(array))
+            binding.bind_ortvalue_output(name, keep[-1])
+        presents = tuple(outputs[name.replace("past_key_values", "present")] for name in shared)
+        return _Pass(session, binding, inputs, outputs["logits"], presents, tuple(keep))
+
+
+def _cache_shapes(config: ModelConfig, capacity: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Keys lie transposed, as the product with the queries takes them."""
+    heads, width = config.num_kv_heads, config.head_dim
+    shapes = (1, heads, width, capacity), (1, heads, capacity, width)
+    return [(past, shapes[index % 2]) for index, (past, _) in enumerate(cache_names(config.num_layers))]
+
+
+def _tokens(array: _Array, index: int, start: int, count: int) -> _Array:
+    """Tokens of a tensor of the cache: keys have even indices."""
+    if index % 2 == 0:
+        return array[:, :, :, start : start + count]
+    return array[:, :, start : start + count]
