@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from time import perf_counter
 
-from edgespec.decoding.draft import NO_DRAFT, Clock
+from edgespec.decoding.draft import NO_DRAFT, Clock, Remarks
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.decoding.verification import make_verifier
 from edgespec.drafting.ahead import Ahead, Beside
@@ -15,7 +15,6 @@ from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.reading import Reader
 from edgespec.requests.generation import PreparedRequest
 from edgespec.requests.request import Request
-from edgespec.requests.results import Remarks
 from edgespec.requests.stream import Stream
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve

@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from edgespec.decoding.draft import Draft
+from edgespec.decoding.draft import Draft, Remarks
 from edgespec.drafting.ahead import Ahead, Beside
 from edgespec.drafting.model import ModelDrafter
 from edgespec.drafting.pricing import Pricing
 from edgespec.requests.request import Request
-from edgespec.requests.results import Generation, Remarks
+from edgespec.requests.results import Generation
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.devices.placement import Placement, run_at_once
 from tests.ahead_for_tests import PROMPT, VOCAB, mixed, model_of, placed, plain, stream_of

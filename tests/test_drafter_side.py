@@ -7,20 +7,20 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from edgespec.decoding.draft import Remarks
 from edgespec.drafting.context import context_tokens
 from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.side import DrafterSide, Part
 from edgespec.learning.trainer import Trainer
 from edgespec.learning.tuning import Example
 from edgespec.loading.sessions import Running
-from edgespec.requests.kv_store import KvStore
 from edgespec.requests.request import Request, RequestOptions
-from edgespec.requests.results import Remarks
 from edgespec_models.text.tokenizer import SpecialTokens
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.devices.discovery import Device
 from edgespec_runtimes.devices.kinds import KINDS
 from edgespec_runtimes.devices.placement import Placement
+from edgespec_runtimes.kv_store import KvStore
 from tests.models_for_tests import toy_bundle, toy_session
 from tests.toy import ToySession, round_of
 

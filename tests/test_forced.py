@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.decoding.constraint import Constraint
-from edgespec.decoding.draft import NO_DRAFT, Draft, Source, Step
+from edgespec.decoding.draft import NO_DRAFT, Draft, Remarks, Source, Step
 from edgespec.decoding.grammar import Choice, Grammars, JsonSchema, Regex, ResponseFormat
 from edgespec.decoding.loop import decode
 from edgespec.decoding.sampling import DRAFT_LANE, SamplingParams, uniform
@@ -23,7 +23,6 @@ from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.reading import Reader
 from edgespec.measuring.chi_square import pool_rare, two_samples
-from edgespec.requests.results import Remarks
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from tests.formats_for_tests import accepts, formats

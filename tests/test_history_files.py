@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from edgespec import History, LoadOptions
 from edgespec.cli import app
-from edgespec.decoding.draft import NO_DRAFT, Draft, Source
+from edgespec.decoding.draft import NO_DRAFT, Draft, Remarks, Source
 from edgespec.decoding.loop import decode
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.decoding.verification import make_verifier
@@ -28,7 +28,6 @@ from edgespec.history.drafter import BestOf
 from edgespec.history.file_drafter import FileDrafter
 from edgespec.history.file_index import FileIndex
 from edgespec.model import Model
-from edgespec.requests.results import Remarks
 from edgespec_models.errors import RequestError, StorageError
 from edgespec_models.progress import Progress
 from edgespec_runtimes.cost import CostCurve

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from edgespec.decoding.draft import Draft
+from edgespec.decoding.draft import Draft, Remarks
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.drafting.guard import STAKE, Guard
 from edgespec.drafting.ngram import NgramDrafter
@@ -23,7 +23,7 @@ from edgespec.history.passages import Passage
 from edgespec.history.use import HistoryUse
 from edgespec.requests.generation import PreparedRequest
 from edgespec.requests.request import Request
-from edgespec.requests.results import Generation, Remarks
+from edgespec.requests.results import Generation
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from tests.ahead_for_tests import PROMPT, VOCAB, plain

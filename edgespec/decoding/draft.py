@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Clock", "Draft", "Drafter", "Extending", "NO_DRAFT", "Observer", "Source", "Step"]
+__all__ = ["Clock", "Draft", "Drafter", "Extending", "NO_DRAFT", "Observer", "Remarks", "Source", "Step"]
 
 Clock = Callable[[], float]
 """Seconds since some moment."""
@@ -111,6 +111,18 @@ class Extending(Source, Protocol):
 
         To be called after :meth:`propose` with the same tokens. ``draft`` itself if there is nothing to add.
         """
+
+
+@dataclass(slots=True, kw_only=True)
+class Remarks:
+    """What a request's sources have to say besides their drafts, for :class:`edgespec.GenerationStats`."""
+
+    speculation_off_reason: str | None = None
+    history_problem: str | None = None
+    rolled_back: tuple[str, ...] = ()
+    placement: str = ""
+    drafted_ahead: int = 0
+    used_ahead: int = 0
 
 
 @runtime_checkable

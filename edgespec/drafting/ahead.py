@@ -12,11 +12,10 @@ from dataclasses import dataclass, field, replace
 from threading import Event, Thread, current_thread
 from time import perf_counter
 
-from edgespec.decoding.draft import Clock, Draft, Step
+from edgespec.decoding.draft import Clock, Draft, Remarks, Step
 from edgespec.drafting.model import ModelDrafter
 from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.reading import Duration
-from edgespec.requests.results import Remarks
 from edgespec_runtimes.cost import CostCurve
 
 __all__ = ["Ahead", "Beside"]

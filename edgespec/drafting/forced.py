@@ -5,9 +5,8 @@ from dataclasses import replace
 from typing import Final
 
 from edgespec.decoding.constraint import Constraint
-from edgespec.decoding.draft import NO_DRAFT, Draft, Source, Step
+from edgespec.decoding.draft import NO_DRAFT, Draft, Remarks, Source, Step
 from edgespec.drafting.pricing import Pricing
-from edgespec.requests.results import Remarks
 
 __all__ = ["Forced"]
 

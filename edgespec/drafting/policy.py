@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from edgespec.decoding.draft import NO_DRAFT, Draft, Extending, Observer, Source, Step
+from edgespec.decoding.draft import NO_DRAFT, Draft, Extending, Observer, Remarks, Source, Step
 from edgespec.drafting.guard import Guard
 from edgespec.drafting.pricing import Pricing
-from edgespec.requests.results import Remarks
 
 __all__ = ["Policy"]
 

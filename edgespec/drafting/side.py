@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from edgespec.decoding.draft import Clock, Source, Step
+from edgespec.decoding.draft import Clock, Remarks, Source, Step
 from edgespec.drafting.ahead import Ahead, Beside
 from edgespec.drafting.bridge import Bridge, ByteBridge, IdentityBridge
 from edgespec.drafting.context import context_tokens
@@ -13,11 +13,10 @@ from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
 from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.reading import Reader
 from edgespec.loading.sessions import DRAFTER_READING_ROWS, Running
-from edgespec.requests.kv_store import KvStore
 from edgespec.requests.request import Request
-from edgespec.requests.results import Remarks
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import TokenizerError
+from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.session import TrimmedHead, Tunable
 
 if TYPE_CHECKING:  # a drafter that nothing teaches imports nothing of this

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import Final
 
-from edgespec.decoding.draft import NO_DRAFT, Draft, Extending, Step
+from edgespec.decoding.draft import NO_DRAFT, Draft, Extending, Remarks, Step
 from edgespec.drafting.guard import Guard
 from edgespec.drafting.watch import Finding
 from edgespec.history.index import MAX_N, Found
 from edgespec.history.memory import Memory
 from edgespec.history.passages import Cutter
-from edgespec.requests.results import Remarks
 
 __all__ = ["BestOf", "HistoryDrafter"]
 

@@ -7,13 +7,12 @@ from itertools import accumulate
 from math import prod
 from typing import Final
 
-from edgespec.decoding.draft import NO_DRAFT, Draft, Step
+from edgespec.decoding.draft import NO_DRAFT, Draft, Remarks, Step
 from edgespec.drafting.bridge import encode_after, safe_start
 from edgespec.drafting.guard import Guard
 from edgespec.drafting.ngram import LONGEST, Acceptance, Match
 from edgespec.drafting.watch import Finding
 from edgespec.history.file_index import FileIndex
-from edgespec.requests.results import Remarks
 from edgespec_models.errors import TokenizerError
 from edgespec_models.text.tokenizer import Tokenizer
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Final
 
+from edgespec.decoding.draft import Remarks
 from edgespec.drafting.experience import Experience, Outcome
 from edgespec.drafting.guard import Guard
 from edgespec.drafting.ngram import Acceptance
@@ -26,7 +27,6 @@ from edgespec.history.writer import Writer
 from edgespec.learning.lesson import Table
 from edgespec.learning.trainer import Trainer
 from edgespec.learning.tuning import Tuning
-from edgespec.requests.results import Remarks
 from edgespec_models.errors import StorageError
 from edgespec_models.text.tokenizer import Tokenizer
 

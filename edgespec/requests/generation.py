@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Any
 
 from edgespec.decoding.constraint import Constraint
-from edgespec.decoding.draft import Clock, Step
+from edgespec.decoding.draft import Clock, Remarks, Step
 from edgespec.decoding.loop import decode
 from edgespec.drafting.forced import Forced
 from edgespec.drafting.policy import Policy
@@ -19,7 +19,6 @@ from edgespec.requests.results import (
     Generation,
     GenerationStats,
     Record,
-    Remarks,
     SourceStats,
     TokenRecord,
     nothing,

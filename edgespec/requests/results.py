@@ -11,7 +11,6 @@ __all__ = [
     "Generation",
     "GenerationStats",
     "Record",
-    "Remarks",
     "SourceStats",
     "TokenRecord",
     "nothing",
@@ -64,18 +63,6 @@ class SourceStats:
 
     drafted: int = 0
     accepted: int = 0
-
-
-@dataclass(slots=True, kw_only=True)
-class Remarks:
-    """What a request's sources have to say besides their drafts: fields of :class:`GenerationStats`."""
-
-    speculation_off_reason: str | None = None
-    history_problem: str | None = None
-    rolled_back: tuple[str, ...] = ()
-    placement: str = ""
-    drafted_ahead: int = 0
-    used_ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)

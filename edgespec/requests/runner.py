@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgespec.decoding.constraint import Constraint
-from edgespec.decoding.draft import Clock, Drafter, Extending
+from edgespec.decoding.draft import Clock, Drafter, Extending, Remarks
 from edgespec.decoding.grammar import Grammars
 from edgespec.drafting.forced import Forced
 from edgespec.drafting.guard import Guard
@@ -17,11 +17,10 @@ from edgespec.loading.options import LoadOptions
 from edgespec.loading.sessions import Loaded
 from edgespec.requests.encoding import Asked, answer_format, tool_reader
 from edgespec.requests.generation import PreparedRequest
-from edgespec.requests.kv_store import KvStore
 from edgespec.requests.request import Request
-from edgespec.requests.results import Remarks
 from edgespec_models.errors import DoesNotFit
 from edgespec_runtimes.devices.placement import Placement
+from edgespec_runtimes.kv_store import KvStore
 
 if TYPE_CHECKING:  # a model without a drafter model or a history imports nothing of them
     from edgespec.drafting.ahead import Beside
