@@ -12,7 +12,7 @@ from onnx import TensorProto
 
 from edgespec_export.formats.tiles import pack
 from edgespec_export.sources.gguf import BLOCK_LAYOUT, GGMLType
-from edgespec_models.bundles.tiles import FORMATS
+from edgespec_models.bundles.weight_format import FORMATS
 from tests.gguf_for_tests import F32
 from tests.kernels_for_tests import (
     SHARE,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import ModelProto, TensorProto
 
-from edgespec_models.bundles.tiles import FORMATS, tile_bytes
+from edgespec_models.bundles.weight_format import FORMATS, tile_bytes
 from tests.kernels_for_tests import graph, session
 
 Arrays = dict[str, npt.NDArray[Any]]

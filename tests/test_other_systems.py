@@ -25,7 +25,7 @@ from edgespec.loading.machine import describe_machine
 from edgespec_export import staging
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.errors import RequestError, StorageError
-from edgespec_models.files.moving import move
+from edgespec_models.files.replacing import move
 from edgespec_models.paths import home
 from edgespec_models.progress import Progress
 from edgespec_runtimes.memory import peak_memory_bytes

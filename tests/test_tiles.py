@@ -12,8 +12,7 @@ from edgespec_export.formats.blocks import F32, U8, Blocks, fields
 from edgespec_export.formats.rounding import round_matrix
 from edgespec_export.formats.tiles import pack, pack_blocks, unpack_tiles
 from edgespec_export.sources.gguf import BLOCK_LAYOUT, GGMLType
-from edgespec_models.bundles.tiles import FORMATS, LANES, tile_bytes
-from edgespec_models.bundles.weight_format import WeightFormat
+from edgespec_models.bundles.weight_format import FORMATS, LANES, WeightFormat, tile_bytes
 from edgespec_models.errors import UnsupportedModelError
 from tests.kernels_for_tests import random_blocks
 

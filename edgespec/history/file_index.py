@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_models.errors import StorageError
-from edgespec_models.files.moving import move
+from edgespec_models.files.replacing import move
 from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_models.schema import read
 

@@ -9,8 +9,7 @@ from secrets import token_hex
 from stat import S_IMODE
 
 from edgespec_models.errors import ModelFileError, RequestError, StorageError
-from edgespec_models.files.leftovers import leftovers, own_name
-from edgespec_models.files.moving import move
+from edgespec_models.files.replacing import leftovers, move, own_name
 
 __all__ = ["check_place", "staging", "storage_errors"]
 

@@ -21,8 +21,7 @@ from edgespec_export.formats.tiles import pack, pack_blocks, unpack_tiles
 from edgespec_export.graphs.writer import Stored
 from edgespec_export.sources.checkpoint import FLOATS, Checkpoint
 from edgespec_export.sources.gguf import GGMLType
-from edgespec_models.bundles.tiles import FORMATS, LANES, tile_bytes
-from edgespec_models.bundles.weight_format import Method, WeightFormat
+from edgespec_models.bundles.weight_format import FORMATS, LANES, Method, WeightFormat, tile_bytes
 from edgespec_models.graphs.plan import (
     FULL,
     DecoderPlan,

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from edgespec_export.formats.blocks import F16, F32, U8, Blocks, Fields, Steps, fields
 from edgespec_export.sources.gguf import GGMLType
-from edgespec_models.bundles.tiles import FORMATS, LANES, tile_bytes
+from edgespec_models.bundles.weight_format import FORMATS, LANES, tile_bytes
 from edgespec_models.errors import UnsupportedModelError
 
 __all__ = ["pack", "pack_blocks", "unpack_tiles"]
@@ -48,7 +48,7 @@ def pack(name: str, raw: U8) -> U8:
     """Raw blocks of a GGUF file as tiles, without rounding.
 
     Args:
-        name: the format, of :data:`~edgespec_models.bundles.tiles.FORMATS`.
+        name: the format, of :data:`~edgespec_models.bundles.weight_format.FORMATS`.
         raw: uint8 ``(rows, blocks, bytes)``; rows of zeros make up whole tiles.
 
     Returns:

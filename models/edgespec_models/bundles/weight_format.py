@@ -1,12 +1,63 @@
-"""How a matrix is stored: bits, blocks, and minimums; or tiles of edgespec's kernels. Needs no extra."""
+"""How a matrix is stored: floats, ONNX Runtime's blocks, or tiles of edgespec's kernels.
 
+Tiles are the blocks of a GGUF file as the kernels read them (``runtimes/kernels/layout.h``). A tile is 16 rows
+of a matrix by 32 or 256 inputs, the block of its format. Tiles follow each other along the inputs, then down
+the rows; the last rows of a matrix are filled up with zeros.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from types import MappingProxyType
+from typing import Final, Literal, NamedTuple
 
-__all__ = ["Method", "WeightFormat"]
+from edgespec_models.errors import UnsupportedModelError
+
+__all__ = ["FORMATS", "LANES", "Method", "TileFormat", "WeightFormat", "tile_bytes"]
 
 Method = Literal["keep", "rtn", "fit", "k-quant"]
 """How weights are rounded (``formats.rounding``); ``keep`` repacks those that fit, others it fits."""
+
+LANES: Final = 16
+"""Rows of a tile."""
+
+
+class TileFormat(NamedTuple):
+    """What a tile of a format holds: inputs, and bytes."""
+
+    inputs: int
+    n_bytes: int
+
+
+FORMATS: Final[Mapping[str, TileFormat]] = MappingProxyType(
+    {
+        "Q4_0": TileFormat(32, 288),
+        "Q4_1": TileFormat(32, 320),
+        "Q5_0": TileFormat(32, 352),
+        "Q5_1": TileFormat(32, 384),
+        "Q8_0": TileFormat(32, 544),
+        "Q2_K": TileFormat(256, 1344),
+        "Q3_K": TileFormat(256, 1824),
+        "Q4_K": TileFormat(256, 2368),
+        "Q5_K": TileFormat(256, 2880),
+        "Q6_K": TileFormat(256, 3360),
+    }
+)
+"""The formats that the kernels multiply by."""
+
+
+def tile_bytes(name: str, rows: int, columns: int) -> int:
+    """Bytes of a matrix of ``rows`` by ``columns``.
+
+    Raises:
+        UnsupportedModelError: the format has no whole blocks of this width.
+    """
+    form = FORMATS[name]
+    if columns % form.inputs:
+        raise UnsupportedModelError(
+            f"a matrix of {columns} columns has no whole blocks of {name}, which are {form.inputs} wide; "
+            "export with --weights portable"
+        )
+    return -(-rows // LANES) * (columns // form.inputs) * form.n_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +65,7 @@ class WeightFormat:
     """How a matrix is stored: ``bits`` 4 or 8 in blocks of ``block`` along the input; 16, 32 for floats.
 
     Blocks of 4 bits ``minimums`` lets lie anywhere; without, and with 8 bits, they lie around zero.
-    ``tiles`` names a format of edgespec's kernels (:mod:`tiles`); bits and blocks are then
+    ``tiles`` names a format of edgespec's kernels (:data:`FORMATS`); bits and blocks are then
     those that floats are rounded to. It is empty for ONNX Runtime's formats.
     """
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from edgespec_models.downloads.catalog import IndexPart, IndexParts
 from edgespec_models.downloads.job import CHUNK_BYTES, Job, length, require_space
 from edgespec_models.errors import DownloadError
-from edgespec_models.files.moving import move
+from edgespec_models.files.replacing import move
 
 __all__ = ["fetch_index"]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgespec_models.errors import DownloadError
-from edgespec_models.files.moving import move
+from edgespec_models.files.replacing import move
 from edgespec_models.progress import Progress, ProgressCallback
 
 __all__ = [

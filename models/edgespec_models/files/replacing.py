@@ -1,20 +1,32 @@
-"""Writing a file so that it is there whole or not at all."""
+"""A file or a folder is there whole or not at all: written beside its place, then renamed.
+
+Names of temporary files name their process, so that what killed programs left can be told and deleted.
+"""
 
 import errno
 import os
+import platform
+import re
 import secrets
+import sys
+import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from glob import escape
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Final
+
+import psutil
 
 from edgespec_models.errors import StorageError
-from edgespec_models.files.leftovers import leftovers, own_name
-from edgespec_models.files.moving import move
 
-__all__ = ["replacing", "writing"]
+__all__ = ["leftovers", "move", "own_name", "replacing", "writing"]
 
-_TEMPORARY = ".edgespec-"
+_TEMPORARY: Final = ".edgespec-"
+_PROCESS: Final = re.compile(r"(\d+)@([0-9a-f]{8})-")
+_LONG_S: Final = 86_400.0
+_PAUSES_S: Final = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 
 
 @contextmanager
@@ -54,3 +66,44 @@ def writing(path: Path) -> Iterator[None]:
         full = error.errno == errno.ENOSPC
         why = "the disk is full; free space and run the command again" if full else str(error)
         raise StorageError(f"cannot write {path}: {why}") from error
+
+
+def move(source: Path, to: Path) -> None:
+    """Rename a file, replacing one that is there, or a folder to a name that is free.
+
+    Windows renames no file, and no folder with a file, that a program has open. Scanners and indexers open
+    what was just written and let go of it within moments, so a refusal counts after three seconds only.
+    """
+    for pause in _PAUSES_S if sys.platform == "win32" else ():
+        try:
+            source.replace(to)
+            return
+        except PermissionError:
+            time.sleep(pause)
+    source.replace(to)
+
+
+def own_name(prefix: str, pid: int | None = None) -> str:
+    """How names of temporary files of this process begin, or of another one of this machine."""
+    return f"{prefix}{os.getpid() if pid is None else pid}@{_machine()}-"
+
+
+def leftovers(folder: Path, prefix: str) -> Iterator[Path]:
+    """What lies in ``folder`` under names of :func:`own_name` whose processes are no more.
+
+    Whether a process of another machine or container lives cannot be seen: after a day it is taken for dead.
+    """
+    for path in folder.glob(f"{escape(prefix)}*"):
+        process = _PROCESS.match(path.name.removeprefix(prefix))
+        if process is None:
+            continue  # somebody else's
+        try:
+            old = time.time() - path.stat().st_mtime > _LONG_S
+        except OSError:
+            continue  # gone already
+        if old if process[2] != _machine() else not psutil.pid_exists(int(process[1])):
+            yield path
+
+
+def _machine() -> str:
+    return f"{zlib.crc32(platform.node().encode()):08x}"

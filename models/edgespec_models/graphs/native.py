@@ -24,8 +24,7 @@ import onnx_ir as ir
 
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.graph_contract import cache_names
-from edgespec_models.bundles.tiles import tile_bytes
-from edgespec_models.bundles.weight_format import WeightFormat
+from edgespec_models.bundles.weight_format import WeightFormat, tile_bytes
 from edgespec_models.graphs.definition import (
     IR_VERSION,
     Decoder,
@@ -215,7 +214,7 @@ class _NativeDecoder(Decoder):
 def build_native(config: ModelConfig, plan: DecoderPlan) -> ir.Model:
     """Build the graph; its weights are parameters without data, for the exporter to fill.
 
-    Matrices are uint8 tensors of tiles (:mod:`edgespec_models.bundles.tiles`), named as
+    Matrices are uint8 tensors of tiles (:mod:`edgespec_models.bundles.weight_format`), named as
     :meth:`DecoderPlan.parts` says.
     """
     return ir.Model(_NativeDecoder(config, plan).build(), ir_version=IR_VERSION, producer_name="edgespec")
