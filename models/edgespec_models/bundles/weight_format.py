@@ -1,8 +1,8 @@
 """How a matrix is stored: floats, ONNX Runtime's blocks, or tiles of edgespec's kernels.
 
-Tiles are the blocks of a GGUF file as the kernels read them (``runtimes/kernels/layout.h``). A tile is 16 rows
-of a matrix by 32 or 256 inputs, the block of its format. Tiles follow each other along the inputs, then down
-the rows; the last rows of a matrix are filled up with zeros.
+Tiles are the blocks of a GGUF file as the kernels read them (``runtimes/kernels/layout.h``). A tile is 16
+rows of a matrix by 32 or 256 inputs, the block of its format. Tiles follow each other along the inputs, then
+down the rows; the last rows of a matrix are filled up with zeros.
 """
 
 from collections.abc import Mapping
