@@ -8,6 +8,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -51,11 +52,13 @@ def consoles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def own_signals() -> Iterator[None]:
-    """What the command line sets is undone."""
+    """Signals do what they do to a program that nobody told to ignore them; changes are undone."""
     numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGBREAK") if hasattr(signal, name)]
-    before = [signal.getsignal(number) for number in numbers]
+    wanted: dict[int, Any] = dict.fromkeys(numbers, signal.SIG_DFL)
+    wanted[signal.SIGINT] = signal.default_int_handler
+    before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
     yield
-    for number, handler in zip(numbers, before, strict=True):
+    for number, handler in before.items():
         signal.signal(number, handler)
 
 

@@ -147,6 +147,7 @@ def test_chat_without_a_template_is_an_error(use: Use) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="os.kill with SIGINT ends the process on Windows")
+@pytest.mark.usefixtures("own_signals")
 def test_ctrl_c_stops_the_answer_and_not_the_chat(use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
     def pieces(self: FakeStream) -> Iterator[str]:
         yield "some"
