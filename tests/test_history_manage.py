@@ -226,3 +226,24 @@ def test_what_is_not_there_is_one_line_on_standard_error() -> None:
 def test_every_command_has_an_example(command: str) -> None:
     result = run(command, "--help")
     assert result.exit_code == 0 and f"edgespec history {command}" in result.stdout
+
+
+def test_indexes_of_files_that_earlier_versions_left_go_with_what_is_deleted(
+    tokenizer: Tokenizer, home: Path
+) -> None:
+    folder, index = home / "histories", b"edgespec files 2 and the text"
+    names = ("", "-0123456789abcdef", "-0123456789abcdef.new", ".lock")
+    others = {"me.history-files.txt": index, "me.history-filesystem": index, "you.history-files": index}
+    others |= {"me.history-files-00112233445566aa": b"by somebody else"}
+    for deletes in (
+        lambda history: history.forget("Mustermann"),
+        lambda history: history.delete("mail"),
+        History.delete,
+    ):
+        history = _learn(tokenizer, [LETTER], namespace="mail")
+        for name, data in {**{f"me.history-files{name}": index for name in names}, **others}.items():
+            (folder / name).write_bytes(data)
+        assert history.size_bytes > len(names) * len(index) and history.show()  # it opens as ever
+        deletes(history)
+        left = {file.name for file in folder.iterdir() if "files" in file.name}
+        assert left == set(others)

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +23,9 @@ from edgespec.history.manage import History
 from edgespec.loading.machine import describe_machine
 from edgespec_export import staging
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_models.errors import RequestError, StorageError
+from edgespec_models.errors import RequestError
 from edgespec_models.files.replacing import move
 from edgespec_models.paths import home
-from edgespec_models.progress import Progress
 from edgespec_runtimes.memory import peak_memory_bytes
 from tests.gguf_for_tests import tiny_gguf
 
@@ -93,77 +91,6 @@ def held(folder: Path) -> list[str]:
     process = psutil.Process()
     paths = [file.path for file in process.open_files()] + [each.path for each in process.memory_maps()]
     return [path for path in paths if path.startswith(str(folder))]
-
-
-class TestFilesOfHistories:
-    """Windows neither replaces nor deletes the index of files that a model has mapped."""
-
-    @pytest.fixture
-    def history(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> History:
-        monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
-        (tmp_path / "notes.md").write_text("some words of mine")
-        history = History("me")
-        history.add([tmp_path / "notes.md"])
-        (tmp_path / "more.md").write_text("more words of mine")
-        return history
-
-    @pytest.fixture
-    def mapped(self, history: History, monkeypatch: pytest.MonkeyPatch) -> Path:
-        index = history.path.with_name("me.history-files")
-        replace, unlink = Path.replace, Path.unlink
-
-        def refusing(path: Path, change: Callable[[], Any], *names: Any) -> Any:
-            if path == index:
-                raise PermissionError(errno.EACCES, "The process cannot access the file", *names or (path,))
-            return change()
-
-        monkeypatch.setattr(
-            Path, "replace", lambda path, to: refusing(to, lambda: replace(path, to), path, None, to)
-        )
-        monkeypatch.setattr(
-            Path, "unlink", lambda path, missing_ok=False: refusing(path, lambda: unlink(path, missing_ok))
-        )
-        monkeypatch.setattr(time, "sleep", lambda seconds: None)
-        return index
-
-    def test_it_is_said_what_to_close_and_all_stays(
-        self, tmp_path: Path, history: History, windows: None, mapped: Path
-    ) -> None:
-        before, files = mapped.read_bytes(), history.files()
-        for change in (
-            lambda: history.add([tmp_path / "more.md"]),
-            history.remove,
-            history.delete,
-            lambda: history.delete(""),
-        ):
-            with pytest.raises(StorageError, match=r"deletes .*-files while .*close the programs that use"):
-                change()
-        assert mapped.read_bytes() == before and history.files() == files
-        assert not mapped.with_name("me.history-files.new").exists()
-
-    def test_elsewhere_it_is_a_refusal_like_others(self, history: History, mapped: Path) -> None:
-        with pytest.raises(StorageError, match=r"cannot be used: .*cannot access the file"):
-            history.remove()
-
-    @LINUX
-    def test_what_is_written_is_not_mapped_when_it_is_deleted(
-        self, tmp_path: Path, history: History, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        unlink, seen = Path.unlink, list[list[str]]()
-
-        def look(path: Path, missing_ok: bool = False) -> None:
-            if path.suffix == ".new":
-                seen.append([each for each in held(tmp_path) if each.endswith(".new")])
-            unlink(path, missing_ok)
-
-        def interrupt(report: Progress) -> None:
-            if report.stage == "Sorting words":
-                raise KeyboardInterrupt
-
-        monkeypatch.setattr(Path, "unlink", look)
-        with pytest.raises(KeyboardInterrupt):
-            history.add([tmp_path / "more.md"], progress=interrupt)
-        assert seen and not any(seen)
 
 
 @LINUX

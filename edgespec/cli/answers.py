@@ -32,7 +32,6 @@ _MARKS: Final = {
     "model": "underline blue",
     "ngram": "italic underline yellow",
     "history": "bold underline magenta",
-    "files": "italic underline cyan",
     "grammar": "reverse green",
 }
 """How text of each source looks, also where there are no colours; the target's own is plain."""

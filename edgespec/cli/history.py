@@ -1,7 +1,5 @@
-"""``edgespec history``: what was learned and what was added, how to take it along or get rid of it."""
+"""``edgespec history``: what was learned from answers, how to take it along or get rid of it."""
 
-from collections import Counter
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,11 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from edgespec.cli.answers import allow_any_text, print_json
-from edgespec.cli.console import note, output, progress_bars, size
+from edgespec.cli.console import note, output, size
 from edgespec.cli.options import JsonFlag
 
 if TYPE_CHECKING:
-    from edgespec.history.file_index import AddedFile
     from edgespec.history.manage import Amount, History, LearnedCorrection, LearnedText
 
 __all__ = ["history"]
@@ -23,7 +20,7 @@ history = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
-    help="""Show, export and delete what was learned from answers; add files to draft from.
+    help="""Show, export and delete what was learned from answers.
 
     A history is learned where 'generate', 'chat', 'serve', 'bench' or 'verify' are given --history NAME, or
     a program's load() is, and nowhere else. docs/history.md says what it holds.
@@ -34,12 +31,6 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="A history that 'list'
 Namespace = Annotated[
     str | None,
     typer.Option(metavar="NAMESPACE", help="Take this namespace only; '' is the one without a name."),
-]
-
-
-Paths = Annotated[list[str] | None, typer.Argument(metavar="[PATH...]", help="Files and folders.")]
-AddedFor = Annotated[
-    str, typer.Option("--namespace", metavar="NAMESPACE", help="The namespace that drafts from them.")
 ]
 
 
@@ -58,7 +49,7 @@ def list_histories(as_json: JsonFlag = False) -> None:
     if as_json:
         print_json(described)
         return
-    columns = ("name", "size", "files", "target", "namespace", "tokens", "taught drafters")
+    columns = ("name", "size", "target", "namespace", "tokens", "taught drafters")
     table = Table(*columns, box=None, pad_edge=False)
     for each in described:
         rows = each["kept"] or [{"target": each["problem"] or "-", "namespace": "", "tokens": 0}]
@@ -66,7 +57,7 @@ def list_histories(as_json: JsonFlag = False) -> None:
             place = row["target"], row["namespace"]
             taught = [c["drafter"] for c in each["corrections"] if (c["target"], c["namespace"]) == place]
             names, drafters = (escape(str(name)) for name in place), escape(", ".join(taught))
-            filled = size(each["size_bytes"]), f"{each['files']:,}", *names, f"{row['tokens']:,}", drafters
+            filled = size(each["size_bytes"]), *names, f"{row['tokens']:,}", drafters
             table.add_row(escape(each["name"]), *filled)
     output().print(table)
 
@@ -76,7 +67,6 @@ def show(
     name: Name,
     namespace: Namespace = None,
     limit: Annotated[int, typer.Option(min=1, help="Show at most so many passages.")] = 20,
-    only_files: Annotated[bool, typer.Option("--files", help="Show the files that were added.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Print what was learned, most useful first; before it, which drafters learned from it.
@@ -86,79 +76,20 @@ def show(
         edgespec history show work
 
         edgespec history show work --limit 1000 --json
-
-        edgespec history show work --files
     """
-    from edgespec_models.errors import StorageError
-
     allow_any_text()
     history = _history(name)
-    if only_files:
-        _show_files(history.files(namespace), as_json)
-        return
     texts = history.show(namespace)
     shown = texts[:limit]
     if as_json:
         print_json([text.to_json() for text in shown])
         return
-    try:
-        if files := history.files(namespace):
-            line = f"drafted from: {_sum_of(files)}; --files names them"
-            output().print(line, style="dim", markup=False, soft_wrap=True)
-    except StorageError as error:  # what was learned can be shown all the same
-        note(str(error))
     for correction in history.corrections(namespace):
         output().print(_said_of(correction), style="dim", markup=False, soft_wrap=True)
     for text in shown:
         output().print(_headline(text), style="dim", markup=False, soft_wrap=True)
         output().print(text.text.strip("\n"), markup=False, soft_wrap=True)
     note(f"{len(shown)} of {len(texts)} passages")
-
-
-@history.command()
-def add(
-    name: Name,
-    paths: Paths = None,
-    namespace: AddedFor = "",
-    as_json: JsonFlag = False,
-) -> None:
-    """Draft from your own text and code too: files, and folders with all that is in them.
-
-    What was added before is looked at again, so without a PATH changed files are read anew and those that
-    are gone are forgotten. Skipped are hidden files and folders, links, node_modules and __pycache__, files
-    that are not UTF-8 text or larger than 4 MB, and the oldest where there is more than 256 MB.
-
-    Examples:
-
-        edgespec history add work ~/project notes.md
-
-        edgespec history add work
-    """
-    with progress_bars() as progress:
-        files = _history(name).add(paths or [], namespace, progress=progress)
-    _say_files(files, f"{name} drafts from", as_json)
-
-
-@history.command()
-def remove(
-    name: Name,
-    paths: Paths = None,
-    namespace: AddedFor = "",
-    as_json: JsonFlag = False,
-) -> None:
-    """Forget files that 'add' took in, or folders; without a PATH all of them. The files stay.
-
-    What is removed within an added folder stays out until 'add' names it.
-
-    Examples:
-
-        edgespec history remove work ~/project/private
-
-        edgespec history remove work
-    """
-    with progress_bars() as progress:
-        files = _history(name).remove(paths or [], namespace, progress=progress)
-    _say_files(files, f"{name} still drafts from", as_json)
 
 
 @history.command()
@@ -221,47 +152,11 @@ def forget(
 
     Example: edgespec history forget work "account 4711"
     """
-    from edgespec_models.errors import StorageError
-
-    history = _history(name)
-    amount = history.forget(text)
+    amount = _history(name).forget(text)
     line = f"{_counted(amount)} forgotten"
-    files = None  # nobody knows
-    try:
-        files = history.files(holding=text)
-    except StorageError as error:  # what was learned is forgotten all the same
-        note(f"whether the text stands in files that were added is not known: {error}")
-    if files:
-        which = f"{len(files):,} files that were added, such as {files[0].path}"
-        note(f"the text stands in {which}; 'edgespec history remove' forgets them")
     if amount.corrections:
         line += "; nobody can tell what drafters learned from this text, so they forget all they learned"
-    paths = None if files is None else [file.path for file in files]
-    _done({**amount._asdict(), "files": paths}, line, as_json)
-
-
-def _say_files(files: "Sequence[AddedFile]", begin: str, as_json: bool) -> None:
-    """What of the files is drafted from, and how many are skipped and why."""
-    if as_json:
-        allow_any_text()  # paths need not be UTF-8
-        print_json([file.to_json() for file in files])
-        return
-    for why, count in Counter(file.skipped for file in files if file.skipped).most_common():
-        note(f"skipped: {count:,} ({why})")
-    note(f"{begin} {_sum_of(files)}")
-
-
-def _show_files(files: "Sequence[AddedFile]", as_json: bool) -> None:
-    if not as_json:
-        for file in files:
-            why = f"skipped: {file.skipped}" if file.skipped else size(file.size_bytes)
-            output().print(f"{file.path}  {why}", markup=False, soft_wrap=True)
-    _say_files(files, "drafted from:", as_json)
-
-
-def _sum_of(files: "Sequence[AddedFile]") -> str:
-    taken = [file.size_bytes for file in files if not file.skipped]
-    return f"{len(taken):,} files, {size(sum(taken))}"
+    _done(amount._asdict(), line, as_json)
 
 
 def _history(name: str) -> "History":
@@ -275,13 +170,11 @@ def _describe(history: "History") -> dict[str, Any]:
 
     kept: list[dict[str, Any]] = []
     corrections: list[dict[str, Any]] = []
-    files: list[AddedFile] = []
     problem = None
     try:
         rows = history.namespaces().items()
         kept = [{"target": target, "namespace": space, "tokens": n} for (target, space), n in rows]
         corrections = [correction.to_json() for correction in history.corrections()]
-        files = [file for file in history.files() if not file.skipped]
     except StorageError as error:
         problem = str(error)
     return {
@@ -290,8 +183,6 @@ def _describe(history: "History") -> dict[str, Any]:
         "size_bytes": history.size_bytes,
         "kept": kept,
         "corrections": corrections,
-        "files": len(files),
-        "files_bytes": sum(file.size_bytes for file in files),
         "problem": problem,
     }
 

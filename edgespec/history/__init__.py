@@ -3,6 +3,6 @@
 :class:`History` looks at a history from outside. ``edgespec.load(..., history=NAME)`` uses one.
 """
 
-from edgespec.history.manage import AddedFile, History, LearnedText, histories
+from edgespec.history.manage import History, LearnedText, histories
 
-__all__ = ["AddedFile", "LearnedText", "History", "histories"]
+__all__ = ["LearnedText", "History", "histories"]

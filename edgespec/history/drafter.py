@@ -144,7 +144,7 @@ class BestOf:
 
     Args:
         near: drafts from the text; its drafts are deterministic.
-        far: drafts from earlier answers or from files, likewise.
+        far: drafts from earlier answers, likewise.
     """
 
     def __init__(self, near: Extending, far: Extending) -> None:

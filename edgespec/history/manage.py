@@ -4,27 +4,24 @@ import json
 import os
 import re
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from edgespec.files import write_private_text
-from edgespec.history.added_files import AddedFiles, added_to, existing, index_path, locked, stored_for
 from edgespec.history.corrections import Kept
 from edgespec.history.exchange import FORMAT, correction_json, parse, passage_json
-from edgespec.history.file_index import AddedFile
 from edgespec.history.forget import containing, readable
-from edgespec.history.ownership import companions, look, reason
+from edgespec.history.ownership import companions, file_indexes, look, reason
 from edgespec.history.schema import SUFFIX
 from edgespec.history.store import Learned, Scope, Store
 from edgespec_models.errors import RequestError, StorageError
 from edgespec_models.paths import expanded, histories_dir
-from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_models.schema import checked, length, shown
 
-__all__ = ["AddedFile", "Amount", "LearnedCorrection", "LearnedText", "History", "histories"]
+__all__ = ["Amount", "LearnedCorrection", "LearnedText", "History", "histories"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -114,7 +111,7 @@ class History:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes on disk, with the log and what was added; 0 if it does not exist."""
+        """Bytes on disk, with the log; 0 if it does not exist."""
         return sum(file.stat().st_size for file in self._on_disk() if file.is_file())
 
     def check(self) -> None:
@@ -169,74 +166,9 @@ class History:
             raise RequestError("there is no text to forget; to forget everything, delete the history")
         with self._store() as store:
             found = containing(text, list(store.learned()))
-            return Amount(len(found), store.remove(found))
-
-    @checked
-    def files(self, namespace: str | None = None, *, holding: str = "") -> list[AddedFile]:
-        """The files that were added, those changed last first, and what was left out of them.
-
-        Args:
-            namespace: of this one only; None takes all.
-            holding: only files in which this text occurs, in upper or lower case.
-        """
-        with self._store():
-            return [file for each in self._added(namespace) for file in each.files(holding)]
-
-    @checked
-    def add(
-        self,
-        paths: Sequence[str | Path] = (),
-        namespace: str = "",
-        *,
-        progress: ProgressCallback = ignore_progress,
-    ) -> list[AddedFile]:
-        """Draft from files too, those of folders included; the history is made if it does not exist.
-
-        What was added before is looked at again: files that changed are read anew, those that are gone are
-        forgotten. What was removed within an added folder stays out until it is named itself. Models draft
-        from files when they load the history the next time.
-
-        Args:
-            paths: what to add; may be empty where something was added before.
-            namespace: whose proposals they are for.
-            progress: told how far it is.
-
-        Returns:
-            All files that were found, and why some are skipped.
-
-        Raises:
-            RequestError: a path is not there, or there are none.
-        """
-        real = existing(paths)
-        with self._opened() if real else self._store(), locked(self.path):
-            self._check_exists()  # another program may have deleted it
-            return AddedFiles(index_path(self.path, namespace), namespace).add(real, progress)
-
-    @checked
-    def remove(
-        self,
-        paths: Sequence[str | Path] = (),
-        namespace: str = "",
-        *,
-        progress: ProgressCallback = ignore_progress,
-    ) -> list[AddedFile]:
-        """Forget files or folders that were added, or some within these; without ``paths`` all of them.
-
-        What is removed within an added folder stays out until :meth:`add` names it or something within it.
-
-        Args:
-            paths: what to forget; the files themselves are left alone.
-            namespace: whose proposals they were for.
-            progress: told how far it is.
-
-        Returns:
-            The files that are left.
-
-        Raises:
-            RequestError: a path was not added.
-        """
-        with self._store(), locked(self.path):
-            return AddedFiles(index_path(self.path, namespace), namespace).remove(paths, progress)
+            amount = Amount(len(found), store.remove(found))
+            _delete_all(file_indexes(self.path))  # the text may be in one
+            return amount
 
     @checked
     def delete(self, namespace: str | None = None) -> None:
@@ -249,19 +181,15 @@ class History:
             self._check_exists()
             try:
                 look(self.path)
-                with locked(self.path):
-                    for file in (*self._on_disk(), self.path):  # the path may be a link
-                        file.unlink(missing_ok=True)
+                _delete_all([*self._on_disk(), self.path])  # the path may be a link
             except (OSError, sqlite3.Error) as error:
                 raise StorageError(f"cannot delete {self.path}: {error}") from error
             return
-        with self._store() as store, locked(self.path):
-            added = stored_for(self.path, namespace)
-            if not added and not any(scope.namespace == namespace for scope in store.scopes()):
+        with self._store() as store:
+            if not any(scope.namespace == namespace for scope in store.scopes()):
                 raise RequestError(f"the history {self.name} has no namespace {namespace!r}")
             store.remove_namespace(namespace)
-            for file in added:
-                file.unlink(missing_ok=True)
+            _delete_all(file_indexes(self.path))
 
     @checked
     def export(self, file: Path) -> Amount:
@@ -291,11 +219,8 @@ class History:
         with self._opened() as store:
             return Amount(*store.put(passages, corrections))
 
-    def _added(self, namespace: str | None = None) -> list[AddedFiles]:
-        return [each for each in added_to(self.path) if namespace in (None, each.namespace)]
-
     def _on_disk(self) -> list[Path]:
-        return [*stored_for(self.path), *companions(self.path), Path(os.path.realpath(self.path))]
+        return [*file_indexes(self.path), *companions(self.path), Path(os.path.realpath(self.path))]
 
     def _check_exists(self) -> None:
         if not self.path.is_file():
@@ -344,6 +269,11 @@ def _path(history: str | Path) -> Path:
             f"the history {shown(str(path))} cannot be looked for: {error.strerror}"
         ) from error
     return path
+
+
+def _delete_all(files: Iterable[Path]) -> None:
+    for file in files:
+        file.unlink(missing_ok=True)
 
 
 def _within(store: Store, namespace: str | None) -> Iterator[Learned]:

@@ -5,7 +5,9 @@ id. The header is written once, before all else, so it outlives most damage. Whe
 tells the file from somebody else's, and it is left alone.
 """
 
+import glob
 import os
+import re
 import shutil
 import sqlite3
 import stat
@@ -17,7 +19,16 @@ from urllib.parse import quote_from_bytes
 
 from edgespec_models.errors import StorageError
 
-__all__ = ["APPLICATION", "companions", "foreign", "is_damage", "look", "open_unlocked", "reason"]
+__all__ = [
+    "APPLICATION",
+    "companions",
+    "file_indexes",
+    "foreign",
+    "is_damage",
+    "look",
+    "open_unlocked",
+    "reason",
+]
 
 APPLICATION: Final = 0x65647370  # "edsp"
 _MAGIC: Final = b"SQLite format 3\0"
@@ -79,6 +90,19 @@ def companions(path: Path) -> list[Path]:
     return [real.with_name(real.name + ending) for ending in ("-wal", "-shm", "-journal")]
 
 
+def file_indexes(path: Path) -> list[Path]:
+    """The indexes of added files that earlier versions of edgespec left beside a history."""
+    real = Path(os.path.realpath(path))
+    beside = real.parent.glob(f"{glob.escape(real.name)}-files*")
+    return [
+        each
+        for each in beside
+        if re.fullmatch(r"-files(-[0-9a-f]{16})?(\.new|\.lock)?", each.name.removeprefix(real.name))
+        and each.is_file()
+        and (each.suffix in (".new", ".lock") or _begins(each, b"edgespec files "))
+    ]
+
+
 def open_unlocked(path: Path) -> sqlite3.Connection:
     """Open a database for reading, without its log, so that no lock is taken and no file made."""
     name = quote_from_bytes(os.fsencode(path.absolute().as_posix()), safe="/:")
@@ -120,6 +144,11 @@ def _application(path: Path) -> int | None:
     if len(header) < _ID_AT + 4 or not header.startswith(_MAGIC):
         return None
     return int.from_bytes(header[_ID_AT:], "big")
+
+
+def _begins(path: Path, mark: bytes) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(mark)) == mark
 
 
 def _log_of(path: Path) -> Path:

@@ -12,13 +12,9 @@ from typing import Final
 from edgespec.decoding.draft import Remarks
 from edgespec.drafting.experience import Experience, Outcome
 from edgespec.drafting.guard import Guard
-from edgespec.drafting.ngram import Acceptance
-from edgespec.history.added_files import index_path
 from edgespec.history.corrections import DrafterKey
 from edgespec.history.drafter import HistoryDrafter
 from edgespec.history.entries import Entry
-from edgespec.history.file_drafter import FileDrafter
-from edgespec.history.file_index import FileIndex
 from edgespec.history.memory import Delta, Memory, Snapshot
 from edgespec.history.ownership import is_damage, reason
 from edgespec.history.schema import connect_read_only, set_aside
@@ -68,8 +64,6 @@ class HistoryUse:
         self._trainers: dict[DrafterKey, Trainer] = {}
         self._told_at = monotonic()
         self._undone = 0  # times that what drafters learned was put back, when the last request began
-        self._files: FileIndex | None = None
-        self._files_fared = Acceptance()
 
     @property
     def problem(self) -> str | None:
@@ -90,21 +84,6 @@ class HistoryUse:
         before, self._undone = self._undone, sum(trainer.undone for trainer in self._trainers.values())
         remarks.rolled_back = (_UNDONE,) if self._undone > before else ()
         return HistoryDrafter(self.memory, guard, remarks=remarks, problem=lambda: self.problem)
-
-    def use_files(self, path: Path) -> None:
-        """Draft from the index of files at ``path`` too, if there is one; without fail."""
-        try:
-            self._files = FileIndex(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        except (OSError, StorageError) as error:
-            self.warn(f"the files of the history are not used: {error}")
-
-    def begin_files(self, tokenizer: Tokenizer, guard: Guard, remarks: Remarks) -> FileDrafter | None:
-        """What drafts from files in the next request; None where none were added."""
-        if self._files is None:
-            return None
-        return FileDrafter(self._files, tokenizer, self._files_fared, guard, remarks)
 
     def experience(self, drafter: str) -> Experience:
         """What reading prompts gained a drafter, named by its digest, and goes on gaining."""
@@ -148,9 +127,6 @@ class HistoryUse:
         self._tell_lessons()
         if self._writer is not None:
             self._writer.close()
-        if self._files is not None:
-            self._files.close()
-            self._files = None
 
     def _tell_lessons(self) -> None:
         self._told_at = monotonic()
@@ -188,9 +164,7 @@ def open_use(path: Path, scope: Scope, tokenizer: Tokenizer) -> HistoryUse:
         writer = Writer(opened.store, path, scope=scope, text_of=tokenizer.bytes_of)
     elif opened.store is not None:
         opened.store.close()
-    use = HistoryUse(snapshot, writer, opened.problem)
-    use.use_files(index_path(path, scope.namespace))
-    return use
+    return HistoryUse(snapshot, writer, opened.problem)
 
 
 def _spells(entry: Entry, vocab_size: int) -> bool:

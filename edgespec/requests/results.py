@@ -28,7 +28,7 @@ class TokenRecord:
     Attributes:
         id: the token, in the target's vocabulary.
         source: who proposed it: ``target``, or the source of the draft that it was accepted from, by its name
-            in :attr:`GenerationStats.by_source`: ``model``, ``ngram``, ``history``, ``files``,
+            in :attr:`GenerationStats.by_source`: ``model``, ``ngram``, ``history``,
             ``grammar``, or the name of a drafter of the app's own.
         logprob: the logarithm of its probability, in nats; None unless asked for.
         top_logprobs: the most probable tokens there and their logarithms; empty unless asked for.

@@ -98,7 +98,6 @@ class Runner:
             )
         self._guard = Guard(self.pricing)
         self.history_guard = Guard(self.pricing, "proposals from the history brought tokens")
-        self._files_guard = Guard(self.pricing, "proposals from files brought tokens")
         self._is_closed = False
 
     @property
@@ -233,8 +232,6 @@ class Runner:
             from edgespec.history.drafter import BestOf
 
             free = BestOf(free, self.history.begin(self.history_guard, remarks))
-            files = self.history.begin_files(self.target.tokenizer, self._files_guard, remarks)
-            free = free if files is None else BestOf(free, files)
         policy = self._policy(free, self._part(prompt, request, remarks), remarks)
         return policy if constraint is None else Forced(policy, constraint, self.pricing, remarks)
 

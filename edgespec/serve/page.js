@@ -7,7 +7,6 @@ const NAMES = {
   model: "drafted by the drafter",
   ngram: "drafted from this text",
   history: "drafted from what was learned",
-  files: "drafted from your files",
   grammar: "forced by the format",
 };
 const state = { model: null, messages: [], stop: null, plain: 0, measured: false };
