@@ -13,7 +13,7 @@ from rich.console import Console
 from edgespec.cli import inspect
 from edgespec_models.bundles.bundle import HEAD_TOKENS, MANIFEST, REPORT, TEMPLATE, TOKENIZER, Bundle
 from edgespec_models.bundles.foreign import open_bundle
-from edgespec_models.bundles.foreign_graph import ForeignGraph, ModelFacts, TensorNames
+from edgespec_models.bundles.foreign_graph import ForeignGraph, Stated
 from edgespec_models.bundles.static_graphs import StaticGraphs
 from edgespec_models.errors import BundleError, ModelFileError, TokenizerError, UnsupportedModelError
 from tools.fuzz.forms import JSON, PROTOBUF
@@ -47,7 +47,7 @@ _STATIC = StaticGraphs(
     masked=-1e4,
     wide_keys=(1,),
 )
-_FACTS = ModelFacts(architecture="gpt2", vocab_size=404, num_heads=4, context_length=640)
+_FACTS = Stated(architecture="gpt2", vocab_size=404, num_heads=4, context_length=640)
 
 
 def _use_bundle(bundle: Bundle) -> None:
@@ -172,8 +172,8 @@ def _onnx(folder: Path) -> Rule:
     def rule(data: bytes) -> None:
         path.write_bytes(data)
         with untouched(folder), only(BundleError, UnsupportedModelError, names=path.name):
-            graph = ForeignGraph(path, TensorNames(), _FACTS)
-            assert all(value >= 0 for value in graph.weights.bytes_by_class.values())
+            graph = ForeignGraph(path, _FACTS)
+            assert all(value >= 0 for value in graph.weights["bytes_by_class"].values())
             assert all(folder in file.parents for file in graph.data_files), "weights from elsewhere"
 
     return rule

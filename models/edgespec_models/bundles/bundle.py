@@ -37,8 +37,10 @@ if TYPE_CHECKING:
     from edgespec_models.text.chat_template import ChatTemplate
 
 __all__ = [
+    "GENAI",
     "GRAPH",
     "HEAD_TOKENS",
+    "HF_CONFIG",
     "MANIFEST",
     "REPORT",
     "TEMPLATE",
@@ -55,6 +57,8 @@ __all__ = [
 
 MANIFEST, GRAPH, TOKENIZER = "edgespec.json", "model.onnx", "tokenizer.json"
 TEMPLATE, REPORT, HEAD_TOKENS = "chat_template.jinja", "report.json", "head_tokens.npy"
+GENAI, HF_CONFIG = "genai_config.json", "config.json"
+"""What marks directories of other exporters."""
 FORMAT_VERSION = 3
 
 Role = Literal["target", "drafter"]

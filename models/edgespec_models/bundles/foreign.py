@@ -2,19 +2,18 @@
 
 from pathlib import Path
 
-from edgespec_models.bundles.bundle import MANIFEST, Bundle
+from edgespec_models.bundles.bundle import GENAI, HF_CONFIG, MANIFEST, Bundle
 from edgespec_models.errors import BundleError
 
-__all__ = ["GENAI", "HF_CONFIG", "is_model", "open_bundle", "optimum_graph"]
+__all__ = ["is_model", "open_bundle"]
 
-GENAI, HF_CONFIG = "genai_config.json", "config.json"
 _OPTIMUM_GRAPHS = ("model.onnx", "onnx/model.onnx")
 
 
 def is_model(folder: Path) -> bool:
     """Whether ``folder`` is something to open rather than to export."""
     marks = (MANIFEST, GENAI)
-    return any((folder / name).is_file() for name in marks) or optimum_graph(folder) is not None
+    return any((folder / name).is_file() for name in marks) or _optimum_graph(folder) is not None
 
 
 def open_bundle(path: Path, *, verify_digests: bool = False) -> Bundle:
@@ -37,10 +36,10 @@ def open_bundle(path: Path, *, verify_digests: bool = False) -> Bundle:
         )
     from edgespec_models.bundles.foreign_bundle import ForeignBundle  # bundles need none of it
 
-    return ForeignBundle(path)
+    return ForeignBundle(path, None if (path / GENAI).is_file() else _optimum_graph(path))
 
 
-def optimum_graph(folder: Path) -> Path | None:
+def _optimum_graph(folder: Path) -> Path | None:
     """Optimum's graph; None where there are safetensors, which an export does better from."""
     if not (folder / HF_CONFIG).is_file() or any(folder.glob("*.safetensors")):
         return None

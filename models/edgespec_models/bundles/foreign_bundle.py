@@ -12,9 +12,16 @@ from functools import cached_property
 from pathlib import Path, PurePath
 from typing import cast
 
-from edgespec_models.bundles.bundle import GRAPH, TOKENIZER, Bundle, CacheType, Manifest
-from edgespec_models.bundles.foreign import GENAI, HF_CONFIG, optimum_graph
-from edgespec_models.bundles.foreign_graph import ForeignGraph, ModelFacts, TensorNames
+from edgespec_models.bundles.bundle import (
+    GENAI,
+    GRAPH,
+    HF_CONFIG,
+    TOKENIZER,
+    Bundle,
+    CacheType,
+    Manifest,
+)
+from edgespec_models.bundles.foreign_graph import ForeignGraph, Stated
 from edgespec_models.bundles.graph_contract import GraphTensors
 from edgespec_models.errors import BundleError, UnsupportedModelError
 from edgespec_models.files.facts import Facts
@@ -26,6 +33,17 @@ __all__ = ["ForeignBundle"]
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
 _HEADS_KEYS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+# Where genai_config.json says how the graph calls its inputs and outputs.
+_NAMES = {
+    "ids": ("inputs", "input_ids"),
+    "mask": ("inputs", "attention_mask"),
+    "positions": ("inputs", "position_ids"),
+    "logits": ("outputs", "logits"),
+    "past_key": ("inputs", "past_key_names"),
+    "past_value": ("inputs", "past_value_names"),
+    "present_key": ("outputs", "present_key_names"),
+    "present_value": ("outputs", "present_value_names"),
+}
 # Parts of a model besides its decoder.
 _OTHER_PARTS = ("encoder", "vision", "speech", "embedding")
 
@@ -35,6 +53,7 @@ class ForeignBundle(Bundle):
 
     Args:
         path: the directory.
+        optimum: the graph in it, if Optimum wrote it.
 
     Attributes:
         manifest: put together from what the directory says; it lists no files.
@@ -42,9 +61,10 @@ class ForeignBundle(Bundle):
     Raises as :func:`open_bundle` does.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, optimum: Path | None = None) -> None:
         self.path = path
-        self._graph, facts = _genai(path) if (path / GENAI).is_file() else _optimum(path)
+        graph, stated, facts = _genai(path) if optimum is None else _optimum(optimum, path)
+        self._graph = ForeignGraph(graph, stated)
         self._files = TokenizerFiles(path, facts, self._graph.shape.vocab_size)
         special = self._files.special_tokens(self.tokenizer, (path / TOKENIZER).read_text(encoding="utf-8"))
         weights = self._graph.weights
@@ -53,9 +73,9 @@ class ForeignBundle(Bundle):
             role="target",
             config=self._graph.shape,
             weights="as they are",
-            formats=weights.formats,
-            bytes_by_class=weights.bytes_by_class,
-            parameters_by_class=weights.parameters_by_class,
+            formats=weights["formats"],
+            bytes_by_class=weights["bytes_by_class"],
+            parameters_by_class=weights["parameters_by_class"],
             special_tokens=special,
             provenance={"source": facts.where},
             files={},
@@ -97,8 +117,8 @@ class ForeignBundle(Bundle):
         return None if source is None else self._compile(source, self.path)
 
 
-def _genai(folder: Path) -> tuple[ForeignGraph, Facts]:
-    """The graph that ``genai_config.json`` names, and that file's ``model``."""
+def _genai(folder: Path) -> tuple[Path, Stated, Facts]:
+    """The graph that ``genai_config.json`` names, what it says of it, and the file's ``model``."""
     model = Facts.read(folder / GENAI).section("model")
     decoder = model.section("decoder")
     others = [part for part in _OTHER_PARTS if model.value(part)]
@@ -114,46 +134,35 @@ def _genai(folder: Path) -> tuple[ForeignGraph, Facts]:
             f"{window.where}: the KV cache slides, so that it cannot be rolled back. Build the model without "
             "slide_key_value_cache."
         )
-    inputs, outputs, usual = decoder.section("inputs"), decoder.section("outputs"), TensorNames()
-    names = TensorNames(
-        ids=inputs.text("input_ids", usual.ids),
-        mask=inputs.text("attention_mask", usual.mask),
-        positions=inputs.text("position_ids", usual.positions),
-        logits=outputs.text("logits", usual.logits),
-        past=(
-            inputs.text("past_key_names", usual.past[0]),
-            inputs.text("past_value_names", usual.past[1]),
-        ),
-        present=(
-            outputs.text("present_key_names", usual.present[0]),
-            outputs.text("present_value_names", usual.present[1]),
-        ),
-    )
-    facts = ModelFacts(
+    sections = {name: decoder.section(name) for name in ("inputs", "outputs")}
+    names = {
+        field: sections[section].text(key)
+        for field, (section, key) in _NAMES.items()
+        if sections[section].value(key) is not None
+    }
+    stated = Stated(
         architecture=model.text("type", "unknown"),
         vocab_size=model.integer("vocab_size"),
         num_heads=decoder.integer("num_attention_heads"),
         context_length=model.integer("context_length"),
         num_layers=decoder.integer("num_hidden_layers"),
+        **names,
     )
-    return ForeignGraph(_within(folder, decoder.text("filename", GRAPH)), names, facts), model
+    return _within(folder, decoder.text("filename", GRAPH)), stated, model
 
 
-def _optimum(folder: Path) -> tuple[ForeignGraph, Facts]:
-    """The graph that Optimum wrote, and its ``config.json``."""
-    graph = optimum_graph(folder)
-    if graph is None:
-        raise BundleError(f"{folder} lacks model.onnx; copy or export the model again")
+def _optimum(graph: Path, folder: Path) -> tuple[Path, Stated, Facts]:
+    """Optimum's graph, and what ``config.json`` says of it."""
     config = Facts.read(folder / HF_CONFIG)
     if config.boolean("is_encoder_decoder", default=False):
         raise UnsupportedModelError(f"{config.where}: an encoder and a decoder; edgespec runs decoders")
-    facts = ModelFacts(
+    stated = Stated(
         architecture=config.text("model_type", "unknown"),
         vocab_size=config.integer("vocab_size"),
         num_heads=_first(config, _HEADS_KEYS),
         context_length=_first(config, _CONTEXT_KEYS),
     )
-    return ForeignGraph(graph, TensorNames(), facts), config
+    return graph, stated, config
 
 
 def _first(config: Facts, keys: tuple[str, ...]) -> int:

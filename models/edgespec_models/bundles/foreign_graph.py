@@ -1,6 +1,6 @@
-"""What a foreign decoder graph is, read from its header and compared with what its configuration says."""
+"""A decoder graph that another exporter wrote, and whether edgespec can run it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -8,11 +8,11 @@ from pathlib import Path
 
 from edgespec_models.bundles.config import DecoderShape
 from edgespec_models.bundles.graph_contract import CacheTensor, GraphTensors
-from edgespec_models.errors import BundleError, UnsupportedModelError
+from edgespec_models.errors import BundleError, UnsupportedModelError, naming
 from edgespec_models.files.onnx_header import FLOAT_TYPES, Graph, Node, Tensor, read_header
 from edgespec_models.paths import is_file
 
-__all__ = ["ForeignGraph", "ForeignShape", "ModelFacts", "TensorNames", "WeightFacts"]
+__all__ = ["ForeignGraph", "Stated"]
 
 _CACHE_TYPES = ("float32", "float16", "int8")
 _ID_TYPES = ("int64", "int32")
@@ -22,35 +22,26 @@ _CLASSES = ("other", "embedding", "matrices")  # a tensor that several read belo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorNames:
-    """How a graph names its inputs and outputs; ``%d`` stands for the layer. The defaults are Optimum's.
+class Stated:
+    """What a configuration says of a decoder graph; names of tensors are Optimum's where it gives none.
 
-    Attributes:
-        ids: token ids.
-        mask: the attention mask; the graph may lack it.
-        positions: position ids; the graph may lack them.
-        logits: the logits.
-        past: keys and values that go in.
-        present: keys and values that come out.
+    The graph may lack ``mask`` and ``positions``. In names of keys and values ``%d`` stands for the layer.
+    ``num_layers`` is None where the graph tells.
     """
-
-    ids: str = "input_ids"
-    mask: str = "attention_mask"
-    positions: str = "position_ids"
-    logits: str = "logits"
-    past: tuple[str, str] = ("past_key_values.%d.key", "past_key_values.%d.value")
-    present: tuple[str, str] = ("present.%d.key", "present.%d.value")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
-    """What a configuration says; ``num_layers`` is None where the graph tells."""
 
     architecture: str
     vocab_size: int
     num_heads: int
     context_length: int
     num_layers: int | None = None
+    ids: str = "input_ids"
+    mask: str = "attention_mask"
+    positions: str = "position_ids"
+    logits: str = "logits"
+    past_key: str = "past_key_values.%d.key"
+    past_value: str = "past_key_values.%d.value"
+    present_key: str = "present.%d.key"
+    present_value: str = "present.%d.value"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,25 +60,11 @@ class ForeignShape(DecoderShape):
         return self.kv_values_per_token * 4
 
 
-@dataclass(frozen=True, slots=True)
-class WeightFacts:
-    """Weights by class, ``matrices``, ``embedding`` and ``other``, and how many have which format."""
-
-    bytes_by_class: Mapping[str, int]
-    parameters_by_class: Mapping[str, int]
-    formats: Mapping[str, int]
-
-
 class ForeignGraph:
     """A decoder graph that edgespec can run.
 
-    Args:
-        path: the ONNX file.
-        names: of its inputs and outputs.
-        facts: of the model.
-
     Attributes:
-        path: as given.
+        path: the ONNX file.
         tensors: the inputs and outputs found.
         shape: what running it needs to know.
 
@@ -96,14 +73,15 @@ class ForeignGraph:
         UnsupportedModelError: a graph that edgespec cannot run.
     """
 
-    def __init__(self, path: Path, names: TensorNames, facts: ModelFacts) -> None:
+    def __init__(self, path: Path, stated: Stated) -> None:
         self.path = path
         self._header = read_header(path)
         for file in self.data_files:
             if not is_file(file):
                 raise BundleError(f"{path} keeps weights in {file.name}, which is not there; copy it too")
-        self.tensors = _find_tensors(path, self._header, names, facts)
-        self.shape = _shape(path, self._header, self.tensors, facts)
+        with naming(path):
+            self.tensors = _find_tensors(self._header, stated)
+            self.shape = _shape(self._header, self.tensors, stated)
 
     @cached_property
     def data_files(self) -> tuple[Path, ...]:
@@ -112,136 +90,127 @@ class ForeignGraph:
         return tuple(self.path.parent / name for name in sorted(locations))
 
     @cached_property
-    def weights(self) -> WeightFacts:
-        """Counts of the weights."""
-        return _count_weights(self._header)
+    def weights(self) -> dict[str, dict[str, int]]:
+        """Counts of the weights as a manifest has them: bytes and parameters by class, formats."""
+        sizes, parameters = dict.fromkeys(_CLASSES, 0), dict.fromkeys(_CLASSES, 0)
+        formats: dict[str, int] = {}
+        uses = dict.fromkeys(self._header.weights, ("other", "", 0))
+        for name, use in _uses(self._header):
+            uses[name] = max(uses[name], use, key=lambda found: _CLASSES.index(found[0]))
+        for name, (kind, form, elements) in uses.items():
+            sizes[kind] += self._header.weights[name].size_bytes
+            parameters[kind] += elements
+            if elements:
+                formats[form] = formats.get(form, 0) + elements
+        return {"bytes_by_class": sizes, "parameters_by_class": parameters, "formats": formats}
 
 
-def _find_tensors(path: Path, header: Graph, names: TensorNames, facts: ModelFacts) -> GraphTensors:
-    layers = range(_layers(header, names) if facts.num_layers is None else facts.num_layers)
+def _find_tensors(header: Graph, stated: Stated) -> GraphTensors:
+    layers = range(stated.num_layers) if stated.num_layers is not None else _layers(header, stated)
+    names = (stated.past_key, stated.present_key), (stated.past_value, stated.present_value)
     cache = tuple(
-        _cache_tensor(path, header, _of_layer(past, layer), _of_layer(present, layer))
+        _cache_tensor(header, _of_layer(past, layer), _of_layer(present, layer))
         for layer in layers
-        for past, present in zip(names.past, names.present, strict=True)
+        for past, present in names
     )
-    known = {names.ids, names.mask, names.positions, *(tensor.past for tensor in cache)}
+    known = {stated.ids, stated.mask, stated.positions, *(tensor.past for tensor in cache)}
     unknown = sorted(header.inputs.keys() - known)
     if not cache or unknown:
         found = f"the inputs {', '.join(unknown)}" if unknown else "no KV cache"
         raise UnsupportedModelError(
-            f"{path} has {found}; edgespec runs decoders that read {names.ids}, {names.mask}, "
-            f"{names.positions} and the KV cache {names.past[0]}, {names.past[1]}"
+            f"the graph has {found}; edgespec runs decoders that read {stated.ids}, {stated.mask}, "
+            f"{stated.positions} and the KV cache {stated.past_key}, {stated.past_value}"
         )
     if any(node.op_type == "If" for node in header.nodes):
         raise UnsupportedModelError(
-            f"{path} takes one of two ways (If), by the context's length or in its first pass; both must "
+            "the graph takes one of two ways (If), by the context's length or in its first pass; both must "
             "compute the same in every pass. Export the model without (of the Phi models, one of 4k context)."
         )
-    _check_types(path, header, names, cache)
+    _check_types(header, stated, cache)
     return GraphTensors(
-        ids=names.ids,
-        mask=names.mask if names.mask in header.inputs else None,
-        positions=names.positions if names.positions in header.inputs else None,
-        logits=names.logits,
+        ids=stated.ids,
+        mask=stated.mask if stated.mask in header.inputs else None,
+        positions=stated.positions if stated.positions in header.inputs else None,
+        logits=stated.logits,
         cache=cache,
     )
 
 
-def _layers(header: Graph, names: TensorNames) -> int:
-    return next(layer for layer in count() if _of_layer(names.past[0], layer) not in header.inputs)
+def _layers(header: Graph, stated: Stated) -> range:
+    return range(next(layer for layer in count() if _of_layer(stated.past_key, layer) not in header.inputs))
 
 
 def _of_layer(name: str, layer: int) -> str:
     return name.replace("%d", str(layer))
 
 
-def _cache_tensor(path: Path, header: Graph, past: str, present: str) -> CacheTensor:
-    read, written = header.inputs.get(past), header.outputs.get(present)
-    if read is None or written is None:
+def _cache_tensor(header: Graph, past: str, present: str) -> CacheTensor:
+    read = header.inputs.get(past)
+    if read is None or present not in header.outputs:
         missing = f"input {past}" if read is None else f"output {present}"
         raise UnsupportedModelError(
-            f"{path} lacks the {missing}; edgespec runs decoders whose every layer keeps keys and values, "
+            f"the graph lacks the {missing}; edgespec runs decoders whose every layer keeps keys and values, "
             "apart from each other"
         )
     dims = read.dims
     if len(dims) != 4 or not isinstance(dims[1], int) or not isinstance(dims[3], int):
         raise UnsupportedModelError(
-            f"{path}: {past} has the shape {dims}; it must be (batch, heads, past, head size), with heads "
-            "and head size fixed"
+            f"{past} has the shape {dims}; it must be (batch, heads, past, head size), with heads and head "
+            "size fixed"
         )
     if isinstance(dims[2], int):
-        raise UnsupportedModelError(
-            f"{path}: {past} has room for exactly {dims[2]} tokens; the number must be free"
-        )
+        raise UnsupportedModelError(f"{past} has room for exactly {dims[2]} tokens; the number must be free")
     return CacheTensor(past, present, dims[1], dims[3], read.type)
 
 
-def _check_types(path: Path, header: Graph, names: TensorNames, cache: tuple[CacheTensor, ...]) -> None:
-    if names.ids not in header.inputs or names.logits not in header.outputs:
+def _check_types(header: Graph, stated: Stated, cache: Sequence[CacheTensor]) -> None:
+    if stated.ids not in header.inputs or stated.logits not in header.outputs:
         raise UnsupportedModelError(
-            f"{path} must read {names.ids} and write {names.logits}; it reads {', '.join(header.inputs)}, "
-            f"and writes {', '.join(header.outputs)}"
+            f"the graph must read {stated.ids} and write {stated.logits}; it reads "
+            f"{', '.join(header.inputs)}, and writes {', '.join(header.outputs)}"
         )
-    optional = (names.mask, names.positions)
-    ids = [header.inputs[name] for name in (names.ids, *optional) if name in header.inputs]
+    named = (stated.ids, stated.mask, stated.positions)
+    ids = [header.inputs[name] for name in named if name in header.inputs]
     kv = [header.inputs[tensor.past] for tensor in cache]
-    for tensors, allowed in (
-        (ids, _ID_TYPES),
-        ([header.outputs[names.logits]], FLOAT_TYPES),
-        (kv, _CACHE_TYPES),
-    ):
+    logits = [header.outputs[stated.logits]]
+    for tensors, allowed in ((ids, _ID_TYPES), (logits, FLOAT_TYPES), (kv, _CACHE_TYPES)):
         for tensor in tensors:
             if tensor.type not in allowed:
                 raise UnsupportedModelError(
-                    f"{path}: {tensor.name} is {tensor.type}; on CPUs it must be {' or '.join(allowed)}"
+                    f"{tensor.name} is {tensor.type}; on CPUs it must be {' or '.join(allowed)}"
                 )
     if len({tensor.type for tensor in kv}) > 1:
-        raise UnsupportedModelError(f"{path} keeps its KV cache in several types; it must be one")
+        raise UnsupportedModelError("the KV cache is kept in several types; it must be one")
     for tensor in ids:
         if len(tensor.dims) != 2 or isinstance(tensor.dims[1], int):
             raise UnsupportedModelError(
-                f"{path}: {tensor.name} has the shape {tensor.dims}; it must be (batch, tokens), with any "
-                "number of tokens"
+                f"{tensor.name} has the shape {tensor.dims}; it must be (batch, tokens), with any number of "
+                "tokens"
             )
 
 
-def _shape(path: Path, header: Graph, tensors: GraphTensors, facts: ModelFacts) -> ForeignShape:
-    logits, first = header.outputs[tensors.logits], tensors.cache[0]
-    vocab_size = logits.dims[-1] if logits.dims and isinstance(logits.dims[-1], int) else facts.vocab_size
-    if len(logits.dims) not in (0, 3) or (logits.dims and isinstance(logits.dims[1], int)):
+def _shape(header: Graph, tensors: GraphTensors, stated: Stated) -> ForeignShape:
+    dims, first = header.outputs[tensors.logits].dims, tensors.cache[0]
+    if len(dims) not in (0, 3) or (dims and isinstance(dims[1], int)):
         raise UnsupportedModelError(
-            f"{path}: {tensors.logits} has the shape {logits.dims}; to check drafts edgespec needs logits of "
-            "every token, (batch, tokens, vocabulary). Build the model without prune_lm_head."
+            f"{tensors.logits} has the shape {dims}; to check drafts edgespec needs logits of every token, "
+            "(batch, tokens, vocabulary). Build the model without prune_lm_head."
         )
-    numbers = {"vocabulary": vocab_size, "context": facts.context_length, "attention heads": facts.num_heads}
-    for what, number in numbers.items():
-        if not 0 < number < 1 << 31:
-            raise UnsupportedModelError(f"{path}: {number} as size of {what}; it must be a positive number")
+    vocab_size = dims[-1] if dims and isinstance(dims[-1], int) else stated.vocab_size
+    sizes = {"vocabulary": vocab_size, "context": stated.context_length, "attention heads": stated.num_heads}
+    for what, size in sizes.items():
+        if not 0 < size < 1 << 31:
+            raise UnsupportedModelError(f"{size} as size of {what}; it must be a positive number")
     return ForeignShape(
-        architecture=facts.architecture,
+        architecture=stated.architecture,
         vocab_size=vocab_size,
         num_layers=len(tensors.cache) // 2,
-        num_heads=facts.num_heads,
+        num_heads=stated.num_heads,
         num_kv_heads=first.heads,
         head_dim=first.head_dim,
-        context_length=facts.context_length,
+        context_length=stated.context_length,
         kv_values_per_token=sum(tensor.values_per_token for tensor in tensors.cache),
     )
-
-
-def _count_weights(header: Graph) -> WeightFacts:
-    sizes, parameters = dict.fromkeys(_CLASSES, 0), dict.fromkeys(_CLASSES, 0)
-    formats: dict[str, int] = {}
-    uses = dict.fromkeys(header.weights, ("other", "", 0))
-    for name, use in _uses(header):
-        uses[name] = max(uses[name], use, key=lambda found: _CLASSES.index(found[0]))
-    for name, (kind, form, elements) in uses.items():
-        weight = header.weights[name]
-        sizes[kind] += weight.size_bytes
-        parameters[kind] += elements
-        if elements:
-            formats[form] = formats.get(form, 0) + elements
-    return WeightFacts(sizes, parameters, formats)
 
 
 def _uses(header: Graph) -> Iterator[tuple[str, tuple[str, str, int]]]:

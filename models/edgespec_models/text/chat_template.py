@@ -6,6 +6,8 @@ time and memory it may take. The environment is the one templates are written fo
 ``transformers`` library ("Chat templates" in its documentation).
 """
 
+import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -19,15 +21,18 @@ from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 
 from edgespec_models.errors import RequestError, TokenizerError
-from edgespec_models.text.chat_messages import plain, plain_messages
+from edgespec_models.schema import shown
 from edgespec_models.text.template_sandbox import CLOSE, LONGEST_SOURCE, OPEN, Sandbox, limited
 from edgespec_models.text.tokenizer import Tokenizer
 
 __all__ = ["ChatTemplate"]
 
+_ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+
 FORGED = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}")
 
 _LONGEST_DATE = 200  # characters of a date's form, which may ask for padding
+_DEEPEST: Final = 64  # lists and mappings within each other
 _ALWAYS: Final = frozenset(
     ("messages", "add_generation_prompt", "strftime_now", "loop", "caller", "varargs", "kwargs", "self")
 )
@@ -92,8 +97,8 @@ class ChatTemplate:
         :meth:`encode` keeps the two apart.
 
         Args:
-            messages: as :func:`plain_messages` takes them. Where the template
-                does not know the role ``developer`` such messages are the system's.
+            messages: as OpenAI's chat API has them. Where the template does not know the role ``developer``
+                such messages are the system's.
             arguments: what else it is told, by the names in :attr:`arguments`: ``tools``, a list of functions
                 as OpenAI's chat API has them, for one.
             add_generation_prompt: end with the opening of the assistant's turn.
@@ -134,7 +139,7 @@ class ChatTemplate:
     def _checked(
         self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
     ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        copies = plain_messages(messages)
+        copies = _plain_messages(messages)
         unknown = sorted(arguments.keys() - self.arguments)
         if unknown:
             known = ", ".join(sorted(self.arguments)) or "nothing else"
@@ -144,7 +149,7 @@ class ChatTemplate:
                 copy["role"] = "system"
             if "tool_calls" in copy and "tool_calls" not in self.source:
                 raise RequestError("the model's chat template does not show tool_calls; leave them out")
-        return copies, plain(arguments, "template_args")
+        return copies, _plain(arguments, "template_args")
 
     def _render(
         self,
@@ -173,6 +178,87 @@ class ChatTemplate:
     @cached_property
     def _tree(self) -> nodes.Template:
         return _environment().parse(self.source)
+
+
+def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Copies of ``messages`` in the form templates are written for; RequestError where one is malformed.
+
+    A content's parts of type text become one text, a line each. The content of an assistant's message with
+    tool calls may be None and becomes "". Arguments of tool calls may be JSON and become mappings. Further
+    keys, such as ``name`` and ``tool_call_id``, stay as they are.
+    """
+    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence) or not messages:
+        raise RequestError(f"messages is {shown(messages)}; allowed: a list of at least one message")
+    return [_message(message, f"message {number}") for number, message in enumerate(messages)]
+
+
+def _plain(value: object, where: str, depth: int = 0) -> Any:
+    """A copy of ``value``, of dictionaries and lists; RequestError where it is not what JSON can say."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    if depth < _DEEPEST:
+        if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+            return {key: _plain(each, f"{where}.{shown(key)}", depth + 1) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [_plain(each, f"{where}[{at}]", depth + 1) for at, each in enumerate(value)]
+    raise RequestError(
+        f"{where} is {shown(value)}; allowed: what JSON can say (texts, numbers, True, False, None, lists, "
+        f"tables with texts as keys), at most {_DEEPEST} levels deep"
+    )
+
+
+def _message(message: object, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise RequestError(f"{where} is {shown(message)}; allowed: a mapping with 'role' and 'content'")
+    copy: dict[str, Any] = _plain(message, where)
+    role = copy.get("role")
+    if role not in _ROLES:
+        raise RequestError(f"{where} has the role {shown(role)}; allowed: {', '.join(_ROLES)}")
+    calls = copy.pop("tool_calls", None)
+    if calls:
+        if role != "assistant" or not isinstance(calls, list):
+            raise RequestError(f"{where} has tool_calls {shown(calls)}; allowed: a list, of an assistant")
+        copy["tool_calls"] = [_call(call, f"{where}: tool_calls[{at}]") for at, call in enumerate(calls)]
+    copy["content"] = "" if calls and copy.get("content") is None else _text(copy.get("content"), where)
+    return copy
+
+
+def _text(content: object, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(f"{where} has the content {shown(content)}; allowed: a text, or text parts")
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            raise RequestError(
+                f"{where} has the part {shown(part)}; allowed: {{'type': 'text', 'text': a text}}, "
+                "for the models read nothing but text"
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _call(call: object, where: str) -> dict[str, Any]:
+    """One of a message's tool calls, its arguments as a mapping."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        raise RequestError(f"{where} is {shown(call)}; allowed: a table with a 'function'")
+    name, arguments = function.get("name"), function.get("arguments", {})
+    if not isinstance(name, str) or not name:
+        raise RequestError(f"{where} calls {shown(name)}; allowed: the name of a function")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{where} has arguments that are not valid JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        raise RequestError(f"{where} has the arguments {shown(arguments)}; allowed: a table, or its JSON")
+    arguments = _plain(arguments, f"{where}.arguments")
+    return call | {"type": "function", "function": function | {"arguments": arguments}}
 
 
 def _marked(value: Any, tokenizer: Tokenizer) -> Any:
