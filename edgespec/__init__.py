@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from edgespec.decoding.grammar import AnyJson, Choice, JsonSchema, Lark, Regex
     from edgespec.engine import load
     from edgespec.history.manage import History
-    from edgespec.loading.options import LoadOptions
-    from edgespec.loading.planning import Plan, plan
+    from edgespec.loading.footprint import Plan
+    from edgespec.loading.planning import plan
+    from edgespec.loading.sessions import LoadOptions
     from edgespec.model import Model
     from edgespec.requests.request import RequestOptions
     from edgespec.requests.results import Generation, GenerationStats, Record, SourceStats, TokenRecord
@@ -93,7 +94,7 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 _NAMES_BY_HOME = {
     "edgespec.engine": "load",
     "edgespec.model": "Model",
-    "edgespec.loading.options": "LoadOptions",
+    "edgespec.loading.sessions": "LoadOptions",
     "edgespec.conversation": "Conversation",
     "edgespec.requests.stream": "Stream",
     "edgespec.requests.request": "RequestOptions",
@@ -102,7 +103,8 @@ _NAMES_BY_HOME = {
     "edgespec.decoding.draft": "Draft Drafter Step",
     "edgespec.decoding.grammar": "AnyJson Choice JsonSchema Lark Regex",
     "edgespec.history.manage": "History",
-    "edgespec.loading.planning": "Plan plan",
+    "edgespec.loading.footprint": "Plan",
+    "edgespec.loading.planning": "plan",
     "edgespec_runtimes.devices.discovery": "Device devices",
     "edgespec_models.errors": "EdgespecError ModelFileError UnsupportedModelError BundleError TokenizerError "
     "CatalogueError DownloadError StorageError ParityError DeviceError RequestError DoesNotFit Busy Closed "

@@ -5,15 +5,13 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
 
 from edgespec.decoding.draft import Drafter
+from edgespec.loading.footprint import room_for
 from edgespec.loading.names import NGRAM, Reference, open_model, recommended_drafter
-from edgespec.loading.options import LoadOptions
-from edgespec.loading.planning import room_for
-from edgespec.loading.sessions import Loaded, open_pair
+from edgespec.loading.sessions import Loaded, LoadOptions, open_pair
 from edgespec.model import Model
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_models.schema import checked, length
-from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.devices.discovery import AUTO
 from edgespec_runtimes.devices.placement import export_for, place, run_at_once
 
@@ -81,13 +79,7 @@ def load(
             drafter, "drafter", weights=options.weights, device=made_for[1], progress=progress
         )
         drafter_placement = place(drafter_bundle, drafter_device)
-    cpu = CpuOptions(
-        threads=options.threads,
-        spinning=options.spinning,
-        huge_pages=options.huge_pages,
-        instructions=options.instructions,
-    )
-    cpu = room_for(target_bundle, drafter_bundle, cpu)
+    cpu = room_for(target_bundle, drafter_bundle, options.cpu())
     loaded = open_pair(target_bundle, drafter_bundle, cpu, (placement, drafter_placement))
     model = Model(
         loaded,

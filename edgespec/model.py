@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Self, Unpack
 from edgespec.conversation import Conversation
 from edgespec.decoding.draft import Clock, Drafter
 from edgespec.loading.names import NGRAM
-from edgespec.loading.options import LoadOptions
-from edgespec.loading.sessions import Loaded
+from edgespec.loading.sessions import Loaded, LoadOptions
 from edgespec.requests.answer import Answer
 from edgespec.requests.choices import answers, answers_async
 from edgespec.requests.encoding import Asked, Messages, count_tokens, detokenize, tokenize

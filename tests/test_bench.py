@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.files import check_writable, write_text
 from edgespec.measuring.bench import BenchOptions, Pair, measure, speedup
 from edgespec.measuring.bench_json import mbsu, summarize
 from edgespec.measuring.prompts import Prompt
 from edgespec.requests.results import Generation
 from edgespec_models.errors import RequestError
+from edgespec_models.files.replacing import check_writable, write_text
 from edgespec_models.progress import Progress
 from tests.fake_model import PLAIN_STEP_S, FakeModel
 

@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 
 from edgespec.drafting.experience import Outcome
-from edgespec.files import write_text
 from edgespec.history import schema, store
 from edgespec.history.manage import History
 from edgespec.history.memory import Delta
@@ -31,7 +30,7 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.downloads.download import pull
 from edgespec_models.downloads.hub import HubReference, pull_hub, pulled_hub
 from edgespec_models.errors import DeviceError, DownloadError, ModelFileError, RequestError, StorageError
-from edgespec_models.files.replacing import own_name
+from edgespec_models.files.replacing import own_name, write_text
 from edgespec_runtimes import cpu
 from edgespec_runtimes.cpu import CpuSession
 from edgespec_runtimes.ort import lacks_memory

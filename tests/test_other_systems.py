@@ -18,13 +18,12 @@ import edgespec
 from edgespec import LoadOptions
 from edgespec.cli import main
 from edgespec.cli import serve as serve_command
-from edgespec.files import write_text
 from edgespec.history.manage import History
-from edgespec.loading.machine import describe_machine
+from edgespec.loading.measurements import describe_machine
 from edgespec_export import staging
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.errors import RequestError
-from edgespec_models.files.replacing import move
+from edgespec_models.files.replacing import move, write_text
 from edgespec_models.paths import home
 from edgespec_runtimes.memory import peak_memory_bytes
 from tests.gguf_for_tests import tiny_gguf

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 import edgespec
 from edgespec.cli import app
+from edgespec.loading import footprint as footprints
 from edgespec.loading import planning
-from edgespec.loading.footprint import CacheSize, Footprint, footprint_of
-from edgespec.loading.planning import Plan, plan, room_for
-from edgespec.loading.unmade import footprint, look_up
+from edgespec.loading.footprint import CacheSize, Footprint, Plan, footprint_of, room_for
+from edgespec.loading.planning import footprint, look_up, plan
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.foreign import open_bundle
@@ -59,7 +59,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     def has(available: int) -> None:
-        monkeypatch.setattr(planning, "machine_memory", lambda: MachineMemory(8 * 10**9, available))
+        for each in (footprints, planning):
+            monkeypatch.setattr(each, "machine_memory", lambda: MachineMemory(8 * 10**9, available))
 
     return has
 

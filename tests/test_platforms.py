@@ -22,13 +22,13 @@ from typer.testing import CliRunner
 import edgespec
 from edgespec import LoadOptions
 from edgespec.cli import app, main
-from edgespec.files import write_private_text, write_text
 from edgespec.loading.names import open_model
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundles.bundle import MANIFEST, Bundle
 from edgespec_models.downloads.catalog import CatalogueEntry, HubFile, find
 from edgespec_models.downloads.download import pull
 from edgespec_models.errors import DownloadError, EdgespecError, RequestError
+from edgespec_models.files.replacing import write_text
 from tests.gguf_for_tests import tiny_gguf
 from tests.hub_stand_in import Hub, running_hub
 from tests.native_for_tests import tiny_native
@@ -144,11 +144,11 @@ class TestModes:
         os.umask(before)
 
     def test_text_files(self, tmp_path: Path, umask: int) -> None:
-        for write, mode in ((write_text, 0o666 & ~umask), (write_private_text, 0o600 & ~umask)):
-            path = tmp_path / write.__name__
+        for mode in (0o666, 0o600):
+            path = tmp_path / oct(mode)
             for _ in range(2):
-                write(path, "text")
-                assert stat.S_IMODE(path.stat().st_mode) == mode
+                write_text(path, "text", mode)
+                assert stat.S_IMODE(path.stat().st_mode) == mode & ~umask
 
     def test_bundles(self, tmp_path: Path, umask: int) -> None:
         out = tmp_path / "out"

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from edgespec.history.manage import History
-from edgespec.loading.options import LoadOptions
+from edgespec.loading.sessions import LoadOptions
 from edgespec.model import Model
 from edgespec.serve.options import ServeOptions
 from tests.models_for_tests import Gated, toy_model, toy_session

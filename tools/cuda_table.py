@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec import load
-from edgespec.loading.machine import describe_machine
+from edgespec.loading.measurements import describe_machine
 from edgespec.measuring.bench import BenchOptions, measure
 from edgespec.measuring.bench_json import summarize
 from edgespec.measuring.prompts import Prompt, builtin_prompts, load_prompts, select

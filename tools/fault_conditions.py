@@ -23,7 +23,6 @@ from typing import Final
 import psutil
 
 import edgespec
-from edgespec.files import write_text
 from edgespec.history.manage import History
 from edgespec.loading.names import open_model
 from edgespec_export.export import ExportOptions, export_model
@@ -31,6 +30,7 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.downloads.download import pull
 from edgespec_models.downloads.hub import HubReference, pull_hub
 from edgespec_models.errors import EdgespecError
+from edgespec_models.files.replacing import write_text
 from tests.hub_repository import REPOSITORY
 from tests.native_for_tests import tiny_native
 from tests.toy import LLAMA

@@ -12,8 +12,8 @@ import edgespec
 from edgespec.align.answers import Answer, Answering, Asking, number_of
 from edgespec.decoding.draft import NO_DRAFT
 from edgespec.decoding.verification import Verifier
+from edgespec.loading.footprint import room_for
 from edgespec.loading.names import open_model
-from edgespec.loading.planning import room_for
 from edgespec.loading.sessions import check_target
 from edgespec.measuring.prompts import Prompt
 from edgespec.measuring.trial import ask, said_by

@@ -64,8 +64,8 @@ def bench(
 
         edgespec bench ./target --drafter ngram --prompts my.jsonl --limit 20 --report out.html
     """
-    from edgespec.files import check_writable
     from edgespec.measuring.bench import BenchOptions
+    from edgespec_models.files.replacing import check_writable
 
     for file in (json_file, report):
         if file is not None and file != Path("-"):

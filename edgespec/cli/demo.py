@@ -39,8 +39,8 @@ def demo(
 
         edgespec demo --target qwen2.5-coder-0.5b-instruct --drafter ngram --limit 3
     """
-    from edgespec.files import check_writable
     from edgespec.measuring.bench import BenchOptions
+    from edgespec_models.files.replacing import check_writable
 
     check_writable(report)
     chosen = prompts_to_run(None, limit)

@@ -49,8 +49,8 @@ def exit_if_stopped(result: Mapping[str, Any]) -> None:
 
 def write_results(result: Mapping[str, Any], *, json_file: Path | None, report: Path | None) -> None:
     """Write the figures as JSON and as a page, where asked for. The JSON file ``-`` is standard output."""
-    from edgespec.files import write_text
     from edgespec.measuring.report import render_report
+    from edgespec_models.files.replacing import write_text
 
     if json_file == Path("-"):
         print_json(result)

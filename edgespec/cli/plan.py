@@ -11,8 +11,7 @@ from edgespec.cli.options import Drafter, JsonFlag, Target
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from edgespec.loading.footprint import Footprint
-    from edgespec.loading.planning import Plan
+    from edgespec.loading.footprint import Footprint, Plan
 
 __all__ = ["plan"]
 

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from edgespec.files import write_private_text
 from edgespec.history.corrections import Kept
 from edgespec.history.exchange import FORMAT, correction_json, parse, passage_json
 from edgespec.history.forget import containing, readable
@@ -18,6 +17,7 @@ from edgespec.history.ownership import companions, file_indexes, look, reason
 from edgespec.history.schema import SUFFIX
 from edgespec.history.store import Learned, Scope, Store
 from edgespec_models.errors import RequestError, StorageError
+from edgespec_models.files.replacing import write_text
 from edgespec_models.paths import expanded, histories_dir
 from edgespec_models.schema import checked, length, shown
 
@@ -199,7 +199,7 @@ class History:
             corrections = [correction_json(*each) for each in store.corrections()]
         value = {"format": FORMAT, "passages": passages, "corrections": corrections}
         # Bytes that are no UTF-8 become lone surrogates, which JSON can spell.
-        write_private_text(file, json.dumps(value, indent=1) + "\n")
+        write_text(file, json.dumps(value, indent=1) + "\n", 0o600)
         return Amount(len(passages), len(corrections))
 
     @checked

@@ -1,138 +1,31 @@
-"""What models take of this machine, before they are loaded: :func:`plan`, which ``edgespec plan`` shows.
+"""What models would take of this machine, before they are pulled, exported or loaded."""
 
-Loading asks too (:func:`room_for`): weights that memory has no room for stay mapped, and what cannot work
-even so is refused. The module is not called after its function, which would stand in its way in
-``edgespec``.
-"""
-
-import logging
+import hashlib
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final
 
-from edgespec.loading.footprint import Footprint, footprint_of
-from edgespec.loading.names import NGRAM, Reference
-from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.errors import DeviceError, RequestError
-from edgespec_models.paths import home
+from edgespec.loading.first_use import Wanted, mark_of, open_cached
+from edgespec.loading.footprint import WORKING_BYTES, CacheSize, Footprint, Plan, footprint_of
+from edgespec.loading.names import NGRAM, Reference, open_model, recommended_drafter
+from edgespec_export.extra import require_extra
+from edgespec_models.bundles.bundle import Bundle, CacheType, Role
+from edgespec_models.bundles.config import DecoderShape
+from edgespec_models.bundles.foreign import is_model
+from edgespec_models.downloads.catalog import CatalogueEntry, CatalogueShape, entries, find
+from edgespec_models.downloads.download import is_pulled, model_path
+from edgespec_models.downloads.hub import PREFIX, HubReference, pulled_hub
+from edgespec_models.errors import ModelFileError, RequestError
+from edgespec_models.paths import home, model_name
 from edgespec_models.schema import checked, within
-from edgespec_runtimes.cpu import CpuOptions
-from edgespec_runtimes.graph_session import KV_STEP
-from edgespec_runtimes.memory import MachineMemory, machine_memory
+from edgespec_runtimes.kv_buffers import KEY_TILE
+from edgespec_runtimes.memory import machine_memory
 
-__all__ = ["Fit", "Plan", "Verdict", "plan", "room_for"]
-
-Verdict = Literal["fits", "from disk", "no"]
-"""Whether all has room; whether it has but for weights, which are read from the disk again and again, slowly;
-or not even so."""
+__all__ = ["plan"]
 
 _LENGTHS: Final = (2048, 8192, 32768)
-_PROGRAM_BYTES: Final = 125_000_000  # as measured (docs/plan.md)
-_LOG = logging.getLogger("edgespec")
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """What models take with a text of some length.
-
-    Attributes:
-        tokens: the text's.
-        kv_bytes: of the KV caches.
-        memory_bytes: at most, loading included, of everything, the program too.
-        verdict: whether this machine has so much.
-    """
-
-    tokens: int
-    kv_bytes: int
-    memory_bytes: int
-    verdict: Verdict
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return {
-            "tokens": self.tokens,
-            "kv_bytes": self.kv_bytes,
-            "memory_bytes": self.memory_bytes,
-            "verdict": self.verdict,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a target and its drafter take, and what this machine has.
-
-    Attributes:
-        target: what the target takes.
-        drafter: the same of the drafter; None without a drafter model.
-        machine: physical memory.
-        disk_free: bytes, where models are pulled to and exported to.
-        program_bytes: of the program itself: Python, ONNX Runtime and other packages.
-        contexts: what texts of several lengths take, ascending.
-    """
-
-    target: Footprint
-    drafter: Footprint | None
-    machine: MachineMemory
-    disk_free: int
-    program_bytes: int = _PROGRAM_BYTES
-    contexts: tuple[Fit, ...] = ()
-
-    @property
-    def models(self) -> tuple[Footprint, ...]:
-        """The target, and the drafter if there is one."""
-        return (self.target,) if self.drafter is None else (self.target, self.drafter)
-
-    @property
-    def disk_bytes(self) -> int:
-        """Bytes that pulling and exporting write."""
-        return sum(model.download_bytes + model.export_bytes for model in self.models)
-
-    @property
-    def longest_context(self) -> int:
-        """Tokens of the longest text that fits; 0 where none does."""
-        least, most = 0, self.target.cache.longest
-        while least < most:
-            middle = (least + most + 1) // 2
-            least, most = (middle, most) if self.fit(middle).verdict == "fits" else (least, middle - 1)
-        return least
-
-    def fit(self, tokens: int) -> Fit:
-        """What a text of ``tokens`` takes, of as many of the drafter's, as far as its context goes."""
-        here = [model for model in self.models if model.device != "cuda"]  # a GPU has memory of its own
-        kv = sum(model.cache.bytes(tokens) for model in here)
-        base = self.program_bytes + sum(model.working_bytes for model in self.models)
-        copied = base + sum(model.weights_bytes for model in here)
-        total = copied + max(kv, max((model.twice_bytes for model in here), default=0))
-        least = base + kv + sum(model.weights_bytes for model in here if not model.mapped)
-        available = self.machine.available
-        verdict: Verdict = "fits" if total <= available else "from disk" if least <= available else "no"
-        return Fit(tokens, kv, total, verdict)
-
-    def short(self) -> str:
-        """A sentence of figures, for messages."""
-        weights = " and ".join(f"{model.name} {_size(model.weights_bytes)}" for model in self.models)
-        fit = self.fit(KV_STEP)
-        limit = ", its container's limit" if self.machine.limited else ""
-        return (
-            f"weights: {weights}; in all {_size(fit.memory_bytes)} with a text of {KV_STEP} tokens, of the "
-            f"{_size(self.machine.available)} available of {_size(self.machine.total)}{limit}"
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values, sizes in bytes."""
-        return {
-            "target": self.target.to_json(),
-            "drafter": None if self.drafter is None else self.drafter.to_json(),
-            "program_bytes": self.program_bytes,
-            "memory_bytes": self.machine.total,
-            "memory_available_bytes": self.machine.available,
-            "memory_limited": self.machine.limited,
-            "disk_bytes": self.disk_bytes,
-            "disk_free_bytes": self.disk_free,
-            "contexts": [fit.to_json() for fit in self.contexts],
-            "longest_context": self.longest_context,
-        }
 
 
 @checked
@@ -160,8 +53,6 @@ def plan(
         RequestError: a context longer than the model's, a model of the hub that was not pulled.
         EdgespecError: a model that cannot be found, read or exported.
     """
-    from edgespec.loading.unmade import footprint, look_up, recommended  # loading needs none of it
-
     located = look_up(target, "target", weights)
     first = footprint(located, "target", weights)
     if drafter == "auto":
@@ -179,32 +70,154 @@ def plan(
     return replace(made, contexts=tuple(made.fit(each) for each in sorted(lengths)))
 
 
-def room_for(target: Bundle, drafter: Bundle | None, options: CpuOptions) -> CpuOptions:
-    """``options`` under which models can be loaded here: weights stay mapped where copies have no room.
+@dataclass(frozen=True, slots=True)
+class Located:
+    """What a reference names, as far as it is on this machine.
+
+    Attributes:
+        name: the model's.
+        source: the checkpoint of an export, here or yet to be pulled; or the bundle.
+        bundle: what can be opened at once; None where an export comes before.
+        entry: of the catalogue, where the reference names one.
+    """
+
+    name: str
+    source: Path
+    bundle: Bundle | None = None
+    entry: CatalogueEntry | None = None
+
+
+def look_up(reference: Reference, role: Role, weights: str | None) -> Located:
+    """What :func:`edgespec.loading.names.open_model` would open for the CPU; nothing is pulled or exported.
 
     Raises:
-        DeviceError: they cannot, not even with a short text; says what they take.
+        RequestError: a model of the hub that was not pulled.
+        EdgespecError: neither a path nor a name of the catalogue, a bundle that is damaged.
     """
-    second = None if drafter is None else footprint_of(drafter, exact_rows=False)
-    # This program runs already, so what it takes is not among what is available.
-    made = Plan(footprint_of(target, exact_rows=True), second, machine_memory(), 0, program_bytes=0)
-    verdict = made.fit(KV_STEP).verdict
-    if verdict == "no":
-        raise DeviceError(
-            f"this machine's memory has no room for these models: {made.short()}. Free memory, take smaller "
-            "models or drafter='ngram', or export with weights='exact', which may stay on the disk; "
-            "'edgespec plan' shows more"
+    path, wanted = Path(reference), Wanted(role, weights, None)
+    if str(reference).startswith(PREFIX):
+        pulled = pulled_hub(HubReference.parse(str(reference)))
+        if pulled is None:
+            raise RequestError(
+                f"{reference} is not on this machine, and what it is can only be read from its files; run "
+                f"'edgespec pull {reference}' first"
+            )
+        path = pulled
+    is_source = path.suffix == ".gguf" or ((path / "config.json").is_file() and not is_model(path))
+    if path.is_dir() and not is_source:
+        bundle = open_model(path, role)
+        return Located(bundle.manifest.name, path, bundle)
+    if is_source:
+        if not path.exists():
+            raise ModelFileError(f"{path} does not exist; give a GGUF file, a bundle or a catalogue name")
+        name = path.stem if path.is_file() else model_name(path)
+        folder = wanted.folder(name, mark_of(path))
+        return Located(name, path, open_cached(folder))
+    entry = find(str(reference))
+    folder = wanted.folder(entry.name, entry.mark)
+    return Located(entry.name, model_path(entry), open_cached(folder), entry)
+
+
+def recommended(target: Located) -> str:
+    """What ``"auto"`` would be: by the bundle, the catalogue, or the digest of a file of a known size."""
+    if target.bundle is not None:
+        return recommended_drafter(target.bundle)
+    if target.entry is not None:
+        return target.entry.drafter or NGRAM
+    source = target.source
+    if not source.is_file() or source.stat().st_size not in {
+        entry.size_bytes for entry in entries().values()
+    }:
+        return NGRAM
+    with source.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    known = next((entry.drafter for entry in entries().values() if entry.sha256 == digest), None)
+    return known or NGRAM
+
+
+def footprint(located: Located, role: Role, weights: str | None = None) -> Footprint:
+    """What the model takes that :func:`look_up` found; ``weights`` as given there.
+
+    Raises:
+        EdgespecError: a checkpoint that cannot be exported, or not without the ``export`` extra.
+        RequestError: a model of the catalogue that was not pulled, and whose entry has no shape.
+    """
+    if located.bundle is not None:
+        return footprint_of(located.bundle, exact_rows=role == "target")
+    if located.entry is not None and not is_pulled(located.entry):
+        return _of_entry(located.entry, role, weights)
+    return _of_checkpoint(located, role, weights)
+
+
+def _of_checkpoint(located: Located, role: Role, weights: str | None) -> Footprint:
+    """A checkpoint that is here: what its export will be."""
+    require_extra()
+    from edgespec_export.formats.planned import weight_bytes
+    from edgespec_export.sources.open import open_checkpoint
+
+    with open_checkpoint(located.source) as checkpoint:
+        by_class, file_bytes = weight_bytes(checkpoint, role, weights)
+        config = checkpoint.config
+    return _planned(located.name, config, (role, weights), by_class, (0, file_bytes))
+
+
+def _of_entry(entry: CatalogueEntry, role: Role, weights: str | None) -> Footprint:
+    """A model that is not here: its file's size stands for its weights, which an export keeps as they are."""
+    shape = entry.shape
+    if shape is None:
+        raise RequestError(
+            f"the catalogue does not say what {entry.name} takes; run 'edgespec pull {entry.name}' first"
         )
-    if verdict == "from disk":
-        _LOG.warning("slow: weights will be read from the disk again and again: %s", made.short())
-        return replace(options, huge_pages=False)
-    return options
+    disk = entry.size_bytes, entry.size_bytes
+    return _planned(
+        entry.name, _shape_of(entry, shape), (role, weights), {"matrices": entry.size_bytes}, disk
+    )
+
+
+def _shape_of(entry: CatalogueEntry, shape: CatalogueShape) -> DecoderShape:
+    return DecoderShape(
+        architecture=entry.architecture,
+        vocab_size=shape.vocabulary,
+        num_layers=shape.layers,
+        num_heads=shape.kv_heads,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        context_length=shape.context,
+    )
+
+
+def _planned(
+    name: str,
+    config: DecoderShape,
+    wanted: tuple[Role, str | None],
+    by_class: Mapping[str, int],
+    disk: tuple[int, int],
+) -> Footprint:
+    """What an export for the CPU will take; ``disk`` are bytes to download and to write."""
+    role, weights = wanted
+    native = weights in (None, "exact")
+    kind: CacheType = "float16" if native else "float32"
+    tables = sum(by_class.get(name, 0) for name in ("embedding", "other"))
+    cache = CacheSize(
+        kind=kind,
+        bytes_per_token=config.kv_bytes_per_token // (2 if native else 1),
+        longest=config.context_length,
+        spare=int(not native and role == "target"),
+        tile=KEY_TILE,
+    )
+    return Footprint(
+        name=name,
+        state="to be pulled" if disk[0] else "to be exported",
+        weights_bytes=sum(by_class.values()) - tables,
+        mapped=native,
+        table_bytes=tables,
+        twice_bytes=by_class.get("lm_head", 0) if native else 0,
+        working_bytes=WORKING_BYTES * config.vocab_size,
+        cache=cache,
+        download_bytes=disk[0],
+        export_bytes=disk[1],
+    )
 
 
 def _existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.resolve().parents) if path.is_dir())
-
-
-def _size(count: int) -> str:
-    """Bytes in decimal units."""
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"

@@ -40,7 +40,7 @@ from itertools import zip_longest
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any, Final
 
-from edgespec.loading.machine import describe_machine
+from edgespec.loading.measurements import describe_machine
 from edgespec.measuring.bench import BenchOptions, Pair, Speed, speedup
 from edgespec.requests.results import Generation, GenerationStats
 from edgespec_runtimes.memory import peak_memory_bytes

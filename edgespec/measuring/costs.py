@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from edgespec.loading.machine import describe_machine
-from edgespec.loading.measurements import forget
+from edgespec.loading.measurements import describe_machine, forget
 from edgespec.loading.sessions import conditions_of, open_one
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress

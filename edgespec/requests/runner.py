@@ -13,8 +13,7 @@ from edgespec.drafting.guard import Guard
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Pricing
-from edgespec.loading.options import LoadOptions
-from edgespec.loading.sessions import Loaded
+from edgespec.loading.sessions import Loaded, LoadOptions
 from edgespec.requests.encoding import Asked, answer_format, tool_reader
 from edgespec.requests.generation import PreparedRequest
 from edgespec.requests.request import Request

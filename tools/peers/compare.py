@@ -28,7 +28,7 @@ from typing import Any
 
 import psutil
 
-from edgespec.loading.machine import describe_machine
+from edgespec.loading.measurements import describe_machine
 from edgespec.measuring.prompts import Prompt, builtin_prompts, load_prompts, select
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_models.errors import EdgespecError

@@ -19,9 +19,9 @@ from typing import BinaryIO, Final
 
 import psutil
 
-from edgespec_models.errors import StorageError
+from edgespec_models.errors import RequestError, StorageError
 
-__all__ = ["leftovers", "move", "own_name", "replacing", "writing"]
+__all__ = ["check_writable", "leftovers", "move", "own_name", "replacing", "write_text", "writing"]
 
 _TEMPORARY: Final = ".edgespec-"
 _PROCESS: Final = re.compile(r"(\d+)@([0-9a-f]{8})-")
@@ -55,6 +55,32 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def check_writable(path: Path) -> None:
+    """Find out before hours of work that ``path`` cannot be written.
+
+    Raises:
+        RequestError: it is a directory, or its directory does not exist.
+    """
+    if path.is_dir():
+        raise RequestError(f"cannot write {path}: it is a directory; name a file")
+    if not path.absolute().parent.is_dir():
+        raise RequestError(f"cannot write {path}: the directory {path.absolute().parent} does not exist")
+
+
+def write_text(path: Path, text: str, mode: int = 0o666) -> None:
+    """Put ``text`` at ``path`` as UTF-8; with the mode 0600 for nobody but the user to read.
+
+    Raises:
+        RequestError: it cannot be written; what was there is untouched.
+    """
+    check_writable(path)
+    try:
+        with replacing(path, mode) as file:
+            file.write(text.encode())
+    except OSError as error:
+        raise RequestError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 @contextmanager
