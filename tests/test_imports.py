@@ -31,7 +31,8 @@ IMPORT = """
 import sys
 before = set(sys.modules)
 import edgespec
-print(*sorted({name for name in set(sys.modules) - before if name.split(".")[0] not in sys.stdlib_module_names}))
+new = set(sys.modules) - before
+print(*sorted(name for name in new if name.split(".")[0] not in sys.stdlib_module_names))
 """
 GENERATE = """
 import json, sys
