@@ -264,7 +264,7 @@ def _class_of(found: Found) -> str:
 
 
 def _prior(found: Found) -> float:
-    """Fitted on replayed answers of two targets (docs/lab/tools.md), on the calibration texts."""
+    """Fitted on replayed answers of two targets (docs/lab/history.md), on the calibration texts."""
     if found.count == 1:
         return found.length**2 / (found.length**2 + 6.0)
     return found.share**2 * found.length / (found.length + 1.0)

@@ -22,7 +22,7 @@ _TOKENS = 96
 
 
 def shipped_texts() -> list[str]:
-    """Text that catalogue targets wrote (docs/lab/tools.md), for any drafter."""
+    """Text that catalogue targets wrote (docs/lab/drafters.md), for any drafter."""
     return [record["text"] for record in _shipped()]
 
 
