@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.measuring.bench import BenchOptions, Pair, measure, speedup
-from edgespec.measuring.bench_json import mbsu, summarize
+from edgespec.measuring.bench import BenchOptions, Pair, mbsu, measure, speedup, summarize
 from edgespec.measuring.prompts import Prompt
 from edgespec.requests.results import Generation
 from edgespec_models.errors import RequestError

@@ -21,8 +21,7 @@ from typing import Any
 
 from edgespec import load
 from edgespec.loading.measurements import describe_machine
-from edgespec.measuring.bench import BenchOptions, measure
-from edgespec.measuring.bench_json import summarize
+from edgespec.measuring.bench import BenchOptions, measure, summarize
 from edgespec.measuring.prompts import Prompt, builtin_prompts, load_prompts, select
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.graphs.trim import TrimOptions

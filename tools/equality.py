@@ -22,8 +22,7 @@ from typing import Any
 from edgespec.engine import LoadOptions, Model
 from edgespec.loading.sessions import Loaded, Running
 from edgespec.measuring.audit import ALPHA, audit_sampling
-from edgespec.measuring.prompts import Prompt, load_prompts
-from edgespec.measuring.trial import ask
+from edgespec.measuring.prompts import Prompt, ask, load_prompts
 from edgespec.requests.request import RequestOptions
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.foreign import open_bundle

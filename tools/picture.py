@@ -6,11 +6,10 @@ replaced. The words are in ``figures.json`` too: its ``table`` and ``verdict`` n
 """
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
-
-from edgespec.measuring.charts import ticks
 
 __all__ = ["drawn", "main"]
 
@@ -34,6 +33,14 @@ def main() -> None:
     """Write every file."""
     for path, text in drawn().items():
         path.write_text(text, encoding="utf-8", newline="\n")
+
+
+def _ticks(largest: float, count: int = 5) -> list[float]:
+    """Round numbers from 0 to at least ``largest`` (above 0), about ``count`` steps of 1, 2 or 5 * 10^k."""
+    rough = largest / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(m * power for m in (1.0, 2.0, 5.0, 10.0) if m * power >= rough * (1.0 - 1e-9))
+    return [round(index * step, 12) for index in range(math.ceil(largest / step - 1e-9) + 1)]
 
 
 def _read(path: Path) -> str:
@@ -66,7 +73,7 @@ def _lines(passes: Mapping[str, Any]) -> list[str]:
     """T(n) of each runtime: a line over the number of rows."""
     rows: list[float] = passes["rows"]
     times: dict[str, list[float]] = passes["milliseconds"]
-    marks = ticks(max(map(max, times.values())))
+    marks = _ticks(max(map(max, times.values())))
 
     def x(n: float) -> float:
         return _LEFT + (n - rows[0]) / (rows[-1] - rows[0]) * (_RIGHT - _LEFT)

@@ -8,8 +8,7 @@ import json
 from pathlib import Path
 
 import edgespec
-from edgespec.measuring.prompts import load_prompts
-from edgespec.measuring.trial import ask
+from edgespec.measuring.prompts import ask, load_prompts
 from tools.arguments import arguments
 
 

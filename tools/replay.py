@@ -26,8 +26,7 @@ import numpy as np
 from edgespec.drafting.ahead import Beside
 from edgespec.engine import LoadOptions, Model
 from edgespec.loading.sessions import Loaded, Running
-from edgespec.measuring.prompts import Prompt, load_prompts
-from edgespec.measuring.trial import ask
+from edgespec.measuring.prompts import Prompt, ask, load_prompts
 from edgespec.requests.encoding import encode_chat
 from edgespec.requests.results import Generation, GenerationStats
 from edgespec_models.bundles.bundle import Bundle

@@ -15,8 +15,7 @@ from edgespec.decoding.verification import Verifier
 from edgespec.loading.footprint import room_for
 from edgespec.loading.names import open_model
 from edgespec.loading.sessions import check_target
-from edgespec.measuring.prompts import Prompt
-from edgespec.measuring.trial import ask, said_by
+from edgespec.measuring.prompts import Prompt, ask, said_by
 from edgespec.requests.encoding import Asked
 from edgespec.requests.request import Request, RequestOptions
 from edgespec_models.bundles.bundle import Bundle

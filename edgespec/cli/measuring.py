@@ -27,8 +27,7 @@ def measured(
     model: "Model", prompts: "Sequence[Prompt]", options: "BenchOptions", progress: ProgressCallback
 ) -> dict[str, Any]:
     """The figures of a bench; Ctrl-C ends it early, with those of the prompts answered until then."""
-    from edgespec.measuring.bench import measure
-    from edgespec.measuring.bench_json import summarize
+    from edgespec.measuring.bench import measure, summarize
 
     pairs = []
     try:

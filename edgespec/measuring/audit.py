@@ -21,14 +21,14 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final
 
 from edgespec.measuring.chi_square import ChiSquare, pool_rare, two_samples
-from edgespec.measuring.prompts import Prompt
-from edgespec.measuring.trial import ask
+from edgespec.measuring.prompts import Prompt, ask
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 
 if TYPE_CHECKING:
     from edgespec.engine import Model
     from edgespec.requests.request import RequestOptions
+    from edgespec.requests.results import Generation
 
 __all__ = [
     "ALPHA",
@@ -69,11 +69,8 @@ class AnswersAudit:
     """Answers to prompts compared.
 
     Attributes:
-        prompts: how many prompts were answered both ways.
-        identical: how many gave equal tokens.
-        tokens: tokens compared, up to and including first differences.
-        drafted: tokens proposed in the speculative answers.
-        accepted: of these, kept.
+        tokens: compared, up to and including first differences.
+        drafted: in the speculative answers; so is ``accepted``.
         first_differences: one for each prompt that is not identical.
     """
 
@@ -114,8 +111,6 @@ class SamplingAudit:
         chi_square: sum of the statistics of all prompts.
         equal_seeds: pairs of answers with equal seeds.
         equal_seeds_identical: of these, equal token by token.
-        drafted: tokens proposed in the speculative answers.
-        accepted: of these, kept.
     """
 
     samples: int
@@ -232,51 +227,33 @@ def audit_sampling(
     if samples < 1 or not texts:
         raise RequestError(f"samples is {samples} for {len(texts)} texts; allowed: 1 or more of both")
     same = max(1, samples // _SAME_SEED_SHARE)
-    options: RequestOptions = {**(sampling or {})}
+    options: RequestOptions = {**(sampling or {}), "max_new_tokens": _SAMPLED_TOKENS, "stop_at_eos": False}
     options["temperature"] = options.get("temperature") or 1.0
-    sampler = _Sampler(model, options, len(texts) * (2 * samples + same), progress)
+    total = len(texts) * (2 * samples + same)
+    answers: list[Generation] = []
+
+    def draw(text: str, seeds: range, *, speculate: bool) -> list[tuple[int, ...]]:
+        for seed in seeds:
+            answers.append(model.generate(text, **{**options, "seed": seed, "speculate": speculate}))
+            progress(Progress("Sampling", len(answers), total, "samples"))
+        return [answer.tokens for answer in answers[-len(seeds) :]]
+
     chi_square, identical = ChiSquare(), 0
     for text in texts:
-        plain = sampler.draw(text, range(samples), speculate=False)
-        again = sampler.draw(text, range(same), speculate=True)
-        speculative = sampler.draw(text, range(samples, 2 * samples), speculate=True)
+        plain = draw(text, range(samples), speculate=False)
+        again = draw(text, range(same), speculate=True)
+        speculative = draw(text, range(samples, 2 * samples), speculate=True)
         identical += sum(a == b for a, b in zip(plain, again, strict=False))
-        bins = pool_rare(
-            [tokens[1:] for tokens in plain], [tokens[1:] for tokens in speculative], minimum=_BIN_MINIMUM
-        )
-        chi_square += two_samples(*bins)
+        behind_first = [[tokens[1:] for tokens in side] for side in (plain, speculative)]
+        chi_square += two_samples(*pool_rare(*behind_first, minimum=_BIN_MINIMUM))
     return SamplingAudit(
         samples=samples * len(texts),
         chi_square=chi_square,
         equal_seeds=same * len(texts),
         equal_seeds_identical=identical,
-        drafted=sampler.drafted,
-        accepted=sampler.accepted,
+        drafted=sum(answer.stats.drafted for answer in answers),
+        accepted=sum(answer.stats.accepted for answer in answers),
     )
-
-
-class _Sampler:
-    """Draws short answers; counts what was drafted and reports how far it is."""
-
-    def __init__(
-        self, model: "Model", options: "RequestOptions", total: int, progress: ProgressCallback
-    ) -> None:
-        self.drafted = self.accepted = 0
-        self._model, self._total, self._progress = model, total, progress
-        self._options: RequestOptions = {**options, "max_new_tokens": _SAMPLED_TOKENS, "stop_at_eos": False}
-        self._done = 0
-
-    def draw(self, text: str, seeds: range, *, speculate: bool) -> list[tuple[int, ...]]:
-        return [self._one(text, seed, speculate) for seed in seeds]
-
-    def _one(self, text: str, seed: int, speculate: bool) -> tuple[int, ...]:
-        options: RequestOptions = {**self._options, "seed": seed, "speculate": speculate}
-        answer = self._model.generate(text, **options)
-        self.drafted += answer.stats.drafted
-        self.accepted += answer.stats.accepted
-        self._done += 1
-        self._progress(Progress("Sampling", self._done, self._total, "samples"))
-        return answer.tokens
 
 
 def _first_difference(

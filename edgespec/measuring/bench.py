@@ -2,7 +2,7 @@
 
 The bench is an ordinary user of :class:`edgespec.engine.Model`. Plain decoding is the same loop of the
 same model without drafts. The two take turns prompt by prompt, and which goes first alternates, so a
-disturbance of the machine meets both. :func:`summarize` turns pairs into figures.
+disturbance of the machine meets both. :func:`summarize` turns pairs of answers into figures.
 
 Terms:
 
@@ -14,23 +14,30 @@ Terms:
 * request speedup: the same ratio over whole requests, prefill included.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
+from statistics import median, quantiles
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
-from edgespec.measuring.prompts import Prompt
-from edgespec.measuring.trial import ask, forget
-from edgespec.requests.results import Generation
+from edgespec.loading.measurements import describe_machine
+from edgespec.measuring.prompts import Prompt, ask
+from edgespec.requests.results import Generation, GenerationStats
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_models.schema import check_fields, within
+from edgespec_runtimes.memory import peak_memory_bytes
 
 if TYPE_CHECKING:
     from edgespec.engine import Model
+    from edgespec_models.bundles.bundle import Bundle
 
-__all__ = ["BenchOptions", "Pair", "Speed", "measure", "speedup"]
+__all__ = ["BenchOptions", "Pair", "mbsu", "measure", "speedup", "summarize"]
 
+FORMAT: Final = 1
 _WARM_UP = Prompt("warm-up", "warm-up", ("Count from one to ten, then count from one to ten again.",))
 _WARM_UP_TOKENS = 24
+_MODEL_SOURCE: Final = "model"  # name of the model drafter in ``by_source``
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +45,10 @@ class BenchOptions:
     """How prompts are answered.
 
     Attributes:
-        max_new_tokens: of each answer.
+        max_new_tokens: of each answer, 2 or more: one token is no decoding.
         temperature: 0 is greedy.
         seed: of both runs of a prompt; with equal seeds sampled answers can be compared too.
         stop_at_eos: False makes every answer ``max_new_tokens`` long.
-
-    Raises:
-        RequestError: ``max_new_tokens`` is below 2: one token is no decoding.
     """
 
     max_new_tokens: Annotated[int, within(2, 2**31 - 1)] = 128
@@ -70,45 +74,6 @@ class Pair:
         return self.plain.tokens == self.speculative.tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """Times in seconds and tokens of some requests, summed."""
-
-    decode_s: float
-    decode_tokens: int
-    request_s: float
-    new_tokens: int
-
-    @classmethod
-    def of(cls, answers: Iterable[Generation]) -> "Speed":
-        """Sum the requests."""
-        stats = [answer.stats for answer in answers]
-        decode_s = sum(s.decode_s for s in stats)
-        return cls(
-            decode_s=decode_s,
-            decode_tokens=sum(s.decode_tokens for s in stats),
-            request_s=decode_s + sum(s.ttft_s for s in stats),
-            new_tokens=sum(s.new_tokens for s in stats),
-        )
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Decoding speed; None if nothing was decoded."""
-        return self.decode_tokens / self.decode_s if self.decode_s > 0 else None
-
-    @property
-    def request_tokens_per_s(self) -> float | None:
-        """Speed of whole requests; None if there were none."""
-        return self.new_tokens / self.request_s if self.request_s > 0 else None
-
-
-def speedup(pairs: Sequence[Pair]) -> float | None:
-    """Speedup of decoding over ``pairs`` (the module's docstring defines it); None without any."""
-    plain = Speed.of(pair.plain for pair in pairs).tokens_per_s
-    speculative = Speed.of(pair.speculative for pair in pairs).tokens_per_s
-    return speculative / plain if plain and speculative else None
-
-
 def measure(
     model: "Model",
     prompts: Sequence[Prompt],
@@ -127,7 +92,7 @@ def measure(
 def _pair(model: "Model", prompt: Prompt, options: BenchOptions, *, plain_first: bool) -> Pair:
     answers: dict[bool, Generation] = {}
     for speculate in (False, True) if plain_first else (True, False):
-        forget(model)
+        model.forget()  # of two runs of one prompt, the second would have no prompt to read
         answers[speculate] = ask(
             model,
             prompt,
@@ -140,3 +105,184 @@ def _pair(model: "Model", prompt: Prompt, options: BenchOptions, *, plain_first:
             },
         )
     return Pair(prompt, answers[False], answers[True])
+
+
+def summarize(
+    model: "Model", pairs: Sequence[Pair], options: BenchOptions, *, complete: bool = True
+) -> dict[str, Any]:
+    """All figures as JSON values; docs/json.md lists the keys, which stay. What was not measured is null."""
+    plain = [pair.plain.stats for pair in pairs]
+    speculative = [pair.speculative.stats for pair in pairs]
+    sides = {"plain": plain, "speculative": speculative}
+    return {
+        "format": FORMAT,
+        "complete": complete,
+        "prompts": len(pairs),
+        "identical": sum(pair.identical for pair in pairs),
+        "speedup": _speedups(pairs),
+        **{name: _speed(stats) for name, stats in sides.items()},
+        **_drafting(speculative),
+        "mbsu": _mbsu(model, speculative),
+        **_latency(pairs, sides),
+        **_costs(model, sides),
+        "speculation_off": Counter(s.speculation_off_reason for s in speculative if s.speculation_off_reason),
+        "rolled_back": Counter(reason for s in speculative for reason in s.rolled_back),
+        "models": {
+            "name": model.name,
+            "drafter_name": model.drafter_name,
+            "row_exact": model.row_exact,
+            "target": _bundle(model.target),
+            "drafter": None if model.drafter is None else _bundle(model.drafter),
+        },
+        "options": asdict(options),
+        "machine": describe_machine(),
+        "rows": [_row(pair) for pair in pairs],
+    }
+
+
+def speedup(pairs: Sequence[Pair], figure: str = "tokens_per_second") -> float | None:
+    """Speedup of decoding over ``pairs`` (the module's docstring defines it); None without any."""
+    plain = _speed([pair.plain.stats for pair in pairs])[figure]
+    return _ratio(_speed([pair.speculative.stats for pair in pairs])[figure] or None, plain)
+
+
+def mbsu(tau: float, gamma: float, c: float) -> float:
+    """Memory-bound speedup, tau / (c * gamma + 1): what reading weights alone would allow.
+
+    Args:
+        tau: committed tokens per target pass.
+        gamma: tokens the model drafter proposed per target pass; n-grams cost nothing. It counts target
+            tokens: where a drafter needs several steps for one, or stops behind a token that is not
+            proposed, the drafter costs more than this says.
+        c: the drafter's bytes (or parameters) read per step, over the target's.
+    """
+    return tau / (c * gamma + 1.0)
+
+
+def _speed(stats: Sequence[GenerationStats]) -> dict[str, Any]:
+    decode_s = sum(s.decode_s for s in stats)
+    decoded, written = sum(s.decode_tokens for s in stats), sum(s.new_tokens for s in stats)
+    return {
+        "tokens_per_second": _ratio(decoded, decode_s),
+        "request_tokens_per_second": _ratio(written, decode_s + sum(s.ttft_s for s in stats)),
+        "decode_tokens": decoded,
+        "new_tokens": written,
+    }
+
+
+def _speedups(pairs: Sequence[Pair]) -> dict[str, Any]:
+    categories: dict[str, list[Pair]] = {}
+    for pair in pairs:
+        categories.setdefault(pair.prompt.category, []).append(pair)
+    return {
+        "overall": speedup(pairs),
+        "request": speedup(pairs, "request_tokens_per_second"),
+        "by_category": {name: speedup(members) for name, members in categories.items()},
+    }
+
+
+def _drafting(stats: Sequence[GenerationStats]) -> dict[str, Any]:
+    rounds, drafted = sum(s.rounds for s in stats), sum(s.drafted for s in stats)
+    counts: dict[str, list[int]] = {}
+    for name, source in ((n, s) for one in stats for n, s in one.by_source.items()):
+        before = counts.get(name, [0, 0])
+        counts[name] = [before[0] + source.drafted, before[1] + source.accepted]
+    positions = zip(
+        _sums(s.drafted_by_position for s in stats),
+        _sums(s.accepted_by_position for s in stats),
+        strict=False,
+    )
+    return {
+        "block_efficiency": _ratio(sum(s.new_tokens for s in stats), rounds),
+        "acceptance_rate": _ratio(sum(s.accepted for s in stats), drafted),
+        "acceptance_by_position": [
+            {"position": at, "drafted": d, "accepted": a, "rate": _ratio(a, d)}
+            for at, (d, a) in enumerate(positions, start=1)
+        ],
+        "by_source": {
+            name: {"drafted": d, "accepted": a, "acceptance_rate": _ratio(a, d)}
+            for name, (d, a) in sorted(counts.items())
+        },
+        "drafted_per_pass": _ratio(drafted, rounds),
+    }
+
+
+def _mbsu(model: "Model", stats: Sequence[GenerationStats]) -> dict[str, Any]:
+    rounds = sum(s.rounds for s in stats)
+    if not rounds:
+        return {"bytes": None, "parameters": None, "gamma": None}
+    tau = sum(s.new_tokens for s in stats) / rounds
+    gamma = sum(s.by_source[_MODEL_SOURCE].drafted for s in stats if _MODEL_SOURCE in s.by_source) / rounds
+    by_bytes = by_parameters = 0.0
+    if model.drafter is not None:
+        target, drafter = model.target.manifest, model.drafter.manifest
+        by_bytes = drafter.bytes_per_pass / target.bytes_per_pass
+        by_parameters = drafter.parameters_per_pass / target.parameters_per_pass
+    return {
+        "bytes": mbsu(tau, gamma, by_bytes),
+        "parameters": mbsu(tau, gamma, by_parameters),
+        "gamma": gamma,
+    }
+
+
+def _latency(pairs: Sequence[Pair], sides: Mapping[str, Sequence[GenerationStats]]) -> dict[str, Any]:
+    times = {
+        "ttft_ms": {name: [s.ttft_s * 1e3 for s in stats] for name, stats in sides.items()},
+        "tpot_ms": {
+            name: [s.tpot_s * 1e3 for s in stats if s.decode_tokens] for name, stats in sides.items()
+        },
+    }
+    ratios = [ratio for pair in pairs if (ratio := speedup([pair])) is not None]
+    spread = {key: {name: _spread(values) for name, values in both.items()} for key, both in times.items()}
+    return {
+        key: {name: median(values) if values else None for name, values in both.items()}
+        for key, both in times.items()
+    } | {"spread": {"speedup": _spread(ratios), **spread}}
+
+
+def _costs(model: "Model", sides: Mapping[str, Sequence[GenerationStats]]) -> dict[str, Any]:
+    per_pass, step = model.target.manifest.bytes_per_pass, model.drafter_step_s
+    curve = sorted(model.cost_curve.seconds_by_rows.items())
+    return {
+        "cost_curve": [{"n": rows, "ms": seconds * 1e3} for rows, seconds in curve],
+        "drafter_step_ms": None if step is None else step * 1e3,
+        "bytes_per_pass": per_pass,
+        "gigabytes_per_second": {
+            name: _ratio(per_pass * sum(s.rounds for s in stats) / 1e9, sum(s.target_s for s in stats))
+            for name, stats in sides.items()
+        },
+        "peak_memory_bytes": peak_memory_bytes(),
+    }
+
+
+def _bundle(bundle: "Bundle") -> dict[str, Any]:
+    names = ("name", "weights", "bytes_per_pass", "parameters_per_pass", "kv_bytes_per_token")
+    return {name: getattr(bundle.manifest, name) for name in names}
+
+
+def _row(pair: Pair) -> dict[str, Any]:
+    return {
+        "id": pair.prompt.id,
+        "category": pair.prompt.category,
+        "identical": pair.identical,
+        "speedup": speedup([pair]),
+        "finish_reason": pair.plain.finish_reason,
+        "plain": pair.plain.stats.to_json(),
+        "speculative": pair.speculative.stats.to_json(),
+    }
+
+
+def _ratio(above: float | None, below: float | None) -> float | None:
+    return above / below if above is not None and below else None
+
+
+def _sums(rows: Iterable[Sequence[int]]) -> list[int]:
+    return [sum(column) for column in zip_longest(*rows, fillvalue=0)]
+
+
+def _spread(values: Sequence[float]) -> dict[str, float] | None:
+    """Extremes and quartiles (linear between values); None of nothing."""
+    if not values:
+        return None
+    q1, middle, q3 = quantiles([*values, *values] if len(values) == 1 else values, n=4, method="inclusive")
+    return {"min": min(values), "q1": q1, "median": middle, "q3": q3, "max": max(values)}

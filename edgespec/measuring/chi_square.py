@@ -1,7 +1,6 @@
-"""Two samples of outcomes: could one distribution have made both? Pearson's chi-square test, without scipy.
+"""Two samples of outcomes: could one distribution have made both? Pearson's chi-square test.
 
-The statistic for samples of unequal size, and the incomplete gamma function by its series and its
-continued fraction, are those of Press et al., Numerical Recipes (3rd ed.), sections 14.3 and 6.2.
+The statistic for samples of unequal size is that of Press et al., Numerical Recipes (3rd ed.), section 14.3.
 """
 
 import math
@@ -13,14 +12,10 @@ __all__ = ["ChiSquare", "pool_rare", "survival", "two_samples"]
 
 Outcome = tuple[Hashable, ...]
 
-_MAX_TERMS = 10_000
-_EPSILON = 1e-15
-_TINY = 1e-300
-
 
 @dataclass(frozen=True, slots=True)
 class ChiSquare:
-    """A statistic with its degrees of freedom. Independent ones add up."""
+    """A statistic and its degrees of freedom; independent ones add up."""
 
     statistic: float = 0.0
     degrees: int = 0
@@ -73,45 +68,17 @@ def pool_rare(
 
 
 def survival(x: float, degrees: int) -> float:
-    """Probability that chi-square with ``degrees`` of freedom (1 or more) is at least ``x``."""
-    a, half = degrees / 2.0, x / 2.0
+    """Probability that chi-square with ``degrees`` of freedom (1 or more) is at least ``x``.
+
+    For whole degrees it is a finite sum (Abramowitz and Stegun, 26.4.4 and 26.4.5).
+    """
+    half = x / 2.0
     if half <= 0.0:
         return 1.0
-    scale = math.exp(a * math.log(half) - half - math.lgamma(a))
-    if half < a + 1.0:
-        return min(1.0, max(0.0, 1.0 - scale * _series(a, half)))
-    return min(1.0, scale * _continued_fraction(a, half))
-
-
-def _series(a: float, x: float) -> float:
-    """P(a, x) without its factor; converges fast for x < a + 1."""
-    term = total = 1.0 / a
-    for n in range(1, _MAX_TERMS):
-        term *= x / (a + n)
-        total += term
-        if term < total * _EPSILON:
-            break
-    return total
-
-
-def _continued_fraction(a: float, x: float) -> float:
-    """Q(a, x) without its factor, by Lentz's method; converges fast for x > a + 1."""
-    b = x + 1.0 - a
-    c, d = 1.0 / _TINY, 1.0 / b
-    value = d
-    for n in range(1, _MAX_TERMS):
-        step = -n * (n - a)
-        b += 2.0
-        d = 1.0 / _away_from_zero(step * d + b)
-        c = _away_from_zero(b + step / c)
-        value *= c * d
-        if abs(c * d - 1.0) < _EPSILON:
-            break
-    return value
-
-
-def _away_from_zero(value: float) -> float:
-    return value if abs(value) > _TINY else _TINY
+    odd = degrees % 2
+    powers = (term + odd / 2.0 for term in range(degrees // 2))
+    terms = (math.exp(a * math.log(half) - half - math.lgamma(a + 1.0)) for a in powers)
+    return min(1.0, math.fsum(terms) + (math.erfc(math.sqrt(half)) if odd else 0.0))
 
 
 def _totals(bins: Mapping[Outcome, Outcome], joint: Mapping[Outcome, int]) -> Counter[Outcome]:

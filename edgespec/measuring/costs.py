@@ -18,43 +18,30 @@ from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.memory import memory_bandwidth
 
-__all__ = ["ACCEPTANCE", "DraftGain", "Costs", "as_ranges", "draft_gain", "measure_costs"]
+__all__ = ["ACCEPTANCE", "Costs", "as_ranges", "draft_gain", "measure_costs"]
 
 ACCEPTANCE = (0.5, 0.7, 0.9)
 _FORMAT = 1
 _FREE = 1.1  # a pass that takes a tenth longer than a single row's counts as free
 
 
-@dataclass(frozen=True, slots=True)
-class DraftGain:
-    """What proposals that cost nothing to make, such as n-grams, can gain at one acceptance rate.
+def draft_gain(curve: CostCurve, acceptance: float, longest: int) -> dict[str, Any]:
+    """What proposals that cost nothing to make, such as n-grams, gain if so many of them are accepted.
 
-    Attributes:
-        acceptance: probability that a proposal is accepted if those before it are.
-        best_length: proposals a round that promise most tokens per second; 0 where none pay.
-        tokens_per_pass: expected committed tokens of such a round.
-        speedup: its tokens per second over plain decoding's.
-        lengths: every number of proposals that beats plain decoding.
-    """
-
-    acceptance: float
-    best_length: int
-    tokens_per_pass: float
-    speedup: float
-    lengths: tuple[int, ...]
-
-
-def draft_gain(curve: CostCurve, acceptance: float, longest: int) -> DraftGain:
-    """Weigh every draft length from 0 to ``longest``: equation 1 of Leviathan et al. 2023 over T(n).
-
-    Between measured points T(n) is interpolated.
+    Equation 1 of Leviathan et al. 2023 over T(n), for every draft length from 0 to ``longest``; between
+    measured points T(n) is interpolated. Best is the length with most tokens per second.
     """
     tokens = [sum(acceptance**i for i in range(length + 1)) for length in range(longest + 1)]
     plain = curve.seconds(1)
     speedups = [count * plain / curve.seconds(length + 1) for length, count in enumerate(tokens)]
     best = speedups.index(max(speedups))
-    lengths = tuple(length for length, speedup in enumerate(speedups) if speedup > 1.0)
-    return DraftGain(acceptance, best, tokens[best], speedups[best], lengths)
+    return {
+        "acceptance": acceptance,
+        "best_length": best,
+        "tokens_per_pass": tokens[best],
+        "speedup": speedups[best],
+        "lengths_that_pay": [length for length, speedup in enumerate(speedups) if speedup > 1.0],
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +49,7 @@ class Costs:
     """T(n) of a model and what bounds it.
 
     Attributes:
-        bundle: the model.
-        options: how it ran.
-        threads: of a pass.
-        curve: its T(n).
+        curve: T(n).
         remembered: whether the curve is an earlier one, checked, or was measured now.
         bandwidth: bytes a second that memory delivers to as many threads: what numpy reads, or what passes
             do if that is more (weights that fit into a cache).
@@ -108,14 +92,9 @@ class Costs:
         """The roofline: seconds a pass over ``rows`` takes at the least."""
         return max(self.reading_s, self.operations_per_row * rows / self.peak)
 
-    def gains(self) -> list[DraftGain]:
-        """What free proposals gain, for each of ``ACCEPTANCE``."""
-        longest = max(self.curve.seconds_by_rows) - 1
-        return [draft_gain(self.curve, acceptance, longest) for acceptance in ACCEPTANCE]
-
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values; ``docs/json.md`` tells their meaning."""
-        manifest = self.bundle.manifest
+        manifest, longest = self.bundle.manifest, max(self.curve.seconds_by_rows) - 1
         return {
             "format": _FORMAT,
             "name": manifest.name,
@@ -131,16 +110,7 @@ class Costs:
             "ridge_rows": self.ridge,
             "free_rows": self.free_rows,
             "rows": [self._row(n, t) for n, t in sorted(self.curve.seconds_by_rows.items())],
-            "free_drafts": [
-                {
-                    "acceptance": gain.acceptance,
-                    "best_length": gain.best_length,
-                    "tokens_per_pass": gain.tokens_per_pass,
-                    "speedup": gain.speedup,
-                    "lengths_that_pay": list(gain.lengths),
-                }
-                for gain in self.gains()
-            ],
+            "free_drafts": [draft_gain(self.curve, each, longest) for each in ACCEPTANCE],
             "machine": describe_machine(),
         }
 

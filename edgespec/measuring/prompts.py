@@ -1,4 +1,4 @@
-"""Prompts to measure and audit with: the built-in ones, and files of the same form.
+"""Prompts to measure and audit with: the built-in ones, files of the same form, and how one is asked.
 
 A file holds one JSON object a line (JSON Lines, UTF-8):
 
@@ -8,17 +8,25 @@ A file holds one JSON object a line (JSON Lines, UTF-8):
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import length, read
 
-__all__ = ["Prompt", "builtin_prompts", "load_prompts", "select"]
+if TYPE_CHECKING:
+    from edgespec.engine import Model
+    from edgespec.requests.encoding import Messages
+    from edgespec.requests.request import RequestOptions
+    from edgespec.requests.results import Generation
+    from edgespec_models.bundles.bundle import Bundle
+
+__all__ = ["Prompt", "ask", "builtin_prompts", "load_prompts", "said_by", "select"]
 
 _BUILTIN = "prompts.jsonl"
 _Text = Annotated[str, length(1)]
@@ -72,15 +80,27 @@ def select(prompts: Sequence[Prompt], limit: int | None) -> tuple[Prompt, ...]:
     return tuple(prompts[index] for index in sorted(chosen))
 
 
+def said_by(prompt: Prompt, target: "Bundle") -> "str | Messages":
+    """The prompt's first turn: as chat, or as plain text where the model has no template."""
+    said = prompt.turns[0]
+    return said if target.chat_template is None else [{"role": "user", "content": said}]
+
+
+def ask(model: "Model", prompt: Prompt, options: "RequestOptions") -> "Generation":
+    """The answer to the prompt's first turn, asked as a user would."""
+    said = said_by(prompt, model.target)
+    return model.generate(said, **options) if isinstance(said, str) else model.chat(said, **options)
+
+
 def _parse(text: str, where: str) -> tuple[Prompt, ...]:
     # Not splitlines(): JSON texts may hold U+2028, which is a line break there and not here.
     lines = enumerate(text.split("\n"), start=1)
     prompts = tuple(_prompt(line, f"{where}, line {number}") for number, line in lines if line.strip())
     if not prompts:
         raise RequestError(f"{where} holds no prompt; give one JSON object a line: id, category, turns")
-    twice = _repeated(prompt.id for prompt in prompts)
-    if twice is not None:
-        raise RequestError(f"{where} has two prompts with the id {twice!r}; every id must be different")
+    name, count = Counter(prompt.id for prompt in prompts).most_common(1)[0]
+    if count > 1:
+        raise RequestError(f"{where} has two prompts with the id {name!r}; every id must be different")
     return prompts
 
 
@@ -92,12 +112,3 @@ def _prompt(line: str, where: str) -> Prompt:
     if isinstance(value, dict):  # what else there may be, such as a reference answer, is not asked for
         value = {key: value[key] for key in ("id", "category", "turns") if key in value}
     return read(Prompt, value, where, RequestError, "Give one JSON object a line: id, category, turns")
-
-
-def _repeated(ids: Iterable[str]) -> str | None:
-    seen: set[str] = set()
-    for name in ids:
-        if name in seen:
-            return name
-        seen.add(name)
-    return None
