@@ -234,7 +234,8 @@ def audit_sampling(
 
     def draw(text: str, seeds: range, *, speculate: bool) -> list[tuple[int, ...]]:
         for seed in seeds:
-            answers.append(model.generate(text, **{**options, "seed": seed, "speculate": speculate}))
+            chosen: RequestOptions = {**options, "seed": seed, "speculate": speculate}
+            answers.append(model.generate(text, **chosen))
             progress(Progress("Sampling", len(answers), total, "samples"))
         return [answer.tokens for answer in answers[-len(seeds) :]]
 
