@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from onnx import TensorProto, helper, numpy_helper
 
-from edgespec_export.formats.blocks import F32, U8, Blocks, unpack
 from edgespec_export.formats.tiles import pack
+from edgespec_export.sources.blocks import F32, U8, Blocks, unpack
 from edgespec_export.sources.gguf import BLOCK_LAYOUT, GGMLType
 from edgespec_models.errors import DeviceError
 from edgespec_runtimes import kernels

@@ -16,13 +16,12 @@ from edgespec.loading import first_use
 from edgespec.loading.names import open_model
 from edgespec_export.align.alignment import Alignment, Codes, Origin, read_alignment
 from edgespec_export.align.merge import open_aligned
-from edgespec_export.bundle_files import hash_files
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats import plan
-from edgespec_export.formats.blocks import F32
 from edgespec_export.formats.stored_weights import StoredWeights
-from edgespec_export.graphs.trim import TrimOptions
+from edgespec_export.options import TrimOptions
 from edgespec_export.recipe import RECIPES
+from edgespec_export.sources.blocks import F32
 from edgespec_export.sources.gguf import BLOCK_LAYOUT, GGMLType
 from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.bundles.bundle import Bundle
@@ -43,7 +42,7 @@ def _alignment(source: Path, seed: int = 0, size: float = 0.3) -> Alignment:
     """Of one projection by its factors, one whole, and a gain."""
     rng = np.random.default_rng(seed)
     with open_checkpoint(source) as checkpoint:
-        digest = hash_files(checkpoint.files, ignore_progress)
+        digest = checkpoint.digest(ignore_progress)
     parts = {
         "layers.0.q.lora_b": _codes(rng, 2, HEADS * HEAD_DIM),
         "layers.0.q.lora_a": _codes(rng, 2, HIDDEN),
@@ -301,7 +300,7 @@ def test_a_drafter_of_the_catalogue_has_its_alignment(
 ) -> None:
     monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
     with open_checkpoint(source) as checkpoint:
-        digest = hash_files(checkpoint.files, ignore_progress)
+        digest = checkpoint.digest(ignore_progress)
     aligned = CatalogueAlignment(file.name, hashlib.sha256(file.read_bytes()).hexdigest())
     plain = replace(find("smollm2-135m-instruct"), sha256=digest)
     known = {"plain": replace(plain, name="d"), "aligned": replace(plain, name="d", alignment=aligned)}

@@ -24,7 +24,7 @@ from edgespec.drafting.context import context_tokens
 from edgespec.measuring.prompts import Prompt
 from edgespec_export.align.settings import Text
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_export.graphs.trim import TrimOptions
+from edgespec_export.options import TrimOptions
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.downloads.catalog import find
 from edgespec_models.errors import DoesNotFit, RequestError, StorageError

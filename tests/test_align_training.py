@@ -22,7 +22,6 @@ from edgespec_export.align.decoder import TorchDecoder, batch_of
 from edgespec_export.align.merge import open_aligned
 from edgespec_export.align.settings import Text, TrainingOptions
 from edgespec_export.align.training import count_right, train
-from edgespec_export.bundle_files import hash_files
 from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import DeviceError, RequestError
@@ -105,7 +104,7 @@ def test_training_makes_guesses_right_and_the_file_keeps_it(
     options = replace(OPTIONS, trained=trained, rate=rate, passes=12)
     texts, file = _texts(), tmp_path / "a.safetensors"
     with open_checkpoint(source) as opened:
-        decoder = TorchDecoder(opened, trained, rank=4)
+        digest, decoder = opened.digest(ignore_progress), TorchDecoder(opened, trained, rank=4)
         before = count_right(decoder, texts)
         train(decoder, texts, options)
         changes = decoder.changes()
@@ -114,7 +113,6 @@ def test_training_makes_guesses_right_and_the_file_keeps_it(
     assert before.keys() == after.keys() == {"even", "odd"}
     assert sum(right for right, _ in before.values()) < 12
     assert all(right > 0.3 * of for right, of in after.values())
-    digest = hash_files([source], ignore_progress)
     assert Alignment(Origin("m", digest, "t", 1, 0.0, 1.0, {}), changes).write(file) < most
     with open_aligned(source, file) as aligned:  # a plain decoder over merged weights guesses the same
         assert count_right(TorchDecoder(aligned), texts) == after

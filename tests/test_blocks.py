@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from edgespec_export.formats.blocks import U8, Blocks, largest, unpack
+from edgespec_export.sources.blocks import U8, Blocks, largest, unpack
 from edgespec_export.sources.gguf import BLOCK_LAYOUT, GGMLType
 from tests.gguf_for_tests import F32, FORMATS, random_raw
 

@@ -19,7 +19,7 @@ from edgespec.measuring.prompts import Prompt
 from edgespec_export import report as report_module
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats.encode import decode_linear, encode_linear
-from edgespec_export.graphs.trim import TrimOptions
+from edgespec_export.options import TrimOptions
 from edgespec_models.bundles.bundle import GRAPH, Bundle
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.weight_format import WeightFormat

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec_export.formats.blocks import F32, Blocks, unpack
 from edgespec_export.formats.encode import Arrays, decode_linear, encode_embedding, encode_linear
 from edgespec_export.formats.plan import PORTABLE
+from edgespec_export.sources.blocks import F32, Blocks, unpack
 from edgespec_export.sources.gguf import BLOCK_LAYOUT, GGMLType
 from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.graphs.plan import EmbeddingSpec

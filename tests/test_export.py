@@ -11,7 +11,7 @@ from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats import plan
 from edgespec_export.graphs import writer
 from edgespec_export.graphs.parity import Golden
-from edgespec_export.graphs.trim import TrimOptions
+from edgespec_export.options import TrimOptions
 from edgespec_models.bundles.bundle import MANIFEST, REPORT, WEIGHTS, Bundle
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import ModelFileError, RequestError
@@ -133,7 +133,7 @@ def test_what_has_a_reference_is_compared_text_by_text(
     ids = np.argsort(-logprobs, axis=1, kind="stable")[:, :4].astype(np.int32)
     top = np.take_along_axis(logprobs, ids, 1).astype(np.float32)
     golden = Golden("m", ("en", "code"), (tuple(TOKENS),) * 2, (ids,) * 2, (top,) * 2)
-    monkeypatch.setattr("edgespec_export.graphs.parity.find_golden", lambda digest: golden)
+    monkeypatch.setattr("edgespec_export.graph_bundle.find_golden", lambda digest: golden)
     seen: list[Progress] = []
     report = export_model(source, tmp_path / "again", progress=seen.append)
     assert report.parity is not None and report.parity.positions == 2 * len(TOKENS)

@@ -10,8 +10,8 @@ import onnx_ir as ir
 import pytest
 from onnxscript import GraphBuilder
 
-from edgespec_export.formats.blocks import Blocks
 from edgespec_export.formats.encode import decode_linear, encode_linear
+from edgespec_export.sources.blocks import Blocks
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.errors import BundleError, UnsupportedModelError

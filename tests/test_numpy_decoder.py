@@ -10,7 +10,7 @@ import pytest
 from edgespec.learning.decoder import NumpyDecoder, Reading
 from edgespec.learning.layer_math import F32
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_export.graphs.trim import TrimOptions
+from edgespec_export.options import TrimOptions
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.foreign import open_bundle

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 import edgespec
 from edgespec.cli import app
-from edgespec_export.sources.optimum import export_with_optimum
+from edgespec_export.optimum import export_with_optimum
 from edgespec_models.errors import EdgespecError, ModelFileError, RequestError
 from tests.foreign_for_tests import ForeignSpec, write_optimum
 from tests.written_out_for_tests import WrittenOut, write_written_out

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec_export.formats.blocks import F32
 from edgespec_export.formats.encode import decode_linear, encode_linear
 from edgespec_export.formats.rounding import Rounding, round_matrix
+from edgespec_export.sources.blocks import F32
 from edgespec_models.bundles.weight_format import WeightFormat
 
 METHODS: tuple[Rounding, ...] = get_args(Rounding)

@@ -17,7 +17,7 @@ from edgespec.measuring.bench import BenchOptions
 from edgespec.requests.request import Request, RequestOptions
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats.quantization import Quantization
-from edgespec_export.graphs.trim import TrimOptions
+from edgespec_export.options import TrimOptions
 from edgespec_models.errors import EdgespecError, RequestError
 from edgespec_models.schema import checked, length, shown, within
 from edgespec_runtimes.cpu import CpuOptions

@@ -12,7 +12,7 @@ from edgespec.cli import app
 from edgespec_export.devices import device_bundle, static_export
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats.quantization import Quantization
-from edgespec_export.graphs.trim import TrimOptions
+from edgespec_export.options import TrimOptions
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import EdgespecError, RequestError, StorageError
 from edgespec_models.graphs.static_points import encoding

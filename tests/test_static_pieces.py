@@ -15,7 +15,7 @@ from edgespec_export.devices import static_pieces, static_weights
 from edgespec_export.devices.static_pieces import StaticPieces, split
 from edgespec_export.devices.static_weights import WeightFile, write_static_weights
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_export.graphs.trim import TrimOptions
+from edgespec_export.options import TrimOptions
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import ModelConfig

@@ -8,9 +8,9 @@ from gguf.quants import dequantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec_export.formats.blocks import F32, U8, Blocks, fields
 from edgespec_export.formats.rounding import round_matrix
 from edgespec_export.formats.tiles import pack, pack_blocks, unpack_tiles
+from edgespec_export.sources.blocks import F32, U8, Blocks, fields
 from edgespec_export.sources.gguf import BLOCK_LAYOUT, GGMLType
 from edgespec_models.bundles.weight_format import FORMATS, LANES, WeightFormat, tile_bytes
 from edgespec_models.errors import UnsupportedModelError

@@ -18,7 +18,8 @@ from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.graphs import calibration, sizing, trim
 from edgespec_export.graphs.calibration import read_texts, shipped_texts, written_by
 from edgespec_export.graphs.parity import Golden, check_parity
-from edgespec_export.graphs.trim import Ranking, TrimOptions, weigh
+from edgespec_export.graphs.trim import Ranking, weigh
+from edgespec_export.options import TrimOptions, TrimSize
 from edgespec_models.bundles.bundle import HEAD_TOKENS, Bundle
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import BundleError, RequestError
@@ -148,7 +149,7 @@ def test_what_a_choice_promises_is_the_expected_rate() -> None:
     assert dear.relative_tokens_per_second == 1.0
 
 
-def _drafter(folder: Path, model: TinyGGUF, size: trim.TrimSize = KEPT) -> Bundle:
+def _drafter(folder: Path, model: TinyGGUF, size: TrimSize = KEPT) -> Bundle:
     source = model.write(folder / "m.gguf")
     options = ExportOptions(role="drafter", weights="exact", trim=TrimOptions(size))
     export_model(source, folder / f"out-{size}", options=options)
@@ -296,7 +297,7 @@ def test_a_head_has_at_least_one_row() -> None:
 
 
 @pytest.mark.parametrize("size", [300, "auto"])
-def test_targets_are_not_trimmed(tmp_path: Path, size: trim.TrimSize) -> None:
+def test_targets_are_not_trimmed(tmp_path: Path, size: TrimSize) -> None:
     source = tiny_gguf("llama").write(tmp_path / "m.gguf")
     with pytest.raises(RequestError, match="must be able to write every token"):
         export_model(source, tmp_path / "out", options=ExportOptions(trim=TrimOptions(size)))

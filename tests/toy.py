@@ -17,8 +17,8 @@ from edgespec.requests.answer import Answer
 from edgespec.requests.generation import PreparedRequest, respond
 from edgespec.requests.stream import Stream
 from edgespec.requests.worker import Worker
-from edgespec_export.formats.blocks import Blocks
 from edgespec_export.formats.encode import decode_linear, encode_embedding, encode_linear
+from edgespec_export.sources.blocks import Blocks
 from edgespec_models.bundles.bundle import (
     GRAPH,
     HEAD_TOKENS,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from edgespec_export.formats.blocks import F32
 from edgespec_export.formats.rounding import round_matrix
+from edgespec_export.sources.blocks import F32
 from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.bundles.weight_format import WeightFormat
 from tools.arguments import arguments

@@ -24,7 +24,7 @@ from edgespec.loading.measurements import describe_machine
 from edgespec.measuring.bench import BenchOptions, measure, summarize
 from edgespec.measuring.prompts import Prompt, builtin_prompts, load_prompts, select
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_export.graphs.trim import TrimOptions
+from edgespec_export.options import TrimOptions
 from edgespec_export.recipe import RECIPES
 from edgespec_models.bundles.bundle import MANIFEST, Bundle
 from edgespec_models.errors import EdgespecError

@@ -10,7 +10,6 @@ from edgespec.requests.encoding import Asked
 from edgespec_export.align.alignment import Alignment, Origin, read_alignment
 from edgespec_export.align.merge import open_aligned
 from edgespec_export.align.settings import Guesses, Text, TrainingOptions
-from edgespec_export.bundle_files import hash_files
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import DeviceError, EdgespecError, RequestError, TokenizerError
 from edgespec_models.progress import ProgressCallback
@@ -155,7 +154,7 @@ def align(
         torch.set_num_threads(place.threads)
     device = device_of(place)
     with open_aligned(source, None) as checkpoint:
-        digest = hash_files(checkpoint.files, progress)
+        digest = checkpoint.digest(progress)
         decoder = TorchDecoder(
             checkpoint, options.trained, rank=options.rank, seed=options.seed, device=device
         )

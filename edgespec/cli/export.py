@@ -16,7 +16,7 @@ from edgespec_models.progress import ProgressCallback
 
 if TYPE_CHECKING:
     from edgespec_export.formats.quantization import Quantization
-    from edgespec_export.graphs.trim import TrimSize
+    from edgespec_export.options import TrimSize
     from edgespec_models.downloads.catalog import CatalogueEntry
 
 __all__ = ["export", "locate"]
@@ -169,7 +169,7 @@ def export(
     """
     from edgespec.loading.first_use import alignment_of
     from edgespec_export.export import ExportOptions, export_model
-    from edgespec_export.graphs.trim import TrimOptions
+    from edgespec_export.options import TrimOptions
 
     quantization = _quantization(bits, method, mixed)
     made_for = None if device == "cpu" else device
@@ -216,7 +216,7 @@ def _refuse_with_optimum(options: list[str]) -> None:
 
 
 def _via_optimum(source: str, out: Path, *, program: str, overwrite: bool, as_json: bool) -> None:
-    from edgespec_export.sources.optimum import export_with_optimum
+    from edgespec_export.optimum import export_with_optimum
     from edgespec_models.downloads.hub import PREFIX, HubReference, pull_hub, pulled_hub
 
     with progress_bars() as progress:

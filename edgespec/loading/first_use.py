@@ -11,8 +11,7 @@ from typing import Annotated
 
 from filelock import FileLock
 
-from edgespec_export.extra import require_extra
-from edgespec_export.recipe import RECIPES
+from edgespec_export.recipe import RECIPES, require_extra
 from edgespec_export.staging import storage_errors
 from edgespec_models.bundles.bundle import MANIFEST, WEIGHTS, Bundle, Role
 from edgespec_models.bundles.static_graphs import ExportDevice

@@ -10,7 +10,7 @@ from typing import Annotated, Final
 from edgespec.loading.first_use import Wanted, mark_of, open_cached
 from edgespec.loading.footprint import WORKING_BYTES, CacheSize, Footprint, Plan, footprint_of
 from edgespec.loading.names import NGRAM, Reference, open_model, recommended_drafter
-from edgespec_export.extra import require_extra
+from edgespec_export.recipe import require_extra
 from edgespec_models.bundles.bundle import Bundle, CacheType, Role
 from edgespec_models.bundles.config import DecoderShape
 from edgespec_models.bundles.foreign import is_model
@@ -152,7 +152,7 @@ def footprint(located: Located, role: Role, weights: str | None = None) -> Footp
 def _of_checkpoint(located: Located, role: Role, weights: str | None) -> Footprint:
     """A checkpoint that is here: what its export will be."""
     require_extra()
-    from edgespec_export.formats.planned import weight_bytes
+    from edgespec_export.graphs.writer import weight_bytes
     from edgespec_export.sources.open import open_checkpoint
 
     with open_checkpoint(located.source) as checkpoint:

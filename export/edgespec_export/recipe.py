@@ -1,4 +1,7 @@
-"""Which recipe bundles in the cache were made by. Needs no extra."""
+"""What an export is made by: its recipe, and the packages that it needs and that running a bundle does not.
+
+Importing this module needs none of them.
+"""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -6,8 +9,9 @@ from typing import Final
 
 from edgespec_models.bundles.bundle import Role
 from edgespec_models.bundles.static_graphs import ExportDevice
+from edgespec_models.errors import EdgespecError
 
-__all__ = ["RECIPES"]
+__all__ = ["RECIPES", "require_extra"]
 
 RECIPES: Final[Mapping[tuple[Role, ExportDevice | None], int]] = MappingProxyType(
     {
@@ -24,3 +28,18 @@ RECIPES: Final[Mapping[tuple[Role, ExportDevice | None], int]] = MappingProxyTyp
 """Of what is exported in each role for each device, the CPU being None. To be raised whenever the same source
 and options come out as another bundle: other formats, another graph, other rounding. Bundles in the cache
 that were made by another recipe are not used."""
+
+
+def require_extra() -> None:
+    """Find out that the ``export`` extra is missing, before anything is downloaded for an export.
+
+    Raises:
+        EdgespecError: it is not installed.
+    """
+    try:
+        import onnx_ir  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise EdgespecError(
+            f"exporting needs {error.name}, which is not installed: pip install 'edgespec[export]'"
+        ) from error

@@ -3,12 +3,19 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from edgespec_export.graphs.parity import ParityReport
-from edgespec_export.graphs.trim import TrimReport
 from edgespec_models.bundles.config import FloatType
 from edgespec_models.bundles.weight_format import Method
 
-__all__ = ["LARGEST_FLOAT16", "ActivationRanges", "ExportReport", "FormatLoss", "StaticReport"]
+__all__ = [
+    "LARGEST_FLOAT16",
+    "ActivationRanges",
+    "ExportReport",
+    "FormatLoss",
+    "ParityReport",
+    "StaticReport",
+    "TrimChoice",
+    "TrimReport",
+]
 
 LARGEST_FLOAT16 = 65_504.0
 _STREAM_MARGIN = 8.0  # other texts may go further; a stream in float32 costs two casts in each sublayer
@@ -34,6 +41,24 @@ class FormatLoss:
 
 
 @dataclass(frozen=True, slots=True)
+class ParityReport:
+    """How near an export is to its reference.
+
+    Attributes:
+        positions: next tokens compared.
+        top1_agreement: share of positions where both name the same most probable token.
+        kl: mean Kullback-Leibler divergence of the export from the reference, nats a token. The reference
+            keeps its k most probable tokens; all others count as one, so this is a lower bound.
+        by_text: the same by text label.
+    """
+
+    positions: int
+    top1_agreement: float
+    kl: float
+    by_text: dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
 class StaticReport:
     """What the format costs, against the same model in float32, on texts it was not calibrated on.
 
@@ -48,10 +73,6 @@ class StaticReport:
     top1_agreement: float
     kl: float
     calibration_texts: int
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +100,40 @@ class ActivationRanges:
 
 
 @dataclass(frozen=True, slots=True)
+class TrimChoice:
+    """What a size would mean.
+
+    Attributes:
+        rows: of the LM head.
+        coverage: share of the drafter's tokens of held-out target text that it can still write.
+        acceptance: share of those tokens that are its first guess, given the text before.
+        step_ms: milliseconds of a drafter step.
+        relative_tokens_per_second: what that promises, over the whole vocabulary.
+    """
+
+    rows: int
+    coverage: float
+    acceptance: float
+    step_ms: float
+    relative_tokens_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrimReport:
+    """What trimming did: the choice made, rows before, texts counted, and all that was weighed."""
+
+    chosen: TrimChoice
+    of: int
+    texts: int
+    choices: tuple[TrimChoice, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values, those of the choice made at the top."""
+        choices = [asdict(choice) for choice in self.choices]
+        return {**asdict(self.chosen), "of": self.of, "texts": self.texts, "choices": choices}
+
+
+@dataclass(frozen=True, slots=True)
 class ExportReport:
     """One export; times in seconds, sizes in bytes.
 
@@ -103,10 +158,10 @@ class ExportReport:
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
         return {
-            "parity": None if self.parity is None else self.parity.to_json(),
+            "parity": None if self.parity is None else asdict(self.parity),
             "row_exact": self.row_exact,
             "trim": None if self.trim is None else self.trim.to_json(),
-            "static": None if self.static is None else self.static.to_json(),
+            "static": None if self.static is None else asdict(self.static),
             "activations": None if self.activations is None else self.activations.to_json(),
             "weights": [asdict(loss) for loss in self.weights],
             "bytes": {

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_export.formats.blocks import F32
+from edgespec_export.sources.blocks import F32
 from edgespec_export.sources.safetensors_file import SafetensorsFile
 from edgespec_models.errors import ModelFileError
 from edgespec_models.files.replacing import replacing, writing

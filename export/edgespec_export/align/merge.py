@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_export.align.alignment import Alignment, read_alignment
-from edgespec_export.bundle_files import hash_files
-from edgespec_export.formats.blocks import F32
+from edgespec_export.sources.blocks import F32
 from edgespec_export.sources.checkpoint import FLOATS, Checkpoint, SourceTensor
 from edgespec_export.sources.gguf import BLOCK_LAYOUT, GGMLType
 from edgespec_export.sources.open import open_checkpoint
@@ -58,7 +57,7 @@ class AlignedCheckpoint(Checkpoint):
     def __init__(self, base: Checkpoint, alignment: Alignment) -> None:
         self.path, self.config, self._base, self.alignment = base.path, base.config, base, alignment
         origin = alignment.origin
-        if hash_files(base.files, ignore_progress) != origin.source_sha256:
+        if base.digest(ignore_progress) != origin.source_sha256:
             raise ModelFileError(
                 f"the alignment was made for another checkpoint than {base.path.name}: for {origin.model}, "
                 f"SHA-256 {origin.source_sha256[:12]}... Give the checkpoint that it was made for, or align "

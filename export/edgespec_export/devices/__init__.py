@@ -1,4 +1,4 @@
-"""Bundles for devices that compile fixed shapes.
+"""Bundles for devices that compile graphs of fixed shapes.
 
-Imports sources, formats and graphs.
+Imports graphs, formats and sources.
 """

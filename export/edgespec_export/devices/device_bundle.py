@@ -3,12 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from edgespec_export.bundle_files import (
-    Conversion,
     describe,
-    hash_files,
+    finish,
     parameters_by_class,
     write_json,
     write_texts,
@@ -17,6 +15,7 @@ from edgespec_export.devices.contexts import compile_contexts, compiler_for
 from edgespec_export.devices.static_export import ROWS, export_static, format_for, planned
 from edgespec_export.graphs.calibration import calibration_texts
 from edgespec_export.graphs.parity import find_golden
+from edgespec_export.options import ExportOptions
 from edgespec_export.report import ExportReport
 from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.bundles.bundle import MANIFEST, TOKENIZER, Bundle
@@ -27,10 +26,8 @@ from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.devices.discovery import Device
 from edgespec_runtimes.devices.kinds import CPU
+from edgespec_runtimes.memory import peak_memory_bytes
 from edgespec_runtimes.static.session import StaticSession
-
-if TYPE_CHECKING:
-    from edgespec_export.export import ExportOptions
 
 __all__ = ["build_for_device"]
 
@@ -39,7 +36,7 @@ _SHORTEST = 16
 
 
 def build_for_device(
-    source: Path, folder: Path, options: "ExportOptions", progress: ProgressCallback, started: float
+    source: Path, folder: Path, options: ExportOptions, progress: ProgressCallback, started: float
 ) -> ExportReport:
     """Everything of a bundle for ``options.device``, in ``folder``; raises as ``export_model`` does."""
     assert options.device is not None and options.device != "cuda"
@@ -47,7 +44,7 @@ def build_for_device(
         config = checkpoint.config
         graphs = planned(options.device, buckets_for(config.context_length, options.buckets))
         write_texts(checkpoint, folder)
-        digest = hash_files(checkpoint.files, progress)
+        digest = checkpoint.digest(progress)
         tokenizer = Tokenizer.from_file(folder / TOKENIZER, vocab_size=config.vocab_size)
         texts = _texts(tokenizer, checkpoint.special_tokens(), options.trim.texts)
         golden = find_golden(digest)
@@ -70,11 +67,18 @@ def build_for_device(
             kv="uint8" if format_for(options.device).quantized else "float32",
             static=made.graphs,
         )
-        conversion = Conversion.of(checkpoint.files, started)
+        size, peak = checkpoint.n_bytes, peak_memory_bytes()
     write_json(folder / MANIFEST, manifest.to_json())
-    row_exact = _rolls_back(folder)
-    return conversion.finish(
-        folder, manifest, parity=made.parity, row_exact=row_exact, weights=(), static=made.report
+    return finish(
+        folder,
+        manifest,
+        started,
+        parity=made.parity,
+        row_exact=_rolls_back(folder),
+        weights=(),
+        static=made.report,
+        source_bytes=size,
+        conversion_peak_memory_bytes=peak,
     )
 
 

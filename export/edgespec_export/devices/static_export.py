@@ -1,20 +1,19 @@
 """From a checkpoint to graphs with fixed shapes: weights, ranges of activations, graphs, checks."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from shutil import rmtree
 
 import numpy as np
-import numpy.typing as npt
 
 from edgespec_export.devices.static_pieces import StaticPieces, save_static
 from edgespec_export.devices.static_weights import WeightFile, write_static_weights
-from edgespec_export.formats.blocks import F32
-from edgespec_export.graphs.parity import Golden, ParityReport, check_parity
+from edgespec_export.graphs.parity import Golden, check_parity, compare
 from edgespec_export.graphs.writer import DATA_FILE
-from edgespec_export.report import StaticReport
+from edgespec_export.report import ParityReport, StaticReport
+from edgespec_export.sources.blocks import F32
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.static_graphs import PREFILL_ROWS, VERIFY_ROWS, StaticDevice, StaticGraphs
@@ -32,7 +31,6 @@ _MARGIN = 15.0  # a masked score's share is below a 16-bit step: exp(-15) = 3e-7
 _SCORES, _MASKED, _KEY = ".scores", ".masked", ".key"
 _CODES = 255  # of 8 bits
 _LARGEST_STEP = 0.25
-_COMPARED_ROWS = 16
 _Ranges = dict[str, tuple[float, float]]
 
 
@@ -139,7 +137,8 @@ def export_static(
     whole = replace(plan, rows=max(map(len, compared)))
     pieces = StaticPieces(config, whole, graphs.masked, lambda parts: weights, folder)
     results = _logits(pieces, compared, progress)
-    report = _compare(scratch, islice(results, len(held_out)), len(calibrated))
+    references = (np.load(_reference(scratch, number)) for number in range(len(held_out)))
+    report = compare(references, islice(results, len(held_out)), len(calibrated))
     parity = None if golden is None else check_parity(([rows] for rows in results), golden)
     rmtree(scratch)
     return StaticExport(graphs, weights.bytes_by_class, report, parity)
@@ -257,27 +256,3 @@ def _save_all(
         for rows in graphs.widths:
             shape = replace(plan, rows=rows, capacity=bucket, all_logits=rows != graphs.prefill)
             save_static(config, shape, weights, folder / graphs.file(bucket, rows))
-
-
-def _compare(scratch: Path, logits: Iterable[Logits], calibrated: int) -> StaticReport:
-    """Each text with its reference; no more of them than one is in memory."""
-    same, kl = list[npt.NDArray[np.bool_]](), list[npt.NDArray[np.float64]]()
-    for number, found in enumerate(logits):
-        expected: Logits = np.load(_reference(scratch, number))
-        same.append(expected.argmax(1) == found.argmax(1))
-        for start in range(0, len(found), _COMPARED_ROWS):  # in float64 a text's would take gigabytes
-            rows = slice(start, start + _COMPARED_ROWS)
-            log_p, log_q = _log_probs(expected[rows]), _log_probs(found[rows])
-            kl.append((np.exp(log_p) * (log_p - log_q)).sum(1))
-    return StaticReport(
-        positions=sum(map(len, same)),
-        top1_agreement=float(np.concatenate(same).mean()),
-        kl=float(np.concatenate(kl).mean()),
-        calibration_texts=calibrated,
-    )
-
-
-def _log_probs(logits: Logits) -> npt.NDArray[np.float64]:
-    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
-    log_probs: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-    return log_probs

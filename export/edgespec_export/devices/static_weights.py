@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from edgespec_export.formats.blocks import F32
 from edgespec_export.graphs.writer import DATA_FILE, Parameters, allocate, bytes_by_class
+from edgespec_export.sources.blocks import F32
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.graphs.static_decoder import build_static_decoder

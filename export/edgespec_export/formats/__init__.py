@@ -1,4 +1,4 @@
-"""How weights are stored: which format a matrix gets, how it is rounded, and how its bytes are laid out.
+"""Weight formats: which one a matrix gets, how it is rounded, and how its bytes are laid out.
 
 Imports sources.
 """

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_export.formats.blocks import F32, U8, Blocks
 from edgespec_export.formats.rounding import round_matrix
+from edgespec_export.sources.blocks import F32, U8, Blocks
 from edgespec_models.bundles.weight_format import Method, WeightFormat
 from edgespec_models.graphs.plan import EmbeddingSpec
 

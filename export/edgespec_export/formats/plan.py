@@ -6,19 +6,19 @@ quantization that the user chose takes the place of both.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from types import MappingProxyType
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
-from edgespec_export.formats.blocks import F32, U8, Blocks, unpack
 from edgespec_export.formats.encode import Arrays, decode_linear, encode_embedding, encode_linear
 from edgespec_export.formats.quantization import Quantization
 from edgespec_export.formats.rounding import round_matrix
 from edgespec_export.formats.tiles import pack, pack_blocks, unpack_tiles
-from edgespec_export.graphs.writer import Stored
+from edgespec_export.sources.blocks import F32, U8, Blocks, unpack
 from edgespec_export.sources.checkpoint import FLOATS, Checkpoint
 from edgespec_export.sources.gguf import GGMLType
 from edgespec_models.bundles.weight_format import FORMATS, LANES, Method, WeightFormat, tile_bytes
@@ -32,7 +32,7 @@ from edgespec_models.graphs.plan import (
     module_path,
 )
 
-__all__ = ["PORTABLE", "biases_of", "plan_decoder", "stored"]
+__all__ = ["PORTABLE", "Stored", "biases_of", "plan_decoder", "stored"]
 
 _INT8 = WeightFormat(8, 32)
 _HALF = WeightFormat(16)
@@ -196,53 +196,58 @@ def biases_of(plan: DecoderPlan) -> Iterator[tuple[str, tuple[str, ...]]]:
                     yield f"{module_path(linear)}.parts.{index}.bias", part.biases
 
 
-def stored(plan: DecoderPlan) -> list[Stored]:
-    """Where every matrix comes from, the embedding first."""
-    linears = (
-        _stored(prefix, part, plan.head_tokens if prefix.startswith("lm_head.") else None)
-        for prefix, part in plan.parts()
-    )
-    return [_stored_embedding(plan), *linears]
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A matrix of the graph: parameters called ``prefix.*``, made of the rows of tensors of the checkpoint.
 
+    Attributes:
+        prefix: of the parameters' names.
+        sources: the tensors, stacked.
+        format: how it is stored.
+        method: how the weights came to be in that format.
+        keep: ascending rows; None keeps all.
+        table: of an embedding that ONNX Runtime gathers from.
+    """
 
-def _stored_embedding(plan: DecoderPlan) -> Stored:
-    table = plan.embedding
-    if plan.native:
-        return _stored("embedding", LinearPart(("embed",), 0, table.format, (), table.method), None)
-    return Stored(
-        prefix="embedding",
-        sources=("embed",),
-        format=table.format.name,
-        method="keep",
-        encode=lambda kind, raw, source: encode_embedding(source, table),
-        decode=lambda arrays, rows, columns: decode_linear(arrays, table.format, columns),
-    )
+    prefix: str
+    sources: tuple[str, ...]
+    format: WeightFormat
+    method: Method
+    keep: npt.NDArray[np.int64] | None = None
+    table: EmbeddingSpec | None = None
 
+    @property
+    def lanes(self) -> int:
+        """Rows that are stored together; zeros fill up the last."""
+        return LANES if self.format.tiles else 1
 
-def _stored(prefix: str, part: LinearPart, keep: tuple[int, ...] | None) -> Stored:
-    form, tiles = part.format, part.format.tiles
-
-    def encode(kind: GGMLType, raw: U8, source: Blocks | F32) -> Arrays:
+    def encode(self, kind: GGMLType, raw: U8, source: Blocks | F32) -> Arrays:
+        """The parameters' rows, from raw rows of the format ``kind`` and what these hold."""
+        tiles = self.format.tiles
+        if self.table is not None:
+            return encode_embedding(source, self.table)
         if not tiles:
-            return encode_linear(source, form, part.method)
+            return encode_linear(source, self.format, self.method)
         if kind.name == tiles:
             return {"weight": pack(tiles, raw)}
         values = source.values() if isinstance(source, Blocks) else source
-        assert part.method != "keep"
-        return {"weight": pack_blocks(tiles, round_matrix(values, _ROUNDED[tiles], part.method), values)}
+        assert self.method != "keep"
+        return {"weight": pack_blocks(tiles, round_matrix(values, _ROUNDED[tiles], self.method), values)}
 
-    def decode(arrays: Arrays, rows: int, columns: int) -> F32:
-        if tiles:
-            return unpack_tiles(tiles, arrays["weight"], rows, columns)
-        return decode_linear(arrays, form, columns)
+    def decode(self, arrays: Arrays, rows: int, columns: int) -> F32:
+        """The inverse: what parameters of so many rows and columns stand for."""
+        if self.format.tiles:
+            return unpack_tiles(self.format.tiles, arrays["weight"], rows, columns)
+        return decode_linear(arrays, self.format, columns)
 
-    return Stored(
-        prefix=prefix,
-        sources=part.sources,
-        format=form.name,
-        method=part.method,
-        encode=encode,
-        decode=decode,
-        keep=None if keep is None else np.array(keep, np.int64),
-        lanes=LANES if tiles else 1,
-    )
+
+def stored(plan: DecoderPlan) -> list[Stored]:
+    """Where every matrix comes from, the embedding first."""
+    table = plan.embedding
+    gathered = None if plan.native else table
+    matrices = [Stored("embedding", ("embed",), table.format, table.method, table=gathered)]
+    for prefix, part in plan.parts():
+        trimmed = prefix.startswith("lm_head.") and plan.head_tokens is not None
+        keep = np.array(plan.head_tokens, np.int64) if trimmed else None
+        matrices.append(Stored(prefix, part.sources, part.format, part.method, keep))
+    return matrices

@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_export.formats.blocks import F32, Blocks
+from edgespec_export.sources.blocks import F32, Blocks
 from edgespec_models.bundles.weight_format import WeightFormat
 
 __all__ = ["Rounding", "round_matrix"]

@@ -1,4 +1,5 @@
-"""Graphs and weights on disk, and whether they compute what their source computes.
+"""Graphs and weights on disk, what is measured with them, and whether they
+compute what their source computes.
 
-Imports sources and formats.
+Imports formats and sources.
 """

@@ -19,8 +19,8 @@ import numpy as np
 import onnx
 import onnx.numpy_helper
 
-from edgespec_export.formats.blocks import F32
 from edgespec_export.graphs.pieces import cut, walk
+from edgespec_export.sources.blocks import F32
 from edgespec_models.bundles.config import DecoderShape
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 

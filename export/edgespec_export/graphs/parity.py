@@ -1,24 +1,39 @@
 """Does an export compute what its source computes?
 
-Against stored reference logits where there are some for the source file (``tools/make_golden.py`` makes
-them with another implementation), and against the source's own weights always.
+Its weights are compared with the source's always, and its logits with stored ones where there are some for
+the source file (``tools/make_golden.py`` makes them with another implementation).
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import onnx_ir as ir
 
-from edgespec_export.formats.blocks import F32
+from edgespec_export.formats.encode import Arrays
+from edgespec_export.formats.plan import Stored, stored
+from edgespec_export.report import FormatLoss, ParityReport, StaticReport
+from edgespec_export.sources.blocks import F32
+from edgespec_export.sources.checkpoint import Checkpoint
+from edgespec_models.bundles.weight_format import Method
 from edgespec_models.errors import ParityError
+from edgespec_models.graphs.plan import DecoderPlan
 from edgespec_runtimes.session import Logits, Session
 
-__all__ = ["Golden", "ParityReport", "check_parity", "find_golden", "session_logits"]
+__all__ = [
+    "Golden",
+    "check_parity",
+    "compare",
+    "find_golden",
+    "measure_losses",
+    "session_logits",
+]
 
 _ROWS = 16
+_SAMPLE_ROWS = 8
 _MIN_TOP1 = 0.85
 _MAX_KL = 0.15
 
@@ -40,28 +55,6 @@ class Golden:
     texts: tuple[tuple[int, ...], ...]
     top_ids: tuple[npt.NDArray[np.int32], ...]
     top_logprobs: tuple[F32, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ParityReport:
-    """How near an export is to its reference.
-
-    Attributes:
-        positions: next tokens compared.
-        top1_agreement: share of positions where both name the same most probable token.
-        kl: mean Kullback-Leibler divergence of the export from the reference, nats a token. The reference
-            keeps its k most probable tokens; all others count as one, so this is a lower bound.
-        by_text: the same by text label.
-    """
-
-    positions: int
-    top1_agreement: float
-    kl: float
-    by_text: dict[str, dict[str, float]]
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return asdict(self)
 
 
 def find_golden(sha256: str) -> Golden | None:
@@ -153,8 +146,9 @@ def _compare_kept(
 
 
 def _normalized(logits: F32) -> npt.NDArray[np.float64]:
-    shifted = logits.astype(np.float64) - logits.max()
-    return np.asarray(shifted - np.log(np.exp(shifted).sum()), np.float64)
+    """Log-probabilities, along the last axis."""
+    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)), np.float64)
 
 
 def _coarse_kl(row: F32, ids: npt.NDArray[np.int32], logprobs: F32) -> float:
@@ -163,3 +157,67 @@ def _coarse_kl(row: F32, ids: npt.NDArray[np.int32], logprobs: F32) -> float:
     p, q = np.exp(log_p), np.exp(log_q)
     rest_p, rest_q = max(1 - p.sum(), 1e-12), max(1 - q.sum(), 1e-12)
     return float((p * (log_p - log_q)).sum() + rest_p * np.log(rest_p / rest_q))
+
+
+def measure_losses(plan: DecoderPlan, checkpoint: Checkpoint, model: ir.Model) -> tuple[FormatLoss, ...]:
+    """Compare a sample of each matrix, as written in ``model``, with its source, by formats and method."""
+    matrices = stored(plan)[0 if plan.native else 1 :]  # ONNX Runtime's embedding is exact
+    totals: dict[tuple[str, str, Method], np.ndarray] = {}
+    for matrix in matrices:
+        start, rows = 0, sum(len(_kept(matrix, checkpoint, source)) for source in matrix.sources)
+        for source in matrix.sources:
+            tensor = checkpoint.tensor(source)
+            kept = _kept(matrix, checkpoint, source)
+            wanted = kept[: max(_SAMPLE_ROWS, matrix.lanes)]
+            values = np.concatenate([checkpoint.values(source, row, row + 1) for row in wanted])
+            written = _written(model, matrix, range(start, start + len(wanted)), rows)
+            start += len(kept)
+            errors = matrix.decode(written, len(wanted), values.shape[1]) - values
+            entry = totals.setdefault((tensor.type.name, matrix.format.name, matrix.method), np.zeros(3))
+            entry += len(kept) * tensor.shape[1], np.square(errors).sum(), np.square(values).sum()
+    return tuple(
+        FormatLoss(kind, form, int(count), float(np.sqrt(error / norm)) if norm else 0.0, method)
+        for (kind, form, method), (count, error, norm) in sorted(totals.items())
+    )
+
+
+def _kept(matrix: Stored, checkpoint: Checkpoint, source: str) -> Sequence[int]:
+    """The rows of one of its sources that a matrix has."""
+    return range(checkpoint.tensor(source).shape[0]) if matrix.keep is None else matrix.keep.tolist()
+
+
+def _written(model: ir.Model, matrix: Stored, wanted: range, rows: int) -> Arrays:
+    """The ``wanted`` of all ``rows`` of a matrix's parameters, by their last names."""
+    arrays, lanes = {}, matrix.lanes
+    for name, value in model.graph.initializers.items():
+        if not name.startswith(f"{matrix.prefix}.") or name.endswith(".bias"):
+            continue
+        tensor = value.const_value
+        assert isinstance(tensor, ir.ExternalTensor) and tensor.offset is not None
+        row_bytes = tensor.nbytes // (-(-rows // lanes) * lanes)
+        with Path(tensor.path).open("rb") as file:
+            file.seek(tensor.offset + wanted.start * row_bytes)
+            data = file.read(-(-len(wanted) // lanes) * lanes * row_bytes)
+        array = np.frombuffer(data, tensor.dtype.numpy()).reshape(-1, *tensor.shape.numpy()[1:])
+        arrays[name.removeprefix(f"{matrix.prefix}.")] = array
+    return arrays
+
+
+def compare(references: Iterable[Logits], logits: Iterable[Logits], calibrated: int) -> StaticReport:
+    """Each text's logits with the reference's; no more of them than one text's are in memory.
+
+    ``calibrated`` is how many texts the ranges come from.
+    """
+    same, kl = list[npt.NDArray[np.bool_]](), list[npt.NDArray[np.float64]]()
+    for found, expected in zip(logits, references, strict=True):
+        same.append(expected.argmax(1) == found.argmax(1))
+        for start in range(0, len(found), _ROWS):  # in float64 a text's would take gigabytes
+            rows = slice(start, start + _ROWS)
+            log_p, log_q = _normalized(expected[rows]), _normalized(found[rows])
+            kl.append((np.exp(log_p) * (log_p - log_q)).sum(1))
+    return StaticReport(
+        positions=sum(map(len, same)),
+        top1_agreement=float(np.concatenate(same).mean()),
+        kl=float(np.concatenate(kl).mean()),
+        calibration_texts=calibrated,
+    )

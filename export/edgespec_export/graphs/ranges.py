@@ -12,24 +12,23 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 
-from edgespec_export.formats.blocks import F32
-from edgespec_export.formats.plan import biases_of, plan_decoder, stored
+from edgespec_export.formats.plan import plan_decoder
 from edgespec_export.formats.quantization import Quantization
 from edgespec_export.graphs.calibration import calibration_texts
 from edgespec_export.graphs.pieces import cut, walk
-from edgespec_export.graphs.writer import small_tensors, write_weights
+from edgespec_export.graphs.writer import write_graph
 from edgespec_export.report import LARGEST_FLOAT16, ActivationRanges
+from edgespec_export.sources.blocks import F32
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.bundle import GRAPH
 from edgespec_models.errors import RequestError, UnsupportedModelError
-from edgespec_models.graphs.decoder import build_decoder, rotary_rows
 from edgespec_models.graphs.plan import Precision
 from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_models.text.tokenizer import Tokenizer
 
 __all__ = ["measure_ranges", "precision_for"]
+
 
 _INNER_MARGIN = 2.0  # the largest are the first token's, which hardly depend on the text
 _TEXTS, _LONGEST = 16, 192  # tokens of a text
@@ -72,7 +71,8 @@ def measure_ranges(
     tokens = _tokens(checkpoint, files)
     scratch.mkdir()
     try:
-        graph = _write_reader(checkpoint, scratch, progress)
+        write_graph(checkpoint, plan_decoder(checkpoint, _READER), scratch, progress)
+        graph = scratch / GRAPH
         stream, inner, given = _watched(graph)
         largest = dict.fromkeys((*stream, *inner), 0.0)
 
@@ -110,16 +110,6 @@ def _tokens(checkpoint: Checkpoint, files: Sequence[Path]) -> list[list[int]]:
     if not any(encoded):
         raise RequestError("the calibration text holds no tokens; give longer ones")
     return [tokens for tokens in encoded if tokens][:_TEXTS]
-
-
-def _write_reader(checkpoint: Checkpoint, folder: Path, progress: ProgressCallback) -> Path:
-    """Write the model that reads the texts into ``folder``, a byte a weight; returns its graph."""
-    plan = plan_decoder(checkpoint, _READER)
-    model = build_decoder(checkpoint.config, plan)
-    small = small_tensors(checkpoint, biases_of(plan), rotary_rows(checkpoint.config))
-    write_weights(model, stored(plan), small, checkpoint, folder, progress)
-    ir.save(model, folder / GRAPH)
-    return folder / GRAPH
 
 
 def _watched(graph: Path) -> tuple[set[str], set[str], set[str]]:

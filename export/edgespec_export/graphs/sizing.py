@@ -13,11 +13,11 @@ from edgespec_export.graphs.trim import (
     Ranking,
     Tokens,
     Trim,
-    TrimChoice,
-    TrimOptions,
     trim_vocabulary,
     weigh,
 )
+from edgespec_export.options import TrimOptions
+from edgespec_export.report import TrimChoice
 from edgespec_models.bundles.bundle import Bundle, Manifest
 from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer

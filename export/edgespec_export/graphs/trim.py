@@ -7,15 +7,13 @@ Special tokens and single bytes are always kept: with them every text can be wri
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from edgespec_export.report import TrimChoice, TrimReport
 from edgespec_models.errors import RequestError
-from edgespec_models.schema import check_fields, within
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 
@@ -24,76 +22,18 @@ __all__ = [
     "Ranking",
     "Tokens",
     "Trim",
-    "TrimChoice",
-    "TrimOptions",
-    "TrimReport",
-    "TrimSize",
     "trim_vocabulary",
     "weigh",
 ]
 
 Tokens = npt.NDArray[np.int32]
 Counts = npt.NDArray[np.float64]
-TrimSize = Annotated[int, within(1)] | Literal["auto", "full"]
 
 CANDIDATES = (2048, 4096, 8192, 12288, 16384, 24576, 32768)
 """Sizes among which ``auto`` chooses, besides the whole vocabulary."""
 
 _HELD_OUT = 5  # every fifth text measures coverage and is not counted
 _LONGEST_DRAFT = 8
-
-
-@dataclass(frozen=True, slots=True)
-class TrimOptions:
-    """How to trim.
-
-    Attributes:
-        size: rows to keep; ``auto`` takes what promises most tokens per second, ``full`` keeps all; None is
-            ``auto`` for drafters and ``full`` for targets.
-        texts: JSON Lines files with text that targets wrote, under the key ``text``.
-        targets: bundles of targets that are to write such text now.
-    """
-
-    size: TrimSize | None = None
-    texts: tuple[Path, ...] = ()
-    targets: tuple[Path, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-
-@dataclass(frozen=True, slots=True)
-class TrimChoice:
-    """What a size would mean.
-
-    Attributes:
-        rows: of the LM head.
-        coverage: share of the drafter's tokens of held-out target text that it can still write.
-        acceptance: share of those tokens that are its first guess, given the text before.
-        step_ms: milliseconds of a drafter step.
-        relative_tokens_per_second: what that promises, over the whole vocabulary.
-    """
-
-    rows: int
-    coverage: float
-    acceptance: float
-    step_ms: float
-    relative_tokens_per_second: float
-
-
-@dataclass(frozen=True, slots=True)
-class TrimReport:
-    """What trimming did: the choice made, rows before, texts counted, and all that was weighed."""
-
-    chosen: TrimChoice
-    of: int
-    texts: int
-    choices: tuple[TrimChoice, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values, those of the choice made at the top."""
-        choices = [asdict(choice) for choice in self.choices]
-        return {**asdict(self.chosen), "of": self.of, "texts": self.texts, "choices": choices}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Write a graph's weights, matrix by matrix, into one external data file.
+"""A decoder's graph on disk, and its weights, matrix by matrix, in one file beside it.
 
 Memory stays bounded: a few chunks of about a million weights are under way at any time, encoded by a
 small pool of threads (numpy releases the interpreter's lock) and written in order.
@@ -8,9 +8,8 @@ import errno
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,16 +17,19 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from edgespec_export.formats.blocks import F32, U8, Blocks, largest, unpack
 from edgespec_export.formats.encode import Arrays
+from edgespec_export.formats.plan import Stored, biases_of, plan_decoder, stored
+from edgespec_export.sources.blocks import F32, U8, largest, unpack
 from edgespec_export.sources.checkpoint import Checkpoint, SourceTensor
-from edgespec_export.sources.gguf import GGMLType
+from edgespec_models.bundles.bundle import GRAPH, Role
 from edgespec_models.bundles.rope import rotary_tables
-from edgespec_models.bundles.weight_format import Method
 from edgespec_models.errors import ModelFileError
+from edgespec_models.graphs.decoder import build_decoder, rotary_rows
+from edgespec_models.graphs.native import build_native
+from edgespec_models.graphs.plan import DecoderPlan
 from edgespec_models.progress import Progress, ProgressCallback
 
-__all__ = ["DATA_FILE", "Parameters", "Stored", "allocate", "small_tensors", "write_weights"]
+__all__ = ["DATA_FILE", "Parameters", "allocate", "bytes_by_class", "weight_bytes", "write_graph"]
 
 DATA_FILE = "model.onnx.data"
 _CHUNK_WEIGHTS = 1 << 20
@@ -35,31 +37,6 @@ _IN_FLIGHT = 4
 _LARGEST = 1e15  # no model has such weights, and their squares are finite still
 _PAGE = 4096  # mapped weights should start on a page
 _CLASSES = ("embedding", "attention", "mlp", "lm_head", "other")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
-    """A matrix of the graph: parameters called ``prefix.*``, made of the rows of tensors of the checkpoint.
-
-    Attributes:
-        prefix: of the parameters' names.
-        sources: the tensors, stacked.
-        format: how it is stored, by name.
-        method: how the weights came to be in that format.
-        encode: from the source's format, raw rows and what these hold to the parameters' rows.
-        decode: the inverse: what parameters of so many rows and columns stand for.
-        keep: ascending rows; None keeps all.
-        lanes: rows that are stored together; zeros fill up the last.
-    """
-
-    prefix: str
-    sources: tuple[str, ...]
-    format: str
-    method: Method
-    encode: Callable[[GGMLType, U8, Blocks | F32], Arrays]
-    decode: Callable[[Arrays, int, int], F32]
-    keep: npt.NDArray[np.int64] | None = None
-    lanes: int = 1
 
 
 class Parameters:
@@ -77,37 +54,22 @@ class Parameters:
         self._at[name] += rows.nbytes
 
 
-def write_weights(
-    model: ir.Model,
-    matrices: Sequence[Stored],
-    small: Iterable[tuple[str, F32]],
-    checkpoint: Checkpoint,
-    folder: Path,
-    progress: ProgressCallback,
-) -> dict[str, int]:
-    """Fill every parameter of ``model`` from ``checkpoint``; the bytes go to ``folder / DATA_FILE``.
-
-    Args:
-        model: its parameters have no data yet.
-        matrices: where each of its matrices comes from.
-        small: all other parameters, by name.
-        checkpoint: the source.
-        folder: the graph's.
-        progress: told of bytes read.
-
-    Returns:
-        Bytes by tensor class: ``embedding``, ``attention``, ``mlp``, ``lm_head``, ``other``.
+def write_graph(
+    checkpoint: Checkpoint, plan: DecoderPlan, folder: Path, progress: ProgressCallback
+) -> tuple[ir.Model, dict[str, int]]:
+    """Write the graph of ``plan`` and its weights to ``folder``; returns it, and bytes by class.
 
     Raises:
-        ModelFileError: weights that are not finite numbers.
+        ModelFileError: weights that are not finite numbers, or cannot be read.
         OSError: the disk has no room for them.
     """
+    model, matrices = _build(checkpoint, plan), stored(plan)
     parameters, offsets, size = allocate(model, folder)
     sources = [source for matrix in matrices for source in matrix.sources]
     total, done = sum(checkpoint.tensor(source).n_bytes for source in sources), 0
     with (folder / DATA_FILE).open("wb") as file, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         places = Parameters(file, parameters, offsets)
-        for name, values in small:
+        for name, values in _small_tensors(checkpoint, plan):
             places.append(name, values)
         for matrix in matrices:
             for arrays, read in _encoded(checkpoint, matrix, pool):
@@ -118,7 +80,19 @@ def write_weights(
         file.truncate(size)
         file.flush()
         os.fsync(file.fileno())
-    return bytes_by_class(parameters)
+    ir.save(model, folder / GRAPH)
+    return model, bytes_by_class(parameters, tied=plan.tied)
+
+
+def weight_bytes(checkpoint: Checkpoint, role: Role, weights: str | None) -> tuple[dict[str, int], int]:
+    """What an export for the CPU would write, the whole LM head kept: bytes by class, and of the file."""
+    plan = plan_decoder(checkpoint, native=weights in (None, "exact"), tunable=role == "drafter")
+    parameters, _, size = allocate(_build(checkpoint, plan), Path())
+    return bytes_by_class(parameters, tied=plan.tied), size
+
+
+def _build(checkpoint: Checkpoint, plan: DecoderPlan) -> ir.Model:
+    return (build_native if plan.native else build_decoder)(checkpoint.config, plan)
 
 
 def allocate(model: ir.Model, folder: Path) -> tuple[dict[str, ir.Value], dict[str, int], int]:
@@ -145,30 +119,31 @@ def allocate(model: ir.Model, folder: Path) -> tuple[dict[str, ir.Value], dict[s
     return parameters, offsets, at
 
 
-def small_tensors(
-    checkpoint: Checkpoint, biases: Iterable[tuple[str, tuple[str, ...]]], positions: int
-) -> Iterator[tuple[str, F32]]:
-    """Norms, ``biases`` (a parameter and its tensors) and rotary tables: name in the graph, values."""
+def bytes_by_class(parameters: dict[str, ir.Value], *, tied: bool = False) -> dict[str, int]:
+    """Bytes of ``embedding``, ``attention``, ``mlp``, ``lm_head``, ``other``.
+
+    A ``tied`` matrix is counted as the LM head, since a pass reads all of it.
+    """
+    totals = dict.fromkeys(_CLASSES, 0)
+    for name, value in parameters.items():
+        assert value.const_value is not None
+        found = next((part for part in name.split(".") if part in totals), "other")
+        totals["lm_head" if tied and found == "embedding" else found] += value.const_value.nbytes
+    return totals
+
+
+def _small_tensors(checkpoint: Checkpoint, plan: DecoderPlan) -> Iterator[tuple[str, F32]]:
+    """Norms, biases and rotary tables: name in the graph, values."""
+    config = checkpoint.config
     yield "final_norm.weight", checkpoint.values("final_norm")
-    for i in range(checkpoint.config.num_layers):
+    for i in range(config.num_layers):
         for name in ("attn_norm", "mlp_norm", "post_attn_norm", "post_mlp_norm", "q_norm", "k_norm"):
             if f"layers.{i}.{name}" in checkpoint.tensors:
                 module = f"attention.{name}" if name in ("q_norm", "k_norm") else name
                 yield f"layers.{i}.{module}.weight", checkpoint.values(f"layers.{i}.{name}")
-    for parameter, names in biases:
+    for parameter, names in biases_of(plan):
         yield parameter, np.concatenate([checkpoint.values(name) for name in names])
-    yield from rotary_tables(checkpoint.config, positions).items()
-
-
-def bytes_by_class(parameters: dict[str, ir.Value]) -> dict[str, int]:
-    """Bytes of ``embedding``, ``attention``, ``mlp``, ``lm_head``, ``other``."""
-    totals = dict.fromkeys(_CLASSES, 0)
-    for name, value in parameters.items():
-        assert value.const_value is not None
-        totals[next((part for part in name.split(".") if part in totals), "other")] += (
-            value.const_value.nbytes
-        )
-    return totals
+    yield from rotary_tables(config, config.context_length if plan.native else rotary_rows(config)).items()
 
 
 def _encoded(

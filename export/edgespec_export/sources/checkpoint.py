@@ -5,6 +5,7 @@ Tensors go under edgespec's own names: ``embed``, ``final_norm``, ``lm_head``; p
 ``attn_norm mlp_norm post_attn_norm post_mlp_norm q_norm k_norm``.
 """
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,16 +14,18 @@ from typing import Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_export.formats.blocks import F32, Blocks, unpack
+from edgespec_export.sources.blocks import F32, Blocks, unpack
 from edgespec_export.sources.gguf import GGMLType
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
+from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_models.text.tokenizer import SpecialTokens
 
 __all__ = ["FLOATS", "Checkpoint", "SourceTensor"]
 
 FLOATS = frozenset({GGMLType.F32, GGMLType.F16, GGMLType.BF16})
 """The floating-point formats: weights that nobody has quantized yet."""
+_HASH_CHUNK = 1 << 24
 
 
 class SourceTensor(Protocol):
@@ -107,6 +110,11 @@ class Checkpoint(ABC):
         return None
 
     @property
+    def n_bytes(self) -> int:
+        """Of all files."""
+        return sum(file.stat().st_size for file in self.files)
+
+    @property
     def tied_head(self) -> bool:
         """Whether the LM head is the token embedding."""
         return "lm_head" not in self.tensors
@@ -135,6 +143,29 @@ class Checkpoint(ABC):
                 "download or convert it again"
             )
         return values.reshape(-1, *tensor.shape[1:])
+
+    def digest(self, progress: ProgressCallback) -> str:
+        """SHA-256 (hex) of the bytes of :attr:`files`, one file after the other.
+
+        Raises:
+            ModelFileError: the digest that lies beside a single file, as after a pull, is another: it is
+                damaged.
+        """
+        digest, done, total = hashlib.sha256(), 0, self.n_bytes
+        for path in self.files:
+            with path.open("rb") as file:
+                while chunk := file.read(_HASH_CHUNK):
+                    digest.update(chunk)
+                    done += len(chunk)
+                    progress(Progress("Reading", done, total))
+        if len(self.files) == 1 and _recorded(self.files[0]) not in (None, digest.hexdigest()):
+            (path,) = self.files
+            raise ModelFileError(
+                f"{path} is damaged or has been replaced: its SHA-256 is not the one in {path.name}.sha256. "
+                "'edgespec pull --check' replaces damaged models of the catalogue; of other files, delete "
+                "the record if it is out of date"
+            )
+        return digest.hexdigest()
 
     def check_shapes(self) -> None:
         """Compare ``tensors`` with what ``config`` asks for.
@@ -192,3 +223,12 @@ class Checkpoint(ABC):
         if c.post_norms:
             shapes |= {"post_attn_norm": (hidden,), "post_mlp_norm": (hidden,)}
         return shapes
+
+
+def _recorded(path: Path) -> str | None:
+    """The digest that lies beside a file, as sha256sum writes it; None without."""
+    try:
+        words = path.with_name(f"{path.name}.sha256").read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return words[0] if words[1:] == [path.name] and len(words[0]) == 64 else None

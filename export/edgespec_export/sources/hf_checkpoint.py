@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_export.formats.blocks import F32
+from edgespec_export.sources.blocks import F32
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_export.sources.gguf import GGMLType
 from edgespec_export.sources.hf_config import read_config

@@ -1,0 +1,212 @@
+"""A bundle of one graph of any shape, for CPUs and for CUDA: planned, written, checked, and described."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from edgespec_export.align.merge import open_aligned
+from edgespec_export.bundle_files import (
+    describe,
+    finish,
+    parameters_by_class,
+    write_json,
+    write_texts,
+)
+from edgespec_export.formats.plan import plan_decoder
+from edgespec_export.graphs.kv_cache import calibration_tokens, quantize_cache
+from edgespec_export.graphs.parity import (
+    Golden,
+    check_parity,
+    find_golden,
+    measure_losses,
+    session_logits,
+)
+from edgespec_export.graphs.pieces import cut, run_pieces
+from edgespec_export.graphs.ranges import measure_ranges, precision_for
+from edgespec_export.graphs.sizing import plan_trim
+from edgespec_export.graphs.trim import Tokens, Trim
+from edgespec_export.graphs.writer import write_graph
+from edgespec_export.options import ExportOptions
+from edgespec_export.report import ActivationRanges, ExportReport, FormatLoss
+from edgespec_export.sources.checkpoint import Checkpoint
+from edgespec_models.bundles.bundle import GRAPH, HEAD_TOKENS, MANIFEST, TOKENIZER, Bundle, Manifest
+from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.errors import ModelFileError, ParityError, RequestError
+from edgespec_models.graphs.plan import FULL, DecoderPlan
+from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
+from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
+from edgespec_runtimes.cpu import CpuSession
+from edgespec_runtimes.memory import peak_memory_bytes
+
+__all__ = ["build_bundle"]
+
+T = TypeVar("T")
+
+
+def build_bundle(
+    source: Path, folder: Path, options: ExportOptions, progress: ProgressCallback, started: float
+) -> ExportReport:
+    """Everything of a bundle for CPUs or CUDA, in ``folder``; raises as ``export_model`` does."""
+    trim = _plan_trim(source, folder, options, progress)
+    ranges = _ranges(source, folder, options, progress)
+    settled = None if trim is None else trim.tokens, ranges
+    manifest, found = _write(source, folder, options, settled, progress)
+    try:
+        # Stored references are of models as they were made.
+        digest = manifest.provenance["sha256"] if options.alignment is None else ""
+        row_exact, parity = _check(folder, digest, progress)
+    except RequestError as error:  # of a pass over our own tokens, which nobody asked for
+        raise ModelFileError(f"the model cannot be run: {error}. Download or convert it again.") from error
+    found |= {"parity": parity, "row_exact": row_exact, "activations": ranges}
+    return finish(folder, manifest, started, trim=None if trim is None else trim.report, **found)
+
+
+def _plan_trim(source: Path, folder: Path, options: ExportOptions, progress: ProgressCallback) -> Trim | None:
+    on_cpu = options.device is None
+    size = options.trim.size or ("auto" if options.role == "drafter" and on_cpu else "full")
+    if size == "full":
+        return None
+    with open_aligned(source, options.alignment) as checkpoint:
+        text, special = checkpoint.tokenizer_json(), checkpoint.special_tokens()
+        tokenizer = Tokenizer.from_json(text, vocab_size=checkpoint.config.vocab_size)
+
+    def write(place: Path, tokens: Tokens) -> None:
+        _write(source, place, options, (tokens, None), ignore_progress)
+
+    trim = replace(options.trim, size=size)
+    return plan_trim(trim, (tokenizer, special), write, scratch=folder / "sizing", progress=progress)
+
+
+def _write(
+    source: Path,
+    folder: Path,
+    options: ExportOptions,
+    settled: tuple[Tokens | None, ActivationRanges | None],
+    progress: ProgressCallback,
+) -> tuple[Manifest, dict[str, Any]]:
+    """Everything of a bundle but the report, and what goes into that.
+
+    ``settled`` are tokens that a trimmed LM head keeps, and what float16 would have to hold.
+    """
+    kept, _ = settled
+    with open_aligned(source, options.alignment) as checkpoint:
+        config, special = checkpoint.config, checkpoint.special_tokens()
+        write_texts(checkpoint, folder)
+        digest, plan = checkpoint.digest(progress), _plan(checkpoint, options, settled)
+        if kept is not None:
+            np.save(folder / HEAD_TOKENS, kept)
+        model, by_class = write_graph(checkpoint, plan, folder, progress)
+        losses = measure_losses(plan, checkpoint, model)
+        float_kv_layers: tuple[int, ...] = ()
+        if options.kv == "int8":
+            float_kv_layers = _quantize_cache(folder, config, special)
+        rows = config.vocab_size if kept is None else len(kept)
+        activations = plan.precision.activations
+        policy = "exact" if options.native else "portable"
+        manifest = describe(
+            checkpoint,
+            folder,
+            options,
+            digest,
+            weights=policy if options.quantization is None else options.quantization.name,
+            formats=_weights_by_format(losses),
+            bytes_by_class=by_class,
+            parameters_by_class=parameters_by_class(checkpoint, config.hidden_size * rows),
+            head_rows=None if kept is None else rows,
+            kv=options.kv or ("float16" if options.native else activations),
+            float_kv_layers=float_kv_layers,
+            activations=activations,
+            device="cuda" if options.device == "cuda" else None,
+            choices=plan.choices,
+            operators="edgespec" if options.native else "standard",
+        )
+        found = {"source_bytes": checkpoint.n_bytes, "conversion_peak_memory_bytes": peak_memory_bytes()}
+    write_json(folder / MANIFEST, manifest.to_json())
+    return manifest, {"weights": losses, **found}
+
+
+def _plan(
+    checkpoint: Checkpoint, options: ExportOptions, settled: tuple[Tokens | None, ActivationRanges | None]
+) -> DecoderPlan:
+
+    kept, ranges = settled
+    return plan_decoder(
+        checkpoint,
+        options.quantization,
+        native=options.native,
+        tunable=options.role == "drafter" and options.device is None,
+        head_tokens=None if kept is None else tuple(kept.tolist()),
+        precision=FULL if ranges is None else precision_for(ranges),
+    )
+
+
+def _ranges(
+    source: Path, folder: Path, options: ExportOptions, progress: ProgressCallback
+) -> ActivationRanges | None:
+    """How large activations become; None where they are float32, which holds all."""
+
+    if options.device is None:
+        return None
+    with open_aligned(source, options.alignment) as checkpoint:
+        return measure_ranges(checkpoint, options.trim.texts, folder / "ranges", progress)
+
+
+def _quantize_cache(folder: Path, config: ModelConfig, special: SpecialTokens) -> tuple[int, ...]:
+
+    tokenizer = Tokenizer.from_file(folder / TOKENIZER, vocab_size=config.vocab_size)
+    texts = calibration_tokens(tokenizer, special)
+    return quantize_cache(folder / GRAPH, config, texts)
+
+
+def _weights_by_format(losses: Sequence[FormatLoss]) -> dict[str, int]:
+    counts: Counter[str] = Counter()
+    for loss in losses:
+        counts[loss.format] += loss.weights
+    return dict(counts)
+
+
+def _check(folder: Path, digest: str, progress: ProgressCallback) -> tuple[bool, Any]:
+    """Roll-back self-test, and the comparison with the stored reference if there is one, piece by piece."""
+
+    bundle = Bundle(folder)
+    _ = bundle.tokenizer, bundle.chat_template
+    golden = find_golden(digest)
+    if bundle.manifest.operators == "edgespec":
+        return _check_native(bundle, golden, progress)
+    pieces = cut(folder / GRAPH)
+    texts = () if golden is None else golden.texts
+    result = run_pieces(pieces, bundle.config, texts, progress)
+    if not result.rolls_back:
+        raise ParityError("the exported graph gives other logits after a truncation; nothing was kept")
+    logits = ([rows] for rows in result.logits)
+    parity = None if golden is None else check_parity(logits, golden, bundle.head_tokens)
+    for piece in pieces:
+        piece.unlink()
+    progress(Progress("Checking", len(pieces), len(pieces), "step"))
+    return result.row_exact, parity
+
+
+def _check_native(bundle: Bundle, golden: Golden | None, progress: ProgressCallback) -> tuple[bool, Any]:
+    """The same, of a whole session: its weights are mapped, so that it takes no more memory than a piece."""
+
+    session = CpuSession(bundle)
+    progress(Progress("Checking", 0, 1, "step"))
+    try:
+        row_exact, parity = session.self_test(), None
+        if golden is not None:
+            texts = session_logits(session, golden)
+            parity = check_parity(_counted(texts, len(golden.texts), progress), golden, bundle.head_tokens)
+    finally:
+        session.close()
+    progress(Progress("Checking", 1, 1, "step"))
+    return row_exact, parity
+
+
+def _counted(items: Iterable[T], count: int, progress: ProgressCallback) -> Iterator[T]:
+    for number, item in enumerate(items):
+        progress(Progress("Checking", number, count, "step"))
+        yield item

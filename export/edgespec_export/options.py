@@ -1,0 +1,80 @@
+"""What a user may ask of an export."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from edgespec_export.formats.quantization import Quantization
+from edgespec_models.bundles.bundle import WEIGHTS, KVType, Role
+from edgespec_models.bundles.static_graphs import PREFILL_ROWS, ExportDevice
+from edgespec_models.schema import check_fields, length, one_of, within
+
+__all__ = ["ExportOptions", "TrimOptions", "TrimSize"]
+
+TrimSize = Annotated[int, within(1)] | Literal["auto", "full"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrimOptions:
+    """How to trim.
+
+    Attributes:
+        size: rows to keep; ``auto`` takes what promises most tokens per second, ``full`` keeps all; None is
+            ``auto`` for drafters and ``full`` for targets.
+        texts: JSON Lines files with text that targets wrote, under the key ``text``.
+        targets: bundles of targets that are to write such text now.
+    """
+
+    size: TrimSize | None = None
+    texts: tuple[Path, ...] = ()
+    targets: tuple[Path, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """What to make of a checkpoint.
+
+    Attributes:
+        role: ``target`` or ``drafter``.
+        weights: one of :data:`edgespec_export.recipe.WEIGHTS`: ``exact`` keeps the file's blocks, for
+            edgespec's own kernels; ``portable`` is a graph of standard operators. None is ``exact`` where
+            those kernels run: on CPUs, with no other KV cache asked for than theirs.
+        quantization: how to round every matrix, instead.
+        kv: what the KV cache of a portable bundle holds; ``int8`` takes a quarter of the memory of
+            ``float32`` and is calibrated at export. None is ``float32``, and what else edgespec's kernels and
+            devices have: float16, or formats of an NPU.
+        name: the model's name; None takes the source's.
+        overwrite: replace a bundle that is there already.
+        trim: which rows a drafter's LM head keeps, and the texts that settle it.
+        device: what else than the CPU the bundle is for; None is the CPU. ``cuda`` computes in float16, its
+            KV cache too. Graphs for NPUs have fixed shapes, and the device settles the formats of weights and
+            KV cache.
+        buckets: with an NPU, lengths of the KV cache in tokens; empty takes 512, 1024 and 2048.
+        alignment: a file that 'edgespec align' wrote for this drafter; it goes into the weights before they
+            are rounded.
+        chip: with ``npu-qnn``, one of :data:`CHIPS` to compile every graph
+            for; None leaves that to the device, at each load.
+    """
+
+    role: Role = "target"
+    weights: Annotated[str, one_of(WEIGHTS)] | None = None
+    quantization: Quantization | None = None
+    kv: KVType | None = None
+    name: Annotated[str, length(1, 200)] | None = None
+    overwrite: bool = False
+    trim: TrimOptions = field(default_factory=TrimOptions)
+    device: ExportDevice | None = None
+    buckets: tuple[Annotated[int, within(PREFILL_ROWS)], ...] = ()
+    chip: str | None = None
+    alignment: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def native(self) -> bool:
+        """Whether the graph consists of edgespec's own operators."""
+        return self.weights in (None, "exact") and self.device is None and self.kv is None
