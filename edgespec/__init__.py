@@ -12,19 +12,23 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from edgespec.conversation import Conversation
     from edgespec.decoding.draft import Draft, Drafter, Step
     from edgespec.decoding.grammar import AnyJson, Choice, JsonSchema, Lark, Regex
-    from edgespec.engine import load
+    from edgespec.engine import Conversation, Model, load
     from edgespec.history.manage import History
     from edgespec.loading.footprint import Plan
     from edgespec.loading.planning import plan
     from edgespec.loading.sessions import LoadOptions
-    from edgespec.model import Model
     from edgespec.requests.request import RequestOptions
-    from edgespec.requests.results import Generation, GenerationStats, Record, SourceStats, TokenRecord
+    from edgespec.requests.results import (
+        Generation,
+        GenerationStats,
+        Record,
+        SourceStats,
+        TokenRecord,
+        ToolCall,
+    )
     from edgespec.requests.stream import Stream
-    from edgespec.requests.tool_calls import ToolCall
     from edgespec_models.errors import (
         BundleError,
         Busy,
@@ -92,14 +96,11 @@ __all__ = [
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 
 _NAMES_BY_HOME = {
-    "edgespec.engine": "load",
-    "edgespec.model": "Model",
+    "edgespec.engine": "Conversation Model load",
     "edgespec.loading.sessions": "LoadOptions",
-    "edgespec.conversation": "Conversation",
     "edgespec.requests.stream": "Stream",
     "edgespec.requests.request": "RequestOptions",
-    "edgespec.requests.results": "Generation GenerationStats Record SourceStats TokenRecord",
-    "edgespec.requests.tool_calls": "ToolCall",
+    "edgespec.requests.results": "Generation GenerationStats Record SourceStats TokenRecord ToolCall",
     "edgespec.decoding.draft": "Draft Drafter Step",
     "edgespec.decoding.grammar": "AnyJson Choice JsonSchema Lark Regex",
     "edgespec.history.manage": "History",

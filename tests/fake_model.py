@@ -6,8 +6,7 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace, TracebackType
 from typing import Any, Self, cast
 
-from edgespec.conversation import Conversation
-from edgespec.engine import Model
+from edgespec.engine import Conversation, Model
 from edgespec.requests.request import RequestOptions
 from edgespec.requests.results import Generation, GenerationStats, SourceStats
 from edgespec.requests.stream import Stream

@@ -22,8 +22,8 @@ from edgespec.requests.results import (
     Record,
     SourceStats,
     TokenRecord,
+    ToolCall,
 )
-from edgespec.requests.tool_calls import ToolCall
 from edgespec.serve.app import App
 from edgespec.serve.options import ServeOptions, bound_socket
 from edgespec.serve.server import Server, run

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from edgespec.cli import answers, chat
 from edgespec.cli.markdown import CODE, FENCE, HEADING, STRONG, MarkdownStream
-from edgespec.requests.attribution import Attribution
+from edgespec.requests.results import Attribution
 from tests.models_for_tests import toy_tokenizer
 from tests.serving_for_tests import drafting_model
 

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec import DoesNotFit, LoadOptions, RequestError
-from edgespec.requests.encoding import Asked
 from edgespec.requests.request import Request
 from edgespec.requests.results import Generation
 from edgespec_runtimes.kv_store import KvStore
@@ -48,7 +47,7 @@ def test_the_drafter_keeps_caches_too_until_it_is_taught() -> None:
     drafter, said, other = toy_session(1), [question(SYSTEM)], "Something else, which it does not read"
     drafter.tunable = frozenset(("gain",))
     with toy_model(drafter=drafter) as model:
-        prompt = model._runner.prompt(Asked.of(said, Request()), Request()).of_drafter
+        prompt = model._runner.prompt(said, Request())[1]
         drafter.prefill(prompt)  # as after an answer that it drafted for
         read, caches = len(drafter.passes), model._runner._caches
         model.generate(other, max_new_tokens=1)

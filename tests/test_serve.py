@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from edgespec.cli.serve import _require_extra
 from edgespec.history.manage import History
-from edgespec.requests.attribution import Attribution
-from edgespec.requests.results import TokenRecord
+from edgespec.requests.results import Attribution, TokenRecord
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.schemas import ChatBody, CompletionBody
 from edgespec_models.errors import Busy, Closed, DoesNotFit, EdgespecError, RequestError

@@ -9,9 +9,9 @@ from typing import Any
 import openai
 import pytest
 
+from edgespec.engine import Model
 from edgespec.history.manage import History
 from edgespec.loading.sessions import LoadOptions
-from edgespec.model import Model
 from edgespec.serve.options import ServeOptions
 from tests.models_for_tests import Gated, toy_model, toy_session
 from tests.serving_for_tests import Reply, ask, drafting_model, events, serving, until

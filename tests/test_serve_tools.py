@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.requests.results import Generation, GenerationStats, Record, TokenRecord
-from edgespec.requests.tool_calls import ToolCall
+from edgespec.requests.results import Generation, GenerationStats, Record, TokenRecord, ToolCall
 from edgespec.serve.holding import Holding
 from tests.serving_for_tests import ServedModel, ask, drafting_model, events, question, serving, tokenizer
 

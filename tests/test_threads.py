@@ -15,10 +15,9 @@ from weakref import ref
 import pytest
 
 from edgespec import Busy, Closed, LoadOptions, Model, RequestError
-from edgespec.requests.answer import Answer
-from edgespec.requests.generation import PreparedRequest
 from edgespec.requests.request import Request
 from edgespec.requests.results import Generation, Record, nothing
+from edgespec.requests.worker import Answer
 from tests.models_for_tests import Gated, toy_model, toy_session
 from tests.toy import F32, ToySession, settle
 
@@ -172,7 +171,7 @@ def test_what_a_close_ends_while_it_waits_ends_once() -> None:
     with held() as (session, model), ThreadPoolExecutor(2) as pool:
         running = pool.submit(model.generate, PROMPTS[0], max_new_tokens=NEW)
         session.arrived.acquire()
-        answer = Answer(Request(), lambda: pytest.fail("it never begins"), told)
+        answer = Answer(Request(), lambda answer: pytest.fail("it never begins"), told)
         model._worker.submit(answer)
         closing = pool.submit(model.close)
         until(lambda: answer.result is not None)
@@ -254,7 +253,7 @@ def test_a_request_whose_time_is_up_ends_as_far_as_it_came(monkeypatch: pytest.M
             now += 1.0
             return super().forward(tokens)
 
-    monkeypatch.setattr("edgespec.requests.answer.monotonic", lambda: now)
+    monkeypatch.setattr("edgespec.requests.worker.monotonic", lambda: now)
     quick = toy_session()
     session = Ticking(quick._next_logits, quick.vocab_size)
     with toy_model(session) as model:
@@ -332,10 +331,7 @@ def test_the_stop_string_that_matched_is_told() -> None:
 
 @pytest.mark.parametrize("happens", [lambda a: a.put(Record("", ())), lambda a: a.end(nothing("stop"))])
 def test_who_waits_for_an_answer_is_woken(happens: Callable[[Answer], None]) -> None:
-    def prepare() -> PreparedRequest:
-        raise AssertionError("its turn never comes")
-
-    answer = Answer(Request(), prepare)
+    answer = Answer(Request(), lambda answer: pytest.fail("its turn never comes"))
     waiter = threading.Thread(target=answer.wait, args=(None,), daemon=True)
     waiter.start()
     until(lambda: bool(answer._changed._waiters))  # type: ignore[attr-defined]

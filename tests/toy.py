@@ -5,6 +5,7 @@ import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,10 +14,9 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from edgespec.decoding.draft import NO_DRAFT, Draft, Step
-from edgespec.requests.answer import Answer
 from edgespec.requests.generation import PreparedRequest, respond
 from edgespec.requests.stream import Stream
-from edgespec.requests.worker import Worker
+from edgespec.requests.worker import Answer, Worker
 from edgespec_export.formats.encode import decode_linear, encode_embedding, encode_linear
 from edgespec_export.sources.blocks import Blocks
 from edgespec_models.bundles.bundle import (
@@ -233,7 +233,7 @@ class ToySession(ModelSession):
 
 def stream_over(prepared: PreparedRequest) -> Stream:
     """A request over anything, answered by a worker of its own."""
-    return Stream(Answer(prepared.request, lambda: prepared), Worker(respond, 0))
+    return Stream(Answer(prepared.request, partial(respond, lambda: prepared)), Worker(0))
 
 
 def settle() -> None:

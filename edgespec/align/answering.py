@@ -16,7 +16,7 @@ from edgespec.loading.footprint import room_for
 from edgespec.loading.names import open_model
 from edgespec.loading.sessions import check_target
 from edgespec.measuring.prompts import Prompt, ask, said_by
-from edgespec.requests.encoding import Asked
+from edgespec.requests.encoding import prompt_tokens
 from edgespec.requests.request import Request, RequestOptions
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import RequestError, TokenizerError
@@ -127,7 +127,7 @@ def _begun(prompt: Prompt, asking: Asking, bundle: Bundle) -> _Writing | None:
     """Nothing of the answer yet; None where the model cannot read the prompt, or has no room behind it."""
     request = Request.of(_options(prompt, asking))
     try:
-        tokens = Asked.of(said_by(prompt, bundle), request).tokens(bundle)
+        tokens = prompt_tokens(bundle, said_by(prompt, bundle), request)
     except (RequestError, TokenizerError):
         return None
     most = min(len(tokens) + asking.max_new_tokens, bundle.config.context_length)

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from edgespec.align.answers import Answer, number_of
-from edgespec.requests.encoding import Asked
+from edgespec.requests.encoding import drafter_tokens
+from edgespec.requests.request import Request
 from edgespec_export.align.alignment import Alignment, Origin, read_alignment
 from edgespec_export.align.merge import open_aligned
 from edgespec_export.align.settings import Guesses, Text, TrainingOptions
@@ -91,7 +92,7 @@ def require_torch() -> None:
 def text_of(answer: Answer, drafter: Bundle) -> Text | None:
     """An answer as the drafter reads it while it drafts; None if it cannot."""
     try:
-        prompt = Asked([{"role": "user", "content": answer.prompt}], {}).drafter_tokens(drafter)
+        prompt = drafter_tokens(drafter, [{"role": "user", "content": answer.prompt}], Request())
         written = drafter.tokenizer.encode_bytes(answer.text.encode(errors="replace"))
     except (RequestError, TokenizerError):
         return None

@@ -13,8 +13,7 @@ from edgespec.cli.markdown import MarkdownStream
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from edgespec.requests.attribution import Attribution
-    from edgespec.requests.results import Generation, GenerationStats
+    from edgespec.requests.results import Attribution, Generation, GenerationStats
     from edgespec.requests.stream import Stream
 
 __all__ = [

@@ -39,9 +39,8 @@ from edgespec.cli.options import (
 from edgespec_models.errors import RequestError
 
 if TYPE_CHECKING:
-    from edgespec.conversation import Conversation
-    from edgespec.requests.attribution import Attribution
-    from edgespec.requests.results import Generation
+    from edgespec.engine import Conversation
+    from edgespec.requests.results import Attribution, Generation
 
 __all__ = ["chat"]
 
@@ -98,7 +97,7 @@ def chat(
             training_share=training_share,
             devices=(device, drafter_device),
         )
-    from edgespec.requests.attribution import Attribution
+    from edgespec.requests.results import Attribution
 
     with model:
         if model.target.chat_template is None:

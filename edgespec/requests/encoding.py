@@ -1,27 +1,26 @@
 """A request's text as a model's tokens: with its beginning-of-text token, in its chat template."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from edgespec.decoding.grammar import Lark, ResponseFormat
 from edgespec.requests.request import Request
-from edgespec.requests.tool_calls import ToolReader, calls_grammar, format_of, must_call
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import RequestError, TokenizerError
 from edgespec_models.schema import shown
 
-if TYPE_CHECKING:  # it brings Jinja, which prompts without a conversation do not need
+if TYPE_CHECKING:  # what prompts without a conversation do not need, such as Jinja
+    from edgespec.requests.tool_calls import ToolReader
     from edgespec_models.text.chat_template import ChatTemplate
 
 __all__ = [
-    "Asked",
     "Messages",
     "answer_format",
-    "count_tokens",
     "detokenize",
+    "drafter_tokens",
     "encode_chat",
     "encode_text",
+    "prompt_tokens",
     "tokenize",
     "tool_reader",
 ]
@@ -30,58 +29,33 @@ Messages = Sequence[Mapping[str, Any]]
 """A conversation: mappings with ``role`` (system, developer, user, assistant, tool) and ``content``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What a request asks, for whichever model is to read it.
+def prompt_tokens(bundle: Bundle, said: str | Messages, request: Request) -> list[int]:
+    """What a target reads: a text to continue, or a conversation to answer.
 
-    Attributes:
-        said: a text to continue, or a conversation to answer.
-        arguments: what the chat template is told besides.
+    Raises:
+        RequestError: nothing is said, or not in a way that the model's chat template takes; tools or template
+            arguments for a text, which is in no template.
     """
+    arguments = _arguments(said, request)
+    ids = encode_text(bundle, said) if isinstance(said, str) else encode_chat(bundle, said, arguments)
+    if not ids:
+        raise RequestError("the prompt is empty; give at least one character")
+    return ids
 
-    said: str | Messages
-    arguments: Mapping[str, Any]
 
-    @classmethod
-    def of(cls, said: str | Messages, request: Request) -> "Asked":
-        """The prompt of ``request``.
-
-        Raises:
-            RequestError: tools or template arguments for a text, which is in no template.
-        """
-        if isinstance(said, str) and (request.tools or request.template_args):
-            raise RequestError(
-                "tools and template_args are for a model's chat template, in which a text is not; use chat"
-            )
-        tools = {"tools": request.tools} if request.tools and request.tool_choice != "none" else {}
-        return cls(said, {**request.template_args, **tools})
-
-    def tokens(self, bundle: Bundle) -> list[int]:
-        """Tokens for the target.
-
-        Raises:
-            RequestError: nothing is said, or not in a way that the model's chat template takes.
-        """
-        if isinstance(self.said, str):
-            ids = encode_text(bundle, self.said)
-        else:
-            ids = encode_chat(bundle, self.said, self.arguments)
-        if not ids:
-            raise RequestError("the prompt is empty; give at least one character")
-        return ids
-
-    def drafter_tokens(self, bundle: Bundle) -> list[int]:
-        """Tokens for a drafter: what its template cannot take is left out, for it only guesses."""
-        if isinstance(self.said, str):
-            return encode_text(bundle, self.said)
-        template = bundle.chat_template
-        if template is not None:
-            known = {name: each for name, each in self.arguments.items() if name in template.arguments}
-            try:
-                return _chat(bundle, template, self.said, known)
-            except (RequestError, TokenizerError):  # it knows fewer roles, or no tool calls
-                pass
-        return encode_text(bundle, "".join(f"{message.get('content')}\n\n" for message in self.said))
+def drafter_tokens(bundle: Bundle, said: str | Messages, request: Request) -> list[int]:
+    """What a drafter reads: what its template cannot take is left out, for it only guesses."""
+    if isinstance(said, str):
+        return encode_text(bundle, said)
+    template = bundle.chat_template
+    if template is not None:
+        arguments = _arguments(said, request)
+        known = {name: each for name, each in arguments.items() if name in template.arguments}
+        try:
+            return _chat(bundle, template, said, known)
+        except (RequestError, TokenizerError):  # it knows fewer roles, or no tool calls
+            pass
+    return encode_text(bundle, "".join(f"{message.get('content')}\n\n" for message in said))
 
 
 def encode_text(bundle: Bundle, text: str) -> list[int]:
@@ -128,28 +102,23 @@ def detokenize(bundle: Bundle, tokens: Sequence[int]) -> str:
         raise RequestError(f"tokens is {shown(tokens)}; allowed: token ids from 0 to {most}") from error
 
 
-def count_tokens(bundle: Bundle, said: str | Messages, request: Request) -> int:
-    """How many tokens the model reads of a text or a conversation: what ``stats.prompt_tokens`` will be.
-
-    Raises:
-        RequestError: as the request would.
-    """
-    return len(Asked.of(said, request).tokens(bundle))
-
-
-def tool_reader(bundle: Bundle, request: Request) -> ToolReader | None:
+def tool_reader(bundle: Bundle, request: Request) -> "ToolReader | None":
     """What reads tool calls out of the answer; None where the model is shown no tools."""
     if bundle.chat_template is None or not request.tools or request.tool_choice == "none":
         return None
+    from edgespec.requests.tool_calls import ToolReader
+
     eos = bundle.manifest.special_tokens.eos
     return ToolReader(bundle.chat_template.source, request.tools, bundle.tokenizer, eos)
 
 
 def answer_format(bundle: Bundle, request: Request) -> ResponseFormat | None:
     """What the answer to ``request`` has to be: its format, or a call that it has to make, if any."""
-    called = must_call(request.tools, request.tool_choice)
-    if not called or bundle.chat_template is None:
+    if request.tool_choice in ("auto", "none") or bundle.chat_template is None:
         return request.response_format
+    from edgespec.requests.tool_calls import calls_grammar, must_call
+
+    called = must_call(request.tools, request.tool_choice)
     return Lark(calls_grammar(bundle.chat_template.source, called, bundle.tokenizer))
 
 
@@ -157,6 +126,8 @@ def _check_tools(name: str, template: "ChatTemplate") -> None:
     """See that ``template`` shows tools, and that the calls it asks for can be read."""
     if "tools" not in template.arguments:
         raise RequestError(f"the chat template of {name} shows no tools; use another model, or no tools")
+    from edgespec.requests.tool_calls import format_of
+
     if format_of(template.source) is None:
         raise RequestError(
             f"the chat template of {name} asks for tool calls in a form that edgespec does not read; "
@@ -174,3 +145,13 @@ def _chat(
 def _begun(bundle: Bundle, ids: list[int]) -> list[int]:
     special = bundle.manifest.special_tokens
     return [special.bos, *ids] if special.add_bos and special.bos is not None else ids
+
+
+def _arguments(said: str | Messages, request: Request) -> Mapping[str, Any]:
+    """What the chat template is told besides the messages."""
+    if isinstance(said, str) and (request.tools or request.template_args):
+        raise RequestError(
+            "tools and template_args are for a model's chat template, in which a text is not; use chat"
+        )
+    tools = {"tools": request.tools} if request.tools and request.tool_choice != "none" else {}
+    return {**request.template_args, **tools}

@@ -3,16 +3,13 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from edgespec.decoding.constraint import Constraint
 from edgespec.decoding.draft import Clock, Remarks, Step
 from edgespec.decoding.loop import decode
-from edgespec.drafting.forced import Forced
 from edgespec.drafting.policy import Policy
-from edgespec.requests.answer import Answer
 from edgespec.requests.request import Request
 from edgespec.requests.results import (
     FinishReason,
@@ -21,22 +18,40 @@ from edgespec.requests.results import (
     Record,
     SourceStats,
     TokenRecord,
+    ToolCall,
     nothing,
 )
-from edgespec.requests.tool_calls import ToolCall, ToolReader
+from edgespec.requests.worker import Answer
 from edgespec_models.errors import Cancelled
 from edgespec_models.text.text_stream import TextStream
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.session import Session
 
-__all__ = ["Generating", "PreparedRequest", "respond"]
+if TYPE_CHECKING:  # requests without tools or a grammar import nothing of them
+    from edgespec.decoding.constraint import Constraint
+    from edgespec.drafting.forced import Forced
+    from edgespec.requests.tool_calls import ToolReader
+
+__all__ = ["PreparedRequest", "respond"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def respond(prepare: Callable[[], "PreparedRequest"], answer: Answer) -> None:
+    """Answer a request whose turn has come; what goes wrong, its reader is told."""
+    prepared, error = None, None
+    try:
+        prepared = prepare()
+        for record in prepared.records(answer.why_end, answer.queued_s):
+            answer.put(record)
+    except BaseException as caught:  # noqa: BLE001 - raised where the answer is read
+        error = caught
+    answer.end(nothing("error") if prepared is None else prepared.result, error)
+
+
+@dataclass(slots=True, kw_only=True)
 class PreparedRequest:
-    """A request and what it runs on. ``tokens`` is the prompt and grows.
+    """One request, with what it runs on: rounds in, records out, and the result as far as it came.
 
-    ``begin`` makes the policy, which is closed when the request ends.
+    ``tokens`` is the prompt and grows. ``begin`` makes the policy, which is closed when the request ends.
     """
 
     session: Session
@@ -45,73 +60,48 @@ class PreparedRequest:
     request: Request
     eos: frozenset[int]
     max_draft: int
-    begin: Callable[[], Policy | Forced]
-    constraint: Constraint | None = None
-    reader: ToolReader | None = None
+    begin: "Callable[[], Policy | Forced]"
+    constraint: "Constraint | None" = None
+    reader: "ToolReader | None" = None
     clock: Clock = perf_counter
+    _stream: TextStream = field(init=False)
+    _text: list[str] = field(init=False, default_factory=list)
+    _steps: list[Step] = field(init=False, default_factory=list)
+    _records: list[TokenRecord] = field(init=False, default_factory=list)
+    _remarks: Remarks = field(init=False, default_factory=Remarks)
+    _reason: FinishReason | None = field(init=False, default=None)
+    _content: str = field(init=False, default="")
+    _calls: tuple[ToolCall, ...] = field(init=False, default=())
+    _measured: dict[str, Any] = field(init=False, default_factory=dict)
 
-    def calls(self, answer: Sequence[int]) -> tuple[str, tuple[ToolCall, ...]]:
-        """The text around the tool calls in ``answer``, and these; nothing where no tools were shown."""
-        return ("", ()) if self.reader is None else self.reader.read(self.tokens, answer)
+    def __post_init__(self) -> None:
+        self._stream = TextStream(self.tokenizer, stop=self.request.stop)
+        self._measured["prompt_tokens"] = len(self.tokens)
 
+    def records(self, why_end: Callable[[], FinishReason | None], queued_s: float = 0.0) -> Iterator[Record]:
+        """Decode; the last record has the reason of the end.
 
-def respond(answer: Answer) -> None:
-    """Answer a request whose turn has come; what goes wrong, its reader is told."""
-    generating, error = None, None
-    try:
-        generating = Generating(answer.prepare(), answer.why_end, answer.queued_s)
-        for record in generating.records():
-            answer.put(record)
-    except BaseException as caught:  # noqa: BLE001 - raised where the answer is read
-        error = caught
-    answer.end(nothing("error") if generating is None else generating.result, error)
-
-
-class Generating:
-    """One request as it runs: rounds in, records out, and the result as far as it came.
-
-    Args:
-        prepared: the request.
-        why_end: what is to end it now, asked between passes; None lets it go on.
-        queued_s: how long it waited.
-    """
-
-    def __init__(
-        self, prepared: PreparedRequest, why_end: Callable[[], FinishReason | None], queued_s: float = 0.0
-    ) -> None:
-        self._prepared, self._why_end = prepared, why_end
-        self._stream = TextStream(prepared.tokenizer, stop=prepared.request.stop)
-        self._text, self._steps, self._records = list[str](), list[Step](), list[TokenRecord]()
-        self._remarks = Remarks()
-        self._reason: FinishReason | None = None
-        self._content, self._calls = "", tuple[ToolCall, ...]()
-        self._measured: dict[str, Any] = {
-            "prompt_tokens": len(prepared.tokens),
-            "cached_tokens": 0,
-            "ttft_s": 0.0,
-            "decode_s": 0.0,
-            "queued_s": queued_s,
-        }
-
-    def records(self) -> Iterator[Record]:
-        """Decode; the last record has the reason of the end."""
-        prepared = self._prepared
-        started = prepared.clock()
-        self._measured["cached_tokens"] = prepared.session.shared_prefix(prepared.tokens[:-1])
-        with closing(prepared.begin()) as policy, suppress(Cancelled):
+        Args:
+            why_end: what is to end the request now, asked between passes; None lets it go on.
+            queued_s: how long it waited.
+        """
+        started, measured = self.clock(), self._measured
+        measured["queued_s"] = queued_s
+        measured["cached_tokens"] = self.session.shared_prefix(self.tokens[:-1])
+        with closing(self.begin()) as policy, suppress(Cancelled):
             self._remarks = policy.remarks
-            for step in self._rounds(policy):
-                now = prepared.clock()
+            for step in self._rounds(policy, lambda: why_end() is not None):
+                now = self.clock()
                 if not self._steps:
                     first_at = now
-                    self._measured["ttft_s"] = now - started
+                    measured["ttft_s"] = now - started
                 record = self._record(step)
-                self._measured["decode_s"] = prepared.clock() - first_at
+                measured["decode_s"] = self.clock() - first_at
                 yield record
                 if record.finish_reason is not None:
                     break
         if self._reason is None:
-            self._reason = self._why_end() or "cancelled"
+            self._reason = why_end() or "cancelled"
             yield Record(self._shown(self._stream.finish()), (), self._reason)
 
     @property
@@ -135,9 +125,11 @@ class Generating:
         self._records += tokens
         text = self._stream.push(step.tokens)
         if self._stream.stopped or self._is_complete(step.tokens[-1]):
-            self._content, self._calls = self._prepared.calls([record.id for record in self._records])
+            if self.reader is not None:
+                answer = [record.id for record in self._records]
+                self._content, self._calls = self.reader.read(self.tokens, answer)
             self._reason = "tool_calls" if self._calls else "stop"
-        elif len(self._records) >= self._prepared.request.max_new_tokens:
+        elif len(self._records) >= self.request.max_new_tokens:
             self._reason = "length"
         if self._reason is not None:
             text += self._stream.finish()
@@ -145,27 +137,24 @@ class Generating:
 
     def _is_complete(self, last: int) -> bool:
         """Whether the model has ended its text, or the request's grammar allows nothing behind it."""
-        prepared = self._prepared
-        over = prepared.constraint is not None and prepared.constraint.ends(prepared.tokens)
-        return over or last in prepared.eos
+        over = self.constraint is not None and self.constraint.ends(self.tokens)
+        return over or last in self.eos
 
     def _shown(self, text: str) -> str:
         self._text.append(text)
         return text
 
-    def _rounds(self, policy: Policy | Forced) -> Iterator[Step]:
-        prepared, request = self._prepared, self._prepared.request
-        masks = [] if prepared.constraint is None else [prepared.constraint]
+    def _rounds(self, policy: "Policy | Forced", cancelled: Callable[[], bool]) -> Iterator[Step]:
         return decode(
-            prepared.session,
+            self.session,
             policy,
-            request.verifier(masks),
-            prepared.tokens,
-            max_new_tokens=request.max_new_tokens,
-            max_draft=prepared.max_draft,
-            stop=prepared.eos,
-            cancelled=lambda: self._why_end() is not None,
-            clock=prepared.clock,
+            self.request.verifier([] if self.constraint is None else [self.constraint]),
+            self.tokens,
+            max_new_tokens=self.request.max_new_tokens,
+            max_draft=self.max_draft,
+            stop=self.eos,
+            cancelled=cancelled,
+            clock=self.clock,
         )
 
 

@@ -11,7 +11,6 @@ from edgespec.decoding.grammar import AnyJson, Choice, JsonSchema, Lark, Regex, 
 from edgespec.decoding.rows import RowStep
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.decoding.verification import Verifier, make_verifier
-from edgespec.requests.tool_calls import check_tools, must_call
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import check_fields, form, one_of, shown, within
 
@@ -106,11 +105,17 @@ class Request:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.tools or self.tool_choice not in ("auto", "none"):
+            self._check_tools()
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError(f"top_logprobs is {self.top_logprobs}; allowed: 0, or more with logprobs=True")
+
+    def _check_tools(self) -> None:
+        from edgespec.requests.tool_calls import check_tools, must_call  # requests without tools need none
+
         check_tools(self.tools)
         if must_call(self.tools, self.tool_choice) and self.response_format is not None:
             raise RequestError("tool_choice and response_format both say what the answer is; give one")
-        if self.top_logprobs and not self.logprobs:
-            raise RequestError(f"top_logprobs is {self.top_logprobs}; allowed: 0, or more with logprobs=True")
 
     @classmethod
     def one(cls, options: RequestOptions) -> "Request":

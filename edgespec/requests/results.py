@@ -1,18 +1,23 @@
 """What a generation returns: text, tokens, why it ended, and what it cost."""
 
-from collections.abc import Mapping
+import json
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from edgespec.requests.tool_calls import ToolCall
+from edgespec_models.text.text_stream import TextStream
+from edgespec_models.text.tokenizer import Tokenizer
 
 __all__ = [
+    "Attribution",
     "FinishReason",
     "Generation",
     "GenerationStats",
     "Record",
     "SourceStats",
     "TokenRecord",
+    "ToolCall",
     "nothing",
 ]
 
@@ -38,6 +43,27 @@ class TokenRecord:
     source: str
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A function that the model asks to have called.
+
+    Attributes:
+        id: names this call in the message that holds its result; the same whenever the same answer is written
+            behind the same prompt.
+        name: of the function, as the model wrote it.
+        arguments: as the model wrote them; whether they fit the tool's parameters is not checked.
+    """
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any]
+
+    def to_message(self) -> dict[str, Any]:
+        """The call as an item of ``tool_calls`` in an assistant's message."""
+        arguments = json.dumps(self.arguments, ensure_ascii=False)
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +120,15 @@ class GenerationStats:
         placement: on which devices target and drafter ran, and why there.
     """
 
-    prompt_tokens: int
-    cached_tokens: int
-    new_tokens: int
-    ttft_s: float
-    decode_s: float
-    decode_tokens: int
-    rounds: int
-    drafted: int
-    accepted: int
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    new_tokens: int = 0
+    ttft_s: float = 0.0
+    decode_s: float = 0.0
+    decode_tokens: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
     by_source: Mapping[str, SourceStats] = field(default_factory=dict)
     drafted_by_position: tuple[int, ...] = ()
     accepted_by_position: tuple[int, ...] = ()
@@ -209,15 +235,37 @@ class Generation:
 
 def nothing(reason: FinishReason) -> Generation:
     """The result of a request that ended before its prompt was looked at."""
-    stats = GenerationStats(
-        prompt_tokens=0,
-        cached_tokens=0,
-        new_tokens=0,
-        ttft_s=0.0,
-        decode_s=0.0,
-        decode_tokens=0,
-        rounds=0,
-        drafted=0,
-        accepted=0,
-    )
-    return Generation("", (), reason, stats)
+    return Generation("", (), reason, GenerationStats())
+
+
+class Attribution:
+    """Cuts a stream's text at its tokens.
+
+    A character whose bytes several tokens write belongs to the last of them. Text that may begin a
+    stop string is held back by the stream, and here the tokens with it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._pieces = TextStream(tokenizer)
+        self._waiting: deque[tuple[str, str]] = deque()  # text not handed out yet, and its source
+
+    def push(self, text: str, tokens: Sequence[TokenRecord], *, last: bool) -> list[dict[str, str]]:
+        """The tokens that ``text``, the next piece of the stream, shows: ``text`` and ``source`` of each.
+
+        Their texts joined are ``text``. ``last`` says that no piece follows; a token that a stop string cut
+        off has an empty text.
+        """
+        for token in tokens:
+            self._waiting.append((self._pieces.push([token.id]), token.source))
+        shown = []
+        while self._waiting and (last or len(self._waiting[0][0]) <= len(text)):
+            piece, source = self._waiting.popleft()
+            shown.append({"text": text[: len(piece)], "source": source})
+            text = text[len(piece) :]
+        if not text:
+            return shown
+        source = "target"  # of an unfinished character at the end, whose bytes no token completed
+        if self._waiting:
+            piece, source = self._waiting.popleft()
+            self._waiting.appendleft((piece[len(text) :], source))
+        return [*shown, {"text": text, "source": source}]

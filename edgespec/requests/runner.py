@@ -1,41 +1,37 @@
 """The loaded models as one thread uses them: what a request runs on, and what is kept between requests."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgespec.decoding.constraint import Constraint
 from edgespec.decoding.draft import Clock, Drafter, Extending, Remarks
 from edgespec.decoding.grammar import Grammars
-from edgespec.drafting.forced import Forced
 from edgespec.drafting.guard import Guard
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Pricing
 from edgespec.loading.sessions import Loaded, LoadOptions
-from edgespec.requests.encoding import Asked, answer_format, tool_reader
+from edgespec.requests.encoding import Messages, answer_format, drafter_tokens, prompt_tokens, tool_reader
 from edgespec.requests.generation import PreparedRequest
 from edgespec.requests.request import Request
 from edgespec_models.errors import DoesNotFit
 from edgespec_runtimes.devices.placement import Placement
 from edgespec_runtimes.kv_store import KvStore
 
-if TYPE_CHECKING:  # a model without a drafter model or a history imports nothing of them
+if TYPE_CHECKING:  # requests import nothing of drafter models, histories or grammars that they do not have
+    from edgespec.decoding.constraint import Constraint
     from edgespec.drafting.ahead import Beside
     from edgespec.drafting.custom import Custom
+    from edgespec.drafting.forced import Forced
     from edgespec.drafting.side import DrafterSide, Part
     from edgespec.history.use import HistoryUse
 
 __all__ = ["PromptTokens", "Runner"]
 
 
-@dataclass(frozen=True, slots=True)
-class PromptTokens:
-    """A prompt as both models are to read it; ``of_drafter`` is empty without a drafter model."""
-
-    tokens: list[int]
-    of_drafter: list[int]
+PromptTokens = tuple[list[int], list[int]]
+"""A prompt as the target and as the drafter are to read it; the second is empty without a drafter model."""
 
 
 class Runner:
@@ -110,7 +106,7 @@ class Runner:
         running = self._loaded.drafter
         return None if running is None else running.placed.opened(running.session)
 
-    def constraint(self, request: Request) -> Constraint | None:
+    def constraint(self, request: Request) -> "Constraint | None":
         """What the answer may be; None where that is anything.
 
         Raises:
@@ -121,21 +117,23 @@ class Runner:
         wanted = answer_format(self.target, request)
         return None if wanted is None else self._grammars.constraint(wanted)
 
-    def prompt(self, asked: Asked, request: Request) -> PromptTokens:
+    def prompt(self, said: str | Messages, request: Request) -> PromptTokens:
         """Read a prompt.
 
         Raises:
             DoesNotFit: it leaves no room for an answer.
             RequestError: it is empty, or its template refuses it.
         """
-        tokens = asked.tokens(self.target)
+        tokens = prompt_tokens(self.target, said, request)
         if len(tokens) >= self.session.longest:
             raise DoesNotFit(self._too_long(len(tokens)))
         side = self.side if request.speculate and request.drafter is None else None
-        return PromptTokens(tokens, [] if side is None else side.prompt(tokens, asked.drafter_tokens))
+        if side is None:
+            return tokens, []
+        return tokens, side.prompt(tokens, lambda drafter: drafter_tokens(drafter, said, request))
 
     def prepared(
-        self, prompt: PromptTokens, request: Request, constraint: Constraint | None
+        self, prompt: PromptTokens, request: Request, constraint: "Constraint | None"
     ) -> PreparedRequest:
         """A request made ready: room is reserved, and what is known of its prompt lies in the KV cache.
 
@@ -144,7 +142,7 @@ class Runner:
         Raises:
             DeviceError: no memory for it.
         """
-        tokens = prompt.tokens.copy()
+        tokens = prompt[0].copy()
         fits = min(request.max_new_tokens, self.session.longest - len(tokens))
         request = replace(request, max_new_tokens=fits)
         self._caches.fetch(self.session, tokens)
@@ -219,8 +217,8 @@ class Runner:
         return f"{prompt} the model's context of {context:,}, which holds the answer too; shorten it"
 
     def _begin(
-        self, prompt: PromptTokens, request: Request, constraint: Constraint | None
-    ) -> Policy | Forced:
+        self, prompt: PromptTokens, request: Request, constraint: "Constraint | None"
+    ) -> "Policy | Forced":
         """What drafts in a request."""
         side, remarks = self.side, Remarks()
         if not request.speculate or not (self._drafts or request.drafter):
@@ -232,7 +230,11 @@ class Runner:
 
             free = BestOf(free, self.history.begin(self.history_guard, remarks))
         policy = self._policy(free, self._part(prompt, request, remarks), remarks)
-        return policy if constraint is None else Forced(policy, constraint, self.pricing, remarks)
+        if constraint is None:
+            return policy
+        from edgespec.drafting.forced import Forced
+
+        return Forced(policy, constraint, self.pricing, remarks)
 
     def _part(self, prompt: PromptTokens, request: Request, remarks: Remarks) -> "Part | None":
         """The part of a model or of an app's own drafter."""
@@ -248,7 +250,7 @@ class Runner:
         if self.side is None:
             return None
         longest = self._options.max_draft
-        return self.side.begin(prompt.tokens, prompt.of_drafter, request, max_draft=longest, remarks=remarks)
+        return self.side.begin(*prompt, request, max_draft=longest, remarks=remarks)
 
     def _policy(self, free: Extending | None, part: "Part | None", remarks: Remarks) -> Policy:
         aside = self.drafter_placement

@@ -16,14 +16,14 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
+from edgespec.requests.results import ToolCall
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import shown
 from edgespec_models.text.tokenizer import Tokenizer
 
-__all__ = ["ToolCall", "ToolReader", "calls_grammar", "check_tools", "format_of", "must_call"]
+__all__ = ["ToolReader", "calls_grammar", "check_tools", "format_of", "must_call"]
 
 _ID_LETTERS: Final = "0123456789abcdefghijklmnopqrstuvwxyz"
 _ID_LENGTH: Final = 9  # letters and digits, which is what Mistral's templates insist on
@@ -37,27 +37,6 @@ Call = tuple[str, Mapping[str, Any]]
 """The name of a function, and its arguments."""
 Read = Callable[[str, Collection[str]], tuple[str, list[Call]]]
 """Takes an answer and the names of the tools; returns the text around the calls, and the calls."""
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A function that the model asks to have called.
-
-    Attributes:
-        id: names this call in the message that holds its result; the same whenever the same answer is written
-            behind the same prompt.
-        name: of the function, as the model wrote it.
-        arguments: as the model wrote them; whether they fit the tool's parameters is not checked.
-    """
-
-    id: str
-    name: str
-    arguments: Mapping[str, Any]
-
-    def to_message(self) -> dict[str, Any]:
-        """The call as an item of ``tool_calls`` in an assistant's message."""
-        arguments = json.dumps(self.arguments, ensure_ascii=False)
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
 
 
 class ToolReader:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from edgespec.requests.attribution import Attribution
-from edgespec.requests.results import Generation, TokenRecord
+from edgespec.requests.results import Attribution, Generation, TokenRecord
 from edgespec_models.text.tokenizer import Tokenizer
 
 __all__ = ["ChatAnswer", "CompletionAnswer", "finish_reason", "usage"]

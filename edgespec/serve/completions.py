@@ -11,11 +11,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from edgespec.engine import Model
-from edgespec.requests.attribution import Attribution
-from edgespec.requests.choices import answers_async
 from edgespec.requests.request import RequestOptions
-from edgespec.requests.results import Generation, Record
-from edgespec.requests.stream import Stream
+from edgespec.requests.results import Attribution, Generation, Record
+from edgespec.requests.stream import Stream, answers_async
 from edgespec.serve.answers import ChatAnswer, CompletionAnswer
 from edgespec.serve.bodies import read_json
 from edgespec.serve.holding import Holding
