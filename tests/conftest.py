@@ -15,8 +15,7 @@ from hypothesis import settings
 
 from edgespec.cli.console import errors, output
 from edgespec.loading import measurements
-from tests.downloads_for_tests import CONTENT, CUTS, PARTS
-from tests.hub_stand_in import Hub, running_hub, write_wheel
+from tests.downloads_for_tests import CONTENT, CUTS, PARTS, Hub, running_hub, write_wheel
 
 settings.register_profile("any machine", deadline=None)  # a busy one is slow, and not wrong
 settings.load_profile("any machine")

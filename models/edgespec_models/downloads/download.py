@@ -13,16 +13,9 @@ from pathlib import Path
 from edgespec_models.downloads.catalog import CatalogueEntry, HubFile, Source
 from edgespec_models.downloads.hub_http import fetch_hub
 from edgespec_models.downloads.index import fetch_index
-from edgespec_models.downloads.job import (
-    Job,
-    alone,
-    digest_of,
-    file_errors,
-    length,
-    put_in_place,
-    write_record,
-)
+from edgespec_models.downloads.job import Job, alone, file_errors, length
 from edgespec_models.errors import DownloadError
+from edgespec_models.files.replacing import replacing
 from edgespec_models.paths import models_dir
 from edgespec_models.progress import ProgressCallback, ignore_progress
 
@@ -54,7 +47,7 @@ def check(entry: CatalogueEntry, *, progress: ProgressCallback = ignore_progress
     """
     job = _job(entry, progress, lambda message: None)
     with file_errors(job.path.parent):
-        return _certify(entry, job)
+        return _certify(job)
 
 
 def pull(
@@ -82,7 +75,7 @@ def pull(
         job.path.parent.mkdir(parents=True, exist_ok=True)
         with alone(job):
             # Another process may have pulled it meanwhile; or the user put the file there.
-            if not is_pulled(entry) and not _certify(entry, job):
+            if not is_pulled(entry) and not _certify(job):
                 _fetch(job, entry.sources)
                 _write_record(job)
             job.tidy()  # what a pull that was killed had gathered
@@ -99,23 +92,22 @@ def _fetch(job: Job, sources: Sequence[Source]) -> None:
     for source, following in zip_longest(sources, sources[1:]):
         try:
             gathered = fetch_hub(job, source) if isinstance(source, HubFile) else fetch_index(job, source)
-            put_in_place(job, gathered, f"{job.name} from {_title(source)}")
+            job.put_in_place(gathered, f"{job.name} from {source.title}")
             return
         except DownloadError as error:
             reasons.append(str(error))
             if following is not None:
-                job.notify(f"{error}; trying {_title(following)}")
+                job.notify(f"{error}; trying {following.title}")
     raise DownloadError(
         f"no source could deliver {job.name}: {'; '.join(reasons)}. What has arrived is kept: when a "
         "source can be reached, pull again to go on"
     )
 
 
-def _certify(entry: CatalogueEntry, job: Job) -> bool:
-    """Whether the file in place has the right size and digest; write or remove its record accordingly."""
-    if length(job.path) == job.size_bytes and digest_of(job, job.path) == job.digest:
-        if not is_pulled(entry):
-            _write_record(job)
+def _certify(job: Job) -> bool:
+    """Whether the right file is in place; write or remove its record accordingly."""
+    if job.is_right():
+        _write_record(job)
         return True
     _record(job.path).unlink(missing_ok=True)
     if job.path.exists():
@@ -128,8 +120,5 @@ def _record(path: Path) -> Path:
 
 
 def _write_record(job: Job) -> None:
-    write_record(_record(job.path), f"{job.digest}  {job.path.name}\n")
-
-
-def _title(source: Source) -> str:
-    return "the Hugging Face hub" if isinstance(source, HubFile) else "the package index"
+    with replacing(_record(job.path)) as file:
+        file.write(f"{job.digest}  {job.path.name}\n".encode())

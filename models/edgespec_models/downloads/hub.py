@@ -17,18 +17,10 @@ from urllib.parse import quote
 
 from edgespec_models.downloads.catalog import HubFile
 from edgespec_models.downloads.hub_http import fetch_hub, read_hub
-from edgespec_models.downloads.job import (
-    Job,
-    alone,
-    digest_of,
-    file_errors,
-    length,
-    put_in_place,
-    require_space,
-    write_record,
-)
+from edgespec_models.downloads.job import Job, alone, file_errors, length, require_space
 from edgespec_models.errors import DownloadError, ModelFileError, RequestError
 from edgespec_models.files.facts import Facts
+from edgespec_models.files.replacing import replacing
 from edgespec_models.paths import home
 from edgespec_models.progress import ProgressCallback, ignore_progress
 
@@ -39,15 +31,8 @@ PREFIX = "hf:"
 
 _CONFIG, _SINGLE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _TEXTS = (
-    *(
-        _CONFIG,
-        _INDEX,
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer.model",
-        "tokenizer_config.json",
-    ),
-    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
+    *(_CONFIG, _INDEX, "generation_config.json", "chat_template.jinja", "tokenizer.json", "tokenizer.model"),
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
 )
 """Files besides the weights that are fetched where they are there."""
 
@@ -148,14 +133,12 @@ def pull_hub(
     job = Job(str(reference), reference.folder / "pull", 0, "", progress, notify)
     with file_errors(reference.folder):
         reference.record.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            listing = _read_listing(reference, job)
-        except DownloadError as error:
-            raise _unreachable(reference, error) from error
+        listing = _read_listing(reference, job)
         with alone(job):
             sizes = {name: listing.files[name].size_bytes for name in _fetch_all(reference, listing, check)}
             record = {"commit": listing.commit, "sizes": sizes}
-            write_record(reference.record, json.dumps(record, indent=1))
+            with replacing(reference.record) as file:
+                file.write(json.dumps(record, indent=1).encode())
     return reference.place(listing.commit)
 
 
@@ -184,12 +167,11 @@ class _Listing:
 
 
 def _read_listing(reference: HubReference, job: Job) -> _Listing:
-    repository, revision = reference.repository, reference.revision
+    repository, revision, filename = reference.repository, reference.revision, reference.filename
     where = f"{repository} (revision {revision})"
     asked = f"/api/models/{repository}/revision/{quote(revision, safe='')}?blobs=true"
-    body = read_hub(asked, repository, where)
     try:
-        answer = json.loads(body)
+        answer = json.loads(read_hub(asked, repository, where))
         commit = answer["sha"]
         if not _COMMIT.fullmatch(commit):
             raise ValueError(f"sha is {commit!r}")
@@ -201,22 +183,19 @@ def _read_listing(reference: HubReference, job: Job) -> _Listing:
             if isinstance(size, int) and digest and _PATH.fullmatch(name):
                 path, digest = snapshot / name, str(digest)
                 files[name] = replace(job, name=repository, path=path, size_bytes=size, digest=digest)
-        return _Listing(where, commit, files)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DownloadError(
             f"the Hugging Face hub's listing of {where} cannot be read ({error!r}); look whether HF_ENDPOINT "
             "is a hub"
         ) from error
-
-
-def _unreachable(reference: HubReference, error: DownloadError) -> DownloadError:
-    download = f"hf download {reference.repository} --revision {reference.revision}"
-    file = "" if reference.filename is None else f" {reference.filename}"
-    what = "the directory" if reference.filename is None else "the file"
-    return DownloadError(
-        f"{reference} cannot be pulled: {error}. Once pulled, a model needs no network; or download it "
-        f"elsewhere ({download}{file} --local-dir DIR), copy it here and give {what} instead of the name"
-    )
+    except DownloadError as error:
+        file, what = ("", "the directory") if filename is None else (f" {filename}", "the file")
+        raise DownloadError(
+            f"{reference} cannot be pulled: {error}. Once pulled, a model needs no network; or download it "
+            f"elsewhere (hf download {repository} --revision {revision}{file} --local-dir DIR), copy it here "
+            f"and give {what} instead of the name"
+        ) from error
+    return _Listing(where, commit, files)
 
 
 def _fetch_all(
@@ -263,11 +242,11 @@ def _weights(folder: Path, listing: _Listing) -> tuple[str, ...]:
 def _fetch(reference: HubReference, listing: _Listing, name: str, progress: ProgressCallback) -> None:
     """Put one file in place, unless it is there with the right digest."""
     job = replace(listing.files[name], progress=progress)
-    if job.path.is_file() and length(job.path) == job.size_bytes and digest_of(job, job.path) == job.digest:
+    if job.path.is_file() and job.is_right():
         return
     job.path.parent.mkdir(parents=True, exist_ok=True)
     gathered = fetch_hub(job, HubFile(reference.repository, name, listing.commit))
-    put_in_place(job, gathered, f"{name} of {listing.where}")
+    job.put_in_place(gathered, f"{name} of {listing.where}")
 
 
 def _within(progress: ProgressCallback, done: int, total: int) -> ProgressCallback:

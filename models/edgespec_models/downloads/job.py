@@ -12,17 +12,7 @@ from edgespec_models.errors import DownloadError
 from edgespec_models.files.replacing import move
 from edgespec_models.progress import Progress, ProgressCallback
 
-__all__ = [
-    "CHUNK_BYTES",
-    "Job",
-    "alone",
-    "digest_of",
-    "file_errors",
-    "length",
-    "put_in_place",
-    "require_space",
-    "write_record",
-]
+__all__ = ["CHUNK_BYTES", "Job", "alone", "file_errors", "length", "require_space"]
 
 CHUNK_BYTES = 1 << 20
 
@@ -70,6 +60,39 @@ class Job:
         """Tell that ``done`` bytes of the file are through ``stage``."""
         self.progress(Progress(f"{stage} {self.name}", min(done, self.size_bytes), self.size_bytes))
 
+    def is_right(self) -> bool:
+        """Whether the file in place has the right size and digest; reads it."""
+        return length(self.path) == self.size_bytes and self._digest_of(self.path) == self.digest
+
+    def put_in_place(self, gathered: Path, what: str) -> None:
+        """Move ``gathered`` to its place; messages call it ``what``.
+
+        Raises:
+            DownloadError: it has another digest; it is deleted.
+        """
+        digest = self._digest_of(gathered)
+        if digest != self.digest:
+            gathered.unlink()
+            raise DownloadError(
+                f"{what} arrived damaged or is another file: its digest is {digest}, not {self.digest}. It "
+                "was deleted; pull again"
+            )
+        with gathered.open("r+b") as file:
+            os.fsync(file.fileno())
+        move(gathered, self.path)
+        self.tidy()
+
+    def _digest_of(self, path: Path) -> str:
+        git = hashlib.sha1(b"blob %d\0" % length(path), usedforsecurity=False)
+        digest = git if len(self.digest) == 40 else hashlib.sha256()
+        done = 0
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                digest.update(chunk)
+                done += len(chunk)
+                self.report(done, stage="Checking")
+        return digest.hexdigest()
+
 
 def length(path: Path) -> int:
     """The file's size in bytes; 0 where there is none."""
@@ -77,45 +100,6 @@ def length(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
-
-
-def digest_of(job: Job, path: Path) -> str:
-    """The digest of the file at ``path``, of the kind that the job has, in lower-case hex."""
-    git = hashlib.sha1(b"blob %d\0" % length(path), usedforsecurity=False)
-    digest = git if len(job.digest) == 40 else hashlib.sha256()
-    done = 0
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-            done += len(chunk)
-            job.report(done, stage="Checking")
-    return digest.hexdigest()
-
-
-def put_in_place(job: Job, gathered: Path, what: str) -> None:
-    """Move ``gathered`` to the job's path; messages call it ``what``.
-
-    Raises:
-        DownloadError: it has another digest; it is deleted.
-    """
-    digest = digest_of(job, gathered)
-    if digest != job.digest:
-        gathered.unlink()
-        raise DownloadError(
-            f"{what} arrived damaged or is another file: its digest is {digest}, not {job.digest}. It was "
-            "deleted; pull again"
-        )
-    with gathered.open("r+b") as file:
-        os.fsync(file.fileno())
-    move(gathered, job.path)
-    job.tidy()
-
-
-def write_record(path: Path, text: str) -> None:
-    """Write what is known of files in place, whole or not at all."""
-    fresh = path.with_name(f"{path.name}.new")
-    fresh.write_text(text, encoding="utf-8", newline="\n")
-    move(fresh, path)
 
 
 @contextmanager
@@ -148,11 +132,7 @@ def file_errors(folder: Path) -> Iterator[None]:
 
 
 def require_space(folder: Path, missing: int, what: str) -> None:
-    """Refuse before the first byte what the disk could not hold: ``missing`` bytes, and 5 % to spare.
-
-    Raises:
-        DownloadError: naming ``what`` needs the space.
-    """
+    """Refuse before the first byte what the disk could not hold: ``missing`` bytes, and 5 % to spare."""
     needed, free = int(missing * 1.05), shutil.disk_usage(folder).free
     if free < needed:
         raise DownloadError(
