@@ -184,12 +184,12 @@ def test_bench_reads_prompts_and_options(use: Use, tmp_path: Path) -> None:
     use(model)
     file = tmp_path / "p.jsonl"
     file.write_text('{"id": "a", "category": "mine", "turns": ["ask"]}\n', encoding="utf-8")
-    options = ("--max-new-tokens", "5", "--temperature", "0.5", "--seed", "9", "--ignore-eos")
+    options = ("--max-new-tokens", "5", "--temperature", "0.5", "--ignore-eos")
     result = run("bench", "t", "--prompts", str(file), *options)
     assert "mine" in result.stdout
     prompt, used = model.calls[-1]
     assert prompt == "ask" and used["stop_at_eos"] is False
-    assert (used["max_new_tokens"], used["temperature"], used["seed"]) == (5, 0.5, 9)
+    assert (used["max_new_tokens"], used["temperature"]) == (5, 0.5)
 
 
 def test_a_bench_that_is_stopped_shows_what_it_has(use: Use, tmp_path: Path) -> None:

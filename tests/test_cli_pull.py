@@ -60,7 +60,7 @@ def test_help_lists_every_command_and_imports_none() -> None:
         assert name in out
         assert line in " ".join(out.split())
     loaded = set(out.splitlines()[-1].split())
-    assert not {"numpy", "onnxruntime", "huggingface_hub", "edgespec.cli.pull"} & loaded
+    assert not {"numpy", "onnxruntime", "huggingface_hub", "edgespec.cli.models"} & loaded
 
 
 @pytest.mark.parametrize("name", list(COMMANDS))

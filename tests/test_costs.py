@@ -176,7 +176,7 @@ def test_the_command_prints_a_table_and_where_it_is_kept(bundle: Bundle, own_mea
 @pytest.mark.usefixtures("consoles")
 def test_the_command_writes_json_and_a_page(bundle: Bundle, tmp_path: Path) -> None:
     page = tmp_path / "cost.html"
-    result = _run(str(bundle.path), "--drafter", "--threads", "1", "--json", "--html", str(page), "--fresh")
+    result = _run(str(bundle.path), "--drafter", "--threads", "1", "--json", "--report", str(page), "--fresh")
     assert result.exit_code == 0, result.stderr
     value = json.loads(result.stdout)
     assert value["role"] == "drafter" and [row["n"] for row in value["rows"]] == list(DEFAULT_ROWS)
@@ -187,7 +187,7 @@ def test_the_command_writes_json_and_a_page(bundle: Bundle, tmp_path: Path) -> N
 def test_a_page_that_cannot_be_written_is_found_before_anything_is_measured(
     bundle: Bundle, tmp_path: Path, own_measurements: Path
 ) -> None:
-    result = _run(str(bundle.path), "--html", str(tmp_path / "none" / "cost.html"))
+    result = _run(str(bundle.path), "--report", str(tmp_path / "none" / "cost.html"))
     assert result.exit_code == 1 and "does not exist" in result.stderr
     assert not own_measurements.exists()
 

@@ -1,7 +1,8 @@
 """The command line: ``edgespec COMMAND``.
 
-A command is a module ``edgespec/cli/<name>.py`` with a function ``<name>`` whose parameters typer
-understands, or a typer application ``<name>`` with commands of its own, and one line in :data:`COMMANDS`.
+A command is a function ``<name>`` in a module of its own name, or in the one that :data:`_ELSEWHERE` says,
+whose parameters typer understands, or a typer application with commands of its own, and one line in
+:data:`COMMANDS`.
 Modules are imported when their command runs, so that ``edgespec --help`` needs none of them. A command
 raises :class:`~edgespec_models.errors.EdgespecError` to fail: one line on standard error, exit code 1.
 Ctrl-C ends with exit code 130, another signal with 128 and its number.
@@ -42,6 +43,7 @@ COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 """Name of each command -> its line in ``edgespec --help``, in the order shown."""
+_ELSEWHERE: Final = MappingProxyType({"demo": "bench", "pull": "models"})
 
 
 class _LazyGroup(TyperGroup):
@@ -53,10 +55,10 @@ class _LazyGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, known, rest = super().resolve_command(ctx, args)
-        return name, known and self._load(known.name), rest
+        return name, known and self._load(str(known.name)), rest
 
-    def _load(self, name: str | None) -> Any:
-        function = getattr(importlib.import_module(f"edgespec.cli.{name}"), str(name))
+    def _load(self, name: str) -> Any:
+        function = getattr(importlib.import_module(f"edgespec.cli.{_ELSEWHERE.get(name, name)}"), name)
         if isinstance(function, typer.Typer):
             return typer.main.get_command(function)
         single = typer.Typer(add_completion=False, rich_markup_mode=self.rich_markup_mode)
@@ -111,7 +113,7 @@ def _options(
 
 def main() -> None:
     """Run the command line and exit: 0 done, 1 failed, 2 misused, 130 interrupted, 143 ended by a signal."""
-    from edgespec.cli.answers import allow_any_text
+    from edgespec.cli.console import allow_any_text
 
     allow_any_text()
     _clean_up_when_ended()

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from edgespec.cli.answers import print_json
-from edgespec.cli.console import note, output, progress_bars, size
+from edgespec.cli.console import note, output, print_json, progress_bars, say, size
 from edgespec.cli.export import locate
 from edgespec.cli.options import JsonFlag, Threads
 
@@ -164,7 +163,7 @@ def _tell(place: Path, count: int, as_json: bool) -> None:
     if as_json:
         print_json({"path": str(place), "answers": count})
     else:
-        output().print(f"{place}: {count} answers", markup=False, soft_wrap=True)
+        say(f"{place}: {count} answers")
 
 
 def _checkpoint(drafter: str, where: "Place", progress: "ProgressCallback") -> Path:
@@ -253,4 +252,4 @@ def _show(result: "Aligned") -> None:
         of = sum(of for name, (_, of) in result.before.items() if category in (name, None))
         table.add_row("all" if category is None else category, f"{of:,}", f"{before:.3f}", f"{after:.3f}")
     output().print(table)
-    output().print(f"{result.path}: {size(result.size_bytes)}", markup=False, soft_wrap=True)
+    say(f"{result.path}: {size(result.size_bytes)}")

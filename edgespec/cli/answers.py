@@ -1,6 +1,5 @@
 """Answers on the terminal: streamed text, then a line of what they cost."""
 
-import json
 import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
@@ -16,16 +15,7 @@ if TYPE_CHECKING:
     from edgespec.requests.results import Attribution, Generation, GenerationStats
     from edgespec.requests.stream import Stream
 
-__all__ = [
-    "allow_any_text",
-    "answer_json",
-    "json_text",
-    "print_json",
-    "sources_line",
-    "stats_line",
-    "stream_as_markdown",
-    "stream_to_terminal",
-]
+__all__ = ["answer_json", "sources_line", "stats_line", "stream_as_markdown", "stream_to_terminal"]
 
 _MARKS: Final = {
     "model": "underline blue",
@@ -34,13 +24,6 @@ _MARKS: Final = {
     "grammar": "reverse green",
 }
 """How text of each source looks, also where there are no colours; the target's own is plain."""
-
-
-def allow_any_text() -> None:
-    """Characters that standard output cannot encode become question marks instead of errors."""
-    reconfigure = getattr(sys.stdout, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="replace")
 
 
 def stream_to_terminal(stream: "Stream") -> "Generation":
@@ -55,12 +38,6 @@ def stream_to_terminal(stream: "Stream") -> "Generation":
         if not text_ends_line:
             typer.echo()
     return stream.result
-
-
-def json_text(value: Any, indent: int | None = None) -> str:
-    """``value`` as JSON; characters are escaped where standard output could not hold them all."""
-    encoding = getattr(sys.stdout, "encoding", None) or ""
-    return json.dumps(value, indent=indent, ensure_ascii=not encoding.lower().startswith("utf"))
 
 
 def stream_as_markdown(stream: "Stream", attribution: "Attribution | None" = None) -> "Generation":
@@ -101,11 +78,6 @@ def sources_line(answer: "Generation") -> "Text":
     counts = Counter(token.source for token in answer.records)
     parts = [Text(f"{count} {name}", _MARKS.get(name, "")) for name, count in counts.most_common()]
     return Text(", ").join(parts)
-
-
-def print_json(value: Any) -> None:
-    """Print ``value`` as JSON, indented."""
-    typer.echo(json_text(value, indent=2))
 
 
 def answer_json(answer: "Generation") -> dict[str, Any]:

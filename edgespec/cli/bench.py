@@ -1,53 +1,52 @@
-"""``edgespec bench``: how much faster is it on this machine, with these prompts?"""
+"""``edgespec bench`` and ``edgespec demo``: how much faster is it on this machine?"""
 
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgespec.cli.console import progress_bars
-from edgespec.cli.measuring import exit_if_stopped, measured, show, write_results
-from edgespec.cli.options import (
-    Device,
-    Drafter,
-    DrafterDevice,
-    HistoryName,
-    Limit,
-    MaxNewTokens,
-    PromptsFile,
-    Target,
-    Temperature,
-    Threads,
-    TrainingShare,
-    load_model,
-    prompts_to_run,
-)
+from edgespec.cli import options
+from edgespec.cli.console import errors, note, output, print_json, progress_bars, say, size
 
-__all__ = ["bench"]
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from edgespec.measuring.bench import BenchOptions
+    from edgespec.measuring.prompts import Prompt
+
+__all__ = ["bench", "demo"]
+
+_DEMO = {"target": "qwen2.5-coder-1.5b-instruct", "drafter": "smollm2-135m-qwen2.5-coder"}
+_DEMO_PROMPTS, _DEMO_TOKENS = 6, 96
+_SHOWN_REASONS = 3
+
+JsonFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--json", metavar="OUT", help="Write all figures as JSON; '-' prints them instead of the table."
+    ),
+]
 
 
 def bench(
-    target: Target,
-    drafter: Drafter = "auto",
-    prompts: PromptsFile = None,
-    limit: Limit = None,
-    max_new_tokens: MaxNewTokens = 128,
-    temperature: Temperature = 0.0,
-    seed: Annotated[int, typer.Option(help="The seed of sampled answers.")] = 0,
+    context: typer.Context,
+    target: options.Target,
+    drafter: options.Drafter = "auto",
+    prompts: options.PromptsFile = None,
+    limit: options.Limit = None,
+    max_new_tokens: options.MaxNewTokens = 128,
+    temperature: options.Temperature = 0.0,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Make every answer as long as --max-new-tokens.")
     ] = False,
-    threads: Threads = 0,
-    device: Device = "auto",
-    drafter_device: DrafterDevice = "auto",
-    history: HistoryName = None,
-    training_share: TrainingShare = 0.0,
-    json_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--json", metavar="OUT", help="Write all figures as JSON; '-' prints them instead of the table."
-        ),
-    ] = None,
+    threads: options.Threads = 0,
+    device: options.Device = "auto",
+    drafter_device: options.DrafterDevice = "auto",
+    history: options.HistoryName = None,
+    training_share: options.TrainingShare = 0.0,
+    json_file: JsonFile = None,
     report: Annotated[
         Path | None, typer.Option(metavar="OUT.html", help="Write a page with pictures.")
     ] = None,
@@ -65,29 +64,175 @@ def bench(
         edgespec bench ./target --drafter ngram --prompts my.jsonl --limit 20 --report out.html
     """
     from edgespec.measuring.bench import BenchOptions
+
+    chosen = options.prompts_to_run(prompts, limit)
+    answers = BenchOptions(max_new_tokens=max_new_tokens, temperature=temperature, stop_at_eos=not ignore_eos)
+    _run(context, chosen, answers, json_file, report)
+
+
+def demo(
+    context: typer.Context,
+    report: Annotated[
+        Path, typer.Option(metavar="OUT.html", help="Where the page with pictures goes.")
+    ] = Path("edgespec-report.html"),
+    threads: options.Threads = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Pull two models, export them, and show what speculative decoding gains on this machine.
+
+    The first run downloads about 1.2 GB into the cache (EDGESPEC_HOME moves it) and takes some minutes;
+    later runs start at once. 'edgespec bench' does the same with models and prompts that you name.
+
+    Example: edgespec demo
+    """
+    from edgespec.measuring.bench import BenchOptions
+
+    prompts = options.prompts_to_run(None, _DEMO_PROMPTS)
+    note(f"Loading {_DEMO['target']} with {_DEMO['drafter']}; what is not here yet is pulled and exported.")
+    _run(context, prompts, BenchOptions(max_new_tokens=_DEMO_TOKENS), json_file, report, **_DEMO)
+    if json_file != Path("-"):
+        _what_next()
+
+
+def _run(
+    context: typer.Context,
+    prompts: "Sequence[Prompt]",
+    answers: "BenchOptions",
+    json_file: Path | None,
+    report: Path | None,
+    **models: str,
+) -> None:
+    """Measure until done or stopped, print the table, write the files."""
+    from edgespec.measuring.bench import measure, summarize
     from edgespec_models.files.replacing import check_writable
 
     for file in (json_file, report):
         if file is not None and file != Path("-"):
             check_writable(file)
-    chosen = prompts_to_run(prompts, limit)
-    options = BenchOptions(
-        max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stop_at_eos=not ignore_eos
-    )
-    with (
-        progress_bars() as progress,
-        load_model(
-            target,
-            drafter,
-            threads=threads,
-            progress=progress,
-            history=history,
-            training_share=training_share,
-            devices=(device, drafter_device),
-        ) as model,
-    ):
-        result = measured(model, chosen, options, progress)
+    pairs = []
+    with progress_bars() as progress, options.load_model(context, progress, **models) as model:
+        try:
+            for pair in measure(model, prompts, answers, progress=progress):
+                pairs.append(pair)
+        except KeyboardInterrupt:
+            if not pairs:
+                raise
+        result = summarize(model, pairs, answers, complete=len(pairs) == len(prompts))
     if json_file != Path("-"):
-        show(result)
-    write_results(result, json_file=json_file, report=report)
-    exit_if_stopped(result)
+        _show(result)
+    _write(result, json_file, report)
+    if not result["complete"]:
+        errors().print("interrupted")
+        raise typer.Exit(130)
+
+
+def _write(result: Mapping[str, Any], json_file: Path | None, report: Path | None) -> None:
+    from edgespec.measuring.report import render_report
+    from edgespec_models.files.replacing import write_text
+
+    if json_file == Path("-"):
+        print_json(result)
+    elif json_file is not None:
+        write_text(json_file, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+        note(f"Figures: {json_file}")
+    if report is not None:
+        write_text(report, render_report(result))
+        note(f"Report: {report.absolute()}")
+
+
+def _what_next() -> None:
+    target, drafter = _DEMO["target"], _DEMO["drafter"]
+    say("\nNext:")
+    for command, purpose in (
+        (f"edgespec chat {target}", "talk with it"),
+        (f"edgespec bench {target} --drafter {drafter} --prompts FILE.jsonl", "measure your own prompts"),
+        (f"edgespec verify {target} --drafter {drafter}", "check that the output is the same"),
+    ):
+        say(f"  {command}\n      {purpose}")
+
+
+def _show(result: Mapping[str, Any]) -> None:
+    """Print the speedup by category, then what lies behind it."""
+    models = result["models"]
+    say(f"\n{models['name']} with {models['drafter_name'] or 'no drafter'}\n", style="bold")
+    output().print(_speed_table(result))
+    output().print()
+    output().print(_fact_table(result))
+    output().print()
+    same = f"{result['identical']} of {result['prompts']} answers are the same token by token."
+    say(same, style="" if result["identical"] == result["prompts"] else "yellow")
+    for title, key in (("Few or no drafts", "speculation_off"), ("Rolled back", "rolled_back")):
+        reasons = sorted(result[key].items(), key=lambda item: -item[1])
+        for reason, count in reasons[:_SHOWN_REASONS]:
+            say(f"{title} in {count} answers: {reason}")
+
+
+def _speed_table(result: Mapping[str, Any]) -> "Table":
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("category")
+    for name in ("prompts", "plain, tokens/s", "speculative, tokens/s", "speedup"):
+        table.add_column(name, justify="right")
+    for name, ratio in result["speedup"]["by_category"].items():
+        rows = [row for row in result["rows"] if row["category"] == name]
+        speeds = _speed(rows, "plain"), _speed(rows, "speculative")
+        table.add_row(escape(name), str(len(rows)), *speeds, _times(ratio))
+    table.add_section()
+    table.add_row(
+        "all",
+        str(result["prompts"]),
+        _figure(result["plain"]["tokens_per_second"]),
+        _figure(result["speculative"]["tokens_per_second"]),
+        _times(result["speedup"]["overall"]),
+        style="bold",
+    )
+    return table
+
+
+def _fact_table(result: Mapping[str, Any]) -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="dim")
+    table.add_column()
+    spread = result["spread"]["speedup"]
+    middle = f"{spread['q1']:.2f} to {spread['q3']:.2f}, median {spread['median']:.2f}" if spread else "–"
+    table.add_row("speedup of whole requests", _times(result["speedup"]["request"]))
+    table.add_row("speedup, middle half of prompts", middle)
+    for name, key in (("time to first token", "ttft_ms"), ("time per output token", "tpot_ms")):
+        sides = result[key]
+        table.add_row(
+            name, f"{_figure(sides['plain'])} ms plain, {_figure(sides['speculative'])} ms speculative"
+        )
+    table.add_row("tokens per target pass", _figure(result["block_efficiency"], 2))
+    rate = result["acceptance_rate"]
+    table.add_row("drafted tokens accepted", "nothing drafted" if rate is None else f"{rate:.1%}")
+    mbsu = result["mbsu"]
+    by_bytes, by_parameters = _figure(mbsu["bytes"], 2), _figure(mbsu["parameters"], 2)
+    table.add_row("memory-bound speedup", f"{by_bytes} by bytes, {by_parameters} by parameters")
+    curve = [f"{point['n']}: {point['ms']:.1f}" for point in result["cost_curve"]]
+    table.add_row("a pass over n tokens, ms", ", ".join(curve))
+    if result["drafter_step_ms"] is not None:
+        table.add_row("a drafter step, ms", _figure(result["drafter_step_ms"]))
+    table.add_row(
+        "weights read in plain decoding", f"{_figure(result['gigabytes_per_second']['plain'])} GB/s"
+    )
+    table.add_row("peak memory", size(result["peak_memory_bytes"]))
+    return table
+
+
+def _speed(rows: Sequence[Mapping[str, Any]], side: str) -> str:
+    """Tokens per second over some rows: every answer's decode tokens, over their times."""
+    decoded = [(row[side]["new_tokens"] - 1, row[side]["tpot_ms"] / 1e3) for row in rows]
+    seconds = sum(tokens * each for tokens, each in decoded)
+    return _figure(sum(tokens for tokens, _ in decoded) / seconds if seconds > 0 else None)
+
+
+def _figure(value: float | None, digits: int = 1) -> str:
+    return "–" if value is None else f"{value:,.{digits}f}"
+
+
+def _times(ratio: float | None) -> str:
+    return "–" if ratio is None else f"{ratio:.2f}x"

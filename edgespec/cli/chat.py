@@ -6,36 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edgespec.cli.answers import (
-    allow_any_text,
-    answer_json,
-    json_text,
-    print_json,
-    sources_line,
-    stats_line,
-    stream_as_markdown,
-)
-from edgespec.cli.console import errors, note, progress_bars
-from edgespec.cli.options import (
-    Device,
-    Drafter,
-    DrafterDevice,
-    HistoryName,
-    MaxNewTokens,
-    MinP,
-    RepetitionPenalty,
-    Seed,
-    Stop,
-    Target,
-    Temperature,
-    Threads,
-    TopK,
-    TopP,
-    TrainingShare,
-    WithoutSpeculation,
-    load_model,
-    request_options,
-)
+from edgespec.cli import options
+from edgespec.cli.answers import answer_json, sources_line, stats_line, stream_as_markdown
+from edgespec.cli.console import errors, json_text, note, print_json, progress_bars
 from edgespec_models.errors import RequestError
 
 if TYPE_CHECKING:
@@ -54,23 +27,23 @@ Ctrl-C    stop the answer"""
 
 def chat(
     context: typer.Context,
-    target: Target,
-    drafter: Drafter = "auto",
+    target: options.Target,
+    drafter: options.Drafter = "auto",
     system: Annotated[str | None, typer.Option(help="The system message, which comes first.")] = None,
-    max_new_tokens: MaxNewTokens = 1024,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    seed: Seed = None,
-    stop: Stop = None,
-    no_speculation: WithoutSpeculation = False,
-    threads: Threads = 0,
-    device: Device = "auto",
-    drafter_device: DrafterDevice = "auto",
-    history: HistoryName = None,
-    training_share: TrainingShare = 0.0,
+    max_new_tokens: options.MaxNewTokens = 1024,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    no_speculation: options.WithoutSpeculation = False,
+    threads: options.Threads = 0,
+    device: options.Device = "auto",
+    drafter_device: options.DrafterDevice = "auto",
+    history: options.HistoryName = None,
+    training_share: options.TrainingShare = 0.0,
     as_json: Annotated[
         bool,
         typer.Option(
@@ -86,17 +59,8 @@ def chat(
 
         edgespec chat ./my-bundle --drafter ngram --temperature 0.7 --system "Answer in one sentence."
     """
-    allow_any_text()
     with progress_bars() as progress:
-        model = load_model(
-            target,
-            drafter,
-            threads=threads,
-            progress=progress,
-            history=history,
-            training_share=training_share,
-            devices=(device, drafter_device),
-        )
+        model = options.load_model(context, progress)
     from edgespec.requests.results import Attribution
 
     with model:
@@ -104,10 +68,10 @@ def chat(
             raise RequestError(
                 f"{model.name} has no chat template; use 'edgespec generate', or another model"
             )
-        options = request_options(context)
+        request = options.request_options(context)
 
         def begin() -> "Conversation":
-            return model.conversation(system or None, **options)
+            return model.conversation(system or None, **request)
 
         if as_json:
             _answer_lines(begin())
@@ -150,7 +114,7 @@ def _show_answer(talk: _Chat, text: str) -> None:
             stream.cancel()
             answer = stream.result
     except RequestError as error:  # such as a conversation that outgrew the context
-        errors().print(f"error: {error} (/clear starts anew)", style="red", markup=False, soft_wrap=True)
+        note(f"error: {error} (/clear starts anew)", style="red")
         return
     talk.last = answer
     stopped = "stopped; " if answer.finish_reason == "cancelled" else ""

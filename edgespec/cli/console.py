@@ -1,13 +1,15 @@
-"""What all commands share: where messages go, progress bars, and how a failure ends the program.
+"""What all commands share: where messages and results go, progress bars, and how a failure ends the program.
 
 Results go to standard output; progress, notes and errors go to standard error, so that output can be
 piped.
 """
 
+import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
@@ -15,10 +17,21 @@ from edgespec_models.progress import Progress, ProgressCallback
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress as Bars
     from rich.progress import TaskID
 
-__all__ = ["amount", "errors", "fail", "note", "output", "progress_bars", "size"]
+__all__ = [
+    "allow_any_text",
+    "amount",
+    "errors",
+    "fail",
+    "json_text",
+    "note",
+    "output",
+    "print_json",
+    "progress_bars",
+    "say",
+    "size",
+]
 
 
 @cache
@@ -37,16 +50,39 @@ def errors() -> "Console":
     return Console(stderr=True, highlight=False)
 
 
-def note(message: str) -> None:
+def say(line: str, style: str = "") -> None:
+    """Print a line of a result as it is, however long."""
+    output().print(line, style=style, markup=False, soft_wrap=True)
+
+
+def note(message: str, style: str = "dim") -> None:
     """Tell the user something that is not a result."""
-    errors().print(message, style="dim", markup=False, soft_wrap=True)
+    errors().print(message, style=style, markup=False, soft_wrap=True)
 
 
 def fail(error: BaseException | str) -> NoReturn:
     """Print ``error: ...`` in red on standard error and leave with exit code 1."""
     message = " ".join(str(error).split()) or type(error).__name__
-    errors().print(f"error: {message}", style="red", markup=False, soft_wrap=True)
+    note(f"error: {message}", style="red")
     raise typer.Exit(1)
+
+
+def allow_any_text() -> None:
+    """Characters that standard output cannot encode become question marks instead of errors."""
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="replace")
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """``value`` as JSON; characters are escaped where standard output could not hold them all."""
+    encoding = getattr(sys.stdout, "encoding", None) or ""
+    return json.dumps(value, indent=indent, ensure_ascii=not encoding.lower().startswith("utf"))
+
+
+def print_json(value: Any) -> None:
+    """Print ``value`` as JSON, indented."""
+    typer.echo(json_text(value, indent=2))
 
 
 def size(count: int) -> str:
@@ -66,7 +102,14 @@ def amount(report: Progress) -> str:
 def progress_bars() -> Iterator[ProgressCallback]:
     """A callback that draws one bar a stage; away from a terminal, a line as a stage begins."""
     if not errors().is_terminal:
-        yield _Lines()
+        begun = set[str]()
+
+        def tell(report: Progress) -> None:
+            if report.stage not in begun:
+                begun.add(report.stage)
+                note(report.stage)
+
+        yield tell
         return
     from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
@@ -78,35 +121,17 @@ def progress_bars() -> Iterator[ProgressCallback]:
         TextColumn("{task.percentage:>3.0f}%"),
         TimeRemainingColumn(),
     )
+    tasks: dict[str, TaskID] = {}
     with Bars(*columns, console=errors()) as bars:
-        yield _Bars(bars)
 
+        def draw(report: Progress) -> None:
+            if report.stage not in tasks:
+                tasks[report.stage] = bars.add_task(report.stage, total=None, amount="")
+            bars.update(
+                tasks[report.stage],
+                completed=report.done,
+                total=report.total or None,
+                amount=amount(report),
+            )
 
-class _Lines:
-    """Progress in a log file: the name of each stage, once."""
-
-    def __init__(self) -> None:
-        self._begun: set[str] = set()
-
-    def __call__(self, report: Progress) -> None:
-        if report.stage not in self._begun:
-            self._begun.add(report.stage)
-            note(report.stage)
-
-
-class _Bars:
-    """Progress on a terminal."""
-
-    def __init__(self, bars: "Bars") -> None:
-        self._bars = bars
-        self._tasks: dict[str, TaskID] = {}
-
-    def __call__(self, report: Progress) -> None:
-        if report.stage not in self._tasks:
-            self._tasks[report.stage] = self._bars.add_task(report.stage, total=None, amount="")
-        self._bars.update(
-            self._tasks[report.stage],
-            completed=report.done,
-            total=report.total or None,
-            amount=amount(report),
-        )
+        yield draw

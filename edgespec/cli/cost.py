@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgespec.cli.answers import print_json
-from edgespec.cli.console import note, output, progress_bars
+from edgespec.cli.console import note, output, print_json, progress_bars, say
 from edgespec.cli.options import JsonFlag, Target, Threads
 
 if TYPE_CHECKING:
@@ -33,8 +32,8 @@ def cost(
         bool, typer.Option("--fresh", help="Forget what was measured earlier and measure again.")
     ] = False,
     as_json: JsonFlag = False,
-    html: Annotated[
-        Path | None, typer.Option("--html", "--report", metavar="OUT.html", help="Write a page with a chart.")
+    report: Annotated[
+        Path | None, typer.Option(metavar="OUT.html", help="Write a page with a chart.")
     ] = None,
 ) -> None:
     """Time passes over 1 to 32 rows, beside what memory and arithmetic allow.
@@ -53,7 +52,7 @@ def cost(
 
         edgespec cost smollm2-135m-instruct --drafter --threads 2 --json
 
-        edgespec cost ./target --fresh --html cost.html
+        edgespec cost ./target --fresh --report cost.html
 
         edgespec cost ./target --instructions avx2
     """
@@ -65,8 +64,8 @@ def cost(
     from edgespec_runtimes.cpu import CpuOptions
 
     CpuOptions(threads=threads, instructions=instructions)  # refused before a model is pulled
-    if html is not None:
-        check_writable(html)
+    if report is not None:
+        check_writable(report)
     with progress_bars() as progress:
         opened = open_model(bundle, "drafter" if as_drafter else "target", progress=progress)
         drafts = as_drafter or opened.manifest.role == "drafter"
@@ -80,32 +79,32 @@ def cost(
         note(f"Kept for later loads: {conditions.path}")
     elif not result["confirmed"]:
         note("Other programs disturbed the times, which are not kept; close them and run this again.")
-    if html is not None:
+    if report is not None:
         from edgespec.measuring.report import render_costs
 
-        write_text(html, render_costs(result))
-        note(f"Report: {html.absolute()}")
+        write_text(report, render_costs(result))
+        note(f"Report: {report.absolute()}")
 
 
 def _show(result: Mapping[str, Any]) -> None:
     how = "measured earlier and checked now" if result["remembered"] else "measured now"
-    _say(f"\n{result['name']} as a {result['role']}, {result['threads']} threads, {how}\n")
+    say(f"\n{result['name']} as a {result['role']}, {result['threads']} threads, {how}\n")
     output().print(_cost_table(result["rows"]))
-    _say(
+    say(
         f"\nA pass reads {result['bytes_per_pass'] / 1e9:.2f} GB of weights. Memory delivers "
         f"{result['memory_gigabytes_per_second']:.1f} GB/s to {result['threads']} threads. The best of these "
         f"passes reached {result['peak_gops']:,.0f} GOPS, which is what the kernels do, not the processor's "
         "peak on paper."
     )
-    _say(_bounds(result))
+    say(_bounds(result))
     free = result["free_rows"]
-    _say(
+    say(
         f"Up to {free} rows cost within a tenth of a single row: {free - 1} guesses are checked for nothing."
         if free > 1
         else "No second row is free: a pass over 2 takes over a tenth longer than one over 1."
     )
     if result["role"] == "target":
-        _say("\nProposals that cost nothing to make (n-grams), by the share of them accepted:\n")
+        say("\nProposals that cost nothing to make (n-grams), by the share of them accepted:\n")
         output().print(_gain_table(result["free_drafts"]))
 
 
@@ -154,7 +153,3 @@ def _table(*columns: str) -> "Table":
     for column in columns:
         table.add_column(column, justify="right")
     return table
-
-
-def _say(line: str) -> None:
-    output().print(line, markup=False, soft_wrap=True)

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edgespec.cli.answers import print_json
-from edgespec.cli.console import output
+from edgespec.cli.console import print_json, say
 
 if TYPE_CHECKING:
     from edgespec_runtimes.devices.discovery import Device
@@ -43,21 +42,17 @@ def show_devices(found: "Sequence[Device]") -> None:
         kind = device.kind
         vendor = f", {device.vendor}" if device.vendor else ""
         version = f", {kind.provider} {device.version}" if device.version else ""
-        _say(f"{device.name}: {device.state} ({kind.title}{vendor}{version})")
+        say(f"{device.name}: {device.state} ({kind.title}{vendor}{version})")
         made = f"edgespec export SOURCE -o DIR --device {kind.export}" if kind.export else "any bundle"
-        _say(f"  runs: {made}")
+        say(f"  runs: {made}")
         if device.problem is not None:
-            _say(f"  missing: {device.problem}")
+            say(f"  missing: {device.problem}")
         if device.remedy is not None:
-            _say(f"  {device.remedy}")
+            say(f"  {device.remedy}")
         for limit in kind.limits:
-            _say(f"  - {limit}")
+            say(f"  - {limit}")
     first = next((d for d in found[1:] if d.state == "ready"), None)
     if first is None:
-        _say("\nauto takes: cpu, since nothing else is ready here")
+        say("\nauto takes: cpu, since nothing else is ready here")
     else:
-        _say(f"\nauto takes: {first.name} for bundles made for it, cpu for all others")
-
-
-def _say(line: str) -> None:
-    output().print(line, markup=False, soft_wrap=True)
+        say(f"\nauto takes: {first.name} for bundles made for it, cpu for all others")

@@ -1,13 +1,11 @@
 """``edgespec export``: a checkpoint in, a bundle out."""
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from edgespec.cli.answers import print_json
-from edgespec.cli.console import note, output, progress_bars, size
+from edgespec.cli.console import note, print_json, progress_bars, say, size
 from edgespec.cli.inspect import show_report
 from edgespec.cli.options import JsonFlag
 from edgespec_models.bundles.static_graphs import CHIPS
@@ -203,7 +201,7 @@ def export(
     if as_json:
         print_json({"path": str(out), **value})
         return
-    output().print(f"{out}", markup=False, soft_wrap=True)
+    say(f"{out}")
     show_report(value)
 
 
@@ -232,7 +230,6 @@ def _via_optimum(source: str, out: Path, *, program: str, overwrite: bool, as_js
     exact = (
         "yes" if report.row_exact else "no: where two tokens are nearly equally likely, answers may differ"
     )
-    say = partial(output().print, markup=False, soft_wrap=True)
     say(f"{out}: {report.architecture}, {size(report.bytes)}, from {size(report.source_bytes)}")
     say(f"  KV cache: {cache}")
     say(f"  same bits for any rows: {exact}")

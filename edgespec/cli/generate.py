@@ -1,66 +1,41 @@
 """``edgespec generate``: one prompt, one answer."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from edgespec.cli.answers import allow_any_text, answer_json, print_json, stats_line, stream_to_terminal
-from edgespec.cli.console import note, progress_bars
-from edgespec.cli.options import (
-    Device,
-    Drafter,
-    DrafterDevice,
-    HistoryName,
-    JsonFlag,
-    MaxNewTokens,
-    MinP,
-    RepetitionPenalty,
-    Seed,
-    Stop,
-    Target,
-    Temperature,
-    Threads,
-    TopK,
-    TopP,
-    TrainingShare,
-    WithoutSpeculation,
-    load_model,
-    request_options,
-)
-
-if TYPE_CHECKING:
-    from edgespec.engine import Model
-    from edgespec.requests.request import RequestOptions
-    from edgespec.requests.stream import Stream
+from edgespec.cli import options
+from edgespec.cli.answers import answer_json, stats_line, stream_to_terminal
+from edgespec.cli.console import note, print_json, progress_bars
 
 __all__ = ["generate"]
 
 
 def generate(
     context: typer.Context,
-    target: Target,
+    target: options.Target,
     prompt: Annotated[
         str, typer.Argument(metavar="PROMPT", help="The prompt; '-' reads it from standard input.")
     ] = "-",
-    drafter: Drafter = "auto",
+    drafter: options.Drafter = "auto",
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
     ] = False,
-    max_new_tokens: MaxNewTokens = 256,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    seed: Seed = None,
-    stop: Stop = None,
-    no_speculation: WithoutSpeculation = False,
-    threads: Threads = 0,
-    device: Device = "auto",
-    drafter_device: DrafterDevice = "auto",
-    history: HistoryName = None,
-    training_share: TrainingShare = 0.0,
-    as_json: JsonFlag = False,
+    max_new_tokens: options.MaxNewTokens = 256,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    no_speculation: options.WithoutSpeculation = False,
+    threads: options.Threads = 0,
+    device: options.Device = "auto",
+    drafter_device: options.DrafterDevice = "auto",
+    history: options.HistoryName = None,
+    training_share: options.TrainingShare = 0.0,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Answer a prompt. The text goes to standard output, what it cost goes to standard error.
 
@@ -73,19 +48,14 @@ def generate(
         edgespec generate qwen2.5-coder-0.5b-instruct "def fib(n):" --raw --json
     """
     text = _read(prompt)
-    allow_any_text()
     with progress_bars() as progress:
-        model = load_model(
-            target,
-            drafter,
-            threads=threads,
-            progress=progress,
-            history=history,
-            training_share=training_share,
-            devices=(device, drafter_device),
-        )
+        model = options.load_model(context, progress)
     with model:
-        stream = _start(model, text, raw, request_options(context))
+        request = options.request_options(context)
+        if raw or model.target.chat_template is None:
+            stream = model.stream(text, **request)
+        else:
+            stream = model.stream_chat([{"role": "user", "content": text}], **request)
         if as_json:
             print_json(answer_json(stream.run()))
             return
@@ -106,9 +76,3 @@ def _read(prompt: str) -> str:
     if not text.strip():
         raise typer.BadParameter("standard input held no prompt", param_hint="PROMPT")
     return text
-
-
-def _start(model: "Model", text: str, raw: bool, options: "RequestOptions") -> "Stream":
-    if raw or model.target.chat_template is None:
-        return model.stream(text, **options)
-    return model.stream_chat([{"role": "user", "content": text}], **options)

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgespec.cli.answers import allow_any_text, print_json
-from edgespec.cli.console import note, output, size
+from edgespec.cli.console import note, output, print_json, say, size
 from edgespec.cli.options import JsonFlag
 
 if TYPE_CHECKING:
@@ -77,7 +76,6 @@ def show(
 
         edgespec history show work --limit 1000 --json
     """
-    allow_any_text()
     history = _history(name)
     texts = history.show(namespace)
     shown = texts[:limit]
@@ -85,10 +83,10 @@ def show(
         print_json([text.to_json() for text in shown])
         return
     for correction in history.corrections(namespace):
-        output().print(_said_of(correction), style="dim", markup=False, soft_wrap=True)
+        say(_said_of(correction), style="dim")
     for text in shown:
-        output().print(_headline(text), style="dim", markup=False, soft_wrap=True)
-        output().print(text.text.strip("\n"), markup=False, soft_wrap=True)
+        say(_headline(text), style="dim")
+        say(text.text.strip("\n"))
     note(f"{len(shown)} of {len(texts)} passages")
 
 

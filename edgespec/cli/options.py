@@ -12,32 +12,6 @@ if TYPE_CHECKING:
     from edgespec.measuring.prompts import Prompt
     from edgespec.requests.request import RequestOptions
 
-__all__ = [
-    "Device",
-    "Drafter",
-    "DrafterDevice",
-    "JsonFlag",
-    "Limit",
-    "MaxNewTokens",
-    "MinP",
-    "HistoryName",
-    "PromptsFile",
-    "RepetitionPenalty",
-    "Seed",
-    "Stop",
-    "Target",
-    "Temperature",
-    "Threads",
-    "TopK",
-    "TopP",
-    "TrainingShare",
-    "WithoutSpeculation",
-    "load_model",
-    "prompts_to_run",
-    "request_options",
-    "sampling_options",
-]
-
 Target = Annotated[
     str,
     typer.Argument(
@@ -114,30 +88,19 @@ Limit = Annotated[
 ]
 
 
-def load_model(
-    target: str,
-    drafter: str,
-    *,
-    threads: int,
-    progress: ProgressCallback,
-    history: str | None = None,
-    training_share: float = 0.0,
-    devices: tuple[str, str] = ("auto", "auto"),
-) -> "Model":
-    """Load what the user named; ``none`` is no drafter. ``devices`` are the target's and the drafter's."""
+def load_model(context: typer.Context, progress: ProgressCallback, **named: str) -> "Model":
+    """Load what a command's parameters, or ``named``, name; drafter ``none`` is no drafter."""
     import edgespec
 
-    options = edgespec.LoadOptions(threads=threads, training_share=training_share)
-    chosen = None if drafter == "none" else drafter
-    device, drafter_device = devices
+    given = context.params | named
+    limits = {name: given[name] for name in ("threads", "training_share", "max_waiting") if name in given}
+    places = {name: given[name] for name in ("history", "device", "drafter_device") if name in given}
     return edgespec.load(
-        target,
-        chosen,
-        options=options,
-        history=history,
+        given["target"],
+        None if given["drafter"] == "none" else given["drafter"],
+        options=edgespec.LoadOptions(**limits),
         progress=progress,
-        device=device,
-        drafter_device=drafter_device,
+        **places,
     )
 
 

@@ -4,8 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edgespec.cli.answers import print_json
-from edgespec.cli.console import output, size
+from edgespec.cli.console import output, print_json, say, size
 from edgespec.cli.options import Drafter, JsonFlag, Target
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ def plan(
     output().print(_contexts(made))
     output().print()
     for line in _machine(made):
-        output().print(line, markup=False, soft_wrap=True)
+        say(line)
 
 
 def _models(made: "Plan") -> "Table":

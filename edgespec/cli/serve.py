@@ -8,16 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from edgespec.cli import options
 from edgespec.cli.console import note, progress_bars
-from edgespec.cli.options import (
-    Device,
-    Drafter,
-    DrafterDevice,
-    HistoryName,
-    Target,
-    Threads,
-    TrainingShare,
-)
 from edgespec_models.errors import EdgespecError, RequestError
 
 if TYPE_CHECKING:
@@ -30,8 +22,9 @@ KEY_VARIABLE = "EDGESPEC_API_KEY"
 
 
 def serve(
-    target: Target,
-    drafter: Drafter = "auto",
+    context: typer.Context,
+    target: options.Target,
+    drafter: options.Drafter = "auto",
     host: Annotated[
         str, typer.Option(help="The address to listen at. Others than this machine's own need a key.")
     ] = "127.0.0.1",
@@ -62,11 +55,11 @@ def serve(
     timeout: Annotated[
         float, typer.Option(min=0.001, help="Seconds that a request may take, waiting included.")
     ] = 600.0,
-    threads: Threads = 0,
-    device: Device = "auto",
-    drafter_device: DrafterDevice = "auto",
-    history: HistoryName = None,
-    training_share: TrainingShare = 0.0,
+    threads: options.Threads = 0,
+    device: options.Device = "auto",
+    drafter_device: options.DrafterDevice = "auto",
+    history: options.HistoryName = None,
+    training_share: options.TrainingShare = 0.0,
 ) -> None:
     """Serve a model to OpenAI's clients, and a page to chat with it. Ctrl-C ends it.
 
@@ -77,10 +70,9 @@ def serve(
         edgespec serve ./my-bundle --drafter ngram --host 0.0.0.0 --api-key-file key.txt
     """
     _require_extra()
-    from edgespec import LoadOptions, load
     from edgespec.serve.options import ServeOptions, bound_socket
 
-    options = ServeOptions(
+    limits = ServeOptions(
         host=host,
         port=port,
         api_key=_key(api_key_file),
@@ -90,23 +82,14 @@ def serve(
         max_new_tokens=max_new_tokens,
         timeout_s=timeout,
     )
-    loading = LoadOptions(threads=threads, training_share=training_share, max_waiting=max_waiting)
     with bound_socket(host, port) as listening:  # a port that is taken is told before models are loaded
         with progress_bars() as progress:
-            model = load(
-                target,
-                None if drafter == "none" else drafter,
-                options=loading,
-                history=history,
-                progress=progress,
-                device=device,
-                drafter_device=drafter_device,
-            )
+            model = options.load_model(context, progress)
         with model:
-            _run(model, options, listening, history)
+            _run(model, limits, listening, history)
 
 
-def _run(model: "Model", options: "ServeOptions", listening: socket.socket, history: str | None) -> None:
+def _run(model: "Model", limits: "ServeOptions", listening: socket.socket, history: str | None) -> None:
     from edgespec.history.manage import History
     from edgespec.serve.app import App
     from edgespec.serve.server import run
@@ -114,12 +97,16 @@ def _run(model: "Model", options: "ServeOptions", listening: socket.socket, hist
     _log_requests()
     address, port = listening.getsockname()[:2]
     url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
-    app = App(model, options, None if history is None else History(history))
-    run(app, options, listening, close=model.close, ready=lambda _: _tell(model, url))
-
-
-def _tell(model: "Model", url: str) -> None:
-    note(f"{model.name} with {model.drafter_name or 'no drafter'}: a page at {url}, for clients {url}/v1")
+    app = App(model, limits, None if history is None else History(history))
+    run(
+        app,
+        limits,
+        listening,
+        close=model.close,
+        ready=lambda _: note(
+            f"{model.name} with {model.drafter_name or 'no drafter'}: a page at {url}, for clients {url}/v1"
+        ),
+    )
 
 
 def _key(file: Path | None) -> str | None:
