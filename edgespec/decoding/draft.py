@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Clock", "Draft", "Drafter", "Extending", "NO_DRAFT", "Observer", "Remarks", "Source", "Step"]
+__all__ = ["Clock", "Draft", "Drafter", "Extending", "NO_DRAFT", "Remarks", "Source", "Step"]
 
 Clock = Callable[[], float]
 """Seconds since some moment."""
@@ -83,17 +83,7 @@ class Step:
         return self.tokens[self.draft.forced :]
 
 
-class Observer(Protocol):
-    """Is told of one request's rounds; made when the request begins."""
-
-    def observe(self, step: Step) -> None:
-        """A round is over."""
-
-    def close(self) -> None:
-        """The request has ended, however that came; called once."""
-
-
-class Source(Observer, Protocol):
+class Source(Protocol):
     """Proposes tokens in one request. It owns its state and never decides what is kept."""
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
@@ -101,6 +91,12 @@ class Source(Observer, Protocol):
 
         An empty draft is always legal.
         """
+
+    def observe(self, step: Step) -> None:
+        """A round is over."""
+
+    def close(self) -> None:
+        """The request has ended, however that came; called once."""
 
 
 class Extending(Source, Protocol):

@@ -1,33 +1,42 @@
-"""From the logits of one position to the token there: temperature, truncation, one draw.
+"""From a row of logits to the token there: penalties and masks, temperature, truncation, one draw.
 
-Randomness is a function of the seed and the position, never of how many draws came before, so a seeded
+Every change of a row is a function of the tokens before it, so plain and speculative decoding see the same
+rows. Randomness is a function of the seed and the position, never of how many draws came before, so a seeded
 generation is the same with and without speculation as long as the proposals are deterministic.
 """
 
-import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from edgespec_models.errors import RequestError
 from edgespec_models.schema import check_fields, within
-from edgespec_runtimes.predictions import check_best
+from edgespec_runtimes.predictions import Predictions, check_best
 
 __all__ = [
-    "Row",
-    "SamplingParams",
-    "distribution",
-    "draw",
-    "resolve_seed",
-    "uniform",
-    "TOKEN_LANE",
     "ACCEPT_LANE",
     "DRAFT_LANE",
+    "TOKEN_LANE",
+    "Distribution",
+    "Penalties",
+    "Row",
+    "RowStep",
+    "SamplingParams",
+    "TokenCounts",
+    "changed_row",
+    "distribution",
+    "draw",
+    "log_probabilities",
+    "most_likely",
+    "uniform",
 ]
 
 Row = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.int64]
 Distribution = npt.NDArray[np.float64]
 
 TOKEN_LANE: Final = 0
@@ -81,16 +90,132 @@ class SamplingParams:
         """Whether the most likely token is always taken."""
         return self.temperature == 0.0
 
+    @property
+    def changes_rows(self) -> bool:
+        """Whether there are penalties or biases."""
+        penalties = self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty
+        return bool(penalties or self.logit_bias)
 
-def resolve_seed(params: SamplingParams) -> int:
-    """The seed of one request: the given one, or a fresh one from the operating system."""
-    return params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
+
+class RowStep(Protocol):
+    """One change of one request's rows. It may keep state, which follows the committed tokens."""
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """A round begins behind ``tokens``, all that are committed; the first round's are the prompt."""
+
+    def apply(self, row: Row, drafted: Sequence[int]) -> None:
+        """Change ``row`` in place: the logits, float32 ``(vocab,)``, of the token behind ``drafted``.
+
+        ``drafted`` are the proposals before it, which follow the tokens of :meth:`begin`. In a round rows
+        come in order (none drafted, one, two), each once, and end where a proposal is rejected.
+        """
+
+
+def changed_row(predictions: Predictions, drafted: Sequence[int], steps: Sequence[RowStep]) -> Row:
+    """The row behind ``drafted``, float32 ``(vocab,)``: after every step, and a copy if there are any.
+
+    Everything that is decided at that position, greedy or by a draw, is decided by the result.
+
+    Raises:
+        EdgespecError: the row was not a distribution (it held NaN, or nothing finite).
+        RequestError: the steps have left no token.
+    """
+    original: Row = predictions.logits[len(drafted)]
+    if not steps:
+        return original
+    row: Row = original.copy()
+    for step in steps:
+        step.apply(row, drafted)
+    if not np.isfinite(row.max()):
+        check_best(float(original.max()))
+        raise RequestError(
+            "the request leaves no token that may come next: its constraint and logit_bias exclude all"
+        )
+    return row
+
+
+class TokenCounts:
+    """How often each token occurs in one sequence, kept as it grows."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._slots: dict[int, int] = {}  # of every distinct token, its place in the arrays below
+        self._ids = self._counts = np.empty(0, np.int64)
+
+    def align(self, tokens: Sequence[int]) -> None:
+        """Count ``tokens``: cheap if they only grew, from the first on if they changed."""
+        if list(tokens[: len(self._tokens)]) != self._tokens:
+            self._tokens, self._slots = [], {}
+            self._ids = self._counts = np.empty(0, np.int64)
+        new = list(tokens[len(self._tokens) :])
+        self._tokens += new
+        self._ids, self._counts = self.behind(new)
+        for token in new:
+            self._slots.setdefault(token, len(self._slots))
+
+    def behind(self, drafted: Sequence[int]) -> tuple[Ids, Ids]:
+        """The distinct ids of the aligned tokens and ``drafted`` behind them, and how often each occurs.
+
+        Both int64, of one shape ``(distinct,)``; not to be changed.
+        """
+        if not drafted:
+            return self._ids, self._counts
+        counts, others = self._counts.copy(), list[int]()
+        for token in drafted:
+            slot = self._slots.get(token)
+            if slot is None:
+                others.append(token)
+            else:
+                counts[slot] += 1
+        more = Counter(others)
+        ids = np.append(self._ids, np.array([*more], np.int64))
+        return ids, np.append(counts, np.array([*more.values()], np.int64))
+
+
+class Penalties:
+    """What the sampling parameters change in a row: a :class:`RowStep`.
+
+    ``repetition_penalty`` first, which looks at prompt and output and scales the model's own logits; then
+    ``presence_penalty`` and ``frequency_penalty``, which look at the output alone and subtract:
+    ``logit - presence_penalty - frequency_penalty * count`` for each token that occurs ``count`` times in it;
+    then ``logit_bias``, which is added.
+    """
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._params = params
+        self._subtracts = bool(params.presence_penalty or params.frequency_penalty)
+        self._all, self._output = TokenCounts(), TokenCounts()
+        self._biased = np.array([*params.logit_bias], np.int64)
+        self._biases = np.array([*params.logit_bias.values()], np.float32)
+        self._prompt_length: int | None = None
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """See :class:`RowStep`."""
+        if self._prompt_length is None:
+            self._prompt_length = len(tokens)
+        if self._params.repetition_penalty != 1.0:
+            self._all.align(tokens)
+        if self._subtracts:
+            self._output.align(tokens[self._prompt_length :])
+
+    def apply(self, row: Row, drafted: Sequence[int]) -> None:
+        """See :class:`RowStep`."""
+        params = self._params
+        if params.repetition_penalty != 1.0:
+            ids, _ = self._all.behind(drafted)
+            values = row[ids]
+            penalty = params.repetition_penalty
+            row[ids] = np.where(values > 0, values / penalty, values * penalty)
+        if self._subtracts:
+            ids, counts = self._output.behind(drafted)
+            row[ids] -= (params.presence_penalty + params.frequency_penalty * counts).astype(np.float32)
+        row[self._biased] += self._biases
 
 
 def distribution(row: Row, params: SamplingParams) -> Distribution:
     """The distribution of the next token, float64 ``(vocab,)``, summing to 1.
 
-    The order is that of transformers: penalties (:mod:`rows`), temperature, top-k, top-p, min-p.
+    The order is that of transformers: penalties, temperature, top-k, top-p, min-p.
     (llama.cpp puts the temperature last by default: at a temperature of 1 the two agree.) Each truncation
     keeps every token that ties with the last one it keeps, so the result does not depend on a sort order.
 
@@ -178,3 +303,26 @@ def _locate(masses: Distribution, target: float, *, side: Literal["left", "right
     if index == len(masses):
         index = int(np.flatnonzero(masses)[-1])
     return index, float(cumulative[index - 1]) if index else 0.0
+
+
+def log_probabilities(row: Row) -> Distribution:
+    """The logarithm of the probability of every token, in nats, float64 ``(vocab,)``.
+
+    The target's own: before penalties, masks and temperature. Where passes give the same bits for any number
+    of rows, plain and speculative answers have the same.
+    """
+    values = row.astype(np.float64)
+    values -= values.max()
+    values -= np.log(np.exp(values).sum())
+    return values
+
+
+def most_likely(logprobs: Distribution, count: int) -> tuple[tuple[int, float], ...]:
+    """The ``count`` most likely tokens and theirs, the most likely first, of equals the lowest id."""
+    if not count:
+        return ()
+    count = min(count, len(logprobs))
+    least = np.partition(logprobs, -count)[-count]
+    likely = np.flatnonzero(logprobs >= least)
+    likely = likely[np.argsort(-logprobs[likely], kind="stable")][:count]
+    return tuple(zip(likely.tolist(), logprobs[likely].tolist(), strict=True))

@@ -15,15 +15,13 @@ from time import perf_counter
 from edgespec.decoding.draft import Clock, Draft, Remarks, Step
 from edgespec.drafting.model import ModelDrafter
 from edgespec.drafting.pricing import Pricing
-from edgespec.drafting.reading import Duration
+from edgespec.drafting.reading import RunningMean
 from edgespec_runtimes.cost import CostCurve
 
 __all__ = ["Ahead", "Beside"]
 
 _LOG = logging.getLogger("edgespec")
 _ALONE_EVERY = 16  # rounds
-_SMOOTHING = 0.1
-_FORGETTING = 0.005
 
 
 @dataclass(slots=True)
@@ -42,20 +40,6 @@ class _Run:
     stop: Event = field(default_factory=Event)
     thread: Thread | None = None
     error: BaseException | None = None
-
-
-class _Ratio:
-    """A running mean of what was taken over what was expected; it begins at 1 and learns fast at first."""
-
-    def __init__(self) -> None:
-        self.value, self._seen = 1.0, 1
-
-    def observe(self, ratio: float) -> None:
-        self._seen += 1
-        self.value += max(_SMOOTHING, 1.0 / self._seen) * (min(ratio, 2.0 * self.value) - self.value)
-
-    def fade(self) -> None:
-        self.value += _FORGETTING * (1.0 - self.value)
 
 
 class Ahead:
@@ -109,8 +93,8 @@ class Beside:
         self, curve: CostCurve, *, clock: Clock = perf_counter, thread: Callable[..., Thread] = Thread
     ) -> None:
         self._clock, self._thread = clock, thread
-        self._step = Duration(curve.seconds(1))
-        self._alone, self._slowdown = _Ratio(), _Ratio()
+        self._step = RunningMean(curve.seconds(1))
+        self._alone, self._slowdown = RunningMean(1.0, worth=1), RunningMean(1.0, worth=1)
         self._rounds = 0
         self._ran = False  # beside the pass that is observed next
         self._run: _Run | None = None
@@ -133,7 +117,7 @@ class Beside:
         """
         self._rounds += 1
         chance = next(steps, 0.0)
-        gain_s, extra_s = chance * min(wanted * self._step.seconds, pass_s), (self.slowdown - 1.0) * pass_s
+        gain_s, extra_s = chance * min(wanted * self._step.value, pass_s), (self.slowdown - 1.0) * pass_s
         if gain_s <= extra_s:
             self._slowdown.fade()
             return False
@@ -198,5 +182,5 @@ class Beside:
             run.error = error
 
     def _pays(self, chance: float, until: float) -> bool:
-        beyond_s = max(0.0, self._clock() + self._step.seconds - until)
-        return chance * self._step.seconds > beyond_s
+        beyond_s = max(0.0, self._clock() + self._step.value - until)
+        return chance * self._step.value > beyond_s

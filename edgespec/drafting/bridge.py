@@ -8,29 +8,15 @@ are right are legal, so where a seam splits what one call would have joined, onl
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, takewhile
-from typing import Protocol
 
 from edgespec_models.errors import TokenizerError
 from edgespec_models.text.tokenizer import Tokenizer
+from edgespec_runtimes.session import shared_length
 
 __all__ = ["Bridge", "ByteBridge", "IdentityBridge", "encode_after", "safe_start"]
 
 _CONTEXT_BYTES = 24
 _MAX_CONTEXT_BYTES = 96
-
-
-class Bridge(Protocol):
-    """Keeps a drafter's view of a target's tokens."""
-
-    def align(self, tokens: Sequence[int]) -> list[int]:
-        """All committed target tokens, prompt included -> the drafter's tokens of the same text."""
-
-    def translate(self, drafted: Sequence[int]) -> list[tuple[int, int]]:
-        """Drafter tokens that follow the text -> target tokens, each with the drafter tokens it needs.
-
-        The second number counts, from the start of ``drafted``, the drafter tokens whose bytes the
-        target token and those before it take up.
-        """
 
 
 class IdentityBridge:
@@ -46,7 +32,7 @@ class IdentityBridge:
         self._drafter_size = vocab_size if drafter_size is None else drafter_size
 
     def align(self, tokens: Sequence[int]) -> list[int]:
-        """See :class:`Bridge`.
+        """The drafter's tokens of ``tokens``, all committed target tokens.
 
         Raises:
             TokenizerError: the drafter has no such token.
@@ -56,7 +42,7 @@ class IdentityBridge:
         return list(tokens)
 
     def translate(self, drafted: Sequence[int]) -> list[tuple[int, int]]:
-        """See :class:`Bridge`."""
+        """See :meth:`ByteBridge.translate`."""
         known = takewhile(lambda token: token < self._vocab_size, drafted)
         return [(token, count) for count, token in enumerate(known, start=1)]
 
@@ -98,17 +84,14 @@ class ByteBridge:
         self._bytes = bytearray()
 
     def align(self, tokens: Sequence[int]) -> list[int]:
-        """See :class:`Bridge`.
+        """All committed target tokens, prompt included -> the drafter's tokens of the same text.
 
         Raises:
             TokenizerError: the drafter's vocabulary lacks a byte of the text.
         """
         generated = list(tokens[self._prompt_length :])
         target = self._target
-        shared = len(target.ids)
-        if generated[:shared] != target.ids:
-            pairs = enumerate(zip(target.ids, generated, strict=False))
-            shared = next((i for i, (a, b) in pairs if a != b), min(shared, len(generated)))
+        shared = shared_length(target.ids, generated)
         read = self._drafter.ends[-1] if self._drafter.ends else 0
         if shared == len(target.ids) == len(generated) and read == len(self._bytes):
             return self._drafter_prompt + self._drafter.ids
@@ -130,7 +113,10 @@ class ByteBridge:
         drafter.append(fresh)
 
     def translate(self, drafted: Sequence[int]) -> list[tuple[int, int]]:
-        """See :class:`Bridge`.
+        """Drafter tokens that follow the text -> target tokens, each with the drafter tokens it needs.
+
+        The second number counts, from the start of ``drafted``, the drafter tokens whose bytes the target
+        token and those before it take up.
 
         Raises:
             TokenizerError: the target's vocabulary lacks a byte of the draft.
@@ -143,6 +129,10 @@ class ByteBridge:
         ids = encode_after(self._target.tokenizer, context, data)
         ends = accumulate(len(self._target.tokenizer.token_bytes(token)) for token in ids)
         return [(token, bisect_left(drafter_ends, end) + 1) for token, end in zip(ids, ends, strict=True)]
+
+
+Bridge = IdentityBridge | ByteBridge
+"""Keeps a drafter's view of a target's tokens."""
 
 
 def encode_after(tokenizer: Tokenizer, context: bytes, data: bytes) -> list[int]:

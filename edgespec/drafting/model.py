@@ -1,6 +1,6 @@
 """A small model as drafter, of any vocabulary."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -12,8 +12,9 @@ from edgespec.drafting.bridge import Bridge
 from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.reading import Reader
 from edgespec_models.errors import TokenizerError
+from edgespec_models.text.tokenizer import Tokenizer
 
-__all__ = ["Calibration", "Guess", "ModelDrafter", "Vocabulary"]
+__all__ = ["Calibration", "Guess", "ModelDrafter", "context_tokens"]
 
 _SOURCE = "model"
 _BINS = 10
@@ -22,6 +23,7 @@ _DECAY = 0.995
 _FADING = 0.003
 _TYPICAL_SMOOTHING = 0.02
 _TYPICAL = 0.6
+_MOST_IN_CONTEXT = 192  # tokens
 
 
 class Calibration:
@@ -84,25 +86,6 @@ class Guess:
     open: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """What a drafter's LM head writes.
-
-    Attributes:
-        ends: the drafter's tokens that end a text.
-        target_end: the target's token to propose for them, if any.
-        head_tokens: the token of every row of a trimmed LM head, int32; None where row i is token i.
-    """
-
-    ends: frozenset[int] = frozenset()
-    target_end: int | None = None
-    head_tokens: npt.NDArray[np.int32] | None = None
-
-    def token(self, row: int) -> int:
-        """The token of a row."""
-        return row if self.head_tokens is None else int(self.head_tokens[row])
-
-
 class ModelDrafter:
     """Drafts greedily with a model, stopping when the next token no longer pays.
 
@@ -113,7 +96,8 @@ class ModelDrafter:
     Args:
         reader: reads with the drafter's session.
         bridge: between the vocabularies, for this request.
-        vocabulary: what its LM head writes.
+        ends: the drafter's tokens that end a text.
+        target_end: the target's token to propose for them, if any.
         pricing: what verification costs.
         calibration: acceptance by confidence; shared between requests.
         gained: told at the end what it gained, if it read the prompt.
@@ -126,13 +110,14 @@ class ModelDrafter:
         self,
         reader: Reader,
         bridge: Bridge,
-        vocabulary: Vocabulary,
         *,
+        ends: Collection[int] = (),
+        target_end: int | None = None,
         pricing: Pricing,
         calibration: Calibration,
         gained: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        self.reader, self._bridge, self._vocabulary = reader, bridge, vocabulary
+        self.reader, self._bridge, self._ends, self._target_end = reader, bridge, ends, target_end
         self._pricing, self._calibration, self._gained = pricing, calibration, gained
         self._saved_s = 0.0
         self._proposed: list[Guess] = []  # this round
@@ -184,13 +169,13 @@ class ModelDrafter:
         accepted, added, survival = prod(draft.confidence), self._calibration.typical, 1.0
         said = self.reader.latest
         for count in range(limit + 1):  # the last of the draft, what the target adds, the next draft
-            token = self._vocabulary.token(said.row)
+            token = said.following
             guessed = self._calibration.probability(Guess(token, said.probability, open=False))
             if count == 1:
                 added = guessed
             elif count:
                 survival *= guessed
-            if token in self._vocabulary.ends or not self._pays(survival, max(1, count), 0.0):
+            if token in self._ends or not self._pays(survival, max(1, count), 0.0):
                 return
             known = self.reader.ahead(count)
             if known is None:
@@ -216,9 +201,10 @@ class ModelDrafter:
         guesses: list[Guess] = []
         said = self.reader.read(ids)
         while True:
-            token = self._vocabulary.token(said.row)
-            if token in self._vocabulary.ends:
-                return [*guesses, *self._end(said.probability)][:limit]
+            token = said.following
+            if token in self._ends:
+                end = [] if self._target_end is None else [Guess(self._target_end, said.probability, False)]
+                return [*guesses, *end][:limit]
             drafted.append(token)
             probabilities.append(said.probability)
             guesses = _guesses(self._bridge.translate(drafted), probabilities)
@@ -236,11 +222,6 @@ class ModelDrafter:
         typical = self._calibration.typical
         return self._pricing.pays(survival * typical, rows, seconds, typical=typical)
 
-    def _end(self, probability: float) -> list[Guess]:
-        """The guess that the text ends here."""
-        end = self._vocabulary.target_end
-        return [] if end is None else [Guess(end, probability, False)]
-
 
 def _guesses(translated: Sequence[tuple[int, int]], probabilities: Sequence[float]) -> list[Guess]:
     """Target tokens with the probabilities of the drafter tokens each needs beyond those before it."""
@@ -250,3 +231,33 @@ def _guesses(translated: Sequence[tuple[int, int]], probabilities: Sequence[floa
         guesses.append(Guess(token, confidence, index == len(translated) - 1))
         used = max(used, needed)
     return guesses
+
+
+def context_tokens(prompt: Sequence[int], tokenizer: Tokenizer, kept: npt.NDArray[np.int32]) -> list[int]:
+    """What a trimmed drafter should be able to write in this request too: the words of its prompt.
+
+    Answers repeat words of their prompts, and those are the words that a list made for all prompts lacks (an
+    in-context vocabulary as in NanoSpec, arXiv 2605.26444, here besides the trimmed rows).
+
+    Returns:
+        Tokens of ``prompt``, and other spellings of them, that are not ``kept``; the latest, at most 192.
+    """
+    known = set(kept.tolist())
+    found: dict[int, None] = {}
+    for token in dict.fromkeys(reversed(prompt)):
+        if not tokenizer.is_special(token):
+            found |= dict.fromkeys(other for other in _spellings(token, tokenizer) if other not in known)
+        if len(found) >= _MOST_IN_CONTEXT:
+            break
+    return list(found)[:_MOST_IN_CONTEXT]
+
+
+def _spellings(token: int, tokenizer: Tokenizer) -> Iterator[int]:
+    """The token itself; with and without a space before it, its first letter small or large."""
+    yield token
+    word = tokenizer.token_bytes(token).lstrip(b" ")
+    for first in dict.fromkeys((word[:1].lower(), word[:1].upper())):
+        for spelling in (first + word[1:], b" " + first + word[1:]):
+            other = tokenizer.id_of_bytes(spelling)
+            if other is not None:
+                yield other

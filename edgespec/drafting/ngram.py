@@ -12,6 +12,7 @@ from typing import Final
 
 from edgespec.decoding.draft import NO_DRAFT, Draft, Step
 from edgespec_models.errors import RequestError
+from edgespec_runtimes.session import shared_length
 
 __all__ = ["LONGEST", "Acceptance", "ContextTree", "Match", "NgramDrafter"]
 
@@ -95,7 +96,7 @@ class ContextTree:
         Costs one walk for every token that came or went. Tokens that have left the window do not
         come back into the tree when later ones are taken away.
         """
-        shared = _shared_prefix(self._tokens, tokens)
+        shared = shared_length(self._tokens, tokens)
         while len(self._tokens) > shared:
             self._pop()
         for token in tokens[shared:]:
@@ -294,12 +295,3 @@ def _prior(match: Match) -> float:
     if match.support == match.count:
         return match.length / (match.length + 1.0)
     return (match.support - 0.5) / (match.count + 1.0)
-
-
-def _shared_prefix(held: list[int], tokens: Sequence[int]) -> int:
-    length = min(len(held), len(tokens))
-    # Comparing whole lists is a hundred times faster than a loop, and almost always the answer.
-    head = list(tokens[:length])
-    if head == (held if length == len(held) else held[:length]):
-        return length
-    return next(i for i in range(length) if held[i] != head[i])

@@ -1,13 +1,17 @@
-"""One request's drafting: which source drafts, whether any does, and what is learned from every round."""
+"""One request's drafting: which source drafts, whether any does, and what is learned from every round.
 
-from collections.abc import Sequence
+:class:`Policy` chooses; under a grammar :class:`Forced` stands around it.
+"""
+
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 
-from edgespec.decoding.draft import NO_DRAFT, Draft, Extending, Observer, Remarks, Source, Step
-from edgespec.drafting.guard import Guard
-from edgespec.drafting.pricing import Pricing
+from edgespec.decoding.draft import NO_DRAFT, Draft, Extending, Remarks, Source, Step
+from edgespec.decoding.grammar import Constraint
+from edgespec.drafting.pricing import Guard, Pricing
 
-__all__ = ["Policy"]
+__all__ = ["Forced", "Part", "Policy"]
 
 _SMOOTHING = 0.1
 _FORGETTING = 0.005
@@ -16,12 +20,27 @@ _NOTICEABLE = 0.03
 _FIRST_LENGTH = 8  # tokens; a longer draft that is wrong from its beginning costs too much to be the first
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The part of a drafter that takes time in one request: a model, or an app's own.
+
+    Attributes:
+        source: drafts; None where that is not wanted or will not pay.
+        reading_s: seconds that it needs for the prompt when it is first asked.
+        ended: told the answer's tokens when the request has ended, however that came.
+    """
+
+    source: Source | None = None
+    reading_s: float = 0.0
+    ended: Callable[[Sequence[int]], None] = lambda answer: None
+
+
 class Policy:
     """N-grams, which cost nothing, or the model, whichever is expected to gain more; or neither.
 
-    What the model drafted is gone on with by n-grams where the rows that takes are expected to pay. What
-    rounds realised is told to the pricing, the guard and every source. Without a free source nothing is
-    drafted: that is plain decoding, which tells the pricing what passes cost all the same.
+    What the model drafted is continued by n-grams where the rows that takes are expected to pay. The pricing,
+    the guard and every source are told what rounds realised. Without a free source nothing is drafted: that
+    is plain decoding, which tells the pricing what passes cost all the same.
 
     The first round of a request, which is never drafted, is not priced. A draft may be twice as long as what
     was accepted in the round before it, and eight tokens in any case: so a copy that goes on is soon drafted
@@ -29,35 +48,32 @@ class Policy:
 
     Args:
         free: a source whose proposals cost no time worth counting.
-        model: a source that takes time and prices its own drafts; None if there is none.
+        part: of a source that takes time and prices its own drafts. It is asked when decoding has taken twice
+            as long as it needs for the prompt: a short answer is over by then.
         pricing: what verification costs; shared between requests, as is the guard.
         guard: whether drafting is allowed now.
-        reading_s: seconds the model needs for the prompt when it is first asked. It is asked when decoding
-            has taken twice that: a short answer is over by then.
-        observers: told of rounds as sources are, and never asked; closed last.
         remarks: where the reason of a pause is written at the end.
     """
 
     def __init__(
         self,
         free: Extending | None = None,
-        model: Source | None = None,
+        part: Part = Part(),
         *,
         pricing: Pricing,
         guard: Guard,
-        reading_s: float = 0.0,
-        observers: Sequence[Observer] = (),
         remarks: Remarks | None = None,
     ) -> None:
         self.remarks = remarks or Remarks()
-        self._free, self._model = free, model
-        self._all = [each for each in (*observers, free, model) if each is not None]
+        self._free, self._model, self._ended = free, part.source, part.ended
+        self._all = [each for each in (free, part.source) if each is not None]
         self._pricing, self._guard = pricing, guard
-        self._wait_s = _PATIENCE * reading_s
+        self._wait_s = _PATIENCE * part.reading_s
         self._model_surplus = 0.5  # expected surplus of asking the model, tokens a round
         self._promised: float | None = None  # the surplus that the model promised this round; None: not asked
         self._begun = self._has_read = self._has_asked = False
         self._longest = _FIRST_LENGTH
+        self._answer: list[int] = []
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
         """See :class:`~edgespec.decoding.draft.Source`."""
@@ -80,7 +96,7 @@ class Policy:
         return draft.head(self._pricing.keep(draft.confidence)[0])
 
     def observe(self, step: Step) -> None:
-        """See :class:`~edgespec.decoding.draft.Observer`."""
+        """See :class:`~edgespec.decoding.draft.Source`."""
         if self._begun:
             rests = self._free is not None and not self._guard.allows
             self._judge_model(step)
@@ -90,13 +106,15 @@ class Policy:
                 self._guard.rest()
         self._begun = True
         self._longest = max(_FIRST_LENGTH, 2 * step.accepted)
+        self._answer += step.tokens
         for each in self._all:
             each.observe(step)
 
     def close(self) -> None:
-        """See :class:`~edgespec.decoding.draft.Observer`. The last are closed first, each in any case."""
+        """See :class:`~edgespec.decoding.draft.Source`. The model is closed first, each in any case."""
         self.remarks.speculation_off_reason = self.remarks.speculation_off_reason or self._guard.reason
         with ExitStack() as closing:
+            closing.callback(self._ended, self._answer)
             for each in self._all:
                 closing.callback(each.close)
 
@@ -126,3 +144,62 @@ class Policy:
             if asked:
                 rows_s = self._pricing.pass_seconds(1 + forced) - self._pricing.pass_seconds(1)
                 self._guard.observe(len(step.tokens) - forced, step.seconds - rows_s)
+
+
+class Forced:
+    """Around a request's other sources: they go on behind the tokens that the grammar forces.
+
+    A token is forced where it is the only one allowed. It is certain to be accepted, so its confidence is 1
+    and it costs the row whose keys and values the target needs anyway. What others propose is cut where the
+    grammar forbids it, and continued there by what it forces instead. The token that completes the text is
+    never proposed: the pass that would verify it gives it anyway.
+
+    Args:
+        policy: the other sources, whose drafts are deterministic.
+        constraint: the request's grammar.
+        pricing: what verification costs.
+        remarks: the policy's.
+
+    Attributes:
+        remarks: as given.
+    """
+
+    def __init__(
+        self, policy: Source, constraint: Constraint, pricing: Pricing, remarks: Remarks | None = None
+    ) -> None:
+        self._policy, self._constraint, self._pricing = policy, constraint, pricing
+        self.remarks = remarks or Remarks()
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
+        """See :class:`~edgespec.decoding.draft.Source`."""
+        self._constraint.begin(tokens)
+        forced = self._fitting(NO_DRAFT, NO_DRAFT, limit)
+        more = self._policy.propose([*tokens, *forced.tokens], limit - len(forced.tokens))
+        draft = replace(self._fitting(forced, more, limit), forced=len(forced.tokens))
+        return draft.head(self._pricing.keep(draft.confidence)[0])
+
+    def observe(self, step: Step) -> None:
+        """See :class:`~edgespec.decoding.draft.Source`."""
+        self._policy.observe(step)
+
+    def close(self) -> None:
+        """See :class:`~edgespec.decoding.draft.Source`."""
+        self._policy.close()
+
+    def _fitting(self, forced: Draft, more: Draft, limit: int) -> Draft:
+        """``forced``, then what of ``more`` the grammar allows and what it forces there."""
+        tokens, sources, confidence = list(forced.tokens), list(forced.sources), list(forced.confidence)
+        proposals = zip(more.tokens, more.sources, more.confidence, strict=False)
+        while len(tokens) < limit:
+            allowed = self._constraint.allowed(tokens)
+            token, source, sure = next(proposals, (None, "", 0.0))
+            if (only := allowed.only) is not None:
+                if token != only:
+                    proposals = zip((), (), (), strict=False)  # they go on behind another token
+                token, source, sure = only, "grammar", 1.0
+            if token is None or token not in allowed or self._constraint.completes([*tokens, token]):
+                break
+            tokens.append(token)
+            sources.append(source)
+            confidence.append(sure)
+        return Draft(tuple(tokens), None, tuple(sources), tuple(confidence), more.slowdown)

@@ -4,35 +4,44 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
+import numpy as np
+import numpy.typing as npt
+
 from edgespec.decoding.draft import Clock
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Session
 
-__all__ = ["Duration", "Reader", "Said"]
+__all__ = ["Reader", "RunningMean", "Said"]
 
 _SMOOTHING = 0.1
 _FORGETTING = 0.005
 
 
-class Duration:
-    """What something takes: a running mean that outliers hardly move and that drifts back unused.
+class RunningMean:
+    """What something usually is: a mean that outliers hardly move and that drifts back to the usual, unused.
+
+    Args:
+        usual: the value before the first is seen.
+        worth: how many observations the usual counts as; fewer are learned from faster at first.
 
     Attributes:
-        seconds: the mean now.
+        value: the mean now.
     """
 
-    def __init__(self, usual_s: float) -> None:
-        self.seconds = self._usual_s = usual_s
+    def __init__(self, usual: float, worth: int = 10) -> None:
+        self.value = self._usual = usual
+        self._seen = worth
 
-    def observe(self, seconds: float) -> None:
-        """It took ``seconds``."""
-        bounded = min(seconds, 2.0 * self.seconds)
-        self.seconds += _SMOOTHING * (bounded - self.seconds)
+    def observe(self, value: float) -> None:
+        """It was ``value`` once more."""
+        self._seen += 1
+        bounded = min(value, 2.0 * self.value)
+        self.value += max(_SMOOTHING, 1.0 / self._seen) * (bounded - self.value)
 
-    def idle(self) -> None:
+    def fade(self) -> None:
         """It was not tried."""
-        self.seconds += _FORGETTING * (self._usual_s - self.seconds)
+        self.value += _FORGETTING * (self._usual - self.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +50,12 @@ class Said:
 
     Attributes:
         token: the token, which it has read.
-        row: the most probable row of its LM head.
-        probability: of that row.
+        following: the most probable token behind it.
+        probability: of that.
     """
 
     token: int
-    row: int
+    following: int
     probability: float
 
 
@@ -60,27 +69,31 @@ class Reader:
     Args:
         session: the drafter's; nobody else uses it while the request lasts.
         curve: the drafter's measured T(n).
+        head_tokens: the token of every row of a trimmed LM head, int32; None where row i is token i.
         clock: times the passes.
 
     Attributes:
+        spent_s: seconds of passes so far, reading the prompt and ahead not counted; None if nothing was read.
         drafted_ahead: tokens read ahead so far.
         used_ahead: of these, how many later drafts needed.
     """
 
-    def __init__(self, session: Session, curve: CostCurve, *, clock: Clock = perf_counter) -> None:
-        self._session, self._clock = session, clock
+    def __init__(
+        self,
+        session: Session,
+        curve: CostCurve,
+        *,
+        head_tokens: npt.NDArray[np.int32] | None = None,
+        clock: Clock = perf_counter,
+    ) -> None:
+        self._session, self._head_tokens, self._clock = session, head_tokens, clock
         self.drafted_ahead = self.used_ahead = 0
         # The first pass of a round also reads what was committed since the last.
-        self._first, self._step = Duration(curve.seconds(2)), Duration(curve.seconds(1))
+        self._first, self._step = RunningMean(curve.seconds(2)), RunningMean(curve.seconds(1))
         self._said: dict[int, Said] = {}  # by position
         self._length = 0  # of the text; the cache may hold tokens read ahead of it
         self._ahead: set[int] = set()  # positions read ahead that no draft has needed yet
-        self._spent_s: float | None = None
-
-    @property
-    def spent_s(self) -> float | None:
-        """Seconds of passes so far, reading the prompt and ahead not counted; None if nothing was read."""
-        return self._spent_s
+        self.spent_s: float | None = None
 
     @property
     def latest(self) -> Said:
@@ -98,16 +111,16 @@ class Reader:
 
     def seconds_of_text(self, text: Sequence[int]) -> float:
         """What :meth:`read` is expected to take."""
-        return 0.0 if self._knows(text) else self._first.seconds
+        return 0.0 if self._knows(text) else self._first.value
 
     def seconds_of_step(self, token: int) -> float:
         """What :meth:`step` is expected to take."""
-        return self._step.seconds if self._known(token) is None else 0.0
+        return self._step.value if self._known(token) is None else 0.0
 
     def idle(self) -> None:
         """Tell of a round in which nothing was read."""
-        self._first.idle()
-        self._step.idle()
+        self._first.fade()
+        self._step.fade()
 
     def read(self, text: Sequence[int]) -> Said:
         """Catch up with the committed text; the first time that is the whole prompt."""
@@ -116,11 +129,11 @@ class Reader:
             self._forget(min(self._session.shared_prefix(text), last))
             started = self._clock()
             predictions = self._session.predict_next(text)
-            if self._spent_s is None:
-                self._spent_s = 0.0
+            if self.spent_s is None:
+                self.spent_s = 0.0
             else:
                 self._spent(self._first, started)
-            self._said[last] = _said(text[last], predictions)
+            self._said[last] = self._heard(text[last], predictions)
         self._move(len(text))
         self._said = {at: said for at, said in self._said.items() if at >= last}
         return self._said[last]
@@ -150,9 +163,14 @@ class Reader:
         return said
 
     def _ask(self, token: int) -> Said:
-        said = _said(token, self._session.predict([token]))
+        said = self._heard(token, self._session.predict([token]))
         self._said[self._session.length - 1] = said
         return said
+
+    def _heard(self, token: int, predictions: Predictions) -> Said:
+        row = predictions.best(0)
+        following = row if self._head_tokens is None else int(self._head_tokens[row])
+        return Said(token, following, predictions.probability(0))
 
     def _knows(self, text: Sequence[int]) -> bool:
         return len(text) - 1 in self._said and self._session.shared_prefix(text) == len(text)
@@ -161,10 +179,10 @@ class Reader:
         said = self._said.get(self._length)
         return said if said is not None and said.token == token else None
 
-    def _spent(self, usual: Duration, started: float) -> None:
+    def _spent(self, usual: RunningMean, started: float) -> None:
         seconds = self._clock() - started
         usual.observe(seconds)
-        self._spent_s = (self._spent_s or 0.0) + seconds
+        self.spent_s = (self.spent_s or 0.0) + seconds
 
     def _move(self, length: int) -> None:
         """The text has ``length`` tokens now."""
@@ -177,8 +195,3 @@ class Reader:
         """The KV cache is about to lose every token from position ``length`` on."""
         self._said = {at: said for at, said in self._said.items() if at < length}
         self._ahead = {at for at in self._ahead if at < length}
-
-
-def _said(token: int, predictions: Predictions) -> Said:
-    """What a pass says behind its last token."""
-    return Said(token, predictions.best(0), predictions.probability(0))

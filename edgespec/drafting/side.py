@@ -4,16 +4,18 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from edgespec.decoding.draft import Clock, Remarks, Source, Step
+import numpy as np
+import numpy.typing as npt
+
+from edgespec.decoding.draft import Clock, Remarks, Source
 from edgespec.drafting.ahead import Ahead, Beside
 from edgespec.drafting.bridge import Bridge, ByteBridge, IdentityBridge
-from edgespec.drafting.context import context_tokens
 from edgespec.drafting.experience import Experience
-from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
+from edgespec.drafting.model import Calibration, ModelDrafter, context_tokens
+from edgespec.drafting.policy import Part
 from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.reading import Reader
 from edgespec.loading.sessions import DRAFTER_READING_ROWS, Running
-from edgespec.requests.request import Request
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import TokenizerError
 from edgespec_runtimes.kv_store import KvStore
@@ -25,49 +27,11 @@ if TYPE_CHECKING:  # a drafter that nothing teaches imports nothing of this
     from edgespec.learning.trainer import Trainer
     from edgespec.learning.tuning import Example, Tuning
 
-__all__ = ["DrafterSide", "Part"]
+__all__ = ["DrafterSide"]
 
 _PROMPT, _ANSWER = 256, 512  # tokens of a text to learn from, at most: its prompt's last, its answer's first
 _SHORTEST = 8  # answer
 _REREAD = 64  # tokens that may be read again; system prompts are mostly shorter
-
-
-class Part:
-    """The drafter's part in one request, as an observer of its rounds.
-
-    Training stands still while the request runs; then what it wrote is offered to learn from.
-
-    Args:
-        trainer: stands still from now on; None where nothing is trained.
-        source: drafts; None where that is not wanted or will not pay.
-        reading_s: seconds that the source needs for the prompt when it is first asked.
-        example: makes an example of the answer, if that is worth while.
-    """
-
-    def __init__(
-        self,
-        trainer: "Trainer | None" = None,
-        source: Source | None = None,
-        reading_s: float = 0.0,
-        example: "Callable[[Sequence[int]], Example | None]" = lambda answer: None,
-    ) -> None:
-        self.source, self.reading_s = source, reading_s
-        self._trainer, self._example, self._answer = trainer, example, list[int]()
-        if trainer is not None:
-            trainer.pause()
-
-    def observe(self, step: Step) -> None:
-        """See :class:`~edgespec.decoding.draft.Observer`."""
-        self._answer += step.tokens
-
-    def close(self) -> None:
-        """See :class:`~edgespec.decoding.draft.Observer`."""
-        if self._trainer is None:
-            return
-        self._trainer.resume()
-        example = self._example(self._answer)
-        if example is not None:
-            self._trainer.offer(example)
 
 
 class DrafterSide:
@@ -115,27 +79,44 @@ class DrafterSide:
         return tokens.copy() if self._same_vocabulary else encode(self.bundle)
 
     def begin(
-        self, tokens: Sequence[int], prompt: list[int], request: Request, *, max_draft: int, remarks: Remarks
+        self,
+        tokens: Sequence[int],
+        prompt: list[int],
+        *,
+        max_new_tokens: int,
+        max_draft: int,
+        target_end: int | None,
+        remarks: Remarks,
     ) -> Part:
-        """A request begins; ``tokens`` are its prompt, ``prompt`` the same as the drafter is to read it."""
+        """A request begins; training stands still until it has ended, and then may learn from its answer.
+
+        Args:
+            tokens: its prompt.
+            prompt: the same as the drafter is to read it.
+            max_new_tokens: the longest answer.
+            max_draft: the longest draft.
+            target_end: the target's token to propose where the drafter ends the text, if any.
+            remarks: where it is written how much was read ahead.
+        """
         # Another vocabulary may need more tokens for the same text.
-        wanted = len(prompt) + 2 * request.max_new_tokens + 4 * max_draft
+        wanted = len(prompt) + 2 * max_new_tokens + 4 * max_draft
         self._caches.fetch(self.session, prompt)
         self.session.reserve(min(wanted, self.session.longest))
         self._tune(prompt)
         unread = len(prompt) - self.session.shared_prefix(prompt)
         reading_s = unread * self.curve.seconds(DRAFTER_READING_ROWS) / DRAFTER_READING_ROWS
-        longest_s = request.max_new_tokens * self._pricing.pass_seconds(1)
+        longest_s = max_new_tokens * self._pricing.pass_seconds(1)
         if len(prompt) >= self.session.capacity:
-            return Part(self.trainer)
+            return self.idle()
         if self.experience.expected(tokens) <= reading_s / longest_s:
             self.experience.skip(tokens)
-            return Part(self.trainer)
+            return self.idle()
         bridge = self._bridge(tokens, prompt)
         model = ModelDrafter(
-            Reader(self.session, self.curve, clock=self._clock),
+            Reader(self.session, self.curve, head_tokens=self._head_tokens(prompt), clock=self._clock),
             bridge,
-            self._vocabulary(prompt, request),
+            ends=self.bundle.manifest.special_tokens.eos,
+            target_end=target_end,
             pricing=self._pricing,
             calibration=self._calibration,
             gained=lambda seconds: self.experience.add(tokens, seconds / longest_s),
@@ -143,16 +124,13 @@ class DrafterSide:
         source: Source = model
         if self._beside is not None:
             source = Ahead(model, self._beside, pricing=self._pricing, remarks=remarks)
-        return Part(
-            self.trainer,
-            source,
-            reading_s,
-            lambda answer: self._example([*tokens, *answer], bridge, len(prompt)),
+        return self._part(
+            source, reading_s, lambda answer: self._example([*tokens, *answer], bridge, len(prompt))
         )
 
-    def idle(self) -> Part:
-        """Its part in a request that it does not draft for."""
-        return Part(self.trainer)
+    def idle(self, source: Source | None = None) -> Part:
+        """Its part in a request that it does not draft for; an app's own ``source`` may."""
+        return self._part(source)
 
     def stop(self) -> None:
         """Wait for what an earlier request may have left running."""
@@ -179,6 +157,26 @@ class DrafterSide:
         from edgespec.learning.tuning import Tuning
 
         return Tuning(NumpyDecoder(self.bundle), table)
+
+    def _part(
+        self,
+        source: Source | None,
+        reading_s: float = 0.0,
+        example: "Callable[[Sequence[int]], Example | None]" = lambda answer: None,
+    ) -> Part:
+        """``example`` makes an example of the answer to learn from, if that is worth while."""
+        trainer = self.trainer
+        if trainer is None:
+            return Part(source, reading_s)
+        trainer.pause()
+
+        def ended(answer: Sequence[int]) -> None:
+            trainer.resume()
+            lesson = example(answer)
+            if lesson is not None:
+                trainer.offer(lesson)
+
+        return Part(source, reading_s, ended)
 
     def _bridge(self, tokens: Sequence[int], prompt: list[int]) -> Bridge:
         if self._same_vocabulary:
@@ -216,12 +214,9 @@ class DrafterSide:
         self._tuned.tune(gains)
         self._caches.forget(self.session)  # which others computed
 
-    def _vocabulary(self, prompt: Sequence[int], request: Request) -> Vocabulary:
-        """What it can write in this request: besides the rows it has, the words of its prompt."""
-        head, session = None, self.session
-        if self.bundle.head_tokens is not None and isinstance(session, TrimmedHead):
-            session.offer(context_tokens(prompt, self.bundle.tokenizer, self.bundle.head_tokens))
-            head = session.head_tokens
-        eos = self._target.manifest.special_tokens.eos if request.stop_at_eos else ()
-        ends = frozenset(self.bundle.manifest.special_tokens.eos)
-        return Vocabulary(ends, eos[0] if eos else None, head)
+    def _head_tokens(self, prompt: Sequence[int]) -> npt.NDArray[np.int32] | None:
+        """What a trimmed LM head can write in this request: besides the rows it has, the words of its prompt."""
+        if self.bundle.head_tokens is None or not isinstance(self.session, TrimmedHead):
+            return None
+        self.session.offer(context_tokens(prompt, self.bundle.tokenizer, self.bundle.head_tokens))
+        return self.session.head_tokens
