@@ -13,7 +13,7 @@ from edgespec.requests.request import Request
 from edgespec.requests.results import Generation
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.devices.placement import Placement, run_at_once
-from tests.ahead_for_tests import PROMPT, VOCAB, mixed, model_of, placed, plain, stream_of
+from tests.drafters_for_tests import PROMPT, VOCAB, mixed, model_of, placed, plain, stream_of
 from tests.toy import F32, NextLogits, ToySession, markov_logits, round_of
 from tools.replay import Clock, lane
 
@@ -109,7 +109,7 @@ def test_a_draft_says_how_much_longer_its_pass_takes(clock: Clock) -> None:
     """So the pricing learns what passes take alone."""
     pricing, next_logits = Pricing(CostCurve({1: 10.0, 16: 10.1})), markov_logits(5, VOCAB, scale=200.0)
     small, beside = _Timed(next_logits, clock, 3.0), _beside(clock)
-    ahead = Ahead(model_of(small, pricing, clock=clock), beside, pricing=pricing, remarks=Remarks())
+    ahead = Ahead(model_of(small, pricing=pricing, clock=clock), beside, pricing=pricing, remarks=Remarks())
     tokens, draft, slowdowns = list(PROMPT), Draft(), list[float]()
     for _ in range(120):
         draft = ahead.propose(tokens, 4)
@@ -131,7 +131,7 @@ def _answer(clock: Clock, *, right: float, side_by_side: bool) -> tuple[Generati
     beside = _beside(clock, 0.25) if side_by_side else None
     small = _Timed(mixed(next_logits, markov_logits(6, VOCAB), right), clock, 0.25)
     target = _Timed(next_logits, clock, 1.0)
-    drafter = model_of(small, pricing, curve=curve, clock=clock)
+    drafter = model_of(small, pricing=pricing, curve=curve, clock=clock)
     result = stream_of(target, drafter, beside, pricing, Request(max_new_tokens=128), clock).run()
     assert [*PROMPT, *result.tokens] == plain(next_logits, 128)
     return result, drafter

@@ -14,19 +14,27 @@ from edgespec import LoadOptions, Model
 from edgespec.decoding.draft import Source
 from edgespec.decoding.loop import decode
 from edgespec.decoding.sampling import SamplingParams
-from edgespec.decoding.verification import make_verifier
+from edgespec.decoding.verification import Verifier
 from edgespec.drafting.ahead import Beside
 from edgespec.drafting.bridge import ByteBridge
-from edgespec.drafting.guard import Guard
 from edgespec.drafting.model import ModelDrafter
 from edgespec.drafting.ngram import NgramDrafter
-from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Pricing
 from edgespec.requests.request import Request, RequestOptions
 from edgespec.requests.stream import Stream
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
-from tests.ahead_for_tests import PROMPT, QUICK, VOCAB, ahead_of, mixed, model_of, plain, stream_of
+from tests.drafters_for_tests import (
+    PROMPT,
+    QUICK,
+    VOCAB,
+    ahead_of,
+    mixed,
+    model_of,
+    plain,
+    policy_of,
+    stream_of,
+)
 from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import COLUMNS, F32, INT4, LLAMA, QWEN, NextLogits, ToySession, markov_logits, tiny_bundle
 
@@ -77,9 +85,9 @@ class _Slow(ToySession):
 
 def test_the_next_draft_is_there_when_verification_ends() -> None:
     pricing, small, tokens = Pricing(LONG), _Small(NEXT_LOGITS), list(PROMPT)
-    model, target = model_of(small, pricing), _Slow(NEXT_LOGITS, VOCAB)
+    model, target = model_of(small, pricing=pricing), _Slow(NEXT_LOGITS, VOCAB)
     drafter = ahead_of(model, Beside(QUICK), pricing)
-    steps = decode(target, drafter, make_verifier(SamplingParams()), tokens, max_new_tokens=50, max_draft=4)
+    steps = decode(target, drafter, Verifier(SamplingParams()), tokens, max_new_tokens=50, max_draft=4)
     for number, step in enumerate(steps):
         if number == 1:  # the first draft is the only one that anybody waits for: the prompt and three steps
             assert small.waited_for == 4
@@ -96,9 +104,9 @@ def test_a_rejected_draft_is_dropped_at_the_price_of_a_step() -> None:
     """The drafter is always wrong: each of its drafts begins anew, from the text."""
     wrong = markov_logits(1, VOCAB, scale=200.0)
     pricing, tokens = Pricing(LONG), list(PROMPT)
-    model, target = model_of(_Small(wrong), pricing), _Slow(NEXT_LOGITS, VOCAB)
+    model, target = model_of(_Small(wrong), pricing=pricing), _Slow(NEXT_LOGITS, VOCAB)
     drafter = ahead_of(model, Beside(QUICK), pricing)
-    for _ in decode(target, drafter, make_verifier(SamplingParams()), tokens, max_new_tokens=12, max_draft=4):
+    for _ in decode(target, drafter, Verifier(SamplingParams()), tokens, max_new_tokens=12, max_draft=4):
         pass
     drafter.close()
     assert tokens == plain(NEXT_LOGITS, 12)
@@ -121,14 +129,12 @@ def test_output_is_that_of_plain_decoding(
     params = SamplingParams(temperature=temperature, seed=seed if temperature else None)
     small = _Small(mixed(next_logits, markov_logits(seed + 1, VOCAB), right))
     pricing, tokens = Pricing(LONG), list(PROMPT)
-    model = model_of(small, pricing)
+    model = model_of(small, pricing=pricing)
     drafter: Source = ahead_of(model, Beside(QUICK), pricing)
     if with_ngrams:
-        drafter = Policy(NgramDrafter(), drafter, pricing=pricing, guard=Guard(pricing))
+        drafter = policy_of(NgramDrafter(), drafter, pricing=pricing)
     target = ToySession(next_logits, VOCAB)
-    for _ in decode(
-        target, drafter, make_verifier(params), tokens, max_new_tokens=count, max_draft=max_draft
-    ):
+    for _ in decode(target, drafter, Verifier(params), tokens, max_new_tokens=count, max_draft=max_draft):
         assert target.cache == tokens[:-1]
     drafter.close()
     assert tokens == plain(next_logits, count, params)
@@ -144,7 +150,7 @@ def test_across_vocabularies() -> None:
     small.reserve(1000)
     target, pricing = ToySession.writing(large, script, 3), Pricing(LONG)
     tokens, bridge = list(PROMPT), ByteBridge(large, other, prompt_length=3, drafter_prompt=before)
-    model, verify = model_of(small, pricing, bridge), make_verifier(SamplingParams())
+    model, verify = model_of(small, bridge, pricing=pricing), Verifier(SamplingParams())
     drafter = ahead_of(model, Beside(QUICK), pricing)
     for step in decode(target, drafter, verify, tokens, max_new_tokens=90, max_draft=5):
         assert step.accepted <= len(step.draft.tokens)
@@ -198,7 +204,7 @@ class _Request:
     def of(cls, error: BaseException | None = None) -> "_Request":
         pricing, held, target = Pricing(LONG), _Held(NEXT_LOGITS, error), _After(NEXT_LOGITS, VOCAB)
         target.held = held
-        return cls(held, target, Beside(QUICK), model_of(held, pricing), pricing)
+        return cls(held, target, Beside(QUICK), model_of(held, pricing=pricing), pricing)
 
     def stream(self, cancelled: Callable[[], bool] = lambda: False) -> Stream:
         request = Request(max_new_tokens=40, cancelled=cancelled)
@@ -235,7 +241,7 @@ def test_what_fails_beside_a_pass_fails_the_round_behind_it(error: BaseException
     assert len(tokens) >= 3 + 5 and it.target.cache == tokens[:-1]
     it.held.error, it.held.let_go = None, threading.Event()
     it.held.let_go.set()
-    fresh = ahead_of(model_of(it.held, it.pricing), it.beside, it.pricing)
+    fresh = ahead_of(model_of(it.held, pricing=it.pricing), it.beside, it.pricing)
     assert fresh.propose(tokens, 4).tokens == tuple(plain(NEXT_LOGITS, len(tokens) + 1)[len(tokens) :])
     fresh.close()
 

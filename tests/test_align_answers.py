@@ -20,7 +20,7 @@ from edgespec.align.answering import answer
 from edgespec.align.answers import Answer, Asking, alone, read_answers, unanswered, write_answers
 from edgespec.align.run import is_held_out, split_texts
 from edgespec.cli import app
-from edgespec.drafting.context import context_tokens
+from edgespec.drafting.model import context_tokens
 from edgespec.measuring.prompts import Prompt
 from edgespec_export.align.settings import Text
 from edgespec_export.export import ExportOptions, export_model

@@ -1,7 +1,9 @@
 """N-grams, a history and a drafter that learns, all at once: the tokens are those of plain decoding."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -9,16 +11,14 @@ from hypothesis import strategies as st
 
 import edgespec
 from edgespec import History, LoadOptions
+from edgespec.decoding.draft import Extending
 from edgespec.decoding.loop import decode
 from edgespec.decoding.sampling import SamplingParams
-from edgespec.decoding.verification import make_verifier
-from edgespec.drafting.bridge import IdentityBridge
-from edgespec.drafting.guard import Guard
-from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
+from edgespec.decoding.verification import Verifier
+from edgespec.drafting.model import Calibration
 from edgespec.drafting.ngram import NgramDrafter
-from edgespec.drafting.policy import Policy
-from edgespec.drafting.pricing import Pricing
-from edgespec.drafting.reading import Reader
+from edgespec.drafting.policy import Part, Policy
+from edgespec.drafting.pricing import Guard, Pricing
 from edgespec.history.drafter import BestOf
 from edgespec.history.memory import Snapshot
 from edgespec.history.use import HistoryUse
@@ -28,13 +28,13 @@ from edgespec.measuring.chi_square import pool_rare, two_samples
 from edgespec.measuring.prompts import Prompt
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve
+from tests.drafters_for_tests import GREEDY, model_of
 from tests.learning_for_tests import AtOnce
 from tests.native_for_tests import tiny_native
 from tests.toy import F32, LLAMA, Silent, ToySession, markov_logits
 from tools.replay import Clock
 
 VOCAB = 12
-GREEDY = SamplingParams()
 FLAT = CostCurve({1: 1.0, 64: 1.0001})
 
 
@@ -65,18 +65,12 @@ class _Machine:
     def answer(self, prompt: Sequence[int], params: SamplingParams, count: int) -> list[int]:
         tokens = list(prompt)
         self.small = self._trained()
-        model = ModelDrafter(
-            Reader(self.small, CostCurve({1: 1e-9})),
-            IdentityBridge(VOCAB),
-            Vocabulary(),
-            pricing=self.pricing,
-            calibration=self.calibration,
-        )
+        model = model_of(self.small, pricing=self.pricing, calibration=self.calibration)
         free = BestOf(NgramDrafter(), self.use.begin(self.guards[1]))
         self.requests += 1
         asked = model if self.requests % 3 else None
-        policy = Policy(free, asked, pricing=self.pricing, guard=self.guards[0])
-        verify = make_verifier(params)
+        policy = Policy(free, Part(asked), pricing=self.pricing, guard=self.guards[0])
+        verify = Verifier(params)
         steps = decode(
             self.target, policy, verify, tokens, max_new_tokens=count, max_draft=4, clock=self.clock
         )
@@ -98,7 +92,7 @@ class _Machine:
 def _plain(prompt: Sequence[int], params: SamplingParams, count: int) -> list[int]:
     tokens = list(prompt)
     session = ToySession.markov(1, VOCAB, scale=1.0)
-    for _ in decode(session, Silent(), make_verifier(params), tokens, max_new_tokens=count, max_draft=4):
+    for _ in decode(session, Silent(), Verifier(params), tokens, max_new_tokens=count, max_draft=4):
         pass
     return tokens
 
@@ -152,7 +146,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sessions, "measure_cost", lambda *_, **__: FLAT)
     monkeypatch.setattr("edgespec.drafting.pricing.Pricing.pass_seconds", lambda self, rows: 1e-9)
     monkeypatch.setattr("edgespec.drafting.pricing.Pricing.pays", lambda self, *_, **__: True)
-    monkeypatch.setattr("edgespec.drafting.guard.Guard.allows", True)
+    monkeypatch.setattr("edgespec.drafting.pricing.Guard.allows", True)
     monkeypatch.setattr("edgespec.drafting.experience.Experience.expected", lambda self, prompt: 1e9)
     monkeypatch.setattr("edgespec.drafting.policy.Policy.__init__", _asking_the_model)
     monkeypatch.setattr("edgespec.learning.trainer.Trainer.offer", AtOnce.offer)
@@ -162,8 +156,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 _policy = Policy.__init__
 
 
-def _asking_the_model(self: Policy, *arguments: object, **options: object) -> None:
-    _policy(self, *arguments, **(options | {"reading_s": 0.0}))  # type: ignore[arg-type]
+def _asking_the_model(self: Policy, free: Extending | None, part: Part, **options: Any) -> None:
+    _policy(self, free, replace(part, reading_s=0.0), **options)
     self._model_surplus = 1e9
 
 

@@ -19,11 +19,7 @@ import edgespec
 from edgespec.decoding.draft import Source
 from edgespec.decoding.loop import decode
 from edgespec.decoding.sampling import SamplingParams, distribution
-from edgespec.decoding.verification import verify_greedy
-from edgespec.drafting.bridge import IdentityBridge
-from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
-from edgespec.drafting.pricing import Pricing
-from edgespec.drafting.reading import Reader
+from edgespec.decoding.verification import Verifier
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import EdgespecError
 from edgespec_models.graphs.decoder import _choose
@@ -37,6 +33,7 @@ from edgespec_runtimes.devices.kinds import CPU
 from edgespec_runtimes.ort import ort
 from edgespec_runtimes.predictions import DevicePredictions, Logits, Predictions
 from edgespec_runtimes.session import Session
+from tests.drafters_for_tests import model_of
 from tests.toy import (
     F32,
     GEMMA,
@@ -149,16 +146,9 @@ def _tied(seed: int, levels: int) -> NextLogits:
     return lambda tokens: np.clip(np.round(next_logits(tokens)), -levels, levels)
 
 
-def _model(session: Session) -> ModelDrafter:
-    session.reserve(400)
-    bridge, pricing = IdentityBridge(session.vocab_size), Pricing(FREE)
-    reader = Reader(session, QUICK)
-    return ModelDrafter(reader, bridge, Vocabulary(), pricing=pricing, calibration=Calibration())
-
-
 def _written(target: Session, drafter: Source, prompt: Sequence[int], count: int) -> list[int]:
     tokens = list(prompt)
-    steps = decode(target, drafter, verify_greedy, tokens, max_new_tokens=count, max_draft=5)
+    steps = decode(target, drafter, Verifier(GREEDY), tokens, max_new_tokens=count, max_draft=5)
     for step in steps:
         assert len(step.tokens) <= 6
     return tokens
@@ -174,7 +164,7 @@ def test_greedy_output_is_that_of_the_rows(seed: int, levels: int, kind: str) ->
             return Silent()
         if kind == "random":
             return RandomDrafter(seed, VOCAB, next_logits)
-        return _model(session(next_logits if kind == "model" else other, VOCAB))
+        return model_of(session(next_logits if kind == "model" else other, VOCAB))
 
     prompt = [seed % VOCAB, 7]
     plain = _written(ToySession(next_logits, VOCAB), drafter(ToySession), prompt, 30)
@@ -241,7 +231,7 @@ def test_a_float16_graph_chooses_what_its_rows_say(
     for prompt in ([1], [5, 17, 300, 2, 2, 41], list(range(200))):
         plain = _written(old, Silent(), prompt, 24)
         assert _written(new, Silent(), prompt, 24) == plain
-        drafted = _written(new, _model(drafter), prompt, 24)
+        drafted = _written(new, model_of(drafter), prompt, 24)
         assert drafted == plain or not row_exact
     assert drafter.length and not copies
     tokens = [3, 300, 12, 4]

@@ -12,31 +12,23 @@ from hypothesis import strategies as st
 from edgespec.decoding.draft import NO_DRAFT, Draft, Source, Step
 from edgespec.decoding.loop import decode
 from edgespec.decoding.sampling import SamplingParams
-from edgespec.decoding.verification import Verifier, make_verifier
-from edgespec.drafting.bridge import Bridge, ByteBridge, IdentityBridge
-from edgespec.drafting.guard import Guard
-from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
+from edgespec.decoding.verification import Verifier
+from edgespec.drafting.bridge import ByteBridge, IdentityBridge
+from edgespec.drafting.model import ModelDrafter
 from edgespec.drafting.ngram import NgramDrafter
-from edgespec.drafting.policy import Policy
-from edgespec.drafting.pricing import Pricing
-from edgespec.drafting.reading import Reader
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import Cancelled
 from edgespec_models.text.tokenizer import Tokenizer
-from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.session import Session
+from tests.drafters_for_tests import GREEDY, model_of, policy_of
 from tests.machines_for_tests import X86
 from tests.native_for_tests import tiny_native
 from tests.tokenizers_for_tests import CORPUS, byte_level_json, sentencepiece_json
 from tests.toy import COLUMNS, GEMMA, LLAMA, Deaf, RandomDrafter, ToySession, markov_logits, tiny_bundle
 
-FREE = CostCurve({1: 1.0, 32: 1.0001})
-QUICK = CostCurve({1: 1e-7})
 KINDS = ("byte", "small byte", "sentencepiece")
 SCRIPT = "\n".join(CORPUS).encode()
-GREEDY = SamplingParams()
-NO_ENDS = Vocabulary()
 
 
 @lru_cache
@@ -46,12 +38,6 @@ def tokenizer(kind: str) -> Tokenizer:
     if kind == "small byte":
         return Tokenizer.from_json(byte_level_json(size=300, specials=("<eos>",)))
     return Tokenizer.from_json(sentencepiece_json())
-
-
-def _model(session: ToySession | CpuSession, bridge: Bridge, ends: Vocabulary = NO_ENDS) -> ModelDrafter:
-    session.reserve(400)
-    reader, pricing = Reader(session, QUICK), Pricing(FREE)
-    return ModelDrafter(reader, bridge, ends, pricing=pricing, calibration=Calibration())
 
 
 def _across(kind: str, seed: int, *, script: bool) -> ModelDrafter:
@@ -64,13 +50,7 @@ def _across(kind: str, seed: int, *, script: bool) -> ModelDrafter:
         else ToySession.markov(seed, other.vocab_size, scale=50.0)
     )
     bridge = ByteBridge(tokenizer("byte"), other, prompt_length=3, drafter_prompt=prompt)
-    return _model(session, bridge)
-
-
-def _policy(model: Source | None = None) -> Policy:
-    """Of n-grams and a model; without one, of nothing."""
-    pricing = Pricing(FREE)
-    return Policy(None if model is None else NgramDrafter(), model, pricing=pricing, guard=Guard(pricing))
+    return model_of(session, bridge)
 
 
 def _drafters(kind: str, seed: int) -> Source:
@@ -81,14 +61,14 @@ def _drafters(kind: str, seed: int) -> Source:
         "ngram": lambda: NgramDrafter(stop_below=0.0),
         "random": lambda: RandomDrafter(seed, vocab),
         "oracle with errors": lambda: RandomDrafter(seed, vocab, oracle),
-        "same model": lambda: _model(ToySession(oracle, vocab), IdentityBridge(vocab)),
-        "other model": lambda: _model(ToySession.markov(seed, vocab, scale=50.0), IdentityBridge(vocab)),
+        "same model": lambda: model_of(ToySession(oracle, vocab)),
+        "other model": lambda: model_of(ToySession.markov(seed, vocab, scale=50.0), IdentityBridge(vocab)),
         "across, byte level": lambda: _across("small byte", seed, script=False),
         "across, sentencepiece": lambda: _across("sentencepiece", seed, script=False),
         "script, byte level": lambda: _across("small byte", seed, script=True),
         "script, sentencepiece": lambda: _across("sentencepiece", seed, script=True),
-        "policy": lambda: _policy(_across("sentencepiece", seed, script=True)),
-        "policy with an oracle": lambda: _policy(_model(ToySession(oracle, vocab), IdentityBridge(vocab))),
+        "policy": lambda: policy_of(NgramDrafter(), _across("sentencepiece", seed, script=True)),
+        "policy with an oracle": lambda: policy_of(NgramDrafter(), model_of(ToySession(oracle, vocab))),
     }
     return makers[kind]()
 
@@ -117,7 +97,7 @@ def _plain(
     target: Session, prompt: list[int], count: int, params: SamplingParams = GREEDY, stop: Sequence[int] = ()
 ) -> list[int]:
     """Without the loop: one token after another."""
-    tokens, verify = list(prompt), make_verifier(params)
+    tokens, verify = list(prompt), Verifier(params)
     target.truncate(0)
     while len(tokens) < len(prompt) + count:
         tokens.append(verify(target.predict_next(tokens), NO_DRAFT, tokens).token)
@@ -141,8 +121,8 @@ def _run(
     accepted = 0
     steps = decode(
         target,
-        drafter or _policy(),
-        verify or make_verifier(GREEDY),
+        drafter or policy_of(),
+        verify or Verifier(GREEDY),
         tokens,
         max_new_tokens=count,
         max_draft=max_draft,
@@ -202,7 +182,7 @@ def test_seeded_samples_are_those_of_plain_decoding(kind: str, seed: int, sampli
     )[sampling]
     prompt = [seed % 400, 7, 9]
     expected = _plain(_target(False), prompt, 60, params)
-    got, _ = _run(_target(False), _drafters(kind, seed), prompt, count=60, verify=make_verifier(params))
+    got, _ = _run(_target(False), _drafters(kind, seed), prompt, count=60, verify=Verifier(params))
     assert got == expected
 
 
@@ -235,7 +215,7 @@ def test_a_stop_token_inside_an_accepted_run_cuts_it() -> None:
         decode(
             target,
             drafter,
-            make_verifier(GREEDY),
+            Verifier(GREEDY),
             tokens,
             max_new_tokens=12,
             max_draft=8,
@@ -285,7 +265,7 @@ def test_the_first_round_is_never_drafted_and_limits_count_down() -> None:
 
 def test_every_round_is_told_once_before_it_is_yielded() -> None:
     recorder, tokens = _Recorder(_drafters("oracle with errors", 4)), [1, 2, 3]
-    steps = decode(_target(False), recorder, make_verifier(GREEDY), tokens, max_new_tokens=30, max_draft=4)
+    steps = decode(_target(False), recorder, Verifier(GREEDY), tokens, max_new_tokens=30, max_draft=4)
     seen = []
     for step in steps:
         seen.append(step)
@@ -299,7 +279,7 @@ def test_a_caller_may_stop_at_any_yield_and_go_on_later(rounds: int) -> None:
     expected = _plain(_target(False), [1, 2, 3], 40)
     tokens = [1, 2, 3]
     drafter = _drafters("oracle with errors", 4)
-    steps = decode(target, drafter, make_verifier(GREEDY), tokens, max_new_tokens=40, max_draft=4)
+    steps = decode(target, drafter, Verifier(GREEDY), tokens, max_new_tokens=40, max_draft=4)
     for _ in islice(steps, rounds):
         pass
     steps.close()  # type: ignore[attr-defined]
@@ -317,7 +297,7 @@ def test_cancelled_between_rounds_it_ends_where_it_is() -> None:
     steps = decode(
         target,
         _drafters("same model", 0),
-        make_verifier(GREEDY),
+        Verifier(GREEDY),
         tokens,
         max_new_tokens=40,
         max_draft=4,
@@ -338,8 +318,8 @@ def test_cancelled_in_prefill_nothing_is_committed_and_the_session_is_valid() ->
         next(
             decode(
                 target,
-                _policy(),
-                make_verifier(GREEDY),
+                policy_of(),
+                Verifier(GREEDY),
                 tokens,
                 max_new_tokens=5,
                 max_draft=4,
@@ -360,7 +340,7 @@ class _Broken(Deaf):
 def test_an_error_in_the_drafter_leaves_the_session_valid() -> None:
     target, tokens = _target(False), [1, 2, 3]
     with pytest.raises(RuntimeError, match="broken"):
-        list(decode(target, _Broken(), make_verifier(GREEDY), tokens, max_new_tokens=9, max_draft=4))
+        list(decode(target, _Broken(), Verifier(GREEDY), tokens, max_new_tokens=9, max_draft=4))
     assert target.cache == tokens[:-1]
     assert len(tokens) == 4
 
@@ -384,10 +364,10 @@ def test_real_graphs_keep_the_promise(tmp_path: Path, config: ModelConfig, porta
     small = CpuSession(tiny_native(tmp_path / "drafter", LLAMA, "Q4_0", seed=5).bundle, options)
     same = CpuSession(model.bundle, options)
     for drafter in (
-        _model(
+        model_of(
             small, ByteBridge(tokenizer("byte"), tokenizer("byte"), prompt_length=3, drafter_prompt=[1, 2])
         ),
-        _model(same, IdentityBridge(404)),
+        model_of(same, IdentityBridge(404)),
         RandomDrafter(1, 404, None),
         NgramDrafter(stop_below=0.0),
     ):
@@ -395,5 +375,5 @@ def test_real_graphs_keep_the_promise(tmp_path: Path, config: ModelConfig, porta
         got, _ = _run(target, drafter, prompt, count=60, max_draft=5)
         assert got == expected
     target.truncate(0)
-    _, accepted = _run(target, _model(same, IdentityBridge(404)), prompt, count=60, max_draft=5)
+    _, accepted = _run(target, model_of(same, IdentityBridge(404)), prompt, count=60, max_draft=5)
     assert accepted >= 20

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from edgespec.decoding.draft import Remarks
-from edgespec.drafting.context import context_tokens
+from edgespec.drafting.model import context_tokens
+from edgespec.drafting.policy import Part
 from edgespec.drafting.pricing import Pricing
-from edgespec.drafting.side import DrafterSide, Part
+from edgespec.drafting.side import DrafterSide
 from edgespec.learning.trainer import Trainer
 from edgespec.learning.tuning import Example
 from edgespec.loading.sessions import Running
-from edgespec.requests.request import Request, RequestOptions
 from edgespec_models.text.tokenizer import SpecialTokens
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.devices.discovery import Device
@@ -22,7 +22,7 @@ from edgespec_runtimes.devices.kinds import KINDS
 from edgespec_runtimes.devices.placement import Placement
 from edgespec_runtimes.kv_store import KvStore
 from tests.models_for_tests import toy_bundle, toy_session
-from tests.toy import ToySession, round_of
+from tests.toy import ToySession
 
 EOS = 3
 QUICK = CostCurve({1: 1e-6})
@@ -63,9 +63,8 @@ def _side(*, context: int = 4096, curve: CostCurve = QUICK) -> DrafterSide:
     )
 
 
-def _begin(side: DrafterSide, prompt: list[int], **options: Any) -> Part:
-    request = Request.of(cast(RequestOptions, {"max_new_tokens": 20, **options}))
-    return side.begin(prompt, list(prompt), request, max_draft=4, remarks=Remarks())
+def _begin(side: DrafterSide, prompt: list[int]) -> Part:
+    return side.begin(prompt, list(prompt), max_new_tokens=20, max_draft=4, target_end=EOS, remarks=Remarks())
 
 
 def test_its_cache_has_room_for_an_answer_of_more_tokens_than_the_targets() -> None:
@@ -92,14 +91,6 @@ def test_a_prompt_that_takes_longer_to_read_than_it_will_gain_is_not_read() -> N
         assert not part.source or _begin(side, [5] * 64).source
 
 
-@pytest.mark.parametrize(("options", "end"), [({}, EOS), ({"stop_at_eos": False}, None)])
-def test_it_proposes_the_targets_end_where_that_ends_the_answer(
-    options: dict[str, Any], end: int | None
-) -> None:
-    vocabulary = _side()._vocabulary([5], Request.of(cast(RequestOptions, options)))
-    assert (vocabulary.ends, vocabulary.target_end, vocabulary.head_tokens) == (frozenset({EOS}), end, None)
-
-
 @pytest.mark.parametrize("tunable", [frozenset[str](), frozenset({"gain"})])
 def test_it_is_trained_where_its_session_can_be_tuned(
     monkeypatch: pytest.MonkeyPatch, tunable: frozenset[str]
@@ -112,41 +103,38 @@ def test_words_of_the_prompt_are_offered_to_a_trimmed_head() -> None:
     side, offered, prompt = _side(), list[Sequence[int]](), [300, 20, 310]
     kept = cast(Any, side.bundle).head_tokens = np.arange(200, dtype=np.int32)
     cast(Any, side.session).offer = offered.append
-    side._vocabulary(prompt, Request())
+    _begin(side, prompt)
     assert offered == [context_tokens(prompt, side.bundle.tokenizer, kept)]
     assert {300, 310} <= set(offered[0]) and 20 not in offered[0]
 
 
-def _offered(prompt: list[int], rounds: Sequence[Sequence[int]]) -> list[Any]:
+def _offered(prompt: list[int], answer: Sequence[int]) -> list[Any]:
     side, trainer = _side(), _Trainer()
     side.trainer = cast(Trainer, trainer)
     part = _begin(side, prompt)
     assert trainer.told == ["pause"]
-    for tokens in rounds:
-        part.observe(round_of(*tokens))
-    part.close()
+    part.ended(answer)
     assert trainer.told[:2] == ["pause", "resume"]
     return trainer.told[2:]
 
 
 def test_what_was_answered_is_offered_to_learn_from() -> None:
     answer = list(range(20, 30))
-    assert _offered([7, 8], [answer[:4], answer[4:]]) == [Example((7, 8, *answer), 2)]
-    assert _offered([7, 8], [[*answer, EOS]]) == [Example((7, 8, *answer, EOS), 2)]
-    assert _offered([7, 8], [answer[:7]]) == []
-    assert _offered([7, 8], [answer[:8]]) == [Example((7, 8, *answer[:8]), 2)]
+    assert _offered([7, 8], answer) == [Example((7, 8, *answer), 2)]
+    assert _offered([7, 8], [*answer, EOS]) == [Example((7, 8, *answer, EOS), 2)]
+    assert _offered([7, 8], answer[:7]) == []
+    assert _offered([7, 8], answer[:8]) == [Example((7, 8, *answer[:8]), 2)]
     assert _offered([7, 8], []) == []
 
 
 def test_of_long_texts_the_end_of_the_prompt_and_the_beginning_of_the_answer_are_offered() -> None:
     prompt, answer = [5 + i % 9 for i in range(300)], [20 + i % 7 for i in range(600)]
-    assert _offered(prompt, [answer]) == [Example((*prompt[-256:], *answer[:512]), 256)]
+    assert _offered(prompt, answer) == [Example((*prompt[-256:], *answer[:512]), 256)]
 
 
 def test_a_request_it_does_not_draft_for_teaches_nothing() -> None:
     side, trainer = _side(), _Trainer()
     side.trainer = cast(Trainer, trainer)
     part = side.idle()
-    part.observe(round_of(*range(20, 40)))
-    part.close()
+    part.ended(range(20, 40))
     assert part.source is None and trainer.told == ["pause", "resume"]

@@ -8,30 +8,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.decoding.constraint import Constraint
-from edgespec.decoding.draft import NO_DRAFT, Draft, Remarks, Source, Step
-from edgespec.decoding.grammar import Choice, Grammars, JsonSchema, Regex, ResponseFormat
+from edgespec.decoding.draft import NO_DRAFT, Draft, Extending, Remarks, Source, Step
+from edgespec.decoding.grammar import Choice, Constraint, Grammars, JsonSchema, Regex, ResponseFormat
 from edgespec.decoding.loop import decode
 from edgespec.decoding.sampling import DRAFT_LANE, SamplingParams, uniform
-from edgespec.decoding.verification import make_verifier
+from edgespec.decoding.verification import Verifier
 from edgespec.drafting.bridge import ByteBridge
-from edgespec.drafting.forced import Forced
-from edgespec.drafting.guard import Guard
-from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
+from edgespec.drafting.model import ModelDrafter
 from edgespec.drafting.ngram import NgramDrafter
-from edgespec.drafting.policy import Policy
-from edgespec.drafting.pricing import Pricing
-from edgespec.drafting.reading import Reader
+from edgespec.drafting.policy import Forced, Policy
+from edgespec.drafting.pricing import Guard, Pricing
 from edgespec.measuring.chi_square import pool_rare, two_samples
 from edgespec_models.text.tokenizer import Tokenizer
-from edgespec_runtimes.cost import CostCurve
+from tests.drafters_for_tests import FREE, GREEDY, model_of, policy_of
 from tests.formats_for_tests import accepts, formats
 from tests.tokenizers_for_tests import byte_level_json, sentencepiece_json
 from tests.toy import Deaf, NextLogits, RandomDrafter, Silent, ToySession, markov_logits
 
-FREE = CostCurve({1: 1.0, 32: 1.0001})
-QUICK = CostCurve({1: 1e-7})
-GREEDY = SamplingParams()
 PROMPT = (40, 41, 42)
 NEW = 60
 SPEED = JsonSchema(
@@ -85,7 +78,7 @@ def write(
     rounds = decode(
         target,
         source,
-        make_verifier(params, [constraint]),
+        Verifier(params, [constraint]),
         tokens,
         max_new_tokens=NEW,
         max_draft=6,
@@ -113,17 +106,14 @@ def across(kind: str, seed: int) -> ModelDrafter:
     """A random drafter of another vocabulary."""
     other = "sentencepiece" if kind == "byte" else "byte"
     session = ToySession(markov(seed, tokenizer(other).vocab_size), tokenizer(other).vocab_size)
-    session.reserve(400)
     bridge = ByteBridge(tokenizer(kind), tokenizer(other), prompt_length=len(PROMPT), drafter_prompt=[60, 61])
-    reader, pricing = Reader(session, QUICK), Pricing(FREE)
-    return ModelDrafter(reader, bridge, Vocabulary(), pricing=pricing, calibration=Calibration())
+    return model_of(session, bridge)
 
 
-def with_policy(free: object, model: Source | None = None) -> Callable[[Constraint], Source]:
+def with_policy(free: Extending, model: Source | None = None) -> Callable[[Constraint], Source]:
     def source_of(constraint: Constraint) -> Source:
         pricing = Pricing(FREE)
-        policy = Policy(free, model, pricing=pricing, guard=Guard(pricing))  # type: ignore[arg-type]
-        return Forced(policy, constraint, pricing)
+        return Forced(policy_of(free, model, pricing=pricing), constraint, pricing)
 
     return source_of
 
@@ -316,7 +306,7 @@ def _loses(draft: Draft, committed: tuple[int, ...], seconds: float, rounds: int
     """Whether rounds like this have drafting paused, where a pass takes a second and a row no time."""
     pricing = Pricing(FREE)
     guard = Guard(pricing)
-    policy = Policy(Silent(), None, pricing=pricing, guard=guard)
+    policy = Policy(Silent(), pricing=pricing, guard=guard)
     for _ in range(rounds):
         policy.observe(Step(committed, draft, len(committed) - 1, 0.0, 1.0, seconds))
     return guard.reason is not None

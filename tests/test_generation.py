@@ -8,9 +8,8 @@ from time import perf_counter
 import pytest
 
 from edgespec.decoding.draft import Clock, Step
-from edgespec.drafting.guard import Guard
-from edgespec.drafting.policy import Policy
-from edgespec.drafting.pricing import Pricing
+from edgespec.drafting.policy import Part, Policy
+from edgespec.drafting.pricing import Guard, Pricing
 from edgespec.requests.generation import PreparedRequest
 from edgespec.requests.request import Request
 from edgespec.requests.stream import Stream
@@ -20,7 +19,7 @@ from edgespec_runtimes.cost import CostCurve
 from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import Silent, ToySession, settle, stream_over
 
-NAMES = ["free", "model", "observer"]
+NAMES = ["free", "learner", "model"]
 
 
 @dataclass
@@ -71,14 +70,15 @@ class _Requests:
         )
 
     def _begin(self) -> Policy:
-        free, model, observer = (_Source(name, self.log, self.fails, self.observed) for name in NAMES)
+        free, learner, model = (_Source(name, self.log, self.fails, self.observed) for name in NAMES)
         pricing = Pricing(CostCurve({1: 1.0}))
-        return Policy(free, model, pricing=pricing, guard=Guard(pricing), observers=(observer,))
+        part = Part(model, ended=lambda answer: learner.close())
+        return Policy(free, part, pricing=pricing, guard=Guard(pricing))
 
     def check(self) -> None:
-        """All began and were closed, once; observers last."""
+        """All began and were closed, once; what learns last."""
         assert sorted(self.log[:3]) == [f"{name} begins" for name in NAMES]
-        assert self.log[3:] == [f"{name} is closed" for name in ("model", "free", "observer")]
+        assert self.log[3:] == [f"{name} is closed" for name in ("model", "free", "learner")]
 
 
 def _finished(requests: _Requests) -> None:
@@ -156,9 +156,9 @@ def test_decoding_is_charged_the_work_between_rounds() -> None:
     now = [0.0]
 
     def learn() -> None:
-        now[0] += 1.0  # each of three sources, in each round
+        now[0] += 1.0  # each of two sources, in each round
 
     requests = _Requests(clock=lambda: now[0], observed=learn)
     stats = requests.stream().run().stats
     assert stats.rounds > 1
-    assert (stats.ttft_s, stats.decode_s) == (3.0, 3.0 * (stats.rounds - 1))
+    assert (stats.ttft_s, stats.decode_s) == (2.0, 2.0 * (stats.rounds - 1))

@@ -11,8 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.decoding.constraint import Allowed, Constraint
-from edgespec.decoding.grammar import AnyJson, Choice, Grammars, JsonSchema, Lark, Regex, ResponseFormat
+from edgespec.decoding.grammar import (
+    Allowed,
+    AnyJson,
+    Choice,
+    Constraint,
+    Grammars,
+    JsonSchema,
+    Lark,
+    Regex,
+    ResponseFormat,
+)
 from edgespec_models.errors import RequestError
 from edgespec_models.text.tokenizer import Tokenizer
 from tests.tokenizers_for_tests import byte_level_json, sentencepiece_json

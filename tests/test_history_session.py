@@ -14,7 +14,7 @@ from edgespec import History, LoadOptions
 from edgespec.decoding.draft import Source
 from edgespec.decoding.loop import decode
 from edgespec.decoding.sampling import SamplingParams
-from edgespec.decoding.verification import make_verifier
+from edgespec.decoding.verification import Verifier
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.history.drafter import BestOf, HistoryDrafter
 from edgespec.history.memory import Memory, Snapshot
@@ -43,7 +43,7 @@ def _toy_run(
     history = None if memory is None else HistoryDrafter(memory, stop_below=0.0)
     near = NgramDrafter(stop_below=0.0)
     source: Source = Silent() if history is None else BestOf(near, history)
-    verify = make_verifier(params)
+    verify = Verifier(params)
     for _ in decode(session, source, verify, tokens, max_new_tokens=count, max_draft=6):
         rounds += 1
     source.close()
@@ -120,7 +120,7 @@ def flat_costs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Verifying more rows is free, so what is drafted does not depend on this machine."""
     monkeypatch.setattr(sessions, "measure_cost", _flat)
     monkeypatch.setattr("edgespec.drafting.pricing.Pricing.pass_seconds", lambda self, rows: 1e-9)
-    monkeypatch.setattr("edgespec.drafting.guard.Guard.allows", True)
+    monkeypatch.setattr("edgespec.drafting.pricing.Guard.allows", True)
     return iter([None])
 
 

@@ -1,45 +1,20 @@
 import math
 from collections.abc import Sequence
-from time import perf_counter
 
 import numpy as np
 import pytest
 
-from edgespec.decoding.draft import Clock, Draft
+from edgespec.decoding.draft import Draft
 from edgespec.drafting.bridge import ByteBridge, IdentityBridge
-from edgespec.drafting.model import Calibration, Guess, ModelDrafter, Vocabulary
+from edgespec.drafting.model import Calibration, Guess
 from edgespec.drafting.pricing import Pricing
-from edgespec.drafting.reading import Reader
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
+from tests.drafters_for_tests import VOCAB, model_of
 from tests.tokenizers_for_tests import byte_level_json, sentencepiece_json
 from tests.toy import F32, NextLogits, ToySession, markov_logits, round_of
 
-FLAT = CostCurve({1: 1.0, 16: 1.001})
-"""Verification costs next to nothing, so everything likely enough is drafted."""
-VOCAB = 50
-QUICK = CostCurve({1: 1e-6})
 SURE = Guess(0, 1.0, open=False)
-NO_ENDS = Vocabulary()
-
-
-def _drafter(
-    session: ToySession,
-    *,
-    curve: CostCurve = FLAT,
-    ends: Vocabulary = NO_ENDS,
-    calibration: Calibration | None = None,
-    step_s: float = 1e-6,
-    clock: Clock = perf_counter,
-) -> ModelDrafter:
-    session.reserve(1000)
-    return ModelDrafter(
-        Reader(session, CostCurve({1: step_s}), clock=clock),
-        IdentityBridge(VOCAB),
-        ends,
-        pricing=Pricing(curve),
-        calibration=calibration or Calibration(),
-    )
 
 
 def _sure(seed: int = 0) -> ToySession:
@@ -56,7 +31,7 @@ def _follow(next_logits: NextLogits, tokens: list[int], count: int) -> tuple[int
 
 def test_it_proposes_what_the_model_would_write() -> None:
     next_logits = markov_logits(0, VOCAB, scale=200.0)
-    draft = _drafter(_sure()).propose([3, 1, 4], 5)
+    draft = model_of(_sure()).propose([3, 1, 4], 5)
     assert draft.tokens == _follow(next_logits, [3, 1, 4], 5)
     assert draft.sources == ("model",) * 5
     assert draft.probs is None
@@ -67,7 +42,7 @@ def test_each_proposal_has_its_own_confidence() -> None:
     """Not that of the draft up to it."""
     logits = np.zeros(VOCAB, np.float32)
     logits[7] = math.log(3.0 * (VOCAB - 1))  # a probability of three quarters
-    draft = _drafter(ToySession(lambda tokens: logits, VOCAB)).propose([3, 1, 4], 4)
+    draft = model_of(ToySession(lambda tokens: logits, VOCAB)).propose([3, 1, 4], 4)
     assert draft.tokens == (7,) * 4
     assert draft.confidence == pytest.approx((0.75,) * 4)
 
@@ -77,13 +52,13 @@ def test_tokens_that_make_none_of_the_target_s_are_read_up_to_a_bound(
 ) -> None:
     monkeypatch.setattr(IdentityBridge, "translate", lambda self, drafted: [(7, len(drafted))])
     session = _sure()
-    assert _drafter(session).propose([3, 1, 4], 3).tokens == (7,)
+    assert model_of(session).propose([3, 1, 4], 3).tokens == (7,)
     assert session.passes == [3] + [1] * 5
 
 
 def test_it_knows_what_it_saved() -> None:
     next_logits = markov_logits(0, VOCAB, scale=200.0)
-    drafter, tokens = _drafter(_sure()), [3, 1, 4]
+    drafter, tokens = model_of(_sure()), [3, 1, 4]
     assert drafter.gain_s is None
     draft = drafter.propose(tokens, 5)
     assert drafter.gain_s == pytest.approx(0.0, abs=0.1)
@@ -93,7 +68,7 @@ def test_it_knows_what_it_saved() -> None:
 
 def test_longer_passes_are_taken_off_what_it_saved() -> None:
     tokens = [3, 1, 4]
-    drafter = _drafter(_sure(), curve=CostCurve({1: 1.0, 5: 1.4}))
+    drafter = model_of(_sure(), pricing=Pricing(CostCurve({1: 1.0, 5: 1.4})))
     draft = drafter.propose(tokens, 4)
     assert len(draft.tokens) == 4
     drafter.observe(round_of(*draft.tokens[:2], (draft.tokens[2] + 1) % VOCAB))
@@ -105,16 +80,7 @@ def test_longer_passes_are_taken_off_what_it_saved() -> None:
 def test_it_tells_its_gain_at_the_end_if_it_read_the_prompt() -> None:
     told = list[float]()
     for asked in (False, True):
-        session = _sure()
-        session.reserve(1000)
-        drafter = ModelDrafter(
-            Reader(session, QUICK),
-            IdentityBridge(VOCAB),
-            NO_ENDS,
-            pricing=Pricing(FLAT),
-            calibration=Calibration(),
-            gained=told.append,
-        )
+        drafter = model_of(_sure(), gained=told.append)
         if asked:
             drafter.observe(round_of(*drafter.propose([3, 1, 4], 2).tokens, 9))
         drafter.close()
@@ -124,7 +90,7 @@ def test_it_tells_its_gain_at_the_end_if_it_read_the_prompt() -> None:
 @pytest.mark.parametrize("limit", [0, 1, 2, 7])
 def test_the_limit_is_kept(limit: int) -> None:
     session = _sure()
-    assert len(_drafter(session).propose([3, 1, 4], limit).tokens) == limit
+    assert len(model_of(session).propose([3, 1, 4], limit).tokens) == limit
 
 
 def test_the_limit_holds_across_vocabularies() -> None:
@@ -133,10 +99,7 @@ def test_the_limit_holds_across_vocabularies() -> None:
     small = Tokenizer.from_json(sentencepiece_json())
     script = b"the quick brown fox jumps over the lazy dog. "
     session = ToySession.writing(small, script, start=1)
-    session.reserve(1000)
-    bridge = ByteBridge(target, small, prompt_length=1, drafter_prompt=[7])
-    reader = Reader(session, QUICK)
-    drafter = ModelDrafter(reader, bridge, NO_ENDS, pricing=Pricing(FLAT), calibration=Calibration())
+    drafter = model_of(session, ByteBridge(target, small, prompt_length=1, drafter_prompt=[7]))
     for limit in range(1, 9):
         draft = drafter.propose([5, *target.encode("the")], limit)
         assert 0 < len(draft.tokens) <= limit
@@ -146,7 +109,7 @@ def test_the_limit_holds_across_vocabularies() -> None:
 
 def test_each_step_reads_one_token_and_rejected_ones_are_rolled_back() -> None:
     session = _sure()
-    drafter = _drafter(session)
+    drafter = model_of(session)
     tokens = [3, 1, 4]
     first = drafter.propose(tokens, 4)
     assert session.passes == [3, 1, 1, 1]
@@ -161,7 +124,7 @@ def test_each_step_reads_one_token_and_rejected_ones_are_rolled_back() -> None:
 def test_a_history_of_its_own_can_be_given_at_any_time() -> None:
     """Another text, a shorter one, the same again: it re-aligns with what it is given."""
     next_logits = markov_logits(0, VOCAB, scale=200.0)
-    drafter = _drafter(_sure())
+    drafter = model_of(_sure())
     for tokens in ([1, 2, 3], [1, 2, 3], [1], [9, 9, 9, 9], [9, 9], [1, 2, 3, 4, 5]):
         assert drafter.propose(tokens, 3).tokens == _follow(next_logits, tokens, 3)
 
@@ -169,28 +132,28 @@ def test_a_history_of_its_own_can_be_given_at_any_time() -> None:
 def test_an_unsure_drafter_stops_early() -> None:
     unsure = ToySession.markov(0, VOCAB, scale=0.1)
     curve = CostCurve({1: 1.0, 2: 1.1, 16: 2.5})
-    assert _drafter(unsure, curve=curve).propose([3, 1, 4], 8).tokens == ()
-    assert len(_drafter(_sure(), curve=curve).propose([3, 1, 4], 8).tokens) > 1
+    assert model_of(unsure, pricing=Pricing(curve)).propose([3, 1, 4], 8).tokens == ()
+    assert len(model_of(_sure(), pricing=Pricing(curve)).propose([3, 1, 4], 8).tokens) > 1
 
 
 def test_where_drafting_cannot_pay_the_model_is_not_even_asked() -> None:
     session = _sure()
-    drafter = _drafter(session, step_s=10.0)
+    drafter = model_of(session, curve=CostCurve({1: 10.0}))
     assert drafter.propose([3, 1, 4], 8) == Draft()
     steep = CostCurve({1: 1.0, 2: 2.0})
-    assert _drafter(session, curve=steep).propose([3, 1, 4], 8) == Draft()
+    assert model_of(session, pricing=Pricing(steep)).propose([3, 1, 4], 8) == Draft()
     assert session.passes == []
 
 
 def test_one_more_row_is_what_it_has_to_pay_for() -> None:
     """Where a pass over two tokens costs what one over a single one does, and three are dear."""
     curve = CostCurve({1: 1.0, 2: 1.0, 3: 9.0, 4: 17.0})
-    assert len(_drafter(_sure(), curve=curve).propose([3, 1, 4], 5).tokens) == 1
+    assert len(model_of(_sure(), pricing=Pricing(curve)).propose([3, 1, 4], 5).tokens) == 1
 
 
 def test_a_cache_without_room_gives_no_draft() -> None:
     session = _sure()
-    drafter = _drafter(session)
+    drafter = model_of(session)
     capacity = session.capacity
     assert drafter.propose([1] * (capacity - 8), 5) == Draft()
     assert len(drafter.propose([1] * (capacity - 10), 5).tokens) == 5
@@ -212,8 +175,7 @@ class _Ending(ToySession):
 def test_the_end_of_the_text_is_proposed_as_the_target_s_own(
     end: int | None, expected: tuple[int, ...]
 ) -> None:
-    session = _Ending(markov_logits(0, VOCAB), VOCAB)
-    drafter = _drafter(session, ends=Vocabulary(frozenset({0}), end))
+    drafter = model_of(_Ending(markov_logits(0, VOCAB), VOCAB), ends={0}, target_end=end)
     assert drafter.propose([5, 1], 8).tokens == expected
     assert drafter.propose([5, 1, 2], 1).tokens == (3,)
     at_end = drafter.propose([5, 1, 2, 3], 8)
@@ -222,7 +184,7 @@ def test_the_end_of_the_text_is_proposed_as_the_target_s_own(
 
 def test_it_learns_what_its_confidence_is_worth() -> None:
     calibration = Calibration()
-    drafter = _drafter(_sure(), calibration=calibration)
+    drafter = model_of(_sure(), calibration=calibration)
     tokens = [3, 1, 4]
     before = calibration.probability(SURE)
     draft = drafter.propose(tokens, 5)
@@ -236,7 +198,7 @@ def test_it_learns_what_its_confidence_is_worth() -> None:
 
 def test_proposals_that_nobody_judged_teach_nothing() -> None:
     calibration = Calibration()
-    drafter = _drafter(_sure(), calibration=calibration)
+    drafter = model_of(_sure(), calibration=calibration)
     before = calibration.probability(SURE)
     tokens = [3, 1, 4]
     draft = drafter.propose(tokens, 4)
@@ -253,7 +215,7 @@ def test_a_drafter_that_fails_is_stopped_and_tried_again_much_later() -> None:
     calibration = Calibration()
     curve = CostCurve({1: 1.0, 2: 1.4, 16: 7.0})
     session = _sure()
-    drafter = _drafter(session, curve=curve, calibration=calibration)
+    drafter = model_of(session, pricing=Pricing(curve), calibration=calibration)
     tokens = [3, 1, 4]
     drafted: list[bool] = []
     for _ in range(2000):
@@ -278,7 +240,7 @@ def test_one_slow_step_does_not_end_drafting() -> None:
         return now
 
     curve = CostCurve({1: 0.010, 16: 0.012})
-    drafter = _drafter(_sure(), curve=curve, step_s=0.001, clock=clock)
+    drafter = model_of(_sure(), pricing=Pricing(curve), curve=CostCurve({1: 0.001}), clock=clock)
     tokens = [3, 1, 4]
     for _ in range(3):
         draft = drafter.propose(tokens, 4)
@@ -294,7 +256,9 @@ def test_a_slow_spell_ends_drafting_only_for_a_while() -> None:
         now += step
         return now
 
-    drafter = _drafter(_sure(), curve=CostCurve({1: 0.010, 16: 0.012}), step_s=0.001, clock=clock)
+    drafter = model_of(
+        _sure(), pricing=Pricing(CostCurve({1: 0.010, 16: 0.012})), curve=CostCurve({1: 0.001}), clock=clock
+    )
     tokens = [3, 1, 4]
     while draft := drafter.propose(tokens, 8).tokens:
         tokens += draft
@@ -310,10 +274,7 @@ def test_a_byte_the_drafter_cannot_spell_only_costs_drafts() -> None:
     spec = sentencepiece_json().replace("<0xFF>", "<0xZZ>")
     lacking, target = Tokenizer.from_json(spec), Tokenizer.from_json(byte_level_json())
     session = ToySession.writing(lacking, b"the quick brown fox ", start=1)
-    session.reserve(1000)
-    bridge = ByteBridge(target, lacking, prompt_length=0, drafter_prompt=[7])
-    reader = Reader(session, QUICK)
-    drafter = ModelDrafter(reader, bridge, NO_ENDS, pricing=Pricing(FLAT), calibration=Calibration())
+    drafter = model_of(session, ByteBridge(target, lacking, prompt_length=0, drafter_prompt=[7]))
     tokens = target.encode("the")
     assert drafter.propose(tokens, 3).tokens
     assert drafter.propose([*tokens, *target.encode_bytes(b"\xff")], 3) == Draft()

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.decoding.draft import NO_DRAFT, Draft, Step
-from edgespec.drafting.guard import Guard
-from edgespec.drafting.policy import Policy
-from edgespec.drafting.pricing import Pricing
+from edgespec.drafting.policy import Part, Policy
+from edgespec.drafting.pricing import Guard, Pricing
 from edgespec.requests.generation import PreparedRequest
 from edgespec.requests.request import Request
 from edgespec.requests.results import Generation
@@ -74,7 +73,7 @@ class _Rounds:
     ) -> None:
         pricing = Pricing(curve)
         self.guard, self._curve = Guard(pricing), curve
-        self.policy = Policy(free, model, pricing=pricing, guard=self.guard, reading_s=reading_s)
+        self.policy = Policy(free, Part(model, reading_s), pricing=pricing, guard=self.guard)
         self.policy.observe(round_of(1))
 
     def propose(self, clock: _Clock, tokens: list[int], limit: int) -> Draft:

@@ -31,17 +31,17 @@ def test_drafted_tokens_that_were_committed_are_not_read_again() -> None:
     text = [1, 2, 3]
     said = reader.read(text)
     for _ in range(3):
-        text.append(said.row)
-        said = reader.step(said.row)
+        text.append(said.following)
+        said = reader.step(said.following)
     assert session.passes == [3, 1, 1, 1]
     assert reader.seconds_of_text(text[:5]) == 0.0
-    assert reader.read(text[:5]).row == text[5]
+    assert reader.read(text[:5]).following == text[5]
     assert reader.seconds_of_step(text[5]) == 0.0
     assert reader.step(text[5]) == said
     assert session.passes == [3, 1, 1, 1]
     other = (text[5] + 1) % VOCAB
     assert reader.seconds_of_text([*text[:5], other]) == pytest.approx(2.0, abs=0.3)
-    assert reader.read([*text[:5], other]).row == _row([*text[:5], other])
+    assert reader.read([*text[:5], other]).following == _row([*text[:5], other])
     assert session.passes == [3, 1, 1, 1, 1]
 
 
@@ -51,13 +51,13 @@ def test_what_was_read_ahead_is_counted_when_it_is_needed() -> None:
     text = [1, 2, 3]
     said = reader.read(text)
     for _ in range(4):
-        text.append(said.row)
-        said = reader.read_on(said.row)
+        text.append(said.following)
+        said = reader.read_on(said.following)
     assert (reader.drafted_ahead, reader.used_ahead) == (4, 0)
-    assert reader.read(text[:5]).row == text[5]
+    assert reader.read(text[:5]).following == text[5]
     assert (reader.drafted_ahead, reader.used_ahead) == (4, 2)
     assert reader.ahead(0) is not None and reader.ahead(2) is None
-    assert reader.step(text[5]).row == text[6]
+    assert reader.step(text[5]).following == text[6]
     assert (reader.drafted_ahead, reader.used_ahead) == (4, 3)
     reader.read([*text[:6], (text[6] + 1) % VOCAB])
     assert (reader.drafted_ahead, reader.used_ahead) == (4, 3)
@@ -69,10 +69,10 @@ def test_only_passes_count_as_time_and_the_prompt_s_does_not() -> None:
     assert reader.spent_s is None
     said = reader.read([1, 2, 3])
     assert reader.spent_s == 0.0
-    reader.step(said.row)
+    reader.step(said.following)
     spent = reader.spent_s
     assert spent
-    reader.read([1, 2, 3, said.row])
+    reader.read([1, 2, 3, said.following])
     assert reader.spent_s == spent
 
 
@@ -106,14 +106,14 @@ def test_whatever_is_asked_in_whatever_order_the_answer_is_the_model_s(
         if what == "read":
             # Shorter than before, or longer by what was guessed, and one token of anybody's.
             text = [*session.cache[: max(1, len(text) + value)], *rest]
-            assert reader.read(text).row == _row(text)
+            assert reader.read(text).following == _row(text)
         elif what == "step":
-            token = reader.latest.row if value else (reader.latest.row + 1) % VOCAB
+            token = reader.latest.following if value else (reader.latest.following + 1) % VOCAB
             text.append(token)
-            assert reader.step(token).row == _row(text)
+            assert reader.step(token).following == _row(text)
         elif reader.room_ahead:
             token = _row(session.cache)
             said = reader.read_on(token)
-            assert said.token == token and said.row == _row(session.cache)
+            assert said.token == token and said.following == _row(session.cache)
         assert session.cache[: len(text)] == text
-        assert reader.latest.row == _row(text)
+        assert reader.latest.following == _row(text)

@@ -7,18 +7,15 @@ import pytest
 
 import edgespec
 from edgespec.decoding.loop import decode
-from edgespec.decoding.verification import verify_greedy
+from edgespec.decoding.verification import Verifier
 from edgespec.drafting.bridge import ByteBridge
-from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
-from edgespec.drafting.pricing import Pricing
-from edgespec.drafting.reading import Reader
 from edgespec.loading.names import open_model
 from edgespec_export.graphs.parity import check_parity, find_golden, session_logits
 from edgespec_models.bundles.bundle import Role
 from edgespec_models.downloads.catalog import find
 from edgespec_models.downloads.download import pull
-from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuSession
+from tests.drafters_for_tests import GREEDY, model_of
 from tests.toy import Silent
 
 pytestmark = pytest.mark.models
@@ -101,16 +98,10 @@ def test_drafts_that_are_always_verified_change_nothing() -> None:
             prompt_length=len(tokens),
             drafter_prompt=small.tokenizer.encode(prompt),
         )
-        drafter = ModelDrafter(
-            Reader(side, CostCurve({1: 1e-6, 2: 1e-6})),
-            bridge,
-            Vocabulary(),
-            pricing=Pricing(CostCurve({1: 1.0, 8: 1.0})),
-            calibration=Calibration(),
-        )
+        drafter = model_of(side, bridge)
         plain, speculative = list(tokens), list(tokens)
-        list(decode(session, Silent(), verify_greedy, plain, max_new_tokens=24, max_draft=0))
-        steps = list(decode(session, drafter, verify_greedy, speculative, max_new_tokens=24, max_draft=6))
+        list(decode(session, Silent(), Verifier(GREEDY), plain, max_new_tokens=24, max_draft=0))
+        steps = list(decode(session, drafter, Verifier(GREEDY), speculative, max_new_tokens=24, max_draft=6))
         assert speculative == plain
         drafted += sum(len(step.draft.tokens) for step in steps)
         accepted += sum(step.accepted for step in steps)

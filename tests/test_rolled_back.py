@@ -11,11 +11,10 @@ import pytest
 
 from edgespec.decoding.draft import Draft, Remarks
 from edgespec.decoding.sampling import SamplingParams
-from edgespec.drafting.guard import STAKE, Guard
+from edgespec.decoding.watch import Watch
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Policy
-from edgespec.drafting.pricing import Pricing
-from edgespec.drafting.watch import Finding, Watch
+from edgespec.drafting.pricing import STAKE, Guard, Pricing
 from edgespec.history.drafter import BestOf, HistoryDrafter
 from edgespec.history.entries import Entry, Tally
 from edgespec.history.memory import Delta, Memory, Snapshot
@@ -26,7 +25,7 @@ from edgespec.requests.request import Request
 from edgespec.requests.results import Generation
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
-from tests.ahead_for_tests import PROMPT, VOCAB, plain
+from tests.drafters_for_tests import PROMPT, VOCAB, plain
 from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import F32, NextLogits, ToySession, markov_logits, round_of, stream_over
 from tools.replay import Clock
@@ -114,18 +113,18 @@ def _misleading(*, trusted: bool) -> Snapshot:
 class TestWatch:
     def test_losses_that_nothing_makes_good_are_a_failure(self) -> None:
         watch = Watch(3.0)
-        assert [watch.observe(-1.0) for _ in range(4)] == [None] * 3 + [Finding.FAILED]
+        assert [watch.observe(-1.0) for _ in range(4)] == [None] * 3 + ["failed"]
         assert watch.lost == 0.0 and watch.observe(-1.0) is None
 
     def test_gains_in_all_are_a_proof(self) -> None:
         watch = Watch(3.0)
-        assert [watch.observe(gain) for gain in (2.0, -1.0, 1.0, 1.0)] == [None] * 3 + [Finding.PROVED]
+        assert [watch.observe(gain) for gain in (2.0, -1.0, 1.0, 1.0)] == [None] * 3 + ["proved"]
 
     def test_gains_of_long_ago_do_not_make_good_what_is_lost_now(self) -> None:
         watch = Watch(3.0)
         for _ in range(100):
             watch.observe(1.0)
-        assert [watch.observe(-1.0) for _ in range(4)][-1] is Finding.FAILED
+        assert [watch.observe(-1.0) for _ in range(4)][-1] == "failed"
 
 
 class TestMemory:

@@ -1,24 +1,38 @@
+"""What is done to a row of logits, against the definitions written out, and what is drawn from it."""
+
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
+from edgespec.decoding.draft import NO_DRAFT, Draft, Source, Step
+from edgespec.decoding.loop import decode
 from edgespec.decoding.sampling import (
     ACCEPT_LANE,
     DRAFT_LANE,
     TOKEN_LANE,
+    Penalties,
+    Row,
     SamplingParams,
+    TokenCounts,
+    changed_row,
     distribution,
     draw,
-    resolve_seed,
+    log_probabilities,
+    most_likely,
     uniform,
 )
+from edgespec.decoding.verification import Verdict, Verifier
+from edgespec.requests.request import Request, RequestOptions
 from edgespec_models.errors import EdgespecError, RequestError
-
-Row = npt.NDArray[np.float32]
+from edgespec_runtimes.predictions import DevicePredictions, Logits, Predictions
+from tests.rows_for_tests import changed
+from tests.toy import RandomDrafter, Silent, ToySession, markov_logits
 
 rows = st.lists(st.integers(-40, 40), min_size=2, max_size=30).map(
     lambda values: np.array(values, dtype=np.float32) / 4
@@ -128,11 +142,6 @@ def test_parameters_out_of_range_are_named(field: str, value: float) -> None:
         SamplingParams(**{field: value})  # type: ignore[arg-type]
 
 
-def test_a_given_seed_is_kept_and_a_missing_one_drawn() -> None:
-    assert resolve_seed(SamplingParams(seed=0)) == 0
-    assert resolve_seed(SamplingParams()) != resolve_seed(SamplingParams())
-
-
 def test_uniform_is_repeatable_uniform_and_independent() -> None:
     count = 4000
     values = np.array([[uniform(7, p, lane) for lane in (0, 1)] for p in range(count)])
@@ -177,3 +186,176 @@ def test_draw_at_the_very_end_is_the_last_token_with_mass() -> None:
         probs = np.append(rng.uniform(0.5, 1.0, 2900), np.zeros(100))
         assert draw(probs / probs.sum(), math.nextafter(1.0, 0.0)) == 2899
     assert draw(np.array([0.0, 0.5, 0.5]), 0.0) == 1
+
+
+VOCAB = 9
+tokens = st.integers(0, VOCAB - 1)
+texts = st.lists(tokens, max_size=12)
+changeable = st.lists(st.integers(-40, 40), min_size=VOCAB, max_size=VOCAB).map(
+    lambda values: np.array(values, np.float32) / 4
+)
+penalties = st.builds(
+    SamplingParams,
+    repetition_penalty=st.sampled_from([1.0, 0.5, 1.3, 10.0]),
+    presence_penalty=st.sampled_from([0.0, 0.7, -2.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.3, -1.1, 2.0]),
+    logit_bias=st.dictionaries(tokens, st.sampled_from([-100.0, -0.5, 3.25, 100.0]), max_size=4),
+)
+
+
+@settings(deadline=None)
+@given(st.data(), penalties, st.lists(tokens, min_size=1, max_size=8), texts)
+def test_rows_are_those_of_the_definitions(
+    data: st.DataObject, params: SamplingParams, prompt: list[int], output: list[int]
+) -> None:
+    """In whatever rounds the output came, and whatever was proposed behind it."""
+    step, done = Penalties(params), 0
+    while True:
+        drafted = data.draw(texts)
+        step.begin(prompt + output[:done])
+        matrix: Logits = np.stack([data.draw(changeable) for _ in range(len(drafted) + 1)])
+        before = matrix.copy()
+        for i in range(len(drafted) + 1):
+            got = changed_row(Predictions(matrix), drafted[:i], [step])
+            expected = changed(before[i], prompt, output[:done] + drafted[:i], params)
+            np.testing.assert_array_equal(got, expected)
+        np.testing.assert_array_equal(matrix, before)
+        if done == len(output):
+            return
+        done = data.draw(st.integers(done + 1, len(output)))
+
+
+@settings(deadline=None)
+@given(st.lists(texts, max_size=6), texts)
+def test_counts_follow_any_history(histories: list[list[int]], drafted: list[int]) -> None:
+    counts = TokenCounts()
+    for history in histories:
+        counts.align(history)
+        for text, got in ((history, counts.behind([])), (history + drafted, counts.behind(drafted))):
+            assert dict(zip(*map(np.ndarray.tolist, got), strict=True)) == {
+                token: text.count(token) for token in text
+            }
+            assert {each.dtype for each in got} == {np.dtype(np.int64)}  # floats would index no row
+
+
+def test_a_request_that_changes_nothing_copies_no_rows() -> None:
+    def read() -> Logits:
+        raise AssertionError("rows were copied")
+
+    columns = np.array([2, 1])
+    predictions = DevicePredictions((2, 4), read, columns, np.array([0.5, 0.5], np.float32))
+    assert Verifier(SamplingParams())(predictions, Draft((2,)), [0]) == Verdict(1, 1)
+    with pytest.raises(AssertionError, match="rows were copied"):
+        Verifier(SamplingParams(logit_bias={1: 1.0}))(predictions, Draft((2,)), [0])
+
+
+class _Odd:
+    """A mask: even tokens are forbidden behind an even number of tokens."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        self._tokens = list(tokens)
+
+    def apply(self, row: Row, drafted: Sequence[int]) -> None:
+        if (len(self._tokens) + len(drafted)) % 2 == 0:
+            row[::2] = -np.inf
+
+
+@pytest.mark.parametrize(
+    "params", [SamplingParams(logit_bias={1: 50.0}), SamplingParams(temperature=1.0, seed=3)]
+)
+def test_a_mask_is_one_step_more(params: SamplingParams) -> None:
+    """What it forbids is never written, sampled or greedy, and proposals of it are rejected."""
+    matrix = np.tile(np.array([9, 0, 9, 0, 9, 0], np.float32), (3, 1))
+    verify, tokens = Verifier(params, [_Odd()]), [0, 0]
+    for _ in range(40):
+        draft = NO_DRAFT if len(tokens) % 3 else Draft((4, 4))
+        verdict = verify(Predictions(matrix[: len(draft.tokens) + 1]), draft, tokens)
+        tokens += [*draft.tokens[: verdict.accepted], verdict.token]
+    assert all(token % 2 for token in tokens[2::2])
+    assert params.greedy or not all(token % 2 for token in tokens[3::2])
+
+
+class _Nothing(_Odd):
+    def apply(self, row: Row, drafted: Sequence[int]) -> None:
+        row[:] = -np.inf
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_mask_that_leaves_nothing_is_told_from_a_damaged_row(temperature: float) -> None:
+    verify = Verifier(SamplingParams(temperature=temperature), [_Nothing()])
+    with pytest.raises(RequestError, match="leaves no token that may come next"):
+        verify(Predictions(np.zeros((1, 4), np.float32)), NO_DRAFT, [0])
+    with pytest.raises(EdgespecError, match="best logit is nan"):
+        verify(Predictions(np.full((1, 4), np.nan, np.float32)), NO_DRAFT, [0])
+
+
+NEXT = markov_logits(0, 23)
+
+
+@settings(deadline=None)
+@given(arrays(np.float32, st.integers(1, 40), elements=st.floats(-30, 30, width=32)), st.integers(0, 45))
+def test_they_are_the_logarithms_of_a_softmax(row: Row, count: int) -> None:
+    before = row.copy()
+    logprobs = log_probabilities(row)
+    total = math.log(math.fsum(math.exp(float(value)) for value in row))
+    np.testing.assert_allclose(logprobs, [float(value) - total for value in row], atol=1e-9)
+    np.testing.assert_array_equal(row, before)
+    ordered = sorted(range(len(row)), key=lambda token: (-logprobs[token], token))[:count]
+    assert most_likely(logprobs, count) == tuple((token, float(logprobs[token])) for token in ordered)
+
+
+def _decoded(source: Source, options: RequestOptions) -> list[Step]:
+    return list(
+        decode(
+            ToySession(NEXT, 23),
+            source,
+            Request.of(options).verifier(),
+            [1, 2, 3],
+            max_new_tokens=40,
+            max_draft=5,
+            stop={7},
+        )
+    )
+
+
+def _told(steps: Sequence[Step]) -> tuple[list[int], list[float], list[object]]:
+    for step in steps:
+        assert len(step.logprobs) == len(step.top_logprobs) == len(step.tokens)
+    return (
+        [token for step in steps for token in step.tokens],
+        [each for step in steps for each in step.logprobs],
+        [each for step in steps for each in step.top_logprobs],
+    )
+
+
+CHANGED: list[RequestOptions] = [
+    {},
+    {"presence_penalty": 1.5, "logit_bias": {4: 3.0, 7: -100}},
+    {"temperature": 1.3, "top_k": 5, "seed": 3},
+]
+
+
+@pytest.mark.parametrize("options", CHANGED)
+@pytest.mark.parametrize("seed", range(4))
+def test_they_are_the_targets_own_with_and_without_drafts(options: RequestOptions, seed: int) -> None:
+    """Whatever the request changes in the rows, and however the token was chosen."""
+    options = {**options, "logprobs": True, "top_logprobs": 3}
+    plain = _told(_decoded(Silent(), options))
+    steps = _decoded(RandomDrafter(seed, 23, NEXT), options)
+    assert _told(steps) == plain
+    assert any(step.accepted for step in steps)
+    text = [1, 2, 3]
+    for token, logprob, top in zip(*plain, strict=True):
+        expected = log_probabilities(NEXT(text))
+        assert logprob == float(expected[token])
+        assert top == most_likely(expected, 3)
+        text.append(token)
+
+
+def test_nothing_is_told_unasked() -> None:
+    assert not any(step.logprobs or step.top_logprobs for step in _decoded(Silent(), {}))
+    steps = _decoded(Silent(), {"logprobs": True})
+    assert all(len(step.logprobs) == 1 and step.top_logprobs == ((),) for step in steps)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import edgespec
 from edgespec import LoadOptions
-from edgespec.drafting.context import context_tokens
+from edgespec.drafting.model import context_tokens
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.graphs import calibration, sizing, trim
 from edgespec_export.graphs.calibration import read_texts, shipped_texts, written_by
@@ -253,7 +253,7 @@ def test_spellings_differ_in_a_space_and_the_first_letter(prompt: list[int], off
 
 
 def test_long_prompts_offer_their_latest_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgespec.drafting.context._MOST", 5)
+    monkeypatch.setattr("edgespec.drafting.model._MOST", 5)
     tokenizer = TOKENIZERS["bytes"]
     offered = context_tokens(tokenizer.encode(CORPUS[0]), tokenizer, np.array([], np.int32))
     assert len(offered) == 5

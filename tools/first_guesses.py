@@ -13,7 +13,7 @@ from pathlib import Path
 
 from edgespec.align.answers import Answer, read_answers
 from edgespec.align.run import text_of
-from edgespec.drafting.context import context_tokens
+from edgespec.drafting.model import context_tokens
 from edgespec_export.align.settings import Guesses, Text
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.foreign import open_bundle

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 import edgespec
-from edgespec.decoding.constraint import Constraint
-from edgespec.decoding.grammar import Grammars, JsonSchema
+from edgespec.decoding.grammar import Constraint, Grammars, JsonSchema
 from edgespec.decoding.sampling import Row
 from edgespec.requests.results import Generation
 

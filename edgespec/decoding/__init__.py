@@ -1,4 +1,4 @@
-"""The decoding loop, with all that decides which tokens an answer has: verification, sampling and grammars.
+"""The decoding loop, and all that decides which tokens an answer has: verification, sampling and grammars.
 
-Imports no other room: whoever drafts imports this one.
+It asks a source for drafts and knows none of them; it imports no other room.
 """

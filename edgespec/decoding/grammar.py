@@ -22,7 +22,17 @@ from edgespec_runtimes.session import shared_length
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-__all__ = ["Allowed", "AnyJson", "Choice", "Constraint", "Grammars", "JsonSchema", "Lark", "Regex", "ResponseFormat"]
+__all__ = [
+    "Allowed",
+    "AnyJson",
+    "Choice",
+    "Constraint",
+    "Grammars",
+    "JsonSchema",
+    "Lark",
+    "Regex",
+    "ResponseFormat",
+]
 
 _LONGEST: Final = 262_144
 """Characters of a format, at most."""
@@ -254,7 +264,7 @@ class Constraint:
         return known
 
     def apply(self, row: npt.NDArray[np.float32], drafted: Sequence[int]) -> None:
-        """Forbid what may not follow ``drafted``; see :class:`~edgespec.decoding.rows.RowStep`."""
+        """Forbid what may not follow ``drafted``; see :class:`~edgespec.decoding.sampling.RowStep`."""
         if not (drafted and drafted[-1] in self._ends):  # what follows an end is dropped
             self.allowed(drafted).forbid_others(row)
 

@@ -60,12 +60,12 @@ class Ahead:
         return replace(draft, slowdown=self._beside.slowdown) if runs else draft
 
     def observe(self, step: Step) -> None:
-        """See :class:`~edgespec.decoding.draft.Observer`."""
+        """See :class:`~edgespec.decoding.draft.Source`."""
         self._beside.observe(step.target_s / self._pricing.pass_seconds(1 + len(step.draft.tokens)))
         self._model.observe(step)
 
     def close(self) -> None:
-        """See :class:`~edgespec.decoding.draft.Observer`."""
+        """See :class:`~edgespec.decoding.draft.Source`."""
         self._beside.stop()
         self._model.close()
         reader = self._model.reader

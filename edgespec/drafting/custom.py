@@ -52,7 +52,7 @@ class Custom:
         return Draft(ids, None, (self.name,) * len(ids), expected)
 
     def observe(self, step: Step) -> None:
-        """See :class:`~edgespec.decoding.draft.Observer`: proposals are judged, verified or not."""
+        """See :class:`~edgespec.decoding.draft.Source`: proposals are judged, verified or not."""
         for guess, token in zip(self._proposed, step.judged, strict=False):
             self._calibration.observe(guess, guess.token == token)
             if guess.token != token:
@@ -61,7 +61,7 @@ class Custom:
         self._drafter.observe(step)
 
     def close(self) -> None:
-        """See :class:`~edgespec.decoding.draft.Observer`."""
+        """See :class:`~edgespec.decoding.draft.Source`."""
         self._drafter.close()
 
     def _ids(self, given: object) -> tuple[int, ...]:

@@ -140,7 +140,7 @@ class ModelDrafter:
         return Draft(drafted, None, (_SOURCE,) * count, confidence[:count])
 
     def observe(self, step: Step) -> None:
-        """See :class:`~edgespec.decoding.draft.Observer`: compare the proposals with what was committed."""
+        """See :class:`~edgespec.decoding.draft.Source`: compare the proposals with what was committed."""
         guesses, self._proposed = self._proposed, []
         one_s = self._pricing.pass_seconds(1)
         self._saved_s += one_s - self._pricing.pass_seconds(1 + len(guesses))
@@ -152,7 +152,7 @@ class ModelDrafter:
             self._saved_s += one_s
 
     def close(self) -> None:
-        """See :class:`~edgespec.decoding.draft.Observer`."""
+        """See :class:`~edgespec.decoding.draft.Source`."""
         if self.gain_s is not None:
             self._gained(self.gain_s)
 

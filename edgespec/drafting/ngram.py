@@ -232,12 +232,12 @@ class NgramDrafter:
         return draft.then(self._draft(tokens, draft, limit)[1])
 
     def observe(self, step: Step) -> None:
-        """See :class:`~edgespec.decoding.draft.Observer`: what was considered is judged, whoever drafted."""
+        """See :class:`~edgespec.decoding.draft.Source`: what was considered is judged, whoever drafted."""
         considered, self._considered = self._considered, []
         self._acceptance.judge(considered, step)
 
     def close(self) -> None:
-        """See :class:`~edgespec.decoding.draft.Observer`."""
+        """See :class:`~edgespec.decoding.draft.Source`."""
 
     def _draft(self, tokens: Sequence[int], before: Draft, limit: int) -> tuple[list[Match], Draft]:
         """Matches that were considered behind ``tokens`` and ``before``, and the proposals they make."""

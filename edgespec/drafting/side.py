@@ -215,7 +215,7 @@ class DrafterSide:
         self._caches.forget(self.session)  # which others computed
 
     def _head_tokens(self, prompt: Sequence[int]) -> npt.NDArray[np.int32] | None:
-        """What a trimmed LM head can write in this request: besides the rows it has, the words of its prompt."""
+        """Of a trimmed LM head in this request: besides the rows that it has, the words of the prompt."""
         if self.bundle.head_tokens is None or not isinstance(self.session, TrimmedHead):
             return None
         self.session.offer(context_tokens(prompt, self.bundle.tokenizer, self.bundle.head_tokens))

@@ -7,8 +7,7 @@ from math import prod
 from typing import Final
 
 from edgespec.decoding.draft import NO_DRAFT, Draft, Extending, Remarks, Step
-from edgespec.drafting.guard import Guard
-from edgespec.drafting.watch import Finding
+from edgespec.drafting.pricing import Guard
 from edgespec.history.index import MAX_N, Found
 from edgespec.history.memory import Memory
 from edgespec.history.passages import Cutter
@@ -74,7 +73,7 @@ class HistoryDrafter:
         return draft.then(self._draft(tokens, draft, limit - len(draft.tokens)))
 
     def observe(self, step: Step) -> None:
-        """See :class:`~edgespec.decoding.draft.Observer`."""
+        """See :class:`~edgespec.decoding.draft.Source`."""
         self._judge(step.judged)
         if self._guard is not None:
             self._watch(step, self._guard)
@@ -93,9 +92,9 @@ class HistoryDrafter:
     def _watch(self, step: Step, guard: Guard) -> None:
         """Is it worth its rows?"""
         finding = guard.observe_source(_SOURCE, step)
-        if finding is Finding.PROVED:
+        if finding == "proved":
             self._memory.trust()
-        elif finding is Finding.FAILED:
+        elif finding == "failed":
             self._memory.distrust()
             self._failed, reason = True, f"n-grams of the history: {guard.reason}"
             self._remarks.rolled_back = (reason, *self._remarks.rolled_back)
@@ -163,12 +162,12 @@ class BestOf:
         return max(drafts, key=_expected)
 
     def observe(self, step: Step) -> None:
-        """See :class:`~edgespec.decoding.draft.Observer`."""
+        """See :class:`~edgespec.decoding.draft.Source`."""
         self._near.observe(step)
         self._far.observe(step)
 
     def close(self) -> None:
-        """See :class:`~edgespec.decoding.draft.Observer`."""
+        """See :class:`~edgespec.decoding.draft.Source`."""
         self._near.close()
         self._far.close()
 

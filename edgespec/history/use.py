@@ -11,7 +11,7 @@ from typing import Final
 
 from edgespec.decoding.draft import Remarks
 from edgespec.drafting.experience import Experience, Outcome
-from edgespec.drafting.guard import Guard
+from edgespec.drafting.pricing import Guard
 from edgespec.history.corrections import DrafterKey
 from edgespec.history.drafter import HistoryDrafter
 from edgespec.history.entries import Entry

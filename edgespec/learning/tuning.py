@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from edgespec.drafting.watch import Finding, Watch
+from edgespec.decoding.watch import Watch
 from edgespec.learning.decoder import NumpyDecoder, Reading
 from edgespec.learning.layer_math import F32
 from edgespec.learning.lesson import ROWS, Lesson, Table
@@ -125,9 +125,9 @@ class Tuning:
     def _check(self, gain: float) -> bool:
         """Whether the present gains have failed."""
         finding = self._watch.observe(gain)
-        if finding is Finding.PROVED:
+        if finding == "proved":
             self._good = self._state[0].copy()
-        return finding is Finding.FAILED
+        return finding == "failed"
 
     def _undo(self, why: str) -> None:
         self._anew |= not self._good.any()

@@ -8,8 +8,9 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from edgespec.decoding.draft import Clock, Remarks, Step
+from edgespec.decoding.grammar import Constraint
 from edgespec.decoding.loop import decode
-from edgespec.drafting.policy import Policy
+from edgespec.drafting.policy import Forced, Policy
 from edgespec.requests.request import Request
 from edgespec.requests.results import (
     FinishReason,
@@ -27,9 +28,7 @@ from edgespec_models.text.text_stream import TextStream
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.session import Session
 
-if TYPE_CHECKING:  # requests without tools or a grammar import nothing of them
-    from edgespec.decoding.constraint import Constraint
-    from edgespec.drafting.forced import Forced
+if TYPE_CHECKING:  # requests without tools import nothing of them
     from edgespec.requests.tool_calls import ToolReader
 
 __all__ = ["PreparedRequest", "respond"]
@@ -61,7 +60,7 @@ class PreparedRequest:
     eos: frozenset[int]
     max_draft: int
     begin: "Callable[[], Policy | Forced]"
-    constraint: "Constraint | None" = None
+    constraint: Constraint | None = None
     reader: "ToolReader | None" = None
     clock: Clock = perf_counter
     _stream: TextStream = field(init=False)
@@ -144,7 +143,7 @@ class PreparedRequest:
         self._text.append(text)
         return text
 
-    def _rounds(self, policy: "Policy | Forced", cancelled: Callable[[], bool]) -> Iterator[Step]:
+    def _rounds(self, policy: Policy | Forced, cancelled: Callable[[], bool]) -> Iterator[Step]:
         return decode(
             self.session,
             policy,

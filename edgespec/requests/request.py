@@ -8,9 +8,8 @@ from typing import Annotated, Any, ParamSpec, TypedDict, TypeVar
 
 from edgespec.decoding.draft import Drafter
 from edgespec.decoding.grammar import AnyJson, Choice, JsonSchema, Lark, Regex, ResponseFormat
-from edgespec.decoding.rows import RowStep
-from edgespec.decoding.sampling import SamplingParams
-from edgespec.decoding.verification import Verifier, make_verifier
+from edgespec.decoding.sampling import RowStep, SamplingParams
+from edgespec.decoding.verification import Verifier
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import check_fields, form, one_of, shown, within
 
@@ -131,7 +130,7 @@ class Request:
 
     def verifier(self, masks: Sequence[RowStep] = ()) -> Verifier:
         """What judges drafts in this request; ``masks`` change the rows besides what the sampling does."""
-        return make_verifier(self.sampling, masks, self.top_logprobs if self.logprobs else None)
+        return Verifier(self.sampling, masks, self.top_logprobs if self.logprobs else None)
 
     def check_vocabulary(self, size: int) -> None:
         """See that the model has the tokens that the request names.

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgespec.decoding.draft import Clock, Drafter, Extending, Remarks
-from edgespec.decoding.grammar import Grammars
-from edgespec.drafting.guard import Guard
+from edgespec.decoding.grammar import Constraint, Grammars
 from edgespec.drafting.ngram import NgramDrafter
-from edgespec.drafting.policy import Policy
-from edgespec.drafting.pricing import Pricing
+from edgespec.drafting.policy import Forced, Part, Policy
+from edgespec.drafting.pricing import Guard, Pricing
 from edgespec.loading.sessions import Loaded, LoadOptions
 from edgespec.requests.encoding import Messages, answer_format, drafter_tokens, prompt_tokens, tool_reader
 from edgespec.requests.generation import PreparedRequest
@@ -19,12 +18,10 @@ from edgespec_models.errors import DoesNotFit
 from edgespec_runtimes.devices.placement import Placement
 from edgespec_runtimes.kv_store import KvStore
 
-if TYPE_CHECKING:  # requests import nothing of drafter models, histories or grammars that they do not have
-    from edgespec.decoding.constraint import Constraint
+if TYPE_CHECKING:  # requests import nothing of drafter models or histories that they do not have
     from edgespec.drafting.ahead import Beside
     from edgespec.drafting.custom import Custom
-    from edgespec.drafting.forced import Forced
-    from edgespec.drafting.side import DrafterSide, Part
+    from edgespec.drafting.side import DrafterSide
     from edgespec.history.use import HistoryUse
 
 __all__ = ["PromptTokens", "Runner"]
@@ -106,7 +103,7 @@ class Runner:
         running = self._loaded.drafter
         return None if running is None else running.placed.opened(running.session)
 
-    def constraint(self, request: Request) -> "Constraint | None":
+    def constraint(self, request: Request) -> Constraint | None:
         """What the answer may be; None where that is anything.
 
         Raises:
@@ -133,7 +130,7 @@ class Runner:
         return tokens, side.prompt(tokens, lambda drafter: drafter_tokens(drafter, said, request))
 
     def prepared(
-        self, prompt: PromptTokens, request: Request, constraint: "Constraint | None"
+        self, prompt: PromptTokens, request: Request, constraint: Constraint | None
     ) -> PreparedRequest:
         """A request made ready: room is reserved, and what is known of its prompt lies in the KV cache.
 
@@ -217,45 +214,42 @@ class Runner:
         return f"{prompt} the model's context of {context:,}, which holds the answer too; shorten it"
 
     def _begin(
-        self, prompt: PromptTokens, request: Request, constraint: "Constraint | None"
-    ) -> "Policy | Forced":
+        self, prompt: PromptTokens, request: Request, constraint: Constraint | None
+    ) -> Policy | Forced:
         """What drafts in a request."""
         side, remarks = self.side, Remarks()
         if not request.speculate or not (self._drafts or request.drafter):
             remarks.speculation_off_reason = "speculate=False" if self._drafts else "the drafter is None"
-            return self._policy(None, None if side is None else side.idle(), remarks)
+            return self._policy(None, Part() if side is None else side.idle(), remarks)
         free: Extending = NgramDrafter()
         if self.history is not None:
             from edgespec.history.drafter import BestOf
 
             free = BestOf(free, self.history.begin(self.history_guard, remarks))
         policy = self._policy(free, self._part(prompt, request, remarks), remarks)
-        if constraint is None:
-            return policy
-        from edgespec.drafting.forced import Forced
+        return policy if constraint is None else Forced(policy, constraint, self.pricing, remarks)
 
-        return Forced(policy, constraint, self.pricing, remarks)
-
-    def _part(self, prompt: PromptTokens, request: Request, remarks: Remarks) -> "Part | None":
+    def _part(self, prompt: PromptTokens, request: Request, remarks: Remarks) -> Part:
         """The part of a model or of an app's own drafter."""
         own = self.own
         if request.drafter is not None:
             from edgespec.drafting import custom
 
             own = custom.Custom(request.drafter, self.session.vocab_size)
-        if own is not None:
-            from edgespec.drafting import side
-
-            return side.Part(None if self.side is None else self.side.trainer, own)
         if self.side is None:
-            return None
-        longest = self._options.max_draft
-        return self.side.begin(*prompt, request, max_draft=longest, remarks=remarks)
+            return Part(own)
+        if own is not None:
+            return self.side.idle(own)
+        eos = self.target.manifest.special_tokens.eos if request.stop_at_eos else ()
+        return self.side.begin(
+            *prompt,
+            max_new_tokens=request.max_new_tokens,
+            max_draft=self._options.max_draft,
+            target_end=eos[0] if eos else None,
+            remarks=remarks,
+        )
 
-    def _policy(self, free: Extending | None, part: "Part | None", remarks: Remarks) -> Policy:
+    def _policy(self, free: Extending | None, part: Part, remarks: Remarks) -> Policy:
         aside = self.drafter_placement
         remarks.placement = f"target on {self.placement}" + (f"; drafter on {aside}" if aside else "")
-        policy = partial(Policy, free, pricing=self.pricing, guard=self._guard, remarks=remarks)
-        if part is None:
-            return policy()
-        return policy(model=part.source, reading_s=part.reading_s, observers=(part,))
+        return Policy(free, part, pricing=self.pricing, guard=self._guard, remarks=remarks)

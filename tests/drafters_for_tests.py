@@ -1,17 +1,16 @@
-"""Models and requests for the tests of drafting ahead."""
+"""Model drafters, policies and requests that draft, over toy sessions."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from time import perf_counter
 
-from edgespec.decoding.draft import NO_DRAFT, Clock, Remarks
+from edgespec.decoding.draft import NO_DRAFT, Clock, Extending, Remarks, Source
 from edgespec.decoding.sampling import SamplingParams
-from edgespec.decoding.verification import make_verifier
+from edgespec.decoding.verification import Verifier
 from edgespec.drafting.ahead import Ahead, Beside
 from edgespec.drafting.bridge import Bridge, IdentityBridge
-from edgespec.drafting.guard import Guard
-from edgespec.drafting.model import Calibration, ModelDrafter, Vocabulary
-from edgespec.drafting.policy import Policy
-from edgespec.drafting.pricing import Pricing
+from edgespec.drafting.model import Calibration, ModelDrafter
+from edgespec.drafting.policy import Part, Policy
+from edgespec.drafting.pricing import Guard, Pricing
 from edgespec.drafting.reading import Reader
 from edgespec.requests.generation import PreparedRequest
 from edgespec.requests.request import Request
@@ -22,35 +21,60 @@ from edgespec_runtimes.devices.discovery import Device, State
 from edgespec_runtimes.devices.kinds import KINDS
 from edgespec_runtimes.devices.placement import Placement
 from edgespec_runtimes.predictions import Predictions
+from edgespec_runtimes.session import ModelSession
 from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import F32, NextLogits, Silent, ToySession, stream_over
 
 VOCAB = 50
 PROMPT = [3, 1, 4]
-QUICK = CostCurve({1: 1e-3})
+QUICK = CostCurve({1: 1e-7})
+FREE = CostCurve({1: 1.0, 32: 1.0001})
+"""Verification costs next to nothing, so everything likely enough is drafted."""
+GREEDY = SamplingParams()
 
 
-def plain(next_logits: NextLogits, count: int, params: SamplingParams | None = None) -> list[int]:
-    tokens, verify = list(PROMPT), make_verifier(params or SamplingParams())
+def plain(next_logits: NextLogits, count: int, params: SamplingParams = GREEDY) -> list[int]:
+    tokens, verify = list(PROMPT), Verifier(params)
     for _ in range(count):
         tokens.append(verify(Predictions(next_logits(tokens)[None]), NO_DRAFT, tokens).token)
     return tokens
 
 
 def model_of(
-    session: ToySession,
-    pricing: Pricing,
+    session: ModelSession,
     bridge: Bridge | None = None,
+    *,
+    pricing: Pricing | None = None,
     curve: CostCurve = QUICK,
     clock: Clock = perf_counter,
+    calibration: Calibration | None = None,
+    ends: Collection[int] = (),
+    target_end: int | None = None,
+    gained: Callable[[float], None] = lambda seconds: None,
 ) -> ModelDrafter:
+    """A drafter with ``session``; of the target's own vocabulary without a bridge."""
+    session.reserve(min(1000, session.longest))
     return ModelDrafter(
         Reader(session, curve, clock=clock),
-        bridge or IdentityBridge(VOCAB),
-        Vocabulary(),
-        pricing=pricing,
-        calibration=Calibration(),
+        bridge or IdentityBridge(session.vocab_size),
+        ends=ends,
+        target_end=target_end,
+        pricing=pricing or Pricing(FREE),
+        calibration=calibration or Calibration(),
+        gained=gained,
     )
+
+
+def policy_of(
+    free: Extending | None = None,
+    model: Source | None = None,
+    *,
+    pricing: Pricing | None = None,
+    reading_s: float = 0.0,
+    remarks: Remarks | None = None,
+) -> Policy:
+    pricing = pricing or Pricing(FREE)
+    return Policy(free, Part(model, reading_s), pricing=pricing, guard=Guard(pricing), remarks=remarks)
 
 
 def ahead_of(model: ModelDrafter, beside: Beside, pricing: Pricing) -> Ahead:
@@ -79,7 +103,7 @@ def stream_of(
     def begin() -> Policy:
         remarks, source = Remarks(), model if beside is None else None
         ahead = None if beside is None else Ahead(model, beside, pricing=pricing, remarks=remarks)
-        return Policy(Silent(), source or ahead, pricing=pricing, guard=Guard(pricing), remarks=remarks)
+        return policy_of(Silent(), source or ahead, pricing=pricing, remarks=remarks)
 
     return stream_over(
         PreparedRequest(
