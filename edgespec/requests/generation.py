@@ -59,7 +59,7 @@ class PreparedRequest:
     request: Request
     eos: frozenset[int]
     max_draft: int
-    begin: "Callable[[], Policy | Forced]"
+    begin: Callable[[], Policy | Forced]
     constraint: Constraint | None = None
     reader: "ToolReader | None" = None
     clock: Clock = perf_counter
