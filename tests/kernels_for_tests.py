@@ -10,8 +10,7 @@ import numpy.typing as npt
 from onnx import TensorProto, helper, numpy_helper
 
 from edgespec_export.formats.tiles import pack
-from edgespec_export.sources.blocks import F32, U8, Blocks, unpack
-from edgespec_export.sources.gguf import BLOCK_LAYOUT, GGMLType
+from edgespec_export.sources.blocks import F32, U8, Blocks, GGMLType, unpack
 from edgespec_models.errors import DeviceError
 from edgespec_runtimes import kernels
 from edgespec_runtimes.ort import ort
@@ -114,7 +113,7 @@ def same_bits(wanted: npt.NDArray[Any], got: npt.NDArray[Any], what: str = "") -
 
 def random_blocks(rng: np.random.Generator, name: str, rows: int, columns: int) -> U8:
     """Random blocks of a format, uint8 ``(rows, blocks, bytes)``, with scales of either sign about 0.01."""
-    inputs, n_bytes = BLOCK_LAYOUT[GGMLType[name]]
+    inputs, n_bytes = GGMLType[name].block, GGMLType[name].block_bytes
     raw = rng.integers(0, 256, (rows, columns // inputs, n_bytes), np.uint8)
     for at in HALVES[GGMLType[name]]:
         scales = rng.uniform(0.005, 0.02, raw.shape[:2]) * rng.choice([-1, 1], raw.shape[:2])

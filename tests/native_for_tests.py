@@ -9,7 +9,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from edgespec_export.formats.tiles import pack
-from edgespec_export.sources.gguf import BLOCK_LAYOUT, GGMLType
+from edgespec_export.sources.blocks import GGMLType
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.graphs.native import build_native
@@ -86,6 +86,6 @@ def native_plan(
 def _random(rng: np.random.Generator, kind: str, shape: tuple[int, int]) -> tuple[npt.NDArray[np.uint8], F32]:
     """Tiles, and what they stand for."""
     raw = random_raw(rng, *shape, kind)
-    block = BLOCK_LAYOUT[GGMLType[kind]][1]
+    block = GGMLType[kind].block_bytes
     values: F32 = dequantize(raw, GGMLQuantizationType[kind])
     return pack(kind, raw.view(np.uint8).reshape(shape[0], -1, block)), values

@@ -21,8 +21,7 @@ from edgespec_export.formats import plan
 from edgespec_export.formats.stored_weights import StoredWeights
 from edgespec_export.options import TrimOptions
 from edgespec_export.recipe import RECIPES
-from edgespec_export.sources.blocks import F32
-from edgespec_export.sources.gguf import BLOCK_LAYOUT, GGMLType
+from edgespec_export.sources.blocks import F32, GGMLType
 from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.downloads import catalog
@@ -194,7 +193,7 @@ def _of_scales(source: Path, file: Path, columns: int) -> Alignment:
 @pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind not in ("F32", "F16", "BF16")])
 def test_scales_of_blocks_grow_and_codes_stay(tmp_path: Path, kind: str) -> None:
     source = tiny_gguf("llama", kind).write(tmp_path / "m.gguf")
-    block = BLOCK_LAYOUT[GGMLType[kind]][0]
+    block = GGMLType[kind].block
     alignment = _of_scales(source, tmp_path / "a.safetensors", HIDDEN // block)
     bundle = _export(source, tmp_path / "out", alignment=tmp_path / "a.safetensors")
     assert bundle.manifest.formats == _export(source, tmp_path / "plain").manifest.formats

@@ -8,11 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from edgespec_export.sources.blocks import U8, Blocks, largest, unpack
-from edgespec_export.sources.gguf import BLOCK_LAYOUT, GGMLType
+from edgespec_export.sources.blocks import U8, Blocks, GGMLType, largest, unpack
 from tests.gguf_for_tests import F32, FORMATS, random_raw
 
-QUANTIZED = [kind for kind in GGMLType if BLOCK_LAYOUT[kind][0] > 1]
+QUANTIZED = [kind for kind in GGMLType if kind.block > 1]
 HALVES = {
     GGMLType.Q4_0: (0,),
     GGMLType.Q4_1: (0, 2),
@@ -42,7 +41,7 @@ def expected(kind: GGMLType, raw: U8) -> F32:
 def test_a_format_is_what_the_gguf_package_reads(name: str) -> None:
     kind = GGMLType[name]
     raw = random_raw(np.random.default_rng(1), 6, 768, name).view(np.uint8)
-    got = values(kind, raw.reshape(6, -1, BLOCK_LAYOUT[kind][1]))
+    got = values(kind, raw.reshape(6, -1, kind.block_bytes))
     wanted = random_raw(np.random.default_rng(1), 6, 768, name)
     np.testing.assert_array_equal(got, dequantize(wanted, GGMLQuantizationType[name]))
     assert got.dtype == np.float32
@@ -53,7 +52,7 @@ def test_a_format_is_what_the_gguf_package_reads(name: str) -> None:
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_bytes_with_finite_scales(kind: GGMLType, data: st.DataObject) -> None:
-    raw = data.draw(arrays(np.uint8, (2, 3, BLOCK_LAYOUT[kind][1])))
+    raw = data.draw(arrays(np.uint8, (2, 3, kind.block_bytes)))
     for at in HALVES[kind]:
         raw[..., at + 1] &= 0b10111111  # the exponent's top bit off: neither infinite nor NaN
     np.testing.assert_array_equal(values(kind, raw), expected(kind, raw))
@@ -63,7 +62,7 @@ def test_any_bytes_with_finite_scales(kind: GGMLType, data: st.DataObject) -> No
 def test_zero_and_negative_scales(kind: GGMLType) -> None:
     rng = np.random.default_rng(2)
     for scale in (0.0, -0.0, -0.25):
-        raw = rng.integers(0, 256, (2, 2, BLOCK_LAYOUT[kind][1]), np.uint8)
+        raw = rng.integers(0, 256, (2, 2, kind.block_bytes), np.uint8)
         for at in HALVES[kind]:
             raw[..., at : at + 2] = np.array([scale], np.float16).view(np.uint8)
         np.testing.assert_array_equal(values(kind, raw), expected(kind, raw))
@@ -71,7 +70,7 @@ def test_zero_and_negative_scales(kind: GGMLType) -> None:
 
 @pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: kind.name)
 def test_codes_fit_their_bits(kind: GGMLType) -> None:
-    raw = np.random.default_rng(3).integers(0, 256, (8, 8, BLOCK_LAYOUT[kind][1]), np.uint8)
+    raw = np.random.default_rng(3).integers(0, 256, (8, 8, kind.block_bytes), np.uint8)
     for at in HALVES[kind]:
         raw[..., at + 1] &= 0b10111111
     blocks = unpack(kind, raw)

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from edgespec_export.formats.encode import Arrays, decode_linear, encode_embedding, encode_linear
 from edgespec_export.formats.plan import PORTABLE
-from edgespec_export.sources.blocks import F32, Blocks, unpack
-from edgespec_export.sources.gguf import BLOCK_LAYOUT, GGMLType
+from edgespec_export.sources.blocks import F32, Blocks, GGMLType, unpack
 from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.graphs.plan import EmbeddingSpec
 from tests.gguf_for_tests import FORMATS, random_raw
@@ -24,7 +23,7 @@ EXACT = ("F32", "F16", "BF16", "Q4_0", "Q5_0", "Q8_0")
 def source_of(name: str, seed: int = 0) -> Blocks | F32:
     kind = GGMLType[name]
     raw = random_raw(np.random.default_rng(seed), ROWS, COLUMNS_COUNT, name).view(np.uint8)
-    return unpack(kind, raw.reshape(ROWS, -1, BLOCK_LAYOUT[kind][1]))
+    return unpack(kind, raw.reshape(ROWS, -1, kind.block_bytes))
 
 
 def values(source: Blocks | F32) -> F32:

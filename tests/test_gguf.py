@@ -25,7 +25,7 @@ def test_reads_what_the_gguf_package_reads(tmp_path: Path, kind: str) -> None:
             assert list(mine.shape) == [int(dim) for dim in tensor.shape][::-1]
             assert mine.offset == tensor.data_offset
             assert mine.n_bytes == tensor.n_bytes
-            assert ours.blocks(mine).tobytes() == tensor.data.tobytes()
+            assert mine.read().tobytes() == tensor.data.tobytes()
         for key, field in theirs.fields.items():
             if not key.startswith("GGUF."):
                 np.testing.assert_array_equal(np.asarray(ours.metadata[key]), np.asarray(field.contents()))
@@ -57,9 +57,9 @@ def test_ranges_of_rows(tmp_path: Path) -> None:
     path = tiny_gguf("llama", "Q4_0").write(tmp_path / "m.gguf")
     with GGUFFile(path) as file:
         tensor = file.tensors["token_embd.weight"]
-        whole = file.blocks(tensor)
-        np.testing.assert_array_equal(file.blocks(tensor, 7, 19), whole[7:19])
-        np.testing.assert_array_equal(file.blocks(tensor, tensor.shape[0] - 1), whole[-1:])
+        whole = tensor.read()
+        np.testing.assert_array_equal(tensor.read(7, 19), whole[7:19])
+        np.testing.assert_array_equal(tensor.read(tensor.shape[0] - 1), whole[-1:])
 
 
 @pytest.mark.parametrize("alignment", [1, 32, 64, 4096])
@@ -74,7 +74,7 @@ def test_alignment_is_honoured(tmp_path: Path, alignment: int) -> None:
     writer.write_tensors_to_file()
     writer.close()
     with GGUFFile(tmp_path / "m.gguf") as file:
-        assert file.blocks(file.tensors["b"]).view(np.float32).ravel().tolist() == data.tolist()
+        assert file.tensors["b"].read().view(np.float32).ravel().tolist() == data.tolist()
 
 
 def test_an_array_that_runs_over_the_end_is_named(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_file_that_shrinks_while_read_is_noticed(tmp_path: Path) -> None:
         with path.open("r+b") as other:
             other.truncate(last.offset + 4)
         with pytest.raises(ModelFileError, match="changed"):
-            file.blocks(last)
+            last.read()
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto
 
 from edgespec_export.formats.tiles import pack
-from edgespec_export.sources.gguf import BLOCK_LAYOUT, GGMLType
+from edgespec_export.sources.blocks import GGMLType
 from edgespec_models.bundles.weight_format import FORMATS
 from tests.gguf_for_tests import F32
 from tests.kernels_for_tests import (
@@ -188,7 +188,7 @@ def raw_halves(name: str) -> Any:
     """Which bytes of a block are float16 numbers."""
     kind = GGMLType[name]
     starts = np.array(HALVES[kind])
-    return np.isin(np.arange(BLOCK_LAYOUT[kind][1]), [starts, starts + 1])
+    return np.isin(np.arange(kind.block_bytes), [starts, starts + 1])
 
 
 @pytest.mark.parametrize("scale", [1e-37, 1e-30, 1e30, 1e32])

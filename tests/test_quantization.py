@@ -7,7 +7,7 @@ import pytest
 
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats.quantization import Mixed, Quantization
-from edgespec_export.sources.gguf import GGMLType
+from edgespec_export.sources.blocks import GGMLType
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.weight_format import Method
 from edgespec_models.errors import RequestError

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from edgespec_export.formats.rounding import round_matrix
 from edgespec_export.formats.tiles import pack, pack_blocks, unpack_tiles
-from edgespec_export.sources.blocks import F32, U8, Blocks, fields
-from edgespec_export.sources.gguf import BLOCK_LAYOUT, GGMLType
+from edgespec_export.sources.blocks import F32, U8, Blocks, GGMLType, fields
 from edgespec_models.bundles.weight_format import FORMATS, LANES, WeightFormat, tile_bytes
 from edgespec_models.errors import UnsupportedModelError
 from tests.kernels_for_tests import random_blocks
@@ -124,7 +123,7 @@ def test_minimums_of_q4_1_and_q5_1_are_negated() -> None:
 
 @by_format
 def test_a_tile_takes_little_more_than_its_blocks(name: str) -> None:
-    weights, n_bytes = BLOCK_LAYOUT[GGMLType[name]]
+    weights, n_bytes = GGMLType[name].block, GGMLType[name].block_bytes
     assert FORMATS[name].inputs == weights
     six_bits = name in ("Q3_K", "Q4_K", "Q5_K")  # the file's scales, which are bytes here
     assert FORMATS[name].n_bytes - LANES * n_bytes == (64 if six_bits else 0)

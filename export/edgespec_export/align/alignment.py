@@ -189,7 +189,7 @@ def _codes(file: SafetensorsFile, name: str) -> Codes:
         raise ModelFileError(f"{where} is no matrix with a scale for every row. {_REMEDY}.")
     tensor = file.tensor(name + _SCALES)
     if tensor.shape == codes.shape[:1] and tensor.type.name == "F32":
-        scales = file.read(tensor).reshape(-1).view(np.float32)
+        scales = tensor.read().reshape(-1).view(np.float32)
         if np.isfinite(scales).all():
             return Codes(codes, scales)
     raise ModelFileError(f"the scales of {where} are not finite numbers, one for every row. {_REMEDY}.")

@@ -18,7 +18,6 @@ from edgespec_export.align.alignment import BLOCKS, Codes
 from edgespec_export.align.merge import FACTORS
 from edgespec_export.align.settings import Trained
 from edgespec_export.sources.checkpoint import Checkpoint
-from edgespec_export.sources.gguf import BLOCK_LAYOUT
 from edgespec_models.bundles.rope import rotary_tables
 from edgespec_models.errors import RequestError
 
@@ -156,7 +155,7 @@ class TorchDecoder:
                 f"{self._source.path.name} has no blocks whose scales could be trained: {name} is "
                 f"{kind.name}; train another thing, such as a low-rank change"
             )
-        return BLOCK_LAYOUT[kind][0]
+        return kind.block
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         weight = self._weights[name]

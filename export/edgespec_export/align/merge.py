@@ -1,7 +1,7 @@
 """A checkpoint with an alignment in it: what an export of an aligned drafter reads."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -10,25 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_export.align.alignment import Alignment, read_alignment
-from edgespec_export.sources.blocks import F32
-from edgespec_export.sources.checkpoint import FLOATS, Checkpoint, SourceTensor
-from edgespec_export.sources.gguf import BLOCK_LAYOUT, GGMLType
+from edgespec_export.sources.blocks import F32, FLOATS, GGMLType, Tensor
+from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.errors import ModelFileError
 from edgespec_models.progress import ignore_progress
 from edgespec_models.text.tokenizer import SpecialTokens
 
 __all__ = ["FACTORS", "AlignedCheckpoint", "open_aligned"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Merged:
-    """A tensor that was changed; its sum is float32."""
-
-    name: str
-    shape: tuple[int, ...]
-    n_bytes: int
-    type: GGMLType = GGMLType.F32
 
 
 FACTORS: Final = MappingProxyType(
@@ -64,7 +53,7 @@ class AlignedCheckpoint(Checkpoint):
                 "this one."
             )
         merged = {name: _merged(base, alignment, name) for name in alignment.tensors}
-        self.tensors: Mapping[str, SourceTensor] = {**base.tensors, **merged}
+        self.tensors: Mapping[str, Tensor] = {**base.tensors, **merged}
 
     def close(self) -> None:
         """Close the files."""
@@ -167,20 +156,18 @@ def open_aligned(source: Path, alignment: Path | None) -> Checkpoint:
         raise
 
 
-def _merged(base: Checkpoint, alignment: Alignment, name: str) -> SourceTensor:
+def _merged(base: Checkpoint, alignment: Alignment, name: str) -> Tensor:
     """The tensor as the alignment makes it, if that fits."""
     tensor, scaled = base.tensors.get(name), alignment.of_scales(name)
     expected: tuple[int, ...] | None = None
     if tensor is not None and not scaled:
         expected = tensor.shape if len(tensor.shape) > 1 else (1, *tensor.shape)
     elif tensor is not None and tensor.type in FACTORS:
-        expected = tensor.shape[0], tensor.shape[1] // BLOCK_LAYOUT[tensor.type][0]
+        expected = tensor.shape[0], tensor.shape[1] // tensor.type.block
     if tensor is None or alignment.shape(name) != expected:
         what = "scales" if scaled else "weights"
         raise ModelFileError(
             f"the alignment changes {what} of {name!r}, {alignment.shape(name)} of them, but "
             f"{base.path.name} has {'none' if expected is None else expected}. Make the alignment again."
         )
-    if scaled:
-        return tensor
-    return _Merged(tensor.name, tensor.shape, 4 * int(np.prod(tensor.shape)))
+    return tensor if scaled else replace(tensor, type=GGMLType.F32)

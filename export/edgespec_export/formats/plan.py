@@ -18,9 +18,8 @@ from edgespec_export.formats.encode import Arrays, decode_linear, encode_embeddi
 from edgespec_export.formats.quantization import Quantization
 from edgespec_export.formats.rounding import round_matrix
 from edgespec_export.formats.tiles import pack, pack_blocks, unpack_tiles
-from edgespec_export.sources.blocks import F32, U8, Blocks, unpack
-from edgespec_export.sources.checkpoint import FLOATS, Checkpoint
-from edgespec_export.sources.gguf import GGMLType
+from edgespec_export.sources.blocks import F32, FLOATS, U8, Blocks, GGMLType, unpack
+from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.weight_format import FORMATS, LANES, Method, WeightFormat, tile_bytes
 from edgespec_models.graphs.plan import (
     FULL,

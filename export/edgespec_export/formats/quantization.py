@@ -9,7 +9,7 @@ projections) .006. The LM head is one matrix and cheap to spare.
 from dataclasses import dataclass
 from typing import Literal
 
-from edgespec_export.sources.gguf import GGMLType
+from edgespec_export.sources.blocks import GGMLType
 from edgespec_models.bundles.weight_format import Method, WeightFormat
 from edgespec_models.schema import check_fields
 

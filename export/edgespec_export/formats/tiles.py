@@ -14,8 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_export.sources.blocks import F16, F32, U8, Blocks, Fields, Steps, fields
-from edgespec_export.sources.gguf import GGMLType
+from edgespec_export.sources.blocks import F16, F32, U8, Blocks, Fields, GGMLType, Steps, fields
 from edgespec_models.bundles.weight_format import FORMATS, LANES, tile_bytes
 from edgespec_models.errors import UnsupportedModelError
 

@@ -19,8 +19,8 @@ import onnx_ir as ir
 
 from edgespec_export.formats.encode import Arrays
 from edgespec_export.formats.plan import Stored, biases_of, plan_decoder, stored
-from edgespec_export.sources.blocks import F32, U8, largest, unpack
-from edgespec_export.sources.checkpoint import Checkpoint, SourceTensor
+from edgespec_export.sources.blocks import F32, U8, Tensor, largest, unpack
+from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.bundle import GRAPH, Role
 from edgespec_models.bundles.rope import rotary_tables
 from edgespec_models.errors import ModelFileError
@@ -184,7 +184,7 @@ def _rows(checkpoint: Checkpoint, source: str, matrix: Stored) -> Iterator[tuple
             yield raw[:whole], read
 
 
-def _encode(matrix: Stored, tensor: SourceTensor, raw: U8) -> Arrays:
+def _encode(matrix: Stored, tensor: Tensor, raw: U8) -> Arrays:
     source = unpack(tensor.type, raw)
     if largest(source) > _LARGEST:
         raise ModelFileError(

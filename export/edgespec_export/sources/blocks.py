@@ -1,4 +1,4 @@
-"""GGUF blocks unpacked to one form: codes, scales and offsets.
+"""Tensors in files: where they lie, and their blocks unpacked to one form of codes, scales and offsets.
 
 Every quantized format is ``w = scale * (code - zero) - minimum`` over blocks of 16 or 32 weights; this
 module brings each to that form without rounding. Scales and minimums of the K formats are themselves whole
@@ -6,19 +6,88 @@ numbers times a float16 of 256 weights. Layouts: ggml ``ggml-common.h``; tests c
 package's own dequantization.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from math import prod
+from typing import BinaryIO, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_export.sources.gguf import GGMLType
+from edgespec_models.errors import ModelFileError
 
-__all__ = ["Blocks", "Fields", "fields", "largest", "unpack"]
+__all__ = ["FLOATS", "Blocks", "Fields", "GGMLType", "Tensor", "fields", "largest", "unpack"]
 
 U8 = npt.NDArray[np.uint8]
 F16 = npt.NDArray[np.float16]
 F32 = npt.NDArray[np.float32]
 Steps = npt.NDArray[np.uint8] | npt.NDArray[np.int8]
+
+
+class GGMLType(IntEnum):
+    """Weight formats edgespec imports: number in GGUF files, weights of a block, and its bytes."""
+
+    block: int
+    block_bytes: int
+
+    def __new__(cls, number: int, block: int, block_bytes: int) -> Self:  # noqa: D102
+        member = int.__new__(cls, number)
+        member._value_, member.block, member.block_bytes = number, block, block_bytes
+        return member
+
+    F32 = 0, 1, 4
+    F16 = 1, 1, 2
+    Q4_0 = 2, 32, 18
+    Q4_1 = 3, 32, 20
+    Q5_0 = 6, 32, 22
+    Q5_1 = 7, 32, 24
+    Q8_0 = 8, 32, 34
+    Q2_K = 10, 256, 84
+    Q3_K = 11, 256, 110
+    Q4_K = 12, 256, 144
+    Q5_K = 13, 256, 176
+    Q6_K = 14, 256, 210
+    BF16 = 30, 1, 2
+
+
+FLOATS = frozenset({GGMLType.F32, GGMLType.F16, GGMLType.BF16})
+"""The floating-point formats: weights that nobody has quantized yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor of a file, or rows of one: ``shape`` in row-major order, bytes from ``offset`` on."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: GGMLType
+    file: BinaryIO
+    offset: int
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes in the file."""
+        return prod(self.shape) // self.type.block * self.type.block_bytes
+
+    def rows(self, start: int, stop: int) -> "Tensor":
+        """Rows ``start`` to ``stop`` as a tensor of their own."""
+        offset = self.offset + start * (self.n_bytes // self.shape[0])
+        return replace(self, shape=(stop - start, *self.shape[1:]), offset=offset)
+
+    def read(self, start: int = 0, stop: int | None = None) -> U8:
+        """Raw blocks of rows ``start`` to ``stop``: uint8 ``(rows, blocks per row, bytes per block)``.
+
+        A vector counts as one row. Read, not mapped: a mapped file would count as memory of the export.
+        """
+        per_row, n_bytes = self.shape[-1] // self.type.block, self.type.block_bytes
+        stop = prod(self.shape[:-1]) if stop is None else stop
+        raw = np.empty((stop - start, per_row, n_bytes), np.uint8)
+        self.file.seek(self.offset + start * per_row * n_bytes)
+        if self.file.readinto(raw.data.cast("B")) != raw.nbytes:  # type: ignore[attr-defined]
+            raise ModelFileError(
+                f"{self.file.name} ended while tensor {self.name!r} was read; was it changed?"
+            )
+        return raw
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +161,7 @@ def unpack(kind: GGMLType, raw: U8) -> Blocks | F32:
     Returns:
         :class:`Blocks`, or float32 ``(rows, columns)`` for the floating-point formats.
     """
-    if kind in (GGMLType.F32, GGMLType.F16, GGMLType.BF16):
+    if kind in FLOATS:
         return _floats(kind, raw.reshape(raw.shape[0], -1))
     return fields(kind, raw).blocks()
 

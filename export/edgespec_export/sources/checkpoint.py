@@ -9,36 +9,20 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_export.sources.blocks import F32, Blocks, unpack
-from edgespec_export.sources.gguf import GGMLType
+from edgespec_export.sources.blocks import F32, Blocks, GGMLType, Tensor, unpack
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_models.text.tokenizer import SpecialTokens
 
-__all__ = ["FLOATS", "Checkpoint", "SourceTensor"]
+__all__ = ["Checkpoint"]
 
-FLOATS = frozenset({GGMLType.F32, GGMLType.F16, GGMLType.BF16})
-"""The floating-point formats: weights that nobody has quantized yet."""
 _HASH_CHUNK = 1 << 24
-
-
-class SourceTensor(Protocol):
-    """A tensor of a checkpoint: ``shape`` in row-major order (rows, columns), ``name`` as in the file."""
-
-    @property
-    def name(self) -> str: ...  # noqa: D102
-    @property
-    def shape(self) -> tuple[int, ...]: ...  # noqa: D102
-    @property
-    def type(self) -> GGMLType: ...  # noqa: D102
-    @property
-    def n_bytes(self) -> int: ...  # noqa: D102
 
 
 class Checkpoint(ABC):
@@ -55,7 +39,7 @@ class Checkpoint(ABC):
 
     path: Path
     config: ModelConfig
-    tensors: Mapping[str, SourceTensor]
+    tensors: Mapping[str, Tensor]
 
     def __enter__(self) -> Self:
         return self
@@ -77,16 +61,12 @@ class Checkpoint(ABC):
     def model_name(self) -> str:
         """What to call the model where the user gives no name."""
 
-    @abstractmethod
     def read(
         self, name: str, start: int = 0, stop: int | None = None
     ) -> tuple[GGMLType, npt.NDArray[np.uint8]]:
-        """Raw blocks of rows ``start`` to ``stop``, to be unpacked in another thread.
-
-        Returns:
-            The format, and uint8 ``(rows, blocks per row, bytes per block)``. Read, not mapped: a mapped
-            checkpoint would count as memory of the export.
-        """
+        """Format and raw blocks of rows ``start`` to ``stop``, to be unpacked in another thread."""
+        tensor = self.tensor(name)
+        return tensor.type, tensor.read(start, stop)
 
     @abstractmethod
     def tokenizer_json(self) -> str:
@@ -124,7 +104,7 @@ class Checkpoint(ABC):
         """Whether queries, keys and values have biases."""
         return "layers.0.q_bias" in self.tensors
 
-    def tensor(self, name: str) -> SourceTensor:
+    def tensor(self, name: str) -> Tensor:
         """The tensor called ``name``; ``lm_head`` of a tied model is its embedding."""
         return self.tensors[self.stored_name(name)]
 

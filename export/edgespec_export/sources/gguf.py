@@ -9,9 +9,6 @@ this needs a fraction of both, and meets damaged files with numpy's errors; test
 import mmap
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import IntEnum
-from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Self
@@ -19,9 +16,10 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from edgespec_export.sources.blocks import GGMLType, Tensor
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 
-__all__ = ["BLOCK_LAYOUT", "GGMLType", "GGUFFile", "GGUFTensor", "MetadataValue"]
+__all__ = ["GGUFFile", "MetadataValue"]
 
 MetadataValue = str | int | float | bool | list[str] | list[object] | npt.NDArray[np.generic]
 
@@ -31,55 +29,6 @@ _STRING, _ARRAY = 8, 9
 _SCALARS: Mapping[int, str] = MappingProxyType(
     {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 )
-
-
-class GGMLType(IntEnum):
-    """Weight formats edgespec imports, by their number in the file."""
-
-    F32 = 0
-    F16 = 1
-    Q4_0 = 2
-    Q4_1 = 3
-    Q5_0 = 6
-    Q5_1 = 7
-    Q8_0 = 8
-    Q2_K = 10
-    Q3_K = 11
-    Q4_K = 12
-    Q5_K = 13
-    Q6_K = 14
-    BF16 = 30
-
-
-BLOCK_LAYOUT: Mapping[GGMLType, tuple[int, int]] = MappingProxyType(
-    {
-        GGMLType.F32: (1, 4),
-        GGMLType.F16: (1, 2),
-        GGMLType.BF16: (1, 2),
-        GGMLType.Q4_0: (32, 18),
-        GGMLType.Q4_1: (32, 20),
-        GGMLType.Q5_0: (32, 22),
-        GGMLType.Q5_1: (32, 24),
-        GGMLType.Q8_0: (32, 34),
-        GGMLType.Q2_K: (256, 84),
-        GGMLType.Q3_K: (256, 110),
-        GGMLType.Q4_K: (256, 144),
-        GGMLType.Q5_K: (256, 176),
-        GGMLType.Q6_K: (256, 210),
-    }
-)
-"""Weights per block and bytes per block of each format."""
-
-
-@dataclass(frozen=True, slots=True)
-class GGUFTensor:
-    """One tensor: ``shape`` in row-major order (rows, columns), ``offset`` and ``n_bytes`` in the file."""
-
-    name: str
-    shape: tuple[int, ...]
-    type: GGMLType
-    offset: int
-    n_bytes: int
 
 
 class _Cursor:
@@ -147,7 +96,7 @@ class GGUFFile:
     Attributes:
         path: the file.
         metadata: key -> str, int, float, bool, list of str, or numpy array.
-        tensors: name -> :class:`GGUFTensor`.
+        tensors: name -> tensor.
 
     Raises:
         ModelFileError: the file cannot be read, is truncated, or contradicts itself.
@@ -157,7 +106,7 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metadata: dict[str, MetadataValue] = {}
-        self.tensors: dict[str, GGUFTensor] = {}
+        self.tensors: dict[str, Tensor] = {}
         try:
             self._file = path.open("rb")
         except OSError as error:
@@ -181,20 +130,6 @@ class GGUFFile:
     def close(self) -> None:
         """Close the file; what was read stays valid."""
         self._file.close()
-
-    def blocks(self, tensor: GGUFTensor, start: int = 0, stop: int | None = None) -> npt.NDArray[np.uint8]:
-        """The raw blocks of rows ``start`` to ``stop``: uint8 ``(rows, blocks per row, bytes per block)``.
-
-        Read, not mapped: a mapped checkpoint would count as memory of the export.
-        """
-        weights, n_bytes = BLOCK_LAYOUT[tensor.type]
-        per_row = tensor.shape[-1] // weights
-        stop = prod(tensor.shape[:-1]) if stop is None else stop
-        raw = np.empty((stop - start, per_row, n_bytes), np.uint8)
-        self._file.seek(tensor.offset + start * per_row * n_bytes)
-        if self._file.readinto(raw.data.cast("B")) != raw.nbytes:
-            raise ModelFileError(f"{self.path} ended while tensor {tensor.name!r} was read; was it changed?")
-        return raw
 
     def _parse(self, cursor: _Cursor) -> None:
         n_tensors, n_keys = self._header(cursor)
@@ -241,18 +176,18 @@ class GGUFFile:
     def _add(self, cursor: _Cursor, name: str, shape: tuple[int, ...], number: int, offset: int) -> None:
         if name in self.tensors:
             raise cursor.fail(f"tensor {name!r} appears twice")
-        try:
-            kind = GGMLType(number)
-        except ValueError:
-            known = ", ".join(t.name for t in GGMLType)
+        kind = next((known for known in GGMLType if known == number), None)
+        if kind is None:
             raise UnsupportedModelError(
-                f"tensor {name!r} of {self.path.name} has the weight format number {number}; "
-                f"edgespec imports {known}. Use a file quantized to one of these, such as Q4_K_M or Q8_0."
-            ) from None
-        weights, n_bytes = BLOCK_LAYOUT[kind]
-        if min(shape) < 1 or shape[-1] % weights:
+                f"tensor {name!r} of {self.path.name} has the weight format number {number}; edgespec reads "
+                f"{', '.join(known.name for known in GGMLType)}. Use a file quantized to one of these, such "
+                "as Q4_K_M or Q8_0."
+            )
+        if min(shape) < 1 or shape[-1] % kind.block:
             raise cursor.fail(f"tensor {name!r} has shape {shape}, which {kind.name} cannot hold")
-        size = prod(shape) // weights * n_bytes
-        if offset + size > len(cursor.view):
-            raise cursor.fail(f"tensor {name!r} ends at byte {offset + size:,}: the file is truncated")
-        self.tensors[name] = GGUFTensor(name, shape, kind, offset, size)
+        tensor = Tensor(name, shape, kind, self._file, offset)
+        if offset + tensor.n_bytes > len(cursor.view):
+            raise cursor.fail(
+                f"tensor {name!r} ends at byte {offset + tensor.n_bytes:,}: the file is truncated"
+            )
+        self.tensors[name] = tensor

@@ -6,12 +6,10 @@ from math import sqrt
 from pathlib import Path
 from typing import cast
 
-import numpy as np
-import numpy.typing as npt
-
 from edgespec_export.sources import gguf_tokenizer
+from edgespec_export.sources.blocks import Tensor
 from edgespec_export.sources.checkpoint import Checkpoint
-from edgespec_export.sources.gguf import GGMLType, GGUFFile, GGUFTensor
+from edgespec_export.sources.gguf import GGUFFile
 from edgespec_models.bundles.config import Architecture, ModelConfig
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.text.tokenizer import SpecialTokens
@@ -58,7 +56,7 @@ class GGUFCheckpoint(Checkpoint):
         self._file = GGUFFile(path)
         try:
             self.metadata = self._file.metadata
-            self.tensors: dict[str, GGUFTensor] = self._rename()
+            self.tensors: dict[str, Tensor] = self._rename()
             self.config = self._read_config()
             self.check_shapes()
         except BaseException:
@@ -79,13 +77,6 @@ class GGUFCheckpoint(Checkpoint):
         """The file's name without its suffix."""
         return self.path.stem
 
-    def read(
-        self, name: str, start: int = 0, stop: int | None = None
-    ) -> tuple[GGMLType, npt.NDArray[np.uint8]]:
-        """Raw blocks of rows; see :class:`Checkpoint`."""
-        tensor = self.tensors[self.stored_name(name)]
-        return tensor.type, self._file.blocks(tensor, start, stop)
-
     def tokenizer_json(self) -> str:
         """As the file's keys say."""
         return gguf_tokenizer.tokenizer_json(self.metadata)
@@ -98,7 +89,7 @@ class GGUFCheckpoint(Checkpoint):
         """As the file's keys say."""
         return gguf_tokenizer.chat_template(self.metadata)
 
-    def _rename(self) -> dict[str, GGUFTensor]:
+    def _rename(self) -> dict[str, Tensor]:
         architecture = self.metadata.get("general.architecture")
         if not isinstance(architecture, str) or architecture not in _ARCHITECTURES:
             raise UnsupportedModelError(

@@ -6,14 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
-from edgespec_export.sources.blocks import F32
+from edgespec_export.sources.blocks import F32, Tensor
 from edgespec_export.sources.checkpoint import Checkpoint
-from edgespec_export.sources.gguf import GGMLType
 from edgespec_export.sources.hf_config import read_config
 from edgespec_export.sources.hf_tokenizer import HFTokenizer
-from edgespec_export.sources.safetensors_file import SafeTensor, SafetensorsFile
+from edgespec_export.sources.safetensors_file import SafetensorsFile
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.files.facts import Facts
 from edgespec_models.paths import is_file, model_name
@@ -73,7 +71,7 @@ class HFCheckpoint(Checkpoint):
         self._tied = facts.boolean("tie_word_embeddings", default=self.config.architecture in _TIED)
         self._tokenizer = HFTokenizer(path, facts, self.config.vocab_size)
         try:
-            self.tensors: dict[str, SafeTensor] = self._name(self._stored())
+            self.tensors: dict[str, Tensor] = self._name(self._stored())
             self.check_shapes()
         except BaseException:
             self.close()
@@ -95,13 +93,6 @@ class HFCheckpoint(Checkpoint):
     def model_name(self) -> str:
         """The directory's name, or the repository's in the hub's cache."""
         return model_name(self.path)
-
-    def read(
-        self, name: str, start: int = 0, stop: int | None = None
-    ) -> tuple[GGMLType, npt.NDArray[np.uint8]]:
-        """Raw rows; see :class:`Checkpoint`."""
-        tensor = self.tensors[self.stored_name(name)]
-        return tensor.type, tensor.file.read(tensor, start, stop)
 
     def values(self, name: str, start: int = 0, stop: int | None = None) -> F32:
         """Rows of a tensor, as float32. Gemma stores its norms' weights less 1."""
@@ -156,11 +147,11 @@ class HFCheckpoint(Checkpoint):
             self._shards[file] = SafetensorsFile(self.path / file)
         return self._shards[file]
 
-    def _name(self, stored: Iterator[tuple[str, SafetensorsFile]]) -> dict[str, SafeTensor]:
+    def _name(self, stored: Iterator[tuple[str, SafetensorsFile]]) -> dict[str, Tensor]:
         """Tensors by edgespec's names; fused ones as the rows of their parts."""
         gemma = self.config.architecture == "gemma3"
         names = _GEMMA3_LAYER if gemma else _LAYER
-        named: dict[str, SafeTensor] = {}
+        named: dict[str, Tensor] = {}
         unknown = []
         for name, file in stored:
             layer = re.fullmatch(r"model\.layers\.(0|[1-9][0-9]{0,5})\.(.+)", name)
@@ -200,7 +191,7 @@ class HFCheckpoint(Checkpoint):
             "mlp.gate_up_proj.weight": dict.fromkeys(("gate", "up"), config.intermediate_size),
         }
 
-    def _split(self, fused: SafeTensor, prefix: str, parts: dict[str, int]) -> dict[str, SafeTensor]:
+    def _split(self, fused: Tensor, prefix: str, parts: dict[str, int]) -> dict[str, Tensor]:
         expected = (sum(parts.values()), self.config.hidden_size)
         if fused.shape != expected:
             raise ModelFileError(

@@ -6,8 +6,6 @@ side does not know bfloat16; here rows are read where they lie. Tests compare wi
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -16,37 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_export.sources.gguf import GGMLType
+from edgespec_export.sources.blocks import GGMLType, Tensor
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 
-__all__ = ["SafeTensor", "SafetensorsFile"]
+__all__ = ["SafetensorsFile"]
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-_FORMATS: Mapping[str, tuple[GGMLType, int]] = MappingProxyType(
-    {"F32": (GGMLType.F32, 4), "F16": (GGMLType.F16, 2), "BF16": (GGMLType.BF16, 2)}
-)
-
-
-@dataclass(frozen=True, slots=True)
-class SafeTensor:
-    """One tensor, or rows of one: ``offset`` and ``n_bytes`` in its file."""
-
-    name: str
-    shape: tuple[int, ...]
-    type: GGMLType
-    offset: int
-    n_bytes: int
-    file: "SafetensorsFile"
-
-    def rows(self, start: int, stop: int) -> "SafeTensor":
-        """Rows ``start`` to ``stop`` as a tensor of their own."""
-        row_bytes = self.n_bytes // self.shape[0]
-        return replace(
-            self,
-            shape=(stop - start, *self.shape[1:]),
-            offset=self.offset + start * row_bytes,
-            n_bytes=(stop - start) * row_bytes,
-        )
+_FORMATS = MappingProxyType({kind.name: kind for kind in (GGMLType.F32, GGMLType.F16, GGMLType.BF16)})
 
 
 class SafetensorsFile:
@@ -79,7 +53,7 @@ class SafetensorsFile:
         """Close the file; what was read stays valid."""
         self._file.close()
 
-    def tensor(self, name: str) -> SafeTensor:
+    def tensor(self, name: str) -> Tensor:
         """The tensor called ``name``, which must be one of ``names``.
 
         Raises:
@@ -92,9 +66,9 @@ class SafetensorsFile:
                 f"tensor {name!r} of {self.path.name} has the dtype {dtype}; edgespec exports "
                 f"{', '.join(_FORMATS)}. Use the model's unquantized checkpoint, or a GGUF file."
             )
-        kind, width = _FORMATS[dtype]
-        shape, offset = self._place(name, width)
-        return SafeTensor(name, shape, kind, offset, prod(shape) * width, self)
+        kind = _FORMATS[dtype]
+        shape, offset = self._place(name, kind.block_bytes)
+        return Tensor(name, shape, kind, self._file, offset)
 
     def integers(self, name: str) -> npt.NDArray[np.int8]:
         """The tensor called ``name``, which must be one of ``names`` and int8.
@@ -111,19 +85,6 @@ class SafetensorsFile:
         if len(data) != prod(shape):
             raise ModelFileError(f"{self.path} ended while tensor {name!r} was read; was it changed?")
         return np.frombuffer(data, np.int8).reshape(shape)
-
-    def read(self, tensor: SafeTensor, start: int = 0, stop: int | None = None) -> npt.NDArray[np.uint8]:
-        """Rows ``start`` to ``stop`` raw: uint8 ``(rows, weights per row, bytes per weight)``.
-
-        A vector counts as one row. Raises ModelFileError where the file has become shorter.
-        """
-        width, columns = tensor.n_bytes // prod(tensor.shape), tensor.shape[-1]
-        stop = prod(tensor.shape[:-1]) if stop is None else stop
-        raw = np.empty((stop - start, columns, width), np.uint8)
-        self._file.seek(tensor.offset + start * columns * width)
-        if self._file.readinto(raw.data.cast("B")) != raw.nbytes:
-            raise ModelFileError(f"{self.path} ended while tensor {tensor.name!r} was read; was it changed?")
-        return raw
 
     def _place(self, name: str, width: int) -> tuple[tuple[int, ...], int]:
         """Shape of a tensor of so many bytes a number, and where it lies in the file."""
