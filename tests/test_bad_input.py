@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from edgespec_export import export as export_module
+from edgespec_export import graph_bundle
 from edgespec_export import staging as staging_module
 from edgespec_export.export import export_model
 from edgespec_export.graphs import writer as writer_module
@@ -166,8 +167,8 @@ FOREIGN: dict[str, tuple[Edit, type[EdgespecError], str]] = {
     "no context": (put(context_length=0), UnsupportedModelError, "context_length"),
     "epsilon not a number": (
         put(attention__layer_norm_rms_epsilon=float("nan")),
-        UnsupportedModelError,
-        "norm_epsilon",
+        ModelFileError,
+        "rms_epsilon is nan",
     ),
     "rope base of zero": (put(rope__freq_base=0.0), UnsupportedModelError, "rope_theta"),
     "scaled rope": (
@@ -291,7 +292,7 @@ def interrupted(*_: Any) -> None:
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [(writer_module.Parameters, "append"), (export_module, "write_json"), (staging_module, "move")],
+    [(writer_module.Parameters, "append"), (graph_bundle, "write_json"), (staging_module, "move")],
     ids=["weights", "manifest", "placing"],
 )
 def test_a_full_disk_or_an_interruption_leaves_nothing(

@@ -231,6 +231,7 @@ def test_special_tokens_come_from_every_file(tmp_path: Path) -> None:
         assert opened.chat_template() == "x"
         (folder / "chat_template.jinja").write_text("y", encoding="utf-8")
         assert opened.chat_template() == "y"
+    with HFCheckpoint(folder) as opened:
         assert {file.name for file in opened.files} == {file.name for file in folder.iterdir()}
 
 

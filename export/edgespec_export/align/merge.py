@@ -44,7 +44,8 @@ class AlignedCheckpoint(Checkpoint):
     """
 
     def __init__(self, base: Checkpoint, alignment: Alignment) -> None:
-        self.path, self.config, self._base, self.alignment = base.path, base.config, base, alignment
+        self.path, self.files, self.model_name = base.path, base.files, base.model_name
+        self.config, self.stack, self._base, self.alignment = base.config, base.stack, base, alignment
         origin = alignment.origin
         if base.digest(ignore_progress) != origin.source_sha256:
             raise ModelFileError(
@@ -54,27 +55,8 @@ class AlignedCheckpoint(Checkpoint):
             )
         merged = {name: _merged(base, alignment, name) for name in alignment.tensors}
         self.tensors: Mapping[str, Tensor] = {**base.tensors, **merged}
-
-    def close(self) -> None:
-        """Close the files."""
-        self._base.close()
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """The drafter's."""
-        return self._base.files
-
-    @property
-    def model_name(self) -> str:
-        """The drafter's."""
-        return self._base.model_name
-
-    @property
-    def changes(self) -> Mapping[str, str]:
-        """The alignment's digest, and what it says of itself."""
-        origin = self.alignment.origin
-        return {
-            "alignment": self.alignment.digest,
+        self.changes = {
+            "alignment": alignment.digest,
             "aligned": f"with {origin.target}, on {origin.tokens:,} tokens of answers; right first guesses "
             f"{origin.right_before:.3f} before, {origin.right_after:.3f} after",
         }

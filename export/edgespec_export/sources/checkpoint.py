@@ -6,9 +6,12 @@ Tensors go under edgespec's own names: ``embed``, ``final_norm``, ``lm_head``; p
 """
 
 import hashlib
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Self
 
 import numpy as np
@@ -20,7 +23,7 @@ from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_models.text.tokenizer import SpecialTokens
 
-__all__ = ["Checkpoint"]
+__all__ = ["Checkpoint", "own_name"]
 
 _HASH_CHUNK = 1 << 24
 
@@ -33,13 +36,21 @@ class Checkpoint(ABC):
 
     Attributes:
         path: the file or directory.
+        files: everything the model is made of, in a fixed order: what its digest covers.
+        model_name: what to call the model where the user gives no name.
         config: what the graph has to compute.
         tensors: what there is, by edgespec's names.
+        stack: holds the open files.
+        changes: what a bundle's provenance says of changes to the files' weights.
     """
 
     path: Path
+    files: tuple[Path, ...]
+    model_name: str
     config: ModelConfig
     tensors: Mapping[str, Tensor]
+    stack: ExitStack
+    changes: Mapping[str, str] = MappingProxyType({})
 
     def __enter__(self) -> Self:
         return self
@@ -47,19 +58,9 @@ class Checkpoint(ABC):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    @abstractmethod
     def close(self) -> None:
         """Close the files."""
-
-    @property
-    @abstractmethod
-    def files(self) -> tuple[Path, ...]:
-        """Everything the model is made of, in a fixed order: what its digest covers."""
-
-    @property
-    @abstractmethod
-    def model_name(self) -> str:
-        """What to call the model where the user gives no name."""
+        self.stack.close()
 
     def read(
         self, name: str, start: int = 0, stop: int | None = None
@@ -79,11 +80,6 @@ class Checkpoint(ABC):
     @abstractmethod
     def chat_template(self) -> str | None:
         """Jinja source, or None. Raises as opening does."""
-
-    @property
-    def changes(self) -> Mapping[str, str]:
-        """What a bundle's provenance says of changes to the files' weights; empty where there are none."""
-        return {}
 
     def tiles_of(self, name: str) -> str | None:
         """The format that a tensor in floats asks for among those of edgespec's kernels; None for any."""
@@ -212,3 +208,18 @@ def _recorded(path: Path) -> str | None:
     except (OSError, UnicodeDecodeError):
         return None
     return words[0] if words[1:] == [path.name] and len(words[0]) == 64 else None
+
+
+def own_name(name: str, layers: str, whole: Mapping[str, str], of_layer: Mapping[str, str]) -> str | None:
+    """Edgespec's name of the tensor ``name``; None for those that are not listed.
+
+    Args:
+        name: in a file.
+        layers: expression for what stands before a layer's number.
+        whole: names of tensors outside layers.
+        of_layer: names of tensors behind the layer's number.
+    """
+    layer = re.fullmatch(layers + r"(0|[1-9][0-9]{0,5})\.(.+)", name)
+    if layer and layer[2] in of_layer:
+        return f"layers.{layer[1]}.{of_layer[layer[2]]}"
+    return whole.get(name)

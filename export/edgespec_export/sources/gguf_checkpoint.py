@@ -1,6 +1,6 @@
 """A GGUF file seen as a checkpoint."""
 
-import re
+from contextlib import ExitStack
 from dataclasses import replace
 from math import sqrt
 from pathlib import Path
@@ -8,10 +8,11 @@ from typing import cast
 
 from edgespec_export.sources import gguf_tokenizer
 from edgespec_export.sources.blocks import Tensor
-from edgespec_export.sources.checkpoint import Checkpoint
+from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.gguf import GGUFFile
 from edgespec_models.bundles.config import Architecture, ModelConfig
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
+from edgespec_models.files.facts import Facts
 from edgespec_models.text.tokenizer import SpecialTokens
 
 __all__ = ["GGUFCheckpoint"]
@@ -45,37 +46,17 @@ _GEMMA3_27B_LAYERS = 62  # the one size whose attention scale is not 1 / sqrt(he
 
 
 class GGUFCheckpoint(Checkpoint):
-    """A model in a GGUF file.
-
-    Attributes:
-        metadata: the file's key-value pairs.
-    """
+    """A model in a GGUF file, whose key-value pairs are its ``metadata``."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = GGUFFile(path)
-        try:
-            self.metadata = self._file.metadata
-            self.tensors: dict[str, Tensor] = self._rename()
+        self.path, self.files, self.model_name = path, (path,), path.stem
+        with ExitStack() as stack:
+            file = stack.enter_context(GGUFFile(path))
+            self.metadata = file.metadata
+            self.tensors: dict[str, Tensor] = _named(file)
             self.config = self._read_config()
             self.check_shapes()
-        except BaseException:
-            self._file.close()
-            raise
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """The file."""
-        return (self.path,)
-
-    @property
-    def model_name(self) -> str:
-        """The file's name without its suffix."""
-        return self.path.stem
+            self.stack = stack.pop_all()
 
     def tokenizer_json(self) -> str:
         """As the file's keys say."""
@@ -89,83 +70,39 @@ class GGUFCheckpoint(Checkpoint):
         """As the file's keys say."""
         return gguf_tokenizer.chat_template(self.metadata)
 
-    def _rename(self) -> dict[str, Tensor]:
-        architecture = self.metadata.get("general.architecture")
-        if not isinstance(architecture, str) or architecture not in _ARCHITECTURES:
-            raise UnsupportedModelError(
-                f"{self.path.name} is of architecture {architecture!r}; edgespec exports "
-                f"{', '.join(_ARCHITECTURES)} from GGUF"
-            )
-        renamed, unknown = {}, []
-        for name, tensor in self._file.tensors.items():
-            layer = re.fullmatch(r"blk\.(0|[1-9][0-9]{0,5})\.(.+)", name)
-            if name in _GLOBAL:
-                renamed[_GLOBAL[name]] = tensor
-            elif layer and layer[2] in _LAYER:
-                renamed[f"layers.{int(layer[1])}.{_LAYER[layer[2]]}"] = tensor
-            else:
-                unknown.append(name)
-        if unknown:
-            raise UnsupportedModelError(
-                f"{self.path.name} ({architecture}) has {len(unknown)} tensors that edgespec has no use for, "
-                f"such as {unknown[0]!r}: it is not a plain {', '.join(_ARCHITECTURES)} text model"
-            )
-        return renamed
-
-    def _key(self, key: str, kind: type, default: object = None) -> object:
-        full = f"{self.metadata['general.architecture']}.{key}"
-        value = self.metadata.get(full, default)
-        if value is None:
-            raise ModelFileError(f"{self.path.name} lacks the metadata key {full!r}")
-        if kind is float and isinstance(value, int):
-            value = float(value)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise ModelFileError(f"{self.path.name}: {full} is {value!r}, not one {kind.__name__}")
-        return value
-
-    def _int(self, key: str, default: int | None = None) -> int:
-        return cast(int, self._key(key, int, default))
-
-    def _float(self, key: str, default: float | None = None) -> float:
-        return cast(float, self._key(key, float, default))
-
     def _read_config(self) -> ModelConfig:
-        architecture = self.metadata["general.architecture"]
-        scaling = self._key("rope.scaling.type", str, "none")
-        if scaling != "none" and self._float("rope.scaling.factor", 1.0) != 1.0:
-            raise UnsupportedModelError(
-                f"{self.path.name} scales its rotary embedding ({scaling}); not supported yet"
-            )
-        hidden, heads = self._int("embedding_length"), self._int("attention.head_count")
+        architecture, where = self.metadata["general.architecture"], self.path.name
+        own = ((key.partition("."), value) for key, value in self.metadata.items())
+        facts = Facts({key: value for (prefix, _, key), value in own if prefix == architecture}, where)
+        scaling = facts.text("rope.scaling.type", "none")
+        if scaling != "none" and facts.number("rope.scaling.factor", 1.0) != 1.0:
+            raise UnsupportedModelError(f"{where} scales its rotary embedding ({scaling}); not supported yet")
+        hidden, heads = facts.integer("embedding_length"), facts.integer("attention.head_count")
         if heads < 1 or "embed" not in self.tensors:
-            raise ModelFileError(
-                f"{self.path.name} has {heads} attention heads and no usable token embedding"
-            )
-        head_dim = self._int("attention.key_length", hidden // heads)
+            raise ModelFileError(f"{where} has {heads} attention heads and no usable token embedding")
+        head_dim = facts.integer("attention.key_length", hidden // heads)
         if head_dim < 1:
-            raise ModelFileError(f"{self.path.name} has attention heads of width {head_dim}")
+            raise ModelFileError(f"{where} has attention heads of width {head_dim}")
+        if facts.integer("rope.dimension_count", head_dim) != head_dim:
+            raise UnsupportedModelError(f"{where} rotates only a part of each head; not supported yet")
         common = ModelConfig(
             architecture=cast(Architecture, architecture),
             vocab_size=self.tensors["embed"].shape[0],
             hidden_size=hidden,
-            intermediate_size=self._int("feed_forward_length"),
-            num_layers=self._int("block_count"),
+            intermediate_size=facts.integer("feed_forward_length"),
+            num_layers=facts.integer("block_count"),
             num_heads=heads,
-            num_kv_heads=self._int("attention.head_count_kv", heads),
+            num_kv_heads=facts.integer("attention.head_count_kv", heads),
             head_dim=head_dim,
-            norm_epsilon=self._float("attention.layer_norm_rms_epsilon"),
-            context_length=self._int("context_length"),
-            rope_theta=self._float("rope.freq_base", 1e6 if architecture == "gemma3" else 1e4),
+            norm_epsilon=facts.number("attention.layer_norm_rms_epsilon"),
+            context_length=facts.integer("context_length"),
+            rope_theta=facts.number("rope.freq_base", 1e6 if architecture == "gemma3" else 1e4),
             rope_factors=self._take_rope_factors(),
             attention_scale=1 / sqrt(head_dim),
             # llama.cpp's conversion reorders the query and key rows of Llama for neighbouring pairs.
             rope_interleaved=architecture == "llama",
         )
-        if self._int("rope.dimension_count", head_dim) != head_dim:
-            raise UnsupportedModelError(
-                f"{self.path.name} rotates only a part of each head; not supported yet"
-            )
-        return self._gemma3(common) if architecture == "gemma3" else common
+        return _gemma3(facts, common) if architecture == "gemma3" else common
 
     def _take_rope_factors(self) -> tuple[float, ...]:
         """What Llama 3.1 and its successors divide their rotary frequencies by: a fact, not a weight."""
@@ -175,18 +112,37 @@ class GGUFCheckpoint(Checkpoint):
         del self.tensors["rope_factors"]
         return tuple(float(factor) for factor in factors)
 
-    def _gemma3(self, common: ModelConfig) -> ModelConfig:
-        scale = common.attention_scale
-        if common.num_layers == _GEMMA3_27B_LAYERS:
-            scale = 1 / sqrt(common.hidden_size / common.num_heads)
-        return replace(
-            common,
-            qk_norm=True,
-            post_norms=True,
-            activation="gelu_tanh",
-            embedding_scale=sqrt(common.hidden_size),
-            rope_local_theta=1e4,
-            sliding_window=self._int("attention.sliding_window"),
-            global_every=6,
-            attention_scale=scale,
+
+def _named(file: GGUFFile) -> dict[str, Tensor]:
+    """The file's tensors by edgespec's names."""
+    architecture, where = file.metadata.get("general.architecture"), file.path.name
+    known = ", ".join(_ARCHITECTURES)
+    if not isinstance(architecture, str) or architecture not in _ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{where} is of architecture {architecture!r}; edgespec exports {known} from GGUF"
         )
+    names = {name: own_name(name, r"blk\.", _GLOBAL, _LAYER) for name in file.tensors}
+    unknown = [name for name, own in names.items() if own is None]
+    if unknown:
+        raise UnsupportedModelError(
+            f"{where} ({architecture}) has {len(unknown)} tensors that edgespec has no use for, such as "
+            f"{unknown[0]!r}: it is not a plain {known} text model"
+        )
+    return {own: file.tensors[name] for name, own in names.items() if own is not None}
+
+
+def _gemma3(facts: Facts, common: ModelConfig) -> ModelConfig:
+    scale = common.attention_scale
+    if common.num_layers == _GEMMA3_27B_LAYERS:
+        scale = 1 / sqrt(common.hidden_size / common.num_heads)
+    return replace(
+        common,
+        qk_norm=True,
+        post_norms=True,
+        activation="gelu_tanh",
+        embedding_scale=sqrt(common.hidden_size),
+        rope_local_theta=1e4,
+        sliding_window=facts.integer("attention.sliding_window"),
+        global_every=6,
+        attention_scale=scale,
+    )

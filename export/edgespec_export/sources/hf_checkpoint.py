@@ -3,12 +3,13 @@
 import logging
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
 
 from edgespec_export.sources.blocks import F32, Tensor
-from edgespec_export.sources.checkpoint import Checkpoint
+from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.hf_config import read_config
 from edgespec_export.sources.hf_tokenizer import HFTokenizer
 from edgespec_export.sources.safetensors_file import SafetensorsFile
@@ -58,7 +59,7 @@ class HFCheckpoint(Checkpoint):
     """A model in a Hugging Face directory."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.model_name = path, model_name(path)
         self._shards: dict[str, SafetensorsFile] = {}
         facts = Facts.read(path / CONFIG)
         self.config = read_config(facts)
@@ -70,29 +71,14 @@ class HFCheckpoint(Checkpoint):
             )
         self._tied = facts.boolean("tie_word_embeddings", default=self.config.architecture in _TIED)
         self._tokenizer = HFTokenizer(path, facts, self.config.vocab_size)
-        try:
+        self.stack = ExitStack()
+        with self.stack as opened:
             self.tensors: dict[str, Tensor] = self._name(self._stored())
             self.check_shapes()
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Close the shards."""
-        for shard in self._shards.values():
-            shard.close()
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """Configuration, index, shards, tokenizer: what is there of each."""
-        texts = (self.path / CONFIG, self.path / _INDEX, *self._tokenizer.files)
+            self.stack = opened.pop_all()
+        texts = (path / CONFIG, path / _INDEX, *self._tokenizer.files)
         shards = (shard.path for shard in self._shards.values())
-        return tuple(sorted({path for path in (*texts, *shards) if path.is_file()}))
-
-    @property
-    def model_name(self) -> str:
-        """The directory's name, or the repository's in the hub's cache."""
-        return model_name(self.path)
+        self.files = tuple(sorted({file for file in (*texts, *shards) if file.is_file()}))
 
     def values(self, name: str, start: int = 0, stop: int | None = None) -> F32:
         """Rows of a tensor, as float32. Gemma stores its norms' weights less 1."""
@@ -144,7 +130,7 @@ class HFCheckpoint(Checkpoint):
         if file not in self._shards:
             if not is_file(self.path / file):
                 raise ModelFileError(f"{self.path} lacks {file}. Download or copy it too.")
-            self._shards[file] = SafetensorsFile(self.path / file)
+            self._shards[file] = self.stack.enter_context(closing(SafetensorsFile(self.path / file)))
         return self._shards[file]
 
     def _name(self, stored: Iterator[tuple[str, SafetensorsFile]]) -> dict[str, Tensor]:
@@ -154,13 +140,12 @@ class HFCheckpoint(Checkpoint):
         named: dict[str, Tensor] = {}
         unknown = []
         for name, file in stored:
-            layer = re.fullmatch(r"model\.layers\.(0|[1-9][0-9]{0,5})\.(.+)", name)
             if _COMPUTED.fullmatch(name) or (name == "lm_head.weight" and self._tied):
                 continue
-            if name in _GLOBAL:
-                named[_GLOBAL[name]] = file.tensor(name)
-            elif layer and layer[2] in names:
-                named[f"layers.{layer[1]}.{names[layer[2]]}"] = file.tensor(name)
+            layer = re.fullmatch(r"model\.layers\.(0|[1-9][0-9]{0,5})\.(.+)", name)
+            own = own_name(name, r"model\.layers\.", _GLOBAL, names)
+            if own is not None:
+                named[own] = file.tensor(name)
             elif layer and layer[2] in self._fused():
                 named |= self._split(file.tensor(name), f"layers.{layer[1]}.", self._fused()[layer[2]])
             else:
