@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.requests.results import Generation, GenerationStats, Record, TokenRecord, ToolCall
-from edgespec.serve.holding import Holding
+from edgespec.serve.answers import Holding
 from tests.serving_for_tests import ServedModel, ask, drafting_model, events, question, serving, tokenizer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

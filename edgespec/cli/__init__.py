@@ -38,7 +38,7 @@ COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
         "pull": "Download models of the catalogue.",
         "export": "Make a bundle from a checkpoint.",
         "align": "Train a drafter on what its target writes.",
-        "history": "Show, export and delete what was learned, add files.",
+        "history": "Show, export and delete what was learned.",
         "inspect": "Show what a bundle says of itself.",
     }
 )

@@ -1,24 +1,23 @@
-"""What a model wrote, in OpenAI's JSON; what edgespec knows besides stands in fields ``edgespec``."""
+"""What a model wrote, in OpenAI's JSON; what edgespec knows besides stands in fields ``edgespec``.
+
+Text of a stream goes out as it comes, calls of tools when they are whole.
+"""
 
 import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
-from edgespec.requests.results import Attribution, Generation, TokenRecord
+from edgespec.requests.results import Attribution, Generation, Record, TokenRecord
 from edgespec_models.text.tokenizer import Tokenizer
 
-__all__ = ["ChatAnswer", "CompletionAnswer", "finish_reason", "usage"]
+__all__ = ["ChatAnswer", "CompletionAnswer", "Holding", "usage"]
 
 Json = dict[str, Any]
-_FINISH = {"stop": "stop", "length": "length", "timeout": "length", "tool_calls": "tool_calls"}
-
-
-def finish_reason(reason: str) -> str:
-    """In OpenAI's words; that time ran out is a limit, too."""
-    return _FINISH.get(reason, "length")
+_FINISH = {"stop": "stop", "tool_calls": "tool_calls"}  # any other is a limit: of tokens, of time
+_TAG = "<tool_call>"
 
 
 def usage(answers: Sequence[Generation]) -> Json:
@@ -37,6 +36,10 @@ def usage(answers: Sequence[Generation]) -> Json:
 class _Answer:
     """One response: its id, what is the same in all its parts, and how many characters chunks had so far."""
 
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+    prefix: ClassVar[str]
+
     model: str
     tokenizer: Tokenizer
     plain_tokens_per_s: float
@@ -45,76 +48,86 @@ class _Answer:
     created: int = field(default_factory=lambda: int(time.time()))
     written: int = 0
 
-    def _head(self, kind: str, prefix: str) -> Json:
-        return {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
+    def whole(self, answers: Sequence[Generation]) -> Json:
+        """The response in one piece; each of ``answers`` is to a prompt."""
+        choices = [
+            {"index": index, **self._said(answer), **self._ended(answer, tokens=self._tokens(answer))}
+            for index, answer in enumerate(_choices(answers))
+        ]
+        return self._head(self.kind) | {"choices": choices, "usage": usage(answers)}
 
-    def _extension(self, answer: Generation) -> Json:
-        """What OpenAI's format has no place for."""
-        return {
-            "finish_reason": answer.finish_reason,
-            "stop": answer.stop,
-            "stats": answer.stats.to_json(),
-            "plain_tokens_per_second": self.plain_tokens_per_s,
-        }
+    def begin(self) -> Json | None:
+        """The first chunk, if anything stands before the text."""
+        return None
+
+    def chunk(self, text: str, tokens: Sequence[TokenRecord], shown: list[dict[str, str]]) -> Json:
+        """A piece of the text; ``shown`` are its tokens as :class:`Attribution` cut them."""
+        raise NotImplementedError
+
+    def end(self, answer: Generation) -> Json:
+        """The last chunk: why it ended, the tools to call, and what it cost."""
+        raise NotImplementedError
+
+    def used(self, answer: Generation) -> Json:
+        """The chunk that ``stream_options.include_usage`` asks for."""
+        return self._head(self.chunk_kind) | {"choices": [], "usage": usage([answer])}
+
+    def _said(self, answer: Generation) -> Json:
+        raise NotImplementedError
+
+    def _chunk(self, choice: Json) -> Json:
+        empty = {"index": 0, "logprobs": None, "finish_reason": None}
+        return self._head(self.chunk_kind) | {"choices": [empty | choice]}
+
+    def _head(self, kind: str) -> Json:
+        id_ = f"{self.prefix}-{self.id}"
+        return {"id": id_, "object": kind, "created": self.created, "model": self.model}
 
     def _tokens(self, answer: Generation) -> list[dict[str, str]]:
         return Attribution(self.tokenizer).push(answer.text, answer.records, last=True)
 
-    def _spelled(self, token: int) -> bytes:
-        return self.tokenizer.token_bytes(token)
+    def _ended(self, answer: Generation, **more: Any) -> Json:
+        """Why it ended, and what OpenAI's format has no place for."""
+        extension = {
+            "finish_reason": answer.finish_reason,
+            "stop": answer.stop,
+            "stats": answer.stats.to_json(),
+            "plain_tokens_per_second": self.plain_tokens_per_s,
+            **more,
+        }
+        return {"finish_reason": _FINISH.get(answer.finish_reason, "length"), "edgespec": extension}
 
     def _text(self, token: int) -> str:
-        return self._spelled(token).decode("utf-8", "replace")
+        return self.tokenizer.token_bytes(token).decode("utf-8", "replace")
 
 
 class ChatAnswer(_Answer):
     """A ``chat.completion`` and its chunks."""
 
     __slots__ = ()
-
-    def whole(self, answers: Sequence[Generation]) -> Json:
-        """The response in one piece; each of ``answers`` is to a prompt."""
-        choices = [self._choice(index, answer) for index, answer in enumerate(_choices(answers))]
-        return self._head("chat.completion", "chatcmpl") | {"choices": choices, "usage": usage(answers)}
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def begin(self) -> Json:
-        """The first chunk: who speaks."""
-        return self._chunk({"role": "assistant", "content": ""}, None)
+        """Who speaks."""
+        return self._chunk({"delta": {"role": "assistant", "content": ""}})
 
     def chunk(self, text: str, tokens: Sequence[TokenRecord], shown: list[dict[str, str]]) -> Json:
-        """A piece of the text; ``shown`` are its tokens as :class:`Attribution` cut them."""
-        return self._chunk({"content": text} if text else {}, self._logprobs(tokens), {"tokens": shown})
+        """A piece of the text; a call of a tool is none."""
+        delta = {"content": text} if text else {}
+        return self._chunk(
+            {"delta": delta, "logprobs": self._logprobs(tokens), "edgespec": {"tokens": shown}}
+        )
 
     def end(self, answer: Generation) -> Json:
-        """The last chunk: why it ended, the tools to call, and what it cost."""
+        """Why it ended, and the tools to call."""
         calls = [{"index": index, **call} for index, call in enumerate(_calls(answer))]
-        chunk = self._chunk({"tool_calls": calls} if calls else {}, None, self._extension(answer))
-        chunk["choices"][0]["finish_reason"] = finish_reason(answer.finish_reason)
-        return chunk
+        return self._chunk({"delta": {"tool_calls": calls} if calls else {}, **self._ended(answer)})
 
-    def used(self, answer: Generation) -> Json:
-        """The chunk that ``stream_options.include_usage`` asks for."""
-        head = self._head("chat.completion.chunk", "chatcmpl")
-        return head | {"choices": [], "usage": usage([answer])}
-
-    def _choice(self, index: int, answer: Generation) -> Json:
-        calls = _calls(answer)
+    def _said(self, answer: Generation) -> Json:
         message: Json = {"role": "assistant", "content": answer.text, "refusal": None}
-        if calls:
+        if calls := _calls(answer):
             message |= {"content": answer.content or None, "tool_calls": calls}
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": self._logprobs(answer.records),
-            "finish_reason": finish_reason(answer.finish_reason),
-            "edgespec": self._extension(answer) | {"tokens": self._tokens(answer)},
-        }
-
-    def _chunk(self, delta: Json, logprobs: Json | None, extension: Json | None = None) -> Json:
-        choice: Json = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-        if extension is not None:
-            choice["edgespec"] = extension
-        return self._head("chat.completion.chunk", "chatcmpl") | {"choices": [choice]}
+        return {"message": message, "logprobs": self._logprobs(answer.records)}
 
     def _logprobs(self, tokens: Sequence[TokenRecord]) -> Json | None:
         if not self.logprobs:
@@ -127,67 +140,84 @@ class ChatAnswer(_Answer):
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, logprob: float | None) -> Json:
-        return {"token": self._text(token), "logprob": logprob, "bytes": list(self._spelled(token))}
+        spelled = self.tokenizer.token_bytes(token)
+        return {"token": self._text(token), "logprob": logprob, "bytes": list(spelled)}
 
 
 class CompletionAnswer(_Answer):
     """A ``text_completion`` and its chunks, which have the same form."""
 
     __slots__ = ()
-
-    def whole(self, answers: Sequence[Generation]) -> Json:
-        """The response in one piece; each of ``answers`` is to a prompt."""
-        choices = [
-            self._choice(answer.text, self._logprobs(answer.records, 0))
-            | {
-                "index": index,
-                "finish_reason": finish_reason(answer.finish_reason),
-                "edgespec": self._extension(answer) | {"tokens": self._tokens(answer)},
-            }
-            for index, answer in enumerate(_choices(answers))
-        ]
-        return self._head("text_completion", "cmpl") | {"choices": choices, "usage": usage(answers)}
-
-    def begin(self) -> None:
-        """Nothing stands before the text."""
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
 
     def chunk(self, text: str, tokens: Sequence[TokenRecord], shown: list[dict[str, str]]) -> Json:
-        """A piece of the text; ``shown`` are its tokens as :class:`Attribution` cut them."""
+        """A piece of the text, and where in it tokens begin."""
         logprobs = self._logprobs(tokens, self.written)
         self.written += sum(len(self._text(token.id)) for token in tokens)
-        return self._chunk(self._choice(text, logprobs) | {"edgespec": {"tokens": shown}})
+        return self._chunk({"text": text, "logprobs": logprobs, "edgespec": {"tokens": shown}})
 
     def end(self, answer: Generation) -> Json:
-        """The last chunk: why it ended, and what it cost."""
-        ended = {
-            "finish_reason": finish_reason(answer.finish_reason),
-            "edgespec": self._extension(answer),
-        }
-        return self._chunk(self._choice("", None) | ended)
+        """Why it ended."""
+        return self._chunk({"text": "", **self._ended(answer)})
 
-    def used(self, answer: Generation) -> Json:
-        """The chunk that ``stream_options.include_usage`` asks for."""
-        return self._head("text_completion", "cmpl") | {"choices": [], "usage": usage([answer])}
-
-    def _chunk(self, choice: Json) -> Json:
-        return self._head("text_completion", "cmpl") | {"choices": [choice]}
-
-    def _choice(self, text: str, logprobs: Json | None) -> Json:
-        return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": None}
+    def _said(self, answer: Generation) -> Json:
+        return {"text": answer.text, "logprobs": self._logprobs(answer.records, 0)}
 
     def _logprobs(self, tokens: Sequence[TokenRecord], start: int) -> Json | None:
         """As lists; ``text_offset`` counts characters from ``start``."""
         if not self.logprobs:
             return None
         texts = [self._text(token.id) for token in tokens]
-        offsets = [start + sum(map(len, texts[:index])) for index in range(len(texts))]
-        tops = [{self._text(id_): logprob for id_, logprob in token.top_logprobs} for token in tokens]
         return {
             "tokens": texts,
             "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": tops,
-            "text_offset": offsets,
+            "top_logprobs": [
+                {self._text(id_): logprob for id_, logprob in token.top_logprobs} for token in tokens
+            ],
+            "text_offset": [start + sum(map(len, texts[:index])) for index in range(len(texts))],
         }
+
+
+class Holding:
+    """Holds back what may be the writing of a call, which is no text for a user.
+
+    Models begin calls with a tag, with a control token, or, where the whole answer is one, with JSON
+    (:mod:`edgespec.requests.tool_calls`). From there on the answer is held until it ends.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._text, self._shown = "", 0
+        self._held = False
+
+    def push(self, record: Record) -> str:
+        """What can be shown of the text so far."""
+        begun = any(self._tokenizer.is_special(token.id) for token in record.tokens)
+        if record.finish_reason is not None or begun:
+            self._held = True  # what ends an answer is a control token, too, and then :meth:`finish` follows
+        if not self._held:
+            self._text += record.text
+            self._held = self._text.lstrip()[:1] in ("{", "[") or _TAG in self._text
+        end = self._shown if self._held else len(self._text) - _begun(self._text)
+        if _TAG in self._text:
+            end = max(self._shown, self._text.index(_TAG))
+        shown, self._shown = self._text[self._shown : end], end
+        return shown
+
+    def finish(self, answer: Generation) -> str:
+        """What is to be shown yet of the answer; its calls are not."""
+        before = self._text[: self._shown]
+        if not answer.tool_calls:
+            return answer.text[self._shown :]
+        if not answer.content.startswith(before.strip()):  # text before a call that was not seen as text
+            return ""
+        return answer.content[len(before.lstrip()) :]  # which has no space around it
+
+
+def _begun(text: str) -> int:
+    """Characters at the end of ``text`` that may begin the tag."""
+    return next((n for n in range(len(_TAG) - 1, 0, -1) if text.endswith(_TAG[:n])), 0)
 
 
 def _choices(answers: Sequence[Generation]) -> list[Generation]:

@@ -16,12 +16,11 @@ from starlette.routing import Route
 
 from edgespec.engine import Model
 from edgespec.history.manage import History
-from edgespec.serve.bodies import read_json
+from edgespec.serve.bodies import ForgetBody, parse, read_json
 from edgespec.serve.completions import Completions
 from edgespec.serve.metrics import CLIENT_LEFT, Metrics, Observed, count_of
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.problems import Problem, on_http_exception, on_problem
-from edgespec.serve.schemas import ForgetBody, parse
 from edgespec.serve.security import Gate
 from edgespec_models.errors import EdgespecError, RequestError
 

@@ -1,17 +1,171 @@
-"""Requests' bodies: JSON of bounded size that arrives in bounded time."""
+"""Requests' bodies: JSON of bounded size that arrives in bounded time, in OpenAI's words and in edgespec's.
+
+A field that changes the answer and that edgespec lacks is refused, as is a field that nobody knows, so that
+no client takes its effect for granted. Fields that change nothing are taken and not looked at; their type is
+:data:`typing.Any` below. docs/server.md has the table.
+"""
 
 import asyncio
 import json
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, cast
 
 from starlette.requests import Request
 
+from edgespec.decoding.grammar import AnyJson, JsonSchema, ResponseFormat
+from edgespec.requests.request import RequestOptions
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.problems import Problem
+from edgespec_models.errors import RequestError
+from edgespec_models.schema import length, read, within
 
-__all__ = ["read_json"]
+__all__ = ["ChatBody", "CompletionBody", "ForgetBody", "parse", "read_json"]
 
+T = TypeVar("T")
 _CLOSE = {"Connection": "close"}  # what is still on its way would be read as the next request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamOptions:
+    """``stream_options``."""
+
+    include_usage: bool = False
+    include_obfuscation: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Common:
+    """What chat and text completions share; values that None stands for are the model's defaults."""
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions = field(default_factory=StreamOptions)
+    max_tokens: Annotated[int, within(1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Mapping[str, float] | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    n: Annotated[int, within(1, 16)] = 1
+    # not OpenAI's, but other servers'
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    # edgespec's own
+    speculate: bool | None = None
+    # change nothing here
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    prediction: Any = None
+
+    def options(self) -> RequestOptions:
+        """What the model is asked for, besides the prompt."""
+        names = (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "seed",
+            "stop",
+            "speculate",
+        )
+        given: dict[str, Any] = {name: getattr(self, name) for name in names}
+        if self.max_tokens is not None:
+            given["max_new_tokens"] = self.max_tokens
+        if self.logit_bias is not None:
+            given["logit_bias"] = _by_token(self.logit_bias)
+        if self.n > 1:
+            given["n"] = self.n
+        return cast(RequestOptions, {name: value for name, value in given.items() if value is not None})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatBody(_Common):
+    """Body of ``POST /v1/chat/completions``."""
+
+    messages: Annotated[Sequence[Mapping[str, Any]], length(1)]
+    max_completion_tokens: Annotated[int, within(1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, within(0, 20)] = 0
+    tools: Sequence[Mapping[str, Any]] | None = None
+    tool_choice: str | Mapping[str, Any] | None = None
+    response_format: Mapping[str, Any] | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    # one value only: the others would change the answer
+    modalities: Sequence[Literal["text"]] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+
+    def options(self) -> RequestOptions:
+        """What the model is asked for, besides the prompt."""
+        given = _Common.options(self)
+        if self.max_completion_tokens is not None:
+            given["max_new_tokens"] = self.max_completion_tokens
+        if self.logprobs or self.top_logprobs:
+            given["logprobs"], given["top_logprobs"] = self.logprobs, self.top_logprobs
+        if self.tools:
+            given["tools"] = self.tools
+        if self.tool_choice is not None:
+            given["tool_choice"] = self.tool_choice
+        if self.chat_template_kwargs:
+            given["template_args"] = self.chat_template_kwargs
+        if self.response_format is not None:
+            given["response_format"] = _format(self.response_format)
+        return given
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages, less what is null in them: clients send back the answers that they were given."""
+        return [{key: value for key, value in each.items() if value is not None} for each in self.messages]
+
+    @property
+    def may_call(self) -> bool:
+        """Whether the answer may call tools."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionBody(_Common):
+    """Body of ``POST /v1/completions``."""
+
+    prompt: str | Annotated[Sequence[str], length(1, 64)]
+    logprobs: Annotated[int, within(0, 5)] | None = None
+    # one value only: the others would change the answer
+    best_of: Literal[1] | None = None
+    echo: Literal[False] | None = None
+    suffix: Literal[""] | None = None
+
+    def options(self) -> RequestOptions:
+        """What the model is asked for, besides the prompt."""
+        given = _Common.options(self)
+        if self.logprobs is not None:
+            given["logprobs"], given["top_logprobs"] = True, self.logprobs
+        return given
+
+    def prompts(self) -> list[str]:
+        """The prompts, one or several."""
+        return [self.prompt] if isinstance(self.prompt, str) else list(self.prompt)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForgetBody:
+    """Body of ``POST /edgespec/history/forget``: one of both."""
+
+    text: str | None = None
+    everything: bool = False
+
+    def __post_init__(self) -> None:
+        if self.everything == (self.text is not None):
+            raise RequestError('give either {"text": TEXT} or {"everything": true}')
 
 
 async def read_json(request: Request, options: ServeOptions) -> dict[str, Any]:
@@ -40,6 +194,16 @@ async def read_json(request: Request, options: ServeOptions) -> dict[str, Any]:
     return value
 
 
+def parse(cls: type[T], body: Mapping[str, Any]) -> T:
+    """A request of the form ``cls``; null is the same as leaving a field out.
+
+    Raises:
+        RequestError: what is wrong with the first field that is.
+    """
+    given = {name: value for name, value in body.items() if value is not None}
+    return read(cls, given, "the request", RequestError, "docs/server.md has a table of the fields")
+
+
 async def _read(request: Request, limit: int) -> bytes:
     length = request.headers.get("content-length", "0")
     data = bytearray()
@@ -57,3 +221,24 @@ async def _read(request: Request, limit: int) -> bytes:
 
 def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _format(wanted: Mapping[str, Any]) -> ResponseFormat | None:
+    kind, schema = wanted.get("type"), wanted.get("json_schema")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return AnyJson()
+    if kind == "json_schema" and isinstance(schema, Mapping) and isinstance(schema.get("schema"), Mapping):
+        return JsonSchema(schema["schema"])
+    raise RequestError(
+        f"response_format is {wanted!r:.200}; allowed: {{'type': 'text'}}, {{'type': 'json_object'}}, "
+        "{'type': 'json_schema', 'json_schema': {'schema': SCHEMA}}"
+    )
+
+
+def _by_token(biases: Mapping[str, float]) -> dict[int, float]:
+    try:
+        return {int(token): bias for token, bias in biases.items()}
+    except ValueError:
+        raise RequestError(f"logit_bias is {biases!r:.200}; its keys are ids of tokens") from None

@@ -14,13 +14,11 @@ from edgespec.engine import Model
 from edgespec.requests.request import RequestOptions
 from edgespec.requests.results import Attribution, Generation, Record
 from edgespec.requests.stream import Stream, answers_async
-from edgespec.serve.answers import ChatAnswer, CompletionAnswer
-from edgespec.serve.bodies import read_json
-from edgespec.serve.holding import Holding
+from edgespec.serve.answers import ChatAnswer, CompletionAnswer, Holding
+from edgespec.serve.bodies import ChatBody, CompletionBody, parse, read_json
 from edgespec.serve.metrics import RequestCount, count_of
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.problems import Problem, of_error
-from edgespec.serve.schemas import ChatBody, CompletionBody, parse
 from edgespec_models.errors import EdgespecError
 
 __all__ = ["Completions"]
@@ -74,23 +72,15 @@ class Completions:
                 "model_not_found",
             )
 
-    def _with_limits(self, options: RequestOptions) -> RequestOptions:
-        limits: RequestOptions = {
-            "max_new_tokens": self._options.max_new_tokens,
-            "timeout": self._options.timeout_s,
-        }
-        return {**limits, **options}
-
-    def _answer(self, kind: type[T], logprobs: bool) -> T:
-        make = cast(Callable[..., T], kind)
-        return make(
-            self._model.name, self._model.target.tokenizer, self.plain_tokens_per_s, logprobs=logprobs
-        )
+    def _answer(self, kind: type[ChatAnswer | CompletionAnswer], logprobs: bool) -> Answer:
+        tokenizer = self._model.target.tokenizer
+        return kind(self._model.name, tokenizer, self.plain_tokens_per_s, logprobs=logprobs)
 
     async def _respond(
         self, request: Request, body: ChatBody | CompletionBody, asks: Sequence[Ask], answer: Answer
     ) -> Response:
-        options = self._with_limits(body.options())
+        limits = {"max_new_tokens": self._options.max_new_tokens, "timeout": self._options.timeout_s}
+        options = cast(RequestOptions, {**limits, **body.options()})
         if body.stream:
             if len(asks) > 1 or body.n > 1:
                 raise Problem(400, "one answer can be streamed; leave out stream, or ask for each by itself")
@@ -108,41 +98,57 @@ class Completions:
     ) -> Response:
         """Waits for the first record, so that what is wrong with a request is told by the status."""
         stream = await asyncio.to_thread(start)
+        events = _EventStream(count_of(request), body, answer, stream)
         try:
-            records = aiter(stream.records())
-            first = await _while_connected(request, anext(records, None))
+            await _while_connected(request, events.begin())
         except BaseException:
             stream.cancel()
             raise
-        holding = None
-        if isinstance(body, ChatBody) and body.may_call:
-            holding = Holding(self._model.target.tokenizer)
-        events = _Events(count_of(request), stream, answer, holding, body.stream_options.include_usage)
-        return _EventStream(events, first, records)
+        return events
 
 
-class _Events:
-    """The events of one streamed answer; ``holding`` keeps calls of tools out of its text."""
+class _EventStream(StreamingResponse):
+    """Server-sent events of one answer; when it is over, however that came, the generation is."""
 
     def __init__(
-        self, count: RequestCount, stream: Stream, answer: Answer, holding: Holding | None, with_usage: bool
+        self, count: RequestCount, body: ChatBody | CompletionBody, answer: Answer, stream: Stream
     ) -> None:
-        self._count, self._stream, self._answer = count, stream, answer
-        self._holding, self._with_usage = holding, with_usage
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # no proxy gathers them
+        super().__init__(self._lines(), media_type="text/event-stream", headers=headers)
+        self._count, self._answer, self._stream = count, answer, stream
+        self._with_usage = body.stream_options.include_usage
+        may_call = isinstance(body, ChatBody) and body.may_call
+        self._holding = Holding(answer.tokenizer) if may_call else None
         self._attribution = Attribution(answer.tokenizer)
-        self.ended = False
+        self._records = aiter(stream.records())
+        self._first: Record | None = None
+        self._ended = False
 
-    async def lines(self, first: Record | None, rest: AsyncIterator[Record]) -> AsyncIterator[str]:
+    async def begin(self) -> None:
+        """Wait for the first record."""
+        self._first = await anext(self._records, None)
+
+    def close(self) -> None:
+        """End an answer that nobody reads any more."""
+        self._stream.cancel()
+        self._count.left = not self._ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.close()
+
+    async def _lines(self) -> AsyncIterator[str]:
         """All events as they go over the wire."""
-        begin = self._answer.begin()
-        if begin is not None:
+        if (begin := self._answer.begin()) is not None:
             yield self._event(begin)
         try:
-            record = first
+            record = self._first
             while record is not None:
                 self._count.tokens += len(record.tokens)
                 yield self._event(self._piece(record))
-                record = await anext(rest, None)
+                record = await anext(self._records, None)
             answer = self._stream.result
             _check_ended(answer)
             if self._holding is not None and (held := self._holding.finish(answer)):
@@ -156,12 +162,7 @@ class _Events:
             if self._with_usage:
                 yield _line(self._answer.used(answer))
             yield "data: [DONE]\n\n"
-        self.ended = True
-
-    def close(self) -> None:
-        """The response is over; so is an answer that nobody reads any more."""
-        self._stream.cancel()
-        self._count.left = not self.ended
+        self._ended = True
 
     def _piece(self, record: Record) -> dict[str, Any]:
         last = record.finish_reason is not None
@@ -171,21 +172,6 @@ class _Events:
 
     def _event(self, chunk: Mapping[str, Any]) -> str:
         return _line({**chunk, "usage": None} if self._with_usage else chunk)
-
-
-class _EventStream(StreamingResponse):
-    """Server-sent events; when it is over, however that came, the generation is."""
-
-    def __init__(self, events: _Events, first: Record | None, rest: AsyncIterator[Record]) -> None:
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # no proxy gathers them
-        super().__init__(events.lines(first, rest), media_type="text/event-stream", headers=headers)
-        self._events = events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._events.close()
 
 
 def _line(value: Mapping[str, Any]) -> str:
