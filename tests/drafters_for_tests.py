@@ -36,7 +36,7 @@ GREEDY = SamplingParams()
 def plain(next_logits: NextLogits, count: int, params: SamplingParams = GREEDY) -> list[int]:
     tokens, verify = list(PROMPT), Verifier(params)
     for _ in range(count):
-        tokens.append(verify(Predictions(next_logits(tokens)[None]), NO_DRAFT, tokens).token)
+        tokens.append(verify(Predictions(next_logits(tokens)[None]), NO_DRAFT, tokens)[1])
     return tokens
 
 

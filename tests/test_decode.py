@@ -100,7 +100,7 @@ def _plain(
     tokens, verify = list(prompt), Verifier(params)
     target.truncate(0)
     while len(tokens) < len(prompt) + count:
-        tokens.append(verify(target.predict_next(tokens), NO_DRAFT, tokens).token)
+        tokens.append(verify(target.predict_next(tokens), NO_DRAFT, tokens)[1])
         if tokens[-1] in stop:
             break
     return tokens

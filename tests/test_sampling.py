@@ -27,8 +27,7 @@ from edgespec.decoding.sampling import (
     most_likely,
     uniform,
 )
-from edgespec.decoding.verification import Verdict, Verifier
-from edgespec.requests.request import Request, RequestOptions
+from edgespec.decoding.verification import Verifier
 from edgespec_models.errors import EdgespecError, RequestError
 from edgespec_runtimes.predictions import DevicePredictions, Logits, Predictions
 from tests.rows_for_tests import changed
@@ -244,7 +243,7 @@ def test_a_request_that_changes_nothing_copies_no_rows() -> None:
 
     columns = np.array([2, 1])
     predictions = DevicePredictions((2, 4), read, columns, np.array([0.5, 0.5], np.float32))
-    assert Verifier(SamplingParams())(predictions, Draft((2,)), [0]) == Verdict(1, 1)
+    assert Verifier(SamplingParams())(predictions, Draft((2,)), [0]) == (1, 1)
     with pytest.raises(AssertionError, match="rows were copied"):
         Verifier(SamplingParams(logit_bias={1: 1.0}))(predictions, Draft((2,)), [0])
 
@@ -272,8 +271,8 @@ def test_a_mask_is_one_step_more(params: SamplingParams) -> None:
     verify, tokens = Verifier(params, [_Odd()]), [0, 0]
     for _ in range(40):
         draft = NO_DRAFT if len(tokens) % 3 else Draft((4, 4))
-        verdict = verify(Predictions(matrix[: len(draft.tokens) + 1]), draft, tokens)
-        tokens += [*draft.tokens[: verdict.accepted], verdict.token]
+        accepted, token = verify(Predictions(matrix[: len(draft.tokens) + 1]), draft, tokens)
+        tokens += [*draft.tokens[:accepted], token]
     assert all(token % 2 for token in tokens[2::2])
     assert params.greedy or not all(token % 2 for token in tokens[3::2])
 
@@ -307,16 +306,17 @@ def test_they_are_the_logarithms_of_a_softmax(row: Row, count: int) -> None:
     assert most_likely(logprobs, count) == tuple((token, float(logprobs[token])) for token in ordered)
 
 
-def _decoded(source: Source, options: RequestOptions) -> list[Step]:
+def _decoded(source: Source, params: SamplingParams, top: int | None) -> list[Step]:
     return list(
         decode(
             ToySession(NEXT, 23),
             source,
-            Request.of(options).verifier(),
+            Verifier(params),
             [1, 2, 3],
             max_new_tokens=40,
             max_draft=5,
             stop={7},
+            top_logprobs=top,
         )
     )
 
@@ -331,20 +331,19 @@ def _told(steps: Sequence[Step]) -> tuple[list[int], list[float], list[object]]:
     )
 
 
-CHANGED: list[RequestOptions] = [
-    {},
-    {"presence_penalty": 1.5, "logit_bias": {4: 3.0, 7: -100}},
-    {"temperature": 1.3, "top_k": 5, "seed": 3},
+CHANGED = [
+    SamplingParams(),
+    SamplingParams(presence_penalty=1.5, logit_bias={4: 3.0, 7: -100}),
+    SamplingParams(temperature=1.3, top_k=5, seed=3),
 ]
 
 
-@pytest.mark.parametrize("options", CHANGED)
+@pytest.mark.parametrize("params", CHANGED)
 @pytest.mark.parametrize("seed", range(4))
-def test_they_are_the_targets_own_with_and_without_drafts(options: RequestOptions, seed: int) -> None:
+def test_they_are_the_targets_own_with_and_without_drafts(params: SamplingParams, seed: int) -> None:
     """Whatever the request changes in the rows, and however the token was chosen."""
-    options = {**options, "logprobs": True, "top_logprobs": 3}
-    plain = _told(_decoded(Silent(), options))
-    steps = _decoded(RandomDrafter(seed, 23, NEXT), options)
+    plain = _told(_decoded(Silent(), params, 3))
+    steps = _decoded(RandomDrafter(seed, 23, NEXT), params, 3)
     assert _told(steps) == plain
     assert any(step.accepted for step in steps)
     text = [1, 2, 3]
@@ -356,6 +355,6 @@ def test_they_are_the_targets_own_with_and_without_drafts(options: RequestOption
 
 
 def test_nothing_is_told_unasked() -> None:
-    assert not any(step.logprobs or step.top_logprobs for step in _decoded(Silent(), {}))
-    steps = _decoded(Silent(), {"logprobs": True})
+    assert not any(step.logprobs or step.top_logprobs for step in _decoded(Silent(), CHANGED[0], None))
+    steps = _decoded(Silent(), CHANGED[0], 0)
     assert all(len(step.logprobs) == 1 and step.top_logprobs == ((),) for step in steps)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from edgespec.decoding.draft import NO_DRAFT, Draft
 from edgespec.decoding.sampling import DRAFT_LANE, SamplingParams, distribution, draw, uniform
-from edgespec.decoding.verification import Verdict, Verifier
+from edgespec.decoding.verification import Verifier
 from edgespec.measuring.chi_square import survival
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.predictions import Predictions
@@ -25,7 +25,7 @@ PROMPT = [3]
 
 Matrix = npt.NDArray[np.float32]
 Propose = Callable[[Sequence[int]], Draft]
-Verify = Callable[[Predictions, Draft, Sequence[int]], Verdict]
+Verify = Callable[[Predictions, Draft, Sequence[int]], tuple[int, int]]
 
 
 def _markov(seed: int, scale: float = 1.5) -> Matrix:
@@ -39,8 +39,8 @@ def _generate(verify: Verify, propose: Propose, length: int, target: Matrix = TA
     tokens = list(PROMPT)
     while len(tokens) < len(PROMPT) + length:
         draft = propose(tokens)
-        verdict = verify(Predictions(target[[tokens[-1], *draft.tokens]]), draft, tokens)
-        tokens += [*draft.tokens[: verdict.accepted], verdict.token]
+        accepted, token = verify(Predictions(target[[tokens[-1], *draft.tokens]]), draft, tokens)
+        tokens += [*draft.tokens[:accepted], token]
     return tuple(tokens[len(PROMPT) : len(PROMPT) + length])
 
 
@@ -165,12 +165,11 @@ def test_a_wrong_residual_is_caught() -> None:
         right = _seeded(params, seed)
         again = _seeded(params, seed + 10**6)
 
-        def verify(predictions: Predictions, draft: Draft, tokens: Sequence[int]) -> Verdict:
-            verdict = right(predictions, draft, tokens)
-            kept = verdict.accepted
+        def verify(predictions: Predictions, draft: Draft, tokens: Sequence[int]) -> tuple[int, int]:
+            kept, _ = right(predictions, draft, tokens)
             position = [*tokens, *draft.tokens[:kept]]
             row = Predictions(predictions.logits[kept : kept + 1])
-            return Verdict(kept, again(row, NO_DRAFT, position).token)
+            return kept, again(row, NO_DRAFT, position)[1]
 
         return verify
 
@@ -223,9 +222,9 @@ def test_a_proposal_that_neither_side_would_draw_is_replaced_by_what_both_would(
     params = SamplingParams(temperature=1.0, top_k=3)
     probs = distribution(TARGET[PROMPT[-1]], params)
     draft = Draft((int(probs.argmin()),), probs=probs[None])
-    verdict = _seeded(params, 0)(Predictions(TARGET[[PROMPT[-1], 0]]), draft, PROMPT)
-    assert verdict.accepted == 0
-    assert probs[verdict.token] > 0.0
+    accepted, token = _seeded(params, 0)(Predictions(TARGET[[PROMPT[-1], 0]]), draft, PROMPT)
+    assert accepted == 0
+    assert probs[token] > 0.0
 
 
 def test_proposals_from_the_target_itself_are_all_accepted() -> None:
@@ -234,8 +233,8 @@ def test_proposals_from_the_target_itself_are_all_accepted() -> None:
     for seed in range(50):
         token = draw(probs, uniform(seed, len(PROMPT), DRAFT_LANE))
         draft = Draft((token,), probs=probs[None])
-        verdict = _seeded(params, seed)(Predictions(TARGET[[PROMPT[-1], token]]), draft, PROMPT)
-        assert verdict.accepted == 1
+        accepted, _ = _seeded(params, seed)(Predictions(TARGET[[PROMPT[-1], token]]), draft, PROMPT)
+        assert accepted == 1
 
 
 def test_each_sampled_proposal_is_judged_by_its_own_row() -> None:
@@ -245,7 +244,7 @@ def test_each_sampled_proposal_is_judged_by_its_own_row() -> None:
     draft = Draft((1, 2, 3), probs=np.eye(VOCAB)[[1, 2, 3]])
     for seed in range(20):
         verify = Verifier(SamplingParams(temperature=1.0, seed=seed))
-        assert verify(Predictions(logits), draft, PROMPT) == Verdict(1, 5)
+        assert verify(Predictions(logits), draft, PROMPT) == (1, 5)
 
 
 NOT_READ = [np.nan] * 3
@@ -254,13 +253,13 @@ NOT_READ = [np.nan] * 3
 @pytest.mark.parametrize(
     ("logits", "drafted", "expected"),
     [
-        ([[0, 1, 0], NOT_READ, NOT_READ], (2, 0), Verdict(0, 1)),  # nothing behind the first mismatch
-        ([[0, 1, 1], NOT_READ], (2,), Verdict(0, 1)),  # the lowest of equals
-        ([[0, 1, 1], [2, 2, 2]], (1,), Verdict(1, 0)),
+        ([[0, 1, 0], NOT_READ, NOT_READ], (2, 0), (0, 1)),  # nothing behind the first mismatch
+        ([[0, 1, 1], NOT_READ], (2,), (0, 1)),  # the lowest of equals
+        ([[0, 1, 1], [2, 2, 2]], (1,), (1, 0)),
     ],
 )
 def test_greedy_matches_the_most_likely_token(
-    logits: list[list[float]], drafted: tuple[int, ...], expected: Verdict
+    logits: list[list[float]], drafted: tuple[int, ...], expected: tuple[int, int]
 ) -> None:
     predictions = Predictions(np.array(logits, np.float32))
     assert Verifier(SamplingParams())(predictions, Draft(drafted), [0]) == expected
@@ -270,7 +269,7 @@ def test_the_penalty_sees_drafted_tokens() -> None:
     # Without the penalty token 1 wins everywhere; once drafted it is penalised below token 2.
     logits = np.array([[0, 3, 2], [0, 3, 2]], dtype=np.float32)
     verify = Verifier(SamplingParams(repetition_penalty=2.0))
-    assert verify(Predictions(logits), Draft((1,)), [0]) == Verdict(1, 2)
+    assert verify(Predictions(logits), Draft((1,)), [0]) == (1, 2)
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0)])

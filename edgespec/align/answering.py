@@ -119,7 +119,7 @@ class _Writing:
 
     def take(self, said: Predictions, eos: Collection[int]) -> bool:
         """Append the token that follows; whether it is the last."""
-        self.tokens.append(self.verify(said, NO_DRAFT, self.tokens).token)
+        self.tokens.append(self.verify(said, NO_DRAFT, self.tokens)[1])
         return self.tokens[-1] in eos or len(self.tokens) == self.most
 
 

@@ -1,10 +1,12 @@
 """The one decoding loop: propose, predict, verify, commit, observe; plain decoding has no drafts."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from time import perf_counter
 
 from edgespec.decoding.draft import NO_DRAFT, Clock, Source, Step
+from edgespec.decoding.sampling import log_probabilities, most_likely
 from edgespec.decoding.verification import Verifier
+from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Session
 
 __all__ = ["decode"]
@@ -19,6 +21,7 @@ def decode(
     max_new_tokens: int,
     max_draft: int,
     stop: Collection[int] = (),
+    top_logprobs: int | None = None,
     cancelled: Callable[[], bool] | None = None,
     clock: Clock = perf_counter,
 ) -> Iterator[Step]:
@@ -36,6 +39,8 @@ def decode(
         max_new_tokens: at most so many tokens are committed.
         max_draft: longest draft.
         stop: tokens that end the generation; the one that did is committed.
+        top_logprobs: of how many tokens a place steps give the log probabilities, besides those of the tokens
+            that are committed; None gives none.
         cancelled: asked between prefill chunks, where it raises, and between rounds, where it ends the loop.
         clock: times the rounds.
 
@@ -51,15 +56,14 @@ def decode(
         drafted = clock()
         predictions = target.predict([tokens[-1], *draft.tokens])  # k + 1 rows
         passed = clock()
-        verdict = verify(predictions, draft, tokens)
-        new, ended = _until_stop((*draft.tokens[: verdict.accepted], verdict.token), stop)
+        accepted, token = verify(predictions, draft, tokens)
+        new, ended = _until_stop((*draft.tokens[:accepted], token), stop)
+        told = ((), ()) if top_logprobs is None else _log_probabilities(predictions, new, top_logprobs)
         tokens += new
         target.truncate(len(tokens) - 1)
         limit = min(max_draft, end - len(tokens) - 1)
-        accepted = min(verdict.accepted, len(new))
         times = drafted - started, passed - drafted, clock() - started
-        told = verdict.logprobs[: len(new)], verdict.top_logprobs[: len(new)]
-        step = Step(new, draft, accepted, *times, *told)
+        step = Step(new, draft, min(accepted, len(new)), *times, *told)
         policy.observe(step)
         yield step
 
@@ -70,3 +74,12 @@ def _until_stop(tokens: tuple[int, ...], stop: Collection[int]) -> tuple[tuple[i
         if token in stop:
             return tokens[: index + 1], True
     return tokens, False
+
+
+def _log_probabilities(
+    predictions: Predictions, tokens: Sequence[int], top: int
+) -> tuple[tuple[float, ...], tuple[tuple[tuple[int, float], ...], ...]]:
+    """Of every token that was committed, and of the ``top`` most likely ones in its place."""
+    rows = [log_probabilities(row) for row in predictions.logits[: len(tokens)]]
+    own = tuple(float(row[token]) for row, token in zip(rows, tokens, strict=True))
+    return own, tuple(most_likely(row, top) for row in rows)

@@ -6,7 +6,6 @@ never dropped because of what it is: that would change the distribution of the o
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,28 +21,12 @@ from edgespec.decoding.sampling import (
     changed_row,
     distribution,
     draw,
-    log_probabilities,
-    most_likely,
     uniform,
 )
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.predictions import Predictions
 
-__all__ = ["Verdict", "Verifier"]
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """How many proposals of a draft are kept, from the first on, and the token that follows them.
-
-    ``logprobs`` and ``top_logprobs`` are of all these tokens, where they are asked for, as in
-    :class:`~edgespec.decoding.draft.Step`.
-    """
-
-    accepted: int
-    token: int
-    logprobs: tuple[float, ...] = ()
-    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+__all__ = ["Verifier"]
 
 
 class Verifier:
@@ -58,18 +41,14 @@ class Verifier:
     Args:
         params: how tokens are chosen; without a seed a fresh one is drawn.
         masks: what else changes the rows, after the penalties and biases of ``params``: a grammar, for one.
-        top_logprobs: of how many tokens a place verdicts give the log probabilities, besides those of the
-            tokens that are kept; None gives none.
     """
 
-    def __init__(
-        self, params: SamplingParams, masks: Sequence[RowStep] = (), top_logprobs: int | None = None
-    ) -> None:
-        self._params, self._top_logprobs = params, top_logprobs
+    def __init__(self, params: SamplingParams, masks: Sequence[RowStep] = ()) -> None:
+        self._params = params
         self._steps = [Penalties(params), *masks] if params.changes_rows else list(masks)
         self._seed = int.from_bytes(os.urandom(8), "little") if params.seed is None else params.seed
 
-    def __call__(self, predictions: Predictions, draft: Draft, tokens: Sequence[int]) -> Verdict:
+    def __call__(self, predictions: Predictions, draft: Draft, tokens: Sequence[int]) -> tuple[int, int]:
         """Judge ``draft`` as the continuation of ``tokens``. Rows behind a rejection are not read.
 
         Args:
@@ -77,6 +56,9 @@ class Verifier:
                 ``tokens`` and the first i proposals.
             draft: the proposals; none is plain decoding.
             tokens: all committed tokens, prompt included.
+
+        Returns:
+            How many proposals are kept, from the first on, and the token that follows them.
 
         Raises:
             RequestError: predictions or the draft's probabilities of another shape; the request leaves no
@@ -86,18 +68,8 @@ class Verifier:
         _check_shapes(predictions, draft)
         for step in self._steps:
             step.begin(tokens)
-        verdict = self._judge(predictions, draft, len(tokens))
-        if self._top_logprobs is None:
-            return verdict
-        kept = (*draft.tokens[: verdict.accepted], verdict.token)
-        logs = [log_probabilities(row) for row in predictions.logits[: len(kept)]]
-        return replace(
-            verdict,
-            logprobs=tuple(float(row[token]) for row, token in zip(logs, kept, strict=True)),
-            top_logprobs=tuple(most_likely(row, self._top_logprobs) for row in logs),
-        )
+        position = len(tokens)
 
-    def _judge(self, predictions: Predictions, draft: Draft, position: int) -> Verdict:
         def row(i: int) -> Row:
             return changed_row(predictions, draft.tokens[:i], self._steps)
 
@@ -120,17 +92,17 @@ class Verifier:
             residual = np.maximum(0.0, p - q)
             # Only rounding can leave no residual: then p and q are the same distribution.
             probs = residual if residual.any() else p
-            return Verdict(i, draw(probs, uniform(self._seed, position + i, TOKEN_LANE)))
-        return Verdict(len(draft.tokens), sample(len(draft.tokens)))
+            return i, draw(probs, uniform(self._seed, position + i, TOKEN_LANE))
+        return len(draft.tokens), sample(len(draft.tokens))
 
 
-def _match(draft: Draft, choose: Callable[[int], int]) -> Verdict:
+def _match(draft: Draft, choose: Callable[[int], int]) -> tuple[int, int]:
     """Accept proposals while the target's own choice for row i, ``choose(i)``, is the same token."""
     for i, proposal in enumerate(draft.tokens):
         token = choose(i)
         if token != proposal:
-            return Verdict(i, token)
-    return Verdict(len(draft.tokens), choose(len(draft.tokens)))
+            return i, token
+    return len(draft.tokens), choose(len(draft.tokens))
 
 
 def _check_shapes(predictions: Predictions, draft: Draft) -> None:

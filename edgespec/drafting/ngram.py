@@ -11,20 +11,18 @@ from math import prod
 from typing import Final
 
 from edgespec.decoding.draft import NO_DRAFT, Draft, Step
-from edgespec_models.errors import RequestError
 from edgespec_runtimes.session import shared_length
 
-__all__ = ["LONGEST", "Acceptance", "ContextTree", "Match", "NgramDrafter"]
+__all__ = ["ContextTree", "Match", "NgramDrafter"]
 
 _SOURCE: Final = "ngram"
 _OLDEST: Final = 0
 _LATEST: Final = -1
-LONGEST: Final = 32
-"""Match lengths beyond this tell no more about acceptance."""
-_PRIOR_STRENGTH: Final = 8.0
-"""Judged proposals that the prior of a class of matches weighs as much as."""
-_MEMORY: Final = 64.0
-"""Judged proposals of a class after which an observation has lost most (1 - 1/e) of its weight."""
+_LONGEST: Final = 32  # longer matches tell no more about acceptance
+_PRIOR_STRENGTH: Final = 8.0  # judged proposals
+_MEMORY: Final = (
+    64.0  # judged proposals of a class until an observation has lost most (1 - 1/e) of its weight
+)
 
 
 @dataclass(slots=True)
@@ -80,7 +78,7 @@ class ContextTree:
         window: the latest tokens that can be found again; older ones leave the tree.
     """
 
-    def __init__(self, *, max_n: int, window: int) -> None:
+    def __init__(self, *, max_n: int = 8, window: int = 32768) -> None:
         self._max_n = max_n
         self._window = window
         self._tokens: list[int] = []
@@ -134,7 +132,7 @@ class ContextTree:
         return latest, len(node.positions), node.counts[token]
 
     def _shared_length(self, position: int, context: Sequence[int]) -> int:
-        longest = min(position, len(context), LONGEST)
+        longest = min(position, len(context), _LONGEST)
         for length in range(longest):
             if self._tokens[position - 1 - length] != context[-1 - length]:
                 return length
@@ -192,31 +190,20 @@ class NgramDrafter:
     (periodic text) and moves to a better occurrence where one appears.
 
     ``confidence`` is the posterior mean of a Beta distribution that learns from what was committed where a
-    proposal had been made. Proposals are classed by the length of the match (in powers of two), by
-    whether its context was unique, and by whether most of its occurrences agree. The prior, worth 8
-    observations, was fitted on replayed prose and code: its mean is n / (n + 3.5) for a unique match
-    of n tokens, n / (n + 1) if several occurrences agree, and (s - 0.5) / (c + 1) if s of c do.
+    proposal had been made, and slowly forgets. Proposals are classed by the length of the match (in powers
+    of two), by whether its context was unique, and by whether most of its occurrences agree. The prior, worth
+    8 observations, was fitted on replayed prose and code: its mean is n / (n + 3.5) for a unique match of n
+    tokens, n / (n + 1) if several occurrences agree, and (s - 0.5) / (c + 1) if s of c do.
 
     Args:
         stop_below: a draft ends before the token that would be reached and accepted with less than
             this probability (the product of the confidences so far).
-        max_n: the longest run by which occurrences are told apart.
-        window: how many of the latest tokens are searched.
-
-    Raises:
-        RequestError: an argument out of its range.
     """
 
-    def __init__(self, *, stop_below: float = 0.15, max_n: int = 8, window: int = 32768) -> None:
-        if not 0.0 <= stop_below <= 1.0:
-            raise RequestError(f"stop_below is {stop_below!r}; allowed: 0 to 1")
-        if not 1 <= max_n <= LONGEST:
-            raise RequestError(f"max_n is {max_n!r}; allowed: 1 to {LONGEST}")
-        if window < 1:
-            raise RequestError(f"window is {window!r}; allowed: 1 or more tokens")
+    def __init__(self, *, stop_below: float = 0.15) -> None:
         self._stop_below = stop_below
-        self._tree = ContextTree(max_n=max_n, window=window)
-        self._acceptance = Acceptance()
+        self._tree = ContextTree()
+        self._fared: dict[tuple[int, bool, bool], tuple[float, float]] = {}  # by class: right, judged
         # What the last call proposed, and the match at which it stopped: that one is judged too, or a
         # class of matches that once fell out of favour would never be tried again.
         self._considered: list[Match] = []
@@ -234,14 +221,20 @@ class NgramDrafter:
     def observe(self, step: Step) -> None:
         """See :class:`~edgespec.decoding.draft.Source`: what was considered is judged, whoever drafted."""
         considered, self._considered = self._considered, []
-        self._acceptance.judge(considered, step)
+        for match, token in zip(considered, step.judged, strict=False):
+            key, is_right = _class_of(match), match.token == token
+            right, judged = self._fared.get(key, (0.0, 0.0))
+            keep = 1.0 - 1.0 / _MEMORY
+            self._fared[key] = (keep * right + is_right, keep * judged + 1.0)
+            if not is_right:
+                break  # what follows a rejected token was never judged
 
     def close(self) -> None:
         """See :class:`~edgespec.decoding.draft.Source`."""
 
     def _draft(self, tokens: Sequence[int], before: Draft, limit: int) -> tuple[list[Match], Draft]:
         """Matches that were considered behind ``tokens`` and ``before``, and the proposals they make."""
-        context = [*tokens[-LONGEST:], *before.tokens]
+        context = [*tokens[-_LONGEST:], *before.tokens]
         considered: list[Match] = []
         drafted: list[int] = []
         confidence: list[float] = []
@@ -249,7 +242,7 @@ class NgramDrafter:
         room = limit - len(before.tokens)
         while len(drafted) < room and (match := self._tree.find(context)) is not None:
             considered.append(match)
-            estimate = self._acceptance.estimate(match)
+            estimate = self._estimate(match)
             reached *= estimate
             if reached < self._stop_below:
                 break
@@ -261,27 +254,10 @@ class NgramDrafter:
         sources = (_SOURCE,) * len(drafted)
         return considered, Draft(tuple(drafted), sources=sources, confidence=tuple(confidence))
 
-
-class Acceptance:
-    """How often proposals were right, by class of match: Beta distributions that slowly forget."""
-
-    def __init__(self) -> None:
-        self._judged: dict[tuple[int, bool, bool], tuple[float, float]] = {}
-
-    def estimate(self, match: Match) -> float:
+    def _estimate(self, match: Match) -> float:
         """Posterior mean of the probability that ``match`` is right."""
-        right, judged = self._judged.get(_class_of(match), (0.0, 0.0))
+        right, judged = self._fared.get(_class_of(match), (0.0, 0.0))
         return (right + _PRIOR_STRENGTH * _prior(match)) / (judged + _PRIOR_STRENGTH)
-
-    def judge(self, considered: Sequence[Match], step: Step) -> None:
-        """Count the proposals that a round has judged."""
-        for match, token in zip(considered, step.judged, strict=False):
-            key, right = _class_of(match), match.token == token
-            old_right, old_judged = self._judged.get(key, (0.0, 0.0))
-            keep = 1.0 - 1.0 / _MEMORY
-            self._judged[key] = (keep * old_right + right, keep * old_judged + 1.0)
-            if not right:
-                break  # what follows a rejected token was never judged
 
 
 def _class_of(match: Match) -> tuple[int, bool, bool]:

@@ -152,6 +152,7 @@ class PreparedRequest:
             max_new_tokens=self.request.max_new_tokens,
             max_draft=self.max_draft,
             stop=self.eos,
+            top_logprobs=self.request.top_logprobs if self.request.logprobs else None,
             cancelled=cancelled,
             clock=self.clock,
         )

@@ -130,7 +130,7 @@ class Request:
 
     def verifier(self, masks: Sequence[RowStep] = ()) -> Verifier:
         """What judges drafts in this request; ``masks`` change the rows besides what the sampling does."""
-        return Verifier(self.sampling, masks, self.top_logprobs if self.logprobs else None)
+        return Verifier(self.sampling, masks)
 
     def check_vocabulary(self, size: int) -> None:
         """See that the model has the tokens that the request names.
