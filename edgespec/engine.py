@@ -6,13 +6,20 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any, Self, Unpack
 
-from edgespec.decoding.draft import Clock, Drafter
+from edgespec.decoding.draft import Drafter
 from edgespec.loading.footprint import room_for
 from edgespec.loading.names import NGRAM, Reference, open_model, recommended_drafter
 from edgespec.loading.sessions import Loaded, LoadOptions, open_pair
-from edgespec.requests.encoding import Messages, detokenize, prompt_tokens, tokenize
 from edgespec.requests.generation import respond
-from edgespec.requests.request import Request, RequestOptions, with_options
+from edgespec.requests.request import (
+    Messages,
+    Request,
+    RequestOptions,
+    detokenize,
+    prompt_tokens,
+    tokenize,
+    with_options,
+)
 from edgespec.requests.results import Generation
 from edgespec.requests.runner import PromptTokens, Runner
 from edgespec.requests.stream import Stream, answers, answers_async
@@ -20,7 +27,6 @@ from edgespec.requests.worker import Answer, Worker
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_models.schema import checked, length
-from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.devices.discovery import AUTO
 from edgespec_runtimes.devices.placement import Placement, export_for, place, run_at_once
 
@@ -69,37 +75,38 @@ def load(
         EdgespecError: what kept a model from being found, made or loaded.
     """
     options = options or LoadOptions()
-    if history is not None and drafter is None:
-        raise RequestError("plain decoding (drafter None) uses no history; give drafter='ngram' or a model")
     if history is not None:
+        if drafter is None:
+            raise RequestError(
+                "plain decoding (drafter None) uses no history; give drafter='ngram' or a model"
+            )
         from edgespec.history.manage import History
 
         named = History(history)
         named.check()  # before a model is pulled
         history = named.path
-    made_for = export_for(device), export_for(drafter_device)
-    target_bundle = open_model(
-        target, "target", weights=options.weights, device=made_for[0], progress=progress
-    )
+    opening = partial(open_model, weights=options.weights, progress=progress)
+    made_for = export_for(device), export_for(drafter_device)  # before a model is pulled
+    target_bundle = opening(target, "target", device=made_for[0])
     placement = place(target_bundle, device)
     if drafter == "auto":
         drafter = recommended_drafter(target_bundle)
     drafter_bundle, drafter_placement = None, None
     if isinstance(drafter, str | Path) and drafter != NGRAM:
-        drafter_bundle = open_model(
-            drafter, "drafter", weights=options.weights, device=made_for[1], progress=progress
-        )
+        drafter_bundle = opening(drafter, "drafter", device=made_for[1])
         drafter_placement = place(drafter_bundle, drafter_device)
     cpu = room_for(target_bundle, drafter_bundle, options.cpu())
     loaded = open_pair(target_bundle, drafter_bundle, cpu, (placement, drafter_placement))
-    model = Model(
+    own = drafter if isinstance(drafter, Drafter) else None
+    runner = Runner(
         loaded,
-        options=options,
+        options,
         drafts=drafter is not None,
         clock=perf_counter,
         beside=_beside(loaded),
-        own=drafter if isinstance(drafter, Drafter) else None,
+        own=own,
     )
+    model = Model(runner)
     if history is not None:
         model.use_history(history)
     return model
@@ -111,38 +118,18 @@ class Model:
     Requests may come from any thread and any task; a thread of the model's own answers them in turn, first
     come, first served. At most ``options.max_waiting`` wait: one more is refused (:class:`edgespec.Busy`).
 
-    Args:
-        loaded: the models, which it closes.
-        options: how they were loaded, and limits.
-        drafts: whether requests draft.
-        clock: times everything.
-        beside: lets the drafter go on while the target verifies; None where both run on one device.
-        own: an app's own drafter.
-
     Attributes:
         target: the target's bundle.
         drafter: the drafter's bundle; None without a drafter model.
         cost_curve: the target's T(n), measured at this load or at an earlier one and checked at this.
-        options: as given.
+        options: how it was loaded.
     """
 
-    def __init__(
-        self,
-        loaded: Loaded,
-        *,
-        options: LoadOptions,
-        drafts: bool = True,
-        clock: Clock = perf_counter,
-        beside: "Beside | None" = None,
-        own: Drafter | None = None,
-    ) -> None:
-        self.target, self.options = loaded.target.bundle, options
-        self.drafter = None if loaded.drafter is None else loaded.drafter.bundle
-        self.cost_curve: CostCurve = loaded.target.curve
-        self._drafts = drafts
-        self._runner = Runner(loaded, options=options, drafts=drafts, clock=clock, beside=beside, own=own)
-        self._session, self._side = self._runner.session, self._runner.side
-        self._worker = Worker(options.max_waiting)
+    def __init__(self, runner: Runner) -> None:
+        self.target, self.options, self.cost_curve = runner.target, runner.options, runner.cost_curve
+        self.drafter = None if runner.side is None else runner.side.bundle
+        self._runner, self._session, self._side = runner, runner.session, runner.side
+        self._worker = Worker(self.options.max_waiting)
 
     def __enter__(self) -> Self:
         return self
@@ -187,7 +174,7 @@ class Model:
             return self._runner.own.name
         if self.drafter is not None:
             return self.drafter.manifest.name
-        return NGRAM if self._drafts else None
+        return NGRAM if self._runner.drafts else None
 
     @property
     def placement(self) -> Placement:
@@ -273,11 +260,11 @@ class Model:
         return len(prompt_tokens(self.target, said, Request.of(options)))
 
     def tokenize(self, text: str) -> list[int]:
-        """See :func:`edgespec.requests.encoding.tokenize`."""
+        """See :func:`edgespec.requests.request.tokenize`."""
         return tokenize(self.target, text)
 
     def detokenize(self, tokens: Sequence[int]) -> str:
-        """See :func:`edgespec.requests.encoding.detokenize`."""
+        """See :func:`edgespec.requests.request.detokenize`."""
         return detokenize(self.target, tokens)
 
     def _stream(self, said: str | Messages, options: RequestOptions) -> Stream:

@@ -10,6 +10,7 @@ from typing import cast
 from edgespec.decoding.draft import Clock
 from edgespec.engine import LoadOptions, Model
 from edgespec.loading.sessions import Loaded, Running
+from edgespec.requests.runner import Runner
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
@@ -110,4 +111,5 @@ def toy_model(
 
     target = running("toy", session or toy_session(), 1.0)
     small = None if drafter is None else running("small", drafter, 0.1)
-    return Model(Loaded(target, small, same_vocabulary=True), options=options or LoadOptions(), clock=clock)
+    loaded = Loaded(target, small, same_vocabulary=True)
+    return Model(Runner(loaded, options or LoadOptions(), clock=clock))

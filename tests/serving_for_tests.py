@@ -24,6 +24,7 @@ from edgespec.requests.results import (
     TokenRecord,
     ToolCall,
 )
+from edgespec.requests.runner import Runner
 from edgespec.serve.app import App
 from edgespec.serve.options import ServeOptions, bound_socket
 from edgespec.serve.server import Server, run
@@ -196,7 +197,7 @@ def drafting_model() -> Model:
         return Running(toy_bundle(name, 4096), Clocked(clock, seconds), curve, placed)
 
     loaded = Loaded(running("toy", 1.0), running("small", 0.01), same_vocabulary=True)
-    return Model(loaded, options=LoadOptions(), clock=lambda: clock[0])
+    return Model(Runner(loaded, LoadOptions(), clock=lambda: clock[0]))
 
 
 def _whole(tokens: Sequence[TokenRecord]) -> str:

@@ -15,8 +15,7 @@ import pytest
 import edgespec
 from edgespec import LoadOptions, Model, RequestOptions
 from edgespec.loading import sessions
-from edgespec.requests.encoding import encode_chat
-from edgespec.requests.request import Request
+from edgespec.requests.request import Request, encode_chat
 from edgespec_models.bundles.bundle import MANIFEST, TEMPLATE, FileRecord
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cpu import CpuSession

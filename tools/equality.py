@@ -24,6 +24,7 @@ from edgespec.loading.sessions import Loaded, Running
 from edgespec.measuring.audit import ALPHA, audit_sampling
 from edgespec.measuring.prompts import Prompt, ask, load_prompts
 from edgespec.requests.request import RequestOptions
+from edgespec.requests.runner import Runner
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.foreign import open_bundle
 from edgespec_runtimes.cost import CostCurve
@@ -60,7 +61,7 @@ def drafting(target: Bundle, drafter: Bundle | None, options: CpuOptions) -> Mod
         second = Running(drafter, CpuSession(drafter, options), NOTHING, place(drafter))
     same = drafter is not None and drafter.tokenizer.matches(target.tokenizer)
     loaded = Loaded(Running(target, session, FLAT, place(target)), second, same)
-    return Model(loaded, options=LoadOptions(max_draft=8, cache_bytes=0), clock=lambda: session.now)
+    return Model(Runner(loaded, LoadOptions(max_draft=8, cache_bytes=0), clock=lambda: session.now))
 
 
 def compare(

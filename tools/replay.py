@@ -27,8 +27,9 @@ from edgespec.drafting.ahead import Beside
 from edgespec.engine import LoadOptions, Model
 from edgespec.loading.sessions import Loaded, Running
 from edgespec.measuring.prompts import Prompt, ask, load_prompts
-from edgespec.requests.encoding import encode_chat
+from edgespec.requests.request import encode_chat
 from edgespec.requests.results import Generation, GenerationStats
+from edgespec.requests.runner import Runner
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.foreign import open_bundle
 from edgespec_runtimes.cost import CostCurve
@@ -214,7 +215,7 @@ def replayed(
             same = drafter.tokenizer.matches(target.tokenizer)
             loaded = Loaded(loaded.target, Running(drafter, small, curve, place(drafter)), same)
             beside = Beside(curve, clock=clock, thread=lane(clock)) if args.ahead else None
-        with Model(loaded, options=options, clock=clock, beside=beside) as model:
+        with Model(Runner(loaded, options, clock=clock, beside=beside)) as model:
             yield model, session
 
 

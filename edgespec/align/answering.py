@@ -16,8 +16,7 @@ from edgespec.loading.footprint import room_for
 from edgespec.loading.names import open_model
 from edgespec.loading.sessions import check_target
 from edgespec.measuring.prompts import Prompt, ask, said_by
-from edgespec.requests.encoding import prompt_tokens
-from edgespec.requests.request import Request, RequestOptions
+from edgespec.requests.request import Request, RequestOptions, prompt_tokens
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import RequestError, TokenizerError
 from edgespec_models.progress import ProgressCallback, ignore_progress

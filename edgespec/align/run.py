@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from edgespec.align.answers import Answer, number_of
-from edgespec.requests.encoding import drafter_tokens
-from edgespec.requests.request import Request
+from edgespec.requests.request import Request, drafter_tokens
 from edgespec_export.align.alignment import Alignment, Origin, read_alignment
 from edgespec_export.align.merge import open_aligned
 from edgespec_export.align.settings import Guesses, Text, TrainingOptions

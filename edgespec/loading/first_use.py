@@ -14,6 +14,7 @@ from filelock import FileLock
 from edgespec_export.recipe import RECIPES, require_extra
 from edgespec_export.staging import storage_errors
 from edgespec_models.bundles.bundle import MANIFEST, WEIGHTS, Bundle, Role
+from edgespec_models.bundles.foreign import is_model, open_bundle
 from edgespec_models.bundles.static_graphs import ExportDevice
 from edgespec_models.downloads.catalog import CatalogueEntry, find
 from edgespec_models.downloads.download import pull
@@ -24,12 +25,25 @@ from edgespec_models.paths import bundles_dir, model_name
 from edgespec_models.progress import ProgressCallback
 from edgespec_models.schema import check_fields, one_of
 
-__all__ = ["Wanted", "alignment_of", "locate_hub", "mark_of", "open_cached", "open_made", "pull_checked"]
+__all__ = [
+    "Found",
+    "Wanted",
+    "alignment_of",
+    "locate_hub",
+    "look_up",
+    "name_of",
+    "open_made",
+    "pull_checked",
+]
 
 _HF_CONFIG = "config.json"
 _RECIPE_MARK = "-r"
 _LONGEST_NAME = 120
 _LOG = logging.getLogger("edgespec")
+
+
+Found = Bundle | CatalogueEntry | Path
+"""What a reference names, as far as it is here: a bundle, or what one can be made from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,23 +76,38 @@ class Wanted:
         return bundles_dir() / f"{_short(name)}-{mark}-{self.role}-{kind}{_RECIPE_MARK}{recipe}"
 
 
-def open_made(path: Path, name: str, wanted: Wanted, progress: ProgressCallback) -> Bundle:
-    """The bundle of a checkpoint at ``path``, or of the catalogue's entry ``name``, made first if need be."""
+def look_up(path: Path, name: str, wanted: Wanted) -> Found:
+    """The bundle at ``path``, of the checkpoint there, or of the catalogue's entry ``name``.
+
+    Where that is not made yet, what it is made from: the checkpoint's path, or the entry.
+
+    Raises:
+        EdgespecError: neither a path nor a name of the catalogue, or a bundle that is damaged.
+    """
     is_folder = (path / _HF_CONFIG).is_file()
+    if path.is_dir() and (is_model(path) or not is_folder):
+        return open_bundle(path)
     if is_folder or path.suffix == ".gguf":
         if not path.exists():
             raise ModelFileError(f"{path} does not exist; give a GGUF file, a bundle or a catalogue name")
-        name = model_name(path) if is_folder else path.stem
-        folder = wanted.folder(name, mark_of(path))
-        return open_cached(folder) or _export(path, folder, name, wanted, progress)
+        return open_cached(wanted.folder(name_of(path), mark_of(path))) or path
     entry = find(name)
-    folder = wanted.folder(entry.name, entry.mark)
-    existing = open_cached(folder)
-    if existing is not None:
-        return existing
+    return open_cached(wanted.folder(entry.name, entry.mark)) or entry
+
+
+def open_made(path: Path, name: str, wanted: Wanted, progress: ProgressCallback) -> Bundle:
+    """The bundle that :func:`look_up` finds, made first if need be."""
+    found = look_up(path, name, wanted)
+    if isinstance(found, Bundle):
+        return found
+    wanted.check()
+    if isinstance(found, Path):
+        name = name_of(found)
+        return _export(found, wanted.folder(name, mark_of(found)), name, wanted, progress)
     require_extra()
-    source = pull(entry, progress=progress, notify=_LOG.warning)
-    return _export(source, folder, entry.name, wanted, progress, alignment_of(entry, wanted.device))
+    source = pull(found, progress=progress, notify=_LOG.warning)
+    folder = wanted.folder(found.name, found.mark)
+    return _export(source, folder, found.name, wanted, progress, alignment_of(found, wanted.device))
 
 
 def alignment_of(entry: CatalogueEntry, device: ExportDevice | None) -> Path | None:
@@ -117,6 +146,11 @@ def _check_config(folder: Path) -> None:
     from edgespec_export.sources.hf_config import read_config
 
     read_config(Facts.read(folder / _HF_CONFIG))
+
+
+def name_of(source: Path) -> str:
+    """What a checkpoint calls its model."""
+    return model_name(source) if source.is_dir() else source.stem
 
 
 def mark_of(source: Path) -> str:

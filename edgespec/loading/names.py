@@ -16,7 +16,7 @@ from edgespec_models.schema import checked, length, one_of, shown
 
 __all__ = ["NGRAM", "Reference", "open_model", "recommended_drafter"]
 
-_HF_CONFIG, _HUB = "config.json", "hf:"
+_HUB = "hf:"
 
 NGRAM = "ngram"
 """Names the drafter that is no model."""
@@ -61,19 +61,12 @@ def open_model(
         ) from error
     if is_model(path):
         return open_bundle(path)
-    from edgespec.loading.first_use import (  # what is there already needs none of it
-        Wanted,
-        locate_hub,
-        open_made,
-    )
+    from edgespec.loading.first_use import Wanted, locate_hub, open_made  # bundles need none of it
 
     wanted = Wanted(role, weights, device)
     if str(reference).startswith(_HUB):
         wanted.check()
         path = locate_hub(str(reference), progress)
-    if path.is_dir() and (is_model(path) or not (path / _HF_CONFIG).is_file()):
-        return open_bundle(path)
-    wanted.check()
     return open_made(path, str(reference), wanted, progress)
 
 

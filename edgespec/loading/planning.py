@@ -3,22 +3,22 @@
 import hashlib
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Final
 
-from edgespec.loading.first_use import Wanted, mark_of, open_cached
+from edgespec.loading import first_use
+from edgespec.loading.first_use import Found, Wanted, name_of
 from edgespec.loading.footprint import WORKING_BYTES, CacheSize, Footprint, Plan, footprint_of
-from edgespec.loading.names import NGRAM, Reference, open_model, recommended_drafter
+from edgespec.loading.names import NGRAM, Reference, recommended_drafter
 from edgespec_export.recipe import require_extra
 from edgespec_models.bundles.bundle import Bundle, CacheType, Role
 from edgespec_models.bundles.config import DecoderShape
-from edgespec_models.bundles.foreign import is_model
-from edgespec_models.downloads.catalog import CatalogueEntry, CatalogueShape, entries, find
+from edgespec_models.downloads.catalog import CatalogueEntry, entries
 from edgespec_models.downloads.download import is_pulled, model_path
 from edgespec_models.downloads.hub import PREFIX, HubReference, pulled_hub
-from edgespec_models.errors import ModelFileError, RequestError
-from edgespec_models.paths import home, model_name
+from edgespec_models.errors import RequestError
+from edgespec_models.paths import home
 from edgespec_models.schema import checked, within
 from edgespec_runtimes.kv_buffers import KEY_TILE
 from edgespec_runtimes.memory import machine_memory
@@ -70,95 +70,64 @@ def plan(
     return replace(made, contexts=tuple(made.fit(each) for each in sorted(lengths)))
 
 
-@dataclass(frozen=True, slots=True)
-class Located:
-    """What a reference names, as far as it is on this machine.
-
-    Attributes:
-        name: the model's.
-        source: the checkpoint of an export, here or yet to be pulled; or the bundle.
-        bundle: what can be opened at once; None where an export comes before.
-        entry: of the catalogue, where the reference names one.
-    """
-
-    name: str
-    source: Path
-    bundle: Bundle | None = None
-    entry: CatalogueEntry | None = None
-
-
-def look_up(reference: Reference, role: Role, weights: str | None) -> Located:
+def look_up(reference: Reference, role: Role, weights: str | None) -> Found:
     """What :func:`edgespec.loading.names.open_model` would open for the CPU; nothing is pulled or exported.
 
     Raises:
         RequestError: a model of the hub that was not pulled.
         EdgespecError: neither a path nor a name of the catalogue, a bundle that is damaged.
     """
-    path, wanted = Path(reference), Wanted(role, weights, None)
+    path: Path | None = Path(reference)
     if str(reference).startswith(PREFIX):
-        pulled = pulled_hub(HubReference.parse(str(reference)))
-        if pulled is None:
-            raise RequestError(
-                f"{reference} is not on this machine, and what it is can only be read from its files; run "
-                f"'edgespec pull {reference}' first"
-            )
-        path = pulled
-    is_source = path.suffix == ".gguf" or ((path / "config.json").is_file() and not is_model(path))
-    if path.is_dir() and not is_source:
-        bundle = open_model(path, role)
-        return Located(bundle.manifest.name, path, bundle)
-    if is_source:
-        if not path.exists():
-            raise ModelFileError(f"{path} does not exist; give a GGUF file, a bundle or a catalogue name")
-        name = path.stem if path.is_file() else model_name(path)
-        folder = wanted.folder(name, mark_of(path))
-        return Located(name, path, open_cached(folder))
-    entry = find(str(reference))
-    folder = wanted.folder(entry.name, entry.mark)
-    return Located(entry.name, model_path(entry), open_cached(folder), entry)
+        path = pulled_hub(HubReference.parse(str(reference)))
+    if path is None:
+        raise RequestError(
+            f"{reference} is not on this machine, and what it is can only be read from its files; run "
+            f"'edgespec pull {reference}' first"
+        )
+    return first_use.look_up(path, str(reference), Wanted(role, weights, None))
 
 
-def recommended(target: Located) -> str:
+def recommended(target: Found) -> str:
     """What ``"auto"`` would be: by the bundle, the catalogue, or the digest of a file of a known size."""
-    if target.bundle is not None:
-        return recommended_drafter(target.bundle)
-    if target.entry is not None:
-        return target.entry.drafter or NGRAM
-    source = target.source
-    if not source.is_file() or source.stat().st_size not in {
-        entry.size_bytes for entry in entries().values()
-    }:
+    if isinstance(target, Bundle):
+        return recommended_drafter(target)
+    if isinstance(target, CatalogueEntry):
+        return target.drafter or NGRAM
+    known = {entry.sha256: entry for entry in entries().values()}
+    if not target.is_file() or target.stat().st_size not in {entry.size_bytes for entry in known.values()}:
         return NGRAM
-    with source.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    known = next((entry.drafter for entry in entries().values() if entry.sha256 == digest), None)
-    return known or NGRAM
+    with target.open("rb") as file:
+        found = known.get(hashlib.file_digest(file, "sha256").hexdigest())
+    return (found and found.drafter) or NGRAM
 
 
-def footprint(located: Located, role: Role, weights: str | None = None) -> Footprint:
+def footprint(found: Found, role: Role, weights: str | None = None) -> Footprint:
     """What the model takes that :func:`look_up` found; ``weights`` as given there.
 
     Raises:
         EdgespecError: a checkpoint that cannot be exported, or not without the ``export`` extra.
         RequestError: a model of the catalogue that was not pulled, and whose entry has no shape.
     """
-    if located.bundle is not None:
-        return footprint_of(located.bundle, exact_rows=role == "target")
-    if located.entry is not None and not is_pulled(located.entry):
-        return _of_entry(located.entry, role, weights)
-    return _of_checkpoint(located, role, weights)
+    if isinstance(found, Bundle):
+        return footprint_of(found, exact_rows=role == "target")
+    if isinstance(found, Path):
+        return _of_checkpoint(name_of(found), found, role, weights)
+    if is_pulled(found):
+        return _of_checkpoint(found.name, model_path(found), role, weights)
+    return _of_entry(found, role, weights)
 
 
-def _of_checkpoint(located: Located, role: Role, weights: str | None) -> Footprint:
+def _of_checkpoint(name: str, source: Path, role: Role, weights: str | None) -> Footprint:
     """A checkpoint that is here: what its export will be."""
     require_extra()
     from edgespec_export.graphs.writer import weight_bytes
     from edgespec_export.sources.open import open_checkpoint
 
-    with open_checkpoint(located.source) as checkpoint:
+    with open_checkpoint(source) as checkpoint:
         by_class, file_bytes = weight_bytes(checkpoint, role, weights)
         config = checkpoint.config
-    return _planned(located.name, config, (role, weights), by_class, (0, file_bytes))
+    return _planned(name, config, (role, weights), by_class, (0, file_bytes))
 
 
 def _of_entry(entry: CatalogueEntry, role: Role, weights: str | None) -> Footprint:
@@ -168,14 +137,7 @@ def _of_entry(entry: CatalogueEntry, role: Role, weights: str | None) -> Footpri
         raise RequestError(
             f"the catalogue does not say what {entry.name} takes; run 'edgespec pull {entry.name}' first"
         )
-    disk = entry.size_bytes, entry.size_bytes
-    return _planned(
-        entry.name, _shape_of(entry, shape), (role, weights), {"matrices": entry.size_bytes}, disk
-    )
-
-
-def _shape_of(entry: CatalogueEntry, shape: CatalogueShape) -> DecoderShape:
-    return DecoderShape(
+    config = DecoderShape(
         architecture=entry.architecture,
         vocab_size=shape.vocabulary,
         num_layers=shape.layers,
@@ -184,6 +146,8 @@ def _shape_of(entry: CatalogueEntry, shape: CatalogueShape) -> DecoderShape:
         head_dim=shape.head_dim,
         context_length=shape.context,
     )
+    size = entry.size_bytes
+    return _planned(entry.name, config, (role, weights), {"matrices": size}, (size, size))
 
 
 def _planned(

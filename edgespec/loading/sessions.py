@@ -5,7 +5,7 @@ and the tokenizers load meanwhile. What was found at an earlier load (:mod:`meas
 found out again: not whether sessions on the CPU can roll back, and T(n) takes a few passes instead of dozens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -105,6 +105,11 @@ class Running:
     placed: Placement
     remembered: bool = False
 
+    @property
+    def placement(self) -> Placement:
+        """Where it runs now, and why: opening a longer bucket may change the reason."""
+        return self.placed.opened(self.session)
+
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
@@ -164,8 +169,8 @@ def open_pair(
                 second = _open(drafter, replace(options, exact_rows=False), opened, placements[1])
             first = opening.result()
         # Only now, when nothing else runs, do passes take their own time.
-        drafting = None if second is None else _timed(second, _DRAFTER_ROWS)
-        return Loaded(_timed(first, DEFAULT_ROWS), drafting, same)
+        drafting = None if second is None else second(_DRAFTER_ROWS)
+        return Loaded(first(DEFAULT_ROWS), drafting, same)
 
 
 def open_one(
@@ -181,18 +186,7 @@ def open_one(
         EdgespecError: the graph cannot be loaded, too little memory.
     """
     with _closed_on_failure() as opened:
-        return _timed(_open(bundle, options, opened), rows, progress)
-
-
-@dataclass(frozen=True, slots=True)
-class _Untimed:
-    """A model that runs, and what an earlier load found out about it."""
-
-    bundle: Bundle
-    session: ModelSession
-    placed: Placement
-    conditions: Conditions
-    known: Measurement | None
+        return _open(bundle, options, opened)(rows, progress)
 
 
 @contextmanager
@@ -220,7 +214,8 @@ def conditions_of(bundle: Bundle, options: CpuOptions, device: Device | None = N
 
 def _open(
     bundle: Bundle, options: CpuOptions, opened: list[ModelSession], placed: Placement | None = None
-) -> _Untimed:
+) -> Callable[..., Running]:
+    """Open a session, to be closed by whoever closes ``opened``; what is returned times its passes."""
     placed = placed or place(bundle)
     conditions = conditions_of(bundle, options, placed.device)
     known = recall(conditions)
@@ -238,18 +233,28 @@ def _open(
 
         session = StaticSession(bundle, placed.device, options, row_exact=row_exact)
     opened.append(session)
-    return _Untimed(bundle, session, placed, conditions, known)
+
+    def timed(rows: Sequence[int], progress: ProgressCallback = ignore_progress) -> Running:
+        fitting = [n for n in rows if n <= bundle.config.context_length // 2]
+        curve, remembered = _curve(session, fitting, conditions, known, progress)
+        return Running(bundle, session, curve, placed, remembered)
+
+    return timed
 
 
-def _timed(opened: _Untimed, rows: Sequence[int], progress: ProgressCallback = ignore_progress) -> Running:
-    """The earlier curve if it still holds, else a new one, kept for the next load unless in doubt."""
-    session, known = opened.session, opened.known
-    rows = [n for n in rows if n <= opened.bundle.config.context_length // 2]
+def _curve(
+    session: ModelSession,
+    rows: Sequence[int],
+    conditions: Conditions,
+    known: Measurement | None,
+    progress: ProgressCallback,
+) -> tuple[CostCurve, bool]:
+    """The earlier curve if it still holds, which is said, else a new one, kept unless in doubt."""
     if known is not None and known.curve.seconds_by_rows.keys() >= set(rows):
         curve = recheck_cost(session, known.curve, max(n for n in rows if n <= _RECHECKED_ROWS))
         if curve is not None:
-            return Running(opened.bundle, session, curve, opened.placed, remembered=True)
+            return curve, True
     curve = measure_cost(session, rows, progress=progress)
     if curve.confirmed:
-        remember(opened.conditions, Measurement(session.row_exact, curve))
-    return Running(opened.bundle, session, curve, opened.placed)
+        remember(conditions, Measurement(session.row_exact, curve))
+    return curve, False

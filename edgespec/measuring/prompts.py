@@ -21,8 +21,7 @@ from edgespec_models.schema import length, read
 
 if TYPE_CHECKING:
     from edgespec.engine import Model
-    from edgespec.requests.encoding import Messages
-    from edgespec.requests.request import RequestOptions
+    from edgespec.requests.request import Messages, RequestOptions
     from edgespec.requests.results import Generation
     from edgespec_models.bundles.bundle import Bundle
 

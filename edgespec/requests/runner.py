@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from edgespec.decoding.draft import Clock, Drafter, Extending, Remarks
@@ -11,9 +12,15 @@ from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Forced, Part, Policy
 from edgespec.drafting.pricing import Guard, Pricing
 from edgespec.loading.sessions import Loaded, LoadOptions
-from edgespec.requests.encoding import Messages, answer_format, drafter_tokens, prompt_tokens, tool_reader
 from edgespec.requests.generation import PreparedRequest
-from edgespec.requests.request import Request
+from edgespec.requests.request import (
+    Messages,
+    Request,
+    answer_format,
+    drafter_tokens,
+    prompt_tokens,
+    tool_reader,
+)
 from edgespec_models.errors import DoesNotFit
 from edgespec_runtimes.devices.placement import Placement
 from edgespec_runtimes.kv_store import KvStore
@@ -46,26 +53,28 @@ class Runner:
 
     Attributes:
         target: the target's bundle.
-        own: the app's own drafter; None without.
         session: the target's.
+        cost_curve: the target's T(n).
+        pricing: what passes cost now.
+        own: the app's own drafter; None without.
         side: the drafter's half; None without a drafter model.
         history: what is learned across requests; None without.
         history_guard: whether proposals from the history pay.
-        pricing: what passes cost.
     """
 
     def __init__(
         self,
         loaded: Loaded,
-        *,
         options: LoadOptions,
-        drafts: bool,
-        clock: Clock,
-        beside: "Beside | None",
-        own: Drafter | None,
+        *,
+        drafts: bool = True,
+        clock: Clock = perf_counter,
+        beside: "Beside | None" = None,
+        own: Drafter | None = None,
     ) -> None:
         self.target, self.session = loaded.target.bundle, loaded.target.session
-        self._loaded, self._options, self._drafts, self._clock = loaded, options, drafts, clock
+        self.options, self.drafts, self.cost_curve = options, drafts, loaded.target.curve
+        self._loaded, self._clock = loaded, clock
         self.own: Custom | None = None
         if own is not None:
             from edgespec.drafting import custom
@@ -95,13 +104,12 @@ class Runner:
     @property
     def placement(self) -> Placement:
         """Where the target runs, and why; opening a longer bucket may change the reason."""
-        return self._loaded.target.placed.opened(self.session)
+        return self._loaded.target.placement
 
     @property
     def drafter_placement(self) -> Placement | None:
         """The same of the drafter; None without a drafter model."""
-        running = self._loaded.drafter
-        return None if running is None else running.placed.opened(running.session)
+        return None if self._loaded.drafter is None else self._loaded.drafter.placement
 
     def constraint(self, request: Request) -> Constraint | None:
         """What the answer may be; None where that is anything.
@@ -150,7 +158,7 @@ class Runner:
             tokens=tokens,
             request=request,
             eos=frozenset(self.target.manifest.special_tokens.eos) if request.stop_at_eos else frozenset(),
-            max_draft=self._options.max_draft,
+            max_draft=self.options.max_draft,
             begin=partial(self._begin, prompt, request, constraint),
             constraint=constraint,
             reader=tool_reader(self.target, request),
@@ -165,11 +173,11 @@ class Runner:
 
         if self.history is not None:
             self.history.close()
-        scope = Scope(self.target.manifest.name, self.target.tokenizer.digest, self._options.namespace)
+        scope = Scope(self.target.manifest.name, self.target.tokenizer.digest, self.options.namespace)
         self.history = use = open_use(path, scope, self.target.tokenizer)
         if self.side is None:
             return
-        side, share, drafter = self.side, self._options.training_share, self.side.bundle
+        side, share, drafter = self.side, self.options.training_share, self.side.bundle
         key = DrafterKey(drafter.digest, drafter.manifest.name)
         side.experience = use.experience(key.digest)
         trains = share > 0.0 and side.trainable
@@ -218,8 +226,8 @@ class Runner:
     ) -> Policy | Forced:
         """What drafts in a request."""
         side, remarks = self.side, Remarks()
-        if not request.speculate or not (self._drafts or request.drafter):
-            remarks.speculation_off_reason = "speculate=False" if self._drafts else "the drafter is None"
+        if not request.speculate or not (self.drafts or request.drafter):
+            remarks.speculation_off_reason = "speculate=False" if self.drafts else "the drafter is None"
             return self._policy(None, Part() if side is None else side.idle(), remarks)
         free: Extending = NgramDrafter()
         if self.history is not None:
@@ -244,7 +252,7 @@ class Runner:
         return self.side.begin(
             *prompt,
             max_new_tokens=request.max_new_tokens,
-            max_draft=self._options.max_draft,
+            max_draft=self.options.max_draft,
             target_end=eos[0] if eos else None,
             remarks=remarks,
         )

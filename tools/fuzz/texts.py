@@ -10,8 +10,7 @@ from types import SimpleNamespace
 from typing import Any, Final, cast
 
 from edgespec.decoding.grammar import AnyJson, Choice, Grammars, JsonSchema, Lark, Regex, ResponseFormat
-from edgespec.requests.encoding import answer_format, encode_chat
-from edgespec.requests.request import Request
+from edgespec.requests.request import Request, answer_format, encode_chat
 from edgespec.requests.tool_calls import ToolReader, check_tools
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import RequestError, TokenizerError
