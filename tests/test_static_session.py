@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgespec_export.devices import static_export
-from edgespec_export.devices.static_export import StaticFormat
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats.stored_weights import StoredWeights
 from edgespec_models.bundles.bundle import Bundle
@@ -57,7 +56,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
         out = folder / f"{architecture}-{kind}"
         with pytest.MonkeyPatch.context() as patch:
             if kind == "float":
-                patch.setattr(static_export, "format_for", lambda device: StaticFormat(False, False))
+                patch.setattr(static_export, "format_for", lambda device: (False, False))
             export_model(source, out, options=options)
         return Bundle(out)
 

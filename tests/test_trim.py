@@ -15,7 +15,7 @@ import edgespec
 from edgespec import LoadOptions
 from edgespec.drafting.model import context_tokens
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_export.graphs import calibration, sizing, trim
+from edgespec_export.graphs import calibration, trim
 from edgespec_export.graphs.calibration import read_texts, shipped_texts, written_by
 from edgespec_export.graphs.parity import Golden, check_parity
 from edgespec_export.graphs.trim import Ranking, weigh
@@ -265,15 +265,14 @@ def test_a_small_vocabulary_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_auto_measures_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (trim, sizing):
-        monkeypatch.setattr(module, "CANDIDATES", (280, 320))
-    monkeypatch.setattr(sizing, "measure_cost", lambda session, rows: CostCurve({1: 1e-2}))
-    monkeypatch.setattr(sizing, "_best", lambda choices: choices[0])  # random models accept nothing
+    monkeypatch.setattr(trim, "CANDIDATES", (280, 320))
+    monkeypatch.setattr(trim, "measure_cost", lambda session, rows: CostCurve({1: 1e-2}))
+    monkeypatch.setattr(trim, "_best", lambda choices: choices[0])  # random models accept nothing
     source, seen = tiny_gguf("llama").write(tmp_path / "m.gguf"), list[Progress]()
     options = ExportOptions(role="drafter", weights="exact", trim=TrimOptions("auto"))
     export_model(source, tmp_path / "out", options=options, progress=seen.append)
     ends = {each.stage: each for each in seen if each.done == each.total}
-    assert ends[sizing._STAGE] == Progress("Sizing the vocabulary", 1, 1, "step")
+    assert ends[trim._STAGE] == Progress("Sizing the vocabulary", 1, 1, "step")
     bundle = Bundle(tmp_path / "out", verify_digests=True)
     assert bundle.manifest.head_rows == 280
     choices = bundle.report()["trim"]["choices"]
@@ -284,9 +283,8 @@ def test_auto_measures_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: py
 
 
 def test_auto_keeps_all_where_little_is_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (trim, sizing):
-        monkeypatch.setattr(module, "CANDIDATES", (280, 320))
-    monkeypatch.setattr(sizing, "measure_cost", lambda session, rows: CostCurve({1: 1e-3}))
+    monkeypatch.setattr(trim, "CANDIDATES", (280, 320))
+    monkeypatch.setattr(trim, "measure_cost", lambda session, rows: CostCurve({1: 1e-3}))
     assert _drafter(tmp_path, tiny_gguf("llama"), "auto").head_tokens is None
 
 

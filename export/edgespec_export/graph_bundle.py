@@ -27,11 +27,10 @@ from edgespec_export.graphs.parity import (
 )
 from edgespec_export.graphs.pieces import cut, run_pieces
 from edgespec_export.graphs.ranges import measure_ranges, precision_for
-from edgespec_export.graphs.sizing import plan_trim
-from edgespec_export.graphs.trim import Tokens, Trim
+from edgespec_export.graphs.trim import Tokens, plan_trim
 from edgespec_export.graphs.writer import write_graph
 from edgespec_export.options import ExportOptions
-from edgespec_export.report import ActivationRanges, ExportReport, FormatLoss
+from edgespec_export.report import ActivationRanges, ExportReport, FormatLoss, TrimReport
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.bundle import GRAPH, HEAD_TOKENS, MANIFEST, TOKENIZER, Bundle, Manifest
 from edgespec_models.bundles.config import ModelConfig
@@ -51,10 +50,9 @@ def build_bundle(
     source: Path, folder: Path, options: ExportOptions, progress: ProgressCallback, started: float
 ) -> ExportReport:
     """Everything of a bundle for CPUs or CUDA, in ``folder``; raises as ``export_model`` does."""
-    trim = _plan_trim(source, folder, options, progress)
+    kept, trim = _plan_trim(source, folder, options, progress) or (None, None)
     ranges = _ranges(source, folder, options, progress)
-    settled = None if trim is None else trim.tokens, ranges
-    manifest, found = _write(source, folder, options, settled, progress)
+    manifest, found = _write(source, folder, options, (kept, ranges), progress)
     try:
         # Stored references are of models as they were made.
         digest = manifest.provenance["sha256"] if options.alignment is None else ""
@@ -62,10 +60,12 @@ def build_bundle(
     except RequestError as error:  # of a pass over our own tokens, which nobody asked for
         raise ModelFileError(f"the model cannot be run: {error}. Download or convert it again.") from error
     found |= {"parity": parity, "row_exact": row_exact, "activations": ranges}
-    return finish(folder, manifest, started, trim=None if trim is None else trim.report, **found)
+    return finish(folder, manifest, started, trim=trim, **found)
 
 
-def _plan_trim(source: Path, folder: Path, options: ExportOptions, progress: ProgressCallback) -> Trim | None:
+def _plan_trim(
+    source: Path, folder: Path, options: ExportOptions, progress: ProgressCallback
+) -> tuple[Tokens, TrimReport] | None:
     on_cpu = options.device is None
     size = options.trim.size or ("auto" if options.role == "drafter" and on_cpu else "full")
     if size == "full":
@@ -179,15 +179,14 @@ def _check(folder: Path, digest: str, progress: ProgressCallback) -> tuple[bool,
         return _check_native(bundle, golden, progress)
     pieces = cut(folder / GRAPH)
     texts = () if golden is None else golden.texts
-    result = run_pieces(pieces, bundle.config, texts, progress)
-    if not result.rolls_back:
+    rolls_back, row_exact, rows = run_pieces(pieces, bundle.config, texts, progress)
+    if not rolls_back:
         raise ParityError("the exported graph gives other logits after a truncation; nothing was kept")
-    logits = ([rows] for rows in result.logits)
-    parity = None if golden is None else check_parity(logits, golden, bundle.head_tokens)
+    parity = None if golden is None else check_parity(([text] for text in rows), golden, bundle.head_tokens)
     for piece in pieces:
         piece.unlink()
     progress(Progress("Checking", len(pieces), len(pieces), "step"))
-    return result.row_exact, parity
+    return row_exact, parity
 
 
 def _check_native(bundle: Bundle, golden: Golden | None, progress: ProgressCallback) -> tuple[bool, Any]:

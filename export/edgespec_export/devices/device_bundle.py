@@ -1,7 +1,6 @@
 """A bundle for a device that compiles fixed shapes: built, run on the CPU, and described."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from edgespec_export.bundle_files import (
@@ -12,8 +11,8 @@ from edgespec_export.bundle_files import (
     write_texts,
 )
 from edgespec_export.devices.contexts import compile_contexts, compiler_for
-from edgespec_export.devices.static_export import ROWS, export_static, format_for, planned
-from edgespec_export.graphs.calibration import calibration_texts
+from edgespec_export.devices.static_export import ROWS, export_static, format_name, planned
+from edgespec_export.graphs.calibration import calibration_texts, prompt_start
 from edgespec_export.graphs.parity import find_golden
 from edgespec_export.options import ExportOptions
 from edgespec_export.report import ExportReport
@@ -48,12 +47,13 @@ def build_for_device(
         tokenizer = Tokenizer.from_file(folder / TOKENIZER, vocab_size=config.vocab_size)
         texts = _texts(tokenizer, checkpoint.special_tokens(), options.trim.texts)
         golden = find_golden(digest)
-        made = export_static(checkpoint, folder, graphs, texts, golden=golden, progress=progress)
+        made, by_class, report, parity = export_static(
+            checkpoint, folder, graphs, texts, golden=golden, progress=progress
+        )
         if options.chip is not None:
             chip = find_chip(options.chip)
-            compiled = compile_contexts(folder, made.graphs, chip, compiler_for(chip), progress)
-            made = replace(made, graphs=compiled)
-        name = format_for(options.device).name
+            made = compile_contexts(folder, made, chip, compiler_for(chip), progress)
+        name = format_name(options.device)
         counts = parameters_by_class(checkpoint, config.hidden_size * config.vocab_size)
         manifest = describe(
             checkpoint,
@@ -62,10 +62,10 @@ def build_for_device(
             digest,
             weights=name,
             formats={name: sum(counts.values())},
-            bytes_by_class=made.bytes_by_class,
+            bytes_by_class=by_class,
             parameters_by_class=counts,
-            kv="uint8" if format_for(options.device).quantized else "float32",
-            static=made.graphs,
+            kv="float32" if made.activations == "float32" else "uint8",
+            static=made,
         )
         size, peak = checkpoint.n_bytes, peak_memory_bytes()
     write_json(folder / MANIFEST, manifest.to_json())
@@ -73,10 +73,10 @@ def build_for_device(
         folder,
         manifest,
         started,
-        parity=made.parity,
+        parity=parity,
         row_exact=_rolls_back(folder),
         weights=(),
-        static=made.report,
+        static=report,
         source_bytes=size,
         conversion_peak_memory_bytes=peak,
     )
@@ -85,7 +85,7 @@ def build_for_device(
 def _texts(tokenizer: Tokenizer, special: SpecialTokens, files: Sequence[Path]) -> list[list[int]]:
     """Token ids of some of the texts in ``files``, or of the shipped ones, begun as prompts are."""
     texts = calibration_texts(files)
-    start = [special.bos] if special.add_bos and special.bos is not None else []
+    start = prompt_start(special)
     chosen = texts[:: max(1, len(texts) // _TEXTS)][:_TEXTS]
     found = [tokens for text in chosen if len(tokens := (start + tokenizer.encode(text))[:ROWS]) >= _SHORTEST]
     if len(found) < 2:

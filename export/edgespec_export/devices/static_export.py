@@ -21,7 +21,7 @@ from edgespec_models.graphs.static_points import StaticPlan
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_runtimes.session import Logits
 
-__all__ = ["StaticExport", "StaticFormat", "export_static", "format_for", "planned"]
+__all__ = ["export_static", "format_for", "format_name", "planned"]
 
 MASKED = -10_000.0
 """In floating point; 16-bit floats hold it too."""
@@ -66,40 +66,16 @@ class _Watched:
         return tuple(wide)
 
 
-@dataclass(frozen=True, slots=True)
-class StaticFormat:
-    """How a device wants numbers: ``int8`` weights or float32, activations ``quantized`` or float32."""
-
-    int8: bool
-    quantized: bool
-
-    @property
-    def name(self) -> str:
-        """For manifests and tables."""
-        weights = "int8/channel" if self.int8 else "float32"
-        return f"{weights}, uint16 activations" if self.quantized else weights
+def format_for(device: StaticDevice) -> tuple[bool, bool]:
+    """Whether ``device`` wants int8 weights, which compilers of NPUs keep, and quantized activations."""
+    return True, device == "npu-qnn"
 
 
-@dataclass(frozen=True, slots=True)
-class StaticExport:
-    """What :func:`export_static` wrote.
-
-    Attributes:
-        graphs: which graphs there are.
-        bytes_by_class: of weights.
-        report: what the format costs.
-        parity: against the stored reference; None without one.
-    """
-
-    graphs: StaticGraphs
-    bytes_by_class: dict[str, int]
-    report: StaticReport
-    parity: ParityReport | None
-
-
-def format_for(device: StaticDevice) -> StaticFormat:
-    """What ``device`` wants: compilers of NPUs keep int8 weights."""
-    return StaticFormat(int8=True, quantized=device == "npu-qnn")
+def format_name(device: StaticDevice) -> str:
+    """For manifests and tables."""
+    int8, quantized = format_for(device)
+    weights = "int8/channel" if int8 else "float32"
+    return f"{weights}, uint16 activations" if quantized else weights
 
 
 def export_static(
@@ -110,7 +86,7 @@ def export_static(
     *,
     golden: Golden | None = None,
     progress: ProgressCallback = ignore_progress,
-) -> StaticExport:
+) -> tuple[StaticGraphs, dict[str, int], StaticReport, ParityReport | None]:
     """Write the weights and every graph of ``graphs`` to ``folder``.
 
     Args:
@@ -121,10 +97,14 @@ def export_static(
         golden: reference logits of the source; None without.
         progress: told of stages.
 
+    Returns:
+        What graphs there are, bytes of weights by class, what the format costs, and how near the logits are
+        to the reference.
+
     Raises:
         ParityError: far from the reference.
     """
-    config, int8 = checkpoint.config, format_for(graphs.device).int8
+    config, int8 = checkpoint.config, format_for(graphs.device)[0]
     held_out = [tokens[:ROWS] for tokens in texts[::4]]
     calibrated = [tokens[:ROWS] for index, tokens in enumerate(texts) if index % 4]
     scratch = folder / "float"
@@ -141,17 +121,16 @@ def export_static(
     report = compare(references, islice(results, len(held_out)), len(calibrated))
     parity = None if golden is None else check_parity(([rows] for rows in results), golden)
     rmtree(scratch)
-    return StaticExport(graphs, weights.bytes_by_class, report, parity)
+    return graphs, weights.bytes_by_class, report, parity
 
 
 def _settled(
     checkpoint: Checkpoint, graphs: StaticGraphs, found: _Watched, weights: WeightFile
 ) -> tuple[StaticGraphs, StaticPlan]:
     """What was found, where activations are quantized: in ``graphs``, and in the plan of all graphs."""
-    chosen = format_for(graphs.device)
-    biases = checkpoint.has_biases
-    plan = StaticPlan(rows=1, capacity=1, all_logits=True, int8=chosen.int8, biases=biases)
-    if not chosen.quantized:
+    int8, quantized = format_for(graphs.device)
+    plan = StaticPlan(rows=1, capacity=1, all_logits=True, int8=int8, biases=checkpoint.has_biases)
+    if not quantized:
         return graphs, plan
     graphs = replace(graphs, masked=_mask_value(found.ranges), wide_keys=found.wide_keys)
     ranges = _all_ranges(checkpoint.config, found.ranges | weights.ranges, graphs.masked)
@@ -166,7 +145,7 @@ def _mask_value(found: _Ranges) -> float:
 
 def planned(device: StaticDevice, buckets: tuple[int, ...]) -> StaticGraphs:
     """The graphs of a bundle for ``device``."""
-    quantized = format_for(device).quantized
+    _, quantized = format_for(device)
     return StaticGraphs(
         device=device,
         verify=VERIFY_ROWS,

@@ -11,14 +11,27 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.foreign import open_bundle
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import Progress, ProgressCallback
+from edgespec_models.text.tokenizer import SpecialTokens
 from edgespec_runtimes.cost import CostCurve, measure_cost
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 
-__all__ = ["calibration_texts", "read_texts", "shipped_prompts", "shipped_texts", "written_by"]
+__all__ = [
+    "calibration_texts",
+    "prompt_start",
+    "read_texts",
+    "shipped_prompts",
+    "shipped_texts",
+    "written_by",
+]
 
 _SHIPPED = "calibration.jsonl.gz"
 _PROMPTS = 64
 _TOKENS = 96
+
+
+def prompt_start(special: SpecialTokens) -> list[int]:
+    """What every prompt of a model begins with: BOS, or nothing."""
+    return [special.bos] if special.add_bos and special.bos is not None else []
 
 
 def shipped_texts() -> list[str]:
@@ -85,8 +98,8 @@ def _answer(bundle: Bundle, session: CpuSession, prompt: str) -> str:
         ids = tokenizer.encode(prompt + "\n\n")
     else:
         ids = bundle.chat_template.encode([{"role": "user", "content": prompt}], tokenizer)
-    if special.add_bos and special.bos is not None and ids[:1] != [special.bos]:
-        ids = [special.bos, *ids]
+    if ids[:1] != prompt_start(special):
+        ids = prompt_start(special) + ids
     start = len(ids)
     token = session.predict_next(ids).best(0)
     while token not in special.eos and len(ids) - start < _TOKENS:

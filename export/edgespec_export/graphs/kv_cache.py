@@ -11,20 +11,21 @@ what the other channels say. A layer with such a channel keeps its cache in floa
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 import onnx
 import onnx.numpy_helper
 
+from edgespec_export.graphs.calibration import prompt_start
 from edgespec_export.graphs.pieces import cut, walk
 from edgespec_export.sources.blocks import F32
 from edgespec_models.bundles.config import DecoderShape
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 
 __all__ = ["cache_statistics", "calibration_tokens", "quantize_cache"]
+
+Statistics = Mapping[str, tuple[F32, F32]]
 
 _MARGIN = np.float32(1.25)
 _LARGEST_CODE = np.float32(127)
@@ -46,8 +47,7 @@ _TEXTS = (
 
 def calibration_tokens(tokenizer: Tokenizer, special: SpecialTokens) -> list[list[int]]:
     """Token ids of the texts the scales are found on, begun as the model's prompts are."""
-    start = [special.bos] if special.add_bos and special.bos is not None else []
-    return [start + tokenizer.encode(text) for text in _TEXTS]
+    return [prompt_start(special) + tokenizer.encode(text) for text in _TEXTS]
 
 
 def quantize_cache(graph: Path, config: DecoderShape, texts: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -67,7 +67,7 @@ def quantize_cache(graph: Path, config: DecoderShape, texts: Sequence[Sequence[i
         for piece in pieces:
             piece.unlink()
     kept = tuple(
-        layer for layer in range(config.num_layers) if not _bears_int8(statistics[f"{_PAST}{layer}.key"])
+        layer for layer in range(config.num_layers) if not _bears_int8(*statistics[f"{_PAST}{layer}.key"])
     )
     kept_names = tuple(f"{end}{layer}." for layer in kept for end in (_PAST, _PRESENT))
     model = onnx.load(str(graph), load_external_data=False)
@@ -81,61 +81,48 @@ def quantize_cache(graph: Path, config: DecoderShape, texts: Sequence[Sequence[i
     return kept
 
 
-@dataclass(frozen=True, slots=True)
-class CacheStatistics:
-    """What texts leave in one tensor of the KV cache; float32 ``(kv heads, head_dim)`` each.
-
-    Attributes:
-        largest: magnitude of each channel.
-        spread: standard deviation of each channel over all tokens.
-    """
-
-    largest: F32
-    spread: F32
-
-    @classmethod
-    def of(cls, values: F32) -> Self:
-        """Of keys or values, float32 ``(kv heads, tokens, head_dim)``."""
-        return cls(np.abs(values).max(axis=1), values.std(axis=1))
-
-
 def cache_statistics(
     pieces: Sequence[Path], config: DecoderShape, texts: Sequence[Sequence[int]]
-) -> dict[str, CacheStatistics]:
-    """What ``texts`` leave in the KV cache of a graph in ``pieces``; by the names of the cache's inputs.
+) -> Statistics:
+    """What ``texts`` leave in the KV cache of a graph in ``pieces``.
+
+    By the names of the cache's inputs, of each channel its largest magnitude and its standard deviation over
+    all tokens: float32 ``(kv heads, head_dim)`` each.
 
     Raises:
         BundleError: ONNX Runtime cannot load a piece.
     """
-    found: dict[str, CacheStatistics] = {}
+    found: dict[str, tuple[F32, F32]] = {}
     seen = defaultdict[str, list[F32]](list)
     for step in walk(pieces, config, texts):
         for name, array in step.cache.items():
             seen[name].append(array[0, :, : len(texts[step.text])])
         if step.last:
-            found |= {name: CacheStatistics.of(np.concatenate(rows, axis=1)) for name, rows in seen.items()}
+            for name, rows in seen.items():
+                values = np.concatenate(rows, axis=1)
+                found[name] = np.abs(values).max(axis=1), values.std(axis=1)
             seen.clear()
     return found
 
 
-def _bears_int8(keys: CacheStatistics) -> bool:
+def _bears_int8(largest: F32, spread: F32) -> bool:
     """Whether no channel's rounding drowns what the other channels of its head say."""
-    step = _scales(keys).max(axis=1)
-    return bool((step <= _LARGEST_STEP * np.median(keys.spread, axis=1)).all())
+    step = _scales(largest).max(axis=1)
+    return bool((step <= _LARGEST_STEP * np.median(spread, axis=1)).all())
 
 
-def _scales(channels: CacheStatistics) -> F32:
-    """One for each channel, float32 ``(kv heads, head_dim)``."""
+def _scales(largest: F32) -> F32:
+    """One for each channel."""
     # A channel that was never used keeps what little may come.
-    largest = np.maximum(channels.largest, channels.largest.max() / _LARGEST_CODE)
+    largest = np.maximum(largest, largest.max() / _LARGEST_CODE)
     return np.where(largest == 0, np.float32(1), largest * (_MARGIN / _LARGEST_CODE))
 
 
-def _scale(model: onnx.ModelProto, node: onnx.NodeProto, statistics: Mapping[str, CacheStatistics]) -> None:
+def _scale(model: onnx.ModelProto, node: onnx.NodeProto, statistics: Statistics) -> None:
     """Give one attention its scales."""
     node.input.extend([""] * (_SCALE_INPUTS - len(node.input)))
     for past in node.input[3:5]:
-        scales = _scales(statistics[past]).ravel()
+        scales = _scales(statistics[past][0]).ravel()
         model.graph.initializer.append(onnx.numpy_helper.from_array(scales, f"{past}.scale"))
         node.input.append(f"{past}.scale")
     node.attribute.extend(

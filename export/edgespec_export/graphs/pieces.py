@@ -6,7 +6,6 @@ and go on with the next: the same kernels, one piece in memory at a time.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from edgespec_runtimes.cpu import CpuOptions, open_graph
 from edgespec_runtimes.ort import TYPES
 from edgespec_runtimes.session import Logits
 
-__all__ = ["PIECE_BYTES", "PiecewiseResult", "PiecePass", "cut", "run_pieces", "walk"]
+__all__ = ["PIECE_BYTES", "PiecePass", "cut", "run_pieces", "walk"]
 
 PIECE_BYTES = 256 << 20
 """Weights of a piece, about: what one fused projection needs more is loaded with it."""
@@ -32,21 +31,6 @@ _Values = dict[str, npt.NDArray[Any]]
 _CUT_BEHIND = "SkipSimplifiedLayerNormalization"
 _NORM_WEIGHT = 2
 _TEST_TOKENS = (7, 11, 13, 5)
-
-
-@dataclass(frozen=True, slots=True)
-class PiecewiseResult:
-    """What the pieces computed.
-
-    Attributes:
-        rolls_back: whether tokens gave the same results, but for rounding, after a truncation.
-        row_exact: whether passes over one, three and four tokens gave the same bits.
-        logits: of each text, float32 ``(tokens, vocab)``; a text is computed when its turn comes.
-    """
-
-    rolls_back: bool
-    row_exact: bool
-    logits: Iterator[Logits]
 
 
 def cut(graph: Path, piece_bytes: int = PIECE_BYTES, *, watched: Set[str] = frozenset()) -> list[Path]:
@@ -111,8 +95,13 @@ def run_pieces(
     config: DecoderShape,
     texts: Sequence[Sequence[int]],
     progress: ProgressCallback = ignore_progress,
-) -> PiecewiseResult:
+) -> tuple[bool, bool, Iterator[Logits]]:
     """Take a few fixed tokens and ``texts`` through all ``pieces``, one piece after the other.
+
+    Returns:
+        Whether tokens gave the same results, but for rounding, after a truncation; whether passes over one,
+        three and four tokens gave the same bits; and of each text, computed when its turn comes, the logits,
+        float32 ``(tokens, vocab)``.
 
     Raises:
         BundleError: ONNX Runtime cannot load a piece.
@@ -127,7 +116,7 @@ def run_pieces(
             rolls_back, row_exact = rolls_back and same, row_exact and exact
             if "logits" in step.left:
                 break  # what is left of the steps are the texts' last
-    return PiecewiseResult(rolls_back, row_exact, (step.left["logits"][0] for step in steps))
+    return rolls_back, row_exact, (step.left["logits"][0] for step in steps)
 
 
 def _input_names(path: Path) -> set[str]:

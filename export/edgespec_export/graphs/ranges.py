@@ -15,7 +15,7 @@ import onnx
 
 from edgespec_export.formats.plan import plan_decoder
 from edgespec_export.formats.quantization import Quantization
-from edgespec_export.graphs.calibration import calibration_texts
+from edgespec_export.graphs.calibration import calibration_texts, prompt_start
 from edgespec_export.graphs.pieces import cut, walk
 from edgespec_export.graphs.writer import write_graph
 from edgespec_export.report import LARGEST_FLOAT16, ActivationRanges
@@ -103,7 +103,7 @@ def _tokens(checkpoint: Checkpoint, files: Sequence[Path]) -> list[list[int]]:
     """Beginnings of a few texts, from all over them, begun as the model's prompts are."""
     config, special = checkpoint.config, checkpoint.special_tokens()
     tokenizer = Tokenizer.from_json(checkpoint.tokenizer_json(), vocab_size=config.vocab_size)
-    start = [special.bos] if special.add_bos and special.bos is not None else []
+    start = prompt_start(special)
     limit = min(_LONGEST, config.context_length) - len(start)
     texts = calibration_texts(files)
     encoded = [start + tokenizer.encode(text)[:limit] for text in texts[:: max(1, len(texts) // _TEXTS)]]
