@@ -11,9 +11,10 @@ from gguf.quants import dequantize
 from edgespec_export.formats.tiles import pack
 from edgespec_export.sources.blocks import GGMLType
 from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.layers import graph_name
 from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.graphs.native import build_native
-from edgespec_models.graphs.plan import DecoderPlan, EmbeddingSpec, LinearPart, LinearSpec, module_path
+from edgespec_models.graphs.plan import DecoderPlan, EmbeddingSpec, LinearPart, LinearSpec
 from tests.gguf_for_tests import random_raw
 from tests.toy import LLAMA, TinyModel, fill_others, write_bundle
 
@@ -43,7 +44,7 @@ def tiny_native(
         values = []
         for index, part in enumerate(spec.parts):
             packed, value = _random(rng, kind, (part.out_features, spec.in_features))
-            arrays[f"{module_path(linear)}.parts.{index}.weight"] = packed
+            arrays[f"{graph_name(linear)}.parts.{index}.weight"] = packed
             values.append(value)
         weights[linear] = np.concatenate(values)
     fill_others(model, config, rng, arrays, weights, positions=config.context_length)

@@ -24,7 +24,7 @@ from edgespec_models.bundles.bundle import GRAPH, Bundle
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.errors import BundleError, DeviceError, RequestError, UnsupportedModelError
-from edgespec_models.graphs.linear import Linear
+from edgespec_models.graphs.linear import linear
 from edgespec_models.graphs.plan import LinearPart, LinearSpec, Precision
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.devices import discovery
@@ -154,7 +154,7 @@ def test_block_sums_are_padded_to_whole_words(width: int) -> None:
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 20, "com.microsoft": 1}, name="linear")
     builder = GraphBuilder(graph)
     value = builder.input("x", ir.DataType.FLOAT16, [1, "n", width])
-    output = Linear(LinearSpec(width, (LinearPart(("w",), 48, COLUMNS),)), "float16")(builder.op, value)
+    output = linear(builder.op, value, LinearSpec(width, (LinearPart(("w",), 48, COLUMNS),)), "m", "float16")
     output.type, output.shape = ir.TensorType(ir.DataType.FLOAT16), ir.Shape([1, "n", None])
     builder.add_output(output, "y")
     for name, parameter in graph.initializers.items():

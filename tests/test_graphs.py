@@ -15,7 +15,7 @@ from edgespec_export.sources.blocks import Blocks
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.errors import BundleError, UnsupportedModelError
-from edgespec_models.graphs.linear import Linear
+from edgespec_models.graphs.linear import linear
 from edgespec_models.graphs.plan import LinearPart, LinearSpec
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.ort import ort
@@ -206,7 +206,7 @@ def _run_linear(spec: LinearSpec, parts: list[dict[str, npt.NDArray[np.generic]]
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 23, "com.microsoft": 1}, name="linear")
     builder = GraphBuilder(graph)
     value = builder.input("x", ir.DataType.FLOAT, [1, "n", spec.in_features])
-    output = Linear(spec)(builder.op, value)
+    output = linear(builder.op, value, spec, "m")
     output.type, output.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape([1, "n", None])
     builder.add_output(output, "y")
     for name, parameter in graph.initializers.items():

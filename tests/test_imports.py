@@ -15,7 +15,7 @@ UNUSED = (
         "edgespec_models.downloads.catalog",
         "edgespec_models.downloads.download",
         "edgespec_models.downloads.hub",
-        "edgespec_models.bundles.rope",
+        "edgespec_models.bundles.layers",
     ),
     *(
         "edgespec_models.text.chat_template",

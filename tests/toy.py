@@ -29,7 +29,7 @@ from edgespec_models.bundles.bundle import (
     Manifest,
 )
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.rope import rotary_tables
+from edgespec_models.bundles.layers import rotary_tables
 from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.errors import Cancelled, RequestError
 from edgespec_models.graphs.decoder import build_decoder, rotary_rows

@@ -1,12 +1,14 @@
 """A drafter in NumPy: how wrong it is about a text, and how that depends on the gains of its normalizations.
 
-Forward and backward through the layers of :func:`edgespec_models.graphs.build_native`, over the bundle's own
-weights. A layer's matrices are unpacked when they are needed and a layer's values are computed again for the
-way back (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"), so memory is a layer's.
+Forward and backward through the layers of :class:`edgespec_models.bundles.layers.Decoder`, over the
+bundle's own weights. A layer's matrices are unpacked when they are needed and a layer's values are computed
+again for the way back (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"), so memory is a
+layer's.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -17,22 +19,19 @@ from edgespec.learning.layer_math import (
     F32,
     activate,
     attend,
-    attend_back,
     normalize,
-    normalize_back,
     rotate,
     visible,
 )
 from edgespec_export.formats.stored_weights import StoredWeights
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.rope import rotary_tables
+from edgespec_models.bundles.layers import Decoder, Layer, gain_names, graph_name, rotary_tables
 from edgespec_models.errors import UnsupportedModelError
 
 __all__ = ["NumpyDecoder", "Reading"]
 
 _CHUNK: Final = 8192  # rows of the LM head at a time
-_Rope = tuple[F32, F32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,8 @@ class NumpyDecoder:
         if not isinstance(bundle.config, ModelConfig):
             raise UnsupportedModelError(f"{bundle.path} is not a bundle of edgespec's own")
         self.config, self._weights = bundle.config, StoredWeights(bundle)
-        self.gains = Gains({name: self._weights.vector(name) for name in _gain_names(self.config)})
+        names = [f"{graph_name(name)}.weight" for name in gain_names(self.config)]
+        self.gains = Gains({name: self._weights.vector(name) for name in names})
         self._rows: npt.NDArray[np.int64] | None = None  # of the LM head, by token; -1 for none
         if bundle.head_tokens is not None:
             self._rows = np.full(self.config.vocab_size, -1, np.int64)
@@ -102,47 +102,30 @@ class NumpyDecoder:
         differentiate: bool,
         breathe: Callable[[], None],
     ) -> Reading:
-        config = self.config
         x = self._weights.embed(ids[:-1])
-        x *= np.float32(config.embedding_scale)
-        ropes = [self._rope(layer, len(x)) for layer in range(config.num_layers)]
-        entering = []
-        for layer in range(config.num_layers):
+        x *= np.float32(self.config.embedding_scale)
+        reader, entering = _Reader(self.config, self._weights, self.gains, len(x)), []
+        for layer in reader.all_layers:
             breathe()
             entering.append(x)
-            x = _Layer(self, layer, gains, ropes[layer]).forward(x)
+            x = reader.forward(layer, x, gains)
         breathe()
         labels = ids[start:] if self._rows is None else self._rows[ids[start:]]
         by_gains = np.zeros(len(self.gains), np.float32)
         loss, right, given = self._head(x, start - 1, labels, gains, by_gains)
         if not differentiate:
             return Reading(loss, right, None)
-        for layer in reversed(range(config.num_layers)):
+        for layer in reversed(reader.all_layers):
             breathe()
-            step = _Layer(self, layer, gains, ropes[layer])
-            step.forward(entering.pop())
-            given = step.backward(given, by_gains)
+            given = reader.backward(layer, entering.pop(), gains, given, by_gains)
         return Reading(loss, right, by_gains)
-
-    def matrix(self, name: str) -> F32:
-        """A projection's weights."""
-        return self._weights.matrix(name)
-
-    def bias(self, name: str) -> F32 | None:
-        """A projection's biases."""
-        return self._weights.bias(name)
-
-    def _rope(self, layer: int, tokens: int) -> _Rope | None:
-        config = self.config
-        kind, tables = config.rope_of(layer), rotary_tables(config, tokens)
-        return None if kind is None else (tables[f"{kind}_cos"], tables[f"{kind}_sin"])
 
     def _head(
         self, x: F32, first: int, labels: npt.NDArray[np.int64], gains: F32, by_gains: F32
     ) -> tuple[float, npt.NDArray[np.bool_], F32]:
         """Loss, right guesses, and the derivative by ``x``; the last gain's is added to ``by_gains``."""
         gain = self.gains.part(gains, "final_norm.weight")
-        bare, factor = normalize(x[first:], self.config.norm_epsilon)
+        bare, bare_back = normalize(x[first:], self.config.norm_epsilon)
         said = np.concatenate([bare * gain @ rows.T for rows in self._head_rows()], axis=1)
         known = labels >= 0
         best = said.argmax(axis=1)
@@ -161,7 +144,7 @@ class NumpyDecoder:
             column += len(rows)
         self.gains.part(by_gains, "final_norm.weight")[:] += (given * bare).sum(axis=0)
         back = np.zeros_like(x)
-        back[first:] = normalize_back(given * gain, bare, factor)
+        back[first:] = bare_back(given * gain)
         return loss, (best == labels)[known], back
 
     def _head_rows(self) -> Iterator[F32]:
@@ -171,123 +154,121 @@ class NumpyDecoder:
                 yield self._weights.rows(part, start, start + _CHUNK)
 
 
-class _Layer:
-    """One layer reading one text: forward, and then back."""
+@dataclass(slots=True, eq=False)
+class _Value:
+    """A value within a layer, and the derivative of the loss by it once that is known."""
 
-    def __init__(self, decoder: NumpyDecoder, layer: int, gains: F32, rope: _Rope | None) -> None:
-        self._decoder, self._config, self._layer, self._gains = decoder, decoder.config, layer, gains
-        self._rope = rope
-        self._window = None if self._config.is_global(layer) else self._config.sliding_window
-        self._matrices: dict[str, F32] = {}
-        self._normed: dict[str, tuple[F32, F32]] = {}
+    data: F32
+    given: F32 | None = None
 
-    def forward(self, x: F32) -> F32:
-        """``(tokens, hidden) -> (tokens, hidden)``, the residual stream."""
-        x = x + self._post("post_attn_norm", self._attention(self._norm("attn_norm", x)))
-        mlp: F32 = x + self._post("post_mlp_norm", self._mlp(self._norm("mlp_norm", x)))
-        return mlp
 
-    def backward(self, given: F32, by_gains: F32) -> F32:
-        """The derivative by what :meth:`forward` was given; adds to ``by_gains``."""
-        self._by_gains = by_gains
-        given = given + self._norm_back("mlp_norm", self._mlp_back(self._post_back("post_mlp_norm", given)))
-        inner = self._attention_back(self._post_back("post_attn_norm", given))
-        back: F32 = given + self._norm_back("attn_norm", inner)
-        return back
+_Back = Callable[[F32], Sequence[F32]]
 
-    def _attention(self, x: F32) -> F32:
-        config = self._config
-        packed = self._project("attention.qkv", x)
-        query, rest = packed[:, : config.query_width], packed[:, config.query_width :]
-        heads = [self._heads(part) for part in (query, *np.split(rest, 2, axis=1))]
-        if config.qk_norm:
-            heads[0] = self._norm("attention.q_norm", heads[0])
-            heads[1] = self._norm("attention.k_norm", heads[1])
-        query, key = (self._rotate(part, 1.0) for part in heads[:2])
-        query = self._grouped(query) * np.float32(config.attention_scale)
-        self._parts = query, key, heads[2]
-        attended, self._probs = attend(*self._parts, visible(len(x), self._window))
-        return self._project("attention.o", self._flat(attended))
 
-    def _attention_back(self, given: F32) -> F32:
-        config = self._config
-        given = self._grouped(self._heads(self._project_back("attention.o", given)))
-        query, key, value = attend_back(given, self._probs, self._parts)
-        query = query.reshape(config.num_heads, -1, config.head_dim) * np.float32(config.attention_scale)
-        query, key = self._rotate(query, -1.0), self._rotate(key, -1.0)
-        if config.qk_norm:
-            query = self._norm_back("attention.q_norm", query)
-            key = self._norm_back("attention.k_norm", key)
-        packed = np.concatenate([self._flat(part) for part in (query, key, value)], axis=1)
-        return self._project_back("attention.qkv", packed)
+class _Reader(Decoder):
+    """The layers as they read one text. What they do is written down for the way back, if that is wanted."""
 
-    def _mlp(self, x: F32) -> F32:
-        gate, up = np.split(self._project("mlp.gate_up", x), 2, axis=1)
-        active, slope = activate(gate, self._config.activation)
-        self._gate = active, slope, up
-        return self._project("mlp.down", active * up)
+    def __init__(self, config: ModelConfig, weights: StoredWeights, gains: Gains, tokens: int) -> None:
+        super().__init__(config)
+        self._weights, self._gains, self._tokens = weights, gains, tokens
+        self._tables = rotary_tables(config, tokens)
+        self._tape: list[tuple[_Value, tuple[_Value, ...], _Back]] | None = None
 
-    def _mlp_back(self, given: F32) -> F32:
-        active, slope, up = self._gate
-        inner = self._project_back("mlp.down", given)
-        both = np.concatenate([inner * up * slope, inner * active], axis=1)
-        return self._project_back("mlp.gate_up", both)
+    def forward(self, layer: Layer, x: F32, values: F32) -> F32:
+        """``(tokens, hidden) -> (tokens, hidden)``, the residual stream; ``values`` are the gains'."""
+        self._values, self._tape = values, None
+        y: F32 = self.layer(layer, _Value(x)).data
+        return y
 
-    def _project(self, name: str, x: F32) -> F32:
-        path = f"layers.{self._layer}.{name}"
-        self._matrices[name] = self._decoder.matrix(path)
-        y: F32 = x @ self._matrices[name].T
-        bias = self._decoder.bias(path)
-        return y if bias is None else y + bias
+    def backward(self, layer: Layer, x: F32, values: F32, given: F32, by_gains: F32) -> F32:
+        """The derivative by ``x`` from that by what :meth:`forward` returns; adds to ``by_gains``."""
+        self._values, self._by_gains, self._tape = values, by_gains, []
+        start = _Value(x)
+        self.layer(layer, start).given = given
+        while self._tape:
+            result, inputs, back = self._tape.pop()
+            assert result.given is not None
+            for value, by in zip(inputs, back(result.given), strict=True):
+                value.given = by if value.given is None else value.given + by
+        assert start.given is not None
+        return start.given
 
-    def _project_back(self, name: str, given: F32) -> F32:
-        back: F32 = given @ self._matrices[name]
-        return back
+    def step(self, data: F32, back: _Back, *inputs: _Value) -> _Value:
+        """What was computed of ``inputs``; ``back`` gives the derivatives by them."""
+        value = _Value(data)
+        if self._tape is not None:
+            self._tape.append((value, inputs, back))
+        return value
 
-    def _norm(self, name: str, x: F32) -> F32:
-        self._normed[name] = bare, _ = normalize(x, self._config.norm_epsilon)
-        return bare * self._gain(name, self._gains)
+    def norm(self, x: _Value, name: str) -> _Value:
+        name = f"{graph_name(name)}.weight"
+        gain = self._gains.part(self._values, name)
+        bare, bare_back = normalize(x.data, self.config.norm_epsilon)
 
-    def _norm_back(self, name: str, given: F32) -> F32:
-        bare, factor = self._normed[name]
-        axes = tuple(range(bare.ndim - 1))
-        self._gain(name, self._by_gains)[:] += (given * bare).sum(axis=axes)
-        return normalize_back(given * self._gain(name, self._gains), bare, factor)
+        def back(given: F32) -> tuple[F32]:
+            axes = tuple(range(bare.ndim - 1))
+            self._gains.part(self._by_gains, name)[:] += (given * bare).sum(axis=axes)
+            return (bare_back(given * gain),)
 
-    def _post(self, name: str, x: F32) -> F32:
-        return self._norm(name, x) if self._config.post_norms else x
+        return self.step(bare * gain, back, x)
 
-    def _post_back(self, name: str, given: F32) -> F32:
-        return self._norm_back(name, given) if self._config.post_norms else given
+    def add(self, x: _Value, y: _Value, name: str) -> _Value:
+        return self.step(x.data + y.data, lambda given: (given, given), x, y)
 
-    def _gain(self, name: str, vector: F32) -> F32:
-        return self._decoder.gains.part(vector, f"layers.{self._layer}.{name}.weight")
+    def product(self, name: str, x: _Value) -> _Value:
+        matrix, bias = self._weights.matrix(graph_name(name)), self._weights.bias(graph_name(name))
+        y = x.data @ matrix.T
+        return self.step(y if bias is None else y + bias, lambda given: (given @ matrix,), x)
 
-    def _rotate(self, heads: F32, direction: float) -> F32:
-        if self._rope is None:
-            return heads
-        cos, sin = self._rope
-        return rotate(heads, cos, sin * np.float32(direction), interleaved=self._config.rope_interleaved)
+    def heads(self, layer: Layer, x: _Value) -> Iterator[tuple[str, _Value]]:
+        """``(heads, tokens, head_dim)`` each."""
+        packed, start = self.product(f"{layer.name}.qkv", x), 0
+        for which in "qkv":
+            columns = slice(start, start := start + self.shapes[which][0])
 
-    def _heads(self, flat: F32) -> F32:
+            def back(given: F32, columns: slice = columns) -> tuple[F32]:
+                by_packed = np.zeros_like(packed.data)
+                by_packed[:, columns] = _side_by_side(given)
+                return (by_packed,)
+
+            yield which, self.step(self._apart(packed.data[:, columns]), back, packed)
+
+    def rotate(self, layer: Layer, heads: _Value, which: str) -> _Value:
+        cos, sin = (self._tables[f"{layer.rope}_{part}"] for part in ("cos", "sin"))
+        turn = partial(rotate, cos=cos, interleaved=self.config.rope_interleaved)
+        return self.step(turn(heads.data, sin=sin), lambda given: (turn(given, sin=-sin),), heads)
+
+    def attend(self, layer: Layer, query: _Value, key: _Value, value: _Value) -> _Value:
+        scale, kv = np.float32(self.config.attention_scale), self.config.num_kv_heads
+
+        def grouped(heads: F32) -> F32:
+            return heads.reshape(kv, -1, *heads.shape[1:])
+
+        mask = visible(self._tokens, layer.window)
+        attended, attended_back = attend(grouped(query.data) * scale, key.data, value.data, mask)
+
+        def back(given: F32) -> tuple[F32, F32, F32]:
+            by_query, by_key, by_value = attended_back(grouped(self._apart(given)))
+            return by_query.reshape(query.data.shape) * scale, by_key, by_value
+
+        return self.step(_side_by_side(attended), back, query, key, value)
+
+    def gated(self, layer: Layer, x: _Value) -> _Value:
+        both = self.product(f"{layer.name}.gate_up", x)
+        gate, up = np.split(both.data, 2, axis=1)
+        active, slope = activate(gate, self.config.activation)
+
+        def back(given: F32) -> tuple[F32]:
+            return (np.concatenate([given * up * slope, given * active], axis=1),)
+
+        return self.step(active * up, back, both)
+
+    def _apart(self, flat: F32) -> F32:
         """``(tokens, heads * head_dim) -> (heads, tokens, head_dim)``."""
-        return flat.reshape(len(flat), -1, self._config.head_dim).swapaxes(0, 1)
-
-    def _grouped(self, heads: F32) -> F32:
-        """``(heads, tokens, head_dim) -> (kv heads, group, tokens, head_dim)``."""
-        return heads.reshape(self._config.num_kv_heads, -1, *heads.shape[1:])
-
-    @staticmethod
-    def _flat(heads: F32) -> F32:
-        """``(..., tokens, head_dim) -> (tokens, heads * head_dim)``."""
-        together = heads.reshape(-1, *heads.shape[-2:])
-        return together.swapaxes(0, 1).reshape(together.shape[1], -1)
+        return flat.reshape(len(flat), -1, self.config.head_dim).swapaxes(0, 1)
 
 
-def _gain_names(config: ModelConfig) -> list[str]:
-    """In the order of the graph's layers."""
-    kinds = ["attn_norm", "mlp_norm"]
-    kinds += ["attention.q_norm", "attention.k_norm"] if config.qk_norm else []
-    kinds += ["post_attn_norm", "post_mlp_norm"] if config.post_norms else []
-    inner = [f"layers.{layer}.{kind}.weight" for layer in range(config.num_layers) for kind in kinds]
-    return [*inner, "final_norm.weight"]
+def _side_by_side(heads: F32) -> F32:
+    """``(..., tokens, head_dim) -> (tokens, heads * head_dim)``."""
+    together = heads.reshape(-1, *heads.shape[-2:])
+    return together.swapaxes(0, 1).reshape(together.shape[1], -1)

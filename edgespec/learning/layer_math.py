@@ -1,8 +1,10 @@
 """The operations of a decoder layer and their derivatives, in float32.
 
-Every ``*_back`` takes the derivative of the loss by an operation's result and returns that by its input.
+An operation returns its result and the way back: a function that takes the derivative of the loss by the
+result and returns that by what went in.
 """
 
+from collections.abc import Callable
 from math import sqrt
 from typing import Literal
 
@@ -13,9 +15,7 @@ __all__ = [
     "F32",
     "activate",
     "attend",
-    "attend_back",
     "normalize",
-    "normalize_back",
     "rotate",
     "visible",
 ]
@@ -26,21 +26,21 @@ _GELU = np.float32(sqrt(2.0 / np.pi))
 _CUBIC = np.float32(0.044715)
 
 
-def normalize(x: F32, epsilon: float) -> tuple[F32, F32]:
-    """RMSNorm without its gain (Zhang and Sennrich 2019), and the factor ``(..., 1)`` it multiplied by."""
+def normalize(x: F32, epsilon: float) -> tuple[F32, Callable[[F32], F32]]:
+    """RMSNorm without its gain (Zhang and Sennrich 2019)."""
     factor = 1.0 / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + np.float32(epsilon))
-    return x * factor, factor
+    normed: F32 = x * factor
 
+    def back(given: F32) -> F32:
+        along = (given * normed).mean(axis=-1, keepdims=True)
+        by_x: F32 = (given - normed * along) * factor
+        return by_x
 
-def normalize_back(given: F32, normed: F32, factor: F32) -> F32:
-    """Behind :func:`normalize`."""
-    along = (given * normed).mean(axis=-1, keepdims=True)
-    back: F32 = (given - normed * along) * factor
-    return back
+    return normed, back
 
 
 def activate(gate: F32, kind: Literal["silu", "gelu_tanh"]) -> tuple[F32, F32]:
-    """The gate's activation and its derivative."""
+    """The gate's activation and its slope."""
     if kind == "silu":
         share = np.reciprocal(1.0 + np.exp(-gate))
         slope = share - np.square(share)
@@ -77,32 +77,27 @@ def visible(tokens: int, window: int | None) -> F32:
     return np.where(seen, np.float32(0.0), _HIDDEN)
 
 
-def attend(query: F32, key: F32, value: F32, mask: F32) -> tuple[F32, F32]:
+def attend(query: F32, key: F32, value: F32, mask: F32) -> tuple[F32, Callable[[F32], tuple[F32, F32, F32]]]:
     """Causal attention of grouped heads; scores are not scaled.
 
     Args:
-        query: ``(kv heads, group, tokens, head_dim)``.
+        query: ``(kv heads, group, tokens, head_dim)``, as the result is.
         key: ``(kv heads, tokens, head_dim)``.
         value: the same.
         mask: :func:`visible`.
-
-    Returns:
-        ``(kv heads, group, tokens, head_dim)``, and the distribution ``(kv heads, group, tokens, tokens)``.
     """
     scores = query @ key[:, None].swapaxes(-1, -2)
     scores += mask
     scores -= scores.max(axis=-1, keepdims=True)
     probs = np.exp(scores, out=scores)
     probs /= probs.sum(axis=-1, keepdims=True)
-    return probs @ value[:, None], probs
 
+    def back(given: F32) -> tuple[F32, F32, F32]:
+        by_probs = given @ value[:, None].swapaxes(-1, -2)
+        by_scores = probs * (by_probs - (by_probs * probs).sum(axis=-1, keepdims=True))
+        by_query = by_scores @ key[:, None]
+        by_key = (by_scores.swapaxes(-1, -2) @ query).sum(axis=1)
+        by_value = (probs.swapaxes(-1, -2) @ given).sum(axis=1)
+        return by_query, by_key, by_value
 
-def attend_back(given: F32, probs: F32, parts: tuple[F32, F32, F32]) -> tuple[F32, F32, F32]:
-    """Behind :func:`attend`, whose query, key and value were ``parts``: the same three."""
-    query, key, value = parts
-    by_probs = given @ value[:, None].swapaxes(-1, -2)
-    by_scores = probs * (by_probs - (by_probs * probs).sum(axis=-1, keepdims=True))
-    by_query = by_scores @ key[:, None]
-    by_key = (by_scores.swapaxes(-1, -2) @ query).sum(axis=1)
-    by_value = (probs.swapaxes(-1, -2) @ given).sum(axis=1)
-    return by_query, by_key, by_value
+    return probs @ value[:, None], back

@@ -1,6 +1,6 @@
 """A drafter in PyTorch: what it says of the answers in a batch of texts, as a function of what is trained.
 
-The same decoder as :func:`edgespec_models.graphs.build_native`, over a checkpoint's weights in float32.
+The layers of :class:`edgespec_models.bundles.layers.Decoder`, over a checkpoint's weights in float32.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,12 +18,12 @@ from edgespec_export.align.alignment import BLOCKS, Codes
 from edgespec_export.align.merge import FACTORS
 from edgespec_export.align.settings import Trained
 from edgespec_export.sources.checkpoint import Checkpoint
-from edgespec_models.bundles.rope import rotary_tables
+from edgespec_models.bundles.layers import PRODUCTS, Decoder, Layer, rotary_tables
 from edgespec_models.errors import RequestError
 
 __all__ = ["Batch", "TorchDecoder", "batch_of"]
 
-_PROJECTIONS: Final = frozenset(("q", "k", "v", "o", "gate", "up", "down"))
+_PROJECTIONS: Final = frozenset(name for names in PRODUCTS.values() for name in names)
 _ROWS: Final = 256  # answer tokens whose logits are there at a time: a row may have 262,144 of them
 
 
@@ -42,7 +42,7 @@ class Batch:
         return self.ids[:, 1:][self.answer]
 
 
-class TorchDecoder:
+class TorchDecoder(Decoder):
     """Reads texts.
 
     Args:
@@ -66,7 +66,8 @@ class TorchDecoder:
         seed: int = 0,
         device: str = "cpu",
     ) -> None:
-        self.config, self._source, self._device = source.config, source, device
+        super().__init__(source.config)
+        self._source, self._device = source, device
         self._weights = {name: self._load(name) for name in source.tensors}
         self.parameters: dict[str, Tensor] = {}
         generator = torch.Generator().manual_seed(seed)
@@ -90,14 +91,12 @@ class TorchDecoder:
 
     def rows(self, batch: Batch) -> Tensor:
         """The last layer's row before every answer token, normalized: ``(answer tokens, hidden)``."""
-        ids, config = batch.ids[:, :-1], self.config
+        ids = batch.ids[:, :-1]
         self._reach(ids.shape[1])
-        x = F.embedding(ids, self._weights["embed"]) * config.embedding_scale
-        for layer in range(config.num_layers):
-            at = f"layers.{layer}."
-            x = x + self._post(f"{at}post_attn_norm", self._attention(layer, self._norm(f"{at}attn_norm", x)))
-            x = x + self._post(f"{at}post_mlp_norm", self._mlp(at, self._norm(f"{at}mlp_norm", x)))
-        return self._norm("final_norm", x[batch.answer])
+        x = F.embedding(ids, self._weights["embed"]) * self.config.embedding_scale
+        for layer in self.all_layers:
+            x = self.layer(layer, x)
+        return self.norm(x[batch.answer], "final_norm")
 
     def losses(self, batch: Batch) -> Tensor:
         """``-log q(token)`` of every answer token: ``(answer tokens,)``."""
@@ -141,12 +140,6 @@ class TorchDecoder:
     def _logits(self, rows: Tensor) -> Tensor:
         return F.linear(rows, self._weights[self._source.stored_name("lm_head")])
 
-    def _norm(self, name: str, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self._weights[name], self.config.norm_epsilon)
-
-    def _post(self, name: str, x: Tensor) -> Tensor:
-        return self._norm(name, x) if self.config.post_norms else x
-
     def _block(self, name: str) -> int:
         """Weights that share a scale."""
         kind = self._source.tensor(name).type
@@ -157,7 +150,16 @@ class TorchDecoder:
             )
         return kind.block
 
-    def _linear(self, name: str, x: Tensor) -> Tensor:
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        """RMSNorm with the gain ``name``."""
+        return F.rms_norm(x, x.shape[-1:], self._weights[name], self.config.norm_epsilon)
+
+    def add(self, x: Tensor, y: Tensor, name: str) -> Tensor:
+        """The stream with what a sublayer adds."""
+        return x + y
+
+    def product(self, name: str, x: Tensor) -> Tensor:
+        """With what is trained of the matrix ``name``."""
         weight = self._weights[name]
         if name + BLOCKS in self.parameters:
             grown = 1.0 + self.parameters[name + BLOCKS].T
@@ -168,53 +170,45 @@ class TorchDecoder:
         a, b = self.parameters[f"{name}.lora_a"], self.parameters[f"{name}.lora_b"]
         return y + F.linear(F.linear(x, a), b.T)
 
-    def _mlp(self, at: str, x: Tensor) -> Tensor:
-        gate = self._linear(f"{at}gate", x)
+    def gated(self, layer: Layer, x: Tensor) -> Tensor:
+        """The MLP, but for its last product."""
+        gate = self.product(f"{layer.name}.gate", x)
         active = F.silu(gate) if self.config.activation == "silu" else F.gelu(gate, approximate="tanh")
-        return self._linear(f"{at}down", active * self._linear(f"{at}up", x))
+        return active * self.product(f"{layer.name}.up", x)
 
-    def _attention(self, layer: int, x: Tensor) -> Tensor:
-        config, at = self.config, f"layers.{layer}."
-        query, key, value = (
-            self._linear(at + name, x).unflatten(-1, (-1, config.head_dim)).transpose(1, 2) for name in "qkv"
-        )
-        if config.qk_norm:
-            query, key = self._norm(f"{at}q_norm", query), self._norm(f"{at}k_norm", key)
-        query, key = self._rotate(layer, query), self._rotate(layer, key)
-        group = config.num_heads // config.num_kv_heads
+    def heads(self, layer: Layer, x: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """``(texts, heads, tokens, head_dim)`` each."""
+        for which in "qkv":
+            flat = self.product(f"{layer.name}.{which}", x)
+            yield which, flat.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+
+    def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """What the heads attend to, side by side."""
+        group = self.config.num_heads // self.config.num_kv_heads
         key, value = (part.repeat_interleave(group, dim=1) for part in (key, value))
-        mask = self._mask(layer, x.shape[1])
+        mask, scale = self._mask(layer.window, query.shape[2]), self.config.attention_scale
         attended = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, scale=config.attention_scale
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale
         )
-        return self._linear(f"{at}o", attended.transpose(1, 2).flatten(-2))
+        return attended.transpose(1, 2).flatten(-2)
 
-    def _mask(self, layer: int, tokens: int) -> Tensor | None:
+    def rotate(self, layer: Layer, heads: Tensor, which: str) -> Tensor:
+        """Rotary embedding of the leading elements of ``(texts, heads, tokens, head_dim)``."""
+        cos, sin = (self._tables[f"{layer.rope}_{part}"][: heads.shape[2]] for part in ("cos", "sin"))
+        width, interleaved = self.config.rotary_width, self.config.rope_interleaved
+        turned, rest = heads[..., :width], heads[..., width:]
+        first, second = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
+        both = first * cos - second * sin, second * cos + first * sin
+        joined = torch.stack(both, dim=-1).flatten(-2) if interleaved else torch.cat(both, -1)
+        return torch.cat([joined, rest], dim=-1)
+
+    def _mask(self, window: int | None, tokens: int) -> Tensor | None:
         """What a token of a windowed layer sees; None where that is all before it."""
-        window = self.config.window_of(layer)
         if window is None or window >= tokens:
             return None
         at = torch.arange(tokens, device=self._device)
         ago = at[:, None] - at[None, :]
         return (ago >= 0) & (ago < window)
-
-    def _rotate(self, layer: int, heads: Tensor) -> Tensor:
-        """Rotary embedding of the leading elements of ``(texts, heads, tokens, head_dim)``."""
-        kind, tokens = self.config.rope_of(layer), heads.shape[2]
-        if kind is None:
-            return heads
-        cos, sin = (self._tables[f"{kind}_{part}"][:tokens] for part in ("cos", "sin"))
-        width = self.config.rotary_width
-        turned, rest = heads[..., :width], heads[..., width:]
-        if self.config.rope_interleaved:
-            first, second = turned[..., ::2], turned[..., 1::2]
-        else:
-            first, second = turned.chunk(2, dim=-1)
-        both = first * cos - second * sin, second * cos + first * sin
-        joined = (
-            torch.stack(both, dim=-1).flatten(-2) if self.config.rope_interleaved else torch.cat(both, -1)
-        )
-        return torch.cat([joined, rest], dim=-1)
 
     def _reach(self, positions: int) -> None:
         """Have rotary tables of so many positions."""

@@ -18,6 +18,7 @@ from edgespec_export.graphs.writer import DATA_FILE, Parameters, allocate, bytes
 from edgespec_export.sources.blocks import F32
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.layers import graph_name, layer_shapes
 from edgespec_models.graphs.static_decoder import build_static_decoder
 from edgespec_models.graphs.static_points import StaticPlan, encoding
 from edgespec_models.progress import Progress, ProgressCallback
@@ -25,8 +26,6 @@ from edgespec_models.progress import Progress, ProgressCallback
 __all__ = ["WeightFile", "write_static_weights"]
 
 _Tensors = Iterator[tuple[str, npt.NDArray[Any]]]
-_ATTENTION, _MLP = ("q", "k", "v", "o"), ("gate", "up", "down")
-_NORMS = ("attn_norm", "mlp_norm", "post_attn_norm", "post_mlp_norm")
 _LARGEST_CODE = np.float32(127)
 _LARGEST_EMBEDDING_CODE = 65535
 _SPAN_ROWS = 4096
@@ -140,23 +139,18 @@ def _spans(checkpoint: Checkpoint, name: str) -> Iterator[F32]:
 def _layer(checkpoint: Checkpoint, prefix: str, matrix: Callable[[str, F32], _Tensors]) -> _Tensors:
     config = checkpoint.config
     order, scale = _head_order(config), np.float32(config.attention_scale)
-    for name in _ATTENTION:
-        weight, module = checkpoint.values(prefix + name), f"{prefix}attention.{name}"
-        factor = scale if name == "q" and not config.qk_norm else np.float32(1)
-        reorder = name in ("q", "k") and order is not None
-        yield from matrix(module, (_reordered(weight, order, config) if reorder else weight) * factor)
-        if f"{prefix}{name}_bias" in checkpoint.tensors:
-            bias = checkpoint.values(f"{prefix}{name}_bias")
-            yield f"{module}.bias", (_reordered(bias, order, config) if reorder else bias) * factor
-    for name in _MLP:
-        yield from matrix(f"{prefix}mlp.{name}", checkpoint.values(prefix + name))
-    for name in _NORMS:
-        if prefix + name in checkpoint.tensors:
-            yield f"{prefix}{name}.weight", checkpoint.values(prefix + name)
-    if config.qk_norm:
-        for name, factor in (("q_norm", scale), ("k_norm", np.float32(1))):
-            norm = checkpoint.values(prefix + name)
-            yield f"{prefix}attention.{name}.weight", (norm if order is None else norm[order]) * factor
+    scaled = "q_norm" if config.qk_norm else "q"
+    for kind in layer_shapes(config, biases=checkpoint.has_biases):
+        name, values = kind.removesuffix("_bias"), checkpoint.values(prefix + kind)
+        if order is not None and name in ("q", "k", "q_norm", "k_norm"):
+            heads = values.reshape(-1, config.head_dim, *values.shape[1:])
+            values = heads[:, order].reshape(values.shape)
+        if name == scaled:
+            values = values * scale
+        if values.ndim == 2:
+            yield from matrix(graph_name(prefix + name), values)
+        else:
+            yield f"{graph_name(prefix + name)}.{'weight' if name == kind else 'bias'}", values
 
 
 def _head_order(config: ModelConfig) -> npt.NDArray[np.int64] | None:
@@ -165,11 +159,6 @@ def _head_order(config: ModelConfig) -> npt.NDArray[np.int64] | None:
         return None
     turned = np.arange(config.rotary_width).reshape(-1, 2).T.reshape(-1)
     return np.concatenate([turned, np.arange(config.rotary_width, config.head_dim)])
-
-
-def _reordered(rows: F32, order: npt.NDArray[np.int64] | None, config: ModelConfig) -> F32:
-    heads = rows.reshape(-1, config.head_dim, *rows.shape[1:])
-    return heads[:, order].reshape(rows.shape)
 
 
 def _float(name: str, weight: F32) -> _Tensors:

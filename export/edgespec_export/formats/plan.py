@@ -20,6 +20,7 @@ from edgespec_export.formats.rounding import round_matrix
 from edgespec_export.formats.tiles import pack, pack_blocks, unpack_tiles
 from edgespec_export.sources.blocks import F32, FLOATS, U8, Blocks, GGMLType, unpack
 from edgespec_export.sources.checkpoint import Checkpoint
+from edgespec_models.bundles.layers import PRODUCTS, graph_name
 from edgespec_models.bundles.weight_format import FORMATS, LANES, Method, WeightFormat, tile_bytes
 from edgespec_models.graphs.plan import (
     FULL,
@@ -28,7 +29,6 @@ from edgespec_models.graphs.plan import (
     LinearPart,
     LinearSpec,
     Precision,
-    module_path,
 )
 
 __all__ = ["PORTABLE", "Stored", "biases_of", "plan_decoder", "stored"]
@@ -50,7 +50,6 @@ PORTABLE: Final[Mapping[GGMLType, WeightFormat]] = MappingProxyType(
 """What multiplied matrices of each source format are stored as."""
 
 _LARGE = 1_000_000_000  # weights; smaller models lose too much by 4 bits that nobody chose for them
-_LAYER = MappingProxyType({"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)})
 _ROUNDED = MappingProxyType(
     {
         "Q8_0": WeightFormat(8, 32),
@@ -102,7 +101,7 @@ def plan_decoder(
         head = replace(head, parts=(replace(head.parts[0], out_features=len(head_tokens)),))
     linears = {"lm_head": head}
     for i in range(config.num_layers):
-        for name, sources in _LAYER.items():
+        for name, sources in PRODUCTS.items():
             linears[f"layers.{i}.{name}"] = linear(tuple(f"layers.{i}.{source}" for source in sources))
     if native:
         (table,) = linear(("embed",)).parts
@@ -188,11 +187,11 @@ def biases_of(plan: DecoderPlan) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Parameters that hold biases, and the tensors in each."""
     for linear, spec in plan.linears.items():
         if plan.native and spec.parts[0].biases:  # one for all parts
-            yield f"{module_path(linear)}.bias", tuple(name for part in spec.parts for name in part.biases)
+            yield f"{graph_name(linear)}.bias", tuple(name for part in spec.parts for name in part.biases)
         elif not plan.native:
             for index, part in enumerate(spec.parts):
                 if part.biases:
-                    yield f"{module_path(linear)}.parts.{index}.bias", part.biases
+                    yield f"{graph_name(linear)}.parts.{index}.bias", part.biases
 
 
 @dataclass(frozen=True, slots=True)

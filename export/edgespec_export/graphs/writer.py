@@ -22,7 +22,7 @@ from edgespec_export.formats.plan import Stored, biases_of, plan_decoder, stored
 from edgespec_export.sources.blocks import F32, U8, Tensor, largest, unpack
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.bundle import GRAPH, Role
-from edgespec_models.bundles.rope import rotary_tables
+from edgespec_models.bundles.layers import gain_names, graph_name, rotary_tables
 from edgespec_models.errors import ModelFileError
 from edgespec_models.graphs.decoder import build_decoder, rotary_rows
 from edgespec_models.graphs.native import build_native
@@ -135,12 +135,8 @@ def bytes_by_class(parameters: dict[str, ir.Value], *, tied: bool = False) -> di
 def _small_tensors(checkpoint: Checkpoint, plan: DecoderPlan) -> Iterator[tuple[str, F32]]:
     """Norms, biases and rotary tables: name in the graph, values."""
     config = checkpoint.config
-    yield "final_norm.weight", checkpoint.values("final_norm")
-    for i in range(config.num_layers):
-        for name in ("attn_norm", "mlp_norm", "post_attn_norm", "post_mlp_norm", "q_norm", "k_norm"):
-            if f"layers.{i}.{name}" in checkpoint.tensors:
-                module = f"attention.{name}" if name in ("q_norm", "k_norm") else name
-                yield f"layers.{i}.{module}.weight", checkpoint.values(f"layers.{i}.{name}")
+    for gain in gain_names(config):
+        yield f"{graph_name(gain)}.weight", checkpoint.values(gain)
     for parameter, names in biases_of(plan):
         yield parameter, np.concatenate([checkpoint.values(name) for name in names])
     yield from rotary_tables(config, config.context_length if plan.native else rotary_rows(config)).items()

@@ -1,8 +1,6 @@
 """What an export asks of a checkpoint, whatever files it lies in.
 
-Tensors go under edgespec's own names: ``embed``, ``final_norm``, ``lm_head``; per layer L ``layers.L.`` +
-``q k v o gate up down``, ``q_bias k_bias v_bias``,
-``attn_norm mlp_norm post_attn_norm post_mlp_norm q_norm k_norm``.
+Tensors go under edgespec's own names (:mod:`edgespec_models.bundles.layers`).
 """
 
 import hashlib
@@ -19,6 +17,7 @@ import numpy.typing as npt
 
 from edgespec_export.sources.blocks import F32, Blocks, GGMLType, Tensor, unpack
 from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.layers import layer_shapes, outer_shapes
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_models.text.tokenizer import SpecialTokens
@@ -150,15 +149,12 @@ class Checkpoint(ABC):
             ModelFileError: a tensor is missing or has another shape.
             UnsupportedModelError: there are more.
         """
-        config = self.config
-        expected: dict[str, tuple[int, ...]] = {
-            "embed": (config.vocab_size, config.hidden_size),
-            "final_norm": (config.hidden_size,),
-        }
-        if not self.tied_head:
-            expected["lm_head"] = (config.vocab_size, config.hidden_size)
+        config, expected = self.config, outer_shapes(self.config)
+        if self.tied_head:
+            del expected["lm_head"]
+        shapes = layer_shapes(config, biases=self.has_biases)
         for layer in range(min(config.num_layers, len(self.tensors) + 1)):  # a damaged count may be huge
-            expected |= {f"layers.{layer}.{name}": shape for name, shape in self._layer_shapes().items()}
+            expected |= {f"layers.{layer}.{name}": shape for name, shape in shapes.items()}
         for name, shape in expected.items():
             if name not in self.tensors:
                 raise ModelFileError(
@@ -177,28 +173,6 @@ class Checkpoint(ABC):
             raise UnsupportedModelError(
                 f"{self.path.name} has tensors a {config.architecture} model lacks: {names}"
             )
-
-    def _layer_shapes(self) -> dict[str, tuple[int, ...]]:
-        c = self.config
-        hidden, mlp = c.hidden_size, c.intermediate_size
-        shapes: dict[str, tuple[int, ...]] = {
-            "attn_norm": (hidden,),
-            "mlp_norm": (hidden,),
-            "q": (c.query_width, hidden),
-            "k": (c.kv_width, hidden),
-            "v": (c.kv_width, hidden),
-            "o": (hidden, c.query_width),
-            "gate": (mlp, hidden),
-            "up": (mlp, hidden),
-            "down": (hidden, mlp),
-        }
-        if self.has_biases:
-            shapes |= {"q_bias": (c.query_width,), "k_bias": (c.kv_width,), "v_bias": (c.kv_width,)}
-        if c.qk_norm:
-            shapes |= {"q_norm": (c.head_dim,), "k_norm": (c.head_dim,)}
-        if c.post_norms:
-            shapes |= {"post_attn_norm": (hidden,), "post_mlp_norm": (hidden,)}
-        return shapes
 
 
 def _recorded(path: Path) -> str | None:

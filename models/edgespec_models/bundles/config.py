@@ -67,16 +67,9 @@ class ModelConfig(DecoderShape):
     """A decoder-only transformer that edgespec can build a graph of.
 
     Attributes:
-        architecture: the family.
-        vocab_size: rows of the LM head.
         hidden_size: width of the residual stream.
         intermediate_size: width of the MLP.
-        num_layers: transformer blocks.
-        num_heads: query heads.
-        num_kv_heads: key and value heads.
-        head_dim: width of a head.
         norm_epsilon: epsilon of every RMSNorm.
-        context_length: positions the model was made for.
         rope_theta: base of the rotary embedding.
         rope_interleaved: rotate neighbouring elements rather than the two halves of a head.
         rope_factors: where a model's context was extended, what each frequency of ``rope_theta`` is divided
@@ -141,16 +134,6 @@ class ModelConfig(DecoderShape):
         if self.sliding_window is None:
             return True
         return self.global_every > 0 and (layer + 1) % self.global_every == 0
-
-    def window_of(self, layer: int) -> int | None:
-        """Tokens that ``layer`` sees, itself included; None where it sees the whole context."""
-        return None if self.is_global(layer) else self.sliding_window
-
-    def rope_of(self, layer: int) -> str | None:
-        """Whose tables rotate ``layer``, ``rope`` or ``rope_local`` (``rope.py``); None where none does."""
-        if layer in self.unrotated_layers:
-            return None
-        return "rope" if self.is_global(layer) or self.rope_local_theta is None else "rope_local"
 
     @classmethod
     def from_json(cls, value: object, where: str = "the architecture") -> "ModelConfig":

@@ -166,7 +166,7 @@ class StaticInputs:
             config: the model's facts.
             masked: what a mask holds where a row must not look.
         """
-        from edgespec_models.bundles.rope import rotary_tables  # graphs of any shape have their own
+        from edgespec_models.bundles.layers import rotary_tables  # graphs of any shape have their own
 
         self._config, self._masked = config, masked
         self._tables: dict[str, npt.NDArray[np.float32]] = rotary_tables(config, config.context_length)

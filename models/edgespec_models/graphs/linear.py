@@ -14,133 +14,121 @@ from types import MappingProxyType
 from typing import Any
 
 import onnx_ir as ir
-from onnxscript import OpBuilder, nn
+from onnxscript import OpBuilder
 
 from edgespec_models.bundles.config import FloatType
+from edgespec_models.graphs.graph_decoder import parameter, scoped
 from edgespec_models.graphs.plan import EmbeddingSpec, LinearPart, LinearSpec
 
-__all__ = ["FLOATS", "MICROSOFT", "Embedding", "Linear"]
+__all__ = ["FLOATS", "MICROSOFT", "embedding", "linear"]
 
 MICROSOFT: dict[str, Any] = {"_domain": "com.microsoft", "_version": 1}
 FLOATS: Mapping[FloatType, ir.DataType] = MappingProxyType(
     {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16}
 )
+_UINT8 = ir.DataType.UINT8
 # MatMulNBits' accuracy_level: int8 activations, or floats, 2 to 5 times slower on CPUs. CUDA's kernels take
 # no notice, and a check of their graphs on the CPU is to see the rounding of float16 only.
 _ACCURACY: Mapping[FloatType, int] = MappingProxyType({"float32": 4, "float16": 0})
 _ALIGNED = 8  # columns; CUDA's kernels for few rows take no other widths
 
 
-class _Projection(nn.Module):
-    """One :class:`LinearPart`."""
-
-    def __init__(self, in_features: int, part: LinearPart, floats: FloatType) -> None:
-        super().__init__()
-        self.part, self.in_features, self.floats = part, in_features, floats
-        form, rows, kind = part.format, part.out_features, FLOATS[floats]
-        sums = in_features // form.block if form.minimums else 0
-        self.spare = -(in_features + sums) % _ALIGNED if sums and floats == "float16" else 0
-        self.columns = in_features + sums + self.spare
-        self.zero_points = self.bias = None
-        if form.is_float:
-            self.weight = nn.Parameter([rows, in_features], dtype=kind)
-        else:
-            blocks = -(-self.columns // form.block)
-            self.weight = nn.Parameter([rows, blocks, form.block * form.bits // 8], dtype=ir.DataType.UINT8)
-            self.scales = nn.Parameter([rows, blocks], dtype=kind)
-            if form.minimums:
-                self.zero_points = nn.Parameter([rows, -(-blocks * form.bits // 8)], dtype=ir.DataType.UINT8)
-        if part.biases:
-            self.bias = nn.Parameter([rows], dtype=kind)
-
-    def forward(self, op: OpBuilder, x: ir.Value, sums: ir.Value | None) -> ir.Value:
-        form = self.part.format
-        if form.is_float:
-            # Stored row by row, as sources are read; ONNX Runtime folds the transposition at load.
-            y = op.MatMul(x, op.Transpose(self.weight, perm=[1, 0]))
-            return y if self.bias is None else op.Add(y, self.bias)
-        if form.minimums:
-            # The rest of the last block are zeros of the matrix, whatever they are multiplied with.
-            rest = (op.Slice(x, [0], [self.spare], [2]),) if self.spare else ()
-            x = op.Concat(x, sums, *rest, axis=-1)
-        return op.MatMulNBits(
-            x,
-            self.weight,
-            self.scales,
-            self.zero_points,
-            None,
-            self.bias,
-            K=self.columns,
-            N=self.part.out_features,
-            bits=form.bits,
-            block_size=form.block,
-            accuracy_level=_ACCURACY[self.floats],
-            **MICROSOFT,
-        )
-
-
-class Linear(nn.Module):
-    """``(1, n, in_features) -> (1, n, sum of out_features)``."""
-
-    def __init__(self, spec: LinearSpec, floats: FloatType = "float32", name: str | None = None) -> None:
-        super().__init__(name)
-        self.spec = spec
-        self.parts = nn.ModuleList([_Projection(spec.in_features, part, floats) for part in spec.parts])
-
-    def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
-        """Define the projection of ``x``."""
+def linear(
+    op: OpBuilder, x: ir.Value, spec: LinearSpec, path: str, floats: FloatType = "float32"
+) -> ir.Value:
+    """``(1, n, in_features) -> (1, n, sum of out_features)``; weights are called ``PATH.parts.0.weight``."""
+    with scoped(op.builder, path.rpartition(".")[2], "Linear"):
         sums: dict[int, ir.Value] = {}
-        for block in {part.format.block for part in self.spec.parts if part.format.minimums}:
-            blocks = op.Reshape(x, [1, -1, self.spec.in_features // block, block])
+        for block in {part.format.block for part in spec.parts if part.format.minimums}:
+            blocks = op.Reshape(x, [1, -1, spec.in_features // block, block])
             sums[block] = op.ReduceSum(blocks, [-1], keepdims=0)
-        pairs = zip(self.spec.parts, self.parts, strict=True)
-        outputs = [project(op, x, sums.get(part.format.block)) for part, project in pairs]
+        outputs = []
+        for index, part in enumerate(spec.parts):
+            with scoped(op.builder, f"parts.{index}", "_Projection"):
+                count = spec.in_features // part.format.block if part.format.minimums else 0
+                spare = -(spec.in_features + count) % _ALIGNED if count and floats == "float16" else 0
+                columns = spec.in_features + count + spare
+                weights = _weights(op, f"{path}.parts.{index}", part, columns, FLOATS[floats])
+                wide = x
+                if count:
+                    # The rest of the last block are zeros of the matrix, whatever they are multiplied with.
+                    rest = (op.Slice(x, [0], [spare], [2]),) if spare else ()
+                    wide = op.Concat(x, sums[part.format.block], *rest, axis=-1)
+                outputs.append(_product(op, wide, part, columns, weights, _ACCURACY[floats]))
         return outputs[0] if len(outputs) == 1 else op.Concat(*outputs, axis=-1)
 
 
-class Embedding(nn.Module):
-    """Token embedding: int64 ``(1, n)`` -> floats ``(1, n, hidden)``."""
+def _weights(
+    op: OpBuilder, path: str, part: LinearPart, columns: int, floats: ir.DataType
+) -> dict[str, ir.Value]:
+    """The parameters of a part, by the last word of their names."""
+    form, rows = part.format, part.out_features
+    shapes = {"weight": ([rows, columns], floats)}
+    if not form.is_float:
+        blocks = -(-columns // form.block)
+        shapes = {"weight": ([rows, blocks, form.block * form.bits // 8], _UINT8)}
+        shapes["scales"] = [rows, blocks], floats
+        if form.minimums:
+            shapes["zero_points"] = [rows, -(-blocks * form.bits // 8)], _UINT8
+    if part.biases:
+        shapes["bias"] = [rows], floats
+    return {name: parameter(op.builder.graph, f"{path}.{name}", *kind) for name, kind in shapes.items()}
 
-    def __init__(
-        self,
-        rows: int,
-        hidden: int,
-        spec: EmbeddingSpec,
-        floats: FloatType = "float32",
-        name: str | None = None,
-    ) -> None:
-        super().__init__(name)
-        self.spec, self.hidden = spec, hidden
-        form, kind = spec.format, FLOATS[floats]
-        if form.is_float:
-            self.weight = nn.Parameter([rows, hidden], dtype=kind)
-            return
-        self.weight = nn.Parameter([rows, hidden * form.bits // 8], dtype=ir.DataType.UINT8)
-        blocks, self.zero_points = hidden // form.block, None
-        self.scales = nn.Parameter([rows, blocks], dtype=kind)
-        if spec.offsets:
-            self.offsets = nn.Parameter([rows, blocks], dtype=kind)
-        if spec.zero_points:
-            self.zero_points = nn.Parameter([rows, -(-blocks * form.bits // 8)], dtype=ir.DataType.UINT8)
 
-    def forward(self, op: OpBuilder, ids: ir.Value) -> ir.Value:
-        """Define the rows of ``ids``."""
-        form = self.spec.format
+def _product(
+    op: OpBuilder, x: ir.Value, part: LinearPart, columns: int, weights: dict[str, ir.Value], accuracy: int
+) -> ir.Value:
+    form, bias = part.format, weights.get("bias")
+    if form.is_float:
+        # Stored row by row, as sources are read; ONNX Runtime folds the transposition at load.
+        y = op.MatMul(x, op.Transpose(weights["weight"], perm=[1, 0]))
+        return y if bias is None else op.Add(y, bias)
+    return op.MatMulNBits(
+        x,
+        weights["weight"],
+        weights["scales"],
+        weights.get("zero_points"),
+        None,
+        bias,
+        K=columns,
+        N=part.out_features,
+        bits=form.bits,
+        block_size=form.block,
+        accuracy_level=accuracy,
+        **MICROSOFT,
+    )
+
+
+def embedding(
+    op: OpBuilder, ids: ir.Value, spec: EmbeddingSpec, shape: tuple[int, int], floats: FloatType = "float32"
+) -> ir.Value:
+    """The rows of ``ids``, int64 ``(1, n)``, in a table of this shape: ``(1, n, hidden)``."""
+    form, (rows, hidden) = spec.format, shape
+    blocks = 0 if form.is_float else hidden // form.block
+
+    def stored(name: str, width: int, kind: ir.DataType) -> ir.Value:
+        return parameter(op.builder.graph, f"embedding.{name}", [rows, width], kind)
+
+    with scoped(op.builder, "embedding", "Embedding"):
         if form.is_float:
-            return op.Gather(self.weight, ids, axis=0)
+            return op.Gather(stored("weight", hidden, FLOATS[floats]), ids, axis=0)
+        weight = stored("weight", hidden * form.bits // 8, _UINT8)
+        scales = stored("scales", blocks, FLOATS[floats])
+        offsets = stored("offsets", blocks, FLOATS[floats]) if spec.offsets else None
+        zeros = stored("zero_points", -(-blocks * form.bits // 8), _UINT8) if spec.zero_points else None
         x = op.GatherBlockQuantized(
-            self.weight,
+            weight,
             ids,
-            self.scales,
-            self.zero_points,
+            scales,
+            zeros,
             bits=form.bits,
             block_size=form.block,
             gather_axis=0,
             quantize_axis=1,
             **MICROSOFT,
         )
-        if not self.spec.offsets:
+        if offsets is None:
             return x
-        offsets = op.Gather(self.offsets, ids, axis=0)
-        blocks = op.Reshape(x, [1, -1, self.hidden // form.block, form.block])
-        return op.Reshape(op.Add(blocks, op.Unsqueeze(offsets, [-1])), [1, -1, self.hidden])
+        added = op.Gather(offsets, ids, axis=0)
+        apart = op.Reshape(x, [1, -1, blocks, form.block])
+        return op.Reshape(op.Add(apart, op.Unsqueeze(added, [-1])), [1, -1, hidden])

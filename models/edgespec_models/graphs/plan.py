@@ -4,17 +4,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from edgespec_models.bundles.config import FloatType
+from edgespec_models.bundles.layers import graph_name
 from edgespec_models.bundles.weight_format import Method, WeightFormat
 
-__all__ = ["FULL", "DecoderPlan", "EmbeddingSpec", "LinearPart", "LinearSpec", "Precision", "module_path"]
-
-
-def module_path(linear: str) -> str:
-    """A projection's name in the graph: ``layers.3.qkv`` of a plan is ``layers.3.attention.qkv`` there."""
-    if linear == "lm_head":
-        return linear
-    layers, index, name = linear.split(".")
-    return f"{layers}.{index}.{'attention' if name in ('qkv', 'o') else 'mlp'}.{name}"
+__all__ = ["FULL", "DecoderPlan", "EmbeddingSpec", "LinearPart", "LinearSpec", "Precision"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +114,7 @@ class DecoderPlan:
         for name, spec in self.linears.items():
             if name != "lm_head" or not self.tied:
                 for index, part in enumerate(spec.parts):
-                    yield f"{module_path(name)}.parts.{index}", part
+                    yield f"{graph_name(name)}.parts.{index}", part
 
     @property
     def choices(self) -> bool:

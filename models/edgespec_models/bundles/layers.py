@@ -1,0 +1,225 @@
+"""What a decoder is made of and what it computes: the one description that every backend reads.
+
+:class:`Decoder` says what follows what, :func:`layers_of` what each layer has of its own,
+:func:`layer_shapes` which tensors it has. A backend says how its medium computes an operation: ONNX Runtime's
+operators, edgespec's own and those of fixed shapes (:mod:`edgespec_models.graphs`), NumPy
+(:mod:`edgespec.learning.decoder`), PyTorch (:mod:`edgespec_export.align.decoder`). A new architecture is
+facts in :class:`ModelConfig` and what follows from them here.
+
+Tensors go under edgespec's own names: those of :func:`outer_shapes`, and those of :func:`layer_shapes` behind
+``layers.3.``. Graphs also name the sublayer, as :func:`graph_name` says.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from edgespec_models.bundles.config import ModelConfig
+
+__all__ = [
+    "PRODUCTS",
+    "Decoder",
+    "Layer",
+    "gain_names",
+    "graph_name",
+    "layer_shapes",
+    "layers_of",
+    "outer_shapes",
+    "rotary_tables",
+    "rotary_thetas",
+]
+
+PRODUCTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
+)
+"""The products of a layer, and the matrices whose rows each stacks."""
+
+_SUBLAYERS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        **dict.fromkeys(("qkv", "q", "k", "v", "o", "q_norm", "k_norm"), "attention."),
+        **dict.fromkeys(("gate_up", "gate", "up", "down"), "mlp."),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What a layer has of its own.
+
+    Attributes:
+        index: from 0.
+        rope: the rotary tables of its queries and keys (:func:`rotary_tables`); None where nothing rotates.
+        window: tokens that it sees, the token itself included; None where it sees the whole context.
+    """
+
+    index: int
+    rope: str | None
+    window: int | None
+
+    @property
+    def name(self) -> str:
+        """Of its tensors, such as ``layers.3``."""
+        return f"layers.{self.index}"
+
+
+def layers_of(config: ModelConfig) -> tuple[Layer, ...]:
+    """All layers, from the embedding's side."""
+    found = []
+    for index in range(config.num_layers):
+        window = None if config.is_global(index) else config.sliding_window
+        rope = "rope" if window is None or config.rope_local_theta is None else "rope_local"
+        found.append(Layer(index, None if index in config.unrotated_layers else rope, window))
+    return tuple(found)
+
+
+def outer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors outside of the layers."""
+    matrix = config.vocab_size, config.hidden_size
+    return {"embed": matrix, "final_norm": matrix[1:], "lm_head": matrix}
+
+
+def layer_shapes(config: ModelConfig, *, biases: bool = False) -> dict[str, tuple[int, ...]]:
+    """The tensors of a layer; ``biases`` says whether queries, keys and values have some.
+
+    Matrices are ``(outputs, inputs)``.
+    """
+    hidden, mlp = (config.hidden_size,), config.intermediate_size
+    query, kv, head = config.query_width, config.kv_width, (config.head_dim,)
+    shapes: dict[str, tuple[int, ...]] = {"attn_norm": hidden, "mlp_norm": hidden}
+    shapes |= {"q": (query, *hidden), "k": (kv, *hidden), "v": (kv, *hidden), "o": (*hidden, query)}
+    shapes |= {"gate": (mlp, *hidden), "up": (mlp, *hidden), "down": (*hidden, mlp)}
+    if biases:
+        shapes |= {f"{name}_bias": shapes[name][:1] for name in "qkv"}
+    if config.qk_norm:
+        shapes |= {"q_norm": head, "k_norm": head}
+    if config.post_norms:
+        shapes |= {"post_attn_norm": hidden, "post_mlp_norm": hidden}
+    return shapes
+
+
+def gain_names(config: ModelConfig) -> Iterator[str]:
+    """The tensors that normalizations multiply by, layer by layer."""
+    kinds = [kind for kind in layer_shapes(config) if kind.endswith("_norm")]
+    yield from (f"layers.{layer}.{kind}" for layer in range(config.num_layers) for kind in kinds)
+    yield "final_norm"
+
+
+def graph_name(name: str) -> str:
+    """What graphs call a tensor or a product: ``layers.3.qkv`` is ``layers.3.attention.qkv`` there."""
+    layer, dot, kind = name.rpartition(".")
+    return f"{layer}{dot}{_SUBLAYERS.get(kind, '')}{kind}"
+
+
+def rotary_thetas(config: ModelConfig) -> dict[str, float]:
+    """The base of each pair of rotary tables, by the name that :attr:`Layer.rope` has for it."""
+    thetas = {"rope": config.rope_theta, "rope_local": config.rope_local_theta}
+    return {name: theta for name, theta in thetas.items() if theta is not None}
+
+
+def rotary_tables(config: ModelConfig, positions: int) -> dict[str, npt.NDArray[np.float32]]:
+    """Cosines and sines of ``positions`` from 0 on (Su et al. 2021, section 3.4.2), by their names in graphs.
+
+    ``rope_cos`` and ``rope_sin``, and where windowed layers have a base of their own ``rope_local_cos`` and
+    ``rope_local_sin``: float32 ``(positions, rotary width / 2)`` each.
+    """
+    width, tables = config.rotary_width, {}
+    for name, theta in rotary_thetas(config).items():
+        frequencies = theta ** (-np.arange(0, width, 2, dtype=np.float64) / width)
+        if name == "rope" and config.rope_factors:
+            frequencies /= config.rope_factors
+        angles = np.outer(np.arange(positions, dtype=np.float64), frequencies)
+        for part, function in (("cos", np.cos), ("sin", np.sin)):
+            tables[f"{name}_{part}"] = (function(angles) * config.rope_magnitude).astype(np.float32)
+    return tables
+
+
+class Decoder(ABC):
+    """What a layer computes; a backend adds how.
+
+    ``x`` is the residual stream or what a sublayer reads of it, ``y`` what a sublayer adds to it: whatever
+    stands for them in the backend's medium. ``name`` is a tensor's, such as ``layers.3.attn_norm``. Backends
+    whose operators compute attention as a whole override :meth:`attended`; the others need :meth:`heads`,
+    :meth:`head_norm`, :meth:`rotate` and :meth:`attend`.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config, self.all_layers = config, layers_of(config)
+        self.shapes = outer_shapes(config) | layer_shapes(config)
+
+    def layer(self, layer: Layer, x: Any) -> Any:
+        """The residual stream behind ``layer``."""
+        with self.scope(layer.name, "Layer"):
+            for kind, sublayer, end in (("attn", self.attention, "middle"), ("mlp", self.mlp, "residual")):
+                y = sublayer(layer, self.norm(x, f"{layer.name}.{kind}_norm"))
+                if self.config.post_norms:
+                    y = self.post_norm(y, f"{layer.name}.post_{kind}_norm")
+                x = self.add(x, y, f"{layer.name}.{end}")
+        return x
+
+    def attention(self, layer: Layer, x: Any) -> Any:
+        """What attention adds to the stream."""
+        with self.scope("attention", "Attention"):
+            return self.product(f"{layer.name}.o", self.attended(layer, x))
+
+    def attended(self, layer: Layer, x: Any) -> Any:
+        """Attention, but for its last product."""
+        parts = []
+        for which, heads in self.heads(layer, x):
+            part = heads
+            if which != "v" and self.config.qk_norm:
+                part = self.head_norm(part, f"{layer.name}.{which}_norm")
+            if which != "v" and layer.rope is not None:
+                part = self.rotate(layer, part, which)
+            parts.append(part)
+        return self.attend(layer, *parts)
+
+    def mlp(self, layer: Layer, x: Any) -> Any:
+        """What the MLP adds to the stream."""
+        with self.scope("mlp", "MLP"):
+            return self.product(f"{layer.name}.down", self.gated(layer, x))
+
+    def scope(self, name: str, kind: str) -> AbstractContextManager[None]:
+        """Name the nodes within after a part of the model; most backends have no names for them."""
+        return nullcontext()
+
+    @abstractmethod
+    def norm(self, x: Any, name: str) -> Any:
+        """The residual stream, normalized for a sublayer to read."""
+
+    def post_norm(self, y: Any, name: str) -> Any:
+        """What a sublayer adds, normalized."""
+        return self.norm(y, name)
+
+    @abstractmethod
+    def add(self, x: Any, y: Any, name: str) -> Any:
+        """The stream with what a sublayer adds; ``name`` is of the sum."""
+
+    @abstractmethod
+    def product(self, name: str, x: Any) -> Any:
+        """The product that a sublayer ends with, or what will compute it."""
+
+    @abstractmethod
+    def gated(self, layer: Layer, x: Any) -> Any:
+        """The MLP, but for its last product: ``activation(gate(x)) * up(x)``."""
+
+    def heads(self, layer: Layer, x: Any) -> Iterator[tuple[str, Any]]:
+        """Queries ``q``, keys ``k`` and values ``v``, of each head."""
+        raise NotImplementedError
+
+    def head_norm(self, heads: Any, name: str) -> Any:
+        """Queries or keys, each head normalized."""
+        return self.norm(heads, name)
+
+    def rotate(self, layer: Layer, heads: Any, which: str) -> Any:
+        """Queries or keys, turned by their positions."""
+        raise NotImplementedError
+
+    def attend(self, layer: Layer, query: Any, key: Any, value: Any) -> Any:
+        """What the heads attend to, side by side."""
+        raise NotImplementedError

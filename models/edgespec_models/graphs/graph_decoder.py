@@ -1,0 +1,103 @@
+"""What every decoder whose operations are nodes of a graph has: inputs, parameters, outputs."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import onnx_ir as ir
+from onnxscript import GraphBuilder
+
+from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.graph_contract import cache_names
+from edgespec_models.bundles.layers import Decoder, graph_name
+
+__all__ = ["FLOAT", "INT64", "GraphDecoder", "parameter", "scoped"]
+
+FLOAT: Final = ir.DataType.FLOAT
+INT64: Final = ir.DataType.INT64
+_IR_VERSION = 10
+_Pair = tuple[ir.Value, ir.Value]
+
+
+class GraphDecoder(Decoder):
+    """A decoder as a graph, whose weights are parameters without data, for the exporter to fill.
+
+    Attributes:
+        past: keys and values that the cache holds, by layer; the layers that the graph has.
+        present: keys and values for the cache, layer by layer.
+    """
+
+    def __init__(self, config: ModelConfig, opsets: dict[str, int]) -> None:
+        super().__init__(config)
+        self.graph = ir.Graph([], [], nodes=[], opset_imports=opsets, name="decoder")
+        self.past: dict[int, _Pair] = {}
+        self.present: list[ir.Value] = []
+
+    def input(self, name: str, kind: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
+        """An input of the graph."""
+        value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(kind))
+        self.graph.inputs.append(value)
+        return value
+
+    def parameter(self, name: str, shape: Sequence[int], kind: ir.DataType = FLOAT) -> ir.Value:
+        """A weight; the same value for the same name."""
+        return parameter(self.graph, name, shape, kind)
+
+    def gain(self, name: str, kind: ir.DataType = FLOAT) -> ir.Value:
+        """What a normalization multiplies by."""
+        return self.parameter(f"{graph_name(name)}.weight", self.shapes[name.rpartition(".")[2]], kind)
+
+    def output(
+        self, value: ir.Value, name: str, kind: ir.DataType, shape: Sequence[int | str] | None
+    ) -> None:
+        """Make ``value`` an output called ``name``."""
+        value.name, value.type = name, ir.TensorType(kind)
+        value.shape = None if shape is None else ir.Shape(shape)
+        self.graph.outputs.append(value)
+
+    def read_cache(self, kind: ir.DataType, sequences: int | str) -> None:
+        """Give every layer its keys and values of before, in a cache that is written in place."""
+        self._cache = kind, [sequences, self.config.num_kv_heads, "capacity", self.config.head_dim]
+        past = [self.input(name, *self._cache) for name, _ in cache_names(self.config.num_layers)]
+        self.past = dict(enumerate(zip(past[::2], past[1::2], strict=True)))
+
+    def write_outputs(self, logits: ir.Value, columns: int | str, choices: Sequence[ir.Value]) -> None:
+        """Return logits, the most likely column of each row and its probability, and the cache."""
+        self.output(logits, "logits", FLOAT, [1, "r", columns])
+        for value, name, kind in zip(
+            choices, ("best_columns", "best_probabilities"), (INT64, FLOAT), strict=False
+        ):
+            self.output(value, name, kind, [1, "r"])
+        for (_, name), value in zip(cache_names(self.config.num_layers), self.present, strict=True):
+            self.output(value, name, *self._cache)
+
+    def through_layers(self, x: Any) -> Any:
+        """The residual stream behind the layers that the graph has."""
+        for layer in self.all_layers:
+            if layer.index in self.past:
+                x = self.layer(layer, x)
+        return x
+
+    def model(self, *, tunable: bool = False) -> ir.Model:
+        """The finished graph; ``tunable`` lists gains as inputs too, whose stored values are defaults."""
+        if tunable:
+            gains = (value for name, value in self.graph.initializers.items() if name.endswith("norm.weight"))
+            self.graph.inputs.extend(gains)
+        return ir.Model(self.graph, ir_version=_IR_VERSION, producer_name="edgespec")
+
+
+def parameter(graph: ir.Graph, name: str, shape: Sequence[int], kind: ir.DataType) -> ir.Value:
+    """A weight of ``graph``, without data yet; the same value for the same name."""
+    if name not in graph.initializers:
+        graph.initializers[name] = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(kind))
+    return graph.initializers[name]
+
+
+@contextmanager
+def scoped(builder: GraphBuilder, name: str, kind: str) -> Iterator[None]:
+    """Let ``builder`` name its nodes after a part, as onnxscript's modules do."""
+    builder.push_module(name, kind)
+    try:
+        yield
+    finally:
+        builder.pop_module()
