@@ -18,6 +18,7 @@ from edgespec.loading import measurements
 from tests.downloads_for_tests import CONTENT, CUTS, PARTS, Hub, running_hub, write_wheel
 
 settings.register_profile("any machine", deadline=None)  # a busy one is slow, and not wrong
+settings.register_profile("fuzz", deadline=None, max_examples=10_000)
 settings.load_profile("any machine")
 
 

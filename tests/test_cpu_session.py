@@ -4,11 +4,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.graph_contract import Pass
 from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.errors import BundleError, Cancelled, RequestError
 from edgespec_runtimes.cpu import CpuOptions, CpuSession, default_threads, most_threads
@@ -126,6 +128,26 @@ def test_rows_that_differ_in_longer_texts_alone_are_not_exact(
 
     monkeypatch.setattr(session, "_run", run_on_arm)
     assert not session.self_test()
+
+
+@pytest.mark.parametrize("exact_rows", [True, False])
+def test_rows_are_exact_where_products_with_one_row_take_other_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exact_rows: bool
+) -> None:
+    """As MatMulNBits does in blocks of 32 and 4 bits on processors with AVX2 alone (Haswell, under qemu)."""
+    bundle = tiny_bundle(tmp_path / "m", LLAMA, INT4).bundle
+    session = CpuSession(bundle, replace(ONE_THREAD, exact_rows=exact_rows))
+    bind = session._open_io._bind
+
+    def bind_without_avx512(one: Pass, rows: int) -> Any:
+        bound = bind(one, rows)
+        if len(one.tokens) > 1 and one.rows > 1:
+            return bound
+        return replace(bound, predictions=lambda: Predictions(bound.predictions().logits + np.float32(1e-6)))
+
+    session._open_io.passes.clear()
+    monkeypatch.setattr(session._open_io, "_bind", bind_without_avx512)
+    assert session.self_test() == exact_rows
 
 
 def test_float_weights_agree_to_rounding(tmp_path: Path) -> None:

@@ -7,9 +7,8 @@ import logging
 import os
 import re
 import shutil
+import signal
 import sqlite3
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from hashlib import sha256
@@ -46,11 +45,10 @@ from tests.downloads_for_tests import (
 )
 from tests.gguf_for_tests import tiny_gguf
 from tests.histories_for_tests import SCOPE, stored, text_of
+from tests.killed_for_tests import kill_downloads, kill_exports
 from tests.test_export import NEVER_A_PROCESS
 from tests.test_measurements import FOUND, HERE
 from tests.toy import tiny_bundle
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -184,21 +182,10 @@ def test_what_a_killed_pull_had_gathered_goes(home: Path) -> None:
     assert_whole(home)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="it forks")
-@pytest.mark.parametrize("kind", ["export", "download"])
-def test_killed_at_random_all_is_made_again(tmp_path: Path, kind: str) -> None:
-    code = (
-        "import random, sys; from pathlib import Path; from tools.faults import KINDS, Campaign\n"
-        f"folder, kind = Path(sys.argv[1]), KINDS[{kind!r}]\n"
-        "with kind.served(folder):\n"
-        "    campaign = Campaign(kind, folder)\n"
-        "    campaign.at_random(4, random.Random())\n"
-        "campaign.tally.show('')\n"
-        "sys.exit(bool(campaign.tally.faults))"
-    )
-    path = os.pathsep.join([str(ROOT), *sys.path])
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": path})
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="there is no such signal")
+@pytest.mark.parametrize("kill", [kill_exports, kill_downloads])
+def test_killed_at_any_change_all_is_made_again(tmp_path: Path, kill: Callable[[Path, int], None]) -> None:
+    kill(tmp_path, 4)
 
 
 def test_a_source_that_is_not_what_lies_recorded_beside_it_is_named(tmp_path: Path, gguf: Path) -> None:

@@ -92,9 +92,10 @@ class _Bound:
 class DynamicIO:
     """Graphs that take any number of tokens: edgespec's own, and those that others exported.
 
-    Attention over a single row, and products with it, take other code in ONNX Runtime, which sums in another
-    order. Where rows are to be exact, a single token is run twice; the second's keys and values land behind
-    the sequence and are overwritten by the next pass, or left out by it.
+    Attention over a single row takes other code in ONNX Runtime, which sums in another order; on processors
+    without AVX-512 products do too. Where rows are to be exact, a single token is run twice, and at least two
+    rows of logits are asked for. The second token's keys and values land behind the sequence and are
+    overwritten by the next pass, or left out by it.
 
     Graphs of edgespec's have logits of the rows that are asked for, and write a cache with room to spare in
     place, so that a binding serves every pass of as many tokens. Other graphs read a mask, which grows, and
@@ -214,10 +215,11 @@ class DynamicIO:
     def _pass(self, tokens: Sequence[int], start: int, rows: int) -> Predictions:
         twice = self._pairs and len(tokens) == 1 and (self._tensors.ours or start + 2 <= self._context_length)
         columns = self._columns + len(self._context)
-        one = Pass((*tokens, *tokens) if twice else tokens, start, rows, int(twice), self._context, columns)
+        asked = max(rows, 2) if self._pairs and self._selects else rows
+        one = Pass((*tokens, *tokens) if twice else tokens, start, asked, int(twice), self._context, columns)
         bound = self.passes.get((len(tokens), rows))
         if bound is None:
-            bound = self._bind(one)
+            bound = self._bind(one, rows)
             if self._tensors.ours:
                 if len(self.passes) >= _MAX_KEPT_BINDINGS:
                     self.passes.clear()
@@ -236,8 +238,8 @@ class DynamicIO:
         self.cache.clear()
         self._session = None
 
-    def _bind(self, one: Pass) -> _Bound:
-        """Bind what a pass reads and writes."""
+    def _bind(self, one: Pass, rows: int) -> _Bound:
+        """Bind what a pass reads and writes; its predictions are those of the last ``rows``."""
         binding = self._session.io_binding()
         inputs: list[_Input] = []
         for called, (name, kind) in self._inputs.items():
@@ -250,9 +252,9 @@ class DynamicIO:
             binding.bind_ortvalue_input(name, value)
         self.cache.bind(binding, one.start, len(one.tokens))
         changing = tuple(each for each in inputs if each[0] in CHANGING)
-        return _Bound(binding, tuple(inputs), changing, self._bind_outputs(binding, one))
+        return _Bound(binding, tuple(inputs), changing, self._bind_outputs(binding, one, rows))
 
-    def _bind_outputs(self, binding: Any, one: Pass) -> Callable[[], Predictions]:
+    def _bind_outputs(self, binding: Any, one: Pass, wanted: int) -> Callable[[], Predictions]:
         """Bind what comes out of a pass; what hands it out after each run.
 
         Logits stay where the graph runs if it says itself which columns are the most likely.
@@ -269,7 +271,8 @@ class DynamicIO:
             self._logits = np.empty(shape[0] * shape[1], self._logits.dtype)
         rows = self._logits[: shape[0] * shape[1]].reshape(1, *shape)
         binding.bind_ortvalue_output(self._tensors.logits, ort_value(rows))
-        said = rows[0] if self._selects else rows[0, one.wanted[0] :][: one.rows]
+        end = shape[0] if self._selects else shape[0] - one.ending
+        said = rows[0, end - wanted : end]
         return lambda: Predictions(said.astype(np.float32, copy=False))
 
     def _grows(self, layout: Sequence[CacheTensor]) -> bool:

@@ -137,7 +137,7 @@ class _Piece:
         """
         count = next(iter(values.values())).shape[1]
         rows = np.arange(count) if count > 1 else np.zeros(2, np.int64)
-        one = Pass([0] * len(rows), start, count, len(rows) - count)
+        one = Pass([0] * len(rows), start, len(rows))
         feeds = {n: np.array(INPUTS[n](one), kind) for n, kind in self._inputs.items() if n in INPUTS}
         shape = (1, self._config.num_kv_heads, one.end + 1, self._config.head_dim)
         for name in self._inputs.keys() & self._cache.values():

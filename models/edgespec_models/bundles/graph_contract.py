@@ -47,7 +47,7 @@ class Pass:
 
     @property
     def wanted(self) -> npt.NDArray[np.int64]:
-        """The rows that are asked for, int64 ``(rows,)``."""
+        """The rows that are asked for, int64 ``(rows,)``; negative ones count from the end, as ONNX does."""
         last = len(self.tokens) - self.ending
         return np.arange(last - self.rows, last)
 
