@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO, TextIOWrapper
@@ -83,8 +83,8 @@ class Reader:
     name: str = ""
 
 
-def packed(files: Mapping[str, Any]) -> bytes:
-    return json.dumps(files).encode()
+def packed(tree: Any) -> bytes:
+    return json.dumps(tree).encode()
 
 
 def write_files(folder: Path, data: bytes, names: Sequence[str]) -> None:
@@ -229,7 +229,7 @@ def bundle(folder: Path) -> Reader:
     def read(data: bytes) -> None:
         write_files(path, data, tuple(small))
         tree = table(data)
-        files = table(json.dumps(table(json.dumps(tree.get(MANIFEST))).get("files")).encode())
+        files = table(packed(table(packed(tree.get(MANIFEST))).get("files")))
         for name in small:  # sizes are right, so that what is read next is met too
             if (path / name).is_file() and isinstance(files.get(name), dict):
                 tree[MANIFEST]["files"][name]["size_bytes"] = (path / name).stat().st_size
@@ -411,7 +411,7 @@ def exchange_of(request: dict[str, Any], sent: list[dict[str, Any]]) -> tuple[An
     # Servers refuse a first line of anything else before an application sees it.
     path, method = (re.sub("[^!-~]", "", str(request.get(key, "POST"))) for key in ("path", "method"))
     body = request.get("body")
-    chunks = [body.encode("utf-8", "replace") if isinstance(body, str) else packed(body)]  # type: ignore[arg-type]
+    chunks = [body.encode("utf-8", "replace") if isinstance(body, str) else packed(body)]
     scope = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "root_path": "",
         "method": method, "path": path, "raw_path": path.encode(),
@@ -489,9 +489,9 @@ def damaged(draw: st.DrawFn, seeds: Sequence[bytes]) -> bytes:
     data = draw(st.sampled_from(seeds))
     for _ in range(draw(st.integers(1, 3))):
         found = list(places(table(data)))
-        if found and draw(st.integers(0, 4)):
-            tree = table(data)
-            holder, key = list(places(tree))[draw(st.integers(0, len(found) - 1))]
+        if bool(found) and draw(st.booleans()):
+            tree, place = table(data), draw(st.integers(0, len(found) - 1))
+            holder, key = list(places(tree))[place]
             holder[key] = draw(WRONG)
             data = json.dumps(tree).encode()
         else:
