@@ -6,7 +6,8 @@ weights inside it are stepped over. Graphs within operators (``If``, ``Loop``) a
 """
 
 import mmap
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -15,30 +16,29 @@ from edgespec_models.errors import BundleError
 
 __all__ = ["FLOAT_TYPES", "Graph", "Node", "Tensor", "read_header"]
 
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-
-# TensorProto.DataType -> name and bits of an element.
+# TensorProto.DataType -> what numpy calls it.
 _TYPES = {
-    1: ("float32", 32),
-    2: ("uint8", 8),
-    3: ("int8", 8),
-    4: ("uint16", 16),
-    5: ("int16", 16),
-    6: ("int32", 32),
-    7: ("int64", 64),
-    9: ("bool", 8),
-    10: ("float16", 16),
-    11: ("float64", 64),
-    12: ("uint32", 32),
-    13: ("uint64", 64),
-    16: ("bfloat16", 16),
-    21: ("uint4", 4),
-    22: ("int4", 4),
+    1: "float32",
+    2: "uint8",
+    3: "int8",
+    4: "uint16",
+    5: "int16",
+    6: "int32",
+    7: "int64",
+    9: "bool",
+    10: "float16",
+    11: "float64",
+    12: "uint32",
+    13: "uint64",
+    16: "bfloat16",
+    21: "uint4",
+    22: "int4",
 }
 FLOAT_TYPES = ("float32", "float16")
 """Element types that logits may have."""
 
-_Field = tuple[int, int, memoryview]  # number, value of a varint, content
+_FIXED_BYTES = {1: 8, 5: 4}  # by wire type
+_Message = dict[int, list[int | memoryview]]  # by field: numbers, and what has a length
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ class Tensor:
     @property
     def size_bytes(self) -> int:
         """Bytes of a tensor whose sizes are all fixed; types not known to this module count a byte each."""
-        bits = next((bits for name, bits in _TYPES.values() if name == self.type), 8)
-        return self.elements * bits // 8
+        bits = re.search(r"[a-z](\d+)$", self.type)
+        return self.elements * (int(bits[1]) if bits else 8) // 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,128 +107,100 @@ def read_header(path: Path) -> Graph:
 
 
 def _model(data: memoryview) -> Graph:
-    for number, _, content in _fields(data):
-        if number == 7:
-            return _graph(content)
-    raise ValueError("it holds no graph")
-
-
-def _graph(data: memoryview) -> Graph:
-    graph = Graph()
-    for number, _, content in _fields(data):
-        if number == 1:
-            graph.nodes.append(_node(content))
-        elif number == 5:
-            weight = _weight(content)
-            graph.weights[weight.name] = weight
-        elif number in (11, 12):
-            value = _value(content)
-            (graph.inputs if number == 11 else graph.outputs)[value.name] = value
+    parts = _parts(_message(data), 7)
+    if not parts:
+        raise ValueError("it holds no graph")
+    message, graph = parts[0], Graph()
+    graph.nodes = [_node(part) for part in _parts(message, 1)]
+    for part in _parts(message, 5):
+        weight = _weight(part)
+        graph.weights[weight.name] = weight
+    for number, values in ((11, graph.inputs), (12, graph.outputs)):
+        for part in _parts(message, number):
+            value = _value(part)
+            values[value.name] = value
     for name in graph.weights:  # files of early versions list the weights as inputs too
         graph.inputs.pop(name, None)
     return graph
 
 
-def _node(data: memoryview) -> Node:
-    op_type, inputs, outputs, attributes, texts = "", [], [], {}, {}
-    for number, _, content in _fields(data):
-        if number == 1:
-            inputs.append(_text(content))
-        elif number == 2:
-            outputs.append(_text(content))
-        elif number == 4:
-            op_type = _text(content)
-        elif number == 5:
-            found = {key: (value, inner) for key, value, inner in _fields(content)}
-            if 1 in found and 3 in found:
-                attributes[_text(found[1][1])] = found[3][0]
-            elif 1 in found and 4 in found:
-                texts[_text(found[1][1])] = _text(found[4][1])
-    return Node(op_type, tuple(inputs), tuple(outputs), attributes, texts)
+def _node(node: _Message) -> Node:
+    attributes, texts = dict[str, int](), dict[str, str]()
+    for attribute in _parts(node, 5):
+        if 3 in attribute:
+            attributes[_text(attribute, 1)] = _numbers(attribute, 3)[-1]
+        elif 4 in attribute:
+            texts[_text(attribute, 1)] = _text(attribute, 4)
+    return Node(_text(node, 4), tuple(_texts(node, 1)), tuple(_texts(node, 2)), attributes, texts)
 
 
-def _weight(data: memoryview) -> Tensor:
-    name, kind, dims = "", 0, list[int | str]()
-    external = dict[str, str]()
-    for number, value, content in _fields(data):
-        if number == 1:
-            dims += list(_varints(content)) if content else [value]
-        elif number == 2:
-            kind = value
-        elif number == 8:
-            name = _text(content)
-        elif number == 13:
-            entry = {key: _text(inner) for key, _, inner in _fields(content)}
-            external[entry.get(1, "")] = entry.get(2, "")
+def _weight(tensor: _Message) -> Tensor:
+    external = {_text(entry, 1): _text(entry, 2) for entry in _parts(tensor, 13)}
     location, offset = external.get("location", ""), int(external.get("offset", "0"))
-    return Tensor(name, _type_name(kind), tuple(dims), location, offset)
+    return Tensor(_text(tensor, 8), _type(tensor, 2), tuple(_numbers(tensor, 1)), location, offset)
 
 
-def _value(data: memoryview) -> Tensor:
-    name, kind, dims = "", 0, tuple[int | str, ...]()
-    for number, _, content in _fields(data):
-        if number == 1:
-            name = _text(content)
-        elif number == 2:
-            kind, dims = _tensor_type(content)
-    return Tensor(name, _type_name(kind), dims)
+def _value(value: _Message) -> Tensor:
+    kind, dims = str(0), list[int | str]()
+    for tensor in (tensor for one in _parts(value, 2) for tensor in _parts(one, 1)):
+        kind = _type(tensor, 1)
+        for dim in (dim for shape in _parts(tensor, 2) for dim in _parts(shape, 1)):
+            dims.append(_numbers(dim, 1)[-1] if 1 in dim else _text(dim, 2))
+    return Tensor(_text(value, 1), kind, tuple(dims))
 
 
-def _tensor_type(data: memoryview) -> tuple[int, tuple[int | str, ...]]:
-    kind, dims = 0, list[int | str]()
-    for number, _, content in _fields(data):
-        if number != 1:
+def _type(message: _Message, number: int) -> str:
+    kind = (_numbers(message, number) or [0])[-1]
+    return _TYPES.get(kind, str(kind))
+
+
+def _parts(message: _Message, number: int) -> list[_Message]:
+    """The messages in a field."""
+    return [_message(value) for value in message.get(number, ()) if isinstance(value, memoryview)]
+
+
+def _texts(message: _Message, number: int) -> list[str]:
+    return [str(value, "utf-8") for value in message.get(number, ()) if isinstance(value, memoryview)]
+
+
+def _text(message: _Message, number: int) -> str:
+    return (_texts(message, number) or [""])[-1]
+
+
+def _numbers(message: _Message, number: int) -> list[int]:
+    """The whole numbers in a field, those that are packed included."""
+    numbers = list[int]()
+    for value in message.get(number, ()):
+        if isinstance(value, int):
+            numbers.append(value)
             continue
-        for key, value, inner in _fields(content):
-            if key == 1:
-                kind = value
-            elif key == 2:
-                dims = [_dim(dim) for dim_key, _, dim in _fields(inner) if dim_key == 1]
-    return kind, tuple(dims)
+        at = 0
+        while at < len(value):
+            packed, at = _varint(value, at)
+            numbers.append(packed)
+    return numbers
 
 
-def _dim(data: memoryview) -> int | str:
-    for number, value, content in _fields(data):
-        if number == 1:
-            return value
-        if number == 2:
-            return _text(content)
-    return ""
-
-
-def _type_name(kind: int) -> str:
-    return _TYPES[kind][0] if kind in _TYPES else str(kind)
-
-
-def _text(data: memoryview) -> str:
-    return bytes(data).decode("utf-8")
-
-
-def _fields(data: memoryview) -> Iterator[_Field]:
-    """The fields of a message, in order (Protocol Buffers' encoding)."""
-    nothing, at = data[:0], 0
-    while at < len(data):
-        key, at = _varint(data, at)
-        kind, value, size = key & 7, 0, 0
-        if kind == _VARINT:
-            value, at = _varint(data, at)
-        elif kind == _BYTES:
-            size, at = _varint(data, at)
-        elif kind in (_FIXED64, _FIXED32):
-            size = 8 if kind == _FIXED64 else 4
-        else:
-            raise ValueError(f"a field of kind {kind}")
-        if at + size > len(data):
-            raise ValueError("it ends in the middle of a field")
-        yield key >> 3, value, data[at : at + size] if size else nothing
-        at += size
-
-
-def _varints(data: memoryview) -> Iterator[int]:
+def _message(data: memoryview) -> _Message:
+    """Values by field, in order (Protocol Buffers' encoding)."""
+    message: _Message = {}
     at = 0
     while at < len(data):
-        value, at = _varint(data, at)
-        yield value
+        key, at = _varint(data, at)
+        value: int | memoryview
+        if key & 7 == 0:
+            value, at = _varint(data, at)
+        else:
+            size = _FIXED_BYTES.get(key & 7)
+            if key & 7 == 2:
+                size, at = _varint(data, at)
+            if size is None:
+                raise ValueError(f"a field of kind {key & 7}")
+            if at + size > len(data):
+                raise ValueError("it ends in the middle of a field")
+            value, at = data[at : at + size], at + size
+        message.setdefault(key >> 3, []).append(value)
+    return message
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:

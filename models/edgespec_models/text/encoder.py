@@ -30,6 +30,20 @@ _VOCABULARY = "The tokenizers library cannot show the vocabulary"
 _AGAIN = "Export or download the model again"
 
 
+@contextmanager
+def _guarded(failure: str, remedy: str) -> Iterator[None]:
+    """Raise what the library raises as an error of edgespec's: ``failure``, why, and the remedy."""
+    try:
+        yield
+    except BaseException as error:
+        foreign = isinstance(error, Exception) or type(error).__name__ == _PANIC
+        if isinstance(error, EdgespecError) or not foreign:  # Ctrl-C, and exits
+            raise
+        if isinstance(error, MemoryError):
+            raise TokenizerError(f"{failure}: not enough memory. Free memory and try again.") from error
+        raise TokenizerError(f"{failure}: {error}. {remedy}.") from error
+
+
 class Encoder:
     """A ``tokenizer.json`` in the library. Safe to share between threads.
 
@@ -54,72 +68,72 @@ class Encoder:
             self._core.no_padding()
 
     @property
+    @_guarded(_VOCABULARY, _AGAIN)
     def model(self) -> str:
         """Kind of the model: ``BPE``, ``Unigram`` and others."""
-        with _guarded(_VOCABULARY, _AGAIN):
-            return type(self._core.model).__name__
+        return type(self._core.model).__name__
 
+    @_guarded(_VOCABULARY, _AGAIN)
     def decoder(self) -> dict[str, Any] | None:
         """The decoder as the file states it."""
-        with _guarded(_VOCABULARY, _AGAIN):
-            decoder = self._core.decoder
-            stated: dict[str, Any] | None = json.loads(decoder.__getstate__()) if decoder else None
-            return stated
+        decoder = self._core.decoder
+        stated: dict[str, Any] | None = json.loads(decoder.__getstate__()) if decoder else None
+        return stated
 
+    @_guarded(_VOCABULARY, _AGAIN)
     def spec(self) -> dict[str, Any]:
         """All that the file states."""
-        with _guarded(_VOCABULARY, _AGAIN):
-            stated: dict[str, Any] = json.loads(self._core.to_str())
-            return stated
+        stated: dict[str, Any] = json.loads(self._core.to_str())
+        return stated
 
+    @_guarded(_VOCABULARY, _AGAIN)
     def unknown_token(self) -> str | None:
         """Text of the token for what the vocabulary lacks."""
         if self.model != "Unigram":
-            with _guarded(_VOCABULARY, _AGAIN):
-                unknown: str | None = self._core.model.unk_token
-                return unknown
+            unknown: str | None = self._core.model.unk_token
+            return unknown
         model = self.spec()["model"]  # the library shows it nowhere else
         return None if model["unk_id"] is None else str(model["vocab"][model["unk_id"]][0])
 
+    @_guarded(_VOCABULARY, _AGAIN)
     def vocabulary(self, *, added: bool) -> dict[str, int]:
         """Ids by text; with those of added tokens or without."""
-        with _guarded(_VOCABULARY, _AGAIN):
-            ids: dict[str, int] = self._core.get_vocab(with_added_tokens=added)
-            return ids
+        ids: dict[str, int] = self._core.get_vocab(with_added_tokens=added)
+        return ids
 
+    @_guarded(_VOCABULARY, _AGAIN)
     def added_tokens(self) -> dict[int, tuple[str, bool]]:
         """By id: text, and whether it is special."""
-        with _guarded(_VOCABULARY, _AGAIN):
-            added = self._core.get_added_tokens_decoder()
-            return {id_: (token.content, token.special) for id_, token in added.items()}
+        added = self._core.get_added_tokens_decoder()
+        return {id_: (token.content, token.special) for id_, token in added.items()}
 
+    @_guarded(_VOCABULARY, _AGAIN)
     def id_of(self, text: str, *, added: bool = True) -> int | None:
         """The token with this text; of the model's own, or of added ones too."""
-        with _guarded(_VOCABULARY, _AGAIN):
-            found: int | None = (self._core if added else self._core.model).token_to_id(text)
-            return found
+        found: int | None = (self._core if added else self._core.model).token_to_id(text)
+        return found
 
+    @_guarded(_TEXT, _TRY)
     def ids(self, text: str, *, special: bool) -> list[int]:
         """Encode; with ``special``, the text of a special token becomes that token.
 
         Raises:
             RequestError: ``text`` is no str, or holds a lone surrogate.
         """
-        with _guarded(_TEXT, _TRY):
-            ids: list[int] = self._encoding(text, special=special).ids
-            return ids
+        ids: list[int] = self._encoding(text, special=special).ids
+        return ids
 
+    @_guarded(_TEXT, _TRY)
     def spans(self, text: str) -> list[tuple[int, tuple[int, int]]]:
         """Ids of all tokens, special ones included, and where in ``text`` each begins and ends."""
-        with _guarded(_TEXT, _TRY):
-            encoding = self._encoding(text, special=True)
-            return list(zip(encoding.ids, encoding.offsets, strict=True))
+        encoding = self._encoding(text, special=True)
+        return list(zip(encoding.ids, encoding.offsets, strict=True))
 
+    @_guarded("The tokenizers library cannot apply the tokenizer.json's own template", _AGAIN)
     def framed(self, text: str) -> list[int]:
         """Encode as the file's own template frames a text, with BOS and the like."""
-        with _guarded("The tokenizers library cannot apply the tokenizer.json's own template", _AGAIN):
-            ids: list[int] = self._core.encode(text, add_special_tokens=True).ids
-            return ids
+        ids: list[int] = self._core.encode(text, add_special_tokens=True).ids
+        return ids
 
     def _encoding(self, text: str, *, special: bool) -> tokenizers.Encoding:
         # The switch is a property of the shared encoder, so one text at a time.
@@ -129,17 +143,3 @@ class Encoder:
                 return self._core.encode(text, add_special_tokens=False)
             except (UnicodeEncodeError, TypeError) as error:
                 raise RequestError("The text to encode must be a str without lone surrogates.") from error
-
-
-@contextmanager
-def _guarded(failure: str, remedy: str) -> Iterator[None]:
-    """Raise what the library raises as an error of edgespec's: ``failure``, why, and the remedy."""
-    try:
-        yield
-    except BaseException as error:
-        foreign = isinstance(error, Exception) or type(error).__name__ == _PANIC
-        if isinstance(error, EdgespecError) or not foreign:  # Ctrl-C, and exits
-            raise
-        if isinstance(error, MemoryError):
-            raise TokenizerError(f"{failure}: not enough memory. Free memory and try again.") from error
-        raise TokenizerError(f"{failure}: {error}. {remedy}.") from error

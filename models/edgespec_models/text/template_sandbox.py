@@ -27,7 +27,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Namespace, pass_context
 from jinja2.visitor import NodeTransformer
 
-__all__ = ["CLOSE", "LONGEST_SOURCE", "OPEN", "LimitError", "Sandbox", "limited"]
+__all__ = ["CLOSE", "LONGEST_SOURCE", "OPEN", "Sandbox", "limited"]
 
 LONGEST_SOURCE: Final = 1 << 17
 _LARGEST: Final = 1 << 18  # of one value, in characters and items, and four times the conversation's
@@ -45,10 +45,6 @@ CLOSE: Final = "\U00018aff"
 """Marks around text that must stay ordinary. Parts of Tangut characters, which no text holds by themselves;
 printable, so that Python shows them as they are where a template prints a whole list."""
 _FOREIGN: Final = re.compile(f"[^\\x00-\\x7f{OPEN}{CLOSE}]+")  # all that is not ASCII, but for marks
-
-
-class LimitError(SecurityError):
-    """A template takes more time or memory than templates may."""
 
 
 class _Budget:
@@ -69,16 +65,16 @@ class _Budget:
         self._left -= cost + 8
         self._turn += 1 + cost // 64
         if self._left < 0:
-            raise LimitError(f"the template makes more than {_ALL * self._largest:,} characters in all")
+            raise SecurityError(f"the template makes more than {_ALL * self._largest:,} characters in all")
         if self._turn >= 8:  # asking the clock at every step would cost more than most steps
             self._turn = 0
             if thread_time() > self._ends:
-                raise LimitError("the template takes too long")
+                raise SecurityError("the template takes too long")
 
     def allow(self, size: int) -> None:
         """A value of this size is about to be made."""
         if size > self._largest:
-            raise LimitError(f"the template makes a value of more than {self._largest:,} characters or items")
+            raise SecurityError(f"the template makes a value of more than {self._largest:,} characters or items")
 
     def take(self, value: Any) -> Any:
         """A value that was made; a list costs its items, but is as large as all that is in it."""
@@ -205,7 +201,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 class _Formatter(SandboxedFormatter):
     def format_field(self, value: Any, format_spec: str) -> str:
         if re.search(r"\d{4}", format_spec):
-            raise LimitError(f"a format's width is too large: {format_spec!r:.20}")
+            raise SecurityError(f"a format's width is too large: {format_spec!r:.20}")
         text: str = super().format_field(value, format_spec)
         _BUDGET.get().step(len(text))
         return text
@@ -284,7 +280,7 @@ def _check_format_of(budget: _Budget, value: object, *args: object, **kwargs: ob
 
 def _check_format(budget: _Budget, text: str, args: object) -> None:
     if _WIDE.search(text):
-        raise LimitError("a width in a format is too large, or another value's")
+        raise SecurityError("a width in a format is too large, or another value's")
     budget.allow(len(text) + text.count("%") * (1000 + budget.size(args)))
 
 
@@ -306,12 +302,12 @@ def _check_replace(budget: _Budget, s: object, old: object, new: object, *_: obj
 
 def _check_round(_: _Budget, value: object, precision: int = 0, *__: object, **___: object) -> None:
     if abs(precision) > 100:
-        raise LimitError(f"a precision of {precision} digits is too large")
+        raise SecurityError(f"a precision of {precision} digits is too large")
 
 
 def _check_sum(_: _Budget, value: object, attribute: object = None, start: object = 0) -> None:
     if not isinstance(start, int | float):  # lists would be copied again for each that is added
-        raise LimitError("sum is for numbers")
+        raise SecurityError("sum is for numbers")
 
 
 _CHECKS: Final[Mapping[str, Callable[..., Any]]] = {
@@ -330,7 +326,7 @@ def _bits(value: object) -> int:
 
 def _check_bits(bits: int) -> None:
     if bits > _BITS:
-        raise LimitError(f"the template computes a number of more than {_BITS} bits")
+        raise SecurityError(f"the template computes a number of more than {_BITS} bits")
 
 
 def _to_json(
@@ -342,7 +338,7 @@ def _to_json(
 ) -> str:
     # Jinja's own filter escapes HTML, which models are not trained on.
     if not isinstance(indent, int | None) or (indent or 0) > 100:
-        raise LimitError(f"tojson with an indent of {indent!r:.20}")
+        raise SecurityError(f"tojson with an indent of {indent!r:.20}")
     # ASCII is made below: what marks text that must stay ordinary has to stay as it is.
     encoder = json.JSONEncoder(ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
     budget, pieces = _BUDGET.get(), []
