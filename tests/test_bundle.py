@@ -77,24 +77,19 @@ def test_architecture_facts_survive_json() -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "said"),
     [
-        {"rotary_dim": 24},
-        {"rotary_dim": 48},
-        {"rope_factors": (1.0,)},
-        {"rope_factors": (0.0,) * 16},
-        {"global_every": -1},
-        {"rope_magnitude": 0.0},
+        ({"rotary_dim": 24}, "rotary_dim"),
+        ({"rotary_dim": 48}, "rotary_dim"),
+        ({"rope_factors": (1.0,)}, "there are 1 rope_factors for 16 frequencies"),
+        ({"rope_factors": (0.0,) * 16}, "rope_factors"),
+        ({"global_every": -1}, "global_every"),
+        ({"rope_magnitude": 0.0}, "rope_magnitude"),
     ],
 )
-def test_impossible_architecture_facts_are_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedModelError, match=next(iter(change))):
+def test_impossible_architecture_facts_are_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=said):
         replace(LLAMA, **change)
-
-
-def test_it_is_said_how_many_rope_factors_there_must_be() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"there are 1 rope_factors for 16 frequencies"):
-        replace(LLAMA, rope_factors=(1.0,))
 
 
 def test_the_digest_follows_graph_and_weights_only(folder: Path) -> None:
@@ -147,15 +142,12 @@ def test_a_manifest_that_says_something_else_is_found(folder: Path) -> None:
     Bundle(folder, verify_digests=True)  # an export of before
 
 
-def test_a_changed_size_is_found(folder: Path) -> None:
-    with (folder / f"{GRAPH}.data").open("ab") as file:
-        file.write(b"x")
-    with pytest.raises(BundleError, match="bytes, not"):
-        Bundle(folder)
-
-
 @pytest.mark.parametrize("name", [GRAPH, f"{GRAPH}.data", TOKENIZER])
-def test_a_missing_file_is_named(folder: Path, name: str) -> None:
+def test_a_missing_file_and_a_changed_size_are_named(folder: Path, name: str) -> None:
+    with (folder / name).open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(BundleError, match=f"{name} has .* bytes, not"):
+        Bundle(folder)
     (folder / name).unlink()
     with pytest.raises(BundleError, match=f"lacks {name}"):
         Bundle(folder)
@@ -195,6 +187,7 @@ DAMAGE: dict[str, Edit] = {
     "provenance is a text": lambda m: m.update(provenance="x"),
     "a layer that is not there": lambda m: m.update(float_kv_layers=[99]),
     "a number that is no number": lambda m: m["config"].update(rope_theta=float("nan")),
+    "static graphs for a GPU": lambda m: m.update(static={"device": "cuda"}),
     "no graph": lambda m: m["files"].pop(GRAPH),
     "no tokenizer": lambda m: m["files"].pop(TOKENIZER),
 }
@@ -203,17 +196,10 @@ DAMAGE: dict[str, Edit] = {
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_wrong_manifest_is_one_clear_error(folder: Path, name: str) -> None:
     edit_manifest(folder, DAMAGE[name])
-    with pytest.raises(BundleError, match=r"edgespec\.json.*export the model again"):
+    with pytest.raises(BundleError, match=r"edgespec\.json.*export the model again") as caught:
         Bundle(folder)
-
-
-def test_the_bundle_format_of_before_says_how_to_export_again(folder: Path) -> None:
-    """Native graphs had caches in float32, which the kernels no longer read."""
-    edit_manifest(folder, lambda m: m.update(format_version=2))
-    with pytest.raises(
-        BundleError, match=f"not of bundle format 3.*edgespec export SOURCE -o {folder} --over"
-    ):
-        Bundle(folder)
+    if "version" in name:
+        assert f"again: edgespec export SOURCE -o {folder} --over" in str(caught.value)
 
 
 WHERE = Path("somewhere", MANIFEST)
@@ -243,15 +229,6 @@ def test_any_field_of_a_manifest_may_be_wrong(data: st.DataObject, sound: str) -
         assert Manifest.from_json(json.loads(json.dumps(manifest.to_json())), WHERE) == manifest
 
 
-def test_graphs_of_an_earlier_version_are_to_be_exported_again(folder: Path) -> None:
-    shapes = {"verify": [1, 4], "prefill": 64, "buckets": [512], "activations": "float32", "masked": -1.0}
-    edit_manifest(folder, lambda m: m.update(static={"device": "cuda", **shapes}))
-    with pytest.raises(
-        BundleError, match=r"edgespec\.json: static\.device is 'cuda'.*export the model again"
-    ):
-        Bundle(folder)
-
-
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "null", "3", '{"format_version": 1}', "[" * 100_000, "\ud800"], ids=range(8)
 )
@@ -261,17 +238,13 @@ def test_damaged_json(folder: Path, text: str) -> None:
         Bundle(folder)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "[]", "3"], ids=range(5))
-def test_a_damaged_report_is_no_crash(folder: Path, text: str) -> None:
+REPORTS = ("", "{", "[" * 99_999, "[]", "3", '{"a": 1}', '{"parity": {}}', '{"parity": null, "weights": []}')
+
+
+@pytest.mark.parametrize("text", REPORTS, ids=range(8))
+def test_a_damaged_report_is_one_clear_error(folder: Path, text: str) -> None:
     add(folder, REPORT, text)
     with pytest.raises(BundleError, match=r"report\.json is (damaged|no JSON object)"):
-        Bundle(folder).report()
-
-
-@pytest.mark.parametrize("report", [{"a": 1}, {"parity": {}}, {"parity": None, "weights": [3]}], ids=range(3))
-def test_a_report_of_something_else_is_shown_as_one_clear_error(folder: Path, report: object) -> None:
-    add(folder, REPORT, json.dumps(report))
-    with pytest.raises(BundleError, match=r"report\.json is damaged"):
         inspect(folder)
 
 
@@ -300,22 +273,18 @@ def test_damaged_head_tokens_are_no_crash(folder: Path, data: bytes) -> None:
 
 
 def test_not_a_directory(tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match="is not a bundle"):
-        Bundle(tmp_path / "nowhere")
-    with pytest.raises(BundleError, match="is not a bundle"):
-        Bundle(tmp_path)
+    for path in (tmp_path / "nowhere", tmp_path):
+        with pytest.raises(BundleError, match="is not a bundle"):
+            Bundle(path)
 
 
-def test_a_tokenizer_with_more_ids_than_rows(folder: Path) -> None:
+def test_a_tokenizer_that_is_damaged_or_has_more_ids_than_rows(folder: Path) -> None:
     small = LLAMA.vocab_size // 2
     edit_manifest(folder, lambda m: m["config"].update(vocab_size=small))
     with pytest.raises(TokenizerError, match=str(small)):
         _ = Bundle(folder).tokenizer
-
-
-def test_a_damaged_tokenizer(folder: Path) -> None:
     add(folder, TOKENIZER, byte_level_json()[:-50])
-    with pytest.raises(TokenizerError):
+    with pytest.raises(TokenizerError, match="Not a readable"):
         _ = Bundle(folder).tokenizer
 
 

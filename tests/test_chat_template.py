@@ -19,15 +19,12 @@ CHATML = """{%- for message in messages %}
 {%- endif %}
 """
 ASK = [{"role": "user", "content": "hi"}]
+CONTENT = "<b> & 'é' {{ 7 * 7 }}{% raw %}"
 
 
 def _calling(arguments: object) -> dict[str, Any]:
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
     return {"role": "assistant", "content": None, "tool_calls": [call]}
-
-
-def render(source: str, content: str = "hi") -> str:
-    return ChatTemplate(source).render([{"role": "user", "content": content}])
 
 
 def test_chatml() -> None:
@@ -36,39 +33,29 @@ def test_chatml() -> None:
     assert template.render(ASK, add_generation_prompt=False) == "<|im_start|>user\nhi<|im_end|>\n"
 
 
-def test_blocks_leave_no_white_space() -> None:
-    assert render("{% if true %}\n    {% set x = 1 %}\nkept\n{% endif %}\n") == "kept\n"
+RENDERED = {
+    "{% if true %}\n    {% set x = 1 %}\nkept\n{% endif %}\n": "kept\n",
+    "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}": f"<s>{CONTENT}</s>",
+    "{{ {'a': '<é>', 'b': [1]} | tojson }}": '{"a": "<é>", "b": [1]}',
+    "{{ {'a': 1} | tojson(indent=2) }}": '{\n  "a": 1\n}',
+    "{{ {'a': 'é😀\\n'} | tojson(ensure_ascii=true) }}": r'{"a": "\u00e9\ud83d\ude00\n"}',
+    "{% for i in range(9) %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}": "012",
+    "a{% generation %}{{ messages[0].role }}{% endgeneration %}b": "auserb",
+    "{% if tools %}tools{% elif documents is none %}none{% endif %}": "none",
+}
+"""Sources, and what they become: nothing is escaped for HTML, and contents are no templates."""
 
 
-def test_bos_and_eos() -> None:
-    template = ChatTemplate("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}", bos="<s>", eos="</s>")
-    assert template.render(ASK) == "<s>hi</s>"
-
-
-def test_content_and_json_are_not_escaped_for_html() -> None:
-    assert render("{{ messages[0].content }}", "<b> & 'é'") == "<b> & 'é'"
-    assert render("{{ {'a': '<é>', 'b': [1]} | tojson }}") == '{"a": "<é>", "b": [1]}'
-    assert render("{{ {'a': 1} | tojson(indent=2) }}") == '{\n  "a": 1\n}'
-
-
-def test_messages_may_be_any_mapping() -> None:
-    message = MappingProxyType({"role": "user", "content": "hi"})
-    assert ChatTemplate("{{ messages[0] | tojson }}").render([message]) == '{"role": "user", "content": "hi"}'
-
-
-def test_loop_controls_and_generation_blocks() -> None:
-    assert render("{% for i in range(9) %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "012"
-    assert render("a{% generation %}{{ messages[0].content }}{% endgeneration %}b") == "ahib"
+@pytest.mark.parametrize("source", RENDERED)
+def test_rendering(source: str) -> None:
+    message = MappingProxyType({"role": "user", "content": CONTENT})
+    assert ChatTemplate(source, bos="<s>", eos="</s>").render([message]) == RENDERED[source]
 
 
 def test_date() -> None:
     template = ChatTemplate("{{ strftime_now('%d %b %Y') }}")
     assert template.render(ASK, now=datetime(2026, 7, 30)) == "30 Jul 2026"
     assert str(datetime.now().year) in template.render(ASK)
-
-
-def test_tools_are_absent() -> None:
-    assert render("{% if tools %}tools{% elif documents is none %}none{% endif %}") == "none"
 
 
 def test_refusal_of_the_template() -> None:
@@ -112,11 +99,7 @@ def test_hostile_and_broken_templates_fail(source: str) -> None:
 
 def test_format_cannot_reach_attributes() -> None:
     with pytest.raises(TokenizerError, match="unsafe"):
-        render("{{ '{0.__class__}'.format(1) }}")
-
-
-def test_content_is_not_a_template() -> None:
-    assert render("{{ messages[0].content }}", "{{ 7 * 7 }}{% raw %}") == "{{ 7 * 7 }}{% raw %}"
+        ChatTemplate("{{ '{0.__class__}'.format(1) }}").render(ASK)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +223,3 @@ def test_no_text_can_forge_control_tokens(form: str) -> None:
     ids = template.encode(messages, TOKENIZER, {"tools": [{evil: [evil]}], "date": evil})
     assert [id_ for id_ in ids if TOKENIZER.is_special(id_)] == [TOKENIZER.special_id("<|im_start|>")]
     assert TOKENIZER.decode(ids, skip_special=False).count("<|im_end|>") == 9
-
-
-def test_json_in_ascii_is_pythons() -> None:
-    assert render("{{ {'a': 'é😀\\n'} | tojson(ensure_ascii=true) }}") == r'{"a": "\u00e9\ud83d\ude00\n"}'

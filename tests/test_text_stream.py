@@ -102,17 +102,11 @@ def test_tokens_after_the_stop_are_ignored() -> None:
     assert stream.kept_tokens == len(tokens)
 
 
-def test_incomplete_character_before_the_stop() -> None:
-    tok = tokenizer()
-    stream = TextStream(tok, stop=["x"])
-    assert stream.push(tok.encode_bytes(b"\xf0\x9fx")) == "\ufffd"
-    assert stream.kept_tokens == 2
-
-
-def test_stop_at_once_keeps_nothing() -> None:
-    tok = tokenizer()
-    stream = TextStream(tok, stop=["x"])
-    assert stream.push(tok.encode("x")) == "" and stream.kept_tokens == 0
+@pytest.mark.parametrize(("data", "shown", "kept"), [(b"\xf0\x9fx", "\ufffd", 2), (b"x", "", 0)])
+def test_what_stands_before_a_stop_string(data: bytes, shown: str, kept: int) -> None:
+    stream = TextStream(tokenizer(), stop=["x"])
+    assert stream.push(tokenizer().encode_bytes(data)) == shown
+    assert stream.kept_tokens == kept
 
 
 def test_special_tokens_contribute_no_text() -> None:
@@ -124,12 +118,12 @@ def test_special_tokens_contribute_no_text() -> None:
     assert not stream.stopped and stream.kept_tokens == 2
 
 
-def test_bad_arguments() -> None:
-    with pytest.raises(RequestError, match="empty"):
-        TextStream(tokenizer(), stop=[""])
-    with pytest.raises(RequestError, match="list"):
-        TextStream(tokenizer(), stop="\n")
-    with pytest.raises(RequestError, match="surrogate"):
-        TextStream(tokenizer(), stop=["\ud800"])
+@pytest.mark.parametrize(("stop", "said"), [([""], "empty"), ("\n", "list"), (["\ud800"], "surrogate")])
+def test_bad_stop_strings(stop: list[str], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        TextStream(tokenizer(), stop=stop)
+
+
+def test_an_unknown_id_is_refused() -> None:
     with pytest.raises(TokenizerError):
         TextStream(tokenizer()).push([10**6])

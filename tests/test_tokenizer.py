@@ -128,22 +128,15 @@ def test_byte_token_is_found_only_where_there_is_no_other() -> None:
     assert tok.id_of_bytes(b"no such token") is None
 
 
-def test_sentencepiece_bytes() -> None:
+def test_bytes_of_tokens_of_both_kinds() -> None:
     tok = tokenizer("sentencepiece")
     assert tok.bytes_of(tok.encode("the quick")) == b"the quick"
     assert tok.token_bytes(3 + 0x41) == b"A"
-
-
-def test_added_space_signs_are_spaces() -> None:
     spec = json.loads(sentencepiece_json())
     spec["added_tokens"][-1]["content"] = "\u2581\u2581"
-    tok = Tokenizer.from_json(json.dumps(spec))
-    assert tok.token_bytes(spec["added_tokens"][-1]["id"]) == b"  "
-
-
-def test_token_outside_the_byte_alphabet_is_its_own_text() -> None:
+    assert Tokenizer.from_json(json.dumps(spec)).token_bytes(spec["added_tokens"][-1]["id"]) == b"  "
     spec = json.loads(byte_level_json(size=300))
-    spec["model"]["vocab"]["\x80"] = 300
+    spec["model"]["vocab"]["\x80"] = 300  # outside the byte alphabet: its own text
     assert Tokenizer.from_json(json.dumps(spec)).token_bytes(300) == b"\xc2\x80"
 
 
@@ -177,16 +170,12 @@ def test_byte_alphabet_covers_all_bytes() -> None:
     assert all(tok.id_of_bytes(data[i : i + 1]) is not None for i in range(256))
 
 
-def test_incomplete_characters_decode_to_the_replacement() -> None:
-    tok = tokenizer("bytes")
-    assert tok.decode(tok.encode_bytes("é".encode()[:1])) == "\ufffd"
-
-
-def test_decode_skips_special_tokens_unless_told() -> None:
+def test_decoding() -> None:
     tok = tokenizer("bytes")
     ids = tok.encode("a<|im_end|>", special=True)
     assert tok.decode(ids) == "a"
     assert tok.decode(ids, skip_special=False) == "a<|im_end|>"
+    assert tok.decode(tok.encode_bytes("é".encode()[:1])) == "\ufffd"
 
 
 def test_special_spans() -> None:
@@ -210,16 +199,19 @@ def test_matches_compares_bytes_and_roles() -> None:
     assert not tok.matches(tokenizer("sentencepiece"))
     ordinary = json.loads(byte_level_json())
     ordinary["added_tokens"][0]["special"] = False
-    assert not tok.matches(Tokenizer.from_json(json.dumps(ordinary)))
+    exchanged = json.loads(byte_level_json())
+    vocabulary = exchanged["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    for spec in (ordinary, exchanged):
+        other = Tokenizer.from_json(json.dumps(spec))
+        assert not tok.matches(other) and not other.matches(tok)
+    assert other.matches(other)
 
 
-def test_vocabulary_larger_than_the_head_is_refused() -> None:
-    with pytest.raises(TokenizerError, match="LM head has 10 rows"):
-        Tokenizer.from_json(byte_level_json(), vocab_size=10)
-
-
-def test_a_vocabulary_of_billions_is_refused_before_it_takes_memory() -> None:
+def test_vocabularies_larger_than_the_head_or_of_billions_are_refused() -> None:
     spec = json.loads(byte_level_json())
+    with pytest.raises(TokenizerError, match="LM head has 10 rows"):
+        Tokenizer.from_json(json.dumps(spec), vocab_size=10)
     with pytest.raises(TokenizerError, match=r"2,147,483,648 tokens; edgespec reads up to 16,777,216"):
         Tokenizer.from_json(json.dumps(spec), vocab_size=2**31)
     spec["model"]["vocab"]["far"] = 4_000_000_000
@@ -236,18 +228,15 @@ def test_ids_out_of_range_are_refused(token: int) -> None:
         tok.bytes_of([1, token])
 
 
-def test_vocabulary_without_all_bytes_says_so() -> None:
+def test_what_cannot_be_encoded_is_an_error() -> None:
     spec = json.loads(byte_level_json(size=300))
     del spec["model"]["vocab"]["ÿ"]
     tok = Tokenizer.from_json(json.dumps(spec))
     assert tok.bytes_of(tok.encode_bytes(b"ok")) == b"ok"
     with pytest.raises(TokenizerError, match="0xFF"):
         tok.encode_bytes(b"\xff")
-
-
-def test_lone_surrogates_are_refused() -> None:
     with pytest.raises(RequestError, match="surrogate"):
-        tokenizer("bytes").encode("\ud800")
+        tok.encode("\ud800")
 
 
 def test_truncation_and_padding_of_the_file_are_ignored() -> None:
@@ -263,21 +252,17 @@ def damage(change: Callable[[dict[str, Any]], object]) -> str:
     return json.dumps(spec)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{",
-        "[]",
-        "{}",
-        damage(lambda spec: spec.pop("model")),
-        damage(lambda spec: spec.update(added_tokens=3)),
-        damage(lambda spec: spec.update(decoder={"type": "Unheard"})),
-        damage(lambda spec: spec["model"].update(unk_token="absent")),
-        damage(lambda spec: spec["model"].update(continuing_subword_prefix="##")),
-        byte_level_json()[:-200],
-    ],
+DAMAGED = (
+    *("", "{", "[]", "{}", byte_level_json()[:-200]),
+    damage(lambda spec: spec.pop("model")),
+    damage(lambda spec: spec.update(added_tokens=3)),
+    damage(lambda spec: spec.update(decoder={"type": "Unheard"})),
+    damage(lambda spec: spec["model"].update(unk_token="absent")),
+    damage(lambda spec: spec["model"].update(continuing_subword_prefix="##")),
 )
+
+
+@pytest.mark.parametrize("text", DAMAGED)
 def test_damaged_files_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(text, encoding="utf-8")
@@ -320,11 +305,3 @@ def test_threads_do_not_mix_modes() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-
-
-def test_vocabularies_with_two_tokens_exchanged_do_not_match() -> None:
-    spec = json.loads(byte_level_json())
-    vocabulary = spec["model"]["vocab"]
-    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-    other = Tokenizer.from_json(json.dumps(spec))
-    assert not tokenizer("bytes").matches(other) and other.matches(other)

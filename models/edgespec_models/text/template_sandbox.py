@@ -74,7 +74,7 @@ class _Budget:
     def allow(self, size: int) -> None:
         """A value of this size is about to be made."""
         if size > self._largest:
-            raise SecurityError(f"the template makes a value of more than {self._largest:,} characters or items")
+            raise SecurityError(f"the template makes a value of more than {self._largest:,} parts")
 
     def take(self, value: Any) -> Any:
         """A value that was made; a list costs its items, but is as large as all that is in it."""
