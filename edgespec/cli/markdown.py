@@ -1,19 +1,28 @@
-"""Markdown on a terminal as it is written: headings, lists, code, strong text; little is held back."""
+"""Markdown on a terminal as it is written: headings, lists, code, strong text; little is held back.
+
+Text is printed once and as it is, so long lines of code can be copied; rich's own Markdown wraps them.
+"""
 
 import re
+from collections.abc import Iterator
 from typing import Final
 
 __all__ = ["CODE", "FENCE", "HEADING", "STRONG", "MarkdownStream"]
+
+Pieces = list[tuple[str, str]]
 
 CODE: Final = "cyan"
 FENCE: Final = "dim"
 HEADING: Final = "bold underline"
 STRONG: Final = "bold"
 
-_OPEN: Final = re.compile(r" {0,8}(?:`{0,2}|```.*|#{0,6}|[-*+]|\d{1,3}[.)]?)")
-"""How lines begin of which it is not known yet what they are."""
-_BULLET: Final = re.compile(r"( {0,8})[-*+] ")
+_FENCE: Final = re.compile(r" {0,8}```")
 _HEADING: Final = re.compile(r" {0,3}#{1,6} ")
+_BULLET: Final = re.compile(r"( {0,8})[-*+] ")
+_PARTS: Final = re.compile(r"`|\*\*|\*|[^`*]+")
+# How lines begin, within a block of code and elsewhere, of which it is not known yet what they are.
+_OPEN_CODE: Final = re.compile(r" {0,8}(?:`{0,2}|```.*)")
+_OPEN: Final = re.compile(r" {0,8}(?:`{0,2}|```.*|#{0,6}|[-*+]|\d{1,3}[.)]?)")
 
 
 class MarkdownStream:
@@ -24,93 +33,61 @@ class MarkdownStream:
     """
 
     def __init__(self) -> None:
-        self._held = ""  # the beginning of a line, or stars within one
-        self._begins = True
-        self._in_code = self._in_fence = self._is_strong = self._is_heading = False
-        self._shown: list[tuple[str, str]] = []
+        self._line, self._shown, self._in_fence = "", 0, False
 
-    def push(self, text: str) -> list[tuple[str, str]]:
+    def push(self, text: str) -> Pieces:
         """Pieces of text and their styles, as rich calls them; "" is plain."""
-        for char in text:
-            if char == "\n":
-                self._end_line()
-                self._show("\n", "")
-            elif self._begins:
-                self._begin_line(char)
-            else:
-                self._within_line(char)
-        shown, self._shown = self._shown, []
-        return shown
+        *ended, rest = text.split("\n")
+        pieces = Pieces()
+        for part in ended:
+            pieces += [*self._more(part, ended=True), ("\n", "")]
+        return pieces + self._more(rest, ended=False)
 
-    def finish(self) -> list[tuple[str, str]]:
+    def finish(self) -> Pieces:
         """What is held back yet: no more text comes."""
-        self._end_line()
-        shown, self._shown = self._shown, []
-        return shown
+        return self._more("", ended=True)
 
-    def _begin_line(self, char: str) -> None:
-        held = self._held + char
-        if self._in_fence:
-            if "```".startswith(held.strip()[:3]):
-                self._held = held
-            else:
-                self._leave_beginning(held)
-        elif _OPEN.fullmatch(held):
-            self._held = held
-        elif bullet := _BULLET.fullmatch(held):
-            self._leave_beginning("")
-            self._show(f"{bullet[1]}• ", "")
-        elif _HEADING.fullmatch(held):
-            self._leave_beginning("")
-            self._is_heading = True
+    def _more(self, text: str, *, ended: bool) -> Pieces:
+        """What of the current line was not shown yet, now that ``text`` is part of it."""
+        self._line += text
+        pieces, shown = Pieces(), 0
+        for piece, style in _looks(self._line, self._in_fence, ended):
+            new = piece[max(0, self._shown - shown) :]
+            pieces += [(new, style)] if new else []
+            shown += len(piece)
+        self._shown = shown
+        if ended:
+            self._in_fence ^= bool(_FENCE.match(self._line))
+            self._line, self._shown = "", 0
+        return pieces
+
+
+def _looks(line: str, in_fence: bool, ended: bool) -> Iterator[tuple[str, str]]:
+    """A line, as far as it is known how it looks."""
+    if not ended and (_OPEN_CODE if in_fence else _OPEN).fullmatch(line):
+        return
+    if _FENCE.match(line):
+        yield line, FENCE
+    elif in_fence:
+        yield line, CODE
+    elif heading := _HEADING.match(line):
+        yield from _inline(line[heading.end() :], HEADING, ended)
+    elif bullet := _BULLET.match(line):
+        yield f"{bullet[1]}• ", ""
+        yield from _inline(line[bullet.end() :], "", ended)
+    else:
+        yield from _inline(line, "", ended)
+
+
+def _inline(text: str, plain: str, ended: bool) -> Iterator[tuple[str, str]]:
+    in_code = is_strong = False
+    for found in _PARTS.finditer(text):
+        part, behind = found[0], text[found.end() :][:1]
+        if part[0] == "*" and not behind and not in_code and not ended:
+            return  # more stars may follow
+        if part == "`":
+            in_code = not in_code
+        elif part == "**" and not in_code and (is_strong or behind.strip()):
+            is_strong = not is_strong
         else:
-            self._leave_beginning(held)
-
-    def _leave_beginning(self, rest: str) -> None:
-        self._begins, self._held = False, ""
-        for char in rest:
-            self._within_line(char)
-
-    def _within_line(self, char: str) -> None:
-        if self._in_fence:
-            self._show(char, CODE)
-        elif self._held == "*" and char == "*":
-            self._held = "**"
-        elif self._held == "**" and (self._is_strong or not char.isspace()):
-            self._held, self._is_strong = "", not self._is_strong
-            self._within_line(char)
-        elif self._held:  # stars that mark nothing
-            held, self._held = self._held, ""
-            self._show(held, self._style())
-            self._within_line(char)
-        elif char == "`":
-            self._in_code = not self._in_code
-        elif char == "*" and not self._in_code:
-            self._held = "*"
-        else:
-            self._show(char, self._style())
-
-    def _end_line(self) -> None:
-        if self._begins and self._held.strip().startswith("```"):
-            self._in_fence = not self._in_fence
-            self._show(self._held, FENCE)
-        else:
-            if self._begins:
-                self._leave_beginning(self._held)
-            if not (self._is_strong and self._held == "**"):  # which ends what is strong
-                self._show(self._held, self._style())
-        self._held, self._begins = "", True
-        self._in_code = self._is_strong = self._is_heading = False
-
-    def _style(self) -> str:
-        if self._in_code:
-            return CODE
-        if self._is_heading:
-            return HEADING
-        return STRONG if self._is_strong else ""
-
-    def _show(self, text: str, style: str) -> None:
-        if self._shown and self._shown[-1][1] == style:
-            self._shown[-1] = (self._shown[-1][0] + text, style)
-        elif text:
-            self._shown.append((text, style))
+            yield part, CODE if in_code else plain or (STRONG if is_strong else "")
