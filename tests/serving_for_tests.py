@@ -220,9 +220,7 @@ def serving(
     app = App(model, options, history)
     with bound_socket(options.host, options.port) as listening:
         port = listening.getsockname()[1]
-        thread = threading.Thread(
-            target=run, args=(app, options, listening), kwargs={"close": model.close, "ready": note}
-        )
+        thread = threading.Thread(target=run, args=(app, listening, note))
         thread.start()
         try:
             assert ready.wait(10)

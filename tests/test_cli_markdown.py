@@ -11,7 +11,6 @@ from rich.console import Console
 
 from edgespec.cli import answers, chat
 from edgespec.cli.markdown import CODE, FENCE, HEADING, STRONG, MarkdownStream
-from edgespec.requests.results import Attribution
 from tests.models_for_tests import toy_tokenizer
 from tests.serving_for_tests import drafting_model
 
@@ -99,9 +98,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
 def test_a_chat_marks_sources_when_it_is_told_to(terminal: io.StringIO) -> None:
     lines = iter(["hi", "/sources on", "hi again", "/sources off", "once more", "/sources maybe"])
     with drafting_model() as model:
-        talk = chat._Chat(
-            lambda: model.conversation(max_new_tokens=200), lambda: Attribution(toy_tokenizer())
-        )
+        talk = chat._Chat(lambda: model.conversation(max_new_tokens=200), toy_tokenizer())
         seen = []
 
         def read() -> str | None:

@@ -12,8 +12,9 @@ from edgespec.cli.markdown import MarkdownStream
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from edgespec.requests.results import Attribution, Generation, GenerationStats
+    from edgespec.requests.results import Generation, GenerationStats
     from edgespec.requests.stream import Stream
+    from edgespec_models.text.tokenizer import Tokenizer
 
 __all__ = ["answer_json", "sources_line", "stats_line", "stream_as_markdown", "stream_to_terminal"]
 
@@ -40,13 +41,16 @@ def stream_to_terminal(stream: "Stream") -> "Generation":
     return stream.result
 
 
-def stream_as_markdown(stream: "Stream", attribution: "Attribution | None" = None) -> "Generation":
-    """Print the text as it comes and as it should look; with ``attribution``, drafted tokens are marked.
+def stream_as_markdown(stream: "Stream", marked: "Tokenizer | None" = None) -> "Generation":
+    """Print the text as it comes and as it should look; tokens that were drafted are marked, if at all.
 
     Away from a terminal the text is printed as it is.
     """
     if not output().is_terminal:
         return stream_to_terminal(stream)
+    from edgespec.requests.results import Attribution
+
+    attribution = None if marked is None else Attribution(marked)
     markdown, ends_line = MarkdownStream(), True
     try:
         for record in stream.records():

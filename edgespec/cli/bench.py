@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from edgespec.cli import options
-from edgespec.cli.console import errors, note, output, print_json, progress_bars, say, size
+from edgespec.cli.console import errors, fact_table, note, output, print_json, progress_bars, say, size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -192,11 +192,7 @@ def _speed_table(result: Mapping[str, Any]) -> "Table":
 
 
 def _fact_table(result: Mapping[str, Any]) -> "Table":
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="dim")
-    table.add_column()
+    table = fact_table()
     spread = result["spread"]["speedup"]
     middle = f"{spread['q1']:.2f} to {spread['q3']:.2f}, median {spread['median']:.2f}" if spread else "–"
     table.add_row("speedup of whole requests", _times(result["speedup"]["request"]))

@@ -13,7 +13,8 @@ from edgespec_models.errors import RequestError
 
 if TYPE_CHECKING:
     from edgespec.engine import Conversation
-    from edgespec.requests.results import Attribution, Generation
+    from edgespec.requests.results import Generation
+    from edgespec_models.text.tokenizer import Tokenizer
 
 __all__ = ["chat"]
 
@@ -61,8 +62,6 @@ def chat(
     """
     with progress_bars() as progress:
         model = options.load_model(context, progress)
-    from edgespec.requests.results import Attribution
-
     with model:
         if model.target.chat_template is None:
             raise RequestError(
@@ -77,20 +76,16 @@ def chat(
             _answer_lines(begin())
         else:
             note(f"{model.name} with {model.drafter_name or 'no drafter'}. /help lists what can be typed.")
-            _talk(_Chat(begin, lambda: Attribution(model.target.tokenizer)), _read_line)
+            _talk(_Chat(begin, model.target.tokenizer), _read_line)
 
 
 class _Chat:
     """A conversation that can begin anew, what its last answer was, and how answers are shown."""
 
-    def __init__(self, begin: "Callable[[], Conversation]", attribution: "Callable[[], Attribution]") -> None:
-        self._begin, self.conversation, self.attribution = begin, begin(), attribution
+    def __init__(self, begin: "Callable[[], Conversation]", tokenizer: "Tokenizer") -> None:
+        self.begin, self.tokenizer, self.conversation = begin, tokenizer, begin()
         self.last: Generation | None = None
         self.sources = False
-
-    def clear(self) -> None:
-        """Forget everything but the system message."""
-        self.conversation, self.last = self._begin(), None
 
 
 def _talk(talk: _Chat, read_line: Callable[[], str | None]) -> None:
@@ -109,7 +104,7 @@ def _show_answer(talk: _Chat, text: str) -> None:
     try:
         stream = talk.conversation.stream(text)
         try:
-            answer = stream_as_markdown(stream, talk.attribution() if talk.sources else None)
+            answer = stream_as_markdown(stream, talk.tokenizer if talk.sources else None)
         except KeyboardInterrupt:
             stream.cancel()
             answer = stream.result
@@ -127,7 +122,7 @@ def _command(text: str, talk: _Chat) -> None:
     if text == "/help":
         note(_HELP)
     elif text == "/clear":
-        talk.clear()
+        talk.conversation, talk.last = talk.begin(), None
         note("The conversation is forgotten.")
     elif text == "/stats":
         if talk.last is None:

@@ -18,11 +18,13 @@ from edgespec_models.progress import Progress, ProgressCallback
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import TaskID
+    from rich.table import Table
 
 __all__ = [
     "allow_any_text",
     "amount",
     "errors",
+    "fact_table",
     "fail",
     "json_text",
     "note",
@@ -83,6 +85,16 @@ def json_text(value: Any, indent: int | None = None) -> str:
 def print_json(value: Any) -> None:
     """Print ``value`` as JSON, indented."""
     typer.echo(json_text(value, indent=2))
+
+
+def fact_table() -> "Table":
+    """A table of names and values, without lines."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
 
 
 def size(count: int) -> str:

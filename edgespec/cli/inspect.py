@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgespec.cli.console import output, print_json, size
+from edgespec.cli.console import fact_table, output, print_json, size
 from edgespec.cli.options import JsonFlag
 from edgespec_models.errors import BundleError
 
@@ -58,7 +58,7 @@ def show_report(report: Mapping[str, Any]) -> None:
     if not report:
         output().print("The bundle has no export report.")
         return
-    table = _table()
+    table = fact_table()
     parity = report["parity"]
     if parity is None:
         table.add_row("parity", "no reference is stored for this source; the self-check passed")
@@ -87,7 +87,7 @@ def show_report(report: Mapping[str, Any]) -> None:
 
 def _facts(bundle: "Bundle", verified: bool) -> "Table":
     manifest, config = bundle.manifest, bundle.config
-    table = _table()
+    table = fact_table()
     table.add_row("name", manifest.name)
     table.add_row("role", manifest.role)
     table.add_row("architecture", f"{config.architecture}, {config.num_layers} layers")
@@ -146,12 +146,3 @@ def _trim(trim: Mapping[str, Any]) -> str:
 
 def _parity(values: Mapping[str, Any]) -> str:
     return f"{values['top1_agreement']:.1%} same most likely token, KL {values['kl']:.4f} nats"
-
-
-def _table() -> "Table":
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    return table

@@ -1,7 +1,7 @@
 """Parameters that several commands share, and the model they name."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -125,11 +125,5 @@ def request_options(context: typer.Context) -> "RequestOptions":
 
 def sampling_options(context: typer.Context) -> "RequestOptions":
     """How a command's parameters have tokens chosen."""
-    values = context.params
-    return {
-        "temperature": values["temperature"],
-        "top_k": values["top_k"],
-        "top_p": values["top_p"],
-        "min_p": values["min_p"],
-        "repetition_penalty": values["repetition_penalty"],
-    }
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    return cast("RequestOptions", {name: context.params[name] for name in names})

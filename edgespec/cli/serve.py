@@ -97,16 +97,9 @@ def _run(model: "Model", limits: "ServeOptions", listening: socket.socket, histo
     _log_requests()
     address, port = listening.getsockname()[:2]
     url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+    told = f"{model.name} with {model.drafter_name or 'no drafter'}: a page at {url}, for clients {url}/v1"
     app = App(model, limits, None if history is None else History(history))
-    run(
-        app,
-        limits,
-        listening,
-        close=model.close,
-        ready=lambda _: note(
-            f"{model.name} with {model.drafter_name or 'no drafter'}: a page at {url}, for clients {url}/v1"
-        ),
-    )
+    run(app, listening, ready=lambda _: note(told))
 
 
 def _key(file: Path | None) -> str | None:

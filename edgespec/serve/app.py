@@ -46,7 +46,7 @@ class App:
     """One model behind HTTP.
 
     Args:
-        model: answers; it is not closed here.
+        model: answers.
         options: limits and who may ask.
         history: where the model learns; None where it does not.
 
@@ -55,7 +55,7 @@ class App:
     """
 
     def __init__(self, model: Model, options: ServeOptions, history: History | None = None) -> None:
-        self._model, self._options, self._history = model, options, history
+        self.model, self.options, self._history = model, options, history
         self._completions = Completions(model, options)
         self._metrics = Metrics()
         self._page = {path: _file(*names) for path, names in _PAGE.items()}
@@ -69,7 +69,7 @@ class App:
         routes = [
             Route("/v1/chat/completions", self._completions.chat, methods=["POST"]),
             Route("/v1/completions", self._completions.complete, methods=["POST"]),
-            Route("/v1/models", self._models),
+            Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self._one_model),
             Route("/health", self._health),
             Route("/metrics", self._metrics_text),
@@ -77,7 +77,7 @@ class App:
             Route("/edgespec/history/forget", self._forget, methods=["POST"]),
             *(Route(path, self._page_file) for path in _PAGE),
         ]
-        options = self._options
+        options = self.options
         handlers: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
             Problem: on_problem,
             EdgespecError: on_problem,
@@ -102,12 +102,12 @@ class App:
 
     async def _one_model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name != self._model.name:
+        if name != self.model.name:
             raise Problem(404, f"there is no model {name!r:.200}", "model_not_found")
         return JSONResponse(self._described())
 
     def _described(self) -> dict[str, Any]:
-        model = self._model
+        model = self.model
         return {
             "id": model.name,
             "object": "model",
@@ -147,14 +147,14 @@ class App:
         }
 
     async def _forget(self, request: Request) -> Response:
-        body = parse(ForgetBody, await read_json(request, self._options))
+        body = parse(ForgetBody, await read_json(request, self.options))
         if self._history is None:
             raise RequestError("this server keeps no history; 'edgespec serve --history NAME' keeps one")
         return JSONResponse(await asyncio.to_thread(self._forget_now, self._history, body.text))
 
     def _forget_now(self, history: History, text: str | None) -> dict[str, Any]:
         """Forget on disk and in the model, which holds what it read at its start and writes at its end."""
-        self._model.use_history(history.path)  # stores what it learned meanwhile
+        self.model.use_history(history.path)  # stores what it learned meanwhile
         if not history.path.is_file():
             return {"passages": 0, "corrections": 0}
         try:
@@ -164,7 +164,7 @@ class App:
             history.delete()
             return found
         finally:
-            self._model.use_history(history.path)
+            self.model.use_history(history.path)
 
     async def _page_file(self, request: Request) -> Response:
         data, kind = self._page[request.url.path]

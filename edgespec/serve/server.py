@@ -11,7 +11,6 @@ from contextlib import contextmanager
 import uvicorn
 
 from edgespec.serve.app import App
-from edgespec.serve.options import ServeOptions
 
 __all__ = ["run"]
 
@@ -19,50 +18,29 @@ _LOG = logging.getLogger("edgespec.serve")
 _MARGIN_S = 5.0  # for answers that were ended to be sent
 
 
-def run(
-    app: App,
-    options: ServeOptions,
-    listening: socket.socket,
-    *,
-    close: Callable[[], None],
-    ready: Callable[["Server"], None] = lambda server: None,
-) -> None:
-    """Serve until SIGINT or SIGTERM.
+def run(app: App, listening: socket.socket, ready: Callable[["Server"], None] = lambda server: None) -> None:
+    """Serve at a bound socket until SIGINT or SIGTERM; ``ready`` is told when requests are taken.
 
-    Then no request is taken any more. Those that run have ``options.shutdown_s`` to finish; then ``close``,
-    which ends the model, ends them within a token. A second signal ends at once.
-
-    Args:
-        app: what to serve.
-        options: limits.
-        listening: a bound socket.
-        close: ends all that the model does; called once, from a thread of its own.
-        ready: told when requests are taken.
+    Then no request is taken any more. Those that run have ``shutdown_s`` to finish; then the model is
+    closed, which ends them within a token. A second signal ends at once.
     """
-    config = uvicorn.Config(
-        app.asgi,
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=round(options.shutdown_s + _MARGIN_S),
-    )
-    Server(config, app, options.shutdown_s, close, ready).run(sockets=[listening])
+    Server(app, ready).run(sockets=[listening])
 
 
 class Server(uvicorn.Server):
     """Uvicorn's, which ends the model's work before it cuts connections."""
 
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        app: App,
-        shutdown_s: float,
-        close: Callable[[], None],
-        ready: Callable[["Server"], None],
-    ) -> None:
+    def __init__(self, app: App, ready: Callable[["Server"], None]) -> None:
+        config = uvicorn.Config(
+            app.asgi,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=round(app.options.shutdown_s + _MARGIN_S),
+        )
         super().__init__(config)
-        self._app, self._shutdown_s, self._close, self._ready = app, shutdown_s, close, ready
+        self._app, self._ready = app, ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen."""
@@ -72,14 +50,14 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Finish what runs, for a while; then end it."""
         self._app.begin_shutdown()
-        _LOG.info("shutting down; running requests have %g s", self._shutdown_s)
+        _LOG.info("shutting down; running requests have %g s", self._app.options.shutdown_s)
         ending = asyncio.create_task(self._end_model())
         await super().shutdown(sockets=sockets)
         ending.cancel()
 
     async def _end_model(self) -> None:
-        await asyncio.sleep(self._shutdown_s)
-        await asyncio.to_thread(self._close)
+        await asyncio.sleep(self._app.options.shutdown_s)
+        await asyncio.to_thread(self._app.model.close)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
