@@ -158,4 +158,5 @@ def _bundle(name: str, size: int, parameters: int, template: bool) -> SimpleName
             kv_bytes_per_token=16,
         ),
         chat_template="template" if template else None,
+        tokenizer=None,
     )

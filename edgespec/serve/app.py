@@ -69,7 +69,7 @@ class App:
         routes = [
             Route("/v1/chat/completions", self._completions.chat, methods=["POST"]),
             Route("/v1/completions", self._completions.complete, methods=["POST"]),
-            Route("/v1/models", self.models),
+            Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._one_model),
             Route("/health", self._health),
             Route("/metrics", self._metrics_text),
