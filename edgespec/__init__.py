@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from edgespec.engine import Conversation, Model, load
     from edgespec.history.manage import History
     from edgespec.loading.footprint import Plan
+    from edgespec.loading.opening import LoadOptions
     from edgespec.loading.planning import plan
-    from edgespec.loading.sessions import LoadOptions
     from edgespec.requests.request import RequestOptions
     from edgespec.requests.results import (
         Generation,
@@ -97,7 +97,7 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 
 _NAMES_BY_HOME = {
     "edgespec.engine": "Conversation Model load",
-    "edgespec.loading.sessions": "LoadOptions",
+    "edgespec.loading.opening": "LoadOptions",
     "edgespec.requests.stream": "Stream",
     "edgespec.requests.request": "RequestOptions",
     "edgespec.requests.results": "Generation GenerationStats Record SourceStats TokenRecord ToolCall",

@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, Unpack
 
 from edgespec.decoding.draft import Drafter
 from edgespec.loading.footprint import room_for
-from edgespec.loading.names import NGRAM, Reference, open_model, recommended_drafter
-from edgespec.loading.sessions import Loaded, LoadOptions, open_pair
+from edgespec.loading.opening import (
+    NGRAM,
+    Loaded,
+    LoadOptions,
+    Reference,
+    open_model,
+    open_pair,
+    recommended_drafter,
+)
 from edgespec.requests.generation import respond
 from edgespec.requests.request import (
     Messages,

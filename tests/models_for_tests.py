@@ -9,7 +9,7 @@ from typing import cast
 
 from edgespec.decoding.draft import Clock
 from edgespec.engine import LoadOptions, Model
-from edgespec.loading.sessions import Loaded, Running
+from edgespec.loading.opening import Loaded, Running
 from edgespec.requests.runner import Runner
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.text.chat_template import ChatTemplate

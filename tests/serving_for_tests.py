@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from edgespec.engine import LoadOptions, Model
 from edgespec.history.manage import History
-from edgespec.loading.sessions import Loaded, Running
+from edgespec.loading.opening import Loaded, Running
 from edgespec.requests.results import (
     FinishReason,
     Generation,

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from edgespec.cli import app
 from edgespec.loading import first_use
-from edgespec.loading.names import open_model
+from edgespec.loading.opening import open_model
 from edgespec_export.align.alignment import Alignment, Codes, Origin, read_alignment
 from edgespec_export.align.merge import open_aligned
 from edgespec_export.export import ExportOptions, export_model

@@ -209,7 +209,7 @@ def test_the_command_from_prompts_to_a_bundle(
     monkeypatch.setattr(answering, "open_model", lambda *names, **settings: Bundle(bundle))
     monkeypatch.setattr(answering, "check_target", lambda _: None)
     monkeypatch.setattr(answering, "can_run_side_by_side", lambda _: False)
-    monkeypatch.setattr("edgespec.loading.names.open_model", lambda *names, **settings: Bundle(bundle))
+    monkeypatch.setattr("edgespec.loading.opening.open_model", lambda *names, **settings: Bundle(bundle))
     command = ["align", str(source), "--target", "t", "--prompts", str(prompts), "-o", str(out)]
     options = ["--rate", "0.02", "--batch-tokens", "64", "--device", "cpu"]
     result = runner.invoke(app, [*command, *options])

@@ -22,7 +22,7 @@ from edgespec.drafting.pricing import Guard, Pricing
 from edgespec.history.drafter import BestOf
 from edgespec.history.memory import Snapshot
 from edgespec.history.use import HistoryUse
-from edgespec.loading import sessions
+from edgespec.loading import opening
 from edgespec.measuring.audit import audit_answers, audit_sampling
 from edgespec.measuring.chi_square import pool_rare, two_samples
 from edgespec.measuring.prompts import Prompt
@@ -143,7 +143,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A place of its own; passes are free, so what is drafted does not depend on this machine."""
     monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(sessions, "measure_cost", lambda *_, **__: FLAT)
+    monkeypatch.setattr(opening, "measure_cost", lambda *_, **__: FLAT)
     monkeypatch.setattr("edgespec.drafting.pricing.Pricing.pass_seconds", lambda self, rows: 1e-9)
     monkeypatch.setattr("edgespec.drafting.pricing.Pricing.pays", lambda self, *_, **__: True)
     monkeypatch.setattr("edgespec.drafting.pricing.Guard.allows", True)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from edgespec.cli import app
-from edgespec.loading import sessions
+from edgespec.loading import opening
 from edgespec.measuring import costs
 from edgespec.measuring.costs import Costs, as_ranges, draft_gain, measure_costs
 from edgespec.measuring.report import render_costs
@@ -46,7 +46,7 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine of the test is, what it measures is kept."""
     monkeypatch.setattr(
-        sessions, "measure_cost", lambda *a, **o: replace(measure_cost(*a, **o), confirmed=True)
+        opening, "measure_cost", lambda *a, **o: replace(measure_cost(*a, **o), confirmed=True)
     )
 
 
@@ -133,7 +133,7 @@ def test_ranges_are_written_short(numbers: list[int], text: str) -> None:
 def test_what_is_measured_serves_the_next_load_and_fresh_forgets_it(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions, "recheck_cost", lambda session, stored, rows: stored)
+    monkeypatch.setattr(opening, "recheck_cost", lambda session, stored, rows: stored)
     options = CpuOptions(threads=1)
     first = measure_costs(bundle, options)
     assert set(first.curve.seconds_by_rows) == set(DEFAULT_ROWS) and first.threads == 1
@@ -197,7 +197,7 @@ def test_disturbed_times_are_shown_and_not_kept(
     bundle: Bundle, own_measurements: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     doubtful = replace(CURVE, confirmed=False)
-    monkeypatch.setattr(sessions, "measure_cost", lambda *_, **__: doubtful)
+    monkeypatch.setattr(opening, "measure_cost", lambda *_, **__: doubtful)
     result = _run(str(bundle.path))
     assert result.exit_code == 0 and "which are not kept" in result.stderr
     assert not own_measurements.exists()
@@ -210,7 +210,7 @@ def test_ctrl_c_ends_the_command_and_keeps_nothing(
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sessions, "measure_cost", interrupt)
+    monkeypatch.setattr(opening, "measure_cost", interrupt)
     result = _run(str(bundle.path))
     assert result.exit_code == 130 and "interrupted" in result.stderr
     assert not own_measurements.exists()

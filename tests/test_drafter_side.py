@@ -14,7 +14,7 @@ from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.side import DrafterSide
 from edgespec.learning.trainer import Trainer
 from edgespec.learning.tuning import Example
-from edgespec.loading.sessions import Running
+from edgespec.loading.opening import Running
 from edgespec_models.text.tokenizer import SpecialTokens
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.devices.discovery import Device

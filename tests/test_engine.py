@@ -12,7 +12,7 @@ import pytest
 
 import edgespec
 from edgespec import LoadOptions, Model, RequestOptions, engine
-from edgespec.loading import sessions
+from edgespec.loading import opening
 from edgespec.requests.results import Generation
 from edgespec_models.bundles.bundle import MANIFEST
 from edgespec_models.errors import CatalogueError, Closed, DoesNotFit, RequestError, TokenizerError
@@ -67,7 +67,7 @@ def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
             now += 1.0 if self._options.exact_rows else 0.01
             return super()._run(tokens, rows)
 
-    monkeypatch.setattr(sessions, "CpuSession", Timed)
+    monkeypatch.setattr(opening, "CpuSession", Timed)
     for module in (cost, engine):
         monkeypatch.setattr(module, "perf_counter", lambda: now)
 
@@ -388,7 +388,7 @@ def test_a_tokenizer_that_does_not_fit_leaves_no_model_loaded(
             super().__init__(*arguments, **options)
             opened.append(self)
 
-    monkeypatch.setattr(sessions, "CpuSession", Recorded)
+    monkeypatch.setattr(opening, "CpuSession", Recorded)
     with pytest.raises(TokenizerError):
         edgespec.load(models.target, broken)
     assert [session._io for session in opened] == [None]

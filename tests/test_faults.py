@@ -23,7 +23,7 @@ from edgespec.history import schema, store
 from edgespec.history.manage import History
 from edgespec.history.memory import Delta
 from edgespec.loading import measurements
-from edgespec.loading.sessions import _closed_on_failure
+from edgespec.loading.opening import _closed_on_failure
 from edgespec_export.export import export_model
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.downloads.download import pull

@@ -14,7 +14,7 @@ from onnx.external_data_helper import set_external_data
 from typer.testing import CliRunner
 
 from edgespec.cli import app
-from edgespec.loading.names import open_model, recommended_drafter
+from edgespec.loading.opening import open_model, recommended_drafter
 from edgespec_export.export import export_model
 from edgespec_models.bundles.foreign import is_model, open_bundle
 from edgespec_models.bundles.foreign_bundle import ForeignBundle

@@ -10,7 +10,7 @@ import pytest
 
 import edgespec
 from edgespec import LoadOptions, engine
-from edgespec.loading import sessions
+from edgespec.loading import opening
 from edgespec_models.bundles.foreign import open_bundle
 from edgespec_models.errors import BundleError, Cancelled, RequestError
 from edgespec_runtimes import cost, graph_io
@@ -266,7 +266,7 @@ def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
             now += 1.0 if self._options.exact_rows else 0.01
             return super()._run(tokens, rows)
 
-    monkeypatch.setattr(sessions, "CpuSession", Timed)
+    monkeypatch.setattr(opening, "CpuSession", Timed)
     for module in (cost, engine):
         monkeypatch.setattr(module, "perf_counter", lambda: now)
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import edgespec
 from edgespec.cli import app
-from edgespec.loading.names import open_model
+from edgespec.loading.opening import open_model
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats import plan
 from edgespec_export.formats.quantization import Quantization

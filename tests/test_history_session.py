@@ -18,7 +18,7 @@ from edgespec.decoding.verification import Verifier
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.history.drafter import BestOf, HistoryDrafter
 from edgespec.history.memory import Memory, Snapshot
-from edgespec.loading import sessions
+from edgespec.loading import opening
 from edgespec.measuring.chi_square import pool_rare, two_samples
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve
@@ -118,7 +118,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(autouse=True)
 def flat_costs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Verifying more rows is free, so what is drafted does not depend on this machine."""
-    monkeypatch.setattr(sessions, "measure_cost", _flat)
+    monkeypatch.setattr(opening, "measure_cost", _flat)
     monkeypatch.setattr("edgespec.drafting.pricing.Pricing.pass_seconds", lambda self, rows: 1e-9)
     monkeypatch.setattr("edgespec.drafting.pricing.Guard.allows", True)
     return iter([None])

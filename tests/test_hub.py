@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from edgespec.cli import app
-from edgespec.loading.names import open_model
+from edgespec.loading.opening import open_model
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.downloads.hub import HubReference, pull_hub, pulled_hub
 from edgespec_models.errors import DownloadError, ModelFileError, RequestError, UnsupportedModelError

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import edgespec
 from edgespec import LoadOptions
 from edgespec.cli import app, main
-from edgespec.loading.names import open_model
+from edgespec.loading.opening import open_model
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundles.bundle import MANIFEST, Bundle
 from edgespec_models.downloads.catalog import CatalogueEntry, HubFile, find

@@ -9,7 +9,7 @@ import edgespec
 from edgespec.decoding.loop import decode
 from edgespec.decoding.verification import Verifier
 from edgespec.drafting.bridge import ByteBridge
-from edgespec.loading.names import open_model
+from edgespec.loading.opening import open_model
 from edgespec_export.graphs.parity import check_parity, find_golden, session_logits
 from edgespec_models.bundles.bundle import Role
 from edgespec_models.downloads.catalog import find

@@ -15,7 +15,7 @@ import onnx_ir as ir
 import pytest
 
 from edgespec.loading import first_use
-from edgespec.loading.names import open_model
+from edgespec.loading.opening import open_model
 from edgespec_export.formats import plan
 from edgespec_export.formats.plan import plan_decoder
 from edgespec_export.recipe import RECIPES
@@ -120,7 +120,7 @@ class Missing(MetaPathFinder):
 
 sys.meta_path.insert(0, Missing())
 sys.path[:] = {path!r}
-from edgespec.loading.names import open_model
+from edgespec.loading.opening import open_model
 from edgespec_models.errors import EdgespecError
 print(open_model({cached!r}, "target").path)
 for name in ({other!r}, "smollm2-135m-instruct", "hf:someone/something"):

@@ -14,7 +14,7 @@ import pytest
 
 import edgespec
 from edgespec import LoadOptions, Model, RequestOptions
-from edgespec.loading import sessions
+from edgespec.loading import opening
 from edgespec.requests.request import Request, encode_chat
 from edgespec_models.bundles.bundle import MANIFEST, TEMPLATE, FileRecord
 from edgespec_models.errors import RequestError
@@ -83,7 +83,7 @@ def write(model: Model, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(Writing, "script", [*model.tokenize(text), end])
         monkeypatch.setattr(Writing, "start", model.count_tokens(messages, **options))
 
-    monkeypatch.setattr(sessions, "CpuSession", Writing)
+    monkeypatch.setattr(opening, "CpuSession", Writing)
     return script
 
 

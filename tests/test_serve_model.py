@@ -11,7 +11,7 @@ import pytest
 
 from edgespec.engine import Model
 from edgespec.history.manage import History
-from edgespec.loading.sessions import LoadOptions
+from edgespec.loading.opening import LoadOptions
 from edgespec.serve.options import ServeOptions
 from tests.models_for_tests import Gated, toy_model, toy_session
 from tests.serving_for_tests import Reply, ask, drafting_model, events, serving, until

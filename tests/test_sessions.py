@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from edgespec.loading import sessions
+from edgespec.loading import opening
 from edgespec.loading.measurements import Conditions, recall
-from edgespec.loading.sessions import open_one, open_pair
+from edgespec.loading.opening import open_one, open_pair
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import BundleError, TokenizerError
 from edgespec_models.graphs.plan import Precision
@@ -39,7 +39,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
 def believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine of the test is, what it measures is kept."""
     monkeypatch.setattr(
-        sessions, "measure_cost", lambda *a, **o: replace(measure_cost(*a, **o), confirmed=True)
+        opening, "measure_cost", lambda *a, **o: replace(measure_cost(*a, **o), confirmed=True)
     )
 
 
@@ -62,7 +62,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> "list[_Recorded]":
         found.append(_Recorded(*arguments, **options))
         return found[-1]
 
-    monkeypatch.setattr(sessions, "CpuSession", open_session)
+    monkeypatch.setattr(opening, "CpuSession", open_session)
     return found
 
 
@@ -74,8 +74,8 @@ def _always_the_same_shape(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         measured.append(max(rows))
         return CostCurve({n: 1.0 + 0.1 * n for n in rows})
 
-    monkeypatch.setattr(sessions, "measure_cost", measure)
-    monkeypatch.setattr(sessions, "recheck_cost", lambda session, stored, rows: stored)
+    monkeypatch.setattr(opening, "measure_cost", measure)
+    monkeypatch.setattr(opening, "recheck_cost", lambda session, stored, rows: stored)
     return measured
 
 
@@ -133,7 +133,7 @@ def test_a_curve_that_no_longer_fits_is_measured_again_and_kept(
     measured = _always_the_same_shape(monkeypatch)
     where = Conditions.of(bundles["target"], OPTIONS)
     open_one(bundles["target"], OPTIONS, (1, 2)).session.close()
-    monkeypatch.setattr(sessions, "recheck_cost", lambda *_: None)
+    monkeypatch.setattr(opening, "recheck_cost", lambda *_: None)
     running = open_one(bundles["target"], OPTIONS, (1, 2))
     running.session.close()
     assert not running.remembered and measured == [2, 2]
@@ -144,7 +144,7 @@ def test_a_curve_that_no_longer_fits_is_measured_again_and_kept(
 
 def test_what_is_in_doubt_is_not_kept(bundles: dict[str, Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
     doubtful = CostCurve({1: 1.0, 2: 1.1}, confirmed=False)
-    monkeypatch.setattr(sessions, "measure_cost", lambda *_, **__: doubtful)
+    monkeypatch.setattr(opening, "measure_cost", lambda *_, **__: doubtful)
     for _ in range(2):
         running = open_one(bundles["target"], OPTIONS, (1, 2))
         running.session.close()
@@ -168,7 +168,7 @@ def test_the_check_does_not_spoil_what_is_kept(
     _always_the_same_shape(monkeypatch)
     first = open_one(bundles["target"], OPTIONS, (1, 2))
     slowed = CostCurve({1: 50.0, 2: 60.0})
-    monkeypatch.setattr(sessions, "recheck_cost", lambda *_: slowed)
+    monkeypatch.setattr(opening, "recheck_cost", lambda *_: slowed)
     second = open_one(bundles["target"], OPTIONS, (1, 2))
     for running in (first, second):
         running.session.close()
@@ -210,8 +210,8 @@ def _interrupt(*_: object, **__: object) -> None:
 @pytest.mark.parametrize(
     ("where", "at"),
     [
-        (sessions, "measure_cost"),
-        (sessions, "remember"),
+        (opening, "measure_cost"),
+        (opening, "remember"),
         (Bundle, "tokenizer"),
     ],
 )
@@ -242,7 +242,7 @@ def test_the_target_loads_while_the_drafter_does(
             both.wait()
             super().__init__(*arguments, **options)
 
-    monkeypatch.setattr(sessions, "CpuSession", Waiting)
+    monkeypatch.setattr(opening, "CpuSession", Waiting)
     pair = open_pair(bundles["target"], bundles["drafter"], OPTIONS)
     assert pair.drafter is not None
     assert pair.target.session is not pair.drafter.session

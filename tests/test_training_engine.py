@@ -15,7 +15,7 @@ from edgespec import LoadOptions, Model, RequestOptions, engine
 from edgespec.drafting.side import DrafterSide
 from edgespec.learning.trainer import Trainer
 from edgespec.learning.tuning import Example
-from edgespec.loading import sessions
+from edgespec.loading import opening
 from edgespec_models.bundles.bundle import MANIFEST
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes import cost
@@ -79,7 +79,7 @@ def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
             now += 1.0 if self._options.exact_rows else 0.01
             return super()._run(tokens, rows)
 
-    monkeypatch.setattr(sessions, "CpuSession", Timed)
+    monkeypatch.setattr(opening, "CpuSession", Timed)
     for module in (cost, engine):
         monkeypatch.setattr(module, "perf_counter", lambda: now)
 

@@ -15,8 +15,7 @@ from time import perf_counter
 
 import psutil
 
-from edgespec.loading.names import open_model
-from edgespec.loading.sessions import open_pair
+from edgespec.loading.opening import open_model, open_pair
 from edgespec_models.bundles.foreign import open_bundle
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.memory import peak_memory_bytes

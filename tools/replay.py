@@ -25,7 +25,7 @@ import numpy as np
 
 from edgespec.drafting.ahead import Beside
 from edgespec.engine import LoadOptions, Model
-from edgespec.loading.sessions import Loaded, Running
+from edgespec.loading.opening import Loaded, Running
 from edgespec.measuring.prompts import Prompt, ask, load_prompts
 from edgespec.requests.request import encode_chat
 from edgespec.requests.results import Generation, GenerationStats

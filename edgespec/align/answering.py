@@ -13,8 +13,7 @@ from edgespec.align.answers import Answer, Answering, Asking, number_of
 from edgespec.decoding.draft import NO_DRAFT
 from edgespec.decoding.verification import Verifier
 from edgespec.loading.footprint import room_for
-from edgespec.loading.names import open_model
-from edgespec.loading.sessions import check_target
+from edgespec.loading.opening import check_target, open_model
 from edgespec.measuring.prompts import Prompt, ask, said_by
 from edgespec.requests.request import Request, RequestOptions, prompt_tokens
 from edgespec_models.bundles.bundle import Bundle

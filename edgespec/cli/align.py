@@ -129,7 +129,7 @@ def align(
     from edgespec.align.answers import Asking, read_answers
     from edgespec.align.run import Place, require_torch, split_texts
     from edgespec.align.run import align as run
-    from edgespec.loading.names import open_model
+    from edgespec.loading.opening import open_model
     from edgespec_export.align.settings import TrainingOptions
     from edgespec_models.files.replacing import writing
 

@@ -57,8 +57,7 @@ def cost(
         edgespec cost ./target --instructions avx2
     """
     from edgespec.loading.measurements import recall
-    from edgespec.loading.names import open_model
-    from edgespec.loading.sessions import conditions_of
+    from edgespec.loading.opening import conditions_of, open_model
     from edgespec.measuring.costs import measure_costs
     from edgespec_models.files.replacing import check_writable, write_text
     from edgespec_runtimes.cpu import CpuOptions

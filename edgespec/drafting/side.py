@@ -15,7 +15,7 @@ from edgespec.drafting.model import Calibration, ModelDrafter, context_tokens
 from edgespec.drafting.policy import Part
 from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.reading import Reader
-from edgespec.loading.sessions import DRAFTER_READING_ROWS, Running
+from edgespec.loading.opening import DRAFTER_READING_ROWS, Running
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import TokenizerError
 from edgespec_runtimes.kv_store import KvStore

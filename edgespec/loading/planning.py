@@ -10,7 +10,7 @@ from typing import Annotated, Final
 from edgespec.loading import first_use
 from edgespec.loading.first_use import Found, Wanted, name_of
 from edgespec.loading.footprint import WORKING_BYTES, CacheSize, Footprint, Plan, footprint_of
-from edgespec.loading.names import NGRAM, Reference, recommended_drafter
+from edgespec.loading.opening import NGRAM, Reference, recommended_drafter
 from edgespec_export.recipe import require_extra
 from edgespec_models.bundles.bundle import Bundle, CacheType, Role
 from edgespec_models.bundles.config import DecoderShape
@@ -71,7 +71,7 @@ def plan(
 
 
 def look_up(reference: Reference, role: Role, weights: str | None) -> Found:
-    """What :func:`edgespec.loading.names.open_model` would open for the CPU; nothing is pulled or exported.
+    """What :func:`edgespec.loading.opening.open_model` would open for the CPU; nothing is pulled or exported.
 
     Raises:
         RequestError: a model of the hub that was not pulled.

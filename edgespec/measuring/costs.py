@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgespec.loading.measurements import describe_machine, forget
-from edgespec.loading.sessions import conditions_of, open_one
+from edgespec.loading.opening import conditions_of, open_one
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve

@@ -1,4 +1,4 @@
-"""What an app asks, and what it gets: options, prompts, answers, streams, and the thread that writes them.
+"""What an app asks and what it gets: options, prompts, streams, results, and the thread that writes answers.
 
-Imports decoding, drafting, histories and loading; nothing of the command line or the server.
+Imports decoding, drafting, histories and loading; the engine, measuring, the server and commands import it.
 """

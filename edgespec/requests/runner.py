@@ -11,7 +11,7 @@ from edgespec.decoding.grammar import Constraint, Grammars
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Forced, Part, Policy
 from edgespec.drafting.pricing import Guard, Pricing
-from edgespec.loading.sessions import Loaded, LoadOptions
+from edgespec.loading.opening import Loaded, LoadOptions
 from edgespec.requests.generation import PreparedRequest
 from edgespec.requests.request import (
     Messages,

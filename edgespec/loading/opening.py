@@ -1,21 +1,24 @@
-"""From bundles to running models whose passes have a price: opened side by side, timed one after the other.
+"""From what a user names to a bundle on disk, and from bundles to running models whose passes have a price.
 
-Most of a load is ONNX Runtime repacking the target's weights, which holds no lock of Python's. The drafter
-and the tokenizers load meanwhile. What was found at an earlier load (:mod:`measurements`) is not
-found out again: not whether sessions on the CPU can roll back, and T(n) takes a few passes instead of dozens.
+Models open side by side. Most of a load is ONNX Runtime repacking the target's weights, which holds no lock
+of Python's; the drafter and the tokenizers load meanwhile. What was found at an earlier load
+(:mod:`.measurements`) is not found out again: not whether sessions on the CPU can roll back, and T(n) takes
+a few passes instead of dozens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated
 
 from edgespec.loading.measurements import Conditions, Measurement, recall, remember
-from edgespec_models.bundles.bundle import WEIGHTS, Bundle
+from edgespec_models.bundles.bundle import MANIFEST, WEIGHTS, Bundle, Role
+from edgespec_models.bundles.static_graphs import ExportDevice
 from edgespec_models.errors import DeviceError, RequestError
 from edgespec_models.progress import ProgressCallback, ignore_progress
-from edgespec_models.schema import check_fields, form, one_of, within
+from edgespec_models.schema import check_fields, checked, form, length, one_of, shown, within
 from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve, measure_cost, recheck_cost
 from edgespec_runtimes.cpu import CpuOptions, CpuSession, Instructions, Threads
 from edgespec_runtimes.devices.discovery import Device
@@ -24,14 +27,25 @@ from edgespec_runtimes.session import ModelSession
 
 __all__ = [
     "DRAFTER_READING_ROWS",
+    "NGRAM",
     "LoadOptions",
     "Loaded",
+    "Reference",
     "Running",
+    "check_target",
     "conditions_of",
+    "open_model",
     "open_one",
     "open_pair",
+    "recommended_drafter",
 ]
 
+_HUB = "hf:"
+
+NGRAM = "ngram"
+"""Names the drafter that is no model."""
+Reference = Annotated[str | Path, length(1, 4096)]
+"""What names a model or a file; systems know no longer paths."""
 DRAFTER_READING_ROWS = 32
 """Reading a prompt costs a drafter per token what it costs in a pass of this size."""
 
@@ -124,6 +138,65 @@ class Loaded:
     target: Running
     drafter: Running | None = None
     same_vocabulary: bool = False
+
+
+@checked
+def open_model(
+    reference: Reference,
+    role: Role,
+    *,
+    weights: Annotated[str, one_of(WEIGHTS)] | None = None,
+    device: ExportDevice | None = None,
+    progress: ProgressCallback = ignore_progress,
+) -> Bundle:
+    """Open the bundle ``reference`` names, making it first if need be.
+
+    Args:
+        reference: a bundle's directory, one that onnxruntime-genai's builder, mobius or Optimum wrote, a
+            Hugging Face directory (``config.json``, safetensors), a GGUF file, a catalogue name, or a model
+            on the hub: ``hf:OWNER/REPO[/FILE.gguf][@REVISION]``, which is asked for at first use only.
+        role: what a new export is for.
+        weights: policy of a new export; None takes the default.
+        device: what else than the CPU a new export is for.
+        progress: told of downloads and exports.
+
+    Raises:
+        CatalogueError: neither a path nor a name of the catalogue.
+        DownloadError: what was named cannot be pulled.
+        RequestError: weights that are not known, or for a device that leaves no choice.
+        StorageError: the cache cannot be written.
+        EdgespecError: whatever else keeps the model from being pulled, exported or opened.
+    """
+    path = Path(reference)
+    try:
+        path.is_dir()
+    except OSError as error:  # a name too long, a folder that cannot be entered
+        raise RequestError(
+            f"{shown(str(reference))} cannot be looked for: {error.strerror}. Give a path that can be "
+            "read, or a name that 'edgespec models' lists."
+        ) from error
+    if (path / MANIFEST).is_file():
+        return Bundle(path)
+    from edgespec_models.bundles.foreign import is_model, open_bundle  # what follows, bundles do not need
+
+    if is_model(path):
+        return open_bundle(path)
+    from edgespec.loading.first_use import Wanted, locate_hub, open_made
+
+    wanted = Wanted(role, weights, device)
+    if str(reference).startswith(_HUB):
+        wanted.check()
+        path = locate_hub(str(reference), progress)
+    return open_made(path, str(reference), wanted, progress)
+
+
+def recommended_drafter(target: Bundle) -> str:
+    """The catalogue's drafter for a target it knows by its source file, else n-grams."""
+    from edgespec_models.downloads.catalog import entries  # only where no drafter is named
+
+    digest = target.manifest.provenance.get("sha256")
+    known = next((entry for entry in entries().values() if entry.sha256 == digest), None)
+    return known.drafter if known is not None and known.drafter is not None else NGRAM
 
 
 def check_target(bundle: Bundle) -> None:
