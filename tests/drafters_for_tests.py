@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from time import perf_counter
 
 from edgespec.decoding.draft import NO_DRAFT, Clock, Extending, Remarks, Source
+from edgespec.decoding.grammar import Constraint
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.decoding.verification import Verifier
 from edgespec.drafting.ahead import Ahead, Beside
@@ -71,10 +72,18 @@ def policy_of(
     *,
     pricing: Pricing | None = None,
     reading_s: float = 0.0,
+    constraint: Constraint | None = None,
     remarks: Remarks | None = None,
 ) -> Policy:
     pricing = pricing or Pricing(FREE)
-    return Policy(free, Part(model, reading_s), pricing=pricing, guard=Guard(pricing), remarks=remarks)
+    return Policy(
+        free,
+        Part(model, reading_s),
+        pricing=pricing,
+        guard=Guard(pricing),
+        constraint=constraint,
+        remarks=remarks,
+    )
 
 
 def ahead_of(model: ModelDrafter, beside: Beside, pricing: Pricing) -> Ahead:

@@ -135,6 +135,6 @@ def test_of_long_texts_the_end_of_the_prompt_and_the_beginning_of_the_answer_are
 def test_a_request_it_does_not_draft_for_teaches_nothing() -> None:
     side, trainer = _side(), _Trainer()
     side.trainer = cast(Trainer, trainer)
-    part = side.idle()
+    part = side.part()
     part.ended(range(20, 40))
     assert part.source is None and trainer.told == ["pause", "resume"]

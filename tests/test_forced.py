@@ -8,19 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.decoding.draft import NO_DRAFT, Draft, Extending, Remarks, Source, Step
+from edgespec.decoding.draft import NO_DRAFT, Draft, Extending, Source, Step
 from edgespec.decoding.grammar import Choice, Constraint, Grammars, JsonSchema, Regex, ResponseFormat
 from edgespec.decoding.loop import decode
-from edgespec.decoding.sampling import DRAFT_LANE, SamplingParams, uniform
+from edgespec.decoding.sampling import SamplingParams
 from edgespec.decoding.verification import Verifier
 from edgespec.drafting.bridge import ByteBridge
 from edgespec.drafting.model import ModelDrafter
 from edgespec.drafting.ngram import NgramDrafter
-from edgespec.drafting.policy import Forced, Policy
-from edgespec.drafting.pricing import Guard, Pricing
 from edgespec.measuring.chi_square import pool_rare, two_samples
 from edgespec_models.text.tokenizer import Tokenizer
-from tests.drafters_for_tests import FREE, GREEDY, model_of, policy_of
+from tests.drafters_for_tests import GREEDY, model_of, policy_of
 from tests.formats_for_tests import accepts, formats
 from tests.tokenizers_for_tests import byte_level_json, sentencepiece_json
 from tests.toy import Deaf, NextLogits, RandomDrafter, Silent, ToySession, markov_logits
@@ -110,24 +108,20 @@ def across(kind: str, seed: int) -> ModelDrafter:
     return model_of(session, bridge)
 
 
-def with_policy(free: Extending, model: Source | None = None) -> Callable[[Constraint], Source]:
-    def source_of(constraint: Constraint) -> Source:
-        pricing = Pricing(FREE)
-        return Forced(policy_of(free, model, pricing=pricing), constraint, pricing)
-
-    return source_of
+def under(free: Extending, model: Source | None = None) -> Callable[[Constraint], Source]:
+    return lambda constraint: policy_of(free, model, constraint=constraint)
 
 
 def drafters(kind: str, seed: int) -> dict[str, Callable[[Constraint], Source]]:
     vocab = tokenizer(kind).vocab_size
     oracle = markov(seed, vocab)
     return {
-        "forced": lambda constraint: Forced(Silent(), constraint, Pricing(FREE)),
-        "ngrams": with_policy(NgramDrafter(stop_below=0.0)),
-        "ngrams and model": with_policy(NgramDrafter(stop_below=0.0), across(kind, seed)),
-        "random": lambda c: Forced(RandomDrafter(seed, vocab, oracle), c, Pricing(FREE)),
+        "forced": under(Silent()),
+        "ngrams": under(NgramDrafter(stop_below=0.0)),
+        "ngrams and model": under(NgramDrafter(stop_below=0.0), across(kind, seed)),
+        "random": under(RandomDrafter(seed, vocab, oracle)),
         "random, uncut": lambda c: RandomDrafter(seed, vocab, oracle),
-        "oracle": lambda c: Forced(Oracle(oracle), c, Pricing(FREE)),
+        "oracle": under(Oracle(oracle)),
     }
 
 
@@ -178,7 +172,7 @@ def test_forced_tokens_are_drafts_that_are_always_accepted(kind: str) -> None:
     expected, rounds = write(SPEED, kind=kind)
     answer, steps = write(SPEED, drafters(kind, 0)["forced"], kind=kind)
     assert answer == expected and len(steps) < len(rounds) / 2
-    assert all(step.accepted == len(step.draft.tokens) == step.draft.forced for step in steps)
+    assert all(step.accepted == len(step.draft.tokens) <= step.draft.forced for step in steps)
     assert {source for step in steps for source in step.draft.sources} == {"grammar"}
 
 
@@ -191,7 +185,7 @@ def test_a_draft_is_cut_where_the_grammar_forbids_it_and_what_is_forced_follows(
             assert tokenizer("byte").bytes_of(tokens) == b"12"
             return Draft((y, other, one), None, ("said",) * 3, (0.5, 0.4, 0.3))
 
-    draft = Forced(Proposing(), constraint, Pricing(FREE)).propose([], 40)
+    draft = policy_of(Proposing(), constraint=constraint).propose([], 40)
     assert tokenizer("byte").bytes_of(draft.tokens) == b"12y345678"  # the last completes the text
     at = draft.sources.index("said")
     assert at == draft.forced and draft.tokens[at] == y
@@ -205,7 +199,7 @@ def test_what_drafting_costs_beside_the_pass_is_told_on() -> None:
             return Draft(slowdown=1.5)
 
     constraint = grammars("byte").constraint(Choice(["12x", "12y3456789"]))
-    draft = Forced(Beside(), constraint, Pricing(FREE)).propose([], 40)
+    draft = policy_of(Beside(), constraint=constraint).propose([], 40)
     assert (draft.slowdown, draft.forced) == (1.5, len(draft.tokens))
 
 
@@ -215,12 +209,6 @@ def test_the_token_that_completes_the_text_is_not_proposed() -> None:
     answer, steps = write(wanted, drafters("byte", 0)["forced"])
     assert text_of(answer) == wanted.texts[0] and answer[-1] not in ends("byte")
     assert [*steps[-1].draft.tokens] == answer[-1 - len(steps[-1].draft.tokens) : -1]
-
-
-def test_what_the_policy_remarks_is_the_requests() -> None:
-    remarks = Remarks()
-    assert Forced(Silent(), grammars("byte").constraint(SPEED), Pricing(FREE), remarks).remarks is remarks
-    assert Forced(Silent(), grammars("byte").constraint(SPEED), Pricing(FREE)).remarks == remarks
 
 
 def test_the_grammar_follows_what_is_taken_back() -> None:
@@ -238,42 +226,14 @@ def test_the_grammar_follows_what_is_taken_back() -> None:
             assert np.array_equal(row, other)
 
 
-class _Drawing(Deaf):
-    """Draws proposals from a distribution of its own: those are verified by speculative sampling."""
+def test_samples_follow_the_distribution_of_plain_constrained_sampling() -> None:
+    def samples(source_of: Callable[[Constraint], Source], first: int) -> list[tuple[int, ...]]:
+        params = (SamplingParams(temperature=2.0, seed=first + each) for each in range(250))
+        answers = (write(Regex("[ad]{4}"), source_of, params=each)[0] for each in params)
+        return [tuple(token for token in answer if token not in ends("byte")) for answer in answers]
 
-    def __init__(self, seed: int, vocab: int) -> None:
-        self._seed, self._vocab = seed, vocab
-
-    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-        count = min(limit, 2)
-        if count < 1:
-            return NO_DRAFT
-        probs = np.zeros((count, self._vocab))
-        likely = tokenizer("byte").encode_bytes(b"abc")
-        probs[:, likely] = (0.5, 0.3, 0.2)
-        draws = (uniform(self._seed, len(tokens) + at, DRAFT_LANE) for at in range(count))
-        drafted = tuple(likely[int(np.searchsorted([0.5, 0.8, 1.0], u, side="right"))] for u in draws)
-        return Draft(drafted, probs, ("drawn",) * count, (0.9,) * count)
-
-
-@pytest.mark.parametrize("name, count", [("ngrams and model", 250), ("drawn", 1000)])
-def test_samples_follow_the_distribution_of_plain_constrained_sampling(name: str, count: int) -> None:
-    wanted = Regex("[ad]{4}")  # half of what is drawn is forbidden
-    vocab = tokenizer("byte").vocab_size
-
-    def samples(
-        source_of: Callable[[int], Callable[[Constraint], Source]], first: int
-    ) -> list[tuple[int, ...]]:
-        params = (SamplingParams(temperature=2.0, seed=first + each) for each in range(count))
-        answers = (write(wanted, source_of(each), params=p)[0] for each, p in enumerate(params))
-        return [tuple(t for t in answer if t not in ends("byte")) for answer in answers]
-
-    def source_of(each: int) -> Callable[[Constraint], Source]:
-        if name == "drawn":
-            return lambda c: Forced(_Drawing(each, vocab), c, Pricing(FREE))
-        return drafters("byte", 1)[name]
-
-    first, second = pool_rare(samples(lambda _: plain, 0), samples(source_of, 10_000), minimum=24)
+    two = samples(plain, 0), samples(drafters("byte", 1)["ngrams and model"], 10_000)
+    first, second = pool_rare(*two, minimum=24)
     assert len(first) > 6
     p_value = two_samples(first, second).p_value
     assert p_value is not None and p_value > 1e-4
@@ -281,19 +241,20 @@ def test_samples_follow_the_distribution_of_plain_constrained_sampling(name: str
 
 def test_sources_are_judged_by_what_came_where_they_were_asked() -> None:
     whole = (*PROMPT, *write(SPEED)[0])
-    seen: list[tuple[int, ...]] = []
+    asked, judged = list[int](), list[tuple[int, ...]]()
 
     class Watching(Silent):
         def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-            seen.append(tuple(tokens))
+            asked[:] = tokens
             return NO_DRAFT
 
         def observe(self, step: Step) -> None:
-            if seen:
-                seen[-1] += step.judged
+            if asked:
+                judged.append((*asked, *step.judged))
+                asked.clear()
 
-    write(SPEED, lambda constraint: Forced(Watching(), constraint, Pricing(FREE)))
-    assert all(tokens == whole[: len(tokens)] for tokens in seen) and seen[-1] == whole
+    write(SPEED, under(Watching()))
+    assert len(judged) > 1 and all(tokens == whole[: len(tokens)] for tokens in judged)
 
 
 def _behind_forced(*said: int) -> Draft:
@@ -304,12 +265,11 @@ def _behind_forced(*said: int) -> Draft:
 
 def _loses(draft: Draft, committed: tuple[int, ...], seconds: float, rounds: int = 40) -> bool:
     """Whether rounds like this have drafting paused, where a pass takes a second and a row no time."""
-    pricing = Pricing(FREE)
-    guard = Guard(pricing)
-    policy = Policy(Silent(), pricing=pricing, guard=guard)
+    policy = policy_of(Silent())
     for _ in range(rounds):
         policy.observe(Step(committed, draft, len(committed) - 1, 0.0, 1.0, seconds))
-    return guard.reason is not None
+    policy.close()
+    return policy.remarks.speculation_off_reason is not None
 
 
 def test_sources_have_no_credit_for_what_is_forced() -> None:

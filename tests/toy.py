@@ -245,7 +245,10 @@ def settle() -> None:
 
 
 class Deaf:
-    """Part of a source that learns nothing."""
+    """Part of a source that learns nothing, and goes on behind nothing."""
+
+    def extend(self, tokens: Sequence[int], draft: Draft, limit: int) -> Draft:
+        return draft
 
     def observe(self, step: Step) -> None:
         pass
@@ -255,13 +258,10 @@ class Deaf:
 
 
 class Silent(Deaf):
-    """Proposes nothing, and goes on behind nothing."""
+    """Proposes nothing."""
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
         return NO_DRAFT
-
-    def extend(self, tokens: Sequence[int], draft: Draft, limit: int) -> Draft:
-        return draft
 
 
 def round_of(*tokens: int, draft: Draft = NO_DRAFT, accepted: int = 0) -> Step:

@@ -26,18 +26,11 @@ _ALONE_EVERY = 16  # rounds
 
 @dataclass(slots=True)
 class _Run:
-    """Reading ahead beside one pass of the target.
+    """Reading ahead beside one pass of the target."""
 
-    Attributes:
-        until: when the pass is expected to end.
-        extra_s: by how much it is expected to take longer.
-        stop: asks the thread to end. One for each run, so that a thread never takes another's for its own.
-        error: what ended it.
-    """
-
-    until: float
-    extra_s: float
-    stop: Event = field(default_factory=Event)
+    until: float  # when the pass is expected to end
+    extra_s: float  # by how much it is expected to take longer
+    stop: Event = field(default_factory=Event)  # one for each run: a thread never takes another's for its own
     thread: Thread | None = None
     error: BaseException | None = None
 

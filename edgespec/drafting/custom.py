@@ -1,8 +1,7 @@
-"""An app's own drafter: what it has to offer, and how it becomes a source of proposals like any other.
+"""An app's own drafter as a source of proposals like any other.
 
-An app may know what its model is about to write better than a drafter that knows nothing of the app: names
-from a glossary, the file that is being edited, the answer of yesterday. Whatever it proposes, the answer is
-what the target writes alone, token for token; good proposals make it come sooner.
+An app may know what its model is about to write: names from a glossary, the file that is being edited, the
+answer of yesterday. Whatever it proposes, the answer is what the target writes alone, token for token.
 """
 
 from collections.abc import Sequence
@@ -20,12 +19,7 @@ _UNSAID = 0.75  # the confidence of proposals whose drafter states none, until r
 
 
 class Custom:
-    """A :class:`Drafter` as a :class:`~edgespec.decoding.draft.Source`, its proposals checked.
-
-    Args:
-        drafter: the app's.
-        vocab_size: of the target.
-    """
+    """A :class:`Drafter` as a :class:`~edgespec.decoding.draft.Source`; its proposals are checked."""
 
     def __init__(self, drafter: Drafter, vocab_size: int) -> None:
         self.name = type(drafter).__name__

@@ -1,7 +1,4 @@
-"""One request's drafting: which source drafts, whether any does, and what is learned from every round.
-
-:class:`Policy` chooses; under a grammar :class:`Forced` stands around it.
-"""
+"""One request's drafting: which source drafts, whether any does, and what is learned from every round."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -11,7 +8,7 @@ from edgespec.decoding.draft import NO_DRAFT, Draft, Extending, Remarks, Source,
 from edgespec.decoding.grammar import Constraint
 from edgespec.drafting.pricing import Guard, Pricing
 
-__all__ = ["Forced", "Part", "Policy"]
+__all__ = ["Part", "Policy"]
 
 _SMOOTHING = 0.1
 _FORGETTING = 0.005
@@ -46,12 +43,18 @@ class Policy:
     was accepted in the round before it, and eight tokens in any case: so a copy that goes on is soon drafted
     in long pieces, and one that is none has cost few rows.
 
+    Under a grammar a token is forced where it is the only one allowed. It is certain to be accepted, so its
+    confidence is 1 and it costs the row whose keys and values the target needs anyway; sources go on behind
+    it. What they propose is cut where the grammar forbids it, and continued there by what it forces instead.
+    The token that completes the text is never proposed: the pass that would verify it gives it anyway.
+
     Args:
         free: a source whose proposals cost no time worth counting.
         part: of a source that takes time and prices its own drafts. It is asked when decoding has taken twice
             as long as it needs for the prompt: a short answer is over by then.
         pricing: what verification costs; shared between requests, as is the guard.
-        guard: whether drafting is allowed now.
+        guard: whether sources are asked now.
+        constraint: the request's grammar.
         remarks: where the reason of a pause is written at the end.
     """
 
@@ -62,12 +65,13 @@ class Policy:
         *,
         pricing: Pricing,
         guard: Guard,
+        constraint: Constraint | None = None,
         remarks: Remarks | None = None,
     ) -> None:
         self.remarks = remarks or Remarks()
         self._free, self._model, self._ended = free, part.source, part.ended
         self._all = [each for each in (free, part.source) if each is not None]
-        self._pricing, self._guard = pricing, guard
+        self._pricing, self._guard, self._constraint = pricing, guard, constraint
         self._wait_s = _PATIENCE * part.reading_s
         self._model_surplus = 0.5  # expected surplus of asking the model, tokens a round
         self._promised: float | None = None  # the surplus that the model promised this round; None: not asked
@@ -77,22 +81,13 @@ class Policy:
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
         """See :class:`~edgespec.decoding.draft.Source`."""
-        if self._free is None or limit < 1 or not self._guard.allows:
-            return NO_DRAFT
-        limit = min(limit, self._longest)
-        free = self._free.propose(tokens, limit)
-        count, surplus = self._pricing.keep(free.confidence)
-        if self._model is None or self._wait_s > 0.0:
-            return free.head(count)
-        if surplus > self._model_surplus or self._model_surplus <= 0.0:
-            # Time lets an old verdict on the model fade, so that it is asked again.
-            self._model_surplus += _FORGETTING
-            return free.head(count)
-        draft = self._model.propose(tokens, limit)
-        _, self._promised = self._pricing.keep(draft.confidence)
-        if not draft.tokens:
-            return free.head(count)
-        draft = self._free.extend(tokens, draft, limit)  # idle rows are filled, others if that pays
+        constraint = self._constraint
+        if constraint is None:
+            return self._choose(tokens, limit)
+        constraint.begin(tokens)
+        forced = self._fitting(constraint, NO_DRAFT, NO_DRAFT, limit)
+        more = self._choose([*tokens, *forced.tokens], limit - len(forced.tokens))
+        draft = replace(self._fitting(constraint, forced, more, limit), forced=len(forced.tokens))
         return draft.head(self._pricing.keep(draft.confidence)[0])
 
     def observe(self, step: Step) -> None:
@@ -117,6 +112,44 @@ class Policy:
             closing.callback(self._ended, self._answer)
             for each in self._all:
                 closing.callback(each.close)
+
+    def _choose(self, tokens: Sequence[int], limit: int) -> Draft:
+        if self._free is None or limit < 1 or not self._guard.allows:
+            return NO_DRAFT
+        limit = min(limit, self._longest)
+        free = self._free.propose(tokens, limit)
+        count, surplus = self._pricing.keep(free.confidence)
+        if self._model is None or self._wait_s > 0.0:
+            return free.head(count)
+        if surplus > self._model_surplus or self._model_surplus <= 0.0:
+            # Time lets an old verdict on the model fade, so that it is asked again.
+            self._model_surplus += _FORGETTING
+            return free.head(count)
+        draft = self._model.propose(tokens, limit)
+        _, self._promised = self._pricing.keep(draft.confidence)
+        if not draft.tokens:
+            return free.head(count)
+        draft = self._free.extend(tokens, draft, limit)  # idle rows are filled, others if that pays
+        return draft.head(self._pricing.keep(draft.confidence)[0])
+
+    @staticmethod
+    def _fitting(constraint: Constraint, forced: Draft, more: Draft, limit: int) -> Draft:
+        """``forced``, then what of ``more`` the grammar allows and what it forces there."""
+        tokens, sources, confidence = list(forced.tokens), list(forced.sources), list(forced.confidence)
+        proposals = zip(more.tokens, more.sources, more.confidence, strict=False)
+        while len(tokens) < limit:
+            allowed = constraint.allowed(tokens)
+            token, source, sure = next(proposals, (None, "", 0.0))
+            if (only := allowed.only) is not None:
+                if token != only:
+                    proposals = zip((), (), (), strict=False)  # they go on behind another token
+                token, source, sure = only, "grammar", 1.0
+            if token is None or token not in allowed or constraint.completes([*tokens, token]):
+                break
+            tokens.append(token)
+            sources.append(source)
+            confidence.append(sure)
+        return Draft(tuple(tokens), None, tuple(sources), tuple(confidence), more.slowdown)
 
     def _judge_model(self, step: Step) -> None:
         """Was it worth asking the model?"""
@@ -144,62 +177,3 @@ class Policy:
             if asked:
                 rows_s = self._pricing.pass_seconds(1 + forced) - self._pricing.pass_seconds(1)
                 self._guard.observe(len(step.tokens) - forced, step.seconds - rows_s)
-
-
-class Forced:
-    """Around a request's other sources: they go on behind the tokens that the grammar forces.
-
-    A token is forced where it is the only one allowed. It is certain to be accepted, so its confidence is 1
-    and it costs the row whose keys and values the target needs anyway. What others propose is cut where the
-    grammar forbids it, and continued there by what it forces instead. The token that completes the text is
-    never proposed: the pass that would verify it gives it anyway.
-
-    Args:
-        policy: the other sources, whose drafts are deterministic.
-        constraint: the request's grammar.
-        pricing: what verification costs.
-        remarks: the policy's.
-
-    Attributes:
-        remarks: as given.
-    """
-
-    def __init__(
-        self, policy: Source, constraint: Constraint, pricing: Pricing, remarks: Remarks | None = None
-    ) -> None:
-        self._policy, self._constraint, self._pricing = policy, constraint, pricing
-        self.remarks = remarks or Remarks()
-
-    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-        """See :class:`~edgespec.decoding.draft.Source`."""
-        self._constraint.begin(tokens)
-        forced = self._fitting(NO_DRAFT, NO_DRAFT, limit)
-        more = self._policy.propose([*tokens, *forced.tokens], limit - len(forced.tokens))
-        draft = replace(self._fitting(forced, more, limit), forced=len(forced.tokens))
-        return draft.head(self._pricing.keep(draft.confidence)[0])
-
-    def observe(self, step: Step) -> None:
-        """See :class:`~edgespec.decoding.draft.Source`."""
-        self._policy.observe(step)
-
-    def close(self) -> None:
-        """See :class:`~edgespec.decoding.draft.Source`."""
-        self._policy.close()
-
-    def _fitting(self, forced: Draft, more: Draft, limit: int) -> Draft:
-        """``forced``, then what of ``more`` the grammar allows and what it forces there."""
-        tokens, sources, confidence = list(forced.tokens), list(forced.sources), list(forced.confidence)
-        proposals = zip(more.tokens, more.sources, more.confidence, strict=False)
-        while len(tokens) < limit:
-            allowed = self._constraint.allowed(tokens)
-            token, source, sure = next(proposals, (None, "", 0.0))
-            if (only := allowed.only) is not None:
-                if token != only:
-                    proposals = zip((), (), (), strict=False)  # they go on behind another token
-                token, source, sure = only, "grammar", 1.0
-            if token is None or token not in allowed or self._constraint.completes([*tokens, token]):
-                break
-            tokens.append(token)
-            sources.append(source)
-            confidence.append(sure)
-        return Draft(tuple(tokens), None, tuple(sources), tuple(confidence), more.slowdown)

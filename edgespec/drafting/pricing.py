@@ -25,11 +25,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 16, 256  # rounds
 
 
 class Pricing:
-    """Prices proposals for one target on this machine; refined by every pass it is told of.
-
-    Args:
-        curve: the target's T(n).
-    """
+    """Prices proposals for a target, whose measured T(n) every pass that it is told of refines."""
 
     def __init__(self, curve: CostCurve) -> None:
         self._curve = curve
@@ -109,12 +105,12 @@ class Guard:
     """Pauses what is to save time when it loses time against plain decoding.
 
     Estimates can be wrong; what was realised cannot. A gain is what was committed less what plain decoding
-    would have committed in that time; :class:`Watch` tells bad luck from a loss. After a
-    pause it is tried again, and each failure doubles the pause.
+    would have committed in that time; :class:`Watch` tells bad luck from a loss. After a pause it is tried
+    again, and each failure doubles the pause.
 
     Args:
-        pricing: what plain decoding commits in a time.
-        what: what is watched and what it does, in words: the beginning of the reason.
+        pricing: says what plain decoding commits in a time.
+        what: the beginning of the reason: what is watched and what it does.
 
     Attributes:
         reason: why it was paused last; None while it pays.

@@ -19,14 +19,9 @@ _FORGETTING = 0.005
 
 
 class RunningMean:
-    """What something usually is: a mean that outliers hardly move and that drifts back to the usual, unused.
+    """A mean that outliers hardly move, and that drifts back to the usual value where it is not used.
 
-    Args:
-        usual: the value before the first is seen.
-        worth: how many observations the usual counts as; fewer are learned from faster at first.
-
-    Attributes:
-        value: the mean now.
+    The usual value is ``worth`` so many observations: with few, the first that are made count for more.
     """
 
     def __init__(self, usual: float, worth: int = 10) -> None:
@@ -46,13 +41,7 @@ class RunningMean:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What the model says behind a token.
-
-    Attributes:
-        token: the token, which it has read.
-        following: the most probable token behind it.
-        probability: of that.
-    """
+    """What the model says behind ``token``: which token most probably follows, and how probably."""
 
     token: int
     following: int
@@ -64,13 +53,12 @@ class Reader:
 
     What was said behind the end of the text is kept as long as the KV cache holds the token, so nothing is
     read twice: neither tokens that were drafted and not proposed, nor those read ahead (:meth:`read_on`).
-    To be used by one thread at a time.
+    One thread at a time.
 
     Args:
         session: the drafter's; nobody else uses it while the request lasts.
         curve: the drafter's measured T(n).
         head_tokens: the token of every row of a trimmed LM head, int32; None where row i is token i.
-        clock: times the passes.
 
     Attributes:
         spent_s: seconds of passes so far, reading the prompt and ahead not counted; None if nothing was read.

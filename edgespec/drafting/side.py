@@ -44,12 +44,8 @@ class DrafterSide:
         pricing: what verification costs.
         caches: where the drafter's KV caches of other conversations are.
         beside: lets it draft on while the target's pass runs; None where both run on one device.
-        clock: times its passes.
 
     Attributes:
-        bundle: the drafter's.
-        session: the drafter's.
-        curve: its measured T(n).
         experience: whether reading prompts paid, by how they began.
         trainer: teaches it what the target writes; None leaves it as it is.
     """
@@ -88,7 +84,7 @@ class DrafterSide:
         target_end: int | None,
         remarks: Remarks,
     ) -> Part:
-        """A request begins; training stands still until it has ended, and then may learn from its answer.
+        """A request begins: whether reading its prompt is expected to pay decides whether the model drafts.
 
         Args:
             tokens: its prompt.
@@ -96,7 +92,7 @@ class DrafterSide:
             max_new_tokens: the longest answer.
             max_draft: the longest draft.
             target_end: the target's token to propose where the drafter ends the text, if any.
-            remarks: where it is written how much was read ahead.
+            remarks: receive how much was read ahead.
         """
         # Another vocabulary may need more tokens for the same text.
         wanted = len(prompt) + 2 * max_new_tokens + 4 * max_draft
@@ -107,10 +103,10 @@ class DrafterSide:
         reading_s = unread * self.curve.seconds(DRAFTER_READING_ROWS) / DRAFTER_READING_ROWS
         longest_s = max_new_tokens * self._pricing.pass_seconds(1)
         if len(prompt) >= self.session.capacity:
-            return self.idle()
+            return self.part()
         if self.experience.expected(tokens) <= reading_s / longest_s:
             self.experience.skip(tokens)
-            return self.idle()
+            return self.part()
         bridge = self._bridge(tokens, prompt)
         model = ModelDrafter(
             Reader(self.session, self.curve, head_tokens=self._head_tokens(prompt), clock=self._clock),
@@ -124,13 +120,33 @@ class DrafterSide:
         source: Source = model
         if self._beside is not None:
             source = Ahead(model, self._beside, pricing=self._pricing, remarks=remarks)
-        return self._part(
+        return self.part(
             source, reading_s, lambda answer: self._example([*tokens, *answer], bridge, len(prompt))
         )
 
-    def idle(self, source: Source | None = None) -> Part:
-        """Its part in a request that it does not draft for; an app's own ``source`` may."""
-        return self._part(source)
+    def part(
+        self,
+        source: Source | None = None,
+        reading_s: float = 0.0,
+        example: "Callable[[Sequence[int]], Example | None]" = lambda answer: None,
+    ) -> Part:
+        """What ``source`` does in one request: the drafter, an app's own, or nothing.
+
+        Training stands still until the request has ended; ``example`` then makes what is to be learned from
+        the answer, if that is worth while.
+        """
+        trainer = self.trainer
+        if trainer is None:
+            return Part(source, reading_s)
+        trainer.pause()
+
+        def ended(answer: Sequence[int]) -> None:
+            trainer.resume()
+            lesson = example(answer)
+            if lesson is not None:
+                trainer.offer(lesson)
+
+        return Part(source, reading_s, ended)
 
     def stop(self) -> None:
         """Wait for what an earlier request may have left running."""
@@ -157,26 +173,6 @@ class DrafterSide:
         from edgespec.learning.tuning import Tuning
 
         return Tuning(NumpyDecoder(self.bundle), table)
-
-    def _part(
-        self,
-        source: Source | None,
-        reading_s: float = 0.0,
-        example: "Callable[[Sequence[int]], Example | None]" = lambda answer: None,
-    ) -> Part:
-        """``example`` makes an example of the answer to learn from, if that is worth while."""
-        trainer = self.trainer
-        if trainer is None:
-            return Part(source, reading_s)
-        trainer.pause()
-
-        def ended(answer: Sequence[int]) -> None:
-            trainer.resume()
-            lesson = example(answer)
-            if lesson is not None:
-                trainer.offer(lesson)
-
-        return Part(source, reading_s, ended)
 
     def _bridge(self, tokens: Sequence[int], prompt: list[int]) -> Bridge:
         if self._same_vocabulary:

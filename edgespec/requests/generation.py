@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from edgespec.decoding.draft import Clock, Remarks, Step
 from edgespec.decoding.grammar import Constraint
 from edgespec.decoding.loop import decode
-from edgespec.drafting.policy import Forced, Policy
+from edgespec.drafting.policy import Policy
 from edgespec.requests.request import Request
 from edgespec.requests.results import (
     FinishReason,
@@ -59,7 +59,7 @@ class PreparedRequest:
     request: Request
     eos: frozenset[int]
     max_draft: int
-    begin: Callable[[], Policy | Forced]
+    begin: Callable[[], Policy]
     constraint: Constraint | None = None
     reader: "ToolReader | None" = None
     clock: Clock = perf_counter
@@ -143,7 +143,7 @@ class PreparedRequest:
         self._text.append(text)
         return text
 
-    def _rounds(self, policy: Policy | Forced, cancelled: Callable[[], bool]) -> Iterator[Step]:
+    def _rounds(self, policy: Policy, cancelled: Callable[[], bool]) -> Iterator[Step]:
         return decode(
             self.session,
             policy,

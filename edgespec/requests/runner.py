@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from edgespec.decoding.draft import Clock, Drafter, Extending, Remarks
 from edgespec.decoding.grammar import Constraint, Grammars
 from edgespec.drafting.ngram import NgramDrafter
-from edgespec.drafting.policy import Forced, Part, Policy
+from edgespec.drafting.policy import Part, Policy
 from edgespec.drafting.pricing import Guard, Pricing
 from edgespec.loading.opening import Loaded, LoadOptions
 from edgespec.requests.generation import PreparedRequest
@@ -221,21 +221,18 @@ class Runner:
             )
         return f"{prompt} the model's context of {context:,}, which holds the answer too; shorten it"
 
-    def _begin(
-        self, prompt: PromptTokens, request: Request, constraint: Constraint | None
-    ) -> Policy | Forced:
+    def _begin(self, prompt: PromptTokens, request: Request, constraint: Constraint | None) -> Policy:
         """What drafts in a request."""
         side, remarks = self.side, Remarks()
         if not request.speculate or not (self.drafts or request.drafter):
             remarks.speculation_off_reason = "speculate=False" if self.drafts else "the drafter is None"
-            return self._policy(None, Part() if side is None else side.idle(), remarks)
+            return self._policy(None, Part() if side is None else side.part(), remarks)
         free: Extending = NgramDrafter()
         if self.history is not None:
             from edgespec.history.drafter import BestOf
 
             free = BestOf(free, self.history.begin(self.history_guard, remarks))
-        policy = self._policy(free, self._part(prompt, request, remarks), remarks)
-        return policy if constraint is None else Forced(policy, constraint, self.pricing, remarks)
+        return self._policy(free, self._part(prompt, request, remarks), remarks, constraint)
 
     def _part(self, prompt: PromptTokens, request: Request, remarks: Remarks) -> Part:
         """The part of a model or of an app's own drafter."""
@@ -247,7 +244,7 @@ class Runner:
         if self.side is None:
             return Part(own)
         if own is not None:
-            return self.side.idle(own)
+            return self.side.part(own)
         eos = self.target.manifest.special_tokens.eos if request.stop_at_eos else ()
         return self.side.begin(
             *prompt,
@@ -257,7 +254,15 @@ class Runner:
             remarks=remarks,
         )
 
-    def _policy(self, free: Extending | None, part: Part, remarks: Remarks) -> Policy:
+    def _policy(
+        self,
+        free: Extending | None,
+        part: Part,
+        remarks: Remarks,
+        constraint: Constraint | None = None,
+    ) -> Policy:
         aside = self.drafter_placement
         remarks.placement = f"target on {self.placement}" + (f"; drafter on {aside}" if aside else "")
-        return Policy(free, part, pricing=self.pricing, guard=self._guard, remarks=remarks)
+        return Policy(
+            free, part, pricing=self.pricing, guard=self._guard, constraint=constraint, remarks=remarks
+        )
