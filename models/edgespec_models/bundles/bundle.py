@@ -103,15 +103,11 @@ class Manifest:
     """What ``edgespec.json`` holds.
 
     Attributes:
-        name: the model's name.
-        role: what the export was made for.
-        config: architecture facts.
         weights: the export's policy, such as ``exact``.
         formats: how many weights got which format.
         bytes_by_class: bytes of ``embedding``, ``attention``, ``mlp``, ``lm_head``, ``other``; of a foreign
             graph, whose matrices have no such names, ``embedding``, ``matrices``, ``other``.
         parameters_by_class: weights of the same classes.
-        special_tokens: ids of begin- and end-of-sequence tokens.
         provenance: source file, its sha256, the exporter's version.
         files: every file of the bundle but the manifest.
         head_rows: rows of a trimmed LM head; None where it has one for every token.
@@ -214,19 +210,10 @@ class Manifest:
 
 
 class Bundle:
-    """An opened bundle: the manifest, checked, and access to what lies beside it.
-
-    Attributes:
-        path: the directory.
-        manifest: what it says of itself.
-    """
+    """An opened bundle: the manifest, checked, and access to what lies beside it."""
 
     def __init__(self, path: Path, *, verify_digests: bool = False) -> None:
-        """Open ``path``.
-
-        Args:
-            path: the bundle's directory.
-            verify_digests: compare every file's sha256 too, the manifest's own included, not only sizes.
+        """Open the directory ``path``; with ``verify_digests`` every file is read, the manifest included.
 
         Raises:
             BundleError: not a bundle, a file missing, or one that differs from what the manifest says.
@@ -262,11 +249,7 @@ class Bundle:
             raise BundleError(f"{file} has changed since the export (sha256 differs); export the model again")
 
     def verify(self, name: str) -> None:
-        """Compare a file with the manifest.
-
-        Raises:
-            BundleError: it is missing, or its size or sha256 differs.
-        """
+        """Compare a file with the manifest; BundleError where it is missing or its size or sha256 differs."""
         self._check(name, self.manifest.files[name], True)
 
     @property
@@ -295,11 +278,7 @@ class Bundle:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer.
-
-        Raises:
-            TokenizerError: unreadable, or more tokens than the model has rows.
-        """
+        """The tokenizer; TokenizerError where it cannot be read, or has more tokens than the model rows."""
         return Tokenizer.from_file(self.path / TOKENIZER, vocab_size=self.config.vocab_size)
 
     @cached_property
@@ -345,11 +324,7 @@ class Bundle:
             return ChatTemplate(template, bos=bos, eos=eos)
 
     def report(self) -> dict[str, Any]:
-        """What the export measured; empty where the bundle has no report.
-
-        Raises:
-            BundleError: the report cannot be read.
-        """
+        """What the export measured; empty where the bundle has no report, BundleError if it is damaged."""
         if REPORT not in self.manifest.files:
             return {}
         where = self.path / REPORT

@@ -49,16 +49,9 @@ _OTHER_PARTS = ("encoder", "vision", "speech", "embedding")
 
 
 class ForeignBundle(Bundle):
-    """A directory that another exporter wrote, seen as a bundle.
+    """A directory that another exporter wrote, seen as a bundle whose manifest lists no files.
 
-    Args:
-        path: the directory.
-        optimum: the graph in it, if Optimum wrote it.
-
-    Attributes:
-        manifest: put together from what the directory says; it lists no files.
-
-    Raises as :func:`open_bundle` does.
+    ``optimum`` is the graph in it, if Optimum wrote it. Raises as :func:`open_bundle` does.
     """
 
     def __init__(self, path: Path, optimum: Path | None = None) -> None:
@@ -66,6 +59,7 @@ class ForeignBundle(Bundle):
         graph, stated, facts = _genai(path) if optimum is None else _optimum(optimum, path)
         self._graph = ForeignGraph(graph, stated)
         self._files = TokenizerFiles(path, facts, self._graph.shape.vocab_size)
+        self.tokenizer = Tokenizer.from_file(path / TOKENIZER, vocab_size=self._graph.shape.vocab_size)
         special = self._files.special_tokens(self.tokenizer, (path / TOKENIZER).read_text(encoding="utf-8"))
         weights = self._graph.weights
         self.manifest = Manifest(
@@ -100,15 +94,6 @@ class ForeignBundle(Bundle):
             stat = file.stat()
             hasher.update(repr((file.name, stat.st_size, stat.st_mtime_ns)).encode())
         return hasher.hexdigest()[:16]
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer.
-
-        Raises:
-            TokenizerError: unreadable, or more tokens than the model has rows.
-        """
-        return Tokenizer.from_file(self.path / TOKENIZER, vocab_size=self._graph.shape.vocab_size)
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:

@@ -46,11 +46,7 @@ class Stated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignShape(DecoderShape):
-    """A foreign decoder; its layers may differ in their heads, of which the first layer's are named.
-
-    Attributes:
-        kv_values_per_token: numbers of KV cache a token takes, all layers together.
-    """
+    """A foreign decoder; its layers may differ in their heads, of which the first layer's are named."""
 
     kv_values_per_token: int
 

@@ -25,8 +25,6 @@ class Pass:
     """A pass over ``tokens`` behind ``start`` others; the logits of its last rows are asked for.
 
     Attributes:
-        tokens: ids.
-        start: tokens the KV cache holds.
         rows: of logits that are asked for.
         ending: tokens at the end whose logits nobody wants.
         offered: tokens that a trimmed LM head gets a column for.
@@ -76,15 +74,7 @@ CHANGING: Final = frozenset({"input_ids", "past_length", "seqlens_k", "total_seq
 
 @dataclass(frozen=True, slots=True)
 class CacheTensor:
-    """Keys or values of one layer, ``(1, heads, tokens, head_dim)``.
-
-    Attributes:
-        past: the input's name.
-        present: the output's name.
-        heads: key-value heads.
-        head_dim: width of a head.
-        type: of an element, as numpy calls it.
-    """
+    """Keys or values of one layer, ``(1, heads, tokens, head_dim)``: the input and the output that hold them."""
 
     past: str
     present: str
@@ -132,19 +122,12 @@ class GraphTensors:
     @classmethod
     def of(cls, config: DecoderShape, cache_type: str, float_layers: Sequence[int] = ()) -> "GraphTensors":
         """Those of a graph that edgespec built; layers in ``float_layers`` keep float32."""
-        return cls(
-            cache=tuple(
-                CacheTensor(
-                    past,
-                    present,
-                    config.num_kv_heads,
-                    config.head_dim,
-                    "float32" if index // 2 in float_layers else cache_type,
-                )
-                for index, (past, present) in enumerate(cache_names(config.num_layers))
-            ),
-            ours=True,
+        cache = (
+            CacheTensor(past, present, config.num_kv_heads, config.head_dim, kind)
+            for index, (past, present) in enumerate(cache_names(config.num_layers))
+            for kind in ("float32" if index // 2 in float_layers else cache_type,)
         )
+        return cls(cache=tuple(cache), ours=True)
 
     @property
     def inputs(self) -> dict[str, str]:

@@ -47,13 +47,7 @@ _BUCKETS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chip:
-    """A chip with a Hexagon Tensor Processor.
-
-    Attributes:
-        name: what ``edgespec export --chip`` takes.
-        soc_model: Qualcomm's number of the chip.
-        htp_arch: the processor's version.
-    """
+    """A chip with a Hexagon Tensor Processor: its name, Qualcomm's number, the processor's version."""
 
     name: str
     soc_model: int
@@ -97,12 +91,7 @@ def find_chip(name: str) -> Chip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contexts:
-    """What compiled the graphs ahead.
-
-    Attributes:
-        chip: what for.
-        version: of the provider's package.
-    """
+    """What compiled the graphs ahead: for which chip, by which version of the provider's package."""
 
     chip: Chip
     version: str

@@ -96,15 +96,7 @@ _KINDS: Final[Mapping[str, type[Source]]] = {"hub": HubFile, "index": IndexParts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogueShape:
-    """What the memory of a model that is not here yet is reckoned from.
-
-    Attributes:
-        layers: layers with a KV cache.
-        kv_heads: key and value heads of a layer.
-        head_dim: width of a head.
-        vocabulary: rows of the LM head.
-        context: positions the model was made for.
-    """
+    """What the memory of a model that is not here yet is computed from; ``layers`` have a KV cache."""
 
     layers: Count
     kv_heads: Count

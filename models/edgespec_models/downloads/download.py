@@ -58,11 +58,8 @@ def pull(
 ) -> Path:
     """Make sure that the model's file is in place, and return its path.
 
-    Args:
-        entry: what to pull.
-        progress: receives bytes done, first downloading, then checking. What it raises stops the pull,
-            which keeps what has arrived.
-        notify: receives what a user should know, such as that a source was given up.
+    ``progress`` receives bytes done, first downloading, then checking; what it raises stops the pull, which
+    keeps what has arrived. ``notify`` receives what a user should know, such as that a source was given up.
 
     Raises:
         DownloadError: no source delivered the file (the message gives each one's reason), the disk

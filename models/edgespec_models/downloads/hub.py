@@ -48,13 +48,7 @@ _REFERENCE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class HubReference:
-    """A repository, or one GGUF file of it, at a branch, tag or commit.
-
-    Attributes:
-        repository: ``OWNER/REPO``.
-        revision: as the user gave it.
-        filename: the file's path in the repository; None for its safetensors checkpoint.
-    """
+    """A repository's safetensors checkpoint, or one GGUF file of it, at a branch, tag or commit."""
 
     repository: str
     revision: str = "main"
@@ -115,15 +109,9 @@ def pull_hub(
 ) -> Path:
     """Ask the hub for the newest files of that revision; fetch those that are not here, check those that are.
 
-    Args:
-        reference: what to pull.
-        check: called with the directory when all but the weights is there; what it raises ends the pull.
-        progress: receives bytes done of the weights, first downloading, then checking. What it raises
-            stops the pull, which keeps what has arrived.
-        notify: receives what a user should know.
-
-    Returns:
-        The directory, or the GGUF file.
+    ``check`` is called with the directory when all but the weights is there. ``progress`` receives bytes done
+    of the weights, first downloading, then checking. What either raises stops the pull, which keeps what has
+    arrived. Returns the directory, or the GGUF file.
 
     Raises:
         DownloadError: the hub cannot be reached and the model is not here, or it has no such model; the

@@ -21,13 +21,9 @@ CHUNK_BYTES = 1 << 20
 class Job:
     """A file to download to ``path``.
 
-    Attributes:
-        name: what messages call it.
-        path: where it goes.
-        size_bytes: its size.
-        digest: its SHA-256, or the SHA-1 that git gives it, in lower-case hex.
-        progress: receives bytes done; what it raises stops the download.
-        notify: receives what a user should know.
+    ``name`` is what messages call it. ``digest`` is its SHA-256, or the SHA-1 that git gives it, in hex.
+    ``progress`` receives bytes done; what it raises stops the download. ``notify`` receives what a user
+    should know.
     """
 
     name: str

@@ -1,14 +1,15 @@
 """Facts from a model's JSON files, read with care: every value is checked before it is used."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from edgespec_models.errors import ModelFileError
 
 __all__ = ["Facts"]
 
+T = TypeVar("T")
 _LARGEST = 1 << 53  # every whole number below is a float too
 
 
@@ -54,63 +55,57 @@ class Facts:
 
     def integer(self, key: str, default: int | None = None) -> int:
         """A whole number."""
-        value = self._present(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= _LARGEST:
-            raise self._wrong(key, "a whole number")
-        return value
+        return self._taken(key, default, int, "a whole number", _is_small)
 
     def number(self, key: str, default: float | None = None) -> float:
         """A number that is finite and no larger than models have."""
-        value = self._present(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _LARGEST:
-            raise self._wrong(key, "a number")
-        return float(value)
+        return float(self._taken(key, default, float, "a number", _is_small))
 
     def positive(self, key: str, default: float | None = None) -> float:
         """A number above 0."""
-        value = self.number(key, default)
-        if value <= 0:
-            raise self._wrong(key, "positive")
-        return value
+        return float(self._taken(key, default, float, "positive", lambda value: 0 < value < _LARGEST))
 
     def text(self, key: str, default: str | None = None) -> str:
         """A text."""
-        value = self._present(key, default)
-        if not isinstance(value, str):
-            raise self._wrong(key, "a text")
-        return value
+        return self._taken(key, default, str, "a text")
 
     def boolean(self, key: str, *, default: bool) -> bool:
         """True or false."""
-        value = self._present(key, default)
-        if not isinstance(value, bool):
-            raise self._wrong(key, "true or false")
-        return value
+        return self._taken(key, default, bool, "true or false")
 
     def section(self, key: str) -> "Facts":
         """An object within; empty where it is missing."""
-        value = self._present(key, {})
-        if not isinstance(value, dict):
-            raise self._wrong(key, "an object")
-        return Facts(value, f"{self.where}, {key}")
+        empty: dict[str, object] = {}
+        return Facts(self._taken(key, empty, dict, "an object"), f"{self.where}, {key}")
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
         """``count`` numbers; empty where the key is missing."""
-        value = self._present(key, [])
-        kinds = isinstance(value, list) and all(
-            type(number) in (int, float) and abs(number) < _LARGEST for number in value
-        )
-        if not isinstance(value, list) or not kinds or len(value) not in (0, count):
-            raise self._wrong(key, f"a list of {count} numbers")
-        return tuple(float(number) for number in value)
 
-    def _present(self, key: str, default: object) -> object:
-        value = self._values.get(key)
-        if value is None:
-            value = default
+        def fits(values: list[object]) -> bool:
+            plain = all(type(value) in (int, float) and _is_small(value) for value in values)
+            return plain and len(values) in (0, count)
+
+        empty: list[float] = []
+        return tuple(map(float, self._taken(key, empty, list, f"a list of {count} numbers", fits)))
+
+    def _taken(
+        self,
+        key: str,
+        default: T | None,
+        kind: type[T],
+        expected: str,
+        fits: Callable[[Any], bool] = lambda value: True,
+    ) -> T:
+        value: Any = self._values.get(key)
+        value = default if value is None else value
         if value is None:
             raise ModelFileError(f"{self.where} lacks {key!r}")
-        return value
+        kinds = (int, float) if kind is float else kind
+        if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool) or not fits(value):
+            raise ModelFileError(f"{self.where}: {key} is {value!r:.80}, not {expected}")
+        taken: T = value
+        return taken
 
-    def _wrong(self, key: str, expected: str) -> ModelFileError:
-        return ModelFileError(f"{self.where}: {key} is {self._values.get(key)!r:.80}, not {expected}")
+
+def _is_small(value: Any) -> bool:
+    return bool(abs(value) < _LARGEST)

@@ -46,7 +46,6 @@ class Tensor:
     """An input, an output or a stored weight.
 
     Attributes:
-        name: its name.
         type: of an element, as numpy calls it; the ONNX number where numpy has no such type.
         dims: sizes; a name, perhaps empty, where the size is not fixed.
         location: the file, relative to the graph's, that holds the data; empty where the graph does.

@@ -39,14 +39,9 @@ _ALWAYS: Final = frozenset(
 
 
 class ChatTemplate:
-    """A compiled chat template.
+    """A compiled chat template; TokenizerError where ``source`` is not valid Jinja.
 
-    Args:
-        source: the Jinja source.
-        bos: the text of the BOS token, for templates that write it (then the prompt needs no other).
-        eos: the text of the EOS token.
-
-    Raises TokenizerError where the source is not valid Jinja.
+    ``bos`` and ``eos`` are the texts of those tokens, for templates that write them.
     """
 
     def __init__(self, source: str, *, bos: str = "", eos: str = "") -> None:
@@ -122,10 +117,9 @@ class ChatTemplate:
     ) -> list[int]:
         """The token ids of the conversation; texts in it cannot forge control tokens.
 
-        Takes and raises what :meth:`render` does; RequestError also where a text holds the
-        characters U+18AFE or U+18AFF, which mark what must stay ordinary. The text of
-        a control token within a content, a tool or an argument is spelled out in ordinary tokens; everything
-        else is encoded as one text. No BOS is added.
+        Takes and raises what :meth:`render` does; RequestError also where a text holds U+18AFE or U+18AFF,
+        which mark what must stay ordinary. The text of a control token within a content, a tool or an
+        argument is spelled out in ordinary tokens; all else is encoded as one text. No BOS is added.
         """
         checked, others = self._checked(messages, arguments)
         text = self._render(

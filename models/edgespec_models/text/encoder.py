@@ -45,15 +45,9 @@ def _guarded(failure: str, remedy: str) -> Iterator[None]:
 
 
 class Encoder:
-    """A ``tokenizer.json`` in the library. Safe to share between threads.
+    """The text of a ``tokenizer.json``, in the library. Safe to share between threads.
 
     Every method raises TokenizerError where the library fails.
-
-    Args:
-        text: of the ``tokenizer.json``.
-
-    Raises:
-        TokenizerError: it cannot be read.
     """
 
     def __init__(self, text: str) -> None:

@@ -48,8 +48,7 @@ class SpecialTokens:
 class Tokenizer:
     """One vocabulary with its encoder. Safe to share between threads.
 
-    ``vocab_size`` is the number of rows of the LM head. It may exceed the tokenizer's ids; the padding ids
-    contribute no bytes. Build one with :meth:`from_file` or :meth:`from_json`.
+    ``vocab_size``, the rows of the LM head, may exceed the tokenizer's ids; padding ids contribute no bytes.
     """
 
     def __init__(self, encoder: Encoder, *, vocab_size: int | None = None) -> None:

@@ -30,18 +30,12 @@ _CONFIG, _GENERATION, _TEMPLATE = "tokenizer_config.json", "generation_config.js
 
 
 class TokenizerFiles:
-    """What a directory says beside its tokenizer.
+    """What a directory says beside its tokenizer; ModelFileError where one of the files is damaged.
 
     Args:
         folder: the directory.
         model: the model's configuration, for ``bos_token_id`` and the like.
         vocab_size: rows of the LM head; the tokenizer may have fewer tokens.
-
-    Attributes:
-        config: ``tokenizer_config.json``, empty where there is none.
-        paths: the files that may be there.
-
-    Raises ModelFileError where one of the files is damaged.
     """
 
     def __init__(self, folder: Path, model: Facts, vocab_size: int) -> None:
