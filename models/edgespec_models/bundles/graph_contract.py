@@ -74,7 +74,7 @@ CHANGING: Final = frozenset({"input_ids", "past_length", "seqlens_k", "total_seq
 
 @dataclass(frozen=True, slots=True)
 class CacheTensor:
-    """Keys or values of one layer, ``(1, heads, tokens, head_dim)``: the input and the output that hold them."""
+    """Keys or values of one layer, ``(1, heads, tokens, head_dim)``: input, output and what they hold."""
 
     past: str
     present: str
