@@ -100,7 +100,7 @@ class Facts:
         value = default if value is None else value
         if value is None:
             raise ModelFileError(f"{self.where} lacks {key!r}")
-        kinds: tuple[type, ...] = (int, float) if kind is float else (kind,)
+        kinds: Any = (int, float) if kind is float else kind
         if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool) or not fits(value):
             raise ModelFileError(f"{self.where}: {key} is {value!r:.80}, not {expected}")
         taken: T = value
