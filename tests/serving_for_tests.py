@@ -284,6 +284,16 @@ def events(reply: Reply) -> list[Any]:
     return [value if value == "[DONE]" else json.loads(value) for value in values]
 
 
+def said(reply: Reply) -> str:
+    """The text of a chat's answer, streamed or not."""
+    assert reply.status == 200, reply.body
+    if not reply.headers["content-type"].startswith("text/event-stream"):
+        return str(reply.json["choices"][0]["message"]["content"])
+    *chunks, done = events(reply)
+    assert done == "[DONE]"
+    return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+
+
 def question(text: str = "hello", **more: object) -> dict[str, object]:
     """The body of a chat completion."""
     return {"model": "served", "messages": [{"role": "user", "content": text}], **more}

@@ -1,15 +1,12 @@
-"""The server under OpenAI's own client, many clients, clients that leave, and its end."""
+"""The server under OpenAI's own client, clients that leave, and its end."""
 
-import asyncio
 import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from time import monotonic
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,7 +15,7 @@ import pytest
 
 from edgespec.serve.options import ServeOptions
 from edgespec_models.errors import Busy, DoesNotFit
-from tests.serving_for_tests import Reply, ServedModel, ask, events, question, serving, until
+from tests.serving_for_tests import ServedModel, ask, events, question, said, serving, until
 
 CHAT = "/v1/chat/completions"
 KEY = "a-key-of-this-test"
@@ -42,38 +39,23 @@ def client(url: str) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_openais_client_reads_answers(client: openai.OpenAI) -> None:
+def test_openais_client_reads_answers_and_streams(client: openai.OpenAI) -> None:
     answer: Any = client.chat.completions.create(model="served", messages=USER, logprobs=True)
     assert answer.choices[0].message.content == "re: grüße 😀"
     assert answer.choices[0].logprobs.content[0].logprob == -0.5
     assert answer.choices[0].edgespec["stats"]["rounds"] == 10  # what it does not know, it hands on
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
-    text = client.completions.create(model="served", prompt="one")
-    assert text.choices[0].text == "re: one"
-    assert [model.id for model in client.models.list()] == ["served"]
-    assert client.models.retrieve("served").owned_by == "edgespec"
-
-
-def test_openais_client_reads_streams(client: openai.OpenAI) -> None:
     stream: Any = client.chat.completions.create(
         model="served", messages=USER, stream=True, stream_options={"include_usage": True}
     )
     chunks = list(stream)
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "re: grüße 😀"
     assert chunks[-1].usage.prompt_tokens == 7
+    text = client.completions.create(model="served", prompt="one")
     pieces = client.completions.create(model="served", prompt="one", stream=True)
-    assert "".join(piece.choices[0].text for piece in pieces) == "re: one"
-
-
-def test_openais_asynchronous_client_reads_both(url: str) -> None:
-    async def both() -> tuple[str, str]:
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
-            whole: Any = await client.chat.completions.create(model="served", messages=USER)
-            stream: Any = await client.chat.completions.create(model="served", messages=USER, stream=True)
-            pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
-            return whole.choices[0].message.content, "".join(pieces)
-
-    assert asyncio.run(both()) == ("re: grüße 😀", "re: grüße 😀")
+    assert text.choices[0].text == "".join(piece.choices[0].text for piece in pieces) == "re: one"
+    assert [model.id for model in client.models.list()] == ["served"]
+    assert client.models.retrieve("served").owned_by == "edgespec"
 
 
 def test_openais_client_knows_every_refusal(model: ServedModel, client: openai.OpenAI, url: str) -> None:
@@ -95,17 +77,6 @@ def test_openais_client_knows_every_refusal(model: ServedModel, client: openai.O
         stranger.models.list()
 
 
-def test_a_stream_that_the_client_leaves_ends(model: ServedModel, client: openai.OpenAI) -> None:
-    model.pause_s = 0.02
-    long: Any = [{"role": "user", "content": "x" * 3000}]
-    stream: Any = client.chat.completions.create(model="served", messages=long, stream=True, max_tokens=4000)
-    next(iter(stream))
-    stream.close()
-    until(lambda: model.cancelled == 1)
-    model.pause_s = 0.0
-    client.chat.completions.create(model="served", messages=USER)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_nobody_waits_for_ends_before_its_first_token(
     model: ServedModel, url: str, stream: bool
@@ -119,67 +90,24 @@ def test_a_request_that_nobody_waits_for_ends_before_its_first_token(
     assert f'edgespec_requests_total{{path="{CHAT}",status="499"}} 1.0' in text
 
 
-def test_fifty_clients_get_all_their_answers_in_turn(model: ServedModel, url: str) -> None:
-    """Streamed and not, two of three right behind each other, for some seconds."""
-    model.pause_s = 0.0002
-    ends = monotonic() + 3.0
-    headers = {"Authorization": f"Bearer {KEY}"}
-
-    def client(number: int) -> int:
-        count = 0
-        while monotonic() < ends:
-            text, stream = f"client {number} question {count}", number % 2 == 0
-            reply = ask(url, CHAT, question(text, stream=stream), headers=headers)
-            assert reply.status == 200, reply.body
-            assert _content(reply, stream) == f"re: {text}"
-            count += 1
-        return count
-
-    with ThreadPoolExecutor(50) as pool:
-        counts = list(pool.map(client, range(50)))
-    assert len(model.calls) == sum(counts)
-    assert min(counts) > 0 and max(counts) <= 2 * min(counts) + 2, counts
-
-
-def _content(reply: Reply, stream: bool) -> str:
-    if not stream:
-        return str(reply.json["choices"][0]["message"]["content"])
-    *chunks, done = events(reply)
-    assert done == "[DONE]"
-    return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
-
-
-def test_what_runs_at_the_end_may_finish(model: ServedModel) -> None:
-    model.pause_s = 0.05
-    replies: list[Reply] = []
-    with serving(model.as_model(), ServeOptions(port=0)) as url:
-        asking = threading.Thread(
-            target=lambda: replies.append(ask(url, CHAT, question("to the end", stream=True)))
-        )
-        asking.start()
-        until(lambda: len(model.calls) == 1)
-    asking.join()
-    assert _content(replies[0], True) == "re: to the end"
-    assert model.closed == 0  # whoever made the model closes it
-
-
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_does_not_finish_in_time_is_ended_and_says_so(model: ServedModel, stream: bool) -> None:
+@pytest.mark.parametrize("in_time", [True, False])
+def test_what_runs_at_the_end_may_finish_in_time_and_else_says_so(
+    model: ServedModel, stream: bool, in_time: bool
+) -> None:
     model.pause_s = 0.05
-    replies: list[Reply] = []
-    long = question("x" * 3000, stream=stream, max_tokens=4000)
-    with serving(model.as_model(), ServeOptions(port=0, shutdown_s=0.2)) as url:
-        asking = threading.Thread(target=lambda: replies.append(ask(url, CHAT, long)))
-        asking.start()
+    asked = question("to the end" if in_time else "x" * 3000, stream=stream, max_tokens=4000)
+    options = ServeOptions(port=0, shutdown_s=10.0 if in_time else 0.2)
+    with ThreadPoolExecutor(1) as pool, serving(model.as_model(), options) as url:
+        asking = pool.submit(ask, url, CHAT, asked)
         until(lambda: len(model.calls) == 1)
-        threading.Event().wait(0.2)
-    asking.join()
-    assert model.closed == 1
-    if stream:
-        last = events(replies[0])[-1]
-        assert last["error"]["code"] == "shutting_down"
+    reply = asking.result()
+    assert model.closed == (not in_time)  # by who made it, if all goes well
+    if in_time:
+        assert said(reply) == "re: to the end"
     else:
-        assert (replies[0].status, replies[0].json["error"]["code"]) == (503, "shutting_down")
+        error = events(reply)[-1]["error"] if stream else reply.json["error"]
+        assert (error["code"], reply.status) == ("shutting_down", 200 if stream else 503)
 
 
 SCRIPT = """

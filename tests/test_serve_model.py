@@ -14,7 +14,7 @@ from edgespec.history.manage import History
 from edgespec.loading.opening import LoadOptions
 from edgespec.serve.options import ServeOptions
 from tests.models_for_tests import Gated, toy_model, toy_session
-from tests.serving_for_tests import Reply, ask, drafting_model, events, serving, until
+from tests.serving_for_tests import ask, drafting_model, events, said, serving, until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 NEW = 24
@@ -32,15 +32,6 @@ def model() -> Iterator[Model]:
         yield model
 
 
-def said(reply: Reply) -> str:
-    assert reply.status == 200, reply.body
-    if not reply.headers["content-type"].startswith("text/event-stream"):
-        return str(reply.json["choices"][0]["message"]["content"])
-    *chunks, done = events(reply)
-    assert done == "[DONE]"
-    return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
-
-
 def test_answers_are_the_models_own(model: Model) -> None:
     expected = model.chat([{"role": "user", "content": "hi"}], max_new_tokens=NEW)
     with serving(model) as url:
@@ -52,16 +43,16 @@ def test_answers_are_the_models_own(model: Model) -> None:
         sources = [token["source"] for token in choice["edgespec"]["tokens"]]
         assert sources.count("model") == choice["edgespec"]["stats"]["accepted"] > 0
         assert sources[0] == "target"
+        plain = ask(url, CHAT, body("hi", speculate=False)).json["choices"][0]
+        assert {token["source"] for token in plain["edgespec"]["tokens"]} == {"target"}
+        assert plain["message"] == choice["message"]
         text = ask(url, TEXT, {"model": "toy", "prompt": "abc", "max_tokens": 5}).json["choices"][0]["text"]
         assert text == model.generate("abc", max_new_tokens=5).text
-
-
-def test_without_speculation_every_token_is_the_targets(model: Model) -> None:
-    with serving(model) as url:
-        drafted = ask(url, CHAT, body("hi")).json["choices"][0]
-        plain = ask(url, CHAT, body("hi", speculate=False)).json["choices"][0]
-    assert {token["source"] for token in plain["edgespec"]["tokens"]} == {"target"}
-    assert plain["message"] == drafted["message"]
+        records = model.generate("abc", max_tokens=4, logprobs=True, top_logprobs=2).records
+        scored = ask(url, TEXT, {"model": "toy", "prompt": "abc", "max_tokens": 4, "logprobs": 2}).json
+        lists = scored["choices"][0]["logprobs"]
+        assert lists["token_logprobs"] == pytest.approx([record.logprob for record in records])
+        assert all(len(top) == 2 for top in lists["top_logprobs"])
 
 
 def test_a_stop_string_ends_a_stream_before_it(model: Model) -> None:

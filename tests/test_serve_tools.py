@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from edgespec.requests.results import Generation, GenerationStats, Record, TokenRecord, ToolCall
 from edgespec.serve.answers import Holding
-from tests.serving_for_tests import ServedModel, ask, drafting_model, events, question, serving, tokenizer
+from tests.serving_for_tests import (
+    ServedModel,
+    ask,
+    drafting_model,
+    events,
+    question,
+    said,
+    serving,
+    tokenizer,
+)
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 WEATHER: Any = {
@@ -36,34 +45,26 @@ def url() -> Iterator[str]:
         yield url
 
 
-def test_calls_come_in_openais_form(url: str) -> None:
-    choice = ask(url, CHAT, question(f"see {CALL}", tools=[WEATHER])).json["choices"][0]
-    assert choice["finish_reason"] == "tool_calls"
-    assert choice["message"]["content"] == "re: see"
-    call = choice["message"]["tool_calls"][0]
-    assert (call["id"], call["type"], call["function"]["name"]) == ("abcdefghi", "function", "weather")
-    assert json.loads(call["function"]["arguments"]) == {"city": "Bonn"}
-
-
-def test_streams_hold_the_writing_of_calls_back(url: str) -> None:
+def test_calls_come_whole_in_openais_form_streamed_or_not(url: str) -> None:
+    messages: Any = [{"role": "user", "content": f"see {CALL}"}]
+    asked: Any = {"model": "served", "messages": messages, "tools": [WEATHER]}
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        messages: Any = [{"role": "user", "content": f"see {CALL}"}]
-        stream: Any = client.chat.completions.create(
-            model="served", messages=messages, tools=[WEATHER], stream=True
-        )
-        chunks = [chunk.choices[0] for chunk in stream]
+        whole = client.chat.completions.create(**asked).choices[0]
+        chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+    assert whole.message.content == "re: see"
     assert "".join(chunk.delta.content or "" for chunk in chunks).strip() == "re: see"
-    assert chunks[-1].finish_reason == "tool_calls"
-    call = chunks[-1].delta.tool_calls[0]
-    assert (call.index, call.id, call.function.name) == (0, "abcdefghi", "weather")
-    assert json.loads(call.function.arguments) == {"city": "Bonn"}
+    assert whole.finish_reason == chunks[-1].finish_reason == "tool_calls"
+    for call in (whole.message.tool_calls[0], chunks[-1].delta.tool_calls[0]):
+        assert (call.id, call.type, call.function.name) == ("abcdefghi", "function", "weather")
+        assert json.loads(call.function.arguments) == {"city": "Bonn"}
+    assert chunks[-1].delta.tool_calls[0].index == 0
 
 
 def test_what_only_looks_like_a_call_is_text_after_all(url: str) -> None:
     text = "a <tool_cal and <tool_call>{ never ended"
-    chunks = events(ask(url, CHAT, question(text, tools=[WEATHER], stream=True)))[:-1]
-    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == f"re: {text}"
-    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    reply = ask(url, CHAT, question(text, tools=[WEATHER], stream=True))
+    assert said(reply) == f"re: {text}"
+    assert events(reply)[-2]["choices"][0]["finish_reason"] == "stop"
 
 
 def test_without_tools_nothing_is_held_back(url: str) -> None:
@@ -117,15 +118,6 @@ def test_several_answers_are_choices_and_greedy_ones_cost_one() -> None:
         assert again["choices"][0]["text"] == drawn["choices"][1]["text"]
 
 
-def test_log_probabilities_are_the_models() -> None:
-    with drafting_model() as model, serving(model) as url:
-        records = model.generate("abc", max_tokens=4, logprobs=True, top_logprobs=2).records
-        body = {"model": "toy", "prompt": "abc", "max_tokens": 4, "logprobs": 2}
-        lists = ask(url, TEXT, body).json["choices"][0]["logprobs"]
-        assert lists["token_logprobs"] == pytest.approx([record.logprob for record in records])
-        assert all(len(top) == 2 for top in lists["top_logprobs"])
-
-
 def test_messages_that_no_model_reads_are_refused() -> None:
     with drafting_model() as model, serving(model) as url:
         for content in (3, [{"type": "image_url", "image_url": {"url": "data:,"}}]):
@@ -150,11 +142,6 @@ def test_an_answer_has_the_form_that_was_asked_for() -> None:
         wanted = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema, "strict": True}}
         for stream in (False, True):
             reply = ask(url, CHAT, {**body, "response_format": wanted, "stream": stream})
-            if stream:
-                chunks = events(reply)[:-1]
-                text = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks)
-            else:
-                text = reply.json["choices"][0]["message"]["content"]
-            assert json.loads(text) in ({"a": "x"}, {"a": "y"})
+            assert json.loads(said(reply)) in ({"a": "x"}, {"a": "y"})
         wrong = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "nonsense"}}}
         assert ask(url, CHAT, {**body, "response_format": wrong}).status == 400
