@@ -183,6 +183,14 @@ def test_another_models_name_is_not_found(url: str) -> None:
     assert "this server has 'served'" in reply.error
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_ran_out_of_time_says_so(model: ServedModel, url: str, stream: bool) -> None:
+    model.ends = "timeout"
+    reply = ask(url, CHAT, question(stream=stream))
+    choice = events(reply)[-2]["choices"][0] if stream else reply.json["choices"][0]
+    assert (choice["finish_reason"], choice["edgespec"]["finish_reason"]) == ("length", "timeout")
+
+
 def test_models_health_and_unknown_paths(url: str) -> None:
     listed = ask(url, "/v1/models").json
     assert [each["id"] for each in listed["data"]] == ["served"]
@@ -240,8 +248,8 @@ def test_without_a_history_there_is_nothing_to_forget(url: str) -> None:
 
 def test_the_documentation_has_every_field() -> None:
     text = (Path(__file__).parent.parent / "docs" / "server.md").read_text(encoding="utf-8")
-    names = {each.name for cls in (ChatBody, CompletionBody) for each in fields(cls)}
-    assert {name for name in names if f"`{name}`" not in text} == set()
+    names = {each.name for body in (ChatBody, CompletionBody) for each in fields(body)}
+    assert [name for name in names if f"`{name}`" not in text] == []
 
 
 def test_without_the_extra_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
