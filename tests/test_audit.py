@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.measuring.audit import ALPHA, Audit, FirstDifference, audit_answers, audit_sampling
+from edgespec.measuring.audit import (
+    ALPHA,
+    Audit,
+    FirstDifference,
+    _first_difference,
+    audit_answers,
+    audit_sampling,
+)
 from edgespec.measuring.chi_square import ChiSquare, pool_rare, survival, two_samples
 from edgespec.measuring.prompts import Prompt
 from edgespec.requests.request import RequestOptions
@@ -29,12 +36,10 @@ def audit(model: FakeModel, samples: int = 200) -> Audit:
 def test_a_lossless_model_passes() -> None:
     result = audit(FakeModel())
     assert result.problems() == []
-    value = result.to_json()
-    json.dumps(value, allow_nan=False)
+    value = json.loads(json.dumps(result.to_json(), allow_nan=False))
     assert value["passed"] is True and value["row_exact"] is True
-    assert value["answers"]["prompts"] == value["answers"]["identical"] == 2
-    assert list(value["answers"]["first_differences"]) == []
-    assert value["answers"]["drafted"] > 0 and value["answers"]["flip_rate"] == 0.0
+    answers = {"prompts": 2, "identical": 2, "first_differences": [], "flip_rate": 0.0}
+    assert value["answers"].items() >= answers.items() and value["answers"]["drafted"] > 0
     assert value["sampling"]["p_value"] > ALPHA and value["sampling"]["samples"] == 600
     assert value["sampling"]["degrees_of_freedom"] >= 3 * 8
     assert value["sampling"]["equal_seeds"] == {"pairs": 150, "identical": 150}
@@ -50,11 +55,8 @@ def test_a_greedy_difference_is_found_and_named() -> None:
 
 
 def test_an_answer_that_ends_early_differs() -> None:
-    from edgespec.measuring.audit import _first_difference
-
     assert _first_difference("p", (1, 2, 3), (1, 2)) == FirstDifference("p", 2, 3, None)
     assert _first_difference("p", (1,), (1, 2)) == FirstDifference("p", 1, None, 2)
-    assert _first_difference("p", (1, 2), (1, 2)) is None
 
 
 def test_another_law_of_sampled_tokens_is_found_by_both_tests() -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from edgespec.measuring.bench import BenchOptions, Pair, mbsu, measure, speedup, summarize
 from edgespec.measuring.prompts import Prompt
-from edgespec.requests.results import Generation
 from edgespec_models.errors import RequestError
 from edgespec_models.files.replacing import check_writable, write_text
 from edgespec_models.progress import Progress
@@ -176,10 +175,3 @@ def test_a_place_that_cannot_be_written_is_an_error_at_once(tmp_path: Path) -> N
         check_writable(tmp_path)
     with pytest.raises(RequestError, match="does not exist"):
         write_text(tmp_path / "none" / "out.json", "text")
-
-
-def test_identical_means_the_tokens() -> None:
-    answer = FakeModel().generate("x", max_new_tokens=3)
-    other = Generation(answer.text, (*answer.tokens[:-1], 0), answer.finish_reason, answer.stats)
-    assert Pair(PROMPTS[0], answer, answer).identical
-    assert not Pair(PROMPTS[0], answer, other).identical

@@ -56,14 +56,6 @@ def _costs(bundle: Bundle, curve: CostCurve = CURVE, bandwidth: float = 1e6) -> 
     )
 
 
-def test_progress_is_told_from_the_load_on(bundle: Bundle) -> None:
-    told = list[Progress]()
-    measure_costs(bundle, CpuOptions(), rows=(1,), fresh=True, progress=told.append)
-    loads = [each for each in told if each.stage == "Loading the model"]
-    assert loads == [Progress("Loading the model", done, 1, "models") for done in (0, 1)]
-    assert told[0] == loads[0] and told[-1] == loads[-1]
-
-
 def test_the_roofline_from_its_definition(bundle: Bundle) -> None:
     """Tiny bundles say of themselves: 3,000 weights and bytes a pass."""
     manifest = bundle.manifest
@@ -135,17 +127,16 @@ def test_what_is_measured_serves_the_next_load_and_fresh_forgets_it(
 ) -> None:
     monkeypatch.setattr(opening, "recheck_cost", lambda session, stored, rows: stored)
     options = CpuOptions(threads=1)
-    first = measure_costs(bundle, options)
+    told = list[Progress]()
+    first = measure_costs(bundle, options, progress=told.append)
+    loading = [Progress("Loading the model", done, 1, "models") for done in (0, 1)]
+    assert [told[0], told[-1]] == loading and len(told) > 2
     assert set(first.curve.seconds_by_rows) == set(DEFAULT_ROWS) and first.threads == 1
     assert first.bandwidth >= bundle.manifest.bytes_per_pass / min(first.curve.seconds_by_rows.values())
     again = measure_costs(bundle, options)
     assert (again.remembered, again.curve) == (True, first.curve)
     assert not measure_costs(bundle, options, fresh=True).remembered
     assert not first.remembered
-
-
-def test_memory_is_read_at_some_speed() -> None:
-    assert 1e7 < memory_bandwidth(2, size=1 << 22) < 1e13
 
 
 def test_peak_memory_is_this_process_own() -> None:
@@ -193,56 +184,29 @@ def test_a_page_that_cannot_be_written_is_found_before_anything_is_measured(
 
 
 @pytest.mark.usefixtures("consoles")
-def test_disturbed_times_are_shown_and_not_kept(
-    bundle: Bundle, own_measurements: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("disturbed", "code"), [(True, 0), (False, 130)])
+def test_disturbed_and_interrupted_times_are_not_kept(
+    bundle: Bundle, own_measurements: Path, monkeypatch: pytest.MonkeyPatch, disturbed: bool, code: int
 ) -> None:
-    doubtful = replace(CURVE, confirmed=False)
-    monkeypatch.setattr(opening, "measure_cost", lambda *_, **__: doubtful)
-    result = _run(str(bundle.path))
-    assert result.exit_code == 0 and "which are not kept" in result.stderr
-    assert not own_measurements.exists()
-
-
-@pytest.mark.usefixtures("consoles")
-def test_ctrl_c_ends_the_command_and_keeps_nothing(
-    bundle: Bundle, own_measurements: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(*_: Any, **__: Any) -> None:
+    def measure(*_: Any, **__: Any) -> CostCurve:
+        if disturbed:
+            return replace(CURVE, confirmed=False)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(opening, "measure_cost", interrupt)
+    monkeypatch.setattr(opening, "measure_cost", measure)
     result = _run(str(bundle.path))
-    assert result.exit_code == 130 and "interrupted" in result.stderr
+    assert result.exit_code == code and ("not kept" if disturbed else "interrupted") in result.stderr
     assert not own_measurements.exists()
 
 
-def _result(bundle: Bundle, **settings: Any) -> dict[str, Any]:
-    value: dict[str, Any] = json.loads(json.dumps(_costs(bundle, **settings).to_json()))
-    return value
-
-
+@pytest.mark.parametrize("curve", [CURVE, CostCurve({1: 0.01}), replace(CURVE, confirmed=False)])
 @pytest.mark.parametrize("bandwidth", [3000 / 0.008, 3000 / 1e-6, 3000 / 10.0])
-def test_the_page_is_whole_and_fetches_nothing(bundle: Bundle, bandwidth: float) -> None:
-    text = render_costs(_result(bundle, bandwidth=bandwidth))
+def test_the_page_is_whole_and_fetches_nothing(bundle: Bundle, curve: CostCurve, bandwidth: float) -> None:
+    result = json.loads(json.dumps(_costs(bundle, curve, bandwidth).to_json()))
+    text = render_costs(result | {"name": "<b>x"})
     page = Page(text)
-    assert page.open == [] and page.fetched == [] and "script" not in page.tags
-    assert text.count('class="bar"') == text.count('class="mark"') == 5
-
-
-def test_a_page_of_one_point_can_be_drawn(bundle: Bundle) -> None:
-    assert Page(render_costs(_result(bundle, curve=CostCurve({1: 0.01})))).open == []
-
-
-def test_a_page_of_disturbed_times_says_so(bundle: Bundle) -> None:
-    disturbed = render_costs(_result(bundle, curve=replace(CURVE, confirmed=False)))
-    assert "disturbed" in disturbed and Page(disturbed).open == []
-    assert "disturbed" not in render_costs(_result(bundle))
-
-
-def test_names_are_escaped(bundle: Bundle) -> None:
-    assert "<b>x" not in render_costs(_result(bundle) | {"name": "<b>x"})
-
-
-def test_another_format_is_refused() -> None:
+    assert page.open == [] and page.fetched == [] and "script" not in page.tags and "<b>x" not in text
+    assert text.count('class="bar"') == text.count('class="mark"') == len(curve.seconds_by_rows)
+    assert ("disturbed" in text) == (not curve.confirmed)
     with pytest.raises(RequestError, match="not the result of a measurement of costs"):
-        render_costs({"format": 2})
+        render_costs(result | {"format": 2})

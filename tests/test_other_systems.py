@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -158,22 +159,15 @@ class TestPipes:
             number, self.number = self.number, None  # what is flushed at the end is of no interest
             raise OSError(number, os.strerror(number))
 
-    def run(self, number: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    @pytest.mark.usefixtures("own_signals", "consoles")
+    @pytest.mark.parametrize(("number", "platform"), [(errno.EPIPE, sys.platform), (errno.EINVAL, "win32")])
+    def test_nobody_reads(self, monkeypatch: pytest.MonkeyPatch, number: int, platform: str) -> None:
+        monkeypatch.setattr(sys, "platform", platform)
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(self.Closed(number)), "utf-8"))
         monkeypatch.setattr(sys, "argv", ["edgespec", "models", "--json"])
         with pytest.raises(SystemExit) as ended:
             main()
-        return int(ended.value.code or 0)
-
-    @pytest.mark.usefixtures("own_signals")
-    def test_nobody_reads(self, monkeypatch: pytest.MonkeyPatch, consoles: None) -> None:
-        assert self.run(errno.EPIPE, monkeypatch) == 1
-
-    @pytest.mark.usefixtures("own_signals")
-    def test_nobody_reads_on_windows(
-        self, monkeypatch: pytest.MonkeyPatch, consoles: None, windows: None
-    ) -> None:
-        assert self.run(errno.EINVAL, monkeypatch) == 1
+        assert ended.value.code == 1
 
 
 @pytest.mark.usefixtures("own_signals")
@@ -196,18 +190,13 @@ class TestMachines:
     """Names of processors and the memory of a process, from where each system has them."""
 
     def test_windows(self, windows: None, monkeypatch: pytest.MonkeyPatch) -> None:
-        class Key:
-            def __enter__(self) -> str:
-                return "opened"
-
-            def __exit__(self, *exc: object) -> None:
-                pass
-
         def value(key: str, name: str) -> tuple[str, int]:
             assert (key, name) == ("opened", "ProcessorNameString")
             return "A Processor  ", 1
 
-        fake = SimpleNamespace(HKEY_LOCAL_MACHINE=1, OpenKey=lambda *_: Key(), QueryValueEx=value)
+        fake = SimpleNamespace(
+            HKEY_LOCAL_MACHINE=1, OpenKey=lambda *_: nullcontext("opened"), QueryValueEx=value
+        )
         monkeypatch.setitem(sys.modules, "winreg", fake)
         assert describe_machine()["cpu"] == "A Processor"
         memory = SimpleNamespace(memory_info=lambda: SimpleNamespace(peak_wset=12345))

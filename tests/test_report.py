@@ -66,22 +66,19 @@ def test_names_from_outside_are_escaped() -> None:
     assert "&lt;b&gt;bold" in text and "a&amp;b" in text
 
 
-def test_a_slowdown_and_a_difference_are_shown_as_such() -> None:
-    text = render_report(result_of(FakeModel(speed={"": 0.5}, flips=("writing",))))
-    assert "0.50 times as fast as plain decoding (slower)" in text
-    assert "1 of 2 answers are the same" in text and 'class="warning"' in text
-    assert 'class="bar below"' in text
-
-
-def test_a_run_without_drafts_has_no_picture_of_acceptance() -> None:
-    text = render_report(result_of(FakeModel(drafts=False)))
-    assert "Acceptance by position" not in text
-    assert "Few or no drafts in 2 answers: too &lt;slow&gt;" in text
-
-
-def test_what_was_rolled_back_is_told() -> None:
-    text = render_report(result_of(FakeModel(rolled_back=("it <misled>",))))
-    assert "Rolled back in 2 answers: it &lt;misled&gt;" in text
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (FakeModel(speed={"": 0.5}), ("0.50 times as fast as plain decoding (slower)", 'class="bar below"')),
+        (FakeModel(flips=("writing",)), ("1 of 2 answers are the same", 'class="warning"')),
+        (FakeModel(drafts=False), ("Few or no drafts in 2 answers: too &lt;slow&gt;",)),
+        (FakeModel(rolled_back=("it <misled>",)), ("Rolled back in 2 answers: it &lt;misled&gt;",)),
+    ],
+)
+def test_what_went_otherwise_is_told(model: FakeModel, told: tuple[str, ...]) -> None:
+    text = render_report(result_of(model))
+    assert all(each in text for each in told)
+    assert ("Acceptance by position" in text) == model.drafts
 
 
 def test_a_stopped_run_says_so_and_an_empty_one_renders() -> None:
@@ -90,9 +87,6 @@ def test_a_stopped_run_says_so_and_an_empty_one_renders() -> None:
     text = render_report(empty)
     assert "stopped early" in text and "Nothing was measured" in text
     assert Page(text).open == []
-
-
-def test_another_form_is_refused() -> None:
     with pytest.raises(RequestError, match="format is None"):
         render_report({})
 
