@@ -214,7 +214,7 @@ class TestLocks:
 PROGRAM = """
 import signal, sys, time
 from pathlib import Path
-import edgespec_export.export as exporting
+import edgespec_export.graph_bundle as exporting
 import edgespec_models.downloads.catalog as catalog
 
 known = catalog.entries(Path(sys.argv.pop(1)))
