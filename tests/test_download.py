@@ -222,14 +222,6 @@ def test_a_connection_that_only_breaks_is_given_up_and_the_rest_kept(home: Path,
     assert not (home / TOY).exists()
 
 
-def test_a_larger_file_is_refused_by_its_announcement(home: Path, hub: Hub) -> None:
-    hub.content = CONTENT + b"more"
-    seen: list[Progress] = []
-    with pytest.raises(DownloadError, match="is another file now"):
-        pull(FROM_HUB, progress=seen.append)
-    assert seen == []
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
 def test_ctrl_c_ends_a_stalled_download_at_once(
     home: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch

@@ -56,18 +56,15 @@ def node(graph: Any, kind: str) -> Any:
     return {attribute.name: attribute for attribute in found.attribute}
 
 
-def set_number(kind: str, name: str, change: Callable[[int], int]) -> Edit:
+def change(kind: str, name: str, by: Callable[[Any], Any]) -> Edit:
+    """Change an attribute, a number or a text."""
+
     def edit(graph: Any) -> None:
         attribute = node(graph, kind)[name]
-        attribute.i = change(attribute.i)
-
-    return edit
-
-
-def set_text(kind: str, name: str, change: Callable[[str], str]) -> Edit:
-    def edit(graph: Any) -> None:
-        attribute = node(graph, kind)[name]
-        attribute.s = change(attribute.s.decode()).encode()
+        if attribute.s:
+            attribute.s = by(attribute.s.decode()).encode()
+        else:
+            attribute.i = by(attribute.i)
 
     return edit
 
@@ -90,31 +87,26 @@ def widen(graph: Any) -> None:
 
 
 BYTES = "edgespec: a matrix has more or fewer bytes than its widths take"
+INPUT = "edgespec: attention's input is not float32"
 EDITS: dict[str, tuple[Edit, str]] = {
-    "more columns": (set_text("Linear", "parts", lambda parts: parts.replace(":", ":1", 1)), BYTES),
-    "other format": (set_text("Linear", "parts", lambda parts: parts.replace("Q4_0", "Q8_0", 1)), BYTES),
+    "more columns": (change("Linear", "parts", lambda parts: parts.replace(":", ":1", 1)), BYTES),
+    "other format": (change("Linear", "parts", lambda parts: parts.replace("Q4_0", "Q8_0", 1)), BYTES),
     "no format": (
-        set_text("Linear", "parts", lambda parts: parts.replace("Q4_0", "Q4_9", 1)),
+        change("Linear", "parts", lambda parts: parts.replace("Q4_0", "Q4_9", 1)),
         "edgespec: no format of weights is called Q4_9",
     ),
     "one part less": (
-        set_text("Linear", "parts", lambda parts: parts.rpartition(",")[0]),
+        change("Linear", "parts", lambda parts: parts.rpartition(",")[0]),
         "edgespec: a projection has more matrices than parts",
     ),
-    "more inputs": (set_number("Linear", "inputs", lambda inputs: 2 * inputs), BYTES),
-    "more tokens": (set_number("Embedding", "rows", lambda rows: rows + 16), BYTES),
-    "wider rows": (set_number("Embedding", "width", lambda width: width + 32), BYTES),
+    "more inputs": (change("Linear", "inputs", lambda inputs: 2 * inputs), BYTES),
+    "more tokens": (change("Embedding", "rows", lambda rows: rows + 16), BYTES),
+    "wider rows": (change("Embedding", "width", lambda width: width + 32), BYTES),
     "a short tensor": (shorten, BYTES),
-    "more heads": (
-        set_number("Attention", "heads", lambda heads: 2 * heads),
-        "edgespec: attention's input is not float32",
-    ),
-    "narrow heads": (
-        set_number("Attention", "head_dim", lambda width: width // 2),
-        "edgespec: attention's input is not float32",
-    ),
+    "more heads": (change("Attention", "heads", lambda heads: 2 * heads), INPUT),
+    "narrow heads": (change("Attention", "head_dim", lambda width: width // 2), INPUT),
     "a wide next layer": (widen, "edgespec: a projection's input is not float32"),
-    "no heads": (set_number("Attention", "heads", lambda heads: 0), "edgespec: attention heads"),
+    "no heads": (change("Attention", "heads", lambda heads: 0), "edgespec: attention heads"),
 }
 
 

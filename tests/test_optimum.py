@@ -13,8 +13,7 @@ import edgespec
 from edgespec.cli import app
 from edgespec_export.optimum import export_with_optimum
 from edgespec_models.errors import EdgespecError, ModelFileError, RequestError
-from tests.foreign_for_tests import ForeignSpec, write_optimum
-from tests.written_out_for_tests import WrittenOut, write_written_out
+from tests.foreign_for_tests import ForeignSpec, WrittenOut, write_optimum, write_written_out
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="the stand-in is a script with a shebang line")
@@ -24,7 +23,7 @@ import json, os, shutil, sys
 sys.path[:0] = {[str(ROOT), *(str(ROOT / part) for part in ("models", "runtimes", "export"))]!r}
 from pathlib import Path
 from tests.foreign_for_tests import ForeignSpec, write_optimum
-from tests.written_out_for_tests import WrittenOut, write_written_out
+from tests.foreign_for_tests import WrittenOut, write_written_out
 arguments = sys.argv[1:]
 assert arguments[:3] == ["export", "onnx", "--model"]
 assert arguments[4:6] == ["--task", "text-generation-with-past"]

@@ -27,13 +27,12 @@ from edgespec_runtimes.devices.discovery import Device
 from edgespec_runtimes.devices.kinds import CPU
 from edgespec_runtimes.memory import MachineMemory, machine_memory
 from edgespec_runtimes.static.session import StaticSession
-from tests.foreign_for_tests import ForeignSpec, write_genai, write_optimum
+from tests.foreign_for_tests import ForeignSpec, WrittenOut, write_genai, write_optimum, write_written_out
 from tests.gguf_for_tests import tiny_gguf
 from tests.hf_for_tests import config_of, write_checkpoint
 from tests.native_for_tests import tiny_native
 from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import GEMMA, INT8, tiny_bundle
-from tests.written_out_for_tests import WrittenOut, write_written_out
 
 ONE_THREAD = CpuOptions(threads=1)
 LENGTHS = (1, 255, 256, 257, 500, 640)
