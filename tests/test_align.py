@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 from edgespec.cli import app
 from edgespec.loading import first_use
 from edgespec.loading.opening import open_model
-from edgespec_export.align.alignment import Alignment, Codes, Origin, read_alignment
-from edgespec_export.align.merge import open_aligned
+from edgespec_export.align.alignment import Alignment, Codes, Origin, open_aligned, read_alignment
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats import plan
 from edgespec_export.formats.stored_weights import StoredWeights

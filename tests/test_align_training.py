@@ -17,9 +17,8 @@ from edgespec.align import answering
 from edgespec.align import run as running
 from edgespec.cli import app
 from edgespec_export.align import training
-from edgespec_export.align.alignment import Alignment, Origin, read_alignment
+from edgespec_export.align.alignment import Alignment, Origin, open_aligned, read_alignment
 from edgespec_export.align.decoder import TorchDecoder, batch_of
-from edgespec_export.align.merge import open_aligned
 from edgespec_export.align.settings import Text, TrainingOptions
 from edgespec_export.align.training import count_right, train
 from edgespec_export.sources.open import open_checkpoint

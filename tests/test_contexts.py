@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 import edgespec
 from edgespec.cli import app
-from edgespec_export.devices import contexts
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundles.bundle import MANIFEST, Bundle
 from edgespec_models.bundles.static_graphs import CHIPS, StaticGraphs, find_chip
@@ -70,8 +69,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _install(patch: pytest.MonkeyPatch, compiler: type = Compiler) -> None:
-    patch.setattr(contexts, "resolve", lambda name, runtime: resolve(name, EMULATING))
-    patch.setattr(contexts, "session_settings", lambda options: Settings())
+    patch.setattr(device_bundle, "resolve", lambda name, runtime: resolve(name, EMULATING))
+    patch.setattr(device_bundle, "session_settings", lambda options: Settings())
     patch.setattr(ort, "ModelCompiler", compiler)
 
 
@@ -180,7 +179,7 @@ def test_what_cannot_be_compiled_is_refused_at_once(
     error: type[EdgespecError],
     message: str,
 ) -> None:
-    monkeypatch.setattr(contexts, "resolve", lambda name, runtime: resolve(name, PLAIN))
+    monkeypatch.setattr(device_bundle, "resolve", lambda name, runtime: resolve(name, PLAIN))
     begun: list[Progress] = []
     with pytest.raises(error, match=message):
         export_model(source, tmp_path / "out", options=options, progress=begun.append)

@@ -12,7 +12,7 @@ import pytest
 
 import edgespec
 from edgespec_export.devices import static_export
-from edgespec_export.devices.contexts import compile_graph, compiler_for
+from edgespec_export.devices.device_bundle import compile_graph, compiler_for
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundles.bundle import MANIFEST, Bundle, FileRecord
 from edgespec_models.bundles.static_graphs import find_chip

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from edgespec_export.export import export_model
 from edgespec_export.sources.hf_checkpoint import HFCheckpoint
-from edgespec_export.sources.sentencepiece_model import to_tokenizer_json
+from edgespec_export.sources.hf_tokenizer import to_tokenizer_json
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.text.tokenizer import Tokenizer

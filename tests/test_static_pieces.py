@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec_export.devices import static_pieces, static_weights
-from edgespec_export.devices.static_pieces import StaticPieces, split
+from edgespec_export.devices import static_export, static_weights
+from edgespec_export.devices.static_export import StaticPieces, split
 from edgespec_export.devices.static_weights import WeightFile, write_static_weights
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.options import TrimOptions
@@ -56,7 +56,7 @@ def test_an_export_in_pieces_is_that_of_the_whole(
     source = tiny_gguf(architecture).write(tmp_path / "m.gguf")
     options, reports = _options(tmp_path, device), []
     for name, pieces, rows in (("whole", _whole, 10_000), ("pieces", _one_by_one, 7)):
-        monkeypatch.setattr(static_pieces, "split", pieces)
+        monkeypatch.setattr(static_export, "split", pieces)
         monkeypatch.setattr(static_weights, "_SPAN_ROWS", rows)
         reports.append(export_model(source, tmp_path / name, options=options).static)
     whole, cut = (Bundle(tmp_path / name) for name in ("whole", "pieces"))
@@ -87,16 +87,16 @@ def test_points_take_the_same_values(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with GGUFCheckpoint(tiny_gguf(architecture).write(tmp_path / "m.gguf")) as checkpoint:
-        monkeypatch.setattr(static_pieces, "split", _whole)
+        monkeypatch.setattr(static_export, "split", _whole)
         whole = _watched(checkpoint, tmp_path / "whole")
-        monkeypatch.setattr(static_pieces, "split", _one_by_one)
+        monkeypatch.setattr(static_export, "split", _one_by_one)
         assert _watched(checkpoint, tmp_path / "pieces") == whole
     assert len(whole[1]) == len(TEXTS)
 
 
 def test_one_piece_is_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[weakref.ref[Any]] = []
-    monkeypatch.setattr(static_pieces, "split", _one_by_one)
+    monkeypatch.setattr(static_export, "split", _one_by_one)
 
     def spy(*given: Any) -> Any:
         assert not any(session() for session in opened)
@@ -104,7 +104,7 @@ def test_one_piece_is_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
         opened.append(weakref.ref(session))
         return session
 
-    monkeypatch.setattr(static_pieces, "open_graph", spy)
+    monkeypatch.setattr(static_export, "open_graph", spy)
     source = tiny_gguf("llama").write(tmp_path / "m.gguf")
     export_model(source, tmp_path / "out", options=_options(tmp_path, "npu-qnn"))
     assert len(opened) == 6  # two layers and the head, in float32 and quantized

@@ -34,7 +34,7 @@ CpuSession(Bundle(Path(sys.argv[2]))).predict([1, 2])
     [
         "edgespec",
         "edgespec.engine",
-        "edgespec_export.devices.contexts",
+        "edgespec_export.devices.device_bundle",
         "edgespec_runtimes.devices.discovery",
     ],
 )

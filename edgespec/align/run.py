@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 from edgespec.align.answers import Answer, number_of
 from edgespec.requests.request import Request, drafter_tokens
-from edgespec_export.align.alignment import Alignment, Origin, read_alignment
-from edgespec_export.align.merge import open_aligned
+from edgespec_export.align.alignment import Alignment, Origin, open_aligned, read_alignment
 from edgespec_export.align.settings import Guesses, Text, TrainingOptions
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import DeviceError, EdgespecError, RequestError, TokenizerError

@@ -169,7 +169,7 @@ def _tell(place: Path, count: int, as_json: bool) -> None:
 def _checkpoint(drafter: str, where: "Place", progress: "ProgressCallback") -> Path:
     """The drafter's, which is to be trained ``where`` that can be done."""
     from edgespec.align.run import device_of
-    from edgespec_export.align.merge import open_aligned
+    from edgespec_export.align.alignment import open_aligned
     from edgespec_models.bundles.foreign import is_model
     from edgespec_models.errors import RequestError
 

@@ -105,7 +105,7 @@ def _check_device(options: ExportOptions) -> None:
 
 def _check_chip(name: str, device: ExportDevice | None) -> None:
     """Before the export's minutes: the chip is known, and there is a compiler for it."""
-    from edgespec_export.devices.contexts import compiler_for
+    from edgespec_export.devices.device_bundle import compiler_for
 
     if device != "npu-qnn":
         raise RequestError(

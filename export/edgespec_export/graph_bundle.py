@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from edgespec_export.align.merge import open_aligned
+from edgespec_export.align.alignment import open_aligned
 from edgespec_export.bundle_files import (
     describe,
     finish,

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as computed_again
 
-from edgespec_export.align.alignment import BLOCKS, Codes
-from edgespec_export.align.merge import FACTORS
+from edgespec_export.align.alignment import BLOCKS, FACTORS, Codes
 from edgespec_export.align.settings import Trained
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.layers import PRODUCTS, Decoder, Layer, rotary_tables

@@ -1,6 +1,13 @@
-"""A bundle for a device that compiles fixed shapes: built, run on the CPU, and described."""
+"""A bundle for a device that compiles fixed shapes: built, run on the CPU, described, and compiled if asked.
+
+For one chip, graphs are compiled ahead to context binaries, which a device opens without its compiler.
+Qualcomm's provider compiles without the chip, through ONNX Runtime's API for compiling, to an ONNX file with
+one ``EPContext`` operator and a binary beside it
+(https://onnxruntime.ai/docs/execution-providers/EP-Context-Design.html).
+"""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from edgespec_export.bundle_files import (
@@ -10,7 +17,6 @@ from edgespec_export.bundle_files import (
     write_json,
     write_texts,
 )
-from edgespec_export.devices.contexts import compile_contexts, compiler_for
 from edgespec_export.devices.static_export import ROWS, export_static, format_name, planned
 from edgespec_export.graphs.calibration import calibration_texts, prompt_start
 from edgespec_export.graphs.parity import find_golden
@@ -18,17 +24,18 @@ from edgespec_export.options import ExportOptions
 from edgespec_export.report import ExportReport
 from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.bundles.bundle import MANIFEST, TOKENIZER, Bundle
-from edgespec_models.bundles.static_graphs import buckets_for, find_chip
-from edgespec_models.errors import RequestError
-from edgespec_models.progress import ProgressCallback
+from edgespec_models.bundles.static_graphs import Chip, Contexts, StaticGraphs, buckets_for, find_chip
+from edgespec_models.errors import DeviceError, RequestError
+from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
-from edgespec_runtimes.cpu import CpuOptions
-from edgespec_runtimes.devices.discovery import Device
+from edgespec_runtimes.cpu import CpuOptions, session_settings
+from edgespec_runtimes.devices.discovery import Device, Runtime, resolve
 from edgespec_runtimes.devices.kinds import CPU
 from edgespec_runtimes.memory import peak_memory_bytes
+from edgespec_runtimes.ort import ort
 from edgespec_runtimes.static.session import StaticSession
 
-__all__ = ["build_for_device"]
+__all__ = ["build_for_device", "compile_contexts", "compile_graph", "compiler_for"]
 
 _TEXTS = 32
 _SHORTEST = 16
@@ -103,3 +110,54 @@ def _rolls_back(folder: Path) -> bool:
     session = StaticSession(Bundle(folder), Device(CPU, "ready"), options)
     session.close()
     return session.row_exact
+
+
+def compiler_for(chip: Chip, runtime: Runtime | None = None) -> Device:
+    """Qualcomm's provider, told to compile for ``chip``, wherever that is, and to run nothing.
+
+    Raises:
+        DeviceError: this machine lacks the compiler; says what adds it.
+    """
+    try:
+        device = resolve("qnn:htp", runtime)
+    except DeviceError as error:
+        raise DeviceError(
+            f"compiling for {chip.name} takes Qualcomm's compiler, which is for Windows, and for Linux with "
+            f"glibc 2.35 or newer: {error} (without a chip, the device compiles graphs as it loads them)"
+        ) from error
+    return replace(device, options={**device.options, **chip.options, "enable_htp_prepare_only": "1"})
+
+
+def compile_contexts(
+    folder: Path, graphs: StaticGraphs, chip: Chip, compiler: Device, progress: ProgressCallback
+) -> StaticGraphs:
+    """Compile every graph in ``folder`` for ``chip``; returns ``graphs`` with what compiled them.
+
+    Raises:
+        DeviceError: the compiler refuses a graph.
+    """
+    for number, graph in enumerate(graphs.graphs):
+        progress(Progress("Compiling", number, len(graphs.graphs), "graphs"))
+        compiled, binary = (folder / name for name in graphs.context_files(graph))
+        compile_graph(folder / graph, compiled, compiler)
+        if not binary.is_file():
+            raise DeviceError(f"compiling {graph} for {chip.name} left no {binary.name}; nothing was kept")
+    progress(Progress("Compiling", len(graphs.graphs), len(graphs.graphs), "graphs"))
+    return replace(graphs, contexts=Contexts(chip=chip, version=compiler.version))
+
+
+def compile_graph(graph: Path, out: Path, compiler: Device) -> None:
+    """Compile ``graph`` to ``out``, and a binary beside it; raises DeviceError if any operator is refused."""
+    settings = session_settings(CpuOptions())
+    settings.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    settings.add_provider_for_devices([compiler.handle], dict(compiler.options))
+    try:
+        model = ort.ModelCompiler(
+            settings,
+            str(graph),
+            # As a session has it, so that both compile the same; left out, a compiler optimizes nothing.
+            graph_optimization_level=settings.graph_optimization_level,
+        )
+        model.compile_to_file(str(out))
+    except Exception as error:  # ONNX Runtime's own exceptions share no base class
+        raise DeviceError(f"Qualcomm's compiler refuses {graph.name}: {error}") from error
