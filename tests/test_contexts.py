@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import edgespec
 from edgespec.cli import app
+from edgespec_export.devices import device_bundle
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundles.bundle import MANIFEST, Bundle
 from edgespec_models.bundles.static_graphs import CHIPS, StaticGraphs, find_chip
