@@ -197,8 +197,8 @@ def test_chat_template() -> None:
 @pytest.mark.parametrize(
     ("kind", "keys", "complaint"),
     [
-        ("gpt2", {"model": None}, "model must be a text"),
-        ("gpt2", {"model": 3}, "model must be a text"),
+        ("gpt2", {"model": None}, "lacks 'model'"),
+        ("gpt2", {"model": 3}, "model is 3, not a text"),
         ("gpt2", {"tokens": None}, "tokens must be a list"),
         ("gpt2", {"tokens": ["a", 3]}, "tokens must be a list"),
         ("gpt2", {"tokens": "abc"}, "tokens must be a list"),
@@ -209,7 +209,7 @@ def test_chat_template() -> None:
         ("gpt2", {"token_type": ["1"]}, "one per token"),
         ("gpt2", {"token_type": [[1], 2]}, "one per token"),
         ("gpt2", {"token_type": [1.5] * len(texts_of("gpt2"))}, "one per token"),
-        ("gpt2", {"pre": 3}, "pre must be a text"),
+        ("gpt2", {"pre": 3}, "pre is 3, not a text"),
         ("gpt2", {"merges": None}, "merges must be a list"),
         ("gpt2", {"merges": ["no merge"]}, "Merge 0"),
         ("gpt2", {"merges": ["ab"]}, "Merge 0"),

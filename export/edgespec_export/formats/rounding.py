@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from edgespec_export.sources.blocks import F32, Blocks
 from edgespec_models.bundles.weight_format import WeightFormat
@@ -25,6 +24,7 @@ from edgespec_models.bundles.weight_format import WeightFormat
 __all__ = ["Rounding", "round_matrix"]
 
 Rounding = Literal["rtn", "fit", "k-quant"]
+_Grid = tuple[F32, F32]  # scale and offset of every block, (rows, blocks): scale * code + offset
 
 # Shrinking the range of a block clips its extremes and makes every step finer; which is better
 # differs by block, so each of these is tried.
@@ -54,33 +54,19 @@ class _Matrix:
         """The code of zero where offsets are not free."""
         return (self.top + 1) // 2
 
-
-@dataclass(frozen=True, slots=True)
-class _Grid:
-    """``scale * code + offset`` for every block, float32 ``(rows, blocks)``."""
-
-    scales: F32
-    offsets: F32
-
-    def codes(self, matrix: _Matrix) -> F32:
-        """The nearest codes, as whole float32 numbers like ``matrix.grouped``."""
-        safe = _nonzero(self.scales)
-        codes = matrix.grouped - self.offsets[..., None]
-        codes /= safe[..., None]
+    def codes(self, grid: _Grid) -> F32:
+        """The nearest codes, as whole float32 numbers like ``grouped``."""
+        scales, offsets = grid
+        codes = self.grouped - offsets[..., None]
+        codes /= _nonzero(scales)[..., None]
         np.rint(codes, out=codes)
-        return np.clip(codes, 0, matrix.top, out=codes)
+        return np.clip(codes, 0, self.top, out=codes)
 
 
 def round_matrix(values: F32, form: WeightFormat, method: Rounding = "fit") -> Blocks:
-    """Round ``values``, float32 ``(rows, columns)``, to the bits and blocks of ``form``.
+    """Round ``values``, finite float32 ``(rows, columns)``, to the bits and blocks of ``form``.
 
-    Args:
-        values: finite weights; columns are a multiple of the block.
-        form: 4 or 8 bits.
-        method: how scales and offsets are chosen (the module's docstring).
-
-    Returns:
-        Blocks that ``form`` holds: with minimums where it has them, else around the middle code.
+    The blocks have minimums where ``form`` has them, and lie around the middle code elsewhere.
     """
     grouped = values.reshape(len(values), -1, form.block)
     means = np.zeros(grouped.shape[:2], np.float32)
@@ -88,11 +74,11 @@ def round_matrix(values: F32, form: WeightFormat, method: Rounding = "fit") -> B
         means = grouped.mean(axis=-1)
         grouped = grouped - means[..., None]
     matrix = _Matrix(grouped, means, form.minimums, (1 << form.bits) - 1)
-    codes, grid = _round(matrix, method)
+    codes, (scales, offsets) = _round(matrix, method)
     flat = codes.astype(np.uint8).reshape(values.shape)
     if not form.minimums:
-        return Blocks(flat, matrix.middle, grid.scales, None, form.bits, form.block)
-    return Blocks(flat, 0, grid.scales, -(grid.offsets + means), form.bits, form.block)
+        return Blocks(flat, matrix.middle, scales, None, form.bits, form.block)
+    return Blocks(flat, 0, scales, -(offsets + means), form.bits, form.block)
 
 
 def _nonzero(values: F32) -> F32:
@@ -104,7 +90,7 @@ def _nonzero(values: F32) -> F32:
 def _round(matrix: _Matrix, method: Rounding) -> tuple[F32, _Grid]:
     if method == "rtn":
         whole = _range_grid(matrix, _range(matrix), 1.0, "low")
-        return whole.codes(matrix), whole
+        return matrix.codes(whole), whole
     if method == "k-quant":
         return _search(matrix, _k_quant_weights(matrix), _k_quant_ratios(matrix), "low")
     return _search(matrix, None, _FIT, "both")
@@ -125,10 +111,10 @@ def _range_grid(
     low, high = ends
     if not matrix.free:  # the larger end at code 0, of which there is one more than above
         scales = np.where(-low >= high, low, high) * np.float32(-ratio / matrix.middle)
-        return _Grid(scales, -np.float32(matrix.middle) * scales)
+        return scales, -np.float32(matrix.middle) * scales
     scales = (high - low) * np.float32(ratio / matrix.top)
     middle = (low + high) / 2 - scales * np.float32(matrix.top / 2)
-    return _Grid(scales, low if clipped == "low" else middle)
+    return scales, low if clipped == "low" else middle
 
 
 def _search(
@@ -138,19 +124,15 @@ def _search(
     weighted = matrix.grouped if weights is None else weights * matrix.grouped
     ends = _range(matrix)
     shape = ends[0].shape
-    best = _Grid(np.zeros(shape, np.float32), np.zeros(shape, np.float32))
+    best = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
     best_gain = np.full(shape, -1, np.float32)
     for ratio in ratios:
         grid = _range_grid(matrix, ends, ratio, clipped)
         _, gain = _refit(matrix, grid, weights, weighted)
         better = gain > best_gain
         best_gain = np.where(better, gain, best_gain)
-        best = _better(better, grid, best)
-    return best.codes(matrix), _refit(matrix, best, weights, weighted)[0]
-
-
-def _better(better: npt.NDArray[np.bool_], grid: _Grid, best: _Grid) -> _Grid:
-    return _Grid(np.where(better, grid.scales, best.scales), np.where(better, grid.offsets, best.offsets))
+        best = np.where(better, grid[0], best[0]), np.where(better, grid[1], best[1])
+    return matrix.codes(best), _refit(matrix, best, weights, weighted)[0]
 
 
 def _refit(matrix: _Matrix, grid: _Grid, weights: F32 | None, weighted: F32) -> tuple[_Grid, F32]:
@@ -158,7 +140,7 @@ def _refit(matrix: _Matrix, grid: _Grid, weights: F32 | None, weighted: F32) -> 
 
     With a free offset a regression of weights on codes, otherwise one through the code of zero.
     """
-    codes = grid.codes(matrix)
+    codes = matrix.codes(grid)
     if not matrix.free:
         codes -= np.float32(matrix.middle)
     counted = codes if weights is None else codes * weights
@@ -166,14 +148,14 @@ def _refit(matrix: _Matrix, grid: _Grid, weights: F32 | None, weighted: F32) -> 
     cross = np.einsum("rbi,rbi->rb", codes, weighted)
     if not matrix.free:
         scales = cross / _nonzero(square)
-        return _Grid(scales, -np.float32(matrix.middle) * scales), scales * cross
+        return (scales, -np.float32(matrix.middle) * scales), scales * cross
     total = np.float32(codes.shape[-1]) if weights is None else weights.sum(axis=-1)
     mean_code, mean = counted.sum(axis=-1) / total, weighted.sum(axis=-1) / total
     spread = square - mean_code * mean_code * total
     constant = spread <= _ROUNDING_ERROR * square
     scales = (cross - mean_code * mean * total) / np.where(constant, np.float32(1), spread)
     scales[constant] = 0
-    return _Grid(scales, mean - scales * mean_code), scales * scales * spread
+    return (scales, mean - scales * mean_code), scales * scales * spread
 
 
 def _k_quant_weights(matrix: _Matrix) -> F32:

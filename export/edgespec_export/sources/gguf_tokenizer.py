@@ -20,12 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
+from edgespec_models.files.facts import Facts
 from edgespec_models.text.tokenizer import SPACE_SIGN, SpecialTokens
 from edgespec_models.text.tokenizer_files import END_OF_GENERATION
 
 __all__ = ["TokenType", "chat_template", "special_tokens", "tokenizer_json"]
 
 Json = dict[str, object]
+_KEYS = "tokenizer.ggml."
 
 
 class TokenType(IntEnum):
@@ -97,7 +99,7 @@ def special_tokens(metadata: Mapping[str, object]) -> SpecialTokens:
     return SpecialTokens(
         bos=_token_id(metadata, "bos_token_id", size, default=1 if sentencepiece else None),
         eos=tuple(dict.fromkeys(token for token in eos if token is not None)),
-        add_bos=_boolean(metadata, "add_bos_token", default=prefixed),
+        add_bos=_facts(metadata).boolean("add_bos_token", default=prefixed),
         pad=_token_id(metadata, "padding_token_id", size),
     )
 
@@ -140,7 +142,7 @@ class _Vocabulary:
 
 
 def _byte_level(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> Json:
-    name = _text(metadata, "tokenizer.ggml.pre") if "tokenizer.ggml.pre" in metadata else "default"
+    name = _facts(metadata).text("pre", "default")
     if name not in _PRE_TOKENIZERS:
         raise UnsupportedModelError(
             f"The pre-tokenizer {name!r} is not known. Known are {', '.join(sorted(_PRE_TOKENIZERS))}."
@@ -161,7 +163,7 @@ def _byte_level(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> Json
 
 
 def _sentencepiece(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> Json:
-    prefix = _boolean(metadata, "add_space_prefix", default=True)
+    prefix = _facts(metadata).boolean("add_space_prefix", default=True)
     to_sign: Json = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_SIGN}
     to_space: Json = {"type": "Replace", "pattern": {"String": SPACE_SIGN}, "content": " "}
     normalizers = [{"type": "Prepend", "prepend": SPACE_SIGN}] * prefix + [to_sign]
@@ -232,21 +234,20 @@ def _read_vocabulary(metadata: Mapping[str, object]) -> _Vocabulary:
     return vocabulary
 
 
+def _facts(metadata: Mapping[str, object]) -> Facts:
+    """The tokenizer's keys."""
+    found = {key: value for key, value in metadata.items() if key.startswith(_KEYS)}
+    return Facts({key.removeprefix(_KEYS): value for key, value in found.items()}, "tokenizer.ggml")
+
+
 def _kind(metadata: Mapping[str, object]) -> str:
-    kind = _text(metadata, "tokenizer.ggml.model")
+    kind = _facts(metadata).text("model")
     if kind not in ("gpt2", "llama"):
         raise UnsupportedModelError(
             f"The tokenizer is of the kind {kind!r}. Known are 'gpt2' (byte-level BPE) and 'llama' "
             "(SentencePiece BPE)."
         )
     return kind
-
-
-def _text(metadata: Mapping[str, object], key: str) -> str:
-    value = metadata.get(key)
-    if not isinstance(value, str):
-        raise ModelFileError(f"{key} must be a text, but is {type(value).__name__}.")
-    return value
 
 
 def _texts(metadata: Mapping[str, object], key: str) -> Sequence[str]:
@@ -269,13 +270,6 @@ def _numbers(metadata: Mapping[str, object], key: str, count: int, *, kinds: str
     if values.shape != (count,) or values.dtype.kind not in kinds or np.isnan(values).any():
         raise ModelFileError(f"{key} must hold {count:,} numbers, one per token.")
     return values.astype(np.float64)
-
-
-def _boolean(metadata: Mapping[str, object], name: str, *, default: bool) -> bool:
-    value = metadata.get(f"tokenizer.ggml.{name}", default)
-    if not isinstance(value, bool | np.bool_):
-        raise ModelFileError(f"tokenizer.ggml.{name} must be true or false, but is {value!r}.")
-    return bool(value)
 
 
 def _token_id(
