@@ -83,32 +83,20 @@ def test_every_format_is_imported(tmp_path: Path, kind: str, weights: str) -> No
     assert logits_error(model, tmp_path / "out") < 0.06
 
 
-def test_the_report_has_the_documented_keys(tmp_path: Path) -> None:
-    source = tiny_gguf("llama", "Q8_0").write(tmp_path / "m.gguf")
-    report = export_model(source, tmp_path / "out").to_json()
-    stored = json.loads((tmp_path / "out" / REPORT).read_text(encoding="utf-8"))
-    assert stored == report == Bundle(tmp_path / "out").report()
-    assert stored["parity"] is None  # no reference is stored for a random model
-    assert stored["bytes"]["source"] == source.stat().st_size
-    total = sum(file.stat().st_size for file in (tmp_path / "out").iterdir())
-    assert 0 < stored["bytes"]["bundle"] <= total
-    assert stored["seconds"] > 0
-    assert stored["peak_memory_bytes"] > 1 << 20
-
-
-def test_the_manifest_counts_weights_by_class(tmp_path: Path) -> None:
-    model = tiny_gguf("llama", "Q8_0")
-    export_model(model.write(tmp_path / "m.gguf"), tmp_path / "out", options=ExportOptions(role="drafter"))
-    manifest = Bundle(tmp_path / "out").manifest
-    weights = reference_weights(model)
-    assert manifest.role == "drafter"
-    assert manifest.weights == "exact"
-    assert manifest.name == "m"
-    assert manifest.parameters_by_class["lm_head"] == weights["lm_head"].size
-    assert manifest.parameters_by_class["embedding"] == weights["embed"].size
-    assert manifest.parameters_by_class["mlp"] == 2 * (
-        weights["layers.0.gate_up"].size + weights["layers.0.down"].size
-    )
+def test_the_report_and_the_manifest(tmp_path: Path) -> None:
+    model, out = tiny_gguf("llama", "Q8_0"), tmp_path / "out"
+    source = model.write(tmp_path / "m.gguf")
+    report = export_model(source, out, options=ExportOptions(role="drafter")).to_json()
+    manifest, weights = Bundle(out).manifest, reference_weights(model)
+    assert json.loads((out / REPORT).read_text(encoding="utf-8")) == report == Bundle(out).report()
+    assert report["parity"] is None  # no reference is stored for a random model
+    assert report["bytes"]["source"] == source.stat().st_size
+    assert 0 < report["bytes"]["bundle"] <= sum(file.stat().st_size for file in out.iterdir())
+    assert report["seconds"] > 0 and report["peak_memory_bytes"] > 1 << 20
+    assert (manifest.role, manifest.weights, manifest.name) == ("drafter", "exact", "m")
+    mlp = weights["layers.0.gate_up"].size + weights["layers.0.down"].size
+    expected = {"lm_head": weights["lm_head"].size, "embedding": weights["embed"].size, "mlp": 2 * mlp}
+    assert {name: manifest.parameters_by_class[name] for name in expected} == expected
     rows, columns = weights["lm_head"].shape
     assert manifest.bytes_by_class["lm_head"] == -(-rows // 16) * 16 * columns * 34 // 32  # 32 codes, a scale
 
@@ -176,20 +164,16 @@ def test_an_existing_directory_is_refused_then_replaced(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.gguf", "out"]
 
 
-def test_what_is_no_bundle_is_never_overwritten(tmp_path: Path) -> None:
-    source, out = tiny_gguf("llama").write(tmp_path / "m.gguf"), tmp_path / "photos"
-    out.mkdir()
-    (out / "holiday.jpg").write_bytes(b"dear")
-    for target in (out, out / "holiday.jpg"):
+def test_what_is_no_bundle_or_holds_its_source_is_never_overwritten(tmp_path: Path) -> None:
+    source, photos, out = tiny_gguf("llama").write(tmp_path / "m.gguf"), tmp_path / "photos", tmp_path / "out"
+    photos.mkdir()
+    (photos / "holiday.jpg").write_bytes(b"dear")
+    for target in (photos, photos / "holiday.jpg"):
         with pytest.raises(RequestError, match="not a bundle"):
             export_model(source, target, options=ExportOptions(overwrite=True))
-    assert (out / "holiday.jpg").read_bytes() == b"dear"
-
-
-def test_a_bundle_that_holds_its_source_is_not_overwritten(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    export_model(tiny_gguf("llama").write(tmp_path / "m.gguf"), out)
-    source = (tmp_path / "m.gguf").rename(out / "m.gguf")
+    assert (photos / "holiday.jpg").read_bytes() == b"dear"
+    export_model(source, out)
+    source = source.rename(out / "m.gguf")
     with pytest.raises(RequestError, match=r"m\.gguf"):
         export_model(source, out, options=ExportOptions(overwrite=True))
     assert source.is_file()
@@ -235,20 +219,14 @@ def test_a_bundle_that_a_killed_export_was_replacing_comes_back(tmp_path: Path) 
     assert Bundle(tmp_path / "out").manifest.name == "first"
 
 
-def test_what_is_being_made_names_its_process(tmp_path: Path) -> None:
-    """By that name :func:`leftovers` tells what a program that was killed has left."""
-    with staging.staging(tmp_path / "out"):
-        (folder,) = tmp_path.iterdir()
-        assert folder.name.startswith(own_name(".out.partial-"))
-    assert not folder.exists()
-
-
-def test_a_kill_right_after_the_last_move_leaves_nothing(
+def test_what_is_being_made_names_its_process_and_is_gone_after_the_last_move(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By that name :func:`leftovers` tells what a program that was killed has left."""
     source, seen = tiny_gguf("llama").write(tmp_path / "m.gguf"), list[list[str]]()
 
     def look(folder: Path, out: Path) -> None:
+        assert folder.name.startswith(own_name(".out.partial-"))
         move(folder, out)
         seen.append(sorted(path.name for path in tmp_path.iterdir()))
 

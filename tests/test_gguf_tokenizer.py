@@ -86,16 +86,11 @@ def test_pre_tokenizers_cut(pre: str, text: str, expected: list[str]) -> None:
     assert words(pre, text) == [piece.encode() for piece in expected]
 
 
-def test_missing_pre_tokenizer_is_the_default_one() -> None:
-    assert read(changed("gpt2", pre=None)).encode("a=1234") == read(changed("gpt2", pre="default")).encode(
-        "a=1234"
-    )
-
-
-def test_whole_pieces_only_where_the_pre_tokenizer_says_so() -> None:
-    source = changed("gpt2", merges=[])
-    assert len(read(source | {"tokenizer.ggml.pre": "llama-bpe"}).encode("the")) == 1
-    assert len(read(source | {"tokenizer.ggml.pre": "dbrx"}).encode("the")) == 3
+def test_what_a_pre_tokenizers_name_decides() -> None:
+    unnamed, default = (read(changed("gpt2", pre=name)) for name in (None, "default"))
+    assert unnamed.encode("a=1234") == default.encode("a=1234")
+    for name, count in (("llama-bpe", 1), ("dbrx", 3)):  # whether a whole piece stays one
+        assert len(read(changed("gpt2", merges=[], pre=name)).encode("the")) == count
 
 
 def by_score(source: dict[str, object], text: str) -> list[str]:
@@ -132,25 +127,22 @@ def test_sentencepiece_vocabulary_and_added_tokens() -> None:
     assert tok.special_id("<eos>") == 2 and 2 not in tok.encode("<eos>")
 
 
-def test_unknown_token_that_is_unused_is_none() -> None:
+def test_space_prefix_and_an_unused_unknown_token() -> None:
+    source = changed("llama", add_space_prefix=None)
+    assert read(source).decode(read(source).encode("the")) == " the"
+    assert pieces(read(metadata("llama")), "the")[0] != pieces(read(source), "the")[0]
     types = list(metadata("llama")["tokenizer.ggml.token_type"])  # type: ignore[call-overload]
     types[0] = 5
     assert json.loads(tokenizer_json(changed("llama", token_type=types)))["model"]["unk_token"] is None
 
 
-def test_space_prefix() -> None:
-    source = changed("llama", add_space_prefix=None)
-    assert read(source).decode(read(source).encode("the")) == " the"
-    assert pieces(read(metadata("llama")), "the")[0] != pieces(read(source), "the")[0]
-
-
 def test_control_tokens_are_never_merged_from_text() -> None:
-    texts = ["<unk>", "<eos>", "<e", "os>", *"<eos>", "os"]
+    texts = [*dict.fromkeys(["<unk>", "<eos>", "<e", "os>", *"<eos>", "os"])]
     source = {
         "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": [*dict.fromkeys(texts)],
-        "tokenizer.ggml.token_type": [2, 3, *[1] * (len(dict.fromkeys(texts)) - 2)],
-        "tokenizer.ggml.scores": np.arange(len(dict.fromkeys(texts)), dtype=np.float32),
+        "tokenizer.ggml.tokens": texts,
+        "tokenizer.ggml.token_type": [2, 3, *[1] * (len(texts) - 2)],
+        "tokenizer.ggml.scores": np.arange(len(texts), dtype=np.float32),
         "tokenizer.ggml.add_space_prefix": False,
         "tokenizer.ggml.eos_token_id": 1,
     }
@@ -179,19 +171,9 @@ def test_special_tokens() -> None:
     assert special_tokens(changed("llama", add_bos_token=False)).add_bos is False
     assert special_tokens(changed("gpt2", pre="llama-bpe")).add_bos is True
     assert special_tokens(changed("gpt2", bos_token_id=None)).bos is None
-
-
-def test_end_of_generation_by_text_needs_a_control_token() -> None:
     types = list(metadata("gpt2")["tokenizer.ggml.token_type"])  # type: ignore[call-overload]
-    types[0] = 1
+    types[0] = 1  # no control token, so not the end by its text
     assert special_tokens(changed("gpt2", token_type=types)).eos == (2,)
-
-
-def test_chat_template() -> None:
-    assert chat_template({}) is None
-    assert chat_template({"tokenizer.chat_template": "{{ x }}"}) == "{{ x }}"
-    with pytest.raises(ModelFileError, match="int"):
-        chat_template({"tokenizer.chat_template": 3})
 
 
 @pytest.mark.parametrize(
@@ -233,7 +215,11 @@ def test_special_token_ids_are_checked(value: object) -> None:
         special_tokens(changed("gpt2", eos_token_id=value))
 
 
-def test_unknown_kinds_name_the_known_ones() -> None:
+def test_chat_templates_and_unknown_kinds() -> None:
+    assert chat_template({}) is None
+    assert chat_template({"tokenizer.chat_template": "{{ x }}"}) == "{{ x }}"
+    with pytest.raises(ModelFileError, match="int"):
+        chat_template({"tokenizer.chat_template": 3})
     with pytest.raises(UnsupportedModelError, match=r"'rwkv'.*gpt2.*llama"):
         tokenizer_json(changed("gpt2", model="rwkv"))
     with pytest.raises(UnsupportedModelError, match=r"'martian'.*llama-bpe.*qwen2.*smollm"):

@@ -15,29 +15,18 @@ from tests.gguf_for_tests import tiny_gguf
 from tests.test_export import logits_error
 
 
-@pytest.mark.parametrize(
-    ("choice", "name"),
-    [
-        (Quantization(), "4/fit"),
-        (Quantization(4, "k-quant", "none"), "4/k-quant/mixed=none"),
-        (Quantization(8, "rtn", "none"), "8/rtn"),
-    ],
-)
-def test_a_name_says_it_all(choice: Quantization, name: str) -> None:
-    assert choice.name == name
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"bits": 5}, "bits is 5; allowed: 4 or 8"),
-        ({"method": "awq"}, "'keep' or 'rtn' or 'fit' or 'k-quant'"),
-        ({"mixed": "all"}, "'none' or 'head' or 'sensitive'"),
-    ],
-)
-def test_what_is_not_offered_is_named(given: dict[str, object], says: str) -> None:
-    with pytest.raises(RequestError, match=says):
-        Quantization(**given)  # type: ignore[arg-type]
+def test_choices_are_named_and_others_refused() -> None:
+    assert Quantization().name == "4/fit"
+    assert Quantization(4, "k-quant", "none").name == "4/k-quant/mixed=none"
+    assert Quantization(8, "rtn", "none").name == "8/rtn"
+    refused: dict[str, tuple[object, str]] = {
+        "bits": (5, "bits is 5; allowed: 4 or 8"),
+        "method": ("awq", "'keep' or 'rtn' or 'fit' or 'k-quant'"),
+        "mixed": ("all", "'none' or 'head' or 'sensitive'"),
+    }
+    for name, (value, says) in refused.items():
+        with pytest.raises(RequestError, match=says):
+            Quantization(**{name: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("columns", "bits"), [(576, 4), (1536, 4), (48, 32), (40, 32)])

@@ -68,15 +68,11 @@ def test_larger_vocabularies_hold_the_smaller_ones(name: str) -> None:
     assert ranking.coverage(ranking.whole) == pytest.approx(1.0)
 
 
-def test_frequent_tokens_stay() -> None:
+def test_frequent_tokens_stay_and_every_source_weighs_the_same() -> None:
     tokenizer = TOKENIZERS["bytes"]
-    words = tokenizer.encode(CORPUS[0])
+    words = set(tokenizer.encode(CORPUS[0]))
     ranking = Ranking([[CORPUS[0]] * 9], tokenizer, [])
-    assert set(words) <= set(ranking.tokens(ranking.required + len(set(words))).tolist())
-
-
-def test_every_source_weighs_the_same() -> None:
-    tokenizer = TOKENIZERS["bytes"]
+    assert words <= set(ranking.tokens(ranking.required + len(words)).tolist())
     alone = Ranking([[CORPUS[0]] * 5, [CORPUS[2]] * 5], tokenizer, [])
     long = Ranking([[CORPUS[0]] * 500, [CORPUS[2]] * 5], tokenizer, [])
     for size in range(alone.required, alone.whole, 5):
@@ -93,26 +89,22 @@ def test_coverage_is_of_texts_that_were_not_counted() -> None:
     assert ranking.coverage(len(kept)) < 1.0
 
 
-def test_sizes_between_what_must_stay_and_the_whole_are_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_that_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     ranking = _ranking()
     least, most = ranking.required, ranking.whole - 1
     monkeypatch.setattr(trim, "CANDIDATES", (least - 1, least, most, most + 1))
     assert ranking.candidates == (least, most)
-
-
-@pytest.mark.parametrize("size", [1, 200, 100_000])
-def test_impossible_sizes_are_refused(size: int) -> None:
-    with pytest.raises(RequestError, match="can keep"):
-        _ranking().check(size)
-
-
-def test_a_size_must_be_positive() -> None:
+    for size in (1, 200, 100_000):
+        with pytest.raises(RequestError, match="can keep"):
+            ranking.check(size)
+    assert TrimOptions(1).size == 1
     with pytest.raises(RequestError, match="size is 0"):
         TrimOptions(size=0)
 
 
-def _best(per_row_s: float) -> int:
-    """The size that promises most where acceptance is 0.7 of coverage."""
+@pytest.mark.parametrize(("per_row_s", "best"), [(0.0, None), (1e-3, 280)])
+def test_dear_rows_are_cut(per_row_s: float, best: int | None) -> None:
+    """Where acceptance is 0.7 of coverage. Where rows cost nothing, all that are used stay."""
     ranking = Ranking([[CORPUS[0]] * 10], TOKENIZERS["bytes"], [])
     sizes = (280, 300, 330, 360, ranking.whole)
     target = CostCurve({1: 40e-3, 2: 44e-3, 9: 72e-3})
@@ -120,19 +112,10 @@ def _best(per_row_s: float) -> int:
     choices = weigh(ranking, acceptance, lambda rows: 1e-3 + rows * per_row_s, target)
     assert tuple(choice.rows for choice in choices) == sizes
     assert choices[-1].relative_tokens_per_second == 1.0
-    assert [choice.step_ms for choice in choices] == pytest.approx(
-        [1 + size * per_row_s * 1e3 for size in sizes]
-    )
-    return max(choices, key=lambda choice: choice.relative_tokens_per_second).rows
-
-
-def test_where_rows_cost_nothing_all_that_are_used_stay() -> None:
-    ranking = Ranking([[CORPUS[0]] * 10], TOKENIZERS["bytes"], [])
-    assert ranking.coverage(_best(0.0)) == pytest.approx(1.0)
-
-
-def test_dear_rows_are_cut() -> None:
-    assert _best(1e-3) == 280
+    steps = [1 + size * per_row_s * 1e3 for size in sizes]
+    assert [choice.step_ms for choice in choices] == pytest.approx(steps)
+    chosen = max(choices, key=lambda choice: choice.relative_tokens_per_second).rows
+    assert chosen == best or (best is None and ranking.coverage(chosen) == pytest.approx(1.0))
 
 
 def test_what_a_choice_promises_is_the_expected_rate() -> None:
@@ -171,12 +154,9 @@ def test_the_rows_that_stay_give_the_same_logits(tmp_path: Path, architecture: s
     hidden = trimmed.config.hidden_size
     assert trimmed.manifest.parameters_by_class["lm_head"] == KEPT * hidden
     assert trimmed.manifest.bytes_per_pass < whole.manifest.bytes_per_pass
-    assert trimmed.report()["trim"]["rows"] == KEPT
-    assert trimmed.report()["trim"]["of"] == trimmed.config.vocab_size
-    assert [choice["rows"] for choice in trimmed.report()["trim"]["choices"]] == [
-        KEPT,
-        trimmed.config.vocab_size,
-    ]
+    report, whole_rows = trimmed.report()["trim"], trimmed.config.vocab_size
+    assert (report["rows"], report["of"]) == (KEPT, whole_rows)
+    assert [choice["rows"] for choice in report["choices"]] == [KEPT, whole_rows]
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_K"])
@@ -200,11 +180,12 @@ def test_offered_tokens_can_be_written_too(tmp_path: Path, architecture: str, ki
         session.truncate(0)
 
 
-def test_a_head_of_its_own_takes_no_offers(tmp_path: Path) -> None:
+def test_a_head_of_its_own_takes_no_offers_and_a_small_vocabulary_is_left_alone(tmp_path: Path) -> None:
     session = CpuSession(_drafter(tmp_path, tiny_gguf("llama")))
     session.offer([1, 2, 3])
     assert session.head_tokens is not None and len(session.head_tokens) == KEPT
     assert session.predict(TOKENS).logits.shape == (len(TOKENS), KEPT)
+    assert _drafter(tmp_path, tiny_gguf("llama"), "auto").head_tokens is None
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -253,15 +234,11 @@ def test_spellings_differ_in_a_space_and_the_first_letter(prompt: list[int], off
 
 
 def test_long_prompts_offer_their_latest_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgespec.drafting.model._MOST", 5)
+    monkeypatch.setattr("edgespec.drafting.model._MOST_IN_CONTEXT", 5)
     tokenizer = TOKENIZERS["bytes"]
     offered = context_tokens(tokenizer.encode(CORPUS[0]), tokenizer, np.array([], np.int32))
     assert len(offered) == 5
     assert offered[0] == tokenizer.encode(CORPUS[0])[-1]
-
-
-def test_a_small_vocabulary_is_left_alone(tmp_path: Path) -> None:
-    assert _drafter(tmp_path, tiny_gguf("llama"), "auto").head_tokens is None
 
 
 def test_auto_measures_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,12 +263,6 @@ def test_auto_keeps_all_where_little_is_promised(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(trim, "CANDIDATES", (280, 320))
     monkeypatch.setattr(trim, "measure_cost", lambda session, rows: CostCurve({1: 1e-3}))
     assert _drafter(tmp_path, tiny_gguf("llama"), "auto").head_tokens is None
-
-
-def test_a_head_has_at_least_one_row() -> None:
-    assert TrimOptions(1).size == 1
-    with pytest.raises(RequestError, match="size is 0"):
-        TrimOptions(0)
 
 
 @pytest.mark.parametrize("size", [300, "auto"])
@@ -360,15 +331,10 @@ def test_parity_of_a_trimmed_head_is_given_what_it_can_write() -> None:
     assert report.kl == pytest.approx(0.0, abs=1e-6)
 
 
-def test_calibration_files(tmp_path: Path) -> None:
-    path = tmp_path / "texts.jsonl"
-    path.write_text('{"text": "one"}\n\n{"text": "two", "more": 1}\n', encoding="utf-8")
-    assert read_texts(path) == ["one", "two"]
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        ('{"text": "one"}\n\n{"text": "two", "more": 1}\n', None),
         ("", "holds no"),
         ("{", "line 1"),
         ('{"text": "a"}\n{"no": 1}', "line 2"),
@@ -376,9 +342,12 @@ def test_calibration_files(tmp_path: Path) -> None:
         ("[1]", "line 1"),
     ],
 )
-def test_calibration_files_that_are_none(tmp_path: Path, content: str, message: str) -> None:
+def test_calibration_files(tmp_path: Path, content: str, message: str | None) -> None:
     path = tmp_path / "texts.jsonl"
     path.write_text(content, encoding="utf-8")
+    if message is None:
+        assert read_texts(path) == ["one", "two"]
+        return
     with pytest.raises(RequestError, match=message):
         read_texts(path)
     with pytest.raises(RequestError, match="cannot read"):
