@@ -34,7 +34,7 @@ from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_export.sources.gguf import GGUFFile
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.sources.hf_checkpoint import HFCheckpoint
-from edgespec_export.sources.sentencepiece_model import to_tokenizer_json
+from edgespec_export.sources.hf_tokenizer import to_tokenizer_json
 from edgespec_models.bundles.bundle import HEAD_TOKENS, MANIFEST, REPORT, TEMPLATE, Bundle
 from edgespec_models.bundles.foreign import open_bundle
 from edgespec_models.bundles.foreign_graph import ForeignGraph, Stated
