@@ -94,20 +94,13 @@ class Footprint:
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
+        values = asdict(self)
+        del values["cache"]
         return {
-            "name": self.name,
-            "state": self.state,
-            "weights_bytes": self.weights_bytes,
-            "mapped": self.mapped,
-            "table_bytes": self.table_bytes,
-            "twice_bytes": self.twice_bytes,
-            "working_bytes": self.working_bytes,
+            **values,
             "kv_type": self.cache.kind,
             "kv_bytes_per_token": self.cache.bytes_per_token * self.cache.copies,
             "context_length": self.cache.longest,
-            "download_bytes": self.download_bytes,
-            "export_bytes": self.export_bytes,
-            "device": self.device,
         }
 
 
@@ -126,10 +119,6 @@ class Fit:
     kv_bytes: int
     memory_bytes: int
     verdict: Verdict
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +193,7 @@ class Plan:
             "memory_limited": self.machine.limited,
             "disk_bytes": self.disk_bytes,
             "disk_free_bytes": self.disk_free,
-            "contexts": [fit.to_json() for fit in self.contexts],
+            "contexts": [asdict(fit) for fit in self.contexts],
             "longest_context": self.longest_context,
         }
 

@@ -43,10 +43,7 @@ class Conditions:
         bundle: the bundle's digest.
         device: ``cpu``, or name and version of another (:attr:`Device.identity`).
         threads: of a pass.
-        spinning: as in :class:`edgespec_runtimes.cpu.CpuOptions`.
-        exact_rows: the same.
-        huge_pages: the same.
-        instructions: the same.
+        spinning, exact_rows, huge_pages, instructions: as in :class:`edgespec_runtimes.cpu.CpuOptions`.
         machine: processor, cores, system, version of ONNX Runtime.
     """
 
@@ -157,39 +154,33 @@ def _parsed(value: Any, conditions: Conditions) -> Measurement:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Facts as JSON values: ``cpu``, ``cores``, ``logical_cores``, ``memory_bytes``, ``system``, versions."""
+    """What figures were measured on, as JSON values; nothing that names a person or host."""
     import psutil
 
-    return {
-        "cpu": _cpu_name(),
-        "architecture": platform.machine(),
-        "cores": psutil.cpu_count(logical=False),
-        "logical_cores": psutil.cpu_count(),
-        "memory_bytes": psutil.virtual_memory().total,
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "packages": {name: found for name in _PACKAGES if (found := _version(name)) is not None},
-    }
+    packages = {name: found for name in _PACKAGES if (found := _version(name)) is not None}
+    memory = {"memory_bytes": psutil.virtual_memory().total, "python": platform.python_version()}
+    return {**_hardware(), **memory, "packages": packages}
 
 
 def _fingerprint() -> dict[str, Any]:
     """What the speed and the bits of a pass depend on, as JSON values.
 
-    ``cpu``, ``features`` (a digest of its instruction sets where the system lists them: virtual machines
-    often hide the processor's name), cores, system, version of ONNX Runtime.
+    ``features`` is a digest of the processor's instruction sets: virtual machines often hide its name.
     """
-    import psutil
-
     from edgespec_runtimes.ort import ort
+
+    return {**_hardware(), "features": _features(), "onnxruntime": ort.__version__}
+
+
+def _hardware() -> dict[str, Any]:
+    import psutil
 
     return {
         "cpu": _cpu_name(),
-        "features": _features(),
         "architecture": platform.machine(),
         "cores": psutil.cpu_count(logical=False),
         "logical_cores": psutil.cpu_count(),
         "system": f"{platform.system()} {platform.release()}",
-        "onnxruntime": ort.__version__,
     }
 
 

@@ -34,11 +34,11 @@ class Answer:
         ended: told of the result, before any reader is.
 
     Attributes:
-        request: as given.
         queued: whether it was queued.
         begun: whether its turn has come, or it has ended before that.
         queued_s: seconds that it waited for its turn.
         interruption: what is to end it early; None while nothing is.
+        result: whole or as far as it came; None before the end.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Answer:
         self._records: deque[Record] = deque()
         self._wakers: list[Callable[[], None]] = []  # of the tasks that wait
         self._over = Event()
-        self._result: Generation | None = None
+        self.result: Generation | None = None
         self._error: BaseException | None = None
 
     def queue(self) -> None:
@@ -102,19 +102,14 @@ class Answer:
         except BaseException as failed:  # noqa: BLE001 - raised where the result is read
             error = error or failed
         with self._changed:
-            self._result, self._error = result, error
+            self.result, self._error = result, error
             self._over.set()
             self._wake()
 
     @property
-    def result(self) -> Generation | None:
-        """The result; None before the end."""
-        return self._result
-
-    @property
     def readable(self) -> bool:
         """Whether :meth:`take` has something to say."""
-        return bool(self._records) or self._result is not None
+        return bool(self._records) or self.result is not None
 
     def take(self) -> Record | None:
         """The next record of those that are there; None at the end.
