@@ -150,14 +150,6 @@ def test_what_was_said_may_be_edited_and_outgrow_the_context() -> None:
         assert said > 5 and len(talk.messages) == 5
 
 
-def test_tokens_are_counted_as_they_would_be_read() -> None:
-    with toy_model() as model:
-        messages = [question("How long is this?")]
-        assert model.count_tokens(messages) == model.chat(messages, max_new_tokens=1).stats.prompt_tokens
-        assert model.count_tokens("the quick fox") == len(model.tokenize("the quick fox"))
-        assert model.detokenize(model.tokenize("naïve café 😀")) == "naïve café 😀"
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     asked=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30), st.integers(1, 10)), max_size=9),

@@ -2,9 +2,9 @@
 
 import json
 import shutil
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from edgespec import LoadOptions, Model, RequestOptions, engine
 from edgespec.loading import opening
 from edgespec.requests.results import Generation
 from edgespec_models.bundles.bundle import MANIFEST
-from edgespec_models.errors import CatalogueError, Closed, DoesNotFit, RequestError, TokenizerError
+from edgespec_models.errors import CatalogueError, Closed, DoesNotFit, RequestError
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes import cost
 from edgespec_runtimes.cpu import CpuSession
@@ -260,46 +260,17 @@ def test_the_prompt_that_is_in_the_cache_is_not_read_again(model: Model) -> None
     assert model.generate("Another", max_new_tokens=4).stats.cached_tokens == 0
 
 
-class _CancelledOnceRunning:
-    """Stops the request at its fifth question until another thread has cancelled it."""
-
-    def __init__(self) -> None:
-        self.running, self.cancelled = threading.Event(), threading.Event()
-        self._asked = 0
-
-    def __call__(self) -> bool:
-        self._asked += 1
-        if self._asked == 5:
-            self.running.set()
-            assert self.cancelled.wait(60)
-        return self.cancelled.is_set()
-
-
-def test_cancelled_from_another_thread_it_ends_and_the_model_stays_usable(
-    model: Model, plain: Generation
-) -> None:
-    flag = _CancelledOnceRunning()
-
-    def cancel() -> None:
-        flag.running.wait(60)
-        flag.cancelled.set()
-
-    thread = threading.Thread(target=cancel)
-    thread.start()
-    result = model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False, cancelled=flag)
-    thread.join()
+def test_cancelled_it_ends_and_the_model_stays_usable(model: Model, plain: Generation) -> None:
+    asked = count()
+    result = model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False, cancelled=lambda: next(asked) > 4)
     _check(result)
     assert result.finish_reason == "cancelled"
     assert 0 < len(result.tokens) < NEW
     assert result.tokens == plain.tokens[: len(result.tokens)]
     assert model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False).text == plain.text
-
-
-def test_cancelled_while_the_prompt_is_read_there_is_no_text(model: Model) -> None:
-    result = model.generate(PROMPT, cancelled=lambda: True)
-    assert (result.text, result.tokens, result.finish_reason) == ("", (), "cancelled")
-    assert result.stats.rounds == result.stats.new_tokens == 0
-    assert model.generate(PROMPT, max_new_tokens=3, stop_at_eos=False).finish_reason == "length"
+    unread = model.generate(PROMPT, cancelled=lambda: True)  # while the prompt is read
+    assert (unread.text, unread.tokens, unread.finish_reason) == ("", (), "cancelled")
+    assert unread.stats.rounds == unread.stats.new_tokens == 0
 
 
 def _is_closed(session: ModelSession) -> bool:
@@ -321,74 +292,43 @@ def test_closed_it_says_so(models: _Models) -> None:
             use()
     assert stream.run().finish_reason in ("closed", "length")
     assert stream.result.text.startswith(first)
-
-
-def test_an_error_in_the_block_frees_the_model_too(models: _Models) -> None:
-    with pytest.raises(ZeroDivisionError), edgespec.load(models.target, None, options=OPTIONS) as model:
+    with pytest.raises(ZeroDivisionError), edgespec.load(models.target, None, options=OPTIONS) as failed:
         raise ZeroDivisionError
-    assert _is_closed(model._session)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"colour": 5}, "unknown option 'colour'; allowed: .*max_new_tokens"),
-        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
-        ({"stop": 3}, "allowed: a list"),
-        ({"temperature": -1.0}, "temperature"),
-        ({"top_p": 0.0}, "top_p"),
-    ],
-)
-def test_options_out_of_range_are_refused(model: Model, options: dict[str, object], message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        model.generate(PROMPT, **options)  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match=message):
-        model.stream(PROMPT, **options)  # type: ignore[arg-type]
+    assert _is_closed(failed._session)
 
 
 def test_requests_that_make_no_sense_are_refused(model: Model) -> None:
+    for options, message in (
+        ({"colour": 5}, "unknown option 'colour'; allowed: .*max_new_tokens"),
+        ({"stop": 3}, "allowed: a list"),
+        ({"temperature": -1.0}, "temperature"),
+    ):
+        for ask in (model.generate, model.stream):
+            with pytest.raises(RequestError, match=message):
+                ask(PROMPT, **options)
     with pytest.raises(RequestError, match="prompt is ''"):
         model.generate("")
     with pytest.raises(RequestError, match="no chat template"):
         model.chat([{"role": "user", "content": "Hello"}])
 
 
-@pytest.mark.parametrize("max_draft", [0, 65, -1])
-def test_the_longest_draft_has_bounds(max_draft: int) -> None:
-    with pytest.raises(RequestError, match="1 to 64"):
-        LoadOptions(max_draft=max_draft)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_draft": 0}, "1 to 64"),
+        ({"max_draft": 65}, "1 to 64"),
+        ({"threads": 9_999}, r"threads is 9999; allowed: .* twice the logical cores"),
+    ],
+)
+def test_options_of_loading_have_bounds(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        LoadOptions(**options)
 
 
-def test_threads_have_a_bound_before_anything_is_loaded() -> None:
-    with pytest.raises(RequestError, match=r"threads is 9999; allowed: .* twice the logical cores"):
-        LoadOptions(threads=9_999)
-
-
-def test_names_that_are_no_models_are_refused(models: _Models) -> None:
-    with pytest.raises(CatalogueError):
-        edgespec.load("no-such-model")
-    with pytest.raises(CatalogueError):
-        edgespec.load(models.target, "no-such-model")
-
-
-def test_a_target_the_catalogue_does_not_know_drafts_from_the_text(models: _Models) -> None:
-    with edgespec.load(models.target, options=OPTIONS) as model:
-        assert model.drafter_name == "ngram"
-        assert (model.drafter, model.drafter_step_s, model.name) == (None, None, "target")
-
-
-def test_a_tokenizer_that_does_not_fit_leaves_no_model_loaded(
-    models: _Models, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    broken = tiny_native(tmp_path / "broken", replace(LLAMA, vocab_size=300)).path
-    opened = list[CpuSession]()
-
-    class Recorded(CpuSession):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            opened.append(self)
-
-    monkeypatch.setattr(opening, "CpuSession", Recorded)
-    with pytest.raises(TokenizerError):
-        edgespec.load(models.target, broken)
-    assert [session._io for session in opened] == [None]
+def test_the_catalogue_is_asked_for_names_and_for_drafters(models: _Models) -> None:
+    for names in (("no-such-model",), (models.target, "no-such-model")):
+        with pytest.raises(CatalogueError):
+            edgespec.load(*names)
+    with edgespec.load(models.target, options=OPTIONS) as model:  # which it does not know
+        assert (model.drafter_name, model.name) == ("ngram", "target")
+        assert (model.drafter, model.drafter_step_s) == (None, None)

@@ -1,4 +1,4 @@
-"""What is imported: next to nothing by ``import edgespec``, and by a model only what it runs on."""
+"""What ``import edgespec`` gives and brings: next to nothing; and a model, only what it runs on."""
 
 import json
 import subprocess
@@ -7,40 +7,41 @@ from pathlib import Path
 
 import pytest
 
+import edgespec
 from tests.native_for_tests import tiny_native
 
+LOADED, ANSWERING = 56, 28
+"""Modules of edgespec's packages that a load and an answer import, and those whose code runs in an answer."""
 UNUSED = (
-    *("edgespec.history", "edgespec.learning", "edgespec.loading.first_use", "edgespec_export"),
-    *(
-        "edgespec_models.downloads.catalog",
-        "edgespec_models.downloads.download",
-        "edgespec_models.downloads.hub",
-        "edgespec_models.bundles.layers",
-    ),
-    *(
-        "edgespec_models.text.chat_template",
-        "edgespec_models.bundles.foreign_bundle",
-        "edgespec_models.graphs",
-    ),
-    *("edgespec_runtimes.devices.cuda", "edgespec_runtimes.static.io", "edgespec_runtimes.static.session"),
+    *("edgespec.history", "edgespec.learning", "edgespec.loading.first_use", "edgespec.requests.tool_calls"),
+    *("edgespec_export", "edgespec_models.downloads", "edgespec_models.graphs"),
+    *("edgespec_models.bundles.foreign", "edgespec_models.bundles.foreign_bundle"),
+    *("edgespec_models.bundles.rope", "edgespec_models.text.chat_template"),
+    *("edgespec_runtimes.devices.cuda", "edgespec_runtimes.static"),
     *("huggingface_hub", "filelock", "jinja2", "rich", "typer", "onnx", "onnx_ir", "onnxscript", "sqlite3"),
 )
 DRAFTER = ("edgespec.drafting.side", "edgespec.drafting.model", "edgespec.drafting.ahead")
 
 IMPORT = """
-import sys
 before = set(sys.modules)
 import edgespec
 new = set(sys.modules) - before
 print(*sorted(name for name in new if name.split(".")[0] not in sys.stdlib_module_names))
 """
 GENERATE = """
-import json, sys
+import json, threading
 import edgespec
+run = set()
+def called(frame, event, argument):
+    if event == "call":
+        run.add(frame.f_globals.get("__name__", ""))
 with edgespec.load(*{models!r}, options=edgespec.LoadOptions(threads=1)) as model:
+    threading.setprofile(called)
+    sys.setprofile(called)
     result = model.generate("the cat and the dog and the cat", max_new_tokens=8, stop_at_eos=False)
+    sys.setprofile(None)
 assert len(result.tokens) == 8
-print(json.dumps(sorted(sys.modules)))
+print(json.dumps([sorted(sys.modules), sorted(run)]))
 """
 
 
@@ -49,7 +50,17 @@ def _run(code: str, home: Path) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
-def test_importing_edgespec_imports_next_to_nothing(tmp_path: Path) -> None:
+def test_every_name_can_be_imported_and_no_other() -> None:
+    for name in edgespec.__all__:
+        value = getattr(edgespec, name)
+        assert value.__name__ == name and value.__doc__
+    assert len(set(edgespec.__all__)) == len(edgespec.__all__)
+    assert set(edgespec.__all__) == edgespec._HOMES.keys() <= set(dir(edgespec))
+    with pytest.raises(AttributeError, match="no attribute 'lod'"):
+        _ = edgespec.lod
+
+
+def test_importing_edgespec_imports_nothing_else(tmp_path: Path) -> None:
     assert _run(IMPORT, tmp_path).split() == ["edgespec"]
 
 
@@ -60,8 +71,10 @@ def test_a_model_imports_only_what_it_runs_on(tmp_path: Path, drafter: str | Non
     if drafter == "model":
         drafter = str(tiny_native(tmp_path / "drafter", seed=1, role="drafter").path)
     code = GENERATE.format(models=(str(target), drafter))
-    imported: list[str] = json.loads(_run(code, tmp_path / "home"))
-    unused = UNUSED if drafter and "drafter" in drafter else (*UNUSED, *DRAFTER)
-    found = [name for name in imported if any(name == one or name.startswith(f"{one}.") for one in unused)]
-    assert not found
-    assert len([name for name in imported if name.startswith("edgespec")]) <= 75
+    imported, run = json.loads(_run(code, tmp_path / "home"))
+    with_model = drafter not in (None, "ngram")
+    unused = UNUSED if with_model else (*UNUSED, *DRAFTER)
+    assert not [name for name in imported if any(f"{name}.".startswith(f"{one}.") for one in unused)]
+    if not with_model:
+        assert len([name for name in imported if name.startswith("edgespec")]) <= LOADED
+        assert len([name for name in run if name.startswith("edgespec")]) <= ANSWERING

@@ -249,9 +249,3 @@ def test_the_target_loads_while_the_drafter_does(
     ends: tuple[Callable[[], None], ...] = (pair.target.session.close, pair.drafter.session.close)
     for close in ends:
         close()
-
-
-def test_alone_a_target_is_a_pair_without_a_drafter(bundles: dict[str, Bundle]) -> None:
-    pair = open_pair(bundles["target"], None, OPTIONS)
-    assert pair.drafter is None and not pair.same_vocabulary
-    pair.target.session.close()

@@ -1,11 +1,8 @@
 """``response_format`` from the request to the result, on random models."""
 
-import json
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +12,6 @@ from edgespec.drafting.pricing import Pricing
 from edgespec_models.errors import RequestError
 from edgespec_models.text.tokenizer import Tokenizer
 from tests.formats_for_tests import accepts
-from tests.models_for_tests import toy_model, toy_session
 from tests.native_for_tests import tiny_native
 from tests.tokenizers_for_tests import sentencepiece_json
 from tests.toy import LLAMA
@@ -131,20 +127,3 @@ def test_a_request_without_a_format_after_one_with(model: Model) -> None:
     model.generate(PROMPT, response_format=AnyJson(), max_new_tokens=20)
     assert model.generate(PROMPT, max_new_tokens=20).tokens == free.tokens
     assert "grammar" not in model.generate(PROMPT, max_new_tokens=20).stats.by_source
-
-
-def test_the_text_of_a_stream_is_the_answer(model: Model) -> None:
-    stream = model.stream(PROMPT, response_format=ANIMAL)
-    assert json.loads("".join(stream)) == json.loads(stream.result.text)
-
-
-def test_the_code_in_the_docs_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(edgespec, "load", lambda name: toy_model(toy_session(), toy_session()))
-    doc, names = Path(__file__).parents[1] / "docs" / "structured.md", dict[str, Any]()
-    blocks = re.findall(r"```python\n(.*?)```", doc.read_text(encoding="utf-8"), re.DOTALL)
-    for block in blocks:
-        exec(compile(block, str(doc), "exec"), names)  # noqa: S102 - that is the test
-    _, choice, date, *_ = capsys.readouterr().out.splitlines()
-    assert choice in ("positive", "negative", "neutral") and re.fullmatch("[0-9-]{10}", date)

@@ -319,16 +319,6 @@ def test_records_join_to_the_text_and_say_where_tokens_came_from() -> None:
     assert {token.source for token in result.records} == {"target", *accepted}
 
 
-def test_the_stop_string_that_matched_is_told() -> None:
-    whole = alone(PROMPTS[0]).text
-    word = whole[7:10]
-    with toy_model() as model:
-        stream = model.stream(PROMPTS[0], max_new_tokens=NEW, stop=["never there", word])
-        *_, last = stream.records()
-    assert (last.finish_reason, last.stop) == ("stop", word)
-    assert (stream.result.stop, stream.result.text) == (word, whole[: whole.index(word)])
-
-
 @pytest.mark.parametrize("happens", [lambda a: a.put(Record("", ())), lambda a: a.end(nothing("stop"))])
 def test_who_waits_for_an_answer_is_woken(happens: Callable[[Answer], None]) -> None:
     answer = Answer(Request(), lambda answer: pytest.fail("its turn never comes"))
@@ -338,14 +328,6 @@ def test_who_waits_for_an_answer_is_woken(happens: Callable[[Answer], None]) -> 
     happens(answer)
     waiter.join(60)
     assert not waiter.is_alive()
-
-
-def test_a_slow_reader_does_not_hold_up_the_model() -> None:
-    with toy_model() as model:
-        slow = model.stream(PROMPTS[0], max_new_tokens=NEW)
-        first = next(slow)
-        assert model.generate(PROMPTS[1], max_new_tokens=NEW).tokens == alone(PROMPTS[1]).tokens
-        assert slow.result.text == first + "".join(slow)
 
 
 def test_the_history_is_changed_between_requests(tmp_path: object) -> None:

@@ -24,6 +24,7 @@ from edgespec.requests.request import (
 from edgespec_models.errors import DoesNotFit
 from edgespec_runtimes.devices.placement import Placement
 from edgespec_runtimes.kv_store import KvStore
+from edgespec_runtimes.session import Compiled
 
 if TYPE_CHECKING:  # requests import nothing of drafter models or histories that they do not have
     from edgespec.drafting.ahead import Beside
@@ -99,6 +100,9 @@ class Runner:
             )
         self._guard = Guard(self.pricing)
         self.history_guard = Guard(self.pricing, "proposals from the history brought tokens")
+        sessions = self.session, None if self.side is None else self.side.session
+        self._reopens = any(isinstance(session, Compiled) for session in sessions)
+        self._where = self._placements()
         self._is_closed = False
 
     @property
@@ -211,6 +215,10 @@ class Runner:
             self._caches.forget(self.session)
             self.session.close()
 
+    def _placements(self) -> str:
+        aside = self.drafter_placement
+        return f"target on {self.placement}" + (f"; drafter on {aside}" if aside else "")
+
     def _too_long(self, count: int) -> str:
         longest, context = self.session.longest, self.target.config.context_length
         prompt = f"a prompt of {count:,} tokens does not fit"
@@ -261,8 +269,9 @@ class Runner:
         remarks: Remarks,
         constraint: Constraint | None = None,
     ) -> Policy:
-        aside = self.drafter_placement
-        remarks.placement = f"target on {self.placement}" + (f"; drafter on {aside}" if aside else "")
+        if self._reopens:
+            self._where = self._placements()
+        remarks.placement = self._where
         return Policy(
             free, part, pricing=self.pricing, guard=self._guard, constraint=constraint, remarks=remarks
         )
