@@ -15,7 +15,7 @@ from typing import Final
 
 from edgespec.history.passages import Passage
 from edgespec.history.store import Scope, Store
-from edgespec.history.writer import Writer
+from edgespec.history.use import Writer
 
 _SCOPE: Final = Scope("target", "digest")
 _FLUSH_S: Final = 0.05

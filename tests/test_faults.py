@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from edgespec.drafting.experience import Outcome
-from edgespec.history import schema, store
+from edgespec.history import database, store
 from edgespec.history.manage import History
 from edgespec.history.memory import Delta
 from edgespec.loading import measurements
@@ -244,7 +244,7 @@ def test_two_that_are_damaged_in_one_second_are_both_kept(
         path.write_bytes(path.read_bytes()[:100] + b"damaged" * 2000)
         with pytest.raises(sqlite3.DatabaseError):
             store.Store.open(path)
-        assert schema.set_aside(path) is not None
+        assert database.set_aside(path) is not None
     assert len(list(tmp_path.glob("*.damaged-*"))) == 2
 
 

@@ -12,10 +12,20 @@ from hypothesis import strategies as st
 from edgespec.decoding.draft import NO_DRAFT, Draft
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.history.drafter import BestOf, HistoryDrafter
-from edgespec.history.entries import HALF_LIFE, Entry, Tally, total_tokens
-from edgespec.history.index import MAX_N, Found, Index
-from edgespec.history.memory import Delta, Memory, Snapshot
-from edgespec.history.passages import LEAD, LONGEST, Cutter, Passage, cut, pack_tokens, unpack_tokens
+from edgespec.history.memory import MAX_N, Delta, Found, Index, Memory, Snapshot
+from edgespec.history.passages import (
+    HALF_LIFE,
+    LEAD,
+    LONGEST,
+    Cutter,
+    Entry,
+    Passage,
+    Tally,
+    cut,
+    pack_tokens,
+    total_tokens,
+    unpack_tokens,
+)
 from tests.toy import Silent, round_of
 
 # Ids whose big-endian bytes end in zeros, and the largest there are.

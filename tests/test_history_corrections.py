@@ -14,16 +14,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from edgespec.cli import app
-from edgespec.history import schema
-from edgespec.history.corrections import MOST_DRAFTERS, DrafterKey, unpack
+from edgespec.history import database
+from edgespec.history.database import APPLICATION
 from edgespec.history.manage import History
-from edgespec.history.memory import Delta
-from edgespec.history.ownership import APPLICATION
-from edgespec.history.store import Scope, Store
+from edgespec.history.memory import Delta, DrafterKey
+from edgespec.history.store import MOST_DRAFTERS, Scope, Store, unpack
 from edgespec.history.use import HistoryUse, open_use
 from edgespec.learning.decoder import NumpyDecoder, Reading
-from edgespec.learning.gains import Gains
-from edgespec.learning.lesson import ROWS, Lesson, Table
+from edgespec.learning.gains import ROWS, Gains, Lesson, Table
 from edgespec.learning.trainer import Trainer
 from edgespec.learning.tuning import Example, Tuning
 from edgespec_models.errors import RequestError
@@ -49,7 +47,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / f"me{schema.SUFFIX}"
+    return tmp_path / f"me{database.SUFFIX}"
 
 
 @pytest.mark.parametrize("header", ["{'descr': '<f4',", "{[]: 1}", "9", "(" * 5000], ids=range(4))
@@ -184,8 +182,10 @@ def test_what_another_bundle_of_the_same_name_learned_is_replaced(path: Path) ->
 
 def _file_of_version(path: Path, version: int) -> None:
     connection = sqlite3.connect(path)
-    for script in schema._MIGRATIONS[:version]:
-        connection.executescript(script)
+    for statement in database._TABLES:
+        connection.execute(statement)
+    for table in ("correction", "beginning")[: 3 - version]:
+        connection.execute(f"DROP TABLE {table}")
     connection.execute(f"PRAGMA application_id = {APPLICATION}")
     connection.execute(f"PRAGMA user_version = {version}")
     connection.execute("INSERT INTO scope VALUES (1, 'target', 'digest', 'mail', 7, 0, 0.0)")

@@ -1,14 +1,12 @@
 """What reading prompts gained a drafter, in the history's file: hashes only, apart by target and drafter."""
 
-import sqlite3
 from pathlib import Path
 
 import pytest
 
 from edgespec.drafting.experience import Outcome
-from edgespec.history import schema
+from edgespec.history import database
 from edgespec.history.memory import Delta
-from edgespec.history.ownership import APPLICATION
 from edgespec.history.store import Scope, Store
 from edgespec.history.use import open_use
 from edgespec_models.text.tokenizer import Tokenizer
@@ -25,7 +23,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / f"me{schema.SUFFIX}"
+    return tmp_path / f"me{database.SUFFIX}"
 
 
 def _lose(path: Path, tokenizer: Tokenizer, times: int = 6) -> None:
@@ -90,16 +88,3 @@ def test_the_latest_beginnings_are_kept(path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("edgespec.history.store.MOST", 3)
     _merge(path, *(_gained(Outcome((bytes([number] * 8),), 0.1)) for number in range(5)))
     assert [digest[0] for digest in _stored(path)] == [2, 3, 4]
-
-
-def test_a_file_of_the_first_format_is_brought_up_to_date(path: Path) -> None:
-    connection = sqlite3.connect(path)
-    connection.executescript(schema._MIGRATIONS[0])
-    connection.execute(f"PRAGMA application_id = {APPLICATION}")
-    connection.execute("PRAGMA user_version = 1")
-    connection.execute("INSERT INTO scope VALUES (1, 'target', 'digest', 'mail', 7, 0, 0.0)")
-    connection.commit()
-    connection.close()
-    _merge(path, _gained(Outcome((b"12345678",), 0.5)))
-    assert len(_stored(path)) == 1
-    assert stored(path).clock == 7

@@ -10,9 +10,8 @@ from typer.testing import CliRunner, Result
 
 from edgespec.cli import app
 from edgespec.history import History, histories
-from edgespec.history.entries import Entry
-from edgespec.history.forget import containing
-from edgespec.history.passages import LEAD, Passage, cut
+from edgespec.history.manage import containing
+from edgespec.history.passages import LEAD, Entry, Passage, cut
 from edgespec.history.store import Learned, Scope
 from edgespec.history.use import open_use
 from edgespec_models.errors import RequestError, StorageError

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 import edgespec
 from edgespec.cli import app
-from edgespec.history import History, ownership, schema
-from edgespec.history.ownership import APPLICATION, look
+from edgespec.history import History, database
+from edgespec.history.database import APPLICATION, look
 from edgespec.history.store import Store
 from edgespec.history.use import open_use
 from edgespec_models.errors import EdgespecError, RequestError, StorageError
@@ -84,7 +84,7 @@ def _logged_beside_nothing(path: Path) -> None:
 
 def _with_our_log_beside(path: Path) -> None:
     """A text where a history was, whose log is still there."""
-    connection = schema.connect(path)
+    connection = database.connect(path)
     _as_killed(connection, path)
     path.write_text("my thesis")
 
@@ -129,8 +129,8 @@ EXPORTED = '{"format": "edgespec history 1", "passages": [], "corrections": []}'
     [
         lambda path: edgespec.load("no-such-model", "ngram", history=path),
         Store.open,
-        schema.connect_read_only,
-        schema.set_aside,
+        database.connect_read_only,
+        database.set_aside,
         lambda path: History(path).check(),
         lambda path: History(path).namespaces(),
         lambda path: History(path).show(),
@@ -205,14 +205,14 @@ def test_what_is_no_file_is_neither_opened_nor_changed(
             short = Path(os.path.relpath(path))  # an address has 107 characters at most
             server.bind(str(short if len(str(short)) < len(str(path)) else path))
         before = where.stat()
-        for use in (Store.open, schema.set_aside, schema.connect_read_only):
-            with pytest.raises(StorageError, match=f"it is a {kind}"):
+        for use in (Store.open, database.set_aside, database.connect_read_only):
+            with pytest.raises(StorageError, match="it is not a regular file"):
                 use(where)
         open_use(where, SCOPE, tokenizer).close()
         for ask in (History.show, History.delete, lambda history: history.load(tmp_path / "in.json")):
             with pytest.raises(EdgespecError):
                 ask(History(where))
-        with pytest.raises((StorageError, RequestError), match=f"is a {kind}"):
+        with pytest.raises((StorageError, RequestError), match="is (not a regular file|a folder)"):
             edgespec.load("no-such-model", "ngram", history=where)
         after = where.stat()
     assert (after.st_mode, after.st_ino, after.st_rdev) == (before.st_mode, before.st_ino, before.st_rdev)
@@ -255,11 +255,10 @@ def test_an_empty_file_may_be_used_and_becomes_private(path: Path) -> None:
 def test_a_file_whose_log_alone_is_marked_was_ours(path: Path) -> None:
     """As the first edgespec that wrote histories left it when it was killed."""
     connection = _database(path, "PRAGMA auto_vacuum = INCREMENTAL", "PRAGMA journal_mode = WAL", "BEGIN")
-    for script in schema._MIGRATIONS:
-        for statement in schema._statements(script):
-            connection.execute(statement)
+    for statement in database._TABLES:
+        connection.execute(statement)
     connection.execute(f"PRAGMA application_id = {APPLICATION}")
-    connection.execute(f"PRAGMA user_version = {len(schema._MIGRATIONS)}")
+    connection.execute(f"PRAGMA user_version = {database._VERSION}")
     connection.execute("INSERT INTO scope VALUES (1, 'target', 'digest', 'mail', 7, 0, 0.0)")
     connection.execute("COMMIT")
     _as_killed(connection, path)
@@ -273,11 +272,11 @@ def test_all_that_is_kept_beside_a_file_in_use_is_known(path: Path) -> None:
     store.merge(SCOPE, delta_of(passage_of(1)), text_of)
     beside = {file.name for file in path.parent.iterdir()} - {path.name}
     assert beside == {f"{path.name}-wal", f"{path.name}-shm"}
-    assert beside <= {file.name for file in ownership.companions(path)}
+    assert beside <= {file.name for file in database.companions(path)}
     store.close()
 
 
-@pytest.mark.parametrize("use", [schema.connect, schema.connect_read_only])
+@pytest.mark.parametrize("use", [database.connect, database.connect_read_only])
 def test_what_cannot_be_read_is_not_kept_open(
     path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[Path], sqlite3.Connection]
 ) -> None:
@@ -303,9 +302,9 @@ def test_what_was_ours_is_set_aside_with_its_companions_or_deleted(
 ) -> None:
     bad = damage(_made(path).read_bytes())
     path.write_bytes(bad)
-    aside = schema.set_aside(path)
+    aside = database.set_aside(path)
     assert aside is not None and aside.read_bytes() == bad
-    for companion in ownership.companions(aside):
+    for companion in database.companions(aside):
         companion.write_bytes(b"of a program that was killed")
     History(aside).delete()
     assert [file.name for file in path.parent.iterdir() if file.suffix != ".lock"] == []
@@ -340,7 +339,7 @@ class TestLinks:
         path.write_text("my thesis")
         path.chmod(0o644)
         before = _seen(path.parent), _seen(link.parent)
-        for use in (Store.open, schema.set_aside, lambda link: History(link).delete()):
+        for use in (Store.open, database.set_aside, lambda link: History(link).delete()):
             with pytest.raises(StorageError, match="cannot be used as a history"):
                 use(link)
         assert (_seen(path.parent), _seen(link.parent)) == before and link.is_symlink()
@@ -365,8 +364,8 @@ class TestLinks:
         beside_link, beside_file = (file.with_name(f"{file.name}-wal") for file in (link, path))
         beside_link.write_text("SQLite keeps the log beside the file, not beside the link")
         beside_file.touch()
-        monkeypatch.setattr(schema, "_is_damaged", lambda path: True)
-        aside = schema.set_aside(link)
+        monkeypatch.setattr(database, "_is_damaged", lambda path: True)
+        aside = database.set_aside(link)
         assert aside is not None and aside.is_symlink() and aside.resolve() == path
         assert path.exists() and beside_link.exists() and beside_file.exists()
 
@@ -381,7 +380,7 @@ class TestRaces:
             path.write_text("my thesis")
             path.chmod(0o644)
 
-        monkeypatch.setattr(schema, "look", come)
+        monkeypatch.setattr(database, "look", come)
         with pytest.raises(StorageError, match="cannot be used as a history"):
             Store.open(path)
         assert (path.read_text(), stat.S_IMODE(path.stat().st_mode)) == ("my thesis", 0o644)
@@ -393,15 +392,15 @@ class TestRaces:
         _made(path).chmod(0o644)
 
         def replaced(looked: Path) -> os.stat_result | None:
-            found = ownership.look(looked)
-            monkeypatch.setattr(schema, "look", ownership.look)
+            found = look(looked)
+            monkeypatch.setattr(database, "look", look)
             thesis = path.with_name("new")
             thesis.write_text("my thesis " * 1000)
             thesis.chmod(mode)
             thesis.replace(path)
             return found
 
-        monkeypatch.setattr(schema, "look", replaced)
+        monkeypatch.setattr(database, "look", replaced)
         use = open_use(path, SCOPE, tokenizer)
         assert use.problem is not None
         use.close()

@@ -11,11 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edgespec.history import schema
-from edgespec.history.entries import Entry
-from edgespec.history.index import Found
-from edgespec.history.memory import Delta, Memory, Snapshot
-from edgespec.history.passages import Passage, cut
+from edgespec.history import database
+from edgespec.history.memory import Delta, Found, Memory, Snapshot
+from edgespec.history.passages import Entry, Passage, cut
 from edgespec.history.store import Store
 from edgespec_models.errors import StorageError
 from tests.histories_for_tests import OTHERS, SCOPE, delta_of, passage_of, stored, text_of
@@ -26,7 +24,7 @@ POSIX = pytest.mark.skipif(os.name != "posix", reason="modes are a matter of POS
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "histories" / f"me{schema.SUFFIX}"
+    return tmp_path / "histories" / f"me{database.SUFFIX}"
 
 
 class _Refusing:
@@ -51,7 +49,7 @@ class TestOpening:
     @pytest.mark.parametrize("code", [sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_BUSY_RECOVERY])
     def test_it_waits_for_programs_that_hold_the_file(self, code: int) -> None:
         connection = _Refusing(code, times=2)
-        schema._use_wal(cast(sqlite3.Connection, connection))
+        database._use_wal(cast(sqlite3.Connection, connection))
         assert connection.asked == 3
 
     @pytest.mark.parametrize(
@@ -60,10 +58,10 @@ class TestOpening:
     def test_it_waits_for_nothing_else_nor_for_ever(
         self, monkeypatch: pytest.MonkeyPatch, code: int, patience: float
     ) -> None:
-        monkeypatch.setattr(schema, "_BUSY_S", patience)
+        monkeypatch.setattr(database, "_BUSY_S", patience)
         connection = _Refusing(code, times=2)
         with pytest.raises(sqlite3.OperationalError):
-            schema._use_wal(cast(sqlite3.Connection, connection))
+            database._use_wal(cast(sqlite3.Connection, connection))
         assert connection.asked == 1
 
 
@@ -76,7 +74,7 @@ class TestStore:
     def test_what_is_stored_is_what_was_in_memory(
         self, tmp_path: Path, answers: list[list[int]], splits: int
     ) -> None:
-        path = tmp_path / f"{time.monotonic_ns()}{schema.SUFFIX}"
+        path = tmp_path / f"{time.monotonic_ns()}{database.SUFFIX}"
         store, pending = Store.open(path), Delta()
         memory = Memory(Snapshot(), max_tokens=1 << 20, tell=lambda note: note(pending))
         for number, answer in enumerate(answers):
@@ -172,7 +170,7 @@ class TestStore:
         store.merge(OTHERS[0], delta_of(*(passage_of(n) for n in range(200))), text_of)
         for start in range(0, 3000, 100):
             store.merge(SCOPE, delta_of(*(passage_of(start + n) for n in range(100))), text_of)
-            store.overwrite()
+            store._overwrite()
             assert path.stat().st_size <= limit + 4096
         assert OTHERS[0] not in store.scopes()
         assert store.scopes()[SCOPE] > 1000
@@ -185,7 +183,7 @@ class TestStore:
         store = Store.open(path, max_bytes=limit)
         store.merge(OTHERS[0], delta_of(passage_of(1)), text_of)
         kept = store.put(elsewhere.learned())
-        store.overwrite()
+        store._overwrite()
         assert path.stat().st_size <= limit + 4096
         assert set(store.scopes()) == {SCOPE} and store.scopes()[SCOPE] > 1000
         assert kept == (len(list(store.learned())), 0) and kept[0] < 1000
@@ -197,7 +195,7 @@ class TestStore:
         store.merge(
             SCOPE, delta_of(*(passage_of(n) for n in range(50))), lambda tokens: b"s3cret" * len(tokens)
         )
-        store.overwrite()
+        store._overwrite()
         assert b"s3cret" in path.read_bytes()
         store.remove(list(store.learned()))
         for file in path.parent.iterdir():
@@ -268,7 +266,7 @@ class TestProcesses:
 
 def test_a_sound_file_is_not_set_aside(path: Path) -> None:
     Store.open(path).close()
-    assert schema.set_aside(path) is None
+    assert database.set_aside(path) is None
     assert path.is_file()
 
 

@@ -11,13 +11,12 @@ from typing import cast
 
 import pytest
 
-from edgespec.history import schema
+from edgespec.history import database
 from edgespec.history.manage import History
 from edgespec.history.memory import Snapshot
 from edgespec.history.passages import Passage
 from edgespec.history.store import Store
-from edgespec.history.use import HistoryUse, open_use
-from edgespec.history.writer import Writer
+from edgespec.history.use import HistoryUse, Writer, open_use
 from edgespec_models.errors import StorageError
 from edgespec_models.text.tokenizer import Tokenizer
 from tests.histories_for_tests import OTHERS, SCOPE, delta_of, learn, stored, text_of
@@ -34,7 +33,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "histories" / f"me{schema.SUFFIX}"
+    return tmp_path / "histories" / f"me{database.SUFFIX}"
 
 
 def test_what_was_learned_is_there_after_a_restart(path: Path, tokenizer: Tokenizer) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.history import schema
+from edgespec.history import database
 from edgespec.history.store import Store
-from edgespec.history.writer import Writer
+from edgespec.history.use import Writer
 from tests.histories_for_tests import SCOPE, passage_of, stored, text_of
 
 RENAMES = pytest.mark.skipif(sys.platform == "win32", reason="an open file cannot be renamed")
@@ -18,7 +18,7 @@ RENAMES = pytest.mark.skipif(sys.platform == "win32", reason="an open file canno
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "histories" / f"me{schema.SUFFIX}"
+    return tmp_path / "histories" / f"me{database.SUFFIX}"
 
 
 def test_it_writes_within_the_interval_by_itself(path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_damaged_file_that_cannot_be_renamed_now_is_later(
     writer = Writer(_damaging(path), path, scope=SCOPE, text_of=text_of, flush_s=1000.0)
     writer.tell(lambda delta: delta.wrote(passage_of(1)))
     with monkeypatch.context() as patched:
-        patched.setattr("edgespec.history.writer.set_aside", refuse)
+        patched.setattr("edgespec.history.use.set_aside", refuse)
         writer.flush()
         writer.flush()
     assert writer.problem is not None and "cannot be replaced" in writer.problem

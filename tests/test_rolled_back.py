@@ -16,9 +16,8 @@ from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import STAKE, Guard, Pricing
 from edgespec.history.drafter import BestOf, HistoryDrafter
-from edgespec.history.entries import Entry, Tally
 from edgespec.history.memory import Delta, Memory, Snapshot
-from edgespec.history.passages import Passage
+from edgespec.history.passages import Entry, Passage, Tally
 from edgespec.history.use import HistoryUse
 from edgespec.requests.generation import PreparedRequest
 from edgespec.requests.request import Request

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from edgespec.learning.decoder import NumpyDecoder
+from edgespec.learning.gains import ROWS, Lesson
 from edgespec.learning.layer_math import F32
-from edgespec.learning.lesson import ROWS, Lesson
 from edgespec.learning.trainer import Trainer
 from edgespec.learning.tuning import Example, Tuning
 from edgespec_models.errors import UnsupportedModelError

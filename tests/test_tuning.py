@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from edgespec.learning.decoder import NumpyDecoder, Reading
-from edgespec.learning.lesson import ROWS, Lesson, Table
+from edgespec.learning.gains import ROWS, Lesson, Table
 from edgespec.learning.tuning import Example, Tuning
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import ModelConfig

@@ -22,8 +22,8 @@ from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.session import TrimmedHead, Tunable
 
 if TYPE_CHECKING:  # a drafter that nothing teaches imports nothing of this
+    from edgespec.learning.gains import Table
     from edgespec.learning.layer_math import F32
-    from edgespec.learning.lesson import Table
     from edgespec.learning.trainer import Trainer
     from edgespec.learning.tuning import Example, Tuning
 

@@ -2,28 +2,18 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Final
 
 from edgespec.decoding.draft import NO_DRAFT, Draft, Extending, Remarks, Step
 from edgespec.drafting.pricing import Guard
-from edgespec.history.index import MAX_N, Found
-from edgespec.history.memory import Memory
+from edgespec.history.memory import MAX_N, Found, Memory
 from edgespec.history.passages import Cutter
 
 __all__ = ["BestOf", "HistoryDrafter"]
 
 _SOURCE: Final = "history"
 _LOG = logging.getLogger("edgespec")
-
-
-@dataclass(frozen=True, slots=True)
-class _Considered:
-    """Proposals that were considered behind ``head``, proposals of others."""
-
-    head: tuple[int, ...]
-    found: list[Found]
 
 
 class HistoryDrafter:
@@ -58,7 +48,7 @@ class HistoryDrafter:
         self._remarks, self._problem = remarks or Remarks(), problem
         self._failed = False  # in this request
         self._cutter = Cutter()
-        self._considered: list[_Considered] = []
+        self._considered: list[tuple[tuple[int, ...], list[Found]]] = []  # behind proposals of others
         memory.refresh()
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
@@ -116,20 +106,18 @@ class HistoryDrafter:
             confidence.append(estimate)
             context.append(found.token)
         if considered:
-            self._considered.append(_Considered(before.tokens, considered))
+            self._considered.append((before.tokens, considered))
         if not drafted:
             return NO_DRAFT
         return Draft(tuple(drafted), None, (_SOURCE,) * len(drafted), tuple(confidence))
 
     def _judge(self, came: tuple[int, ...]) -> None:
         judged: set[int] = set()
-        for considered in self._considered:
-            offset = len(considered.head)
-            if came[:offset] != considered.head:
+        for head, proposals in self._considered:
+            offset = len(head)
+            if came[:offset] != head:
                 continue
-            for position, (found, token) in enumerate(
-                zip(considered.found, came[offset:], strict=False), start=offset
-            ):
+            for position, (found, token) in enumerate(zip(proposals, came[offset:], strict=False), offset):
                 if position not in judged:
                     judged.add(position)
                     self._memory.judge(found, found.token == token)

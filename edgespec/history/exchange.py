@@ -2,48 +2,30 @@
 
 import base64
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from edgespec.history.corrections import DrafterKey, Kept, unpack
-from edgespec.history.entries import Entry
-from edgespec.history.passages import LEAD, LONGEST, Passage
-from edgespec.history.store import Learned, Name, Scope
+from edgespec.history.memory import DrafterKey
+from edgespec.history.passages import LEAD, LONGEST, Entry, Passage
+from edgespec.history.store import Kept, Learned, Name, Scope, unpack
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import form, length, read, shown, within
 
-__all__ = ["FORMAT", "correction_json", "parse", "passage_json"]
+__all__ = ["exported", "parse"]
 
-FORMAT: Final = "edgespec history 1"
+_FORMAT: Final = "edgespec history 1"
 
 
-def passage_json(learned: Learned) -> dict[str, Any]:
-    """A passage as plain JSON values; bytes that are no UTF-8 become lone surrogates."""
-    entry = learned.entry
-    return {
-        "scope": asdict(learned.scope),
-        "before": learned.before.decode("utf-8", errors="surrogateescape"),
-        "text": learned.text.decode("utf-8", errors="surrogateescape"),
-        "lead": list(entry.passage.lead),
-        "body": list(entry.passage.body),
-        "worth": learned.worth,
-        "right": list(entry.right),
-        "wrong": list(entry.wrong),
-        "learned_on": learned.learned_on,
+def exported(passages: Iterable[Learned], corrections: Iterable[tuple[Scope, Kept]]) -> str:
+    """All of them as JSON; bytes that are no UTF-8 become lone surrogates, which JSON can spell."""
+    value = {
+        "format": _FORMAT,
+        "passages": [_passage_json(each) for each in passages],
+        "corrections": [_correction_json(*each) for each in corrections],
     }
-
-
-def correction_json(scope: Scope, kept: Kept) -> dict[str, Any]:
-    """A correction as plain JSON values; the table as it is stored, in base64."""
-    return {
-        "scope": asdict(scope),
-        "drafter": kept.drafter.digest,
-        "name": kept.drafter.name,
-        "tokens": kept.tokens,
-        "used_on": kept.used_on,
-        "table": base64.b64encode(kept.data).decode(),
-    }
+    return json.dumps(value, indent=1) + "\n"
 
 
 def parse(file: Path) -> tuple[list[Learned], list[tuple[Scope, Kept]]]:
@@ -72,8 +54,6 @@ _Verdicts = tuple[Annotated[int, within(0, 255)], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Passage:
-    """What :func:`passage_json` writes."""
-
     scope: Scope
     before: _Bytes
     text: _Bytes
@@ -97,8 +77,6 @@ class _Passage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Correction:
-    """What :func:`correction_json` writes."""
-
     scope: Scope
     drafter: Name
     name: Name
@@ -122,3 +100,29 @@ class _Exported:
     format: Literal["edgespec history 1"]
     passages: tuple[_Passage, ...]
     corrections: tuple[_Correction, ...] = ()
+
+
+def _passage_json(learned: Learned) -> dict[str, Any]:
+    entry = learned.entry
+    return {
+        "scope": asdict(learned.scope),
+        "before": learned.before.decode("utf-8", errors="surrogateescape"),
+        "text": learned.text.decode("utf-8", errors="surrogateescape"),
+        "lead": list(entry.passage.lead),
+        "body": list(entry.passage.body),
+        "worth": learned.worth,
+        "right": list(entry.right),
+        "wrong": list(entry.wrong),
+        "learned_on": learned.learned_on,
+    }
+
+
+def _correction_json(scope: Scope, kept: Kept) -> dict[str, Any]:
+    return {
+        "scope": asdict(scope),
+        "drafter": kept.drafter.digest,
+        "name": kept.drafter.name,
+        "tokens": kept.tokens,
+        "used_on": kept.used_on,
+        "table": base64.b64encode(kept.data).decode(),
+    }

@@ -1,43 +1,39 @@
-"""A history from outside: which there are, what one holds, and the ways to take it along or get rid of it."""
+"""A history from outside: which there are, what one holds, and how to take it along or to forget it."""
 
-import json
 import os
 import re
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
-from edgespec.history.corrections import Kept
-from edgespec.history.exchange import FORMAT, correction_json, parse, passage_json
-from edgespec.history.forget import containing, readable
-from edgespec.history.ownership import companions, file_indexes, look, reason
-from edgespec.history.schema import SUFFIX
+from edgespec.history.database import SUFFIX, companions, file_indexes, look, reason
+from edgespec.history.exchange import exported, parse
+from edgespec.history.passages import LEAD
 from edgespec.history.store import Learned, Scope, Store
 from edgespec_models.errors import RequestError, StorageError
 from edgespec_models.files.replacing import write_text
 from edgespec_models.paths import expanded, histories_dir
 from edgespec_models.schema import checked, length, shown
 
-__all__ = ["Amount", "LearnedCorrection", "LearnedText", "History", "histories"]
+__all__ = ["Amount", "History", "LearnedCorrection", "LearnedText", "containing", "histories"]
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_MOST_CHAINED: Final = 64  # passages that one text may run through
+_Following = dict[tuple[Scope, tuple[int, ...]], list[Learned]]
 
 
 @dataclass(frozen=True, slots=True)
 class LearnedText:
-    """Something that was learned.
+    """A passage that was learned; it may begin or end within a word.
 
     Attributes:
         target: name of the model that wrote it.
-        namespace: where the application put it.
-        text: what it says; a passage may begin or end within a word.
-        tokens: how many it has.
         worth: recent uses, less the more it misled; what is worth least goes first.
-        right: verdicts on proposals taken from it that were right, as far as they are remembered.
-        wrong: the same, wrong.
+        right: remembered proposals taken from it that were right; ``wrong`` those that were not.
         learned_on: when it was first written, seconds since 1970.
     """
 
@@ -61,10 +57,7 @@ class LearnedCorrection:
 
     Attributes:
         target: name of the model whose answers taught it.
-        namespace: where the application put it.
-        drafter: name of the drafter.
-        tokens: tokens of answers that it was learned from.
-        size_bytes: in the file.
+        tokens: how many tokens of answers it was learned from.
         used_on: when it was last added to, seconds since 1970.
     """
 
@@ -131,17 +124,16 @@ class History:
             StorageError: it cannot be read, or something else made it. So with all methods.
         """
         with self._store() as store:
-            kept: dict[tuple[str, str], int] = {}
+            kept: dict[tuple[str, str], int] = defaultdict(int)
             for scope, tokens in store.scopes().items():
-                key = (scope.target, scope.namespace)
-                kept[key] = kept.get(key, 0) + tokens
-            return kept
+                kept[scope.target, scope.namespace] += tokens
+            return dict(kept)
 
     @checked
     def show(self, namespace: str | None = None) -> list[LearnedText]:
         """All that was learned, what is worth most first; of one namespace, or of all."""
         with self._store() as store:
-            texts = [_text(each) for each in _within(store, namespace)]
+            texts = [_text(each) for each in store.learned() if namespace in (None, each.scope.namespace)]
         return sorted(texts, key=lambda each: (-each.worth, each.text))
 
     @checked
@@ -149,7 +141,13 @@ class History:
         """What drafters learned, of one namespace or of all."""
         with self._store() as store:
             kept = list(store.corrections())
-        return [_described(*each) for each in kept if namespace is None or each[0].namespace == namespace]
+        return [
+            LearnedCorrection(
+                scope.target, scope.namespace, each.drafter.name, each.tokens, len(each.data), each.used_on
+            )
+            for scope, each in kept
+            if namespace in (None, scope.namespace)
+        ]
 
     @checked
     def forget(self, text: str) -> Amount:
@@ -195,11 +193,8 @@ class History:
     def export(self, file: Path) -> Amount:
         """Write all that was learned to ``file`` as JSON (mode 0600); returns how much that is."""
         with self._store() as store:
-            passages = [passage_json(each) for each in store.learned()]
-            corrections = [correction_json(*each) for each in store.corrections()]
-        value = {"format": FORMAT, "passages": passages, "corrections": corrections}
-        # Bytes that are no UTF-8 become lone surrogates, which JSON can spell.
-        write_text(file, json.dumps(value, indent=1) + "\n", 0o600)
+            passages, corrections = list(store.learned()), list(store.corrections())
+        write_text(file, exported(passages, corrections), 0o600)
         return Amount(len(passages), len(corrections))
 
     @checked
@@ -276,30 +271,60 @@ def _delete_all(files: Iterable[Path]) -> None:
         file.unlink(missing_ok=True)
 
 
-def _within(store: Store, namespace: str | None) -> Iterator[Learned]:
-    return (each for each in store.learned() if namespace is None or each.scope.namespace == namespace)
-
-
-def _described(scope: Scope, kept: Kept) -> LearnedCorrection:
-    return LearnedCorrection(
-        target=scope.target,
-        namespace=scope.namespace,
-        drafter=kept.drafter.name,
-        tokens=kept.tokens,
-        size_bytes=len(kept.data),
-        used_on=kept.used_on,
-    )
-
-
 def _text(learned: Learned) -> LearnedText:
     entry = learned.entry
     return LearnedText(
         target=learned.scope.target,
         namespace=learned.scope.namespace,
-        text=readable(learned.text),
+        text=_readable(learned.text),
         tokens=len(entry.passage.body),
         worth=learned.worth,
         right=sum(entry.right),
         wrong=sum(entry.wrong),
         learned_on=learned.learned_on,
     )
+
+
+def containing(text: str, learned: Sequence[Learned]) -> list[Learned]:
+    """The passages that hold ``text``, with what stands before them, or a part of an occurrence.
+
+    Upper and lower case are the same.
+    """
+    wanted = text.casefold()
+    following: _Following = defaultdict(list)
+    for each in learned:
+        if each.entry.passage.lead:
+            following[each.scope, each.entry.passage.lead].append(each)
+    found: dict[int, Learned] = {}
+    for passage in learned:
+        for chain in _chains([passage], wanted, following):
+            found.update((id(each), each) for each in chain)
+    return list(found.values())
+
+
+def _chains(chain: list[Learned], wanted: str, following: _Following) -> Iterable[list[Learned]]:
+    """Runs of passages, beginning with ``chain``, that hold ``wanted`` from their first on."""
+    joined = _folded(chain[0].before + b"".join(each.text for each in chain))
+    if wanted in joined:
+        return [chain]
+    passage = chain[-1].entry.passage
+    appended = len(_folded(b"".join(each.text for each in chain[1:])))
+    longest = min(len(wanted) - 1, len(joined))
+    begun = any(joined.endswith(wanted[:length]) for length in range(appended + 1, longest + 1))
+    if not begun or len(chain) == _MOST_CHAINED:
+        return []
+    tail = (*passage.lead, *passage.body)[-LEAD:]
+    return [
+        found
+        for each in following.get((chain[0].scope, tail), ())
+        for found in _chains([*chain, each], wanted, following)
+    ]
+
+
+def _folded(data: bytes) -> str:
+    return _readable(data).casefold()
+
+
+def _readable(data: bytes) -> str:
+    """Bytes of tokens as text; what is no UTF-8 is left out."""
+    return data.decode("utf-8", errors="ignore")

@@ -1,33 +1,41 @@
 """Reading and writing a history's file. Every change is one transaction that adds to what is there.
 
 So several processes may write at once and none overwrites what another learned; and a process that is
-killed leaves what its last transaction left.
+killed leaves what its last transaction left. What drafters learned is kept by scope and drafter: corrections,
+tables of weights, each a sum of what several programs learned.
 """
 
 import sqlite3
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
+from io import BytesIO
+from math import prod
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Self
+
+import numpy as np
+from numpy.lib import format as npy
 
 from edgespec.drafting.experience import MOST, Gains, Outcome
-from edgespec.history.corrections import Corrections, Kept
-from edgespec.history.entries import Entry, Tally
-from edgespec.history.memory import Change, Delta, Snapshot, keep_best
-from edgespec.history.passages import Passage, pack_tokens, unpack_tokens
-from edgespec.history.schema import connect
+from edgespec.history.database import connect, transaction
+from edgespec.history.memory import Change, Delta, DrafterKey, Snapshot, keep_best
+from edgespec.history.passages import Entry, Passage, Tally, pack_tokens, unpack_tokens
+from edgespec.learning.gains import ROWS, Lesson, Table
 from edgespec_models.schema import form
 
-__all__ = ["MAX_BYTES", "MAX_TOKENS", "Learned", "Name", "Scope", "Store"]
+__all__ = ["MAX_BYTES", "MAX_TOKENS", "MOST_DRAFTERS", "Kept", "Learned", "Name", "Scope", "Store", "unpack"]
 
 MAX_TOKENS: Final = 262_144
 """Tokens kept in one scope."""
 MAX_BYTES: Final = 64 * 2**20
 """Bytes of the file."""
+MOST_DRAFTERS: Final = 4
+"""Drafters of one scope whose corrections are kept, those used last."""
+_MOST_TABLE_BYTES: Final = 4 << 20  # of a correction's table with its header
 _ROOM: Final = 7 / 8  # how much is kept where a bound is exceeded
-
 
 Name = Annotated[str, form(r"[^\ud800-\udfff]*", "without lone surrogates")]
 """A text that SQLite takes."""
@@ -50,15 +58,10 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """A passage as it is stored.
+    """A passage as it is stored, with the bytes of its lead (``before``) and of its body (``text``).
 
-    Attributes:
-        scope: where.
-        entry: tokens and history.
-        before: bytes of text of the passage's lead.
-        text: bytes of its own text; may begin or end within a character.
-        learned_on: when it was first written, seconds since 1970.
-        worth: what decides whether it stays.
+    These may begin or end within a character. ``learned_on`` is when it was first written, in seconds since
+    1970; ``worth`` decides whether it stays.
     """
 
     scope: Scope
@@ -69,11 +72,27 @@ class Learned:
     worth: float
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A correction as it is stored: whose guesses it corrects, and the packed table.
+
+    ``tokens`` is how many committed tokens it was learned from, ``used_on`` when it was last added to.
+    """
+
+    drafter: DrafterKey
+    tokens: int
+    used_on: float
+    data: bytes
+
+
 class Store:
-    """One connection to a history's file. One thread at a time.
+    """One connection to a history's file, within its bounds. One thread at a time.
+
+    A correction that cannot be read, or whose table has another shape (another version of edgespec wrote it),
+    counts as none and is replaced.
 
     Args:
-        connection: as :func:`edgespec.history.schema.connect` opens it.
+        connection: as :func:`edgespec.history.database.connect` opens it.
         max_tokens: bound of one scope.
         max_bytes: bound of the file.
     """
@@ -82,12 +101,11 @@ class Store:
         self, connection: sqlite3.Connection, *, max_tokens: int = MAX_TOKENS, max_bytes: int = MAX_BYTES
     ) -> None:
         self._connection, self._max_tokens, self._max_bytes = connection, max_tokens, max_bytes
-        self._corrections = Corrections(connection)
 
     @classmethod
-    def open(cls, path: Path, *, max_tokens: int = MAX_TOKENS, max_bytes: int = MAX_BYTES) -> "Store":
-        """Open or make the file; raises as :func:`~edgespec.history.schema.connect` does."""
-        return cls(connect(path), max_tokens=max_tokens, max_bytes=max_bytes)
+    def open(cls, path: Path, **bounds: int) -> Self:
+        """Open or make the file; raises as :func:`~edgespec.history.database.connect` does."""
+        return cls(connect(path), **bounds)
 
     def close(self) -> None:
         """Close the connection; what was merged stays."""
@@ -95,10 +113,7 @@ class Store:
 
     def scopes(self) -> dict[Scope, int]:
         """All scopes, and how many tokens each keeps."""
-        rows = self._connection.execute(
-            "SELECT target, tokenizer, namespace, tokens FROM scope ORDER BY 1, 3"
-        )
-        return {Scope(target, tokenizer, namespace): tokens for target, tokenizer, namespace, tokens in rows}
+        return {scope: tokens for scope, _, _, tokens in self._rows()}
 
     def read(self, scope: Scope) -> Snapshot:
         """What is known of a scope; nothing if there is none."""
@@ -118,40 +133,28 @@ class Store:
             entries,
             {kind: Tally(right, judged) for kind, right, judged in tallies},
             records,
-            self._corrections.tables(key),
+            {kept.drafter.digest: table for kept in self._kept(key) if (table := _table(kept)) is not None},
         )
 
     def learned(self) -> Iterator[Learned]:
         """All passages with their text."""
-        for scope in self.scopes():
-            row = self._find(scope)
-            if row is None:
-                continue
-            for *values, before, text, learned_on in self._connection.execute(
-                _PASSAGES, (row[0],)
-            ).fetchall():
+        for scope, key, clock, _ in self._rows():
+            for *values, before, text, learned_on in self._connection.execute(_PASSAGES, (key,)).fetchall():
                 entry = _entry(*values)
-                yield Learned(scope, entry, before, text, learned_on, entry.worth(row[1]))
+                yield Learned(scope, entry, before, text, learned_on, entry.worth(clock))
 
     def corrections(self) -> Iterator[tuple[Scope, Kept]]:
         """What drafters learned in every scope."""
-        for scope in self.scopes():
-            row = self._find(scope)
-            if row is not None:
-                yield from ((scope, kept) for kept in self._corrections.of(row[0]))
+        for scope, key, _, _ in self._rows():
+            yield from ((scope, kept) for kept in self._kept(key))
 
     def merge(self, scope: Scope, delta: Delta, text_of: Callable[[Sequence[int]], bytes]) -> None:
         """Add what happened to what is stored, hold the bounds; all of it or, on an error, nothing.
 
-        Args:
-            scope: made if it does not exist.
-            delta: what happened.
-            text_of: the bytes of tokens.
-
         Raises:
             sqlite3.Error: it cannot be written; nothing was.
         """
-        with self.transaction():
+        with transaction(self._connection):
             self._believe_the_clock()
             key, clock = self._advance(scope, delta.tokens)
             for change in delta.changes.values():
@@ -163,7 +166,7 @@ class Store:
             for drafter, outcomes in delta.outcomes.items():
                 self._remember(key, drafter, outcomes)
             for taught, lesson in delta.lessons.items():
-                self._corrections.add(key, taught, lesson)
+                self._correct(key, taught, lesson)
             self._trim(key, clock)
             self._shrink(key, clock)
         # The delta is stored: an error now would have it added once more. The next merge gives back more.
@@ -181,7 +184,7 @@ class Store:
             How many of the passages are stored then, and how many of the corrections' drafters have one.
         """
         clocks, given, taught = {}, set(), set()
-        with self.transaction():
+        with transaction(self._connection):
             self._believe_the_clock()
             for each in learned:
                 key, clock = self._put(each)
@@ -189,13 +192,13 @@ class Store:
                 given.add((key, each.entry.passage.digest))
             for scope, kept in corrections:
                 key, clocks[key] = self._advance(scope, 0)
-                self._corrections.put(key, kept)
+                self._put_correction(key, kept)
                 taught.add((key, kept.drafter.digest))
             for key, clock in clocks.items():
                 self._trim(key, clock)
                 self._shrink(key, clock)
             passages = sum(self._connection.execute(_ENTRY, which).fetchone() is not None for which in given)
-            known = {(key, kept.drafter.digest) for key in clocks for kept in self._corrections.of(key)}
+            known = {(key, kept.drafter.digest) for key in clocks for kept in self._kept(key)}
             return passages, len(taught & known)
 
     def _put(self, learned: Learned) -> tuple[int, int]:
@@ -215,42 +218,34 @@ class Store:
         Returns:
             How many corrections there were.
         """
-        with self.transaction():
+        with transaction(self._connection):
             for learned in found:
                 row = self._find(learned.scope)
                 if row is not None:
                     self._delete(row[0], [learned.entry])
-            forgotten = self._corrections.forget()
-        self.overwrite()
+            forgotten = self._connection.execute("DELETE FROM correction").rowcount
+        self._overwrite()
         return forgotten
 
     def remove_namespace(self, namespace: str) -> None:
         """Delete all that was learned in a namespace, of whatever target, and overwrite it."""
-        with self.transaction():
+        with transaction(self._connection):
             self._connection.execute("DELETE FROM scope WHERE namespace = ?", (namespace,))
-        self.overwrite()
+        self._overwrite()
 
-    def overwrite(self) -> None:
+    def _overwrite(self) -> None:
         """Leave no deleted text in the file or in its log."""
         self._vacuum()
         self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """All statements within become true together, or none."""
-        self._connection.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            self._connection.execute("COMMIT")
-        except BaseException:
-            if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
-            raise
+    def _rows(self) -> list[tuple[Scope, int, int, int]]:
+        """Every scope with its row's id, its clock and its tokens."""
+        query = "SELECT target, tokenizer, namespace, id, clock, tokens FROM scope ORDER BY 1, 3"
+        return [(Scope(*row[:3]), *row[3:]) for row in self._connection.execute(query)]
 
     def _find(self, scope: Scope) -> tuple[int, int] | None:
-        query = "SELECT id, clock FROM scope WHERE target = ? AND tokenizer = ? AND namespace = ?"
-        row = self._connection.execute(query, (scope.target, scope.tokenizer, scope.namespace)).fetchone()
-        return None if row is None else (int(row[0]), int(row[1]))
+        """Its row's id and clock."""
+        return next(((key, clock) for known, key, clock, _ in self._rows() if known == scope), None)
 
     def _believe_the_clock(self) -> None:
         """Take back times of use that are yet to come: a clock that was wrong would keep all else out."""
@@ -303,6 +298,36 @@ class Store:
                 values = (key, drafter, digest, record.gain, record.count, now)
                 self._connection.execute("INSERT OR REPLACE INTO beginning VALUES (?, ?, ?, ?, ?, ?)", values)
         self._connection.execute(_KEEP_BEGINNINGS, {"scope": key, "drafter": drafter, "most": MOST})
+
+    def _kept(self, key: int) -> Iterator[Kept]:
+        """The corrections of a scope, the one used last first."""
+        for digest, name, *values in self._connection.execute(_CORRECTIONS, (key,)).fetchall():
+            yield Kept(DrafterKey(digest, name), *values)
+
+    def _correct(self, key: int, drafter: DrafterKey, lesson: Lesson) -> None:
+        """Add what a drafter learned to what it knows."""
+        known = None if lesson.anew else self._correction(key, drafter)
+        table = None if known is None else _table(known)
+        if known is None or table is None or table.shape != lesson.change.shape:
+            table, tokens = lesson.change, lesson.tokens
+        else:
+            table, tokens = table + lesson.change, known.tokens + lesson.tokens
+        self._save_correction(key, Kept(drafter, tokens, time.time(), _pack(table)))
+
+    def _put_correction(self, key: int, kept: Kept) -> None:
+        """Keep this one, unless there is one that was learned from more."""
+        known = self._correction(key, kept.drafter)
+        if known is None or known.tokens < kept.tokens or _table(known) is None:
+            self._save_correction(key, kept)
+
+    def _correction(self, key: int, drafter: DrafterKey) -> Kept | None:
+        return next((kept for kept in self._kept(key) if kept.drafter.digest == drafter.digest), None)
+
+    def _save_correction(self, key: int, kept: Kept) -> None:
+        values = (key, *kept.drafter, kept.tokens, kept.used_on, kept.data)
+        self._connection.execute("INSERT OR REPLACE INTO correction VALUES (?, ?, ?, ?, ?, ?)", values)
+        rows = [(key, each.drafter.digest) for each in list(self._kept(key))[MOST_DRAFTERS:]]
+        self._connection.executemany("DELETE FROM correction WHERE scope = ? AND drafter = ?", rows)
 
     def _trim(self, key: int, clock: int) -> None:
         """Keep the scope within its tokens."""
@@ -357,6 +382,43 @@ def _entry(lead: bytes, body: bytes, uses: float, at: int, verdicts: bytes) -> E
     return Entry(passage, uses, at, bytearray(verdicts[:middle]), bytearray(verdicts[middle:]))
 
 
+def unpack(data: bytes) -> Table | None:
+    """The table in ``data``; None if it has another shape.
+
+    Raises:
+        ValueError: there is no table in it.
+    """
+    reading = zlib.decompressobj()
+    try:
+        raw = reading.decompress(data, _MOST_TABLE_BYTES)
+        file = BytesIO(raw)
+        version = npy.read_magic(file)
+        if reading.unconsumed_tail or version != (1, 0):
+            return None
+        shape, by_column, kind = npy.read_array_header_1_0(file)
+        if (len(shape), shape[:1], by_column, kind) != (2, (ROWS,), False, np.dtype("<f4")):
+            return None
+        table: Table = np.frombuffer(raw, "<f4", prod(shape), file.tell()).reshape(shape)
+    except Exception as error:  # NumPy reads the header as Python, and raises whatever that does
+        raise ValueError(f"no table of weights: {error}") from error
+    return table if np.isfinite(table).all() else None
+
+
+def _pack(table: Table) -> bytes:
+    file = BytesIO()
+    npy.write_array(file, np.ascontiguousarray(table, "<f4"), version=(1, 0), allow_pickle=False)
+    return zlib.compress(file.getvalue(), 1)
+
+
+def _table(kept: Kept) -> Table | None:
+    with suppress(ValueError):
+        return unpack(kept.data)
+    return None
+
+
+_CORRECTIONS: Final = """
+SELECT drafter, name, tokens, used_on, data FROM correction WHERE scope = ? ORDER BY used_on DESC, drafter
+"""
 _COLUMNS: Final = "lead, body, uses, used_at, verdicts"
 _ENTRIES: Final = f"SELECT {_COLUMNS} FROM passage WHERE scope = ?"
 _ENTRY: Final = f"SELECT {_COLUMNS} FROM passage WHERE scope = ? AND digest = ?"

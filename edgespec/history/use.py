@@ -1,9 +1,13 @@
-"""A history in use by a loaded model: what it knows in memory, what it learns on its way to the file."""
+"""A history in use by a loaded model: what it knows in memory, what it learns on its way to the file.
 
+The file is written in the background, and whatever happens to it, decoding goes on.
+"""
+
+import atexit
 import logging
 import sqlite3
-from collections.abc import Callable
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -12,35 +16,157 @@ from typing import Final
 from edgespec.decoding.draft import Remarks
 from edgespec.drafting.experience import Experience, Outcome
 from edgespec.drafting.pricing import Guard
-from edgespec.history.corrections import DrafterKey
+from edgespec.history.database import connect_read_only, is_damage, reason, set_aside
 from edgespec.history.drafter import HistoryDrafter
-from edgespec.history.entries import Entry
-from edgespec.history.memory import Delta, Memory, Snapshot
-from edgespec.history.ownership import is_damage, reason
-from edgespec.history.schema import connect_read_only, set_aside
+from edgespec.history.memory import Delta, DrafterKey, Memory, Snapshot
+from edgespec.history.passages import Entry
 from edgespec.history.store import MAX_TOKENS, Scope, Store
-from edgespec.history.writer import Writer
-from edgespec.learning.lesson import Table
+from edgespec.learning.gains import Table
 from edgespec.learning.trainer import Trainer
 from edgespec.learning.tuning import Tuning
 from edgespec_models.errors import StorageError
 from edgespec_models.text.tokenizer import Tokenizer
 
-__all__ = ["HistoryUse", "open_use"]
+__all__ = ["FLUSH_S", "HistoryUse", "Writer", "open_use"]
 
+FLUSH_S: Final = 2.0
+"""Seconds after which what was learned is in the file."""
+_RETRY_S: Final = 30.0
+_MOST_PENDING: Final = 4096  # passages that wait for a disk with room
 _TELL_S: Final = 60.0
 """Seconds after which what a drafter learned is on its way to the file: half a megabyte each time."""
 _UNDONE: Final = "what the drafter learned: trained, it was right less often than before"
 _LOG = logging.getLogger("edgespec")
+_Opened = tuple[Store | None, bool, str | None]
+"""A file as far as it could be opened, whether it can be written, and what keeps it from being used."""
 
 
-@dataclass(slots=True)
-class _File:
-    """A file, as far as it could be opened."""
+class Writer:
+    """Collects what happens and merges it into the store, in a thread of its own.
 
-    store: Store | None = None
-    writable: bool = False
-    problem: str | None = None
+    A file that cannot be written is reported once, in :attr:`problem` and in the log of ``edgespec``, and
+    tried again every 30 seconds and at the end. A damaged one is set aside and begun anew, unless nothing in
+    it says any more that it is edgespec's.
+
+    Args:
+        store: taken over, and closed by :meth:`close`.
+        path: the store's file.
+        scope: where to.
+        text_of: the bytes of tokens; called in the thread.
+        flush_s: seconds from the first thing that happens to the transaction that holds it.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        path: Path,
+        *,
+        scope: Scope,
+        text_of: Callable[[Sequence[int]], bytes],
+        flush_s: float = FLUSH_S,
+    ) -> None:
+        self._store, self._path, self._scope, self._text_of = store, path, scope, text_of
+        self._flush_s = flush_s
+        self._pending = Delta()
+        self._changed = threading.Condition()  # guards the pending delta and the end
+        self._writing = threading.Lock()  # guards the store
+        self._closing = self._closed = False
+        self._damage: sqlite3.Error | None = None  # until the file is replaced
+        self.problem: str | None = None
+        self._thread = threading.Thread(target=self._run, name="edgespec-history", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def tell(self, note: Callable[[Delta], None]) -> None:
+        """Have ``note`` write down what happened; it is stored soon."""
+        with self._changed:
+            sleeping = not self._pending
+            note(self._pending)
+            if sleeping:  # else the thread knows, and waits for more
+                self._changed.notify()
+
+    def flush(self) -> None:
+        """Store what happened so far, now."""
+        with self._writing:
+            with self._changed:
+                delta, self._pending = self._pending, Delta()
+            try:
+                if delta:
+                    self._merge(delta)
+            except BaseException:  # Ctrl-C
+                self._put_back(delta)
+                raise
+
+    def close(self) -> None:
+        """Store the rest and end the thread. May be called again, after an interrupt too."""
+        if self._closed:
+            return
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+        self.flush()
+        self._store.close()
+        self._closed = True
+        atexit.unregister(self.close)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or bool(self._pending))
+                self._changed.wait_for(lambda: self._closing, self._wait_s())
+                if self._closing:
+                    return
+            self.flush()
+
+    def _wait_s(self) -> float:
+        return self._flush_s if self.problem is None else _RETRY_S
+
+    def _merge(self, delta: Delta) -> None:
+        if self._damage is not None:
+            self._begin_anew(delta, self._damage)
+            return
+        try:
+            self._store.merge(self._scope, delta, self._text_of)
+        except sqlite3.Error as error:
+            if is_damage(error):
+                self._begin_anew(delta, error)
+            else:
+                why = reason(self._path, error)
+                self._postpone(delta, f"the history {self._path} cannot be written ({why}); decoding goes on")
+        else:
+            self.problem = None
+
+    def _begin_anew(self, delta: Delta, error: sqlite3.Error) -> None:
+        self._damage = error
+        try:
+            self._store.close()
+            aside = set_aside(self._path)
+            self._store = Store.open(self._path)
+            self._store.merge(self._scope, delta, self._text_of)
+        except (sqlite3.Error, OSError, StorageError) as again:
+            self._postpone(
+                delta, f"the history {self._path} is damaged ({error}) and cannot be replaced ({again})"
+            )
+        else:
+            self._damage = None
+            self._report(f"the history {self._path} was damaged ({error}); it is {aside or 'replaced'} now")
+
+    def _postpone(self, delta: Delta, problem: str) -> None:
+        self._put_back(delta)
+        self._report(problem)
+
+    def _put_back(self, delta: Delta) -> None:
+        """Have it stored with what comes."""
+        with self._changed:
+            if len(delta.changes) + len(self._pending.changes) <= _MOST_PENDING:
+                delta.add(self._pending)
+                self._pending = delta
+
+    def _report(self, problem: str) -> None:
+        if self.problem is None:
+            _LOG.warning("%s", problem)
+        self.problem = problem
 
 
 class HistoryUse:
@@ -147,56 +273,51 @@ def open_use(path: Path, scope: Scope, tokenizer: Tokenizer) -> HistoryUse:
     edgespec's is left alone; where nothing is to be had the model learns until it is closed.
     :attr:`HistoryUse.problem` and the log say so.
     """
-    opened = _open(path)
+    store, writable, problem = _open(path)
     snapshot = Snapshot()
-    if opened.store is not None:
+    if store is not None:
         try:
-            snapshot = opened.store.read(scope)
+            snapshot = store.read(scope)
         except sqlite3.Error as error:
-            opened.problem = f"the history {path} cannot be read ({error}); it is not used"
-            opened.writable = False
+            problem, writable = f"the history {path} cannot be read ({error}); it is not used", False
     # An import may hold what this model cannot read.
     snapshot.entries = [e for e in snapshot.entries if _spells(e, tokenizer.vocab_size)]
-    if opened.problem is not None:
-        _LOG.warning("%s", opened.problem)
+    if problem is not None:
+        _LOG.warning("%s", problem)
     writer = None
-    if opened.store is not None and opened.writable:
-        writer = Writer(opened.store, path, scope=scope, text_of=tokenizer.bytes_of)
-    elif opened.store is not None:
-        opened.store.close()
-    return HistoryUse(snapshot, writer, opened.problem)
+    if store is not None and writable:
+        writer = Writer(store, path, scope=scope, text_of=tokenizer.bytes_of)
+    elif store is not None:
+        store.close()
+    return HistoryUse(snapshot, writer, problem)
 
 
 def _spells(entry: Entry, vocab_size: int) -> bool:
     return max((*entry.passage.lead, *entry.passage.body)) < vocab_size
 
 
-def _open(path: Path) -> _File:
+def _open(path: Path) -> _Opened:
     try:
-        return _File(Store.open(path), writable=True)
+        return Store.open(path), True, None
     except StorageError as error:
-        return _File(problem=f"{error}. The history is not used")
+        return None, False, f"{error}. The history is not used"
     except (OSError, sqlite3.Error) as error:
-        if is_damage(error):
-            return _begin_anew(path, error)
-        return _open_unwritable(path, error)
+        return _begin_anew(path, error) if is_damage(error) else _open_unwritable(path, error)
 
 
-def _begin_anew(path: Path, error: BaseException) -> _File:
+def _begin_anew(path: Path, error: BaseException) -> _Opened:
     try:
         aside = set_aside(path)
         problem = f"the history {path} was damaged ({error}); it is {aside or 'replaced'} now"
-        return _File(Store.open(path), writable=True, problem=problem)
+        return Store.open(path), True, problem
     except (OSError, sqlite3.Error, StorageError) as again:
-        return _File(problem=f"the history {path} is damaged ({error}) and cannot be replaced ({again})")
+        return None, False, f"the history {path} is damaged ({error}) and cannot be replaced ({again})"
 
 
-def _open_unwritable(path: Path, error: Exception) -> _File:
+def _open_unwritable(path: Path, error: Exception) -> _Opened:
     why = reason(path, error)
     problem = f"the history {path} cannot be written ({why}); what is learned now is lost at the end"
-    if not path.is_file():
-        return _File(problem=problem)
     try:
-        return _File(Store(connect_read_only(path)), problem=problem)
+        return Store(connect_read_only(path)) if path.is_file() else None, False, problem
     except (OSError, sqlite3.Error, StorageError):
-        return _File(problem=problem)
+        return None, False, problem

@@ -1,4 +1,4 @@
-"""What is trained: the gains of a drafter's normalizations, all in one vector.
+"""What is trained, the gains of a drafter's normalizations, all in one vector; and what they learned.
 
 They are few (35,000 in a model of 135 million weights), stand in the graph as floats whatever the format of
 the matrices, and cost a pass nothing. Tuning them alone recovers most of what tuning everything does (Zhao et
@@ -6,12 +6,20 @@ al. 2024, "Tuning LayerNorm in Attention", arXiv 2312.11420).
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from edgespec.learning.layer_math import F32
 
-__all__ = ["Gains"]
+__all__ = ["ROWS", "Gains", "Lesson", "Table"]
+
+Table = npt.NDArray[np.float32]
+"""float32 ``(ROWS, gains)``: by how much gains differ from the bundle's, and the two means of Adam."""
+
+ROWS = 3
+"""Of a table."""
 
 
 class Gains:
@@ -43,3 +51,24 @@ class Gains:
     def named(self, vector: F32) -> dict[str, F32]:
         """``vector`` as the graph's inputs: views."""
         return {name: vector[place] for name, place in self._places.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """What was learned since it was told last. Lessons of several programs add up.
+
+    Attributes:
+        change: what is to be added to the table.
+        anew: whether to nothing: what was known had turned out wrong.
+        tokens: committed tokens that it was learned from.
+    """
+
+    change: Table
+    anew: bool
+    tokens: int = 0
+
+    def after(self, earlier: "Lesson | None") -> "Lesson":
+        """Both, one after the other."""
+        if earlier is None or self.anew:
+            return self
+        return Lesson(earlier.change + self.change, earlier.anew, earlier.tokens + self.tokens)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Final
 
+from edgespec.learning.gains import Lesson
 from edgespec.learning.layer_math import F32
-from edgespec.learning.lesson import Lesson
 from edgespec.learning.tuning import Example, Tuning
 from edgespec_models.errors import EdgespecError
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from edgespec.decoding.watch import Watch
 from edgespec.learning.decoder import NumpyDecoder, Reading
+from edgespec.learning.gains import ROWS, Lesson, Table
 from edgespec.learning.layer_math import F32
-from edgespec.learning.lesson import ROWS, Lesson, Table
 
 __all__ = ["Example", "Tuning"]
 

@@ -171,7 +171,7 @@ class Runner:
 
     def use_history(self, path: Path) -> None:
         """Draft from the history at ``path``, and learn into it, from the next request on."""
-        from edgespec.history.corrections import DrafterKey
+        from edgespec.history.memory import DrafterKey
         from edgespec.history.store import Scope
         from edgespec.history.use import open_use
 
