@@ -212,7 +212,7 @@ def test_what_is_no_file_is_neither_opened_nor_changed(
         for ask in (History.show, History.delete, lambda history: history.load(tmp_path / "in.json")):
             with pytest.raises(EdgespecError):
                 ask(History(where))
-        with pytest.raises((StorageError, RequestError), match="is (not a regular file|a folder)"):
+        with pytest.raises((StorageError, RequestError), match=r"is (not a regular file|a folder)"):
             edgespec.load("no-such-model", "ngram", history=where)
         after = where.stat()
     assert (after.st_mode, after.st_ino, after.st_rdev) == (before.st_mode, before.st_ino, before.st_rdev)
