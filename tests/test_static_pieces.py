@@ -20,7 +20,7 @@ from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.static_graphs import StaticDevice
-from edgespec_models.graphs.static_points import StaticPlan, encoding
+from edgespec_models.graphs.static_decoder import StaticPlan, encoding
 from edgespec_models.progress import Progress, ignore_progress
 from edgespec_runtimes.cpu import open_graph
 from tests.gguf_for_tests import ARCHITECTURES, tiny_gguf

@@ -15,14 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec.learning.gains import Gains
-from edgespec.learning.layer_math import (
-    F32,
-    activate,
-    attend,
-    normalize,
-    rotate,
-    visible,
-)
+from edgespec.learning.layer_math import F32, activate, attend, normalize, rotate, visible
 from edgespec_export.formats.stored_weights import StoredWeights
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import ModelConfig
@@ -32,6 +25,7 @@ from edgespec_models.errors import UnsupportedModelError
 __all__ = ["NumpyDecoder", "Reading"]
 
 _CHUNK: Final = 8192  # rows of the LM head at a time
+_Back = Callable[[F32], Sequence[F32]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +43,15 @@ class Reading:
     gradient: F32 | None
 
 
-class NumpyDecoder:
+@dataclass(slots=True, eq=False)
+class _Value:
+    """A value within a layer, and the derivative of the loss by it once that is known."""
+
+    data: F32
+    given: F32 | None = None
+
+
+class NumpyDecoder(Decoder):
     """Reads texts as a drafter's graph does, but for the rounding of activations.
 
     Args:
@@ -63,14 +65,17 @@ class NumpyDecoder:
     def __init__(self, bundle: Bundle) -> None:
         if not isinstance(bundle.config, ModelConfig):
             raise UnsupportedModelError(f"{bundle.path} is not a bundle of edgespec's own")
-        self.config, self._weights = bundle.config, StoredWeights(bundle)
+        super().__init__(bundle.config)
+        self._weights = StoredWeights(bundle)
         names = [f"{graph_name(name)}.weight" for name in gain_names(self.config)]
         self.gains = Gains({name: self._weights.vector(name) for name in names})
         self._rows: npt.NDArray[np.int64] | None = None  # of the LM head, by token; -1 for none
         if bundle.head_tokens is not None:
             self._rows = np.full(self.config.vocab_size, -1, np.int64)
             self._rows[bundle.head_tokens] = np.arange(len(bundle.head_tokens))
+        self._tape: list[tuple[_Value, tuple[_Value, ...], _Back]] | None = None
 
+    @np.errstate(over="ignore", invalid="ignore", divide="ignore")
     def read(
         self,
         tokens: Sequence[int],
@@ -91,42 +96,32 @@ class NumpyDecoder:
             differentiate: whether the gradient is wanted.
             breathe: called before each layer; may wait, or raise to give up.
         """
-        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            return self._read(np.array(tokens, np.int64), start, gains, differentiate, breathe)
-
-    def _read(
-        self,
-        ids: npt.NDArray[np.int64],
-        start: int,
-        gains: F32,
-        differentiate: bool,
-        breathe: Callable[[], None],
-    ) -> Reading:
-        x = self._weights.embed(ids[:-1])
-        x *= np.float32(self.config.embedding_scale)
-        reader, entering = _Reader(self.config, self._weights, self.gains, len(x)), []
-        for layer in reader.all_layers:
+        ids = np.array(tokens, np.int64)
+        self._values, self._by_gains = gains, np.zeros(len(self.gains), np.float32)
+        self._tables, self._tape = rotary_tables(self.config, len(ids) - 1), None
+        x = self._weights.embed(ids[:-1]) * np.float32(self.config.embedding_scale)
+        entering = []
+        for layer in self.all_layers:
             breathe()
             entering.append(x)
-            x = reader.forward(layer, x, gains)
+            x = self.layer(layer, _Value(x)).data
         breathe()
         labels = ids[start:] if self._rows is None else self._rows[ids[start:]]
-        by_gains = np.zeros(len(self.gains), np.float32)
-        loss, right, given = self._head(x, start - 1, labels, gains, by_gains)
+        normed, back = self._differentiable(partial(self.norm, name="final_norm"), x[start - 1 :])
+        loss, right, by_normed = self._head(normed, labels)
         if not differentiate:
             return Reading(loss, right, None)
-        for layer in reversed(reader.all_layers):
+        given = np.zeros_like(x)
+        given[start - 1 :] = back(by_normed)
+        for layer in reversed(self.all_layers):
             breathe()
-            given = reader.backward(layer, entering.pop(), gains, given, by_gains)
-        return Reading(loss, right, by_gains)
+            _, back = self._differentiable(partial(self.layer, layer), entering.pop())
+            given = back(given)
+        return Reading(loss, right, self._by_gains)
 
-    def _head(
-        self, x: F32, first: int, labels: npt.NDArray[np.int64], gains: F32, by_gains: F32
-    ) -> tuple[float, npt.NDArray[np.bool_], F32]:
-        """Loss, right guesses, and the derivative by ``x``; the last gain's is added to ``by_gains``."""
-        gain = self.gains.part(gains, "final_norm.weight")
-        bare, bare_back = normalize(x[first:], self.config.norm_epsilon)
-        said = np.concatenate([bare * gain @ rows.T for rows in self._head_rows()], axis=1)
+    def _head(self, x: F32, labels: npt.NDArray[np.int64]) -> tuple[float, npt.NDArray[np.bool_], F32]:
+        """Loss, right guesses, and the derivative of the loss by ``x``."""
+        said = np.concatenate([x @ rows.T for rows in self._head_rows()], axis=1)
         known = labels >= 0
         best = said.argmax(axis=1)
         said -= said.max(axis=1, keepdims=True)
@@ -138,14 +133,11 @@ class NumpyDecoder:
         probs /= total[:, None]
         probs[at] -= 1.0
         probs *= known[:, None] / np.float32(count)
-        given, column = np.zeros_like(bare), 0
+        given, column = np.zeros_like(x), 0
         for rows in self._head_rows():
             given += probs[:, column : column + len(rows)] @ rows
             column += len(rows)
-        self.gains.part(by_gains, "final_norm.weight")[:] += (given * bare).sum(axis=0)
-        back = np.zeros_like(x)
-        back[first:] = bare_back(given * gain)
-        return loss, (best == labels)[known], back
+        return loss, (best == labels)[known], given
 
     def _head_rows(self) -> Iterator[F32]:
         """The LM head, some rows at a time."""
@@ -153,47 +145,28 @@ class NumpyDecoder:
             for start in range(0, self._weights.count(part), _CHUNK):
                 yield self._weights.rows(part, start, start + _CHUNK)
 
-
-@dataclass(slots=True, eq=False)
-class _Value:
-    """A value within a layer, and the derivative of the loss by it once that is known."""
-
-    data: F32
-    given: F32 | None = None
-
-
-_Back = Callable[[F32], Sequence[F32]]
-
-
-class _Reader(Decoder):
-    """The layers as they read one text. What they do is written down for the way back, if that is wanted."""
-
-    def __init__(self, config: ModelConfig, weights: StoredWeights, gains: Gains, tokens: int) -> None:
-        super().__init__(config)
-        self._weights, self._gains, self._tokens = weights, gains, tokens
-        self._tables = rotary_tables(config, tokens)
-        self._tape: list[tuple[_Value, tuple[_Value, ...], _Back]] | None = None
-
-    def forward(self, layer: Layer, x: F32, values: F32) -> F32:
-        """``(tokens, hidden) -> (tokens, hidden)``, the residual stream; ``values`` are the gains'."""
-        self._values, self._tape = values, None
-        y: F32 = self.layer(layer, _Value(x)).data
-        return y
-
-    def backward(self, layer: Layer, x: F32, values: F32, given: F32, by_gains: F32) -> F32:
-        """The derivative by ``x`` from that by what :meth:`forward` returns; adds to ``by_gains``."""
-        self._values, self._by_gains, self._tape = values, by_gains, []
+    def _differentiable(self, part: Callable[[_Value], _Value], x: F32) -> tuple[F32, Callable[[F32], F32]]:
+        """What a part of the model makes of ``x``, and the way back: the derivative by ``x`` from that by the
+        result. It adds the derivatives by gains to theirs.
+        """
+        tape = self._tape = []
         start = _Value(x)
-        self.layer(layer, start).given = given
-        while self._tape:
-            result, inputs, back = self._tape.pop()
-            assert result.given is not None
-            for value, by in zip(inputs, back(result.given), strict=True):
-                value.given = by if value.given is None else value.given + by
-        assert start.given is not None
-        return start.given
+        end = part(start)
+        self._tape = None
 
-    def step(self, data: F32, back: _Back, *inputs: _Value) -> _Value:
+        def back(given: F32) -> F32:
+            end.given = given
+            while tape:
+                result, inputs, derivatives = tape.pop()
+                assert result.given is not None
+                for value, by in zip(inputs, derivatives(result.given), strict=True):
+                    value.given = by if value.given is None else value.given + by
+            assert start.given is not None
+            return start.given
+
+        return end.data, back
+
+    def _step(self, data: F32, back: _Back, *inputs: _Value) -> _Value:
         """What was computed of ``inputs``; ``back`` gives the derivatives by them."""
         value = _Value(data)
         if self._tape is not None:
@@ -201,24 +174,27 @@ class _Reader(Decoder):
         return value
 
     def norm(self, x: _Value, name: str) -> _Value:
+        """RMSNorm with the gain ``name``."""
         name = f"{graph_name(name)}.weight"
-        gain = self._gains.part(self._values, name)
+        gain = self.gains.part(self._values, name)
         bare, bare_back = normalize(x.data, self.config.norm_epsilon)
 
         def back(given: F32) -> tuple[F32]:
             axes = tuple(range(bare.ndim - 1))
-            self._gains.part(self._by_gains, name)[:] += (given * bare).sum(axis=axes)
+            self.gains.part(self._by_gains, name)[:] += (given * bare).sum(axis=axes)
             return (bare_back(given * gain),)
 
-        return self.step(bare * gain, back, x)
+        return self._step(bare * gain, back, x)
 
     def add(self, x: _Value, y: _Value, name: str) -> _Value:
-        return self.step(x.data + y.data, lambda given: (given, given), x, y)
+        """The stream with what a sublayer adds."""
+        return self._step(x.data + y.data, lambda given: (given, given), x, y)
 
     def product(self, name: str, x: _Value) -> _Value:
+        """With the matrix ``name``, unpacked for it."""
         matrix, bias = self._weights.matrix(graph_name(name)), self._weights.bias(graph_name(name))
         y = x.data @ matrix.T
-        return self.step(y if bias is None else y + bias, lambda given: (given @ matrix,), x)
+        return self._step(y if bias is None else y + bias, lambda given: (given @ matrix,), x)
 
     def heads(self, layer: Layer, x: _Value) -> Iterator[tuple[str, _Value]]:
         """``(heads, tokens, head_dim)`` each."""
@@ -231,29 +207,32 @@ class _Reader(Decoder):
                 by_packed[:, columns] = _side_by_side(given)
                 return (by_packed,)
 
-            yield which, self.step(self._apart(packed.data[:, columns]), back, packed)
+            yield which, self._step(self._apart(packed.data[:, columns]), back, packed)
 
     def rotate(self, layer: Layer, heads: _Value, which: str) -> _Value:
+        """Rotary embedding."""
         cos, sin = (self._tables[f"{layer.rope}_{part}"] for part in ("cos", "sin"))
         turn = partial(rotate, cos=cos, interleaved=self.config.rope_interleaved)
-        return self.step(turn(heads.data, sin=sin), lambda given: (turn(given, sin=-sin),), heads)
+        return self._step(turn(heads.data, sin=sin), lambda given: (turn(given, sin=-sin),), heads)
 
     def attend(self, layer: Layer, query: _Value, key: _Value, value: _Value) -> _Value:
+        """What the heads attend to, side by side."""
         scale, kv = np.float32(self.config.attention_scale), self.config.num_kv_heads
 
         def grouped(heads: F32) -> F32:
             return heads.reshape(kv, -1, *heads.shape[1:])
 
-        mask = visible(self._tokens, layer.window)
+        mask = visible(query.data.shape[1], layer.window)
         attended, attended_back = attend(grouped(query.data) * scale, key.data, value.data, mask)
 
         def back(given: F32) -> tuple[F32, F32, F32]:
             by_query, by_key, by_value = attended_back(grouped(self._apart(given)))
             return by_query.reshape(query.data.shape) * scale, by_key, by_value
 
-        return self.step(_side_by_side(attended), back, query, key, value)
+        return self._step(_side_by_side(attended), back, query, key, value)
 
     def gated(self, layer: Layer, x: _Value) -> _Value:
+        """The MLP, but for its last product."""
         both = self.product(f"{layer.name}.gate_up", x)
         gate, up = np.split(both.data, 2, axis=1)
         active, slope = activate(gate, self.config.activation)
@@ -261,7 +240,7 @@ class _Reader(Decoder):
         def back(given: F32) -> tuple[F32]:
             return (np.concatenate([given * up * slope, given * active], axis=1),)
 
-        return self.step(active * up, back, both)
+        return self._step(active * up, back, both)
 
     def _apart(self, flat: F32) -> F32:
         """``(tokens, heads * head_dim) -> (heads, tokens, head_dim)``."""

@@ -19,8 +19,7 @@ from edgespec_export.sources.blocks import F32
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.layers import graph_name, layer_shapes
-from edgespec_models.graphs.static_decoder import build_static_decoder
-from edgespec_models.graphs.static_points import StaticPlan, encoding
+from edgespec_models.graphs.static_decoder import StaticPlan, build_static_decoder, encoding
 from edgespec_models.progress import Progress, ProgressCallback
 
 __all__ = ["WeightFile", "write_static_weights"]

@@ -23,7 +23,9 @@ Queries arrive scaled and, like keys, with the halves of a rotation apart: see
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -32,21 +34,70 @@ from onnxscript import GraphBuilder
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.layers import Layer, graph_name, rotary_thetas
 from edgespec_models.graphs.graph_decoder import FLOAT, GraphDecoder, scoped
-from edgespec_models.graphs.static_points import Points, StaticPlan
 
-__all__ = ["build_static_decoder"]
+__all__ = ["StaticPlan", "build_static_decoder", "encoding"]
 
 _OPSET = 23
+_KV = (".key", ".value")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticPlan:
+    """One graph of a bundle.
+
+    Attributes:
+        rows: tokens of a pass.
+        capacity: tokens the KV cache holds.
+        all_logits: whether all rows' logits are returned, or one's.
+        int8: whether weights are int8 with a scale for each output, the embedding uint16; else float32.
+        biases: whether queries, keys and values have biases.
+        ranges: the least and the largest value of every point, to quantize; empty for floating point.
+        wide_keys: layers whose keys are rounded to 16 bits, as all other points are, and not to 8.
+        watched: return every point's values too, as outputs ``NUMBER:POINT``, to find those ranges.
+        parts: which parts a piece of the graph has: a layer each, the embedding with the first, and behind
+            the last, as a part of their own, final norm and LM head; None has all.
+    """
+
+    rows: int
+    capacity: int
+    all_logits: bool
+    int8: bool = False
+    biases: bool = False
+    ranges: Mapping[str, tuple[float, float]] | None = None
+    wide_keys: tuple[int, ...] = ()
+    watched: bool = False
+    parts: range | None = None
+
+    def parts_of(self, num_layers: int) -> range:
+        """Those that the graph has, of a model of so many layers."""
+        return range(num_layers + 1) if self.parts is None else self.parts
+
+    def type_at(self, name: str) -> type[np.generic]:
+        """Of the integers that leave the point ``name``; of floats, where nothing is quantized."""
+        if self.ranges is None:
+            return np.float32
+        wide = [f"layers.{layer}.key" for layer in self.wide_keys]
+        return np.uint8 if name.endswith(_KV) and name not in wide else np.uint16
+
+
+def encoding(low: float, high: float, kind: type[np.unsignedinteger[Any]]) -> tuple[np.float32, int]:
+    """Scale and zero point of the integers ``kind`` for values from ``low`` to ``high``, zero among them."""
+    low, high = min(low, 0.0), max(high, 0.0)
+    steps = int(np.iinfo(kind).max)
+    scale = np.float32(max(high - low, 1e-6) / steps)
+    return scale, int(np.clip(round(-low / float(scale)), 0, steps))
 
 
 class _StaticDecoder(GraphDecoder):
-    """Every value leaves the point that it is named after; see :class:`Points`."""
+    """Every value leaves the point that it is named after."""
 
     def __init__(self, config: ModelConfig, plan: StaticPlan) -> None:
         super().__init__(config, {"": _OPSET})
         self.plan, self.parts = plan, plan.parts_of(config.num_layers)
         self.builder = GraphBuilder(self.graph)
-        self.op, self.points = self.builder.op, Points(self.builder, plan)
+        self.op = self.builder.op
+        self.encodings: dict[str, tuple[ir.Value, ir.Value]] = {}
+        self.watched: list[ir.Value] = []
 
     def build(self) -> ir.Model:
         config, plan = self.config, self.plan
@@ -69,7 +120,7 @@ class _StaticDecoder(GraphDecoder):
         kinds = ("key", [width, plan.rows]), ("value", [plan.rows, width])
         for (layer, (kind, shape)), value in zip(product(self.past, kinds), self.present, strict=True):
             self.output(value, f"present.{layer}.{kind}", self.cache_type(layer, kind), [1, heads, *shape])
-        for value in self.points.watched:
+        for value in self.watched:
             assert value.name is not None
             self.output(value, value.name, FLOAT, None)
         return self.model()
@@ -78,7 +129,42 @@ class _StaticDecoder(GraphDecoder):
         return scoped(self.builder, name, f"_Static{kind}")
 
     def point(self, value: ir.Value, name: str) -> ir.Value:
-        return self.points(self.op, value, name)
+        """``value`` as it leaves the point ``name``; several values may share one."""
+        if self.plan.ranges is None:
+            self.watch(value, name)
+        return self.rounded(value, name)
+
+    def rounded(self, value: ir.Value, name: str) -> ir.Value:
+        """``value`` as the point's integers hold it; in floating point as it is."""
+        return self.dequantize(self.quantize(value, name), name)
+
+    def quantize(self, value: ir.Value, name: str) -> ir.Value:
+        if self.plan.ranges is None:
+            return value
+        return self.op.QuantizeLinear(value, *self.encoding(name, self.plan.ranges[name]))
+
+    def dequantize(self, value: ir.Value, name: str) -> ir.Value:
+        if self.plan.ranges is None:
+            return value
+        return self.op.DequantizeLinear(value, *self.encoding(name, self.plan.ranges[name]))
+
+    def watch(self, value: ir.Value, name: str) -> None:
+        """Return ``value`` from the graph, if the plan says so."""
+        if self.plan.watched:
+            self.watched.append(self.op.Identity(value, _outputs=[f"{len(self.watched)}:{name}"]))
+
+    def encoding(self, name: str, ends: tuple[float, float]) -> tuple[ir.Value, ir.Value]:
+        if name not in self.encodings:
+            kind = self.plan.type_at(name)
+            assert issubclass(kind, np.unsignedinteger)
+            scale, zero = encoding(*ends, kind)
+            first = ir.tensor(np.array(scale), name=f"{name}.scale")
+            second = ir.tensor(np.array(zero, kind), name=f"{name}.zero")
+            self.encodings[name] = (
+                self.builder.initializer(first, qualify=False),
+                self.builder.initializer(second, qualify=False),
+            )
+        return self.encodings[name]
 
     def mask_inputs(self) -> dict[bool, ir.Value]:
         """Of layers that see all, and of those with a window."""
@@ -118,14 +204,14 @@ class _StaticDecoder(GraphDecoder):
         if self.plan.int8:
             stored = self.parameter("embedding_scale", []), self.parameter("embedding_zero", [], kind)
             x = op.Gather(op.DequantizeLinear(table, *stored), start, axis=0)
-            if self.points.quantized:  # Qualcomm's compiler wants rows with the table's own encoding
+            if self.plan.ranges is not None:  # Qualcomm's compiler wants rows with the table's own encoding
                 x = op.DequantizeLinear(op.QuantizeLinear(x, *stored), *stored)
         else:
             x = op.Gather(table, start, axis=0)
         if config.embedding_scale == 1.0:
             return x
         factor = op.Constant(value_float=float(config.embedding_scale))
-        return self.point(op.Mul(x, self.points.constant(op, factor, "embedding_scale")), "embedded")
+        return self.point(op.Mul(x, self.rounded(factor, "embedding_scale")), "embedded")
 
     def head(self, x: ir.Value, wanted: ir.Value | None) -> ir.Value:
         x = self.norm(x, "final_norm")
@@ -150,14 +236,14 @@ class _StaticDecoder(GraphDecoder):
             y = self.point(op.MatMul(x, weight), point if added is None else f"{point}.product")
             if added is None:
                 return y
-            return self.point(op.Add(y, self.points.constant(op, added, f"{point}.bias")), point)
+            return self.point(op.Add(y, self.rounded(added, f"{point}.bias")), point)
 
     def norm(self, x: ir.Value, name: str, point: str = "") -> ir.Value:
         op, epsilon, point = self.op, self.config.norm_epsilon, point or name
         with self.scope(name.rpartition(".")[2], "Norm"):
             weight = self.gain(name)
-            if self.points.quantized:  # taken apart, the squares would need more than 16 bits
-                weight = self.points.constant(op, weight, f"{point}.weight")
+            if self.plan.ranges is not None:  # taken apart, the squares would need more than 16 bits
+                weight = self.rounded(weight, f"{point}.weight")
                 return self.point(op.RMSNormalization(x, weight, axis=-1, epsilon=epsilon), point)
             mean = op.ReduceMean(op.Mul(x, x), [-1], keepdims=1)
             scaled = op.Div(x, op.Sqrt(op.Add(mean, float(epsilon))))
@@ -209,16 +295,16 @@ class _StaticDecoder(GraphDecoder):
         return self.point(op.Concat(left, right, *others, axis=-1), turned)
 
     def attend(self, layer: Layer, query: ir.Value, key: ir.Value, value: ir.Value) -> ir.Value:
-        op, points, name, joined = self.op, self.points, layer.name, []
+        op, name, joined = self.op, layer.name, []
         turned = op.Transpose(key, perm=[0, 1, 3, 2])
         pairs = zip((turned, value), self.past[layer.index], (("key", 3), ("value", 2)), strict=True)
         for new, old, (kind, axis) in pairs:
             point = f"{name}.{kind}"
-            self.present.append(points.quantize(op, new, point))
-            points.watch(new, point)
-            both = [points.dequantize(op, part, point) for part in (old, self.present[-1])]
+            self.present.append(self.quantize(new, point))
+            self.watch(new, point)
+            both = [self.dequantize(part, point) for part in (old, self.present[-1])]
             whole = op.Concat(*both, axis=axis)
-            joined.append(points.dequantize(op, points.quantize(op, whole, point), point))
+            joined.append(self.dequantize(self.quantize(whole, point), point))
         attended = self.mixed(layer, query, *joined)
         back = self.point(op.Transpose(attended, perm=[0, 2, 1, 3]), f"{name}.attended")
         flat = op.Reshape(back, [1, self.plan.rows, self.config.query_width])
