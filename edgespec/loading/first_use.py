@@ -80,9 +80,6 @@ def look_up(path: Path, name: str, wanted: Wanted) -> Found:
     """The bundle at ``path``, of the checkpoint there, or of the catalogue's entry ``name``.
 
     Where that is not made yet, what it is made from: the checkpoint's path, or the entry.
-
-    Raises:
-        EdgespecError: neither a path nor a name of the catalogue, or a bundle that is damaged.
     """
     is_folder = (path / _HF_CONFIG).is_file()
     if path.is_dir() and (is_model(path) or not is_folder):

@@ -200,11 +200,7 @@ def recommended_drafter(target: Bundle) -> str:
 
 
 def check_target(bundle: Bundle) -> None:
-    """See that ``bundle`` can be a target.
-
-    Raises:
-        RequestError: it was exported as a drafter.
-    """
+    """See that ``bundle`` can be a target."""
     if bundle.manifest.role == "drafter":
         raise RequestError(
             f"{bundle.path} was exported as a drafter, which may lack tokens; export the model with the role "
@@ -225,10 +221,6 @@ def open_pair(
         drafter: the drafter's; None loads the target alone.
         options: of the target; the drafter's are the same, without exact rows.
         placements: where they run; None lets their bundles say.
-
-    Raises:
-        EdgespecError: a target exported as a drafter, a tokenizer or graph that cannot be loaded, too little
-            memory.
     """
     check_target(target)
     with _closed_on_failure() as opened:
@@ -253,11 +245,7 @@ def open_one(
     *,
     progress: ProgressCallback = ignore_progress,
 ) -> Running:
-    """Load one model; its curve has a point for each of ``rows`` that its context has room for.
-
-    Raises:
-        EdgespecError: the graph cannot be loaded, too little memory.
-    """
+    """Load one model; its curve has a point for each of ``rows`` that its context has room for."""
     with _closed_on_failure() as opened:
         return _open(bundle, options, opened)(rows, progress)
 

@@ -71,12 +71,7 @@ def plan(
 
 
 def look_up(reference: Reference, role: Role, weights: str | None) -> Found:
-    """What :func:`edgespec.loading.opening.open_model` would open for the CPU; nothing is pulled or exported.
-
-    Raises:
-        RequestError: a model of the hub that was not pulled.
-        EdgespecError: neither a path nor a name of the catalogue, a bundle that is damaged.
-    """
+    """What :func:`.opening.open_model` would open for the CPU; nothing is pulled or exported."""
     path: Path | None = Path(reference)
     if str(reference).startswith(PREFIX):
         path = pulled_hub(HubReference.parse(str(reference)))
@@ -103,12 +98,7 @@ def recommended(target: Found) -> str:
 
 
 def footprint(found: Found, role: Role, weights: str | None = None) -> Footprint:
-    """What the model takes that :func:`look_up` found; ``weights`` as given there.
-
-    Raises:
-        EdgespecError: a checkpoint that cannot be exported, or not without the ``export`` extra.
-        RequestError: a model of the catalogue that was not pulled, and whose entry has no shape.
-    """
+    """What the model takes that :func:`look_up` found; ``weights`` as given there."""
     if isinstance(found, Bundle):
         return footprint_of(found, exact_rows=role == "target")
     if isinstance(found, Path):

@@ -139,11 +139,7 @@ class Request:
 
     @classmethod
     def one(cls, options: RequestOptions) -> "Request":
-        """:meth:`of` a stream, which is one answer.
-
-        Raises:
-            RequestError: as of; or ``n`` is more.
-        """
+        """:meth:`of` a stream, which is one answer."""
         request = cls.of(options)
         if request.n > 1:
             raise RequestError(f"n is {request.n}; allowed: 1 for a stream; use generate or chat")
@@ -154,23 +150,14 @@ class Request:
         return Verifier(self.sampling, masks)
 
     def check_vocabulary(self, size: int) -> None:
-        """See that the model has the tokens that the request names.
-
-        Raises:
-            RequestError: a token of ``logit_bias`` is none of its ``size``.
-        """
+        """See that the model has the tokens that the request names."""
         beyond = max(self.sampling.logit_bias, default=0)
         if beyond >= size:
             raise RequestError(f"logit_bias is for token {beyond}; allowed: the model's, 0 to {size - 1}")
 
     @classmethod
     def of(cls, options: RequestOptions) -> "Request":
-        """Check ``options``.
-
-        Raises:
-            RequestError: an unknown name, a value of a wrong type or out of range, or two that contradict
-                each other.
-        """
+        """Check ``options``."""
         given = _by_own_names(dict(options))
         sampling_names = {f.name for f in fields(SamplingParams)}
         own_names = {f.name for f in fields(cls)} - {"sampling"}

@@ -78,9 +78,7 @@ class Runner:
         self._loaded, self._clock = loaded, clock
         self.own: Custom | None = None
         if own is not None:
-            from edgespec.drafting import custom
-
-            self.own = custom.Custom(own, self.session.vocab_size)
+            self.own = self._custom(own)
         self._grammars = Grammars(self.target.tokenizer, self.target.manifest.special_tokens.eos)
         self.pricing = Pricing(loaded.target.curve)
         self._caches = KvStore(options.cache_bytes)
@@ -116,23 +114,13 @@ class Runner:
         return None if self._loaded.drafter is None else self._loaded.drafter.placement
 
     def constraint(self, request: Request) -> Constraint | None:
-        """What the answer may be; None where that is anything.
-
-        Raises:
-            RequestError: the request's format is none that llguidance takes, or it names other tokens than
-                the target has.
-        """
+        """What the answer may be; None where that is anything."""
         request.check_vocabulary(self.session.vocab_size)
         wanted = answer_format(self.target, request)
         return None if wanted is None else self._grammars.constraint(wanted)
 
     def prompt(self, said: str | Messages, request: Request) -> PromptTokens:
-        """Read a prompt.
-
-        Raises:
-            DoesNotFit: it leaves no room for an answer.
-            RequestError: it is empty, or its template refuses it.
-        """
+        """Read a prompt."""
         tokens = prompt_tokens(self.target, said, request)
         if len(tokens) >= self.session.longest:
             raise DoesNotFit(self._too_long(len(tokens)))
@@ -147,9 +135,6 @@ class Runner:
         """A request made ready: room is reserved, and what is known of its prompt lies in the KV cache.
 
         An answer that would not fit the context is shortened.
-
-        Raises:
-            DeviceError: no memory for it.
         """
         tokens = prompt[0].copy()
         fits = min(request.max_new_tokens, self.session.longest - len(tokens))
@@ -231,24 +216,28 @@ class Runner:
 
     def _begin(self, prompt: PromptTokens, request: Request, constraint: Constraint | None) -> Policy:
         """What drafts in a request."""
-        side, remarks = self.side, Remarks()
+        if self._reopens:
+            self._where = self._placements()
+        side, remarks = self.side, Remarks(placement=self._where)
+        policy = partial(Policy, pricing=self.pricing, guard=self._guard, remarks=remarks)
         if not request.speculate or not (self.drafts or request.drafter):
             remarks.speculation_off_reason = "speculate=False" if self.drafts else "the drafter is None"
-            return self._policy(None, Part() if side is None else side.part(), remarks)
+            return policy(None, Part() if side is None else side.part())
         free: Extending = NgramDrafter()
         if self.history is not None:
             from edgespec.history.drafter import BestOf
 
             free = BestOf(free, self.history.begin(self.history_guard, remarks))
-        return self._policy(free, self._part(prompt, request, remarks), remarks, constraint)
+        return policy(free, self._part(prompt, request, remarks), constraint=constraint)
+
+    def _custom(self, drafter: Drafter) -> "Custom":
+        from edgespec.drafting.custom import Custom
+
+        return Custom(drafter, self.session.vocab_size)
 
     def _part(self, prompt: PromptTokens, request: Request, remarks: Remarks) -> Part:
         """The part of a model or of an app's own drafter."""
-        own = self.own
-        if request.drafter is not None:
-            from edgespec.drafting import custom
-
-            own = custom.Custom(request.drafter, self.session.vocab_size)
+        own = self.own if request.drafter is None else self._custom(request.drafter)
         if self.side is None:
             return Part(own)
         if own is not None:
@@ -260,18 +249,4 @@ class Runner:
             max_draft=self.options.max_draft,
             target_end=eos[0] if eos else None,
             remarks=remarks,
-        )
-
-    def _policy(
-        self,
-        free: Extending | None,
-        part: Part,
-        remarks: Remarks,
-        constraint: Constraint | None = None,
-    ) -> Policy:
-        if self._reopens:
-            self._where = self._placements()
-        remarks.placement = self._where
-        return Policy(
-            free, part, pricing=self.pricing, guard=self._guard, constraint=constraint, remarks=remarks
         )

@@ -169,9 +169,6 @@ def answers(options: RequestOptions, ask: Callable[[RequestOptions], Generation]
     Args:
         options: of the request.
         ask: decodes one answer; its options say nothing of ``n``.
-
-    Raises:
-        RequestError: an option out of range.
     """
     given = list[Generation]()
     for each in _one_by_one(options):

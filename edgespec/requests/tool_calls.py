@@ -74,11 +74,7 @@ class ToolReader:
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
-    """See that ``tools`` are functions as OpenAI's chat API has them.
-
-    Raises:
-        RequestError: one is not.
-    """
+    """See that ``tools`` are functions as OpenAI's chat API has them."""
     for at, tool in enumerate(tools):
         function = tool.get("function")
         name = function.get("name") if isinstance(function, Mapping) else None
@@ -92,11 +88,7 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
 def must_call(
     tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any]
 ) -> Sequence[Mapping[str, Any]]:
-    """The tools one of which an answer has to call by ``choice``, as OpenAI's chat API has it; mostly none.
-
-    Raises:
-        RequestError: the choice is none, or for a tool that is not there.
-    """
+    """The tools one of which an answer has to call by ``choice``, in the form of OpenAI's chat API."""
     if choice in ("auto", "none"):
         return ()
     function = choice.get("function") if isinstance(choice, Mapping) else None

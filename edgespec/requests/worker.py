@@ -112,11 +112,7 @@ class Answer:
         return bool(self._records) or self.result is not None
 
     def take(self) -> Record | None:
-        """The next record of those that are there; None at the end.
-
-        Raises:
-            BaseException: what ended it.
-        """
+        """The next record of those that are there; None at the end."""
         with self._changed:
             if self._records:
                 return self._records.popleft()
@@ -183,13 +179,7 @@ class Worker:
         self._then: Callable[[], None] | None = None  # once the thread has ended
 
     def submit(self, answer: Answer) -> None:
-        """Queue a request; once.
-
-        Raises:
-            Busy: too many wait.
-            Closed: no more are answered.
-            RequestError: a request's own thread asks.
-        """
+        """Queue a request; once."""
         with self._changed:
             if answer.queued:
                 return
@@ -224,11 +214,7 @@ class Worker:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """No request runs within the block: the one that runs is waited for, the others wait.
-
-        Raises:
-            RequestError: a request's own thread asks for it.
-        """
+        """No request runs within the block: the one that runs is waited for, the others wait."""
         if current_thread() is self._thread:
             raise RequestError("a request that runs cannot wait for its own end; ask from another thread")
         with self._pausing:
