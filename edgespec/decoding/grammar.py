@@ -127,11 +127,7 @@ class Lark:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of several texts.
-
-    Attributes:
-        texts: those, at least one.
-    """
+    """One of several texts, at least one."""
 
     texts: Annotated[Sequence[_Text], length(1)]
 
@@ -141,9 +137,7 @@ class Choice:
     def grammar(self) -> str:
         """For llguidance."""
         texts = " | ".join(json.dumps(text) for text in self.texts)
-        return Lark(
-            f"start: TEXT\nTEXT: {texts}"
-        ).grammar()  # a terminal, of which thousands of texts are cheap
+        return Lark(f"start: TEXT\nTEXT: {texts}").grammar()  # thousands of texts are cheap in a terminal
 
 
 ResponseFormat = JsonSchema | Regex | Lark | Choice | AnyJson
@@ -289,13 +283,9 @@ class Constraint:
 
 
 class Grammars:
-    """Compiles response formats for one model. Safe to share between threads.
+    """Compiles response formats for a model whose tokens ``eos`` end a text. Safe to share between threads.
 
     The first one prepares the model's vocabulary, which takes a part of a second and is kept.
-
-    Args:
-        tokenizer: the model's.
-        eos: its tokens that end a text.
     """
 
     def __init__(self, tokenizer: Tokenizer, eos: Sequence[int]) -> None:

@@ -39,12 +39,9 @@ Row = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 Distribution = npt.NDArray[np.float64]
 
-TOKEN_LANE: Final = 0
-"""Lane of :func:`uniform` that draws a position's token, from the target's distribution or its residual."""
-ACCEPT_LANE: Final = 1
-"""Lane that decides whether the token proposed for a position is accepted."""
-DRAFT_LANE: Final = 2
-"""Lane a sampling drafter draws its proposals from; it must never use another."""
+TOKEN_LANE, ACCEPT_LANE, DRAFT_LANE = 0, 1, 2
+"""Lanes of :func:`uniform`: a position's token (from the target's distribution or its residual), whether the
+token proposed for it is accepted, and the proposals of a sampling drafter, which must never use another."""
 
 _BLOCK: Final = 1024
 _TokenId = Annotated[int, within(0, 2**31 - 1)]

@@ -32,18 +32,16 @@ class Calibration:
     A token that ends exactly where the drafted text ends is *open*: had the drafter gone on, the target
     might write it with the text that follows as another token. Open tokens have bins of their own.
     The prior says that a drafter's probability means what it says; ``_PRIOR`` observations weigh as much.
+
+    Attributes:
+        typical: expected acceptance of a token that is not drafted yet.
     """
 
     def __init__(self) -> None:
         self._prior = np.tile(_PRIOR * (np.arange(_BINS) + 0.5) / _BINS, (2, 1))
         self._accepted = self._prior.copy()
         self._seen = np.full((2, _BINS), _PRIOR)
-        self._typical = _TYPICAL
-
-    @property
-    def typical(self) -> float:
-        """Expected acceptance of a token that is not drafted yet."""
-        return self._typical
+        self.typical = _TYPICAL
 
     def probability(self, guess: "Guess") -> float:
         """Expected acceptance of a proposal."""
@@ -52,7 +50,7 @@ class Calibration:
 
     def consider(self, guess: "Guess") -> None:
         """Tell of a drafted token, proposed or not."""
-        self._typical += _TYPICAL_SMOOTHING * (self.probability(guess) - self._typical)
+        self.typical += _TYPICAL_SMOOTHING * (self.probability(guess) - self.typical)
 
     def observe(self, guess: "Guess", accepted: bool) -> None:
         """Tell how a proposal fared."""
@@ -64,7 +62,7 @@ class Calibration:
         """Tell that nothing was proposed: a verdict that nothing tests any more fades."""
         self._accepted += _FADING * (self._prior - self._accepted)
         self._seen += _FADING * (_PRIOR - self._seen)
-        self._typical += _FADING * (_TYPICAL - self._typical)
+        self.typical += _FADING * (_TYPICAL - self.typical)
 
     @staticmethod
     def _bin(guess: "Guess") -> tuple[int, int]:
@@ -100,10 +98,7 @@ class ModelDrafter:
         target_end: the target's token to propose for them, if any.
         pricing: what verification costs.
         calibration: acceptance by confidence; shared between requests.
-        gained: told at the end what it gained, if it read the prompt.
-
-    Attributes:
-        reader: as given.
+        gained: told at the end how many seconds it gained, if it read the prompt.
     """
 
     def __init__(

@@ -16,8 +16,7 @@ from edgespec_runtimes.session import shared_length
 __all__ = ["ContextTree", "Match", "NgramDrafter"]
 
 _SOURCE: Final = "ngram"
-_OLDEST: Final = 0
-_LATEST: Final = -1
+_OLDEST, _LATEST = 0, -1
 _LONGEST: Final = 32  # longer matches tell no more about acceptance
 _PRIOR_STRENGTH: Final = 8.0  # judged proposals
 _MEMORY: Final = (
@@ -29,14 +28,13 @@ _MEMORY: Final = (
 class _Node:
     """One context (a run of tokens, read backwards from the root) that occurred more than once.
 
-    ``positions`` are those of the tokens that followed it, ascending; ``counts`` how often each did;
-    ``longer`` the contexts that have one more token before, by that token: a node, or, where it
-    occurred once, the position of the token that followed. Contexts are only split when they recur, so
-    a text that never repeats costs one entry a token.
+    Contexts are only split when they recur, so a text that never repeats costs one entry a token.
     """
 
-    positions: list[int] = field(default_factory=list)
-    counts: dict[int, int] = field(default_factory=dict)
+    positions: list[int] = field(default_factory=list)  # of the tokens that followed it, ascending
+    counts: dict[int, int] = field(default_factory=dict)  # how often each did
+    # Contexts with one more token before, by that token: where one occurred once, what followed it stands at
+    # this position.
     longer: dict[int, "_Node | int"] = field(default_factory=dict)
 
     def add(self, position: int, token: int) -> None:
