@@ -69,10 +69,12 @@ class Beside:
     """Decides whether to read on beside a pass of the target, and does it in a thread of its own.
 
     One for each model. The thread lives for one pass and ends by itself; who else uses the drafter's session
-    calls :meth:`settle` or :meth:`stop` before. Another step is begun where its expected gain exceeds its price. Of a step that ends after the target's
-    pass only the time beside the pass is gained, if the text goes on as guessed, and the rest is waited for
-    in vain if it does not. A pass may take longer with the drafter beside it, where both share memory or
-    power; by how much is learned from passes of both kinds, one in sixteen being left alone to compare with.
+    calls :meth:`settle` or :meth:`stop` before.
+
+    Another step is begun where its expected gain exceeds its price. Of a step that ends after the target's
+    pass only the time beside the pass is gained, if the text goes on as guessed; if it does not, the rest is
+    waited for in vain. A pass may take longer with the drafter beside it, where both share memory or power;
+    by how much is learned from passes of both kinds, one in sixteen being left alone to compare with.
     """
 
     def __init__(
