@@ -10,7 +10,7 @@ from edgespec.drafting.model import Calibration, Guess
 from edgespec.drafting.pricing import Pricing
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
-from tests.drafters_for_tests import VOCAB, model_of
+from tests.drafters_for_tests import FREE, VOCAB, model_of
 from tests.tokenizers_for_tests import byte_level_json, sentencepiece_json
 from tests.toy import F32, NextLogits, ToySession, markov_logits, round_of
 
@@ -56,41 +56,20 @@ def test_tokens_that_make_none_of_the_target_s_are_read_up_to_a_bound(
     assert session.passes == [3] + [1] * 5
 
 
-def test_it_knows_what_it_saved() -> None:
-    next_logits = markov_logits(0, VOCAB, scale=200.0)
-    drafter, tokens = model_of(_sure()), [3, 1, 4]
-    assert drafter.gain_s is None
-    draft = drafter.propose(tokens, 5)
-    assert drafter.gain_s == pytest.approx(0.0, abs=0.1)
-    drafter.observe(round_of(*_follow(next_logits, tokens, 2), (draft.tokens[2] + 1) % VOCAB))
-    assert drafter.gain_s == pytest.approx(2.0, abs=0.1)  # two plain passes of a second
-
-
-def test_longer_passes_are_taken_off_what_it_saved() -> None:
-    tokens = [3, 1, 4]
-    drafter = model_of(_sure(), pricing=Pricing(CostCurve({1: 1.0, 5: 1.4})))
-    draft = drafter.propose(tokens, 4)
-    assert len(draft.tokens) == 4
-    drafter.observe(round_of(*draft.tokens[:2], (draft.tokens[2] + 1) % VOCAB))
-    assert drafter.gain_s == pytest.approx(2.0 - 0.4, abs=0.05)
-    drafter.waited(0.3)
-    assert drafter.gain_s == pytest.approx(2.0 - 0.4 - 0.3, abs=0.05)
-
-
-def test_it_tells_its_gain_at_the_end_if_it_read_the_prompt() -> None:
+def test_it_knows_what_it_saved_and_tells_at_the_end_if_it_read_the_prompt() -> None:
     told = list[float]()
-    for asked in (False, True):
-        drafter = model_of(_sure(), gained=told.append)
-        if asked:
-            drafter.observe(round_of(*drafter.propose([3, 1, 4], 2).tokens, 9))
-        drafter.close()
-    assert told == [pytest.approx(2.0, abs=0.1)]
-
-
-@pytest.mark.parametrize("limit", [0, 1, 2, 7])
-def test_the_limit_is_kept(limit: int) -> None:
-    session = _sure()
-    assert len(model_of(session).propose([3, 1, 4], limit).tokens) == limit
+    pricing = Pricing(CostCurve({1: 1.0, 5: 1.4}))
+    model_of(_sure(), pricing=pricing, gained=told.append).close()
+    drafter = model_of(_sure(), pricing=pricing, gained=told.append)
+    assert drafter.gain_s is None
+    draft = drafter.propose([3, 1, 4], 4)
+    assert len(draft.tokens) == 4
+    assert drafter.gain_s == pytest.approx(0.0, abs=0.1)
+    drafter.observe(round_of(*draft.tokens[:2], (draft.tokens[2] + 1) % VOCAB))
+    assert drafter.gain_s == pytest.approx(2.0 - 0.4, abs=0.05)  # two plain passes less a longer one
+    drafter.waited(0.3)
+    drafter.close()
+    assert told == [drafter.gain_s] == [pytest.approx(2.0 - 0.4 - 0.3, abs=0.05)]
 
 
 def test_the_limit_holds_across_vocabularies() -> None:
@@ -129,26 +108,28 @@ def test_a_history_of_its_own_can_be_given_at_any_time() -> None:
         assert drafter.propose(tokens, 3).tokens == _follow(next_logits, tokens, 3)
 
 
-def test_an_unsure_drafter_stops_early() -> None:
-    unsure = ToySession.markov(0, VOCAB, scale=0.1)
-    curve = CostCurve({1: 1.0, 2: 1.1, 16: 2.5})
-    assert model_of(unsure, pricing=Pricing(curve)).propose([3, 1, 4], 8).tokens == ()
-    assert len(model_of(_sure(), pricing=Pricing(curve)).propose([3, 1, 4], 8).tokens) > 1
+STEEP, STEPS = CostCurve({1: 1.0, 2: 2.0}), CostCurve({1: 1.0, 2: 1.0, 3: 9.0, 4: 17.0})
+SLOPE = CostCurve({1: 1.0, 2: 1.1, 16: 2.5})
 
 
-def test_where_drafting_cannot_pay_the_model_is_not_even_asked() -> None:
-    session = _sure()
-    drafter = model_of(session, curve=CostCurve({1: 10.0}))
-    assert drafter.propose([3, 1, 4], 8) == Draft()
-    steep = CostCurve({1: 1.0, 2: 2.0})
-    assert model_of(session, pricing=Pricing(steep)).propose([3, 1, 4], 8) == Draft()
-    assert session.passes == []
-
-
-def test_one_more_row_is_what_it_has_to_pay_for() -> None:
-    """Where a pass over two tokens costs what one over a single one does, and three are dear."""
-    curve = CostCurve({1: 1.0, 2: 1.0, 3: 9.0, 4: 17.0})
-    assert len(model_of(_sure(), pricing=Pricing(curve)).propose([3, 1, 4], 5).tokens) == 1
+@pytest.mark.parametrize(
+    ("scale", "curve", "step_s", "length", "asked"),
+    [
+        (0.1, SLOPE, 1e-7, 0, True),  # unsure of every token
+        (200.0, SLOPE, 1e-7, 8, True),
+        (200.0, STEPS, 1e-7, 1, True),  # a second row is free, a third dear
+        (200.0, STEEP, 1e-7, 0, False),  # where drafting cannot pay the model is not even asked
+        (200.0, FREE, 10.0, 0, False),
+        (200.0, FREE, 1e-7, 8, True),
+    ],
+)
+def test_it_drafts_as_far_as_that_pays(
+    scale: float, curve: CostCurve, step_s: float, length: int, asked: bool
+) -> None:
+    session = ToySession.markov(0, VOCAB, scale=scale)
+    drafter = model_of(session, pricing=Pricing(curve), curve=CostCurve({1: step_s}))
+    assert len(drafter.propose([3, 1, 4], 8).tokens) == length
+    assert bool(session.passes) == asked
 
 
 def test_a_cache_without_room_gives_no_draft() -> None:
@@ -229,40 +210,28 @@ def test_a_drafter_that_fails_is_stopped_and_tried_again_much_later() -> None:
     assert any(drafted[500:])
 
 
-def test_one_slow_step_does_not_end_drafting() -> None:
-    """The computer was busy for a minute, once."""
-    now = 0.0
-    steps = iter([0.001, 60.0])  # it is asked before and after each step
+class _Watch:
+    """Says that each step took so long, which is asked before and after it."""
 
-    def clock() -> float:
-        nonlocal now
-        now += next(steps, 0.001)
-        return now
+    now, step_s = 0.0, 0.001
 
-    curve = CostCurve({1: 0.010, 16: 0.012})
-    drafter = model_of(_sure(), pricing=Pricing(curve), curve=CostCurve({1: 0.001}), clock=clock)
-    tokens = [3, 1, 4]
-    for _ in range(3):
-        draft = drafter.propose(tokens, 4)
-        assert draft.tokens
-        tokens += draft.tokens
+    def __call__(self) -> float:
+        self.now += self.step_s
+        return self.now
 
 
-def test_a_slow_spell_ends_drafting_only_for_a_while() -> None:
-    now, step = 0.0, 0.5
-
-    def clock() -> float:
-        nonlocal now
-        now += step
-        return now
-
-    drafter = model_of(
-        _sure(), pricing=Pricing(CostCurve({1: 0.010, 16: 0.012})), curve=CostCurve({1: 0.001}), clock=clock
-    )
-    tokens = [3, 1, 4]
+def test_a_slow_spell_ends_drafting_only_for_a_while_and_one_slow_step_not_at_all() -> None:
+    clock, tokens = _Watch(), [3, 1, 4]
+    pricing = Pricing(CostCurve({1: 0.010, 16: 0.012}))
+    drafter = model_of(_sure(), pricing=pricing, curve=CostCurve({1: 0.001}), clock=clock)
+    for clock.step_s in (0.001, 60.0, 0.001, 0.001):
+        drafted = drafter.propose(tokens, 1).tokens
+        assert drafted
+        tokens += drafted
+    clock.step_s = 0.5
     while draft := drafter.propose(tokens, 8).tokens:
         tokens += draft
-    step = 0.001
+    clock.step_s = 0.001
     for _ in range(400):
         tokens.append(7)
         if drafter.propose(tokens, 8).tokens:
@@ -285,52 +254,36 @@ def _guess(confidence: float, *, is_open: bool = False) -> Guess:
     return Guess(5, confidence, is_open)
 
 
-class TestCalibration:
-    def test_at_first_confidence_means_what_it_says(self) -> None:
-        calibration = Calibration()
-        for confidence in (0.0, 0.31, 0.5, 0.99, 1.0):
-            assert calibration.probability(_guess(confidence)) == pytest.approx(confidence, abs=0.06)
-        assert calibration.typical == pytest.approx(0.6)
+def test_at_first_confidence_means_what_it_says() -> None:
+    calibration = Calibration()
+    for confidence in (0.0, 0.31, 0.5, 0.99, 1.0):
+        assert calibration.probability(_guess(confidence)) == pytest.approx(confidence, abs=0.06)
+    assert calibration.typical == pytest.approx(0.6)
 
-    def test_it_learns_each_bin_by_itself(self) -> None:
-        calibration = Calibration()
-        for i in range(400):
-            calibration.observe(_guess(0.95), i % 4 != 0)
-            calibration.observe(_guess(0.45), i % 10 == 0)
-        assert calibration.probability(_guess(0.93)) == pytest.approx(0.75, abs=0.05)
-        assert calibration.probability(_guess(0.42)) == pytest.approx(0.1, abs=0.05)
-        assert calibration.probability(_guess(0.65)) == pytest.approx(0.65)
 
-    def test_it_follows_a_change(self) -> None:
-        calibration = Calibration()
-        for _ in range(1000):
-            calibration.observe(_guess(0.95), True)
-        for _ in range(1000):
-            calibration.observe(_guess(0.95), False)
-        assert calibration.probability(_guess(0.95)) < 0.05
+def test_each_bin_of_confidence_learns_by_itself_and_follows_changes() -> None:
+    calibration = Calibration()
+    for i in range(400):
+        calibration.observe(_guess(0.95), i % 4 != 0)
+        calibration.observe(_guess(0.45), i % 10 == 0)
+        calibration.observe(_guess(0.65, is_open=True), False)  # open tokens have bins of their own
+    assert calibration.probability(_guess(0.93)) == pytest.approx(0.75, abs=0.05)
+    assert calibration.probability(_guess(0.42)) == pytest.approx(0.1, abs=0.05)
+    assert calibration.probability(_guess(0.65)) == pytest.approx(0.65)
+    assert calibration.probability(_guess(0.65, is_open=True)) < 0.2
+    for _ in range(1000):
+        calibration.observe(_guess(0.95), False)
+    assert calibration.probability(_guess(0.95)) < 0.05
+    for _ in range(2000):  # a verdict that nothing tests fades
+        calibration.forget()
+    assert calibration.probability(_guess(0.95)) > 0.7
 
-    def test_a_verdict_that_nothing_tests_fades(self) -> None:
-        calibration = Calibration()
-        for _ in range(500):
-            calibration.observe(_guess(0.95), False)
-        low = calibration.probability(_guess(0.95))
-        for _ in range(1000):
-            calibration.forget()
-            calibration.forget()
-        assert low < 0.1 < 0.7 < calibration.probability(_guess(0.95))
 
-    def test_tokens_that_may_join_what_follows_are_judged_by_themselves(self) -> None:
-        calibration = Calibration()
-        for _ in range(400):
-            calibration.observe(_guess(0.95, is_open=True), False)
-        assert calibration.probability(_guess(0.95, is_open=True)) < 0.2
-        assert calibration.probability(_guess(0.95)) == pytest.approx(0.95)
-
-    def test_the_typical_token_follows_what_is_drafted(self) -> None:
-        calibration = Calibration()
-        for _ in range(400):
-            calibration.consider(_guess(0.95))
-        assert calibration.typical == pytest.approx(0.95, abs=0.01)
-        for _ in range(2000):
-            calibration.forget()
-        assert calibration.typical == pytest.approx(0.6, abs=0.01)
+def test_the_typical_token_follows_what_is_drafted() -> None:
+    calibration = Calibration()
+    for _ in range(400):
+        calibration.consider(_guess(0.95))
+    assert calibration.typical == pytest.approx(0.95, abs=0.01)
+    for _ in range(2000):
+        calibration.forget()
+    assert calibration.typical == pytest.approx(0.6, abs=0.01)

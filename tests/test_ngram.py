@@ -73,17 +73,6 @@ def test_only_the_window_is_found_again(
     assert tree.find(context) == _scan(longer, context, 3, first)
 
 
-def test_the_longest_match_wins_over_the_latest() -> None:
-    #        a  b  c  X      b  c  Y      a  b  c
-    text = [1, 2, 3, 10, 7, 2, 3, 11, 8, 1, 2, 3]
-    assert _tree(text).find(text) == Match(10, 3, 1, 1)
-
-
-def test_of_equal_matches_the_latest_wins_unless_outvoted() -> None:
-    assert _tree([1, 10, 1, 11, 1]).find([1]) == Match(11, 1, 2, 1)
-    assert _tree([1, 10, 1, 10, 1, 11, 1]).find([1]) == Match(10, 1, 3, 2)
-
-
 def test_a_copy_goes_on_into_its_own_proposals() -> None:
     draft = NgramDrafter(stop_below=0.0).propose([9, 1, 2, 3, 1, 2, 3, 1], 7)
     assert draft.tokens == (2, 3, 1, 2, 3, 1, 2)
@@ -92,15 +81,13 @@ def test_a_copy_goes_on_into_its_own_proposals() -> None:
     assert len(draft.confidence) == 7
 
 
-@pytest.mark.parametrize("tokens", [[], [1], [1, 2, 3]])
-def test_nothing_is_proposed_without_a_match(tokens: list[int]) -> None:
-    assert NgramDrafter().propose(tokens, 4) is NO_DRAFT
-
-
-def test_the_limit_holds() -> None:
-    text = [1, 2, 3, 4] * 5
-    assert len(NgramDrafter().propose(text, 3).tokens) == 3
-    assert NgramDrafter().propose(text, 0) is NO_DRAFT
+@pytest.mark.parametrize(
+    ("tokens", "limit", "count"),
+    [([], 4, 0), ([1], 4, 0), ([1, 2, 3], 4, 0), ([1, 2, 3, 4] * 5, 3, 3), ([1, 2, 3, 4] * 5, 0, 0)],
+)
+def test_what_matches_is_proposed_up_to_the_limit(tokens: list[int], limit: int, count: int) -> None:
+    draft = NgramDrafter().propose(tokens, limit)
+    assert len(draft.tokens) == count and (draft is NO_DRAFT) == (count == 0)
 
 
 def test_longer_and_undisputed_matches_are_trusted_more() -> None:
@@ -170,7 +157,11 @@ def test_the_draft_of_another_is_gone_on_with() -> None:
     assert drafter.extend(text, Draft((99,), None, ("model",), (0.9,)), 6).tokens == (99,)
 
 
-def test_behind_a_draft_that_is_hardly_kept_nothing_is_added() -> None:
+def test_nothing_is_added_that_would_hardly_be_reached() -> None:
+    text = [1, 10, 11, 12, 13, 14, 15, 5, 1]
+    whole, cut = (NgramDrafter(stop_below=least).propose(text, 6) for least in (0.0, 0.05))
+    assert 0 < len(cut.tokens) < len(whole.tokens) == 6
+    assert cut.tokens == whole.tokens[: len(cut.tokens)]
     drafter, text = NgramDrafter(stop_below=0.3), [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]
     likely, unlikely = (Draft((4, 5), None, ("model",) * 2, (p, p)) for p in (0.9, 0.5))
     drafter.propose(text, 6)
@@ -187,14 +178,6 @@ def test_what_stood_behind_a_rejected_token_is_not_judged() -> None:
         drafter.observe(round_of(4, 99, *behind))
         stated.append(drafter.propose(text, 5).confidence)
     assert stated[0] == stated[1]
-
-
-def test_a_draft_stops_where_it_would_hardly_be_reached() -> None:
-    text = [1, 10, 11, 12, 13, 14, 15, 5, 1]
-    whole = NgramDrafter(stop_below=0.0).propose(text, 6)
-    cut = NgramDrafter(stop_below=0.05).propose(text, 6)
-    assert 0 < len(cut.tokens) < len(whole.tokens) == 6
-    assert cut.tokens == whole.tokens[: len(cut.tokens)]
 
 
 @given(texts, texts)
