@@ -1,6 +1,6 @@
 from collections.abc import Callable
 from functools import lru_cache, partial
-from itertools import permutations
+from itertools import permutations, takewhile
 
 import pytest
 from hypothesis import example, given, settings
@@ -171,14 +171,6 @@ def test_a_character_in_parts_grows_together(text: str) -> None:
     assert not text or drafter.decode(ids) == text
 
 
-def test_a_known_seam() -> None:
-    target, drafter = tokenizer("byte"), tokenizer("sentencepiece")
-    bridge = _bridge("byte", "sentencepiece")
-    bridge.align([1, 2, 3, *target.encode("the quick")])
-    ids = [token for token, _ in bridge.translate(drafter.encode_bytes(b" brown fox"))]
-    assert ids == target.encode(" brown fox")
-
-
 def test_nothing_generated_nothing_drafted() -> None:
     bridge = _bridge("byte", "sentencepiece", prompt=2)
     assert bridge.align([5, 6]) == tokenizer("sentencepiece").encode("the prompt")
@@ -225,29 +217,20 @@ def test_a_byte_the_drafter_lacks_is_named() -> None:
     assert lacking.bytes_of(bridge.align([*good, *good])) == b"the quickthe quick"
 
 
-@given(st.lists(st.integers(0, 999)))
-def test_one_vocabulary_needs_no_bridge(tokens: list[int]) -> None:
-    bridge = IdentityBridge(1000)
-    aligned = bridge.align(tokens)
-    assert aligned == tokens
-    assert aligned is not tokens
-    assert bridge.translate(tokens) == list(zip(tokens, range(1, len(tokens) + 1), strict=True))
-
-
-def test_a_drafter_of_more_ids_proposes_none_the_target_lacks() -> None:
-    """Embeddings padded to another size: the surplus rows are no tokens."""
-    bridge = IdentityBridge(10)
-    assert bridge.translate([3, 9, 10, 4]) == [(3, 1), (9, 2)]
-    assert bridge.translate([10, 4]) == []
-    assert bridge.translate([]) == []
-
-
-def test_a_drafter_with_fewer_rows_drafts_nothing_behind_what_it_lacks() -> None:
-    bridge = IdentityBridge(404, 390)
-    assert bridge.align([1, 389]) == [1, 389]
-    with pytest.raises(TokenizerError, match="390 tokens, and not 403"):
-        bridge.align([1, 403])
-    assert IdentityBridge(390, 404).align([389]) == IdentityBridge(390).align([389]) == [389]
+@given(st.lists(st.integers(0, 999)), st.integers(1, 999), st.integers(1, 999))
+def test_between_vocabularies_that_differ_in_size_alone(tokens: list[int], size: int, drafts: int) -> None:
+    """Padding: a drafter proposes nothing that the target lacks, and reads nothing that it lacks itself."""
+    bridge = IdentityBridge(size, drafts)
+    known = list(takewhile(lambda token: token < size, tokens))
+    assert bridge.translate(tokens) == list(zip(known, range(1, len(known) + 1), strict=True))
+    committed = [token % size for token in tokens]
+    if max(committed, default=0) < drafts:
+        aligned = bridge.align(committed)
+        assert aligned == committed and aligned is not committed
+    else:
+        with pytest.raises(TokenizerError, match=f"{drafts} tokens, and not {max(committed)}"):
+            bridge.align(committed)
+    assert IdentityBridge(size).align(committed) == committed
 
 
 @pytest.mark.parametrize("kind", KINDS)

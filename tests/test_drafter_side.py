@@ -22,7 +22,6 @@ from edgespec_runtimes.devices.kinds import KINDS
 from edgespec_runtimes.devices.placement import Placement
 from edgespec_runtimes.kv_store import KvStore
 from tests.models_for_tests import toy_bundle, toy_session
-from tests.toy import ToySession
 
 EOS = 3
 QUICK = CostCurve({1: 1e-6})
@@ -67,18 +66,22 @@ def _begin(side: DrafterSide, prompt: list[int]) -> Part:
     return side.begin(prompt, list(prompt), max_new_tokens=20, max_draft=4, target_end=EOS, remarks=Remarks())
 
 
-def test_its_cache_has_room_for_an_answer_of_more_tokens_than_the_targets() -> None:
-    side = _side()
-    assert _begin(side, [5] * 10).source is not None
-    assert side.session.capacity == 10 + 2 * 20 + 4 * 4
-    short = _side(context=30)
-    assert _begin(short, [5] * 10).source is not None
-    assert short.session.capacity == 30
-
-
-@pytest.mark.parametrize(("length", "drafts"), [(29, True), (30, False), (31, False)])
-def test_a_prompt_that_fills_its_context_is_decoded_without_it(length: int, drafts: bool) -> None:
-    assert (_begin(_side(context=30), [5] * length).source is not None) == drafts
+@pytest.mark.parametrize(
+    ("context", "length", "drafts", "capacity"),
+    [
+        (4096, 10, True, 10 + 2 * 20 + 4 * 4),  # room for an answer of more tokens than the target's
+        (30, 10, True, 30),
+        (30, 29, True, 30),
+        (30, 30, False, 30),  # a prompt that fills its context is decoded without it
+        (30, 31, False, 30),
+    ],
+)
+def test_its_cache_has_room_for_the_answer_too(
+    context: int, length: int, drafts: bool, capacity: int
+) -> None:
+    side = _side(context=context)
+    assert (_begin(side, [5] * length).source is not None) == drafts
+    assert side.session.capacity == capacity
 
 
 def test_a_prompt_that_takes_longer_to_read_than_it_will_gain_is_not_read() -> None:
@@ -89,14 +92,6 @@ def test_a_prompt_that_takes_longer_to_read_than_it_will_gain_is_not_read() -> N
         assert (part.source is not None) == drafts
         assert part.reading_s == (pytest.approx(seconds) if drafts else 0.0)
         assert not part.source or _begin(side, [5] * 64).source
-
-
-@pytest.mark.parametrize("tunable", [frozenset[str](), frozenset({"gain"})])
-def test_it_is_trained_where_its_session_can_be_tuned(
-    monkeypatch: pytest.MonkeyPatch, tunable: frozenset[str]
-) -> None:
-    monkeypatch.setattr(ToySession, "tunable", tunable)
-    assert _side().trainable == bool(tunable)
 
 
 def test_words_of_the_prompt_are_offered_to_a_trimmed_head() -> None:

@@ -65,7 +65,8 @@ def test_what_was_read_ahead_is_counted_when_it_is_needed() -> None:
 
 
 def test_only_passes_count_as_time_and_the_prompt_s_does_not() -> None:
-    reader = Reader(_session(), CURVE)
+    session = _session()
+    reader = Reader(session, CURVE)
     assert reader.spent_s is None
     said = reader.read([1, 2, 3])
     assert reader.spent_s == 0.0
@@ -74,14 +75,9 @@ def test_only_passes_count_as_time_and_the_prompt_s_does_not() -> None:
     assert spent
     reader.read([1, 2, 3, said.following])
     assert reader.spent_s == spent
-
-
-def test_without_room_there_is_no_reading_ahead() -> None:
-    session = _session()
-    reader = Reader(session, CURVE)
+    assert reader.room_ahead and reader.room_for(session.capacity)
     reader.read([1] * session.capacity)
-    assert not reader.room_ahead
-    assert reader.room_for(session.capacity) and not reader.room_for(session.capacity + 1)
+    assert not reader.room_ahead and not reader.room_for(session.capacity + 1)
 
 
 @settings(max_examples=150, deadline=None)

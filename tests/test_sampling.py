@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -76,11 +77,6 @@ def test_top_p_over_a_wide_flat_vocabulary_is_that_of_the_definition() -> None:
     np.testing.assert_allclose(probs, _naive(logits, 1.0, 0, 0.9, 0.0), atol=1e-12)
 
 
-def test_a_top_p_of_one_keeps_what_is_too_rare_for_a_sum() -> None:
-    probs = distribution(np.array([0.0, -40.0], np.float32), SamplingParams(temperature=1.0))
-    assert probs[1] == pytest.approx(np.exp(-40.0), abs=0.0)
-
-
 def test_truncations_apply_one_after_another() -> None:
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], dtype=np.float32))
     # Of the top 2, the first alone has 4/7 of the mass: with top-k first it reaches 0.55, alone not.
@@ -90,21 +86,17 @@ def test_truncations_apply_one_after_another() -> None:
     assert np.flatnonzero(alone).tolist() == [0, 1]
 
 
-def test_tokens_without_any_chance_stay_without() -> None:
-    logits = np.array([-np.inf, 0.0, -np.inf, 1.0], dtype=np.float32)
-    probs = distribution(logits, SamplingParams(temperature=0.7, top_k=3, top_p=0.99))
-    assert probs[[0, 2]].tolist() == [0.0, 0.0]
-    assert probs.sum() == pytest.approx(1.0)
-
-
-def test_a_tiny_temperature_is_greedy_in_the_limit() -> None:
-    logits = np.array([1.0, 3.0, 2.0], dtype=np.float32)
-    assert distribution(logits, SamplingParams(temperature=1e-300)).tolist() == [0.0, 1.0, 0.0]
-
-
-def test_greedy_takes_the_lowest_of_equals() -> None:
-    logits = np.array([1.0, 3.0, 3.0], dtype=np.float32)
-    assert distribution(logits, SamplingParams()).tolist() == [0.0, 1.0, 0.0]
+@pytest.mark.parametrize(
+    ("row", "params", "expected"),
+    [
+        ([1.0, 3.0, 2.0], SamplingParams(temperature=1e-300), [0.0, 1.0, 0.0]),  # greedy in the limit
+        ([1.0, 3.0, 3.0], SamplingParams(), [0.0, 1.0, 0.0]),  # the lowest of equals
+        ([-np.inf, 0.0, -np.inf], SamplingParams(temperature=0.7, top_k=3, top_p=0.99), [0.0, 1.0, 0.0]),
+        ([0.0, -40.0], SamplingParams(temperature=1.0), [1.0, np.exp(-40.0)]),  # too rare for a sum
+    ],
+)
+def test_extreme_rows(row: list[float], params: SamplingParams, expected: list[float]) -> None:
+    assert distribution(np.array(row, np.float32), params).tolist() == pytest.approx(expected, abs=0.0)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -115,27 +107,20 @@ def test_a_row_that_is_no_law_is_refused(bad: float, temperature: float) -> None
         distribution(logits, SamplingParams(temperature=temperature))
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("temperature", -0.1),
-        ("temperature", math.nan),
-        ("temperature", math.inf),
-        ("top_k", -1),
-        ("top_k", 2.5),
-        ("top_p", 0.0),
-        ("top_p", 1.1),
-        ("min_p", -0.1),
-        ("min_p", 1.5),
-        ("repetition_penalty", 0.0),
-        ("presence_penalty", 2.1),
-        ("presence_penalty", math.nan),
-        ("frequency_penalty", -2.1),
-        ("logit_bias", 3),
-        ("seed", -1),
-        ("seed", 2**64),
-    ],
-)
+OUT_OF_RANGE = {
+    "temperature": (-0.1, math.nan, math.inf),
+    "top_k": (-1, 2.5),
+    "top_p": (0.0, 1.1),
+    "min_p": (-0.1, 1.5),
+    "repetition_penalty": (0.0,),
+    "presence_penalty": (2.1, math.nan),
+    "frequency_penalty": (-2.1,),
+    "logit_bias": (3,),
+    "seed": (-1, 2**64),
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(f, value) for f, bad in OUT_OF_RANGE.items() for value in bad])
 def test_parameters_out_of_range_are_named(field: str, value: float) -> None:
     with pytest.raises(RequestError, match=f"{field} is {value!r}; allowed: "):
         SamplingParams(**{field: value})  # type: ignore[arg-type]
@@ -277,18 +262,13 @@ def test_a_mask_is_one_step_more(params: SamplingParams) -> None:
     assert params.greedy or not all(token % 2 for token in tokens[3::2])
 
 
-class _Nothing(_Odd):
-    def apply(self, row: Row, drafted: Sequence[int]) -> None:
-        row[:] = -np.inf
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_mask_that_leaves_nothing_is_told_from_a_damaged_row(temperature: float) -> None:
-    verify = Verifier(SamplingParams(temperature=temperature), [_Nothing()])
+    verify = Verifier(SamplingParams(temperature=temperature, logit_bias={0: 1.0}), [_Odd()])
     with pytest.raises(RequestError, match="leaves no token that may come next"):
-        verify(Predictions(np.zeros((1, 4), np.float32)), NO_DRAFT, [0])
+        verify(Predictions(np.array([[1.0, -np.inf, 1.0]], np.float32)), NO_DRAFT, [0, 0])
     with pytest.raises(EdgespecError, match="best logit is nan"):
-        verify(Predictions(np.full((1, 4), np.nan, np.float32)), NO_DRAFT, [0])
+        verify(Predictions(np.full((1, 3), np.nan, np.float32)), NO_DRAFT, [0, 0])
 
 
 NEXT = markov_logits(0, 23)
@@ -307,18 +287,8 @@ def test_they_are_the_logarithms_of_a_softmax(row: Row, count: int) -> None:
 
 
 def _decoded(source: Source, params: SamplingParams, top: int | None) -> list[Step]:
-    return list(
-        decode(
-            ToySession(NEXT, 23),
-            source,
-            Verifier(params),
-            [1, 2, 3],
-            max_new_tokens=40,
-            max_draft=5,
-            stop={7},
-            top_logprobs=top,
-        )
-    )
+    session, ends = ToySession(NEXT, 23), partial(decode, stop={7}, top_logprobs=top)
+    return list(ends(session, source, Verifier(params), [1, 2, 3], max_new_tokens=40, max_draft=5))
 
 
 def _told(steps: Sequence[Step]) -> tuple[list[int], list[float], list[object]]:
