@@ -1,20 +1,10 @@
 """Every error edgespec raises on purpose.
 
 EdgespecError
-├── ModelFileError         a checkpoint is damaged, truncated or not what it says
-├── UnsupportedModelError  the file is sound, but edgespec cannot run what it describes
-├── BundleError            an exported bundle is incomplete, changed or of another version
-├── TokenizerError         a tokenizer cannot be read, does not fit its model or fails over a text
-├── CatalogueError         no such model in the catalogue, or an entry is malformed
-├── DownloadError          no source could deliver a model file
-├── StorageError           the disk is full, or a folder cannot be written
-├── ParityError            an export does not compute what its source computes
-├── DeviceError            a device was asked for that cannot be had
-├── RequestError           an argument of a request is out of range
-│   ├── DoesNotFit         a prompt is longer than what the model can hold
-│   ├── Busy               too many requests wait already
-│   └── Closed             the model was closed
-└── Cancelled              the caller asked to stop
+├── of models: ModelFileError, UnsupportedModelError, BundleError, TokenizerError, ParityError
+├── of where they come from and go: CatalogueError, DownloadError, StorageError, DeviceError
+├── RequestError: DoesNotFit, Busy, Closed
+└── Cancelled
 
 Messages say what was given, what is allowed and what to do. They quote what strangers wrote, in files and in
 requests: what would command a terminal or has no UTF-8 is spelled out, and what is very long is cut.

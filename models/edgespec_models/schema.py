@@ -11,7 +11,7 @@ import inspect
 import math
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache, wraps
 from numbers import Integral, Real
@@ -78,7 +78,7 @@ def read(cls: type[T], value: object, where: str, error: type[EdgespecError], re
     """
     kind: Any = cls
     try:
-        taken: T = _kind(kind, True).take(value)
+        taken: T = _kind(kind, True).take(value, "")
     except _WrongError as wrong:
         raise error(f"{where}: {wrong}. {remedy}.") from wrong
     return taken
@@ -118,29 +118,32 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
 
 
 class _WrongError(Exception):
-    """A value is not as its annotation says; ``path`` grows on the way out of lists and tables."""
+    """A value is not as its annotation says; ``place`` is where it stands in lists and tables."""
 
-    def __init__(self, said: str, path: str = "") -> None:
-        self.said, self.path = said, path
-
-    def __str__(self) -> str:
-        return f"{self.path} {self.said}".lstrip()
+    def __init__(self, place: str, said: str) -> None:
+        super().__init__(f"{place} {said}".lstrip())
+        self.place = place
 
 
 class _Kind(NamedTuple):
-    """An annotation, understood: what it allows in words, and what takes a value or raises _WrongError."""
+    """An annotation, understood: what it allows in words, and what takes a value at a place."""
 
     allowed: str
-    take: Callable[[Any], Any]
+    take: Callable[[Any, str], Any]
+
+    def wrong(self, value: object, place: str) -> _WrongError:
+        """The error that says what is allowed."""
+        return _WrongError(place, f"is {shown(value)}; allowed: {self.allowed}")
 
 
 def _simple(allowed: str, fits: Callable[[Any], bool], convert: Callable[[Any], Any] | None = None) -> _Kind:
-    def take(value: Any) -> Any:
+    def take(value: Any, place: str) -> Any:
         if not fits(value):
-            raise _WrongError(f"is {shown(value)}; allowed: {allowed}")
+            raise kind.wrong(value, place)
         return convert(value) if convert else value
 
-    return _Kind(allowed, take)
+    kind = _Kind(allowed, take)
+    return kind
 
 
 def _is_whole(value: object) -> bool:
@@ -188,53 +191,52 @@ def _kind(annotation: Any, reading: bool) -> _Kind:
     return _simple(f"a {plain.__name__}", lambda value: isinstance(value, plain))
 
 
-def _limited(kind: _Kind, limit: Limit) -> _Kind:
-    allowed = f"{kind.allowed} {limit.words}"
-    narrow = _simple(allowed, limit.fits)
-
-    def take(value: Any) -> Any:
+def _limited(inner: _Kind, limit: Limit) -> _Kind:
+    def take(value: Any, place: str) -> Any:
         try:
-            return narrow.take(kind.take(value))
+            taken = inner.take(value, place)
         except _WrongError as error:
-            raise error if error.path else _WrongError(f"is {shown(value)}; allowed: {allowed}") from None
+            raise error if error.place != place else kind.wrong(value, place) from None
+        if not limit.fits(taken):
+            raise kind.wrong(value, place)
+        return taken
 
-    return _Kind(allowed, take)
+    kind = _Kind(f"{inner.allowed} {limit.words}", take)
+    return kind
 
 
 def _either(kinds: Sequence[_Kind]) -> _Kind:
-    allowed = " or ".join(kind.allowed for kind in kinds)
-
-    def take(value: Any) -> Any:
-        wrong = _WrongError(f"is {shown(value)}; allowed: {allowed}")
-        for kind in kinds:
+    def take(value: Any, place: str) -> Any:
+        within: _WrongError | None = None
+        for each in kinds:
             try:
-                return kind.take(value)
+                return each.take(value, place)
             except _WrongError as error:
-                wrong = error if error.path and not wrong.path else wrong  # of an item within
-        raise wrong
+                within = error if error.place != place and within is None else within
+        raise within or kind.wrong(value, place)
 
-    return _Kind(allowed, take)
+    kind = _Kind(" or ".join(each.allowed for each in kinds), take)
+    return kind
 
 
 def _list_of(item: _Kind) -> _Kind:
-    allowed = f"a list, each item {item.allowed}"
-    is_list = _simple(allowed, lambda value: isinstance(value, list | tuple))
+    is_list = _simple(f"a list, each item {item.allowed}", lambda value: isinstance(value, list | tuple))
 
-    def take(value: Any) -> tuple[Any, ...]:
-        return tuple(_each((f"[{at}]", item, each) for at, each in enumerate(is_list.take(value))))
+    def take(value: Any, place: str) -> tuple[Any, ...]:
+        return tuple(item.take(each, f"{place}[{at}]") for at, each in enumerate(is_list.take(value, place)))
 
-    return _Kind(allowed, take)
+    return _Kind(is_list.allowed, take)
 
 
 def _table_of(key: _Kind, item: _Kind) -> _Kind:
     allowed = f"a table, each key {key.allowed}, each value {item.allowed}"
     is_table = _simple(allowed, lambda value: isinstance(value, Mapping))
 
-    def take(value: Any) -> dict[Any, Any]:
-        table = is_table.take(value)
-        keys = _each((f"[key {shown(each)}]", key, each) for each in table)
-        values = _each((f"[{shown(at)}]", item, each) for at, each in table.items())
-        return dict(zip(keys, values, strict=True))
+    def take(value: Any, place: str) -> dict[Any, Any]:
+        return {
+            key.take(name, f"{place}[key {shown(name)}]"): item.take(each, f"{place}[{shown(name)}]")
+            for name, each in is_table.take(value, place).items()
+        }
 
     return _Kind(allowed, take)
 
@@ -244,40 +246,28 @@ def _object_of(cls: Any) -> _Kind:
     allowed = f"a table with {', '.join(sorted(required))}"
     is_table = _simple(allowed, lambda value: isinstance(value, cls | Mapping))
 
-    def take(value: Any) -> Any:
-        if isinstance(is_table.take(value), cls):
+    def take(value: Any, place: str) -> Any:
+        if isinstance(is_table.take(value, place), cls):
             return value
-        kinds = _fields(cls, True)
+        kinds, within = _fields(cls, True), f"{place}." if place else ""
         for name in value.keys() - kinds.keys():
-            raise _WrongError(f"is not known; allowed: {', '.join(kinds)}", shown(name))
+            raise _WrongError(f"{within}{shown(name)}", f"is not known; allowed: {', '.join(kinds)}")
         for name in sorted(required - value.keys()):
-            raise _WrongError(f"is missing; allowed: {kinds[name].allowed}", name)
-        taken = _each((name, kinds[name], each) for name, each in value.items())
+            raise _WrongError(f"{within}{name}", f"is missing; allowed: {kinds[name].allowed}")
+        taken = {name: kinds[name].take(each, f"{within}{name}") for name, each in value.items()}
         try:
-            return cls(**dict(zip(value, taken, strict=True)))
+            return cls(**taken)
         except EdgespecError as error:  # of what its fields say together
-            raise _WrongError(str(error)) from error
+            raise _WrongError(place, str(error)) from error
 
     return _Kind(allowed, take)
-
-
-def _each(parts: Iterable[tuple[str, _Kind, Any]]) -> list[Any]:
-    """All values taken as what they should be; an error says at which place."""
-    place, taken = "", []
-    try:
-        for place, kind, value in parts:  # noqa: B007 - the handler below uses it
-            taken.append(kind.take(value))
-    except _WrongError as error:
-        joint = "." if error.path[:1] not in ("", "[") else ""
-        raise _WrongError(error.said, f"{place}{joint}{error.path}") from None
-    return taken
 
 
 def _named(
     kinds: Mapping[str, _Kind], values: Mapping[str, object], error: type[EdgespecError]
 ) -> dict[str, Any]:
     try:
-        return dict(zip(values, _each((name, kinds[name], values[name]) for name in values), strict=True))
+        return {name: kinds[name].take(value, name) for name, value in values.items()}
     except _WrongError as wrong:
         raise error(str(wrong)) from None
 
