@@ -16,7 +16,7 @@ Nothing in a bundle is executed but the graph; the chat template runs in Jinja's
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
@@ -184,12 +184,7 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
-        value = {f.name: getattr(self, f.name) for f in fields(self)}
-        value["config"] = self.config.to_json()
-        value["static"] = None if self.static is None else self.static.to_json()
-        value["special_tokens"] = asdict(self.special_tokens)
-        value["files"] = {name: asdict(record) for name, record in self.files.items()}
-        value = {"format_version": FORMAT_VERSION, **value}
+        value = {"format_version": FORMAT_VERSION, **asdict(self)}
         return value | {_DIGEST: _digest(value)}
 
     @classmethod

@@ -7,10 +7,10 @@ context binary that it names, which holds weights of its own.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from edgespec_models.bundles.config import Count
 from edgespec_models.errors import BundleError, RequestError
@@ -170,10 +170,6 @@ class StaticGraphs:
     def bucket_for(self, tokens: int) -> int:
         """The least bucket that holds ``tokens``; the largest if none does."""
         return next((bucket for bucket in self.buckets if bucket >= tokens), self.longest)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return asdict(self)
 
 
 def buckets_for(context_length: int, chosen: Sequence[int] = ()) -> tuple[int, ...]:

@@ -1,7 +1,6 @@
 """Text from tokens as they come: whole characters only, and nothing that a stop string may take back."""
 
 import codecs
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from edgespec_models.errors import RequestError
@@ -37,48 +36,27 @@ class TextStream:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = b""  # may be the beginning of a stop string
-        self._ends: list[int] = []  # offset in bytes at which each pushed token ends
-        self._kept: int | None = None
-        self._stop_string: str | None = None
+        self.stop_string: str | None = None
+        """The stop string that ended the text; it is not part of the text."""
 
     @property
     def stopped(self) -> bool:
         """Whether a stop string was found; what is pushed from then on is ignored."""
-        return self._stop_string is not None
-
-    @property
-    def stop_string(self) -> str | None:
-        """The stop string that ended the text; it is not part of the text."""
-        return self._stop_string
-
-    @property
-    def kept_tokens(self) -> int:
-        """How many of the pushed tokens make up the text before the stop string; without one, all.
-
-        The last of them may hold the beginning of the stop string as well.
-        """
-        return len(self._ends) if self._kept is None else self._kept
+        return self.stop_string is not None
 
     def push(self, tokens: Iterable[int]) -> str:
         """Take tokens, return the text that can be shown now. Raises TokenizerError for an unknown id."""
         if self.stopped:
             return ""
-        pending, end = [self._held], self._ends[-1] if self._ends else 0
-        for token in tokens:
-            data = b"" if self._tokenizer.is_special(token) else self._tokenizer.token_bytes(token)
-            pending.append(data)
-            end += len(data)
-            self._ends.append(end)
-        text = b"".join(pending)
+        shown = (token for token in tokens if not self._tokenizer.is_special(token))
+        text = self._held + self._tokenizer.bytes_of(shown)
         found = self._first_stop(text)
         if found is None:
             keep = len(text) - self._length_to_hold(text)
             self._held = text[keep:]
             return self._decoder.decode(text[:keep])
         start, stop = found
-        position = end - len(text) + start
-        self._kept = bisect_left(self._ends, position) + 1 if position else 0
-        self._stop_string, self._held = self._stops[stop], b""
+        self.stop_string, self._held = self._stops[stop], b""
         return self._decoder.decode(text[:start], final=True)
 
     def finish(self) -> str:
