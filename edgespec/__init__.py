@@ -46,7 +46,8 @@ if TYPE_CHECKING:
         TokenizerError,
         UnsupportedModelError,
     )
-    from edgespec_runtimes.devices.discovery import Device, devices
+    from edgespec_runtimes.devices.discovery import devices
+    from edgespec_runtimes.devices.kinds import Device
 
 __all__ = [
     "load",
@@ -106,7 +107,8 @@ _NAMES_BY_HOME = {
     "edgespec.history.manage": "History",
     "edgespec.loading.footprint": "Plan",
     "edgespec.loading.planning": "plan",
-    "edgespec_runtimes.devices.discovery": "Device devices",
+    "edgespec_runtimes.devices.kinds": "Device",
+    "edgespec_runtimes.devices.discovery": "devices",
     "edgespec_models.errors": "EdgespecError ModelFileError UnsupportedModelError BundleError TokenizerError "
     "CatalogueError DownloadError StorageError ParityError DeviceError RequestError DoesNotFit Busy Closed "
     "Cancelled",

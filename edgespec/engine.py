@@ -15,6 +15,7 @@ from edgespec.loading.opening import (
     Reference,
     open_model,
     open_pair,
+    placed,
     recommended_drafter,
 )
 from edgespec.requests.generation import respond
@@ -34,11 +35,11 @@ from edgespec.requests.worker import Answer, Worker
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_models.schema import checked, length
-from edgespec_runtimes.devices.discovery import AUTO
-from edgespec_runtimes.devices.placement import Placement, export_for, place, run_at_once
+from edgespec_runtimes.devices.kinds import AUTO, Placement, run_at_once
 
 if TYPE_CHECKING:  # a model without a drafter model or a history imports nothing of them
     from edgespec.drafting.ahead import Beside
+    from edgespec_models.bundles.static_graphs import ExportDevice
 
 __all__ = ["Conversation", "LoadOptions", "Model", "load"]
 
@@ -93,15 +94,15 @@ def load(
         named.check()  # before a model is pulled
         history = named.path
     opening = partial(open_model, weights=options.weights, progress=progress)
-    made_for = export_for(device), export_for(drafter_device)  # before a model is pulled
+    made_for = _made_for(device), _made_for(drafter_device)  # before a model is pulled
     target_bundle = opening(target, "target", device=made_for[0])
-    placement = place(target_bundle, device)
+    placement = placed(target_bundle, device)
     if drafter == "auto":
         drafter = recommended_drafter(target_bundle)
     drafter_bundle, drafter_placement = None, None
     if isinstance(drafter, str | Path) and drafter != NGRAM:
         drafter_bundle = opening(drafter, "drafter", device=made_for[1])
-        drafter_placement = place(drafter_bundle, drafter_device)
+        drafter_placement = placed(drafter_bundle, drafter_device)
     cpu = room_for(target_bundle, drafter_bundle, options.cpu())
     loaded = open_pair(target_bundle, drafter_bundle, cpu, (placement, drafter_placement))
     own = drafter if isinstance(drafter, Drafter) else None
@@ -341,6 +342,15 @@ class Conversation:
                 self.messages += [question, answer.message]
 
         return self._start(lambda: [*self.messages, question], {**self._defaults, **options}, ended)
+
+
+def _made_for(device: str) -> "ExportDevice | None":
+    """What a checkpoint is to be exported for, to run on ``device``."""
+    if device == AUTO:
+        return None
+    from edgespec_runtimes.devices.discovery import export_for
+
+    return export_for(device)
 
 
 def _beside(loaded: Loaded) -> "Beside | None":

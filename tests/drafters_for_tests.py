@@ -18,11 +18,8 @@ from edgespec.requests.request import Request
 from edgespec.requests.stream import Stream
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.devices.discovery import Device, State
-from edgespec_runtimes.devices.kinds import KINDS
-from edgespec_runtimes.devices.placement import Placement
-from edgespec_runtimes.predictions import Predictions
-from edgespec_runtimes.session import ModelSession
+from edgespec_runtimes.devices.kinds import KINDS, Device, Placement, State
+from edgespec_runtimes.session import ModelSession, Predictions
 from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import F32, NextLogits, Silent, ToySession, stream_over
 

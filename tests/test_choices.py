@@ -28,11 +28,9 @@ from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.devices import cuda
 from edgespec_runtimes.devices.cuda import CudaSession, DeviceMemory
-from edgespec_runtimes.devices.discovery import Device
-from edgespec_runtimes.devices.kinds import CPU
+from edgespec_runtimes.devices.kinds import CPU, Device
 from edgespec_runtimes.ort import ort
-from edgespec_runtimes.predictions import DevicePredictions, Logits, Predictions
-from edgespec_runtimes.session import Session
+from edgespec_runtimes.session import DevicePredictions, Logits, Predictions, Session
 from tests.drafters_for_tests import model_of
 from tests.toy import (
     F32,

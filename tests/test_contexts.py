@@ -23,9 +23,8 @@ from edgespec_models.bundles.static_graphs import CHIPS, StaticGraphs, find_chip
 from edgespec_models.errors import BundleError, DeviceError, DoesNotFit, EdgespecError, RequestError
 from edgespec_models.progress import Progress
 from edgespec_runtimes.cpu import CpuOptions
-from edgespec_runtimes.devices.discovery import Device, OrtRuntime, resolve
-from edgespec_runtimes.devices.kinds import CPU, KINDS
-from edgespec_runtimes.devices.placement import Placement
+from edgespec_runtimes.devices.discovery import OrtRuntime, resolve
+from edgespec_runtimes.devices.kinds import CPU, KINDS, Device, Placement
 from edgespec_runtimes.ort import ort
 from edgespec_runtimes.static import session as static_session
 from edgespec_runtimes.static.session import StaticSession, open_on

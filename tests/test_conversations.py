@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from edgespec import DoesNotFit, LoadOptions, RequestError
 from edgespec.requests.request import Request
 from edgespec.requests.results import Generation
-from edgespec_runtimes.kv_store import KvStore
+from edgespec_runtimes.kv_buffers import KvStore
 from tests.models_for_tests import toy_model, toy_session
 from tests.test_threads import held, slow_session
 from tests.toy import KV_BYTES, ToySession

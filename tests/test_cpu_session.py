@@ -17,8 +17,7 @@ from edgespec_runtimes.cpu import CpuOptions, CpuSession, default_threads, most_
 from edgespec_runtimes.graph_io import DynamicIO
 from edgespec_runtimes.kv_buffers import SharedCache
 from edgespec_runtimes.ort import ort
-from edgespec_runtimes.predictions import Predictions
-from edgespec_runtimes.session import Session
+from edgespec_runtimes.session import Predictions, Session
 from tests.machines_for_tests import X86
 from tests.native_for_tests import tiny_native
 from tests.toy import COLUMNS, F32, FLOAT, GEMMA, INT4, INT8, LLAMA, QWEN, WIDE, TinyModel, tiny_bundle

@@ -29,9 +29,8 @@ from edgespec_models.graphs.plan import LinearPart, LinearSpec, Precision
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.devices import discovery
 from edgespec_runtimes.devices.cuda import CudaSession, DeviceCache, DeviceMemory
-from edgespec_runtimes.devices.discovery import Device, OrtRuntime, devices, resolve
-from edgespec_runtimes.devices.kinds import CPU, KINDS
-from edgespec_runtimes.devices.placement import place
+from edgespec_runtimes.devices.discovery import OrtRuntime, devices, place, resolve
+from edgespec_runtimes.devices.kinds import CPU, KINDS, Device
 from edgespec_runtimes.graph_io import DynamicIO
 from edgespec_runtimes.ort import ort
 from tests.gguf_for_tests import F32, TinyGGUF, reference_weights, tiny_gguf

@@ -17,10 +17,8 @@ from edgespec.learning.tuning import Example
 from edgespec.loading.opening import Running
 from edgespec_models.text.tokenizer import SpecialTokens
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.devices.discovery import Device
-from edgespec_runtimes.devices.kinds import KINDS
-from edgespec_runtimes.devices.placement import Placement
-from edgespec_runtimes.kv_store import KvStore
+from edgespec_runtimes.devices.kinds import KINDS, Device, Placement
+from edgespec_runtimes.kv_buffers import KvStore
 from tests.models_for_tests import toy_bundle, toy_session
 
 EOS = 3

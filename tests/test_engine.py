@@ -19,8 +19,7 @@ from edgespec_models.errors import CatalogueError, Closed, DoesNotFit, RequestEr
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes import cost
 from edgespec_runtimes.cpu import CpuSession
-from edgespec_runtimes.predictions import Predictions
-from edgespec_runtimes.session import ModelSession
+from edgespec_runtimes.session import ModelSession, Predictions
 from tests.native_for_tests import tiny_native
 from tests.tokenizers_for_tests import sentencepiece_json
 from tests.toy import LLAMA, QWEN

@@ -18,7 +18,7 @@ from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.graph_io import DynamicIO
 from edgespec_runtimes.kv_buffers import GrowingCache, SharedCache
 from edgespec_runtimes.ort import ort
-from edgespec_runtimes.predictions import Predictions
+from edgespec_runtimes.session import Predictions
 from tests.foreign_for_tests import (
     CONTEXT,
     GRAPH,

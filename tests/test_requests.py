@@ -18,7 +18,7 @@ from edgespec.requests.request import Request, encode_chat
 from edgespec_models.bundles.bundle import MANIFEST, TEMPLATE, FileRecord
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cpu import CpuSession
-from edgespec_runtimes.predictions import Predictions
+from edgespec_runtimes.session import Predictions
 from tests.native_for_tests import tiny_native
 from tests.templates_for_tests import HERMES, LLAMA3, MISTRAL, TOOLS
 from tests.tokenizers_for_tests import byte_level_json

@@ -11,7 +11,7 @@ from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.foreign import open_bundle
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
-from edgespec_runtimes.kv_store import KvStore
+from edgespec_runtimes.kv_buffers import KvStore
 from edgespec_runtimes.static.session import StaticSession
 from tests.foreign_for_tests import ForeignSpec, write_genai
 from tests.gguf_for_tests import tiny_gguf

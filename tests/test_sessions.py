@@ -17,9 +17,7 @@ from edgespec_models.graphs.plan import Precision
 from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve, measure_cost
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.devices.cuda import CudaSession
-from edgespec_runtimes.devices.discovery import Device
-from edgespec_runtimes.devices.kinds import CPU, KINDS
-from edgespec_runtimes.devices.placement import Placement
+from edgespec_runtimes.devices.kinds import CPU, KINDS, Device, Placement
 from tests.native_for_tests import tiny_native
 from tests.toy import INT4, LLAMA, tiny_bundle
 

@@ -18,8 +18,7 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.static_graphs import StaticDevice, StaticGraphs
 from edgespec_models.errors import BundleError, Cancelled, DeviceError, RequestError, UnsupportedModelError
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
-from edgespec_runtimes.devices.discovery import Device
-from edgespec_runtimes.devices.kinds import CPU
+from edgespec_runtimes.devices.kinds import CPU, Device
 from edgespec_runtimes.session import TrimmedHead, Tunable
 from edgespec_runtimes.static.io import StaticIO, cheapest_passes
 from edgespec_runtimes.static.session import StaticSession

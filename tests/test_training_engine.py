@@ -20,8 +20,7 @@ from edgespec_models.bundles.bundle import MANIFEST
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes import cost
 from edgespec_runtimes.cpu import CpuSession
-from edgespec_runtimes.predictions import Predictions
-from edgespec_runtimes.session import Tunable
+from edgespec_runtimes.session import Predictions, Tunable
 from tests.native_for_tests import tiny_native
 from tests.tokenizers_for_tests import sentencepiece_json
 from tests.toy import COLUMNS, F32, INT4, LLAMA, QWEN, tiny_bundle

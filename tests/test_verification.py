@@ -16,7 +16,7 @@ from edgespec.decoding.sampling import DRAFT_LANE, SamplingParams, distribution,
 from edgespec.decoding.verification import Verifier
 from edgespec.measuring.chi_square import survival
 from edgespec_models.errors import RequestError
-from edgespec_runtimes.predictions import Predictions
+from edgespec_runtimes.session import Predictions
 from tests.rows_for_tests import changed
 
 VOCAB = 12

@@ -35,8 +35,7 @@ from edgespec_models.errors import Cancelled, RequestError
 from edgespec_models.graphs.decoder import build_decoder, rotary_rows
 from edgespec_models.graphs.plan import FULL, DecoderPlan, EmbeddingSpec, LinearPart, LinearSpec, Precision
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
-from edgespec_runtimes.predictions import Predictions
-from edgespec_runtimes.session import ModelSession, SavedCache
+from edgespec_runtimes.session import ModelSession, Predictions, SavedCache
 from tests.tokenizers_for_tests import byte_level_json
 
 F32 = npt.NDArray[np.float32]

@@ -30,9 +30,10 @@ from edgespec_models.bundles.bundle import MANIFEST, Bundle
 from edgespec_models.errors import EdgespecError
 from edgespec_runtimes.cost import measure_cost
 from edgespec_runtimes.devices.cuda import CudaSession
-from edgespec_runtimes.devices.discovery import Device, resolve
+from edgespec_runtimes.devices.discovery import resolve
+from edgespec_runtimes.devices.kinds import Device
 from edgespec_runtimes.ort import ort
-from edgespec_runtimes.predictions import Predictions
+from edgespec_runtimes.session import Predictions
 from tools.arguments import arguments
 
 ROWS = tuple(range(1, 17))

@@ -26,9 +26,8 @@ from typing import NoReturn
 import numpy as np
 
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_runtimes.devices.discovery import Device
-from edgespec_runtimes.devices.kinds import CPU, KINDS
-from edgespec_runtimes.devices.placement import place
+from edgespec_runtimes.devices.discovery import place
+from edgespec_runtimes.devices.kinds import CPU, KINDS, Device
 from edgespec_runtimes.session import Logits, Session
 from edgespec_runtimes.static.io import StaticIO
 from edgespec_runtimes.static.session import StaticSession

@@ -21,7 +21,7 @@ from edgespec_models.errors import RequestError, TokenizerError
 from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.memory import machine_memory
-from edgespec_runtimes.predictions import Predictions
+from edgespec_runtimes.session import Predictions
 from edgespec_runtimes.side_by_side import SideBySide, can_run_side_by_side
 
 __all__ = ["answer", "answer_side_by_side", "answering"]

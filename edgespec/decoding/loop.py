@@ -6,8 +6,7 @@ from time import perf_counter
 from edgespec.decoding.draft import NO_DRAFT, Clock, Source, Step
 from edgespec.decoding.sampling import log_probabilities, most_likely
 from edgespec.decoding.verification import Verifier
-from edgespec_runtimes.predictions import Predictions
-from edgespec_runtimes.session import Session
+from edgespec_runtimes.session import Predictions, Session
 
 __all__ = ["decode"]
 

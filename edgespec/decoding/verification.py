@@ -24,7 +24,7 @@ from edgespec.decoding.sampling import (
     uniform,
 )
 from edgespec_models.errors import RequestError
-from edgespec_runtimes.predictions import Predictions
+from edgespec_runtimes.session import Predictions
 
 __all__ = ["Verifier"]
 

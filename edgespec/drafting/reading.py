@@ -9,8 +9,7 @@ import numpy.typing as npt
 
 from edgespec.decoding.draft import Clock
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.predictions import Predictions
-from edgespec_runtimes.session import Session
+from edgespec_runtimes.session import Predictions, Session
 
 __all__ = ["Reader", "RunningMean", "Said"]
 

@@ -21,8 +21,7 @@ from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_models.schema import check_fields, checked, form, length, one_of, shown, within
 from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve, measure_cost, recheck_cost
 from edgespec_runtimes.cpu import CpuOptions, CpuSession, Instructions, Threads
-from edgespec_runtimes.devices.discovery import Device
-from edgespec_runtimes.devices.placement import Placement, place
+from edgespec_runtimes.devices.kinds import AUTO, PROCESSOR, Device, Placement
 from edgespec_runtimes.session import ModelSession
 
 __all__ = [
@@ -38,6 +37,7 @@ __all__ = [
     "open_one",
     "open_pair",
     "recommended_drafter",
+    "placed",
 ]
 
 _HUB = "hf:"
@@ -266,19 +266,32 @@ def _closed_on_failure() -> Iterator[list[ModelSession]]:
         raise
 
 
+def placed(bundle: Bundle, wanted: str = AUTO) -> Placement:
+    """Where ``bundle`` is to run; devices are looked for only if the CPU is not plainly it.
+
+    Raises:
+        DeviceError: what is wanted is not known, cannot be had, or cannot run this bundle.
+    """
+    if wanted == AUTO and bundle.manifest.form == "dynamic":
+        return Placement(PROCESSOR, "the bundle was made for the CPU")
+    from edgespec_runtimes.devices.discovery import place
+
+    return place(bundle, wanted)
+
+
 def conditions_of(bundle: Bundle, options: CpuOptions, device: Device | None = None) -> Conditions:
     """What measurements of ``bundle`` depend on; without a device, on the one it would be opened on."""
     if bundle.manifest.form == "dynamic":
         return Conditions.of(bundle, options)
-    return Conditions.of(bundle, options, (device or place(bundle).device).identity)
+    return Conditions.of(bundle, options, (device or placed(bundle).device).identity)
 
 
 def _open(
-    bundle: Bundle, options: CpuOptions, opened: list[ModelSession], placed: Placement | None = None
+    bundle: Bundle, options: CpuOptions, opened: list[ModelSession], where: Placement | None = None
 ) -> Callable[..., Running]:
     """Open a session, to be closed by whoever closes ``opened``; what is returned times its passes."""
-    placed = placed or place(bundle)
-    conditions = conditions_of(bundle, options, placed.device)
+    place = where or placed(bundle)
+    conditions = conditions_of(bundle, options, place.device)
     known = recall(conditions)
     # Of other devices, what measurements are kept under does not name the chip.
     row_exact = known.row_exact if known is not None and conditions.device == "cpu" else None
@@ -288,17 +301,17 @@ def _open(
     elif bundle.manifest.form == "dynamic-float16":
         from edgespec_runtimes.devices.cuda import CudaSession
 
-        session = CudaSession(bundle, placed.device, options, row_exact=row_exact)
+        session = CudaSession(bundle, place.device, options, row_exact=row_exact)
     else:
         from edgespec_runtimes.static.session import StaticSession
 
-        session = StaticSession(bundle, placed.device, options, row_exact=row_exact)
+        session = StaticSession(bundle, place.device, options, row_exact=row_exact)
     opened.append(session)
 
     def timed(rows: Sequence[int], progress: ProgressCallback = ignore_progress) -> Running:
         fitting = [n for n in rows if n <= bundle.config.context_length // 2]
         curve, remembered = _curve(session, fitting, conditions, known, progress)
-        return Running(bundle, session, curve, placed, remembered)
+        return Running(bundle, session, curve, place, remembered)
 
     return timed
 

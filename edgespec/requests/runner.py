@@ -22,8 +22,8 @@ from edgespec.requests.request import (
     tool_reader,
 )
 from edgespec_models.errors import DoesNotFit
-from edgespec_runtimes.devices.placement import Placement
-from edgespec_runtimes.kv_store import KvStore
+from edgespec_runtimes.devices.kinds import Placement
+from edgespec_runtimes.kv_buffers import KvStore
 from edgespec_runtimes.session import Compiled
 
 if TYPE_CHECKING:  # requests import nothing of drafter models or histories that they do not have

@@ -23,7 +23,7 @@ from edgespec_runtimes.kv_buffers import (
     ort_value,
 )
 from edgespec_runtimes.ort import RUN_ERRORS, TYPES, lacks_memory, ort
-from edgespec_runtimes.predictions import DevicePredictions, Predictions
+from edgespec_runtimes.session import DevicePredictions, Predictions
 
 __all__ = ["DynamicIO", "GraphIO"]
 

@@ -10,8 +10,7 @@ from edgespec_models.bundles.config import DecoderShape
 from edgespec_models.errors import BundleError, Cancelled, DeviceError, RequestError
 from edgespec_runtimes.graph_io import DynamicIO, GraphIO
 from edgespec_runtimes.kv_buffers import GrowingCache
-from edgespec_runtimes.predictions import Predictions
-from edgespec_runtimes.session import SavedCache, shared_length
+from edgespec_runtimes.session import Predictions, SavedCache, shared_length
 
 __all__ = ["KV_STEP", "DynamicSession", "GraphSession"]
 

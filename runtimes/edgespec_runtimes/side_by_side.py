@@ -17,8 +17,7 @@ from edgespec_models.errors import BundleError, DeviceError
 from edgespec_runtimes.cpu import CpuOptions, open_graph
 from edgespec_runtimes.kv_buffers import KEY_TILE, ort_value
 from edgespec_runtimes.ort import RUN_ERRORS, lacks_memory
-from edgespec_runtimes.predictions import DevicePredictions, Logits, Predictions
-from edgespec_runtimes.session import shared_length
+from edgespec_runtimes.session import DevicePredictions, Logits, Predictions, shared_length
 
 __all__ = ["SideBySide", "can_run_side_by_side"]
 

@@ -29,7 +29,8 @@ from edgespec_models.errors import DeviceError, RequestError
 from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 from edgespec_runtimes.cpu import CpuOptions, session_settings
-from edgespec_runtimes.devices.discovery import Device, Runtime, resolve
+from edgespec_runtimes.devices.discovery import Runtime, resolve
+from edgespec_runtimes.devices.kinds import Device
 from edgespec_runtimes.devices.kinds import CPU
 from edgespec_runtimes.memory import peak_memory_bytes
 from edgespec_runtimes.ort import ort

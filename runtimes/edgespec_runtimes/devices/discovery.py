@@ -1,27 +1,60 @@
-"""Which devices this machine offers through ONNX Runtime, and what keeps it from offering the others."""
+"""Which devices this machine offers through ONNX Runtime, and on which of them a bundle is to run.
+
+A device that is asked for is had or is an error; one that is chosen is explained. Never a silent one.
+"""
 
 import importlib
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from io import StringIO
+from pathlib import Path
 from threading import get_ident
-from typing import Any, Literal, Protocol, TextIO
+from types import MappingProxyType
+from typing import Any, Protocol, TextIO
 
 import numpy as np
 
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.static_graphs import ExportDevice, Form
 from edgespec_models.errors import DeviceError
-from edgespec_runtimes.devices.kinds import CPU, KINDS, DeviceKind, Hardware
+from edgespec_runtimes.devices.kinds import (
+    AUTO,
+    CPU,
+    KINDS,
+    PROCESSOR,
+    Device,
+    DeviceKind,
+    Hardware,
+    Placement,
+)
 from edgespec_runtimes.ort import ort
 
-__all__ = ["AUTO", "Device", "FoundHardware", "OrtRuntime", "Runtime", "devices", "resolve"]
+__all__ = [
+    "FoundHardware",
+    "OrtRuntime",
+    "Runtime",
+    "devices",
+    "export_for",
+    "open_whole",
+    "place",
+    "resolve",
+]
 
-State = Literal["ready", "emulated", "missing"]
 _NPU, _CUDA = "npu", "CUDAExecutionProvider"
-AUTO = "auto"
+
+_FORMS: Mapping[Form, str] = MappingProxyType(
+    {
+        "dynamic": "graphs of any shape",
+        "dynamic-float16": "graphs of any shape in float16",
+        "static-float": "static shapes in floating point",
+        "static-quantized": "static shapes with quantized activations",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,59 +88,6 @@ class Runtime(Protocol):
 
     def version(self, kind: DeviceKind) -> str:
         """Of what brings the provider."""
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """A kind of device on this machine.
-
-    Attributes:
-        kind: the kind.
-        state: ``ready``; ``emulated``, which is for checks; ``missing``.
-        vendor: of the hardware; empty where it is missing.
-        version: of what brings the provider; empty where it is missing.
-        problem: what is missing; None where nothing is.
-        remedy: what adds it, a command where there is one.
-        handle: ONNX Runtime's own; None for built-in providers.
-        options: the provider's.
-    """
-
-    kind: DeviceKind
-    state: State
-    vendor: str = ""
-    version: str = ""
-    problem: str | None = None
-    remedy: str | None = None
-    handle: Any = field(default=None, repr=False, compare=False)
-    options: Mapping[str, str] = field(default_factory=dict, compare=False)
-
-    @property
-    def name(self) -> str:
-        """What ``load(device=...)`` takes."""
-        return self.kind.name
-
-    @property
-    def identity(self) -> str:
-        """What measurements on it are kept under: name and version of the provider."""
-        return self.name if self.kind is CPU else f"{self.name} {self.version}"
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        kind = self.kind
-        return {
-            "name": self.name,
-            "title": kind.title,
-            "hardware": kind.hardware,
-            "provider": kind.provider,
-            "state": self.state,
-            "vendor": self.vendor or None,
-            "version": self.version or None,
-            "runs": sorted(kind.runs),
-            "export": kind.export,
-            "limits": list(kind.limits),
-            "problem": self.problem,
-            "remedy": self.remedy,
-        }
 
 
 class OrtRuntime:
@@ -268,3 +248,80 @@ def _provider_problem(kind: DeviceKind, machine: Runtime) -> str | None:
     except ModuleNotFoundError:
         return f"the plugin {kind.module.replace('_', '-')} is not installed"
     return problem and f"the plugin {kind.module.replace('_', '-')} cannot be registered ({problem})"
+
+
+def place(bundle: Bundle, wanted: str = AUTO, runtime: Runtime | None = None) -> Placement:
+    """Decide where ``bundle`` runs, before anything of it is loaded.
+
+    Args:
+        bundle: the model.
+        wanted: a device's name, ``npu``, or ``auto``: what the bundle was made for if this machine has it,
+            else the CPU.
+        runtime: None for this machine's.
+
+    Raises:
+        DeviceError: the device is not known, cannot be had, or cannot run this bundle; says which export can.
+    """
+    if wanted != AUTO:
+        device = resolve(wanted, runtime)
+        _check_fit(bundle, device)
+        return Placement(device, "asked for")
+    form = bundle.manifest.form
+    if form == "dynamic":
+        return Placement(PROCESSOR, "the bundle was made for the CPU")
+    return _best(bundle, form, devices(runtime))
+
+
+def export_for(wanted: str, runtime: Runtime | None = None) -> ExportDevice | None:
+    """What a checkpoint is to be exported for, to run on ``wanted``; None is the CPU.
+
+    Raises:
+        DeviceError: the device is not known or cannot be had.
+    """
+    return None if wanted == AUTO else resolve(wanted, runtime).kind.export
+
+
+def _best(bundle: Bundle, form: Form, found: Sequence[Device]) -> Placement:
+    cpu, *others = found
+    suited = [device for device in others if form in device.kind.runs]
+    made_for = bundle.manifest.made_for
+    suited.sort(key=lambda device: device.kind.export != made_for)
+    ready = next((device for device in suited if device.state == "ready"), None)
+    if ready is not None:
+        return Placement(ready, f"the bundle has {_FORMS[form]}, and this machine has a device for it")
+    missing = "; ".join(f"{d.name}: {d.problem or 'only emulated here'}" for d in suited)
+    return Placement(cpu, f"the bundle has {_FORMS[form]}, but {missing}")
+
+
+def _check_fit(bundle: Bundle, device: Device) -> None:
+    form, kind = bundle.manifest.form, device.kind
+    if form in kind.runs:
+        return
+    source = shlex.quote(str(bundle.manifest.provenance.get("source", "SOURCE")))
+    option = "" if kind.export is None else f" --device {kind.export}"
+    role = "" if bundle.manifest.role == "target" else f" --role {bundle.manifest.role}"
+    runs = " or ".join(_FORMS[form] for form in sorted(kind.runs))
+    raise DeviceError(
+        f"{bundle.path} has {_FORMS[form]}; {device.name} runs {runs}. "
+        f"Export it for this device: edgespec export {source} -o DIR{role}{option}"
+    )
+
+
+def open_whole(device: Device, graph: Path, settings: Any, providers: Sequence[Any] | None) -> Any:
+    """ONNX Runtime's session over ``graph`` on ``device``, and nowhere else.
+
+    Args:
+        device: where every operator is to run.
+        graph: an ONNX file.
+        settings: ONNX Runtime's options.
+        providers: as ``InferenceSession`` takes them; None where ``settings`` name the device.
+
+    Raises:
+        DeviceError: the device cannot run all of the graph.
+    """
+    if device.kind is not CPU:
+        settings.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    try:
+        return ort.InferenceSession(str(graph), settings, providers=providers, enable_fallback=0)
+    except Exception as error:  # ONNX Runtime's own exceptions share no base class
+        raise DeviceError(f"{device.name} cannot run all of {graph}: {error}") from error

@@ -1,15 +1,33 @@
-"""Kinds of device, as data: what each runs, its limits and why, and what it takes to have it."""
+"""Kinds of device, as data: what each runs, its limits and why, and what it takes to have it.
+
+A :class:`Device` is one of a kind on this machine, a :class:`Placement` where a model runs.
+"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from edgespec_models.bundles.static_graphs import ExportDevice, Form
+from edgespec_runtimes.session import Compiled, Session
 
-__all__ = ["CPU", "KINDS", "DeviceKind", "Hardware"]
+__all__ = [
+    "AUTO",
+    "CPU",
+    "KINDS",
+    "PROCESSOR",
+    "Device",
+    "DeviceKind",
+    "Hardware",
+    "Placement",
+    "State",
+    "run_at_once",
+]
 
 Hardware = Literal["CPU", "GPU", "NPU"]
+State = Literal["ready", "emulated", "missing"]
+AUTO = "auto"
+"""Names the device that a bundle was made for, or the CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,3 +154,87 @@ _ALL = (
 
 KINDS: Mapping[str, DeviceKind] = MappingProxyType({kind.name: kind for kind in _ALL})
 """By name, the CPU first; of several that could run a bundle ``auto`` takes the first but the CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A kind of device on this machine.
+
+    Attributes:
+        kind: the kind.
+        state: ``ready``; ``emulated``, which is for checks; ``missing``.
+        vendor: of the hardware; empty where it is missing.
+        version: of what brings the provider; empty where it is missing.
+        problem: what is missing; None where nothing is.
+        remedy: what adds it, a command where there is one.
+        handle: ONNX Runtime's own; None for built-in providers.
+        options: the provider's.
+    """
+
+    kind: DeviceKind
+    state: State
+    vendor: str = ""
+    version: str = ""
+    problem: str | None = None
+    remedy: str | None = None
+    handle: Any = field(default=None, repr=False, compare=False)
+    options: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    @property
+    def name(self) -> str:
+        """What ``load(device=...)`` takes."""
+        return self.kind.name
+
+    @property
+    def identity(self) -> str:
+        """What measurements on it are kept under: name and version of the provider."""
+        return self.name if self.kind is CPU else f"{self.name} {self.version}"
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        kind = self.kind
+        return {
+            "name": self.name,
+            "title": kind.title,
+            "hardware": kind.hardware,
+            "provider": kind.provider,
+            "state": self.state,
+            "vendor": self.vendor or None,
+            "version": self.version or None,
+            "runs": sorted(kind.runs),
+            "export": kind.export,
+            "limits": list(kind.limits),
+            "problem": self.problem,
+            "remedy": self.remedy,
+        }
+
+
+PROCESSOR = Device(CPU, "ready")
+"""The CPU, which every machine has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a model runs.
+
+    Attributes:
+        device: the device.
+        reason: why this one.
+    """
+
+    device: Device
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.device.name} ({self.reason})"
+
+    def opened(self, session: Session) -> "Placement":
+        """With what opening the graphs found out: whether the bundle's context binaries are used."""
+        found = session.compiled if isinstance(session, Compiled) else ""
+        return replace(self, reason=f"{self.reason}; {found}") if found else self
+
+
+def run_at_once(one: Placement, other: Placement) -> bool:
+    """Whether two models there compute side by side: on hardware of two kinds, none of it emulated."""
+    first, second = one.device, other.device
+    return first.kind.hardware != second.kind.hardware and first.state == second.state == "ready"

@@ -22,7 +22,7 @@ from edgespec_models.bundles.static_graphs import StaticGraphs
 from edgespec_models.errors import BundleError, DeviceError
 from edgespec_runtimes.kv_buffers import ort_value
 from edgespec_runtimes.ort import RUN_ERRORS, TYPES
-from edgespec_runtimes.predictions import Logits, Predictions
+from edgespec_runtimes.session import Logits, Predictions
 
 __all__ = ["StaticIO", "cheapest_passes"]
 

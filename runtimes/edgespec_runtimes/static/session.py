@@ -9,9 +9,8 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.static_graphs import Contexts, StaticGraphs
 from edgespec_models.errors import BundleError, DeviceError
 from edgespec_runtimes.cpu import CpuOptions, session_settings
-from edgespec_runtimes.devices.device_graph import open_whole
-from edgespec_runtimes.devices.discovery import Device
-from edgespec_runtimes.devices.kinds import CPU
+from edgespec_runtimes.devices.discovery import open_whole
+from edgespec_runtimes.devices.kinds import CPU, Device
 from edgespec_runtimes.graph_session import GraphSession
 from edgespec_runtimes.static.io import StaticIO
 
