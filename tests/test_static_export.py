@@ -16,8 +16,7 @@ from edgespec_export.options import TrimOptions
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import EdgespecError, RequestError, StorageError
 from edgespec_models.graphs.static_decoder import encoding
-from edgespec_runtimes.devices.kinds import Device
-from edgespec_runtimes.devices.kinds import CPU
+from edgespec_runtimes.devices.kinds import CPU, Device
 from edgespec_runtimes.static.session import StaticSession
 from tests.gguf_for_tests import tiny_gguf
 
