@@ -10,9 +10,8 @@ import psutil
 import pytest
 
 import edgespec
-from edgespec.align.answering import answer
+from edgespec.align.answering import answer, answering_with_workers
 from edgespec.align.answers import Asking, read_answers, write_answers
-from edgespec.align.workers import answering_with_workers
 from edgespec.measuring.prompts import Prompt
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.errors import EdgespecError

@@ -154,7 +154,7 @@ def test_two_programs_that_learn_at_once_lose_nothing(path: Path, tokenizer: Tok
 
 def test_lessons_that_wait_add_up_as_well(path: Path) -> None:
     waiting = _lesson(1.0)
-    waiting.add(_lesson(2.0))
+    waiting.learned(SMALL, _lesson(2.0).lessons[SMALL])
     assert waiting
     _merge(path, waiting)
     assert (_stored(path), _tokens(path)) == ({"d": 3.0}, [20])
@@ -162,7 +162,7 @@ def test_lessons_that_wait_add_up_as_well(path: Path) -> None:
 
 def test_what_was_put_back_to_nothing_is_nothing_in_the_file(path: Path) -> None:
     waiting = _lesson(1.0)
-    waiting.add(_lesson(0.0, anew=True, tokens=0))
+    waiting.learned(SMALL, _lesson(0.0, anew=True, tokens=0).lessons[SMALL])
     _merge(path, _lesson(7.0), waiting)
     assert (_stored(path), _tokens(path)) == ({"d": 0.0}, [0])
 

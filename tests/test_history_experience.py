@@ -78,7 +78,7 @@ def test_hashes_are_stored_and_no_prompt(path: Path, tokenizer: Tokenizer) -> No
 
 def test_what_several_programs_saw_adds_up(path: Path) -> None:
     waiting = _gained(Outcome((b"12345678",), 0.5))
-    waiting.add(_gained(Outcome((b"12345678",), 0.1)))
+    waiting.gained("d", Outcome((b"12345678",), 0.1))
     assert waiting
     _merge(path, waiting, _gained(Outcome((b"12345678",), -0.2)))
     assert _stored(path)[b"12345678"] == pytest.approx((0.81 * 0.5 + 0.9 * 0.1 - 0.2, 2.71))

@@ -183,10 +183,9 @@ class TestDistrust:
         assert bool(told)
 
     def test_what_waits_to_be_stored_is_dropped_with_what_is(self) -> None:
-        waiting, later = Delta(verdicts={"a": (5, 5)}), Delta(verdicts={"a": (0, 2)}, anew=True)
-        waiting.add(later)
-        waiting.add(Delta(verdicts={"a": (1, 1)}))
-        assert (waiting.anew, waiting.verdicts) == (True, {"a": (1, 3)})
+        waiting = Delta(verdicts={"a": (5, 5)})
+        waiting.distrusted({"a": (0, 2)})
+        assert (waiting.anew, waiting.verdicts) == (True, {"a": (0, 2)})
 
     def test_verdicts_from_before_a_proof_are_not_taken_back_for_good(self) -> None:
         passage = Passage((), (1, 2, 3, 4, 5, 6))

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 import edgespec
 from edgespec.align import answering as answering_module
-from edgespec.align.answering import answer, answer_side_by_side, answering
+from edgespec.align.answering import _Worker, answer, answer_side_by_side, answering
 from edgespec.align.answers import Answer, Asking
-from edgespec.align.workers import _Worker
 from edgespec.measuring.prompts import Prompt
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundles.bundle import Bundle

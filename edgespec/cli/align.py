@@ -199,12 +199,10 @@ def _answering(
 ) -> "AbstractContextManager[Answering]":
     """Target ``names[0]`` with drafter ``names[1]``, so many of them with so many threads."""
     workers, threads = how
+    from edgespec.align.answering import answering, answering_with_workers
+
     if workers > 1:
-        from edgespec.align.workers import answering_with_workers
-
         return answering_with_workers(names, asking, workers=workers, threads=threads)
-    from edgespec.align.answering import answering
-
     return answering(names, asking, threads=threads, progress=progress)
 
 

@@ -26,12 +26,8 @@ __all__ = [
     "Index",
     "Memory",
     "Snapshot",
-    "Worth",
     "keep_best",
 ]
-
-Worth = Callable[[Entry, int], float]
-"""What an entry is worth at a clock."""
 
 MAX_N: Final = 8
 """Tokens by which occurrences are told apart."""
@@ -59,7 +55,6 @@ class Snapshot:
 
     Attributes:
         clock: tokens learned so far.
-        entries: the passages.
         tallies: how proposals fared, by class of match.
         records: what drafters gained, by drafter and by beginning of the prompt.
         corrections: what drafters learned, by drafter.
@@ -185,7 +180,7 @@ class Change:
 
 @dataclass(slots=True)
 class Delta:
-    """What happened since something was stored last. Deltas of several processes add up.
+    """What happened since something was stored last. What several processes store adds up.
 
     Attributes:
         tokens: tokens learned.
@@ -216,7 +211,8 @@ class Delta:
 
     def judged(self, kind: str, found: Found, right: bool) -> None:
         """A proposal of class ``kind`` was found right or wrong."""
-        self._count(kind, int(right), 1)
+        before = self.verdicts.get(kind, (0, 0))
+        self.verdicts[kind] = (before[0] + right, before[1] + 1)
         passage = found.entry.passage
         change = self.changes.setdefault(passage.digest, Change(passage))
         change.uses += right / len(passage.body)
@@ -235,30 +231,6 @@ class Delta:
         """Of all verdicts on classes, only these hold any more."""
         self.anew, self.verdicts = True, dict(verdicts)
 
-    def add(self, later: "Delta") -> None:
-        """Append what happened after it."""
-        self.tokens += later.tokens
-        for digest, change in later.changes.items():
-            own = self.changes.setdefault(digest, Change(change.passage))
-            own.written += change.written
-            own.uses += change.uses
-            for offset, (right, wrong) in change.verdicts.items():
-                yes, no = own.verdicts.get(offset, (0, 0))
-                own.verdicts[offset] = (yes + right, no + wrong)
-        if later.anew:
-            self.distrusted(later.verdicts)
-        else:
-            for kind, (right, judged) in later.verdicts.items():
-                self._count(kind, right, judged)
-        for name, outcomes in later.outcomes.items():
-            self.outcomes.setdefault(name, []).extend(outcomes)
-        for drafter, lesson in later.lessons.items():
-            self.learned(drafter, lesson)
-
-    def _count(self, kind: str, right: int, judged: int) -> None:
-        before = self.verdicts.get(kind, (0, 0))
-        self.verdicts[kind] = (before[0] + right, before[1] + judged)
-
 
 class Memory:
     """What one scope has learned. One thread at a time.
@@ -269,7 +241,6 @@ class Memory:
     Args:
         snapshot: what is known already.
         max_tokens: tokens kept; beyond it the passages that are worth least go.
-        worth: what decides who stays.
         tell: called with a function that writes down what happened in a :class:`Delta`.
     """
 
@@ -278,14 +249,13 @@ class Memory:
         snapshot: Snapshot,
         *,
         max_tokens: int,
-        worth: Worth = Entry.worth,
         tell: Callable[[Callable[[Delta], None]], None] = lambda note: None,
     ) -> None:
         self._entries = {entry.passage.digest: entry for entry in snapshot.entries}
         self._tallies = dict(snapshot.tallies)
         self._unproved: dict[str, tuple[int, int]] = {}  # verdicts since proposals last proved their worth
         self._clock, self._tell = snapshot.clock, tell
-        self._max_tokens, self._worth = max_tokens, worth
+        self._max_tokens = max_tokens
         self._fresh: dict[bytes, Entry] = {}  # not in the large index
         self._new = False  # whether some are not in the small one either
         self._sort()
@@ -363,7 +333,7 @@ class Memory:
     def _sort(self) -> None:
         if len(self) > self._max_tokens:
             most = int(_ROOM * self._max_tokens)
-            kept = keep_best(self._entries.values(), most, lambda entry: self._worth(entry, self._clock))
+            kept = keep_best(self._entries.values(), most, lambda entry: entry.worth(self._clock))
             self._entries = {entry.passage.digest: entry for entry in kept}
         self._index = Index(sorted(self._entries.values(), key=lambda entry: entry.at), self._clock)
         self._recent = Index([], self._clock)

@@ -7,6 +7,7 @@ import atexit
 import logging
 import sqlite3
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -67,7 +68,7 @@ class Writer:
     ) -> None:
         self._store, self._path, self._scope, self._text_of = store, path, scope, text_of
         self._flush_s = flush_s
-        self._pending = Delta()
+        self._pending, self._late = Delta(), deque[Delta]()  # late: what could not be written yet
         self._changed = threading.Condition()  # guards the pending delta and the end
         self._writing = threading.Lock()  # guards the store
         self._closing = self._closed = False
@@ -89,13 +90,17 @@ class Writer:
         """Store what happened so far, now."""
         with self._writing:
             with self._changed:
-                delta, self._pending = self._pending, Delta()
-            try:
-                if delta:
-                    self._merge(delta)
-            except BaseException:  # Ctrl-C
-                self._put_back(delta)
-                raise
+                if self._pending:
+                    self._late.append(self._pending)
+                    self._pending = Delta()
+            before, stored = self.problem, False
+            while self._late and self._merge(self._late[0]):
+                self._late.popleft()
+                stored = True
+            if stored and not self._late and self.problem == before:
+                self.problem = None
+            while sum(len(delta.changes) for delta in self._late) > _MOST_PENDING:
+                self._late.popleft()
 
     def close(self) -> None:
         """Store the rest and end the thread. May be called again, after an interrupt too."""
@@ -113,7 +118,7 @@ class Writer:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closing or bool(self._pending))
+                self._changed.wait_for(lambda: self._closing or bool(self._pending or self._late))
                 self._changed.wait_for(lambda: self._closing, self._wait_s())
                 if self._closing:
                     return
@@ -122,22 +127,21 @@ class Writer:
     def _wait_s(self) -> float:
         return self._flush_s if self.problem is None else _RETRY_S
 
-    def _merge(self, delta: Delta) -> None:
+    def _merge(self, delta: Delta) -> bool:
+        """Whether it could be stored."""
         if self._damage is not None:
-            self._begin_anew(delta, self._damage)
-            return
+            return self._begin_anew(delta, self._damage)
         try:
             self._store.merge(self._scope, delta, self._text_of)
         except sqlite3.Error as error:
             if is_damage(error):
-                self._begin_anew(delta, error)
-            else:
-                why = reason(self._path, error)
-                self._postpone(delta, f"the history {self._path} cannot be written ({why}); decoding goes on")
-        else:
-            self.problem = None
+                return self._begin_anew(delta, error)
+            why = reason(self._path, error)
+            self._report(f"the history {self._path} cannot be written ({why}); decoding goes on")
+            return False
+        return True
 
-    def _begin_anew(self, delta: Delta, error: sqlite3.Error) -> None:
+    def _begin_anew(self, delta: Delta, error: sqlite3.Error) -> bool:
         self._damage = error
         try:
             self._store.close()
@@ -145,23 +149,11 @@ class Writer:
             self._store = Store.open(self._path)
             self._store.merge(self._scope, delta, self._text_of)
         except (sqlite3.Error, OSError, StorageError) as again:
-            self._postpone(
-                delta, f"the history {self._path} is damaged ({error}) and cannot be replaced ({again})"
-            )
-        else:
-            self._damage = None
-            self._report(f"the history {self._path} was damaged ({error}); it is {aside or 'replaced'} now")
-
-    def _postpone(self, delta: Delta, problem: str) -> None:
-        self._put_back(delta)
-        self._report(problem)
-
-    def _put_back(self, delta: Delta) -> None:
-        """Have it stored with what comes."""
-        with self._changed:
-            if len(delta.changes) + len(self._pending.changes) <= _MOST_PENDING:
-                delta.add(self._pending)
-                self._pending = delta
+            self._report(f"the history {self._path} is damaged ({error}) and cannot be replaced ({again})")
+            return False
+        self._damage = None
+        self._report(f"the history {self._path} was damaged ({error}); it is {aside or 'replaced'} now")
+        return True
 
     def _report(self, problem: str) -> None:
         if self.problem is None:

@@ -1,4 +1,7 @@
-"""Teaching a drafter what its target writes, on the user's machine: NumPy, no training framework."""
+"""Teaching a drafter what its target writes, on the user's machine: NumPy, no training framework.
+
+It imports decoding alone, and the libraries below ``edgespec``.
+"""
 
 from edgespec.learning.trainer import Trainer
 from edgespec.learning.tuning import Example, Tuning
