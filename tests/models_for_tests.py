@@ -65,6 +65,12 @@ class Gated(ToySession):
     def let(self, passes: int) -> None:
         self._gate.release(passes)
 
+    def do(self, passes: int) -> None:
+        """Let so many passes through, and wait until the next one waits."""
+        self.let(passes)
+        for _ in range(passes + 1):
+            self.arrived.acquire()
+
     def open(self) -> None:
         self._is_open = True
         self._gate.release(1000)

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -33,6 +34,12 @@ from tests.native_for_tests import tiny_native
 from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import GEMMA, INT8, tiny_bundle
 
+
+def _exported(folder: Path, kv: Literal["float32", "int8"]) -> None:
+    source = tiny_gguf("qwen2", "Q4_K").write(folder.with_suffix(".gguf"))
+    export_model(source, folder, options=ExportOptions(weights="portable", kv=kv))
+
+
 ONE_THREAD = CpuOptions(threads=1)
 LENGTHS = (1, 255, 256, 257, 500, 640)
 KINDS: dict[str, Callable[[Path], object]] = {
@@ -44,6 +51,8 @@ KINDS: dict[str, Callable[[Path], object]] = {
     "genai, float16": lambda folder: write_genai(folder, ForeignSpec(kv="float16")),
     "genai, concatenating": lambda folder: write_genai(folder, ForeignSpec(attention="concat")),
     "Optimum": lambda folder: write_optimum(folder, ForeignSpec(attention="concat")),
+    "int8 cache": lambda folder: _exported(folder, "int8"),
+    "float32 cache": lambda folder: _exported(folder, "float32"),
     "written out": lambda folder: write_written_out(folder, WrittenOut()),
 }
 
@@ -74,17 +83,6 @@ def test_a_cache_takes_what_its_session_reserves(tmp_path: Path, kind: str, exac
         session.reserve(tokens)
         assert planned.bytes(tokens) == session.kv_bytes, tokens
         session.close()
-
-
-@pytest.mark.parametrize("kv", ["float32", "int8"])
-def test_so_does_an_int8_cache(tmp_path: Path, kv: str) -> None:
-    source = tiny_gguf("qwen2", "Q4_K").write(tmp_path / "m.gguf")
-    export_model(source, tmp_path / "m", options=ExportOptions(weights="portable", kv=kv))  # type: ignore[arg-type]
-    session = CpuSession(Bundle(tmp_path / "m"), ONE_THREAD)
-    session.reserve(300)
-    planned = footprint_of(Bundle(tmp_path / "m"), exact_rows=True).cache
-    assert (planned.kind, planned.bytes(300)) == (kv, session.kv_bytes)
-    session.close()
 
 
 def test_so_do_the_caches_of_fixed_shapes(tmp_path: Path) -> None:
@@ -179,10 +177,13 @@ def of(weights: int, *, mapped: bool = True, per_token: int = 1000, longest: int
     )
 
 
+def plan_of(target: Footprint, available: int, drafter: Footprint | None = None) -> Plan:
+    return Plan(target, drafter, MachineMemory(10**7, available), 0, program_bytes=0)
+
+
 def test_verdicts() -> None:
     def verdict(available: int, *, mapped: bool = True) -> str:
-        machine = MachineMemory(10**7, available)
-        return Plan(of(10**6, mapped=mapped), None, machine, 0, program_bytes=0).fit(256).verdict
+        return plan_of(of(10**6, mapped=mapped), available).fit(256).verdict
 
     whole = 10**6 + 10 + 256_000
     assert [verdict(each) for each in (whole, whole - 1)] == ["fits", "from disk"]
@@ -191,9 +192,7 @@ def test_verdicts() -> None:
 
 
 def test_a_matrix_that_is_copied_counts_twice_until_a_cache_takes_more() -> None:
-    made = Plan(
-        replace(of(10**6), twice_bytes=300_000), None, MachineMemory(10**7, 10**7), 0, program_bytes=0
-    )
+    made = plan_of(replace(of(10**6), twice_bytes=300_000), 10**7)
     assert [made.fit(tokens).memory_bytes for tokens in (256, 512)] == [1_300_010, 1_512_010]
 
 
@@ -205,7 +204,7 @@ def test_the_longest_context_is_the_longest_that_fits(
 ) -> None:
     drafter = None if second is None else of(10**5, per_token=50, longest=second)
     target = of(10**5, per_token=per_token, longest=longest)
-    made = Plan(target, drafter, MachineMemory(10**7, available), 0, program_bytes=0)
+    made = plan_of(target, available, drafter)
     found = made.longest_context
     assert 0 <= found <= longest
     assert found == 0 or made.fit(found).verdict == "fits"
@@ -282,11 +281,8 @@ def test_damaged_files_of_the_system_are_no_limit(tmp_path: Path) -> None:
 @settings(deadline=None)
 @given(tokens=st.integers(1, 3000))
 def test_rooms_are_never_too_small(tokens: int) -> None:
-    for cache in (
-        of(1).cache,
-        replace(of(1).cache, spare=1, tile=1),
-        replace(of(1).cache, buckets=(9, 5000)),
-    ):
+    own = of(1).cache
+    for cache in (own, replace(own, spare=1, tile=1), replace(own, buckets=(9, 5000))):
         bounded = replace(cache, longest=5000)
         assert tokens <= bounded.room(tokens) <= bounded.room(tokens + 1)
 
@@ -297,13 +293,7 @@ def test_the_command_shows_it(tmp_path: Path) -> None:
     arguments = ["plan", str(target), "--drafter", str(drafter), "--context", "300"]
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0
-    for words in (
-        "KV cache",
-        "float16, 512 bytes a token",
-        "640 tokens",
-        "fits",
-        "longest text that fits: 640",
-    ):
+    for words in ("KV cache", "float16, 512 bytes a token", "fits", "longest text that fits: 640"):
         assert words in shown.stdout
     found = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
     assert [fit["tokens"] for fit in found["contexts"]] == [300, 640]

@@ -2,14 +2,13 @@
 
 import asyncio
 import gc
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from edgespec import Closed, RequestError
 from edgespec.requests.results import Record
 from tests.models_for_tests import Gated, toy_model, toy_session
-from tests.test_threads import NEW, PROMPTS, alone, held, slow_session
+from tests.test_threads import NEW, PROMPTS, alone, busy, held, slow_session
 from tests.toy import F32, settle
 
 
@@ -55,9 +54,7 @@ def test_cancelling_the_task_ends_the_answer_within_a_pass(way: str) -> None:
 
     async def main() -> None:
         task = asyncio.create_task(ask())
-        session.let(8)
-        for _ in range(9):
-            await asyncio.to_thread(session.arrived.acquire)
+        await asyncio.to_thread(session.do, 8)
         before = len(session.passes)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -82,9 +79,7 @@ def test_a_task_that_waits_for_its_turn_can_be_cancelled_and_be_too_late() -> No
             await waiting
         assert not model._worker._waiting
 
-    with held() as (session, model), ThreadPoolExecutor(1) as pool:
-        running = pool.submit(model.generate, PROMPTS[0], max_new_tokens=NEW)
-        session.arrived.acquire()
+    with busy() as (session, model, running):
         asyncio.run(main())
         session.open()
         assert len(running.result(60).tokens) == NEW

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from time import sleep
 from weakref import ref
@@ -41,11 +41,23 @@ def until(happened: Callable[[], bool]) -> None:
 
 @contextmanager
 def held(most_waiting: int = 64) -> Iterator[tuple[Gated, Model]]:
-    """A model that works on its first request; its first pass waits."""
+    """A model whose passes wait."""
     session = Gated()
     with toy_model(session, options=LoadOptions(max_waiting=most_waiting)) as model:
         try:
             yield session, model
+        finally:
+            session.open()
+
+
+@contextmanager
+def busy(most_waiting: int = 64) -> Iterator[tuple[Gated, Model, Future[Generation]]]:
+    """The same at work on its first request, whose first pass waits; and that request."""
+    with held(most_waiting) as (session, model), ThreadPoolExecutor(1) as pool:
+        running = pool.submit(model.generate, PROMPTS[0], max_new_tokens=NEW)
+        session.arrived.acquire()
+        try:
+            yield session, model, running
         finally:
             session.open()
 
@@ -101,9 +113,7 @@ def test_many_threads_at_once() -> None:
 
 
 def test_more_than_may_wait_are_refused_and_who_leaves_makes_room() -> None:
-    with held(most_waiting=1) as (session, model), ThreadPoolExecutor(2) as pool:
-        running = pool.submit(model.generate, PROMPTS[0], max_new_tokens=NEW)
-        session.arrived.acquire()
+    with ThreadPoolExecutor(1) as pool, busy(most_waiting=1) as (session, model, running):
         second = model.stream(PROMPTS[1], max_new_tokens=NEW)
         waits = pool.submit(second.run)
         until(lambda: waiting(model) == 1)
@@ -121,9 +131,7 @@ def test_more_than_may_wait_are_refused_and_who_leaves_makes_room() -> None:
 
 
 def test_a_stream_that_is_dropped_while_it_waits_makes_room() -> None:
-    with held(most_waiting=1) as (session, model), ThreadPoolExecutor(1) as pool:
-        running = pool.submit(model.generate, PROMPTS[0], max_new_tokens=NEW)
-        session.arrived.acquire()
+    with busy(most_waiting=1) as (session, model, running):
         dropped = model.stream(PROMPTS[1], max_new_tokens=NEW)
         model._worker.submit(answer := dropped._answer)
         del dropped
@@ -140,9 +148,7 @@ def test_close_ends_what_runs_and_what_waits() -> None:
     with held() as (session, model), ThreadPoolExecutor(3) as pool:
         streams = [model.stream(prompt, max_new_tokens=NEW) for prompt in PROMPTS]
         running = pool.submit(streams[0].run)
-        session.let(8)  # the prompt takes fewer
-        for _ in range(9):
-            session.arrived.acquire()
+        session.do(8)  # the prompt takes fewer
         others = [pool.submit(stream.run) for stream in streams[1:]]
         until(lambda: waiting(model) == 2)
         closing = threading.Thread(target=model.close)
@@ -168,9 +174,7 @@ def test_what_a_close_ends_while_it_waits_ends_once() -> None:
         ended.append(result)
         model._worker.withdraw(answer, "cancelled")
 
-    with held() as (session, model), ThreadPoolExecutor(2) as pool:
-        running = pool.submit(model.generate, PROMPTS[0], max_new_tokens=NEW)
-        session.arrived.acquire()
+    with ThreadPoolExecutor(1) as pool, busy() as (session, model, running):
         answer = Answer(Request(), lambda answer: pytest.fail("it never begins"), told)
         model._worker.submit(answer)
         closing = pool.submit(model.close)
@@ -198,17 +202,12 @@ def test_closing_from_within_a_request_ends_it_and_frees_the_model_behind_it() -
     assert session.closed
 
 
-def _rounds(session: ToySession) -> int:
-    return sum(rows == 1 for rows in session.passes)
-
-
 def test_cancelled_it_ends_within_a_pass() -> None:
     with held() as (session, model):
         stream = model.stream(PROMPTS[0], max_new_tokens=NEW)
-        session.let(8)
+        model._worker.submit(stream._answer)
+        session.do(8)
         first = next(stream)
-        for _ in range(9):
-            session.arrived.acquire()
         stream.cancel()
         before = len(session.passes)
         session.open()
@@ -232,10 +231,9 @@ def test_a_stream_left_early_ends_with_its_block() -> None:
 def test_a_stream_that_nobody_holds_any_more_is_cancelled() -> None:
     with held() as (session, model):
         stream = model.stream(PROMPTS[0], max_new_tokens=NEW)
-        session.let(8)
+        model._worker.submit(stream._answer)
+        session.do(8)
         next(stream)
-        for _ in range(9):
-            session.arrived.acquire()
         before = len(session.passes)
         del stream
         gc.collect()
@@ -265,9 +263,7 @@ def test_a_request_whose_time_is_up_ends_as_far_as_it_came(monkeypatch: pytest.M
 
 
 def test_a_request_whose_time_is_up_while_it_waits_has_no_text() -> None:
-    with held() as (session, model), ThreadPoolExecutor(1) as pool:
-        running = pool.submit(model.generate, PROMPTS[0], max_new_tokens=NEW)
-        session.arrived.acquire()
+    with busy() as (session, model, running):
         result = model.generate(PROMPTS[1], timeout=0.01)
         assert (result.text, result.tokens, result.finish_reason) == ("", (), "timeout")
         stream = model.stream(PROMPTS[1], cancelled=lambda: True)
