@@ -18,7 +18,6 @@ from edgespec.requests.request import Request
 from edgespec.requests.stream import Stream
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.devices.kinds import KINDS, Device, Placement, State
 from edgespec_runtimes.session import ModelSession, Predictions
 from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import F32, NextLogits, Silent, ToySession, stream_over
@@ -123,7 +122,3 @@ def stream_of(
             clock=clock,
         )
     )
-
-
-def placed(name: str, state: State = "ready") -> Placement:
-    return Placement(Device(KINDS[name], state), "made up")

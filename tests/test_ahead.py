@@ -12,8 +12,8 @@ from edgespec.drafting.pricing import Pricing
 from edgespec.requests.request import Request
 from edgespec.requests.results import Generation
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.devices.kinds import Placement, run_at_once
-from tests.drafters_for_tests import PROMPT, VOCAB, mixed, model_of, placed, plain, stream_of
+from edgespec_runtimes.devices.kinds import KINDS, Device, Placement, State, run_at_once
+from tests.drafters_for_tests import PROMPT, VOCAB, mixed, model_of, plain, stream_of
 from tests.toy import F32, NextLogits, ToySession, markov_logits, round_of
 from tools.replay import Clock, lane
 
@@ -58,13 +58,13 @@ def test_a_step_beyond_the_pass_is_begun_where_it_is_worth_the_waiting(
     assert beside.settle() == 0.0
 
 
-def _passes(beside: Beside, clock: Clock, rounds: int, *, slowdown: float, chance: float = 0.9) -> int:
+def _passes(beside: Beside, clock: Clock, rounds: int, *, slowdown: float, alone: float = 1.0) -> int:
     """How many of so many passes the drafter read beside, each then taking longer by a factor."""
     read_beside = 0
     for _ in range(rounds):
-        steps = _Steps(clock, chance)
+        steps = _Steps(clock, 0.9)
         beside.start(iter(steps), pass_s=10.0, wanted=3)
-        ratio = slowdown if steps.taken else 1.0
+        ratio = slowdown if steps.taken else alone
         read_beside += steps.taken > 0
         clock.spend(10.0 * ratio)
         beside.observe(ratio)
@@ -73,23 +73,16 @@ def _passes(beside: Beside, clock: Clock, rounds: int, *, slowdown: float, chanc
 
 
 def test_how_much_the_target_suffers_is_learned_and_ends_what_does_not_pay(clock: Clock) -> None:
-    harmless, harmful = (_beside(clock) for _ in range(2))
+    harmless, harmful, slow = (_beside(clock) for _ in range(3))
     assert _passes(harmless, clock, 160, slowdown=1.3) == 150  # every sixteenth pass is left alone
     assert harmless.slowdown == pytest.approx(1.3, rel=0.01)
     assert _passes(harmful, clock, 160, slowdown=3.0) < 20
     assert _passes(harmful, clock, 160, slowdown=3.0) > 0  # it is tried again
     assert _passes(harmful, clock, 400, slowdown=1.0) > 200
-
-
-def test_a_machine_that_is_slower_than_measured_is_no_harm_of_the_drafter(clock: Clock) -> None:
-    beside = _beside(clock)
-    for _ in range(8):
-        beside.observe(1.5)
-    for _ in range(40):
-        beside.start(iter(_Steps(clock, 0.9)), pass_s=10.0, wanted=3)
-        beside.observe(1.5)
-        beside.settle()
-    assert beside.slowdown == pytest.approx(1.0, abs=0.07)
+    for _ in range(8):  # a machine that is slower than measured is no harm of the drafter's
+        slow.observe(1.5)
+    _passes(slow, clock, 40, slowdown=1.5, alone=1.5)
+    assert slow.slowdown == pytest.approx(1.0, abs=0.07)
 
 
 class _Timed(ToySession):
@@ -154,18 +147,21 @@ def test_two_devices_are_faster_than_one_and_never_much_slower(clock: Clock, rig
 
 
 @pytest.mark.parametrize(
-    ("target", "drafter", "expected"),
+    ("one", "other", "state", "expected"),
     [
-        (placed("cuda"), placed("cpu"), True),
-        (placed("qnn:htp"), placed("cpu"), True),
-        (placed("cpu"), placed("openvino:npu"), True),
-        (placed("cpu"), placed("cpu"), False),
-        (placed("cuda"), placed("cuda"), False),
-        (placed("openvino:cpu"), placed("cpu"), False),
-        (placed("qnn:htp", "emulated"), placed("cpu"), False),
+        ("cuda", "cpu", "ready", True),
+        ("qnn:htp", "cpu", "ready", True),
+        ("openvino:npu", "cpu", "ready", True),
+        ("cpu", "cpu", "ready", False),
+        ("cuda", "cuda", "ready", False),
+        ("openvino:cpu", "cpu", "ready", False),
+        ("qnn:htp", "cpu", "emulated", False),
     ],
 )
 def test_two_devices_compute_at_once_where_they_are_of_two_kinds(
-    target: Placement, drafter: Placement, expected: bool
+    one: str, other: str, state: State, expected: bool
 ) -> None:
-    assert run_at_once(target, drafter) is expected is run_at_once(drafter, target)
+    first, second = (
+        Placement(Device(KINDS[name], kind), "made up") for name, kind in ((one, state), (other, "ready"))
+    )
+    assert run_at_once(first, second) is expected is run_at_once(second, first)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 import edgespec
 from edgespec import LoadOptions, Model
-from edgespec.decoding.draft import Source
+from edgespec.decoding.draft import Remarks, Source, Step
 from edgespec.decoding.loop import decode
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.decoding.verification import Verifier
-from edgespec.drafting.ahead import Beside
+from edgespec.drafting.ahead import Ahead, Beside
 from edgespec.drafting.bridge import ByteBridge
 from edgespec.drafting.model import ModelDrafter
 from edgespec.drafting.ngram import NgramDrafter
@@ -25,6 +25,7 @@ from edgespec.requests.stream import Stream
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from tests.drafters_for_tests import (
+    GREEDY,
     PROMPT,
     QUICK,
     VOCAB,
@@ -83,32 +84,32 @@ class _Slow(ToySession):
         return super().forward(tokens)
 
 
-def test_the_next_draft_is_there_when_verification_ends() -> None:
-    pricing, small, tokens = Pricing(LONG), _Small(NEXT_LOGITS), list(PROMPT)
-    model, target = model_of(small, pricing=pricing), _Slow(NEXT_LOGITS, VOCAB)
-    drafter = ahead_of(model, Beside(QUICK), pricing)
-    steps = decode(target, drafter, Verifier(SamplingParams()), tokens, max_new_tokens=50, max_draft=4)
-    for number, step in enumerate(steps):
-        if number == 1:  # the first draft is the only one that anybody waits for: the prompt and three steps
-            assert small.waited_for == 4
-        if 1 <= number <= 8:
-            assert step.accepted == 4
-    assert small.waited_for == 4
+def _written(
+    target: ToySession, model: ModelDrafter, count: int, max_draft: int = 4
+) -> Iterator[tuple[Step, list[int]]]:
+    """The rounds of a request that drafts ahead, each with all tokens so far."""
+    tokens, drafter = list(PROMPT), Ahead(model, Beside(QUICK), pricing=Pricing(LONG), remarks=Remarks())
+    verify = Verifier(GREEDY)
+    for step in decode(target, drafter, verify, tokens, max_new_tokens=count, max_draft=max_draft):
+        yield step, tokens
     drafter.close()
-    assert tokens == plain(NEXT_LOGITS, 50)
-    assert model.reader.drafted_ahead >= model.reader.used_ahead >= 5 * 8
     assert not _threads()
+
+
+def test_the_next_draft_is_there_when_verification_ends() -> None:
+    small = _Small(NEXT_LOGITS)
+    model = model_of(small, pricing=Pricing(LONG))
+    rounds = list(_written(_Slow(NEXT_LOGITS, VOCAB), model, 50))
+    assert small.waited_for == 4  # for the first draft alone: the prompt and three steps
+    assert all(step.accepted == 4 for step, _ in rounds[1:9])
+    assert rounds[-1][1] == plain(NEXT_LOGITS, 50)
+    assert model.reader.drafted_ahead >= model.reader.used_ahead >= 5 * 8
 
 
 def test_a_rejected_draft_is_dropped_at_the_price_of_a_step() -> None:
     """The drafter is always wrong: each of its drafts begins anew, from the text."""
-    wrong = markov_logits(1, VOCAB, scale=200.0)
-    pricing, tokens = Pricing(LONG), list(PROMPT)
-    model, target = model_of(_Small(wrong), pricing=pricing), _Slow(NEXT_LOGITS, VOCAB)
-    drafter = ahead_of(model, Beside(QUICK), pricing)
-    for _ in decode(target, drafter, Verifier(SamplingParams()), tokens, max_new_tokens=12, max_draft=4):
-        pass
-    drafter.close()
+    model = model_of(_Small(markov_logits(1, VOCAB, scale=200.0)), pricing=Pricing(LONG))
+    *_, (_, tokens) = _written(_Slow(NEXT_LOGITS, VOCAB), model, 12)
     assert tokens == plain(NEXT_LOGITS, 12)
     assert model.reader.drafted_ahead >= 5 and model.reader.used_ahead <= model.reader.drafted_ahead // 2
 
@@ -146,15 +147,9 @@ def test_across_vocabularies() -> None:
     other = Tokenizer.from_json(byte_level_json(size=300, specials=("<eos>",)))
     script = b"the quick brown fox jumps over the lazy dog. "
     before = other.encode("go on: ")
-    small = ToySession.writing(other, script, len(before))
-    small.reserve(1000)
-    target, pricing = ToySession.writing(large, script, 3), Pricing(LONG)
-    tokens, bridge = list(PROMPT), ByteBridge(large, other, prompt_length=3, drafter_prompt=before)
-    model, verify = model_of(small, bridge, pricing=pricing), Verifier(SamplingParams())
-    drafter = ahead_of(model, Beside(QUICK), pricing)
-    for step in decode(target, drafter, verify, tokens, max_new_tokens=90, max_draft=5):
-        assert step.accepted <= len(step.draft.tokens)
-    drafter.close()
+    bridge = ByteBridge(large, other, prompt_length=3, drafter_prompt=before)
+    model = model_of(ToySession.writing(other, script, len(before)), bridge, pricing=Pricing(LONG))
+    *_, (_, tokens) = _written(ToySession.writing(large, script, 3), model, 90, max_draft=5)
     assert large.bytes_of(tokens[3:]) == (script * 9)[: len(large.bytes_of(tokens[3:]))]
     assert model.reader.drafted_ahead > 0
 

@@ -18,20 +18,19 @@ from onnxscript import GraphBuilder
 import edgespec
 from edgespec.decoding.draft import Source
 from edgespec.decoding.loop import decode
-from edgespec.decoding.sampling import SamplingParams, distribution
+from edgespec.decoding.sampling import distribution
 from edgespec.decoding.verification import Verifier
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import EdgespecError
 from edgespec_models.graphs.decoder import _choose
 from edgespec_models.graphs.plan import Precision
-from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.devices import cuda
 from edgespec_runtimes.devices.cuda import CudaSession, DeviceMemory
 from edgespec_runtimes.devices.kinds import CPU, Device
 from edgespec_runtimes.ort import ort
 from edgespec_runtimes.session import DevicePredictions, Logits, Predictions, Session
-from tests.drafters_for_tests import model_of
+from tests.drafters_for_tests import GREEDY, model_of
 from tests.toy import (
     F32,
     GEMMA,
@@ -47,9 +46,7 @@ from tests.toy import (
 )
 
 VOCAB = 40
-GREEDY = SamplingParams()
 HALF = Precision("float16", "float16")
-FREE, QUICK = CostCurve({1: 1.0, 32: 1.0001}), CostCurve({1: 1e-7})
 LEVELS = (-np.inf, -1.5, -0.0, 0.0, 0.25, 3.0, 11.0)
 DAMAGE = (np.nan, np.inf)
 
@@ -146,8 +143,7 @@ def _tied(seed: int, levels: int) -> NextLogits:
 
 def _written(target: Session, drafter: Source, prompt: Sequence[int], count: int) -> list[int]:
     tokens = list(prompt)
-    steps = decode(target, drafter, Verifier(GREEDY), tokens, max_new_tokens=count, max_draft=5)
-    for step in steps:
+    for step in decode(target, drafter, Verifier(GREEDY), tokens, max_new_tokens=count, max_draft=5):
         assert len(step.tokens) <= 6
     return tokens
 

@@ -20,6 +20,7 @@ from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.devices.kinds import KINDS, Device, Placement
 from edgespec_runtimes.kv_buffers import KvStore
 from tests.models_for_tests import toy_bundle, toy_session
+from tests.toy import ToySession
 
 EOS = 3
 QUICK = CostCurve({1: 1e-6})
@@ -92,11 +93,18 @@ def test_a_prompt_that_takes_longer_to_read_than_it_will_gain_is_not_read() -> N
         assert not part.source or _begin(side, [5] * 64).source
 
 
+def test_it_is_trained_where_its_session_can_be_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not _side().trainable
+    monkeypatch.setattr(ToySession, "tunable", frozenset({"gain"}))
+    assert _side().trainable
+
+
 def test_words_of_the_prompt_are_offered_to_a_trimmed_head() -> None:
     side, offered, prompt = _side(), list[Sequence[int]](), [300, 20, 310]
     kept = cast(Any, side.bundle).head_tokens = np.arange(200, dtype=np.int32)
     cast(Any, side.session).offer = offered.append
-    _begin(side, prompt)
+    model = cast(Any, _begin(side, prompt).source)
+    assert (model._ends, model._target_end) == ((EOS,), EOS)
     assert offered == [context_tokens(prompt, side.bundle.tokenizer, kept)]
     assert {300, 310} <= set(offered[0]) and 20 not in offered[0]
 
