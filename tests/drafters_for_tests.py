@@ -18,7 +18,7 @@ from edgespec.requests.request import Request
 from edgespec.requests.stream import Stream
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.session import ModelSession, Predictions
+from edgespec_runtimes.session import Predictions, Session
 from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import F32, NextLogits, Silent, ToySession, stream_over
 
@@ -38,7 +38,7 @@ def plain(next_logits: NextLogits, count: int, params: SamplingParams = GREEDY) 
 
 
 def model_of(
-    session: ModelSession,
+    session: Session,
     bridge: Bridge | None = None,
     *,
     pricing: Pricing | None = None,

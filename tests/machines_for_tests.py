@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from edgespec_runtimes.devices.discovery import FoundHardware
+from edgespec_runtimes.devices.discovery import FoundHardware, Runtime
 from edgespec_runtimes.devices.kinds import DeviceKind
 
 _PROVIDERS = {
@@ -21,7 +21,7 @@ X86 = pytest.mark.skipif(
 
 
 @dataclass
-class Machine:
+class Machine(Runtime):
     """A machine: which wheel of ONNX Runtime, which plugins, and what those find once registered."""
 
     builtin: tuple[str, ...] = ("CPUExecutionProvider",)

@@ -23,7 +23,7 @@ from edgespec_models.bundles.static_graphs import CHIPS, StaticGraphs, find_chip
 from edgespec_models.errors import BundleError, DeviceError, DoesNotFit, EdgespecError, RequestError
 from edgespec_models.progress import Progress
 from edgespec_runtimes.cpu import CpuOptions
-from edgespec_runtimes.devices.discovery import OrtRuntime, resolve
+from edgespec_runtimes.devices.discovery import Runtime, resolve
 from edgespec_runtimes.devices.kinds import CPU, KINDS, Device, Placement
 from edgespec_runtimes.ort import ort
 from edgespec_runtimes.static import session as static_session
@@ -305,7 +305,7 @@ def test_the_cpu_takes_no_notice(made: Path) -> None:
 
 def test_results_say_which_were_used(made: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("register", "found", "options", "version"):
-        monkeypatch.setattr(OrtRuntime, name, lambda self, *args, name=name: getattr(EMULATING, name)(*args))
+        monkeypatch.setattr(Runtime, name, lambda self, *args, name=name: getattr(EMULATING, name)(*args))
     with edgespec.load(made, "ngram", device="qnn:htp") as model:
         stats = model.generate("one two", max_new_tokens=2).stats
         assert isinstance(model._session, StaticSession)

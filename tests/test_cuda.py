@@ -29,7 +29,7 @@ from edgespec_models.graphs.plan import LinearPart, LinearSpec, Precision
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.devices import discovery
 from edgespec_runtimes.devices.cuda import CudaSession, DeviceCache, DeviceMemory
-from edgespec_runtimes.devices.discovery import OrtRuntime, devices, place, resolve
+from edgespec_runtimes.devices.discovery import Runtime, devices, place, resolve
 from edgespec_runtimes.devices.kinds import CPU, KINDS, Device
 from edgespec_runtimes.graph_io import DynamicIO
 from edgespec_runtimes.ort import ort
@@ -346,7 +346,7 @@ def test_a_bundle_goes_to_the_gpu_or_the_cpu_and_says_why(make: Make) -> None:
 
 @pytest.mark.parametrize("answers", [True, False])
 def test_a_gpu_is_there_if_cuda_answers(monkeypatch: pytest.MonkeyPatch, answers: bool) -> None:
-    monkeypatch.setattr(OrtRuntime, "providers", lambda self: ["CUDAExecutionProvider"])
+    monkeypatch.setattr(Runtime, "providers", lambda self: ["CUDAExecutionProvider"])
     monkeypatch.setattr(discovery, "_cuda_answers", lambda: answers)
     found = next(device for device in devices() if device.name == "cuda")
     assert found.state == ("ready" if answers else "missing")

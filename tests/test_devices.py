@@ -17,7 +17,7 @@ from edgespec_models.bundles.bundle import MANIFEST, Bundle
 from edgespec_models.bundles.static_graphs import ExportDevice, StaticGraphs, buckets_for
 from edgespec_models.errors import BundleError, DeviceError, RequestError
 from edgespec_runtimes.devices import discovery
-from edgespec_runtimes.devices.discovery import OrtRuntime, devices, export_for, place, resolve
+from edgespec_runtimes.devices.discovery import Runtime, devices, export_for, place, resolve
 from edgespec_runtimes.devices.kinds import KINDS
 from edgespec_runtimes.ort import ort
 from tests.machines_for_tests import EMULATING, PLAIN, SNAPDRAGON, WORKSTATION, Machine
@@ -177,8 +177,8 @@ def test_a_checkpoint_is_exported_for_the_device_that_was_asked_for(
 
 
 def test_load_refuses_before_anything_is_loaded(dynamic: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OrtRuntime, "register", lambda self, module: PLAIN.register(module))
-    monkeypatch.setattr(OrtRuntime, "providers", lambda self: PLAIN.providers())
+    monkeypatch.setattr(Runtime, "register", lambda self, module: PLAIN.register(module))
+    monkeypatch.setattr(Runtime, "providers", lambda self: PLAIN.providers())
     monkeypatch.setattr("edgespec.engine.open_pair", lambda *arguments: pytest.fail("loaded"))
     for device in ("qnn:htp", "openvino:npu", "cuda", "npu"):
         with pytest.raises(DeviceError, match=r"can(not)? be had"):

@@ -19,7 +19,7 @@ from edgespec_models.errors import CatalogueError, Closed, DoesNotFit, RequestEr
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes import cost
 from edgespec_runtimes.cpu import CpuSession
-from edgespec_runtimes.session import ModelSession, Predictions
+from edgespec_runtimes.session import Predictions, Session
 from tests.native_for_tests import tiny_native
 from tests.tokenizers_for_tests import sentencepiece_json
 from tests.toy import LLAMA, QWEN
@@ -272,7 +272,7 @@ def test_cancelled_it_ends_and_the_model_stays_usable(model: Model, plain: Gener
     assert unread.stats.rounds == unread.stats.new_tokens == 0
 
 
-def _is_closed(session: ModelSession) -> bool:
+def _is_closed(session: Session) -> bool:
     return isinstance(session, CpuSession) and session.kv_bytes == 0 and session._io is None
 
 

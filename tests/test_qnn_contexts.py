@@ -18,7 +18,7 @@ from edgespec_models.bundles.bundle import MANIFEST, Bundle, FileRecord
 from edgespec_models.bundles.static_graphs import find_chip
 from edgespec_models.errors import BundleError, DeviceError
 from edgespec_runtimes.cpu import CpuOptions
-from edgespec_runtimes.devices.discovery import OrtRuntime, resolve
+from edgespec_runtimes.devices.discovery import Runtime, resolve
 from edgespec_runtimes.static.io import StaticIO
 from edgespec_runtimes.static.session import StaticSession
 from tests.gguf_for_tests import tiny_gguf
@@ -36,9 +36,9 @@ TOKENS = [(7 * i * i + 3) % 250 for i in range(40)]
 @pytest.fixture(scope="module", autouse=True)
 def one_chip() -> Iterator[None]:
     """The emulator knows one chip at a time; told none, it takes another than the binaries are for."""
-    options, chip = OrtRuntime.options, find_chip(CHIP).options
+    options, chip = Runtime.options, find_chip(CHIP).options
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OrtRuntime, "options", lambda self, kind: {**options(self, kind), **chip})
+        patch.setattr(Runtime, "options", lambda self, kind: {**options(self, kind), **chip})
         yield
 
 

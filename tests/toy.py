@@ -35,7 +35,7 @@ from edgespec_models.errors import Cancelled, RequestError
 from edgespec_models.graphs.decoder import build_decoder, rotary_rows
 from edgespec_models.graphs.plan import FULL, DecoderPlan, EmbeddingSpec, LinearPart, LinearSpec, Precision
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
-from edgespec_runtimes.session import ModelSession, Predictions, SavedCache
+from edgespec_runtimes.session import Predictions, SavedCache, Session
 from tests.tokenizers_for_tests import byte_level_json
 
 F32 = npt.NDArray[np.float32]
@@ -112,8 +112,8 @@ def script_logits(tokenizer: Tokenizer, script: bytes, start: int) -> NextLogits
     return next_logits
 
 
-class ToySession(ModelSession):
-    """A :class:`~edgespec_runtimes.session.ModelSession` over next_logits, with a real cache: its tokens.
+class ToySession(Session):
+    """A :class:`~edgespec_runtimes.session.Session` over next_logits, with a real cache: its tokens.
 
     Attributes:
         passes: rows of every pass.

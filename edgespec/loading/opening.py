@@ -22,7 +22,7 @@ from edgespec_models.schema import check_fields, checked, form, length, one_of, 
 from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve, measure_cost, recheck_cost
 from edgespec_runtimes.cpu import CpuOptions, CpuSession, Instructions, Threads
 from edgespec_runtimes.devices.kinds import AUTO, PROCESSOR, Device, Placement
-from edgespec_runtimes.session import ModelSession
+from edgespec_runtimes.session import Session
 
 __all__ = [
     "DRAFTER_READING_ROWS",
@@ -114,7 +114,7 @@ class Running:
     """
 
     bundle: Bundle
-    session: ModelSession
+    session: Session
     curve: CostCurve
     placed: Placement
     remembered: bool = False
@@ -251,9 +251,9 @@ def open_one(
 
 
 @contextmanager
-def _closed_on_failure() -> Iterator[list[ModelSession]]:
+def _closed_on_failure() -> Iterator[list[Session]]:
     """A list of sessions that are closed if the block ends with an exception."""
-    opened: list[ModelSession] = []
+    opened: list[Session] = []
     try:
         yield opened
     except BaseException as error:
@@ -287,7 +287,7 @@ def conditions_of(bundle: Bundle, options: CpuOptions, device: Device | None = N
 
 
 def _open(
-    bundle: Bundle, options: CpuOptions, opened: list[ModelSession], where: Placement | None = None
+    bundle: Bundle, options: CpuOptions, opened: list[Session], where: Placement | None = None
 ) -> Callable[..., Running]:
     """Open a session, to be closed by whoever closes ``opened``; what is returned times its passes."""
     place = where or placed(bundle)
@@ -295,7 +295,7 @@ def _open(
     known = recall(conditions)
     # Of other devices, what measurements are kept under does not name the chip.
     row_exact = known.row_exact if known is not None and conditions.device == "cpu" else None
-    session: ModelSession
+    session: Session
     if bundle.manifest.form == "dynamic":
         session = CpuSession(bundle, options, row_exact=row_exact)
     elif bundle.manifest.form == "dynamic-float16":
@@ -317,7 +317,7 @@ def _open(
 
 
 def _curve(
-    session: ModelSession,
+    session: Session,
     rows: Sequence[int],
     conditions: Conditions,
     known: Measurement | None,

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from edgespec_models.bundles.graph_contract import CacheTensor
 from edgespec_runtimes.ort import ort
-from edgespec_runtimes.session import ModelSession, SavedCache, shared_length
+from edgespec_runtimes.session import SavedCache, Session, shared_length
 
 __all__ = [
     "KEY_TILE",
@@ -267,9 +267,9 @@ class KvStore:
     def __init__(self, budget: int) -> None:
         self._budget = budget
         self.nbytes = 0
-        self._kept: list[tuple[ModelSession, SavedCache]] = []  # the least recently used first
+        self._kept: list[tuple[Session, SavedCache]] = []  # the least recently used first
 
-    def fetch(self, session: ModelSession, tokens: Sequence[int]) -> None:
+    def fetch(self, session: Session, tokens: Sequence[int]) -> None:
         """Let ``session`` hold as much of ``tokens`` as it held of them at any time that is still known.
 
         Raises:
@@ -290,19 +290,19 @@ class KvStore:
         if len(found.tokens) - shared >= _LEAST:  # another text's too: that goes on without its end here
             self._keep(session, found)
 
-    def forget(self, session: ModelSession) -> None:
+    def forget(self, session: Session) -> None:
         """Forget all caches of ``session``."""
         for saved in [saved for owner, saved in self._kept if owner is session]:
             self._drop(session, saved)
 
-    def _longest(self, session: ModelSession, tokens: Sequence[int], least: int) -> SavedCache | None:
+    def _longest(self, session: Session, tokens: Sequence[int], least: int) -> SavedCache | None:
         """The cache that shares most with ``tokens``, at least so many; the latest of equals."""
         own = [saved for owner, saved in self._kept if owner is session]
         lengths = [shared_length(saved.tokens, tokens) for saved in own]
         best = max(lengths, default=0)
         return own[len(lengths) - 1 - lengths[::-1].index(best)] if best >= least else None
 
-    def _put_aside(self, session: ModelSession) -> None:
+    def _put_aside(self, session: Session) -> None:
         """Keep a copy of what ``session`` holds, or of as many tokens as the budget has room for."""
         per_token = -(-session.kv_bytes // max(1, session.capacity))
         length = min(session.length, self._budget // max(1, per_token) // KEY_TILE * KEY_TILE)
@@ -317,7 +317,7 @@ class KvStore:
                     self._drop(session, other)
             self._keep(session, saved)
 
-    def _keep(self, session: ModelSession, saved: SavedCache) -> None:
+    def _keep(self, session: Session, saved: SavedCache) -> None:
         self._make_room(saved.nbytes)
         if saved.nbytes <= self._budget:
             self._kept.append((session, saved))
@@ -327,6 +327,6 @@ class KvStore:
         while self._kept and self.nbytes + nbytes > self._budget:
             self._drop(*self._kept[0])
 
-    def _drop(self, session: ModelSession, saved: SavedCache) -> None:
+    def _drop(self, session: Session, saved: SavedCache) -> None:
         self._kept.remove((session, saved))
         self.nbytes -= saved.nbytes

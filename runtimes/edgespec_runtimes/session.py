@@ -19,10 +19,9 @@ __all__ = [
     "Compiled",
     "DevicePredictions",
     "Logits",
-    "ModelSession",
+    "Session",
     "Predictions",
     "SavedCache",
-    "Session",
     "TrimmedHead",
     "Tunable",
     "check_best",
@@ -177,6 +176,18 @@ class Session(Protocol):
     def capacity(self) -> int:
         """Tokens the KV cache can hold now."""
 
+    @property
+    def row_exact(self) -> bool:
+        """Whether passes give the same bits for any number of rows."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens the KV cache can hold at most."""
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes reserved for the KV cache."""
+
     def reserve(self, capacity: int) -> None:
         """Make room for ``capacity`` tokens, keeping what the cache holds.
 
@@ -226,22 +237,6 @@ class Session(Protocol):
 
     def close(self) -> None:
         """Free the model. The session cannot be used afterwards."""
-
-
-class ModelSession(Session, Protocol):
-    """What loading and drafting ask of a session besides, whatever device it runs on."""
-
-    @property
-    def row_exact(self) -> bool:
-        """Whether passes give the same bits for any number of rows."""
-
-    @property
-    def longest(self) -> int:
-        """Tokens the KV cache can hold at most."""
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes reserved for the KV cache."""
 
 
 @runtime_checkable

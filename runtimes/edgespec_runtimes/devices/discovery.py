@@ -15,7 +15,7 @@ from io import StringIO
 from pathlib import Path
 from threading import get_ident
 from types import MappingProxyType
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -36,7 +36,6 @@ from edgespec_runtimes.ort import ort
 
 __all__ = [
     "FoundHardware",
-    "OrtRuntime",
     "Runtime",
     "devices",
     "export_for",
@@ -67,11 +66,12 @@ class FoundHardware:
     handle: Any = None
 
 
-class Runtime(Protocol):
-    """ONNX Runtime and its plugins, as far as discovery needs them; tests have their own machines."""
+class Runtime:
+    """ONNX Runtime and its plugins on this machine, as far as discovery needs them; tests have others."""
 
     def providers(self) -> Sequence[str]:
         """Providers built into ONNX Runtime."""
+        return list(ort.get_available_providers())
 
     def register(self, module: str) -> str | None:
         """Make the plugin of ``module`` known; None, or what kept it from that.
@@ -79,26 +79,6 @@ class Runtime(Protocol):
         Raises:
             ModuleNotFoundError: the plugin's package is not installed.
         """
-
-    def found(self) -> Sequence[FoundHardware]:
-        """What all known providers found."""
-
-    def options(self, kind: DeviceKind) -> Mapping[str, str]:
-        """Options of the kind's provider."""
-
-    def version(self, kind: DeviceKind) -> str:
-        """Of what brings the provider."""
-
-
-class OrtRuntime:
-    """This machine."""
-
-    def providers(self) -> Sequence[str]:
-        """Providers built into ONNX Runtime."""
-        return list(ort.get_available_providers())
-
-    def register(self, module: str) -> str | None:
-        """Make the plugin of ``module`` known; None, or what kept it from that."""
         return _register(module)
 
     def found(self) -> Sequence[FoundHardware]:
@@ -175,7 +155,7 @@ def devices(runtime: Runtime | None = None) -> tuple[Device, ...]:
 
     Plugins that are installed are registered with ONNX Runtime, which other sessions do not notice.
     """
-    machine = runtime or OrtRuntime()
+    machine = runtime or Runtime()
     return tuple(_look(kind, machine) for kind in KINDS.values())
 
 
@@ -189,7 +169,7 @@ def resolve(name: str, runtime: Runtime | None = None) -> Device:
     Raises:
         DeviceError: not known, or this machine lacks it; says what adds it.
     """
-    machine = runtime or OrtRuntime()
+    machine = runtime or Runtime()
     if name == _NPU:
         return _any_npu(machine)
     kind = KINDS.get(name)
