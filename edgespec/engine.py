@@ -18,7 +18,6 @@ from edgespec.loading.opening import (
     placed,
     recommended_drafter,
 )
-from edgespec.requests.generation import respond
 from edgespec.requests.request import (
     Messages,
     Request,
@@ -29,7 +28,7 @@ from edgespec.requests.request import (
     with_options,
 )
 from edgespec.requests.results import Generation
-from edgespec.requests.runner import PromptTokens, Runner
+from edgespec.requests.runner import PromptTokens, Runner, respond
 from edgespec.requests.stream import Stream, answers, answers_async
 from edgespec.requests.worker import Answer, Worker
 from edgespec_models.errors import RequestError

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from edgespec.decoding.draft import NO_DRAFT, Draft, Step
 from edgespec.drafting.policy import Part, Policy
 from edgespec.drafting.pricing import Guard, Pricing
-from edgespec.requests.generation import PreparedRequest
 from edgespec.requests.request import Request
+from edgespec.requests.runner import PreparedRequest
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from tests.drafters_for_tests import policy_of

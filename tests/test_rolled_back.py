@@ -19,9 +19,9 @@ from edgespec.history.drafter import BestOf, HistoryDrafter
 from edgespec.history.memory import Delta, Memory, Snapshot
 from edgespec.history.passages import Entry, Passage, Tally
 from edgespec.history.use import HistoryUse
-from edgespec.requests.generation import PreparedRequest
 from edgespec.requests.request import Request
 from edgespec.requests.results import Generation
+from edgespec.requests.runner import PreparedRequest
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from tests.drafters_for_tests import PROMPT, VOCAB, plain

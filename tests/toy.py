@@ -14,7 +14,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from edgespec.decoding.draft import NO_DRAFT, Draft, Step
-from edgespec.requests.generation import PreparedRequest, respond
+from edgespec.requests.runner import PreparedRequest, respond
 from edgespec.requests.stream import Stream
 from edgespec.requests.worker import Answer, Worker
 from edgespec_export.formats.encode import decode_linear, encode_embedding, encode_linear

@@ -1,11 +1,12 @@
 """What a generation returns: text, tokens, why it ended, and what it cost."""
 
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from edgespec.decoding.draft import Remarks, Step
 from edgespec_models.text.text_stream import TextStream
 from edgespec_models.text.tokenizer import Tokenizer
 
@@ -19,6 +20,8 @@ __all__ = [
     "TokenRecord",
     "ToolCall",
     "nothing",
+    "statistics",
+    "token_records",
 ]
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "closed", "tool_calls", "error"]
@@ -236,6 +239,42 @@ class Generation:
 def nothing(reason: FinishReason) -> Generation:
     """The result of a request that ended before its prompt was looked at."""
     return Generation("", (), reason, GenerationStats())
+
+
+def token_records(step: Step) -> tuple[TokenRecord, ...]:
+    """The tokens of a round, and where they came from."""
+    sources = (*step.draft.sources[: step.accepted], *["target"] * len(step.tokens))
+    logprobs = step.logprobs or (None,) * len(step.tokens)
+    tops = step.top_logprobs or ((),) * len(step.tokens)
+    return tuple(map(TokenRecord, step.tokens, sources, logprobs, tops))
+
+
+def statistics(steps: Sequence[Step], remarks: Remarks, **prompt: Any) -> GenerationStats:
+    """What the rounds of a request come to. The first follows prefill and is not decoding's."""
+    decoded = steps[1:]
+    drafted, drafted_at = Counter[str](), Counter[int]()
+    accepted, accepted_at = Counter[str](), Counter[int]()
+    for step in steps:
+        drafted.update(step.draft.sources)
+        drafted_at.update(range(len(step.draft.tokens)))
+        accepted.update(step.draft.sources[: step.accepted])
+        accepted_at.update(range(step.accepted))
+    if remarks.speculation_off_reason is None and not drafted and decoded:
+        remarks.speculation_off_reason = "no proposal was expected to pay"
+    return GenerationStats(
+        new_tokens=sum(len(step.tokens) for step in steps),
+        decode_tokens=sum(len(step.tokens) for step in decoded),
+        rounds=len(steps),
+        drafted=drafted.total(),
+        accepted=accepted.total(),
+        by_source={name: SourceStats(count, accepted[name]) for name, count in drafted.items()},
+        drafted_by_position=tuple(drafted_at[at] for at in range(len(drafted_at))),
+        accepted_by_position=tuple(accepted_at[at] for at in range(len(drafted_at))),
+        target_s=sum(step.target_s for step in steps),
+        drafter_s=sum(step.drafter_s for step in steps),
+        **prompt,
+        **asdict(remarks),
+    )
 
 
 class Attribution:

@@ -1,18 +1,20 @@
-"""The loaded models as one thread uses them: what a request runs on, and what is kept between requests."""
+"""The loaded models as one thread uses them, and one request as it runs on them."""
 
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from edgespec.decoding.draft import Clock, Drafter, Extending, Remarks
+from edgespec.decoding.draft import Clock, Drafter, Extending, Remarks, Step
 from edgespec.decoding.grammar import Constraint, Grammars
+from edgespec.decoding.loop import decode
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Part, Policy
 from edgespec.drafting.pricing import Guard, Pricing
 from edgespec.loading.opening import Loaded, LoadOptions
-from edgespec.requests.generation import PreparedRequest
 from edgespec.requests.request import (
     Messages,
     Request,
@@ -21,22 +23,160 @@ from edgespec.requests.request import (
     prompt_tokens,
     tool_reader,
 )
-from edgespec_models.errors import DoesNotFit
+from edgespec.requests.results import (
+    FinishReason,
+    Generation,
+    Record,
+    TokenRecord,
+    ToolCall,
+    nothing,
+    statistics,
+    token_records,
+)
+from edgespec.requests.worker import Answer
+from edgespec_models.errors import Cancelled, DoesNotFit
+from edgespec_models.text.text_stream import TextStream
+from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.devices.kinds import Placement
 from edgespec_runtimes.kv_buffers import KvStore
-from edgespec_runtimes.session import Compiled
+from edgespec_runtimes.session import Compiled, Session
 
 if TYPE_CHECKING:  # requests import nothing of drafter models or histories that they do not have
     from edgespec.drafting.ahead import Beside
     from edgespec.drafting.custom import Custom
     from edgespec.drafting.side import DrafterSide
     from edgespec.history.use import HistoryUse
+    from edgespec.requests.tool_calls import ToolReader
 
-__all__ = ["PromptTokens", "Runner"]
+__all__ = ["PreparedRequest", "PromptTokens", "Runner", "respond"]
 
 
 PromptTokens = tuple[list[int], list[int]]
 """A prompt as the target and as the drafter are to read it; the second is empty without a drafter model."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PreparedRequest:
+    """One request, with what it runs on: rounds in, records out, and the result as far as it came.
+
+    ``tokens`` is the prompt and grows. ``begin`` makes the policy, which is closed when the request ends.
+    """
+
+    session: Session
+    tokenizer: Tokenizer
+    tokens: list[int]
+    request: Request
+    eos: frozenset[int]
+    max_draft: int
+    begin: Callable[[], Policy]
+    constraint: Constraint | None = None
+    reader: "ToolReader | None" = None
+    clock: Clock = perf_counter
+    _stream: TextStream = field(init=False)
+    _text: list[str] = field(init=False, default_factory=list)
+    _steps: list[Step] = field(init=False, default_factory=list)
+    _records: list[TokenRecord] = field(init=False, default_factory=list)
+    _remarks: Remarks = field(init=False, default_factory=Remarks)
+    _reason: FinishReason | None = field(init=False, default=None)
+    _content: str = field(init=False, default="")
+    _calls: tuple[ToolCall, ...] = field(init=False, default=())
+    _measured: dict[str, Any] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._stream = TextStream(self.tokenizer, stop=self.request.stop)
+        self._measured["prompt_tokens"] = len(self.tokens)
+
+    def records(self, why_end: Callable[[], FinishReason | None], queued_s: float = 0.0) -> Iterator[Record]:
+        """Decode; the last record has the reason of the end.
+
+        Args:
+            why_end: what is to end the request now, asked between passes; None lets it go on.
+            queued_s: how long it waited.
+        """
+        started, measured = self.clock(), self._measured
+        measured["queued_s"] = queued_s
+        measured["cached_tokens"] = self.session.shared_prefix(self.tokens[:-1])
+        with closing(self.begin()) as policy, suppress(Cancelled):
+            self._remarks = policy.remarks
+            for step in self._rounds(policy, lambda: why_end() is not None):
+                now = self.clock()
+                if not self._steps:
+                    first_at = now
+                    measured["ttft_s"] = now - started
+                record = self._record(step)
+                measured["decode_s"] = self.clock() - first_at
+                yield record
+                if record.finish_reason is not None:
+                    break
+        if self._reason is None:
+            self._reason = why_end() or "cancelled"
+            yield Record(self._shown(self._stream.finish()), (), self._reason)
+
+    @property
+    def result(self) -> Generation:
+        """As far as it came."""
+        return Generation(
+            "".join(self._text),
+            tuple(record.id for record in self._records),
+            self._reason or "error",
+            statistics(self._steps, self._remarks, **self._measured),
+            self._stream.stop_string,
+            tuple(self._records),
+            self._calls,
+            self._content,
+        )
+
+    def _record(self, step: Step) -> Record:
+        """What a round adds."""
+        self._steps.append(step)
+        tokens = token_records(step)
+        self._records += tokens
+        text = self._stream.push(step.tokens)
+        if self._stream.stopped or self._is_complete(step.tokens[-1]):
+            if self.reader is not None:
+                answer = [record.id for record in self._records]
+                self._content, self._calls = self.reader.read(self.tokens, answer)
+            self._reason = "tool_calls" if self._calls else "stop"
+        elif len(self._records) >= self.request.max_new_tokens:
+            self._reason = "length"
+        if self._reason is not None:
+            text += self._stream.finish()
+        return Record(self._shown(text), tokens, self._reason, self._stream.stop_string)
+
+    def _is_complete(self, last: int) -> bool:
+        """Whether the model has ended its text, or the request's grammar allows nothing behind it."""
+        over = self.constraint is not None and self.constraint.ends(self.tokens)
+        return over or last in self.eos
+
+    def _shown(self, text: str) -> str:
+        self._text.append(text)
+        return text
+
+    def _rounds(self, policy: Policy, cancelled: Callable[[], bool]) -> Iterator[Step]:
+        return decode(
+            self.session,
+            policy,
+            self.request.verifier([] if self.constraint is None else [self.constraint]),
+            self.tokens,
+            max_new_tokens=self.request.max_new_tokens,
+            max_draft=self.max_draft,
+            stop=self.eos,
+            top_logprobs=self.request.top_logprobs if self.request.logprobs else None,
+            cancelled=cancelled,
+            clock=self.clock,
+        )
+
+
+def respond(prepare: Callable[[], PreparedRequest], answer: Answer) -> None:
+    """Answer a request whose turn has come; what goes wrong, its reader is told."""
+    prepared, error = None, None
+    try:
+        prepared = prepare()
+        for record in prepared.records(answer.why_end, answer.queued_s):
+            answer.put(record)
+    except BaseException as caught:  # noqa: BLE001 - raised where the answer is read
+        error = caught
+    answer.end(nothing("error") if prepared is None else prepared.result, error)
 
 
 class Runner:
