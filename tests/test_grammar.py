@@ -273,11 +273,3 @@ def test_masks_are_computed_once_where_nothing_changed() -> None:
         constraint.apply(row, tokens[:count])
     # The first is known since it was tried out.
     assert counting.compute_bitmask.call_count == len(tokens) - 1
-
-
-def test_preparing_a_vocabulary_is_done_once() -> None:
-    grammars = Grammars(BYTE, (END,))
-    grammars.constraint(AnyJson())
-    first = grammars._vocabulary
-    grammars.constraint(Regex("a"))
-    assert grammars._vocabulary is first

@@ -77,15 +77,6 @@ def test_top_p_over_a_wide_flat_vocabulary_is_that_of_the_definition() -> None:
     np.testing.assert_allclose(probs, _naive(logits, 1.0, 0, 0.9, 0.0), atol=1e-12)
 
 
-def test_truncations_apply_one_after_another() -> None:
-    logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], dtype=np.float32))
-    # Of the top 2, the first alone has 4/7 of the mass: with top-k first it reaches 0.55, alone not.
-    both = distribution(logits, SamplingParams(temperature=1.0, top_k=2, top_p=0.55))
-    assert np.flatnonzero(both).tolist() == [0]
-    alone = distribution(logits, SamplingParams(temperature=1.0, top_p=0.55))
-    assert np.flatnonzero(alone).tolist() == [0, 1]
-
-
 @pytest.mark.parametrize(
     ("row", "params", "expected"),
     [
