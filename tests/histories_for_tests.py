@@ -1,12 +1,16 @@
 """Histories made for tests."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, closing
+from functools import cache
 from pathlib import Path
 
 from edgespec.history.memory import Delta, Snapshot
 from edgespec.history.passages import Passage
 from edgespec.history.store import Scope, Store
-from edgespec.history.use import HistoryUse
+from edgespec.history.use import HistoryUse, open_use
+from edgespec_models.text.tokenizer import Tokenizer
+from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import round_of
 
 SCOPE = Scope("target", "digest", "mail")
@@ -31,12 +35,28 @@ def passage_of(number: int, length: int = 20) -> Passage:
     return Passage((), (number, *range(length - 1)))
 
 
+@cache
+def tokenizer() -> Tokenizer:
+    """Of 404 tokens."""
+    return Tokenizer.from_json(byte_level_json(), vocab_size=404)
+
+
+def used(path: Path, scope: Scope = SCOPE) -> AbstractContextManager[HistoryUse]:
+    """The history in use, closed with the context."""
+    return closing(open_use(path, scope, tokenizer()))
+
+
+def merge(path: Path, *deltas: Delta, scope: Scope = SCOPE) -> None:
+    """Have the file hold ``deltas`` too."""
+    with closing(Store.open(path)) as store:
+        for delta in deltas:
+            store.merge(scope, delta, text_of)
+
+
 def stored(path: Path, scope: Scope = SCOPE) -> Snapshot:
     """What the file holds."""
-    store = Store.open(path)
-    snapshot = store.read(scope)
-    store.close()
-    return snapshot
+    with closing(Store.open(path)) as store:
+        return store.read(scope)
 
 
 def learn(use: HistoryUse, tokens: Sequence[int]) -> None:

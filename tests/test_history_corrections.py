@@ -1,10 +1,14 @@
-"""What drafters learned, in the history's file: it adds up, stays apart, travels, and can be forgotten."""
+"""What a history keeps of drafters: what they learned, and what reading prompts gained them.
+
+It adds up, stays apart, travels, and can be forgotten.
+"""
 
 import base64
 import json
 import sqlite3
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from io import BytesIO
 from pathlib import Path
 from typing import cast
@@ -14,21 +18,20 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from edgespec.cli import app
+from edgespec.drafting.experience import Outcome
 from edgespec.history import database
 from edgespec.history.database import APPLICATION
 from edgespec.history.manage import History
 from edgespec.history.memory import Delta, DrafterKey
-from edgespec.history.store import MOST_DRAFTERS, Scope, Store, unpack
+from edgespec.history.store import MOST_DRAFTERS, Scope, unpack
 from edgespec.history.use import HistoryUse, open_use
 from edgespec.learning.decoder import NumpyDecoder, Reading
 from edgespec.learning.gains import ROWS, Gains, Lesson, Table
 from edgespec.learning.trainer import Trainer
 from edgespec.learning.tuning import Example, Tuning
 from edgespec_models.errors import RequestError
-from edgespec_models.text.tokenizer import Tokenizer
-from tests.histories_for_tests import OTHERS, SCOPE, delta_of, passage_of, stored, text_of
+from tests.histories_for_tests import OTHERS, SCOPE, delta_of, merge, passage_of, stored, tokenizer, used
 from tests.learning_for_tests import AtOnce
-from tests.tokenizers_for_tests import byte_level_json
 
 SMALL = DrafterKey("d", "small")
 WIDTH, SHAPE = 4, (ROWS, 4)
@@ -38,11 +41,6 @@ pytestmark = pytest.mark.usefixtures("consoles", "at_once")
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgespec.history.use.Trainer", AtOnce)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_json(byte_level_json(), vocab_size=404)
 
 
 @pytest.fixture
@@ -79,14 +77,11 @@ def _teach(use: HistoryUse, token: int) -> None:
         trainer.offer(Example((token,) * 11, 1))
 
 
-def _gain(path: Path, scope: Scope, tokenizer: Tokenizer, drafter: DrafterKey = SMALL) -> int:
+def _gain(path: Path, scope: Scope, drafter: DrafterKey = SMALL) -> int:
     """Whether what is known raises gains or lowers them; 0 if nothing is."""
-    use = open_use(path, scope, tokenizer)
-    try:
+    with used(path, scope) as use:
         gains = _trainer(use, drafter).take()
         return 0 if gains is None else int(np.sign(gains["gain"][0] - 1.0))
-    finally:
-        use.close()
 
 
 def _table(value: float) -> Table:
@@ -99,13 +94,6 @@ def _lesson(value: float, *, anew: bool = False, tokens: int = 10, drafter: Draf
     return delta
 
 
-def _merge(path: Path, *deltas: Delta, scope: Scope = SCOPE) -> None:
-    store = Store.open(path)
-    for delta in deltas:
-        store.merge(scope, delta, text_of)
-    store.close()
-
-
 def _stored(path: Path, scope: Scope = SCOPE) -> dict[str, float]:
     return {digest: float(table[0, 0]) for digest, table in stored(path, scope).corrections.items()}
 
@@ -114,35 +102,23 @@ def _tokens(path: Path) -> list[int]:
     return [correction.tokens for correction in History(path).corrections()]
 
 
-def test_a_restart_keeps_it_apart_from_other_scopes_and_drafters(path: Path, tokenizer: Tokenizer) -> None:
-    use = open_use(path, SCOPE, tokenizer)
-    _teach(use, 1)
-    use.close()
-    assert _gain(path, SCOPE, tokenizer) == -1
-    assert _gain(path, SCOPE, tokenizer, DrafterKey("another", "small")) == 0
-    assert [_gain(path, scope, tokenizer) for scope in OTHERS] == [0, 0, 0]
-
-
-def test_two_targets_of_one_history_teach_one_drafter_opposite_things(
-    path: Path, tokenizer: Tokenizer
-) -> None:
-    uses = [open_use(path, scope, tokenizer) for scope in (SCOPE, OTHERS[0])]
-    for use, token in zip(uses, (1, 2), strict=True):
-        _teach(use, token)
-    for use in uses:
-        use.close()
-    assert [_gain(path, scope, tokenizer) for scope in (SCOPE, OTHERS[0])] == [-1, 1]
+def test_a_restart_keeps_it_apart_from_other_scopes_and_drafters(path: Path) -> None:
+    with used(path) as use, used(path, OTHERS[0]) as other:  # that one is taught the opposite
+        _teach(use, 1)
+        _teach(other, 2)
+    assert [_gain(path, scope) for scope in (SCOPE, *OTHERS)] == [-1, 1, 0, 0]
+    assert _gain(path, SCOPE, DrafterKey("another", "small")) == 0
 
 
 def test_what_several_programs_learn_adds_up(path: Path) -> None:
-    _merge(path, _lesson(1.0), _lesson(0.5, tokens=5))
+    merge(path, _lesson(1.0), _lesson(0.5, tokens=5))
     assert (_stored(path), _tokens(path)) == ({"d": 1.5}, [15])
-    _merge(path, _lesson(0.25, anew=True, tokens=2))
+    merge(path, _lesson(0.25, anew=True, tokens=2))
     assert (_stored(path), _tokens(path)) == ({"d": 0.25}, [2])
 
 
-def test_two_programs_that_learn_at_once_lose_nothing(path: Path, tokenizer: Tokenizer) -> None:
-    uses = [open_use(path, SCOPE, tokenizer) for _ in range(2)]
+def test_two_programs_that_learn_at_once_lose_nothing(path: Path) -> None:
+    uses = [open_use(path, SCOPE, tokenizer()) for _ in range(2)]
     for use in uses:
         _teach(use, 1)
     uses[0].close()
@@ -152,54 +128,38 @@ def test_two_programs_that_learn_at_once_lose_nothing(path: Path, tokenizer: Tok
     assert _tokens(path) == [40]
 
 
-def test_lessons_that_wait_add_up_as_well(path: Path) -> None:
-    waiting = _lesson(1.0)
-    waiting.learned(SMALL, _lesson(2.0).lessons[SMALL])
-    assert waiting
-    _merge(path, waiting)
-    assert (_stored(path), _tokens(path)) == ({"d": 3.0}, [20])
-
-
-def test_what_was_put_back_to_nothing_is_nothing_in_the_file(path: Path) -> None:
-    waiting = _lesson(1.0)
-    waiting.learned(SMALL, _lesson(0.0, anew=True, tokens=0).lessons[SMALL])
-    _merge(path, _lesson(7.0), waiting)
-    assert (_stored(path), _tokens(path)) == ({"d": 0.0}, [0])
-
-
 def test_the_drafters_used_last_are_kept(path: Path) -> None:
     for number in range(MOST_DRAFTERS + 2):
-        _merge(path, _lesson(1.0, drafter=DrafterKey(f"d{number}", "small")))
+        merge(path, _lesson(1.0, drafter=DrafterKey(f"d{number}", "small")))
     assert sorted(_stored(path)) == ["d2", "d3", "d4", "d5"]
 
 
 def test_what_another_bundle_of_the_same_name_learned_is_replaced(path: Path) -> None:
     wider = Delta()
     wider.learned(SMALL, Lesson(np.full((ROWS, 9), 2.0, np.float32), anew=False, tokens=3))
-    _merge(path, _lesson(1.0), wider)
+    merge(path, _lesson(1.0), wider)
     assert (_stored(path), _tokens(path)) == ({"d": 2.0}, [3])
 
 
 def _file_of_version(path: Path, version: int) -> None:
-    connection = sqlite3.connect(path)
-    for statement in database._TABLES:
-        connection.execute(statement)
-    for table in ("correction", "beginning")[: 3 - version]:
-        connection.execute(f"DROP TABLE {table}")
-    connection.execute(f"PRAGMA application_id = {APPLICATION}")
-    connection.execute(f"PRAGMA user_version = {version}")
-    connection.execute("INSERT INTO scope VALUES (1, 'target', 'digest', 'mail', 7, 0, 0.0)")
-    connection.execute("INSERT INTO tally VALUES (1, 'unique 3', 4.0, 5.0)")
-    if version > 1:
-        connection.execute("INSERT INTO beginning VALUES (1, 'd', x'0102030405060708', 0.5, 2.0, 0.0)")
-    connection.commit()
-    connection.close()
+    statements = [
+        *database._TABLES,
+        *(f"DROP TABLE {table}" for table in ("correction", "beginning")[: 3 - version]),
+        f"PRAGMA application_id = {APPLICATION}",
+        f"PRAGMA user_version = {version}",
+        "INSERT INTO scope VALUES (1, 'target', 'digest', 'mail', 7, 0, 0.0)",
+        "INSERT INTO tally VALUES (1, 'unique 3', 4.0, 5.0)",
+        "INSERT INTO beginning VALUES (1, 'd', x'0102030405060708', 0.5, 2.0, 0.0)",
+    ]
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        for statement in statements[: -1 if version == 1 else None]:
+            connection.execute(statement)
 
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_file_of_an_earlier_format_is_brought_up_to_date(path: Path, version: int) -> None:
     _file_of_version(path, version)
-    _merge(path, _lesson(1.0))
+    merge(path, _lesson(1.0))
     snapshot = stored(path)
     assert (_stored(path), snapshot.clock, snapshot.tallies["unique 3"].right) == ({"d": 1.0}, 7, 4.0)
     assert len(snapshot.records.get("d", {})) == version - 1
@@ -218,15 +178,14 @@ def test_a_file_of_an_earlier_format_is_brought_up_to_date(path: Path, version: 
     ids=["nonsense", "cut", "smaller", "no numbers", "of another type", "larger"],
 )
 def test_a_table_of_another_shape_is_ignored_and_replaced(
-    path: Path, tokenizer: Tokenizer, spoil: Callable[[bytes], bytes]
+    path: Path, spoil: Callable[[bytes], bytes]
 ) -> None:
-    _merge(path, _lesson(1.0), delta_of(passage_of(1)))
+    merge(path, _lesson(1.0), delta_of(passage_of(1)))
     _rewrite(path, spoil)
-    use = open_use(path, SCOPE, tokenizer)
-    assert use.problem is None and len(use.memory) > 0
-    assert _trainer(use).take() is None
-    use.close()
-    _merge(path, _lesson(3.0, tokens=4))
+    with used(path) as use:
+        assert use.problem is None and len(use.memory) > 0
+        assert _trainer(use).take() is None
+    merge(path, _lesson(3.0, tokens=4))
     assert (_stored(path), _tokens(path)) == ({"d": 3.0}, [4])
 
 
@@ -237,18 +196,16 @@ def _packed(table: object) -> bytes:
 
 
 def _rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
-    connection = sqlite3.connect(path)
-    (data,) = connection.execute("SELECT data FROM correction").fetchone()
-    connection.execute("UPDATE correction SET data = ?", (change(data),))
-    connection.commit()
-    connection.close()
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        (data,) = connection.execute("SELECT data FROM correction").fetchone()
+        connection.execute("UPDATE correction SET data = ?", (change(data),))
 
 
 @pytest.mark.parametrize("text", ["xxx", "no such text"])
 def test_forgetting_a_text_forgets_all_that_drafters_learned(path: Path, text: str) -> None:
     """Whether it is found or not: the passage may have been dropped, and the weights have seen it."""
-    _merge(path, _lesson(1.0), delta_of(passage_of(1)))
-    _merge(path, _lesson(1.0), scope=OTHERS[2])
+    merge(path, _lesson(1.0), delta_of(passage_of(1)))
+    merge(path, _lesson(1.0), scope=OTHERS[2])
     result = _learned("forget", str(path), text)
     assert f"{int(text == 'xxx')} passages, 2 corrections forgotten" in result.stderr
     assert "nobody can tell" in " ".join(result.stderr.split())
@@ -256,19 +213,18 @@ def test_forgetting_a_text_forgets_all_that_drafters_learned(path: Path, text: s
     assert "nobody" not in _learned("forget", str(path), text).stderr
 
 
-def test_what_a_program_learns_after_that_is_all_there_is(path: Path, tokenizer: Tokenizer) -> None:
-    _merge(path, _lesson(1.0))
-    use = open_use(path, SCOPE, tokenizer)
-    _trainer(use)
-    History(path).forget("text")
-    _teach(use, 1)
-    use.close()
+def test_what_a_program_learns_after_that_is_all_there_is(path: Path) -> None:
+    merge(path, _lesson(1.0))
+    with used(path) as use:
+        _trainer(use)
+        History(path).forget("text")
+        _teach(use, 1)
     assert -0.1 < stored(path).corrections["d"][0, 0] < 0.0
 
 
 def test_deleting_a_namespace_deletes_its_corrections(path: Path) -> None:
-    _merge(path, _lesson(1.0))
-    _merge(path, _lesson(2.0), scope=OTHERS[2])
+    merge(path, _lesson(1.0))
+    merge(path, _lesson(2.0), scope=OTHERS[2])
     History(path).delete("mail")
     assert (_stored(path), _stored(path, OTHERS[2])) == ({}, {"d": 2.0})
 
@@ -282,7 +238,7 @@ def _learned(*arguments: str) -> Result:
 def test_it_is_shown_in_words(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
     path = History("me").path
-    _merge(path, _lesson(1.0, tokens=12_345), delta_of(passage_of(1)))
+    merge(path, _lesson(1.0, tokens=12_345), delta_of(passage_of(1)))
     shown = _learned("show", "me").stdout
     assert "[target, mail] a correction of the guesses of small: learned from 12,345 tokens" in shown
     assert " bytes" in shown.splitlines()[0]
@@ -293,14 +249,19 @@ def test_it_is_shown_in_words(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 class TestExchange:
-    def _exported(self, path: Path, tmp_path: Path) -> Path:
-        _merge(path, _lesson(0.5, tokens=100), delta_of(passage_of(1)))
+    @pytest.fixture
+    def file(self, path: Path, tmp_path: Path) -> Path:
+        """An export."""
+        merge(path, _lesson(0.5, tokens=100), delta_of(passage_of(1)))
         file = tmp_path / "out.json"
         assert "1 passages, 1 corrections" in _learned("export", str(path), str(file)).stderr
         return file
 
-    def test_it_travels(self, path: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
-        file, other = self._exported(path, tmp_path), tmp_path / "other.history"
+    @pytest.fixture
+    def other(self, tmp_path: Path) -> Path:
+        return tmp_path / "other.history"
+
+    def test_it_travels(self, file: Path, other: Path) -> None:
         assert file.stat().st_size < 20_000
         for _ in range(2):  # it is not added to itself
             assert History(other).load(file) == (1, 1)
@@ -308,22 +269,19 @@ class TestExchange:
 
     @pytest.mark.parametrize(("tokens", "kept"), [(99, 0.5), (101, 7.0)])
     def test_of_two_the_one_that_learned_from_more_stays(
-        self, path: Path, tmp_path: Path, tokens: int, kept: float
+        self, file: Path, other: Path, tokens: int, kept: float
     ) -> None:
-        file, other = self._exported(path, tmp_path), tmp_path / "other.history"
-        _merge(other, _lesson(7.0, tokens=tokens))
+        merge(other, _lesson(7.0, tokens=tokens))
         History(other).load(file)
         assert _stored(other) == {"d": kept}
 
-    def test_an_export_of_before_has_none(self, path: Path, tmp_path: Path) -> None:
-        file, other = self._exported(path, tmp_path), tmp_path / "other.history"
+    def test_an_export_of_before_has_none(self, file: Path, other: Path) -> None:
         value = json.loads(file.read_text(encoding="utf-8"))
         del value["corrections"]
         file.write_text(json.dumps(value), encoding="utf-8")
         assert History(other).load(file) == (1, 0)
 
-    def test_one_of_another_shape_is_left_out(self, path: Path, tmp_path: Path) -> None:
-        file, other = self._exported(path, tmp_path), tmp_path / "other.history"
+    def test_one_of_another_shape_is_left_out(self, file: Path, other: Path) -> None:
         self._change(file, table=base64.b64encode(_packed(np.zeros((2, 3), np.float32))).decode())
         assert History(other).load(file) == (1, 0)
         assert _stored(other) == {}
@@ -342,9 +300,8 @@ class TestExchange:
         ],
     )
     def test_what_is_no_correction_is_not_imported(
-        self, path: Path, tmp_path: Path, changes: dict[str, object]
+        self, file: Path, other: Path, changes: dict[str, object]
     ) -> None:
-        file, other = self._exported(path, tmp_path), tmp_path / "other.history"
         self._change(file, **changes)
         with pytest.raises(RequestError, match=r"corrections\[0\]"):
             History(other).load(file)
@@ -355,3 +312,50 @@ class TestExchange:
         value = json.loads(file.read_text(encoding="utf-8"))
         value["corrections"][0] |= changes
         file.write_text(json.dumps(value), encoding="utf-8")
+
+
+class TestGains:
+    """What reading prompts gained: hashes alone, apart by target and drafter."""
+
+    PROMPT = tuple(range(40))
+
+    def _lose(self, path: Path) -> None:
+        """Requests of one program in which reading the prompt did not pay."""
+        with used(path) as use:
+            for _ in range(6):
+                use.experience("d").add(self.PROMPT, -0.1)
+
+    def _pays(self, path: Path, scope: Scope, drafter: str = "d") -> bool:
+        with used(path, scope) as use:
+            return use.experience(drafter).expected(self.PROMPT) > 0.02
+
+    @staticmethod
+    def _gained(*outcomes: Outcome) -> Delta:
+        delta = Delta()
+        for outcome in outcomes:
+            delta.gained("d", outcome)
+        return delta
+
+    def test_it_outlives_the_program_by_target_drafter_and_namespace(self, path: Path) -> None:
+        assert self._pays(path, SCOPE)
+        self._lose(path)
+        assert not self._pays(path, SCOPE)
+        assert self._pays(path, SCOPE, "another")
+        assert all(self._pays(path, scope) for scope in OTHERS)
+
+    def test_hashes_are_stored_and_no_prompt(self, path: Path) -> None:
+        self._lose(path)
+        records = stored(path).records["d"]
+        assert len(records) == 11 and {len(digest) for digest in records} == {8}
+        assert [record.count for record in records.values()] == pytest.approx([4.6856] * 11, abs=1e-3)
+
+    def test_what_several_programs_saw_adds_up(self, path: Path) -> None:
+        outcomes = [Outcome((b"12345678",), share) for share in (0.5, 0.1, -0.2)]
+        merge(path, self._gained(*outcomes[:2]), self._gained(outcomes[2]))
+        record = stored(path).records["d"][b"12345678"]
+        assert (record.gain, record.count) == pytest.approx((0.81 * 0.5 + 0.9 * 0.1 - 0.2, 2.71))
+
+    def test_the_latest_beginnings_are_kept(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("edgespec.history.store.MOST", 3)
+        merge(path, *(self._gained(Outcome((bytes([number] * 8),), 0.1)) for number in range(5)))
+        assert [digest[0] for digest in stored(path).records["d"]] == [2, 3, 4]
