@@ -109,21 +109,21 @@ def _misleading(*, trusted: bool) -> Snapshot:
     return Snapshot(entries=entries, tallies=tallies)
 
 
-class TestWatch:
-    def test_losses_that_nothing_makes_good_are_a_failure(self) -> None:
-        watch = Watch(3.0)
-        assert [watch.observe(-1.0) for _ in range(4)] == [None] * 3 + ["failed"]
-        assert watch.lost == 0.0 and watch.observe(-1.0) is None
-
-    def test_gains_in_all_are_a_proof(self) -> None:
-        watch = Watch(3.0)
-        assert [watch.observe(gain) for gain in (2.0, -1.0, 1.0, 1.0)] == [None] * 3 + ["proved"]
-
-    def test_gains_of_long_ago_do_not_make_good_what_is_lost_now(self) -> None:
-        watch = Watch(3.0)
-        for _ in range(100):
-            watch.observe(1.0)
-        assert [watch.observe(-1.0) for _ in range(4)][-1] == "failed"
+@pytest.mark.parametrize(
+    ("gains", "finding"),
+    [
+        ([-1.0] * 4, "failed"),
+        ([2.0, -1.0, 1.0, 1.0], "proved"),
+        ([*[1.0] * 102, *[-1.0] * 4], "failed"),  # what was gained long ago makes nothing good
+    ],
+)
+def test_a_watch_finds_losses_that_nothing_makes_good_and_gains_in_all(
+    gains: list[float], finding: str
+) -> None:
+    watch = Watch(3.0)
+    found = [watch.observe(gain) for gain in gains]
+    assert found[-1] == finding and "failed" not in found[:-1]
+    assert watch.lost == 0.0 and watch.observe(-1.0) is None
 
 
 class TestMemory:
@@ -170,22 +170,13 @@ class TestMemory:
 
 
 class TestDistrust:
-    """What is told to the file."""
-
-    def test_the_file_is_told_too(self) -> None:
-        told = Delta()
+    def test_the_file_is_told_too_and_drops_what_waits_to_be_stored(self) -> None:
+        told = Delta(verdicts={"split 1": (3, 3)})
         memory = Memory(
             Snapshot(tallies={"unique 1": Tally(256.0, 256.0)}), max_tokens=1000, tell=lambda note: note(told)
         )
-        told.verdicts = {"split 1": (3, 3)}
         memory.distrust()
-        assert (told.anew, told.verdicts, memory._tallies) == (True, {}, {})
-        assert bool(told)
-
-    def test_what_waits_to_be_stored_is_dropped_with_what_is(self) -> None:
-        waiting = Delta(verdicts={"a": (5, 5)})
-        waiting.distrusted({"a": (0, 2)})
-        assert (waiting.anew, waiting.verdicts) == (True, {"a": (0, 2)})
+        assert (told.anew, told.verdicts, memory._tallies) == (True, {}, {}) and bool(told)
 
     def test_verdicts_from_before_a_proof_are_not_taken_back_for_good(self) -> None:
         passage = Passage((), (1, 2, 3, 4, 5, 6))
