@@ -1,6 +1,7 @@
 """Model drafters, policies and requests that draft, over toy sessions."""
 
 from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
 from time import perf_counter
 
 from edgespec.decoding.draft import NO_DRAFT, Clock, Extending, Remarks, Source
@@ -19,7 +20,7 @@ from edgespec.requests.stream import Stream
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.session import Predictions, Session
-from tests.tokenizers_for_tests import byte_level_json
+from tests.tokenizers_for_tests import byte_level_json, sentencepiece_json
 from tests.toy import F32, NextLogits, Silent, ToySession, stream_over
 
 VOCAB = 50
@@ -28,6 +29,16 @@ QUICK = CostCurve({1: 1e-7})
 FREE = CostCurve({1: 1.0, 32: 1.0001})
 """Verification costs next to nothing, so everything likely enough is drafted."""
 GREEDY = SamplingParams()
+
+
+@lru_cache
+def tokenizer(kind: str) -> Tokenizer:
+    """Four that differ; the last ids of each are padding."""
+    if kind == "byte":
+        return Tokenizer.from_json(byte_level_json(), vocab_size=410)
+    if kind == "small byte":
+        return Tokenizer.from_json(byte_level_json(size=300, specials=("<eos>",)), vocab_size=330)
+    return Tokenizer.from_json(sentencepiece_json(prefix=kind == "prefixed"), vocab_size=520)
 
 
 def plain(next_logits: NextLogits, count: int, params: SamplingParams = GREEDY) -> list[int]:

@@ -22,7 +22,6 @@ from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.pricing import Pricing
 from edgespec.requests.request import Request, RequestOptions
 from edgespec.requests.stream import Stream
-from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from tests.drafters_for_tests import (
     GREEDY,
@@ -35,8 +34,8 @@ from tests.drafters_for_tests import (
     plain,
     policy_of,
     stream_of,
+    tokenizer,
 )
-from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import COLUMNS, F32, INT4, LLAMA, QWEN, NextLogits, ToySession, markov_logits, tiny_bundle
 
 NEXT_LOGITS = markov_logits(0, VOCAB, scale=200.0)
@@ -143,8 +142,7 @@ def test_output_is_that_of_plain_decoding(
 
 
 def test_across_vocabularies() -> None:
-    large = Tokenizer.from_json(byte_level_json(), vocab_size=404)
-    other = Tokenizer.from_json(byte_level_json(size=300, specials=("<eos>",)))
+    large, other = tokenizer("byte"), tokenizer("small byte")
     script = b"the quick brown fox jumps over the lazy dog. "
     before = other.encode("go on: ")
     bridge = ByteBridge(large, other, prompt_length=3, drafter_prompt=before)

@@ -1,5 +1,5 @@
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from itertools import permutations, takewhile
 
 import pytest
@@ -9,20 +9,12 @@ from hypothesis import strategies as st
 from edgespec.drafting.bridge import ByteBridge, IdentityBridge, encode_after
 from edgespec_models.errors import TokenizerError
 from edgespec_models.text.tokenizer import Tokenizer
-from tests.tokenizers_for_tests import CORPUS, byte_level_json, sentencepiece_json
+from tests.drafters_for_tests import tokenizer
+from tests.tokenizers_for_tests import CORPUS, sentencepiece_json
 
 KINDS = ("byte", "small byte", "sentencepiece", "prefixed")
 PAIRS = list(permutations(KINDS, 2))
 TEXT = "\n".join(CORPUS * 3)
-
-
-@lru_cache
-def tokenizer(kind: str) -> Tokenizer:
-    if kind == "byte":
-        return Tokenizer.from_json(byte_level_json(), vocab_size=420)
-    if kind == "small byte":
-        return Tokenizer.from_json(byte_level_json(size=300, specials=("<eos>",)), vocab_size=330)
-    return Tokenizer.from_json(sentencepiece_json(prefix=kind == "prefixed"), vocab_size=520)
 
 
 def _bridge(target: str, drafter: str, *, prompt: int = 3) -> ByteBridge:

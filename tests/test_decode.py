@@ -1,7 +1,7 @@
 """The promise of the whole project: with any drafter, the output is that of decoding without one."""
 
 from collections.abc import Callable, Collection, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -18,25 +18,15 @@ from edgespec.drafting.model import ModelDrafter
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import Cancelled
-from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.session import Session
-from tests.drafters_for_tests import GREEDY, model_of, policy_of
+from tests.drafters_for_tests import GREEDY, model_of, policy_of, tokenizer
 from tests.machines_for_tests import X86
 from tests.native_for_tests import tiny_native
-from tests.tokenizers_for_tests import CORPUS, byte_level_json, sentencepiece_json
+from tests.tokenizers_for_tests import CORPUS
 from tests.toy import COLUMNS, GEMMA, LLAMA, Deaf, RandomDrafter, ToySession, markov_logits, tiny_bundle
 
 SCRIPT = "\n".join(CORPUS).encode()
-
-
-@lru_cache
-def tokenizer(kind: str) -> Tokenizer:
-    if kind == "byte":
-        return Tokenizer.from_json(byte_level_json(), vocab_size=404)
-    if kind == "small byte":
-        return Tokenizer.from_json(byte_level_json(size=300, specials=("<eos>",)))
-    return Tokenizer.from_json(sentencepiece_json())
 
 
 def _across(kind: str, seed: int, *, script: bool) -> ModelDrafter:
@@ -235,7 +225,7 @@ def test_the_first_round_is_never_drafted_and_limits_count_down() -> None:
     _run(_target(False), recorder, [1, 2, 3], count=12, max_draft=4)
     assert recorder.asked == [(4, 4), (9, 4), (14, 0)][:2]
     assert all(limit > 0 for _, limit in recorder.asked)
-    recorder = _Recorder(RandomDrafter(5, 404))
+    recorder = _Recorder(RandomDrafter(5, 410))
     _run(_target(False), recorder, [1, 2, 3], count=12, max_draft=4)
     assert all(limit == min(4, 15 - length - 1) for length, limit in recorder.asked)
     assert all(a < b for (a, _), (b, _) in pairwise(recorder.asked))

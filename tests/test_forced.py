@@ -17,10 +17,8 @@ from edgespec.drafting.bridge import ByteBridge
 from edgespec.drafting.model import ModelDrafter
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.measuring.chi_square import pool_rare, two_samples
-from edgespec_models.text.tokenizer import Tokenizer
-from tests.drafters_for_tests import GREEDY, model_of, policy_of
+from tests.drafters_for_tests import GREEDY, model_of, policy_of, tokenizer
 from tests.formats_for_tests import accepts, formats
-from tests.tokenizers_for_tests import byte_level_json, sentencepiece_json
 from tests.toy import Deaf, NextLogits, RandomDrafter, Silent, ToySession, markov_logits
 
 PROMPT = (40, 41, 42)
@@ -33,13 +31,6 @@ SPEED = JsonSchema(
         "additionalProperties": False,
     }
 )
-
-
-@lru_cache
-def tokenizer(kind: str) -> Tokenizer:
-    if kind == "byte":
-        return Tokenizer.from_json(byte_level_json(), vocab_size=410)  # the last ids are padding
-    return Tokenizer.from_json(sentencepiece_json())
 
 
 @lru_cache
