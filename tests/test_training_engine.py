@@ -3,7 +3,7 @@
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import edgespec
-from edgespec import LoadOptions, Model, RequestOptions, engine
+from edgespec import Generation, LoadOptions, Model, RequestOptions, engine
 from edgespec.drafting.side import DrafterSide
 from edgespec.learning.trainer import Trainer
 from edgespec.learning.tuning import Example
@@ -32,39 +32,32 @@ NEW = 40
 SOON = 30.0  # seconds that nothing here comes near
 
 
-@dataclass(frozen=True, slots=True)
-class _Models:
-    target: Path
-    ending: Path
-    drafter: Path
-    across: Path
-    fixed: Path
-    standard: Path
+Models = dict[str, Path]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> _Models:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     folder = tmp_path_factory.mktemp("models")
     text = sentencepiece_json()
     foreign = replace(LLAMA, vocab_size=Tokenizer.from_json(text).vocab_size)
-    return _Models(
-        target=tiny_bundle(folder / "target", LLAMA, COLUMNS).path,
-        ending=_ending(tiny_bundle(folder / "ending", LLAMA, COLUMNS).path),
-        drafter=tiny_native(folder / "drafter", QWEN, "Q4_0", seed=5, role="drafter").path,
-        across=tiny_native(
-            folder / "across", foreign, "Q4_0", seed=6, tokenizer_json=text, role="drafter"
-        ).path,
-        fixed=tiny_bundle(folder / "fixed", QWEN, INT4, seed=5).path,
-        standard=tiny_bundle(folder / "standard", QWEN, COLUMNS, seed=5, role="drafter").path,
-    )
+    tiny_bundle(folder / "target", LLAMA, COLUMNS)
+    _ending(tiny_bundle(folder / "ending", LLAMA, COLUMNS).path)
+    tiny_native(folder / "drafter", QWEN, "Q4_0", seed=5, role="drafter")
+    tiny_native(folder / "across", foreign, "Q4_0", seed=6, tokenizer_json=text, role="drafter")
+    tiny_bundle(folder / "fixed", QWEN, INT4, seed=5)
+    tiny_bundle(folder / "standard", QWEN, COLUMNS, seed=5, role="drafter")
+    return {path.name: path for path in folder.iterdir()}
 
 
-def _ending(path: Path) -> Path:
+def _ending(path: Path) -> None:
     """Make every eighth token of a target end its answer, so that it ends soon."""
     manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     manifest["special_tokens"]["eos"] = list(range(3, 404, 8))
     (path / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
-    return path
+
+
+def _load(models: Models, folder: Path, drafter: str = "drafter", target: str = "target") -> Model:
+    return edgespec.load(models[target], models[drafter], options=OPTIONS, history=folder / "me")
 
 
 @pytest.fixture(autouse=True)
@@ -90,9 +83,13 @@ def no_thread_is_left() -> Iterator[None]:
 
 
 @pytest.fixture
-def model(models: _Models, tmp_path: Path) -> Iterator[Model]:
-    with edgespec.load(models.target, models.drafter, options=OPTIONS, history=tmp_path / "me") as model:
+def model(models: Models, tmp_path: Path) -> Iterator[Model]:
+    with _load(models, tmp_path) as model:
         yield model
+
+
+def _answer(model: Model, prompt: str = PROMPT) -> Generation:
+    return model.generate(prompt, max_new_tokens=NEW, stop_at_eos=False)
 
 
 def _training() -> list[threading.Thread]:
@@ -148,17 +145,17 @@ def test_a_drafter_is_offered_its_prompt_and_the_answer(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     examples = _offered(model, monkeypatch)
-    result = model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+    result = _answer(model)
     prompt = model.target.tokenizer.encode(PROMPT)
     assert examples == [Example((*prompt, *result.tokens), len(prompt))]
 
 
 def test_the_answer_is_in_the_drafters_own_vocabulary(
-    models: _Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with edgespec.load(models.target, models.across, options=OPTIONS, history=tmp_path / "me") as model:
+    with _load(models, tmp_path, "across") as model:
         examples = _offered(model, monkeypatch)
-        result = model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+        result = _answer(model)
         ours, theirs = model.target.tokenizer, _side(model).bundle.tokenizer
     [example] = examples
     assert example.tokens[: example.start] == tuple(theirs.encode(PROMPT))
@@ -167,11 +164,10 @@ def test_the_answer_is_in_the_drafters_own_vocabulary(
 
 @pytest.mark.parametrize("drafter", ["drafter", "across"])
 def test_where_an_answer_ends_stands_the_drafters_own_end(
-    models: _Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafter: str
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafter: str
 ) -> None:
     monkeypatch.setattr("edgespec.drafting.side._SHORTEST", 1)
-    reference = getattr(models, drafter)
-    with edgespec.load(models.ending, reference, options=OPTIONS, history=tmp_path / "me") as model:
+    with _load(models, tmp_path, drafter, "ending") as model:
         examples, stopped = _offered(model, monkeypatch), 0
         [end, *_] = _side(model).bundle.manifest.special_tokens.eos or (None,)
         ours, theirs = model.target.tokenizer, _side(model).bundle.tokenizer
@@ -199,7 +195,7 @@ def test_long_prompts_and_answers_are_cut_and_short_answers_left_out(
     monkeypatch.setattr("edgespec.drafting.side._PROMPT", 5)
     monkeypatch.setattr("edgespec.drafting.side._ANSWER", 20)
     examples = _offered(model, monkeypatch)
-    result = model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+    result = _answer(model)
     prompt = model.target.tokenizer.encode(PROMPT)
     assert len(prompt) > 5
     assert examples == [Example((*prompt[-5:], *result.tokens[:20]), 5)]
@@ -225,18 +221,17 @@ def test_an_answer_left_early_is_learned_from(model: Model, monkeypatch: pytest.
 
 @pytest.mark.parametrize("drafter", ["drafter", "across"])
 def test_greedy_output_is_the_same_whatever_the_drafter_learned(
-    models: _Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafter: str
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafter: str
 ) -> None:
     monkeypatch.setattr("edgespec.drafting.experience.Experience.expected", lambda *_: 1e9)
     prompts = [PROMPT, LONG, "once upon a time", PROMPT]
-    with edgespec.load(models.target, None, options=LoadOptions(threads=1)) as model:
+    with edgespec.load(models["target"], None, options=LoadOptions(threads=1)) as model:
         assert model.row_exact
-        plain = [model.generate(p, max_new_tokens=NEW, stop_at_eos=False).tokens for p in prompts]
-    reference = getattr(models, drafter)
-    with edgespec.load(models.target, reference, options=OPTIONS, history=tmp_path / "me") as model:
+        plain = [_answer(model, p).tokens for p in prompts]
+    with _load(models, tmp_path, drafter) as model:
         before: dict[str, F32] = {}
         for number, (prompt, expected) in enumerate(zip(prompts, plain, strict=True)):
-            result = model.generate(prompt, max_new_tokens=NEW, stop_at_eos=False)
+            result = _answer(model, prompt)
             assert result.tokens == expected
             assert result.stats.drafted > 0
             assert result.stats.history_problem is None
@@ -249,31 +244,31 @@ def test_greedy_output_is_the_same_whatever_the_drafter_learned(
 
 
 def test_a_long_conversation_keeps_its_gains(model: Model) -> None:
-    first = model.generate(LONG, max_new_tokens=NEW, stop_at_eos=False)
+    first = _answer(model, LONG)
     _learned(model, 1)
     cached = _side(model).session.length
     assert cached > 64
     follow = LONG + first.text + " and then"
-    model.generate(follow, max_new_tokens=NEW, stop_at_eos=False)
+    _answer(model, follow)
     assert _tuned(model) == {}
     assert _side(model).session.length > cached  # the cache was kept
     _learned(model, 2)
-    model.generate(follow + " again", max_new_tokens=NEW, stop_at_eos=False)
+    _answer(model, follow + " again")
     assert _tuned(model) == {}
     latest = _side(model)._gains
     assert latest is not None
-    model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+    _answer(model)
     assert set(_tuned(model)) == _tunable(model)
 
 
 @pytest.mark.parametrize("why", ["share", "history", "drafter"])
-def test_where_nothing_is_to_be_trained_there_is_no_thread(models: _Models, tmp_path: Path, why: str) -> None:
+def test_where_nothing_is_to_be_trained_there_is_no_thread(models: Models, tmp_path: Path, why: str) -> None:
     options = replace(OPTIONS, training_share=0.0) if why == "share" else OPTIONS
     history = None if why == "history" else tmp_path / "me"
-    drafter = models.fixed if why == "drafter" else models.drafter
-    with edgespec.load(models.target, drafter, options=options, history=history) as model:
+    drafter = models["fixed"] if why == "drafter" else models["drafter"]
+    with edgespec.load(models["target"], drafter, options=options, history=history) as model:
         for _ in range(2):
-            result = model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+            result = _answer(model)
             problem = result.stats.history_problem or ""
             assert ("export it again" in problem) == (why == "drafter")
         assert _side(model).trainer is None
@@ -317,23 +312,20 @@ def test_a_request_that_fails_lets_training_go_on(model: Model, monkeypatch: pyt
     with monkeypatch.context() as patch:
         patch.setattr(session, "predict", fail)
         with pytest.raises(RuntimeError):
-            model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+            _answer(model)
     assert not _trainer(model)._busy
-    model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+    _answer(model)
     _learned(model, 1)
 
 
-def test_what_was_taught_is_there_at_the_next_load(models: _Models, tmp_path: Path) -> None:
-    def load() -> Model:
-        return edgespec.load(models.target, models.drafter, options=OPTIONS, history=tmp_path / "me")
-
-    with load() as model:
-        model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+def test_what_was_taught_is_there_at_the_next_load(models: Models, tmp_path: Path) -> None:
+    with _load(models, tmp_path) as model:
+        _answer(model)
         _learned(model, 1)
         taught = dict(_trainer(model)._gains or {})
     assert taught
-    with load() as model:
-        model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+    with _load(models, tmp_path) as model:
+        _answer(model)
         recalled = _tuned(model)
         assert recalled.keys() == taught.keys()
         for name, gain in taught.items():
@@ -341,25 +333,24 @@ def test_what_was_taught_is_there_at_the_next_load(models: _Models, tmp_path: Pa
 
 
 def test_another_history_begins_with_the_bundles_gains(model: Model, tmp_path: Path) -> None:
-    model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+    _answer(model)
     _learned(model, 1)
-    model.generate(LONG, max_new_tokens=NEW, stop_at_eos=False)
+    _answer(model, LONG)
     assert _tuned(model)
     _learned(model, 2)
     model.use_history(tmp_path / "someone else")
     assert _tuned(model) == {} and len(_training()) == 0
-    model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+    _answer(model)
     assert _tuned(model) == {}
 
 
 def test_a_drafter_that_cannot_be_trained_is_told_and_used(
-    models: _Models, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reference = models.standard
-    with edgespec.load(models.target, reference, options=OPTIONS, history=tmp_path / "me") as model:
-        first = model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+    with _load(models, tmp_path, "standard") as model:
+        first = _answer(model)
         _until(lambda: _trainer(model).problem is not None)
-        again = model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+        again = _answer(model)
     assert first.stats.history_problem is None
     assert again.stats.history_problem is not None and "operators" in again.stats.history_problem
     assert again.tokens == first.tokens and "operators" in caplog.text

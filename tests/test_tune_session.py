@@ -81,7 +81,9 @@ def test_a_tuned_session_gives_the_bits_of_a_bundle_with_these_gains(
     session.close()
 
 
-def test_the_stored_gains_give_the_stored_bits(tmp_path: Path) -> None:
+def test_the_stored_gains_give_the_stored_bits_and_onnx_runtime_warns_nobody(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     model = tiny_native(tmp_path / "m", GEMMA, role="drafter")
     session = CpuSession(model.bundle, OPTIONS)
     before = _passes(session)
@@ -94,6 +96,9 @@ def test_the_stored_gains_give_the_stored_bits(tmp_path: Path) -> None:
     session.tune({})  # none are replaced
     _assert_same_bits(_passes(session), before)
     session.close()
+    with pytest.raises(RequestError, match="closed"):
+        session.tune({})
+    assert capfd.readouterr() == ("", "")
 
 
 def test_tuning_empties_the_cache_and_keeps_its_room(tmp_path: Path) -> None:
@@ -109,60 +114,40 @@ def test_tuning_empties_the_cache_and_keeps_its_room(tmp_path: Path) -> None:
     session.close()
 
 
-def test_gains_are_copied(tmp_path: Path) -> None:
-    model = tiny_native(tmp_path / "m", role="drafter")
-    session, gains = CpuSession(model.bundle, OPTIONS), _other(model)
-    session.tune(gains)
-    before = _passes(session)
-    for gain in gains.values():
-        gain[:] = 0.0
-    _assert_same_bits(_passes(session), before)
-    session.close()
-
-
-def test_gains_stay_where_the_cache_grows_and_columns_change(tmp_path: Path) -> None:
+def test_gains_are_copied_and_stay_where_the_cache_grows_and_columns_change(tmp_path: Path) -> None:
     model = tiny_native(tmp_path / "m", role="drafter")
     gains = _other(model)
     session = CpuSession(model.bundle, OPTIONS)
     session.tune(gains)
     before = _passes(session)
+    for gain in gains.values():
+        gain[:] = 0.0
     session.reserve(600)
     session.offer([1, 2])  # no trimmed head: no notice
     _assert_same_bits(_passes(session), before)
     session.close()
 
 
-@pytest.mark.parametrize("name", ["rope_cos", "lm_head.parts.0.weight", "input_ids", "nonsense"])
-def test_unknown_weights_are_refused_and_change_nothing(tmp_path: Path, name: str) -> None:
-    model = tiny_native(tmp_path / "m", role="drafter")
-    session = CpuSession(model.bundle, OPTIONS)
-    before = _passes(session)
-    session.prefill(TOKENS)
-    with pytest.raises(RequestError, match=name):
-        session.tune({**_other(model), name: np.zeros(3, np.float32)})
-    assert session.length == len(TOKENS)
-    _assert_same_bits(_passes(session), before)
-    session.close()
-
-
-@pytest.mark.parametrize("shape", [(95,), (97,), (1,), (2, 48)])
-def test_gains_of_another_shape_are_refused_and_change_nothing(
-    tmp_path: Path, shape: tuple[int, ...]
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        *((name, (3,)) for name in ("rope_cos", "lm_head.parts.0.weight", "input_ids", "nonsense")),
+        *(("final_norm.weight", shape) for shape in ((95,), (97,), (1,), (2, 48))),
+    ],
+)
+def test_unknown_weights_and_other_shapes_are_refused_and_change_nothing(
+    tmp_path: Path, name: str, shape: tuple[int, ...]
 ) -> None:
     model = tiny_native(tmp_path / "m", role="drafter")
     session = CpuSession(model.bundle, OPTIONS)
     before = _passes(session)
-    with pytest.raises(RequestError, match=r"final_norm\.weight"):
-        session.tune({"final_norm.weight": np.ones(shape, np.float32)})
+    session.truncate(0)
+    session.prefill(TOKENS)
+    with pytest.raises(RequestError, match=name):
+        session.tune({**_other(model), name: np.ones(shape, np.float32)})
+    assert session.length == len(TOKENS)
     _assert_same_bits(_passes(session), before)
     session.close()
-
-
-def test_a_closed_session_is_not_tuned(tmp_path: Path) -> None:
-    session = CpuSession(tiny_native(tmp_path / "m", role="drafter").bundle, OPTIONS)
-    session.close()
-    with pytest.raises(RequestError, match="closed"):
-        session.tune({})
 
 
 @pytest.mark.parametrize("what", ["native", "target", "float16", "genai", "optimum"])
@@ -185,13 +170,3 @@ def test_other_graphs_have_nothing_to_tune(tmp_path: Path, what: str) -> None:
     with pytest.raises(RequestError, match="replaced"):
         session.tune({"final_norm.weight": np.ones(96, np.float32)})
     session.close()
-
-
-def test_onnx_runtime_warns_nobody_of_gains_that_are_inputs(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    session = CpuSession(tiny_native(tmp_path / "m", role="drafter").bundle, OPTIONS)
-    session.tune({})
-    _passes(session)
-    session.close()
-    assert capfd.readouterr() == ("", "")

@@ -68,15 +68,6 @@ def test_a_text_is_learned(tmp_path: Path, config: ModelConfig) -> None:
     assert (tuning.texts, tuning.undone) == (160, 0)
 
 
-def test_what_is_learned_serves_related_texts(decoder: NumpyDecoder) -> None:
-    related = Example((9, *STRANGE.tokens[1:]), STRANGE.start)
-    before = Tuning(decoder).learn(related)
-    tuning = Tuning(decoder)
-    for _ in range(40):
-        tuning.learn(STRANGE)
-    assert tuning.learn(related).loss < 0.95 * before.loss
-
-
 def test_lessons_add_up(decoder: NumpyDecoder, own: Example) -> None:
     tuning = Tuning(decoder)
     assert tuning.lesson() is None
