@@ -169,22 +169,6 @@ def test_a_loss_that_runs_away_ends_the_training(source: Path) -> None:
             train(decoder, _texts(6), replace(OPTIONS, trained="gains"))
 
 
-def test_a_reference_chooses_the_tokens_that_count(source: Path) -> None:
-    batch = batch_of([(text.tokens, text.start) for text in _texts(6)])
-    with open_checkpoint(source) as opened:
-        decoder, reference = TorchDecoder(opened, "gains"), TorchDecoder(opened, "gains")
-    with torch.no_grad():
-        reference.parameters["final_norm"] *= torch.linspace(0.0, 2.0, 256)
-    losses, others = decoder.losses(batch), reference.losses(batch)
-    count = round(0.25 * len(losses))
-    learned = torch.argsort(losses - others, descending=True)[:count]
-    chosen = training._loss(decoder, reference, batch, 0.25).detach()
-    assert float(chosen) == pytest.approx(float(losses.detach()[learned].mean()), rel=1e-5)
-    assert float(training._loss(decoder, None, batch, 0.25).detach()) == pytest.approx(
-        float(losses.detach().mean())
-    )
-
-
 def test_batches_hold_every_text_once_a_pass_and_stay_small() -> None:
     texts = _texts(50)
     batches = training._batches(texts, replace(OPTIONS, passes=2))

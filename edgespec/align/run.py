@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 from edgespec.align.answers import Answer, number_of
 from edgespec.requests.request import Request, drafter_tokens
-from edgespec_export.align.alignment import Alignment, Origin, open_aligned, read_alignment
+from edgespec_export.align.alignment import Alignment, Origin
 from edgespec_export.align.settings import Guesses, Text, TrainingOptions
+from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import DeviceError, EdgespecError, RequestError, TokenizerError
 from edgespec_models.progress import ProgressCallback
@@ -39,13 +40,11 @@ class Place:
         out: a directory that exists.
         device: ``auto`` is a GPU that PyTorch can use, or else the CPU.
         threads: 0 leaves that to PyTorch.
-        reference: an alignment of the same drafter, whose losses choose the tokens that count.
     """
 
     out: Path
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = 0
-    reference: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +127,7 @@ def align(
     Args:
         source: the drafter's checkpoint.
         texts: to train on, and held-out ones.
-        options: how to train.
-        place: where.
         facts: ``model``, ``target`` and ``licence``, as an alignment tells of them.
-        progress: told of steps.
 
     Raises:
         RequestError: too few texts; or the directory holds a training run of other texts or options.
@@ -152,32 +148,19 @@ def align(
     if place.threads:
         torch.set_num_threads(place.threads)
     device = device_of(place)
-    with open_aligned(source, None) as checkpoint:
+    with open_checkpoint(source) as checkpoint:
         digest = checkpoint.digest(progress)
         decoder = TorchDecoder(
             checkpoint, options.trained, rank=options.rank, seed=options.seed, device=device
         )
-        teacher, taught = None, ""
-        if place.reference is not None:
-            taught = read_alignment(place.reference).digest
-            with open_aligned(source, place.reference) as aligned:
-                teacher = TorchDecoder(aligned, device=device)
         before = count_right(decoder, held, device=device, progress=progress)
-        steps = train(
-            decoder,
-            kept,
-            options,
-            place=place.out / _STATE,
-            known=digest + taught,
-            reference=teacher,
-            device=device,
-            progress=progress,
-        )
+        state = place.out / _STATE
+        steps = train(decoder, kept, options, place=state, known=digest, device=device, progress=progress)
         changes = decoder.changes()
         decoder.take(changes)  # rounded as they are kept
         after = count_right(decoder, held, device=device, progress=progress)
     tokens = sum(len(text.tokens) - text.start for text in kept)
-    recipe = {name: str(value) for name, value in {**asdict(options), "reference": taught[:16]}.items()}
+    recipe = {name: str(value) for name, value in asdict(options).items()}
     shares = Aligned.share(before), Aligned.share(after)
     origin = Origin(facts["model"], digest, facts["target"], tokens, *shares, recipe, facts["licence"])
     path = place.out / ALIGNMENT

@@ -84,14 +84,6 @@ def align(
     ] = None,
     passes: Annotated[int, typer.Option(min=1, help="How often every answer is trained on.")] = 1,
     batch_tokens: Annotated[int, typer.Option(min=16, help="Tokens of a step, prompts counted.")] = 1024,
-    reference: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="An alignment of this drafter: only the tokens count that it has learned better (AdaSPEC).",
-        ),
-    ] = None,
-    keep: Annotated[float, typer.Option(help="With --reference: the share of tokens that count.")] = 0.4,
     seed: Annotated[int, typer.Option(min=0, help="Of the order of the answers and the first weights.")] = 0,
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
@@ -139,8 +131,8 @@ def align(
         out.mkdir(parents=True, exist_ok=True)
     # What may be wrong is found now, not when the target has answered for hours.
     names, place = (target, drafter), answers or out / "answers.jsonl"
-    options = TrainingOptions(train, rank, rate, passes, batch_tokens, keep, seed)
-    where, facts = Place(out, device, threads, reference), _facts(names, licence)
+    options = TrainingOptions(train, rank, rate, passes, batch_tokens, seed)
+    where, facts = Place(out, device, threads), _facts(names, licence)
     asking = Asking(max_new_tokens, tuple(temperature or (0.0, 0.8)), facts["target"])
     recorded = [answer for file in answers_from or () for answer in read_answers(file)]
     with progress_bars() as progress:
@@ -169,7 +161,7 @@ def _tell(place: Path, count: int, as_json: bool) -> None:
 def _checkpoint(drafter: str, where: "Place", progress: "ProgressCallback") -> Path:
     """The drafter's, which is to be trained ``where`` that can be done."""
     from edgespec.align.run import device_of
-    from edgespec_export.align.alignment import open_aligned
+    from edgespec_export.sources.open import open_checkpoint
     from edgespec_models.bundles.foreign import is_model
     from edgespec_models.errors import RequestError
 
@@ -179,7 +171,7 @@ def _checkpoint(drafter: str, where: "Place", progress: "ProgressCallback") -> P
     if is_model(source):
         raise RequestError(f"{drafter} is a bundle; give the checkpoint that it was exported from")
     device_of(where)
-    with open_aligned(source, where.reference):
+    with open_checkpoint(source):
         return source
 
 

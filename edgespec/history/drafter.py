@@ -29,8 +29,7 @@ class HistoryDrafter:
     Args:
         memory: what was learned; refreshed here, and not again until the request has ended.
         guard: watches what its proposals bring; shared between requests. None watches nothing.
-        remarks: where it is written why trust was taken back, and what keeps the history from being used.
-        problem: asked for the latter when the request has ended.
+        remarks: told why trust was taken back, and of the ``problem`` that keeps the history from being used.
         stop_below: a draft ends before the token that would be reached and accepted with less than
             this probability (the product of the confidences so far).
     """
@@ -129,9 +128,7 @@ class HistoryDrafter:
 class BestOf:
     """What is near, gone on with by what is far, or this alone: whichever promises more tokens.
 
-    Args:
-        near: drafts from the text; its drafts are deterministic.
-        far: drafts from earlier answers, likewise.
+    Both draft deterministically: ``near`` from the text, ``far`` from earlier answers.
     """
 
     def __init__(self, near: Extending, far: Extending) -> None:

@@ -69,15 +69,14 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What is known of a context.
+    """What is known of a context: a proposal for what follows, and why.
 
     Attributes:
-        token: the proposal for what follows.
         length: tokens of context that occurred before it, 1 to 8.
         count: occurrences of that context.
         share: of their votes (decayed uses, times how often they were right), those for ``token``; 0 to 1.
-        entry: the passage of the latest occurrence that was followed by ``token``.
-        offset: where in its body.
+        entry: the passage of the latest occurrence that was followed by ``token``; ``offset`` is where in
+            its body.
     """
 
     token: int
@@ -91,9 +90,7 @@ class Found:
 class Index:
     """The contexts of some passages. Which passages is fixed; how their votes weigh is not.
 
-    Args:
-        entries: oldest first.
-        now: the clock that uses are decayed to.
+    Entries are given oldest first; ``now`` is the clock that uses are decayed to.
     """
 
     def __init__(self, entries: Sequence[Entry], now: int) -> None:
@@ -183,12 +180,10 @@ class Delta:
     """What happened since something was stored last. What several processes store adds up.
 
     Attributes:
-        tokens: tokens learned.
+        tokens: how many were learned.
         changes: by digest of the passage.
         verdicts: (right, judged) proposals by class of match.
         anew: whether earlier verdicts are dropped: trust in them had turned out wrong.
-        outcomes: what drafters gained in requests, by drafter.
-        lessons: what drafters learned, by drafter.
     """
 
     tokens: int = 0

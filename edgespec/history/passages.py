@@ -48,12 +48,9 @@ _PATIENCE: Final = 4.0  # verdicts that a passage is trusted for in advance
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A stretch of an answer.
+    """A stretch of an answer, 1 to 64 tokens, with up to 8 of the same answer before it (``lead``).
 
-    Attributes:
-        lead: up to 8 tokens of the same answer before it; empty where the answer begins.
-        body: its tokens, 1 to 64.
-        digest: 16 bytes that tell passages apart.
+    ``digest`` has 16 bytes that tell passages apart.
     """
 
     lead: tuple[int, ...]
@@ -119,7 +116,6 @@ class Entry:
     """A passage with its history.
 
     Attributes:
-        passage: its tokens.
         uses: how often it was written, and how much of it was proposed and accepted, decayed until ``at``.
         at: the clock (learned tokens of the scope) when ``uses`` was last brought up to date.
         right: by token of the body, verdicts that found it right as a proposal, decayed; a byte each.

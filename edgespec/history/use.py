@@ -50,9 +50,7 @@ class Writer:
     it says any more that it is edgespec's.
 
     Args:
-        store: taken over, and closed by :meth:`close`.
-        path: the store's file.
-        scope: where to.
+        store: of the file ``path``; taken over, and closed by :meth:`close`.
         text_of: the bytes of tokens; called in the thread.
         flush_s: seconds from the first thing that happens to the transaction that holds it.
     """
@@ -143,16 +141,15 @@ class Writer:
 
     def _begin_anew(self, delta: Delta, error: sqlite3.Error) -> bool:
         self._damage = error
+        self._store.close()
         try:
-            self._store.close()
-            aside = set_aside(self._path)
-            self._store = Store.open(self._path)
+            self._store, problem = _begun_anew(self._path, error)
             self._store.merge(self._scope, delta, self._text_of)
-        except (sqlite3.Error, OSError, StorageError) as again:
-            self._report(f"the history {self._path} is damaged ({error}) and cannot be replaced ({again})")
+        except (sqlite3.Error, StorageError) as again:
+            self._report(str(again))
             return False
         self._damage = None
-        self._report(f"the history {self._path} was damaged ({error}); it is {aside or 'replaced'} now")
+        self._report(problem)
         return True
 
     def _report(self, problem: str) -> None:
@@ -192,9 +189,8 @@ class HistoryUse:
     def begin(self, guard: Guard | None = None, remarks: Remarks | None = None) -> HistoryDrafter:
         """What the next request drafts with and tells its answer to; the one before has ended.
 
-        Args:
-            guard: watches whether proposals from earlier answers pay; None watches nothing.
-            remarks: where it is written what keeps the history from being used, and what of it was put back.
+        ``guard`` watches whether proposals from earlier answers pay; ``remarks`` are told what keeps the
+        history from being used, and what of it was put back.
         """
         remarks = remarks or Remarks()
         if monotonic() - self._told_at >= _TELL_S:
@@ -215,10 +211,7 @@ class HistoryUse:
     ) -> Trainer:
         """What trains a drafter on the target's answers; what it was taught before is recalled.
 
-        Args:
-            drafter: who is trained.
-            begin: makes the tuning from what is known.
-            share: of the time that training may take; above 0.
+        ``begin`` makes the tuning from what is known; ``share`` is that of the time that training may take.
         """
         if drafter not in self._trainers:
             table = self._tables.get(drafter.digest)
@@ -294,16 +287,27 @@ def _open(path: Path) -> _Opened:
     except StorageError as error:
         return None, False, f"{error}. The history is not used"
     except (OSError, sqlite3.Error) as error:
-        return _begin_anew(path, error) if is_damage(error) else _open_unwritable(path, error)
+        if not is_damage(error):
+            return _open_unwritable(path, error)
+        try:
+            store, problem = _begun_anew(path, error)
+        except StorageError as again:
+            return None, False, str(again)
+        return store, True, problem
 
 
-def _begin_anew(path: Path, error: BaseException) -> _Opened:
+def _begun_anew(path: Path, error: BaseException) -> tuple[Store, str]:
+    """A new file in the place of a damaged one, and what there is to say of it.
+
+    Raises:
+        StorageError: that cannot be.
+    """
     try:
         aside = set_aside(path)
-        problem = f"the history {path} was damaged ({error}); it is {aside or 'replaced'} now"
-        return Store.open(path), True, problem
-    except (OSError, sqlite3.Error, StorageError) as again:
-        return None, False, f"the history {path} is damaged ({error}) and cannot be replaced ({again})"
+        return Store.open(path), f"the history {path} was damaged ({error}); it is {aside or 'replaced'} now"
+    except (sqlite3.Error, OSError, StorageError) as again:
+        problem = f"the history {path} is damaged ({error}) and cannot be replaced ({again})"
+        raise StorageError(problem) from again
 
 
 def _open_unwritable(path: Path, error: Exception) -> _Opened:

@@ -39,7 +39,6 @@ class TrainingOptions:
         rate: the learning rate after the warm-up; None takes what suits ``trained``.
         passes: over all texts.
         batch_tokens: tokens of a step, prompts counted.
-        keep: share of a step's answer tokens that count, if there is a reference.
         seed: of the order of texts and of the first factors.
     """
 
@@ -48,7 +47,6 @@ class TrainingOptions:
     rate: Annotated[float, within(0, 1)] | None = None
     passes: Annotated[int, within(1, 100)] = 1
     batch_tokens: Annotated[int, within(16, 1 << 20)] = 1024
-    keep: Annotated[float, within(0.01, 1)] = 0.4
     seed: Annotated[int, within(0, 2**31)] = 0
 
     def __post_init__(self) -> None:

@@ -2,8 +2,7 @@
 
 The loss is ``-log q(token)`` of the answers' tokens in the drafter's own vocabulary, so that any target can
 teach any drafter; answers are the target's own, so on the average the gradient is that of ``KL(p || q)``.
-AdamW (Loshchilov and Hutter 2019), warm-up and cosine. With a reference only the tokens count that this one
-has learned to guess and the drafter has not yet (AdaSPEC, arXiv 2510.19779).
+AdamW (Loshchilov and Hutter 2019), warm-up and cosine.
 """
 
 import hashlib
@@ -93,7 +92,6 @@ def train(
     *,
     place: Path | None = None,
     known: str = "",
-    reference: TorchDecoder | None = None,
     device: str = "cpu",
     progress: ProgressCallback = ignore_progress,
 ) -> int:
@@ -105,7 +103,6 @@ def train(
         options: how.
         place: a file for what was reached, written every two minutes; a run that finds it goes on there.
         known: of what else the run is: the file at ``place`` is of this too.
-        reference: an aligned drafter, whose losses choose the tokens that count.
         device: the decoders'.
         progress: told of steps.
 
@@ -122,7 +119,7 @@ def train(
         for group in run.optimizer.param_groups:
             group["lr"] = run.rate_at(index)
         with torch.autocast(device, torch.bfloat16, enabled=_multiplies_bfloat16(device)):
-            loss = _loss(decoder, reference, _batch(run.batches[index], device), options.keep)
+            loss = decoder.losses(_batch(run.batches[index], device)).mean()
         if not torch.isfinite(loss):
             raise RequestError(
                 f"the loss of step {index + 1} is no finite number: a rate of {run.rate:g} is too high; give "
@@ -171,15 +168,6 @@ def _multiplies_bfloat16(device: str) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     found = torch.cpu.get_capabilities()
     return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
-
-
-def _loss(decoder: TorchDecoder, reference: TorchDecoder | None, batch: Batch, keep: float) -> torch.Tensor:
-    losses = decoder.losses(batch)
-    if reference is None:
-        return losses.mean()
-    with torch.no_grad():
-        to_learn = losses - reference.losses(batch)
-    return losses[to_learn.topk(max(1, round(keep * len(losses)))).indices].mean()
 
 
 def _batches(texts: Sequence[Text], options: TrainingOptions) -> list[list[Text]]:
