@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from edgespec.drafting.bridge import ByteBridge, IdentityBridge, encode_after
+from edgespec.drafting.bridge import ByteBridge, IdentityBridge, encode_after, safe_start
 from edgespec_models.errors import TokenizerError
 from edgespec_models.text.tokenizer import Tokenizer
 from tests.drafters_for_tests import tokenizer
@@ -229,3 +229,18 @@ def test_between_vocabularies_that_differ_in_size_alone(tokens: list[int], size:
 def test_where_nothing_stands_before_a_text_its_tokens_are_its_own(kind: str) -> None:
     data = CORPUS[0].encode()
     assert encode_after(tokenizer(kind), b"", data) == tokenizer(kind).encode_bytes(data)
+
+
+@given(st.text("ab \n\t", max_size=300), st.integers(1, 5), st.data())
+def test_text_is_encoded_again_from_the_start_of_a_word(text: str, width: int, data: st.DataObject) -> None:
+    """The last one at least 24 bytes before, or any border of tokens where there is none within 96."""
+    given, ends = text.encode(), list(range(width, len(text) + 1, width))
+    before = data.draw(st.integers(0, len(text)))
+    borders = [end for end in ends if end <= before - 24]
+    words = [
+        end for end in borders if given[end : end + 1] in (b" ", b"\n") and given[end - 1] not in b" \n\t"
+    ]
+    start = safe_start(given, ends, before)
+    near = [end for end in words if end >= before - 96]
+    far = [end for end in borders if end < before - 96]
+    assert start == (near or far or [0])[-1]

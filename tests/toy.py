@@ -35,7 +35,7 @@ from edgespec_models.errors import Cancelled, RequestError
 from edgespec_models.graphs.decoder import build_decoder, rotary_rows
 from edgespec_models.graphs.plan import FULL, DecoderPlan, EmbeddingSpec, LinearPart, LinearSpec, Precision
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
-from edgespec_runtimes.session import Predictions, SavedCache, Session
+from edgespec_runtimes.session import Predictions, SavedCache, shared_length
 from tests.tokenizers_for_tests import byte_level_json
 
 F32 = npt.NDArray[np.float32]
@@ -112,7 +112,7 @@ def script_logits(tokenizer: Tokenizer, script: bytes, start: int) -> NextLogits
     return next_logits
 
 
-class ToySession(Session):
+class ToySession:
     """A :class:`~edgespec_runtimes.session.Session` over next_logits, with a real cache: its tokens.
 
     Attributes:
@@ -127,16 +127,11 @@ class ToySession(Session):
     def __init__(
         self, next_logits: NextLogits, vocab_size: int, *, context: int = 4096, chunk: int = 8
     ) -> None:
-        self._next_logits, self._vocab_size, self._context, self._chunk = (
-            next_logits,
-            vocab_size,
-            context,
-            chunk,
-        )
+        self._next_logits, self._chunk = next_logits, chunk
+        self.vocab_size, self.longest, self.capacity = vocab_size, context, 0
         self.cache: list[int] = []
         self.passes: list[int] = []
         self.closed = False
-        self._capacity = 0
         self._buffer = np.zeros((64, vocab_size), np.float32)
 
     @classmethod
@@ -148,24 +143,12 @@ class ToySession(Session):
         return cls(script_logits(tokenizer, script, start), tokenizer.vocab_size)
 
     @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
     def length(self) -> int:
         return len(self.cache)
 
     @property
-    def capacity(self) -> int:
-        return self._capacity
-
-    @property
-    def longest(self) -> int:
-        return self._context
-
-    @property
     def kv_bytes(self) -> int:
-        return KV_BYTES * self._capacity
+        return KV_BYTES * self.capacity
 
     def tune(self, weights: Mapping[str, F32]) -> None:
         self.cache.clear()
@@ -183,13 +166,12 @@ class ToySession(Session):
         self.cache += [int(token) for token in saved.arrays[0][:length]]
 
     def reserve(self, capacity: int) -> None:
-        if capacity > self._context:
-            raise RequestError(f"{capacity} tokens do not fit {self._context}")
-        self._capacity = max(self._capacity, capacity)
+        if capacity > self.longest:
+            raise RequestError(f"{capacity} tokens do not fit {self.longest}")
+        self.capacity = max(self.capacity, capacity)
 
     def shared_prefix(self, tokens: Sequence[int]) -> int:
-        pairs = enumerate(zip(self.cache, tokens, strict=False))
-        return next((i for i, (a, b) in pairs if a != b), min(len(self.cache), len(tokens)))
+        return shared_length(self.cache, tokens)
 
     def prefill(self, tokens: Sequence[int], cancelled: Callable[[], bool] | None = None) -> None:
         self._extend(tokens, len(tokens), cancelled)
@@ -205,7 +187,7 @@ class ToySession(Session):
     def forward(self, tokens: Sequence[int]) -> F32:
         """A pass: the logits of every row."""
         assert not self.closed and len(tokens) > 0
-        assert all(0 <= token < self._vocab_size for token in tokens)
+        assert all(0 <= token < self.vocab_size for token in tokens)
         self.reserve(len(self.cache) + len(tokens))
         self.passes.append(len(tokens))
         for row, token in enumerate(tokens):
