@@ -124,16 +124,12 @@ def test_a_damaged_file_is_refused(file: Path, damage: str) -> None:
         read_alignment(_edited(file, DAMAGES[damage]))
 
 
-def test_a_file_that_is_cut_off_is_refused_wherever(file: Path) -> None:
-    data = file.read_bytes()
+def test_a_file_that_is_cut_off_or_not_finite_is_refused(file: Path) -> None:
+    data, alignment = file.read_bytes(), read_alignment(file)
     for end in (*range(64), len(data) // 2, len(data) - 1):
         file.write_bytes(data[:end])
         with pytest.raises(ModelFileError):
             read_alignment(file)
-
-
-def test_scales_that_are_not_finite_are_refused(file: Path) -> None:
-    alignment = read_alignment(file)
     alignment.parts["final_norm"].scales[:] = np.inf
     alignment.write(file)
     with pytest.raises(ModelFileError, match="finite"):
@@ -212,14 +208,13 @@ def test_scales_that_a_file_lacks_are_refused(tmp_path: Path, kind: str, columns
         open_aligned(source, tmp_path / "a.safetensors")
 
 
-def test_another_drafters_alignment_is_refused(tmp_path: Path, file: Path) -> None:
+@pytest.mark.parametrize("name", ["layers.7.q", "layers.0.nothing", "layers.0.k", "final_norm"])
+def test_what_does_not_fit_the_drafter_is_refused(
+    tmp_path: Path, source: Path, file: Path, name: str
+) -> None:
     other = tiny_gguf("llama", "Q4_1", seed=1).write(tmp_path / "other.gguf")
     with pytest.raises(ModelFileError, match=r"another checkpoint than other\.gguf: for drafter"):
         open_aligned(other, file)
-
-
-@pytest.mark.parametrize("name", ["layers.7.q", "layers.0.nothing", "layers.0.k", "final_norm"])
-def test_what_does_not_fit_the_drafter_is_refused(source: Path, file: Path, name: str) -> None:
     alignment = read_alignment(file)
     parts = {name: _codes(np.random.default_rng(0), 3, HIDDEN)}
     Alignment(alignment.origin, parts).write(file)

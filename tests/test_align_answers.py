@@ -53,7 +53,8 @@ def _drafter(out: Path) -> Bundle:
 
 def test_answers_are_written_line_by_line(tmp_path: Path) -> None:
     model, place = FakeModel(), tmp_path / "answers.jsonl"
-    assert _asked(model, place) == 0
+    assert _asked(model, place, (*PROMPTS, *PROMPTS[:3])) == 0  # one that stands twice is asked once
+    assert len(model.calls) == len(PROMPTS)
     answers = read_answers(place)
     assert [answer.prompt for answer in answers] == [prompt.turns[0] for prompt in PROMPTS]
     assert {answer.category for answer in answers} == {"even", "odd"}
@@ -143,12 +144,6 @@ def test_a_disk_that_is_full_keeps_the_answers_before(
     with pytest.raises(StorageError, match="disk is full"):
         _asked(FakeModel(), place)
     assert len(read_answers(place)) == 3
-
-
-def test_a_prompt_that_stands_twice_is_asked_once(tmp_path: Path) -> None:
-    model = FakeModel()
-    _asked(model, tmp_path / "a.jsonl", (*PROMPTS, *PROMPTS[:3]))
-    assert len(model.calls) == len(PROMPTS)
 
 
 def test_answers_from_elsewhere_need_a_prompt_and_a_text(tmp_path: Path) -> None:

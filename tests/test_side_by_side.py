@@ -184,12 +184,10 @@ def test_a_drafter_is_no_target(tmp_path: Path) -> None:
 
 def test_a_worker_answers_for_as_long_as_it_lives(target: str) -> None:
     asking = Asking(max_new_tokens=5, target="t")
-    worker = _Worker((target, "ngram"), asking, 1)
+    worker, wanted = _Worker((target, "ngram"), asking, 1), alone(target, PROMPTS[:5], asking)
     gc.collect()
     for _ in range(2):
-        assert sorted_by_prompt(worker.answer(PROMPTS[:5])) == sorted_by_prompt(
-            alone(target, PROMPTS[:5], asking)
-        )
+        assert sorted_by_prompt(worker.answer(PROMPTS[:5])) == sorted_by_prompt(wanted)
 
 
 def test_other_graphs_answer_one_after_the_other(tmp_path: Path, target: str) -> None:

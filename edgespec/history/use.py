@@ -145,8 +145,11 @@ class Writer:
         try:
             self._store, problem = _begun_anew(self._path, error)
             self._store.merge(self._scope, delta, self._text_of)
-        except (sqlite3.Error, StorageError) as again:
+        except StorageError as again:
             self._report(str(again))
+            return False
+        except sqlite3.Error as again:
+            self._report(f"the history {self._path} was damaged ({error}) and cannot be written ({again})")
             return False
         self._damage = None
         self._report(problem)
