@@ -76,6 +76,9 @@ def test_how_much_the_target_suffers_is_learned_and_ends_what_does_not_pay(clock
     harmless, harmful, slow = (_beside(clock) for _ in range(3))
     assert _passes(harmless, clock, 160, slowdown=1.3) == 150  # every sixteenth pass is left alone
     assert harmless.slowdown == pytest.approx(1.3, rel=0.01)
+    harmless.start(iter(_Steps(clock, 0.9)), pass_s=10.0, wanted=3)
+    clock.spend(20.0)
+    assert harmless.settle() == pytest.approx(3.0, rel=0.05)  # by which the pass took longer
     assert _passes(harmful, clock, 160, slowdown=3.0) < 20
     assert _passes(harmful, clock, 160, slowdown=3.0) > 0  # it is tried again
     assert _passes(harmful, clock, 400, slowdown=1.0) > 200
@@ -99,21 +102,23 @@ class _Timed(ToySession):
 
 
 def test_a_draft_says_how_much_longer_its_pass_takes(clock: Clock) -> None:
-    """So the pricing learns what passes take alone."""
-    pricing, next_logits = Pricing(CostCurve({1: 10.0, 16: 10.1})), markov_logits(5, VOCAB, scale=200.0)
-    small, beside = _Timed(next_logits, clock, 3.0), _beside(clock)
-    ahead = Ahead(model_of(small, pricing=pricing, clock=clock), beside, pricing=pricing, remarks=Remarks())
+    """So the pricing learns what passes take alone, whatever their rows."""
+    curve, next_logits = CostCurve({1: 5.0, 2: 6.0, 5: 12.0}), markov_logits(5, VOCAB, scale=200.0)
+    pricing, beside = Pricing(curve), _beside(clock, 1.0)
+    model = model_of(_Timed(next_logits, clock, 1.0), pricing=pricing, clock=clock)
+    ahead = Ahead(model, beside, pricing=pricing, remarks=Remarks())
     tokens, draft, slowdowns = list(PROMPT), Draft(), list[float]()
-    for _ in range(120):
-        draft = ahead.propose(tokens, 4)
+    for number in range(251):
+        draft = ahead.propose(tokens, 1 + 3 * (number % 3 > 0))
         slowdowns.append(draft.slowdown)
-        took = 10.0 * (1.3 if beside._ran else 1.0)
-        pricing.observe_pass(5, took / draft.slowdown)  # as the policy does
-        ahead.observe(replace(round_of(*draft.tokens, draft=draft, accepted=4), target_s=took))
+        rows = 1 + len(draft.tokens)
+        took = curve.seconds(rows) * (1.3 if beside._ran else 1.0)
+        pricing.observe_pass(rows, took / draft.slowdown)  # as the policy does
+        ahead.observe(replace(round_of(*draft.tokens, draft=draft, accepted=rows - 1), target_s=took))
         tokens = [*tokens, *draft.tokens] if len(tokens) < 500 else list(PROMPT)
     assert slowdowns[0] == 1.0 and slowdowns[-1] == pytest.approx(1.3, rel=0.05)
-    assert slowdowns.count(1.0) > 120 // 16
-    assert pricing.pass_seconds(5) == pytest.approx(10.0, rel=0.05)
+    assert slowdowns.count(1.0) > 251 // 16
+    assert pricing.pass_seconds(5) == pytest.approx(12.0, rel=0.05)
     assert draft.head(1).slowdown == slowdowns[-1]  # whatever is left of it
 
 

@@ -1,6 +1,7 @@
 """The promise of the whole project: with any drafter, the output is that of decoding without one."""
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
@@ -125,16 +126,29 @@ def _run(
     return tokens, accepted
 
 
+SAMPLED = (
+    SamplingParams(temperature=0.8),
+    SamplingParams(temperature=1.5, top_k=20, top_p=0.9, min_p=0.01),
+    SamplingParams(temperature=0.6, repetition_penalty=1.3),
+)
+
+
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("script", [False, True])
-@settings(max_examples=8, deadline=None)
-@given(seed=st.integers(0, 1000), count=st.integers(1, 70), max_draft=st.integers(1, 9))
-def test_greedy_output_is_that_of_plain_decoding(
-    kind: str, script: bool, seed: int, count: int, max_draft: int
+@settings(max_examples=12, deadline=None)
+@given(
+    params=st.sampled_from((GREEDY, *SAMPLED)),
+    seed=st.integers(0, 1000),
+    count=st.integers(1, 70),
+    max_draft=st.integers(1, 9),
+)
+def test_output_is_that_of_plain_decoding(
+    kind: str, script: bool, params: SamplingParams, seed: int, count: int, max_draft: int
 ) -> None:
-    prompt = [seed % 400, 7, 9]
-    expected = _plain(_target(script), prompt, count)
-    got, _ = _run(_target(script), _drafter(kind, seed), prompt, count=count, max_draft=max_draft)
+    params, prompt = replace(params, seed=seed), [seed % 400, 7, 9]
+    expected = _plain(_target(script), prompt, count, params)
+    drafter, verify = _drafter(kind, seed), Verifier(params)
+    got, _ = _run(_target(script), drafter, prompt, count=count, max_draft=max_draft, verify=verify)
     assert got == expected
 
 
@@ -149,21 +163,6 @@ def test_drafts_that_should_be_accepted_are(kind: str, script: bool) -> None:
     _, accepted = _run(target, _drafter(kind, 1), [5, 7, 9], count=300, max_draft=6)
     assert accepted > 75
     assert len(target.passes) < 230
-
-
-@pytest.mark.parametrize("kind", DRAFTERS)
-@settings(max_examples=6, deadline=None)
-@given(seed=st.integers(0, 1000), sampling=st.integers(0, 2))
-def test_seeded_samples_are_those_of_plain_decoding(kind: str, seed: int, sampling: int) -> None:
-    params = (
-        SamplingParams(temperature=0.8, seed=seed),
-        SamplingParams(temperature=1.5, top_k=20, top_p=0.9, min_p=0.01, seed=seed),
-        SamplingParams(temperature=0.6, repetition_penalty=1.3, seed=seed),
-    )[sampling]
-    prompt = [seed % 400, 7, 9]
-    expected = _plain(_target(False), prompt, 60, params)
-    got, _ = _run(_target(False), _drafter(kind, seed), prompt, count=60, verify=Verifier(params))
-    assert got == expected
 
 
 @pytest.mark.parametrize("kind", ["oracle with errors", "same model", "script, sentencepiece"])

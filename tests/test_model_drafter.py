@@ -363,6 +363,21 @@ def test_only_passes_count_as_time_and_the_prompt_s_does_not() -> None:
     assert not reader.room_ahead and not reader.room_for(session.capacity + 1)
 
 
+def test_what_passes_take_is_learned_and_fades_where_none_run() -> None:
+    clock = _Watch()
+    reader, text = Reader(_session(), SLOW, clock=clock), [1, 2, 3]
+    clock.step_s = 30.0
+    for _ in range(40):
+        token = reader.read(text).following
+        reader.step(token)
+        text += [token, (token + 1) % VOCAB]
+    assert reader.seconds_of_text([9]) > 20.0 and reader.seconds_of_step(-1) > 20.0
+    for _ in range(2000):
+        reader.idle()
+    assert reader.seconds_of_text([9]) == pytest.approx(2.0, rel=0.01)
+    assert reader.seconds_of_step(-1) == pytest.approx(1.0, rel=0.01)
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(
