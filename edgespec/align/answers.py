@@ -39,15 +39,9 @@ _REMEDY = 'Give one JSON object a line, with "prompt" and "text"'
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a target wrote.
+    """What a target answered to a prompt, the one message of a conversation.
 
-    Attributes:
-        prompt: what it was asked, as the one message of a conversation.
-        text: what it answered.
-        complete: whether the model itself ended the text there.
-        category: of the prompt.
-        temperature: at which tokens were drawn.
-        target: who wrote it.
+    It is ``complete`` where the model itself ended the text; ``category`` is the prompt's.
     """
 
     prompt: Annotated[str, length(1)]
@@ -62,10 +56,7 @@ class Answer:
 class Asking:
     """How prompts are asked.
 
-    Attributes:
-        max_new_tokens: the most that an answer may have.
-        temperatures: which of them a prompt gets is a function of its text, and so is the seed.
-        target: the name of who answers.
+    Which of the ``temperatures`` a prompt gets is a function of its text, and so is the seed.
     """
 
     max_new_tokens: Annotated[int, within(1, 2**31 - 1)] = 512

@@ -36,10 +36,8 @@ _FEWEST = 10  # texts
 class Place:
     """Where and on what training runs, and where its results lie.
 
-    Attributes:
-        out: a directory that exists.
-        device: ``auto`` is a GPU that PyTorch can use, or else the CPU.
-        threads: 0 leaves that to PyTorch.
+    ``out`` exists. The device ``auto`` is a GPU that PyTorch can use, or else the CPU; with 0 threads PyTorch
+    decides how many.
     """
 
     out: Path

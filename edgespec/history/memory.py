@@ -26,6 +26,7 @@ __all__ = [
     "Index",
     "Memory",
     "Snapshot",
+    "Tell",
     "keep_best",
 ]
 
@@ -227,16 +228,17 @@ class Delta:
         self.anew, self.verdicts = True, dict(verdicts)
 
 
+Tell = Callable[[Callable[[Delta], None]], None]
+"""Is given a function that writes down what happened in a :class:`Delta`."""
+
+
 class Memory:
     """What one scope has learned. One thread at a time.
 
     What is learned becomes findable at the next :meth:`refresh`, so that within a request proposals
     depend on earlier requests and on the committed text alone.
 
-    Args:
-        snapshot: what is known already.
-        max_tokens: tokens kept; beyond it the passages that are worth least go.
-        tell: called with a function that writes down what happened in a :class:`Delta`.
+    Beyond ``max_tokens`` the passages go that are worth least.
     """
 
     def __init__(
@@ -244,7 +246,7 @@ class Memory:
         snapshot: Snapshot,
         *,
         max_tokens: int,
-        tell: Callable[[Callable[[Delta], None]], None] = lambda note: None,
+        tell: Tell = lambda note: None,
     ) -> None:
         self._entries = {entry.passage.digest: entry for entry in snapshot.entries}
         self._tallies = dict(snapshot.tallies)

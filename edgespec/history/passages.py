@@ -118,8 +118,7 @@ class Entry:
     Attributes:
         uses: how often it was written, and how much of it was proposed and accepted, decayed until ``at``.
         at: the clock (learned tokens of the scope) when ``uses`` was last brought up to date.
-        right: by token of the body, verdicts that found it right as a proposal, decayed; a byte each.
-        wrong: the same, wrong.
+        right: by token of the body, verdicts that found it right as a proposal, decayed; ``wrong`` likewise.
     """
 
     passage: Passage

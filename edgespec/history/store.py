@@ -45,10 +45,8 @@ Name = Annotated[str, form(r"[^\ud800-\udfff]*", "without lone surrogates")]
 class Scope:
     """Whom answers are kept apart by: another target or tokenizer, or another namespace, shares nothing.
 
-    Attributes:
-        target: the target's name.
-        tokenizer: digest of its tokenizer (:attr:`edgespec_models.text.tokenizer.Tokenizer.digest`).
-        namespace: the application's own name for an app, a task or a language; may be empty.
+    ``tokenizer`` is the digest of the target's; ``namespace`` is the application's own name for an app, a
+    task or a language.
     """
 
     target: Name
@@ -91,10 +89,8 @@ class Store:
     A correction that cannot be read, or whose table has another shape (another version of edgespec wrote it),
     counts as none and is replaced.
 
-    Args:
-        connection: as :func:`edgespec.history.database.connect` opens it.
-        max_tokens: bound of one scope.
-        max_bytes: bound of the file.
+    The ``connection`` is as :func:`edgespec.history.database.connect` opens it. A scope is bounded by
+    ``max_tokens``, the file by ``max_bytes``.
     """
 
     def __init__(
@@ -178,10 +174,8 @@ class Store:
     ) -> tuple[int, int]:
         """Add passages from elsewhere, with their history, and corrections, all or none; hold the bounds.
 
-        Of two corrections of one drafter the one stays that was learned from more.
-
-        Returns:
-            How many of the passages are stored then, and how many of the corrections' drafters have one.
+        Of two corrections of one drafter the one stays that was learned from more. Returns how many of the
+        passages are stored then, and how many of the corrections' drafters have one.
         """
         clocks, given, taught = {}, set(), set()
         with transaction(self._connection):
@@ -213,11 +207,7 @@ class Store:
         return key, clock
 
     def remove(self, found: Sequence[Learned]) -> int:
-        """Delete passages and overwrite what they said; with them all corrections, whatever their scope.
-
-        Returns:
-            How many corrections there were.
-        """
+        """Delete passages, overwrite what they said, and delete all corrections; returns how many of these."""
         with transaction(self._connection):
             for learned in found:
                 row = self._find(learned.scope)

@@ -19,7 +19,7 @@ from edgespec.drafting.experience import Experience, Outcome
 from edgespec.drafting.pricing import Guard
 from edgespec.history.database import connect_read_only, is_damage, reason, set_aside
 from edgespec.history.drafter import HistoryDrafter
-from edgespec.history.memory import Delta, DrafterKey, Memory, Snapshot
+from edgespec.history.memory import Delta, DrafterKey, Memory, Snapshot, Tell
 from edgespec.history.passages import Entry
 from edgespec.history.store import MAX_TOKENS, Scope, Store
 from edgespec.learning.gains import Table
@@ -164,21 +164,15 @@ class Writer:
 class HistoryUse:
     """What one model uses of one history. One request at a time.
 
-    Args:
-        snapshot: what is known.
-        writer: None where nothing can be written.
-        problem: why not, or what happened to the file.
+    ``writer`` is None where nothing can be written; ``problem`` is why not, or what happened to the file.
     """
 
     def __init__(self, snapshot: Snapshot, writer: Writer | None, problem: str | None) -> None:
-        if writer is None:
-            self.memory = Memory(snapshot, max_tokens=MAX_TOKENS)
-        else:
-            self.memory = Memory(snapshot, max_tokens=MAX_TOKENS, tell=writer.tell)
+        self._tell: Tell = (lambda note: None) if writer is None else writer.tell
+        self.memory = Memory(snapshot, max_tokens=MAX_TOKENS, tell=self._tell)
         self._writer, self._problem = writer, problem
-        self._records = snapshot.records
+        self._records, self._tables = snapshot.records, snapshot.corrections
         self._experiences: dict[str, Experience] = {}
-        self._tables = snapshot.corrections
         self._trainers: dict[DrafterKey, Trainer] = {}
         self._told_at = monotonic()
         self._undone = 0  # times that what drafters learned was put back, when the last request began
@@ -204,8 +198,11 @@ class HistoryUse:
 
     def experience(self, drafter: str) -> Experience:
         """What reading prompts gained a drafter, named by its digest, and goes on gaining."""
+
+        def tell(outcome: Outcome) -> None:
+            self._tell(partial(Delta.gained, drafter=drafter, outcome=outcome))
+
         if drafter not in self._experiences:
-            tell = partial(self._tell, drafter)
             self._experiences[drafter] = Experience(self._records.get(drafter), tell=tell)
         return self._experiences[drafter]
 
@@ -246,12 +243,8 @@ class HistoryUse:
         self._told_at = monotonic()
         for drafter, trainer in self._trainers.items():
             lesson = trainer.lesson()
-            if lesson is not None and self._writer is not None:
-                self._writer.tell(partial(Delta.learned, drafter=drafter, lesson=lesson))
-
-    def _tell(self, drafter: str, outcome: Outcome) -> None:
-        if self._writer is not None:
-            self._writer.tell(partial(Delta.gained, drafter=drafter, outcome=outcome))
+            if lesson is not None:
+                self._tell(partial(Delta.learned, drafter=drafter, lesson=lesson))
 
 
 def open_use(path: Path, scope: Scope, tokenizer: Tokenizer) -> HistoryUse:

@@ -23,11 +23,7 @@ ROWS = 3
 
 
 class Gains:
-    """Names and places of the gains in a vector.
-
-    Args:
-        stored: each gain as the bundle has it, by its name in the graph, in the graph's order.
-    """
+    """Names and places of the gains in a vector, from those in the bundle, in the graph's order."""
 
     def __init__(self, stored: Mapping[str, F32]) -> None:
         self._places: dict[str, slice] = {}

@@ -44,9 +44,7 @@ class Tuning:
     the present ones were right less often, by 24 guesses that nothing made good, those are put back; if they
     fail too, the bundle's.
 
-    Args:
-        decoder: the drafter.
-        table: what is known; None, or a table of another shape, is nothing.
+    A ``table`` is what is known; None, or one of another shape, is nothing.
     """
 
     def __init__(self, decoder: NumpyDecoder, table: Table | None = None) -> None:
@@ -82,9 +80,7 @@ class Tuning:
     def learn(self, example: Example, breathe: Callable[[], None] = lambda: None) -> Reading:
         """Learn from a text; returns how it was read before that.
 
-        Args:
-            example: at least one token of an answer.
-            breathe: called between layers; may wait, or raise to give up, when nothing is learned.
+        ``breathe`` is called between layers; it may wait, or raise to give up, when nothing is learned.
         """
         reading, failed = self._read(example, self._state[0], breathe, differentiate=True), False
         if self.texts % _CHECK_EVERY == 0 and self._state[0].any():  # the first too, after a restart
