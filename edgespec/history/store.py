@@ -207,7 +207,7 @@ class Store:
         return key, clock
 
     def remove(self, found: Sequence[Learned]) -> int:
-        """Delete passages, overwrite what they said, and delete all corrections; returns how many of these."""
+        """Delete passages, overwrite what they said, delete all corrections; returns how many of those."""
         with transaction(self._connection):
             for learned in found:
                 row = self._find(learned.scope)
