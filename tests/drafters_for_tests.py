@@ -22,6 +22,7 @@ from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.session import Predictions, Session
 from tests.tokenizers_for_tests import byte_level_json, sentencepiece_json
 from tests.toy import F32, NextLogits, Silent, ToySession, stream_over
+from tools import replay
 
 VOCAB = 50
 PROMPT = [3, 1, 4]
@@ -39,6 +40,21 @@ def tokenizer(kind: str) -> Tokenizer:
     if kind == "small byte":
         return Tokenizer.from_json(byte_level_json(size=300, specials=("<eos>",)), vocab_size=330)
     return Tokenizer.from_json(sentencepiece_json(prefix=kind == "prefixed"), vocab_size=520)
+
+
+class Timed(ToySession):
+    """A toy whose passes take the time of a curve, on a clock that the tests turn."""
+
+    def __init__(
+        self, next_logits: NextLogits, vocab_size: int, clock: replay.Clock, curve: CostCurve
+    ) -> None:
+        super().__init__(next_logits, vocab_size)
+        self._clock, self._curve = clock, curve
+        self.reserve(2000)
+
+    def forward(self, tokens: Sequence[int]) -> F32:
+        self._clock.spend(self._curve.seconds(len(tokens)))
+        return super().forward(tokens)
 
 
 def plain(next_logits: NextLogits, count: int, params: SamplingParams = GREEDY) -> list[int]:

@@ -1,6 +1,6 @@
 """Whether to draft ahead: what is begun, what it costs, what it gains, on a clock that the tests turn."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -13,8 +13,8 @@ from edgespec.requests.request import Request
 from edgespec.requests.results import Generation
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.devices.kinds import KINDS, Device, Placement, State, run_at_once
-from tests.drafters_for_tests import PROMPT, VOCAB, mixed, model_of, plain, stream_of
-from tests.toy import F32, NextLogits, ToySession, markov_logits, round_of
+from tests.drafters_for_tests import PROMPT, VOCAB, Timed, mixed, model_of, plain, stream_of
+from tests.toy import markov_logits, round_of
 from tools.replay import Clock, lane
 
 
@@ -88,24 +88,11 @@ def test_how_much_the_target_suffers_is_learned_and_ends_what_does_not_pay(clock
     assert slow.slowdown == pytest.approx(1.0, abs=0.07)
 
 
-class _Timed(ToySession):
-    """A toy whose passes take a given time."""
-
-    def __init__(self, next_logits: NextLogits, clock: Clock, seconds: float) -> None:
-        super().__init__(next_logits, VOCAB)
-        self._clock, self._seconds = clock, seconds
-        self.reserve(1000)
-
-    def forward(self, tokens: Sequence[int]) -> F32:
-        self._clock.spend(self._seconds)
-        return super().forward(tokens)
-
-
 def test_a_draft_says_how_much_longer_its_pass_takes(clock: Clock) -> None:
     """So the pricing learns what passes take alone, whatever their rows."""
     curve, next_logits = CostCurve({1: 5.0, 2: 6.0, 5: 12.0}), markov_logits(5, VOCAB, scale=200.0)
     pricing, beside = Pricing(curve), _beside(clock, 1.0)
-    model = model_of(_Timed(next_logits, clock, 1.0), pricing=pricing, clock=clock)
+    model = model_of(Timed(next_logits, VOCAB, clock, CostCurve({1: 1.0})), pricing=pricing, clock=clock)
     ahead = Ahead(model, beside, pricing=pricing, remarks=Remarks())
     tokens, draft, slowdowns = list(PROMPT), Draft(), list[float]()
     for number in range(251):
@@ -127,8 +114,8 @@ def _answer(clock: Clock, *, right: float, side_by_side: bool) -> tuple[Generati
     pricing, next_logits = Pricing(CostCurve({1: 1.0, 16: 1.02})), markov_logits(5, VOCAB)
     curve = CostCurve({1: 0.25})
     beside = _beside(clock, 0.25) if side_by_side else None
-    small = _Timed(mixed(next_logits, markov_logits(6, VOCAB), right), clock, 0.25)
-    target = _Timed(next_logits, clock, 1.0)
+    small = Timed(mixed(next_logits, markov_logits(6, VOCAB), right), VOCAB, clock, curve)
+    target = Timed(next_logits, VOCAB, clock, CostCurve({1: 1.0}))
     drafter = model_of(small, pricing=pricing, curve=curve, clock=clock)
     result = stream_of(target, drafter, beside, pricing, Request(max_new_tokens=128), clock).run()
     assert [*PROMPT, *result.tokens] == plain(next_logits, 128)

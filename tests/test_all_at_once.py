@@ -28,24 +28,14 @@ from edgespec.measuring.chi_square import pool_rare, two_samples
 from edgespec.measuring.prompts import Prompt
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve
-from tests.drafters_for_tests import GREEDY, model_of
+from tests.drafters_for_tests import GREEDY, Timed, model_of
 from tests.learning_for_tests import AtOnce
 from tests.native_for_tests import tiny_native
-from tests.toy import F32, LLAMA, Silent, ToySession, markov_logits
+from tests.toy import LLAMA, Silent, ToySession, markov_logits
 from tools.replay import Clock
 
 VOCAB = 12
 FLAT = CostCurve({1: 1.0, 64: 1.0001})
-
-
-class _Timed(ToySession):
-    """A second for each pass."""
-
-    clock: Clock
-
-    def forward(self, tokens: Sequence[int]) -> F32:
-        self.clock.spend(1.0)
-        return super().forward(tokens)
 
 
 class _Machine:
@@ -57,8 +47,8 @@ class _Machine:
         self.guards = Guard(self.pricing), Guard(self.pricing)
         self.requests = 0
         self.accepted = dict.fromkeys(("ngram", "history", "model"), 0)
-        self.target = _Timed(markov_logits(1, VOCAB, scale=1.0), VOCAB)
-        self.target.clock = self.clock = Clock()
+        self.clock = Clock()
+        self.target = Timed(markov_logits(1, VOCAB, scale=1.0), VOCAB, self.clock, CostCurve({1: 1.0}))
         self.small = ToySession.markov(2, VOCAB, scale=1.0)
         self.small.reserve(500)
 

@@ -3,7 +3,7 @@ from functools import partial
 from itertools import permutations, takewhile
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.drafting.bridge import ByteBridge, IdentityBridge, encode_after, safe_start
@@ -144,23 +144,6 @@ def test_work_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(sizes) == 2
     assert max(sizes) < 200
     assert sizes[1] >= 24 + len(" the quick")  # with context to its left
-
-
-@example("日本語")
-@settings(deadline=None)
-@given(texts)
-def test_a_character_in_parts_grows_together(text: str) -> None:
-    """Byte tokens one at a time: what was half a character is encoded again when it is whole."""
-    target, drafter = tokenizer("small byte"), tokenizer("sentencepiece")
-    bridge = _bridge("small byte", "sentencepiece")
-    singles = [target._ids_of_single_bytes[byte] for byte in text.encode()]
-    tokens: list[int] = [1, 2, 3]
-    for token in singles:
-        assert token is not None
-        tokens.append(token)
-        ids = _generated(bridge, "sentencepiece", tokens)
-        assert drafter.bytes_of(ids) == target.bytes_of(tokens[3:])
-    assert not text or drafter.decode(ids) == text
 
 
 def test_nothing_generated_nothing_drafted() -> None:

@@ -14,32 +14,25 @@ from edgespec.requests.request import Request
 from edgespec.requests.runner import PreparedRequest
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
-from tests.drafters_for_tests import policy_of
+from tests.drafters_for_tests import Timed, policy_of
 from tests.tokenizers_for_tests import byte_level_json
-from tests.toy import F32, Deaf, ToySession, markov_logits, round_of, stream_over
+from tests.toy import Deaf, markov_logits, round_of, stream_over
+from tools.replay import Clock
 
 FLAT = CostCurve({1: 1.0, 16: 1.001})
 """A plain token takes a second; verifying more costs next to nothing."""
 
 
-@dataclass
-class _Clock:
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock() -> _Clock:
-    return _Clock()
+def clock() -> Clock:
+    return Clock()
 
 
 @dataclass
 class _Source(Deaf):
     """Proposes tokens of these confidences and takes its time."""
 
-    clock: _Clock
+    clock: Clock
     confidence: tuple[float, ...] = ()
     seconds: float = 0.0
     name: str = "model"
@@ -48,7 +41,7 @@ class _Source(Deaf):
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
         self.asked.append(len(tokens))
-        self.clock.now += self.seconds
+        self.clock.spend(self.seconds)
         confidence = self.confidence[:limit]
         return Draft(tuple(range(len(confidence))), None, (self.name,) * len(confidence), confidence)
 
@@ -76,7 +69,7 @@ class _Rounds:
         self.policy = Policy(free, Part(model, reading_s), pricing=pricing, guard=self.guard)
         self.policy.observe(round_of(1))
 
-    def propose(self, clock: _Clock, tokens: list[int], limit: int) -> Draft:
+    def propose(self, clock: Clock, tokens: list[int], limit: int) -> Draft:
         started = clock.now
         draft = self.policy.propose(tokens, limit)
         taken, pass_s = clock.now - started, self._curve.seconds(1 + len(draft.tokens))
@@ -167,14 +160,14 @@ class TestGuard:
 
 
 class TestPolicy:
-    def test_without_a_model_the_free_draft_is_cut_where_it_stops_paying(self, clock: _Clock) -> None:
+    def test_without_a_model_the_free_draft_is_cut_where_it_stops_paying(self, clock: Clock) -> None:
         free = _Source(clock, (0.9, 0.8, 0.0, 0.9), name="ngram")
         draft = _Rounds(free, None).propose(clock, [1, 2], 8)
         assert draft == Draft((0, 1), None, ("ngram",) * 2, (0.9, 0.8))
 
     @pytest.mark.parametrize(("confidence", "source"), [((0.9, 0.9), "ngram"), ((0.3,), "model")])
     def test_the_higher_surplus_drafts(
-        self, clock: _Clock, confidence: tuple[float, ...], source: str
+        self, clock: Clock, confidence: tuple[float, ...], source: str
     ) -> None:
         free, model = _Source(clock, confidence, name="ngram"), _Source(clock, (0.9,) * 4, 0.1)
         chosen = _Rounds(free, model)
@@ -182,7 +175,7 @@ class TestPolicy:
             assert set(chosen.propose(clock, [1] * length, 8).sources) == {source}
         assert bool(model.asked) == (source == "model")
 
-    def test_a_model_that_gains_much_wins_over_free_drafts_that_gain_some(self, clock: _Clock) -> None:
+    def test_a_model_that_gains_much_wins_over_free_drafts_that_gain_some(self, clock: Clock) -> None:
         free, model = _Source(clock, (0.3,), name="ngram"), _Source(clock, (0.95,) * 6, 0.1)
         chosen = _Rounds(free, model)
         for _ in range(40):
@@ -192,12 +185,12 @@ class TestPolicy:
         free.confidence = (0.99,) * 8
         assert chosen.propose(clock, [1], 8).sources == ("ngram",) * 8
 
-    def test_where_the_model_has_nothing_the_free_draft_is_taken(self, clock: _Clock) -> None:
+    def test_where_the_model_has_nothing_the_free_draft_is_taken(self, clock: Clock) -> None:
         free, model = _Source(clock, (0.4, 0.0), name="ngram"), _Source(clock)
         assert _Rounds(free, model).propose(clock, [1], 8).sources == ("ngram",)
         assert len(model.asked) == 1
 
-    def test_rows_that_cost_nothing_are_filled_behind_the_model(self, clock: _Clock) -> None:
+    def test_rows_that_cost_nothing_are_filled_behind_the_model(self, clock: Clock) -> None:
         free, model = _Source(clock, beyond=(0.2,) * 9), _Source(clock, (0.9, 0.9), name="model")
         free.name = "ngram"
         curve = CostCurve({1: 1.0, 4: 1.0, 5: 2.0, 8: 2.0})  # passes are four rows wide
@@ -206,7 +199,7 @@ class TestPolicy:
         free.beyond = (0.95,) * 9  # a second pass of four rows pays too
         assert chosen.propose(clock, [1], 7).sources == ("model",) * 2 + ("ngram",) * 5
 
-    def test_the_model_is_not_asked_before_twice_its_reading_has_passed(self, clock: _Clock) -> None:
+    def test_the_model_is_not_asked_before_twice_its_reading_has_passed(self, clock: Clock) -> None:
         free, model = _Source(clock, name="ngram"), _Source(clock, (0.9,))
         chosen = _Rounds(free, model, reading_s=1.5)
         assert [chosen.propose(clock, [1] * n, 4).tokens for n in range(1, 6)] == [(), (), (), (0,), (0,)]
@@ -214,7 +207,7 @@ class TestPolicy:
 
     @pytest.mark.parametrize(("confidence", "seconds"), [((), 0.5), ((0.5,), 0.9)])
     def test_the_model_is_asked_only_while_it_pays(
-        self, clock: _Clock, confidence: tuple[float, ...], seconds: float
+        self, clock: Clock, confidence: tuple[float, ...], seconds: float
     ) -> None:
         """It drafts nothing and takes half a token's time; or what it drafts gains less than its time."""
         model = _Source(clock, confidence, seconds)
@@ -227,7 +220,7 @@ class TestPolicy:
         assert asked[0]
         assert 0 < sum(asked[1000:]) < 150  # a tenth of the rounds, to see whether it is still so
 
-    def test_old_verdicts_fade(self, clock: _Clock) -> None:
+    def test_old_verdicts_fade(self, clock: Clock) -> None:
         model = _Source(clock, (), 0.5)
         chosen = _Rounds(_Source(clock), model)
         for _ in range(200):
@@ -239,7 +232,7 @@ class TestPolicy:
         assert all(chosen.propose(clock, [1], 8).tokens for _ in range(20))
         assert len(model.asked) == 20
 
-    def test_reading_the_prompt_is_not_held_against_the_model(self, clock: _Clock) -> None:
+    def test_reading_the_prompt_is_not_held_against_the_model(self, clock: Clock) -> None:
         model = _Source(clock, (0.9,), 500.0)
         chosen = _Rounds(_Source(clock), model)
         chosen.propose(clock, [1], 8)
@@ -250,7 +243,7 @@ class TestPolicy:
         chosen.propose(clock, [1], 8)
         assert not chosen.propose(clock, [1], 8).tokens
 
-    def test_a_draft_is_at_most_twice_as_long_as_what_was_accepted_before(self, clock: _Clock) -> None:
+    def test_a_draft_is_at_most_twice_as_long_as_what_was_accepted_before(self, clock: Clock) -> None:
         rounds = _Rounds(_Source(clock, (0.999,) * 64, name="ngram"), None)
         lengths = []
         for accepted in (3, 8, 16, 20, 2, 0):
@@ -260,7 +253,7 @@ class TestPolicy:
             rounds.policy.observe(Step(tokens, draft, accepted, target_s=1.0))
         assert lengths == [8, 8, 16, 32, 32, 8]
 
-    def test_nobody_is_asked_in_a_pause_or_without_room(self, clock: _Clock) -> None:
+    def test_nobody_is_asked_in_a_pause_or_without_room(self, clock: Clock) -> None:
         free, model = _Source(clock, (0.9,)), _Source(clock, (0.9,))
         chosen = _Rounds(free, model)
         assert chosen.policy.propose([1], 0) is NO_DRAFT
@@ -269,16 +262,6 @@ class TestPolicy:
             assert chosen.propose(clock, [1], 8) is NO_DRAFT
         assert not free.asked and not model.asked
         assert chosen.propose(clock, [1], 8).tokens
-
-
-class _Timed(ToySession):
-    """Every pass takes a second."""
-
-    clock: _Clock
-
-    def forward(self, tokens: Sequence[int]) -> F32:
-        self.clock.now += 1.0
-        return super().forward(tokens)
 
 
 class _Reading(_Source):
@@ -303,7 +286,7 @@ LOSING = "rounds with drafts ran at 0.67 times"
     ],
 )
 def test_what_a_request_draws_from_its_rounds(
-    clock: _Clock,
+    clock: Clock,
     make: type[_Source],
     confidence: tuple[float, ...],
     seconds: float,
@@ -313,10 +296,8 @@ def test_what_a_request_draws_from_its_rounds(
 ) -> None:
     """A request whose rounds but the first and the last, so many, may draft."""
     drafter, pricing = make(clock, confidence, seconds), Pricing(FLAT)
-    session = _Timed(markov_logits(0, 404), 404)
-    session.clock = clock
     prepared = PreparedRequest(
-        session=session,
+        session=Timed(markov_logits(0, 404), 404, clock, CostCurve({1: 1.0})),
         tokenizer=Tokenizer.from_json(byte_level_json(), vocab_size=404),
         tokens=[1, 2, 3],
         request=Request(max_new_tokens=rounds + 2),

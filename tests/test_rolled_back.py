@@ -4,7 +4,6 @@ On a clock that the tests turn: a target's pass takes a second and a quarter mor
 """
 
 import logging
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -24,9 +23,9 @@ from edgespec.requests.results import Generation
 from edgespec.requests.runner import PreparedRequest
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
-from tests.drafters_for_tests import PROMPT, VOCAB, plain
+from tests.drafters_for_tests import PROMPT, VOCAB, Timed, plain
 from tests.tokenizers_for_tests import byte_level_json
-from tests.toy import F32, NextLogits, ToySession, markov_logits, round_of, stream_over
+from tests.toy import markov_logits, round_of, stream_over
 from tools.replay import Clock
 
 CURVE = CostCurve({1: 1.0, 17: 5.0})
@@ -46,22 +45,6 @@ def clock() -> Clock:
     return Clock()
 
 
-class _Timed(ToySession):
-    clock: Clock
-    curve: CostCurve
-
-    @classmethod
-    def of(cls, next_logits: NextLogits, clock: Clock, curve: CostCurve) -> "_Timed":
-        session = cls(next_logits, VOCAB)
-        session.clock, session.curve = clock, curve
-        session.reserve(2000)
-        return session
-
-    def forward(self, tokens: Sequence[int]) -> F32:
-        self.clock.spend(self.curve.seconds(len(tokens)))
-        return super().forward(tokens)
-
-
 class _Machine:
     """A model with a history, its clock made up."""
 
@@ -69,7 +52,7 @@ class _Machine:
         self.pricing = Pricing(CURVE)
         self.guards = Guard(self.pricing), Guard(self.pricing, "proposals from the history brought tokens")
         self.use = HistoryUse(snapshot, None, None)
-        self.target, self._clock = _Timed.of(NEXT_LOGITS, clock, CURVE), clock
+        self.target, self._clock = Timed(NEXT_LOGITS, VOCAB, clock, CURVE), clock
 
     def answer(self, new: int = NEW) -> Generation:
         prepared = PreparedRequest(
