@@ -22,12 +22,12 @@ from edgespec_models.bundles.bundle import MANIFEST, Bundle
 from edgespec_models.bundles.static_graphs import CHIPS, StaticGraphs, find_chip
 from edgespec_models.errors import BundleError, DeviceError, DoesNotFit, EdgespecError, RequestError
 from edgespec_models.progress import Progress
+from edgespec_runtimes import static as static_session
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.devices.discovery import Runtime, resolve
 from edgespec_runtimes.devices.kinds import CPU, KINDS, Device, Placement
 from edgespec_runtimes.ort import ort
-from edgespec_runtimes.static import session as static_session
-from edgespec_runtimes.static.session import StaticSession, open_on
+from edgespec_runtimes.static import StaticSession, open_on
 from tests.gguf_for_tests import tiny_gguf
 from tests.machines_for_tests import EMULATING, PLAIN, SNAPDRAGON
 

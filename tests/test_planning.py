@@ -26,7 +26,7 @@ from edgespec_models.errors import CatalogueError, DeviceError, RequestError
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.devices.kinds import CPU, Device
 from edgespec_runtimes.memory import MachineMemory, machine_memory
-from edgespec_runtimes.static.session import StaticSession
+from edgespec_runtimes.static import StaticSession
 from tests.foreign_for_tests import ForeignSpec, WrittenOut, write_genai, write_optimum, write_written_out
 from tests.gguf_for_tests import tiny_gguf
 from tests.hf_for_tests import config_of, write_checkpoint

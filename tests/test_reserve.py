@@ -19,8 +19,7 @@ from edgespec_runtimes.devices.kinds import CPU, Device
 from edgespec_runtimes.graph_session import GraphSession
 from edgespec_runtimes.kv_buffers import GrowingCache, SharedCache
 from edgespec_runtimes.ort import ort, ort_state
-from edgespec_runtimes.static.io import StaticIO
-from edgespec_runtimes.static.session import StaticSession
+from edgespec_runtimes.static import StaticIO, StaticSession
 from tests.foreign_for_tests import ForeignSpec, write_genai
 from tests.gguf_for_tests import tiny_gguf
 from tests.native_for_tests import tiny_native

@@ -12,7 +12,7 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.foreign import open_bundle
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.kv_buffers import KvStore
-from edgespec_runtimes.static.session import StaticSession
+from edgespec_runtimes.static import StaticSession
 from tests.foreign_for_tests import ForeignSpec, write_genai
 from tests.gguf_for_tests import tiny_gguf
 from tests.models_for_tests import toy_session

@@ -20,8 +20,7 @@ from edgespec_models.errors import BundleError, Cancelled, DeviceError, RequestE
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.devices.kinds import CPU, Device
 from edgespec_runtimes.session import TrimmedHead, Tunable
-from edgespec_runtimes.static.io import StaticIO, cheapest_passes
-from edgespec_runtimes.static.session import StaticSession
+from edgespec_runtimes.static import StaticIO, StaticSession, cheapest_passes
 from tests.gguf_for_tests import F32, tiny_gguf
 
 ON_CPU = Device(CPU, "ready")

@@ -29,8 +29,7 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_runtimes.devices.discovery import place
 from edgespec_runtimes.devices.kinds import CPU, KINDS, Device
 from edgespec_runtimes.session import Logits, Session
-from edgespec_runtimes.static.io import StaticIO
-from edgespec_runtimes.static.session import StaticSession
+from edgespec_runtimes.static import StaticIO, StaticSession
 from tools.arguments import arguments
 
 TEXT = (

@@ -303,7 +303,7 @@ def _open(
 
         session = CudaSession(bundle, place.device, options, row_exact=row_exact)
     else:
-        from edgespec_runtimes.static.session import StaticSession
+        from edgespec_runtimes.static import StaticSession
 
         session = StaticSession(bundle, place.device, options, row_exact=row_exact)
     opened.append(session)

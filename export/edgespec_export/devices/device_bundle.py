@@ -33,7 +33,7 @@ from edgespec_runtimes.devices.discovery import Runtime, resolve
 from edgespec_runtimes.devices.kinds import CPU, Device
 from edgespec_runtimes.memory import peak_memory_bytes
 from edgespec_runtimes.ort import ort
-from edgespec_runtimes.static.session import StaticSession
+from edgespec_runtimes.static import StaticSession
 
 __all__ = ["build_for_device", "compile_contexts", "compile_graph", "compiler_for"]
 
