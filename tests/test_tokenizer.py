@@ -66,9 +66,8 @@ def test_special_tokens_only_on_request() -> None:
     assert end not in tok.encode("a<|im_end|>")
     assert tok.decode(tok.encode("a<|im_end|>")) == "a<|im_end|>"
     assert tok.special_id("<tool>") is None
-
-
-def test_the_text_of_a_special_token_is_encoded_like_other_text() -> None:
+    (tool,) = tok.encode("<tool>")  # an added token that is not special always matches
+    assert (tok.token_bytes(tool), tok.is_special(tool)) == (b"<tool>", False)
     tok = Tokenizer.from_json(byte_level_json(specials=("<|endoftext|>", "the quick")))
     assert tok.encode("the quick", special=True) == [1]
     assert [tok.token_bytes(id_) for id_ in tok.encode("the quick")] == [b"the", b" quick"]
@@ -85,13 +84,6 @@ def test_the_text_of_a_special_token_is_encoded_like_other_text() -> None:
 )
 def test_only_what_needs_it_is_spelled_in_bytes(kind: str, data: bytes) -> None:
     assert len(tokenizer(kind).encode_bytes(data)) <= 8
-
-
-def test_added_tokens_that_are_not_special_always_match() -> None:
-    tok = tokenizer("bytes")
-    (tool,) = tok.encode("<tool>")
-    assert tok.token_bytes(tool) == b"<tool>"
-    assert not tok.is_special(tool)
 
 
 def test_special_token_reachable_by_merges_is_spelled_out() -> None:
@@ -271,12 +263,10 @@ def test_damaged_files_are_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_missing_and_binary_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match="Cannot read"):
-        Tokenizer.from_file(tmp_path / "absent.json")
-    binary = tmp_path / "binary.json"
-    binary.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(TokenizerError, match="Cannot read"):
-        Tokenizer.from_file(binary)
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    for name in ("absent.json", "binary.json"):
+        with pytest.raises(TokenizerError, match="Cannot read"):
+            Tokenizer.from_file(tmp_path / name)
 
 
 @pytest.mark.parametrize(
