@@ -113,7 +113,6 @@ class FakeModel:
         source = {"model": SourceStats(drafted, accepted)} if drafted else {}
         return GenerationStats(
             prompt_tokens=len(prompt),
-            cached_tokens=0,
             new_tokens=count,
             ttft_s=0.5,
             decode_s=step * (count - 1),

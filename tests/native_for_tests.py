@@ -30,6 +30,7 @@ def tiny_native(
     seed: int = 0,
     role: Literal["target", "drafter"] = "target",
     head_tokens: tuple[int, ...] | None = None,
+    template: str | None = None,
 ) -> TinyModel:
     """Build a random model of ``config``, every matrix in ``kind``, in the new directory ``folder``.
 
@@ -55,7 +56,7 @@ def tiny_native(
         weights |= {f"{prefix}.parts.0.bias": bias[:cut], f"{prefix}.parts.1.bias": bias[cut:]}
     facts = {"role": role, "weights": "exact", "formats": {kind: 1}, "choices": True}
     facts |= {"kv": "float16", "operators": "edgespec"}
-    write_bundle(folder, model, config, head_tokens, tokenizer_json, facts)
+    write_bundle(folder, model, config, head_tokens, tokenizer_json, facts, template)
     return TinyModel(folder, config, weights)
 
 

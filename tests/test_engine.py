@@ -216,14 +216,6 @@ def test_the_end_token_ends_the_text_unless_told_otherwise(
             assert (going_on.tokens, going_on.finish_reason) == (plain.tokens, "length")
 
 
-@pytest.mark.parametrize("count", [1, 2, 9])
-def test_no_more_tokens_than_asked_for(model: Model, plain: Generation, count: int) -> None:
-    result = model.generate(PROMPT, max_new_tokens=count, stop_at_eos=False)
-    _check(result)
-    assert result.tokens == plain.tokens[:count]
-    assert result.finish_reason == "length"
-
-
 def test_an_answer_may_fill_the_context_and_is_shortened_to_it(models: _Models) -> None:
     with edgespec.load(models.short, models.same, options=OPTIONS) as model:
         prompt_tokens = model.generate(PROMPT, max_new_tokens=1).stats.prompt_tokens
@@ -247,16 +239,6 @@ def test_a_prompt_too_long_for_the_drafter_is_decoded_without_it(models: _Models
     assert result.stats.prompt_tokens > 100
     assert result.tokens == expected.tokens
     assert "model" not in result.stats.by_source
-
-
-def test_the_prompt_that_is_in_the_cache_is_not_read_again(model: Model) -> None:
-    first = model.generate(PROMPT, max_new_tokens=4).stats
-    assert (first.cached_tokens, first.prompt_tokens > 3) == (0, True)
-    again = model.generate(PROMPT, max_new_tokens=4).stats
-    assert again.cached_tokens == again.prompt_tokens - 1
-    longer = model.generate(f"{PROMPT}\n    return a", max_new_tokens=4).stats
-    assert 3 <= longer.cached_tokens <= first.prompt_tokens
-    assert model.generate("Another", max_new_tokens=4).stats.cached_tokens == 0
 
 
 def test_cancelled_it_ends_and_the_model_stays_usable(model: Model, plain: Generation) -> None:

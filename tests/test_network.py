@@ -1,16 +1,14 @@
 """Inference asks no network: where every socket is forbidden a process loads, answers, chats and learns."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from edgespec_models.bundles.bundle import MANIFEST, TEMPLATE, FileRecord
 from tests.native_for_tests import tiny_native
 from tests.toy import LLAMA
 
@@ -21,17 +19,9 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs the system's f
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("offline")
-    tiny_native(folder / "target", LLAMA, "Q4_1")
+    tiny_native(folder / "target", LLAMA, "Q4_1", template=CHAT)
     tiny_native(folder / "drafter", replace(LLAMA, num_layers=1), "Q8_0", role="drafter")
-    add_template(folder / "target")
     return folder
-
-
-def add_template(bundle: Path) -> None:
-    (bundle / TEMPLATE).write_text(CHAT, encoding="utf-8")
-    manifest = json.loads((bundle / MANIFEST).read_text(encoding="utf-8"))
-    manifest["files"][TEMPLATE] = asdict(FileRecord.of(bundle / TEMPLATE))
-    (bundle / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
 
 
 def offline(folder: Path, way: str) -> "subprocess.CompletedProcess[str]":

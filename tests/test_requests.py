@@ -2,9 +2,8 @@
 
 import asyncio
 import inspect
-import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +14,6 @@ import edgespec
 from edgespec import LoadOptions, Model, RequestOptions
 from edgespec.loading import opening
 from edgespec.requests.request import Request, encode_chat
-from edgespec_models.bundles.bundle import MANIFEST, TEMPLATE, FileRecord
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cpu import CpuSession
 from edgespec_runtimes.session import Predictions
@@ -30,17 +28,9 @@ OPTIONS = LoadOptions(threads=1)
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 
 
-def _with_template(folder: Path, source: str) -> Path:
-    (folder / TEMPLATE).write_text(source, encoding="utf-8")
-    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    manifest["files"][TEMPLATE] = asdict(FileRecord.of(folder / TEMPLATE))
-    (folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
-    return folder
-
-
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _with_template(tiny_native(tmp_path_factory.mktemp("requests") / "target").path, HERMES)
+    return tiny_native(tmp_path_factory.mktemp("requests") / "target", template=HERMES).path
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +38,7 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of another family: its template knows two roles and shows no tools."""
     source = """{% for message in messages %}{% if message.role not in ('user', 'assistant') %}
         {{- raise_exception('no ' + message.role) }}{% endif %}{{ message.content }}{% endfor %}"""
-    return _with_template(tiny_native(tmp_path_factory.mktemp("requests") / "drafter", seed=3).path, source)
+    return tiny_native(tmp_path_factory.mktemp("requests") / "drafter", seed=3, template=source).path
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +202,7 @@ def test_without_tools_nothing_is_parsed(target: Path, write: Callable[..., None
     ],
 )
 def test_a_template_that_cannot_do_tools_says_so(tmp_path: Path, source: str, said: str) -> None:
-    folder = _with_template(tiny_native(tmp_path / "target").path, source)
+    folder = tiny_native(tmp_path / "target", template=source).path
     with (
         edgespec.load(folder, None, options=OPTIONS) as model,
         pytest.raises(RequestError, match=f"chat template of target .*{said}"),
@@ -304,7 +294,7 @@ def test_a_call_can_be_required(tmp_path: Path, source: str, options: dict[str, 
     wide = replace(LLAMA, context_length=2000)
     specials = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "[TOOL_CALLS]")
     text = byte_level_json(specials=specials)
-    folder = _with_template(tiny_native(tmp_path / "target", wide, tokenizer_json=text).path, source)
+    folder = tiny_native(tmp_path / "target", wide, tokenizer_json=text, template=source).path
     with edgespec.load(folder, "ngram", options=OPTIONS) as model:
         for choice in ("required", {"type": "function", "function": {"name": "paint"}}):
             tools = [BOUNDED] if choice == "required" else [*TOOLS, BOUNDED]

@@ -25,26 +25,19 @@ FIRST = [(7 * i * i + 3) % 250 for i in range(300)]
 OTHER = [(5 * i * i + 1) % 250 for i in range(90)]
 
 
-def _native(folder: Path) -> CpuSession:
-    return CpuSession(tiny_native(folder / "m", LLAMA).bundle, OPTIONS)
+KINDS: dict[str, Callable[[Path], object]] = {
+    "native": tiny_native,
+    "in place": lambda folder: tiny_bundle(folder, LLAMA, INT4),
+    "shared": lambda folder: write_genai(folder, ForeignSpec()),
+    "growing": lambda folder: write_genai(folder, ForeignSpec(attention="concat")),
+}
 
 
-def _in_place(folder: Path) -> CpuSession:
-    return CpuSession(tiny_bundle(folder / "m", LLAMA, INT4).bundle, OPTIONS)
-
-
-def _shared(folder: Path) -> CpuSession:
-    return CpuSession(open_bundle(write_genai(folder / "m", ForeignSpec())), OPTIONS)
-
-
-def _growing(folder: Path) -> CpuSession:
-    return CpuSession(open_bundle(write_genai(folder / "m", ForeignSpec(attention="concat"))), OPTIONS)
-
-
-@pytest.fixture(scope="module", params=[_native, _in_place, _shared, _growing])
+@pytest.fixture(scope="module", params=KINDS)
 def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CpuSession:
-    opened: CpuSession = request.param(tmp_path_factory.mktemp("saved"))
-    return opened
+    folder = tmp_path_factory.mktemp("saved") / "m"
+    KINDS[request.param](folder)
+    return CpuSession(open_bundle(folder), OPTIONS)
 
 
 def _close(session: CpuSession) -> Callable[..., bool]:

@@ -23,6 +23,7 @@ from edgespec_models.bundles.bundle import (
     GRAPH,
     HEAD_TOKENS,
     MANIFEST,
+    TEMPLATE,
     TOKENIZER,
     Bundle,
     FileRecord,
@@ -323,11 +324,14 @@ def write_bundle(
     head_tokens: tuple[int, ...] | None,
     tokenizer_json: str | None,
     facts: Mapping[str, Any],
+    template: str | None = None,
 ) -> None:
     """A bundle of ``model``, whose parameters are filled; ``facts`` are the manifest's."""
     folder.mkdir(parents=True)
     text = tokenizer_json or byte_level_json()
     (folder / TOKENIZER).write_text(text, encoding="utf-8")
+    if template is not None:
+        (folder / TEMPLATE).write_text(template, encoding="utf-8")
     if head_tokens is not None:
         np.save(folder / HEAD_TOKENS, np.array(head_tokens, np.int32))
     # As in exports, all weights are external, and only the graph's own constants are not.
