@@ -101,16 +101,15 @@ def test_each_drafted_token_is_marked_with_its_source(page: "Page", url: str) ->
     assert sources[:3] == list(SOURCES[1:]) and "target" not in sources
     titles = {mark.get_attribute("title") for mark in marks.all()}
     assert titles == {"drafted by small", "drafted from this text", "drafted from what was learned"}
-    kinds = {source: _underline(page, source) for source in SOURCES[1:]}
-    assert len(set(kinds.values())) == 3  # readable without colour
+    kinds = {_style(page, f".said [data-source={one}]", "textDecorationStyle") for one in SOURCES[1:]}
+    assert len(kinds) == 3  # readable without colour
     legend = page.locator("#legend").inner_text()
     assert "by the target itself" in legend and "drafted by small" in legend
     assert "tokens/s" in answer.locator(".cost").inner_text()
 
 
-def _underline(page: "Page", source: str) -> str:
-    style = "node => getComputedStyle(node).textDecorationStyle"
-    return str(page.locator(f".said [data-source={source}]").first.evaluate(style))
+def _style(page: "Page", of: str, name: str) -> str:
+    return str(page.locator(of).first.evaluate(f"node => getComputedStyle(node).{name}"))
 
 
 def test_speed_stands_beside_plain_decodings(page: "Page", url: str, model: ServedModel) -> None:
@@ -143,12 +142,7 @@ def test_everything_is_reached_by_keyboard(page: "Page", url: str, model: Served
     page.locator("#marks").focus()
     page.keyboard.press("Space")
     assert page.locator("#marks").get_attribute("aria-pressed") == "false"
-    assert _underline_line(page) == "none"
-
-
-def _underline_line(page: "Page") -> str:
-    line = "node => getComputedStyle(node).textDecorationLine"
-    return str(page.locator(".said [data-source]").first.evaluate(line))
+    assert _style(page, ".said [data-source]", "textDecorationLine") == "none"
 
 
 def test_escape_stops_an_answer_and_what_was_said_stays(page: "Page", url: str, model: ServedModel) -> None:
@@ -180,20 +174,17 @@ def test_markdown_is_shown_as_it_should_look_and_never_as_html(page: "Page", url
     assert "<b>not bold</b>" in said.inner_text()
 
 
-def test_light_and_dark_follow_the_system_and_the_button(browser: "Browser", url: str) -> None:
-    back = "() => getComputedStyle(document.body).backgroundColor"
-    for scheme in ("light", "dark"):
-        page = browser.new_page(color_scheme=scheme)
-        page.goto(url)
-        first = page.evaluate(back)
-        assert _is_dark(first) == (scheme == "dark")
-        page.locator("#theme").click()
-        assert _is_dark(page.evaluate(back)) != _is_dark(first)
-        page.close()
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_light_and_dark_follow_the_system_and_the_button(page: "Page", url: str, scheme: Any) -> None:
+    def dark() -> bool:
+        colour = _style(page, "body", "backgroundColor")
+        return sum(map(int, re.findall(r"\d+", colour)[:3])) < 3 * 128
 
-
-def _is_dark(colour: str) -> bool:
-    return sum(map(int, re.findall(r"\d+", colour)[:3])) < 3 * 128
+    page.emulate_media(color_scheme=scheme)
+    page.goto(url)
+    assert dark() == (scheme == "dark")
+    page.locator("#theme").click()
+    assert dark() == (scheme == "light")
 
 
 def test_what_was_learned_is_shown_and_forgotten(page: "Page", model: ServedModel, tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ class Answer {
 
   /** Characters from start to end, cut at tokens; drafted ones are marked with their source. */
   range(node, start, end) {
-    let index = firstAbove(this.ends, start);
+    let index = this.ends.findIndex((end) => end > start);
     while (start < end) {
       const stop = Math.min(this.ends[index] ?? end, end);
       const text = this.text.slice(start, stop);
@@ -159,18 +159,6 @@ class Answer {
     for (const source of this.sources) counts[source] = (counts[source] ?? 0) + 1;
     return counts;
   }
-}
-
-/** Index of the first of the ascending values that is above the limit. */
-function firstAbove(values, limit) {
-  let low = 0;
-  let high = values.length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (values[middle] > limit) high = middle;
-    else low = middle + 1;
-  }
-  return low;
 }
 
 /** Paragraphs, headings, items of lists, and code, as ranges of the text. */
@@ -252,7 +240,7 @@ async function send(question) {
   else state.messages.pop(); // an unanswered question is asked again, not piled up
   if (!answer.text) node.remove();
   working(false);
-  refreshLearned();
+  refreshLearned().catch(tell);
 }
 
 function request() {
@@ -353,36 +341,33 @@ function fail(error) {
 
 async function refreshLearned() {
   if (!state.model.edgespec.history) return;
-  try {
-    const learned = await (await ask("edgespec/history")).json();
-    const taught = learned.corrections.map((each) => each.drafter).join(", ");
-    $("learned-summary").textContent =
-      `The history “${learned.name}” holds ${learned.passages} passages` +
-      (taught ? `, and corrections for ${taught}.` : ".");
-    const rows = learned.shown.map((passage) => {
-      const row = document.createElement("li");
-      const text = document.createElement("pre");
-      text.textContent = passage.text.trim();
-      text.title = `${passage.tokens} tokens, ${passage.right} of ${passage.right + passage.wrong} proposals right`;
-      row.append(text);
-      return row;
-    });
-    $("passages").replaceChildren(...rows);
-  } catch (error) {
-    $("status").textContent = error.message;
-  }
+  const learned = await (await ask("edgespec/history")).json();
+  const taught = learned.corrections.map((each) => each.drafter).join(", ");
+  $("learned-summary").textContent =
+    `The history “${learned.name}” holds ${learned.passages} passages` +
+    (taught ? `, and corrections for ${taught}.` : ".");
+  const rows = learned.shown.map((passage) => {
+    const row = document.createElement("li");
+    const text = document.createElement("pre");
+    text.textContent = passage.text.trim();
+    text.title = `${passage.tokens} tokens, ${passage.right} of ${passage.right + passage.wrong} proposals right`;
+    row.append(text);
+    return row;
+  });
+  $("passages").replaceChildren(...rows);
 }
 
 async function forget(what) {
-  try {
-    const body = JSON.stringify(what);
-    const forgotten = await (await ask("edgespec/history/forget", { method: "POST", body })).json();
-    await refreshLearned();
-    const count = forgotten.passages;
-    $("status").textContent = count === 1 ? "One passage is forgotten." : `${count} passages are forgotten.`;
-  } catch (error) {
-    $("status").textContent = error.message;
-  }
+  const body = JSON.stringify(what);
+  const forgotten = await (await ask("edgespec/history/forget", { method: "POST", body })).json();
+  await refreshLearned();
+  const count = forgotten.passages;
+  $("status").textContent = count === 1 ? "One passage is forgotten." : `${count} passages are forgotten.`;
+}
+
+/** What went wrong with the history stands below the buttons. */
+function tell(error) {
+  $("status").textContent = error.message;
 }
 
 // ---- controls ------------------------------------------------------------------------------------------------
@@ -439,12 +424,12 @@ function controls() {
   $("forget").addEventListener("submit", (event) => {
     event.preventDefault();
     const text = $("forget-text").value;
-    if (text.trim()) forget({ text });
+    if (text.trim()) forget({ text }).catch(tell);
     $("forget-text").value = "";
   });
   $("forget-all").addEventListener("click", () => $("sure").showModal());
   $("sure").addEventListener("close", () => {
-    if ($("sure").returnValue === "yes") forget({ everything: true });
+    if ($("sure").returnValue === "yes") forget({ everything: true }).catch(tell);
     $("sure").returnValue = "no";
   });
 }
@@ -460,7 +445,7 @@ async function begin() {
     document.title = `${state.model.id} – edgespec`;
     $("learned").hidden = !history;
     showSpeed(0);
-    refreshLearned();
+    refreshLearned().catch(tell);
   } catch (error) {
     fail(error);
   }
