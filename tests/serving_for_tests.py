@@ -254,20 +254,13 @@ def ask(
     headers: Mapping[str, str] | None = None,
     method: str | None = None,
 ) -> Reply:
-    """One request, with exactly these headers; ``body`` is sent as JSON unless it is bytes."""
-    address = urlsplit(url).netloc
-    connection = http.client.HTTPConnection(address, timeout=30)
+    """One request; ``body`` is sent as JSON unless it is bytes."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
     data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-    sent = {"Host": address} | ({"Content-Type": "application/json"} if data is not None else {})
+    sent = {"Content-Type": "application/json"} if data is not None else {}
     try:
-        connection.putrequest(
-            method or ("GET" if data is None else "POST"), path, skip_host=True, skip_accept_encoding=True
-        )
-        for name, value in {**sent, **(headers or {})}.items():
-            connection.putheader(name, value)
-        if data is not None:
-            connection.putheader("Content-Length", str(len(data)))
-        connection.endheaders(data)
+        chosen = method or ("GET" if data is None else "POST")
+        connection.request(chosen, path, data, {**sent, **(headers or {})})
         response = connection.getresponse()
         return Reply(response.status, dict(response.getheaders()), response.read())
     finally:

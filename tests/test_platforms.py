@@ -1,7 +1,6 @@
 """What systems differ in: consoles, names of files, their modes, locks, signals; others are fakes."""
 
 import errno
-import hashlib
 import io
 import json
 import os
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -24,11 +22,10 @@ from edgespec.cli import app, main
 from edgespec.loading.opening import open_model
 from edgespec_export.export import export_model
 from edgespec_models.bundles.bundle import MANIFEST, Bundle
-from edgespec_models.downloads.catalog import CatalogueEntry, HubFile, find
 from edgespec_models.downloads.download import pull
 from edgespec_models.errors import DownloadError, EdgespecError, RequestError
 from edgespec_models.files.replacing import write_text
-from tests.downloads_for_tests import Hub, running_hub
+from tests.downloads_for_tests import CONTENT, FROM_HUB, Hub
 from tests.gguf_for_tests import tiny_gguf
 from tests.native_for_tests import tiny_native
 from tests.toy import LLAMA
@@ -37,12 +34,6 @@ POSIX = pytest.mark.skipif(os.name != "posix", reason="a matter of POSIX systems
 ROOT = Path(__file__).parents[1]
 ENCODINGS = ("ascii", "cp1252", "cp932", "utf-8")
 Run = Callable[..., tuple[int, bytes]]
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
 
 
 class TestConsoles:
@@ -158,27 +149,6 @@ class TestModes:
         assert modes == {0o700 & ~umask}
 
 
-def entry_of(content: bytes) -> CatalogueEntry:
-    return replace(
-        find("smollm2-135m-instruct"),
-        filename="toy.gguf",
-        size_bytes=len(content),
-        sha256=hashlib.sha256(content).hexdigest(),
-        sources=(HubFile("someone/toy", "toy.gguf"),),
-    )
-
-
-@pytest.fixture
-def hub(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    for name in list(os.environ):
-        if name.startswith(("HF_", "PIP_")):
-            monkeypatch.delenv(name)
-    with running_hub() as hub:
-        hub.content = b"hello" * 40_000
-        monkeypatch.setenv("HF_ENDPOINT", hub.address)
-        yield hub
-
-
 @POSIX
 class TestLocks:
     """File systems that lack locks, or a service for them."""
@@ -196,7 +166,7 @@ class TestLocks:
         self, tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         self.fail_with(errno.ENOSYS, monkeypatch)
-        assert pull(entry_of(hub.content or b"")).read_bytes() == hub.content
+        assert pull(FROM_HUB).read_bytes() == hub.content
         source = tiny_gguf("llama").write(tmp_path / "m.gguf")
         assert open_model(source, "target").manifest.name == "m"
 
@@ -205,7 +175,7 @@ class TestLocks:
     ) -> None:
         self.fail_with(errno.ENOLCK, monkeypatch)
         with pytest.raises(DownloadError, match=r"No locks available.*set EDGESPEC_HOME to another folder"):
-            pull(entry_of(hub.content or b""))
+            pull(FROM_HUB)
         source = tiny_gguf("llama").write(tmp_path / "m.gguf")
         with pytest.raises(EdgespecError, match="No locks available"):
             open_model(source, "target")
@@ -237,7 +207,7 @@ role = "target"
 parameters = 1
 licence = "MIT"
 filename = "toy.gguf"
-size_bytes = 200_000
+size_bytes = {size}
 sha256 = "{digest}"
 
 [[sources]]
@@ -247,7 +217,7 @@ filename = "toy.gguf"
 
 [[sources]]
 kind = "index"
-parts = [{{ package = "toy-part", version = "1.0", member = "toy.bin", size_bytes = 200_000 }}]
+parts = [{{ package = "toy-part", version = "1.0", member = "toy.bin", size_bytes = {size} }}]
 """
 ENDS = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
 ENDS += [(signal.SIGHUP, 129)] if os.name == "posix" else []
@@ -260,7 +230,9 @@ class TestSignals:
     @pytest.fixture(autouse=True)
     def catalogue(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
         self.folder = tmp_path_factory.mktemp("catalogue")
-        (self.folder / "toy.toml").write_text(TOY.format(digest="0" * 64), encoding="utf-8")
+        (self.folder / "toy.toml").write_text(
+            TOY.format(size=len(CONTENT), digest="0" * 64), encoding="utf-8"
+        )
         return self.folder
 
     def start(self, *arguments: str) -> "subprocess.Popen[str]":
@@ -292,7 +264,7 @@ class TestSignals:
             wait_for(lambda: [p for p in home.rglob("*.part") if p.stat().st_size == 100_000], child)
             ended, said = self.end(child, number)
         assert ended == code and "Traceback" not in said
-        assert {path.name for path in (home / "models").iterdir()} == {"toy.gguf.hub.part", "toy.gguf.lock"}
+        assert {path.name for path in home.iterdir()} == {"toy.gguf.hub.part", "toy.gguf.lock"}
 
     def test_a_download_by_pip(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
