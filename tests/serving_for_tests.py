@@ -51,12 +51,10 @@ class ServedModel:
     Attributes:
         refusal: raised by every request.
         fault: raised behind the first record.
-        ends: why answers end.
         pause_s: before every record.
         calls: prompt and options of each request, as they come to its turn.
         reads: takes an answer's text; returns what is around its calls of tools, and these.
         cancelled: how many streams were cancelled before their end.
-        learned: the paths given to ``use_history``.
     """
 
     refusal: EdgespecError | None = None
@@ -87,12 +85,12 @@ class ServedModel:
     def stream(self, prompt: str, **options: Any) -> "ServedStream":
         if self.refusal is not None:
             raise self.refusal
-        return ServedStream(self, prompt, prompt, options)
+        return ServedStream(self, prompt, options)
 
     def stream_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> "ServedStream":
-        if self.refusal is not None:
-            raise self.refusal
-        return ServedStream(self, messages, str(messages[-1]["content"]), options)
+        stream = self.stream(str(messages[-1]["content"]), **options)
+        stream.asked = messages
+        return stream
 
     def use_history(self, path: Any) -> None:
         self.learned.append(path)
@@ -105,8 +103,9 @@ class ServedModel:
 class ServedStream:
     """An answer of :class:`ServedModel`: the prompt's text behind "re: ", two tokens a record."""
 
-    def __init__(self, model: ServedModel, asked: Any, text: str, options: Mapping[str, Any]) -> None:
-        self._model, self._asked, self._options = model, asked, options
+    def __init__(self, model: ServedModel, text: str, options: Mapping[str, Any]) -> None:
+        self._model, self._options = model, options
+        self.asked: Any = text
         ids = tokenizer().encode(f"re: {text}")[: options.get("max_new_tokens", 256)]
         scores = options.get("logprobs", False)
         self._tokens = [
@@ -133,7 +132,7 @@ class ServedStream:
 
     async def records(self) -> AsyncIterator[Record]:
         async with self._model.turn:
-            self._model.calls.append((self._asked, self._options))
+            self._model.calls.append((self.asked, self._options))
             for at in range(0, len(self._tokens), 2):
                 await asyncio.sleep(self._model.pause_s)
                 if at and self._model.fault is not None:

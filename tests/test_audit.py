@@ -105,20 +105,11 @@ def test_the_first_token_is_not_counted() -> None:
     assert audit_sampling(model.as_model(), samples=100).chi_square.degrees == 3 * 2
 
 
-@pytest.mark.parametrize(
-    ("x", "degrees", "p"),
-    [  # from tables of the chi-square distribution
-        (3.841459, 1, 0.05),
-        (6.634897, 1, 0.01),
-        (18.307038, 10, 0.05),
-        (3.940299, 10, 0.95),
-        (124.342113, 100, 0.05),
-        (77.929465, 100, 0.95),
-        (10.827566, 1, 0.001),
-    ],
-)
-def test_survival_agrees_with_tables(x: float, degrees: int, p: float) -> None:
-    assert survival(x, degrees) == pytest.approx(p, abs=1e-7)
+def test_survival_agrees_with_tables() -> None:
+    table = {(3.841459, 1): 0.05, (10.827566, 1): 0.001, (18.307038, 10): 0.05, (3.940299, 10): 0.95}
+    table |= {(124.342113, 100): 0.05, (77.929465, 100): 0.95, (5.991465, 2): 0.05, (7.814728, 3): 0.05}
+    for (x, degrees), p in table.items():
+        assert survival(x, degrees) == pytest.approx(p, abs=1e-7)
 
 
 @given(st.integers(1, 2000), st.floats(0, 5000))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import stat
 from dataclasses import replace
 from pathlib import Path
@@ -48,15 +49,10 @@ def test_both_ways_take_turns_with_the_same_options_and_a_cold_cache() -> None:
     assert all({k: v for k, v in options.items() if k != "speculate"} == same for options in measured)
 
 
-def test_a_model_without_template_continues_the_prompt() -> None:
-    model = FakeModel(template=False)
-    assert [pair.plain.text for pair in pairs_of(model)] == ["re: write", "re: code one", "re: code two"]
-
-
 def test_pairs_come_one_by_one_and_progress_counts_them() -> None:
     seen: list[Progress] = []
-    run = measure(FakeModel().as_model(), PROMPTS, OPTIONS, progress=seen.append)
-    next(run)
+    run = measure(FakeModel(template=False).as_model(), PROMPTS, OPTIONS, progress=seen.append)
+    assert next(run).plain.text == "re: write"  # without a template, the prompt is continued
     assert [(p.done, p.total) for p in seen] == [(0, 3)]
     assert len(list(run)) == 2
     assert seen[-1].done == seen[-1].total == 3
@@ -123,14 +119,11 @@ def test_the_documented_keys_hold_the_right_figures() -> None:
     json.dumps(result, allow_nan=False)
 
 
-def test_without_a_drafter_model_drafts_cost_nothing() -> None:
+def test_what_is_missing_is_null_or_said() -> None:
     model = FakeModel(drafter_name=None, drafter_step_s=None)
     result = summarize(model.as_model(), pairs_of(model), OPTIONS)
     assert result["mbsu"]["bytes"] == result["mbsu"]["parameters"] == result["block_efficiency"]
     assert result["models"]["drafter"] is None and result["drafter_step_ms"] is None
-
-
-def test_a_bench_without_drafts_says_why() -> None:
     model = FakeModel(drafts=False)
     result = summarize(model.as_model(), pairs_of(model), OPTIONS)
     assert result["acceptance_rate"] is None and result["acceptance_by_position"] == []
@@ -139,8 +132,6 @@ def test_a_bench_without_drafts_says_why() -> None:
 
 
 def test_nothing_that_names_the_host_is_in_the_figures() -> None:
-    import platform
-
     machine = summarize(FakeModel().as_model(), [], OPTIONS)["machine"]
     assert platform.node() not in json.dumps({k: v for k, v in machine.items() if k != "packages"})
     assert machine["cpu"] and machine["memory_bytes"] > 0 and "onnxruntime" in machine["packages"]

@@ -63,13 +63,10 @@ def test_help_lists_every_command_and_imports_none() -> None:
     assert not {"numpy", "onnxruntime", "huggingface_hub", "edgespec.cli.models"} & loaded
 
 
-def test_version() -> None:
-    code, out, _ = run("--version")
-    assert (code, out.startswith("edgespec ")) == (0, True)
-
-
 def test_models_shows_what_is_pulled() -> None:
     assert run("models")[1].split()[-1] == "-"
+    (model,) = json.loads(run("models", "--json")[1])
+    assert (model["name"], model["size_bytes"], model["path"]) == ("toy", 5, None)
     with running_hub() as hub, pytest.MonkeyPatch.context() as patch:
         hub.content = b"hello"
         patch.setenv("HF_ENDPOINT", hub.address)
@@ -97,11 +94,6 @@ def test_pull_prints_path_and_licence(home: Path, monkeypatch: pytest.MonkeyPatc
     assert (home / "toy.gguf").read_bytes() == b"hello"
 
 
-def test_models_as_json() -> None:
-    (model,) = json.loads(run("models", "--json")[1])
-    assert (model["name"], model["size_bytes"], model["path"]) == ("toy", 5, None)
-
-
 def test_a_failure_is_one_line_and_exit_code_1() -> None:
     code, out, err = run("pull", "toy")
     assert (code, out) == (1, "")
@@ -116,8 +108,9 @@ def test_an_unknown_model_fails_before_anything_is_fetched(home: Path) -> None:
     assert not home.exists()
 
 
-def test_misuse_is_exit_code_2() -> None:
+def test_misuse_is_exit_code_2_and_the_version_is_told() -> None:
     assert run("pull")[0] == 2
+    assert run("--version")[1].startswith("edgespec ")
     code, _, err = run("pul")
     assert code == 2
     assert "Did you mean 'pull'?" in err

@@ -51,14 +51,10 @@ def test_a_bad_file_says_what_is_wrong_and_where(tmp_path: Path, text: str, mess
     with pytest.raises(RequestError, match=message) as caught:
         load_prompts(path)
     assert str(path) in str(caught.value)
-
-
-def test_a_missing_file_and_one_that_is_not_text_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="cannot read"):
-        load_prompts(tmp_path / "none.jsonl")
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(RequestError, match="cannot read"):
-        load_prompts(tmp_path / "binary")
+    path.write_bytes(b"\xff\xfe\x00")
+    for unreadable in (path, tmp_path / "none.jsonl"):
+        with pytest.raises(RequestError, match="cannot read"):
+            load_prompts(unreadable)
 
 
 def test_a_limit_takes_from_every_category_in_turn_and_keeps_the_order() -> None:
