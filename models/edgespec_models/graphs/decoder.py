@@ -1,20 +1,12 @@
 """The decoder over ONNX Runtime's operators: for GPUs, and as the portable form on CPUs.
 
-Inputs: ``input_ids`` int64 (1, n); ``seqlens_k`` int32 (1) and ``total_sequence_length`` int32 (), as
-GroupQueryAttention defines them; ``logits_rows`` int64 (r), the rows whose logits are wanted;
-``past_key_values.L.key/value`` float32 (1, kv heads, capacity, head_dim), written in place.
-Outputs: ``logits`` float32 (1, r, rows of the LM head); ``present.L.key/value``.
+Beside what every graph has (:mod:`.graph_decoder`) it takes ``seqlens_k`` int32 (1) and
+``total_sequence_length`` int32 (), as GroupQueryAttention defines them. The cache is
+(1, kv heads, capacity, head_dim).
 
-Trimmed drafters with tied embeddings also have ``context_tokens`` int64 (m): m more columns of the logits.
-
-The gains of a drafter's normalizations, such as ``layers.3.attn_norm.weight``, are inputs with a default: a
-session may run with others (:mod:`edgespec.learning`).
-
-Graphs for GPUs (:class:`Precision`) compute in float16 and have a float16 cache; logits are float32 all the
-same. So that logits need not leave the GPU, two more outputs say what most readers want of them:
-``best_columns`` int64 (1, r), the most likely column of each row and the lowest of equals, and
-``best_probabilities`` float32 (1, r), NaN where a row has NaN or its largest logit is not finite. They take
-one more input, ``column_order`` float32 (columns): 0, -1, -2 and so on.
+Graphs for GPUs (:class:`Precision`) compute in float16 and have a float16 cache. So that logits need not
+leave the GPU, they return the best columns, and take for that ``column_order`` float32 (columns): 0, -1, -2
+and so on.
 """
 
 from collections.abc import Mapping
@@ -63,10 +55,8 @@ class _StandardDecoder(GraphDecoder):
     def build(self) -> ir.Model:
         config, plan, op = self.config, self.plan, self.op
         ids = self.input("input_ids", INT64, [1, "n"])
-        self.lengths = (
-            self.input("seqlens_k", _INT32, [1]),
-            self.input("total_sequence_length", _INT32, []),
-        )
+        lengths: dict[str, list[int | str]] = {"seqlens_k": [1], "total_sequence_length": []}
+        self.lengths = [self.input(name, _INT32, shape) for name, shape in lengths.items()]
         rows = self.input("logits_rows", INT64, ["r"])
         self.read_cache(self.floats, 1)
         context = self.input("context_tokens", INT64, ["m"]) if plan.context else None
@@ -196,8 +186,5 @@ def _choose(op: OpBuilder, logits: ir.Value, order: ir.Value) -> tuple[ir.Value,
 
 
 def build_decoder(config: ModelConfig, plan: DecoderPlan) -> ir.Model:
-    """Build the graph; its weights are parameters without data, for the exporter to fill.
-
-    Parameter names follow the plan: ``layers.3.attention.qkv.parts.0.weight``, ``layers.3.attn_norm.weight``.
-    """
+    """Build the graph; parameters are named as :meth:`DecoderPlan.parts` says."""
     return _StandardDecoder(config, plan).build()

@@ -1,4 +1,14 @@
-"""What every decoder whose operations are nodes of a graph has: inputs, parameters, outputs."""
+"""What every decoder whose operations are nodes of a graph has: inputs, parameters, outputs.
+
+Graphs of any shape take ``input_ids`` int64 (1, n), ``logits_rows`` int64 (r), the rows whose logits are
+wanted, and the KV cache, ``past_key_values.L.key/value``, written in place; further inputs tell the cache's
+length. They return ``logits`` float32 (1, r, columns) and the cache, ``present.L.key/value``. Some spare
+readers the logits: ``best_columns`` int64 (1, r) is the most likely column of each row, the lowest of equals,
+and ``best_probabilities`` float32 (1, r) its probability, NaN where a row has NaN or its largest logit is not
+finite. Trimmed drafters with tied embeddings also take ``context_tokens`` int64 (m): m more columns of the
+logits. The gains of a drafter's normalizations, such as ``layers.3.attn_norm.weight``, are inputs with a
+default: a session may run with others (:mod:`edgespec.learning`).
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

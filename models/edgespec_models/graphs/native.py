@@ -1,18 +1,9 @@
 """The decoder over edgespec's own operators (``runtimes/kernels``), for CPUs: five nodes a layer.
 
-Inputs: ``input_ids`` int64 (1, n), the next tokens of s sequences, of each as many; ``past_length`` int64
-(s), tokens in their caches; ``logits_rows`` int64 (r), the rows whose logits are wanted;
-``past_key_values.L.key/value`` float16 (s, kv heads, capacity, head_dim), written in place, capacity a
-multiple of 16. Within a key cache 16 tokens lie channel by channel.
-Outputs: ``logits`` float32 (1, r, rows of the LM head); ``best_columns`` int64 (1, r), the most likely column
-of each row, the lowest of equals, and ``best_probabilities`` float32 (1, r), NaN where a row has NaN or its
-largest logit is not finite; ``present.L.key/value``.
-
-Trimmed drafters with tied embeddings also have ``context_tokens`` int64 (m): m more columns of the logits.
-The gains of normalizations, such as ``layers.3.attn_norm.weight``, are inputs with a default in drafters'
-graphs: a session may run with others (:mod:`edgespec.learning`).
-
-A row's bits depend neither on the other rows of a pass nor on the processor; but for the columns of
+Beside what every graph has (:mod:`.graph_decoder`) it takes ``past_length`` int64 (s): ``input_ids`` are the
+next tokens of s sequences, of each as many, and these the tokens in their caches. The cache is float16
+(s, kv heads, capacity, head_dim), capacity a multiple of 16; within a key cache 16 tokens lie channel by
+channel. A row's bits depend neither on the other rows of a pass nor on the processor; but for the columns of
 ``context_tokens``, whose product is ONNX Runtime's.
 """
 
@@ -163,9 +154,8 @@ class _NativeDecoder(GraphDecoder):
 
 
 def build_native(config: ModelConfig, plan: DecoderPlan) -> ir.Model:
-    """Build the graph; its weights are parameters without data, for the exporter to fill.
+    """Build the graph; matrices are tiles (:mod:`edgespec_models.bundles.weight_format`), uint8.
 
-    Matrices are uint8 tensors of tiles (:mod:`edgespec_models.bundles.weight_format`), named as
-    :meth:`DecoderPlan.parts` says.
+    Parameters are named as :meth:`DecoderPlan.parts` says.
     """
     return _NativeDecoder(config, plan).build()

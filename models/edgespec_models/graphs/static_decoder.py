@@ -326,8 +326,5 @@ class _StaticDecoder(GraphDecoder):
 
 
 def build_static_decoder(config: ModelConfig, plan: StaticPlan) -> ir.Model:
-    """Build one graph; its weights are parameters without data, of the same names in every graph.
-
-    Names follow the checkpoint's: ``layers.3.attention.q.weight``, ``layers.3.attn_norm.weight``.
-    """
+    """Build one graph; weights have the same names in every one, such as ``layers.3.attention.q.weight``."""
     return _StaticDecoder(config, plan).build()
