@@ -11,7 +11,7 @@ from gguf.quants import dequantize
 from edgespec_export.formats.tiles import pack
 from edgespec_export.sources.blocks import GGMLType
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.layers import graph_name
+from edgespec_models.bundles.layers import PRODUCTS, graph_name, layer_shapes
 from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.graphs.native import build_native
 from edgespec_models.graphs.plan import DecoderPlan, EmbeddingSpec, LinearPart, LinearSpec
@@ -64,24 +64,21 @@ def native_plan(
     config: ModelConfig, kind: str, *, tunable: bool = False, head_tokens: tuple[int, ...] | None = None
 ) -> DecoderPlan:
     """Every matrix in ``kind``."""
-    hidden, query, kv, mlp = config.hidden_size, config.query_width, config.kv_width, config.intermediate_size
-    form, biased = WeightFormat(8, 32, tiles=kind), config.architecture == "qwen2"
+    form, shapes = WeightFormat(8, 32, tiles=kind), layer_shapes(config)
 
-    def linear(prefix: str, columns: int, **rows: int) -> LinearSpec:
+    def linear(prefix: str, kinds: tuple[str, ...]) -> LinearSpec:
+        biased = kinds[0] == "q" and config.architecture == "qwen2"
         parts = (
-            LinearPart((prefix + name,), count, form, (f"{prefix}{name}_bias",) * (biased and name in "qkv"))
-            for name, count in rows.items()
+            LinearPart((prefix + name,), shapes[name][0], form, (f"{prefix}{name}_bias",) * biased)
+            for name in kinds
         )
-        return LinearSpec(columns, tuple(parts))
+        return LinearSpec(shapes[kinds[0]][1], tuple(parts))
 
-    head = linear("", hidden, lm_head=config.vocab_size if head_tokens is None else len(head_tokens))
-    linears = {"lm_head": head}
+    rows = config.vocab_size if head_tokens is None else len(head_tokens)
+    linears = {"lm_head": LinearSpec(config.hidden_size, (LinearPart(("lm_head",), rows, form),))}
     for layer in range(config.num_layers):
         at = f"layers.{layer}."
-        linears[f"{at}qkv"] = linear(at, hidden, q=query, k=kv, v=kv)
-        linears[f"{at}o"] = linear(at, query, o=hidden)
-        linears[f"{at}gate_up"] = linear(at, hidden, gate=mlp, up=mlp)
-        linears[f"{at}down"] = linear(at, mlp, down=hidden)
+        linears |= {at + product: linear(at, kinds) for product, kinds in PRODUCTS.items()}
     return DecoderPlan(EmbeddingSpec(form), linears, head_tokens=head_tokens, tunable=tunable)
 
 

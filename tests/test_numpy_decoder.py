@@ -19,34 +19,25 @@ from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from tests.foreign_for_tests import ForeignSpec, write_genai
 from tests.gguf_for_tests import tiny_gguf
 from tests.native_for_tests import tiny_native
-from tests.test_graphs import reference_logits
+from tests.test_graphs import CONFIGS, reference_logits
 from tests.toy import GEMMA, LLAMA, QWEN, TinyModel, tiny_bundle
 
 TOKENS = [5, 17, 300, 2, 2, 41, 17, 300, 99, 250, 7, 63, 11, 387, 18, 5, 17, 301, 4, 77, 6]
 START = 8
 _OPTIONS = CpuOptions(threads=1, exact_rows=False)
 
-CONFIGS = {
-    "llama": LLAMA,
-    "qwen2": QWEN,
-    "qwen3": replace(QWEN, architecture="qwen3", qk_norm=True),
-    "gemma3": GEMMA,
-    "window of one": replace(GEMMA, sliding_window=1),
-    "window of all but one": replace(GEMMA, sliding_window=len(TOKENS) - 2),
-    "windows everywhere": replace(GEMMA, global_every=0),
-    "one kv head": replace(LLAMA, num_kv_heads=1, rope_interleaved=False),
-    "phi3": replace(QWEN, architecture="phi3", rotary_dim=16),
-    "smollm3": replace(LLAMA, architecture="smollm3", unrotated_layers=(0,)),
-    "llama 3.1": replace(
-        LLAMA, rope_factors=tuple(np.linspace(1, 8, 16).tolist()), rope_magnitude=1.1, rope_interleaved=False
-    ),
-}
 KEPT = tuple(range(0, 404, 3))
 """Of a trimmed LM head: some of the answer's tokens are among them, some are not."""
 
 
 def _drafter(folder: Path, config: ModelConfig = LLAMA, kind: str = "Q8_0", **options: Any) -> TinyModel:
     return tiny_native(folder / "m", config, kind, role="drafter", **options)
+
+
+def _read(decoder: NumpyDecoder, gains: F32 | None = None, *, differentiate: bool = False) -> Reading:
+    return decoder.read(
+        TOKENS, START, decoder.gains.stored if gains is None else gains, differentiate=differentiate
+    )
 
 
 def _expected(model: TinyModel, gains: dict[str, F32] | None = None) -> tuple[float, list[bool]]:
@@ -75,43 +66,33 @@ def _taught(model: TinyModel) -> dict[str, F32]:
     decoder = NumpyDecoder(model.bundle)
     gains = decoder.gains.stored.copy()
     for _ in range(6):
-        gradient = decoder.read(TOKENS, START, gains, differentiate=True).gradient
+        gradient = _read(decoder, gains, differentiate=True).gradient
         assert gradient is not None
         gains -= np.float32(0.1) * np.sign(gradient)
     return decoder.gains.named(gains)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_text_is_read_as_onnx_runtime_reads_it(tmp_path: Path, name: str) -> None:
-    model = _drafter(tmp_path, CONFIGS[name])
-    decoder = NumpyDecoder(model.bundle)
-    reading = decoder.read(TOKENS, START, decoder.gains.stored, differentiate=False)
+CASES = [(name, None) for name in CONFIGS] + [("llama", KEPT)]
+
+
+@pytest.mark.parametrize(("name", "kept"), CASES)
+def test_a_text_is_read_as_the_papers_say(tmp_path: Path, name: str, kept: tuple[int, ...] | None) -> None:
+    model = _drafter(tmp_path, CONFIGS[name], head_tokens=kept)
     loss, right = _expected(model)
-    assert reading.loss == pytest.approx(loss, rel=1e-5)
-    assert reading.right.tolist() == right and len(right) == len(TOKENS) - START
-    assert reading.gradient is None
+    reading = _read(NumpyDecoder(model.bundle))
+    assert reading.loss == pytest.approx(loss, rel=1e-5) and reading.gradient is None
+    assert reading.right.tolist() == right
+    assert len(right) == len(TOKENS) - START if kept is None else 1 < len(right) < len(TOKENS) - START
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_with_other_gains_too(tmp_path: Path, name: str) -> None:
     model = _drafter(tmp_path, CONFIGS[name])
-    decoder, gains = NumpyDecoder(model.bundle), _taught(model)
-    reading = decoder.read(TOKENS, START, np.concatenate(list(gains.values())), differentiate=False)
+    gains = _taught(model)
+    reading = _read(NumpyDecoder(model.bundle), np.concatenate(list(gains.values())))
     loss, right = _expected(model, gains)
     assert reading.loss == pytest.approx(loss, rel=1e-4)
-    assert reading.right.tolist() == right
-    assert any(right)  # so that rights and wrongs are told apart
-
-
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0"])
-@pytest.mark.parametrize("config", [LLAMA, QWEN, GEMMA], ids=lambda config: config.architecture)
-def test_it_reads_as_a_session_does_but_for_the_rounding_of_activations(
-    tmp_path: Path, config: ModelConfig, kind: str
-) -> None:
-    bundle = _drafter(tmp_path, config, kind).bundle
-    decoder = NumpyDecoder(bundle)
-    reading = decoder.read(TOKENS, START, decoder.gains.stored, differentiate=False)
-    assert reading.loss == pytest.approx(_by_session(bundle)[0], rel=0.02)
+    assert reading.right.tolist() == right and any(right)  # so that rights and wrongs are told apart
 
 
 def _by_session(bundle: Bundle) -> tuple[float, list[bool]]:
@@ -121,14 +102,13 @@ def _by_session(bundle: Bundle) -> tuple[float, list[bool]]:
     return _judged(bundle, logits)
 
 
-def test_a_trimmed_head_is_asked_for_what_it_can_write(tmp_path: Path) -> None:
-    model = _drafter(tmp_path, head_tokens=KEPT)
-    decoder = NumpyDecoder(model.bundle)
-    reading = decoder.read(TOKENS, START, decoder.gains.stored, differentiate=False)
-    loss, right = _expected(model)
-    assert reading.loss == pytest.approx(loss, rel=1e-5)
-    assert reading.right.tolist() == right
-    assert 1 < len(right) < len(TOKENS) - START
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0"])
+@pytest.mark.parametrize("config", [LLAMA, QWEN, GEMMA], ids=lambda config: config.architecture)
+def test_it_reads_as_a_session_does_but_for_the_rounding_of_activations(
+    tmp_path: Path, config: ModelConfig, kind: str
+) -> None:
+    model = _drafter(tmp_path, config, kind)
+    assert _read(NumpyDecoder(model.bundle)).loss == pytest.approx(_by_session(model.bundle)[0], rel=0.02)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
@@ -137,8 +117,7 @@ def test_what_the_exporter_makes_is_read_as_onnx_runtime_reads_it(tmp_path: Path
     options = ExportOptions(role="drafter", trim=TrimOptions(320))
     export_model(source, tmp_path / "out", options=options)
     bundle = Bundle(tmp_path / "out")
-    decoder = NumpyDecoder(bundle)
-    reading = decoder.read(TOKENS, START, decoder.gains.stored, differentiate=True)
+    reading = _read(NumpyDecoder(bundle), differentiate=True)
     loss, right = _by_session(bundle)
     assert reading.loss == pytest.approx(loss, rel=0.02)
     assert len(reading.right) == len(right) < len(TOKENS) - START
@@ -146,54 +125,42 @@ def test_what_the_exporter_makes_is_read_as_onnx_runtime_reads_it(tmp_path: Path
 
 
 def test_an_answer_that_it_cannot_write_teaches_nothing(tmp_path: Path) -> None:
-    model = _drafter(tmp_path, head_tokens=(400, 401))
-    decoder = NumpyDecoder(model.bundle)
-    reading = decoder.read(TOKENS, START, decoder.gains.stored, differentiate=True)
+    decoder = NumpyDecoder(_drafter(tmp_path, head_tokens=(400, 401)).bundle)
+    reading = _read(decoder, differentiate=True)
     assert reading.gradient is not None
     assert (reading.loss, len(reading.right)) == (0.0, 0) and not reading.gradient.any()
 
 
 def _slope(decoder: NumpyDecoder, gains: F32, along: F32, step: float) -> float:
     """By differences of fourth order; the loss is float32's, so steps are large."""
-    at = {
-        times: decoder.read(TOKENS, START, gains + np.float32(times * step) * along, differentiate=False).loss
-        for times in (-2, -1, 1, 2)
-    }
+    at = {times: _read(decoder, gains + np.float32(times * step) * along).loss for times in (-2, -1, 1, 2)}
     return (8.0 * (at[1] - at[-1]) - (at[2] - at[-2])) / (12.0 * step)
 
 
-def _check_gradient(decoder: NumpyDecoder, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    stored = decoder.gains.stored
-    gains = stored + rng.normal(0.0, 0.05, len(stored)).astype(np.float32)
-    gradient = decoder.read(TOKENS, START, gains, differentiate=True).gradient
+@pytest.mark.parametrize(("name", "kept"), CASES)
+def test_the_gradient_is_what_differences_say(
+    tmp_path: Path, name: str, kept: tuple[int, ...] | None
+) -> None:
+    decoder = NumpyDecoder(_drafter(tmp_path, CONFIGS[name], head_tokens=kept).bundle)
+    rng = np.random.default_rng(3)
+    gains = decoder.gains.stored + rng.normal(0.0, 0.05, len(decoder.gains)).astype(np.float32)
+    gradient = _read(decoder, gains, differentiate=True).gradient
     assert gradient is not None and gradient.dtype == np.float32
-    for name in decoder.gains:  # each gain on its own, so that small ones are checked as well
+    for each in decoder.gains:  # each gain on its own, so that small ones are checked as well
         along = np.zeros_like(gains)
-        part = decoder.gains.part(along, name)
+        part = decoder.gains.part(along, each)
         part[:] = rng.normal(size=part.shape)
-        part += np.sign(decoder.gains.part(gradient, name))  # not at right angles to the gradient
+        part += np.sign(decoder.gains.part(gradient, each))  # not at right angles to the gradient
         along /= np.linalg.norm(along)
         expected = _slope(decoder, gains, along, 0.05)
-        assert float(gradient @ along) == pytest.approx(expected, rel=5e-3, abs=2e-4), name
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_gradient_is_what_differences_say(tmp_path: Path, name: str) -> None:
-    _check_gradient(NumpyDecoder(_drafter(tmp_path, CONFIGS[name]).bundle), seed=3)
-
-
-def test_the_gradient_of_a_trimmed_drafter_is_what_differences_say(tmp_path: Path) -> None:
-    model = _drafter(tmp_path, head_tokens=KEPT)
-    _check_gradient(NumpyDecoder(model.bundle), seed=4)
+        assert float(gradient @ along) == pytest.approx(expected, rel=5e-3, abs=2e-4), each
 
 
 def test_a_long_head_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = _drafter(tmp_path)
-    decoder = NumpyDecoder(model.bundle)
-    whole = decoder.read(TOKENS, START, decoder.gains.stored, differentiate=True)
+    decoder = NumpyDecoder(_drafter(tmp_path).bundle)
+    whole = _read(decoder, differentiate=True)
     monkeypatch.setattr("edgespec.learning.decoder._CHUNK", 96)
-    parts = decoder.read(TOKENS, START, decoder.gains.stored, differentiate=True)
+    parts = _read(decoder, differentiate=True)
     assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
     assert parts.gradient is not None and whole.gradient is not None
     np.testing.assert_allclose(parts.gradient, whole.gradient, atol=1e-5)
@@ -204,31 +171,24 @@ class _StopError(Exception):
 
 
 def test_it_breathes_between_layers_and_can_be_given_up(tmp_path: Path) -> None:
-    decoder = NumpyDecoder(_drafter(tmp_path).bundle)
-    gains, breaths = decoder.gains.stored.copy(), 0
+    decoder, breaths = NumpyDecoder(_drafter(tmp_path).bundle), 0
+    gains, passes = decoder.gains.stored.copy(), 2 * LLAMA.num_layers + 1
 
-    def read(most: int, *, differentiate: bool) -> Reading:
-        def breathe() -> None:
-            nonlocal breaths
-            breaths += 1
-            if breaths > most:
-                raise _StopError
+    def breathe() -> None:
+        nonlocal breaths
+        breaths -= 1
+        if breaths < 0:
+            raise _StopError
 
-        return decoder.read(TOKENS, START, gains, differentiate=differentiate, breathe=breathe)
-
-    before = read(1000, differentiate=True)
-    layers = LLAMA.num_layers
-    assert breaths == 2 * layers + 1  # each layer's way there and back, and the head
-    breaths = 0
-    read(1000, differentiate=False)
-    assert breaths == layers + 1
-    for most in range(2 * layers + 1):
-        breaths = 0
+    before = _read(decoder, differentiate=True)
+    for most in range(passes):
+        breaths = most
         with pytest.raises(_StopError):
-            read(most, differentiate=True)
+            decoder.read(TOKENS, START, gains, differentiate=True, breathe=breathe)
     np.testing.assert_array_equal(gains, decoder.gains.stored)
-    after = decoder.read(TOKENS, START, gains, differentiate=True)
-    assert after.loss == before.loss
+    breaths = passes  # each layer's way there and back, and the head
+    after = decoder.read(TOKENS, START, gains, differentiate=True, breathe=breathe)
+    assert breaths == 0 and after.loss == before.loss
     assert after.gradient is not None and before.gradient is not None
     np.testing.assert_array_equal(after.gradient, before.gradient)
 
@@ -239,27 +199,22 @@ def test_gains_out_of_all_proportion_warn_nobody(tmp_path: Path, config: ModelCo
     decoder = NumpyDecoder(_drafter(tmp_path, config).bundle)
     signs = np.where(np.arange(len(decoder.gains)) % 3, 1.0, -1.0).astype(np.float32)
     gains = decoder.gains.stored * signs * np.float32(factor)
-    reading = decoder.read(TOKENS, START, gains, differentiate=True)  # warnings are errors here
+    reading = _read(decoder, gains, differentiate=True)  # warnings are errors here
     assert reading.gradient is not None and reading.gradient.shape == gains.shape
 
 
-def test_gains_have_the_graphs_names(tmp_path: Path) -> None:
-    for number, config in enumerate((LLAMA, GEMMA)):
-        model = _drafter(tmp_path / str(number), config)
-        decoder = NumpyDecoder(model.bundle)
-        session = CpuSession(model.bundle, _OPTIONS)
-        assert set(decoder.gains) == session.tunable
-        for name, gain in decoder.gains.named(decoder.gains.stored).items():
-            np.testing.assert_array_equal(gain, model.weights[name])
-        session.close()
+@pytest.mark.parametrize("config", [LLAMA, GEMMA], ids=lambda config: config.architecture)
+def test_gains_have_the_graphs_names(tmp_path: Path, config: ModelConfig) -> None:
+    model = _drafter(tmp_path, config)
+    decoder, session = NumpyDecoder(model.bundle), CpuSession(model.bundle, _OPTIONS)
+    assert set(decoder.gains) == session.tunable
+    for name, gain in decoder.gains.named(decoder.gains.stored).items():
+        np.testing.assert_array_equal(gain, model.weights[name])
+    session.close()
 
 
-def test_foreign_drafters_are_refused(tmp_path: Path) -> None:
-    bundle = open_bundle(write_genai(tmp_path / "f", ForeignSpec(external=True)))
-    with pytest.raises(UnsupportedModelError, match="own"):
-        NumpyDecoder(bundle)
-
-
-def test_drafters_of_standard_operators_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="own operators"):
-        NumpyDecoder(tiny_bundle(tmp_path / "m", LLAMA, role="drafter").bundle)
+def test_drafters_of_other_operators_are_refused(tmp_path: Path) -> None:
+    foreign = open_bundle(write_genai(tmp_path / "f", ForeignSpec(external=True)))
+    for bundle in (foreign, tiny_bundle(tmp_path / "m", LLAMA, role="drafter").bundle):
+        with pytest.raises(UnsupportedModelError, match="own"):
+            NumpyDecoder(bundle)

@@ -30,7 +30,7 @@ from edgespec_models.bundles.bundle import (
     Manifest,
 )
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.layers import rotary_tables
+from edgespec_models.bundles.layers import graph_name, rotary_tables
 from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.errors import Cancelled, RequestError
 from edgespec_models.graphs.decoder import build_decoder, rotary_rows
@@ -407,7 +407,7 @@ def _fill(
     arrays: dict[str, npt.NDArray[Any]] = {}
     weights: dict[str, F32] = {}
     for name, spec in plan.linears.items():
-        prefix = _module(name)
+        prefix = graph_name(name)
         decoded = []
         for index, part in enumerate(spec.parts):
             source = random_blocks(rng, (part.out_features, spec.in_features), part.format)
@@ -449,10 +449,3 @@ def fill_others(
 def _embedding(config: ModelConfig, spec: EmbeddingSpec, rng: np.random.Generator) -> Blocks | F32:
     form = WeightFormat(spec.format.bits, 32, minimums=spec.offsets)
     return random_blocks(rng, (config.vocab_size, config.hidden_size), form)
-
-
-def _module(linear: str) -> str:
-    if linear == "lm_head":
-        return linear
-    layers, index, name = linear.split(".")
-    return f"{layers}.{index}.{'attention' if name in ('qkv', 'o') else 'mlp'}.{name}"
