@@ -19,7 +19,7 @@ from edgespec_models.bundles.static_graphs import StaticDevice, StaticGraphs
 from edgespec_models.errors import BundleError, Cancelled, DeviceError, RequestError, UnsupportedModelError
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.devices.kinds import CPU, Device
-from edgespec_runtimes.session import TrimmedHead, Tunable
+from edgespec_runtimes.session import Session, TrimmedHead, Tunable
 from edgespec_runtimes.static import StaticIO, StaticSession, cheapest_passes
 from tests.gguf_for_tests import F32, tiny_gguf
 
@@ -112,7 +112,7 @@ def test_whatever_is_asked_equals_the_cpu_session(
         assert static.length == dynamic.length
 
 
-def _ask(session: ModelSession, step: str, tokens: list[int]) -> F32 | None:
+def _ask(session: Session, step: str, tokens: list[int]) -> F32 | None:
     if step == "forward":
         return session.predict(tokens).logits
     if step == "next":
