@@ -77,9 +77,12 @@ def _install(patch: pytest.MonkeyPatch, compiler: type = Compiler) -> None:
 @pytest.fixture(scope="module")
 def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("made") / "bundle"
+    told: list[Progress] = []
     with pytest.MonkeyPatch.context() as patch:
         _install(patch)
-        export_model(source, out, options=OPTIONS)
+        export_model(source, out, options=OPTIONS, progress=told.append)
+    compiling = [(report.done, report.total) for report in told if report.stage == "Compiling"]
+    assert compiling == [(done, 4) for done in range(5)]
     return out
 
 
@@ -130,31 +133,34 @@ def test_the_bundle_lists_what_was_compiled_and_by_what(made: Path) -> None:
     assert "snapdragon-x-elite: " in CliRunner().invoke(app, ["inspect", str(made)]).stdout
 
 
-def test_a_bundle_without_context_binaries_opens(made: Path, tmp_path: Path) -> None:
-    """As those of earlier versions, whose manifest does not know them."""
-    path = _copy(made, tmp_path)
-    value = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    del value["static"]["contexts"]
-    (path / MANIFEST).write_text(json.dumps(value), encoding="utf-8")
-    assert _static(path).contexts is None
-
-
 @pytest.mark.parametrize(
-    "broken", [{"chip": {"name": "x"}}, {"version": "2"}, [], {"chip": 3, "version": ""}]
+    "contexts", [None, {"chip": {"name": "x"}}, {"version": "2"}, [], {"chip": 3, "version": ""}]
 )
-def test_a_damaged_list_is_an_error(made: Path, tmp_path: Path, broken: object) -> None:
+def test_manifests_without_context_binaries_open_and_damaged_ones_do_not(
+    made: Path, tmp_path: Path, contexts: object
+) -> None:
     path = _copy(made, tmp_path)
     value = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    value["static"]["contexts"] = broken
+    del value["static"]["contexts"]  # as those of earlier versions
+    if contexts is not None:
+        value["static"]["contexts"] = contexts
     (path / MANIFEST).write_text(json.dumps(value), encoding="utf-8")
+    if contexts is None:
+        assert _static(path).contexts is None
+        return
     with pytest.raises(BundleError, match="damaged"):
         Bundle(path)
 
 
-def test_a_missing_binary_is_an_error(made: Path, tmp_path: Path) -> None:
+def test_missing_and_damaged_binaries_are_errors(made: Path, tmp_path: Path, opened: Opened) -> None:
     path = _copy(made, tmp_path)
-    (path / "model-64x1.context_qnn.bin").unlink()
-    with pytest.raises(BundleError, match=r"lacks model-64x1.context_qnn.bin; export the model again"):
+    binary = path / "model-64x4.context_qnn.bin"
+    binary.write_bytes(bytes(binary.stat().st_size))
+    with pytest.raises(BundleError, match=r"model-64x4.context_qnn.bin has changed.*export the model again"):
+        StaticSession(Bundle(path), replace(EMULATED, version="9.1"))
+    assert opened == []  # it never reaches the provider
+    binary.unlink()
+    with pytest.raises(BundleError, match=r"lacks model-64x4.context_qnn.bin; export the model again"):
         Bundle(path)
 
 
@@ -164,11 +170,7 @@ def test_a_missing_binary_is_an_error(made: Path, tmp_path: Path) -> None:
         (replace(OPTIONS, chip="tpu"), RequestError, "chip 'tpu' is not known"),
         (replace(OPTIONS, device="cuda"), RequestError, "for the device npu-qnn, not for cuda"),
         (replace(OPTIONS, device=None, buckets=()), RequestError, "for the device npu-qnn, not for the CPU"),
-        (
-            OPTIONS,
-            DeviceError,
-            r"snapdragon-x-elite takes Qualcomm's compiler.*pip install 'edgespec\[npu-qnn\]'",
-        ),
+        (OPTIONS, DeviceError, r"x-elite takes Qualcomm's compiler.*pip install 'edgespec\[npu-qnn\]'"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_at_once(
@@ -184,14 +186,6 @@ def test_what_cannot_be_compiled_is_refused_at_once(
     with pytest.raises(error, match=message):
         export_model(source, tmp_path / "out", options=options, progress=begun.append)
     assert not begun and not list(tmp_path.iterdir())
-
-
-def test_each_graph_is_reported(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _install(monkeypatch)
-    told: list[Progress] = []
-    export_model(source, tmp_path / "out", options=OPTIONS, progress=told.append)
-    compiling = [report for report in told if report.stage == "Compiling"]
-    assert [(report.done, report.total) for report in compiling] == [(done, 4) for done in range(5)]
 
 
 class Interrupted(Compiler):
@@ -240,15 +234,17 @@ def test_context_binaries_are_opened_where_they_fit(made: Path, opened: Opened) 
     assert session.compiled == "from context binaries for snapdragon-x-elite"
     placement = Placement(device, "asked for").opened(session)
     assert str(placement) == "qnn:htp (asked for; from context binaries for snapdragon-x-elite)"
-
-
-def test_those_of_another_major_version_are_not_tried(made: Path, opened: Opened) -> None:
-    session = StaticSession(Bundle(made), EMULATED)
+    opened.clear()
+    session = StaticSession(Bundle(made), EMULATED)  # those of another major version are not tried
     assert opened == [f"model-64x{rows}.onnx" for rows in (1, 4, 8, 64)]
     assert session.compiled == (
         "compiled at load, not from the context binaries for snapdragon-x-elite: "
         "version 9.9 of the provider compiled them, this is 2.7.0"
     )
+    session = StaticSession(Bundle(made), ON_CPU)  # which takes no notice
+    assert session.compiled == ""
+    placement = Placement(ON_CPU, "asked for")
+    assert placement.opened(session) is placement
 
 
 @pytest.mark.parametrize("handle", [None, "a handle"])
@@ -269,38 +265,16 @@ def test_a_device_is_asked_for_by_its_handle_or_its_provider(
 
 
 def test_once_one_is_refused_the_graphs_are_compiled(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = replace(EMULATED, version="9.1")
     asked = _provider(monkeypatch, lambda name: name == "model-64x4.context.onnx")
-    session = StaticSession(Bundle(made), replace(EMULATED, version="9.1"))
-    assert asked == [
-        "model-64x1.context.onnx",
-        "model-64x4.context.onnx",
-        *(f"model-64x{rows}.onnx" for rows in (1, 4, 8, 64)),
-    ]
+    session = StaticSession(Bundle(made), device)
+    tried = ["model-64x1.context.onnx", "model-64x4.context.onnx"]
+    assert asked == [*tried, *(f"model-64x{rows}.onnx" for rows in (1, 4, 8, 64))]
     assert session.compiled.endswith("snapdragon-x-elite: model-64x4.context.onnx is for another chip")
-
-
-def test_where_neither_can_be_had_the_error_names_both(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _provider(monkeypatch, lambda name: True)
-    with pytest.raises(
-        DeviceError, match=r"^model-64x1.onnx is.*binaries.*: model-64x1.context.onnx is for another chip"
-    ):
-        StaticSession(Bundle(made), replace(EMULATED, version="9.1"))
-
-
-def test_a_damaged_binary_never_reaches_the_provider(made: Path, tmp_path: Path, opened: Opened) -> None:
-    path = _copy(made, tmp_path)
-    binary = path / "model-64x4.context_qnn.bin"
-    binary.write_bytes(bytes(binary.stat().st_size))
-    with pytest.raises(BundleError, match=r"model-64x4.context_qnn.bin has changed.*export the model again"):
-        StaticSession(Bundle(path), replace(EMULATED, version="9.1"))
-    assert opened == []
-
-
-def test_the_cpu_takes_no_notice(made: Path) -> None:
-    session = StaticSession(Bundle(made), ON_CPU)
-    assert session.compiled == ""
-    placement = Placement(ON_CPU, "asked for")
-    assert placement.opened(session) is placement
+    both = r"^model-64x1.onnx is.*binaries.*: model-64x1.context.onnx is for another chip"
+    with pytest.raises(DeviceError, match=both):
+        StaticSession(Bundle(made), device)
 
 
 def test_results_say_which_were_used(made: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:

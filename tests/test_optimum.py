@@ -79,6 +79,11 @@ def test_what_it_writes_runs_and_its_cache_is_told(tmp_path: Path, program: str,
     assert report.architecture == ("llama" if attention == "written out" else "gpt2")
     assert report.bytes == sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
     assert left(tmp_path) == {"out"}
+    if attention == "written out":  # it is kept as it is
+        assert report.row_exact
+        expected = write_written_out(tmp_path / "m" / "expected", WrittenOut())
+        files = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in (out, expected)]
+        assert files[0] == files[1]
     with edgespec.load(out, "ngram") as model:
         drafted = model.generate("a b a b a b a", max_new_tokens=8, stop_at_eos=False)
         plain = model.generate("a b a b a b a", max_new_tokens=8, stop_at_eos=False, speculate=False)
@@ -98,16 +103,6 @@ def test_the_command_line(tmp_path: Path, program: str) -> None:
     assert json.loads(replaced.stdout)["copies_cache"] is True
 
 
-def test_what_optimum_wrote_is_kept_as_it_is(tmp_path: Path, program: str) -> None:
-    source, out = checkpoint(tmp_path / "m", attention="written out"), tmp_path / "out"
-    report = export_with_optimum(source, out, program=program)
-    assert (report.copies_cache, report.row_exact) == (True, True)
-    expected = write_written_out(tmp_path / "m" / "expected", WrittenOut())
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == {
-        path.name: path.read_bytes() for path in expected.iterdir()
-    }
-
-
 def test_what_optimum_does_not_do_is_refused(tmp_path: Path) -> None:
     for extra in (["--weights", "exact"], ["--kv", "int8"], ["--method", "fit"], ["--role", "drafter"]):
         result = run(tmp_path, tmp_path / "out", "optimum-cli", *extra)
@@ -115,25 +110,16 @@ def test_what_optimum_does_not_do_is_refused(tmp_path: Path) -> None:
         assert "leave out --" in result.stderr
 
 
-def test_a_missing_program_says_how_to_get_it(tmp_path: Path) -> None:
-    source = checkpoint(tmp_path / "m")
-    with pytest.raises(EdgespecError, match=r"no program 'no-such-cli'.*pip install optimum-onnx"):
-        export_with_optimum(source, tmp_path / "out", program="no-such-cli")
-
-
-def test_its_last_words_are_the_error_and_nothing_is_left(tmp_path: Path, program: str) -> None:
-    source = checkpoint(tmp_path / "m", fails="ValueError: mamba is not supported")
-    with pytest.raises(
-        EdgespecError, match="failed with code 3: Loading / ValueError: mamba is not supported"
-    ):
-        export_with_optimum(source, tmp_path / "out", program=program)
-    assert left(tmp_path) == set()
-
-
-def test_what_cannot_run_is_not_kept(tmp_path: Path, program: str) -> None:
-    source = checkpoint(tmp_path / "m", attention="concat", extra="1")
-    with pytest.raises(EdgespecError, match="an encoder and a decoder"):
-        export_with_optimum(source, tmp_path / "out", program=program)
+@pytest.mark.parametrize(
+    ("says", "message"),
+    [
+        ({"fails": "ValueError: no mamba"}, "failed with code 3: Loading / ValueError: no mamba"),
+        ({"attention": "concat", "extra": "1"}, "an encoder and a decoder"),  # what cannot run is not kept
+    ],
+)
+def test_what_fails_leaves_nothing(tmp_path: Path, program: str, says: dict[str, str], message: str) -> None:
+    with pytest.raises(EdgespecError, match=message):
+        export_with_optimum(checkpoint(tmp_path / "m", **says), tmp_path / "out", program=program)
     assert left(tmp_path) == set()
 
 
@@ -150,3 +136,5 @@ def test_sources_and_places_that_cannot_be(tmp_path: Path, program: str) -> None
     model = write_optimum(tmp_path / "model", ForeignSpec(attention="gqa"))
     with pytest.raises(RequestError, match="exists"):
         export_with_optimum(source, model, program=program)
+    with pytest.raises(EdgespecError, match=r"no program 'no-such-cli'.*pip install optimum-onnx"):
+        export_with_optimum(source, tmp_path / "out", program="no-such-cli")
