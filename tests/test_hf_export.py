@@ -138,24 +138,16 @@ def test_new_spelling_of_rotary_facts(tmp_path: Path, case: str) -> None:
         assert before.config == after.config
 
 
-def test_llama3_factors_keep_short_waves_and_stretch_long_ones(tmp_path: Path) -> None:
+def test_scaled_rotary_frequencies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     scaling = {**config_of("llama3")["rope_scaling"], "original_max_position_embeddings": 48}
     config = {**config_of("llama3"), "rope_scaling": scaling, "head_dim": 64}
-    with HFCheckpoint(write_checkpoint(tmp_path, config)) as opened:
+    with HFCheckpoint(write_checkpoint(tmp_path / "llama3", config)) as opened:
         factors = opened.config.rope_factors
-    assert factors[0] == 1.0
-    assert factors[-1] == 8.0
-    assert list(factors) == sorted(factors)
-    assert any(1.0 < factor < 8.0 for factor in factors)
-
-
-def test_longrope_is_exact_within_its_original_context(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with HFCheckpoint(write_checkpoint(tmp_path, config_of("phi4"))) as opened:
-        assert opened.config.context_length == CONTEXT
-        assert opened.config.rotary_dim == 16
-    assert "exported for 96 tokens" in caplog.text
+    assert (factors[0], factors[-1]) == (1.0, 8.0)  # short waves are kept, long ones stretched
+    assert list(factors) == sorted(factors) and any(1.0 < factor < 8.0 for factor in factors)
+    with HFCheckpoint(write_checkpoint(tmp_path / "phi4", config_of("phi4"))) as opened:
+        assert (opened.config.context_length, opened.config.rotary_dim) == (CONTEXT, 16)
+    assert "exported for 96 tokens" in caplog.text  # longrope is exact within its original context
 
 
 def test_phis_fused_tensors_are_read_by_rows(tmp_path: Path) -> None:

@@ -89,7 +89,9 @@ def test_a_choice_is_of_portable_bundles(tmp_path: Path) -> None:
 @pytest.mark.parametrize("config", [LLAMA, GEMMA], ids=lambda config: config.architecture)
 def test_scales_cover_what_the_cache_held(tmp_path: Path, config: object) -> None:
     bundle = tiny_bundle(tmp_path / "b", config).bundle  # type: ignore[arg-type]
-    texts = calibration_tokens(bundle.tokenizer, bundle.manifest.special_tokens)
+    special = replace(bundle.manifest.special_tokens, bos=3, add_bos=True)
+    texts = calibration_tokens(bundle.tokenizer, replace(special, add_bos=False))
+    assert calibration_tokens(bundle.tokenizer, special) == [[3, *tokens] for tokens in texts]
     texts = [[token % bundle.config.vocab_size for token in tokens[:50]] for tokens in texts]
     whole = cache_statistics(cut(bundle.path / GRAPH), bundle.config, texts)
     in_pieces = cache_statistics(cut(bundle.path / GRAPH, 1), bundle.config, texts)
@@ -152,11 +154,3 @@ def test_rounding_them_all_the_same_would_cost_more(tmp_path: Path, monkeypatch:
         session.close()
     far = {name: np.abs(rows - logits["float32"]).max() for name, rows in logits.items()}
     assert 0 < 3 * far["int8"] < far["all int8"]
-
-
-def test_calibration_texts_begin_as_prompts_do(tmp_path: Path) -> None:
-    bundle = tiny_bundle(tmp_path / "b").bundle
-    special = replace(bundle.manifest.special_tokens, bos=3, add_bos=True)
-    with_start = calibration_tokens(bundle.tokenizer, special)
-    without = calibration_tokens(bundle.tokenizer, replace(special, add_bos=False))
-    assert with_start == [[3, *tokens] for tokens in without]

@@ -1,20 +1,21 @@
 """Exports for other devices than the CPU: what may be asked for, and what the weights become."""
 
-import errno
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from edgespec.cli import app
-from edgespec_export.devices import device_bundle, static_export
+from edgespec_export.devices import static_export
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats.quantization import Quantization
 from edgespec_export.options import TrimOptions
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.errors import EdgespecError, RequestError, StorageError
+from edgespec_models.errors import EdgespecError, RequestError
 from edgespec_models.graphs.static_decoder import encoding
 from edgespec_runtimes.devices.kinds import CPU, Device
 from edgespec_runtimes.static import StaticSession
@@ -44,17 +45,6 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(
 ) -> None:
     with pytest.raises(error, match=message):
         export_model(source, tmp_path / "out", options=options)
-    assert not list(tmp_path.iterdir())
-
-
-def _full_disk(*_: object) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def test_a_full_disk_leaves_nothing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_bundle, "write_json", _full_disk)
-    with pytest.raises(StorageError, match="full; free space"):
-        export_model(source, tmp_path / "out", options=QNN)
     assert not list(tmp_path.iterdir())
 
 
@@ -104,12 +94,11 @@ def test_keys_that_8_bits_would_drown_have_16(tmp_path: Path, monkeypatch: pytes
     assert found.keys() == {(0,), ()} and found[0,] < 0.5 * found[()]
 
 
-@pytest.mark.parametrize(("low", "high"), [(-3.0, 5.0), (0.0, 1.0), (2.0, 4.0), (-4.0, -2.0), (0.0, 0.0)])
-@pytest.mark.parametrize("kind", [np.uint8, np.uint16])
+@given(st.floats(-1e4, 1e4), st.floats(0, 1e4), st.sampled_from([np.uint8, np.uint16]))
 def test_an_encoding_spans_its_range_and_holds_zero(
-    low: float, high: float, kind: type[np.unsignedinteger]
+    low: float, span: float, kind: type[np.unsignedinteger]
 ) -> None:
-    scale, zero = encoding(low, high, kind)
-    least, most = (np.array([0, np.iinfo(kind).max]) - zero) * scale
-    assert least <= min(low, 0.0) + scale and most >= max(high, 0.0) - scale
+    scale, zero = encoding(low, low + span, kind)
+    least, most = (np.array([0, np.iinfo(kind).max]) - zero) * float(scale)
+    assert least <= min(low, 0.0) + scale and most >= max(low + span, 0.0) - scale
     assert 0 <= zero <= np.iinfo(kind).max

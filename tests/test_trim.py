@@ -188,20 +188,6 @@ def test_a_head_of_its_own_takes_no_offers_and_a_small_vocabulary_is_left_alone(
     assert _drafter(tmp_path, tiny_gguf("llama"), "auto").head_tokens is None
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
-def test_words_of_the_prompt_are_offered_in_several_spellings(name: str) -> None:
-    tokenizer = TOKENIZERS[name]
-    prompt = [2, *tokenizer.encode(CORPUS[0])]
-    offered = context_tokens(prompt, tokenizer, np.array([], np.int32))
-    assert set(tokenizer.encode(CORPUS[0])) <= set(offered)
-    assert len(set(offered)) == len(offered)
-    assert not any(tokenizer.is_special(token) for token in offered)
-    words = {tokenizer.token_bytes(token).strip().lower() for token in prompt}
-    assert {tokenizer.token_bytes(token).strip().lower() for token in offered} <= words
-    kept = np.array(sorted(offered)[::2], np.int32)
-    assert set(context_tokens(prompt, tokenizer, kept)) == set(offered) - set(kept.tolist())
-
-
 class _Words:
     """A tokenizer of these words."""
 

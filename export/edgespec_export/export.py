@@ -1,5 +1,6 @@
 """From a checkpoint to a bundle: what is asked is checked, built, and placed."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
 
@@ -8,7 +9,7 @@ from edgespec_export.recipe import require_extra
 from edgespec_export.report import ExportReport
 from edgespec_export.staging import check_place, staging, storage_errors
 from edgespec_models.bundles.bundle import MANIFEST
-from edgespec_models.bundles.static_graphs import ExportDevice, find_chip
+from edgespec_models.bundles.static_graphs import find_chip
 from edgespec_models.errors import RequestError, naming
 from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_models.schema import checked
@@ -53,80 +54,67 @@ def export_model(
 
 
 def _check_request(source: Path, out: Path, options: ExportOptions) -> None:
-    if options.role == "target" and options.trim.size not in (None, "full"):
-        raise RequestError(
-            f"trim size {options.trim.size} with role=target: a target must be able to write every token; "
-            "only drafters are trimmed (role=drafter)"
-        )
-    if options.role == "target" and options.alignment is not None:
-        raise RequestError("role=target with an alignment: only drafters are aligned; use role=drafter")
-    _check_weights(options)
-    _check_device(options)
+    """Refuse before the export's minutes what cannot be."""
+    contradiction = next(_contradictions(options), None)
+    if contradiction is not None:
+        raise RequestError(contradiction)
+    if options.chip is not None:
+        from edgespec_export.devices.device_bundle import compiler_for
+
+        compiler_for(find_chip(options.chip))
     check_place(source, out, overwrite=options.overwrite, replaceable=(out / MANIFEST).is_file)
 
 
-def _check_weights(options: ExportOptions) -> None:
+def _contradictions(options: ExportOptions) -> Iterator[str]:
+    """What options say that excludes each other."""
+    device, size = options.device, options.trim.size
+    if options.role == "target" and size not in (None, "full"):
+        yield (
+            f"trim size {size} with role=target: a target must be able to write every token; only drafters "
+            "are trimmed (role=drafter)"
+        )
+    if options.role == "target" and options.alignment is not None:
+        yield "role=target with an alignment: only drafters are aligned; use role=drafter"
     if options.weights is not None and options.quantization is not None:
-        raise RequestError(
+        yield (
             f"weights={options.weights!r} and quantization {options.quantization.name!r} exclude each other; "
             "give a policy, or bits and method"
         )
     if options.weights == "exact" and options.kv is not None:
-        raise RequestError(
+        yield (
             "weights='exact' is of graphs for edgespec's kernels, whose KV cache is float16; leave out "
             f"weights, or kv={options.kv!r}"
         )
+    if options.chip is not None and device != "npu-qnn":
+        yield f"chip={options.chip!r} is of bundles for the device npu-qnn, not for {device or 'the CPU'}"
+    if device in (None, "cuda") and options.buckets:
+        yield "buckets are of bundles with fixed shapes; give an NPU as device, such as npu-qnn"
+    if device == "cuda":
+        yield from _contradictions_of_cuda(options)
+    elif device is not None:
+        settled = {
+            "weights": options.weights,
+            "quantization": options.quantization,
+            "kv": options.kv,
+            "trim": size not in (None, "full"),
+            "alignment": options.alignment,
+        }
+        given = ", ".join(name for name, value in settled.items() if value)
+        if given:
+            yield f"device={device} settles formats and keeps the whole LM head; leave out {given}"
 
 
-def _check_device(options: ExportOptions) -> None:
-    """With a device, what it settles cannot be chosen; only bundles with fixed shapes have buckets."""
-    if options.chip is not None:
-        _check_chip(options.chip, options.device)
-    if options.device in (None, "cuda") and options.buckets:
-        raise RequestError("buckets are of bundles with fixed shapes; give an NPU as device, such as npu-qnn")
-    if options.device is None:
-        return
-    if options.device == "cuda":
-        _check_cuda(options)
-        return
-    settled = {
-        "weights": options.weights,
-        "quantization": options.quantization,
-        "kv": options.kv,
-        "trim": options.trim.size not in (None, "full"),
-        "alignment": options.alignment,
-    }
-    given = ", ".join(name for name, value in settled.items() if value)
-    if given:
-        raise RequestError(
-            f"device={options.device} settles formats and keeps the whole LM head; leave out {given}"
-        )
-
-
-def _check_chip(name: str, device: ExportDevice | None) -> None:
-    """Before the export's minutes: the chip is known, and there is a compiler for it."""
-    from edgespec_export.devices.device_bundle import compiler_for
-
-    if device != "npu-qnn":
-        raise RequestError(
-            f"chip={name!r} is of bundles for the device npu-qnn, not for {device or 'the CPU'}"
-        )
-    compiler_for(find_chip(name))
-
-
-def _check_cuda(options: ExportOptions) -> None:
-    if options.weights == "exact":
-        raise RequestError(
-            "weights='exact' is of graphs for edgespec's kernels, which run on CPUs; leave out weights"
-        )
-    if options.kv is not None:
-        raise RequestError(f"device=cuda has a float16 KV cache; leave out kv={options.kv!r}")
+def _contradictions_of_cuda(options: ExportOptions) -> Iterator[str]:
     size = options.trim.size
+    if options.weights == "exact":
+        yield "weights='exact' is of graphs for edgespec's kernels, which run on CPUs; leave out weights"
+    if options.kv is not None:
+        yield f"device=cuda has a float16 KV cache; leave out kv={options.kv!r}"
     if size == "auto":
-        raise RequestError("trim size auto measures on this CPU; with device=cuda give a number, or 'full'")
+        yield "trim size auto measures on this CPU; with device=cuda give a number, or 'full'"
     if isinstance(size, int) and size % _CUDA_ROWS:
         more = size - size % -_CUDA_ROWS
-        raise RequestError(
+        yield (
             f"trim size is {size}; CUDA's kernels for few rows take a multiple of {_CUDA_ROWS}, such as "
             f"{more}"
         )

@@ -1,10 +1,11 @@
 """A bundle of one graph of any shape, for CPUs and for CUDA: planned, written, checked, and described."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +31,7 @@ from edgespec_export.graphs.ranges import measure_ranges, precision_for
 from edgespec_export.graphs.trim import Tokens, plan_trim
 from edgespec_export.graphs.writer import write_graph
 from edgespec_export.options import ExportOptions
-from edgespec_export.report import ActivationRanges, ExportReport, FormatLoss, TrimReport
+from edgespec_export.report import ActivationRanges, ExportReport, FormatLoss, ParityReport, TrimReport
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.bundle import GRAPH, HEAD_TOKENS, MANIFEST, TOKENIZER, Bundle, Manifest
 from edgespec_models.bundles.config import ModelConfig
@@ -42,8 +43,6 @@ from edgespec_runtimes.cpu import CpuSession
 from edgespec_runtimes.memory import peak_memory_bytes
 
 __all__ = ["build_bundle"]
-
-T = TypeVar("T")
 
 
 def build_bundle(
@@ -169,14 +168,12 @@ def _weights_by_format(losses: Sequence[FormatLoss]) -> dict[str, int]:
     return dict(counts)
 
 
-def _check(folder: Path, digest: str, progress: ProgressCallback) -> tuple[bool, Any]:
-    """Roll-back self-test, and the comparison with the stored reference if there is one, piece by piece."""
-
-    bundle = Bundle(folder)
+def _check(folder: Path, digest: str, progress: ProgressCallback) -> tuple[bool, ParityReport | None]:
+    """Roll-back self-test, and the comparison with the stored reference if there is one."""
+    bundle, golden = Bundle(folder), find_golden(digest)
     _ = bundle.tokenizer, bundle.chat_template
-    golden = find_golden(digest)
     if bundle.manifest.operators == "edgespec":
-        return _check_native(bundle, golden, progress)
+        return _check_whole(bundle, golden, progress)
     pieces = cut(folder / GRAPH)
     texts = () if golden is None else golden.texts
     rolls_back, row_exact, rows = run_pieces(pieces, bundle.config, texts, progress)
@@ -189,23 +186,14 @@ def _check(folder: Path, digest: str, progress: ProgressCallback) -> tuple[bool,
     return row_exact, parity
 
 
-def _check_native(bundle: Bundle, golden: Golden | None, progress: ProgressCallback) -> tuple[bool, Any]:
-    """The same, of a whole session: its weights are mapped, so that it takes no more memory than a piece."""
-
-    session = CpuSession(bundle)
+def _check_whole(
+    bundle: Bundle, golden: Golden | None, progress: ProgressCallback
+) -> tuple[bool, ParityReport | None]:
+    """The same of a whole session: its weights are mapped, so that it takes no more memory than a piece."""
     progress(Progress("Checking", 0, 1, "step"))
-    try:
+    with closing(CpuSession(bundle)) as session:
         row_exact, parity = session.self_test(), None
         if golden is not None:
-            texts = session_logits(session, golden)
-            parity = check_parity(_counted(texts, len(golden.texts), progress), golden, bundle.head_tokens)
-    finally:
-        session.close()
+            parity = check_parity(session_logits(session, golden, progress), golden, bundle.head_tokens)
     progress(Progress("Checking", 1, 1, "step"))
     return row_exact, parity
-
-
-def _counted(items: Iterable[T], count: int, progress: ProgressCallback) -> Iterator[T]:
-    for number, item in enumerate(items):
-        progress(Progress("Checking", number, count, "step"))
-        yield item

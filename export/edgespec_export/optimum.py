@@ -71,12 +71,7 @@ def export_with_optimum(
 ) -> OptimumReport:
     """Have Optimum export ``source`` to ``out``, a directory that edgespec runs.
 
-    Args:
-        source: a Hugging Face directory.
-        out: where to; it appears when it has been opened and has rolled back, or not at all.
-        program: Optimum's command, by name or path.
-        overwrite: replace a model that is there.
-        progress: told of Optimum's beginning and end.
+    ``out`` appears when it has been opened and has rolled back, or not at all.
 
     Raises:
         ModelFileError: no Hugging Face directory.

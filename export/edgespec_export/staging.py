@@ -20,11 +20,7 @@ _FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 def check_place(source: Path, out: Path, *, overwrite: bool, replaceable: Callable[[], bool]) -> None:
     """Refuse what could not be written at the end.
 
-    Args:
-        source: what is exported.
-        out: where to.
-        overwrite: whether the user asked to replace what is there.
-        replaceable: whether what is there is of a kind that may be replaced.
+    ``replaceable`` says whether what is there is of a kind that may be replaced.
 
     Raises:
         ModelFileError: the source does not exist.

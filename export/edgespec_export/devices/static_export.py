@@ -83,13 +83,8 @@ class _Watched:
 class StaticPieces:
     """A graph, a few of its layers at a time.
 
-    Attributes:
-        config: the model's facts.
-        plan: of the whole graph, with all logits.
-        masked: what the attention mask holds where a row must not look.
-        weights: the file that holds the weights of some parts. It is asked once for each piece, when the one
-            before is closed.
-        folder: the file's, where each piece's graph lies while it is opened.
+    ``masked`` is what the attention mask holds where a row must not look. ``weights`` gives the file in
+    ``folder`` that holds the weights of some parts; it is asked for each piece when the one before is closed.
     """
 
     config: ModelConfig
@@ -160,13 +155,8 @@ def export_static(
 ) -> tuple[StaticGraphs, dict[str, int], StaticReport, ParityReport | None]:
     """Write the weights and every graph of ``graphs`` to ``folder``.
 
-    Args:
-        checkpoint: the source.
-        folder: the bundle's, without graphs and weights so far.
-        graphs: which graphs; the mask's value is found here where activations are quantized.
-        texts: token ids, at least two texts; every fourth is kept for the comparison.
-        golden: reference logits of the source; None without.
-        progress: told of stages.
+    The mask's value is found here where activations are quantized. ``texts`` are token ids of two texts or
+    more; every fourth is kept for the comparison.
 
     Returns:
         What graphs there are, bytes of weights by class, what the format costs, and how near the logits are

@@ -61,12 +61,8 @@ def write_static_weights(
 ) -> WeightFile:
     """Write the weights of a graph to ``folder``, a matrix in memory at a time.
 
-    Args:
-        checkpoint: the source.
-        folder: of the graphs.
-        int8: matrices with a scale for each output, the embedding as uint16; else float32.
-        progress: told of bytes.
-        parts: those that the graph has; see :class:`StaticPlan`.
+    With ``int8``, matrices have a scale for each output and the embedding is uint16; else all is float32.
+    ``parts`` are those that the graph has (:class:`StaticPlan`).
     """
     plan = StaticPlan(
         rows=1, capacity=1, all_logits=True, int8=int8, biases=checkpoint.has_biases, parts=parts

@@ -21,10 +21,7 @@ _MIDDLES = MappingProxyType({4: 0x88, 8: 0x80})  # two codes to a byte
 def encode_linear(source: Blocks | F32, form: WeightFormat, method: Method = "keep") -> Arrays:
     """Rows of a projection in ``form``.
 
-    Args:
-        source: the rows as the checkpoint has them.
-        form: how they are to be stored.
-        method: ``keep`` repacks what the source holds already and fits the rest; any other rounds anew.
+    The method ``keep`` repacks what the source holds already and fits the rest; any other rounds anew.
     """
     if method == "keep" and form.bits == 8:
         return _encode_8(source, form)

@@ -54,11 +54,7 @@ class Quantization:
     def format_of(self, name: str, kind: GGMLType, columns: int, layers: int) -> WeightFormat:
         """The format of tensor ``name`` in a graph of standard operators.
 
-        Args:
-            name: as :class:`Checkpoint` calls it: ``lm_head``, ``layers.3.down``.
-            kind: its format in the source.
-            columns: its width; without whole blocks a matrix stays in floating point.
-            layers: how many the model has.
+        A matrix whose width has no whole blocks stays in floating point.
         """
         if columns % _BLOCK:
             return WeightFormat(32)

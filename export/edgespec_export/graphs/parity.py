@@ -21,6 +21,7 @@ from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.weight_format import Method
 from edgespec_models.errors import ParityError
 from edgespec_models.graphs.plan import DecoderPlan
+from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_runtimes.session import Logits, Session
 
 __all__ = [
@@ -77,9 +78,12 @@ def find_golden(sha256: str) -> Golden | None:
     return None
 
 
-def session_logits(session: Session, golden: Golden) -> Iterator[Iterator[Logits]]:
+def session_logits(
+    session: Session, golden: Golden, progress: ProgressCallback = ignore_progress
+) -> Iterator[Iterator[Logits]]:
     """The logits of each of the reference's texts, a few rows at a time, for :func:`check_parity`."""
-    for tokens in golden.texts:
+    for number, tokens in enumerate(golden.texts):
+        progress(Progress("Checking", number, len(golden.texts), "step"))
         session.prefill([])
         yield (session.predict(tokens[at : at + _ROWS]).logits for at in range(0, len(tokens), _ROWS))
 

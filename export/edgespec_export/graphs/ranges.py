@@ -58,11 +58,7 @@ def measure_ranges(
 ) -> ActivationRanges:
     """Let ``checkpoint`` read the texts of ``files``, or the shipped ones without any.
 
-    Args:
-        checkpoint: the model.
-        files: JSON Lines with texts that targets wrote.
-        scratch: a folder that does not exist; it takes a byte a weight until the function returns.
-        progress: told of the writing and the reading.
+    ``scratch`` is a folder that does not exist; it takes a byte a weight until the function returns.
 
     Raises:
         RequestError: calibration text that cannot be read.

@@ -54,10 +54,8 @@ class Ranking:
         required: how many tokens always stay.
         held_tokens: the held-out texts in the drafter's tokens.
 
-    Args:
-        sources: texts of each source; every source weighs the same, however long.
-        tokenizer: the drafter's.
-        ends: tokens that end a text: never counted, always kept.
+    Every one of the ``sources`` weighs the same, however long. Tokens that end a text, ``ends``, are never
+    counted and always kept.
     """
 
     def __init__(self, sources: Sequence[Sequence[str]], tokenizer: Tokenizer, ends: Iterable[int]) -> None:
@@ -109,12 +107,8 @@ def plan_trim(
 ) -> tuple[Tokens, TrimReport] | None:
     """Decide which tokens stay, ascending; None keeps all.
 
-    Args:
-        options: ``size`` is a number or ``auto``.
-        vocabulary: the drafter's.
-        write: writes the drafter's bundle with these tokens into a folder, for measurements.
-        scratch: a folder that does not exist, for these; gone afterwards.
-        progress: told of text being written and of measurements.
+    ``write`` writes the drafter's bundle with some tokens into a folder, for measurements. That is
+    ``scratch``, which does not exist before and after.
 
     Raises:
         RequestError: calibration text that cannot be read, or a size this vocabulary cannot have.
@@ -212,11 +206,7 @@ def weigh(
     tokens (Leviathan et al. 2023, equation 1) in T(k + 1) + k steps; each size is judged with the k that
     is best for it.
 
-    Args:
-        ranking: of the tokens.
-        acceptance: by rows of the LM head, that of the whole among them.
-        step_s: seconds of a drafter step by rows of the LM head.
-        target: the target's cost.
+    ``acceptance``, and ``step_s``, the seconds of a drafter step, are by rows of the LM head.
     """
     rates = {size: _rate(accepted, step_s(size), target) for size, accepted in acceptance.items()}
     return tuple(

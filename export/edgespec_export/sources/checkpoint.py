@@ -187,11 +187,8 @@ def _recorded(path: Path) -> str | None:
 def own_name(name: str, layers: str, whole: Mapping[str, str], of_layer: Mapping[str, str]) -> str | None:
     """Edgespec's name of the tensor ``name``; None for those that are not listed.
 
-    Args:
-        name: in a file.
-        layers: expression for what stands before a layer's number.
-        whole: names of tensors outside layers.
-        of_layer: names of tensors behind the layer's number.
+    ``layers`` matches what stands before a layer's number. ``whole`` has the names outside layers, and
+    ``of_layer`` those behind the number.
     """
     layer = re.fullmatch(layers + r"(0|[1-9][0-9]{0,5})\.(.+)", name)
     if layer and layer[2] in of_layer:

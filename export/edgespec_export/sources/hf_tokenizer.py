@@ -31,10 +31,7 @@ _NEVER = -1e9  # the score of a piece that no text contains
 class HFTokenizer:
     """What a directory says of its tokenizer.
 
-    Args:
-        folder: the directory.
-        model: its ``config.json``.
-        vocab_size: rows of the LM head; the tokenizer may have fewer tokens.
+    The tokenizer may have fewer tokens than ``vocab_size``, the rows of the LM head.
     """
 
     def __init__(self, folder: Path, model: Facts, vocab_size: int) -> None:
