@@ -8,12 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from edgespec_export.align.alignment import FACTORS
 from edgespec_export.sources.blocks import U8, Blocks, GGMLType, largest, unpack
 from tests.gguf_for_tests import F32, FORMATS, random_raw
 
 QUANTIZED = [kind for kind in GGMLType if kind.block > 1]
-HALVES = {kind: range(at, at + 2 * count, 2) for kind, (at, count) in FACTORS.items()}
+HALVES = {kind: range(kind.factors_at, kind.factors_at + 2 * kind.factors, 2) for kind in QUANTIZED}
 """Where a block holds float16 numbers."""
 
 

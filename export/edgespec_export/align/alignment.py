@@ -14,8 +14,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +31,6 @@ from edgespec_models.text.tokenizer import SpecialTokens
 
 __all__ = [
     "BLOCKS",
-    "FACTORS",
     "Alignment",
     "AlignedCheckpoint",
     "Codes",
@@ -225,18 +223,6 @@ def _check_pairs(alignment: Alignment, path: Path) -> None:
             raise ModelFileError(f"{path} has not both factors of the change of {name}. {_REMEDY}.")
 
 
-FACTORS: Final = MappingProxyType(
-    {
-        **dict.fromkeys((GGMLType.Q4_0, GGMLType.Q5_0, GGMLType.Q8_0), (0, 1)),
-        **dict.fromkeys((GGMLType.Q4_1, GGMLType.Q5_1, GGMLType.Q4_K, GGMLType.Q5_K), (0, 2)),
-        GGMLType.Q2_K: (80, 2),
-        GGMLType.Q3_K: (108, 1),
-        GGMLType.Q6_K: (208, 1),
-    }
-)
-"""Where in a block the float16 factors of all that it holds lie, and how many: of scales, and of minimums."""
-
-
 class AlignedCheckpoint(Checkpoint):
     """A drafter's checkpoint, changed as its alignment says; tensors that are changed become float32.
 
@@ -293,13 +279,13 @@ class AlignedCheckpoint(Checkpoint):
     def _scaled(self, name: str, start: int, stop: int | None) -> tuple[GGMLType, npt.NDArray[np.uint8]]:
         """Raw rows, the factors in every block changed."""
         kind, raw = self._base.read(name, start, stop)
-        at, count = FACTORS[kind]
+        at, end = kind.factors_at, kind.factors_at + 2 * kind.factors
         grown = self.alignment.factors(self.stored_name(name), start, stop)
         raw = raw.copy()
-        halves = np.ascontiguousarray(raw[..., at : at + 2 * count]).view(np.float16)
+        halves = np.ascontiguousarray(raw[..., at:end]).view(np.float16)
         with np.errstate(over="ignore"):  # what is not finite is refused where it is read
             changed = (halves.astype(np.float32) * grown[..., None]).astype(np.float16)
-        raw[..., at : at + 2 * count] = changed.view(np.uint8)
+        raw[..., at:end] = changed.view(np.uint8)
         return kind, raw
 
     def tiles_of(self, name: str) -> str | None:
@@ -349,7 +335,7 @@ def _merged(base: Checkpoint, alignment: Alignment, name: str) -> Tensor:
     expected: tuple[int, ...] | None = None
     if tensor is not None and not scaled:
         expected = tensor.shape if len(tensor.shape) > 1 else (1, *tensor.shape)
-    elif tensor is not None and tensor.type in FACTORS:
+    elif tensor is not None and tensor.type.factors:
         expected = tensor.shape[0], tensor.shape[1] // tensor.type.block
     if tensor is None or alignment.shape(name) != expected:
         what = "scales" if scaled else "weights"

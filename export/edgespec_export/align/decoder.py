@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as computed_again
 
-from edgespec_export.align.alignment import BLOCKS, FACTORS, Codes
+from edgespec_export.align.alignment import BLOCKS, Codes
 from edgespec_export.align.settings import Trained
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.layers import PRODUCTS, Decoder, Layer, rotary_tables
@@ -142,7 +142,7 @@ class TorchDecoder(Decoder):
     def _block(self, name: str) -> int:
         """Weights that share a scale."""
         kind = self._source.tensor(name).type
-        if kind not in FACTORS:
+        if not kind.factors:
             raise RequestError(
                 f"{self._source.path.name} has no blocks whose scales could be trained: {name} is "
                 f"{kind.name}; train another thing, such as a low-rank change"

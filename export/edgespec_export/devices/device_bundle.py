@@ -18,7 +18,7 @@ from edgespec_export.bundle_files import (
     write_texts,
 )
 from edgespec_export.devices.static_export import ROWS, export_static, format_name, planned
-from edgespec_export.graphs.calibration import calibration_texts, prompt_start
+from edgespec_export.graphs.calibration import calibration_tokens
 from edgespec_export.graphs.parity import find_golden
 from edgespec_export.options import ExportOptions
 from edgespec_export.report import ExportReport
@@ -90,11 +90,8 @@ def build_for_device(
 
 
 def _texts(tokenizer: Tokenizer, special: SpecialTokens, files: Sequence[Path]) -> list[list[int]]:
-    """Token ids of some of the texts in ``files``, or of the shipped ones, begun as prompts are."""
-    texts = calibration_texts(files)
-    start = prompt_start(special)
-    chosen = texts[:: max(1, len(texts) // _TEXTS)][:_TEXTS]
-    found = [tokens for text in chosen if len(tokens := (start + tokenizer.encode(text))[:ROWS]) >= _SHORTEST]
+    texts = calibration_tokens(tokenizer, special, files, count=_TEXTS, longest=ROWS)
+    found = [tokens for tokens in texts if len(tokens) >= _SHORTEST]
     if len(found) < 2:
         raise RequestError(f"calibration needs two texts of {_SHORTEST} tokens or more; give longer ones")
     return found

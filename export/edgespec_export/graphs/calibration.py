@@ -11,12 +11,12 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.foreign import open_bundle
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import Progress, ProgressCallback
-from edgespec_models.text.tokenizer import SpecialTokens
+from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 from edgespec_runtimes.cost import CostCurve, measure_cost
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 
 __all__ = [
-    "calibration_texts",
+    "calibration_tokens",
     "prompt_start",
     "read_texts",
     "shipped_prompts",
@@ -59,13 +59,20 @@ def read_texts(path: Path) -> list[str]:
     return texts
 
 
-def calibration_texts(files: Sequence[Path]) -> list[str]:
-    """The texts of JSON Lines ``files``, or the shipped ones without any.
+def calibration_tokens(
+    tokenizer: Tokenizer, special: SpecialTokens, files: Sequence[Path], *, count: int, longest: int
+) -> list[list[int]]:
+    """Token ids of beginnings of some texts in JSON Lines ``files``, or of the shipped ones without any.
+
+    They are from all over the files, at most ``count``, begin as prompts do, and have ``longest`` tokens at
+    most.
 
     Raises:
         RequestError: as :func:`read_texts`.
     """
-    return [text for file in files for text in read_texts(file)] if files else shipped_texts()
+    texts = [text for file in files for text in read_texts(file)] if files else shipped_texts()
+    start, chosen = prompt_start(special), texts[:: max(1, len(texts) // count)][:count]
+    return [(start + tokenizer.encode(text))[:longest] for text in chosen]
 
 
 def written_by(target: Path, progress: ProgressCallback) -> tuple[list[str], CostCurve]:

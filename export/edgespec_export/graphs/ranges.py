@@ -15,7 +15,7 @@ import onnx
 
 from edgespec_export.formats.plan import plan_decoder
 from edgespec_export.formats.quantization import Quantization
-from edgespec_export.graphs.calibration import calibration_texts, prompt_start
+from edgespec_export.graphs.calibration import calibration_tokens
 from edgespec_export.graphs.pieces import cut, walk
 from edgespec_export.graphs.writer import write_graph
 from edgespec_export.report import LARGEST_FLOAT16, ActivationRanges
@@ -96,16 +96,13 @@ def _largest(value: F32, *, sums: bool) -> float:
 
 
 def _tokens(checkpoint: Checkpoint, files: Sequence[Path]) -> list[list[int]]:
-    """Beginnings of a few texts, from all over them, begun as the model's prompts are."""
     config, special = checkpoint.config, checkpoint.special_tokens()
     tokenizer = Tokenizer.from_json(checkpoint.tokenizer_json(), vocab_size=config.vocab_size)
-    start = prompt_start(special)
-    limit = min(_LONGEST, config.context_length) - len(start)
-    texts = calibration_texts(files)
-    encoded = [start + tokenizer.encode(text)[:limit] for text in texts[:: max(1, len(texts) // _TEXTS)]]
-    if not any(encoded):
+    longest = min(_LONGEST, config.context_length)
+    found = calibration_tokens(tokenizer, special, files, count=_TEXTS, longest=longest)
+    if not any(found):
         raise RequestError("the calibration text holds no tokens; give longer ones")
-    return [tokens for tokens in encoded if tokens][:_TEXTS]
+    return [tokens for tokens in found if tokens]
 
 
 def _watched(graph: Path) -> tuple[set[str], set[str], set[str]]:

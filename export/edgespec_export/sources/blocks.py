@@ -25,28 +25,35 @@ Steps = npt.NDArray[np.uint8] | npt.NDArray[np.int8]
 
 
 class GGMLType(IntEnum):
-    """Weight formats edgespec imports: number in GGUF files, weights of a block, and its bytes."""
+    """Weight formats edgespec reads.
+
+    Number in GGUF files, weights of a block, its bytes, where in it the float16 factors lie that all its
+    numbers share, and how many there are: of scales, and of minimums.
+    """
 
     block: int
     block_bytes: int
+    factors_at: int
+    factors: int
 
-    def __new__(cls, number: int, block: int, block_bytes: int) -> Self:  # noqa: D102
+    def __new__(cls, number: int, *layout: int) -> Self:  # noqa: D102
         member = int.__new__(cls, number)
-        member._value_, member.block, member.block_bytes = number, block, block_bytes
+        member._value_ = number
+        member.block, member.block_bytes, member.factors_at, member.factors = (*layout, 0, 0)[:4]
         return member
 
     F32 = 0, 1, 4
     F16 = 1, 1, 2
-    Q4_0 = 2, 32, 18
-    Q4_1 = 3, 32, 20
-    Q5_0 = 6, 32, 22
-    Q5_1 = 7, 32, 24
-    Q8_0 = 8, 32, 34
-    Q2_K = 10, 256, 84
-    Q3_K = 11, 256, 110
-    Q4_K = 12, 256, 144
-    Q5_K = 13, 256, 176
-    Q6_K = 14, 256, 210
+    Q4_0 = 2, 32, 18, 0, 1
+    Q4_1 = 3, 32, 20, 0, 2
+    Q5_0 = 6, 32, 22, 0, 1
+    Q5_1 = 7, 32, 24, 0, 2
+    Q8_0 = 8, 32, 34, 0, 1
+    Q2_K = 10, 256, 84, 80, 2
+    Q3_K = 11, 256, 110, 108, 1
+    Q4_K = 12, 256, 144, 0, 2
+    Q5_K = 13, 256, 176, 0, 2
+    Q6_K = 14, 256, 210, 208, 1
     BF16 = 30, 1, 2
 
 
