@@ -90,7 +90,7 @@ def home(tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with running_hub() as hub:
         hub.content = CONTENT
         monkeypatch.setenv("HF_ENDPOINT", hub.address)
