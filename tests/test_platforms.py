@@ -269,7 +269,7 @@ class TestSignals:
     def test_a_download_by_pip(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
         monkeypatch.setenv("PIP_INDEX_URL", hub.address)
-        monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+        monkeypatch.delenv("PIP_NO_INDEX")
         hub.silent = True
         with self.start("pull", "toy") as child:
             wait_for(lambda: hub.requests, child)
