@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # a model without a drafter model or a history imports nothin
     from edgespec.drafting.ahead import Beside
     from edgespec_models.bundles.static_graphs import ExportDevice
 
-__all__ = ["Conversation", "LoadOptions", "Model", "load"]
+__all__ = ["LoadOptions"]
 
 Start = Callable[[Callable[[], Messages], RequestOptions, Callable[[Generation], None]], Stream]
 """A stream of the answer to messages, which are asked for when its turn comes; then its result is told."""

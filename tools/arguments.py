@@ -4,8 +4,6 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["arguments"]
-
 
 def arguments(
     usage: str | None, *names: str, given: Sequence[str] | None = None, **options: Any

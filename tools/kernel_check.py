@@ -26,8 +26,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "runtimes" / "ke
 from compiling import CACHE, SOURCES, BuildError, check_program
 from targets import CHECK, KERNELS, TARGETS, Target, native_target
 
-__all__ = ["KernelError", "check_targets"]
-
 SANITIZE = ("-std=c++20", "-O1", "-g", "-w", "-Wno-psabi", "-ffp-contract=off", "-fno-math-errno")
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 SETS: dict[str, dict[str, tuple[str, ...]]] = {

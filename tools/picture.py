@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["drawn", "main"]
-
 _ROOT: Final = Path(__file__).parents[1]
 _PAGES: Final = ("README.md", "docs/benchmarks.md")
 _END: Final = "<!-- figures: end -->"

@@ -12,8 +12,6 @@ from email import message_from_bytes
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from zipfile import BadZipFile, ZipFile
 
-__all__ = ["EntriesError", "check_entries"]
-
 
 class EntriesError(Exception):
     """What is wrong with a wheel."""

@@ -26,8 +26,6 @@ from edgespec_runtimes.memory import machine_memory
 from edgespec_runtimes.session import Predictions
 from edgespec_runtimes.side_by_side import SideBySide, can_run_side_by_side
 
-__all__ = ["answer", "answer_side_by_side", "answering", "answering_with_workers"]
-
 _AT_ONCE = 8  # where a pass costs little more than one over a single row; beyond, rows cost alike
 _SHORTEST = 4096  # tokens of a KV cache; longer texts have twice as many, or four times, and so on
 _SHARE = 4  # of the available memory, what KV caches may take

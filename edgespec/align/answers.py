@@ -22,17 +22,6 @@ from edgespec_models.files.replacing import writing
 from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_models.schema import check_fields, length, read, within
 
-__all__ = [
-    "Answer",
-    "Answering",
-    "Asking",
-    "alone",
-    "number_of",
-    "read_answers",
-    "unanswered",
-    "write_answers",
-]
-
 _BEGIN = b'{"prompt": '
 _REMEDY = 'Give one JSON object a line, with "prompt" and "text"'
 

@@ -14,17 +14,7 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import DeviceError, EdgespecError, RequestError, TokenizerError
 from edgespec_models.progress import ProgressCallback
 
-__all__ = [
-    "ALIGNMENT",
-    "Aligned",
-    "Place",
-    "align",
-    "device_of",
-    "is_held_out",
-    "require_torch",
-    "split_texts",
-    "text_of",
-]
+__all__ = ["ALIGNMENT"]
 
 ALIGNMENT, _STATE = "alignment.safetensors", "training.pt"
 _HELD_OUT = 10  # one of so many prompts measures and is never trained on

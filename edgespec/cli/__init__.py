@@ -21,8 +21,6 @@ from typer.core import TyperCommand, TyperGroup
 
 from edgespec_models.errors import EdgespecError
 
-__all__ = ["COMMANDS", "app", "main"]
-
 COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "demo": "Pull two models and show how much faster they are.",

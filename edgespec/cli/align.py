@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from edgespec.measuring.prompts import Prompt
     from edgespec_models.progress import ProgressCallback
 
-__all__ = ["align"]
 
 _LONGEST_NAME, _LONGEST_LICENCE = 200, 2000  # characters, in an alignment
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from edgespec.requests.stream import Stream
     from edgespec_models.text.tokenizer import Tokenizer
 
-__all__ = ["answer_json", "sources_line", "stats_line", "stream_as_markdown", "stream_to_terminal"]
 
 _MARKS: Final = {
     "model": "underline blue",

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from edgespec.measuring.bench import BenchOptions
     from edgespec.measuring.prompts import Prompt
 
-__all__ = ["bench", "demo"]
 
 _DEMO = {"target": "qwen2.5-coder-1.5b-instruct", "drafter": "smollm2-135m-qwen2.5-coder"}
 _DEMO_PROMPTS, _DEMO_TOKENS = 6, 96

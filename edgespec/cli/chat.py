@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from edgespec.requests.results import Generation
     from edgespec_models.text.tokenizer import Tokenizer
 
-__all__ = ["chat"]
 
 _HELP = """/help     show this list
 /clear    forget the conversation

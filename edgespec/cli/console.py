@@ -20,21 +20,6 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
     from rich.table import Table
 
-__all__ = [
-    "allow_any_text",
-    "amount",
-    "errors",
-    "fact_table",
-    "fail",
-    "json_text",
-    "note",
-    "output",
-    "print_json",
-    "progress_bars",
-    "say",
-    "size",
-]
-
 
 @cache
 def output() -> "Console":

@@ -12,8 +12,6 @@ from edgespec.cli.options import JsonFlag, Target, Threads
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["cost"]
-
 
 def cost(
     bundle: Target,

@@ -10,8 +10,6 @@ from edgespec.cli.console import print_json, say
 if TYPE_CHECKING:
     from edgespec_runtimes.devices.kinds import Device
 
-__all__ = ["devices", "show_devices"]
-
 
 def devices(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object a device.")] = False,

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from edgespec_export.options import TrimSize
     from edgespec_models.downloads.catalog import CatalogueEntry
 
-__all__ = ["export", "locate"]
-
 
 def export(
     source: Annotated[

@@ -8,8 +8,6 @@ from edgespec.cli import options
 from edgespec.cli.answers import answer_json, stats_line, stream_to_terminal
 from edgespec.cli.console import note, print_json, progress_bars
 
-__all__ = ["generate"]
-
 
 def generate(
     context: typer.Context,

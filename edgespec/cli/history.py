@@ -12,7 +12,6 @@ from edgespec.cli.options import JsonFlag
 if TYPE_CHECKING:
     from edgespec.history.manage import Amount, History, LearnedCorrection, LearnedText
 
-__all__ = ["history"]
 
 history = typer.Typer(
     no_args_is_help=True,

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from edgespec_models.bundles.bundle import Bundle, Manifest
 
-__all__ = ["inspect", "show_report"]
-
 
 def inspect(
     bundle: Annotated[

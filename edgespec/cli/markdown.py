@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-__all__ = ["CODE", "FENCE", "HEADING", "STRONG", "MarkdownStream"]
-
 Pieces = list[tuple[str, str]]
 
 CODE: Final = "cyan"

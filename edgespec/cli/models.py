@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from edgespec_models.downloads.catalog import CatalogueEntry
     from edgespec_models.downloads.hub import HubReference
 
-__all__ = ["models", "pull"]
 
 JsonList = Annotated[bool, typer.Option("--json", help="Print JSON, one object a model.")]
 

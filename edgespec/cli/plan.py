@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
     from edgespec.loading.footprint import Footprint, Plan
 
-__all__ = ["plan"]
 
 _VERDICTS = {
     "fits": "fits",

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from edgespec.engine import Model
     from edgespec.serve.options import ServeOptions
 
-__all__ = ["serve"]
 
 KEY_VARIABLE = "EDGESPEC_API_KEY"
 

@@ -10,7 +10,6 @@ from edgespec.cli.console import print_json, progress_bars, say
 if TYPE_CHECKING:
     from edgespec.measuring.audit import AnswersAudit, Audit, SamplingAudit
 
-__all__ = ["verify"]
 
 _SHOWN_DIFFERENCES = 10
 

@@ -7,8 +7,6 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Clock", "Draft", "Drafter", "Extending", "NO_DRAFT", "Remarks", "Source", "Step"]
-
 Clock = Callable[[], float]
 """Seconds since some moment."""
 

@@ -22,17 +22,6 @@ from edgespec_runtimes.session import shared_length
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-__all__ = [
-    "Allowed",
-    "AnyJson",
-    "Choice",
-    "Constraint",
-    "Grammars",
-    "JsonSchema",
-    "Lark",
-    "Regex",
-    "ResponseFormat",
-]
 
 _LONGEST: Final = 262_144
 """Characters of a format, at most."""

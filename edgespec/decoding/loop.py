@@ -8,8 +8,6 @@ from edgespec.decoding.sampling import log_probabilities, most_likely
 from edgespec.decoding.verification import Verifier
 from edgespec_runtimes.session import Predictions, Session
 
-__all__ = ["decode"]
-
 
 def decode(
     target: Session,

@@ -17,23 +17,7 @@ from edgespec_models.errors import RequestError
 from edgespec_models.schema import check_fields, within
 from edgespec_runtimes.session import Predictions, check_best
 
-__all__ = [
-    "ACCEPT_LANE",
-    "DRAFT_LANE",
-    "TOKEN_LANE",
-    "Distribution",
-    "Penalties",
-    "Row",
-    "RowStep",
-    "SamplingParams",
-    "TokenCounts",
-    "changed_row",
-    "distribution",
-    "draw",
-    "log_probabilities",
-    "most_likely",
-    "uniform",
-]
+__all__ = ["ACCEPT_LANE", "DRAFT_LANE", "TOKEN_LANE"]
 
 Row = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]

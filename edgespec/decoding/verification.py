@@ -26,8 +26,6 @@ from edgespec.decoding.sampling import (
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.session import Predictions
 
-__all__ = ["Verifier"]
-
 
 class Verifier:
     """Judges drafts by what the target says, in one request, whose tokens it follows.

@@ -2,8 +2,6 @@
 
 from typing import Literal
 
-__all__ = ["Finding", "Watch"]
-
 Finding = Literal["proved", "failed"]
 """What a :class:`Watch` found."""
 

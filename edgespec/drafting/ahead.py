@@ -18,8 +18,6 @@ from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.reading import RunningMean
 from edgespec_runtimes.cost import CostCurve
 
-__all__ = ["Ahead", "Beside"]
-
 _LOG = logging.getLogger("edgespec")
 _ALONE_EVERY = 16  # rounds
 

@@ -13,8 +13,6 @@ from edgespec_models.errors import TokenizerError
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.session import shared_length
 
-__all__ = ["Bridge", "ByteBridge", "IdentityBridge", "encode_after", "safe_start"]
-
 _CONTEXT_BYTES = 24
 _MAX_CONTEXT_BYTES = 96
 

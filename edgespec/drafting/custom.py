@@ -13,8 +13,6 @@ from edgespec.drafting.model import Calibration, Guess
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import shown
 
-__all__ = ["Custom"]
-
 _UNSAID = 0.75  # the confidence of proposals whose drafter states none, until rounds have shown theirs
 
 

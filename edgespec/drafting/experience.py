@@ -12,8 +12,6 @@ from itertools import zip_longest
 
 import numpy as np
 
-__all__ = ["MOST", "Experience", "Outcome", "Gains"]
-
 _STRIDE, _DEPTH = 4, 96  # tokens
 _PRIOR = 0.15
 _PRIOR_WEIGHT, _SHORTER_WEIGHT = 1.0, 0.3  # requests

@@ -14,8 +14,6 @@ from edgespec.drafting.reading import Reader
 from edgespec_models.errors import TokenizerError
 from edgespec_models.text.tokenizer import Tokenizer
 
-__all__ = ["Calibration", "Guess", "ModelDrafter", "context_tokens"]
-
 _SOURCE = "model"
 _BINS = 10
 _PRIOR = 12.0

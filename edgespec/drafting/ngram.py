@@ -13,8 +13,6 @@ from typing import Final
 from edgespec.decoding.draft import NO_DRAFT, Draft, Step
 from edgespec_runtimes.session import shared_length
 
-__all__ = ["ContextTree", "Match", "NgramDrafter"]
-
 _SOURCE: Final = "ngram"
 _OLDEST, _LATEST = 0, -1
 _LONGEST: Final = 32  # longer matches tell no more about acceptance

@@ -8,8 +8,6 @@ from edgespec.decoding.draft import NO_DRAFT, Draft, Extending, Remarks, Source,
 from edgespec.decoding.grammar import Constraint
 from edgespec.drafting.pricing import Guard, Pricing
 
-__all__ = ["Part", "Policy"]
-
 _SMOOTHING = 0.1
 _FORGETTING = 0.005
 _PATIENCE = 2.0  # times what reading takes

@@ -13,8 +13,6 @@ from edgespec.decoding.draft import Step
 from edgespec.decoding.watch import Finding, Watch
 from edgespec_runtimes.cost import CostCurve
 
-__all__ = ["STAKE", "Guard", "Pricing"]
-
 STAKE: Final = 5.0
 """Tokens that plain decoding may be ahead by."""
 

@@ -11,8 +11,6 @@ from edgespec.decoding.draft import Clock
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.session import Predictions, Session
 
-__all__ = ["Reader", "RunningMean", "Said"]
-
 _SMOOTHING = 0.1
 _FORGETTING = 0.005
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:  # a drafter that nothing teaches imports nothing of this
     from edgespec.learning.trainer import Trainer
     from edgespec.learning.tuning import Example, Tuning
 
-__all__ = ["DrafterSide"]
 
 _PROMPT, _ANSWER = 256, 512  # tokens of a text to learn from, at most: its prompt's last, its answer's first
 _SHORTEST = 8  # answer

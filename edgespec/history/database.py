@@ -21,20 +21,6 @@ from urllib.parse import quote_from_bytes
 
 from edgespec_models.errors import StorageError
 
-__all__ = [
-    "APPLICATION",
-    "SUFFIX",
-    "companions",
-    "connect",
-    "connect_read_only",
-    "file_indexes",
-    "is_damage",
-    "look",
-    "reason",
-    "set_aside",
-    "transaction",
-]
-
 APPLICATION: Final = 0x65647370  # "edsp"
 SUFFIX: Final = ".history"
 _MAGIC: Final = b"SQLite format 3\0"

@@ -10,8 +10,6 @@ from edgespec.drafting.pricing import Guard
 from edgespec.history.memory import MAX_N, Found, Memory
 from edgespec.history.passages import Cutter
 
-__all__ = ["BestOf", "HistoryDrafter"]
-
 _SOURCE: Final = "history"
 _LOG = logging.getLogger("edgespec")
 

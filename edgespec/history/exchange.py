@@ -13,8 +13,6 @@ from edgespec.history.store import Kept, Learned, Name, Scope, unpack
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import form, length, read, shown, within
 
-__all__ = ["exported", "parse"]
-
 _FORMAT: Final = "edgespec history 1"
 
 

@@ -19,8 +19,6 @@ from edgespec_models.files.replacing import write_text
 from edgespec_models.paths import expanded, histories_dir
 from edgespec_models.schema import checked, length, shown
 
-__all__ = ["Amount", "History", "LearnedCorrection", "LearnedText", "containing", "histories"]
-
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MOST_CHAINED: Final = 64  # passages that one text may run through
 _Following = dict[tuple[Scope, tuple[int, ...]], list[Learned]]

@@ -17,19 +17,6 @@ from edgespec.drafting.experience import Gains, Outcome
 from edgespec.history.passages import Entry, Passage, Tally, decayed, total_tokens
 from edgespec.learning.gains import Lesson, Table
 
-__all__ = [
-    "MAX_N",
-    "Change",
-    "Delta",
-    "DrafterKey",
-    "Found",
-    "Index",
-    "Memory",
-    "Snapshot",
-    "Tell",
-    "keep_best",
-]
-
 MAX_N: Final = 8
 """Tokens by which occurrences are told apart."""
 _KEY: Final = 4 * MAX_N  # bytes

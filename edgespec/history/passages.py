@@ -15,22 +15,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-__all__ = [
-    "CLASS_MEMORY",
-    "HALF_LIFE",
-    "LEAD",
-    "LONGEST",
-    "Cutter",
-    "Entry",
-    "Passage",
-    "Tally",
-    "cut",
-    "decayed",
-    "pack_tokens",
-    "total_tokens",
-    "unpack_tokens",
-]
-
 LEAD: Final = 8
 """Tokens before a passage that are kept with it, as the context of its first ones."""
 LONGEST: Final = 64

@@ -26,8 +26,6 @@ from edgespec.history.passages import Entry, Passage, Tally, pack_tokens, unpack
 from edgespec.learning.gains import ROWS, Lesson, Table
 from edgespec_models.schema import form
 
-__all__ = ["MAX_BYTES", "MAX_TOKENS", "MOST_DRAFTERS", "Kept", "Learned", "Name", "Scope", "Store", "unpack"]
-
 MAX_TOKENS: Final = 262_144
 """Tokens kept in one scope."""
 MAX_BYTES: Final = 64 * 2**20

@@ -28,8 +28,6 @@ from edgespec.learning.tuning import Tuning
 from edgespec_models.errors import StorageError
 from edgespec_models.text.tokenizer import Tokenizer
 
-__all__ = ["FLUSH_S", "HistoryUse", "Writer", "open_use"]
-
 FLUSH_S: Final = 2.0
 """Seconds after which what was learned is in the file."""
 _RETRY_S: Final = 30.0

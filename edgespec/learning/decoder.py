@@ -22,8 +22,6 @@ from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.layers import Decoder, Layer, gain_names, graph_name, rotary_tables
 from edgespec_models.errors import UnsupportedModelError
 
-__all__ = ["NumpyDecoder", "Reading"]
-
 _CHUNK: Final = 8192  # rows of the LM head at a time
 _Back = Callable[[F32], Sequence[F32]]
 

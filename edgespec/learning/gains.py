@@ -13,8 +13,6 @@ import numpy.typing as npt
 
 from edgespec.learning.layer_math import F32
 
-__all__ = ["ROWS", "Gains", "Lesson", "Table"]
-
 Table = npt.NDArray[np.float32]
 """float32 ``(ROWS, gains)``: by how much gains differ from the bundle's, and the two means of Adam."""
 

@@ -11,15 +11,6 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "F32",
-    "activate",
-    "attend",
-    "normalize",
-    "rotate",
-    "visible",
-]
-
 F32 = npt.NDArray[np.float32]
 _HIDDEN = np.float32(-1e9)
 _GELU = np.float32(sqrt(2.0 / np.pi))

@@ -12,8 +12,6 @@ from edgespec.learning.layer_math import F32
 from edgespec.learning.tuning import Example, Tuning
 from edgespec_models.errors import EdgespecError
 
-__all__ = ["Trainer"]
-
 _WAITING: Final = 8  # texts; with more, the oldest go
 _LOG = logging.getLogger("edgespec")
 

@@ -18,8 +18,6 @@ from edgespec.learning.decoder import NumpyDecoder, Reading
 from edgespec.learning.gains import ROWS, Lesson, Table
 from edgespec.learning.layer_math import F32
 
-__all__ = ["Example", "Tuning"]
-
 _RATE: Final = 3e-3
 _MEAN, _SQUARE, _TINY = 0.9, 0.999, 1e-8
 _LONGEST: Final = 1.0  # of a gradient

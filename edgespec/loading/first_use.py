@@ -25,17 +25,6 @@ from edgespec_models.paths import bundles_dir, model_name
 from edgespec_models.progress import ProgressCallback
 from edgespec_models.schema import check_fields, one_of
 
-__all__ = [
-    "Found",
-    "Wanted",
-    "alignment_of",
-    "locate_hub",
-    "look_up",
-    "name_of",
-    "open_made",
-    "pull_checked",
-]
-
 _HF_CONFIG = "config.json"
 _RECIPE_MARK = "-r"
 _LONGEST_NAME = 120

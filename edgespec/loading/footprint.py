@@ -11,8 +11,6 @@ from edgespec_runtimes.graph_session import KV_STEP
 from edgespec_runtimes.kv_buffers import KEY_TILE
 from edgespec_runtimes.memory import MachineMemory, machine_memory
 
-__all__ = ["WORKING_BYTES", "CacheSize", "Fit", "Footprint", "Plan", "Verdict", "footprint_of", "room_for"]
-
 State = Literal["here", "to be exported", "to be pulled"]
 
 Verdict = Literal["fits", "from disk", "no"]

@@ -27,8 +27,6 @@ from edgespec_models.paths import measurements_dir
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuOptions, default_threads
 
-__all__ = ["Conditions", "Measurement", "describe_machine", "forget", "recall", "remember"]
-
 _PACKAGES = ("edgespec", "onnxruntime", "onnxruntime-gpu", "numpy", "tokenizers")
 _FORMAT = 2  # 1 may hold times that fall: a machine under load
 _LARGEST_FILE = 1 << 16

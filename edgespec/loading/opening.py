@@ -24,22 +24,6 @@ from edgespec_runtimes.cpu import CpuOptions, CpuSession, Instructions, Threads
 from edgespec_runtimes.devices.kinds import AUTO, PROCESSOR, Device, Placement
 from edgespec_runtimes.session import Session
 
-__all__ = [
-    "DRAFTER_READING_ROWS",
-    "NGRAM",
-    "LoadOptions",
-    "Loaded",
-    "Reference",
-    "Running",
-    "check_target",
-    "conditions_of",
-    "open_model",
-    "open_one",
-    "open_pair",
-    "recommended_drafter",
-    "placed",
-]
-
 _HUB = "hf:"
 
 NGRAM = "ngram"

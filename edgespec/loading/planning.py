@@ -23,8 +23,6 @@ from edgespec_models.schema import checked, within
 from edgespec_runtimes.kv_buffers import KEY_TILE
 from edgespec_runtimes.memory import machine_memory
 
-__all__ = ["plan"]
-
 _LENGTHS: Final = (2048, 8192, 32768)
 
 

@@ -30,15 +30,6 @@ if TYPE_CHECKING:
     from edgespec.requests.request import RequestOptions
     from edgespec.requests.results import Generation
 
-__all__ = [
-    "ALPHA",
-    "AnswersAudit",
-    "Audit",
-    "FirstDifference",
-    "SamplingAudit",
-    "audit_answers",
-    "audit_sampling",
-]
 
 ALPHA: Final = 0.001
 """A p-value below this fails: a lossless model does so once in a thousand audits."""

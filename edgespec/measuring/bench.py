@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from edgespec.engine import Model
     from edgespec_models.bundles.bundle import Bundle
 
-__all__ = ["BenchOptions", "Pair", "mbsu", "measure", "speedup", "summarize"]
 
 FORMAT: Final = 1
 _WARM_UP = Prompt("warm-up", "warm-up", ("Count from one to ten, then count from one to ten again.",))

@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["ChiSquare", "pool_rare", "survival", "two_samples"]
-
 Outcome = tuple[Hashable, ...]
 
 

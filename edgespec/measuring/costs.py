@@ -18,8 +18,6 @@ from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.memory import memory_bandwidth
 
-__all__ = ["ACCEPTANCE", "Costs", "as_ranges", "draft_gain", "measure_costs"]
-
 ACCEPTANCE = (0.5, 0.7, 0.9)
 _FORMAT = 1
 _FREE = 1.1  # a pass that takes a tenth longer than a single row's counts as free

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from edgespec.requests.results import Generation
     from edgespec_models.bundles.bundle import Bundle
 
-__all__ = ["Prompt", "ask", "builtin_prompts", "load_prompts", "said_by", "select"]
 
 _BUILTIN = "prompts.jsonl"
 _Text = Annotated[str, length(1)]

@@ -7,8 +7,6 @@ from typing import Any
 from edgespec.measuring.costs import as_ranges
 from edgespec_models.errors import RequestError
 
-__all__ = ["render_costs", "render_report"]
-
 _FORMAT = 1
 
 

@@ -18,20 +18,6 @@ if TYPE_CHECKING:  # what prompts without a conversation do not need, such as Ji
     from edgespec.requests.tool_calls import ToolReader
     from edgespec_models.text.chat_template import ChatTemplate
 
-__all__ = [
-    "Messages",
-    "Request",
-    "RequestOptions",
-    "answer_format",
-    "detokenize",
-    "drafter_tokens",
-    "encode_chat",
-    "encode_text",
-    "prompt_tokens",
-    "tokenize",
-    "tool_reader",
-    "with_options",
-]
 
 Messages = Sequence[Mapping[str, Any]]
 """A conversation: mappings with ``role`` (system, developer, user, assistant, tool) and ``content``."""

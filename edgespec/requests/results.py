@@ -10,20 +10,6 @@ from edgespec.decoding.draft import Remarks, Step
 from edgespec_models.text.text_stream import TextStream
 from edgespec_models.text.tokenizer import Tokenizer
 
-__all__ = [
-    "Attribution",
-    "FinishReason",
-    "Generation",
-    "GenerationStats",
-    "Record",
-    "SourceStats",
-    "TokenRecord",
-    "ToolCall",
-    "nothing",
-    "statistics",
-    "token_records",
-]
-
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "closed", "tool_calls", "error"]
 """Why an answer ended: the model or a stop string ended it, it became as long as asked for or as fits, the
 request was cancelled, its time was up, the model was closed, the model calls tools, or something failed."""

@@ -48,8 +48,6 @@ if TYPE_CHECKING:  # requests import nothing of drafter models or histories that
     from edgespec.history.use import HistoryUse
     from edgespec.requests.tool_calls import ToolReader
 
-__all__ = ["PreparedRequest", "PromptTokens", "Runner", "respond"]
-
 
 PromptTokens = tuple[list[int], list[int]]
 """A prompt as the target and as the drafter are to read it; the second is empty without a drafter model."""

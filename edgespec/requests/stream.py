@@ -10,8 +10,6 @@ from edgespec.requests.results import Generation, Record
 from edgespec.requests.worker import LOOK_S, Answer, Worker
 from edgespec_models.errors import RequestError
 
-__all__ = ["Records", "Stream", "answers", "answers_async"]
-
 _ENDED_EARLY: Final = ("cancelled", "timeout", "closed")
 
 

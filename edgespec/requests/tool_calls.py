@@ -23,8 +23,6 @@ from edgespec_models.errors import RequestError
 from edgespec_models.schema import shown
 from edgespec_models.text.tokenizer import Tokenizer
 
-__all__ = ["ToolReader", "calls_grammar", "check_tools", "format_of", "must_call"]
-
 _ID_LETTERS: Final = "0123456789abcdefghijklmnopqrstuvwxyz"
 _ID_LENGTH: Final = 9  # letters and digits, which is what Mistral's templates insist on
 _PYTHON_TAG: Final = "<|python_tag|>"

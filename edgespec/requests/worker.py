@@ -16,7 +16,6 @@ from edgespec_models.errors import Busy, Closed, RequestError
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["LOOK_S", "Answer", "Worker"]
 
 LOOK_S = 0.2
 """How long a thread waits before it looks around: on Windows, Ctrl-C does not end a wait."""

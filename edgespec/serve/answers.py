@@ -13,8 +13,6 @@ from typing import Any, ClassVar
 from edgespec.requests.results import Attribution, Generation, Record, TokenRecord
 from edgespec_models.text.tokenizer import Tokenizer
 
-__all__ = ["ChatAnswer", "CompletionAnswer", "Holding", "usage"]
-
 Json = dict[str, Any]
 _FINISH = {"stop": "stop", "tool_calls": "tool_calls"}  # any other is a limit: of tokens, of time
 _TAG = "<tool_call>"

@@ -24,8 +24,6 @@ from edgespec.serve.problems import Problem, on_http_exception, on_problem
 from edgespec.serve.security import Gate
 from edgespec_models.errors import EdgespecError, RequestError
 
-__all__ = ["App"]
-
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",

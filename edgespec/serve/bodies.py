@@ -20,8 +20,6 @@ from edgespec.serve.problems import Problem
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import length, read, within
 
-__all__ = ["ChatBody", "CompletionBody", "ForgetBody", "parse", "read_json"]
-
 T = TypeVar("T")
 _CLOSE = {"Connection": "close"}  # what is still on its way would be read as the next request
 

@@ -21,8 +21,6 @@ from edgespec.serve.options import ServeOptions
 from edgespec.serve.problems import Problem, of_error
 from edgespec_models.errors import EdgespecError
 
-__all__ = ["Completions"]
-
 T = TypeVar("T")
 Ask = Callable[..., Stream]
 Answer = ChatAnswer | CompletionAnswer

@@ -12,8 +12,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgespec.requests.results import GenerationStats
 
-__all__ = ["CLIENT_LEFT", "Metrics", "Observed", "RequestCount", "count_of"]
-
 CLIENT_LEFT = 499
 """Status of requests that nobody waited for any more; a habit of other servers, not of HTTP."""
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)

@@ -8,8 +8,6 @@ from typing import Annotated
 from edgespec_models.errors import EdgespecError, RequestError
 from edgespec_models.schema import check_fields, form, length, within
 
-__all__ = ["ServeOptions", "bound_socket", "is_loopback"]
-
 _Key = Annotated[str, form(r"[!-~]{8,1000}", "of 8 to 1,000 printable ASCII characters, without spaces")]
 _Origin = Annotated[str, form(r"https?://[^/\s]+", "of the form https://HOST[:PORT], without a path")]
 _HostName = Annotated[str, form(r"[^/:\s]+|\[[^/\s]+\]", "a name or an address, without a port")]

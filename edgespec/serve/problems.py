@@ -8,8 +8,6 @@ from starlette.responses import JSONResponse
 
 from edgespec_models.errors import EdgespecError, RequestError
 
-__all__ = ["Problem", "of_error", "on_http_exception", "on_problem"]
-
 
 class Problem(Exception):  # noqa: N818 - it ends a request, not the program
     """Ends a request with an error.

@@ -14,8 +14,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.problems import Problem
 
-__all__ = ["OPEN_PATHS", "Gate"]
-
 OPEN_PATHS = frozenset({"/", "/page.js", "/page.css", "/health"})
 """What needs no key: they tell nothing of the model, and the page asks for the key."""
 

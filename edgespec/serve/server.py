@@ -12,8 +12,6 @@ import uvicorn
 
 from edgespec.serve.app import App
 
-__all__ = ["run"]
-
 _LOG = logging.getLogger("edgespec.serve")
 _MARGIN_S = 5.0  # for answers that were ended to be sent
 

@@ -14,8 +14,6 @@ from edgespec_models.bundles.bundle import MANIFEST, REPORT, TEMPLATE, TOKENIZER
 from edgespec_models.errors import ModelFileError
 from edgespec_runtimes.memory import peak_memory_bytes
 
-__all__ = ["describe", "finish", "parameters_by_class", "write_json", "write_texts"]
-
 
 def write_texts(checkpoint: Checkpoint, folder: Path) -> None:
     """The tokenizer, and the chat template where there is one.

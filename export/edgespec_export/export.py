@@ -14,7 +14,7 @@ from edgespec_models.errors import RequestError, naming
 from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_models.schema import checked
 
-__all__ = ["ExportOptions", "ExportReport", "export_model"]
+__all__ = ["ExportOptions", "ExportReport"]
 
 _CUDA_ROWS = 8
 

@@ -42,8 +42,6 @@ from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 from edgespec_runtimes.cpu import CpuSession
 from edgespec_runtimes.memory import peak_memory_bytes
 
-__all__ = ["build_bundle"]
-
 
 def build_bundle(
     source: Path, folder: Path, options: ExportOptions, progress: ProgressCallback, started: float

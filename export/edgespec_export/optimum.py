@@ -21,8 +21,6 @@ from edgespec_models.errors import EdgespecError, ModelFileError
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 
-__all__ = ["PROGRAM", "OptimumReport", "export_with_optimum"]
-
 PROGRAM = "optimum-cli"
 """Optimum's command."""
 

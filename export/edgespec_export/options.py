@@ -9,8 +9,6 @@ from edgespec_models.bundles.bundle import WEIGHTS, KVType, Role
 from edgespec_models.bundles.static_graphs import PREFILL_ROWS, ExportDevice
 from edgespec_models.schema import check_fields, length, one_of, within
 
-__all__ = ["ExportOptions", "TrimOptions", "TrimSize"]
-
 TrimSize = Annotated[int, within(1)] | Literal["auto", "full"]
 
 

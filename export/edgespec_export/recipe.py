@@ -11,8 +11,6 @@ from edgespec_models.bundles.bundle import Role
 from edgespec_models.bundles.static_graphs import ExportDevice
 from edgespec_models.errors import EdgespecError
 
-__all__ = ["RECIPES", "require_extra"]
-
 RECIPES: Final[Mapping[tuple[Role, ExportDevice | None], int]] = MappingProxyType(
     {
         ("target", None): 6,

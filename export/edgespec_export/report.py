@@ -6,17 +6,6 @@ from typing import Any
 from edgespec_models.bundles.config import FloatType
 from edgespec_models.bundles.weight_format import Method
 
-__all__ = [
-    "LARGEST_FLOAT16",
-    "ActivationRanges",
-    "ExportReport",
-    "FormatLoss",
-    "ParityReport",
-    "StaticReport",
-    "TrimChoice",
-    "TrimReport",
-]
-
 LARGEST_FLOAT16 = 65_504.0
 _STREAM_MARGIN = 8.0  # other texts may go further; a stream in float32 costs two casts in each sublayer
 

@@ -11,8 +11,6 @@ from stat import S_IMODE
 from edgespec_models.errors import ModelFileError, RequestError, StorageError
 from edgespec_models.files.replacing import leftovers, move, own_name
 
-__all__ = ["check_place", "staging", "storage_errors"]
-
 _OLD = "-old"
 _FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 

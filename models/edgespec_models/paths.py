@@ -7,17 +7,6 @@ import platformdirs
 
 from edgespec_models.errors import RequestError
 
-__all__ = [
-    "bundles_dir",
-    "expanded",
-    "histories_dir",
-    "home",
-    "is_file",
-    "measurements_dir",
-    "model_name",
-    "models_dir",
-]
-
 
 def home() -> Path:
     """The folder everything lies under; it need not exist yet."""

@@ -6,8 +6,6 @@ The library never prints; the command line turns these into bars.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["Progress", "ProgressCallback", "ignore_progress"]
-
 
 @dataclass(frozen=True, slots=True)
 class Progress:

@@ -21,8 +21,6 @@ from typing import get_type_hints as hints_of
 
 from edgespec_models.errors import EdgespecError, RequestError
 
-__all__ = ["Limit", "check_fields", "checked", "form", "length", "one_of", "read", "shown", "within"]
-
 T = TypeVar("T")
 P = ParamSpec("P")
 

@@ -8,8 +8,6 @@ from time import perf_counter
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_runtimes.session import Session
 
-__all__ = ["DEFAULT_ROWS", "CostCurve", "measure_cost", "recheck_cost"]
-
 DEFAULT_ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32)
 _REPEATS = 2
 _PAST = 16

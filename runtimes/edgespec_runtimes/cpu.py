@@ -21,17 +21,6 @@ from edgespec_runtimes.graph_io import DynamicIO
 from edgespec_runtimes.graph_session import DynamicSession
 from edgespec_runtimes.ort import lacks_memory, ort
 
-__all__ = [
-    "CpuOptions",
-    "CpuSession",
-    "Instructions",
-    "Threads",
-    "default_threads",
-    "most_threads",
-    "open_graph",
-    "session_settings",
-]
-
 
 def most_threads() -> int:
     """Twice the logical cores of this machine: thousands that spin stop all else on it for minutes."""

@@ -25,8 +25,6 @@ from edgespec_runtimes.kv_buffers import (
 from edgespec_runtimes.ort import RUN_ERRORS, TYPES, lacks_memory, ort
 from edgespec_runtimes.session import DevicePredictions, Predictions
 
-__all__ = ["DynamicIO", "GraphIO"]
-
 _MAX_KEPT_BINDINGS = 32
 _LOGITS_BYTES = 32 << 20
 _PROBED = 4

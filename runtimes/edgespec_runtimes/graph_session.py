@@ -12,8 +12,6 @@ from edgespec_runtimes.graph_io import DynamicIO, GraphIO
 from edgespec_runtimes.kv_buffers import GrowingCache
 from edgespec_runtimes.session import Predictions, SavedCache, shared_length
 
-__all__ = ["KV_STEP", "DynamicSession", "GraphSession"]
-
 IO = TypeVar("IO", bound=GraphIO)
 KV_STEP: Final = 256
 """Room in the KV cache is made in steps of so many tokens."""

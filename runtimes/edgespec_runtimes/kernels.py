@@ -8,8 +8,6 @@ from typing import Any, Final
 from edgespec_models.errors import DeviceError
 from edgespec_runtimes.ort import RUN_ERRORS, lacks_memory
 
-__all__ = ["INSTRUCTIONS", "best_instructions", "library", "register"]
-
 INSTRUCTIONS: Final = ("avx512", "avxvnni", "avx2", "neon_i8mm", "neon_dot", "plain")
 """Sets of instructions that there are kernels for, the fastest first; every processor has ``plain``."""
 

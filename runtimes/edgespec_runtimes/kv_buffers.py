@@ -11,18 +11,6 @@ from edgespec_models.bundles.graph_contract import CacheTensor
 from edgespec_runtimes.ort import ort
 from edgespec_runtimes.session import SavedCache, Session, shared_length
 
-__all__ = [
-    "KEY_TILE",
-    "GrowingCache",
-    "HostMemory",
-    "InPlaceCache",
-    "KVBuffers",
-    "KvStore",
-    "SharedCache",
-    "TensorMemory",
-    "ort_value",
-]
-
 KEY_TILE: Final = 16
 """Tokens whose keys edgespec's own attention keeps together, channel by channel."""
 _Array = npt.NDArray[Any]

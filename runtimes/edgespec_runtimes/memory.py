@@ -12,8 +12,6 @@ import psutil
 
 from edgespec_models.errors import DeviceError
 
-__all__ = ["MachineMemory", "machine_memory", "memory_bandwidth", "peak_memory_bytes"]
-
 _READ_BYTES = 1 << 28  # more than caches hold
 _READS = 5
 

@@ -20,7 +20,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
 ort.disable_telemetry_events()
 
-__all__ = ["RUN_ERRORS", "TYPES", "lacks_memory", "ort", "ort_state"]
+__all__ = ["ort", "ort_state"]
 
 TYPES: Final[Mapping[str, np.dtype[Any]]] = MappingProxyType(
     {

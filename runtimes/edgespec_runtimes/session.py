@@ -15,19 +15,6 @@ import numpy.typing as npt
 
 from edgespec_models.errors import EdgespecError
 
-__all__ = [
-    "Compiled",
-    "DevicePredictions",
-    "Logits",
-    "Session",
-    "Predictions",
-    "SavedCache",
-    "TrimmedHead",
-    "Tunable",
-    "check_best",
-    "shared_length",
-]
-
 Logits = npt.NDArray[np.float32]
 
 

@@ -19,8 +19,6 @@ from edgespec_runtimes.kv_buffers import KEY_TILE, ort_value
 from edgespec_runtimes.ort import RUN_ERRORS, lacks_memory
 from edgespec_runtimes.session import DevicePredictions, Logits, Predictions, shared_length
 
-__all__ = ["SideBySide", "can_run_side_by_side"]
-
 _Array = npt.NDArray[Any]
 
 

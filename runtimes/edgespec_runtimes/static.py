@@ -30,8 +30,6 @@ from edgespec_runtimes.kv_buffers import ort_value
 from edgespec_runtimes.ort import RUN_ERRORS, TYPES
 from edgespec_runtimes.session import Logits, Predictions
 
-__all__ = ["StaticIO", "StaticSession", "cheapest_passes", "open_on"]
-
 _Array = npt.NDArray[Any]
 _TIMED = 2
 

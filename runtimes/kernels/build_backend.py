@@ -16,17 +16,6 @@ from setuptools import build_meta
 from compiling import SOURCES, BuildError, library
 from targets import TARGETS, Target, native_target
 
-__all__ = [
-    "build_editable",
-    "build_sdist",
-    "build_wheel",
-    "get_requires_for_build_editable",
-    "get_requires_for_build_sdist",
-    "get_requires_for_build_wheel",
-    "prepare_metadata_for_build_editable",
-    "prepare_metadata_for_build_wheel",
-]
-
 PACKAGE = SOURCES.parent / "edgespec_runtimes"
 
 Settings = Mapping[str, str | list[str] | None]

@@ -18,8 +18,6 @@ from pathlib import Path
 
 from targets import CHECK, COMPILE, LIBRARY, Target
 
-__all__ = ["BuildError", "check_program", "library", "set_objects"]
-
 SOURCES = Path(__file__).resolve().parent
 CACHE = SOURCES.parent.parent / "build" / "kernels"
 DAY = 24 * 3600

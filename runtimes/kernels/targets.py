@@ -5,8 +5,6 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["CHECK", "COMPILE", "LIBRARY", "TARGETS", "Target", "native_target"]
-
 COMPILE = (
     "-std=c++20",
     "-O3",

@@ -18,8 +18,6 @@ import psutil
 
 from tools.peers.protocol import Reply, Request
 
-__all__ = ["Worker", "WorkerError", "Workers"]
-
 LIMIT_S = 900.0
 IDLE_S, MAX_IDLE_CPU_S = 1.0, 0.05
 WARM_UP, WARM_UP_TOKENS = "Once upon a time, in a land of one and two and one and two and", 8

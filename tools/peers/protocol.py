@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TextIO
 
-__all__ = ["Reply", "Request", "reporting", "serve"]
-
 
 @dataclass(frozen=True, slots=True)
 class Request:

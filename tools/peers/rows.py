@@ -12,8 +12,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-__all__ = ["EDGESPEC", "Row", "build", "named"]
-
 EDGESPEC = "edgespec"
 
 _LLAMA_NGRAMS = ("ngram-mod", "ngram-cache", "ngram-simple", "ngram-map-k", "ngram-map-k4v")

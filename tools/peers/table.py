@@ -12,8 +12,6 @@ from typing import Any
 
 from tools.peers.rows import EDGESPEC, Row
 
-__all__ = ["Sample", "Table", "tables"]
-
 
 @dataclass(frozen=True, slots=True)
 class Sample:

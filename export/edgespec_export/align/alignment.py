@@ -29,15 +29,7 @@ from edgespec_models.progress import ignore_progress
 from edgespec_models.schema import form, length, read, within
 from edgespec_models.text.tokenizer import SpecialTokens
 
-__all__ = [
-    "BLOCKS",
-    "Alignment",
-    "AlignedCheckpoint",
-    "Codes",
-    "Origin",
-    "open_aligned",
-    "read_alignment",
-]
+__all__ = ["BLOCKS"]
 
 _KEY, _VERSION = "edgespec_alignment", 1
 _SCALES, _A, _B, BLOCKS = ".scales", ".lora_a", ".lora_b", ".blocks"

@@ -20,8 +20,6 @@ from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.layers import PRODUCTS, Decoder, Layer, rotary_tables
 from edgespec_models.errors import RequestError
 
-__all__ = ["Batch", "TorchDecoder", "batch_of"]
-
 _PROJECTIONS: Final = frozenset(name for names in PRODUCTS.values() for name in names)
 _ROWS: Final = 256  # answer tokens whose logits are there at a time: a row may have 262,144 of them
 

@@ -7,8 +7,6 @@ from typing import Annotated, Final, Literal
 
 from edgespec_models.schema import check_fields, within
 
-__all__ = ["RATES", "Guesses", "Text", "Trained", "TrainingOptions"]
-
 Trained = Literal["low-rank", "scales", "gains", "all"]
 """What is trained: a low-rank change of every projection, or factors of the scales of its blocks, and the
 gains; the gains alone; every weight."""

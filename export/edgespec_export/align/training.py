@@ -22,8 +22,6 @@ from edgespec_models.errors import RequestError
 from edgespec_models.files.replacing import replacing, writing
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 
-__all__ = ["count_right", "train"]
-
 _WARM_SHARE, _WARM_MOST = 0.1, 20  # of all steps, and steps
 _LONGEST: Final = 1.0  # of a gradient
 _WINDOW = 16  # batches whose texts are sorted by length: what fills up short texts is computed for nothing

@@ -35,8 +35,6 @@ from edgespec_runtimes.memory import peak_memory_bytes
 from edgespec_runtimes.ort import ort
 from edgespec_runtimes.static import StaticSession
 
-__all__ = ["build_for_device", "compile_contexts", "compile_graph", "compiler_for"]
-
 _TEXTS = 32
 _SHORTEST = 16
 

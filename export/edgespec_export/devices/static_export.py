@@ -33,8 +33,6 @@ from edgespec_runtimes.cpu import CpuOptions, open_graph
 from edgespec_runtimes.ort import TYPES
 from edgespec_runtimes.session import Logits
 
-__all__ = ["StaticPieces", "export_static", "format_for", "format_name", "planned", "split"]
-
 MASKED = -10_000.0
 """In floating point; 16-bit floats hold it too."""
 ROWS = 128

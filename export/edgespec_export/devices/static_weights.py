@@ -22,8 +22,6 @@ from edgespec_models.bundles.layers import graph_name, layer_shapes
 from edgespec_models.graphs.static_decoder import StaticPlan, build_static_decoder, encoding
 from edgespec_models.progress import Progress, ProgressCallback
 
-__all__ = ["WeightFile", "write_static_weights"]
-
 _Tensors = Iterator[tuple[str, npt.NDArray[Any]]]
 _LARGEST_CODE = np.float32(127)
 _LARGEST_EMBEDDING_CODE = 65535

@@ -11,8 +11,6 @@ from edgespec_export.sources.blocks import F32, U8, Blocks
 from edgespec_models.bundles.weight_format import Method, WeightFormat
 from edgespec_models.graphs.plan import EmbeddingSpec
 
-__all__ = ["Arrays", "decode_linear", "encode_embedding", "encode_linear"]
-
 Arrays = dict[str, npt.NDArray[Any]]
 """Rows of one matrix: the graph's parameters by name (``weight``, ``scales``, ...), first axis rows."""
 _MIDDLES = MappingProxyType({4: 0x88, 8: 0x80})  # two codes to a byte

@@ -31,8 +31,6 @@ from edgespec_models.graphs.plan import (
     Precision,
 )
 
-__all__ = ["PORTABLE", "Stored", "biases_of", "plan_decoder", "stored"]
-
 _INT8 = WeightFormat(8, 32)
 _HALF = WeightFormat(16)
 _GPU_BLOCK = 32  # CUDA's kernels are made and measured for blocks of 32, and have no use for larger ones

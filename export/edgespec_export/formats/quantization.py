@@ -13,8 +13,6 @@ from edgespec_export.sources.blocks import GGMLType
 from edgespec_models.bundles.weight_format import Method, WeightFormat
 from edgespec_models.schema import check_fields
 
-__all__ = ["Mixed", "Quantization"]
-
 Mixed = Literal["none", "head", "sensitive"]
 
 _SPARED = {"none": (), "head": ("lm_head",), "sensitive": ("lm_head", "v", "down")}

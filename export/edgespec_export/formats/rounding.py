@@ -21,8 +21,6 @@ import numpy as np
 from edgespec_export.sources.blocks import F32, Blocks
 from edgespec_models.bundles.weight_format import WeightFormat
 
-__all__ = ["Rounding", "round_matrix"]
-
 Rounding = Literal["rtn", "fit", "k-quant"]
 _Grid = tuple[F32, F32]  # scale and offset of every block, (rows, blocks): scale * code + offset
 

@@ -15,8 +15,6 @@ from edgespec_models.bundles.weight_format import FORMATS, LANES, tile_bytes
 from edgespec_models.errors import BundleError, UnsupportedModelError
 from edgespec_models.files.onnx_header import Node, Tensor, read_header
 
-__all__ = ["StoredWeights"]
-
 _F32 = npt.NDArray[np.float32]
 _PRODUCT, _TABLE = "Linear", "Embedding"
 _FIRST_MATRIX = 5  # among the inputs of a product

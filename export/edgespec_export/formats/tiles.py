@@ -18,8 +18,6 @@ from edgespec_export.sources.blocks import F16, F32, U8, Blocks, Fields, GGMLTyp
 from edgespec_models.bundles.weight_format import FORMATS, LANES, tile_bytes
 from edgespec_models.errors import UnsupportedModelError
 
-__all__ = ["pack", "pack_blocks", "unpack_tiles"]
-
 U32 = npt.NDArray[np.uint32]
 
 _BLOCK, _GROUP, _GROUPS = 32, 4, 8  # inputs of a block and of a group, groups of a block

@@ -15,15 +15,6 @@ from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 from edgespec_runtimes.cost import CostCurve, measure_cost
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 
-__all__ = [
-    "calibration_tokens",
-    "prompt_start",
-    "read_texts",
-    "shipped_prompts",
-    "shipped_texts",
-    "written_by",
-]
-
 _SHIPPED = "calibration.jsonl.gz"
 _PROMPTS = 64
 _TOKENS = 96

@@ -23,8 +23,6 @@ from edgespec_export.sources.blocks import F32
 from edgespec_models.bundles.config import DecoderShape
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 
-__all__ = ["cache_statistics", "calibration_tokens", "quantize_cache"]
-
 Statistics = Mapping[str, tuple[F32, F32]]
 
 _MARGIN = np.float32(1.25)

@@ -24,15 +24,6 @@ from edgespec_models.graphs.plan import DecoderPlan
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_runtimes.session import Logits, Session
 
-__all__ = [
-    "Golden",
-    "check_parity",
-    "compare",
-    "find_golden",
-    "measure_losses",
-    "session_logits",
-]
-
 _ROWS = 16
 _SAMPLE_ROWS = 8
 _MIN_TOP1 = 0.85

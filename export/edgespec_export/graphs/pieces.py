@@ -21,8 +21,6 @@ from edgespec_runtimes.cpu import CpuOptions, open_graph
 from edgespec_runtimes.ort import TYPES
 from edgespec_runtimes.session import Logits
 
-__all__ = ["PIECE_BYTES", "PiecePass", "cut", "run_pieces", "walk"]
-
 PIECE_BYTES = 256 << 20
 """Weights of a piece, about: what one fused projection needs more is loaded with it."""
 

@@ -27,9 +27,6 @@ from edgespec_models.graphs.plan import Precision
 from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_models.text.tokenizer import Tokenizer
 
-__all__ = ["measure_ranges", "precision_for"]
-
-
 _INNER_MARGIN = 2.0  # the largest are the first token's, which hardly depend on the text
 _TEXTS, _LONGEST = 16, 192  # tokens of a text
 _SUM = 3  # SkipSimplifiedLayerNormalization's output

@@ -24,8 +24,6 @@ from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 from edgespec_runtimes.cost import CostCurve, measure_cost
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 
-__all__ = ["CANDIDATES", "Ranking", "Tokens", "plan_trim", "weigh"]
-
 Tokens = npt.NDArray[np.int32]
 WriteBundle = Callable[[Path, Tokens], None]
 Counts = npt.NDArray[np.float64]

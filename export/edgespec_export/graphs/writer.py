@@ -29,8 +29,6 @@ from edgespec_models.graphs.native import build_native
 from edgespec_models.graphs.plan import DecoderPlan
 from edgespec_models.progress import Progress, ProgressCallback
 
-__all__ = ["DATA_FILE", "Parameters", "allocate", "bytes_by_class", "weight_bytes", "write_graph"]
-
 DATA_FILE = "model.onnx.data"
 _CHUNK_WEIGHTS = 1 << 20
 _IN_FLIGHT = 4

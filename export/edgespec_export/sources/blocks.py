@@ -16,8 +16,6 @@ import numpy.typing as npt
 
 from edgespec_models.errors import ModelFileError
 
-__all__ = ["FLOATS", "Blocks", "Fields", "GGMLType", "Tensor", "fields", "largest", "unpack"]
-
 U8 = npt.NDArray[np.uint8]
 F16 = npt.NDArray[np.float16]
 F32 = npt.NDArray[np.float32]

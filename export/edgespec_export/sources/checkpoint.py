@@ -22,8 +22,6 @@ from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_models.text.tokenizer import SpecialTokens
 
-__all__ = ["Checkpoint", "own_name"]
-
 _HASH_CHUNK = 1 << 24
 
 

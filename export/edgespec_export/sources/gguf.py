@@ -19,8 +19,6 @@ import numpy.typing as npt
 from edgespec_export.sources.blocks import GGMLType, Tensor
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 
-__all__ = ["GGUFFile", "MetadataValue"]
-
 MetadataValue = str | int | float | bool | list[str] | list[object] | npt.NDArray[np.generic]
 
 _ALIGNMENT = 32

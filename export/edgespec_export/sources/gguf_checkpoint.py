@@ -15,8 +15,6 @@ from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.files.facts import Facts
 from edgespec_models.text.tokenizer import SpecialTokens
 
-__all__ = ["GGUFCheckpoint"]
-
 _ARCHITECTURES = ("llama", "qwen2", "gemma3")
 _GLOBAL = {
     "token_embd.weight": "embed",

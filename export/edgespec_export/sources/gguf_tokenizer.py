@@ -24,8 +24,6 @@ from edgespec_models.files.facts import Facts
 from edgespec_models.text.tokenizer import SPACE_SIGN, SpecialTokens
 from edgespec_models.text.tokenizer_files import END_OF_GENERATION
 
-__all__ = ["TokenType", "chat_template", "special_tokens", "tokenizer_json"]
-
 Json = dict[str, object]
 _KEYS = "tokenizer.ggml."
 

@@ -18,8 +18,6 @@ from edgespec_models.files.facts import Facts
 from edgespec_models.paths import is_file, model_name
 from edgespec_models.text.tokenizer import SpecialTokens
 
-__all__ = ["CONFIG", "HFCheckpoint"]
-
 CONFIG = "config.json"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _LOG = logging.getLogger("edgespec")

@@ -13,8 +13,6 @@ from edgespec_models.bundles.config import Architecture, ModelConfig
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.files.facts import Facts
 
-__all__ = ["HF_ARCHITECTURES", "read_config"]
-
 HF_ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         "llama": "llama",

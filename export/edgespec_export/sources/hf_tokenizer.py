@@ -21,8 +21,6 @@ from edgespec_models.files.facts import Facts
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 from edgespec_models.text.tokenizer_files import TokenizerFiles
 
-__all__ = ["HFTokenizer", "to_tokenizer_json"]
-
 _TOKENIZER, _SENTENCEPIECE, _ADDED = "tokenizer.json", "tokenizer.model", "added_tokens.json"
 _UNIGRAM, _BPE = 1, 2
 _NEVER = -1e9  # the score of a piece that no text contains

@@ -8,8 +8,6 @@ from edgespec_export.sources.hf_checkpoint import CONFIG, HFCheckpoint
 from edgespec_models.bundles.foreign import is_model
 from edgespec_models.errors import ModelFileError
 
-__all__ = ["open_checkpoint"]
-
 
 def open_checkpoint(source: Path) -> Checkpoint:
     """Open a GGUF file or a Hugging Face directory.

@@ -17,8 +17,6 @@ import numpy.typing as npt
 from edgespec_export.sources.blocks import GGMLType, Tensor
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 
-__all__ = ["SafetensorsFile"]
-
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _FORMATS = MappingProxyType({kind.name: kind for kind in (GGMLType.F32, GGMLType.F16, GGMLType.BF16)})
 

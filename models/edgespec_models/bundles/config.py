@@ -6,8 +6,6 @@ from typing import Annotated, Any, Literal
 from edgespec_models.errors import BundleError, UnsupportedModelError
 from edgespec_models.schema import check_fields, length, read, within
 
-__all__ = ["Architecture", "Context", "Count", "DecoderShape", "FloatType", "ModelConfig"]
-
 FloatType = Literal["float32", "float16"]
 """What a graph of any shape computes in."""
 Architecture = Literal["llama", "mistral", "smollm3", "qwen2", "qwen3", "gemma3", "phi3"]

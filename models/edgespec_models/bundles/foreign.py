@@ -5,8 +5,6 @@ from pathlib import Path
 from edgespec_models.bundles.bundle import GENAI, HF_CONFIG, MANIFEST, Bundle
 from edgespec_models.errors import BundleError
 
-__all__ = ["is_model", "open_bundle"]
-
 _OPTIMUM_GRAPHS = ("model.onnx", "onnx/model.onnx")
 
 

@@ -29,8 +29,6 @@ from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_models.text.tokenizer_files import TokenizerFiles
 
-__all__ = ["ForeignBundle"]
-
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
 _HEADS_KEYS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 # Where genai_config.json says how the graph calls its inputs and outputs.

@@ -12,8 +12,6 @@ from edgespec_models.errors import BundleError, UnsupportedModelError, naming
 from edgespec_models.files.onnx_header import FLOAT_TYPES, Graph, Node, Tensor, read_header
 from edgespec_models.paths import is_file
 
-__all__ = ["ForeignGraph", "Stated"]
-
 _CACHE_TYPES = ("float32", "float16", "int8")
 _ID_TYPES = ("int64", "int32")
 # Operators that hand a weight on as it is, or unpacked.

@@ -15,8 +15,6 @@ import numpy.typing as npt
 
 from edgespec_models.bundles.config import DecoderShape, ModelConfig
 
-__all__ = ["CHANGING", "INPUTS", "ROWS", "CacheTensor", "GraphTensors", "Pass", "StaticInputs", "cache_names"]
-
 _Array = npt.NDArray[Any]
 
 

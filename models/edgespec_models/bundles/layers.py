@@ -22,19 +22,6 @@ import numpy.typing as npt
 
 from edgespec_models.bundles.config import ModelConfig
 
-__all__ = [
-    "PRODUCTS",
-    "Decoder",
-    "Layer",
-    "gain_names",
-    "graph_name",
-    "layer_shapes",
-    "layers_of",
-    "outer_shapes",
-    "rotary_tables",
-    "rotary_thetas",
-]
-
 PRODUCTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
 )

@@ -16,21 +16,6 @@ from edgespec_models.bundles.config import Count
 from edgespec_models.errors import BundleError, RequestError
 from edgespec_models.schema import check_fields, length
 
-__all__ = [
-    "CHIPS",
-    "PREFILL_ROWS",
-    "VERIFY_ROWS",
-    "Activations",
-    "Chip",
-    "Contexts",
-    "ExportDevice",
-    "Form",
-    "StaticDevice",
-    "StaticGraphs",
-    "buckets_for",
-    "find_chip",
-]
-
 ExportDevice = Literal["npu-qnn", "npu-openvino", "cuda"]
 """Kinds of device that ``edgespec export --device`` makes bundles for."""
 StaticDevice = Literal["npu-qnn", "npu-openvino"]

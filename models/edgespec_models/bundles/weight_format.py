@@ -12,8 +12,6 @@ from typing import Final, Literal, NamedTuple
 
 from edgespec_models.errors import UnsupportedModelError
 
-__all__ = ["FORMATS", "LANES", "Method", "TileFormat", "WeightFormat", "tile_bytes"]
-
 Method = Literal["keep", "rtn", "fit", "k-quant"]
 """How weights are rounded (``formats.rounding``); ``keep`` repacks those that fit, others it fits."""
 

@@ -29,19 +29,6 @@ from edgespec_models.bundles.config import Context, Count
 from edgespec_models.errors import CatalogueError
 from edgespec_models.schema import form, length, read, shown, within
 
-__all__ = [
-    "CatalogueAlignment",
-    "CatalogueEntry",
-    "CatalogueShape",
-    "HubFile",
-    "IndexPart",
-    "IndexParts",
-    "Role",
-    "Source",
-    "entries",
-    "find",
-]
-
 Role = Literal["target", "drafter"]
 
 _NAME: Final = r"[a-z0-9][a-z0-9._-]*"

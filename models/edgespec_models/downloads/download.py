@@ -19,8 +19,6 @@ from edgespec_models.files.replacing import replacing
 from edgespec_models.paths import models_dir
 from edgespec_models.progress import ProgressCallback, ignore_progress
 
-__all__ = ["check", "is_pulled", "model_path", "pull"]
-
 
 def model_path(entry: CatalogueEntry) -> Path:
     """Where the model's file lies once it is pulled."""

@@ -24,8 +24,6 @@ from edgespec_models.files.replacing import replacing
 from edgespec_models.paths import home
 from edgespec_models.progress import ProgressCallback, ignore_progress
 
-__all__ = ["PREFIX", "HubReference", "pull_hub", "pulled_hub"]
-
 PREFIX = "hf:"
 """What names of models on the hub begin with."""
 

@@ -21,8 +21,6 @@ from edgespec_models.downloads.catalog import HubFile
 from edgespec_models.downloads.job import Job, length, require_space
 from edgespec_models.errors import DownloadError
 
-__all__ = ["fetch_hub", "read_hub", "within"]
-
 _FRUITLESS_ATTEMPTS = 2
 
 

@@ -25,8 +25,6 @@ from edgespec_models.downloads.job import CHUNK_BYTES, Job, length, require_spac
 from edgespec_models.errors import DownloadError
 from edgespec_models.files.replacing import move
 
-__all__ = ["fetch_index"]
-
 _POLL_SECONDS = 0.1
 # KeyError: there is no such member. RuntimeError: it is encrypted.
 _DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, KeyError, RuntimeError)

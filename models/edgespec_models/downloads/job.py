@@ -12,8 +12,6 @@ from edgespec_models.errors import DownloadError
 from edgespec_models.files.replacing import move
 from edgespec_models.progress import Progress, ProgressCallback
 
-__all__ = ["CHUNK_BYTES", "Job", "alone", "file_errors", "length", "require_space"]
-
 CHUNK_BYTES = 1 << 20
 
 

@@ -7,8 +7,6 @@ from typing import Any, Self, TypeVar
 
 from edgespec_models.errors import ModelFileError
 
-__all__ = ["Facts"]
-
 T = TypeVar("T")
 _LARGEST = 1 << 53  # every whole number below is a float too
 

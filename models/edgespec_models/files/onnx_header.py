@@ -14,8 +14,6 @@ from pathlib import Path
 
 from edgespec_models.errors import BundleError
 
-__all__ = ["FLOAT_TYPES", "Graph", "Node", "Tensor", "read_header"]
-
 # TensorProto.DataType -> what numpy calls it.
 _TYPES = {
     1: "float32",

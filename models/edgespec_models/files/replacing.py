@@ -21,8 +21,6 @@ import psutil
 
 from edgespec_models.errors import RequestError, StorageError
 
-__all__ = ["check_writable", "leftovers", "move", "own_name", "replacing", "write_text", "writing"]
-
 _TEMPORARY: Final = ".edgespec-"
 _PROCESS: Final = re.compile(r"(\d+)@([0-9a-f]{8})-")
 _LONG_S: Final = 86_400.0

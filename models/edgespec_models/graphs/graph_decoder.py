@@ -21,8 +21,6 @@ from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.graph_contract import cache_names
 from edgespec_models.bundles.layers import Decoder, graph_name
 
-__all__ = ["FLOAT", "INT64", "GraphDecoder", "parameter", "scoped"]
-
 FLOAT: Final = ir.DataType.FLOAT
 INT64: Final = ir.DataType.INT64
 _IR_VERSION = 10

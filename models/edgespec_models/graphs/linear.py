@@ -20,8 +20,6 @@ from edgespec_models.bundles.config import FloatType
 from edgespec_models.graphs.graph_decoder import parameter, scoped
 from edgespec_models.graphs.plan import EmbeddingSpec, LinearPart, LinearSpec
 
-__all__ = ["FLOATS", "MICROSOFT", "embedding", "linear"]
-
 MICROSOFT: dict[str, Any] = {"_domain": "com.microsoft", "_version": 1}
 FLOATS: Mapping[FloatType, ir.DataType] = MappingProxyType(
     {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16}

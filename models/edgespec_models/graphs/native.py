@@ -18,8 +18,6 @@ from edgespec_models.bundles.weight_format import WeightFormat, tile_bytes
 from edgespec_models.graphs.graph_decoder import INT64, GraphDecoder
 from edgespec_models.graphs.plan import DecoderPlan
 
-__all__ = ["DOMAIN", "build_native"]
-
 DOMAIN: Final = "edgespec"
 _OPSET = 23
 _Product = partial[ir.Value]

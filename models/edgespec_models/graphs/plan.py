@@ -7,8 +7,6 @@ from edgespec_models.bundles.config import FloatType
 from edgespec_models.bundles.layers import graph_name
 from edgespec_models.bundles.weight_format import Method, WeightFormat
 
-__all__ = ["FULL", "DecoderPlan", "EmbeddingSpec", "LinearPart", "LinearSpec", "Precision"]
-
 
 @dataclass(frozen=True, slots=True)
 class LinearPart:

@@ -35,8 +35,6 @@ from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.layers import Layer, graph_name, rotary_thetas
 from edgespec_models.graphs.graph_decoder import FLOAT, GraphDecoder, scoped
 
-__all__ = ["StaticPlan", "build_static_decoder", "encoding"]
-
 _OPSET = 23
 _KV = (".key", ".value")
 

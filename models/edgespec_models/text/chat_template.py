@@ -25,8 +25,6 @@ from edgespec_models.schema import shown
 from edgespec_models.text.template_sandbox import CLOSE, LONGEST_SOURCE, OPEN, Sandbox, limited
 from edgespec_models.text.tokenizer import Tokenizer
 
-__all__ = ["ChatTemplate"]
-
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
 FORGED = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}")

@@ -17,8 +17,6 @@ import tokenizers
 
 from edgespec_models.errors import EdgespecError, RequestError, TokenizerError
 
-__all__ = ["Encoder"]
-
 AFFIX = re.compile(r'"(continuing_subword_prefix|end_of_word_suffix)"\s*:\s*"[^"]')
 _PANIC = "PanicException"  # pyo3's; its module cannot be imported
 _TEXT = "The tokenizers library cannot encode the text"

@@ -27,8 +27,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Namespace, pass_context
 from jinja2.visitor import NodeTransformer
 
-__all__ = ["CLOSE", "LONGEST_SOURCE", "OPEN", "Sandbox", "limited"]
-
 LONGEST_SOURCE: Final = 1 << 17
 _LARGEST: Final = 1 << 18  # of one value, in characters and items, and four times the conversation's
 _ALL: Final = 64  # so many of the largest, all values together

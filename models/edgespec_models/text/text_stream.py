@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 from edgespec_models.errors import RequestError
 from edgespec_models.text.tokenizer import Tokenizer
 
-__all__ = ["TextStream"]
-
 
 class TextStream:
     """Turns committed tokens into text that can be shown at once.

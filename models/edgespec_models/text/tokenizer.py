@@ -23,8 +23,6 @@ from edgespec_models.errors import TokenizerError
 from edgespec_models.schema import within
 from edgespec_models.text.encoder import Encoder
 
-__all__ = ["SpecialTokens", "Tokenizer"]
-
 SPACE_SIGN = "\u2581"
 INVALID_BYTES = "\udc80-\udcff"
 _MOST_TOKENS = 1 << 24

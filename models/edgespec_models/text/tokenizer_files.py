@@ -12,8 +12,6 @@ from edgespec_models.files.facts import Facts
 from edgespec_models.text.encoder import Encoder
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 
-__all__ = ["END_OF_GENERATION", "TokenizerFiles"]
-
 END_OF_GENERATION = (
     "<|im_end|>",
     "<|endoftext|>",

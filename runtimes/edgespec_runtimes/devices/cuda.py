@@ -25,8 +25,6 @@ from edgespec_runtimes.graph_session import DynamicSession
 from edgespec_runtimes.kv_buffers import InPlaceCache, KVBuffers
 from edgespec_runtimes.ort import RUN_ERRORS, ort
 
-__all__ = ["CudaSession", "DeviceCache", "DeviceMemory"]
-
 _PREFILL_CHUNK = 512  # passes of many rows unpack all weights first, so there should be few
 _Array = npt.NDArray[Any]
 

@@ -34,16 +34,6 @@ from edgespec_runtimes.devices.kinds import (
 )
 from edgespec_runtimes.ort import ort
 
-__all__ = [
-    "FoundHardware",
-    "Runtime",
-    "devices",
-    "export_for",
-    "open_whole",
-    "place",
-    "resolve",
-]
-
 _NPU, _CUDA = "npu", "CUDAExecutionProvider"
 
 _FORMS: Mapping[Form, str] = MappingProxyType(

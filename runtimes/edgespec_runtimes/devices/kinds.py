@@ -11,19 +11,6 @@ from typing import Any, Literal
 from edgespec_models.bundles.static_graphs import ExportDevice, Form
 from edgespec_runtimes.session import Compiled, Session
 
-__all__ = [
-    "AUTO",
-    "CPU",
-    "KINDS",
-    "PROCESSOR",
-    "Device",
-    "DeviceKind",
-    "Hardware",
-    "Placement",
-    "State",
-    "run_at_once",
-]
-
 Hardware = Literal["CPU", "GPU", "NPU"]
 State = Literal["ready", "emulated", "missing"]
 AUTO = "auto"
