@@ -508,6 +508,7 @@ def test_what_was_found_once_is_refused_as_it_should_be(tmp_path: Path, file: Pa
 
 
 @pytest.mark.fuzz
+@pytest.mark.filterwarnings("ignore:Generating overly large repr")  # of a find, which must be seen
 @pytest.mark.parametrize("name", READERS)
 def test_damaged_input_meets_the_documented_error(tmp_path: Path, name: str) -> None:
     reader = READERS[name](tmp_path)

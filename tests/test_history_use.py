@@ -70,8 +70,9 @@ def test_what_was_learned_is_there_after_a_restart(path: Path, tokens: list[int]
         lambda data: data[:5000],
         lambda data: data[:100] + bytes(len(data) - 100),
         lambda data: data[: len(data) // 2] + os.urandom(len(data) - len(data) // 2),
+        lambda data: data.replace(b"CREATE TABLE passage", b"CREATE\x80TABLE passage"),
     ],
-    ids=["text", "cut", "zeros", "noise"],
+    ids=["text", "cut", "zeros", "noise", "names"],
 )
 def test_a_damaged_file_is_set_aside_and_reported(
     path: Path, tokens: list[int], damage: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture

@@ -388,6 +388,8 @@ def _version(connection: sqlite3.Connection, path: Path) -> int:
     try:
         version, application = _pragma(connection, "user_version"), _pragma(connection, "application_id")
         tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_schema")}
+    except UnicodeDecodeError as error:  # in SQLite's message, which quotes the tables' names
+        raise _damage("a table's name is not text") from error
     finally:
         if own and connection.in_transaction:
             connection.execute("COMMIT")
