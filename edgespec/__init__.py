@@ -46,8 +46,8 @@ if TYPE_CHECKING:
         TokenizerError,
         UnsupportedModelError,
     )
-    from edgespec_runtimes.devices.discovery import devices
-    from edgespec_runtimes.devices.kinds import Device
+    from edgespec_runtimes.devices import Device
+    from edgespec_runtimes.discovery import devices
 
 __all__ = [
     "load",
@@ -107,8 +107,8 @@ _NAMES_BY_HOME = {
     "edgespec.history.manage": "History",
     "edgespec.loading.footprint": "Plan",
     "edgespec.loading.planning": "plan",
-    "edgespec_runtimes.devices.kinds": "Device",
-    "edgespec_runtimes.devices.discovery": "devices",
+    "edgespec_runtimes.devices": "Device",
+    "edgespec_runtimes.discovery": "devices",
     "edgespec_models.errors": "EdgespecError ModelFileError UnsupportedModelError BundleError TokenizerError "
     "CatalogueError DownloadError StorageError ParityError DeviceError RequestError DoesNotFit Busy Closed "
     "Cancelled",

@@ -34,7 +34,7 @@ from edgespec.requests.worker import Answer, Worker
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_models.schema import checked, length
-from edgespec_runtimes.devices.kinds import AUTO, Placement, run_at_once
+from edgespec_runtimes.devices import AUTO, Placement, run_at_once
 
 if TYPE_CHECKING:  # a model without a drafter model or a history imports nothing of them
     from edgespec.drafting.ahead import Beside
@@ -347,7 +347,7 @@ def _made_for(device: str) -> "ExportDevice | None":
     """What a checkpoint is to be exported for, to run on ``device``."""
     if device == AUTO:
         return None
-    from edgespec_runtimes.devices.discovery import export_for
+    from edgespec_runtimes.discovery import export_for
 
     return export_for(device)
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from edgespec_runtimes.devices.discovery import FoundHardware, Runtime
-from edgespec_runtimes.devices.kinds import DeviceKind
+from edgespec_runtimes.devices import DeviceKind
+from edgespec_runtimes.discovery import FoundHardware, Runtime
 
 _PROVIDERS = {
     "onnxruntime_qnn": "QNNExecutionProvider",

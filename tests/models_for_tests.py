@@ -15,7 +15,7 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.devices.kinds import KINDS, Device, Placement
+from edgespec_runtimes.devices import KINDS, Device, Placement
 from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import F32, NextLogits, ToySession, markov_logits
 

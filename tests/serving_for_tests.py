@@ -31,7 +31,7 @@ from edgespec.serve.server import Server, run
 from edgespec_models.errors import EdgespecError
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.devices.kinds import KINDS, Device, Placement
+from edgespec_runtimes.devices import KINDS, Device, Placement
 from tests.models_for_tests import VOCAB, printable, toy_bundle
 from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import F32, ToySession, markov_logits

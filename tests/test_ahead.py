@@ -12,7 +12,7 @@ from edgespec.drafting.pricing import Pricing
 from edgespec.requests.request import Request
 from edgespec.requests.results import Generation
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.devices.kinds import KINDS, Device, Placement, State, run_at_once
+from edgespec_runtimes.devices import KINDS, Device, Placement, State, run_at_once
 from tests.drafters_for_tests import PROMPT, VOCAB, Timed, mixed, model_of, plain, stream_of
 from tests.toy import markov_logits, round_of
 from tools.replay import Clock, lane

@@ -24,10 +24,10 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import EdgespecError
 from edgespec_models.graphs.decoder import _choose
 from edgespec_models.graphs.plan import Precision
+from edgespec_runtimes import cuda
 from edgespec_runtimes.cpu import CpuOptions
-from edgespec_runtimes.devices import cuda
-from edgespec_runtimes.devices.cuda import CudaSession, DeviceMemory
-from edgespec_runtimes.devices.kinds import CPU, Device
+from edgespec_runtimes.cuda import CudaSession, DeviceMemory
+from edgespec_runtimes.devices import CPU, Device
 from edgespec_runtimes.ort import ort
 from edgespec_runtimes.session import DevicePredictions, Logits, Predictions, Session
 from tests.drafters_for_tests import GREEDY, model_of

@@ -24,8 +24,8 @@ from edgespec_models.errors import BundleError, DeviceError, DoesNotFit, Edgespe
 from edgespec_models.progress import Progress
 from edgespec_runtimes import static as static_session
 from edgespec_runtimes.cpu import CpuOptions
-from edgespec_runtimes.devices.discovery import Runtime, resolve
-from edgespec_runtimes.devices.kinds import CPU, KINDS, Device, Placement
+from edgespec_runtimes.devices import CPU, KINDS, Device, Placement
+from edgespec_runtimes.discovery import Runtime, resolve
 from edgespec_runtimes.ort import ort
 from edgespec_runtimes.static import StaticSession, open_on
 from tests.gguf_for_tests import tiny_gguf

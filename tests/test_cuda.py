@@ -26,11 +26,11 @@ from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.errors import BundleError, DeviceError, RequestError, UnsupportedModelError
 from edgespec_models.graphs.linear import linear
 from edgespec_models.graphs.plan import LinearPart, LinearSpec, Precision
+from edgespec_runtimes import discovery
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
-from edgespec_runtimes.devices import discovery
-from edgespec_runtimes.devices.cuda import CudaSession, DeviceCache, DeviceMemory
-from edgespec_runtimes.devices.discovery import Runtime, devices, place, resolve
-from edgespec_runtimes.devices.kinds import CPU, KINDS, Device
+from edgespec_runtimes.cuda import CudaSession, DeviceCache, DeviceMemory
+from edgespec_runtimes.devices import CPU, KINDS, Device
+from edgespec_runtimes.discovery import Runtime, devices, place, resolve
 from edgespec_runtimes.graph_io import DynamicIO
 from edgespec_runtimes.ort import ort
 from tests.gguf_for_tests import F32, TinyGGUF, reference_weights, tiny_gguf

@@ -7,7 +7,7 @@ import pytest
 
 from edgespec_export.recipe import RECIPES
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_runtimes.devices.discovery import resolve
+from edgespec_runtimes.discovery import resolve
 from tests.gguf_for_tests import tiny_gguf
 from tests.machines_for_tests import PLAIN
 from tools import cuda_table

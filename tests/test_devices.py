@@ -16,9 +16,9 @@ from edgespec.cli.devices import show_devices
 from edgespec_models.bundles.bundle import MANIFEST, Bundle
 from edgespec_models.bundles.static_graphs import ExportDevice, StaticGraphs, buckets_for
 from edgespec_models.errors import BundleError, DeviceError, RequestError
-from edgespec_runtimes.devices import discovery
-from edgespec_runtimes.devices.discovery import Runtime, devices, export_for, place, resolve
-from edgespec_runtimes.devices.kinds import KINDS
+from edgespec_runtimes import discovery
+from edgespec_runtimes.devices import KINDS
+from edgespec_runtimes.discovery import Runtime, devices, export_for, place, resolve
 from edgespec_runtimes.ort import ort
 from tests.machines_for_tests import EMULATING, PLAIN, SNAPDRAGON, WORKSTATION, Machine
 from tests.toy import tiny_bundle

@@ -20,7 +20,7 @@ from edgespec.learning.tuning import Example
 from edgespec.loading.opening import Running
 from edgespec_models.text.tokenizer import SpecialTokens
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.devices.kinds import KINDS, Device, Placement
+from edgespec_runtimes.devices import KINDS, Device, Placement
 from edgespec_runtimes.kv_buffers import KvStore
 from tests.models_for_tests import toy_bundle, toy_session
 from tests.toy import ToySession

@@ -17,7 +17,7 @@ UNUSED = (
     *("edgespec_export", "edgespec_models.downloads", "edgespec_models.graphs"),
     *("edgespec_models.bundles.foreign", "edgespec_models.bundles.foreign_bundle"),
     *("edgespec_models.bundles.rope", "edgespec_models.text.chat_template"),
-    *("edgespec_runtimes.devices.cuda", "edgespec_runtimes.static"),
+    *("edgespec_runtimes.cuda", "edgespec_runtimes.static"),
     *("huggingface_hub", "filelock", "jinja2", "rich", "typer", "onnx", "onnx_ir", "onnxscript", "sqlite3"),
 )
 DRAFTER = ("edgespec.drafting.side", "edgespec.drafting.model", "edgespec.drafting.ahead")

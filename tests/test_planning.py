@@ -24,7 +24,7 @@ from edgespec_models.downloads.catalog import entries, find
 from edgespec_models.downloads.download import pull
 from edgespec_models.errors import CatalogueError, DeviceError, RequestError
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
-from edgespec_runtimes.devices.kinds import CPU, Device
+from edgespec_runtimes.devices import CPU, Device
 from edgespec_runtimes.memory import MachineMemory, machine_memory
 from edgespec_runtimes.static import StaticSession
 from tests.foreign_for_tests import ForeignSpec, WrittenOut, write_genai, write_optimum, write_written_out

@@ -18,7 +18,7 @@ from edgespec_models.bundles.bundle import MANIFEST, Bundle, FileRecord
 from edgespec_models.bundles.static_graphs import find_chip
 from edgespec_models.errors import BundleError, DeviceError
 from edgespec_runtimes.cpu import CpuOptions
-from edgespec_runtimes.devices.discovery import Runtime, resolve
+from edgespec_runtimes.discovery import Runtime, resolve
 from edgespec_runtimes.static import StaticIO, StaticSession
 from tests.gguf_for_tests import tiny_gguf
 from tests.toy import tiny_bundle

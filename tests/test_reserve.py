@@ -14,8 +14,8 @@ from edgespec_models.bundles.graph_contract import CacheTensor
 from edgespec_models.errors import DeviceError
 from edgespec_models.graphs.plan import Precision
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
-from edgespec_runtimes.devices.cuda import CudaSession
-from edgespec_runtimes.devices.kinds import CPU, Device
+from edgespec_runtimes.cuda import CudaSession
+from edgespec_runtimes.devices import CPU, Device
 from edgespec_runtimes.graph_session import GraphSession
 from edgespec_runtimes.kv_buffers import GrowingCache, SharedCache
 from edgespec_runtimes.ort import ort, ort_state

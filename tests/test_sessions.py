@@ -16,8 +16,8 @@ from edgespec_models.errors import BundleError, TokenizerError
 from edgespec_models.graphs.plan import Precision
 from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve, measure_cost
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
-from edgespec_runtimes.devices.cuda import CudaSession
-from edgespec_runtimes.devices.kinds import CPU, KINDS, Device, Placement
+from edgespec_runtimes.cuda import CudaSession
+from edgespec_runtimes.devices import CPU, KINDS, Device, Placement
 from tests.native_for_tests import tiny_native
 from tests.toy import INT4, LLAMA, tiny_bundle
 
@@ -116,7 +116,7 @@ def test_the_self_test_of_a_device_is_repeated(tmp_path: Path, monkeypatch: pyte
         given.append(row_exact)
         return CudaSession(bundle, on_cpu, options, row_exact=row_exact)
 
-    monkeypatch.setattr("edgespec_runtimes.devices.cuda.CudaSession", open_session)
+    monkeypatch.setattr("edgespec_runtimes.cuda.CudaSession", open_session)
     for device in (on_cpu, Device(KINDS["cuda"], "ready", version="1")):
         for remembered in (False, True):
             running = open_pair(half, None, OPTIONS, (Placement(device, "given"), None)).target

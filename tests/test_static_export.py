@@ -17,7 +17,7 @@ from edgespec_export.options import TrimOptions
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import EdgespecError, RequestError
 from edgespec_models.graphs.static_decoder import encoding
-from edgespec_runtimes.devices.kinds import CPU, Device
+from edgespec_runtimes.devices import CPU, Device
 from edgespec_runtimes.static import StaticSession
 from tests.gguf_for_tests import tiny_gguf
 

@@ -18,7 +18,7 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.static_graphs import StaticDevice, StaticGraphs
 from edgespec_models.errors import BundleError, Cancelled, DeviceError, RequestError, UnsupportedModelError
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
-from edgespec_runtimes.devices.kinds import CPU, Device
+from edgespec_runtimes.devices import CPU, Device
 from edgespec_runtimes.session import Session, TrimmedHead, Tunable
 from edgespec_runtimes.static import StaticIO, StaticSession, cheapest_passes
 from tests.gguf_for_tests import F32, tiny_gguf

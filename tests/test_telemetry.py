@@ -35,7 +35,7 @@ CpuSession(Bundle(Path(sys.argv[2]))).predict([1, 2])
         "edgespec",
         "edgespec.engine",
         "edgespec_export.devices.device_bundle",
-        "edgespec_runtimes.devices.discovery",
+        "edgespec_runtimes.discovery",
     ],
 )
 def test_nothing_is_sent_or_kept(tmp_path: Path, first: str) -> None:

@@ -29,9 +29,9 @@ from edgespec_export.recipe import RECIPES
 from edgespec_models.bundles.bundle import MANIFEST, Bundle
 from edgespec_models.errors import EdgespecError
 from edgespec_runtimes.cost import measure_cost
-from edgespec_runtimes.devices.cuda import CudaSession
-from edgespec_runtimes.devices.discovery import resolve
-from edgespec_runtimes.devices.kinds import Device
+from edgespec_runtimes.cuda import CudaSession
+from edgespec_runtimes.devices import Device
+from edgespec_runtimes.discovery import resolve
 from edgespec_runtimes.ort import ort
 from edgespec_runtimes.session import Predictions
 from tools.arguments import arguments

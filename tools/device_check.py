@@ -26,8 +26,8 @@ from typing import NoReturn
 import numpy as np
 
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_runtimes.devices.discovery import place
-from edgespec_runtimes.devices.kinds import CPU, KINDS, Device
+from edgespec_runtimes.devices import CPU, KINDS, Device
+from edgespec_runtimes.discovery import place
 from edgespec_runtimes.session import Logits, Session
 from edgespec_runtimes.static import StaticIO, StaticSession
 from tools.arguments import arguments

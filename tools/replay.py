@@ -34,7 +34,7 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.foreign import open_bundle
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
-from edgespec_runtimes.devices.discovery import place
+from edgespec_runtimes.discovery import place
 from edgespec_runtimes.session import Logits, Predictions
 from tools.arguments import arguments
 

@@ -8,7 +8,7 @@ import typer
 from edgespec.cli.console import print_json, say
 
 if TYPE_CHECKING:
-    from edgespec_runtimes.devices.kinds import Device
+    from edgespec_runtimes.devices import Device
 
 
 def devices(

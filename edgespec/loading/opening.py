@@ -21,7 +21,7 @@ from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_models.schema import check_fields, checked, form, length, one_of, shown, within
 from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve, measure_cost, recheck_cost
 from edgespec_runtimes.cpu import CpuOptions, CpuSession, Instructions, Threads
-from edgespec_runtimes.devices.kinds import AUTO, PROCESSOR, Device, Placement
+from edgespec_runtimes.devices import AUTO, PROCESSOR, Device, Placement
 from edgespec_runtimes.session import Session
 
 _HUB = "hf:"
@@ -258,7 +258,7 @@ def placed(bundle: Bundle, wanted: str = AUTO) -> Placement:
     """
     if wanted == AUTO and bundle.manifest.form == "dynamic":
         return Placement(PROCESSOR, "the bundle was made for the CPU")
-    from edgespec_runtimes.devices.discovery import place
+    from edgespec_runtimes.discovery import place
 
     return place(bundle, wanted)
 
@@ -283,7 +283,7 @@ def _open(
     if bundle.manifest.form == "dynamic":
         session = CpuSession(bundle, options, row_exact=row_exact)
     elif bundle.manifest.form == "dynamic-float16":
-        from edgespec_runtimes.devices.cuda import CudaSession
+        from edgespec_runtimes.cuda import CudaSession
 
         session = CudaSession(bundle, place.device, options, row_exact=row_exact)
     else:

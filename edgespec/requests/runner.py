@@ -37,7 +37,7 @@ from edgespec.requests.worker import Answer
 from edgespec_models.errors import Cancelled, DoesNotFit
 from edgespec_models.text.text_stream import TextStream
 from edgespec_models.text.tokenizer import Tokenizer
-from edgespec_runtimes.devices.kinds import Placement
+from edgespec_runtimes.devices import Placement
 from edgespec_runtimes.kv_buffers import KvStore
 from edgespec_runtimes.session import Compiled, Session
 

@@ -23,8 +23,8 @@ from edgespec_models.bundles.graph_contract import StaticInputs, cache_names
 from edgespec_models.bundles.static_graphs import Contexts, StaticGraphs
 from edgespec_models.errors import BundleError, DeviceError
 from edgespec_runtimes.cpu import CpuOptions, session_settings
-from edgespec_runtimes.devices.discovery import open_whole
-from edgespec_runtimes.devices.kinds import CPU, Device
+from edgespec_runtimes.devices import CPU, Device
+from edgespec_runtimes.discovery import open_whole
 from edgespec_runtimes.graph_session import GraphSession
 from edgespec_runtimes.kv_buffers import ort_value
 from edgespec_runtimes.ort import RUN_ERRORS, TYPES

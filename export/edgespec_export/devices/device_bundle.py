@@ -29,8 +29,8 @@ from edgespec_models.errors import DeviceError, RequestError
 from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 from edgespec_runtimes.cpu import CpuOptions, session_settings
-from edgespec_runtimes.devices.discovery import Runtime, resolve
-from edgespec_runtimes.devices.kinds import CPU, Device
+from edgespec_runtimes.devices import CPU, Device
+from edgespec_runtimes.discovery import Runtime, resolve
 from edgespec_runtimes.memory import peak_memory_bytes
 from edgespec_runtimes.ort import ort
 from edgespec_runtimes.static import StaticSession

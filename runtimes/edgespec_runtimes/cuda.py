@@ -18,8 +18,8 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.graph_contract import CacheTensor
 from edgespec_models.errors import BundleError, DeviceError
 from edgespec_runtimes.cpu import CpuOptions, session_settings
-from edgespec_runtimes.devices.discovery import open_whole
-from edgespec_runtimes.devices.kinds import Device
+from edgespec_runtimes.devices import Device
+from edgespec_runtimes.discovery import open_whole
 from edgespec_runtimes.graph_io import DynamicIO
 from edgespec_runtimes.graph_session import DynamicSession
 from edgespec_runtimes.kv_buffers import InPlaceCache, KVBuffers

@@ -22,7 +22,7 @@ import numpy as np
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.static_graphs import ExportDevice, Form
 from edgespec_models.errors import DeviceError
-from edgespec_runtimes.devices.kinds import (
+from edgespec_runtimes.devices import (
     AUTO,
     CPU,
     KINDS,
