@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 from edgespec_export.formats.tiles import pack
 from edgespec_export.sources.blocks import F32, U8, Blocks, GGMLType, unpack
 from edgespec_models.errors import DeviceError
-from edgespec_runtimes import kernels
+from edgespec_runtimes import cpu
 from edgespec_runtimes.ort import ort
 from tests.test_blocks import HALVES
 
@@ -30,9 +30,9 @@ _KINDS |= {np.dtype(np.float16): TensorProto.FLOAT16}
 def sets() -> tuple[str, ...]:
     """The sets of instructions that this processor has, ``plain`` first."""
     found = []
-    for name in kernels.INSTRUCTIONS:
+    for name in cpu.INSTRUCTIONS:
         try:
-            kernels.register(ort.SessionOptions(), name)
+            cpu.register_operators(ort.SessionOptions(), name)
         except DeviceError:
             continue
         found.append(name)
@@ -86,7 +86,7 @@ def session(model: bytes, threads: int = 1, instructions: str = "", *, huge_page
     settings.intra_op_num_threads = threads
     settings.inter_op_num_threads = 1
     settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    kernels.register(settings, instructions, huge_pages=huge_pages)
+    cpu.register_operators(settings, instructions, huge_pages=huge_pages)
     return ort.InferenceSession(model, settings, providers=["CPUExecutionProvider"], enable_fallback=0)
 
 

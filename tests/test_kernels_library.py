@@ -9,14 +9,14 @@ from onnx import TensorProto, helper, numpy_helper
 
 from edgespec_export.formats.tiles import pack
 from edgespec_models.errors import DeviceError
-from edgespec_runtimes import kernels
+from edgespec_runtimes import cpu
 from edgespec_runtimes.ort import ort
 from tests.kernels_for_tests import EPSILON, model_of, node_of, random_blocks, same_bits, session, sets
 from tests.machines_for_tests import X86
 
 
 def test_the_best_instructions_are_the_first_this_processor_has() -> None:
-    assert kernels.best_instructions() == min(sets(), key=kernels.INSTRUCTIONS.index)
+    assert cpu.best_instructions() == min(sets(), key=cpu.INSTRUCTIONS.index)
     assert sets()[0] == "plain"
 
 
@@ -31,31 +31,31 @@ def test_the_sets_are_those_that_the_system_lists() -> None:
 
 def test_unknown_instructions() -> None:
     with pytest.raises(DeviceError, match=r"'sse9' are not known; allowed: avx512, .*plain"):
-        kernels.register(ort.SessionOptions(), "sse9")
+        cpu.register_operators(ort.SessionOptions(), "sse9")
 
 
 def test_instructions_of_another_processor() -> None:
-    other = next(name for name in kernels.INSTRUCTIONS if name not in sets())
+    other = next(name for name in cpu.INSTRUCTIONS if name not in sets())
     with pytest.raises(DeviceError, match=f"this processor has no instructions '{other}'.*{sets()[-1][:3]}"):
-        kernels.register(ort.SessionOptions(), other)
+        cpu.register_operators(ort.SessionOptions(), other)
 
 
 @pytest.mark.parametrize(("platform", "name"), [("win32", "dll"), ("darwin", "dylib"), ("linux", "so")])
 def test_a_missing_library(platform: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "platform", platform)
-    monkeypatch.setattr(kernels, "__file__", str(tmp_path / "kernels.py"))
+    monkeypatch.setattr(cpu, "__file__", str(tmp_path / "cpu.py"))
     with pytest.raises(DeviceError, match=rf"no \S*edgespec_kernels.{name}. Install .*--weights portable"):
-        kernels.library()
+        cpu.library()
 
 
 def test_a_library_that_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    broken = tmp_path / kernels.library().name
+    broken = tmp_path / cpu.library().name
     broken.write_bytes(b"not a library")
-    monkeypatch.setattr(kernels, "library", lambda: broken)
+    monkeypatch.setattr(cpu, "library", lambda: broken)
     with pytest.raises(DeviceError, match=r"cannot be loaded: .*Install"):
-        kernels.register(ort.SessionOptions())
+        cpu.register_operators(ort.SessionOptions())
     with pytest.raises(DeviceError, match=r"cannot be loaded: .*Install"):
-        kernels.best_instructions()
+        cpu.best_instructions()
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ class LoadOptions:
             between requests, in a thread of its own; 0 trains nothing. It needs a history.
         huge_pages: weights are copied into huge pages at load (Linux): passes are a tenth faster. Without,
             models open at once, and processes share their weights.
-        instructions: what edgespec's kernels use, of :data:`edgespec_runtimes.kernels.INSTRUCTIONS`; empty
+        instructions: what edgespec's kernels use, of :data:`edgespec_runtimes.cpu.INSTRUCTIONS`; empty
             takes the best that the processor has. All give the same bits.
         max_waiting: requests that may wait while another one is answered; one more is refused
             (:class:`edgespec.Busy`).

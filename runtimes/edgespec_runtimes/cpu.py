@@ -6,20 +6,32 @@ takes other code, which sums in another order, so a pass over one token runs it 
 (``CpuOptions.exact_rows``).
 """
 
+import ctypes
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import psutil
 
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import BundleError, DeviceError
 from edgespec_models.schema import check_fields, one_of, within
-from edgespec_runtimes import kernels
 from edgespec_runtimes.graph_io import DynamicIO
 from edgespec_runtimes.graph_session import DynamicSession
-from edgespec_runtimes.ort import lacks_memory, ort
+from edgespec_runtimes.ort import RUN_ERRORS, lacks_memory, ort
+
+INSTRUCTIONS: Final = ("avx512", "avxvnni", "avx2", "neon_i8mm", "neon_dot", "plain")
+"""Sets of instructions that there are kernels for, the fastest first; every processor has ``plain``."""
+
+_SETTING: Final = "edgespec.instructions"
+_HUGE_PAGES: Final = "edgespec.huge_pages"
+_SUFFIXES: Final = {"win32": "dll", "darwin": "dylib"}
+_REMEDY: Final = (
+    "Install edgespec again, from a package for this platform; or use models exported with "
+    "--weights portable, which need no kernels of edgespec's own"
+)
 
 
 def most_threads() -> int:
@@ -30,7 +42,7 @@ def most_threads() -> int:
 Threads = Annotated[
     int, within(0, most_threads(), ", twice the logical cores of this machine (0 is the physical cores)")
 ]
-Instructions = Annotated[str, one_of(("", *kernels.INSTRUCTIONS))]
+Instructions = Annotated[str, one_of(("", *INSTRUCTIONS))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +58,7 @@ class CpuOptions:
             in graphs of ONNX Runtime's operators. A drafter does not need it.
         prefill_chunk: tokens of one prefill pass; between two a request can be cancelled.
         instructions: the set of instructions edgespec's kernels use, one of
-            :data:`edgespec_runtimes.kernels.INSTRUCTIONS`; empty takes the best that the processor has.
+            :data:`INSTRUCTIONS`; empty takes the best that the processor has.
         huge_pages: weights of edgespec's own graphs are copied into huge pages when they are loaded (Linux),
             which makes passes a tenth faster. Without, they stay mapped: loading is opening a file, and
             processes share them.
@@ -123,7 +135,7 @@ def open_graph(graph: Path, options: CpuOptions, *, native: bool = False) -> Any
     """
     settings = session_settings(options)
     if native:
-        kernels.register(settings, options.instructions, huge_pages=options.huge_pages)
+        register_operators(settings, options.instructions, huge_pages=options.huge_pages)
     try:
         return _open(graph, settings)
     except Exception as error:  # ONNX Runtime's own exceptions share no base class
@@ -151,3 +163,70 @@ def _open(graph: Path, settings: Any) -> Any:
     providers = ["CPUExecutionProvider"]
     # The fallback tries the same provider again, and prints.
     return ort.InferenceSession(str(graph), settings, providers=providers, enable_fallback=0)
+
+
+def library() -> Path:
+    """The library for this platform.
+
+    Raises:
+        DeviceError: it is missing.
+    """
+    path = Path(__file__).with_name(f"edgespec_kernels.{_SUFFIXES.get(sys.platform, 'so')}")
+    if not path.is_file():
+        raise DeviceError(f"edgespec's kernels for this platform are missing: there is no {path}. {_REMEDY}.")
+    return path
+
+
+def register_operators(settings: Any, instructions: str = "", *, huge_pages: bool = False) -> None:
+    """Make the operators known to sessions with these ``settings``, ONNX Runtime's ``SessionOptions``.
+
+    Args:
+        settings: of sessions to come.
+        instructions: one of :data:`INSTRUCTIONS`; empty takes the best that the processor has. All compute
+            the same bits.
+        huge_pages: copy weights into huge pages, where the system has them.
+
+    Raises:
+        DeviceError: the library is missing or cannot be loaded, or the processor lacks the instructions.
+    """
+    if instructions and instructions not in INSTRUCTIONS:
+        raise DeviceError(
+            f"instructions {instructions!r} are not known; allowed: {', '.join(INSTRUCTIONS)}, or none for "
+            "the best that the processor has"
+        )
+    path = library()
+    if huge_pages:
+        settings.add_session_config_entry(_HUGE_PAGES, "1")
+    if instructions:
+        settings.add_session_config_entry(_SETTING, instructions)
+    try:
+        settings.register_custom_ops_library(str(path))
+    except RUN_ERRORS as error:
+        if lacks_memory(error):
+            raise DeviceError(f"not enough memory to load {path.name}; free some") from error
+        if "no instructions called" not in str(error):
+            raise _unusable(path, error) from error
+        raise DeviceError(
+            f"this processor has no instructions {instructions!r}; name none for the best that it has, "
+            f"{best_instructions()}"
+        ) from error
+
+
+def best_instructions() -> str:
+    """The one of :data:`INSTRUCTIONS` that sessions use where none is named.
+
+    Raises:
+        DeviceError: the library is missing or cannot be loaded.
+    """
+    path = library()
+    try:
+        ask = ctypes.CDLL(str(path)).edgespec_instructions
+    except (OSError, AttributeError) as error:
+        raise _unusable(path, error) from error
+    ask.argtypes, ask.restype = [], ctypes.c_char_p
+    name: bytes = ask()
+    return name.decode("ascii")
+
+
+def _unusable(path: Path, error: Exception) -> DeviceError:
+    return DeviceError(f"edgespec's kernels in {path} cannot be loaded: {error}. {_REMEDY}.")
