@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from edgespec.measuring.bench import BenchOptions, Pair, mbsu, measure, speedup, summarize
 from edgespec.measuring.prompts import Prompt
 from edgespec_models.errors import RequestError
-from edgespec_models.files.replacing import check_writable, write_text
 from edgespec_models.progress import Progress
+from edgespec_models.storage import check_writable, write_text
 from tests.fake_model import PLAIN_STEP_S, FakeModel
 
 PROMPTS = (

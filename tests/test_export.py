@@ -15,8 +15,8 @@ from edgespec_export.options import TrimOptions
 from edgespec_models.bundles.bundle import MANIFEST, REPORT, WEIGHTS, Bundle
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import ModelFileError, RequestError
-from edgespec_models.files.replacing import move, own_name
 from edgespec_models.progress import Progress
+from edgespec_models.storage import move, own_name
 from edgespec_runtimes.cpu import CpuSession
 from tests.gguf_for_tests import ARCHITECTURES, CONTEXT, FORMATS, TinyGGUF, reference_weights, tiny_gguf
 from tests.machines_for_tests import X86

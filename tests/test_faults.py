@@ -29,7 +29,7 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.downloads.download import pull
 from edgespec_models.downloads.hub import HubReference, pull_hub, pulled_hub
 from edgespec_models.errors import DeviceError, DownloadError, ModelFileError, RequestError, StorageError
-from edgespec_models.files.replacing import own_name, write_text
+from edgespec_models.storage import own_name, write_text
 from edgespec_runtimes import cpu
 from edgespec_runtimes.cpu import CpuSession
 from edgespec_runtimes.ort import lacks_memory

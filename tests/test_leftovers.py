@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec_models.files.replacing import leftovers, own_name
+from edgespec_models.storage import leftovers, own_name
 from tests.test_export import NEVER_A_PROCESS
 
 

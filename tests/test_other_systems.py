@@ -24,8 +24,7 @@ from edgespec.loading.measurements import describe_machine
 from edgespec_export import staging
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.errors import RequestError
-from edgespec_models.files.replacing import move, write_text
-from edgespec_models.paths import home
+from edgespec_models.storage import home, move, write_text
 from edgespec_runtimes.memory import peak_memory_bytes
 from tests.gguf_for_tests import tiny_gguf
 

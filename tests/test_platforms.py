@@ -24,7 +24,7 @@ from edgespec_export.export import export_model
 from edgespec_models.bundles.bundle import MANIFEST, Bundle
 from edgespec_models.downloads.download import pull
 from edgespec_models.errors import DownloadError, EdgespecError, RequestError
-from edgespec_models.files.replacing import write_text
+from edgespec_models.storage import write_text
 from tests.downloads_for_tests import CONTENT, FROM_HUB, Hub
 from tests.gguf_for_tests import tiny_gguf
 from tests.native_for_tests import tiny_native

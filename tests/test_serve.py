@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from edgespec.cli.serve import _require_extra
 from edgespec.history.manage import History
-from edgespec.requests.results import Attribution, TokenRecord
+from edgespec.requests.results import Attribution, TextStream, TokenRecord
 from edgespec.serve.bodies import ChatBody, CompletionBody
 from edgespec.serve.options import ServeOptions
 from edgespec_models.errors import Busy, Closed, DoesNotFit, EdgespecError, RequestError
-from edgespec_models.text.text_stream import TextStream
 from tests.serving_for_tests import SOURCES, ServedModel, ask, events, question, serving, tokenizer, until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

@@ -18,9 +18,9 @@ from filelock import FileLock, Timeout
 
 from edgespec.measuring.prompts import Prompt
 from edgespec_models.errors import RequestError
-from edgespec_models.files.replacing import writing
 from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_models.schema import check_fields, length, read, within
+from edgespec_models.storage import writing
 
 _BEGIN = b'{"prompt": '
 _REMEDY = 'Give one JSON object a line, with "prompt" and "text"'

@@ -122,7 +122,7 @@ def align(
     from edgespec.align.run import align as run
     from edgespec.loading.opening import open_model
     from edgespec_export.align.settings import TrainingOptions
-    from edgespec_models.files.replacing import writing
+    from edgespec_models.storage import writing
 
     if not answers_only:
         require_torch()

@@ -103,7 +103,7 @@ def _run(
 ) -> None:
     """Measure until done or stopped, print the table, write the files."""
     from edgespec.measuring.bench import measure, summarize
-    from edgespec_models.files.replacing import check_writable
+    from edgespec_models.storage import check_writable
 
     for file in (json_file, report):
         if file is not None and file != Path("-"):
@@ -127,7 +127,7 @@ def _run(
 
 def _write(result: Mapping[str, Any], json_file: Path | None, report: Path | None) -> None:
     from edgespec.measuring.report import render_report
-    from edgespec_models.files.replacing import write_text
+    from edgespec_models.storage import write_text
 
     if json_file == Path("-"):
         print_json(result)

@@ -57,7 +57,7 @@ def cost(
     from edgespec.loading.measurements import recall
     from edgespec.loading.opening import conditions_of, open_model
     from edgespec.measuring.costs import measure_costs
-    from edgespec_models.files.replacing import check_writable, write_text
+    from edgespec_models.storage import check_writable, write_text
     from edgespec_runtimes.cpu import CpuOptions
 
     CpuOptions(threads=threads, instructions=instructions)  # refused before a model is pulled

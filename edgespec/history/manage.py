@@ -15,9 +15,8 @@ from edgespec.history.exchange import exported, parse
 from edgespec.history.passages import LEAD
 from edgespec.history.store import Learned, Scope, Store
 from edgespec_models.errors import RequestError, StorageError
-from edgespec_models.files.replacing import write_text
-from edgespec_models.paths import expanded, histories_dir
 from edgespec_models.schema import checked, length, shown
+from edgespec_models.storage import expanded, histories_dir, write_text
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MOST_CHAINED: Final = 64  # passages that one text may run through
@@ -85,7 +84,7 @@ class History:
 
     Args:
         history: a name (letters, digits, ``.``, ``_``, ``-``), which stands for a file below
-            :func:`edgespec_models.paths.histories_dir`; or the path of a file.
+            :func:`edgespec_models.storage.histories_dir`; or the path of a file.
 
     Raises:
         RequestError: a name with other characters, or a folder.

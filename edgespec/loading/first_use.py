@@ -21,9 +21,9 @@ from edgespec_models.downloads.download import pull
 from edgespec_models.downloads.hub import HubReference, pull_hub, pulled_hub
 from edgespec_models.errors import BundleError, ModelFileError, RequestError
 from edgespec_models.files.facts import Facts
-from edgespec_models.paths import bundles_dir, model_name
 from edgespec_models.progress import ProgressCallback
 from edgespec_models.schema import check_fields, one_of
+from edgespec_models.storage import bundles_dir, model_name
 
 _HF_CONFIG = "config.json"
 _RECIPE_MARK = "-r"

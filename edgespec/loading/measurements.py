@@ -22,8 +22,7 @@ from typing import Any
 
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import EdgespecError
-from edgespec_models.files.replacing import write_text
-from edgespec_models.paths import measurements_dir
+from edgespec_models.storage import measurements_dir, write_text
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuOptions, default_threads
 

@@ -18,8 +18,8 @@ from edgespec_models.downloads.catalog import CatalogueEntry, entries
 from edgespec_models.downloads.download import is_pulled, model_path
 from edgespec_models.downloads.hub import PREFIX, HubReference, pulled_hub
 from edgespec_models.errors import RequestError
-from edgespec_models.paths import home
 from edgespec_models.schema import checked, within
+from edgespec_models.storage import home
 from edgespec_runtimes.kv_buffers import KEY_TILE
 from edgespec_runtimes.memory import machine_memory
 

@@ -27,6 +27,7 @@ from edgespec.requests.results import (
     FinishReason,
     Generation,
     Record,
+    TextStream,
     TokenRecord,
     ToolCall,
     nothing,
@@ -35,7 +36,6 @@ from edgespec.requests.results import (
 )
 from edgespec.requests.worker import Answer
 from edgespec_models.errors import Cancelled, DoesNotFit
-from edgespec_models.text.text_stream import TextStream
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.devices import Placement
 from edgespec_runtimes.kv_buffers import KvStore

@@ -9,7 +9,7 @@ from secrets import token_hex
 from stat import S_IMODE
 
 from edgespec_models.errors import ModelFileError, RequestError, StorageError
-from edgespec_models.files.replacing import leftovers, move, own_name
+from edgespec_models.storage import leftovers, move, own_name
 
 _OLD = "-old"
 _FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))

@@ -24,9 +24,9 @@ from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_export.sources.open import open_checkpoint
 from edgespec_export.sources.safetensors_file import SafetensorsFile
 from edgespec_models.errors import ModelFileError
-from edgespec_models.files.replacing import replacing, writing
 from edgespec_models.progress import ignore_progress
 from edgespec_models.schema import form, length, read, within
+from edgespec_models.storage import replacing, writing
 from edgespec_models.text.tokenizer import SpecialTokens
 
 __all__ = ["BLOCKS"]

@@ -19,8 +19,8 @@ import torch
 from edgespec_export.align.decoder import Batch, TorchDecoder, batch_of
 from edgespec_export.align.settings import RATES, Guesses, Text, TrainingOptions
 from edgespec_models.errors import RequestError
-from edgespec_models.files.replacing import replacing, writing
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
+from edgespec_models.storage import replacing, writing
 
 _WARM_SHARE, _WARM_MOST = 0.1, 20  # of all steps, and steps
 _LONGEST: Final = 1.0  # of a gradient

@@ -15,7 +15,7 @@ from edgespec_export.sources.hf_tokenizer import HFTokenizer
 from edgespec_export.sources.safetensors_file import SafetensorsFile
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.files.facts import Facts
-from edgespec_models.paths import is_file, model_name
+from edgespec_models.storage import is_file, model_name
 from edgespec_models.text.tokenizer import SpecialTokens
 
 CONFIG = "config.json"

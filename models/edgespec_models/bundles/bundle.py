@@ -29,8 +29,8 @@ from edgespec_models.bundles.config import AGAIN, Count, DecoderShape, FloatType
 from edgespec_models.bundles.graph_contract import GraphTensors
 from edgespec_models.bundles.static_graphs import ExportDevice, Form, StaticGraphs
 from edgespec_models.errors import BundleError, naming
-from edgespec_models.paths import is_file
 from edgespec_models.schema import form, length, read, shown, within
+from edgespec_models.storage import is_file
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from edgespec_models.bundles.config import DecoderShape
 from edgespec_models.bundles.graph_contract import CacheTensor, GraphTensors
 from edgespec_models.errors import BundleError, UnsupportedModelError, naming
 from edgespec_models.files.onnx_header import FLOAT_TYPES, Graph, Node, Tensor, read_header
-from edgespec_models.paths import is_file
+from edgespec_models.storage import is_file
 
 _CACHE_TYPES = ("float32", "float16", "int8")
 _ID_TYPES = ("int64", "int32")

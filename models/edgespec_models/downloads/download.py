@@ -15,9 +15,8 @@ from edgespec_models.downloads.hub_http import fetch_hub
 from edgespec_models.downloads.index import fetch_index
 from edgespec_models.downloads.job import Job, alone, file_errors, length
 from edgespec_models.errors import DownloadError
-from edgespec_models.files.replacing import replacing
-from edgespec_models.paths import models_dir
 from edgespec_models.progress import ProgressCallback, ignore_progress
+from edgespec_models.storage import models_dir, replacing
 
 
 def model_path(entry: CatalogueEntry) -> Path:

@@ -20,9 +20,8 @@ from edgespec_models.downloads.hub_http import fetch_hub, read_hub
 from edgespec_models.downloads.job import Job, alone, file_errors, length, require_space
 from edgespec_models.errors import DownloadError, ModelFileError, RequestError
 from edgespec_models.files.facts import Facts
-from edgespec_models.files.replacing import replacing
-from edgespec_models.paths import home
 from edgespec_models.progress import ProgressCallback, ignore_progress
+from edgespec_models.storage import home, replacing
 
 PREFIX = "hf:"
 """What names of models on the hub begin with."""

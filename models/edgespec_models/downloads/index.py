@@ -23,7 +23,7 @@ from pathlib import Path
 from edgespec_models.downloads.catalog import IndexPart, IndexParts
 from edgespec_models.downloads.job import CHUNK_BYTES, Job, length, require_space
 from edgespec_models.errors import DownloadError
-from edgespec_models.files.replacing import move
+from edgespec_models.storage import move
 
 _POLL_SECONDS = 0.1
 # KeyError: there is no such member. RuntimeError: it is encrypted.

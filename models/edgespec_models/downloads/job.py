@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgespec_models.errors import DownloadError
-from edgespec_models.files.replacing import move
 from edgespec_models.progress import Progress, ProgressCallback
+from edgespec_models.storage import move
 
 CHUNK_BYTES = 1 << 20
 

@@ -1,6 +1,8 @@
-"""A file or a folder is there whole or not at all: written beside its place, then renamed.
+"""Where edgespec keeps files, and how they come to be there: whole or not at all.
 
-Names of temporary files name their process, so that what killed programs left can be told and deleted.
+What lasts lies below ``EDGESPEC_HOME``, or in the platform's folders. A file or a folder is written beside
+its place, then renamed. Names of temporary files name their process, so that what killed programs left can be
+told and deleted.
 """
 
 import errno
@@ -17,6 +19,7 @@ from glob import escape
 from pathlib import Path
 from typing import BinaryIO, Final
 
+import platformdirs
 import psutil
 
 from edgespec_models.errors import RequestError, StorageError
@@ -25,6 +28,64 @@ _TEMPORARY: Final = ".edgespec-"
 _PROCESS: Final = re.compile(r"(\d+)@([0-9a-f]{8})-")
 _LONG_S: Final = 86_400.0
 _PAUSES_S: Final = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
+
+
+def home() -> Path:
+    """The folder everything lies under; it need not exist yet."""
+    override = os.environ.get("EDGESPEC_HOME")
+    return expanded(override) if override else platformdirs.user_cache_path("edgespec", appauthor=False)
+
+
+def models_dir() -> Path:
+    """Where pulled checkpoints lie."""
+    return home() / "models"
+
+
+def bundles_dir() -> Path:
+    """Where bundles exported on first use lie."""
+    return home() / "bundles"
+
+
+def measurements_dir() -> Path:
+    """Where it is kept what models cost on this machine. May be deleted at any time."""
+    return home() / "measurements"
+
+
+def histories_dir() -> Path:
+    """Where histories lie: no cache, since no download brings them back."""
+    override = os.environ.get("EDGESPEC_HOME")
+    base = home() if override else platformdirs.user_data_path("edgespec", appauthor=False)
+    return base / "histories"
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is this file, whose name may be one that no system allows."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
+def expanded(path: str | Path) -> Path:
+    """``path`` with the folder of the user that it begins with, ``~`` or ``~name``.
+
+    Raises:
+        RequestError: there is no such user.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise RequestError(f"{path} begins with a user who has no folder; write the folder out") from error
+
+
+def model_name(folder: Path) -> str:
+    """What a model's directory is called.
+
+    In the hub's cache, ``models--OWNER--NAME/snapshots/COMMIT``, that is NAME; elsewhere its own name.
+    """
+    resolved = folder.resolve()
+    cached = next((part for part in resolved.parts if part.startswith("models--")), None)
+    return resolved.name if cached is None else cached.rpartition("--")[2]
 
 
 @contextmanager
