@@ -6,8 +6,8 @@ from time import perf_counter
 
 from edgespec.decoding.draft import NO_DRAFT, Clock, Extending, Remarks, Source
 from edgespec.decoding.grammar import Constraint
+from edgespec.decoding.loop import Verifier
 from edgespec.decoding.sampling import SamplingParams
-from edgespec.decoding.verification import Verifier
 from edgespec.drafting.ahead import Ahead, Beside
 from edgespec.drafting.bridge import Bridge, IdentityBridge
 from edgespec.drafting.model import Calibration, ModelDrafter

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 import edgespec
 from edgespec import LoadOptions, Model
 from edgespec.decoding.draft import Remarks, Source, Step
-from edgespec.decoding.loop import decode
+from edgespec.decoding.loop import Verifier, decode
 from edgespec.decoding.sampling import SamplingParams
-from edgespec.decoding.verification import Verifier
 from edgespec.drafting.ahead import Ahead, Beside
 from edgespec.drafting.bridge import ByteBridge
 from edgespec.drafting.model import ModelDrafter

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 import edgespec
 from edgespec import History, LoadOptions
 from edgespec.decoding.draft import Extending
-from edgespec.decoding.loop import decode
+from edgespec.decoding.loop import Verifier, decode
 from edgespec.decoding.sampling import SamplingParams
-from edgespec.decoding.verification import Verifier
 from edgespec.drafting.model import Calibration
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Part, Policy

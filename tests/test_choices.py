@@ -17,9 +17,8 @@ from onnxscript import GraphBuilder
 
 import edgespec
 from edgespec.decoding.draft import Source
-from edgespec.decoding.loop import decode
+from edgespec.decoding.loop import Verifier, decode
 from edgespec.decoding.sampling import distribution
-from edgespec.decoding.verification import Verifier
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import EdgespecError
 from edgespec_models.graphs.decoder import _choose

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from edgespec.decoding.draft import NO_DRAFT, Draft, Extending, Source, Step
 from edgespec.decoding.grammar import Choice, Constraint, Grammars, JsonSchema, Regex, ResponseFormat
-from edgespec.decoding.loop import decode
+from edgespec.decoding.loop import Verifier, decode
 from edgespec.decoding.sampling import SamplingParams
-from edgespec.decoding.verification import Verifier
 from edgespec.drafting.bridge import ByteBridge
 from edgespec.drafting.model import ModelDrafter
 from edgespec.drafting.ngram import NgramDrafter

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 import edgespec
 from edgespec import History, LoadOptions
 from edgespec.decoding.draft import Source
-from edgespec.decoding.loop import decode
+from edgespec.decoding.loop import Verifier, decode
 from edgespec.decoding.sampling import SamplingParams
-from edgespec.decoding.verification import Verifier
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.history.drafter import BestOf, HistoryDrafter
 from edgespec.history.memory import Memory, Snapshot

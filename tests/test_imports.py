@@ -10,14 +10,14 @@ import pytest
 import edgespec
 from tests.native_for_tests import tiny_native
 
-LOADED, ANSWERING = 51, 25
+LOADED, ANSWERING = 45, 23
 """Modules of edgespec's packages that a load and an answer import, and those whose code runs in an answer."""
 UNUSED = (
     *("edgespec.history", "edgespec.learning", "edgespec.loading.first_use", "edgespec.requests.tool_calls"),
     *("edgespec_export", "edgespec_models.downloads", "edgespec_models.graphs"),
     *("edgespec_models.bundles.foreign", "edgespec_models.bundles.foreign_bundle"),
-    *("edgespec_models.bundles.rope", "edgespec_models.text.chat_template"),
-    *("edgespec_runtimes.cuda", "edgespec_runtimes.static"),
+    "edgespec_models.text.chat_template",
+    *("edgespec_runtimes.cuda", "edgespec_runtimes.discovery", "edgespec_runtimes.static"),
     *("huggingface_hub", "filelock", "jinja2", "rich", "typer", "onnx", "onnx_ir", "onnxscript", "sqlite3"),
 )
 DRAFTER = ("edgespec.drafting.side", "edgespec.drafting.model", "edgespec.drafting.ahead")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from edgespec.decoding.draft import NO_DRAFT, Draft, Source, Step
-from edgespec.decoding.loop import decode
+from edgespec.decoding.loop import Verifier, decode
 from edgespec.decoding.sampling import (
     ACCEPT_LANE,
     DRAFT_LANE,
@@ -28,7 +28,6 @@ from edgespec.decoding.sampling import (
     most_likely,
     uniform,
 )
-from edgespec.decoding.verification import Verifier
 from edgespec_models.errors import EdgespecError, RequestError
 from edgespec_runtimes.session import DevicePredictions, Logits, Predictions
 from tests.rows_for_tests import changed

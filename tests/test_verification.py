@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.decoding.draft import NO_DRAFT, Draft
+from edgespec.decoding.loop import Verifier
 from edgespec.decoding.sampling import DRAFT_LANE, SamplingParams, distribution, draw, uniform
-from edgespec.decoding.verification import Verifier
 from edgespec.measuring.chi_square import survival
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.session import Predictions

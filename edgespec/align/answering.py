@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import edgespec
 from edgespec.align.answers import Answer, Answering, Asking, number_of
 from edgespec.decoding.draft import NO_DRAFT
-from edgespec.decoding.verification import Verifier
+from edgespec.decoding.loop import Verifier
 from edgespec.loading.footprint import room_for
 from edgespec.loading.opening import check_target, open_model
 from edgespec.measuring.prompts import Prompt, ask, said_by

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypedDict, TypeVar
 
 from edgespec.decoding.draft import Drafter
 from edgespec.decoding.grammar import AnyJson, Choice, JsonSchema, Lark, Regex, ResponseFormat
+from edgespec.decoding.loop import Verifier
 from edgespec.decoding.sampling import RowStep, SamplingParams
-from edgespec.decoding.verification import Verifier
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import RequestError, TokenizerError
 from edgespec_models.schema import check_fields, form, one_of, shown, within
