@@ -1,6 +1,5 @@
 """Several sequences side by side in one model, each as if alone; and answers, which are the model's own."""
 
-import gc
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 import edgespec
 from edgespec.align import answering as answering_module
-from edgespec.align.answering import _Worker, answer, answer_side_by_side, answering
+from edgespec.align.answering import answer, answer_side_by_side, answering
 from edgespec.align.answers import Answer, Asking
 from edgespec.measuring.prompts import Prompt
 from edgespec_export.export import ExportOptions, export_model
@@ -180,14 +179,6 @@ def test_a_drafter_is_no_target(tmp_path: Path) -> None:
         answering((str(drafter.path), "n"), Asking()),
     ):
         pass
-
-
-def test_a_worker_answers_for_as_long_as_it_lives(target: str) -> None:
-    asking = Asking(max_new_tokens=5, target="t")
-    worker, wanted = _Worker((target, "ngram"), asking, 1), alone(target, PROMPTS[:5], asking)
-    gc.collect()
-    for _ in range(2):
-        assert sorted_by_prompt(worker.answer(PROMPTS[:5])) == sorted_by_prompt(wanted)
 
 
 def test_other_graphs_answer_one_after_the_other(tmp_path: Path, target: str) -> None:

@@ -1,10 +1,8 @@
 """Who answers prompts: a target that writes many answers at once, or, where its graph cannot, with drafts.
 
-Both write the same answers: each is the one that :meth:`edgespec.Model.chat` gives. Several targets answer at
-once in processes on this machine or on many (Ray, extra ``ray``).
+Both write the same answers: each is the one that :meth:`edgespec.Model.chat` gives.
 """
 
-import os
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -19,9 +17,9 @@ from edgespec.loading.opening import check_target, open_model
 from edgespec.measuring.prompts import Prompt, ask, said_by
 from edgespec.requests.request import Request, RequestOptions, prompt_tokens
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.errors import EdgespecError, RequestError, TokenizerError
+from edgespec_models.errors import RequestError, TokenizerError
 from edgespec_models.progress import ProgressCallback, ignore_progress
-from edgespec_runtimes.cpu import CpuOptions, default_threads
+from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.memory import machine_memory
 from edgespec_runtimes.session import Predictions
 from edgespec_runtimes.side_by_side import SideBySide, can_run_side_by_side
@@ -30,7 +28,6 @@ _AT_ONCE = 8  # where a pass costs little more than one over a single row; beyon
 _SHORTEST = 4096  # tokens of a KV cache; longer texts have twice as many, or four times, and so on
 _SHARE = 4  # of the available memory, what KV caches may take
 _ENCODED = 512  # prompts at a time
-_MOST_HANDED = 32  # prompts that a worker is handed at a time: some answers end before others
 
 
 @contextmanager
@@ -52,65 +49,6 @@ def answering(
     load_options = edgespec.LoadOptions(threads=threads)
     with edgespec.load(*names, options=load_options, progress=progress) as model:
         yield lambda prompts: (answer(model, prompt, asking) for prompt in prompts)
-
-
-class _Worker:
-    """A loaded model in a process of Ray's."""
-
-    def __init__(self, names: tuple[str, str], asking: Asking, threads: int) -> None:
-        self._open = answering(names, asking, threads=threads)  # as long as the process
-        self._answering = self._open.__enter__()
-
-    def answer(self, prompts: Sequence[Prompt]) -> list[Answer | None]:
-        return list(self._answering(prompts))
-
-
-@contextmanager
-def answering_with_workers(
-    names: tuple[str, str], asking: Asking, *, workers: int, threads: int = 0
-) -> Iterator[Answering]:
-    """What answers with so many workers, in no order; they end with the context.
-
-    They run where the cluster that ``RAY_ADDRESS`` names has room, or else on this machine, on its loopback
-    interface. Each machine finds the models under their names: by the catalogue, the hub or the same path.
-
-    ``threads`` are those of each; 0 takes all cores of a machine of the cluster, or shares this one's.
-
-    Raises:
-        EdgespecError: Ray is not installed, a model cannot be loaded, or the cluster or a worker
-            is gone.
-    """
-    here = "RAY_ADDRESS" not in os.environ
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # or Ray would tell its makers
-    if here:
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # keeps it on the loopback interface
-    try:
-        import ray
-        from ray.util import ActorPool
-    except ImportError as error:
-        raise EdgespecError("several workers need Ray: pip install 'edgespec[ray]'") from error
-    if here:
-        threads = threads or max(1, default_threads() // workers)
-    where = "local" if here else None
-    try:
-        ray.init(where, include_dashboard=False, log_to_driver=False, logging_level="error")
-        # Ray would wait for good where it has fewer cores than it is told that they need.
-        worker = ray.remote(_Worker).options(num_cpus=0, scheduling_strategy="SPREAD")
-        pool = ActorPool([worker.remote(names, asking, threads) for _ in range(workers)])
-
-        def answer(prompts: Sequence[Prompt]) -> Iterator[Answer | None]:
-            size = max(1, min(_MOST_HANDED, -(-len(prompts) // workers)))
-            some = [prompts[at : at + size] for at in range(0, len(prompts), size)]
-            for answers in pool.map_unordered(lambda one, each: one.answer.remote(each), some):
-                yield from answers
-
-        yield answer
-    except EdgespecError:
-        raise  # a model's, also from a worker
-    except (ray.exceptions.RayError, ConnectionError) as error:
-        raise EdgespecError(f"the workers ended: {error}. Run the same command again to go on") from error
-    finally:
-        ray.shutdown()
 
 
 def answer(model: edgespec.Model, prompt: Prompt, asking: Asking) -> Answer | None:

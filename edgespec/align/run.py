@@ -14,8 +14,6 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import DeviceError, EdgespecError, RequestError, TokenizerError
 from edgespec_models.progress import ProgressCallback
 
-__all__ = ["ALIGNMENT"]
-
 ALIGNMENT, _STATE = "alignment.safetensors", "training.pt"
 _HELD_OUT = 10  # one of so many prompts measures and is never trained on
 _LONGEST = 2048  # tokens of a prompt and its answer

@@ -12,7 +12,7 @@ from edgespec.cli.options import JsonFlag, Threads
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from edgespec.align.answers import Answer, Answering, Asking
+    from edgespec.align.answers import Answer, Answering
     from edgespec.align.run import Aligned, Place
     from edgespec.measuring.prompts import Prompt
     from edgespec_models.progress import ProgressCallback
@@ -89,14 +89,6 @@ def align(
         typer.Option(help="Where training runs; auto takes a GPU if there is one."),
     ] = "auto",
     threads: Threads = 0,
-    workers: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="How many targets answer at once. More than one need Ray (extra 'ray'), and pay on the "
-            "cluster that RAY_ADDRESS names; without it they share this machine.",
-        ),
-    ] = 1,
     licence: Annotated[
         str, typer.Option(metavar="TEXT", help="What the file says of the licence of drafter and answers.")
     ] = "",
@@ -117,6 +109,7 @@ def align(
 
         edgespec align drafter.gguf --target target.gguf --answers-from written.jsonl --train gains -o out
     """
+    from edgespec.align.answering import answering
     from edgespec.align.answers import Asking, read_answers
     from edgespec.align.run import Place, require_torch, split_texts
     from edgespec.align.run import align as run
@@ -137,8 +130,8 @@ def align(
     with progress_bars() as progress:
         source = None if answers_only else _checkpoint(drafter, where, progress)
         bundle = None if answers_only else open_model(drafter, "drafter", progress=progress)
-        answering = _answering(names, asking, (workers, threads), progress)
-        known = _answered(_prompts(prompts, answers_from), place, asking.target, answering, progress)
+        asked = answering(names, asking, threads=threads, progress=progress)
+        known = _answered(_prompts(prompts, answers_from), place, asking.target, asked, progress)
         if source is None or bundle is None:
             _tell(place, len(known), as_json)
             return
@@ -183,18 +176,6 @@ def _prompts(files: list[Path] | None, recorded: list[Path] | None) -> "list[Pro
         return [prompt for file in files or () for prompt in load_prompts(file)]
     texts = shipped_prompts()
     return [Prompt(f"shipped-{number}", "shipped", (text,)) for number, text in enumerate(texts)]
-
-
-def _answering(
-    names: tuple[str, str], asking: "Asking", how: tuple[int, int], progress: "ProgressCallback"
-) -> "AbstractContextManager[Answering]":
-    """Target ``names[0]`` with drafter ``names[1]``, so many of them with so many threads."""
-    workers, threads = how
-    from edgespec.align.answering import answering, answering_with_workers
-
-    if workers > 1:
-        return answering_with_workers(names, asking, workers=workers, threads=threads)
-    return answering(names, asking, threads=threads, progress=progress)
 
 
 def _answered(

@@ -17,8 +17,6 @@ from edgespec_models.errors import RequestError
 from edgespec_models.schema import check_fields, within
 from edgespec_runtimes.session import Predictions, check_best
 
-__all__ = ["ACCEPT_LANE", "DRAFT_LANE", "TOKEN_LANE"]
-
 Row = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 Distribution = npt.NDArray[np.float64]

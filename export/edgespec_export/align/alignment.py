@@ -29,8 +29,6 @@ from edgespec_models.schema import form, length, read, within
 from edgespec_models.storage import replacing, writing
 from edgespec_models.text.tokenizer import SpecialTokens
 
-__all__ = ["BLOCKS"]
-
 _KEY, _VERSION = "edgespec_alignment", 1
 _SCALES, _A, _B, BLOCKS = ".scales", ".lora_a", ".lora_b", ".blocks"
 _REMEDY = "The file is damaged or of another version; make the alignment again"

@@ -36,7 +36,6 @@ from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 if TYPE_CHECKING:
     from edgespec_models.text.chat_template import ChatTemplate
 
-__all__ = ["GENAI", "GRAPH", "HEAD_TOKENS", "HF_CONFIG", "MANIFEST", "REPORT", "TEMPLATE", "TOKENIZER"]
 
 MANIFEST, GRAPH, TOKENIZER = "edgespec.json", "model.onnx", "tokenizer.json"
 TEMPLATE, REPORT, HEAD_TOKENS = "chat_template.jinja", "report.json", "head_tokens.npy"
