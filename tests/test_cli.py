@@ -239,14 +239,14 @@ def test_export_with_quantization_options(tmp_path: Path) -> None:
     from tests.gguf_for_tests import tiny_gguf
 
     source = str(tiny_gguf("llama", layers=1).write(tmp_path / "m.gguf"))
-    options = ("--bits", "4", "--method", "k-quant", "--mixed", "none")
+    options = ("--bits", "4", "--mixed", "none")
     result = run("export", source, "-o", str(tmp_path / "out"), *options)
-    assert result.exit_code == 0 and "as Q4_1 by k-quant, relative error" in result.stdout
-    assert Bundle(tmp_path / "out").manifest.weights == "4/k-quant/mixed=none"
+    assert result.exit_code == 0 and "as Q4_1, relative error" in result.stdout
+    assert Bundle(tmp_path / "out").manifest.weights == "4-bit/mixed=none"
     result = run("export", source, "-o", str(tmp_path / "out"), *options, "--kv", "int8", "--overwrite")
-    assert result.exit_code == 0 and "as int4/32+minimums by k-quant, relative error" in result.stdout
+    assert result.exit_code == 0 and "as int4/32+minimums, relative error" in result.stdout
     shown = run("inspect", str(tmp_path / "out")).stdout
-    assert "4/k-quant/mixed=none" in shown and "int8" in shown.partition("KV cache")[2]
+    assert "4-bit/mixed=none" in shown and "int8" in shown.partition("KV cache")[2]
     for arguments, says in (
         (("--weights", "exact", "--bits", "8"), "exclude each other"),
         (("--weights", "exact", "--kv", "int8"), "KV cache is float16"),

@@ -52,9 +52,8 @@ def test_floats_are_rounded_by_default(tmp_path: Path, monkeypatch: pytest.Monke
     export_model(source, tmp_path / "small")
     assert Bundle(tmp_path / "small").manifest.formats.keys() == {"Q8_0"}
     monkeypatch.setattr(plan, "_LARGE", 1000)
-    report = export_model(source, tmp_path / "large")
+    export_model(source, tmp_path / "large")
     assert Bundle(tmp_path / "large").manifest.formats.keys() == {"Q4_1", "Q8_0"}
-    assert {loss.method for loss in report.weights} == {"fit"}
 
 
 @pytest.mark.parametrize("weights", ["exact", pytest.param("portable", marks=X86)])

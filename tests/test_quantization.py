@@ -9,19 +9,16 @@ from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats.quantization import Mixed, Quantization
 from edgespec_export.sources.blocks import GGMLType
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.bundles.weight_format import Method
 from edgespec_models.errors import RequestError
 from tests.gguf_for_tests import tiny_gguf
 from tests.test_export import logits_error
 
 
 def test_choices_are_named_and_others_refused() -> None:
-    assert Quantization().name == "4/fit"
-    assert Quantization(4, "k-quant", "none").name == "4/k-quant/mixed=none"
-    assert Quantization(8, "rtn", "none").name == "8/rtn"
+    assert [Quantization().name, Quantization(4, "none").name] == ["4-bit", "4-bit/mixed=none"]
+    assert Quantization(8, "none").name == "8-bit"
     refused: dict[str, tuple[object, str]] = {
         "bits": (5, "bits is 5; allowed: 4 or 8"),
-        "method": ("awq", "'keep' or 'rtn' or 'fit' or 'k-quant'"),
         "mixed": ("all", "'none' or 'head' or 'sensitive'"),
     }
     for name, (value, says) in refused.items():
@@ -53,21 +50,19 @@ def test_mixed_spares_what_it_says() -> None:
     assert not spared("sensitive", "layers.0.q") and not spared("sensitive", "layers.15.gate")
 
 
-@pytest.mark.parametrize("method", get_args(Method))
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma3"])
-def test_a_bundle_of_every_method(tmp_path: Path, architecture: str, method: Method) -> None:
+def test_a_bundle(tmp_path: Path, architecture: str) -> None:
     model = tiny_gguf(architecture, "F16")
-    choice = Quantization(method=method, mixed="sensitive")
+    choice = Quantization(mixed="sensitive")
     report = export_model(
         model.write(tmp_path / "m.gguf"), tmp_path / "out", options=ExportOptions(quantization=choice)
     )
     manifest = Bundle(tmp_path / "out").manifest
     assert (manifest.weights, manifest.operators) == (choice.name, "edgespec")
     assert set(manifest.formats) == {"Q4_1", "Q8_0"}
-    assert {loss.method for loss in report.weights} == {"fit" if method == "keep" else method}
     assert report.row_exact
     assert logits_error(model, tmp_path / "out") < 0.4  # random weights in 4 bits, through every layer
-    options = ExportOptions(quantization=Quantization(bits=8, method=method), overwrite=True)
+    options = ExportOptions(quantization=Quantization(bits=8), overwrite=True)
     export_model(tmp_path / "m.gguf", tmp_path / "out", options=options)
     assert logits_error(model, tmp_path / "out") < 0.06
 
@@ -75,19 +70,19 @@ def test_a_bundle_of_every_method(tmp_path: Path, architecture: str, method: Met
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma3"])
 def test_a_quantized_portable_bundle(tmp_path: Path, architecture: str) -> None:
     model = tiny_gguf(architecture, "Q4_K")
-    options = ExportOptions(quantization=Quantization(method="k-quant"), kv="int8")
+    options = ExportOptions(quantization=Quantization(), kv="int8")
     report = export_model(model.write(tmp_path / "m.gguf"), tmp_path / "out", options=options)
     manifest = Bundle(tmp_path / "out").manifest
-    assert (manifest.weights, manifest.operators) == ("4/k-quant", "standard")
+    assert (manifest.weights, manifest.operators) == ("4-bit", "standard")
     assert set(manifest.formats) == {"int4/32+minimums", "int8/32"}
     assert report.row_exact
     assert logits_error(model, tmp_path / "out") < 0.4
 
 
-def test_keep_keeps_what_the_file_holds(tmp_path: Path) -> None:
+def test_what_the_file_holds_in_this_form_is_kept(tmp_path: Path) -> None:
     for kind, bits in (("Q4_0", 4), ("Q4_1", 4), ("Q8_0", 8)):
         source = tiny_gguf("llama", kind).write(tmp_path / f"{kind}.gguf")
-        keep = Quantization(bits, "keep", "none")  # type: ignore[arg-type]
+        keep = Quantization(bits, "none")  # type: ignore[arg-type]
         for kv in (None, "int8"):
             options = ExportOptions(quantization=keep, kv=kv, overwrite=True)
             report = export_model(source, tmp_path / "out", options=options)
@@ -99,6 +94,6 @@ def test_keep_keeps_what_the_file_holds(tmp_path: Path) -> None:
 def test_a_policy_and_a_quantization_exclude_each_other(tmp_path: Path) -> None:
     source = tiny_gguf("llama").write(tmp_path / "m.gguf")
     options = ExportOptions(weights="exact", quantization=Quantization())
-    with pytest.raises(RequestError, match=r"'exact' and quantization '4/fit' exclude each other"):
+    with pytest.raises(RequestError, match=r"'exact' and quantization '4-bit' exclude each other"):
         export_model(source, tmp_path / "out", options=options)
     assert not (tmp_path / "out").exists()

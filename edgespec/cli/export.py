@@ -69,15 +69,7 @@ def export(
     bits: Annotated[
         Literal["4", "8"] | None,
         typer.Option(
-            help="Round all weights to so many bits, instead of --weights. Default: 4 if --method or --mixed "
-            "is set."
-        ),
-    ] = None,
-    method: Annotated[
-        Literal["rtn", "fit", "k-quant", "keep"] | None,
-        typer.Option(
-            help="How scales are chosen: rtn rounds to nearest, fit takes least squares, k-quant takes "
-            "llama.cpp's weighted search, and keep repacks what the file holds. Default: fit."
+            help="Round all weights to so many bits, instead of --weights. Default: 4 if --mixed is set."
         ),
     ] = None,
     mixed: Annotated[
@@ -151,7 +143,7 @@ def export(
 
         edgespec export SmolLM2-135M.gguf -o drafter --alignment alignment.safetensors
 
-        edgespec export model.gguf -o small --bits 4 --method k-quant --mixed sensitive
+        edgespec export model.gguf -o small --bits 4 --mixed sensitive
 
         edgespec export qwen2.5-coder-1.5b-instruct -o long --kv int8
 
@@ -167,7 +159,7 @@ def export(
     from edgespec_export.export import ExportOptions, export_model
     from edgespec_export.options import TrimOptions
 
-    quantization = _quantization(bits, method, mixed)
+    quantization = _quantization(bits, mixed)
     made_for = None if device == "cpu" else device
     if via == "optimum":
         words: dict[str, object] = {"--weights": weights, "--trim-vocab": trim_vocab, "--name": name}
@@ -253,11 +245,11 @@ def _buckets(value: str | None) -> tuple[int, ...]:
     return tuple(map(int, numbers))
 
 
-def _quantization(bits: str | None, method: str | None, mixed: str | None) -> "Quantization | None":
+def _quantization(bits: str | None, mixed: str | None) -> "Quantization | None":
     """What the options say, the rest by default; None where there are none."""
     from edgespec_export.formats.quantization import Quantization
 
-    options = {"bits": None if bits is None else int(bits), "method": method, "mixed": mixed}
+    options = {"bits": None if bits is None else int(bits), "mixed": mixed}
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     return Quantization(**given) if given else None
 

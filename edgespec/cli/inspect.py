@@ -66,9 +66,7 @@ def show_report(report: Mapping[str, Any]) -> None:
             table.add_row(f"  {label}", _parity(values))
     for loss in report["weights"]:
         kept = "exact" if loss["relative_error"] == 0 else f"relative error {loss['relative_error']:.2%}"
-        method = loss.get("method", "keep")  # reports of earlier exports lack it
-        form = loss["format"] if method == "keep" else f"{loss['format']} by {method}"
-        table.add_row(f"{loss['source']} weights", f"{loss['weights']:,} as {form}, {kept}")
+        table.add_row(f"{loss['source']} weights", f"{loss['weights']:,} as {loss['format']}, {kept}")
     if trim := report.get("trim"):
         table.add_row("LM head", f"{trim['rows']:,} of {trim['of']:,} rows: {_trim(trim)}")
     if static := report.get("static"):

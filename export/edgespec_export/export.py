@@ -78,7 +78,7 @@ def _contradictions(options: ExportOptions) -> Iterator[str]:
     if options.weights is not None and options.quantization is not None:
         yield (
             f"weights={options.weights!r} and quantization {options.quantization.name!r} exclude each other; "
-            "give a policy, or bits and method"
+            "give a policy, or bits"
         )
     if options.weights == "exact" and options.kv is not None:
         yield (

@@ -4,7 +4,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from edgespec_models.bundles.config import FloatType
-from edgespec_models.bundles.weight_format import Method
 
 LARGEST_FLOAT16 = 65_504.0
 _STREAM_MARGIN = 8.0  # other texts may go further; a stream in float32 costs two casts in each sublayer
@@ -19,14 +18,12 @@ class FormatLoss:
         format: format in the bundle.
         weights: how many weights.
         relative_error: root mean square of the differences over that of the weights, on a sample of rows.
-        method: how the weights were rounded; ``keep`` where the source's own were repacked if they fit.
     """
 
     source: str
     format: str
     weights: int
     relative_error: float
-    method: Method = "keep"
 
 
 @dataclass(frozen=True, slots=True)

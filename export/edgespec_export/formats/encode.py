@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from edgespec_export.formats.rounding import round_matrix
 from edgespec_export.sources.blocks import F32, U8, Blocks
-from edgespec_models.bundles.weight_format import Method, WeightFormat
+from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.graphs.plan import EmbeddingSpec
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -16,20 +16,16 @@ Arrays = dict[str, npt.NDArray[Any]]
 _MIDDLES = MappingProxyType({4: 0x88, 8: 0x80})  # two codes to a byte
 
 
-def encode_linear(source: Blocks | F32, form: WeightFormat, method: Method = "keep") -> Arrays:
-    """Rows of a projection in ``form``.
-
-    The method ``keep`` repacks what the source holds already and fits the rest; any other rounds anew.
-    """
-    if method == "keep" and form.bits == 8:
+def encode_linear(source: Blocks | F32, form: WeightFormat) -> Arrays:
+    """Rows of a projection in ``form``: those that the source holds already as they are, others rounded."""
+    if form.bits == 8:
         return _encode_8(source, form)
-    if method == "keep" and isinstance(source, Blocks) and _holds(form, source):
+    if isinstance(source, Blocks) and _holds(form, source):
         return _encode_4(source, form)
     values = source.values() if isinstance(source, Blocks) else source
     if form.is_float:
         return {"weight": values}
-    rounded = round_matrix(values, form, "fit" if method == "keep" else method)
-    return _encode_8(rounded, form) if form.bits == 8 else _encode_4(rounded, form)
+    return _encode_4(round_matrix(values, form), form)
 
 
 def _holds(form: WeightFormat, source: Blocks) -> bool:

@@ -21,7 +21,7 @@ from edgespec_export.formats.tiles import pack, pack_blocks, unpack_tiles
 from edgespec_export.sources.blocks import F32, FLOATS, U8, Blocks, GGMLType, unpack
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.layers import PRODUCTS, graph_name
-from edgespec_models.bundles.weight_format import FORMATS, LANES, Method, WeightFormat, tile_bytes
+from edgespec_models.bundles.weight_format import FORMATS, LANES, WeightFormat, tile_bytes
 from edgespec_models.graphs.plan import (
     FULL,
     DecoderPlan,
@@ -91,7 +91,7 @@ def plan_decoder(
     def linear(sources: tuple[str, ...]) -> LinearSpec:
         alone = ((form(source), [source]) for source in sources)
         groups = alone if native else groupby(sources, form)
-        parts = tuple(_part(checkpoint, tuple(group), chosen, quantization) for chosen, group in groups)
+        parts = tuple(_part(checkpoint, tuple(group), chosen) for chosen, group in groups)
         return LinearSpec(checkpoint.tensor(sources[0]).shape[1], parts)
 
     head = linear(("lm_head",))
@@ -103,7 +103,7 @@ def plan_decoder(
             linears[f"layers.{i}.{name}"] = linear(tuple(f"layers.{i}.{source}" for source in sources))
     if native:
         (table,) = linear(("embed",)).parts
-        embedding = EmbeddingSpec(table.format, method=table.method)
+        embedding = EmbeddingSpec(table.format)
     else:
         embedding = _embedding(checkpoint, quantized=quantization is not None)
     context = head_tokens is not None and checkpoint.tied_head
@@ -111,16 +111,10 @@ def plan_decoder(
     return plan if precision == FULL else _with_precision(plan, precision)
 
 
-def _part(
-    checkpoint: Checkpoint, sources: tuple[str, ...], form: WeightFormat, quantization: Quantization | None
-) -> LinearPart:
+def _part(checkpoint: Checkpoint, sources: tuple[str, ...], form: WeightFormat) -> LinearPart:
     biases = tuple(name for source in sources if (name := f"{source}_bias") in checkpoint.tensors)
     rows = sum(checkpoint.tensor(name).shape[0] for name in sources)
-    method: Method = "keep" if quantization is None else quantization.method
-    if form.tiles:
-        kept = checkpoint.tensor(sources[0]).type.name == form.tiles
-        method = "keep" if kept else "fit" if method == "keep" else method
-    return LinearPart(tuple(map(checkpoint.stored_name, sources)), rows, form, biases, method)
+    return LinearPart(tuple(map(checkpoint.stored_name, sources)), rows, form, biases)
 
 
 def _tiles(checkpoint: Checkpoint, source: str, quantization: Quantization | None) -> WeightFormat:
@@ -200,7 +194,6 @@ class Stored:
         prefix: of the parameters' names.
         sources: the tensors, stacked.
         format: how it is stored.
-        method: how the weights came to be in that format.
         keep: ascending rows; None keeps all.
         table: of an embedding that ONNX Runtime gathers from.
     """
@@ -208,7 +201,6 @@ class Stored:
     prefix: str
     sources: tuple[str, ...]
     format: WeightFormat
-    method: Method
     keep: npt.NDArray[np.int64] | None = None
     table: EmbeddingSpec | None = None
 
@@ -223,12 +215,11 @@ class Stored:
         if self.table is not None:
             return encode_embedding(source, self.table)
         if not tiles:
-            return encode_linear(source, self.format, self.method)
+            return encode_linear(source, self.format)
         if kind.name == tiles:
             return {"weight": pack(tiles, raw)}
         values = source.values() if isinstance(source, Blocks) else source
-        assert self.method != "keep"
-        return {"weight": pack_blocks(tiles, round_matrix(values, _ROUNDED[tiles], self.method), values)}
+        return {"weight": pack_blocks(tiles, round_matrix(values, _ROUNDED[tiles]), values)}
 
     def decode(self, arrays: Arrays, rows: int, columns: int) -> F32:
         """The inverse: what parameters of so many rows and columns stand for."""
@@ -241,9 +232,9 @@ def stored(plan: DecoderPlan) -> list[Stored]:
     """Where every matrix comes from, the embedding first."""
     table = plan.embedding
     gathered = None if plan.native else table
-    matrices = [Stored("embedding", ("embed",), table.format, table.method, table=gathered)]
+    matrices = [Stored("embedding", ("embed",), table.format, table=gathered)]
     for prefix, part in plan.parts():
         trimmed = prefix.startswith("lm_head.") and plan.head_tokens is not None
         keep = np.array(plan.head_tokens, np.int64) if trimmed else None
-        matrices.append(Stored(prefix, part.sources, part.format, part.method, keep))
+        matrices.append(Stored(prefix, part.sources, part.format, keep))
     return matrices

@@ -1,4 +1,4 @@
-"""Quantization by the user's choice: bits and method, for every matrix the same rule.
+"""Quantization by the user's choice of bits, for every matrix the same rule.
 
 Which matrices keep 8 bits in a 4-bit model (``mixed``) follows what each class costs. Measured on
 Qwen2.5-Coder-1.5B in trials with one class changed at a time, KL in nats above the file's own weights:
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from edgespec_export.sources.blocks import GGMLType
-from edgespec_models.bundles.weight_format import Method, WeightFormat
+from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.schema import check_fields
 
 Mixed = Literal["none", "head", "sensitive"]
@@ -22,12 +22,12 @@ _BLOCK = 32
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How to round a model's matrices, in blocks of 32; a quantized embedding stays as it is.
+    """To how many bits a model's matrices are rounded, in blocks of 32.
+
+    What the source holds in this form already stays as it is, and so does a quantized embedding.
 
     Attributes:
         bits: 4 or 8; blocks of 4 bits may lie anywhere, those of 8 lie around zero.
-        method: how scales and offsets are chosen (:mod:`edgespec_export.formats.rounding`); ``keep`` repacks
-            matrices that the source holds in this form already and fits the others.
         mixed: what keeps 8 bits where ``bits`` is 4: ``none``; ``head``, the LM head; ``sensitive``, the
             LM head and, in half of the layers (the first and last, and every third between, as
             llama.cpp's Q4_K_M has it), values and down projections.
@@ -37,7 +37,6 @@ class Quantization:
     """
 
     bits: Literal[4, 8] = 4
-    method: Method = "fit"
     mixed: Mixed = "head"
 
     def __post_init__(self) -> None:
@@ -45,9 +44,9 @@ class Quantization:
 
     @property
     def name(self) -> str:
-        """Short name: ``4/fit``, and what is not the default behind it, as in ``4/k-quant/mixed=none``."""
+        """Short name: ``4-bit``, and what is not the default behind it, as in ``4-bit/mixed=none``."""
         spared = f"/mixed={self.mixed}" if self.bits == 4 and self.mixed != "head" else ""
-        return f"{self.bits}/{self.method}{spared}"
+        return f"{self.bits}-bit{spared}"
 
     def format_of(self, name: str, kind: GGMLType, columns: int, layers: int) -> WeightFormat:
         """The format of tensor ``name`` in a graph of standard operators.
@@ -58,17 +57,13 @@ class Quantization:
             return WeightFormat(32)
         if self._has_8_bits(name, layers):
             return WeightFormat(8, _BLOCK)
-        return WeightFormat(4, _BLOCK, minimums=not self._keeps(kind))
+        return WeightFormat(4, _BLOCK, minimums=kind is not GGMLType.Q4_0)
 
     def block_format(self, name: str, kind: GGMLType, layers: int) -> str:
         """The format of tensor ``name``, ``kind`` in the source, among those of edgespec's kernels."""
         if self._has_8_bits(name, layers):
             return "Q8_0"
-        return "Q4_0" if self._keeps(kind) else "Q4_1"
-
-    def _keeps(self, kind: GGMLType) -> bool:
-        """Whether 4-bit blocks stay those of the source, which lie around zero."""
-        return self.method == "keep" and kind is GGMLType.Q4_0
+        return "Q4_0" if kind is GGMLType.Q4_0 else "Q4_1"
 
     def _has_8_bits(self, name: str, layers: int) -> bool:
         kind = name.rpartition(".")[2]

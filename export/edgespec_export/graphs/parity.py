@@ -18,7 +18,6 @@ from edgespec_export.formats.plan import Stored, stored
 from edgespec_export.report import FormatLoss, ParityReport, StaticReport
 from edgespec_export.sources.blocks import F32
 from edgespec_export.sources.checkpoint import Checkpoint
-from edgespec_models.bundles.weight_format import Method
 from edgespec_models.errors import ParityError
 from edgespec_models.graphs.plan import DecoderPlan
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
@@ -155,9 +154,9 @@ def _coarse_kl(row: F32, ids: npt.NDArray[np.int32], logprobs: F32) -> float:
 
 
 def measure_losses(plan: DecoderPlan, checkpoint: Checkpoint, model: ir.Model) -> tuple[FormatLoss, ...]:
-    """Compare a sample of each matrix, as written in ``model``, with its source, by formats and method."""
+    """Compare a sample of each matrix, as written in ``model``, with its source, by formats."""
     matrices = stored(plan)[0 if plan.native else 1 :]  # ONNX Runtime's embedding is exact
-    totals: dict[tuple[str, str, Method], np.ndarray] = {}
+    totals: dict[tuple[str, str], np.ndarray] = {}
     for matrix in matrices:
         start, rows = 0, sum(len(_kept(matrix, checkpoint, source)) for source in matrix.sources)
         for source in matrix.sources:
@@ -168,11 +167,11 @@ def measure_losses(plan: DecoderPlan, checkpoint: Checkpoint, model: ir.Model) -
             written = _written(model, matrix, range(start, start + len(wanted)), rows)
             start += len(kept)
             errors = matrix.decode(written, len(wanted), values.shape[1]) - values
-            entry = totals.setdefault((tensor.type.name, matrix.format.name, matrix.method), np.zeros(3))
+            entry = totals.setdefault((tensor.type.name, matrix.format.name), np.zeros(3))
             entry += len(kept) * tensor.shape[1], np.square(errors).sum(), np.square(values).sum()
     return tuple(
-        FormatLoss(kind, form, int(count), float(np.sqrt(error / norm)) if norm else 0.0, method)
-        for (kind, form, method), (count, error, norm) in sorted(totals.items())
+        FormatLoss(kind, form, int(count), float(np.sqrt(error / norm)) if norm else 0.0)
+        for (kind, form), (count, error, norm) in sorted(totals.items())
     )
 
 

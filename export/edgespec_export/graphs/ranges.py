@@ -33,7 +33,7 @@ _SUM = 3  # SkipSimplifiedLayerNormalization's output
 _PRODUCTS = ("MatMulNBits", "MatMul")
 _INNER = (*_PRODUCTS, "GroupQueryAttention", "Mul", "Gelu", "QuickGelu")
 _BLOCK = 32  # columns whose sum formats with minimums multiply too
-_READER = Quantization(8, "keep")  # near to any source, and its graph gives projections their input as it is
+_READER = Quantization(8)  # near to any source, and its graph gives projections their input as it is
 
 
 def precision_for(ranges: ActivationRanges) -> Precision:

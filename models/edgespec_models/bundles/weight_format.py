@@ -12,9 +12,6 @@ from typing import Final, Literal, NamedTuple
 
 from edgespec_models.errors import UnsupportedModelError
 
-Method = Literal["keep", "rtn", "fit", "k-quant"]
-"""How weights are rounded (``formats.rounding``); ``keep`` repacks those that fit, others it fits."""
-
 LANES: Final = 16
 """Rows of a tile."""
 

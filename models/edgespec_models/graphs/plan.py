@@ -5,22 +5,20 @@ from dataclasses import dataclass
 
 from edgespec_models.bundles.config import FloatType
 from edgespec_models.bundles.layers import graph_name
-from edgespec_models.bundles.weight_format import Method, WeightFormat
+from edgespec_models.bundles.weight_format import WeightFormat
 
 
 @dataclass(frozen=True, slots=True)
 class LinearPart:
     """Rows of a projection that share a format: the tensors ``sources``, stacked.
 
-    ``biases`` names the bias vectors of the same tensors, or is empty. The graph does not depend on
-    ``method``, how the weights came to be in their format.
+    ``biases`` names the bias vectors of the same tensors, or is empty.
     """
 
     sources: tuple[str, ...]
     out_features: int
     format: WeightFormat
     biases: tuple[str, ...] = ()
-    method: Method = "keep"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +45,6 @@ class EmbeddingSpec:
     format: WeightFormat
     offsets: bool = False
     zero_points: bool = False
-    method: Method = "keep"
 
 
 @dataclass(frozen=True, slots=True)
