@@ -19,7 +19,7 @@ from edgespec_models.bundles.static_graphs import StaticDevice, StaticGraphs
 from edgespec_models.errors import BundleError, Cancelled, DeviceError, RequestError, UnsupportedModelError
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.devices import CPU, Device
-from edgespec_runtimes.session import Session, TrimmedHead, Tunable
+from edgespec_runtimes.session import Session
 from edgespec_runtimes.static import StaticIO, StaticSession, cheapest_passes
 from tests.gguf_for_tests import F32, tiny_gguf
 
@@ -150,7 +150,9 @@ def test_quantized_graphs_stay_near_and_roll_back(
 
 def test_nothing_can_be_tuned(open_static: Callable[[str, Kind], StaticSession], make: Make) -> None:
     session = open_static("llama", "float")
-    assert not isinstance(session, Tunable | TrimmedHead)
+    assert not session.tunable and session.head_tokens is None
+    with pytest.raises(RequestError, match="no weights to tune"):
+        session.tune({})
     with pytest.raises(UnsupportedModelError, match="own operators"):
         StoredWeights(make("llama", "float"))
 

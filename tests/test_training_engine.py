@@ -20,7 +20,7 @@ from edgespec_models.bundles.bundle import MANIFEST
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes import cost
 from edgespec_runtimes.cpu import CpuSession
-from edgespec_runtimes.session import Predictions, Tunable
+from edgespec_runtimes.session import Predictions
 from tests.native_for_tests import tiny_native
 from tests.tokenizers_for_tests import sentencepiece_json
 from tests.toy import COLUMNS, F32, INT4, LLAMA, QWEN, tiny_bundle
@@ -115,9 +115,7 @@ def _tuned(model: Model) -> dict[str, F32]:
 
 
 def _tunable(model: Model) -> frozenset[str]:
-    session = _side(model).session
-    assert isinstance(session, Tunable)
-    return session.tunable
+    return _side(model).session.tunable
 
 
 def _until(done: Callable[[], bool]) -> None:

@@ -122,6 +122,7 @@ class ToySession:
     """
 
     row_exact = True
+    compiled = ""
     head_tokens = None
     tunable: frozenset[str] = frozenset()
 

@@ -19,7 +19,6 @@ from edgespec.loading.opening import DRAFTER_READING_ROWS, Running
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import TokenizerError
 from edgespec_runtimes.kv_buffers import KvStore
-from edgespec_runtimes.session import TrimmedHead, Tunable
 
 if TYPE_CHECKING:  # a drafter that nothing teaches imports nothing of this
     from edgespec.learning.gains import Table
@@ -61,7 +60,7 @@ class DrafterSide:
         clock: Clock = perf_counter,
     ) -> None:
         self.bundle, self.session, self.curve = running.bundle, running.session, running.curve
-        self._tuned = self.session if isinstance(self.session, Tunable) and self.session.tunable else None
+        self._tuned = self.session if self.session.tunable else None
         self.experience = Experience()
         self.trainer: Trainer | None = None
         self._gains: dict[str, F32] | None = None  # trained, to run with
@@ -211,7 +210,7 @@ class DrafterSide:
 
     def _head_tokens(self, prompt: Sequence[int]) -> npt.NDArray[np.int32] | None:
         """Of a trimmed LM head in this request: besides the rows that it has, the words of the prompt."""
-        if self.bundle.head_tokens is None or not isinstance(self.session, TrimmedHead):
+        if self.bundle.head_tokens is None:
             return None
         self.session.offer(context_tokens(prompt, self.bundle.tokenizer, self.bundle.head_tokens))
         return self.session.head_tokens

@@ -39,7 +39,7 @@ from edgespec_models.errors import Cancelled, DoesNotFit
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.devices import Placement
 from edgespec_runtimes.kv_buffers import KvStore
-from edgespec_runtimes.session import Compiled, Session
+from edgespec_runtimes.session import Session
 
 if TYPE_CHECKING:  # requests import nothing of drafter models or histories that they do not have
     from edgespec.drafting.ahead import Beside
@@ -237,7 +237,7 @@ class Runner:
         self._guard = Guard(self.pricing)
         self.history_guard = Guard(self.pricing, "proposals from the history brought tokens")
         sessions = self.session, None if self.side is None else self.side.session
-        self._reopens = any(isinstance(session, Compiled) for session in sessions)
+        self._reopens = any(session is not None and session.compiled for session in sessions)
         self._where = self._placements()
         self._is_closed = False
 

@@ -22,7 +22,7 @@ from edgespec_runtimes.devices import Device
 from edgespec_runtimes.discovery import open_whole
 from edgespec_runtimes.graph_io import DynamicIO
 from edgespec_runtimes.graph_session import DynamicSession
-from edgespec_runtimes.kv_buffers import InPlaceCache, KVBuffers
+from edgespec_runtimes.kv_buffers import InPlaceCache, KVBuffers, Memory
 from edgespec_runtimes.ort import RUN_ERRORS, ort
 
 _PREFILL_CHUNK = 512  # passes of many rows unpack all weights first, so there should be few
@@ -66,7 +66,7 @@ class CudaSession(DynamicSession):
         super().__init__(io, bundle.config, chunk=chunk, row_exact=row_exact)
 
 
-class DeviceMemory:
+class DeviceMemory(Memory):
     """A device's: arrays are copied there.
 
     Args:

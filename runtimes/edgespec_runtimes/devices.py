@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from edgespec_models.bundles.static_graphs import ExportDevice, Form
-from edgespec_runtimes.session import Compiled, Session
+from edgespec_runtimes.session import Session
 
 Hardware = Literal["CPU", "GPU", "NPU"]
 State = Literal["ready", "emulated", "missing"]
@@ -217,7 +217,7 @@ class Placement:
 
     def opened(self, session: Session) -> "Placement":
         """With what opening the graphs found out: whether the bundle's context binaries are used."""
-        found = session.compiled if isinstance(session, Compiled) else ""
+        found = session.compiled
         return replace(self, reason=f"{self.reason}; {found}") if found else self
 
 

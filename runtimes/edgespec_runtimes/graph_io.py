@@ -17,9 +17,8 @@ from edgespec_models.errors import BundleError, DeviceError, RequestError
 from edgespec_runtimes.kv_buffers import (
     KEY_TILE,
     GrowingCache,
-    HostMemory,
     KVBuffers,
-    TensorMemory,
+    Memory,
     ort_value,
 )
 from edgespec_runtimes.ort import RUN_ERRORS, TYPES, lacks_memory, ort
@@ -67,7 +66,7 @@ class GraphIO(Protocol):
         """Free what passes use."""
 
 
-_Input = tuple[str, npt.NDArray[Any], Any, TensorMemory]
+_Input = tuple[str, npt.NDArray[Any], Any, Memory]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,7 @@ class DynamicIO:
     """
 
     def __init__(
-        self, session: Any, bundle: Bundle, *, exact_rows: bool, memory: TensorMemory | None = None
+        self, session: Any, bundle: Bundle, *, exact_rows: bool, memory: Memory | None = None
     ) -> None:
         """Bind nothing yet.
 
@@ -119,7 +118,7 @@ class DynamicIO:
                 rows.
             memory: where inputs and the cache lie; None is the host's.
         """
-        self._session, self._memory, self._tensors = session, memory or HostMemory(), bundle.tensors
+        self._session, self._memory, self._tensors = session, memory or Memory(), bundle.tensors
         manifest, self._context_length = bundle.manifest, bundle.config.context_length
         every = {value.name: TYPES[value.type] for value in session.get_inputs()}
         names = self._tensors.inputs
@@ -242,7 +241,7 @@ class DynamicIO:
         inputs: list[_Input] = []
         for called, (name, kind) in self._inputs.items():
             # GroupQueryAttention reads the total length on the host, wherever it runs.
-            memory = HostMemory() if name == "total_sequence_length" else self._memory
+            memory = Memory() if name == "total_sequence_length" else self._memory
             array = np.array(INPUTS[name](one), kind)
             inputs.append((name, array, memory.value(array), memory))
             binding.bind_ortvalue_input(called, inputs[-1][2])

@@ -216,10 +216,9 @@ class GraphSession(Generic[IO]):
 
 
 class DynamicSession(GraphSession[DynamicIO]):
-    """One whose graph takes any number of tokens, may be tuned and may have a trimmed head.
+    """One whose graph takes any number of tokens, may be tuned and may have a trimmed head."""
 
-    See :class:`~edgespec_runtimes.session.Tunable` and :class:`~edgespec_runtimes.session.TrimmedHead`.
-    """
+    compiled = ""
 
     @property
     def copies_cache(self) -> bool:

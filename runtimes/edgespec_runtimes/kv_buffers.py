@@ -198,34 +198,21 @@ def _rows(buffer: _Array, tensor: CacheTensor, tokens: int) -> _Array:
     return buffer[: prod(shape)].reshape(shape)
 
 
-class TensorMemory(Protocol):
-    """A kind of memory that ONNX Runtime's values lie in."""
+class Memory:
+    """Where tensors of passes lie: in numpy's arrays, which a graph on the CPU reads and writes itself.
+
+    Devices have memory of their own.
+    """
 
     def value(self, array: _Array) -> Any:
         """An OrtValue that holds what ``array`` does; the array must outlive it."""
+        return ort_value(array)
 
     def write(self, value: Any, array: _Array) -> None:
         """Let ``value``, made from ``array``, hold what the array does now."""
 
     def output(self, shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[Any, Callable[[], _Array]]:
         """An OrtValue for graphs to write, and what returns, as an array, what it holds then."""
-
-    def cache(self, layout: Sequence[CacheTensor]) -> KVBuffers:
-        """A KV cache that graphs write in place."""
-
-
-class HostMemory:
-    """numpy's: a graph on the CPU reads and writes the arrays themselves."""
-
-    def value(self, array: _Array) -> Any:
-        """An OrtValue over the array's own memory."""
-        return ort_value(array)
-
-    def write(self, value: Any, array: _Array) -> None:
-        """Nothing to do: they are one."""
-
-    def output(self, shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[Any, Callable[[], _Array]]:
-        """An OrtValue over an array, and what returns that array."""
         array = np.empty(shape, dtype)
         return ort_value(array), lambda: array
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -175,6 +175,18 @@ class Session(Protocol):
     def kv_bytes(self) -> int:
         """Bytes reserved for the KV cache."""
 
+    @property
+    def compiled(self) -> str:
+        """Whether context binaries are used and, if not, why; empty where there are none for the device."""
+
+    @property
+    def tunable(self) -> frozenset[str]:
+        """Weights that :meth:`tune` replaces, by their names in the graph."""
+
+    @property
+    def head_tokens(self) -> npt.NDArray[np.int32] | None:
+        """The token of every column of the logits, int32; None where column i is token i."""
+
     def reserve(self, capacity: int) -> None:
         """Make room for ``capacity`` tokens, keeping what the cache holds.
 
@@ -222,27 +234,6 @@ class Session(Protocol):
             DeviceError: no memory for them; the cache is empty then.
         """
 
-    def close(self) -> None:
-        """Free the model. The session cannot be used afterwards."""
-
-
-@runtime_checkable
-class Compiled(Protocol):
-    """A session whose graphs a device's compiler takes, at load or ahead."""
-
-    @property
-    def compiled(self) -> str:
-        """Whether context binaries are used and, if not, why; empty where there are none for the device."""
-
-
-@runtime_checkable
-class Tunable(Protocol):
-    """A session some of whose weights can be replaced while it runs."""
-
-    @property
-    def tunable(self) -> frozenset[str]:
-        """Weights that :meth:`tune` replaces, by their names in the graph."""
-
     def tune(self, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
         """Run with these weights from the next pass on; the cache, which others computed, is empty then.
 
@@ -250,17 +241,11 @@ class Tunable(Protocol):
             RequestError: one that is not among :attr:`tunable`, or of another shape.
         """
 
-
-@runtime_checkable
-class TrimmedHead(Protocol):
-    """A session whose LM head may lack tokens, and write others besides."""
-
-    @property
-    def head_tokens(self) -> npt.NDArray[np.int32] | None:
-        """The token of every column of the logits, int32; None where column i is token i."""
-
     def offer(self, tokens: Sequence[int]) -> None:
         """Let a head that is tied to the embedding write ``tokens`` too: a column each, behind its rows'.
 
         They replace what was offered before; the tokens in the cache stay. Other heads take no notice.
         """
+
+    def close(self) -> None:
+        """Free the model. The session cannot be used afterwards."""

@@ -21,7 +21,7 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.graph_contract import StaticInputs, cache_names
 from edgespec_models.bundles.static_graphs import Contexts, StaticGraphs
-from edgespec_models.errors import BundleError, DeviceError
+from edgespec_models.errors import BundleError, DeviceError, RequestError
 from edgespec_runtimes.cpu import CpuOptions, session_settings
 from edgespec_runtimes.devices import CPU, Device
 from edgespec_runtimes.discovery import open_whole
@@ -268,10 +268,24 @@ class StaticSession(GraphSession[StaticIO]):
         io = StaticIO(bundle, self._opener.open)
         super().__init__(io, bundle.config, chunk=static.prefill, row_exact=row_exact)
 
+    tunable: frozenset[str] = frozenset()
+    head_tokens = None
+
     @property
     def compiled(self) -> str:
         """Whether context binaries are used and, if not, why; empty where there are none for the device."""
         return self._opener.compiled
+
+    def tune(self, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
+        """Nothing can be tuned.
+
+        Raises:
+            RequestError: whatever is given.
+        """
+        raise RequestError("graphs of fixed shapes have no weights to tune")
+
+    def offer(self, tokens: Sequence[int]) -> None:
+        """Do nothing: the head has every token."""
 
     @property
     def longest(self) -> int:
