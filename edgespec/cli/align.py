@@ -62,7 +62,7 @@ def align(
     temperature: Annotated[
         list[float] | None,
         typer.Option(
-            help="At which the target answers. May be repeated: each prompt then gets one of them. "
+            help="The temperature of the target's answers. May be repeated: each prompt then gets one. "
             "Default: 0 for half of the prompts and 0.8 for the others."
         ),
     ] = None,
@@ -77,13 +77,15 @@ def align(
             "which makes a large file."
         ),
     ] = "low-rank",
-    rank: Annotated[int, typer.Option(min=1, max=256, help="Of the change of each projection.")] = 8,
+    rank: Annotated[int, typer.Option(min=1, max=256, help="The rank of each projection's change.")] = 8,
     rate: Annotated[
         float | None, typer.Option(help="The learning rate. Default: what suits --train.")
     ] = None,
     passes: Annotated[int, typer.Option(min=1, help="How often every answer is trained on.")] = 1,
     batch_tokens: Annotated[int, typer.Option(min=16, help="Tokens of a step, prompts counted.")] = 1024,
-    seed: Annotated[int, typer.Option(min=0, help="Of the order of the answers and the first weights.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed for the order of the answers and the initial weights.")
+    ] = 0,
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
         typer.Option(help="Where training runs; auto takes a GPU if there is one."),
@@ -97,7 +99,7 @@ def align(
     """Train a drafter on what its target writes, so that more of its guesses are right.
 
     The target answers prompts, many at once; the drafter is trained on the answers in its own tokens, a
-    tenth of the prompts held out; and DIR/alignment.safetensors says what is to be added to its weights. An
+    tenth of the prompts held out; and DIR/alignment.safetensors holds the change of its weights. An
     export takes it: 'edgespec export DRAFTER -o BUNDLE --alignment FILE'. Answering and training may be
     stopped: run the same command again, and it goes on. Needs PyTorch (extra 'align').
 

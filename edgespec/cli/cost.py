@@ -36,8 +36,8 @@ def cost(
 ) -> None:
     """Time passes over 1 to 32 rows, beside what memory and arithmetic allow.
 
-    Verifying k drafted tokens takes a pass over k + 1 rows. Rows are free while their pass costs hardly more
-    than one over a single row; a pass is bound by memory while reading the weights takes longer than
+    Verifying k drafted tokens takes a pass over k + 1 rows. Rows are free as long as a pass over them takes
+    little longer than over one row; a pass is bound by memory while reading the weights takes longer than
     computing with them.
 
     The times are kept in the folder 'measurements' under EDGESPEC_HOME, or in the user's cache folder, and

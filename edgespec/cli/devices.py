@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def devices(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object a device.")] = False,
 ) -> None:
-    """List what models can run on: on this machine, and what would have to be added for more.
+    """List the devices that models can run on here, and what to install for others.
 
     Asks ONNX Runtime and its installed plugins. A model runs on the CPU unless its bundle was made for
     another device; --device of the commands that load models asks for one.

@@ -75,23 +75,23 @@ def export(
     mixed: Annotated[
         Literal["none", "head", "sensitive"] | None,
         typer.Option(
-            help="What keeps 8 bits when --bits is 4: nothing; the LM head; or it and half of the value and "
-            "down projections. Default: head."
+            help="What keeps 8 bits when --bits is 4: none; the LM head (head); the LM head and half "
+            "of the value and down projections (sensitive). Default: head."
         ),
     ] = None,
     kv: Annotated[
         Literal["float32", "int8"] | None,
         typer.Option(
             help="What the KV cache of a portable bundle holds; int8 takes a quarter of the memory and "
-            "rounds. Default: float32. Other weights than portable, and devices, leave no choice."
+            "rounds. Default: float32. Only with --weights portable and --device cpu."
         ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="The model's name. Default: the source's.")] = None,
     via: Annotated[
         Literal["edgespec", "optimum"],
         typer.Option(
-            help="Who builds the graph. Optimum knows more architectures; its weights stay in floating "
-            "point, and each pass copies the KV cache."
+            help="Who builds the graph. optimum knows more architectures, keeps weights in floating "
+            "point, and copies the KV cache in every pass."
         ),
     ] = "edgespec",
     optimum_cli: Annotated[
@@ -127,7 +127,7 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a bundle that is there.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Export a model to ONNX, check it against its source, and report what that cost.
+    """Export a model to ONNX, compare it with its source, and report the result.
 
     Examples:
 

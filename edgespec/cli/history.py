@@ -145,7 +145,8 @@ def forget(
     text: Annotated[str, typer.Argument(metavar="TEXT", help="Upper and lower case count as the same.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """Delete every passage in which TEXT occurs, and all corrections, which cannot be searched for it.
+    """Delete every passage in which TEXT occurs, and all that drafters learned, since weights cannot be
+    searched.
 
     Example: edgespec history forget work "account 4711"
     """

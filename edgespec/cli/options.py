@@ -24,8 +24,8 @@ Drafter = Annotated[
     str,
     typer.Option(
         metavar="DRAFTER",
-        help="What drafts: another such name, 'auto' (what is recommended for the target), 'ngram' (phrases "
-        "of the text), or 'none'.",
+        help="The drafter: a model named like TARGET, 'auto' (the one recommended for the target), "
+        "'ngram' (phrases of the text alone), or 'none'.",
     ),
 ]
 _DEVICE_NAMES = "auto, cpu, npu, or a name that 'edgespec devices' lists"
@@ -33,7 +33,10 @@ Device = Annotated[
     str, typer.Option("--device", metavar="DEVICE", help=f"Where the target runs: {_DEVICE_NAMES}.")
 ]
 DrafterDevice = Annotated[
-    str, typer.Option("--drafter-device", metavar="DEVICE", help="Where the drafter runs, likewise named.")
+    str,
+    typer.Option(
+        "--drafter-device", metavar="DEVICE", help="Where the drafter runs: the same names as for --device."
+    ),
 ]
 Threads = Annotated[
     int,
@@ -44,11 +47,16 @@ Threads = Annotated[
 ]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="The most tokens that an answer may have.")]
 Temperature = Annotated[
-    float, typer.Option(help="0 takes the likeliest token, 1 the model's own distribution.")
+    float, typer.Option(help="0 takes the most likely token; 1 samples from the model's own distribution.")
 ]
 TopK = Annotated[int, typer.Option(help="Keep the K most likely tokens; 0 keeps all.")]
-TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens of this share; 1 keeps all.")]
-MinP = Annotated[float, typer.Option(help="Keep tokens at least this likely, relative to the likeliest.")]
+TopP = Annotated[
+    float, typer.Option(help="Keep the most likely tokens whose probabilities add up to this; 1 keeps all.")
+]
+MinP = Annotated[
+    float,
+    typer.Option(help="Keep tokens whose probability is at least this share of the most likely token's."),
+]
 RepetitionPenalty = Annotated[float, typer.Option(help="Above 1 makes tokens seen before less likely.")]
 Seed = Annotated[int | None, typer.Option(help="Makes a sampled answer repeatable.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this text; may be repeated.")]
@@ -70,8 +78,8 @@ TrainingShare = Annotated[
     typer.Option(
         min=0.0,
         max=1.0,
-        help="With --history: the share of the time that training the drafter on the target's answers may "
-        "take, between requests; 0 trains nothing.",
+        help="With --history: train the drafter on the answers between requests, for at most this "
+        "share of the time; 0 does not train.",
     ),
 ]
 PromptsFile = Annotated[

@@ -25,7 +25,8 @@ def serve(
     target: options.Target,
     drafter: options.Drafter = "auto",
     host: Annotated[
-        str, typer.Option(help="The address to listen at. Others than this machine's own need a key.")
+        str,
+        typer.Option(help="The address to listen at. An address that other machines can reach needs a key."),
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes one that is free.")] = 8642,
     api_key_file: Annotated[
@@ -38,14 +39,14 @@ def serve(
     ] = None,
     allow_host: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="A further name by which clients may call the server."),
+        typer.Option(metavar="NAME", help="Another host name by which clients may reach the server."),
     ] = None,
     allow_origin: Annotated[
         list[str] | None,
-        typer.Option(metavar="URL", help="Web pages of https://HOST[:PORT] may ask, too."),
+        typer.Option(metavar="URL", help="Also answer web pages of this origin, https://HOST[:PORT]."),
     ] = None,
     max_waiting: Annotated[
-        int, typer.Option(min=1, help="Requests that may wait; further ones are told to come back.")
+        int, typer.Option(min=1, help="How many requests may wait; more are refused with status 429.")
     ] = 64,
     max_request_bytes: Annotated[int, typer.Option(min=1024, help="Longer requests are refused.")] = 4194304,
     max_new_tokens: Annotated[

@@ -45,11 +45,11 @@ def verify(
 ) -> None:
     """Check that speculation changes neither greedy answers nor the distribution of sampled ones.
 
-    The prompts' answers are greedy, and the distribution is tested at temperature 1, unless you give a
-    temperature: then it holds for both, and answers are compared with equal seeds. The exit code is 1 if
+    Without --temperature answers are greedy and the distribution is tested at temperature 1. With it, both
+    use that temperature, and answers are compared with equal seeds. The exit code is 1 if
     anything differs, or if nothing was drafted and so nothing was tested.
 
-    With --history the answers are learned, as everywhere, so name a history for trials.
+    With --history the answers are learned too, so name a history of its own.
 
     Examples:
 

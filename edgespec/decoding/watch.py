@@ -1,4 +1,4 @@
-"""Is something ahead or behind? Sums of what it gains and loses, by which luck is told from harm."""
+"""A cumulative sum test: has something lost more than chance explains?"""
 
 from typing import Literal
 

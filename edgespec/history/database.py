@@ -325,7 +325,7 @@ def _is_damaged(path: Path) -> bool:
 
 
 def _make_private(path: Path, found: os.stat_result | None) -> None:
-    """Let nobody but the user read the file that :func:`look` found; make it where it found none."""
+    """Restrict the file that :func:`look` found to the user, or create it."""
     if found is None:
         if not path.parent.is_dir():
             path.parent.parent.mkdir(parents=True, exist_ok=True)

@@ -304,11 +304,11 @@ class Memory:
         self._tell(partial(Delta.judged, kind=kind, found=found, right=right))
 
     def trust(self) -> None:
-        """Proposals have proved their worth: what was found of classes until now is well founded."""
+        """Proposals gained: keep the statistics of classes as the state to return to."""
         self._unproved = {}
 
     def distrust(self) -> None:
-        """Proposals lost more than they gained: of classes only what was found since :meth:`trust` holds."""
+        """Proposals lost: drop the statistics gathered before the last :meth:`trust`."""
         self._tallies = {kind: Tally() for kind in self._unproved}
         for kind, (right, judged) in self._unproved.items():
             self._tallies[kind].add(right, judged)

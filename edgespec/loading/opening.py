@@ -273,7 +273,7 @@ def conditions_of(bundle: Bundle, options: CpuOptions, device: Device | None = N
 def _open(
     bundle: Bundle, options: CpuOptions, opened: list[Session], where: Placement | None = None
 ) -> Callable[..., Running]:
-    """Open a session, to be closed by whoever closes ``opened``; what is returned times its passes."""
+    """Open a session into ``opened``, which closes it; returns the function that times its passes."""
     place = where or placed(bundle)
     conditions = conditions_of(bundle, options, place.device)
     known = recall(conditions)

@@ -95,7 +95,7 @@ class Answer:
             self._wake()
 
     def end(self, result: Generation, error: BaseException | None = None) -> None:
-        """It is over; with ``error``, which whoever reads on is told, because of that."""
+        """End the answer; ``error`` is raised to its readers."""
         try:
             self._ended(result)
         except BaseException as failed:  # noqa: BLE001 - raised where the result is read

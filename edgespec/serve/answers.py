@@ -32,7 +32,7 @@ def usage(answers: Sequence[Generation]) -> Json:
 
 @dataclass(slots=True)
 class _Answer:
-    """One response: its id, what is the same in all its parts, and how many characters chunks had so far."""
+    """One response: its id, the fields all chunks share, and the number of characters sent."""
 
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]

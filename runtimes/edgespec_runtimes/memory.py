@@ -1,4 +1,4 @@
-"""Memory: what there is, how much this process has taken, and how fast this machine reads it."""
+"""Memory: how much there is and is used, and how fast it is read."""
 
 import sys
 from collections.abc import Iterator

@@ -133,7 +133,7 @@ class StaticIO:
         self._capacity = capacity
 
     def cache_rows(self, length: int) -> list[_Array] | None:
-        """None: what another bucket's graphs would read lies elsewhere."""
+        """None, since other buckets have graphs and inputs of their own."""
         return None
 
     def put_cache_rows(self, arrays: Sequence[_Array], length: int) -> None:

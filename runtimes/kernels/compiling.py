@@ -129,5 +129,5 @@ def zig_version() -> str:
 
 
 def digest(parts: Iterable[str]) -> str:
-    """A name for what is made from ``parts`` with this compiler."""
+    """The digest of ``parts`` and the compiler, which names the object file."""
     return hashlib.sha256("\0".join((zig_version(), *parts)).encode()).hexdigest()[:16]

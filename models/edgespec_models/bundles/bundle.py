@@ -60,7 +60,7 @@ _DIGEST = "sha256"
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:
-    """Of what a manifest says, however it is written; question marks stand for what no UTF-8 holds."""
+    """SHA-256 of the manifest's content, independent of its formatting."""
     said = {key: value for key, value in manifest.items() if key != _DIGEST}
     text = json.dumps(said, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
@@ -247,7 +247,7 @@ class Bundle:
 
     @property
     def digest(self) -> str:
-        """Names this bundle's weights and graph: what measurements of it are stored under."""
+        """Digest of weights and graph; measurements are stored under it."""
         files = sorted(
             (name, r.sha256) for name, r in self.manifest.files.items() if name.startswith(_GRAPHS)
         )
