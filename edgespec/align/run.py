@@ -110,10 +110,7 @@ def align(
 ) -> Aligned:
     """Train the drafter ``source`` and write its alignment to ``place.out``.
 
-    Args:
-        source: the drafter's checkpoint.
-        texts: to train on, and held-out ones.
-        facts: ``model``, ``target`` and ``licence``, as an alignment tells of them.
+    ``facts`` are ``model``, ``target`` and ``licence``, as an alignment tells of them.
 
     Raises:
         RequestError: too few texts; or the directory holds a training run of other texts or options.

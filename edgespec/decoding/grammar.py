@@ -135,8 +135,7 @@ ResponseFormat = JsonSchema | Regex | Lark | Choice | AnyJson
 class Allowed:
     """The tokens that may come next; at least one.
 
-    Args:
-        mask: a bit for each token of the vocabulary, the lowest first, in words of 32.
+    ``mask`` has a bit for each token of the vocabulary, the lowest first, in words of 32.
     """
 
     def __init__(self, mask: bytes) -> None:
@@ -177,9 +176,7 @@ class Constraint:
     Allowed is what the text can go on with, written as the tokenizer would write it: text that the grammar
     forces comes in the tokens that a model expects for it, so that of several ways to spell it one is left.
 
-    Args:
-        matcher: llguidance's, behind the empty text.
-        ends: tokens that end a text.
+    ``matcher`` is llguidance's, behind the empty text. The tokens ``ends`` end a text.
     """
 
     def __init__(self, matcher: "LLMatcher", ends: Collection[int]) -> None:

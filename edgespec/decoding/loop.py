@@ -39,9 +39,8 @@ class Verifier:
     speculative sampling (Leviathan et al. 2023, Algorithm 1; Chen et al. 2023, Algorithm 2), which keeps the
     target's distribution.
 
-    Args:
-        params: how tokens are chosen; without a seed a fresh one is drawn.
-        masks: what else changes the rows, after the penalties and biases of ``params``: a grammar, for one.
+    Without a seed in ``params`` a fresh one is drawn. ``masks`` change the rows after the penalties and
+    biases of ``params``: a grammar, for one.
     """
 
     def __init__(self, params: SamplingParams, masks: Sequence[RowStep] = ()) -> None:

@@ -13,11 +13,8 @@ class Watch:
     sum test of Page 1954, "Continuous inspection schemes"): what pays never gets far below, what does not
     gets there soon.
 
-    Args:
-        stake: more than this may not be lost; as much, won in all, is the proof of the opposite.
-
-    Attributes:
-        lost: the losses that no gains have made good.
+    More than ``stake`` may not be lost; as much, won in all, is the proof of the opposite. ``lost`` are the
+    losses that no gains have made good.
     """
 
     def __init__(self, stake: float) -> None:

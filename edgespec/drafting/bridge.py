@@ -20,9 +20,8 @@ _MAX_CONTEXT_BYTES = 96
 class IdentityBridge:
     """For a drafter with the target's own vocabulary.
 
-    Args:
-        vocab_size: the target's; a drafter padded to more ids may draft some that the target lacks.
-        drafter_size: the drafter's, if it has fewer: then the target's padding may be tokens that it lacks.
+    A drafter padded to more ids than the target's ``vocab_size`` may draft some that the target lacks. A
+    ``drafter_size`` below it says that the target's padding may be tokens that the drafter lacks.
     """
 
     def __init__(self, vocab_size: int, drafter_size: int | None = None) -> None:
@@ -66,11 +65,8 @@ class _Text:
 class ByteBridge:
     """Between any two byte-complete vocabularies.
 
-    Args:
-        target: the target's tokenizer.
-        drafter: the drafter's tokenizer.
-        prompt_length: target tokens of the prompt; generated text begins behind them.
-        drafter_prompt: the same prompt as the drafter should see it, in its tokens and chat template.
+    ``drafter_prompt`` is the prompt, of ``prompt_length`` target tokens, as the drafter should see it: in its
+    tokens and chat template.
     """
 
     def __init__(

@@ -54,9 +54,7 @@ class Experience:
     longer beginning is weighed against what shorter ones let expect, those against the prior: 15 %, the
     typical gain. A single request of the same kind says more than many of others.
 
-    Args:
-        records: what is known, by beginning; the latest last.
-        tell: told what requests gained.
+    ``records`` are what is known, by beginning, the latest last. ``tell`` is told what requests gained.
     """
 
     def __init__(

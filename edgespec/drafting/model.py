@@ -89,14 +89,9 @@ class ModelDrafter:
     the text, and sample-and-match verification accepts each with the target's probability of it, as
     rejection sampling of a deterministic proposal would.
 
-    Args:
-        reader: reads with the drafter's session.
-        bridge: between the vocabularies, for this request.
-        ends: the drafter's tokens that end a text.
-        target_end: the target's token to propose for them, if any.
-        pricing: what verification costs.
-        calibration: acceptance by confidence; shared between requests.
-        gained: told at the end how many seconds it gained, if it read the prompt.
+    Where the drafter ends the text (``ends``), ``target_end`` is proposed, if there is one. ``calibration``
+    is shared between requests. ``gained`` is told at the end how many seconds were gained, if the prompt was
+    read.
     """
 
     def __init__(

@@ -69,9 +69,8 @@ class Match:
 class ContextTree:
     """The contexts of one sequence, up to ``max_n`` tokens long; edited at its end only.
 
-    Args:
-        max_n: the longest context told apart by the tree.
-        window: the latest tokens that can be found again; older ones leave the tree.
+    ``max_n`` is the longest context told apart by the tree. Of tokens, the latest ``window`` can be found
+    again; older ones leave the tree.
     """
 
     def __init__(self, *, max_n: int = 8, window: int = 32768) -> None:
@@ -191,9 +190,8 @@ class NgramDrafter:
     8 observations, was fitted on replayed prose and code: its mean is n / (n + 3.5) for a unique match of n
     tokens, n / (n + 1) if several occurrences agree, and (s - 0.5) / (c + 1) if s of c do.
 
-    Args:
-        stop_below: a draft ends before the token that would be reached and accepted with less than
-            this probability (the product of the confidences so far).
+    A draft ends before the token that would be reached and accepted with less than the probability
+    ``stop_below`` (the product of the confidences so far).
     """
 
     def __init__(self, *, stop_below: float = 0.15) -> None:

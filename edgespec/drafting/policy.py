@@ -19,10 +19,9 @@ _FIRST_LENGTH = 8  # tokens; a longer draft that is wrong from its beginning cos
 class Part:
     """The part of a drafter that takes time in one request: a model, or an app's own.
 
-    Attributes:
-        source: drafts; None where that is not wanted or will not pay.
-        reading_s: seconds that it needs for the prompt when it is first asked.
-        ended: told the answer's tokens when the request has ended, however that came.
+    ``source`` is None where drafts are not wanted or will not pay. ``reading_s`` are seconds that it needs
+    for the prompt when it is first asked. ``ended`` is told the answer's tokens when the request has ended,
+    however that came.
     """
 
     source: Source | None = None

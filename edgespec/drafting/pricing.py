@@ -106,12 +106,8 @@ class Guard:
     would have committed in that time; :class:`Watch` tells bad luck from a loss. After a pause it is tried
     again, and each failure doubles the pause.
 
-    Args:
-        pricing: says what plain decoding commits in a time.
-        what: the beginning of the reason: what is watched and what it does.
-
-    Attributes:
-        reason: why it was paused last; None while it pays.
+    ``reason`` says why it was paused last; None while it pays. It begins with ``what``: what is watched, and
+    what that does.
     """
 
     def __init__(self, pricing: Pricing, what: str = "rounds with drafts ran") -> None:

@@ -52,10 +52,8 @@ class Reader:
     read twice: neither tokens that were drafted and not proposed, nor those read ahead (:meth:`read_on`).
     One thread at a time.
 
-    Args:
-        session: the drafter's; nobody else uses it while the request lasts.
-        curve: the drafter's measured T(n).
-        head_tokens: the token of every row of a trimmed LM head, int32; None where row i is token i.
+    Nobody else uses ``session`` while the request lasts. ``head_tokens`` has the token of every row of a
+    trimmed LM head, int32; None where row i is token i.
 
     Attributes:
         spent_s: seconds of passes so far, reading the prompt and ahead not counted; None if nothing was read.

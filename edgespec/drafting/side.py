@@ -35,17 +35,8 @@ _REREAD = 64  # tokens that may be read again; system prompts are mostly shorter
 class DrafterSide:
     """A drafter beside its target. One request at a time.
 
-    Args:
-        target: the target's bundle.
-        running: the drafter.
-        same_vocabulary: whether both have the same tokens.
-        pricing: what verification costs.
-        caches: where the drafter's KV caches of other conversations are.
-        beside: lets it draft on while the target's pass runs; None where both run on one device.
-
-    Attributes:
-        experience: whether reading prompts paid, by how they began.
-        trainer: teaches it what the target writes; None leaves it as it is.
+    ``beside`` lets it draft on while the target's pass runs; None where both run on one device. ``trainer``
+    teaches it what the target writes; None leaves it as it is.
     """
 
     def __init__(
@@ -84,13 +75,8 @@ class DrafterSide:
     ) -> Part:
         """A request begins: whether reading its prompt is expected to pay decides whether the model drafts.
 
-        Args:
-            tokens: its prompt.
-            prompt: the same as the drafter is to read it.
-            max_new_tokens: the longest answer.
-            max_draft: the longest draft.
-            target_end: the target's token to propose where the drafter ends the text, if any.
-            remarks: receive how much was read ahead.
+        ``prompt`` is ``tokens`` as the drafter is to read them. ``target_end`` is the target's token to
+        propose where the drafter ends the text. ``remarks`` receive how much was read ahead.
         """
         # Another vocabulary may need more tokens for the same text.
         wanted = len(prompt) + 2 * max_new_tokens + 4 * max_draft

@@ -24,12 +24,10 @@ class HistoryDrafter:
     if the guard says so, and how far which kind of match can be trusted is learned anew, beginning with what
     was found since they last proved their worth. Meanwhile it goes on judging what it would have proposed.
 
-    Args:
-        memory: what was learned; refreshed here, and not again until the request has ended.
-        guard: watches what its proposals bring; shared between requests. None watches nothing.
-        remarks: told why trust was taken back, and of the ``problem`` that keeps the history from being used.
-        stop_below: a draft ends before the token that would be reached and accepted with less than
-            this probability (the product of the confidences so far).
+    ``memory`` is refreshed here, and not again until the request has ended. ``guard`` watches what proposals
+    bring, and is shared between requests; None watches nothing. ``remarks`` are told why trust was taken
+    back. A draft ends before the token that would be reached and accepted with less than the probability
+    ``stop_below`` (the product of the confidences so far).
     """
 
     def __init__(

@@ -47,10 +47,8 @@ class Writer:
     tried again every 30 seconds and at the end. A damaged one is set aside and begun anew, unless nothing in
     it says any more that it is edgespec's.
 
-    Args:
-        store: of the file ``path``; taken over, and closed by :meth:`close`.
-        text_of: the bytes of tokens; called in the thread.
-        flush_s: seconds from the first thing that happens to the transaction that holds it.
+    ``store`` is taken over, and closed by :meth:`close`. ``text_of``, the bytes of tokens, is called in the
+    thread. ``flush_s`` are seconds from the first thing that happens to the transaction that holds it.
     """
 
     def __init__(

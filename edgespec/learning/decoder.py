@@ -52,8 +52,7 @@ class _Value:
 class NumpyDecoder(Decoder):
     """Reads texts as a drafter's graph does, but for the rounding of activations.
 
-    Args:
-        bundle: a drafter that edgespec exported, one graph of any shape.
+    ``bundle`` is a drafter that edgespec exported: one graph of any shape.
 
     Raises:
         BundleError: weights that cannot be read.

@@ -51,10 +51,8 @@ class Gains:
 class Lesson:
     """What was learned since it was told last. Lessons of several programs add up.
 
-    Attributes:
-        change: what is to be added to the table.
-        anew: whether to nothing: what was known had turned out wrong.
-        tokens: committed tokens that it was learned from.
+    ``anew`` begins from nothing, since what was known had turned out wrong. ``tokens`` are the committed
+    tokens that it was learned from.
     """
 
     change: Table

@@ -45,11 +45,7 @@ def activate(gate: F32, kind: Literal["silu", "gelu_tanh"]) -> tuple[F32, F32]:
 def rotate(heads: F32, cos: F32, sin: F32, *, interleaved: bool) -> F32:
     """Rotary embedding (Su et al. 2021) of the leading elements; its transpose is ``rotate(..., -sin)``.
 
-    Args:
-        heads: ``(heads, tokens, head_dim)``.
-        cos: ``(tokens, rotary width / 2)``.
-        sin: the same.
-        interleaved: whether neighbours are rotated rather than halves.
+    ``heads`` are ``(heads, tokens, head_dim)``, ``cos`` and ``sin`` ``(tokens, rotary width / 2)``.
     """
     half = cos.shape[-1]
     first = np.s_[..., 0 : 2 * half : 2] if interleaved else np.s_[..., :half]
@@ -71,11 +67,8 @@ def visible(tokens: int, window: int | None) -> F32:
 def attend(query: F32, key: F32, value: F32, mask: F32) -> tuple[F32, Callable[[F32], tuple[F32, F32, F32]]]:
     """Causal attention of grouped heads; scores are not scaled.
 
-    Args:
-        query: ``(kv heads, group, tokens, head_dim)``, as the result is.
-        key: ``(kv heads, tokens, head_dim)``.
-        value: the same.
-        mask: :func:`visible`.
+    ``query`` is ``(kv heads, group, tokens, head_dim)``, as the result is; ``key`` and ``value`` are ``(kv
+    heads, tokens, head_dim)``; ``mask`` is :func:`visible`.
     """
     scores = query @ key[:, None].swapaxes(-1, -2)
     scores += mask

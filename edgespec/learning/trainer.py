@@ -26,13 +26,8 @@ class Trainer:
     Between two layers of a pass it looks whether a request has begun, and waits for its end. An error ends
     training, not the program: it is reported.
 
-    Args:
-        begin: makes the tuning, in the thread.
-        share: of the time, the most that training takes, above 0.
-
-    Attributes:
-        problem: why nothing is learned; None while there is no reason.
-        undone: how often what was learned was put back.
+    ``begin`` makes the tuning, in the thread. ``share`` is of the time, the most that training takes, above
+    0. ``problem`` says why nothing is learned; ``undone``, how often what was learned was put back.
     """
 
     def __init__(self, begin: Callable[[], Tuning], *, share: float) -> None:

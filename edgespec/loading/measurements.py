@@ -36,12 +36,9 @@ _LOG = logging.getLogger("edgespec")
 class Conditions:
     """What a measurement depends on.
 
-    Attributes:
-        bundle: the bundle's digest.
-        device: ``cpu``, or name and version of another (:attr:`Device.identity`).
-        threads: of a pass.
-        spinning, exact_rows, huge_pages, instructions: as in :class:`edgespec_runtimes.cpu.CpuOptions`.
-        machine: processor, cores, system, version of ONNX Runtime.
+    ``device`` is ``cpu``, or name and version of another. ``threads`` to ``instructions`` are as in
+    :class:`edgespec_runtimes.cpu.CpuOptions`; ``machine`` is processor, cores, system and the version of ONNX
+    Runtime.
     """
 
     bundle: str

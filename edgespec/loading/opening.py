@@ -89,12 +89,8 @@ class LoadOptions:
 class Running:
     """A model that runs, and what its passes cost.
 
-    Attributes:
-        bundle: the model.
-        session: runs it.
-        curve: its T(n), now.
-        placed: where it was to run, and why.
-        remembered: whether the curve is an earlier load's, checked, or was measured now.
+    ``placed`` is where it was to run, and why. ``remembered`` says whether the curve is an earlier load's,
+    checked, or was measured now.
     """
 
     bundle: Bundle
@@ -111,13 +107,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A target and its drafter.
-
-    Attributes:
-        target: the target.
-        drafter: the drafter; None without one.
-        same_vocabulary: whether both have the same tokens.
-    """
+    """A target and its drafter."""
 
     target: Running
     drafter: Running | None = None
@@ -200,11 +190,8 @@ def open_pair(
 ) -> Loaded:
     """Load a target and its drafter; whatever goes wrong, neither stays loaded.
 
-    Args:
-        target: the target's bundle.
-        drafter: the drafter's; None loads the target alone.
-        options: of the target; the drafter's are the same, without exact rows.
-        placements: where they run; None lets their bundles say.
+    ``options`` are the target's; the drafter's are the same, without exact rows. Without ``placements`` the
+    bundles say where they run.
     """
     check_target(target)
     with _closed_on_failure() as opened:

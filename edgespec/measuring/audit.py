@@ -59,10 +59,8 @@ class FirstDifference:
 class AnswersAudit:
     """Answers to prompts compared.
 
-    Attributes:
-        tokens: compared, up to and including first differences.
-        drafted: in the speculative answers; so is ``accepted``.
-        first_differences: one for each prompt that is not identical.
+    ``tokens`` are those compared, up to and including first differences. ``drafted`` and ``accepted`` are of
+    the speculative answers.
     """
 
     prompts: int
@@ -97,11 +95,8 @@ class AnswersAudit:
 class SamplingAudit:
     """Sampled answers compared.
 
-    Attributes:
-        samples: answers drawn each way with different seeds.
-        chi_square: sum of the statistics of all prompts.
-        equal_seeds: pairs of answers with equal seeds.
-        equal_seeds_identical: of these, equal token by token.
+    ``samples`` are drawn each way with different seeds; ``equal_seeds`` are pairs with equal ones, of which
+    some are identical token by token.
     """
 
     samples: int
@@ -142,9 +137,7 @@ class SamplingAudit:
 class Audit:
     """Both audits of a model; ``sampling`` is None where it was left out.
 
-    Attributes:
-        row_exact: whether the target's passes give the same bits for any number of rows. Where they do
-            not, a near-tie may flip, and a greedy answer with it.
+    Where the target's passes are not ``row_exact``, a near-tie may flip, and a greedy answer with it.
     """
 
     target: str

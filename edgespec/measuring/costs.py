@@ -146,12 +146,8 @@ def measure_costs(
 ) -> Costs:
     """Load a model and find out what its passes cost; what was confirmed is kept for later loads.
 
-    Args:
-        bundle: the model.
-        options: how it runs; a drafter's passes need no exact rows.
-        rows: sizes of passes; those too long for the model's context are left out.
-        fresh: forget what earlier loads found out.
-        progress: told of the rounds of passes.
+    A drafter's passes need no exact rows (``options``). Passes over more ``rows`` than the model's context
+    has are left out. ``fresh`` forgets what earlier loads found out.
 
     Raises:
         EdgespecError: the model cannot be loaded, or there is too little memory.

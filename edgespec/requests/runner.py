@@ -87,9 +87,7 @@ class PreparedRequest:
     def records(self, why_end: Callable[[], FinishReason | None], queued_s: float = 0.0) -> Iterator[Record]:
         """Decode; the last record has the reason of the end.
 
-        Args:
-            why_end: what is to end the request now, asked between passes; None lets it go on.
-            queued_s: how long it waited.
+        ``why_end`` is asked between passes what is to end the request now; None lets it go on.
         """
         started, measured = self.clock(), self._measured
         measured["queued_s"] = queued_s
@@ -182,23 +180,9 @@ class Runner:
 
     :meth:`prompt` and :meth:`constraint` may be called from any thread, the rest from one at a time.
 
-    Args:
-        loaded: the models, which it closes.
-        options: how they were loaded, and limits.
-        drafts: whether requests draft.
-        clock: times everything.
-        beside: lets the drafter go on while the target verifies; None where both run on one device.
-        own: an app's own drafter.
-
-    Attributes:
-        target: the target's bundle.
-        session: the target's.
-        cost_curve: the target's T(n).
-        pricing: what passes cost now.
-        own: the app's own drafter; None without.
-        side: the drafter's half; None without a drafter model.
-        history: what is learned across requests; None without.
-        history_guard: whether proposals from the history pay.
+    It closes what was ``loaded``. ``beside`` lets the drafter go on while the target verifies; None where
+    both run on one device. ``side``, ``own`` and ``history`` are None where there is no drafter model, no
+    drafter of the app's own, nothing that is learned across requests.
     """
 
     def __init__(

@@ -164,9 +164,7 @@ def answers(options: RequestOptions, ask: Callable[[RequestOptions], Generation]
     Answer i has the seed ``seed + i``, so that each can be had again alone. Greedy answers are all the same,
     so one is decoded. Where one is ended early there are no further ones.
 
-    Args:
-        options: of the request.
-        ask: decodes one answer; its options say nothing of ``n``.
+    ``ask`` decodes one answer; its options say nothing of ``n``.
     """
     given = list[Generation]()
     for each in _one_by_one(options):

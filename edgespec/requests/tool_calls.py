@@ -40,11 +40,8 @@ Read = Callable[[str, Collection[str]], tuple[str, list[Call]]]
 class ToolReader:
     """Reads the calls out of the answers of one request.
 
-    Args:
-        source: the chat template, of a known form (:func:`format_of`).
-        tools: as the request gives them.
-        tokenizer: the model's; some models begin calls with control tokens, which no text shows.
-        eos: the tokens that end an answer.
+    ``source`` is a chat template of a known form (:func:`format_of`). Some models begin calls with control
+    tokens, which no text shows.
     """
 
     def __init__(
@@ -61,9 +58,7 @@ class ToolReader:
     def read(self, text: Sequence[int], answer: Sequence[int]) -> tuple[str, tuple[ToolCall, ...]]:
         """What an answer says around its calls, and the calls.
 
-        Args:
-            text: tokens of the prompt and the answer.
-            answer: tokens of the answer.
+        ``text`` are the tokens of the prompt and of the ``answer``.
         """
         kept = [token for token in answer if token not in self._eos]
         content, calls = self._read(self._tokenizer.decode(kept, skip_special=False), self._names)
@@ -104,10 +99,8 @@ def must_call(
 def calls_grammar(source: str, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> str:
     """A grammar, as :class:`edgespec.decoding.grammar.Lark` takes it, of one call of one of ``tools``.
 
-    Args:
-        source: the chat template, of a known form.
-        tools: those that may be called; arguments fit their parameters.
-        tokenizer: the model's, whose control tokens are written as such.
+    ``source`` is a chat template of a known form. Arguments fit the parameters of ``tools``; control tokens
+    are written as such.
     """
     form = format_of(source)
     key = "parameters" if form == "llama3" else "arguments"

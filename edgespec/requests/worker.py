@@ -27,17 +27,9 @@ class Answer:
     It ends once, with a result: whole, or as far as it came. It is bounded by the request's tokens, so a
     slow reader does not hold up the model.
 
-    Args:
-        request: what was asked for.
-        write: writes the answer when its turn comes: puts records, then ends it; raises nothing.
-        ended: told of the result, before any reader is.
-
-    Attributes:
-        queued: whether it was queued.
-        begun: whether its turn has come, or it has ended before that.
-        queued_s: seconds that it waited for its turn.
-        interruption: what is to end it early; None while nothing is.
-        result: whole or as far as it came; None before the end.
+    ``write`` writes the answer when its turn comes: it puts records, then ends it, and raises nothing.
+    ``ended`` is told of the result before any reader is. ``interruption`` is what is to end it early;
+    ``result`` is whole or as far as it came, and None before the end.
     """
 
     def __init__(

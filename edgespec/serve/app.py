@@ -43,13 +43,7 @@ _SHOWN_PASSAGES = 200
 class App:
     """One model behind HTTP.
 
-    Args:
-        model: answers.
-        options: limits and who may ask.
-        history: where the model learns; None where it does not.
-
-    Attributes:
-        asgi: what a server runs.
+    ``asgi`` is what a server runs. ``history`` is where the model learns; None where it does not.
     """
 
     def __init__(self, model: Model, options: ServeOptions, history: History | None = None) -> None:

@@ -22,10 +22,7 @@ _LOG = logging.getLogger("edgespec.serve")
 class RequestCount:
     """What one request came to.
 
-    Attributes:
-        tokens: generated so far.
-        stats: of each answer that ended.
-        left: whether the client went away first.
+    ``stats`` are of each answer that ended. ``left`` says whether the client went away first.
     """
 
     tokens: int = 0
@@ -93,10 +90,7 @@ class Metrics:
 class Observed:
     """ASGI middleware that counts requests and logs each when it is over.
 
-    Args:
-        app: what answers.
-        metrics: counts.
-        paths: those that are counted by name; whatever else clients make up is counted as one.
+    ``paths`` are counted by name; whatever else clients make up is counted as one.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, paths: Iterable[str]) -> None:

@@ -12,11 +12,7 @@ from edgespec_models.errors import EdgespecError, RequestError
 class Problem(Exception):  # noqa: N818 - it ends a request, not the program
     """Ends a request with an error.
 
-    Args:
-        status: of HTTP.
-        message: what was given, what is allowed, what to do.
-        code: a word for programs.
-        headers: further headers of the response.
+    ``message`` says what was given, what is allowed, what to do; ``code`` is a word for programs.
     """
 
     def __init__(

@@ -23,8 +23,7 @@ _LONGEST: Final = 4000  # characters of a message
 class EdgespecError(Exception):
     """Base class of every error edgespec raises on purpose.
 
-    Args:
-        message: what is wrong; it may quote anything.
+    ``message`` says what is wrong; it may quote anything.
     """
 
     def __init__(self, message: str = "") -> None:

@@ -83,10 +83,8 @@ def recheck_cost(session: Session, stored: CostCurve, rows: int) -> CostCurve | 
     Samples that disagree, or say that the machine is slower, are taken again, twice at most, since they may
     have been disturbed. A machine that is faster throughout was disturbed when the curve was measured.
 
-    Args:
-        session: its sequence is replaced and forgotten.
-        stored: the earlier curve; it has a point for one row.
-        rows: the wide pass.
+    The session's sequence is replaced and forgotten. ``stored`` has a point for one row; ``rows`` is the wide
+    pass.
 
     Returns:
         The curve as it is now; None where its shape has changed or it was disturbed: measure again.

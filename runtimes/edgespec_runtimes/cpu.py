@@ -92,11 +92,8 @@ class CpuSession(DynamicSession):
     ) -> None:
         """Load the graph and prove that the session can roll back.
 
-        Args:
-            bundle: whose graph is run.
-            options: how.
-            row_exact: what an earlier self-test found with the same bundle, options, processor and version
-                of ONNX Runtime, on which alone it depends; None tests now.
+        ``row_exact`` is what an earlier self-test found with the same bundle, options, processor and version
+        of ONNX Runtime, on which alone it depends; None tests now.
 
         Raises:
             BundleError: ONNX Runtime cannot load the graph, or the graph cannot roll back.
@@ -180,11 +177,8 @@ def library() -> Path:
 def register_operators(settings: Any, instructions: str = "", *, huge_pages: bool = False) -> None:
     """Make the operators known to sessions with these ``settings``, ONNX Runtime's ``SessionOptions``.
 
-    Args:
-        settings: of sessions to come.
-        instructions: one of :data:`INSTRUCTIONS`; empty takes the best that the processor has. All compute
-            the same bits.
-        huge_pages: copy weights into huge pages, where the system has them.
+    ``instructions`` are one of :data:`INSTRUCTIONS`; empty takes the best that the processor has. All compute
+    the same bits. ``huge_pages`` copies weights into huge pages, where the system has them.
 
     Raises:
         DeviceError: the library is missing or cannot be loaded, or the processor lacks the instructions.

@@ -46,11 +46,8 @@ class CudaSession(DynamicSession):
     ) -> None:
         """Load the graph and prove that the session can roll back.
 
-        Args:
-            bundle: with a float16 graph of any shape.
-            device: where every operator of it runs, or it is an error.
-            options: threads, and the least size of a prefill pass.
-            row_exact: what an earlier self-test found; None tests now.
+        ``bundle`` has a float16 graph of any shape, and every operator of it runs on ``device``, or it is an
+        error. ``row_exact`` is what an earlier self-test found; None tests now.
 
         Raises:
             BundleError: the bundle has another graph, or one that cannot roll back.
@@ -69,8 +66,7 @@ class CudaSession(DynamicSession):
 class DeviceMemory(Memory):
     """A device's: arrays are copied there.
 
-    Args:
-        kind: as ONNX Runtime calls it, such as ``cuda``. With ``cpu`` everything is copied all the same.
+    ``kind`` is ONNX Runtime's name, such as ``cuda``. With ``cpu`` everything is copied all the same.
     """
 
     def __init__(self, kind: str) -> None:

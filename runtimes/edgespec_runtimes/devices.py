@@ -202,12 +202,7 @@ PROCESSOR = Device(CPU, "ready")
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a model runs.
-
-    Attributes:
-        device: the device.
-        reason: why this one.
-    """
+    """Where a model runs."""
 
     device: Device
     reason: str

@@ -152,9 +152,7 @@ def devices(runtime: Runtime | None = None) -> tuple[Device, ...]:
 def resolve(name: str, runtime: Runtime | None = None) -> Device:
     """The device that was asked for.
 
-    Args:
-        name: of a kind, or ``npu`` for whichever NPU there is.
-        runtime: None for this machine's.
+    ``name`` is of a kind, or ``npu`` for whichever NPU there is. Without a ``runtime`` it is this machine's.
 
     Raises:
         DeviceError: not known, or this machine lacks it; says what adds it.
@@ -223,11 +221,8 @@ def _provider_problem(kind: DeviceKind, machine: Runtime) -> str | None:
 def place(bundle: Bundle, wanted: str = AUTO, runtime: Runtime | None = None) -> Placement:
     """Decide where ``bundle`` runs, before anything of it is loaded.
 
-    Args:
-        bundle: the model.
-        wanted: a device's name, ``npu``, or ``auto``: what the bundle was made for if this machine has it,
-            else the CPU.
-        runtime: None for this machine's.
+    ``wanted`` is a device's name, ``npu``, or ``auto``: what the bundle was made for if this machine has it,
+    else the CPU. Without a ``runtime`` it is this machine's.
 
     Raises:
         DeviceError: the device is not known, cannot be had, or cannot run this bundle; says which export can.
@@ -280,11 +275,7 @@ def _check_fit(bundle: Bundle, device: Device) -> None:
 def open_whole(device: Device, graph: Path, settings: Any, providers: Sequence[Any] | None) -> Any:
     """ONNX Runtime's session over ``graph`` on ``device``, and nowhere else.
 
-    Args:
-        device: where every operator is to run.
-        graph: an ONNX file.
-        settings: ONNX Runtime's options.
-        providers: as ``InferenceSession`` takes them; None where ``settings`` name the device.
+    ``providers`` are as ``InferenceSession`` takes them; None where ``settings`` name the device.
 
     Raises:
         DeviceError: the device cannot run all of the graph.

@@ -73,11 +73,8 @@ _Input = tuple[str, npt.NDArray[Any], Any, Memory]
 class _Bound:
     """A binding for passes of one shape.
 
-    Attributes:
-        binding: of inputs and outputs.
-        inputs: the bound ones: name, array, value, and the memory that this lies in.
-        changing: those of them that hold something else in the next pass.
-        predictions: of the last run.
+    ``changing`` are those of the ``inputs`` (name, array, value, and its memory) that hold something else in
+    the next pass. ``predictions`` are of the last run.
     """
 
     binding: Any
@@ -100,10 +97,8 @@ class DynamicIO:
     they concatenate, a longer cache comes back. A short trial at the start tells which: configurations do not
     always, and Optimum's not at all.
 
-    Attributes:
-        cache: keys and values.
-        passes: bindings by number of tokens and of wanted rows.
-        most_rows: where logits are of all rows, those that take about 32 MiB.
+    ``passes`` are bindings by number of tokens and of wanted rows. Where logits are of all rows,
+    ``most_rows`` take about 32 MiB.
     """
 
     def __init__(
@@ -111,12 +106,8 @@ class DynamicIO:
     ) -> None:
         """Bind nothing yet.
 
-        Args:
-            session: an ``onnxruntime.InferenceSession`` over the bundle's graph.
-            bundle: whose graph it runs.
-            exact_rows: run a single token twice where that makes a row's bits independent of the number of
-                rows.
-            memory: where inputs and the cache lie; None is the host's.
+        ``exact_rows`` runs a single token twice where that makes a row's bits independent of the number of
+        rows.
         """
         self._session, self._memory, self._tensors = session, memory or Memory(), bundle.tensors
         manifest, self._context_length = bundle.manifest, bundle.config.context_length

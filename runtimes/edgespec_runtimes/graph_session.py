@@ -29,11 +29,8 @@ class GraphSession(Generic[IO]):
     def __init__(self, io: IO, config: DecoderShape, *, chunk: int, row_exact: bool | None) -> None:
         """Prove that the graph can roll back.
 
-        Args:
-            io: runs passes; closed with the session.
-            config: the model's shape.
-            chunk: tokens of one prefill pass.
-            row_exact: what an earlier self-test found; None tests now.
+        ``io`` is closed with the session. ``chunk`` are tokens of one prefill pass. ``row_exact`` is what an
+        earlier self-test found; None tests now.
 
         Raises:
             BundleError: the graph cannot roll back.

@@ -232,11 +232,7 @@ class KvStore:
     known of the new text is put in its place: a copy of the same bits, so that answers do not change. The
     caches least recently used go first. One thread at a time.
 
-    Args:
-        budget: bytes that all of them may take together; 0 keeps none.
-
-    Attributes:
-        nbytes: what they take now.
+    All of them together take ``nbytes`` now, and may take ``budget`` bytes; 0 keeps none.
     """
 
     def __init__(self, budget: int) -> None:

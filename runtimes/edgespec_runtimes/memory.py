@@ -32,11 +32,7 @@ class MachineMemory:
 
 
 def machine_memory(root: Path = Path("/")) -> MachineMemory:
-    """What this machine has, and what a Linux control group leaves of it.
-
-    Args:
-        root: where ``proc`` and ``sys`` lie.
-    """
+    """What this machine has, and what a Linux control group leaves of it."""
     found = psutil.virtual_memory()
     total, available = int(found.total), int(found.available)
     limits = list(_group_limits(root))

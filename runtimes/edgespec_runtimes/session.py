@@ -21,8 +21,7 @@ Logits = npt.NDArray[np.float32]
 class Predictions:
     """What a model says behind each token of a pass; valid until the session's next one.
 
-    Args:
-        logits: float32 ``(rows, head_rows)``.
+    ``logits`` are float32 ``(rows, head_rows)``.
     """
 
     def __init__(self, logits: Logits) -> None:
@@ -116,9 +115,7 @@ _COMPARED = 256
 class SavedCache:
     """A copy of a session's KV cache.
 
-    Attributes:
-        tokens: whose keys and values it holds.
-        arrays: these, as the session keeps them; its own business.
+    ``arrays`` are keys and values of ``tokens`` as the session keeps them; its own business.
     """
 
     tokens: tuple[int, ...]

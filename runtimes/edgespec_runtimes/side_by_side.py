@@ -30,9 +30,7 @@ def can_run_side_by_side(bundle: Bundle) -> bool:
 class SideBySide:
     """A model that reads several sequences, numbered from 0, each with its own KV cache.
 
-    Args:
-        bundle: whose graph is run; see :func:`can_run_side_by_side`.
-        options: how. ``exact_rows`` says nothing: rows are exact.
+    ``exact_rows`` of ``options`` says nothing: rows are exact.
 
     Raises:
         BundleError: the graph cannot be loaded, or was made before graphs took several sequences.

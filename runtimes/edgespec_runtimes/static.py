@@ -42,11 +42,7 @@ def cheapest_passes(
     A pass takes as many tokens as it has rows, or what is left. The pass for prefill returns one row's
     logits, so it may take one wanted token at most.
 
-    Args:
-        count: tokens.
-        rows: the last so many are wanted.
-        static: which widths there are.
-        seconds: what a pass of each width costs.
+    The last ``rows`` of ``count`` tokens are wanted. ``seconds`` are what a pass of each width costs.
     """
 
     @cache
@@ -82,9 +78,7 @@ class _Pass:
 class StaticIO:
     """A bundle's graphs of fixed shapes, those of one bucket at a time; see ``graph_io.GraphIO``.
 
-    Attributes:
-        most_rows: no bound: only wanted rows have logits.
-        seconds: what a pass of each width cost when its graph was opened.
+    ``seconds`` are what a pass of each width cost when its graph was opened.
     """
 
     def __init__(self, bundle: Bundle, open_graphs: Callable[[Sequence[Path]], Sequence[Any]]) -> None:
@@ -249,11 +243,8 @@ class StaticSession(GraphSession[StaticIO]):
 
         Context binaries are opened where they fit; else the device's compiler takes the graphs.
 
-        Args:
-            bundle: with graphs of fixed shapes that ``device`` runs.
-            device: where every operator of them runs, or it is an error.
-            options: threads, on the CPU.
-            row_exact: what an earlier self-test found; None tests now.
+        ``device`` runs every operator of the bundle's graphs, or it is an error. ``row_exact`` is what an
+        earlier self-test found; None tests now.
 
         Raises:
             BundleError: the bundle has other graphs, or they cannot roll back; a context binary is damaged.

@@ -85,9 +85,7 @@ class Codes:
 class Alignment:
     """What is added to the weights of one drafter.
 
-    Attributes:
-        origin: what it was made of.
-        parts: changes and factors of changes, by the names in the file.
+    ``parts`` are changes and factors of changes, by the names in the file.
     """
 
     origin: Origin
@@ -216,9 +214,7 @@ def _check_pairs(alignment: Alignment, path: Path) -> None:
 class AlignedCheckpoint(Checkpoint):
     """A drafter's checkpoint, changed as its alignment says; tensors that are changed become float32.
 
-    Args:
-        base: the drafter's; closed with this one.
-        alignment: made for it.
+    It closes ``base``.
 
     Raises:
         ModelFileError: it was made for another checkpoint, or does not fit.

@@ -42,16 +42,9 @@ class Batch:
 class TorchDecoder(Decoder):
     """Reads texts.
 
-    Args:
-        source: the drafter; read for as long as this object lives.
-        trained: what is to be trained; None trains nothing.
-        rank: of the change of a matrix, with ``low-rank``.
-        seed: of its first factors.
-        device: where it computes.
-
-    Attributes:
-        parameters: what is trained, by the names of alignment files; gains and whole tensors as they are,
-            not as changes.
+    ``source`` is read for as long as this object lives. ``rank`` is of the change of a matrix, with ``low-
+    rank``. ``parameters`` is what is trained, by the names of alignment files; gains and whole tensors as
+    they are, not as changes.
     """
 
     def __init__(

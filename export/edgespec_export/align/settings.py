@@ -31,13 +31,9 @@ class Text:
 class TrainingOptions:
     """How to train.
 
-    Attributes:
-        trained: what is trained.
-        rank: of the change of a matrix, with ``low-rank``.
-        rate: the learning rate after the warm-up; None takes what suits ``trained``.
-        passes: over all texts.
-        batch_tokens: tokens of a step, prompts counted.
-        seed: of the order of texts and of the first factors.
+    ``rank`` is of the change of a matrix, with ``low-rank``. Without a ``rate`` it is what suits ``trained``.
+    ``batch_tokens`` are tokens of a step, prompts counted. ``seed`` is of the order of texts and of the first
+    factors.
     """
 
     trained: Trained = "low-rank"

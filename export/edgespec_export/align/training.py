@@ -95,14 +95,8 @@ def train(
 ) -> int:
     """Train ``decoder`` on ``texts``; returns the number of steps.
 
-    Args:
-        decoder: with something to be trained.
-        texts: at least one.
-        options: how.
-        place: a file for what was reached, written every two minutes; a run that finds it goes on there.
-        known: of what else the run is: the file at ``place`` is of this too.
-        device: the decoders'.
-        progress: told of steps.
+    ``place`` is a file for what was reached, written every two minutes; a run that finds it goes on there. It
+    is also of ``known``: what else the run is.
 
     Raises:
         RequestError: the file at ``place`` is of another run, or the rate is so high that the loss grows

@@ -32,10 +32,8 @@ _SPAN_ROWS = 4096
 class WeightFile:
     """A written file of weights.
 
-    Attributes:
-        tensors: where each parameter lies.
-        ranges: least and largest value of the weights that are quantized with the activations.
-        bytes_by_class: of ``embedding``, ``attention``, ``mlp``, ``lm_head``, ``other``.
+    ``ranges`` are least and largest value of the weights that are quantized with the activations. Classes of
+    bytes are ``embedding``, ``attention``, ``mlp``, ``lm_head`` and ``other``.
     """
 
     tensors: dict[str, ir.TensorProtocol | None]

@@ -69,13 +69,9 @@ def plan_decoder(
 ) -> DecoderPlan:
     """Assign formats; where ONNX Runtime multiplies, neighbours with one format are fused into one matrix.
 
-    Args:
-        checkpoint: the source.
-        quantization: how to round every matrix; None keeps each, or as near as :data:`PORTABLE` says.
-        native: for edgespec's own kernels.
-        tunable: whether gains may be replaced at run time.
-        head_tokens: the tokens a trimmed LM head keeps.
-        precision: what a graph of ONNX Runtime's operators computes in.
+    Without a ``quantization`` each matrix stays as it is, or as near as :data:`PORTABLE` says. ``native`` is
+    for edgespec's own kernels. With ``tunable``, gains may be replaced at run time. ``head_tokens`` are those
+    that a trimmed LM head keeps.
 
     Raises:
         UnsupportedModelError: a width without whole blocks, for edgespec's kernels.
@@ -190,12 +186,7 @@ def biases_of(plan: DecoderPlan) -> Iterator[tuple[str, tuple[str, ...]]]:
 class Stored:
     """A matrix of the graph: parameters called ``prefix.*``, made of the rows of tensors of the checkpoint.
 
-    Attributes:
-        prefix: of the parameters' names.
-        sources: the tensors, stacked.
-        format: how it is stored.
-        keep: ascending rows; None keeps all.
-        table: of an embedding that ONNX Runtime gathers from.
+    ``keep`` are ascending rows; None keeps all. ``table`` is of an embedding that ONNX Runtime gathers from.
     """
 
     prefix: str

@@ -26,8 +26,7 @@ class StoredWeights:
 
     Names are the graph's, such as ``layers.3.attention.qkv`` (:func:`edgespec_models.graphs.build_native`).
 
-    Args:
-        bundle: of one graph of any shape.
+    ``bundle`` has one graph of any shape.
 
     Raises:
         BundleError: the graph or its weights cannot be read.

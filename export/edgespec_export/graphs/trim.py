@@ -46,11 +46,8 @@ _UNJUDGED = 8  # tokens at a text's beginning, which without its prompt nobody c
 class Ranking:
     """The order in which tokens stay, and what the first of them cover.
 
-    Attributes:
-        texts: how many texts were counted.
-        whole: tokens of the vocabulary.
-        required: how many tokens always stay.
-        held_tokens: the held-out texts in the drafter's tokens.
+    ``whole`` are tokens of the vocabulary, of which ``required`` always stay. ``held_tokens`` are the held-
+    out texts in the drafter's tokens.
 
     Every one of the ``sources`` weighs the same, however long. Tokens that end a text, ``ends``, are never
     counted and always kept.

@@ -91,10 +91,7 @@ class _Cursor:
 class GGUFFile:
     """A GGUF file opened for reading; a context manager.
 
-    Attributes:
-        path: the file.
-        metadata: key -> str, int, float, bool, list of str, or numpy array.
-        tensors: name -> tensor.
+    ``metadata`` is key -> str, int, float, bool, list of str, or numpy array; ``tensors`` is name -> tensor.
 
     Raises:
         ModelFileError: the file cannot be read, is truncated, or contradicts itself.

@@ -24,10 +24,7 @@ _FORMATS = MappingProxyType({kind.name: kind for kind in (GGMLType.F32, GGMLType
 class SafetensorsFile:
     """A safetensors file opened for reading.
 
-    Attributes:
-        path: the file.
-        names: of all tensors.
-        metadata: texts that the file's writer put beside them.
+    ``metadata`` are texts that the file's writer put beside the tensors.
 
     Raises:
         ModelFileError: the file cannot be read, is truncated, or contradicts itself.

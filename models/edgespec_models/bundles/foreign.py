@@ -17,9 +17,7 @@ def is_model(folder: Path) -> bool:
 def open_bundle(path: Path, *, verify_digests: bool = False) -> Bundle:
     """Open a bundle, or what onnxruntime-genai's builder, mobius or Optimum wrote.
 
-    Args:
-        path: the directory.
-        verify_digests: compare every file's sha256 with the manifest; only bundles have one.
+    ``verify_digests`` compares every file's sha256 with the manifest, which only bundles have.
 
     Raises:
         BundleError: neither, damaged, or without digests where they were asked for.

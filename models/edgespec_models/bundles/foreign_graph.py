@@ -57,11 +57,6 @@ class ForeignShape(DecoderShape):
 class ForeignGraph:
     """A decoder graph that edgespec can run.
 
-    Attributes:
-        path: the ONNX file.
-        tensors: the inputs and outputs found.
-        shape: what running it needs to know.
-
     Raises:
         BundleError: a file is missing or damaged.
         UnsupportedModelError: a graph that edgespec cannot run.

@@ -141,12 +141,7 @@ class StaticInputs:
     """Fills the inputs of graphs of fixed shapes (``graphs.static``), but for the KV cache."""
 
     def __init__(self, config: ModelConfig, masked: float) -> None:
-        """Make the rotary tables.
-
-        Args:
-            config: the model's facts.
-            masked: what a mask holds where a row must not look.
-        """
+        """Make the rotary tables."""
         from edgespec_models.bundles.layers import rotary_tables  # graphs of any shape have their own
 
         self._config, self._masked = config, masked

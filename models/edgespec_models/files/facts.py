@@ -17,8 +17,7 @@ class Facts:
     Every reader returns ``default`` for a missing key and raises ModelFileError where there is none, and
     where the value is of another kind.
 
-    Attributes:
-        where: names the object in messages, such as the file's path.
+    ``where`` names the object in messages, such as the file's path.
     """
 
     def __init__(self, values: Mapping[str, object], where: str) -> None:

@@ -30,9 +30,8 @@ _Pair = tuple[ir.Value, ir.Value]
 class GraphDecoder(Decoder):
     """A decoder as a graph, whose weights are parameters without data, for the exporter to fill.
 
-    Attributes:
-        past: keys and values that the cache holds, by layer; the layers that the graph has.
-        present: keys and values for the cache, layer by layer.
+    ``past`` are keys and values that the cache holds, for the layers that the graph has; ``present`` those
+    for the cache.
     """
 
     def __init__(self, config: ModelConfig, opsets: dict[str, int]) -> None:

@@ -30,10 +30,8 @@ _CONFIG, _GENERATION, _TEMPLATE = "tokenizer_config.json", "generation_config.js
 class TokenizerFiles:
     """What a directory says beside its tokenizer; ModelFileError where one of the files is damaged.
 
-    Args:
-        folder: the directory.
-        model: the model's configuration, for ``bos_token_id`` and the like.
-        vocab_size: rows of the LM head; the tokenizer may have fewer tokens.
+    ``model`` is the model's configuration, for ``bos_token_id`` and the like. The tokenizer may have fewer
+    tokens than ``vocab_size``, the rows of the LM head.
     """
 
     def __init__(self, folder: Path, model: Facts, vocab_size: int) -> None:
