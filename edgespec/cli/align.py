@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from edgespec.cli.console import note, output, print_json, progress_bars, say, size
+from edgespec.cli.console import figure_table, note, output, print_json, progress_bars, say, size
 from edgespec.cli.export import locate
 from edgespec.cli.options import JsonFlag, Threads
 
@@ -214,11 +214,7 @@ def _facts(names: tuple[str, str], licence: str) -> dict[str, str]:
 
 
 def _show(result: "Aligned") -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for heading in ("right first guesses", "of", "before", "after"):
-        table.add_column(heading, justify="left" if heading.startswith("right") else "right")
+    table = figure_table("right first guesses", "of", "before", "after")
     for category in [*result.before, None]:
         before, after = (result.share(guesses, category) for guesses in (result.before, result.after))
         of = sum(of for name, (_, of) in result.before.items() if category in (name, None))

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from edgespec.cli import options
-from edgespec.cli.console import errors, fact_table, note, output, print_json, progress_bars, say, size
+from edgespec.cli.console import (
+    errors,
+    fact_table,
+    figure_table,
+    note,
+    output,
+    print_json,
+    progress_bars,
+    say,
+    size,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -168,12 +178,8 @@ def _show(result: Mapping[str, Any]) -> None:
 
 def _speed_table(result: Mapping[str, Any]) -> "Table":
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(box=None, pad_edge=False)
-    table.add_column("category")
-    for name in ("prompts", "plain, tokens/s", "speculative, tokens/s", "speedup"):
-        table.add_column(name, justify="right")
+    table = figure_table("category", "prompts", "plain, tokens/s", "speculative, tokens/s", "speedup")
     for name, ratio in result["speedup"]["by_category"].items():
         rows = [row for row in result["rows"] if row["category"] == name]
         speeds = _speed(rows, "plain"), _speed(rows, "speculative")

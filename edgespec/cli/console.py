@@ -82,6 +82,16 @@ def fact_table() -> "Table":
     return table
 
 
+def figure_table(*columns: str, names: int = 1) -> "Table":
+    """A table without lines: columns of figures, behind so many of names."""
+    from rich.table import Table
+
+    table = Table(*columns[:names], box=None, pad_edge=False)
+    for column in columns[names:]:
+        table.add_column(column, justify="right")
+    return table
+
+
 def size(count: int) -> str:
     """``count`` bytes in decimal units: ``98.4 MB``."""
     from rich.filesize import decimal

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgespec.cli.console import note, output, print_json, progress_bars, say
+from edgespec.cli.console import figure_table, note, output, print_json, progress_bars, say
 from edgespec.cli.options import JsonFlag, Target, Threads
 
 if TYPE_CHECKING:
@@ -113,7 +113,8 @@ def _bounds(result: Mapping[str, Any]) -> str:
 
 
 def _cost_table(rows: list[Mapping[str, Any]]) -> "Table":
-    table = _table("rows", "ms", "T(n)/T(1)", "ms a row", "GB/s", "GOPS", "roofline, ms", "bound by")
+    columns = ("rows", "ms", "T(n)/T(1)", "ms a row", "GB/s", "GOPS", "roofline, ms", "bound by")
+    table = figure_table(*columns, names=0)
     for row in rows:
         table.add_row(
             str(row["n"]),
@@ -131,7 +132,8 @@ def _cost_table(rows: list[Mapping[str, Any]]) -> "Table":
 def _gain_table(gains: list[Mapping[str, Any]]) -> "Table":
     from edgespec.measuring.costs import as_ranges
 
-    table = _table("accepted", "best length", "tokens a pass", "speedup", "lengths that pay")
+    columns = ("accepted", "best length", "tokens a pass", "speedup", "lengths that pay")
+    table = figure_table(*columns, names=0)
     for gain in gains:
         table.add_row(
             f"{gain['acceptance']:.0%}",
@@ -140,13 +142,4 @@ def _gain_table(gains: list[Mapping[str, Any]]) -> "Table":
             f"{gain['speedup']:.2f}x",
             as_ranges(gain["lengths_that_pay"]),
         )
-    return table
-
-
-def _table(*columns: str) -> "Table":
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, justify="right")
     return table

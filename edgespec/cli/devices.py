@@ -1,19 +1,16 @@
 """``edgespec devices``: what models can run on here, and what is missing for the rest."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from edgespec.cli.console import print_json, say
+from edgespec.cli.options import JsonFlag
 
 if TYPE_CHECKING:
     from edgespec_runtimes.devices import Device
 
 
-def devices(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object a device.")] = False,
-) -> None:
+def devices(as_json: JsonFlag = False) -> None:
     """List the devices that models can run on here, and what to install for others.
 
     Asks ONNX Runtime and its installed plugins. A model runs on the CPU unless its bundle was made for

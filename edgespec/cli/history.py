@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgespec.cli.console import note, output, print_json, say, size
+from edgespec.cli.console import figure_table, note, output, print_json, say, size
 from edgespec.cli.options import JsonFlag
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ def list_histories(as_json: JsonFlag = False) -> None:
     Example: edgespec history list
     """
     from rich.markup import escape
-    from rich.table import Table
 
     from edgespec.history.manage import histories
 
@@ -47,8 +46,7 @@ def list_histories(as_json: JsonFlag = False) -> None:
     if as_json:
         print_json(described)
         return
-    columns = ("name", "size", "target", "namespace", "tokens", "taught drafters")
-    table = Table(*columns, box=None, pad_edge=False)
+    table = figure_table("name", "size", "target", "namespace", "tokens", "taught drafters", names=6)
     for each in described:
         rows = each["kept"] or [{"target": each["problem"] or "-", "namespace": "", "tokens": 0}]
         for row in rows:

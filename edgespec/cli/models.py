@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edgespec.cli.console import note, output, print_json, progress_bars, say, size
+from edgespec.cli.console import figure_table, note, output, print_json, progress_bars, say, size
+from edgespec.cli.options import JsonFlag
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -13,16 +14,11 @@ if TYPE_CHECKING:
     from edgespec_models.downloads.hub import HubReference
 
 
-JsonList = Annotated[bool, typer.Option("--json", help="Print JSON, one object a model.")]
-
-
-def models(as_json: JsonList = False) -> None:
+def models(as_json: JsonFlag = False) -> None:
     """List the models of the catalogue, and which of them are on this machine.
 
     Example: edgespec models
     """
-    from rich.table import Table
-
     from edgespec_models.downloads.catalog import entries
     from edgespec_models.downloads.download import is_pulled
 
@@ -30,7 +26,7 @@ def models(as_json: JsonList = False) -> None:
     if as_json:
         print_json([_describe(entry) for entry in known])
         return
-    table = Table("name", "role", "size", "licence", "pulled", box=None, pad_edge=False)
+    table = figure_table("name", "role", "size", "licence", "pulled", names=5)
     for entry in known:
         pulled = "yes" if is_pulled(entry) else "-"
         table.add_row(entry.name, entry.role, size(entry.size_bytes), entry.licence, pulled)
@@ -51,7 +47,7 @@ def pull(
             help="Read files pulled earlier again and replace damaged ones; without a NAME, all of them.",
         ),
     ] = False,
-    as_json: JsonList = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Download models of the catalogue or of the hub, and check their SHA-256.
 

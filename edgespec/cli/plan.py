@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edgespec.cli.console import output, print_json, say, size
+from edgespec.cli.console import figure_table, output, print_json, say, size
 from edgespec.cli.options import Drafter, JsonFlag, Target
 
 if TYPE_CHECKING:
@@ -57,9 +57,9 @@ def plan(
 
 def _models(made: "Plan") -> "Table":
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table("", *(escape(model.name) for model in made.models), box=None, pad_edge=False)
+    names = [escape(model.name) for model in made.models]
+    table = figure_table("", *names, names=1 + len(names))
     rows = [_facts(model) for model in made.models]
     for name in rows[0]:
         table.add_row(name, *(row[name] for row in rows))
@@ -79,9 +79,7 @@ def _facts(model: "Footprint") -> dict[str, str]:
 
 
 def _contexts(made: "Plan") -> "Table":
-    from rich.table import Table
-
-    table = Table("text, tokens", "KV cache", "memory in all", "", box=None, pad_edge=False)
+    table = figure_table("text, tokens", "KV cache", "memory in all", "", names=4)
     for fit in made.contexts:
         table.add_row(f"{fit.tokens:,}", size(fit.kv_bytes), size(fit.memory_bytes), _VERDICTS[fit.verdict])
     return table

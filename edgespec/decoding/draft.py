@@ -57,11 +57,9 @@ class Step:
 
     Attributes:
         tokens: what it committed, at least one token.
-        draft: what was proposed.
         accepted: how many proposals were kept.
         drafter_s: seconds spent proposing.
         target_s: seconds of the target's pass.
-        seconds: of the whole round.
         logprobs: of each token, in nats; empty unless asked for.
         top_logprobs: the most probable tokens in place of each, and their logarithms; empty unless asked for.
     """

@@ -38,9 +38,8 @@ class Gains:
 class Outcome:
     """What one request gained.
 
-    Attributes:
-        beginnings: 8 bytes for each beginning of its prompt: a hash, from which no prompt can be read.
-        share: time saved, as a share of the longest answer's plain decoding time.
+    ``beginnings`` are 8 bytes for each beginning of its prompt: a hash, from which no prompt can be read.
+    ``share`` is the time saved, as a share of the longest answer's plain decoding time.
     """
 
     beginnings: tuple[bytes, ...]

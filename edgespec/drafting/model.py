@@ -31,8 +31,7 @@ class Calibration:
     might write it with the text that follows as another token. Open tokens have bins of their own.
     The prior says that a drafter's probability means what it says; ``_PRIOR`` observations weigh as much.
 
-    Attributes:
-        typical: expected acceptance of a token that is not drafted yet.
+    ``typical`` is the expected acceptance of a token that is not drafted yet.
     """
 
     def __init__(self) -> None:

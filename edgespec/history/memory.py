@@ -41,11 +41,9 @@ class DrafterKey(NamedTuple):
 class Snapshot:
     """What is stored of a scope.
 
-    Attributes:
-        clock: tokens learned so far.
-        tallies: how proposals fared, by class of match.
-        records: what drafters gained, by drafter and by beginning of the prompt.
-        corrections: what drafters learned, by drafter.
+    ``clock`` are tokens learned so far. ``tallies`` say how proposals fared, by class of match; ``records``,
+    what drafters gained, by drafter and beginning of the prompt; ``corrections``, what drafters learned, by
+    drafter.
     """
 
     clock: int = 0
@@ -167,11 +165,8 @@ class Change:
 class Delta:
     """What happened since something was stored last. What several processes store adds up.
 
-    Attributes:
-        tokens: how many were learned.
-        changes: by digest of the passage.
-        verdicts: (right, judged) proposals by class of match.
-        anew: whether earlier verdicts are dropped: trust in them had turned out wrong.
+    ``changes`` are by digest of the passage, ``verdicts`` (right, judged) proposals by class of match. With
+    ``anew`` earlier verdicts are dropped: trust in them had turned out wrong.
     """
 
     tokens: int = 0

@@ -10,14 +10,10 @@ from typing import Final
 from edgespec.learning.gains import Lesson
 from edgespec.learning.layer_math import F32
 from edgespec.learning.tuning import Example, Tuning
-from edgespec_models.errors import EdgespecError
+from edgespec_models.errors import Cancelled, EdgespecError
 
 _WAITING: Final = 8  # texts; with more, the oldest go
 _LOG = logging.getLogger("edgespec")
-
-
-class _ClosedError(Exception):
-    """Training is given up."""
 
 
 class Trainer:
@@ -95,7 +91,7 @@ class Trainer:
         try:
             while (tuning := self._started()) is not None:
                 self._learn(tuning, self._next())
-        except _ClosedError:
+        except Cancelled:
             return
         except Exception as error:  # noqa: BLE001 - nobody waits for this thread: it is told, and logged whole
             self._give_up(error)
@@ -122,7 +118,7 @@ class Trainer:
             while not self._closed and (left := self._rest_until - perf_counter()) > 0.0:
                 self._changed.wait(left)
             if self._closed:
-                raise _ClosedError
+                raise Cancelled("the trainer is closed")
             return self._waiting.popleft()
 
     def _learn(self, tuning: Tuning, example: Example) -> None:
@@ -145,4 +141,4 @@ class Trainer:
                 self._changed.wait_for(lambda: self._closed or not self._busy)
                 self._stood_s += perf_counter() - started
             if self._closed:
-                raise _ClosedError
+                raise Cancelled("the trainer is closed")

@@ -29,8 +29,6 @@ class CacheSize:
     """How large the KV cache of a text is: sessions make room in steps.
 
     Attributes:
-        kind: what it holds.
-        bytes_per_token: of one token.
         longest: tokens it can hold at most.
         spare: tokens of room behind the text, which some passes write.
         tile: its room is a multiple of so many tokens.
@@ -64,7 +62,6 @@ class Footprint:
     """What one model takes.
 
     Attributes:
-        name: the model's.
         state: what is on this machine.
         weights_bytes: weights that a pass reads.
         mapped: whether they may stay in their file, which the system reads piece by piece and drops when
@@ -72,7 +69,6 @@ class Footprint:
         table_bytes: tables of which a pass reads a few rows; mapped.
         twice_bytes: the largest matrix, which is there twice for a moment as weights are copied.
         working_bytes: tokenizer, and what passes compute in; mostly the tokenizer.
-        cache: its KV cache.
         download_bytes: to be downloaded before it can be opened.
         export_bytes: that an export writes before.
         device: what else than the CPU the bundle was made for; a GPU has memory of its own.
@@ -107,7 +103,6 @@ class Fit:
     """What models take with a text of some length.
 
     Attributes:
-        tokens: the text's.
         kv_bytes: of the KV caches.
         memory_bytes: at most, loading included, of everything, the program too.
         verdict: whether this machine has so much.
@@ -124,8 +119,7 @@ class Plan:
     """What a target and its drafter take, and what this machine has.
 
     Attributes:
-        target: what the target takes.
-        drafter: the same of the drafter; None without a drafter model.
+        drafter: None without a drafter model.
         machine: physical memory.
         disk_free: bytes, where models are pulled to and exported to.
         program_bytes: of the program itself: Python, ONNX Runtime and other packages.

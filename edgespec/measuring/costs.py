@@ -46,11 +46,9 @@ def draft_gain(curve: CostCurve, acceptance: float, longest: int) -> dict[str, A
 class Costs:
     """T(n) of a model and what bounds it.
 
-    Attributes:
-        curve: T(n).
-        remembered: whether the curve is an earlier one, checked, or was measured now.
-        bandwidth: bytes a second that memory delivers to as many threads: what numpy reads, or what passes
-            do if that is more (weights that fit into a cache).
+    ``remembered`` says whether the curve is an earlier one, checked, or was measured now. ``bandwidth`` are
+    bytes a second that memory delivers to as many threads: what numpy reads, or what passes do if that is
+    more (weights that fit into a cache).
     """
 
     bundle: Bundle

@@ -86,7 +86,6 @@ class GenerationStats:
     """What one generation cost. Times are wall-clock seconds.
 
     Attributes:
-        prompt_tokens: tokens of the prompt.
         cached_tokens: of these, how many were in the KV cache already (shared prefix).
         new_tokens: tokens generated.
         ttft_s: time to first token: from the request's turn to the first committed token, prefill included.
@@ -191,7 +190,6 @@ class Generation:
         text: the generated text, without the stop string.
         tokens: all that were committed; the last may reach into the stop string.
         finish_reason: why it ended.
-        stats: what it cost.
         stop: the stop string that ended it; None without.
         records: the same tokens, each with where it came from.
         tool_calls: functions that the model asks to have called; the text holds them too, as it wrote them.

@@ -29,8 +29,7 @@ Answer = ChatAnswer | CompletionAnswer
 class Completions:
     """Asks one model for answers, on behalf of many clients; the model takes them in turn.
 
-    Attributes:
-        closing: whether no further request is taken, since the server ends.
+    Where it is ``closing``, no further request is taken, since the server ends.
     """
 
     def __init__(self, model: Model, options: ServeOptions) -> None:

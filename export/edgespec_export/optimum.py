@@ -43,8 +43,6 @@ class OptimumReport:
         copies_cache: whether every pass writes the whole KV cache anew; else it is written in place.
         row_exact: whether passes over one and over several tokens gave the same bits.
         source_bytes: of the checkpoint's directory.
-        bytes: of the directory written.
-        seconds: of the whole export.
     """
 
     architecture: str

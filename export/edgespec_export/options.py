@@ -36,7 +36,6 @@ class ExportOptions:
     """What to make of a checkpoint.
 
     Attributes:
-        role: ``target`` or ``drafter``.
         weights: one of :data:`edgespec_export.recipe.WEIGHTS`: ``exact`` keeps the file's blocks, for
             edgespec's own kernels; ``portable`` is a graph of standard operators. None is ``exact`` where
             those kernels run: on CPUs, with no other KV cache asked for than theirs.
@@ -45,7 +44,6 @@ class ExportOptions:
             ``float32`` and is calibrated at export. None is ``float32``, and what else edgespec's kernels and
             devices have: float16, or formats of an NPU.
         name: the model's name; None takes the source's.
-        overwrite: replace a bundle that is there already.
         trim: which rows a drafter's LM head keeps, and the texts that settle it.
         device: what else than the CPU the bundle is for; None is the CPU. ``cuda`` computes in float16, its
             KV cache too. Graphs for NPUs have fixed shapes, and the device settles the formats of weights and

@@ -16,7 +16,6 @@ class FormatLoss:
     Attributes:
         source: weight format in the checkpoint.
         format: format in the bundle.
-        weights: how many weights.
         relative_error: root mean square of the differences over that of the weights, on a sample of rows.
     """
 
@@ -48,11 +47,7 @@ class ParityReport:
 class StaticReport:
     """What the format costs, against the same model in float32, on texts it was not calibrated on.
 
-    Attributes:
-        positions: next tokens compared.
-        top1_agreement: share of positions where both name the same most probable token.
-        kl: mean Kullback-Leibler divergence from the float model, nats a token.
-        calibration_texts: how many texts the ranges come from.
+    Figures are those of :class:`ParityReport`; ``calibration_texts`` are the texts that ranges come from.
     """
 
     positions: int

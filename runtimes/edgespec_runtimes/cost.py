@@ -22,9 +22,8 @@ _SLOWER = 1.2
 class CostCurve:
     """Seconds of a pass by its number of rows.
 
-    Attributes:
-        seconds_by_rows: measured points; steps and cliffs are kept as they are.
-        confirmed: whether a second sample came near every point, so that it is none that was disturbed.
+    Steps and cliffs of the measured points stay as they are. Where it is ``confirmed``, a second sample came
+    near every point, so that none was disturbed.
     """
 
     seconds_by_rows: Mapping[int, float]

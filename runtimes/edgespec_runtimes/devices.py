@@ -23,8 +23,6 @@ class DeviceKind:
 
     Attributes:
         name: what ``load(device=...)`` and ``--device`` of commands that load take.
-        title: for people.
-        provider: ONNX Runtime's execution provider.
         hardware: what the provider must have found.
         runs: forms of bundles it runs.
         export: what ``edgespec export --device`` takes to make such a bundle; None needs no option.
@@ -148,14 +146,12 @@ class Device:
     """A kind of device on this machine.
 
     Attributes:
-        kind: the kind.
         state: ``ready``; ``emulated``, which is for checks; ``missing``.
         vendor: of the hardware; empty where it is missing.
         version: of what brings the provider; empty where it is missing.
         problem: what is missing; None where nothing is.
         remedy: what adds it, a command where there is one.
         handle: ONNX Runtime's own; None for built-in providers.
-        options: the provider's.
     """
 
     kind: DeviceKind

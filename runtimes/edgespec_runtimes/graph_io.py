@@ -33,8 +33,8 @@ _FATAL = 4  # ONNX Runtime's severity
 class GraphIO(Protocol):
     """Runs passes of one graph over one sequence.
 
-    Attributes:
-        most_rows: rows of a pass whose logits are not all wanted, at most; bounds the memory for logits.
+    ``most_rows`` is how many rows of a pass have logits at most where not all are wanted; it bounds the
+    memory for them.
     """
 
     most_rows: int

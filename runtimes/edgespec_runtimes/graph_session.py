@@ -22,8 +22,7 @@ _TESTED = 28  # tokens: ONNX Runtime's sums differ by rows on ARM, of which eigh
 class GraphSession(Generic[IO]):
     """One model reading one sequence; see :class:`edgespec_runtimes.session.Session`.
 
-    Attributes:
-        row_exact: whether passes over one and over several tokens gave the same bits in the self-test.
+    ``row_exact`` says whether passes over one and over several tokens gave the same bits in the self-test.
     """
 
     def __init__(self, io: IO, config: DecoderShape, *, chunk: int, row_exact: bool | None) -> None:

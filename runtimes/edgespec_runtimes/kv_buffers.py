@@ -75,8 +75,7 @@ class InPlaceCache:
 class SharedCache(InPlaceCache):
     """In numpy's memory.
 
-    Attributes:
-        arrays: ``(1, heads, capacity, head_dim)`` each.
+    ``arrays`` are ``(1, heads, capacity, head_dim)`` each.
     """
 
     def __init__(self, layout: Sequence[CacheTensor]) -> None:

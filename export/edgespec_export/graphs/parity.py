@@ -34,7 +34,6 @@ class Golden:
     """Reference next-token log-probabilities for some texts.
 
     Attributes:
-        name: catalogue name.
         labels: what each text is, such as ``en`` or ``code``.
         texts: token ids of each text.
         top_ids: for each text, int32 ``(tokens, k)``: the most probable next tokens by the reference.

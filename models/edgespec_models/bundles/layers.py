@@ -40,7 +40,6 @@ class Layer:
     """What a layer has of its own.
 
     Attributes:
-        index: from 0.
         rope: the rotary tables of its queries and keys (:func:`rotary_tables`); None where nothing rotates.
         window: tokens that it sees, the token itself included; None where it sees the whole context.
     """

@@ -44,11 +44,8 @@ class StaticPlan:
     """One graph of a bundle.
 
     Attributes:
-        rows: tokens of a pass.
-        capacity: tokens the KV cache holds.
         all_logits: whether all rows' logits are returned, or one's.
         int8: whether weights are int8 with a scale for each output, the embedding uint16; else float32.
-        biases: whether queries, keys and values have biases.
         ranges: the least and the largest value of every point, to quantize; empty for floating point.
         wide_keys: layers whose keys are rounded to 16 bits, as all other points are, and not to 8.
         watched: return every point's values too, as outputs ``NUMBER:POINT``, to find those ranges.
