@@ -85,6 +85,7 @@ def test_they_give_the_same_bits(compiled: Bundle, at_load: Bundle) -> None:
     )
 
 
+@pytest.mark.slow
 def test_speculation_writes_the_same_tokens(compiled: Bundle, at_load: Bundle) -> None:
     """Beyond the first bucket too."""
     answers = []
