@@ -263,3 +263,20 @@ def test_shapes_that_do_not_fit_are_refused(params: SamplingParams) -> None:
         verify(predictions, Draft((1, 2)), PROMPT)
     with pytest.raises(RequestError, match="target's vocabulary"):
         verify(predictions, Draft((1,), probs=np.ones((1, VOCAB + 1))), PROMPT)
+
+
+def test_a_seed_decides_each_place_alike_wherever_the_draft_begins() -> None:
+    cut, firsts = slice(1, None), 0
+    for seed in range(60):
+        verify = Verifier(SamplingParams(temperature=1.0, seed=seed))
+        draft = _sampling_drafter(seed, _WRONG)(PROMPT)
+        assert draft.probs is not None
+        predictions = Predictions(TARGET[[*PROMPT, *draft.tokens]])
+        accepted, token = verify(predictions, draft, PROMPT)
+        assert (accepted, token) == verify(predictions, draft, PROMPT)
+        if accepted:
+            firsts += 1
+            later = replace(draft, tokens=draft.tokens[cut], probs=draft.probs[cut])
+            behind = Predictions(TARGET[list(draft.tokens)])
+            assert verify(behind, later, [*PROMPT, draft.tokens[0]]) == (accepted - 1, token)
+    assert 5 < firsts < 55
