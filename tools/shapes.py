@@ -1,0 +1,175 @@
+"""GGUF files with the shapes of models that people run, and random weights in the mix of Q4_K_M.
+
+A pass takes as long as with the published weights; what the model writes has no meaning. Usage, from the
+repository's root: ``python -m tools.shapes NAME... --into FOLDER``. Then, for example, ``edgespec export
+FOLDER/qwen3-4b.gguf -o BUNDLE`` and ``python -m tools.peers.passes --gguf FOLDER/qwen3-4b.gguf
+--bundle BUNDLE --peer llama.cpp=PEERS/llama.cpp/bin``.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice, product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+
+from tools.arguments import arguments
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's widths; ``facts`` are further keys of its architecture."""
+
+    architecture: str
+    layers: int
+    hidden: int
+    mlp: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    theta: float
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+_LOCAL = {"attention.sliding_window": 512}
+_SCALED = {"attention.sliding_window": 1024, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
+_LONG = {"rope.dimension_count": 96, "rope.scaling.original_context_length": 4096}
+SHAPES = {
+    "qwen3-0.6b": Shape("qwen3", 28, 1024, 3072, 16, 8, 128, 151_936, 1e6),
+    "qwen3-1.7b": Shape("qwen3", 28, 2048, 6144, 16, 8, 128, 151_936, 1e6),
+    "qwen3-4b": Shape("qwen3", 36, 2560, 9728, 32, 8, 128, 151_936, 1e6),
+    "llama-3.2-1b": Shape("llama", 16, 2048, 8192, 32, 8, 64, 128_256, 5e5),
+    "llama-3.2-3b": Shape("llama", 28, 3072, 8192, 24, 8, 128, 128_256, 5e5),
+    "gemma-3-1b": Shape("gemma3", 26, 1152, 6912, 4, 1, 256, 262_144, 1e6, _LOCAL),
+    "gemma-3-4b": Shape("gemma3", 34, 2560, 10_240, 8, 4, 256, 262_208, 1e6, _SCALED),
+    "phi-4-mini": Shape("phi3", 32, 3072, 8192, 24, 8, 128, 200_064, 1e4, _LONG),
+    "smollm3-3b": Shape("smollm3", 36, 2048, 11_008, 16, 4, 128, 128_256, 5e6),
+}
+Tensors = Iterator[tuple[str, tuple[int, ...], str]]
+
+
+def tensors(shape: Shape) -> Tensors:
+    """Name, shape and format of each: Q6_K where llama.cpp's mix has more bits."""
+    yield "token_embd.weight", (shape.vocabulary, shape.hidden), "Q6_K"
+    yield "output_norm.weight", (shape.hidden,), "F32"
+    if shape.architecture == "llama":
+        yield "rope_freqs.weight", (shape.head_dim // 2,), "F32"
+    if shape.architecture == "phi3":
+        for name in ("rope_factors_long.weight", "rope_factors_short.weight"):
+            yield name, (shape.facts["rope.dimension_count"] // 2,), "F32"
+    for layer in range(shape.layers):
+        more = shape.layers // 8
+        dear = layer < more or layer >= 7 * more or (layer - more) % 3 == 2
+        for name, size, form in _layer(shape, "Q6_K" if dear else "Q4_K"):
+            yield f"blk.{layer}.{name}.weight", size, form
+
+
+def _layer(shape: Shape, dear: str) -> Tensors:
+    query, kv, hidden = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.hidden
+    if shape.architecture == "phi3":
+        yield "attn_qkv", (query + 2 * kv, hidden), "Q5_K"
+        yield "ffn_up", (2 * shape.mlp, hidden), "Q4_K"
+    else:
+        yield from (("attn_q", (query, hidden), "Q4_K"), ("attn_k", (kv, hidden), "Q4_K"))
+        yield "attn_v", (kv, hidden), dear
+        yield from ((name, (shape.mlp, hidden), "Q4_K") for name in ("ffn_gate", "ffn_up"))
+    yield "attn_output", (hidden, query), "Q4_K"
+    yield "ffn_down", (hidden, shape.mlp), dear
+    norms = ["attn_norm", "ffn_norm"]
+    norms += ["post_attention_norm", "post_ffw_norm"] if shape.architecture == "gemma3" else []
+    yield from ((name, (hidden,), "F32") for name in norms)
+    if shape.architecture in ("qwen3", "gemma3"):
+        yield from ((name, (shape.head_dim,), "F32") for name in ("attn_q_norm", "attn_k_norm"))
+
+
+def stored(size: tuple[int, ...], form: str) -> GGMLQuantizationType:
+    """The format itself, or that which llama.cpp takes for rows without whole blocks of 256."""
+    odd = len(size) == 2 and size[1] % 256
+    return GGMLQuantizationType[{"Q4_K": "Q5_0", "Q6_K": "Q8_0"}[form] if odd else form]
+
+
+def weights(size: tuple[int, ...], kind: GGMLQuantizationType, seed: int) -> npt.NDArray[Any]:
+    """Ones for a vector, else random blocks whose scales keep a product about as large as its input."""
+    if len(size) == 1:
+        return np.ones(size, np.float32)
+    rng, (block, n_bytes) = np.random.default_rng(seed), GGML_QUANT_SIZES[kind]
+    raw = rng.integers(0, 256, (prod(size) // block, n_bytes), np.uint8)
+    places, spread = _FACTORS[kind.name]
+    for place in places:
+        raw[:, place : place + 2] = np.frombuffer(np.float16(spread / size[1] ** 0.5).tobytes(), np.uint8)
+    return raw.reshape(size[0], -1)
+
+
+_FACTORS = {"Q4_K": ((0, 2), 0.004), "Q5_K": ((0, 2), 0.002), "Q6_K": ((208,), 0.0007)} | {
+    "Q5_0": ((0,), 0.1),
+    "Q8_0": ((0,), 0.012),
+}
+"""Where a block has its float16 factors, and how large they are for an input of one."""
+
+
+def tokenizer(writer: GGUFWriter, shape: Shape) -> None:
+    """As many tokens as the model has, made of bytes, pairs of these, and so on."""
+    letters = [chr(code) for code in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x144))]
+    pairs = list(product(letters, repeat=2))
+    triples = product(map("".join, pairs), letters[:8])
+    merges = [*pairs, *islice(triples, shape.vocabulary - 2 - len(letters) - len(pairs))]
+    tokens = [*letters, *map("".join, merges), "<|bos|>", "<|end|>"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * (len(tokens) - 2) + [3, 3])
+    writer.add_token_merges([" ".join(merge) for merge in merges])
+    writer.add_bos_token_id(len(tokens) - 2)
+    writer.add_eos_token_id(len(tokens) - 1)
+
+
+def write(name: str, path: Path) -> None:
+    """Write the model called ``name``, tensor by tensor."""
+    shape = SHAPES[name]
+    writer = GGUFWriter(path, shape.architecture)
+    writer.add_block_count(shape.layers)
+    writer.add_context_length(32_768)
+    writer.add_embedding_length(shape.hidden)
+    writer.add_feed_forward_length(shape.mlp)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(shape.theta)
+    for key, value in shape.facts.items():
+        add: Any = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+        add(f"{shape.architecture}.{key}", value)
+    tokenizer(writer, shape)
+    found = [(each, size, stored(size, form)) for each, size, form in tensors(shape)]
+    for each, size, kind in found:
+        block, n_bytes = GGML_QUANT_SIZES[kind]
+        raw_shape = size if len(size) == 1 else (size[0], size[1] // block * n_bytes)
+        dtype = np.dtype(np.float32 if len(size) == 1 else np.uint8)
+        total = prod(raw_shape) * dtype.itemsize
+        writer.add_tensor_info(each, raw_shape, dtype, total, None if len(size) == 1 else kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for seed, (_, size, kind) in enumerate(found):
+        writer.write_tensor_data(weights(size, kind, seed))
+    writer.close()
+
+
+def main() -> None:
+    """Read the command line; write the files."""
+    options = arguments(__doc__, "names...", into=Path)
+    options.into.mkdir(parents=True, exist_ok=True)
+    for name in options.names:
+        path = options.into / f"{name}.gguf"
+        write(name, path)
+        print(f"{path}: {path.stat().st_size / 1e9:.2f} GB")
+
+
+if __name__ == "__main__":
+    main()
