@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 
 from tests.tokenizers_for_tests import byte_level_json, gguf_metadata
@@ -16,8 +16,8 @@ F32 = npt.NDArray[np.float32]
 Raw = npt.NDArray[Any]
 
 ARCHITECTURES = ("llama", "qwen2", "gemma3")
-BLOCKS_OF_256 = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-FORMATS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", *BLOCKS_OF_256)
+BLOCKS_OF_256 = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+FORMATS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", *BLOCKS_OF_256, "IQ4_NL", "MXFP4")
 HIDDEN, MLP, HEADS, KV_HEADS, HEAD_DIM, CONTEXT, WINDOW = 256, 256, 4, 2, 32, 640, 6
 
 
@@ -76,8 +76,9 @@ def tiny_gguf(architecture: str, kind: str = "F32", *, seed: int = 0, layers: in
 
 def random_raw(rng: np.random.Generator, rows: int, columns: int, kind: str) -> Raw:
     """Random blocks of ``kind`` whose weights have a standard deviation of about ``columns ** -0.5``."""
-    if kind in BLOCKS_OF_256:
-        return _k_blocks(rng, rows * columns // 256, kind).reshape(rows, -1)
+    if kind in _BLOCKS:
+        weights = GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0]
+        return _blocks(rng, rows * columns // weights, kind).reshape(rows, -1)
     values = rng.normal(0.0, columns**-0.5, (rows, columns)).astype(np.float32)
     if kind == "F32":
         return values
@@ -85,18 +86,20 @@ def random_raw(rng: np.random.Generator, rows: int, columns: int, kind: str) -> 
     return raw
 
 
-_K_BLOCKS = {
+_BLOCKS = {
     "Q2_K": (84, 80, 4e-3, 1.5),
     "Q3_K": (110, 108, 1e-3, 0),
     "Q4_K": (144, 0, 4e-4, 7.5),
     "Q5_K": (176, 0, 2e-4, 15.5),
     "Q6_K": (210, 208, 6e-5, 0),
+    "IQ4_NL": (18, 0, 9e-4, 0),
+    "IQ4_XS": (136, 0, 5e-5, 0),
 }
-"""Bytes, where the scale is, its size, and that of minimums beside it, which lie among the codes."""
+"""Of formats that the ``gguf`` package does not write: bytes, where the scale is, its size, and that of minimums beside it, which lie among the codes."""
 
 
-def _k_blocks(rng: np.random.Generator, count: int, kind: str) -> Raw:
-    size, at, scale, minimum = _K_BLOCKS[kind]
+def _blocks(rng: np.random.Generator, count: int, kind: str) -> Raw:
+    size, at, scale, minimum = _BLOCKS[kind]
     raw = rng.integers(0, 256, (count, size), np.uint8)
     scales = scale * rng.uniform(0.5, 1.5, (count, 1))
     raw[:, at : at + 2] = scales.astype(np.float16).view(np.uint8)

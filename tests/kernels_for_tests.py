@@ -112,12 +112,14 @@ def same_bits(wanted: npt.NDArray[Any], got: npt.NDArray[Any], what: str = "") -
 
 
 def random_blocks(rng: np.random.Generator, name: str, rows: int, columns: int) -> U8:
-    """Random blocks of a format, uint8 ``(rows, blocks, bytes)``, with scales of either sign about 0.01."""
+    """Random blocks of a format, uint8 ``(rows, blocks, bytes)``, with scales about 0.01, floats of either sign."""
     inputs, n_bytes = GGMLType[name].block, GGMLType[name].block_bytes
     raw = rng.integers(0, 256, (rows, columns // inputs, n_bytes), np.uint8)
     for at in HALVES[GGMLType[name]]:
         scales = rng.uniform(0.005, 0.02, raw.shape[:2]) * rng.choice([-1, 1], raw.shape[:2])
         raw[..., at : at + 2] = scales.astype(np.float16)[..., None].view(np.uint8)
+    if name == "MXFP4":
+        raw[..., 0] = rng.integers(118, 125, raw.shape[:2])
     return raw
 
 

@@ -185,7 +185,7 @@ def _of_scales(source: Path, file: Path, columns: int) -> Alignment:
     return read_alignment(file)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind not in ("F32", "F16", "BF16")])
+@pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind not in ("F32", "F16", "BF16", "MXFP4")])
 def test_scales_of_blocks_grow_and_codes_stay(tmp_path: Path, kind: str) -> None:
     source = tiny_gguf("llama", kind).write(tmp_path / "m.gguf")
     block = GGMLType[kind].block
@@ -200,7 +200,7 @@ def test_scales_of_blocks_grow_and_codes_stay(tmp_path: Path, kind: str) -> None
     assert np.linalg.norm(got - values * grown) < 1e-3 * np.linalg.norm(values)
 
 
-@pytest.mark.parametrize(("kind", "columns"), [("F16", 1), ("F32", HIDDEN), ("Q4_1", 7)])
+@pytest.mark.parametrize(("kind", "columns"), [("F16", 1), ("F32", HIDDEN), ("Q4_1", 7), ("MXFP4", 8)])
 def test_scales_that_a_file_lacks_are_refused(tmp_path: Path, kind: str, columns: int) -> None:
     source = tiny_gguf("llama", kind).write(tmp_path / "m.gguf")
     _of_scales(source, tmp_path / "a.safetensors", columns)

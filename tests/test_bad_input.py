@@ -186,15 +186,31 @@ def test_files_that_describe_something_else(tmp_path: Path, name: str) -> None:
     refused(tmp_path, content, kind, match)
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "instead"),
+    [
+        ("IQ1_S", 50, "Q2_K"),
+        ("IQ2_XXS", 66, "Q2_K"),
+        ("IQ3_S", 110, "Q3_K_M"),
+        ("TQ1_0", 54, "Q2_K"),
+        ("TQ2_0", 66, "Q2_K"),
+        ("NVFP4", 144, "IQ4_NL or Q4_K_M"),
+        ("I32", 1024, "Q4_K_M or Q8_0"),
+    ],
+)
+def test_weight_formats_that_are_not_read(tmp_path: Path, name: str, size: int, instead: str) -> None:
+    model = tiny_gguf("llama", layers=1)
+    model.tensors["blk.0.ffn_up.weight"] = (name, np.zeros((HIDDEN, size), np.uint8))
+    content = model.write(tmp_path / "m.gguf").read_bytes()
+    number = {"I32": "number 26"}.get(name, name)
+    refused(tmp_path, content, UnsupportedModelError, f"weight format {number};.*IQ4_XS.* such as {instead}")
+
+
 def test_texts_types_and_sizes_that_cannot_be(tmp_path: Path) -> None:
     model = tiny_gguf("llama", layers=1)
     model.metadata["tokenizer.chat_template"] = "hello there"
     content = model.write(tmp_path / "m.gguf").read_bytes().replace(b"hello there", b"hello\xffthere")
     refused(tmp_path, content, ModelFileError, r"chat_template\.jinja.*not valid UTF-8")
-    model = tiny_gguf("llama", layers=1)
-    model.tensors["blk.0.ffn_up.weight"] = ("IQ4_NL", np.zeros((HIDDEN, 144), np.uint8))
-    content = model.write(tmp_path / "m.gguf").read_bytes()
-    refused(tmp_path, content, UnsupportedModelError, "weight format number 20.*Q4_K_M or Q8_0")
     model = tiny_gguf("llama", layers=1)
     for name in ("token_embd.weight", "output.weight"):  # fewer rows than the tokenizer has ids
         model.tensors[name] = ("F32", model.values(name)[:-9].copy())
@@ -202,7 +218,7 @@ def test_texts_types_and_sizes_that_cannot_be(tmp_path: Path) -> None:
     refused(tmp_path, content, TokenizerError, r"381")
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "Q4_0", "Q4_K"])
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q4_0", "Q4_K", "MXFP4"])
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_weights_that_are_not_finite(tmp_path: Path, kind: str, weights: str) -> None:
     options = export_module.ExportOptions(weights=weights)

@@ -16,7 +16,7 @@ from tests.gguf_for_tests import FORMATS, random_raw
 from tests.toy import COLUMNS, FLOAT, INT4, INT8
 
 ROWS, COLUMNS_COUNT = 8, 768
-EXACT = ("F32", "F16", "BF16", "Q4_0", "Q5_0", "Q8_0")
+EXACT = ("F32", "F16", "BF16", "Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS", "MXFP4")
 """The others lose a hundredth at most: root mean square of the differences over that of the weights."""
 
 
@@ -44,7 +44,7 @@ def test_formats_lose_what_their_bits_lose(name: str) -> None:
     got = round_trip(source, PORTABLE[GGMLType[name]])
     assert loss(got, values(source)) <= (1e-6 if name in EXACT else 1e-2)
     assert loss(round_trip(source, four_bits), values(source)) < 0.1
-    if name in ("Q4_0", "Q8_0"):  # repacked
+    if name in ("Q4_0", "Q8_0", "IQ4_NL", "IQ4_XS", "MXFP4"):  # repacked
         np.testing.assert_array_equal(got, values(source))
     if name == "Q4_0":  # blocks of another size are rounded anew
         for block in (16, 64):

@@ -54,6 +54,10 @@ def test_floats_are_rounded_by_default(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(plan, "_LARGE", 1000)
     export_model(source, tmp_path / "large")
     assert Bundle(tmp_path / "large").manifest.formats.keys() == {"Q4_1", "Q8_0"}
+    mixed = tiny_gguf("llama", "Q4_K")  # whoever quantized it has left this one as it was
+    mixed.tensors["blk.1.ffn_up.weight"] = tiny_gguf("llama", "BF16").tensors["blk.1.ffn_up.weight"]
+    export_model(mixed.write(tmp_path / "mixed.gguf"), tmp_path / "mixed")
+    assert "Q4_1" not in Bundle(tmp_path / "mixed").manifest.formats
 
 
 @pytest.mark.parametrize("weights", ["exact", pytest.param("portable", marks=X86)])

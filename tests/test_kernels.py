@@ -176,7 +176,7 @@ def test_extreme_codes(name: str, byte: int) -> None:
     """The largest sums of products of bytes, which AVX2 adds up in 16 bits."""
     inputs = FORMATS[name].inputs
     raw = random_blocks(np.random.default_rng(0), name, 16, inputs)
-    raw[:8] = np.where(raw_halves(name), raw[:8], np.uint8(byte))
+    raw[:8] = np.where(raw_factors(name), raw[:8], np.uint8(byte))
     signs = np.array([[1, 1, 1, 1], [-1, -1, -1, -1], [1, 1, -1, -1], [1, -1, 1, -1], [1, 1, 0, 0]])
     x = np.tile(signs.astype(np.float32), inputs // 4)[None]
     linear = Linear(parts=((name, raw),), inputs=inputs)
@@ -184,11 +184,12 @@ def test_extreme_codes(name: str, byte: int) -> None:
     linear.expected(x).check(y)
 
 
-def raw_halves(name: str) -> Any:
-    """Which bytes of a block are float16 numbers."""
+def raw_factors(name: str) -> Any:
+    """Which bytes of a block are float16 numbers, or an exponent."""
     kind = GGMLType[name]
     starts = np.array(HALVES[kind])
-    return np.isin(np.arange(kind.block_bytes), [starts, starts + 1])
+    factors = np.concatenate([starts, starts + 1]) if kind.factors else np.zeros(1)
+    return np.isin(np.arange(kind.block_bytes), factors)
 
 
 @pytest.mark.parametrize("scale", [1e-37, 1e-30, 1e30, 1e32])

@@ -23,6 +23,7 @@ ROUNDED = {
 }
 LINES = {"Q4_0": (4, 0), "Q4_1": (4, 0), "Q5_0": (4, 1), "Q5_1": (4, 1), "Q8_0": (8, 0)}
 LINES |= {"Q2_K": (2, 0), "Q3_K": (2, 1), "Q4_K": (4, 0), "Q5_K": (4, 1), "Q6_K": (4, 2)}
+LINES |= dict.fromkeys(("IQ4_NL", "IQ4_XS", "MXFP4"), (4, 0))
 """Lines of a block in the lower and the upper part; as many as bits."""
 
 by_format = pytest.mark.parametrize("name", FORMATS)
@@ -106,8 +107,8 @@ def check_numbers(name: str, rest: U8, raw: U8) -> None:
 @by_format
 def test_a_tile_takes_little_more_than_its_blocks(name: str) -> None:
     kind = GGMLType[name]
-    six_bits = name in ("Q3_K", "Q4_K", "Q5_K")  # the file's scales, which are bytes here
-    assert FORMATS[name] == (kind.block, LANES * kind.block_bytes + (64 if six_bits else 0))
+    six_bits = {"Q3_K": 64, "Q4_K": 64, "Q5_K": 64, "IQ4_XS": 32}  # the file's scales, which are bytes here
+    assert FORMATS[name] == (kind.block, LANES * kind.block_bytes + six_bits.get(name, 0))
 
 
 # ---- Weights rounded anew ----------------------------------------------------------------------------------

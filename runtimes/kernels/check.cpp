@@ -114,20 +114,25 @@ void add_roundings(Cases& cases) {
 
 #define EDGESPEC_FACTORS(name) Tile<name>::kFactorAt,
 constexpr int kFactorsAt[] = {EDGESPEC_FORMATS(EDGESPEC_FACTORS)};
+#define EDGESPEC_EXPONENTS(name) Tile<name>::kExponents,
+constexpr bool kExponents[] = {EDGESPEC_FORMATS(EDGESPEC_EXPONENTS)};
 
 struct Matrix {
   std::vector<uint8_t> tiles;
   Part part;
 
-  // Random codes and scales; float16 factors below 64, small ones without the leading 1 among them.
+  // Random codes and scales; float16 factors below 64, and powers of two up to 32, small ones without the
+  // leading 1 among them.
   Matrix(Random& random, int format, int64_t columns, int64_t inputs) : part{nullptr, columns, format} {
     const FormatInfo& info = kFormats[format];
     tiles.resize(static_cast<size_t>(part.tile_count() * (inputs / info.inputs) * info.bytes));
     part.tiles = tiles.data();
     for (size_t i = 0; i < tiles.size(); i++) {
       const uint32_t bits = random.bits();
-      const bool high = static_cast<int>(i) % info.bytes >= kFactorsAt[format] && i % 2 == 1;
-      tiles[i] = static_cast<uint8_t>(high ? (bits & 0x83) | (bits >> 8) % 21 << 2 : bits);
+      const bool factor = static_cast<int>(i) % info.bytes >= kFactorsAt[format];
+      tiles[i] = static_cast<uint8_t>(bits);
+      if (factor && kExponents[format]) tiles[i] = (bits >> 8) % (bits % 5 ? 14 : 4) + (bits % 5 ? 120 : 0);
+      if (factor && !kExponents[format] && i % 2 == 1) tiles[i] = (bits & 0x83) | (bits >> 8) % 21 << 2;
     }
   }
 };

@@ -5,6 +5,7 @@
 //     F, I, B                  vectors of kWidth float32, of kWidth int32, of 4 * kWidth bytes
 //     fma(a, b, c)             a * b + c, rounded once
 //     half(pointer)            kWidth float16 as F
+//     look_up(table, places)   for each byte, below 16, what lies there in 16 bytes
 //     begin<zero>(negated)     what dots starts from so that its sums are those of (code - zero)
 //     dots<n, largest>(start, codes, activations)   adds n groups; no code is above `largest`
 //
@@ -41,6 +42,17 @@ inline F widen_nibbles(const uint8_t* p, int shift) {
   Bytes v;
   __builtin_memcpy(&v, p, sizeof v);
   return __builtin_convertvector((__builtin_convertvector(v, I) >> shift) & 15, F);
+}
+
+// kWidth powers of two: 2 to the byte less 128, as ggml has it; the smallest two have no leading 1.
+inline F power(const uint8_t* p) {
+  typedef uint8_t Bytes __attribute__((vector_size(kWidth)));
+  Bytes v;
+  __builtin_memcpy(&v, p, sizeof v);
+  const I e = __builtin_convertvector(v, I), bits = e > 1 ? (e - 1) << 23 : (e + 1) << 21;
+  F result;
+  __builtin_memcpy(&result, &bits, sizeof result);
+  return result;
 }
 
 // e to the x, to about one unit in the last place; 0 below -87.

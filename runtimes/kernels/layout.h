@@ -7,7 +7,8 @@
 //
 //     scale * (code - zero) - minimum
 //
-// with the codes, scales and minimums of the GGUF file, at its bits per weight.
+// with the codes, scales and minimums of the GGUF file, at its bits per weight. Where a format has a table, a
+// code of the file is a place in it, and what lies there is the code.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +35,10 @@ static_assert(sizeof(Activations) == 52);
 //     kLow     lines of a block that hold two groups (4 bits) or four (2 bits) or one (8 bits) each
 //     kHigh    lines of a block with the bits above them: 1 bit of all 8 groups, or 2 bits of 4 groups
 //     kScales  scales of a block: 1, or 2 of 16 inputs each
-enum class Scale { half, bytes, signed_bytes, nibbles };
+//     kTable   16 codes, which the 4 bits choose from; no distance to kZero is above kZero
+//
+// The scale of a block is a float16, a power of two by its exponent, or a float16 of the tile times a number.
+enum class Scale { half, exponent, bytes, signed_bytes, nibbles };
 
 struct Q4_0 {
   static constexpr int kBits = 4, kHighBits = 0, kSubBlocks = 1, kScales = 1, kZero = 8;
@@ -86,29 +90,49 @@ struct Q6_K {
   static constexpr Scale kScale = Scale::signed_bytes;
   static constexpr bool kMinimums = false;
 };
+struct IQ4_NL {
+  static constexpr int kBits = 4, kHighBits = 0, kSubBlocks = 1, kScales = 1, kZero = 128;
+  static constexpr Scale kScale = Scale::half;
+  static constexpr bool kMinimums = false;
+  static constexpr uint8_t kTable[] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+};
+struct IQ4_XS : IQ4_NL {
+  static constexpr int kSubBlocks = 8;
+  static constexpr Scale kScale = Scale::signed_bytes;
+};
+struct MXFP4 {
+  static constexpr int kBits = 4, kHighBits = 0, kSubBlocks = 1, kScales = 1, kZero = 12;
+  static constexpr Scale kScale = Scale::exponent;
+  static constexpr bool kMinimums = false;
+  static constexpr uint8_t kTable[] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+};
 
-// Where the parts of a tile begin: low bits, high bits, scales and minimums of blocks, float16 factors.
+// Where the parts of a tile begin: low bits, high bits, scales and minimums of blocks, then factors: float16,
+// or exponents in a byte.
 template <class Format>
 struct Tile {
   static constexpr int kInputs = kBlock * Format::kSubBlocks;
   static constexpr int kLowLines = Format::kBits;  // of a block: 8 groups of 4 inputs, 16 lanes
   static constexpr int kHighLines = Format::kHighBits;
-  static constexpr bool kHalfScales = Format::kScale == Scale::half;
-  static constexpr int kScaleBytes = kHalfScales ? 0 : Format::kScales * kLanes;  // of a block
+  static constexpr bool kExponents = Format::kScale == Scale::exponent;
+  static constexpr bool kFactorIsScale = Format::kScale == Scale::half || kExponents;
+  static constexpr int kScaleBytes = kFactorIsScale ? 0 : Format::kScales * kLanes;  // of a block
   static constexpr bool kByteMinimums = Format::kMinimums && Format::kScale == Scale::bytes;
   static constexpr int kHigh = Format::kSubBlocks * kLowLines * kLine;
   static constexpr int kScaleAt = kHigh + Format::kSubBlocks * kHighLines * kLine;
   static constexpr int kMinimumAt = kScaleAt + Format::kSubBlocks * kScaleBytes;
   static constexpr int kFactorAt = kMinimumAt + (kByteMinimums ? Format::kSubBlocks * kScaleBytes : 0);
-  static constexpr int kBytes = kFactorAt + (Format::kMinimums ? 4 : 2) * kLanes;
+  static constexpr int kBytes = kFactorAt + (Format::kMinimums ? 4 : kExponents ? 1 : 2) * kLanes;
 };
 static_assert(Tile<Q4_0>::kBytes == 288 && Tile<Q4_1>::kBytes == 320 && Tile<Q5_0>::kBytes == 352);
 static_assert(Tile<Q5_1>::kBytes == 384 && Tile<Q8_0>::kBytes == 544 && Tile<Q2_K>::kBytes == 1344);
 static_assert(Tile<Q3_K>::kBytes == 1824 && Tile<Q4_K>::kBytes == 2368 && Tile<Q5_K>::kBytes == 2880);
-static_assert(Tile<Q6_K>::kBytes == 3360);
+static_assert(Tile<Q6_K>::kBytes == 3360 && Tile<IQ4_NL>::kBytes == 288 && Tile<IQ4_XS>::kBytes == 2208);
+static_assert(Tile<MXFP4>::kBytes == 272);
 
 // In the order of the tables of functions.
-#define EDGESPEC_FORMATS(X) X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K)
+#define EDGESPEC_FORMATS(X) \
+  X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K) X(IQ4_NL) X(IQ4_XS) X(MXFP4)
 
 struct FormatInfo {
   const char* name;

@@ -19,6 +19,8 @@ inline void unpack(const uint8_t* tile, int b, int lane, B* codes) {
       for (int g = 0; g < 4; g++) codes[4 * j + g] = (v >> (2 * g)) & 3;
     }
   }
+  if constexpr (requires { Format::kTable; })
+    for (int g = 0; g < kGroups; g++) codes[g] = look_up(Format::kTable, codes[g]);
   const uint8_t* high = tile + T::kHigh + b * T::kHighLines * kLine + 4 * lane;
   if constexpr (Format::kHighBits == 1) {
     const B v = load_line(high);
@@ -37,14 +39,14 @@ struct Factors {
   F scale, minimum;
 
   Factors(const uint8_t* tile, int lane) {
-    const uint8_t* at = tile + Tile<Format>::kFactorAt + 2 * lane;
-    scale = half(at);
-    if constexpr (Format::kMinimums) minimum = half(at + 2 * kLanes);
+    const uint8_t* at = tile + Tile<Format>::kFactorAt;
+    scale = Tile<Format>::kExponents ? power(at + lane) : half(at + 2 * lane);
+    if constexpr (Format::kMinimums) minimum = half(at + 2 * (kLanes + lane));
   }
 
   F scale_of(const uint8_t* tile, int b, int s, int lane) const {
     using T = Tile<Format>;
-    if constexpr (Format::kScale == Scale::half) return scale;
+    if constexpr (T::kFactorIsScale) return scale;
     const uint8_t* at = tile + T::kScaleAt + b * T::kScaleBytes + s * kLanes + lane;
     if constexpr (Format::kScale == Scale::bytes) return scale * widen(at);
     if constexpr (Format::kScale == Scale::nibbles) return scale * widen_nibbles(at, 0);
@@ -62,7 +64,8 @@ struct Factors {
 };
 
 template <class Format>
-constexpr int kLargestCode = (1 << (Format::kBits + Format::kHighBits)) - 1;
+constexpr int kLargestCode =
+    requires { Format::kTable; } ? 2 * Format::kZero : (1 << (Format::kBits + Format::kHighBits)) - 1;
 
 // Adds block `b` of a tile times M rows to their sums.
 template <class Format, int M>

@@ -15,9 +15,9 @@ inline F fma(F a, F b, F c) { return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (_
 
 inline F half(const uint8_t* p) { return (F)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 
-template <int zero>
-inline I begin(int32_t negated) {
-  return I{} + negated * zero;
+inline B look_up(const uint8_t* table, B places) {
+  const __m256i two = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
+  return (B)_mm256_shuffle_epi8(two, (__m256i)places);
 }
 
 inline __m256i four_of(const int8_t* activations) {

@@ -2,17 +2,22 @@
 #define EDGESPEC_SET avx2
 #include "set_256.inl"
 
+// Codes of 8 bits are made signed, which takes 128 off them.
+template <int zero>
+inline I begin(int32_t negated) {
+  return zero == 128 ? I{} : I{} + negated * zero;
+}
+
 template <int n, int largest>
 inline I dots(I sums, const B* codes, const int8_t* activations) {
   const __m256i ones = _mm256_set1_epi16(1);
   constexpr int fits = 32767 / (2 * 127 * largest);  // groups
-  if constexpr (fits == 0) {                         // 8 bits: the upper one by itself
+  if constexpr (fits == 0) {                         // magnitudes, their signs on the activations
 #pragma GCC unroll 8
     for (int g = 0; g < n; g++) {
-      const __m256i a = four_of(activations + 4 * g);
-      const __m256i low = _mm256_maddubs_epi16((__m256i)(codes[g] & 127), a);
-      const __m256i high = _mm256_maddubs_epi16((__m256i)(codes[g] & 128), a);
-      sums += (I)_mm256_madd_epi16(low, ones) + (I)_mm256_madd_epi16(high, ones);
+      const __m256i code = (__m256i)(codes[g] ^ 128);
+      const __m256i a = _mm256_sign_epi8(four_of(activations + 4 * g), code);
+      sums += (I)_mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(code), a), ones);
     }
   } else {
 #pragma GCC unroll 8

@@ -16,6 +16,11 @@ inline F fma(F a, F b, F c) { return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (_
 
 inline F half(const uint8_t* p) { return (F)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 
+inline B look_up(const uint8_t* table, B places) {
+  const __m512i four = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table));
+  return (B)_mm512_shuffle_epi8(four, (__m512i)places);
+}
+
 template <int zero>
 inline I begin(int32_t negated) {
   return I{} + negated * zero;

@@ -2,6 +2,11 @@
 #define EDGESPEC_SET avxvnni
 #include "set_256.inl"
 
+template <int zero>
+inline I begin(int32_t negated) {
+  return I{} + negated * zero;
+}
+
 template <int n, int largest>
 inline I dots(I sums, const B* codes, const int8_t* activations) {
 #pragma GCC unroll 8

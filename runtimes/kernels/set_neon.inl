@@ -22,6 +22,14 @@ inline F fma(F a, F b, F c) {
   return join(vfmaq_f32(low_of(c), low_of(a), low_of(b)), vfmaq_f32(high_of(c), high_of(a), high_of(b)));
 }
 
+inline B look_up(const uint8_t* table, B places) {
+  uint8x16_t v[2];
+  __builtin_memcpy(v, &places, sizeof v);
+  for (uint8x16_t& each : v) each = vqtbl1q_u8(vld1q_u8(table), each);
+  __builtin_memcpy(&places, v, sizeof v);
+  return places;
+}
+
 inline F half(const uint8_t* p) {
   float16x8_t v;
   __builtin_memcpy(&v, p, sizeof v);

@@ -41,6 +41,11 @@ inline F half(const uint8_t* p) {
   return v;
 }
 
+inline B look_up(const uint8_t* table, B places) {
+  for (size_t i = 0; i < sizeof places; i++) places[i] = table[places[i]];
+  return places;
+}
+
 template <int zero>
 inline I begin(int32_t negated) {
   return I{} + negated * zero;

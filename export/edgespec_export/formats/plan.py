@@ -47,7 +47,8 @@ PORTABLE: Final[Mapping[GGMLType, WeightFormat]] = MappingProxyType(
 )
 """What multiplied matrices of each source format are stored as."""
 
-_LARGE = 1_000_000_000  # weights; smaller models lose too much by 4 bits that nobody chose for them
+_LARGE = 1_000_000_000  # weights; smaller models lose too much by 4 bits that nobody chose for them, and so do
+# the matrices that whoever quantized a file has left in floating point
 _ROUNDED = MappingProxyType(
     {
         "Q8_0": WeightFormat(8, 32),
@@ -127,7 +128,8 @@ def _tiles(checkpoint: Checkpoint, source: str, quantization: Quantization | Non
         name = asked
     else:
         weights = sum(each.shape[0] * each.shape[-1] for each in checkpoint.tensors.values())
-        name = "Q4_1" if layers and weights >= _LARGE else "Q8_0"
+        unquantized = all(each.type in FLOATS for each in checkpoint.tensors.values())
+        name = "Q4_1" if layers and unquantized and weights >= _LARGE else "Q8_0"
     tile_bytes(name, *tensor.shape)  # refuses widths
     return replace(_ROUNDED.get(name, _INT8), tiles=name)
 

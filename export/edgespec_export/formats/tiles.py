@@ -4,8 +4,8 @@ A tile is 16 rows of a matrix, the lanes, by 32 or 256 inputs, in blocks of 32. 
 other are a group. Codes lie in lines of 64 bytes in which byte ``4 * lane + i`` belongs to input ``i`` of a
 group of that lane: a line of 4-bit codes holds two groups, one of 2-bit codes four. Codes of 3, 5 and 6 bits
 are 2 or 4 bits, whose lines come first, and lines of the bits above them. Then come the scales and minimums
-of blocks, each lane by lane, and the float16 factors. Codes and scales are the file's, so that every weight
-keeps its value.
+of blocks, each lane by lane, and the float16 factors, or exponents in a byte. Codes and scales are the
+file's, so that every weight keeps its value.
 """
 
 from types import MappingProxyType
@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_export.sources.blocks import F16, F32, U8, Blocks, Fields, GGMLType, Steps, fields
+from edgespec_export.sources.blocks import F16, F32, TABLES, U8, Blocks, Fields, GGMLType, Steps, fields
 from edgespec_models.bundles.weight_format import FORMATS, LANES, tile_bytes
 from edgespec_models.errors import UnsupportedModelError
 
@@ -35,6 +35,9 @@ _CODES: Final = MappingProxyType(
         "Q4_K": (4, 0, 0),
         "Q5_K": (4, 1, 0),
         "Q6_K": (4, 2, 32),
+        "IQ4_NL": (4, 0, 128),
+        "IQ4_XS": (4, 0, 128),
+        "MXFP4": (4, 0, 12),
     }
 )
 """Bits of a code in the first lines and above them, and the code of zero."""
@@ -102,7 +105,8 @@ def unpack_tiles(name: str, tiles: U8, rows: int, columns: int) -> F32:
     if high:
         codes |= _codes(above, high) << np.uint8(low)
     by_row = codes.transpose(0, 4, 1, 2, 3, 5).reshape(-1, columns)
-    return Fields(by_row, zero, low + high, *_numbers(name, rest)).blocks().values()[:rows]
+    found = Fields(by_row, zero, low + high, *_numbers(name, rest), table=TABLES.get(name, b""))
+    return found.blocks().values()[:rows]
 
 
 def _whole(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -191,7 +195,7 @@ def _codes(lines: U8, bits: int) -> U8:
     return codes.reshape(down, along, -1, _GROUPS, LANES, _GROUP)
 
 
-def _numbers(name: str, rest: U8) -> tuple[F16, Steps | None, F16 | None, U8 | None]:
+def _numbers(name: str, rest: U8) -> tuple[F16 | U8, Steps | None, F16 | None, U8 | None]:
     """What lies behind the lines, ``(tiles down, tiles along, bytes)``, in the order of :class:`Fields`."""
     down, along, n_bytes = rest.shape
     at = n_bytes - 2 * LANES * (1 + (name in _WITH_MINIMUMS))
@@ -200,6 +204,8 @@ def _numbers(name: str, rest: U8) -> tuple[F16, Steps | None, F16 | None, U8 | N
         numbers = np.ascontiguousarray(part).view(kind).reshape(down, along, -1, LANES)
         return numbers.transpose(0, 3, 1, 2).reshape(down * LANES, along, -1)
 
+    if n_bytes == LANES:  # exponents
+        return by_row(rest, np.uint8)[..., 0], None, None, None
     factors = by_row(rest[..., at:], np.float16)
     steps = by_row(rest[..., :at], np.uint8)
     if name not in _WITH_MINIMUMS:

@@ -2,14 +2,17 @@
 
 Every quantized format is ``w = scale * (code - zero) - minimum`` over blocks of 16 or 32 weights; this
 module brings each to that form without rounding. Scales and minimums of the K formats are themselves whole
-numbers times a float16 of 256 weights. Layouts: ggml ``ggml-common.h``; tests compare with the ``gguf``
+numbers times a float16 of 256 weights. Codes of IQ4_NL, IQ4_XS and MXFP4 are places in a table of sixteen
+numbers of 8 bits. Layouts: ggml ``ggml-common.h``; tests compare with the ``gguf``
 package's own dequantization.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from math import prod
-from typing import BinaryIO, Self
+from types import MappingProxyType
+from typing import BinaryIO, Final, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -52,11 +55,24 @@ class GGMLType(IntEnum):
     Q4_K = 12, 256, 144, 0, 2
     Q5_K = 13, 256, 176, 0, 2
     Q6_K = 14, 256, 210, 208, 1
+    IQ4_NL = 20, 32, 18, 0, 1
+    IQ4_XS = 23, 256, 136, 0, 1
     BF16 = 30, 1, 2
+    MXFP4 = 39, 32, 17
 
 
 FLOATS = frozenset({GGMLType.F32, GGMLType.F16, GGMLType.BF16})
 """The floating-point formats: weights that nobody has quantized yet."""
+
+_NON_LINEAR: Final = bytes((1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241))
+TABLES: Final[Mapping[str, bytes]] = MappingProxyType(
+    {
+        "IQ4_NL": _NON_LINEAR,
+        "IQ4_XS": _NON_LINEAR,
+        "MXFP4": bytes((12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)),
+    }
+)
+"""The codes that a file's 4 bits choose from, by format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,29 +151,32 @@ class Fields:
 
     Attributes:
         codes: uint8 ``(rows, columns)``.
-        zero: the code that stands for 0 (before minimums).
+        zero: the code that stands for 0 (before minimums), of those in ``table`` if there is one.
         bits: how many bits a code takes.
-        factors: float16 ``(rows, file blocks)``: of the scales.
+        factors: float16 ``(rows, file blocks)``: of the scales. Uint8: powers of two, by exponents plus 128.
         scales: uint8 or int8 ``(rows, file blocks, n)``; None where the factor is the scale.
         minimum_factors: float16 like ``factors``, or None where minimums are all 0.
         minimums: uint8 like ``scales``; None where the factor is the minimum.
+        table: of :data:`TABLES`; empty where codes are what they say.
     """
 
     codes: U8
     zero: int
     bits: int
-    factors: F16
+    factors: F16 | U8
     scales: Steps | None = None
     minimum_factors: F16 | None = None
     minimums: U8 | None = None
+    table: bytes = b""
 
     def blocks(self) -> Blocks:
         """The same in numbers of float32, which holds each product exactly."""
         scales = _product(self.factors, self.scales)
         minimums = None if self.minimum_factors is None else _product(self.minimum_factors, self.minimums)
-        return Blocks(
-            self.codes, self.zero, scales, minimums, self.bits, self.codes.shape[1] // scales.shape[1]
-        )
+        codes, bits = self.codes, self.bits
+        if self.table:
+            codes, bits = np.frombuffer(self.table, np.uint8)[codes], 8
+        return Blocks(codes, self.zero, scales, minimums, bits, codes.shape[1] // scales.shape[1])
 
 
 def unpack(kind: GGMLType, raw: U8) -> Blocks | F32:
@@ -191,7 +210,10 @@ def _floats(kind: GGMLType, raw: U8) -> F32:
     return raw.view(np.float32 if kind is GGMLType.F32 else np.float16).astype(np.float32, copy=False)
 
 
-def _product(factors: F16, steps: Steps | None) -> F32:
+def _product(factors: F16 | U8, steps: Steps | None) -> F32:
+    if factors.dtype == np.uint8:
+        powers: F32 = np.ldexp(np.float32(1), factors.astype(np.int32) - 128)
+        return powers
     exact = factors.astype(np.float32)
     return exact if steps is None else (exact[..., None] * steps).reshape(len(exact), -1)
 
@@ -293,6 +315,22 @@ def _q6_k(raw: U8) -> Fields:
     return Fields(_flat(codes), 32, 6, _half(raw, 208), scales)
 
 
+def _iq4_nl(raw: U8) -> Fields:
+    return Fields(_flat(_pieces(raw[..., 2:], 4)), 128, 4, _half(raw, 0), table=_NON_LINEAR)
+
+
+def _iq4_xs(raw: U8) -> Fields:
+    shape = raw.shape[:2]
+    scales = _pieces(raw[..., 4:8, None], 4) | _pieces(raw[..., 2:4, None], 2).reshape(*shape, 4, 2) << 4
+    codes = _pieces(raw[..., 8:].reshape(*shape, 8, 16), 4)
+    steps = scales.reshape(*shape, 8).view(np.int8) - np.int8(32)
+    return Fields(_flat(codes), 128, 4, _half(raw, 0), steps, table=_NON_LINEAR)
+
+
+def _mxfp4(raw: U8) -> Fields:
+    return Fields(_flat(_pieces(raw[..., 1:], 4)), 12, 4, raw[..., 0], table=TABLES["MXFP4"])
+
+
 _READERS = {
     GGMLType.Q4_0: _q4_0,
     GGMLType.Q4_1: _q4_1,
@@ -304,4 +342,7 @@ _READERS = {
     GGMLType.Q4_K: _q4_k,
     GGMLType.Q5_K: _q5_k,
     GGMLType.Q6_K: _q6_k,
+    GGMLType.IQ4_NL: _iq4_nl,
+    GGMLType.IQ4_XS: _iq4_xs,
+    GGMLType.MXFP4: _mxfp4,
 }

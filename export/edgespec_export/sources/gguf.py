@@ -27,6 +27,26 @@ _STRING, _ARRAY = 8, 9
 _SCALARS: Mapping[int, str] = MappingProxyType(
     {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 )
+_UNREAD: Mapping[int, tuple[str, str]] = MappingProxyType(
+    {
+        9: ("Q8_1", "Q8_0"),
+        15: ("Q8_K", "Q8_0"),
+        16: ("IQ2_XXS", "Q2_K"),
+        17: ("IQ2_XS", "Q2_K"),
+        18: ("IQ3_XXS", "Q3_K_M"),
+        19: ("IQ1_S", "Q2_K"),
+        21: ("IQ3_S", "Q3_K_M"),
+        22: ("IQ2_S", "Q2_K"),
+        28: ("F64", "F32"),
+        29: ("IQ1_M", "Q2_K"),
+        34: ("TQ1_0", "Q2_K"),
+        35: ("TQ2_0", "Q2_K"),
+        40: ("NVFP4", "IQ4_NL or Q4_K_M"),
+        41: ("Q1_0", "Q2_K"),
+        42: ("Q2_0", "Q2_K"),
+    }
+)
+"""Formats that edgespec does not read, each with the one next to it in size that it does."""
 
 
 class _Cursor:
@@ -173,10 +193,11 @@ class GGUFFile:
             raise cursor.fail(f"tensor {name!r} appears twice")
         kind = next((known for known in GGMLType if known == number), None)
         if kind is None:
+            found, instead = _UNREAD.get(number, (f"number {number}", "Q4_K_M or Q8_0"))
             raise UnsupportedModelError(
-                f"tensor {name!r} of {self.path.name} has the weight format number {number}; edgespec reads "
-                f"{', '.join(known.name for known in GGMLType)}. Use a file quantized to one of these, such "
-                "as Q4_K_M or Q8_0."
+                f"tensor {name!r} of {self.path.name} has the weight format {found}; edgespec reads "
+                f"{', '.join(known.name for known in GGMLType)}. Use a file of the model that is quantized to "
+                f"these, such as {instead}."
             )
         if min(shape) < 1 or shape[-1] % kind.block:
             raise cursor.fail(f"tensor {name!r} has shape {shape}, which {kind.name} cannot hold")

@@ -35,6 +35,9 @@ FORMATS: Final[Mapping[str, TileFormat]] = MappingProxyType(
         "Q4_K": TileFormat(256, 2368),
         "Q5_K": TileFormat(256, 2880),
         "Q6_K": TileFormat(256, 3360),
+        "IQ4_NL": TileFormat(32, 288),
+        "IQ4_XS": TileFormat(256, 2208),
+        "MXFP4": TileFormat(32, 272),
     }
 )
 """The formats that the kernels multiply by."""
