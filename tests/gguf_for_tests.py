@@ -95,7 +95,8 @@ _BLOCKS = {
     "IQ4_NL": (18, 0, 9e-4, 0),
     "IQ4_XS": (136, 0, 5e-5, 0),
 }
-"""Of formats that the ``gguf`` package does not write: bytes, where the scale is, its size, and that of minimums beside it, which lie among the codes."""
+"""Of formats that the ``gguf`` package does not write: bytes, where the scale is, its size, and that of
+minimums beside it, which lie among the codes."""
 
 
 def _blocks(rng: np.random.Generator, count: int, kind: str) -> Raw:

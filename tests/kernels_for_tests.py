@@ -112,7 +112,7 @@ def same_bits(wanted: npt.NDArray[Any], got: npt.NDArray[Any], what: str = "") -
 
 
 def random_blocks(rng: np.random.Generator, name: str, rows: int, columns: int) -> U8:
-    """Random blocks of a format, uint8 ``(rows, blocks, bytes)``, with scales about 0.01, floats of either sign."""
+    """Random blocks of a format, uint8 ``(rows, blocks, bytes)``, with scales about 0.01."""
     inputs, n_bytes = GGMLType[name].block, GGMLType[name].block_bytes
     raw = rng.integers(0, 256, (rows, columns // inputs, n_bytes), np.uint8)
     for at in HALVES[GGMLType[name]]:

@@ -102,7 +102,7 @@ def _by_session(bundle: Bundle) -> tuple[float, list[bool]]:
     return _judged(bundle, logits)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "IQ4_NL", "MXFP4"])
 @pytest.mark.parametrize("config", [LLAMA, QWEN, GEMMA], ids=lambda config: config.architecture)
 def test_it_reads_as_a_session_does_but_for_the_rounding_of_activations(
     tmp_path: Path, config: ModelConfig, kind: str

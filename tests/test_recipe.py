@@ -30,10 +30,10 @@ from edgespec_models.graphs.plan import FULL, Precision
 from tests.gguf_for_tests import FORMATS, tiny_gguf
 
 WRITTEN: dict[tuple[Role, ExportDevice | None, int], str] = {
-    ("target", None, 6): "2e6384c0225e8c20",
-    ("target", "cuda", 4): "0846aaa83d15905c",
-    ("drafter", None, 6): "5dbf09b3683331aa",
-    ("drafter", "cuda", 4): "0846aaa83d15905c",
+    ("target", None, 7): "0924f3fff0008d06",
+    ("target", "cuda", 4): "c4a1a4f5d63ae602",
+    ("drafter", None, 7): "72f6679b6099029d",
+    ("drafter", "cuda", 4): "c4a1a4f5d63ae602",
 }
 """Of each recipe, the beginning of a digest of tiny models."""
 HALF = Precision("float16", "float16")

@@ -21,7 +21,7 @@ DATA = f"{GRAPH}.data"
 PROJECTIONS = ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down")
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q8_0"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q8_0", "IQ4_NL", "MXFP4"])
 @pytest.mark.parametrize("config", [LLAMA, QWEN, GEMMA], ids=lambda config: config.architecture)
 def test_weights_are_what_the_bundle_was_made_of(tmp_path: Path, config: ModelConfig, kind: str) -> None:
     model = tiny_native(tmp_path / "m", config, kind, role="drafter")

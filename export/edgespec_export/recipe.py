@@ -13,8 +13,8 @@ from edgespec_models.errors import EdgespecError
 
 RECIPES: Final[Mapping[tuple[Role, ExportDevice | None], int]] = MappingProxyType(
     {
-        ("target", None): 6,
-        ("drafter", None): 6,
+        ("target", None): 7,
+        ("drafter", None): 7,
         ("target", "cuda"): 4,
         ("drafter", "cuda"): 4,
         ("target", "npu-qnn"): 2,

@@ -47,8 +47,8 @@ PORTABLE: Final[Mapping[GGMLType, WeightFormat]] = MappingProxyType(
 )
 """What multiplied matrices of each source format are stored as."""
 
-_LARGE = 1_000_000_000  # weights; smaller models lose too much by 4 bits that nobody chose for them, and so do
-# the matrices that whoever quantized a file has left in floating point
+_LARGE = 1_000_000_000  # weights; smaller models lose too much by 4 bits that nobody chose for them, and so
+# do the matrices that whoever quantized a file has left in floating point
 _ROUNDED = MappingProxyType(
     {
         "Q8_0": WeightFormat(8, 32),

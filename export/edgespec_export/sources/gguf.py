@@ -196,8 +196,8 @@ class GGUFFile:
             found, instead = _UNREAD.get(number, (f"number {number}", "Q4_K_M or Q8_0"))
             raise UnsupportedModelError(
                 f"tensor {name!r} of {self.path.name} has the weight format {found}; edgespec reads "
-                f"{', '.join(known.name for known in GGMLType)}. Use a file of the model that is quantized to "
-                f"these, such as {instead}."
+                f"{', '.join(known.name for known in GGMLType)}. Use a file of the model quantized to these, "
+                f"such as {instead}."
             )
         if min(shape) < 1 or shape[-1] % kind.block:
             raise cursor.fail(f"tensor {name!r} has shape {shape}, which {kind.name} cannot hold")
