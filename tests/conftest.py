@@ -6,15 +6,19 @@ import signal
 # Before NumPy is imported: products here are tiny, and its threads spend ten times as long waiting.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from edgespec import engine
 from edgespec.cli.console import errors, output
-from edgespec.loading import measurements
+from edgespec.loading import measurements, opening
+from edgespec_runtimes import cost
+from edgespec_runtimes.cpu import CpuSession
+from edgespec_runtimes.session import Predictions
 from tests.downloads_for_tests import CONTENT, CUTS, PARTS, Hub, running_hub, write_wheel
 
 settings.register_profile("any machine", deadline=None)  # a busy one is slow, and not wrong
@@ -48,6 +52,32 @@ def consoles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for console in (output, errors):
         console.cache_clear()
+
+
+@pytest.fixture
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that EDGESPEC_HOME names; it does not exist yet."""
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock of its own a pass of a target takes a second, of any number of rows, a drafter's 10 ms.
+
+    So drafts are made whatever this machine measures.
+    """
+    now = 0.0
+
+    class Timed(CpuSession):
+        def _run(self, tokens: Sequence[int], rows: int) -> Predictions:
+            nonlocal now
+            now += 1.0 if self._options.exact_rows else 0.01
+            return super()._run(tokens, rows)
+
+    monkeypatch.setattr(opening, "CpuSession", Timed)
+    for module in (cost, engine):
+        monkeypatch.setattr(module, "perf_counter", lambda: now)
 
 
 @pytest.fixture

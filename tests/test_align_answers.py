@@ -5,7 +5,6 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -63,6 +62,10 @@ def test_answers_are_written_line_by_line(tmp_path: Path) -> None:
     seeds = {options["seed"] for _, options in model.calls}
     assert len(seeds) == len(PROMPTS) and {options["max_new_tokens"] for _, options in model.calls} == {7}
     assert not unanswered(PROMPTS, place, "fake-target")
+    with pytest.raises(RequestError, match="holds answers of fake-target, not of another"):
+        unanswered(PROMPTS, place, "another")
+    with alone(place), pytest.raises(RequestError, match="another run"), alone(place):
+        pass
 
 
 def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
@@ -84,33 +87,30 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
     assert len(model.calls) == len(PROMPTS) - len(kept.splitlines())
 
 
-@pytest.mark.parametrize("text", ['{"notes": [1, 2]}', "[1]", "half a li", '{"prompt": "a", "text": "b"}'])
-def test_a_file_of_something_else_keeps_its_last_line(tmp_path: Path, text: str) -> None:
+OTHERS = ['{"notes": 1}', "[1]", "half a li", '{"prompt": "", "text": "b"}', '{"prompt": "a", "text": 1}']
+
+
+@pytest.mark.parametrize("text", OTHERS)
+def test_a_file_of_something_else_is_refused_and_keeps_its_last_line(tmp_path: Path, text: str) -> None:
     place = tmp_path / "mine.json"
     place.write_text(text, encoding="utf-8")
-    if "prompt" in text:  # an answer, without a newline behind it
+    with pytest.raises(RequestError, match=r"mine\.json, line 1"):
         _asked(FakeModel(), place)
-        assert [each.prompt for each in read_answers(place)][:2] == ["a", "question 0"]
-    else:
-        with pytest.raises(RequestError, match=r"mine\.json, line 1"):
-            _asked(FakeModel(), place)
-        assert place.read_text(encoding="utf-8") == text
+    assert place.read_text(encoding="utf-8") == text
+    with pytest.raises(RequestError, match="cannot read"):
+        read_answers(tmp_path / "none.jsonl")
 
 
-def test_answers_of_another_target_are_not_taken_for_this_ones(tmp_path: Path) -> None:
-    place = tmp_path / "answers.jsonl"
-    _asked(FakeModel(), place)
-    with pytest.raises(RequestError, match="holds answers of fake-target, not of another"):
-        unanswered(PROMPTS, place, "another")
+def test_answers_from_elsewhere_are_kept_and_what_does_not_fit_is_left_out(tmp_path: Path) -> None:
+    def refuse(count: int) -> None:
+        if count in (2, 3):
+            raise DoesNotFit("too long")
 
-
-def test_one_run_at_a_time_writes_answers(tmp_path: Path) -> None:
-    with (
-        alone(tmp_path / "a.jsonl"),
-        pytest.raises(RequestError, match="another run"),
-        alone(tmp_path / "a.jsonl"),
-    ):
-        pass
+    place = tmp_path / "a.jsonl"
+    place.write_text('{"prompt": "a", "text": "b", "more": 1}', encoding="utf-8")  # without a line break
+    assert _asked(FakeModel(on_call=refuse), place) == 2
+    assert [each.prompt for each in read_answers(place)][:3] == ["a", "question 0", "question 3"]
+    assert len(read_answers(place)) == len(PROMPTS) - 1
 
 
 def test_what_is_held_out_has_all_temperatures() -> None:
@@ -119,15 +119,6 @@ def test_what_is_held_out_has_all_temperatures() -> None:
     counts = Counter((is_held_out(each.prompt), each.temperature) for each in answered if each is not None)
     assert len(counts) == 4 and counts[True, 0.0] + counts[True, 0.8] < 80
     assert 0.5 < counts[True, 0.0] / counts[True, 0.8] < 2
-
-
-def test_what_does_not_fit_is_left_out(tmp_path: Path) -> None:
-    def refuse(count: int) -> None:
-        if count in (2, 3):
-            raise DoesNotFit("too long")
-
-    assert _asked(FakeModel(on_call=refuse), tmp_path / "a.jsonl") == 2
-    assert len(read_answers(tmp_path / "a.jsonl")) == len(PROMPTS) - 2
 
 
 def test_a_disk_that_is_full_keeps_the_answers_before(
@@ -144,18 +135,6 @@ def test_a_disk_that_is_full_keeps_the_answers_before(
     with pytest.raises(StorageError, match="disk is full"):
         _asked(FakeModel(), place)
     assert len(read_answers(place)) == 3
-
-
-def test_answers_from_elsewhere_need_a_prompt_and_a_text(tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text('{"prompt": "a", "text": "b", "more": 1}\n\n', encoding="utf-8")
-    assert asdict(read_answers(file)[0])["text"] == "b"
-    for line in ("{", "[]", '{"prompt": "a"}', '{"prompt": "", "text": "b"}', '{"prompt": "a", "text": 1}'):
-        file.write_text(line, encoding="utf-8")
-        with pytest.raises(RequestError, match="line 1"):
-            read_answers(file)
-    with pytest.raises(RequestError, match="cannot read"):
-        read_answers(tmp_path / "none.jsonl")
 
 
 def test_texts_are_as_the_drafter_reads_them(tmp_path: Path) -> None:
@@ -197,6 +176,28 @@ def _align(*options: str) -> Any:
     return result.exit_code, result.stdout, " ".join(result.stderr.split())
 
 
+@pytest.mark.parametrize(
+    ("drafter", "says"),
+    [
+        ("{}/bundle", "is a bundle; give the checkpoint"),
+        ("{}/none.gguf", "does not exist"),
+        ("smollm2-135m-qwen2.5-coder", "smollm2-135m-qwen2.5-coder is aligned already"),
+        ("without PyTorch", "pip install 'edgespec[align]'"),
+    ],
+)
+def test_what_cannot_be_aligned_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafter: str, says: str
+) -> None:
+    torch = None if drafter == "without PyTorch" else ModuleType("torch")
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    if drafter.startswith("smollm2"):
+        monkeypatch.setattr(sys.modules["edgespec.cli.align"], "locate", lambda *_: (tmp_path, find(drafter)))
+    _drafter(tmp_path / "bundle")
+    code, _, said = _align(drafter.format(tmp_path), "--target", "t", "-o", str(tmp_path / "out"))
+    assert code == 1 and says in said
+    assert torch is not None or not (tmp_path / "out").exists()
+
+
 def test_answers_only_writes_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, out, prompts = FakeModel(), tmp_path / "out", tmp_path / "prompts.jsonl"
     prompts.write_text('{"id": "a", "category": "c", "turns": ["Who?", "Why?"]}', encoding="utf-8")
@@ -219,27 +220,3 @@ def test_answers_only_writes_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [(answer.prompt, answer.temperature) for answer in read_answers(out / "answers.jsonl")] == [
         ("Who?", 0.5)
     ]
-
-
-def test_a_bundle_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
-    _drafter(tmp_path / "bundle")
-    code, _, said = _align(str(tmp_path / "bundle"), "--target", "t", "-o", str(tmp_path / "out"))
-    assert code == 1 and "is a bundle; give the checkpoint" in said
-    code, _, said = _align(str(tmp_path / "none.gguf"), "--target", "t", "-o", str(tmp_path / "out"))
-    assert code == 1 and "does not exist" in said
-
-
-def test_what_is_aligned_already_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "smollm2-135m-qwen2.5-coder"
-    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
-    monkeypatch.setattr(sys.modules["edgespec.cli.align"], "locate", lambda *_: (tmp_path, find(name)))
-    code, _, said = _align(name, "--target", "t", "-o", str(tmp_path / "out"))
-    assert code == 1 and f"{name} is aligned already" in said
-
-
-def test_without_pytorch_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
-    code, _, said = _align("d", "--target", "t", "-o", str(tmp_path / "out"))
-    assert code == 1 and "pip install 'edgespec[align]'" in said
-    assert not (tmp_path / "out").exists()

@@ -146,19 +146,18 @@ def test_a_run_that_was_stopped_ends_where_one_ends_that_was_not(
 
 def test_another_runs_state_is_refused(tmp_path: Path, source: Path) -> None:
     texts, place = _texts(6), tmp_path / "training.pt"
+    options = replace(OPTIONS, trained="gains")
     with open_checkpoint(source) as opened:
         decoder = TorchDecoder(opened, "gains")
-        train(decoder, texts, replace(OPTIONS, trained="gains"), place=place)
-        for other in (_texts(7), texts[::-1]):
+        train(decoder, texts, options, place=place)
+        for other, known in ((_texts(7), ""), (texts[::-1], ""), (texts, "another drafter")):
             with pytest.raises(RequestError, match="another training run"):
-                train(decoder, other, replace(OPTIONS, trained="gains"), place=place)
-        with pytest.raises(RequestError, match="another training run"):
-            train(decoder, texts, replace(OPTIONS, trained="gains"), place=place, known="another drafter")
+                train(decoder, other, options, place=place, known=known)
         data = place.read_bytes()
         for end in (0, 10, len(data) // 2):
             place.write_bytes(data[:end])
             with pytest.raises(RequestError, match="damaged"):
-                train(decoder, texts, replace(OPTIONS, trained="gains"), place=place)
+                train(decoder, texts, options, place=place)
 
 
 def test_a_loss_that_runs_away_ends_the_training(source: Path) -> None:
@@ -189,36 +188,35 @@ def test_the_command_from_prompts_to_a_bundle(
     lines = (f'{{"id": "p{i}", "category": "c", "turns": ["question {i}"]}}\n' for i in range(60))
     prompts.write_text("".join(lines), encoding="utf-8")
     monkeypatch.setattr(edgespec, "load", lambda *names, **settings: FakeModel())
-    monkeypatch.setattr(answering, "open_model", lambda *names, **settings: Bundle(bundle))
+    for place in ("edgespec.align.answering.open_model", "edgespec.loading.opening.open_model"):
+        monkeypatch.setattr(place, lambda *names, **settings: Bundle(bundle))
     monkeypatch.setattr(answering, "check_target", lambda _: None)
     monkeypatch.setattr(answering, "can_run_side_by_side", lambda _: False)
-    monkeypatch.setattr("edgespec.loading.opening.open_model", lambda *names, **settings: Bundle(bundle))
     command = ["align", str(source), "--target", "t", "--prompts", str(prompts), "-o", str(out)]
-    options = ["--rate", "0.02", "--batch-tokens", "64", "--device", "cpu"]
-    result = runner.invoke(app, [*command, *options])
-    assert result.exit_code == 0, result.output
+    command += ["--rate", "0.02", "--batch-tokens", "64", "--device", "cpu"]
+    result = runner.invoke(app, command)
+    assert result.exit_code == 0 and "right first guesses" in result.stdout, result.output
     file = out / "alignment.safetensors"
     origin = read_alignment(file).origin
     assert (origin.model, origin.target) == ("m.gguf", "t")
     assert origin.right_after > origin.right_before and origin.recipe["trained"] == "low-rank"
-    assert "right first guesses" in result.stdout
     merged = runner.invoke(app, [*exported, str(tmp_path / "b"), "--alignment", str(file)])
     assert merged.exit_code == 0, merged.output
-    again = runner.invoke(app, [*command, *options, "--json"])  # all there: nothing is asked or trained again
+    again = runner.invoke(app, [*command, "--json"])  # all there: nothing is asked or trained again
     assert again.exit_code == 0 and '"steps"' in again.stdout
-    assert read_alignment(file).parts["layers.0.q.lora_b"].codes.any()
 
 
 def test_too_few_answers_and_no_gpu_are_said(tmp_path: Path, source: Path) -> None:
-    place, facts = running.Place(tmp_path), {"model": "m", "target": "t", "licence": ""}
+    def align(held: int, device: Any) -> None:
+        facts, place = {"model": "m", "target": "t", "licence": ""}, running.Place(tmp_path, device=device)
+        texts = _texts(30), _texts(held)
+        running.align(source, texts, OPTIONS, place, facts=facts, progress=ignore_progress)
+
     with pytest.raises(RequestError, match="0 held out"):
-        running.align(source, (_texts(30), []), OPTIONS, place, facts=facts, progress=ignore_progress)
+        align(0, "cpu")
     if not torch.cuda.is_available():
-        place = replace(place, device="cuda")
         with pytest.raises(DeviceError, match="no CUDA device"):
-            running.align(
-                source, (_texts(30), _texts(3)), OPTIONS, place, facts=facts, progress=ignore_progress
-            )
+            align(3, "cuda")
 
 
 def test_floats_have_no_scales_to_train(tmp_path: Path) -> None:

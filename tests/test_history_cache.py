@@ -13,17 +13,7 @@ from edgespec.decoding.draft import NO_DRAFT, Draft
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.history.drafter import BestOf, HistoryDrafter
 from edgespec.history.memory import MAX_N, Delta, Found, Index, Memory, Snapshot
-from edgespec.history.passages import (
-    HALF_LIFE,
-    LEAD,
-    LONGEST,
-    Cutter,
-    Entry,
-    Passage,
-    Tally,
-    cut,
-    total_tokens,
-)
+from edgespec.history.passages import HALF_LIFE, LEAD, LONGEST, Cutter, Entry, Passage, Tally, cut
 from tests.toy import Silent, round_of
 
 # Ids whose big-endian bytes end in zeros, and the largest there are.
@@ -89,19 +79,10 @@ class TestEntries:
             entry.judge(0, right=1, wrong=0)
         assert entry.worth(0) > 0.8 * other.worth(0)
 
-    def test_of_many_verdicts_on_a_token_half_are_forgotten(self) -> None:
-        entry, wrong = Entry(Passage((), (1, 2))), list[int]()
-        for _ in range(33):
-            entry.judge(1, right=0, wrong=1)
-            wrong.append(entry.wrong[1])
-        assert wrong == [*range(1, 33), 16]
-
     def test_tallies_forget(self) -> None:
         tally = Tally()
-        for _ in range(2000):
-            tally.add(0, 1)
-        for _ in range(600):
-            tally.add(1, 1)
+        for number in range(2600):
+            tally.add(number >= 2000, 1)
         assert tally.right / tally.judged > 0.85
 
 
@@ -113,38 +94,29 @@ class TestIndex:
     ) -> None:
         entries = {p.digest: Entry(p, 1.0) for text in texts for p in cut(text)}
         found = Index(list(entries.values()), 0).find(context)
-        occurrences = [
-            (before[-length:], token)
-            for entry in entries.values()
-            for before, token in _occurrences(entry.passage)
-            for length in range(1, min(len(before), MAX_N) + 1)
+        by_length = [
+            [token for entry in entries.values() for token in _followers(entry.passage, tuple(context[-n:]))]
+            for n in range(1, min(len(context), MAX_N) + 1)
         ]
-        longest = max(
-            (len(b) for b, _ in occurrences if b == tuple(context[-len(b) :]) and len(b) <= len(context)),
-            default=0,
-        )
-        assert (found is None) == (longest == 0)
+        known = [(n, followers) for n, followers in enumerate(by_length, 1) if followers]
         if found is None:
+            assert not known
             return
-        followers = [t for b, t in occurrences if b == tuple(context[-longest:])]
-        assert found.length == longest
-        assert found.token in followers
-        assert found.count == len(followers)
-        assert 0.0 < found.share <= 1.0
+        length, followers = known[-1]
+        assert (found.length, found.count) == (length, len(followers))
+        assert found.token in followers and 0.0 < found.share <= 1.0
         assert found.entry.passage.body[found.offset] == found.token
         assert len(followers) > 32 or followers.count(found.token) == max(map(followers.count, followers))
 
-    def test_votes_weigh_by_uses_and_record(self) -> None:
+    def test_votes_weigh_by_uses_and_record_and_of_equals_the_latest_wins_however_long_ago(self) -> None:
         often, seldom = Entry(Passage((), (1, 10)), 3.0), Entry(Passage((), (1, 11)), 1.0)
         index = Index([often, seldom], 0)
         found = index.find([1])
-        assert found is not None and found.token == 10 and found.share == pytest.approx(0.75)
+        assert found is not None and (found.token, found.share) == (10, 0.75)
         for _ in range(20):
             often.judge(1, right=0, wrong=1)
         again = index.find([1])
         assert again is not None and again.token == 11
-
-    def test_of_equal_votes_the_latest_wins_however_long_ago(self) -> None:
         rivals = [Entry(Passage((), (1, token)), 1.0) for token in (10, 11)]
         found = Index(rivals, 200 * HALF_LIFE).find([1])
         assert found is not None and (found.token, found.entry, found.share) == (11, rivals[1], 0.5)
@@ -156,10 +128,10 @@ class TestIndex:
         assert found.share == pytest.approx(0.6, abs=0.05)
 
 
-def _occurrences(passage: Passage) -> list[tuple[tuple[int, ...], int]]:
-    whole = (*passage.lead, *passage.body)
-    start = len(passage.lead)
-    return [(whole[:at], whole[at]) for at in range(max(start, 1), len(whole))]
+def _followers(passage: Passage, context: tuple[int, ...]) -> list[int]:
+    """The tokens of the body in front of which ``context`` stands."""
+    whole, n = (*passage.lead, *passage.body), len(context)
+    return [whole[at] for at in range(max(len(passage.lead), n), len(whole)) if whole[at - n : at] == context]
 
 
 class TestMemory:
@@ -183,7 +155,7 @@ class TestMemory:
 
     def test_what_fits_the_bound_to_the_last_token_stays(self) -> None:
         entries = [Entry(passage, 1.0) for passage in cut(_noise(5, 300))]
-        whole = total_tokens(entries)
+        whole = sum(len(entry.passage) for entry in entries)
         assert len(Memory(Snapshot(entries=entries), max_tokens=whole)) == whole
         assert 0 < len(Memory(Snapshot(entries=entries), max_tokens=whole - 1)) < whole - 1
 
@@ -195,12 +167,6 @@ class TestMemory:
         for length, (count, share) in zip((1, 3, 4, 8), shares, strict=True):
             memory.judge(Found(2, length, count, share, entry, 1), True)
         assert [*delta.verdicts] == ["unique 1", "agreed 2", "most 3", "split 4"]
-
-    def test_before_any_verdict_one_occurrence_counts_by_its_length_and_several_by_their_votes(self) -> None:
-        entry = Entry(Passage((), (1, 2)), 1.0)
-        memory = Memory(Snapshot(entries=[entry]), max_tokens=100)
-        one, two = (memory.estimate(Found(2, 3, count, 0.5, entry, 1)) for count in (1, 2))
-        assert (one, two) == pytest.approx((9 / 15, 0.25 * 3 / 4))
 
     def test_what_is_learned_is_found_from_the_next_refresh_on(self) -> None:
         memory, text = _memory(), _noise(1, 100)
@@ -227,22 +193,6 @@ class TestMemory:
         found = memory.find(often[:50])
         assert found is not None and found.length == MAX_N and found.token == often[50]
 
-    def test_what_happened_is_told_so_that_it_adds_up(self) -> None:
-        delta, text = Delta(), _noise(3, 64)
-        memory = Memory(Snapshot(), max_tokens=1 << 20, tell=lambda note: note(delta))
-        memory.learn(cut(text))
-        memory.learn(cut(text))
-        memory.refresh()
-        found = memory.find(text[:9])
-        assert found is not None
-        memory.judge(found, True)
-        memory.judge(found, False)
-        assert delta.tokens == 2 * len(text) == memory.clock
-        change = delta.changes[found.entry.passage.digest]
-        assert change.written == 2 and change.verdicts == {found.offset: (1, 1)}
-        assert sum(judged for _, judged in delta.verdicts.values()) == 2
-        assert bool(delta) and not Delta()
-
 
 class _Near(Silent):
     """Proposes from the text what it is told to."""
@@ -266,19 +216,16 @@ class TestDrafter:
         assert accepted > 330
 
     def test_nothing_known_nothing_proposed(self) -> None:
-        drafter = HistoryDrafter(_memory())
-        assert drafter.propose([1, 2, 3], 8) is NO_DRAFT
-        assert drafter.extend([1, 2, 3], NO_DRAFT, 8) is NO_DRAFT
-        assert HistoryDrafter(_memory([1, 2, 3, 4])).propose([1, 2], 0) is NO_DRAFT
+        for drafter, limit in ((HistoryDrafter(_memory()), 8), (HistoryDrafter(_memory([1, 2, 3, 4])), 0)):
+            assert drafter.propose([1, 2, 3], limit) is NO_DRAFT
+            assert drafter.extend([1, 2, 3], NO_DRAFT, limit) is NO_DRAFT
 
     def test_an_entry_that_misleads_is_given_up(self) -> None:
-        text = _noise(5, 30)
+        text, proposed = _noise(5, 30), []
         memory = _memory(text)
-        proposed = []
         for round_ in range(16):
             drafter = HistoryDrafter(memory)
-            draft = drafter.propose(text[:10], 1)
-            proposed.append(bool(draft.tokens))
+            proposed.append(bool(drafter.propose(text[:10], 1).tokens))
             drafter.observe(round_of(9999 + round_))
         assert proposed[0] and not proposed[-1]
 
@@ -334,22 +281,18 @@ class TestDrafter:
 
     def test_the_better_promise_wins(self) -> None:
         text = _noise(9, 60)
-        memory = _memory(text)
-        alone = HistoryDrafter(memory).propose(text[:20], 4)
-        worse, better = (
-            BestOf(near, HistoryDrafter(memory)).propose(text[:20], 4)
-            for near in (_Near([9999], 0.1), _Near([9999] * 4, 0.99))
-        )
-        assert worse.tokens == alone.tokens and better.sources == ("ngram",) * 4
+        history = HistoryDrafter(_memory(text))
+        nears = _Near([9999], 0.1), _Near([9999] * 4, 0.99)
+        worse, better = (BestOf(near, history).propose(text[:20], 4) for near in nears)
+        assert worse.tokens == tuple(text[20:24]) and better.sources == ("ngram",) * 4
 
     @settings(max_examples=30, deadline=None)
     @given(answers, st.lists(tokens, min_size=1, max_size=30), st.integers(0, 9))
     def test_drafts_are_well_formed_within_the_limit_and_repeatable(
         self, texts: list[list[int]], context: list[int], limit: int
     ) -> None:
-        drafts = [
-            BestOf(NgramDrafter(), HistoryDrafter(_memory(*texts))).propose(context, limit) for _ in range(2)
-        ]
-        assert drafts[0] == drafts[1]
-        assert len(drafts[0].tokens) == len(drafts[0].sources) == len(drafts[0].confidence) <= limit
-        assert all(0.0 <= value <= 1.0 for value in drafts[0].confidence)
+        sources = (BestOf(NgramDrafter(), HistoryDrafter(_memory(*texts))) for _ in range(2))
+        draft, again = (source.propose(context, limit) for source in sources)
+        assert draft == again
+        assert len(draft.tokens) == len(draft.sources) == len(draft.confidence) <= limit
+        assert all(0.0 <= value <= 1.0 for value in draft.confidence)

@@ -24,7 +24,7 @@ from edgespec_models.errors import EdgespecError, RequestError, StorageError
 from tests.histories_for_tests import SCOPE, delta_of, learn, merge, passage_of, stored, text_of, used
 
 POSIX = pytest.mark.skipif(os.name != "posix", reason="modes, pipes and devices are a matter of POSIX")
-pytestmark = pytest.mark.usefixtures("consoles")
+pytestmark = pytest.mark.usefixtures("consoles", "own_home")
 Seen = dict[str, tuple[bytes, int, int, int]]
 
 
@@ -32,11 +32,6 @@ Seen = dict[str, tuple[bytes, int, int, int]]
 def path(tmp_path: Path) -> Path:
     (tmp_path / "mine").mkdir()
     return tmp_path / "mine" / "thesis.txt"
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
 
 
 def _seen(folder: Path) -> Seen:
@@ -56,33 +51,22 @@ def _program(path: Path, *statements: str) -> None:
     _database(path, "CREATE TABLE notes (text)", "INSERT INTO notes VALUES ('mine')", *statements).close()
 
 
-def _only_logged(path: Path) -> None:
+def _as_killed(connection: sqlite3.Connection, path: Path, content: bytes | None = None) -> None:
+    """Close, but leave file and log as they are now; or ``content`` beside the log."""
+    log = path.with_name(path.name + "-wal")
+    kept = {path: path.read_bytes() if content is None else content, log: log.read_bytes()}
+    connection.close()
+    for file, data in kept.items():
+        file.write_bytes(data)
+
+
+def _logged(path: Path, content: bytes | None = None) -> None:
     """All another program wrote is in the log yet; the program was killed."""
     connection = _database(path, "PRAGMA journal_mode = WAL", "CREATE TABLE notes (text)")
-    _as_killed(connection, path)
+    _as_killed(connection, path, content)
 
 
-def _as_killed(connection: sqlite3.Connection, path: Path) -> None:
-    """Close, but leave file and log as they are now."""
-    kept = {file: file.read_bytes() for file in (path, path.with_name(path.name + "-wal"))}
-    connection.close()
-    for file, content in kept.items():
-        file.write_bytes(content)
-
-
-def _logged_beside_nothing(path: Path) -> None:
-    _only_logged(path)
-    path.write_bytes(b"")
-
-
-def _with_our_log_beside(path: Path) -> None:
-    """A text where a history was, whose log is still there."""
-    connection = database.connect(path)
-    _as_killed(connection, path)
-    path.write_text("my thesis")
-
-
-def _damaged(path: Path) -> None:
+def _cut(path: Path) -> None:
     _program(path, "CREATE TABLE more (x)")
     path.write_bytes(path.read_bytes()[:5000])
 
@@ -96,10 +80,10 @@ OTHERS: dict[str, Callable[[Path], object]] = {
     "one in WAL mode": lambda path: _program(path, "PRAGMA journal_mode = WAL"),
     "one with an id": lambda path: _program(path, "PRAGMA application_id = 5"),
     "one without tables": lambda path: _database(path, "PRAGMA user_version = 0", "VACUUM").close(),
-    "one that is logged": _only_logged,
-    "a log": _logged_beside_nothing,
-    "a text by our log": _with_our_log_beside,
-    "a damaged one": _damaged,
+    "one that is logged": _logged,
+    "a log": lambda path: _logged(path, b""),
+    "a text by our log": lambda path: _as_killed(database.connect(path), path, b"my thesis"),
+    "a damaged one": _cut,
 }
 
 
@@ -117,39 +101,31 @@ def other(request: pytest.FixtureRequest, path: Path) -> Iterator[Path]:
 EXPORTED = '{"format": "edgespec history 1", "passages": [], "corrections": []}'
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda path: edgespec.load("no-such-model", "ngram", history=path),
-        Store.open,
-        database.connect_read_only,
-        database.set_aside,
-        lambda path: History(path).check(),
-        lambda path: History(path).namespaces(),
-        lambda path: History(path).show(),
-        lambda path: History(path).corrections(),
-        lambda path: History(path).forget("text"),
-        lambda path: History(path).delete(),
-        lambda path: History(path).delete("mail"),
-    ],
-)
-def test_the_sdk_refuses_it_and_leaves_it_alone(other: Path, use: Callable[[Path], object]) -> None:
-    with pytest.raises(StorageError, match=r"cannot be used as a history: .* Name another file"):
-        use(other)
+OF_A_HISTORY: list[Callable[[History], object]] = [
+    *(History.check, History.namespaces, History.show, History.corrections, History.delete),
+    *(lambda history: history.forget("text"), lambda history: history.delete("mail")),
+]
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "generate no-such-model hello --history PATH",
-        "chat no-such-model --history PATH",
-        "bench no-such-model --history PATH",
-        "verify no-such-model --history PATH",
-        "history export PATH OUT",
-        "history import PATH IN",
-        "history delete PATH --yes",
-    ],
-)
+def test_the_sdk_refuses_it_and_leaves_it_alone(other: Path) -> None:
+    refuses = pytest.raises(StorageError, match=r"cannot be used as a history: .* Name another file")
+    for use in (Store.open, database.connect_read_only, database.set_aside):
+        with refuses:
+            use(other)
+    for ask in OF_A_HISTORY:
+        with refuses:
+            ask(History(other))
+    with refuses:
+        edgespec.load("no-such-model", "ngram", history=other)
+
+
+COMMANDS = [
+    *(f"{command} no-such-model --history PATH" for command in ("generate", "chat", "bench", "verify")),
+    *("history export PATH OUT", "history import PATH IN", "history delete PATH --yes"),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_refuses_it_and_leaves_it_alone(other: Path, command: str, tmp_path: Path) -> None:
     (tmp_path / "in.json").write_text(EXPORTED)
     places = {"PATH": str(other), "IN": str(tmp_path / "in.json"), "OUT": str(tmp_path / "out.json")}
@@ -196,9 +172,11 @@ def test_what_is_no_file_is_neither_opened_nor_changed(kind: str, path: Path, tm
                 use(where)
         with used(where) as opened:
             assert opened.problem is not None
-        for ask in (History.show, History.delete, lambda history: history.load(tmp_path / "in.json")):
+        for ask in OF_A_HISTORY[1:]:
             with pytest.raises(EdgespecError):
                 ask(History(where))
+        with pytest.raises(EdgespecError):
+            History(where).load(tmp_path / "in.json")
         with pytest.raises((StorageError, RequestError), match=r"is (not a regular file|a folder)"):
             edgespec.load("no-such-model", "ngram", history=where)
         after = where.stat()
@@ -286,12 +264,9 @@ def test_what_was_ours_is_set_aside_with_its_companions_or_deleted(
         companion.write_bytes(b"of a program that was killed")
     History(aside).delete()
     assert [file.name for file in path.parent.iterdir() if file.suffix != ".lock"] == []
-
-
-def test_what_a_later_edgespec_made_can_be_deleted(path: Path) -> None:
     _database(_made(path), "PRAGMA user_version = 99").close()
-    History(path).delete()
-    assert list(path.parent.iterdir()) == []
+    History(path).delete()  # what a later edgespec made
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("version", [0, 1])
@@ -351,7 +326,7 @@ class TestRaces:
         self, path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def come(looked: Path) -> None:
-            monkeypatch.undo()
+            monkeypatch.setattr(database, "look", look)
             path.write_text("my thesis")
             path.chmod(0o644)
 
@@ -379,7 +354,7 @@ class TestRaces:
         with used(path) as use:
             assert use.problem is not None
         assert path.read_text() == "my thesis " * 1000 and stat.S_IMODE(path.stat().st_mode) == mode
-        assert {file.name for file in path.parent.iterdir()} == {"thesis.txt"}
+        assert [file.name for file in path.parent.iterdir()] == ["thesis.txt"]
 
 
 @POSIX

@@ -1,7 +1,8 @@
 """A loaded model with a history: the same output, fewer passes, nothing on disk that was not asked for."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,6 @@ from edgespec.loading import opening
 from edgespec.measuring.chi_square import pool_rare, two_samples
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.session import Session
 from tests.native_for_tests import tiny_native
 from tests.toy import LLAMA, Silent, ToySession
 
@@ -88,34 +88,25 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_native(tmp_path_factory.mktemp("models") / "target", LLAMA, "Q4_1").path
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
-
-
 @pytest.fixture(autouse=True)
-def flat_costs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def flat_costs(monkeypatch: pytest.MonkeyPatch, own_home: Path) -> None:
     """Verifying more rows is free, so what is drafted does not depend on this machine."""
-    monkeypatch.setattr(opening, "measure_cost", _flat)
+    monkeypatch.setattr(opening, "measure_cost", lambda *_, **__: CostCurve({1: 1.0, 64: 1.0001}))
     monkeypatch.setattr("edgespec.drafting.pricing.Pricing.pass_seconds", lambda self, rows: 1e-9)
     monkeypatch.setattr("edgespec.drafting.pricing.Guard.allows", True)
-    return iter([None])
 
 
-def _flat(session: Session, rows: Sequence[int] = (), *, progress: object = None) -> CostCurve:
-    return CostCurve({1: 1.0, 64: 1.0001})
+def test_greedy_output_is_the_same_and_gets_faster_across_restarts(target: Path) -> None:
+    def answers(model: edgespec.Model) -> tuple[edgespec.Generation, edgespec.Generation]:
+        ask = partial(model.generate, PROMPT, max_new_tokens=NEW, stop_at_eos=False)
+        return ask(), ask(temperature=0.9, seed=5)
 
-
-def test_greedy_output_is_the_same_and_gets_faster_across_restarts(target: Path, home: Path) -> None:
     with edgespec.load(target, None, options=OPTIONS) as model:
-        plain = model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
-        sampled = model.generate(PROMPT, max_new_tokens=NEW, temperature=0.9, seed=5, stop_at_eos=False)
+        plain, sampled = answers(model)
     rounds = []
     for _ in range(3):
         with edgespec.load(target, "ngram", options=OPTIONS, history="me") as model:
-            result = model.generate(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
-            again = model.generate(PROMPT, max_new_tokens=NEW, temperature=0.9, seed=5, stop_at_eos=False)
+            result, again = answers(model)
         assert (result.text, result.tokens) == (plain.text, plain.tokens)
         assert again.tokens == sampled.tokens
         assert result.stats.history_problem is None
@@ -126,20 +117,23 @@ def test_greedy_output_is_the_same_and_gets_faster_across_restarts(target: Path,
     assert "".join(text.text for text in shown) and {text.target for text in shown} == {"target"}
 
 
-def test_without_a_history_nothing_is_written(target: Path, home: Path) -> None:
+def test_without_a_history_nothing_is_written(target: Path, own_home: Path) -> None:
     with edgespec.load(target, "ngram", options=OPTIONS) as model:
         result = model.generate(PROMPT, max_new_tokens=20)
-    assert "history" not in result.stats.by_source and not home.exists()
+    assert "history" not in result.stats.by_source and not own_home.exists()
+    for drafter, history, says in ((None, "me", "uses no history"), ("ngram", Path(), "is a folder")):
+        with pytest.raises(RequestError, match=says):
+            edgespec.load(target, drafter, options=OPTIONS, history=history)
 
 
-def test_plain_requests_neither_read_nor_teach(target: Path, home: Path, tmp_path: Path) -> None:
+def test_plain_requests_neither_read_nor_teach(target: Path, own_home: Path, tmp_path: Path) -> None:
     file = tmp_path / "mine" / "notes.history"  # instead of a name
     with edgespec.load(target, "ngram", options=OPTIONS, history=file) as model:
         model.generate(PROMPT, max_new_tokens=20, speculate=False)
-    assert History(file).show() == [] and not home.exists()
+    assert History(file).show() == [] and not own_home.exists()
 
 
-def test_namespaces_and_targets_are_kept_apart(target: Path, home: Path, tmp_path: Path) -> None:
+def test_namespaces_and_targets_are_kept_apart(target: Path, tmp_path: Path) -> None:
     other = tiny_native(tmp_path / "other", LLAMA, "Q4_1").path  # the same tokenizer and weights
     for path, namespace in ((target, "mail"), (target, "code"), (other, "mail")):
         options = LoadOptions(threads=1, namespace=namespace)
@@ -150,7 +144,7 @@ def test_namespaces_and_targets_are_kept_apart(target: Path, home: Path, tmp_pat
     assert Counter(kept.keys()) == Counter([("target", "mail"), ("target", "code"), ("other", "mail")])
 
 
-def test_a_stream_left_early_or_cancelled_teaches_what_was_read(target: Path, home: Path) -> None:
+def test_a_stream_left_early_or_cancelled_teaches_what_was_read(target: Path) -> None:
     with edgespec.load(target, "ngram", options=OPTIONS, history="me") as model:
         stream = model.stream(PROMPT, max_new_tokens=NEW, stop_at_eos=False)
         for _ in stream:
@@ -158,18 +152,3 @@ def test_a_stream_left_early_or_cancelled_teaches_what_was_read(target: Path, ho
         del stream
         model.generate(OTHER_PROMPT, cancelled=lambda: True)
     assert sum(text.tokens for text in History("me").show()) >= 1
-
-
-@pytest.mark.parametrize(
-    ("drafter", "history", "message"),
-    [
-        (None, "me", "uses no history"),
-        ("ngram", "a b", "no name of a history"),
-        ("ngram", Path(), "is a folder"),
-    ],
-)
-def test_requests_that_make_no_sense_are_refused(
-    target: Path, drafter: str | None, history: str | Path, message: str
-) -> None:
-    with pytest.raises(RequestError, match=message):
-        edgespec.load(target, drafter, options=OPTIONS, history=history)

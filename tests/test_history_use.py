@@ -8,32 +8,19 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
+from unittest.mock import Mock
 
 import pytest
 
 from edgespec.history.manage import History
-from edgespec.history.memory import Snapshot
 from edgespec.history.passages import Passage
 from edgespec.history.store import Store
 from edgespec.history.use import HistoryUse, Writer
 from edgespec_models.errors import StorageError
-from tests.histories_for_tests import (
-    OTHERS,
-    SCOPE,
-    delta_of,
-    learn,
-    merge,
-    passage_of,
-    stored,
-    text_of,
-    tokenizer,
-    used,
-)
+from tests import histories_for_tests
+from tests.histories_for_tests import OTHERS, SCOPE, delta_of, learn, merge, passage_of, stored, text_of, used
 
 TEXT = "the quick brown fox jumps over the lazy dog, and the lazy dog sleeps on. " * 3
-POSIX = pytest.mark.skipif(os.name != "posix", reason="modes are a matter of POSIX")
 RENAMES = pytest.mark.skipif(sys.platform == "win32", reason="an open file cannot be renamed")
 
 
@@ -44,7 +31,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tokens() -> list[int]:
-    return tokenizer().encode(TEXT)
+    return histories_for_tests.tokenizer().encode(TEXT)
 
 
 def _proposes(use: HistoryUse, tokens: list[int]) -> bool:
@@ -63,24 +50,21 @@ def test_what_was_learned_is_there_after_a_restart(path: Path, tokens: list[int]
         assert _proposes(again, tokens) and not other.begin().propose(tokens[:12], 6).tokens
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda data: data[:100] + b"not a database, but long enough to be read as one" * 100,
-        lambda data: data[:5000],
-        lambda data: data[:100] + bytes(len(data) - 100),
-        lambda data: data[: len(data) // 2] + os.urandom(len(data) - len(data) // 2),
-        lambda data: data.replace(b"CREATE TABLE passage", b"CREATE\x80TABLE passage"),
-    ],
-    ids=["text", "cut", "zeros", "noise", "names"],
-)
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "text": lambda data: data[:100] + b"not a database, but long enough to be read as one" * 100,
+    "cut": lambda data: data[:5000],
+    "zeros": lambda data: data[:100] + bytes(len(data) - 100),
+    "noise": lambda data: data[: len(data) // 2] + os.urandom(len(data) - len(data) // 2),
+    "names": lambda data: data.replace(b"CREATE TABLE passage", b"CREATE\x80TABLE passage"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_set_aside_and_reported(
-    path: Path, tokens: list[int], damage: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
+    path: Path, tokens: list[int], damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with used(path) as use:
-        for start in range(300):
-            learn(use, [(start + n) % 400 for n in range(60)])
-    bad = damage(path.read_bytes())
+    merge(path, delta_of(*(passage_of(number, 60) for number in range(300))))
+    bad = DAMAGES[damage](path.read_bytes())
     path.write_bytes(bad)
     with caplog.at_level(logging.WARNING, logger="edgespec"), used(path) as use:
         assert use.problem is not None and "was damaged" in use.problem
@@ -90,19 +74,18 @@ def test_a_damaged_file_is_set_aside_and_reported(
     assert stored(path).entries
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        "passage SET body = 'text'",
-        "passage SET uses = 'x'",
-        "scope SET clock = 'x'",
-        "scope SET target = x'00'",
-    ],
-)
+def _change(path: Path, statement: str) -> None:
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        assert connection.execute(statement).rowcount
+
+
+WRONG = ["passage SET body = 'text'", "passage SET uses = 'x'", "scope SET clock = 'x'"]
+
+
+@pytest.mark.parametrize("change", [*WRONG, "scope SET target = x'00'"])
 def test_values_of_wrong_types_are_damage(path: Path, change: str) -> None:
     merge(path, *(delta_of(passage_of(number)) for number in range(3)))
-    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
-        assert connection.execute(f"UPDATE OR IGNORE {change}").rowcount
+    _change(path, f"UPDATE OR IGNORE {change}")
     with pytest.raises(StorageError, match="wrong type"):
         History(path).show()
     with used(path) as use:
@@ -112,8 +95,7 @@ def test_values_of_wrong_types_are_damage(path: Path, change: str) -> None:
 
 def test_rows_that_make_no_sense_are_not_used(path: Path, tokens: list[int]) -> None:
     merge(path, delta_of(passage_of(1)))
-    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
-        connection.execute("UPDATE passage SET verdicts = x'00'")
+    _change(path, "UPDATE passage SET verdicts = x'00'")
     with used(path) as use:
         assert use.problem is not None and "cannot be read" in use.problem and len(use.memory) == 0
         learn(use, tokens)
@@ -144,9 +126,7 @@ def test_a_file_that_cannot_be_written_is_read(
         learn(use, tokens)
     before = path.read_bytes()
 
-    def refuse(path: Path) -> sqlite3.Connection:
-        raise sqlite3.OperationalError("attempt to write a readonly database")
-
+    refuse = Mock(side_effect=sqlite3.OperationalError("attempt to write a readonly database"))
     monkeypatch.setattr("edgespec.history.store.connect", refuse)
     with used(path) as use:
         assert use.problem is not None and "readonly" in use.problem
@@ -155,27 +135,13 @@ def test_a_file_that_cannot_be_written_is_read(
     assert path.read_bytes() == before
 
 
-@POSIX
-@pytest.mark.skipif(hasattr(os, "geteuid") and os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "shut").mkdir(mode=0o500)
-    with used(tmp_path / "shut" / "me.history") as use:
-        assert use.problem is not None and "cannot be written" in use.problem
-
-
 def test_a_later_format_is_not_used_and_not_touched(path: Path) -> None:
     merge(path)
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute("PRAGMA user_version = 99")
+    _change(path, "PRAGMA user_version = 99")
     before = path.read_bytes()
     with used(path) as use:
         assert use.problem is not None and "Update edgespec" in use.problem
     assert path.read_bytes() == before
-
-
-def test_what_keeps_the_writer_from_writing_is_told() -> None:
-    writer = cast(Writer, SimpleNamespace(problem="the disk is full", tell=lambda note: None))
-    assert HistoryUse(Snapshot(), writer, None).problem == "the disk is full"
 
 
 def _writer(path: Path, store: Store | None = None, flush_s: float = 1000.0) -> Writer:
@@ -198,48 +164,35 @@ class TestWriter:
         writer.close()
         writer.close()
 
-    def test_unless_told_otherwise_it_writes_as_soon_as_the_guide_says(self, path: Path) -> None:
-        guide = Path(__file__).parents[1] / "docs" / "history.md"
-        assert "two seconds after something was learned" in guide.read_text("utf-8")
-        with closing(Writer(Store.open(path), path, scope=SCOPE, text_of=text_of)) as writer:
-            assert writer._wait_s() == 2.0
-
     def test_closing_writes_what_is_left_also_after_an_interrupt(
         self, path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def interrupt(*args: object) -> None:
-            monkeypatch.undo()
-            raise KeyboardInterrupt
-
         writer = _writer(path)
         _tell(writer, 1)
-        monkeypatch.setattr(Store, "merge", interrupt)
-        with pytest.raises(KeyboardInterrupt):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Store, "merge", Mock(side_effect=KeyboardInterrupt))
             writer.close()
         assert not stored(path).entries
         writer.close()
         assert len(stored(path).entries) == 1
 
     @pytest.mark.parametrize(
-        ("break_it", "mend_it", "says"),
-        [
-            ("PRAGMA max_page_count = 1", "PRAGMA max_page_count = 100000", "full"),  # 1 is what it has now
-            ("PRAGMA query_only = ON", "PRAGMA query_only = OFF", "readonly"),
-        ],
+        ("setting", "broken", "sound", "says"),
+        [("max_page_count", 1, 100_000, "full"), ("query_only", 1, 0, "readonly")],  # 1 page is what it has
     )
     def test_a_disk_that_takes_nothing_is_reported_once_and_tried_again(
-        self, path: Path, break_it: str, mend_it: str, says: str, caplog: pytest.LogCaptureFixture
+        self, path: Path, setting: str, broken: int, sound: int, says: str, caplog: pytest.LogCaptureFixture
     ) -> None:
         store = Store.open(path)
         writer = _writer(path, store)
-        store._connection.execute(break_it)
+        store._connection.execute(f"PRAGMA {setting} = {broken}")
         with caplog.at_level(logging.WARNING, logger="edgespec"):
             for start in range(0, 300, 100):
                 _tell(writer, *range(start, start + 100))
                 writer.flush()
         assert writer.problem is not None and says in writer.problem
         assert "decoding goes on" in writer.problem and len(caplog.records) == 1
-        store._connection.execute(mend_it)
+        store._connection.execute(f"PRAGMA {setting} = {sound}")
         writer.close()
         assert writer.problem is None
         assert len(stored(path).entries) == 300
@@ -253,17 +206,6 @@ class TestWriter:
             writer.flush()
         assert 0 < sum(len(delta.changes) for delta in writer._late) <= 4096
         writer.close()
-
-    @RENAMES
-    def test_damage_while_in_use_is_set_aside(self, path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        writer = _writer(path, _damaging(path))
-        _tell(writer, 1)
-        with caplog.at_level(logging.WARNING, logger="edgespec"):
-            writer.flush()
-        assert writer.problem is not None and "was damaged" in writer.problem
-        assert len(caplog.records) == 1
-        writer.close()
-        assert len(stored(path).entries) == 1 and _aside(path)
 
     def test_what_is_not_ours_any_more_while_in_use_is_left_alone(self, path: Path) -> None:
         writer = _writer(path, _damaging(path, kept=0))
@@ -279,10 +221,7 @@ class TestWriter:
     def test_a_damaged_file_that_cannot_be_renamed_now_is_later(
         self, path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def refuse(path: Path) -> Path:
-            raise PermissionError("another program has it open")
-
-        writer = _writer(path, _damaging(path))
+        writer, refuse = _writer(path, _damaging(path)), Mock(side_effect=PermissionError("it is open"))
         _tell(writer, 1)
         with monkeypatch.context() as patched:
             patched.setattr("edgespec.history.use.set_aside", refuse)
@@ -294,6 +233,7 @@ class TestWriter:
         assert writer.problem is not None and "was damaged" in writer.problem
         writer.close()
         assert {entry.passage for entry in stored(path).entries} == {passage_of(1), passage_of(2)}
+        assert _aside(path)
 
 
 def _damaging(path: Path, *, kept: int = 100) -> Store:

@@ -5,6 +5,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
@@ -61,19 +62,16 @@ class _Condition(threading.Condition):
         self.waits.put(timeout)
         return super().wait(timeout)
 
-
-class _Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+    def until(self, expected: object) -> None:
+        """Until the thread waits that long; None is without a limit."""
+        while self.waits.get(timeout=SOON) != expected:
+            pass
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
-    clock = _Clock()
-    monkeypatch.setattr("edgespec.learning.trainer.perf_counter", clock)
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("edgespec.learning.trainer.perf_counter", lambda: clock.now)
     return clock
 
 
@@ -89,35 +87,15 @@ def _trainer(tuning: _Tuning, share: float = 1.0) -> tuple[Trainer, _Condition]:
     return trainer, condition
 
 
-def _until(condition: _Condition, expected: float | None) -> None:
-    """Until the thread waits that long; None is without a limit."""
-    while condition.waits.get(timeout=SOON) != expected:
-        pass
-
-
-def _limited(condition: _Condition) -> float:
-    """The time limit of the next wait that has one."""
-    while (limit := condition.waits.get(timeout=SOON)) is None:
-        pass
-    return limit
-
-
-def _ended(trainer: Trainer) -> None:
-    assert trainer._thread is not None
-    trainer._thread.join(SOON)
-    assert not trainer._thread.is_alive()
-
-
-def test_texts_are_learned_in_turn_and_handed_out_once(clock: _Clock) -> None:
+@pytest.mark.usefixtures("clock")
+def test_texts_are_learned_in_turn_and_handed_out_once() -> None:
     trainer, _ = _trainer(tuning := _Tuning())
     assert trainer.take() is None and trainer.lesson() is None
     assert trainer._thread is None and trainer.undone == 0  # no text, no thread
-    for number in range(3):
+    for number in range(4):
+        tuning.undone = number
         trainer.offer(_text(number))
         assert tuning.learned.get(timeout=SOON) == number
-        tuning.undone += 1
-    trainer.offer(_text(3))
-    assert tuning.learned.get(timeout=SOON) == 3
     trainer.close()
     gains, lesson = trainer.take(), trainer.lesson()
     assert gains is not None and gains["final_norm.weight"][0] == 4.0
@@ -126,26 +104,8 @@ def test_texts_are_learned_in_turn_and_handed_out_once(clock: _Clock) -> None:
     assert trainer.take() is None and trainer.lesson() is None
 
 
-def test_nothing_is_learned_while_a_request_runs(clock: _Clock) -> None:
-    def step(breathe: Callable[[], None]) -> None:
-        breathe()
-        passed.put("first layer")
-        breathe()
-        passed.put("second layer")
-
-    passed: queue.Queue[str] = queue.Queue()
-    trainer, condition = _trainer(tuning := _Tuning(step))
-    trainer.pause()
-    trainer.offer(_text(1))
-    _until(condition, None)
-    assert tuning.begun.get(timeout=SOON) == 1
-    assert passed.empty()
-    trainer.resume()
-    assert tuning.learned.get(timeout=SOON) == 1
-    trainer.close()
-
-
-def test_a_request_stops_a_text_between_layers(clock: _Clock) -> None:
+@pytest.mark.usefixtures("clock")
+def test_nothing_is_learned_while_a_request_runs_whether_it_began_before_a_text_or_between_layers() -> None:
     def step(breathe: Callable[[], None]) -> None:
         for layer in range(4):
             breathe()
@@ -153,17 +113,17 @@ def test_a_request_stops_a_text_between_layers(clock: _Clock) -> None:
             if layer == 1:
                 request.wait(SOON)
 
-    layers: queue.Queue[int] = queue.Queue()
-    request = threading.Event()
+    layers, request = queue.Queue[int](), threading.Event()
     trainer, condition = _trainer(tuning := _Tuning(step))
-    trainer.offer(_text(1))
-    assert [layers.get(timeout=SOON) for _ in range(2)] == [0, 1]
     trainer.pause()
-    request.set()
-    _until(condition, None)
-    assert layers.empty() and tuning.learned.empty()
-    trainer.resume()
-    assert [layers.get(timeout=SOON) for _ in range(2)] == [2, 3]
+    trainer.offer(_text(1))
+    for expected in ([0, 1], [2, 3]):
+        condition.until(None)
+        assert tuning.begun.qsize() == 1 and layers.empty() and tuning.learned.empty()
+        trainer.resume()
+        assert [layers.get(timeout=SOON) for _ in range(2)] == expected
+        trainer.pause()
+        request.set()
     assert tuning.learned.get(timeout=SOON) == 1
     trainer.close()
 
@@ -180,16 +140,15 @@ def test_closing_gives_up_a_long_text(paused: bool) -> None:
     assert tuning.begun.get(timeout=SOON) == 1
     if paused:
         trainer.pause()
-        _until(condition, None)
+        condition.until(None)
     trainer.close()
-    assert tuning.learned.empty() and tuning.begun.empty()
-    assert trainer.problem is None
     trainer.offer(_text(3))
     trainer.close()
-    assert tuning.begun.empty()
+    assert tuning.learned.empty() and tuning.begun.empty() and trainer.problem is None
 
 
-def test_the_oldest_texts_go_where_too_many_wait(clock: _Clock) -> None:
+@pytest.mark.usefixtures("clock")
+def test_the_oldest_texts_go_where_too_many_wait() -> None:
     trainer, _ = _trainer(tuning := _Tuning())
     trainer.pause()
     trainer.offer(_text(1))
@@ -203,7 +162,7 @@ def test_the_oldest_texts_go_where_too_many_wait(clock: _Clock) -> None:
 
 @pytest.mark.parametrize(("share", "rest"), [(0.2, 40.0), (0.5, 10.0), (0.8, 2.5)])
 def test_it_rests_for_its_share_and_time_in_which_it_stood_still_does_not_count(
-    clock: _Clock, share: float, rest: float
+    clock: SimpleNamespace, share: float, rest: float
 ) -> None:
     def step(breathe: Callable[[], None]) -> None:
         clock.now += 3.0
@@ -214,11 +173,11 @@ def test_it_rests_for_its_share_and_time_in_which_it_stood_still_does_not_count(
     trainer.pause()
     trainer.offer(_text(1))
     trainer.offer(_text(2))
-    _until(condition, None)
+    condition.until(None)
     clock.now += 100.0  # the request takes its time
     trainer.resume()
     assert tuning.learned.get(timeout=SOON) == 1
-    assert _limited(condition) == pytest.approx(rest)
+    condition.until(pytest.approx(rest))
     assert tuning.begun.get() == 1 and tuning.begun.empty()
     with trainer._changed:
         clock.now += rest + 1e-6
@@ -227,61 +186,48 @@ def test_it_rests_for_its_share_and_time_in_which_it_stood_still_does_not_count(
     trainer.close()
 
 
-def test_what_cannot_be_trained_is_a_problem_once(caplog: pytest.LogCaptureFixture) -> None:
-    calls: list[int] = []
-
-    def begin() -> Tuning:
-        calls.append(1)
-        raise UnsupportedModelError("no such weights")
-
-    trainer = Trainer(begin, share=1.0)
-    with caplog.at_level(logging.WARNING, logger="edgespec"):
-        trainer.offer(_text(1))
-        _ended(trainer)
-        trainer.offer(_text(2))
-        trainer.recall()
-    assert trainer.problem == "the drafter is not trained: no such weights"
-    assert caplog.messages == [trainer.problem]
-    assert calls == [1] and not trainer._waiting
-    assert trainer.take() is None and trainer.lesson() is None
-    trainer.close()
+ERRORS = [
+    (UnsupportedModelError("remainders"), "remainders"),
+    (MemoryError(), "MemoryError"),
+    (IndexError("index 9 is out of bounds"), "IndexError index 9 is out of bounds"),
+]
 
 
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        (UnsupportedModelError("remainders"), "remainders"),
-        (MemoryError(), "MemoryError"),
-        (IndexError("index 9 is out of bounds"), "IndexError index 9 is out of bounds"),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_an_error_while_learning_ends_training_and_is_told(
-    caplog: pytest.LogCaptureFixture, error: Exception, told: str
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize(("error", "told"), ERRORS, ids=lambda value: type(value).__name__)
+def test_an_error_ends_training_and_is_told_once(
+    caplog: pytest.LogCaptureFixture, error: Exception, told: str, begins: bool
 ) -> None:
+    def begin() -> Tuning:
+        begun.append(1)
+        if begins:
+            return cast("Tuning", tuning)
+        raise error
+
     def step(breathe: Callable[[], None]) -> None:
         if not tuning.learned.empty():
             raise error
 
-    trainer, _ = _trainer(tuning := _Tuning(step))
+    tuning, begun = _Tuning(step), list[int]()
+    trainer = Trainer(begin, share=1.0)
     with caplog.at_level(logging.WARNING, logger="edgespec"):
         trainer.offer(_text(1))
         trainer.offer(_text(2))
-        _ended(trainer)
-    assert trainer.problem == f"the drafter is not trained: {told}"
-    expected = isinstance(error, UnsupportedModelError)
-    assert [bool(record.exc_info) for record in caplog.records] == [not expected]
-    trainer.offer(_text(3))
-    assert not trainer._waiting
+        assert trainer._thread is not None
+        trainer._thread.join(SOON)
+        trainer.offer(_text(3))
+        trainer.recall()
+    assert begun == [1] and not trainer._waiting and not trainer._thread.is_alive()
+    assert caplog.messages == [trainer.problem] == [f"the drafter is not trained: {told}"]
+    assert bool(caplog.records[0].exc_info) != isinstance(error, UnsupportedModelError)
     lesson, gains = trainer.lesson(), trainer.take()  # what was learned before stays
-    assert lesson is not None and lesson.tokens == 1
-    assert gains is not None and gains["final_norm.weight"][0] == 1.0
+    assert (lesson and lesson.tokens) == (gains and gains["final_norm.weight"][0]) == (1 if begins else None)
     trainer.close()
 
 
-def test_what_earlier_requests_taught_is_there_before_the_first_text(clock: _Clock) -> None:
-    begun: list[str] = []
-    tuning = _Tuning()
+@pytest.mark.usefixtures("clock")
+def test_what_earlier_requests_taught_is_there_before_the_first_text() -> None:
+    begun, tuning = list[str](), _Tuning()
 
     def begin() -> Tuning:
         begun.append(threading.current_thread().name)

@@ -1,6 +1,7 @@
 """Sessions with other gains: the bits of a bundle that has them stored; what cannot be tuned says so."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +13,16 @@ from edgespec_models.bundles.foreign import open_bundle
 from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.errors import RequestError
 from edgespec_models.files.onnx_header import read_header
-from edgespec_models.graphs.plan import Precision
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from tests.foreign_for_tests import ForeignSpec, write_genai, write_optimum
 from tests.native_for_tests import tiny_native
-from tests.toy import F32, FLOAT, GEMMA, INT4, LLAMA, TinyModel, tiny_bundle
+from tests.toy import F32, GEMMA, INT4, LLAMA, TinyModel, tiny_bundle
 
-OPTIONS = CpuOptions(threads=1, exact_rows=False)
 TOKENS = [5, 17, 300, 2, 2, 41, 17, 300, 99, 250, 7, 63]
+
+
+def _session(bundle: Bundle) -> CpuSession:
+    return CpuSession(bundle, CpuOptions(threads=1, exact_rows=False))
 
 
 def _other(model: TinyModel, seed: int = 1) -> dict[str, F32]:
@@ -42,20 +45,13 @@ def _stored(model: TinyModel, gains: dict[str, F32], folder: Path) -> Bundle:
     return Bundle(folder)
 
 
-def _passes(session: CpuSession) -> list[F32]:
+def _passes(session: CpuSession) -> F32:
     """Logits of passes of several widths."""
     session.truncate(0)
-    logits = [session.predict_next(TOKENS).logits[0].copy()]
+    logits = [session.predict_next(TOKENS).logits.copy()]
     session.truncate(0)
-    logits += [
-        session.predict(part).logits.copy() for part in (TOKENS[:5], TOKENS[5:6], TOKENS[6:8], TOKENS[8:])
-    ]
-    return logits
-
-
-def _assert_same_bits(got: list[F32], expected: list[F32]) -> None:
-    for left, right in zip(got, expected, strict=True):
-        np.testing.assert_array_equal(left, right)
+    parts = TOKENS[:5], TOKENS[5:6], TOKENS[6:8], TOKENS[8:]
+    return np.concatenate(logits + [session.predict(part).logits.copy() for part in parts])
 
 
 @pytest.mark.parametrize("form", ["Q8_0", "Q4_0", INT4], ids=str)
@@ -68,15 +64,21 @@ def test_a_tuned_session_gives_the_bits_of_a_bundle_with_these_gains(
     else:
         model = tiny_bundle(tmp_path / "m", config, form, role="drafter")
     gains = _other(model)
-    session = CpuSession(model.bundle, OPTIONS)
+    session, other = _session(model.bundle), _session(_stored(model, gains, tmp_path / "other"))
     assert session.tunable == gains.keys()
-    before = _passes(session)
+    session.reserve(300)
+    before, room = _passes(session), (session.capacity, session.kv_bytes)
     session.tune(gains)
-    assert session.length == 0
+    assert session.length == session.shared_prefix(TOKENS) == 0
+    assert (session.capacity, session.kv_bytes) == room
     tuned = _passes(session)
-    other = CpuSession(_stored(model, gains, tmp_path / "other"), OPTIONS)
-    _assert_same_bits(tuned, _passes(other))
+    np.testing.assert_array_equal(tuned, _passes(other))
     assert np.abs(tuned[0] - before[0]).max() > 1e-2
+    for gain in gains.values():
+        gain[:] = 0.0
+    session.reserve(600)
+    session.offer([1, 2])  # no trimmed head: no notice
+    np.testing.assert_array_equal(tuned, _passes(session))
     other.close()
     session.close()
 
@@ -85,47 +87,17 @@ def test_the_stored_gains_give_the_stored_bits_and_onnx_runtime_warns_nobody(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = tiny_native(tmp_path / "m", GEMMA, role="drafter")
-    session = CpuSession(model.bundle, OPTIONS)
+    session = _session(model.bundle)
     before = _passes(session)
-    session.tune(_other(model))
-    assert not np.array_equal(_passes(session)[0], before[0])
-    session.tune({name: model.weights[name] for name in session.tunable})
-    _assert_same_bits(_passes(session), before)
-    session.tune(_other(model, 2))
-    _passes(session)
-    session.tune({})  # none are replaced
-    _assert_same_bits(_passes(session), before)
+    for gains in ({name: model.weights[name] for name in session.tunable}, {}):  # {}: none are replaced
+        session.tune(_other(model))
+        assert not np.array_equal(_passes(session)[0], before[0])
+        session.tune(gains)
+        np.testing.assert_array_equal(_passes(session), before)
     session.close()
     with pytest.raises(RequestError, match="closed"):
         session.tune({})
     assert capfd.readouterr() == ("", "")
-
-
-def test_tuning_empties_the_cache_and_keeps_its_room(tmp_path: Path) -> None:
-    model = tiny_native(tmp_path / "m", role="drafter")
-    session = CpuSession(model.bundle, OPTIONS)
-    session.reserve(300)
-    session.prefill(TOKENS)
-    capacity, taken = session.capacity, session.kv_bytes
-    assert session.shared_prefix(TOKENS) == len(TOKENS)
-    session.tune(_other(model))
-    assert (session.length, session.shared_prefix(TOKENS)) == (0, 0)
-    assert (session.capacity, session.kv_bytes) == (capacity, taken)
-    session.close()
-
-
-def test_gains_are_copied_and_stay_where_the_cache_grows_and_columns_change(tmp_path: Path) -> None:
-    model = tiny_native(tmp_path / "m", role="drafter")
-    gains = _other(model)
-    session = CpuSession(model.bundle, OPTIONS)
-    session.tune(gains)
-    before = _passes(session)
-    for gain in gains.values():
-        gain[:] = 0.0
-    session.reserve(600)
-    session.offer([1, 2])  # no trimmed head: no notice
-    _assert_same_bits(_passes(session), before)
-    session.close()
 
 
 @pytest.mark.parametrize(
@@ -139,33 +111,27 @@ def test_unknown_weights_and_other_shapes_are_refused_and_change_nothing(
     tmp_path: Path, name: str, shape: tuple[int, ...]
 ) -> None:
     model = tiny_native(tmp_path / "m", role="drafter")
-    session = CpuSession(model.bundle, OPTIONS)
+    session = _session(model.bundle)
     before = _passes(session)
-    session.truncate(0)
-    session.prefill(TOKENS)
     with pytest.raises(RequestError, match=name):
         session.tune({**_other(model), name: np.ones(shape, np.float32)})
     assert session.length == len(TOKENS)
-    _assert_same_bits(_passes(session), before)
+    np.testing.assert_array_equal(_passes(session), before)
     session.close()
 
 
-@pytest.mark.parametrize("what", ["native", "target", "float16", "genai", "optimum"])
-def test_other_graphs_have_nothing_to_tune(tmp_path: Path, what: str) -> None:
-    if what == "genai":
-        bundle = open_bundle(write_genai(tmp_path / "m", ForeignSpec()))
-    elif what == "optimum":
-        bundle = open_bundle(write_optimum(tmp_path / "m", ForeignSpec(attention="concat")))
-    elif what == "native":
-        bundle = tiny_native(tmp_path / "m").bundle
-    else:
-        half = Precision("float16", "float16") if what == "float16" else Precision("float32", "float32")
-        role = "target" if what == "target" else "drafter"
-        bundle = tiny_bundle(tmp_path / "m", LLAMA, FLOAT, precision=half, role=role).bundle  # type: ignore[arg-type]
-        assert not [name for name in read_header(bundle.graph).inputs if "norm" in name]
-    if what == "float16":  # the CPU does not run it
-        return
-    session = CpuSession(bundle, OPTIONS)
+OTHERS: list[Callable[[Path], object]] = [
+    tiny_native,
+    tiny_bundle,
+    lambda folder: write_genai(folder, ForeignSpec()),
+    lambda folder: write_optimum(folder, ForeignSpec(attention="concat")),
+]
+
+
+@pytest.mark.parametrize("write", OTHERS)
+def test_other_graphs_have_nothing_to_tune(tmp_path: Path, write: Callable[[Path], object]) -> None:
+    write(tmp_path / "m")
+    session = _session(open_bundle(tmp_path / "m"))
     assert session.tunable == frozenset()
     with pytest.raises(RequestError, match="replaced"):
         session.tune({"final_norm.weight": np.ones(96, np.float32)})
