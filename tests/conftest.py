@@ -2,9 +2,11 @@
 
 import os
 import signal
+import sys
 
 # Before NumPy is imported: products here are tiny, and its threads spend ten times as long waiting.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # programs that tests start find what tests do
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path

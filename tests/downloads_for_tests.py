@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from edgespec_models.downloads.catalog import CatalogueEntry, HubFile, IndexPart, IndexParts
@@ -18,9 +19,7 @@ from tests.servers_for_tests import Handler, serving
 REPOSITORY = "someone/Tiny-1.5B"
 CONTENT = random.Random(7).randbytes(300_000)
 CUTS = (0, 120_000, 240_000, 300_000)
-PARTS = tuple(
-    IndexPart(f"toy-part{i}", "1.0", f"toy/{i}.bin", CUTS[i + 1] - CUTS[i]) for i in range(len(CUTS) - 1)
-)
+PARTS = tuple(IndexPart(f"toy-part{i}", "1.0", f"toy/{i}.bin", CUTS[i + 1] - CUTS[i]) for i in range(3))
 WHOLE = IndexParts((IndexPart("toy-whole", "1.0", "toy/whole.bin", len(CONTENT)),))  # one run of pip
 _LARGE = (".safetensors", ".gguf", ".bin")
 
@@ -137,26 +136,16 @@ def write_wheel(folder: Path, package: str, members: Mapping[str, bytes], versio
         for name, data in members.items():
             archive.writestr(name, data)
         archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
-        archive.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
+        facts = "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        archive.writestr(f"{info}/WHEEL", facts)
         archive.writestr(f"{info}/RECORD", "")
     return wheel
 
 
 def entry_of(*sources: HubFile | IndexParts) -> CatalogueEntry:
-    return CatalogueEntry(
-        name="toy",
-        title="Toy",
-        architecture="llama",
-        role="target",
-        filename="toy.gguf",
-        size_bytes=len(CONTENT),
-        sha256=hashlib.sha256(CONTENT).hexdigest(),
-        licence="MIT",
-        parameters=1,
-        sources=sources,
-    )
+    facts: Any = {"name": "toy", "title": "Toy", "architecture": "llama", "role": "target", "licence": "MIT"}
+    file: Any = {"filename": "toy.gguf", "size_bytes": len(CONTENT), "parameters": 1}
+    return CatalogueEntry(**facts, **file, sha256=hashlib.sha256(CONTENT).hexdigest(), sources=sources)
 
 
 BOTH = entry_of(HubFile("someone/toy", "toy.gguf"), WHOLE)

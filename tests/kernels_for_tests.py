@@ -18,6 +18,9 @@ from tests.test_blocks import HALVES
 
 F64 = npt.NDArray[np.float64]
 Feeds = Mapping[str, npt.NDArray[Any]]
+Outputs = Mapping[str, int]
+"""Names and ONNX's types."""
+Attributes = Mapping[str, Any]
 
 EPSILON = 1e-5
 SHARE = 16  # inputs that share a scale of activations: kShare in layout.h
@@ -40,23 +43,9 @@ def sets() -> tuple[str, ...]:
 
 
 def graph(
-    kind: str,
-    inputs: Sequence[str],
-    outputs: Mapping[str, int],
-    feeds: Feeds,
-    constants: Feeds,
-    attributes: Mapping[str, Any],
+    kind: str, inputs: Sequence[str], outputs: Outputs, feeds: Feeds, constants: Feeds, attributes: Attributes
 ) -> bytes:
-    """A model of one node.
-
-    Args:
-        kind: the operator.
-        inputs: names of its inputs, empty where one is left out.
-        outputs: name -> ONNX's type.
-        feeds: what a pass brings; any other shape may be fed too.
-        constants: weights.
-        attributes: of the node.
-    """
+    """A model of one node; the names of inputs that are left out are empty, ``feeds`` may have any shape."""
     node = node_of(kind, inputs, list(outputs), attributes)
     fed = [helper.make_tensor_value_info(n, _KINDS[value.dtype], None) for n, value in feeds.items()]
     made = [helper.make_tensor_value_info(n, type_, None) for n, type_ in outputs.items()]
@@ -64,7 +53,7 @@ def graph(
     return model_of(helper.make_graph([node], "test", fed, made, weights))
 
 
-def node_of(kind: str, inputs: Sequence[str], outputs: Sequence[str], attributes: Mapping[str, Any]) -> Any:
+def node_of(kind: str, inputs: Sequence[str], outputs: Sequence[str], attributes: Attributes) -> Any:
     """A node of one of the operators."""
     node = helper.make_node(kind, list(inputs), list(outputs), domain="edgespec")
     node.attribute.extend(helper.make_attribute(name, value) for name, value in attributes.items())
@@ -133,19 +122,16 @@ class Estimate:
     value: F64
     error: F64
 
-    @property
-    def pair(self) -> F64:
-        """Value and error as one array."""
-        return np.stack([self.value, self.error])
+    def part(self, columns: slice) -> "Estimate":
+        return Estimate(self.value[..., columns], self.error[..., columns])
 
     def check(self, got: F32, what: str = "") -> None:
         """Fail where ``got`` is farther off."""
         assert got.shape == self.value.shape, what
         excess = np.abs(got - self.value) - self.error
         worst = np.unravel_index(np.argmax(excess), excess.shape)
-        assert excess.max() <= 0, (
-            f"{what} {worst}: {got[worst]}, not {self.value[worst]} +- {self.error[worst]}"
-        )
+        said = f"{what} {worst}: {got[worst]}, not {self.value[worst]} +- {self.error[worst]}"
+        assert excess.max() <= 0, said
 
 
 def rounded(x: F32 | F64) -> tuple[F64, F64]:
@@ -259,27 +245,16 @@ class Linear:
         feeds = self.feeds(x)
         names = [name if name in feeds else "" for name in ("x", "gain", "bias", "post_gain", "residual")]
         weights = {f"w{index}": pack(name, raw) for index, (name, raw) in enumerate(self.parts)}
-        return graph(
-            "Linear",
-            [*names, *weights],
-            {"y": TensorProto.FLOAT},
-            feeds,
-            weights,
-            {
-                "inputs": self.inputs,
-                "epsilon": EPSILON,
-                "gate": self.gate,
-                "parts": ",".join(f"{name}:{len(raw)}" for name, raw in self.parts),
-            },
-        )
+        attributes: dict[str, Any] = {"inputs": self.inputs, "epsilon": EPSILON, "gate": self.gate}
+        attributes |= {"parts": ",".join(f"{name}:{len(raw)}" for name, raw in self.parts)}
+        return graph("Linear", [*names, *weights], {"y": TensorProto.FLOAT}, feeds, weights, attributes)
 
     def expected(self, x: F32) -> Estimate:
         """What it must give for ``x``, float32 ``(1, rows, inputs)``."""
         blocks = [unpack(GGMLType[name], raw) for name, raw in self.parts]
         y = product(x if self.gain is None else normed(x, self.gain), blocks)  # type: ignore[arg-type]
         if self.gate:
-            gate, up = Estimate(*y.pair[..., : self.width]), Estimate(*y.pair[..., self.width :])
-            y = gated(self.gate, gate, up)
+            y = gated(self.gate, y.part(slice(self.width)), y.part(slice(self.width, None)))
         y = y if self.bias is None else plus(y, self.bias)
         y = y if self.post_gain is None else post_normed(y, self.post_gain)
         return y if self.residual is None else plus(y, self.residual)

@@ -101,8 +101,9 @@ def toy_model(
     *,
     options: LoadOptions | None = None,
     clock: Clock = perf_counter,
+    drafter_s: float = 0.1,
 ) -> Model:
-    """A model over ``session``; with a drafter over the same vocabulary, which costs a tenth."""
+    """A model over ``session``, a second a pass; with a drafter over the same vocabulary."""
 
     def running(name: str, session: ToySession, seconds: float) -> Running:
         curve = CostCurve({1: seconds, 8: 1.1 * seconds, 32: 1.5 * seconds})
@@ -114,6 +115,6 @@ def toy_model(
         )
 
     target = running("toy", session or toy_session(), 1.0)
-    small = None if drafter is None else running("small", drafter, 0.1)
+    small = None if drafter is None else running("small", drafter, drafter_s)
     loaded = Loaded(target, small, same_vocabulary=True)
     return Model(Runner(loaded, options or LoadOptions(), clock=clock))

@@ -1,15 +1,19 @@
 """Bundles over edgespec's own operators, with random weights: what users get by default."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import onnx
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from edgespec_export.formats.tiles import pack
 from edgespec_export.sources.blocks import GGMLType
+from edgespec_models.bundles.bundle import GRAPH, MANIFEST
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.layers import PRODUCTS, graph_name, layer_shapes
 from edgespec_models.bundles.weight_format import WeightFormat
@@ -19,6 +23,7 @@ from tests.gguf_for_tests import random_raw
 from tests.toy import LLAMA, TinyModel, fill_others, write_bundle
 
 F32 = npt.NDArray[np.float32]
+Edit = Callable[[Any], object]
 
 
 def tiny_native(
@@ -58,6 +63,29 @@ def tiny_native(
     facts |= {"kv": "float16", "operators": "edgespec"}
     write_bundle(folder, model, config, head_tokens, tokenizer_json, facts, template)
     return TinyModel(folder, config, weights)
+
+
+def edit_manifest(folder: Path, edit: Edit) -> None:
+    value = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    edit(value)
+    (folder / MANIFEST).write_text(json.dumps(value), encoding="utf-8")
+
+
+def edit_graph(folder: Path, edit: Edit) -> None:
+    """Change the graph, without a word to the manifest."""
+    model = onnx.load(folder / GRAPH, load_external_data=False)
+    edit(model.graph)
+    (folder / GRAPH).write_bytes(model.SerializeToString())
+
+
+def keep_weights_at(folder: Path, key: str, value: str) -> None:
+    """Have the graph look for all weights there: ``key`` is "location", or "offset"."""
+
+    def edit(graph: Any) -> None:
+        for entry in (entry for tensor in graph.initializer for entry in tensor.external_data):
+            entry.value = value if entry.key == key else entry.value
+
+    edit_graph(folder, edit)
 
 
 def native_plan(

@@ -9,6 +9,7 @@ import os
 import platform
 import socket
 import sys
+from ctypes import c_ubyte, c_uint, c_ushort
 from pathlib import Path
 from typing import Final
 
@@ -20,16 +21,11 @@ _MESSAGES: Final = [{"role": "user", "content": "naïve café"}]
 
 
 class _Instruction(ctypes.Structure):
-    _fields_ = [
-        ("code", ctypes.c_ushort),
-        ("yes", ctypes.c_ubyte),
-        ("no", ctypes.c_ubyte),
-        ("k", ctypes.c_uint),
-    ]
+    _fields_ = [("code", c_ushort), ("yes", c_ubyte), ("no", c_ubyte), ("k", c_uint)]
 
 
 class _Program(ctypes.Structure):
-    _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.POINTER(_Instruction))]
+    _fields_ = [("length", c_ushort), ("instructions", ctypes.POINTER(_Instruction))]
 
 
 def forbid_network() -> None:

@@ -4,13 +4,13 @@ import asyncio
 import json
 import os
 import re
-import shutil
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -211,11 +211,9 @@ def sentencepiece(folder: Path) -> Reader:
 def bundle(folder: Path) -> Reader:
     path = tiny_bundle(folder / "fuzzed-model", head_tokens=tuple(range(0, 300, 2)), role="drafter").path
     manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    small = {
-        REPORT: {"parity": {"top1_agreement": 1.0, "kl": 0.001}, "row_exact": True, "seconds": 1.5},
-        TEMPLATE: "{{ messages[0].content }}",
-        HEAD_TOKENS: (path / HEAD_TOKENS).read_bytes().decode("latin-1"),
-    }
+    report = {"parity": {"top1_agreement": 1.0, "kl": 0.001}, "row_exact": True, "seconds": 1.5}
+    small = {REPORT: report, TEMPLATE: "{{ messages[0].content }}"}
+    small[HEAD_TOKENS] = (path / HEAD_TOKENS).read_bytes().decode("latin-1")
 
     def read(data: bytes) -> None:
         write_files(path, data, tuple(small))
@@ -244,9 +242,8 @@ def use_bundle(opened: Bundle) -> None:
 
 def foreign(folder: Path) -> Reader:
     builder = write_genai(folder / "fuzzed-model", ForeignSpec(external=True))
-    optimum = write_optimum(
-        folder / "fuzzed-model-2", ForeignSpec(attention="concat", positions=True, external=True)
-    )
+    spec = ForeignSpec(attention="concat", positions=True, external=True)
+    optimum = write_optimum(folder / "fuzzed-model-2", spec)
     special = {"bos_token": {"content": "<|endoftext|>"}, "add_bos_token": True}
     beside = {"generation_config.json": {"eos_token_id": [2, 3]}, "tokenizer_config.json": special}
     places = {"genai_config.json": builder, "config.json": optimum}
@@ -256,10 +253,8 @@ def foreign(folder: Path) -> Reader:
         write_files(path, data, (*places, *beside))
         use_bundle(open_bundle(path))
 
-    seeds = [
-        packed({name: json.loads((path / name).read_text(encoding="utf-8")), **beside})
-        for name, path in places.items()
-    ]
+    found = {name: json.loads((path / name).read_text(encoding="utf-8")) for name, path in places.items()}
+    seeds = [packed({name: value, **beside}) for name, value in found.items()]
     return Reader(seeds, read, (BundleError, *CHECKPOINT), "fuzzed-model")
 
 
@@ -289,19 +284,15 @@ def template(_: Path) -> Reader:
         made = ChatTemplate(str(tree.get("source")), bos="<s>")
         made.encode(tree.get("messages"), tokens, {"tools": tree.get("tools")})  # type: ignore[arg-type]
 
-    seeds = [
-        packed({"source": each, "messages": messages, "tools": TOOLS})
-        for each in (HERMES, LLAMA3, MISTRAL, CHAT)
-    ]
+    rest, sources = {"messages": messages, "tools": TOOLS}, (HERMES, LLAMA3, MISTRAL, CHAT)
+    seeds = [packed({"source": each, **rest}) for each in sources]
     return Reader(seeds, read, (TokenizerError, RequestError))
 
 
 def tools(_: Path) -> Reader:
     """Tools that a request gives, and calls read out of an answer."""
-    tokens, call = (
-        toy_tokenizer(),
-        '{"name": "add", "arguments": {"a": 1, "b": {"c": [null, "</tool_call>"]}}}',
-    )
+    tokens = toy_tokenizer()
+    call = '{"name": "add", "arguments": {"a": 1, "b": {"c": [null, "</tool_call>"]}}}'
     answers = {
         "hermes": (HERMES, f"<think>x</think>Sure. <tool_call>\n{call}\n</tool_call> and <tool_call>{call}"),
         "mistral": (MISTRAL, f'[TOOL_CALLS] [{call}]</s>[TOOL_CALLS]add[CALL_ID]abc[ARGS]{{"a": 1}}'),
@@ -338,12 +329,8 @@ def exchange(folder: Path) -> Reader:
 
     def read(data: bytes) -> None:
         file.write_bytes(data)
-        (folder / "own").mkdir()
-        try:
-            with untouched(file):
-                History(folder / "own" / "me.history").load(file)
-        finally:
-            shutil.rmtree(folder / "own")
+        with TemporaryDirectory(dir=folder) as own, untouched(file):
+            History(Path(own) / "me.history").load(file)
 
     return Reader([seed], read, (RequestError,), file.name)
 
@@ -352,14 +339,11 @@ def history(folder: Path) -> Reader:
     seed = sound_history(folder / "sound.history").read_bytes()
 
     def read(data: bytes) -> None:
-        (folder / "own").mkdir()
-        try:
-            path = folder / "own" / "fuzzed.history"
+        with TemporaryDirectory(dir=folder) as own:
+            path = Path(own) / "fuzzed.history"
             path.write_bytes(data)
             History(path).show()
             History(path).forget("the")
-        finally:
-            shutil.rmtree(folder / "own")
 
     return Reader([seed], read, (StorageError, RequestError), "fuzzed.history")
 
@@ -375,14 +359,9 @@ def server(folder: Path) -> Reader:
         chat | {"response_format": {"type": "json_object"}, "presence_penalty": 0.5},
         chat | {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": True},
     ]
-    seeds = [{"method": "POST", "path": "/v1/chat/completions", "body": body} for body in asked]
-    seeds.append(
-        {
-            "method": "POST",
-            "path": "/v1/completions",
-            "body": {"model": "toy", "prompt": ["a"], "max_tokens": 2},
-        }
-    )
+    seeds: list[Any] = [{"method": "POST", "path": "/v1/chat/completions", "body": body} for body in asked]
+    text = {"model": "toy", "prompt": ["a"], "max_tokens": 2}
+    seeds += [{"method": "POST", "path": "/v1/completions", "body": text}]
     seeds += [{"method": "GET", "path": path, "query": "a=b", "body": ""} for path in ("/", "/v1/models")]
 
     def read(data: bytes) -> None:
@@ -436,10 +415,5 @@ def untouched(file: Path) -> Iterator[None]:
         assert seen() == before
 
 
-READERS = {
-    read.__name__: read
-    for read in (
-        *(gguf, safetensors, tokenizer, sentencepiece, bundle, foreign, onnx, template, tools),
-        *(exchange, history, server),
-    )
-}
+_FILES = (gguf, safetensors, tokenizer, sentencepiece, bundle, foreign, onnx, exchange, history)
+READERS = {read.__name__: read for read in (*_FILES, template, tools, server)}

@@ -12,9 +12,8 @@ from types import SimpleNamespace
 from typing import Any, Self, cast
 from urllib.parse import urlsplit
 
-from edgespec.engine import LoadOptions, Model
+from edgespec.engine import Model
 from edgespec.history.manage import History
-from edgespec.loading.opening import Loaded, Running
 from edgespec.requests.results import (
     FinishReason,
     Generation,
@@ -24,15 +23,13 @@ from edgespec.requests.results import (
     TokenRecord,
     ToolCall,
 )
-from edgespec.requests.runner import Runner
 from edgespec.serve.app import App
 from edgespec.serve.options import ServeOptions, bound_socket
 from edgespec.serve.server import Server, run
 from edgespec_models.errors import EdgespecError
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.devices import KINDS, Device, Placement
-from tests.models_for_tests import VOCAB, printable, toy_bundle
+from tests.models_for_tests import VOCAB, printable, toy_model
 from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import F32, ToySession, markov_logits
 
@@ -74,10 +71,6 @@ class ServedModel:
         self.target = SimpleNamespace(tokenizer=tokenizer(), config=config, chat_template="template")
         self.cost_curve = CostCurve({1: 0.05})
         self.turn = asyncio.Lock()
-
-    def reset(self) -> None:
-        """As it was made."""
-        vars(self).update(vars(type(self)()))
 
     def as_model(self) -> Model:
         return cast(Model, self)
@@ -187,14 +180,7 @@ class Clocked(ToySession):
 def drafting_model() -> Model:
     """Its drafter is the same model at a hundredth of the price, so all it drafts is right."""
     clock = [0.0]
-
-    def running(name: str, seconds: float) -> Running:
-        curve = CostCurve({1: seconds, 8: seconds})
-        placed = Placement(Device(KINDS["cpu"], "ready"), "made up")
-        return Running(toy_bundle(name, 4096), Clocked(clock, seconds), curve, placed)
-
-    loaded = Loaded(running("toy", 1.0), running("small", 0.01), same_vocabulary=True)
-    return Model(Runner(loaded, LoadOptions(), clock=lambda: clock[0]))
+    return toy_model(Clocked(clock, 1.0), Clocked(clock, 0.01), clock=lambda: clock[0], drafter_s=0.01)
 
 
 def _whole(tokens: Sequence[TokenRecord]) -> str:
@@ -252,9 +238,10 @@ def ask(
     *,
     headers: Mapping[str, str] | None = None,
     method: str | None = None,
+    timeout_s: float = 30,
 ) -> Reply:
     """One request; ``body`` is sent as JSON unless it is bytes."""
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=timeout_s)
     data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
     sent = {"Content-Type": "application/json"} if data is not None else {}
     try:

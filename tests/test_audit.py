@@ -9,14 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.measuring.audit import (
-    ALPHA,
-    Audit,
-    FirstDifference,
-    _first_difference,
-    audit_answers,
-    audit_sampling,
-)
+from edgespec.measuring.audit import ALPHA, Audit, FirstDifference, audit_answers, audit_sampling
+from edgespec.measuring.audit import _first_difference as first_difference
 from edgespec.measuring.chi_square import ChiSquare, pool_rare, survival, two_samples
 from edgespec.measuring.prompts import Prompt
 from edgespec.requests.request import RequestOptions
@@ -55,8 +49,8 @@ def test_a_greedy_difference_is_found_and_named() -> None:
 
 
 def test_an_answer_that_ends_early_differs() -> None:
-    assert _first_difference("p", (1, 2, 3), (1, 2)) == FirstDifference("p", 2, 3, None)
-    assert _first_difference("p", (1,), (1, 2)) == FirstDifference("p", 1, None, 2)
+    assert first_difference("p", (1, 2, 3), (1, 2)) == FirstDifference("p", 2, 3, None)
+    assert first_difference("p", (1,), (1, 2)) == FirstDifference("p", 1, None, 2)
 
 
 def test_another_law_of_sampled_tokens_is_found_by_both_tests() -> None:
@@ -66,12 +60,6 @@ def test_another_law_of_sampled_tokens_is_found_by_both_tests() -> None:
     assert p_value is not None and p_value < 1e-6
     assert result.sampling.equal_seeds_identical < result.sampling.equal_seeds
     assert len(result.problems()) == 2
-
-
-def test_a_rerun_gives_the_same_p_value() -> None:
-    assert audit_sampling(FakeModel().as_model(), samples=40) == audit_sampling(
-        FakeModel().as_model(), samples=40
-    )
 
 
 def test_an_audit_without_drafts_does_not_pass() -> None:
@@ -93,6 +81,7 @@ def test_answers_and_samples_are_drawn_as_asked() -> None:
 
 def test_too_few_samples_are_said_and_do_not_pass() -> None:
     result = audit_sampling(FakeModel().as_model(), samples=2)
+    assert result == audit_sampling(FakeModel().as_model(), samples=2)  # seeds make it so
     assert result.chi_square.p_value is None and result.to_json()["p_value"] is None
     assert "too few samples" in result.problems()[0]
     with pytest.raises(RequestError, match="samples is 0"):

@@ -31,31 +31,18 @@ def pairs_of(model: FakeModel, options: BenchOptions = OPTIONS) -> list[Pair]:
 
 
 def test_both_ways_take_turns_with_the_same_options_and_a_cold_cache() -> None:
-    model = FakeModel()
-    pairs_of(model)
+    model, seen = FakeModel(template=False), list[Progress]()  # without one, the prompt is continued
+    run = measure(model.as_model(), PROMPTS, OPTIONS, progress=seen.append)
+    assert next(run).plain.text == "re: write" and len(list(run)) == 2
+    assert [(p.done, p.total) for p in seen] == [(0, 3), (1, 3), (2, 3), (3, 3)]
     asked = [(prompt, options["speculate"]) for prompt, options in model.calls]
     assert model.forgotten == len(asked)
-    assert asked[1:] == [
-        asked[1],  # the warm-up, speculative
-        ("write", False),
-        ("write", True),
-        ("code one", True),
-        ("code one", False),
-        ("code two", False),
-        ("code two", True),
-    ]
+    turns = (("write", False), ("code one", True), ("code two", False))  # which way is first
+    wanted = [(prompt, way) for prompt, first in turns for way in (first, not first)]
+    assert asked[2:] == wanted  # behind the warm-up, both ways
     measured = [options for _, options in model.calls[2:]]
     same = {"max_new_tokens": 8, "temperature": 0.0, "seed": 5, "stop_at_eos": True}
     assert all({k: v for k, v in options.items() if k != "speculate"} == same for options in measured)
-
-
-def test_pairs_come_one_by_one_and_progress_counts_them() -> None:
-    seen: list[Progress] = []
-    run = measure(FakeModel(template=False).as_model(), PROMPTS, OPTIONS, progress=seen.append)
-    assert next(run).plain.text == "re: write"  # without a template, the prompt is continued
-    assert [(p.done, p.total) for p in seen] == [(0, 3)]
-    assert len(list(run)) == 2
-    assert seen[-1].done == seen[-1].total == 3
 
 
 def test_speedup_is_the_ratio_of_seconds_per_token() -> None:
@@ -73,11 +60,8 @@ def test_answers_of_one_token_have_no_speedup() -> None:
     pairs = pairs_of(FakeModel(new_tokens=1))
     assert speedup(pairs) is None
     result = summarize(FakeModel().as_model(), pairs, OPTIONS)
-    assert result["speedup"] == {
-        "overall": None,
-        "request": 1.0,
-        "by_category": {"writing": None, "coding": None},
-    }
+    none = {"writing": None, "coding": None}
+    assert result["speedup"] == {"overall": None, "request": 1.0, "by_category": none}
     assert result["spread"]["speedup"] is None
     json.dumps(result, allow_nan=False)
 
@@ -105,9 +89,8 @@ def test_the_documented_keys_hold_the_right_figures() -> None:
     assert result["mbsu"] == pytest.approx({"bytes": 2 / 1.2, "parameters": 2 / 1.5, "gamma": 2.0})
     assert result["ttft_ms"] == pytest.approx({"plain": 500.0, "speculative": 500.0})
     assert result["tpot_ms"] == pytest.approx({"plain": 100.0, "speculative": 50.0})
-    assert result["spread"]["speedup"] == pytest.approx(
-        {"min": 2.0, "q1": 2.0, "median": 2.0, "q3": 3.0, "max": 4.0}
-    )
+    spread = {"min": 2.0, "q1": 2.0, "median": 2.0, "q3": 3.0, "max": 4.0}
+    assert result["spread"]["speedup"] == pytest.approx(spread)
     assert result["cost_curve"][1] == pytest.approx({"n": 2, "ms": 110.0})
     assert result["drafter_step_ms"] == pytest.approx(20.0)
     assert result["bytes_per_pass"] == 1000
@@ -143,11 +126,6 @@ def test_mbsu_never_exceeds_block_efficiency(tau: float, gamma: float, c: float)
     assert mbsu(tau, 0.0, c) == mbsu(tau, gamma, 0.0) == tau
 
 
-def test_one_token_is_no_bench() -> None:
-    with pytest.raises(RequestError, match="max_new_tokens is 1"):
-        BenchOptions(max_new_tokens=1)
-
-
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     write_text(path, "first\n")
@@ -161,8 +139,10 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
 
 
-def test_a_place_that_cannot_be_written_is_an_error_at_once(tmp_path: Path) -> None:
+def test_one_token_and_places_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="is a directory"):
         check_writable(tmp_path)
+    with pytest.raises(RequestError, match="max_new_tokens is 1"):
+        BenchOptions(max_new_tokens=1)
     with pytest.raises(RequestError, match="does not exist"):
         write_text(tmp_path / "none" / "out.json", "text")

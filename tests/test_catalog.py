@@ -31,6 +31,9 @@ parts = [
 """
 
 
+SOURCES = GOOD[GOOD.index("[[sources]]") :]
+
+
 def write(folder: Path, text: str, name: str = "a") -> Path:
     (folder / f"{name}.toml").write_text(text, encoding="utf-8")
     return folder
@@ -55,6 +58,8 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     assert hub == HubFile("someone/a", "sub/a.gguf", "main")
     assert isinstance(index, IndexParts)
     assert [(part.package, part.size_bytes) for part in index.parts] == [("a-part1", 2), ("a-part2", 3)]
+    with pytest.raises(CatalogueError, match="Not A Name"):
+        entries(write(tmp_path, GOOD, "Not A Name"))
 
 
 @pytest.mark.parametrize(
@@ -76,25 +81,14 @@ def test_every_key_is_read(tmp_path: Path) -> None:
         ('role = "target"', 'role = "target"\ndrafter = "b"', "drafter = 'b' is not in the catalogue"),
         ("000000", "zz0000", "sha256"),
         ("title =", "title", "cannot be read as TOML"),
+        (SOURCES, "", "sources is missing"),
+        (SOURCES, "sources = []", "of length 1 or more"),
     ],
 )
 def test_a_malformed_file_is_refused_by_name_and_key(tmp_path: Path, old: str, new: str, said: str) -> None:
     assert old in GOOD
     with pytest.raises(CatalogueError, match=said):
         entries(write(tmp_path, GOOD.replace(old, new, 1)))
-
-
-@pytest.mark.parametrize(
-    ("text", "name", "said"),
-    [
-        (GOOD.partition("[[sources]]")[0], "a", "sources is missing"),
-        (GOOD.partition("[[sources]]")[0] + "sources = []", "a", "of length 1 or more"),
-        (GOOD, "Not A Name", "Not A Name"),
-    ],
-)
-def test_no_sources_and_a_bad_name_are_refused(tmp_path: Path, text: str, name: str, said: str) -> None:
-    with pytest.raises(CatalogueError, match=said):
-        entries(write(tmp_path, text, name))
 
 
 def test_find_suggests_what_is_near_and_lists_all() -> None:

@@ -1,8 +1,10 @@
-"""The commands, on a model that is made to order."""
+"""The commands: on a model that is made to order, on tiny files, and on a catalogue of one toy."""
 
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,26 +14,29 @@ from typer.testing import CliRunner, Result
 
 import edgespec.engine
 from edgespec.cli import COMMANDS, app
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.downloads import catalog
+from tests.downloads_for_tests import CONTENT, FROM_HUB, Hub
 from tests.fake_model import FakeModel, FakeStream
+from tests.gguf_for_tests import tiny_gguf
 
-Use = Callable[[FakeModel], None]
+Use = Callable[[FakeModel], list[tuple[Any, ...]]]
 pytestmark = pytest.mark.usefixtures("consoles")
 
 
 @pytest.fixture
-def loaded() -> list[tuple[Any, ...]]:
-    """What was loaded: target, drafter, threads."""
-    return []
+def use(monkeypatch: pytest.MonkeyPatch) -> Use:
+    """Has every load give this model; returns what is loaded: target, drafter, threads."""
 
+    def install(model: FakeModel) -> list[tuple[Any, ...]]:
+        loaded = list[tuple[Any, ...]]()
 
-@pytest.fixture
-def use(monkeypatch: pytest.MonkeyPatch, loaded: list[tuple[Any, ...]]) -> Use:
-    def install(model: FakeModel) -> None:
         def load(target: str, drafter: str | None = "auto", **settings: Any) -> FakeModel:
             loaded.append((target, drafter, settings["options"].threads))
             return model
 
         monkeypatch.setattr(edgespec.engine, "load", load)
+        return loaded
 
     return install
 
@@ -47,14 +52,11 @@ def test_every_command_has_help(command: str) -> None:
     assert "Usage" in result.stdout and f"edgespec {command}" in result.stdout
 
 
-def test_generate_streams_text_and_puts_the_cost_on_standard_error(
-    use: Use, loaded: list[tuple[Any, ...]]
-) -> None:
+def test_generate_streams_text_and_puts_the_cost_on_standard_error(use: Use) -> None:
     model = FakeModel()
-    use(model)
-    result = run(
-        "generate", "t", "hello", "--drafter", "none", "--threads", "2", "--stop", "X", "--seed", "4"
-    )
+    loaded = use(model)
+    given = ("--drafter", "none", "--threads", "2", "--stop", "X", "--seed", "4")
+    result = run("generate", "t", "hello", *given)
     assert (result.exit_code, result.stdout) == (0, "re: hello\n")
     assert "8 tokens" in result.stderr
     assert loaded == [("t", None, 2)]
@@ -63,10 +65,8 @@ def test_generate_streams_text_and_puts_the_cost_on_standard_error(
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "bench", "verify", "demo", "cost"])
-def test_threads_beyond_reason_are_refused_before_a_model_is_sought(
-    use: Use, loaded: list[tuple[Any, ...]], command: str
-) -> None:
-    use(FakeModel())
+def test_threads_beyond_reason_are_refused_before_a_model_is_sought(use: Use, command: str) -> None:
+    loaded = use(FakeModel())
     arguments = () if command == "demo" else ("no-such-model",)
     result = run(command, *arguments, "--threads", "9999", stdin="hello")
     assert result.exit_code == 1 and loaded == []
@@ -93,22 +93,6 @@ def test_what_was_rolled_back_stands_beside_the_cost(use: Use) -> None:
     assert "Rolled back in 2 answers: the other" in bench.stdout
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "verify", "bench"])
-def test_how_much_time_training_may_take_is_an_option(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    shares = []
-
-    def load(*names: object, **settings: Any) -> FakeModel:
-        shares.append((settings["options"].training_share, settings["history"]))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(edgespec.engine, "load", load)
-    prompt = ["hello"] if command == "generate" else []
-    run(command, "t", *prompt, "--history", "me", "--training-share", "0.1")
-    run(command, "t", *prompt)
-    assert shares == [(0.1, "me"), (0.0, None)]
-    assert run(command, "t", *prompt, "--training-share", "1.1").exit_code == 2
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -119,10 +103,8 @@ def test_how_much_time_training_may_take_is_an_option(command: str, monkeypatch:
         ("inspect {tmp}", "is not a bundle"),
     ],
 )
-def test_failures_are_said_before_anything_is_loaded_or_written(
-    use: Use, loaded: list[tuple[Any, ...]], tmp_path: Path, arguments: str, says: str
-) -> None:
-    use(FakeModel(template=False))
+def test_failures_come_before_loads_and_writes(use: Use, tmp_path: Path, arguments: str, says: str) -> None:
+    loaded = use(FakeModel(template=False))
     result = run(*arguments.format(tmp=tmp_path).split(), stdin="hi\n")
     assert result.exit_code == 1 and says in " ".join(result.stderr.split())
     assert list(tmp_path.iterdir()) == [] and loaded == ([("t", "auto", 0)] if "chat" in arguments else [])
@@ -146,11 +128,6 @@ def test_chat_keeps_the_conversation_until_it_is_cleared(use: Use) -> None:
     assert [prompt for prompt, _ in model.calls] == ["S|hi", "S|hi|re: S|hi|more", "S|anew"]
     assert "re: S|hi\n" in result.stdout and '"new_tokens": 8' in result.stdout
     assert "/clear" in result.stderr and "/what is unknown" in result.stderr
-
-
-def test_chat_in_json_answers_line_by_line(use: Use) -> None:
-    model = FakeModel()
-    use(model)
     result = run("chat", "t", "--json", stdin="one\n\ntwo\n")
     texts = [json.loads(line)["text"] for line in result.stdout.splitlines()]
     assert texts == ["re: one", "re: one|re: one|two"]
@@ -223,10 +200,8 @@ def test_verify_passes_and_fails_by_exit_code(use: Use) -> None:
     assert "failed:" in shown and f"{first['prompt']}, token 2" in shown
 
 
-def test_demo_writes_its_report_and_says_what_to_try(
-    use: Use, loaded: list[tuple[Any, ...]], tmp_path: Path
-) -> None:
-    use(FakeModel())
+def test_demo_writes_its_report_and_says_what_to_try(use: Use, tmp_path: Path) -> None:
+    loaded = use(FakeModel())
     page = tmp_path / "page.html"
     result = run("demo", "--report", str(page))
     assert result.exit_code == 0 and page.exists()
@@ -235,9 +210,6 @@ def test_demo_writes_its_report_and_says_what_to_try(
 
 
 def test_export_with_quantization_options(tmp_path: Path) -> None:
-    from edgespec_models.bundles.bundle import Bundle
-    from tests.gguf_for_tests import tiny_gguf
-
     source = str(tiny_gguf("llama", layers=1).write(tmp_path / "m.gguf"))
     options = ("--bits", "4", "--mixed", "none")
     result = run("export", source, "-o", str(tmp_path / "out"), *options)
@@ -247,11 +219,59 @@ def test_export_with_quantization_options(tmp_path: Path) -> None:
     assert result.exit_code == 0 and "as int4/32+minimums, relative error" in result.stdout
     shown = run("inspect", str(tmp_path / "out")).stdout
     assert "4-bit/mixed=none" in shown and "int8" in shown.partition("KV cache")[2]
-    for arguments, says in (
-        (("--weights", "exact", "--bits", "8"), "exclude each other"),
-        (("--weights", "exact", "--kv", "int8"), "KV cache is float16"),
-    ):
-        refused = run("export", source, "-o", str(tmp_path / "no"), *arguments)
+    for option, value, says in (("--bits", "8", "exclude each other"), ("--kv", "int8", "cache is float16")):
+        refused = run("export", source, "-o", str(tmp_path / "no"), "--weights", "exact", option, value)
         assert refused.exit_code == 1 and says in " ".join(refused.stderr.split())
     assert run("export", source, "-o", str(tmp_path / "no"), "--bits", "5").exit_code == 2
     assert not (tmp_path / "no").exists()
+
+
+# The catalogue
+
+
+@pytest.fixture
+def toy(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a pull puts the catalogue's only model."""
+    known = {"toy": FROM_HUB}
+    monkeypatch.setattr(catalog, "entries", lambda directory=None: known)
+    monkeypatch.setattr(catalog, "_installed", lambda: known)
+    return home / "toy.gguf"
+
+
+def test_help_lists_every_command_and_imports_none() -> None:
+    code = "from edgespec.cli import app; app(['--help'], standalone_mode=False)"
+    code += "; import sys; print(*sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert all(name in out and line in " ".join(out.split()) for name, line in COMMANDS.items())
+    loaded = set(out.splitlines()[-1].split())
+    assert not {"numpy", "onnxruntime", "huggingface_hub", "edgespec.cli.models"} & loaded
+
+
+def test_pull_prints_path_and_licence_and_replaces_what_is_damaged(toy: Path, hub: Hub) -> None:
+    assert run("models").stdout.split()[-1] == "-"
+    pulled = run("pull", "toy")
+    assert pulled.stdout.splitlines() == [f"toy: {toy}", "  licence: MIT"]
+    assert pulled.stderr.splitlines() == ["Downloading toy", "Checking toy"]
+    assert run("models").stdout.split()[-1] == "yes"
+    toy.write_bytes(CONTENT[::-1])
+    checked = run("pull", "--check", "--json")
+    assert "toy is damaged and will be replaced" in checked.stderr
+    assert [model["path"] for model in json.loads(checked.stdout)] == [str(toy)]
+    assert toy.read_bytes() == CONTENT
+
+
+def test_a_pull_that_fails_is_one_line_and_exit_code_1(toy: Path) -> None:
+    unknown = run("pull", "toy", "tov")  # before anything is fetched
+    assert unknown.stderr == "error: no model 'tov' in the catalogue. Did you mean 'toy'? It has: toy\n"
+    assert unknown.exit_code == 1 and not toy.parent.exists()
+    failed = run("pull", "toy")
+    assert (failed.exit_code, failed.stdout) == (1, "")
+    said = "error: no source could deliver toy: could not reach the Hugging Face hub"
+    assert failed.stderr.splitlines()[-1].startswith(said)
+
+
+def test_misuse_is_exit_code_2_and_the_version_is_told() -> None:
+    assert run("pull").exit_code == 2
+    assert run("--version").stdout.startswith("edgespec ")
+    mistyped = run("pul")
+    assert mistyped.exit_code == 2 and "Did you mean 'pull'?" in mistyped.stderr

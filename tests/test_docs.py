@@ -1,12 +1,24 @@
-"""The documents: short enough to be read, links that lead somewhere, figures as the tool draws them."""
+"""The documents: links lead somewhere, figures are as drawn, code runs, commands exist, the site is built."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 from xml.etree import ElementTree
 
+import openai
 import pytest
+from typer.core import TyperGroup
+from typer.main import get_command
 
+import edgespec
+from edgespec.cli import app
+from edgespec_models.text.chat_template import ChatTemplate
+from tests.models_for_tests import toy_model, toy_session
+from tests.serving_for_tests import serving
+from tests.templates_for_tests import HERMES
 from tools import picture
 
 ROOT = Path(__file__).parents[1]
@@ -65,11 +77,90 @@ def test_figures_are_as_the_tool_draws_them() -> None:
         assert same, f"{path.name} is not what figures.json says; run python -m tools.picture"
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "docs" / "figures").glob("*.svg")), ids=lambda path: path.name
-)
-def test_pictures_are_drawings_for_light_and_dark_pages(path: Path) -> None:
-    drawing = ElementTree.parse(path).getroot()
-    style = drawing.find("{http://www.w3.org/2000/svg}style")
-    assert drawing.get("aria-label")
-    assert style is not None and "prefers-color-scheme" in str(style.text).replace(" ", "")
+def test_pictures_are_drawings_for_light_and_dark_pages() -> None:
+    for path in (ROOT / "docs" / "figures").glob("*.svg"):
+        drawing = ElementTree.parse(path).getroot()
+        style = drawing.find("{http://www.w3.org/2000/svg}style")
+        assert drawing.get("aria-label"), path.name
+        assert style is not None and "prefers-color-scheme" in str(style.text), path.name
+
+
+# Code and commands
+
+_FENCE = re.compile(r"^(<!-- not run: .+ -->\n)?```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def _fences(page: Path, language: str) -> list[str]:
+    """What stands in a page as ``language``, but what a comment above it says is not run, and why."""
+    fences = _FENCE.findall(page.read_text(encoding="utf-8"))
+    return [code for marked, name, code in fences if name == language and not marked]
+
+
+WITH_CODE = [page for page in PAGES if _fences(page, "python")]
+
+
+def _load(*models: str, **_: Any) -> edgespec.Model:
+    """A model by any name, whose template knows tools."""
+    model = toy_model(toy_session(), toy_session())
+    bundle = cast(Any, model.target)  # a stand-in, which can be changed
+    bundle.manifest.name, bundle.chat_template = models[0], ChatTemplate(HERMES)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def _models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(edgespec, "load", _load)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """OpenAI's client asks a server with such a model, wherever it is told to ask."""
+    with _load("qwen2.5-coder-1.5b-instruct") as model, serving(model) as url:
+        client = openai.OpenAI
+        monkeypatch.setattr(openai, "OpenAI", lambda **_: client(base_url=f"{url}/v1", api_key="none"))
+        yield
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
+def test_code_runs(page: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> None:
+    if page.stem == "server":
+        request.getfixturevalue("server")
+    names: dict[str, Any] = {"edgespec": edgespec}
+    for block in _fences(page, "python"):
+        exec(compile(block, str(page), "exec"), names)  # noqa: S102 - that is the test
+    if page.stem == "apps":
+        out = capsys.readouterr().out
+        # A busy machine may see the toy's 400 tokens before they are cancelled.
+        assert re.search("^(cancelled|length) '", out, re.MULTILINE)
+        assert "does not fit the model's context" in out
+
+
+def test_commands_exist() -> None:
+    commands = get_command(app)
+    assert isinstance(commands, TyperGroup)
+    fences = [fence for page in PAGES for fence in [*_fences(page, ""), *_fences(page, "sh")]]
+    lines = [line for fence in fences for line in fence.splitlines()]
+    named = {found[1] for line in lines if (found := re.match(r"edgespec ([a-z]+)", line))}
+    assert {"chat", "generate", "serve"} <= named <= commands.commands.keys()
+    tools = {found[1] for line in lines if (found := re.match(r"python -m tools\.(\w+)", line))}
+    assert tools <= {path.stem for path in (ROOT / "tools").iterdir()}
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^::: edgespec\.(\w+)$", text, re.MULTILINE)) == set(edgespec.__all__)
+
+
+def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    """Strictly: a link that leads nowhere, or a name that the reference does not find, ends it."""
+    config = str(ROOT / "docs" / "site" / "mkdocs.yml")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", config]
+    command += ["--site-dir", str(tmp_path)]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    reference = (tmp_path / "reference.html").read_text(encoding="utf-8")
+    assert "Answer a conversation" in reference and ":class:" not in reference
+    loaded = re.compile(r"<(?:script|img|iframe|link rel=.?stylesheet)[^>]+(?:src|href)=.?(?:https?:)?//")
+    for page in tmp_path.rglob("*.html"):
+        assert not loaded.search(page.read_text(encoding="utf-8")), page.name

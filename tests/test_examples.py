@@ -1,7 +1,6 @@
 """The programs of docs/examples run as they are, over made-up models."""
 
 import asyncio
-import builtins
 import csv
 import re
 import runpy
@@ -11,6 +10,7 @@ from io import StringIO
 from pathlib import Path
 from time import monotonic
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -24,6 +24,7 @@ FACTS = (
     "The key of the shed hangs behind the clock."
 )
 Run = Callable[..., ToySession]
+Captured = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
@@ -49,18 +50,14 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_files_assistant_reads_the_paragraphs_that_tell(
-    house: Path, run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_files_assistant_reads_what_tells(house: Path, run: Run, capsys: Captured) -> None:
     session = run("files_assistant.py", str(house))
     read = toy_tokenizer().decode(session.cache)
     assert "[house.txt]\nThe key of the shed hangs" in read and "slates" not in read and "PNG" not in read
     assert re.search(r"3 paragraphs in .*\n> [A-Z]{50,}\n> $", capsys.readouterr().out)
 
 
-def test_the_files_assistant_stops_at_ctrl_c(
-    house: Path, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_files_assistant_stops_at_ctrl_c(house: Path, run: Run, capsys: Captured) -> None:
     shown = print
 
     def interrupted(*text: str, **how: Any) -> None:
@@ -68,14 +65,12 @@ def test_the_files_assistant_stops_at_ctrl_c(
         if text and re.fullmatch("[A-Z]+", text[0]):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(builtins, "print", interrupted)
-    run("files_assistant.py", str(house))
+    with mock.patch("builtins.print", interrupted):
+        run("files_assistant.py", str(house))
     assert re.search(r"> [A-Z]{1,30} ... stopped\n> $", capsys.readouterr().out)
 
 
-def test_extraction_writes_a_row_for_each_file(
-    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_extraction_writes_a_row_for_each_file(tmp_path: Path, run: Run, capsys: Captured) -> None:
     files = [tmp_path / f"{number}.txt" for number in (1, 2)]
     for file in files:
         file.write_text("Invoice of Hansen Ltd, 2026-03-02: EUR 120.50", encoding="utf-8")
@@ -87,7 +82,7 @@ def test_extraction_writes_a_row_for_each_file(
         assert re.fullmatch(r"\d{4}-\d\d-\d\d", row["date"]) and 0 <= float(row["total"]) <= 1e6
 
 
-def test_two_chats_answer_in_turn(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_chats_answer_in_turn(run: Run, capsys: Captured) -> None:
     session = run("two_chats_asyncio.py")
     out = capsys.readouterr().out
     assert out.count("The cook is asked") == out.count("The gardener is asked") == 2
@@ -95,7 +90,7 @@ def test_two_chats_answer_in_turn(run: Run, capsys: pytest.CaptureFixture[str]) 
     assert "You are a cook" in read and "And what does not?" in read and "gardener" not in read
 
 
-def test_an_answer_ends_when_its_time_is_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_answer_ends_when_its_time_is_up(capsys: Captured) -> None:
     write = runpy.run_path(str(EXAMPLES / "two_chats_asyncio.py"))["write"]
     session = Gated()  # never lets a pass through until the end
     with toy_model(session) as model:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from edgespec_export.formats import plan
 from edgespec_export.graphs import writer
 from edgespec_export.graphs.parity import Golden
 from edgespec_export.options import TrimOptions
-from edgespec_models.bundles.bundle import MANIFEST, REPORT, WEIGHTS, Bundle
+from edgespec_export.report import ExportReport
+from edgespec_models.bundles.bundle import REPORT, WEIGHTS, Bundle
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import ModelFileError, RequestError
 from edgespec_models.progress import Progress
@@ -25,6 +27,13 @@ from tests.toy import TinyModel
 
 TOKENS = [5, 17, 300, 2, 2, 41, 17, 300, 99, 250, 7, 63, 11, 380]
 NEVER_A_PROCESS = 2**22 + 1
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A folder with nothing but this file."""
+    return tiny_gguf("llama").write(tmp_path / "m.gguf")
 
 
 def logits_error(model: TinyGGUF, bundle: Path) -> float:
@@ -38,12 +47,15 @@ def logits_error(model: TinyGGUF, bundle: Path) -> float:
     return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
 
 
+def exported(model: TinyGGUF, folder: Path, **options: Any) -> ExportReport:
+    """Write the model to ``m.gguf`` and export it to ``out``."""
+    return export_model(model.write(folder / "m.gguf"), folder / "out", options=ExportOptions(**options))
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_portable_floats_compute_what_the_file_says(tmp_path: Path, architecture: str) -> None:
     model = tiny_gguf(architecture)
-    options = ExportOptions(weights="portable")
-    report = export_model(model.write(tmp_path / "m.gguf"), tmp_path / "out", options=options)
-    assert report.row_exact
+    assert exported(model, tmp_path, weights="portable").row_exact
     assert logits_error(model, tmp_path / "out") < 1e-5
 
 
@@ -65,9 +77,7 @@ def test_floats_are_rounded_by_default(tmp_path: Path, monkeypatch: pytest.Monke
 def test_both_policies_stay_near_the_file(tmp_path: Path, architecture: str, weights: str) -> None:
     kind = {"qwen2": "IQ4_XS", "gemma3": "MXFP4"}.get(architecture, "Q4_K")  # tied heads but for Llama's
     model = tiny_gguf(architecture, kind)
-    options = ExportOptions(weights=weights)
-    report = export_model(model.write(tmp_path / "m.gguf"), tmp_path / "out", options=options)
-    assert report.row_exact
+    assert exported(model, tmp_path, weights=weights).row_exact
     assert logits_error(model, tmp_path / "out") < 0.06  # of activations, 8 bits in every product
     manifest = Bundle(tmp_path / "out").manifest
     assert manifest.weights == weights
@@ -78,8 +88,7 @@ def test_both_policies_stay_near_the_file(tmp_path: Path, architecture: str, wei
 @pytest.mark.parametrize("kind", FORMATS)
 def test_every_format_is_imported(tmp_path: Path, kind: str, weights: str) -> None:
     model = tiny_gguf("llama", kind)
-    options = ExportOptions(weights=weights)
-    report = export_model(model.write(tmp_path / "m.gguf"), tmp_path / "out", options=options)
+    report = exported(model, tmp_path, weights=weights)
     assert {loss.source for loss in report.weights} >= {kind}
     kept = weights == "exact" and kind not in ("F32", "F16", "BF16")
     assert all(loss.relative_error < (1e-6 if kept else 1e-2) for loss in report.weights)
@@ -105,20 +114,13 @@ def test_the_report_and_the_manifest(tmp_path: Path) -> None:
     assert manifest.bytes_by_class["lm_head"] == -(-rows // 16) * 16 * columns * 34 // 32  # 32 codes, a scale
 
 
-def test_progress_reaches_its_end(tmp_path: Path) -> None:
-    seen: list[Progress] = []
-    export_model(tiny_gguf("llama").write(tmp_path / "m.gguf"), tmp_path / "out", progress=seen.append)
+def test_what_has_a_reference_is_compared_text_by_text(source: Path, monkeypatch: Patch) -> None:
+    seen, out = list[Progress](), source.with_name("out")
+    export_model(source, out, progress=seen.append)
     last = {step.stage: step for step in seen}
     assert list(last) == ["Reading", "Exporting", "Checking"]
     assert all(step.done == step.total for step in last.values())
-
-
-def test_what_has_a_reference_is_compared_text_by_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = tiny_gguf("llama").write(tmp_path / "m.gguf")
-    export_model(source, tmp_path / "out")
-    session = CpuSession(Bundle(tmp_path / "out"))
+    session = CpuSession(Bundle(out))
     logits = session.predict(TOKENS).logits.astype(np.float64)
     session.close()
     logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
@@ -126,40 +128,35 @@ def test_what_has_a_reference_is_compared_text_by_text(
     top = np.take_along_axis(logprobs, ids, 1).astype(np.float32)
     golden = Golden("m", ("en", "code"), (tuple(TOKENS),) * 2, (ids,) * 2, (top,) * 2)
     monkeypatch.setattr("edgespec_export.graph_bundle.find_golden", lambda digest: golden)
-    seen: list[Progress] = []
-    report = export_model(source, tmp_path / "again", progress=seen.append)
+    seen.clear()
+    report = export_model(source, source.with_name("again"), progress=seen.append)
     assert report.parity is not None and report.parity.positions == 2 * len(TOKENS)
     assert report.parity.top1_agreement == 1.0 and report.parity.kl == pytest.approx(0.0, abs=1e-4)
-    assert list(dict.fromkeys(step.stage for step in seen)) == ["Reading", "Exporting", "Checking"]
     checked = [step.done for step in seen if step.stage == "Checking" and step.total == 2]
     assert checked == [0, 1]
 
 
-@pytest.mark.parametrize("trim", [None, TrimOptions(300)])
-def test_a_matrix_that_is_written_in_parts_is_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trim: TrimOptions | None
-) -> None:
-    source, digests = tiny_gguf("llama").write(tmp_path / "m.gguf"), set[str]()
-    kept = {} if trim is None else {"role": "drafter", "trim": trim}
-    for count, weights in enumerate((1 << 20, 1, 3000)):
+@pytest.mark.parametrize("kept", [{}, {"role": "drafter", "trim": TrimOptions(300)}], ids=["all", "trimmed"])
+def test_a_matrix_that_is_written_in_parts_is_the_same(source: Path, monkeypatch: Patch, kept: Any) -> None:
+    digests, out = set[str](), source.with_name("out")
+    for weights in (1 << 20, 1, 3000):
         monkeypatch.setattr(writer, "_CHUNK_WEIGHTS", weights)
-        options = ExportOptions(name="m", **kept)  # type: ignore[arg-type]
-        export_model(source, tmp_path / f"out{count}", options=options)
-        digests.add(Bundle(tmp_path / f"out{count}").digest)
+        export_model(source, out, options=ExportOptions(name="m", overwrite=True, **kept))
+        digests.add(Bundle(out).digest)
     assert len(digests) == 1
 
 
-def test_the_context_comes_from_the_file(tmp_path: Path) -> None:
-    export_model(tiny_gguf("llama").write(tmp_path / "m.gguf"), tmp_path / "out")
-    session = CpuSession(Bundle(tmp_path / "out"))
+def test_the_context_comes_from_the_file(source: Path) -> None:
+    export_model(source, source.with_name("out"))
+    session = CpuSession(Bundle(source.with_name("out")))
     session.reserve(CONTEXT)
     with pytest.raises(RequestError, match="640"):
         session.reserve(CONTEXT + 1)
     session.close()
 
 
-def test_an_existing_directory_is_refused_then_replaced(tmp_path: Path) -> None:
-    source, out = tiny_gguf("llama").write(tmp_path / "m.gguf"), tmp_path / "out"
+def test_an_existing_directory_is_refused_then_replaced(tmp_path: Path, source: Path) -> None:
+    out = tmp_path / "out"
     export_model(source, out, options=ExportOptions(name="first"))
     with pytest.raises(RequestError, match="exists"):
         export_model(source, out)
@@ -168,8 +165,8 @@ def test_an_existing_directory_is_refused_then_replaced(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.gguf", "out"]
 
 
-def test_what_is_no_bundle_or_holds_its_source_is_never_overwritten(tmp_path: Path) -> None:
-    source, photos, out = tiny_gguf("llama").write(tmp_path / "m.gguf"), tmp_path / "photos", tmp_path / "out"
+def test_what_is_no_bundle_or_holds_its_source_is_never_overwritten(tmp_path: Path, source: Path) -> None:
+    photos, out = tmp_path / "photos", tmp_path / "out"
     photos.mkdir()
     (photos / "holiday.jpg").write_bytes(b"dear")
     for target in (photos, photos / "holiday.jpg"):
@@ -183,8 +180,8 @@ def test_what_is_no_bundle_or_holds_its_source_is_never_overwritten(tmp_path: Pa
     assert source.is_file()
 
 
-def test_a_failed_replacement_keeps_the_old_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, out = tiny_gguf("llama").write(tmp_path / "m.gguf"), tmp_path / "out"
+def test_a_failed_replacement_keeps_the_old_bundle(source: Path, monkeypatch: Patch) -> None:
+    out = source.with_name("out")
     export_model(source, out, options=ExportOptions(name="first"))
     replace = Path.replace
 
@@ -197,24 +194,22 @@ def test_a_failed_replacement_keeps_the_old_bundle(tmp_path: Path, monkeypatch: 
     with pytest.raises(KeyboardInterrupt):
         export_model(source, out, options=ExportOptions(overwrite=True))
     assert Bundle(out).manifest.name == "first"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.gguf", "out"]
+    assert sorted(path.name for path in out.parent.iterdir()) == ["m.gguf", "out"]
 
 
 @pytest.mark.parametrize("name", ["out", "out [1]"])
-def test_leftovers_of_dead_processes_go_and_those_of_live_ones_stay(tmp_path: Path, name: str) -> None:
+def test_leftovers_of_dead_processes_go_only(tmp_path: Path, source: Path, name: str) -> None:
     prefix = f".{name}.partial-"
     dead = tmp_path / f"{own_name(prefix, NEVER_A_PROCESS)}x"
     live = tmp_path / f"{own_name(prefix)}x"
     for folder in (dead, live):
         folder.mkdir()
         (folder / "model.onnx.data").write_bytes(b"half")
-    export_model(tiny_gguf("llama").write(tmp_path / "m.gguf"), tmp_path / name)
-    assert not dead.exists()
-    assert live.exists()
+    export_model(source, tmp_path / name)
+    assert live.exists() and not dead.exists()
 
 
-def test_a_bundle_that_a_killed_export_was_replacing_comes_back(tmp_path: Path) -> None:
-    source = tiny_gguf("llama").write(tmp_path / "m.gguf")
+def test_a_bundle_that_a_killed_export_was_replacing_comes_back(tmp_path: Path, source: Path) -> None:
     export_model(source, tmp_path / "out", options=ExportOptions(name="first"))
     (tmp_path / "out").rename(tmp_path / f"{own_name('.out.partial-', NEVER_A_PROCESS)}x-old")
     (tmp_path / "wrong.gguf").write_bytes(b"nothing")
@@ -223,26 +218,21 @@ def test_a_bundle_that_a_killed_export_was_replacing_comes_back(tmp_path: Path) 
     assert Bundle(tmp_path / "out").manifest.name == "first"
 
 
-def test_what_is_being_made_names_its_process_and_is_gone_after_the_last_move(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_being_made_names_its_process_and_is_gone_at_last(source: Path, monkeypatch: Patch) -> None:
     """By that name :func:`leftovers` tells what a program that was killed has left."""
-    source, seen = tiny_gguf("llama").write(tmp_path / "m.gguf"), list[list[str]]()
+    seen = list[list[str]]()
 
     def look(folder: Path, out: Path) -> None:
         assert folder.name.startswith(own_name(".out.partial-"))
         move(folder, out)
-        seen.append(sorted(path.name for path in tmp_path.iterdir()))
+        seen.append(sorted(path.name for path in out.parent.iterdir()))
 
     monkeypatch.setattr(staging, "move", look)
-    export_model(source, tmp_path / "out")
+    export_model(source, source.with_name("out"))
     assert seen == [["m.gguf", "out"]]
 
 
-def test_wrong_requests_are_refused(tmp_path: Path) -> None:
-    source = tiny_gguf("llama").write(tmp_path / "m.gguf")
-    with pytest.raises(RequestError, match=r"allowed: .*'exact', 'portable'"):
-        export_model(source, tmp_path / "out", options=ExportOptions(weights="tiny"))
-    with pytest.raises(RequestError, match="drafter"):
-        export_model(source, tmp_path / "out", options=ExportOptions(role="boss"))  # type: ignore[arg-type]
-    assert not (tmp_path / "out" / MANIFEST).exists()
+def test_wrong_requests_are_refused() -> None:
+    for wrong, said in (("weights", r"allowed: .*'exact', 'portable'"), ("role", "drafter")):
+        with pytest.raises(RequestError, match=said):
+            ExportOptions(**{wrong: "tiny"})  # type: ignore[arg-type]

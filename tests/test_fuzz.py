@@ -14,34 +14,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edgespec_models.errors import (
-    EdgespecError,
-    ModelFileError,
-)
+from edgespec_models.errors import EdgespecError, ModelFileError
 from tests.readers_for_tests import READERS, allowed, table
 
 KEPT = sorted((Path(__file__).parent / "fuzz").glob("*/*"))
-WRONG = st.sampled_from(
-    [
-        None,
-        0,
-        -1,
-        7,
-        2**31,
-        10**400,
-        1.5,
-        1e308,
-        "",
-        "x",
-        "\x1b[2J\ud800",
-        "[/red]",
-        [],
-        [0],
-        {},
-        {"a": 1},
-        True,
-    ]
-)
+NUMBERS: list[Any] = [None, True, 0, -1, 7, 2**31, 10**400, 1.5, 1e308]
+WRONG = st.sampled_from([*NUMBERS, "", "x", "\x1b[2J\ud800", "[/red]", [], [0], {}, {"a": 1}])
 
 
 def places(tree: Any) -> Iterator[tuple[Any, Any]]:

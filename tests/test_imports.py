@@ -46,7 +46,7 @@ print(json.dumps([sorted(sys.modules), sorted(run)]))
 
 
 def _run(code: str, home: Path) -> str:
-    code = f"import os, sys; sys.path[:] = {sys.path!r}; os.environ['EDGESPEC_HOME'] = {str(home)!r}\n{code}"
+    code = f"import os, sys; os.environ['EDGESPEC_HOME'] = {str(home)!r}\n{code}"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 

@@ -63,38 +63,36 @@ def linears(draw: st.DrawFn) -> tuple[Linear, F32, int]:
     gate = draw(st.sampled_from(["", "silu", "gelu"]))
     inputs = 256 * draw(st.integers(1, 2))
     columns = draw(st.lists(st.integers(1, 40), min_size=1, max_size=3)) * (2 if gate else 1)
-    parts = tuple(
-        (name, random_blocks(rng, name, count, inputs))
-        for count in columns
-        for name in (draw(st.sampled_from(sorted(FORMATS))),)
-    )
+    parts = []
+    for count in columns:
+        name = draw(st.sampled_from(sorted(FORMATS)))
+        parts.append((name, random_blocks(rng, name, count, inputs)))
     rows, width = draw(st.integers(1, 20)), sum(columns) // (2 if gate else 1)
 
     def maybe(*shape: int) -> F32 | None:
         return rng.uniform(-2, 2, shape).astype(np.float32) if draw(st.booleans()) else None
 
-    linear = Linear(
-        parts=parts,
-        inputs=inputs,
-        gate=gate,
-        gain=maybe(inputs),
-        bias=maybe(width),
-        post_gain=maybe(width),
-        residual=maybe(1, rows, width),
-    )
+    more: Any = {"gain": maybe(inputs), "bias": maybe(width), "post_gain": maybe(width)}
+    linear = Linear(parts=tuple(parts), inputs=inputs, gate=gate, residual=maybe(1, rows, width), **more)
     return linear, activations(rng, rows, inputs), draw(THREADS)
 
 
 # ---- Projections -------------------------------------------------------------------------------------------
 
 
+def right(linear: Linear, x: F32, threads: int = 1, what: str = "") -> F32:
+    """What every set of instructions gives, which must be what is expected."""
+    (y,) = everywhere(linear.graph(x), linear.feeds(x), threads)
+    linear.expected(x).check(y, what)
+    return y
+
+
 @by_format
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_products_lose_what_sums_of_float32_lose(name: str, data: st.DataObject) -> None:
     linear, x, threads = data.draw(plain_linears(name))
-    (y,) = everywhere(linear.graph(x), linear.feeds(x), threads)
-    linear.expected(x).check(y)
+    right(linear, x, threads)
 
 
 @by_format
@@ -112,15 +110,13 @@ def test_products_are_those_of_the_gguf_package(name: str) -> None:
     assert (np.abs(y - x @ weights.T) <= 1.0001 * steps @ np.abs(weights).T + 1e-5 * sums).all()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(linears())
 def test_whole_projections(case: tuple[Linear, F32, int]) -> None:
-    linear, x, threads = case
-    (y,) = everywhere(linear.graph(x), linear.feeds(x), threads)
-    linear.expected(x).check(y)
+    right(*case)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(linears(), st.data())
 def test_a_row_does_not_depend_on_the_others_or_on_threads(
     case: tuple[Linear, F32, int], data: st.DataObject
@@ -154,8 +150,7 @@ def test_matrices_of_many_pieces(threads: int) -> None:
 def test_no_rows(name: str) -> None:
     linear = Linear(parts=((name, random_blocks(np.random.default_rng(0), name, 5, 256)),), inputs=256)
     x = np.zeros((1, 0, 256), np.float32)
-    (y,) = everywhere(linear.graph(x), linear.feeds(x))
-    assert y.shape == (1, 0, 5)
+    assert everywhere(linear.graph(x), linear.feeds(x))[0].shape == (1, 0, 5)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -179,9 +174,7 @@ def test_extreme_codes(name: str, byte: int) -> None:
     raw[:8] = np.where(raw_factors(name), raw[:8], np.uint8(byte))
     signs = np.array([[1, 1, 1, 1], [-1, -1, -1, -1], [1, 1, -1, -1], [1, -1, 1, -1], [1, 1, 0, 0]])
     x = np.tile(signs.astype(np.float32), inputs // 4)[None]
-    linear = Linear(parts=((name, raw),), inputs=inputs)
-    (y,) = everywhere(linear.graph(x), linear.feeds(x))
-    linear.expected(x).check(y)
+    right(Linear(parts=((name, raw),), inputs=inputs), x)
 
 
 def raw_factors(name: str) -> Any:
@@ -196,9 +189,7 @@ def raw_factors(name: str) -> Any:
 def test_extreme_activations(scale: float) -> None:
     rng = np.random.default_rng(0)
     linear = Linear(parts=(("Q8_0", random_blocks(rng, "Q8_0", 20, 64)),), inputs=64)
-    x = (activations(rng, 2, 64) * 0 + rng.uniform(-1, 1, (1, 2, 64)) * scale).astype(np.float32)
-    (y,) = everywhere(linear.graph(x), linear.feeds(x))
-    linear.expected(x).check(y)
+    right(linear, (rng.uniform(-1, 1, (1, 2, 64)) * scale).astype(np.float32))
 
 
 def test_gates_far_from_zero() -> None:
@@ -217,7 +208,7 @@ def test_gates_far_from_zero() -> None:
         assert not np.isnan(y).any()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 9), st.integers(1, 12), SEEDS)
 def test_normalization(blocks: int, rows: int, seed: int) -> None:
     """Seen through a matrix that passes every input on, rounded."""
@@ -238,18 +229,13 @@ def test_normalization(blocks: int, rows: int, seed: int) -> None:
 
 
 def embedding(name: str, raw: Any, ids: Any, factor: float = 1.0) -> bytes:
-    return graph(
-        "Embedding",
-        ["ids", "table"],
-        {"y": TensorProto.FLOAT},
-        {"ids": ids},
-        {"table": pack(name, raw)},
-        {"width": raw.shape[1] * FORMATS[name].inputs, "rows": len(raw), "format": name, "factor": factor},
-    )
+    said = {"width": raw.shape[1] * FORMATS[name].inputs, "rows": len(raw), "format": name, "factor": factor}
+    weights, outputs = {"table": pack(name, raw)}, {"y": TensorProto.FLOAT}
+    return graph("Embedding", ["ids", "table"], outputs, {"ids": ids}, weights, said)
 
 
 @by_format
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_rows_of_a_table_are_those_of_the_gguf_package(name: str, data: st.DataObject) -> None:
     rng = np.random.default_rng(data.draw(SEEDS))
@@ -278,7 +264,7 @@ def choose(logits: F32, threads: int = 1) -> tuple[Any, F32]:
 WIDTHS = st.one_of(st.integers(1, 70), st.sampled_from([8191, 8192, 8193, 8209, 20000]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SEEDS, st.integers(1, 12), WIDTHS, THREADS)
 def test_the_first_of_the_most_likely(seed: int, rows: int, columns: int, threads: int) -> None:
     rng = np.random.default_rng(seed)

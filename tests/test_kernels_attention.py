@@ -1,5 +1,6 @@
 """Attention by edgespec's kernels against plain NumPy, with every set of instructions there is."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,17 +55,9 @@ class Layer:
         return graph("Attention", names, OUTPUTS, feeds, {}, attributes)
 
     def feeds(self, packed: F32, cache: "Cache") -> dict[str, npt.NDArray[Any]]:
-        fed: dict[str, npt.NDArray[Any] | None] = {
-            "packed": packed,
-            "past_key": cache.keys,
-            "past_value": cache.values,
-            "past_length": np.array([cache.length], np.int64),
-            "cos": None if self.tables is None else self.tables[0],
-            "sin": None if self.tables is None else self.tables[1],
-            "query_gain": self.query_gain,
-            "key_gain": self.key_gain,
-        }
-        return {name: value for name, value in fed.items() if value is not None}
+        length, tables = np.array([cache.length], np.int64), self.tables or (None, None)
+        values = (packed, cache.keys, cache.values, length, *tables, self.query_gain, self.key_gain)
+        return {name: value for name, value in zip(INPUTS, values, strict=True) if value is not None}
 
     def split(self, packed: F32) -> tuple[F64, F64, F32]:
         """Queries, keys and values, ``(heads, rows, head_dim)``, normalized but not rotated."""
@@ -127,9 +120,8 @@ class Cache:
     def key_rows(self) -> F16:
         """``(kv_heads, capacity, head_dim)``: of 16 tokens, channel by channel."""
         _, heads, capacity, width = self.keys.shape
-        return (
-            self.keys.reshape(heads, -1, width, LANES).transpose(0, 1, 3, 2).reshape(heads, capacity, width)
-        )
+        tiles = self.keys.reshape(heads, -1, width, LANES)
+        return tiles.transpose(0, 1, 3, 2).reshape(heads, capacity, width)
 
     def put(self, keys: Any, values: Any) -> None:
         """Write tokens ``(kv_heads, tokens, head_dim)`` behind the others."""
@@ -169,11 +161,24 @@ class Case:
         np.testing.assert_allclose(y, wanted, rtol=2e-5, atol=2e-5)
 
 
+def same(wanted: Sequence[npt.NDArray[Any]], got: Sequence[npt.NDArray[Any]], what: str = "") -> None:
+    """Every output to the bit."""
+    for one, other in zip(wanted, got, strict=True):
+        same_bits(one, other, what)
+
+
 def make_case(rng: np.random.Generator, layer: Layer, past: int, rows: int, capacity: int) -> Case:
     cache = Cache.empty(layer, capacity)
     cache.put(*rng.normal(0, 1, (2, layer.kv_heads, past, layer.head_dim)))
     packed = rng.normal(0, 1.5, (1, rows, layer.width)).astype(np.float32)
     return Case(layer, cache, packed)
+
+
+def fixed_case(past: int, rows: int, capacity: int, *, seed: int = 0, **shape: Any) -> Case:
+    """One that is not drawn; two heads of 16 channels over one of keys, unless told otherwise."""
+    rng = np.random.default_rng(seed)
+    layer = make_layer(rng, capacity, **({"heads": 2, "kv_heads": 1, "head_dim": 16} | shape))
+    return make_case(rng, layer, past, rows, capacity)
 
 
 def make_layer(rng: np.random.Generator, positions: int, *, gains: bool = False, **shape: Any) -> Layer:
@@ -192,17 +197,11 @@ def cases(draw: st.DrawFn) -> Case:
     rows = draw(st.integers(1, 40))
     past = draw(st.one_of(st.sampled_from([0, 1, 15, 16, 17, 255, capacity - rows]), st.integers(0, 300)))
     past = min(past, capacity - rows)
-    layer = make_layer(
-        rng,
-        past + rows + draw(st.integers(0, 5)),
-        gains=draw(st.booleans()),
-        heads=kv_heads * draw(st.integers(1, 4)),
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        window=draw(st.sampled_from([0, 0, 1, 5, 16, 40, 1000])),
-        rotated=draw(st.sampled_from([0, 2, head_dim // 2, head_dim])),
-        interleaved=draw(st.booleans()),
-    )
+    shape: dict[str, Any] = {"heads": kv_heads * draw(st.integers(1, 4)), "kv_heads": kv_heads}
+    shape |= {"head_dim": head_dim, "window": draw(st.sampled_from([0, 0, 1, 5, 16, 40, 1000]))}
+    shape |= {"rotated": draw(st.sampled_from([0, 2, head_dim // 2, head_dim]))}
+    shape |= {"interleaved": draw(st.booleans()), "gains": draw(st.booleans())}
+    layer = make_layer(rng, past + rows + draw(st.integers(0, 5)), **shape)
     return make_case(rng, layer, past, rows, capacity)
 
 
@@ -230,24 +229,20 @@ def copied(opened: Any, case: Case) -> tuple[F32, F16, F16]:
     return y, keys, values
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(cases(), st.integers(1, 4))
 def test_attention_is_what_it_is_in_float64(case: Case, threads: int) -> None:
     model = case.layer.model()
     first = copied(session(model, threads, "plain"), case)
     case.check(*first)
     for name in sets()[1:]:
-        opened = session(model, threads, name)
-        second = copied(opened, case)
-        for index in range(3):
-            same_bits(first[index], second[index], name)
-        cache = case.cache.copy()
-        same_bits(first[0], run_in_place(opened, case.layer, case.packed, cache), name)
-        same_bits(first[1], cache.keys, name)
-        same_bits(first[2], cache.values, name)
+        opened, cache = session(model, threads, name), case.cache.copy()
+        same(first, copied(opened, case), name)
+        y = run_in_place(opened, case.layer, case.packed, cache)
+        same(first, (y, cache.keys, cache.values), name)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases(), st.data())
 def test_a_row_does_not_depend_on_how_rows_are_grouped(case: Case, data: st.DataObject) -> None:
     model = case.layer.model()
@@ -259,11 +254,10 @@ def test_a_row_does_not_depend_on_how_rows_are_grouped(case: Case, data: st.Data
         to = at + some.shape[1]
         same_bits(wanted[:, at:to], run_in_place(opened, case.layer, some.copy(), cache))
         at = to
-    same_bits(keys, cache.keys)
-    same_bits(values, cache.values)
+    same((keys, values), (cache.keys, cache.values))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases(), st.lists(st.integers(0, 300), max_size=4), st.integers(1, 4), st.data())
 def test_sequences_of_a_pass_are_as_if_alone(
     case: Case, lengths: list[int], threads: int, data: st.DataObject
@@ -278,36 +272,30 @@ def test_sequences_of_a_pass_are_as_if_alone(
     feeds["past_value"] = np.concatenate([one.cache.values for one in cases])
     together = session(layer.model(), threads, data.draw(st.sampled_from(sets()))).run(None, feeds)
     for at, one in enumerate(cases):
-        y, keys, values = copied(session(layer.model()), one)
-        same_bits(y, together[0][:, at * rows : (at + 1) * rows])
-        same_bits(keys[0], together[1][at])
-        same_bits(values[0], together[2][at])
+        part = together[0][:, at * rows : (at + 1) * rows], together[1][[at]], together[2][[at]]
+        same(copied(session(layer.model()), one), part)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 20])
 @pytest.mark.parametrize("past", [0, 1, 15, 16, 17, 255, -1])
 def test_edges_of_the_cache(past: int, rows: int) -> None:
-    rng = np.random.default_rng(rows)
-    layer = make_layer(
-        rng, 304, gains=True, heads=4, kv_heads=2, head_dim=32, window=(past * 7) % 30, rotated=32
-    )
-    case = make_case(rng, layer, 304 - rows if past < 0 else past, rows, 304)
-    case.check(*copied(session(layer.model(), 2), case))
+    past = 304 - rows if past < 0 else past
+    shape: Any = {"heads": 4, "kv_heads": 2, "head_dim": 32, "window": (past * 7) % 30, "rotated": 32}
+    case = fixed_case(past, rows, 304, seed=rows, gains=True, **shape)
+    case.check(*copied(session(case.layer.model(), 2), case))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", sets())
 def test_any_number_of_rows_gives_the_same_bits(name: str, threads: int) -> None:
-    rng = np.random.default_rng(7)
-    layer = make_layer(rng, 80, heads=6, kv_heads=2, head_dim=80, window=33, rotated=80)
-    case = make_case(rng, layer, 27, 40, 80)
+    case = fixed_case(27, 40, 80, heads=6, kv_heads=2, head_dim=80, window=33, rotated=80)
+    layer = case.layer
     wanted, keys, values = copied(session(layer.model(), 1, "plain"), case)
     opened = session(layer.model(), threads, name)
     for rows in range(1, 41):
         cache = case.cache.copy()
         same_bits(wanted[:, :rows], run_in_place(opened, layer, case.packed[:, :rows].copy(), cache))
-    same_bits(keys, cache.keys)
-    same_bits(values, cache.values)
+    same((keys, values), (cache.keys, cache.values))
 
 
 def narrowed(values: F32) -> F16:
@@ -339,33 +327,26 @@ def test_what_float16_cannot_hold() -> None:
 
 
 def test_huge_keys_and_values_leave_attention_finite() -> None:
-    rng = np.random.default_rng(0)
-    layer = make_layer(rng, 64, heads=1, kv_heads=1, head_dim=16)
-    case = make_case(rng, layer, 20, 3, 32)
+    case = fixed_case(20, 3, 32, heads=1)
     case.packed[..., 16:] *= 1e6
-    y, keys, values = copied(session(layer.model()), case)
+    y, keys, values = copied(session(case.layer.model()), case)
     assert np.isfinite(y).all()
     assert np.abs(values[0, 0, 20:23]).max() == 65504
     assert np.abs(Cache(keys, values).key_rows()[0, 20:23]).max() == 65504
 
 
 def test_no_rows() -> None:
-    rng = np.random.default_rng(0)
-    layer = make_layer(rng, 40, heads=2, kv_heads=1, head_dim=16, rotated=16)
-    case = make_case(rng, layer, 7, 0, 32)
-    y, keys, values = copied(session(layer.model()), case)
+    case = fixed_case(7, 0, 32, rotated=16)
+    y, keys, values = copied(session(case.layer.model()), case)
     assert y.shape == (1, 0, 32)
-    same_bits(case.cache.keys, keys)
-    same_bits(case.cache.values, values)
+    same((case.cache.keys, case.cache.values), (keys, values))
 
 
 def test_scores_that_overflow_the_exponential_function() -> None:
     """One key outweighs the others by far more than float32 can tell."""
-    rng = np.random.default_rng(0)
-    layer = make_layer(rng, 64, heads=1, kv_heads=1, head_dim=16)
-    case = make_case(rng, layer, 20, 3, 32)
+    case = fixed_case(20, 3, 32, heads=1)
     case.packed[..., :32] *= 1e3
-    y, _, values = copied(session(layer.model()), case)
+    y, _, values = copied(session(case.layer.model()), case)
     assert np.isfinite(y).all()
     rows = {row.tobytes() for row in values[0, 0, :23].astype(np.float32)}
     assert all(row.tobytes() in rows for row in y[0])
@@ -374,12 +355,10 @@ def test_scores_that_overflow_the_exponential_function() -> None:
 @pytest.mark.parametrize("name", sets())
 def test_what_later_tokens_hold_is_not_read(name: str) -> None:
     """A cache that was rolled back holds tokens beyond its length; they are overwritten or left alone."""
-    rng = np.random.default_rng(0)
-    layer = make_layer(rng, 64, gains=True, heads=2, kv_heads=1, head_dim=16, rotated=16)
-    case = make_case(rng, layer, 21, 2, 48)
-    opened = session(layer.model(), 1, name)
+    case = fixed_case(21, 2, 48, gains=True, rotated=16)
+    opened = session(case.layer.model(), 1, name)
     y, *_ = copied(opened, case)
     stale = case.cache.copy()
     stale.put(np.full((1, 20, 16), 6e4), np.full((1, 20, 16), np.inf))
     stale.length = 21
-    same_bits(y, opened.run(None, layer.feeds(case.packed, stale))[0])
+    same_bits(y, opened.run(None, case.layer.feeds(case.packed, stale))[0])

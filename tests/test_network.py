@@ -1,6 +1,5 @@
 """Inference asks no network: where every socket is forbidden a process loads, answers, chats and learns."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -26,11 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def offline(folder: Path, way: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-X", "utf8", "-m", "tests.offline_for_tests", str(folder), way]
-    root = Path(__file__).parents[1]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run(
-        command, cwd=root, env=environment, capture_output=True, encoding="utf-8", check=False
-    )
+    return subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
 
 
 def test_inference_needs_no_network(folder: Path) -> None:

@@ -15,12 +15,11 @@ from edgespec_export.optimum import export_with_optimum
 from edgespec_models.errors import EdgespecError, ModelFileError, RequestError
 from tests.foreign_for_tests import ForeignSpec, WrittenOut, write_optimum, write_written_out
 
-ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="the stand-in is a script with a shebang line")
 
 STAND_IN = f"""#!{sys.executable}
 import json, os, shutil, sys
-sys.path[:0] = {[str(ROOT), *(str(ROOT / part) for part in ("models", "runtimes", "export"))]!r}
+sys.path[:0] = {sys.path!r}
 from pathlib import Path
 from tests.foreign_for_tests import ForeignSpec, write_optimum
 from tests.foreign_for_tests import WrittenOut, write_written_out
@@ -96,8 +95,7 @@ def test_the_command_line(tmp_path: Path, program: str) -> None:
     assert result.exit_code == 0, result.output
     assert "KV cache: copied in every pass" in result.stdout
     again = run(source, out, program)
-    assert again.exit_code == 1
-    assert "exists" in again.stderr
+    assert again.exit_code == 1 and "exists" in again.stderr
     replaced = run(source, out, program, "--overwrite", "--json")
     assert replaced.exit_code == 0, replaced.output
     assert json.loads(replaced.stdout)["copies_cache"] is True
@@ -106,8 +104,7 @@ def test_the_command_line(tmp_path: Path, program: str) -> None:
 def test_what_optimum_does_not_do_is_refused(tmp_path: Path) -> None:
     for extra in (["--weights", "exact"], ["--kv", "int8"], ["--mixed", "head"], ["--role", "drafter"]):
         result = run(tmp_path, tmp_path / "out", "optimum-cli", *extra)
-        assert result.exit_code == 1
-        assert "leave out --" in result.stderr
+        assert result.exit_code == 1 and "leave out --" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -125,10 +122,9 @@ def test_what_fails_leaves_nothing(tmp_path: Path, program: str, says: dict[str,
 
 def test_sources_and_places_that_cannot_be(tmp_path: Path, program: str) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ModelFileError, match=r"lacks config\.json"):
-        export_with_optimum(tmp_path / "empty", tmp_path / "out", program=program)
-    with pytest.raises(ModelFileError, match="does not exist"):
-        export_with_optimum(tmp_path / "none", tmp_path / "out", program=program)
+    for name, said in (("empty", r"lacks config\.json"), ("none", "does not exist")):
+        with pytest.raises(ModelFileError, match=said):
+            export_with_optimum(tmp_path / name, tmp_path / "out", program=program)
     source = checkpoint(tmp_path / "m")
     (tmp_path / "empty" / "letter.txt").write_text("dear")
     with pytest.raises(RequestError, match="not be overwritten"):

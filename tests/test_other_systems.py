@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -23,8 +24,9 @@ from edgespec.history.manage import History
 from edgespec.loading.measurements import describe_machine
 from edgespec_export import staging
 from edgespec_export.export import ExportOptions, export_model
+from edgespec_models import storage
 from edgespec_models.errors import RequestError
-from edgespec_models.storage import home, move, write_text
+from edgespec_models.storage import move, write_text
 from edgespec_runtimes.memory import peak_memory_bytes
 from tests.gguf_for_tests import tiny_gguf
 
@@ -40,49 +42,38 @@ class TestMoves:
     """Windows renames nothing that a program has open, as a virus scanner has what was just written."""
 
     @pytest.fixture
-    def refusals(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-        """Renames are refused until these pauses have been made; each takes one off."""
-        left, replace = [0.05, 0.1], Path.replace
+    def pauses(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+        """The pauses that are made, of which renames need two, or as many as it says."""
+        made, replace = list[float](), Path.replace
 
         def refuse(path: Path, to: Path) -> Path:
-            if left:
+            if len(made) < self.needed:
                 raise PermissionError(errno.EACCES, "Access is denied", str(path))
             return replace(path, to)
 
-        def pause(seconds: float) -> None:
-            assert seconds == left.pop(0)
-
+        self.needed = 2
         monkeypatch.setattr(Path, "replace", refuse)
-        monkeypatch.setattr(time, "sleep", pause)
-        return left
+        monkeypatch.setattr(time, "sleep", made.append)
+        return made
 
-    def test_files_and_folders_get_there(self, tmp_path: Path, windows: None, refusals: list[float]) -> None:
+    def test_files_and_folders_get_there(self, tmp_path: Path, windows: None, pauses: list[float]) -> None:
         with staging.staging(tmp_path / "out") as folder:
             (folder / "file").write_bytes(b"content")
-        assert not refusals
-        assert (tmp_path / "out" / "file").read_bytes() == b"content"
-
-    def test_texts_too(self, tmp_path: Path, windows: None, refusals: list[float]) -> None:
+        assert (tmp_path / "out" / "file").read_bytes() == b"content" and pauses == [0.05, 0.1]
+        pauses.clear()
         write_text(tmp_path / "file", "text")
-        assert not refusals and (tmp_path / "file").read_text(encoding="utf-8") == "text"
+        assert (tmp_path / "file").read_text(encoding="utf-8") == "text" and len(pauses) == 2
 
-    def test_a_refusal_that_lasts_is_one(
-        self, tmp_path: Path, windows: None, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def refuse(path: Path, to: Path) -> None:
-            raise PermissionError(errno.EACCES, "Access is denied", str(path))
-
-        pauses: list[float] = []
-        monkeypatch.setattr(Path, "replace", refuse)
-        monkeypatch.setattr(time, "sleep", pauses.append)
+    def test_a_refusal_that_lasts_is_one(self, tmp_path: Path, windows: None, pauses: list[float]) -> None:
+        self.needed = 1000
         with pytest.raises(PermissionError):
             move(tmp_path / "a", tmp_path / "b")
         assert 2 < sum(pauses) < 5
 
-    def test_elsewhere_a_refusal_counts_at_once(self, tmp_path: Path, refusals: list[float]) -> None:
+    def test_elsewhere_a_refusal_counts_at_once(self, tmp_path: Path, pauses: list[float]) -> None:
         with pytest.raises(PermissionError):
             move(tmp_path / "a", tmp_path / "b")
-        assert len(refusals) == 2
+        assert not pauses
 
 
 def held(folder: Path) -> list[str]:
@@ -98,24 +89,19 @@ class TestOpenFiles:
 
     @pytest.mark.parametrize("weights", ["exact", "portable"])
     @pytest.mark.parametrize("role", ["target", "drafter"])
-    def test_a_bundle_is_moved_when_all_of_it_is_closed(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: Any, weights: Any
-    ) -> None:
+    def test_a_bundle_is_moved_when_all_is_closed(self, tmp_path: Path, role: Any, weights: Any) -> None:
         seen: list[list[str]] = []
 
         def look(folder: Path, out: Path) -> None:
             seen.append(held(folder))
             move(folder, out)
 
-        monkeypatch.setattr(staging, "move", look)
         source = tiny_gguf("llama").write(tmp_path / "m.gguf")
-        export_model(source, tmp_path / "out", options=ExportOptions(role=role, weights=weights))
+        with mock.patch.object(staging, "move", look):
+            export_model(source, tmp_path / "out", options=ExportOptions(role=role, weights=weights))
         assert seen == [[]] and held(tmp_path) == []
 
-    def test_a_model_that_is_closed_holds_nothing(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
+    def test_a_model_that_is_closed_holds_nothing(self, tmp_path: Path, home: Path) -> None:
         source = tiny_gguf("llama").write(tmp_path / "m.gguf")
         with edgespec.load(source, source, options=LoadOptions(threads=1), history="me") as model:
             model.generate("hello", max_new_tokens=4)
@@ -131,13 +117,11 @@ class TestTexts:
         assert serve_command._key(tmp_path / "key") == "secret"
 
     def test_folders_of_nobody(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def unknown(path: Path) -> Path:
-            raise RuntimeError("Could not determine home directory.")
-
+        unknown = mock.Mock(side_effect=RuntimeError("Could not determine home directory."))
         monkeypatch.setattr(Path, "expanduser", unknown)
         monkeypatch.setenv("EDGESPEC_HOME", "~nobody/models")
         with pytest.raises(RequestError, match="~nobody/models begins with a user who has no folder"):
-            home()
+            storage.home()
         with pytest.raises(RequestError, match="begins with a user who has no folder"):
             History("~nobody/me.history")
 
@@ -193,9 +177,8 @@ class TestMachines:
             assert (key, name) == ("opened", "ProcessorNameString")
             return "A Processor  ", 1
 
-        fake = SimpleNamespace(
-            HKEY_LOCAL_MACHINE=1, OpenKey=lambda *_: nullcontext("opened"), QueryValueEx=value
-        )
+        fake = SimpleNamespace(HKEY_LOCAL_MACHINE=1, QueryValueEx=value)
+        fake.OpenKey = lambda *_: nullcontext("opened")
         monkeypatch.setitem(sys.modules, "winreg", fake)
         assert describe_machine()["cpu"] == "A Processor"
         memory = SimpleNamespace(memory_info=lambda: SimpleNamespace(peak_wset=12345))

@@ -45,7 +45,6 @@ with reporting() as channel:
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A worker without a model; it runs where the tests do, so that it finds ``tools``."""
     monkeypatch.setattr(processes, "IDLE_S", 0.01)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     path = tmp_path / "fake_worker.py"
     path.write_text(FAKE, encoding="utf-8")
     return path
@@ -68,21 +67,11 @@ def test_a_worker_answers_until_it_is_closed(fake: Path) -> None:
     assert worker.facts["kl"] == 0.25
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("answer", "RuntimeError: no such mode"),
-        ("die", "it ended with 3; out of luck"),
-    ],
-)
-def test_a_worker_that_fails_says_why(fake: Path, kind: str, said: str) -> None:
-    worker = Worker(command(fake, "--fail", kind))
-    with pytest.raises(WorkerError) as caught:
-        worker.ask(Request("text", 3))
-    assert str(caught.value) == said
-
-
-def test_a_worker_that_cannot_load_says_why(fake: Path, tmp_path: Path) -> None:
+def test_a_worker_that_fails_says_why(fake: Path, tmp_path: Path) -> None:
+    for kind, said in (("answer", "RuntimeError: no such mode"), ("die", "it ended with 3; out of luck")):
+        worker = Worker(command(fake, "--fail", kind))
+        with pytest.raises(WorkerError, match=f"^{said}$"):
+            worker.ask(Request("text", 3))
     with pytest.raises(WorkerError, match=r"^ValueError: cannot read the model$"):
         Worker(command(fake, "--fail", "load"))
     with pytest.raises(WorkerError, match="absent"):
@@ -100,8 +89,8 @@ def test_workers_stay_if_memory_allows(fake: Path) -> None:
             assert (command(fake) in workers._kept) is stays
 
 
-def rows_of(fake: Path) -> list[Row]:
-    return [
+def test_failing_rows_end_no_comparison(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
         Row("edgespec close plain", "edgespec close", command(fake, "--speed", "10")),
         Row("edgespec close ngram", "edgespec close", command(fake, "--speed", "15")),
         Row("peer plain", "peer", command(fake, "--speed", "12")),
@@ -109,14 +98,9 @@ def rows_of(fake: Path) -> list[Row]:
         Row("peer broken", "peer", command(fake, "--fail", "answer")),
         Row("peer absent", "peer", ("no-such-program",)),
     ]
-
-
-def test_a_comparison_goes_on_without_the_rows_that_fail(
-    fake: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
     tasks = [compare.Task("one", "x", "text"), compare.Task("two", "y", "longer text", "hi")]
     with Workers(0, ignore) as workers:
-        run = compare.Run(rows_of(fake), workers, ignore)
+        run = compare.Run(rows, workers, ignore)
         run.load()
         for task in tasks:
             run.measure(task, 0, 4)
@@ -134,14 +118,8 @@ def test_a_comparison_goes_on_without_the_rows_that_fail(
 
 
 def sample(row: str, prompt: str, speed: float, **other: Any) -> Sample:
-    values: dict[str, Any] = {
-        "turn": 0,
-        "prompt_tokens": 5,
-        "tokens": (1, 2),
-        "text": "",
-        "busy": 0.0,
-        "request_s": 1.0,
-    }
+    values: dict[str, Any] = {"turn": 0, "prompt_tokens": 5, "tokens": (1, 2), "text": ""}
+    values |= {"busy": 0.0, "request_s": 1.0}
     return Sample(row=row, prompt=prompt, category=prompt, tokens_per_s=speed, **values | other)
 
 
@@ -168,49 +146,29 @@ def test_ratios_are_taken_over_the_prompts_both_ran() -> None:
     assert len(tables(table.summary(), {}).split("\n\n")) == 2
 
 
-def test_without_its_plain_row_a_mode_has_no_gain() -> None:
-    table = Table([Row("fast", "edgespec", ())], [sample("fast", "a", 40.0)])
-    assert table.summary()["fast"]["gain"] is None
-    assert table.summary()["fast"]["same_as_plain"] is None
-
-
-def test_the_table_is_empty_if_nothing_ran() -> None:
+def test_what_did_not_run_is_missing_from_the_table() -> None:
+    row = Table([Row("fast", "edgespec", ())], [sample("fast", "a", 40.0)]).summary()["fast"]
+    assert row["gain"] is row["same_as_plain"] is None
     table = Table([Row("a", "edgespec", ())], [])
-    assert table.summary() == {}
-    assert table.headlines() == []
+    assert table.summary() == {} and table.headlines() == []
     assert tables({}, {}).count("\n") == 1
 
 
 def arguments(**changes: Any) -> Namespace:
-    values: dict[str, Any] = {
-        "peers": Path("peers"),
-        "gguf": Path("big.gguf"),
-        "draft_gguf": Path("small.gguf"),
-        "genai_model": None,
-        "edgespec": ["close=A", "fast=B"],
-        "drafter": ["smol=C", "D"],
-        "rows": None,
-        "threads": 2,
-    }
+    values: dict[str, Any] = {"peers": Path("peers"), "gguf": Path("big.gguf"), "rows": None, "threads": 2}
+    values |= {"draft_gguf": Path("small.gguf"), "genai_model": None}
+    values |= {"edgespec": ["close=A", "fast=B"], "drafter": ["smol=C", "D"]}
     return Namespace(**values | changes)
 
 
 def test_every_mode_is_a_row_and_every_group_starts_plain() -> None:
     rows = build(arguments())
     names = [row.name for row in rows]
-    assert names[:4] == [
-        "edgespec close plain",
-        "edgespec close ngram",
-        "edgespec close smol",
-        "edgespec close drafter",
-    ]
+    assert names[:4] == [f"edgespec close {mode}" for mode in ("plain", "ngram", "smol", "drafter")]
     assert len(set(names)) == len(names)
-    seen = set()
-    for row in rows:
-        if row.group not in seen:
-            assert row.name == row.plain
-        seen.add(row.group)
-    assert seen == {"edgespec close", "edgespec fast", "openvino", "genai", "llama.cpp"}
+    first = {row.group: row for row in reversed(rows)}
+    assert all(row.name == row.plain for row in first.values())
+    assert first.keys() == {"edgespec close", "edgespec fast", "openvino", "genai", "llama.cpp"}
     assert len({row.command for row in rows if row.group == "genai"}) == 2
 
 

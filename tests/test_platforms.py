@@ -11,6 +11,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -25,15 +27,20 @@ from edgespec_models.bundles.bundle import MANIFEST, Bundle
 from edgespec_models.downloads.download import pull
 from edgespec_models.errors import DownloadError, EdgespecError, RequestError
 from edgespec_models.storage import write_text
-from tests.downloads_for_tests import CONTENT, FROM_HUB, Hub
+from tests.downloads_for_tests import FROM_HUB, Hub, assert_whole
 from tests.gguf_for_tests import tiny_gguf
 from tests.native_for_tests import tiny_native
 from tests.toy import LLAMA
 
 POSIX = pytest.mark.skipif(os.name != "posix", reason="a matter of POSIX systems")
-ROOT = Path(__file__).parents[1]
 ENCODINGS = ("ascii", "cp1252", "cp932", "utf-8")
 Run = Callable[..., tuple[int, bytes]]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A folder with nothing but this file."""
+    return tiny_gguf("llama").write(tmp_path / "m.gguf")
 
 
 class TestConsoles:
@@ -62,8 +69,7 @@ class TestConsoles:
         assert code == 0 and len(written.decode(encoding)) > 100
 
     @pytest.mark.parametrize("encoding", ENCODINGS)
-    def test_names_that_it_cannot_hold(self, run: Run, tmp_path: Path, encoding: str) -> None:
-        source = tiny_gguf("llama").write(tmp_path / "m.gguf")
+    def test_names_that_it_cannot_hold(self, run: Run, tmp_path: Path, source: Path, encoding: str) -> None:
         out = tmp_path / "Übung 日本 😀"
         code, written = run(encoding, "export", str(source), "-o", str(out), "--name", "naïve 😀")
         assert code == 0 and str(tmp_path) in written.decode(encoding)
@@ -79,9 +85,7 @@ class TestConsoles:
 class TestNames:
     """Of files and folders."""
 
-    def test_spaces_umlauts_emoji_and_great_length(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_spaces_emoji_and_great_length(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         deep = tmp_path / "two  words [1]" / "Übung ß 日本 😀" / ("long" * 25) / ("longer" * 20)
         assert len(str(deep)) > 250
         deep.mkdir(parents=True)
@@ -133,62 +137,46 @@ class TestModes:
                 write_text(path, "text", mode)
                 assert stat.S_IMODE(path.stat().st_mode) == mode & ~umask
 
-    def test_bundles(self, tmp_path: Path, umask: int) -> None:
-        out = tmp_path / "out"
-        export_model(tiny_gguf("llama").write(tmp_path / "m.gguf"), out)
-        assert stat.S_IMODE(out.stat().st_mode) == 0o755 & ~umask
-        assert {stat.S_IMODE(file.stat().st_mode) for file in out.iterdir()} == {0o666 & ~umask}
-
-    def test_nobody_reads_what_is_not_finished(self, tmp_path: Path, umask: int) -> None:
-        modes = set[int]()
+    def test_nobody_reads_what_is_not_finished(self, source: Path, umask: int) -> None:
+        out, unfinished = source.parent / "out", set[int]()
 
         def look(_: object) -> None:
-            modes.update(stat.S_IMODE(path.stat().st_mode) for path in tmp_path.glob(".out.partial-*"))
+            unfinished.update(stat.S_IMODE(path.stat().st_mode) for path in out.parent.glob(".out.partial-*"))
 
-        export_model(tiny_gguf("llama").write(tmp_path / "m.gguf"), tmp_path / "out", progress=look)
-        assert modes == {0o700 & ~umask}
+        export_model(source, out, progress=look)
+        assert unfinished == {0o700 & ~umask}
+        assert stat.S_IMODE(out.stat().st_mode) == 0o755 & ~umask
+        assert {stat.S_IMODE(file.stat().st_mode) for file in out.iterdir()} == {0o666 & ~umask}
 
 
 @POSIX
 class TestLocks:
     """File systems that lack locks, or a service for them."""
 
-    def fail_with(self, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        import fcntl
-
-        def flock(descriptor: int, operation: int) -> None:
-            raise OSError(number, os.strerror(number))
-
-        monkeypatch.setattr(fcntl, "flock", flock)
+    def failing_with(self, number: int) -> Any:
+        return mock.patch("fcntl.flock", side_effect=OSError(number, os.strerror(number)))
 
     @pytest.mark.filterwarnings("ignore:flock not supported")
-    def test_without_locks_a_file_is_the_lock(
-        self, tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        self.fail_with(errno.ENOSYS, monkeypatch)
-        assert pull(FROM_HUB).read_bytes() == hub.content
-        source = tiny_gguf("llama").write(tmp_path / "m.gguf")
-        assert open_model(source, "target").manifest.name == "m"
+    def test_without_locks_a_file_is_the_lock(self, source: Path, hub: Hub) -> None:
+        with self.failing_with(errno.ENOSYS):
+            assert pull(FROM_HUB).read_bytes() == hub.content
+            assert open_model(source, "target").manifest.name == "m"
 
-    def test_locks_that_fail_are_an_error_that_says_so(
-        self, tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        self.fail_with(errno.ENOLCK, monkeypatch)
-        with pytest.raises(DownloadError, match=r"No locks available.*set EDGESPEC_HOME to another folder"):
-            pull(FROM_HUB)
-        source = tiny_gguf("llama").write(tmp_path / "m.gguf")
-        with pytest.raises(EdgespecError, match="No locks available"):
-            open_model(source, "target")
+    def test_locks_that_fail_are_an_error_that_says_so(self, source: Path, hub: Hub) -> None:
+        with self.failing_with(errno.ENOLCK):
+            with pytest.raises(DownloadError, match=r"No locks available.*set EDGESPEC_HOME to another"):
+                pull(FROM_HUB)
+            with pytest.raises(EdgespecError, match="No locks available"):
+                open_model(source, "target")
 
 
 PROGRAM = """
-import signal, sys, time
-from pathlib import Path
+import signal, time
 import edgespec_export.graph_bundle as exporting
 import edgespec_models.downloads.catalog as catalog
+from tests.downloads_for_tests import BOTH
 
-known = catalog.entries(Path(sys.argv.pop(1)))
-catalog._installed = lambda: known
+catalog._installed = lambda: {"toy": BOTH}
 
 def stall(*arguments):
     print("here", flush=True)
@@ -200,25 +188,6 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from edgespec.cli import app, main
 main()
 """
-TOY = """
-title = "Toy"
-architecture = "llama"
-role = "target"
-parameters = 1
-licence = "MIT"
-filename = "toy.gguf"
-size_bytes = {size}
-sha256 = "{digest}"
-
-[[sources]]
-kind = "hub"
-repository = "someone/toy"
-filename = "toy.gguf"
-
-[[sources]]
-kind = "index"
-parts = [{{ package = "toy-part", version = "1.0", member = "toy.bin", size_bytes = {size} }}]
-"""
 ENDS = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
 ENDS += [(signal.SIGHUP, 129)] if os.name == "posix" else []
 
@@ -227,20 +196,9 @@ ENDS += [(signal.SIGHUP, 129)] if os.name == "posix" else []
 class TestSignals:
     """A command that is ended leaves what it was asked for, or nothing, and no process of its own."""
 
-    @pytest.fixture(autouse=True)
-    def catalogue(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        self.folder = tmp_path_factory.mktemp("catalogue")
-        (self.folder / "toy.toml").write_text(
-            TOY.format(size=len(CONTENT), digest="0" * 64), encoding="utf-8"
-        )
-        return self.folder
-
     def start(self, *arguments: str) -> "subprocess.Popen[str]":
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        command = [sys.executable, "-c", PROGRAM, str(self.folder), *arguments]
-        return subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8"
-        )
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8"}
+        return subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments], **pipes)
 
     def end(self, child: "subprocess.Popen[str]", number: int) -> tuple[int, str]:
         child.send_signal(number)
@@ -248,8 +206,7 @@ class TestSignals:
         return child.returncode, said
 
     @pytest.mark.parametrize(("number", "code"), ENDS)
-    def test_an_export(self, tmp_path: Path, number: int, code: int) -> None:
-        source = tiny_gguf("llama").write(tmp_path / "m.gguf")
+    def test_an_export(self, tmp_path: Path, source: Path, number: int, code: int) -> None:
         with self.start("export", str(source), "-o", str(tmp_path / "new" / "out")) as child:
             assert child.stdout is not None and child.stdout.readline() == "here\n"
             assert len(list(tmp_path.rglob("*.onnx"))) == 1  # it is under way
@@ -260,11 +217,16 @@ class TestSignals:
     @pytest.mark.parametrize(("number", "code"), ENDS)
     def test_a_download(self, home: Path, hub: Hub, number: int, code: int) -> None:
         hub.stalls_after = 100_000
+        os.environ["HF_HUB_DOWNLOAD_TIMEOUT"] = "60"  # longer than the test waits; the fixture puts it back
         with self.start("pull", "toy") as child:
             wait_for(lambda: [p for p in home.rglob("*.part") if p.stat().st_size == 100_000], child)
             ended, said = self.end(child, number)
         assert ended == code and "Traceback" not in said
         assert {path.name for path in home.iterdir()} == {"toy.gguf.hub.part", "toy.gguf.lock"}
+        hub.stalls_after = None
+        pull(FROM_HUB)
+        assert hub.ranges[-1] == "bytes=100000-"
+        assert_whole(home)
 
     def test_a_download_by_pip(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -281,9 +243,8 @@ class TestSignals:
     def test_what_is_to_be_ignored_is_ignored(self, tmp_path: Path) -> None:
         code = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); from edgespec.cli import main\n"
         code += "try:\n    main()\nexcept SystemExit:\n    print(signal.getsignal(signal.SIGHUP).name)"
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
         command = [sys.executable, "-c", code, "--version"]
-        said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         assert said.split()[-1] == "SIG_IGN"
 
 
@@ -294,9 +255,7 @@ def wait_for(condition: Callable[[], object], child: "subprocess.Popen[str]") ->
         time.sleep(0.01)
 
 
-def test_text_from_windows_may_begin_with_a_byte_order_mark(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, consoles: None
-) -> None:
+def test_text_from_windows_may_begin_with_a_byte_order_mark(tmp_path: Path, consoles: None) -> None:
     target = tiny_native(tmp_path / "target", LLAMA, "Q4_1").path
     texts = []
     for prompt in (b"hello", b"\xef\xbb\xbfhello"):
@@ -305,17 +264,12 @@ def test_text_from_windows_may_begin_with_a_byte_order_mark(
     assert texts[0] == texts[1]
 
 
-def test_every_text_file_is_opened_with_an_encoding(tmp_path: Path) -> None:
+def test_every_text_file_is_opened_with_an_encoding(tmp_path: Path, source: Path, home: Path) -> None:
     """Else it would be the system's: Python 3.14 and earlier take cp1252 on Windows."""
     target = tiny_native(tmp_path / "target", LLAMA, "Q4_1").path
-    source = tiny_gguf("llama").write(tmp_path / "m.gguf")
     code = "import warnings; warnings.filterwarnings('error', category=EncodingWarning, module='edgespec')\n"
     code += "from edgespec.cli import main; main()"
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "EDGESPEC_HOME": str(tmp_path / "home"),
-        "PYTHONWARNDEFAULTENCODING": "1",
-    }
+    environment = os.environ | {"PYTHONWARNDEFAULTENCODING": "1"}
     for arguments in (
         ["export", str(source), "-o", str(tmp_path / "out"), "--role", "drafter"],
         ["generate", str(target), "hello", "--drafter", str(tmp_path / "out"), "--history", "me"],

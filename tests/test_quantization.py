@@ -1,29 +1,25 @@
 """Quantization by choice: which matrix gets what, bundles made with it, and choices that are refused."""
 
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
-from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats.quantization import Mixed, Quantization
 from edgespec_export.sources.blocks import GGMLType
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import RequestError
 from tests.gguf_for_tests import tiny_gguf
-from tests.test_export import logits_error
+from tests.test_export import exported, logits_error
 
 
 def test_choices_are_named_and_others_refused() -> None:
     assert [Quantization().name, Quantization(4, "none").name] == ["4-bit", "4-bit/mixed=none"]
     assert Quantization(8, "none").name == "8-bit"
-    refused: dict[str, tuple[object, str]] = {
-        "bits": (5, "bits is 5; allowed: 4 or 8"),
-        "mixed": ("all", "'none' or 'head' or 'sensitive'"),
-    }
-    for name, (value, says) in refused.items():
+    refused: Any = {"bits is 5; allowed: 4 or 8": {"bits": 5}, "'head' or 'sensitive'": {"mixed": "all"}}
+    for says, choice in refused.items():
         with pytest.raises(RequestError, match=says):
-            Quantization(**{name: value})  # type: ignore[arg-type]
+            Quantization(**choice)
 
 
 @pytest.mark.parametrize(("columns", "bits"), [(576, 4), (1536, 4), (48, 32), (40, 32)])
@@ -54,24 +50,20 @@ def test_mixed_spares_what_it_says() -> None:
 def test_a_bundle(tmp_path: Path, architecture: str) -> None:
     model = tiny_gguf(architecture, "F16")
     choice = Quantization(mixed="sensitive")
-    report = export_model(
-        model.write(tmp_path / "m.gguf"), tmp_path / "out", options=ExportOptions(quantization=choice)
-    )
+    report = exported(model, tmp_path, quantization=choice)
     manifest = Bundle(tmp_path / "out").manifest
     assert (manifest.weights, manifest.operators) == (choice.name, "edgespec")
     assert set(manifest.formats) == {"Q4_1", "Q8_0"}
     assert report.row_exact
     assert logits_error(model, tmp_path / "out") < 0.4  # random weights in 4 bits, through every layer
-    options = ExportOptions(quantization=Quantization(bits=8), overwrite=True)
-    export_model(tmp_path / "m.gguf", tmp_path / "out", options=options)
+    exported(model, tmp_path, quantization=Quantization(bits=8), overwrite=True)
     assert logits_error(model, tmp_path / "out") < 0.06
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma3"])
 def test_a_quantized_portable_bundle(tmp_path: Path, architecture: str) -> None:
     model = tiny_gguf(architecture, "Q4_K")
-    options = ExportOptions(quantization=Quantization(), kv="int8")
-    report = export_model(model.write(tmp_path / "m.gguf"), tmp_path / "out", options=options)
+    report = exported(model, tmp_path, quantization=Quantization(), kv="int8")
     manifest = Bundle(tmp_path / "out").manifest
     assert (manifest.weights, manifest.operators) == ("4-bit", "standard")
     assert set(manifest.formats) == {"int4/32+minimums", "int8/32"}
@@ -81,19 +73,15 @@ def test_a_quantized_portable_bundle(tmp_path: Path, architecture: str) -> None:
 
 def test_what_the_file_holds_in_this_form_is_kept(tmp_path: Path) -> None:
     for kind, bits in (("Q4_0", 4), ("Q4_1", 4), ("Q8_0", 8)):
-        source = tiny_gguf("llama", kind).write(tmp_path / f"{kind}.gguf")
         keep = Quantization(bits, "none")  # type: ignore[arg-type]
         for kv in (None, "int8"):
-            options = ExportOptions(quantization=keep, kv=kv, overwrite=True)
-            report = export_model(source, tmp_path / "out", options=options)
+            report = exported(tiny_gguf("llama", kind), tmp_path, quantization=keep, kv=kv, overwrite=True)
             # The minimums of portable bundles are rounded once more.
             limit = 1e-2 if (kind, kv) == ("Q4_1", "int8") else 1e-6
             assert [loss.relative_error < limit for loss in report.weights] == [True], (kind, kv)
 
 
 def test_a_policy_and_a_quantization_exclude_each_other(tmp_path: Path) -> None:
-    source = tiny_gguf("llama").write(tmp_path / "m.gguf")
-    options = ExportOptions(weights="exact", quantization=Quantization())
     with pytest.raises(RequestError, match=r"'exact' and quantization '4-bit' exclude each other"):
-        export_model(source, tmp_path / "out", options=options)
+        exported(tiny_gguf("llama"), tmp_path, weights="exact", quantization=Quantization())
     assert not (tmp_path / "out").exists()

@@ -37,25 +37,26 @@ WRITTEN: dict[tuple[Role, ExportDevice | None, int], str] = {
 }
 """Of each recipe, the beginning of a digest of tiny models."""
 HALF = Precision("float16", "float16")
+NAMES = ("smollm2-135m-instruct", "hf:someone/something")
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file in a folder where bundles will be cached, and nothing else."""
     monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
-    return tmp_path / "home" / "bundles"
+    return tiny_gguf("llama", layers=1).write(tmp_path / "m.gguf")
 
 
-def made(cache: Path) -> dict[str, bytes]:
-    return {str(file): file.read_bytes() for file in cache.rglob("*") if file.is_file()}
+def made(source: Path) -> dict[str, bytes]:
+    return {str(file): file.read_bytes() for file in source.parent.rglob("*") if file.is_file()}
 
 
 def test_what_another_recipe_made_is_made_anew_and_left_alone(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = tiny_gguf("llama").write(tmp_path / "m.gguf")
     first = open_model(source, "target").path
     nameless = first.rename(first.with_name(first.name.rpartition("-r")[0]))  # of before there were recipes
-    before = made(cache)
+    before = made(source)
     second = open_model(source, "target").path
     assert second == first
     monkeypatch.setattr(first_use, "RECIPES", {("target", None): RECIPES["target", None] + 1})
@@ -64,48 +65,39 @@ def test_what_another_recipe_made_is_made_anew_and_left_alone(
         third = open_model(source, "target").path
         assert open_model(source, "target").path == third
     assert third not in (first, nameless)
-    assert [record.getMessage().split(" was made")[0] for record in caplog.records] == [
-        str(nameless),
-        str(first),
-    ]
-    assert made(cache).items() >= before.items()
+    said = [record.getMessage().split(" was made")[0] for record in caplog.records]
+    assert said == [str(nameless), str(first)]
+    assert made(source).items() >= before.items()
     assert open_model(source, "target", weights="portable").path not in (first, third)
     assert open_model(source, "target", weights="exact").path == third  # which is the default
 
 
 @pytest.mark.parametrize("weights", ["fsat", "", "a/b", "a/../../../../x"])
-def test_weights_that_are_not_known_leave_nothing(cache: Path, tmp_path: Path, weights: str) -> None:
-    source = tiny_gguf("llama", layers=1).write(tmp_path / "m.gguf")
-    for reference in (source, "smollm2-135m-instruct", "hf:someone/something"):
+def test_weights_that_are_not_known_leave_nothing(source: Path, weights: str) -> None:
+    for reference in (source, *NAMES):
         with pytest.raises(RequestError, match=r"weights is '.*; allowed: .*'exact', 'portable'"):
             open_model(reference, "target", weights=weights)
-    assert [file.name for file in tmp_path.iterdir()] == ["m.gguf"]
+    assert [file.name for file in source.parent.iterdir()] == ["m.gguf"]
 
 
-def test_a_device_that_settles_formats_takes_no_weights(cache: Path, tmp_path: Path) -> None:
-    source = tiny_gguf("llama", layers=1).write(tmp_path / "m.gguf")
+def test_a_device_that_settles_formats_takes_no_weights(source: Path) -> None:
     bundle = open_model(source, "target").path
-    before = made(cache)
-    for reference in (source, "smollm2-135m-instruct", "hf:someone/something"):
-        with pytest.raises(RequestError, match="npu-qnn settles formats; leave out weights"):
-            open_model(reference, "target", weights="exact", device="npu-qnn")
-        with pytest.raises(RequestError, match="cuda settles formats; leave out weights"):
-            open_model(reference, "target", weights="exact", device="cuda")
-    assert made(cache) == before
+    before = made(source)
+    devices: tuple[ExportDevice, ...] = ("npu-qnn", "cuda")
+    references: list[str | Path] = [source, *NAMES]
+    for reference, device in product(references, devices):
+        with pytest.raises(RequestError, match=f"{device} settles formats; leave out weights"):
+            open_model(reference, "target", weights="exact", device=device)
+    assert made(source) == before
     assert open_model(bundle, "target", weights="exact", device="npu-qnn").path == bundle
 
 
-def test_a_cache_that_cannot_be_written_is_an_error_of_storage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = tiny_gguf("llama", layers=1).write(tmp_path / "m.gguf")
+def test_a_cache_that_cannot_be_written_is_an_error(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    denied = mock.patch.object(first_use, "FileLock", side_effect=PermissionError("read-only"))
+    with denied, pytest.raises(StorageError, match=r"cannot write the bundle .*home.*: read-only"):
+        open_model(source, "target")
     monkeypatch.setenv("EDGESPEC_HOME", str(source))
     with pytest.raises(StorageError, match=r"cannot write the bundle .*m.gguf"):
-        open_model(source, "target")
-    home = tmp_path / "home"
-    monkeypatch.setenv("EDGESPEC_HOME", str(home))
-    monkeypatch.setattr(first_use, "FileLock", mock.Mock(side_effect=PermissionError("read-only")))
-    with pytest.raises(StorageError, match=r"cannot write the bundle .*home.*: read-only"):
         open_model(source, "target")
 
 
@@ -119,11 +111,10 @@ class Missing(MetaPathFinder):
             raise ModuleNotFoundError(name, name=name)
 
 sys.meta_path.insert(0, Missing())
-sys.path[:] = {path!r}
 from edgespec.loading.opening import open_model
 from edgespec_models.errors import EdgespecError
 print(open_model({cached!r}, "target").path)
-for name in ({other!r}, "smollm2-135m-instruct", "hf:someone/something"):
+for name in ({other!r}, *{names!r}):
     try:
         open_model(name, "target")
     except EdgespecError as error:
@@ -131,14 +122,13 @@ for name in ({other!r}, "smollm2-135m-instruct", "hf:someone/something"):
 """
 
 
-def test_a_cached_model_needs_no_exporter_and_others_say_what_is_missing(cache: Path, tmp_path: Path) -> None:
-    source, other = (tiny_gguf("llama", kind).write(tmp_path / f"{kind}.gguf") for kind in ("F16", "Q8_0"))
+def test_a_cached_model_needs_no_exporter_and_others_say_so(tmp_path: Path, source: Path) -> None:
+    other = tiny_gguf("llama", "Q8_0").write(tmp_path / "other.gguf")
     path = open_model(source, "target").path
-    code = WITHOUT_THE_EXTRA.format(path=sys.path, cached=str(source), other=str(other))
+    code = WITHOUT_THE_EXTRA.format(cached=str(source), other=str(other), names=NAMES)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     cached, *missing = done.stdout.splitlines()
-    assert Path(cached) == path
-    assert len(missing) == 3
+    assert Path(cached) == path and len(missing) == 3
     assert all("onnx_ir" in line and "pip install 'edgespec[export]'" in line for line in missing)
     assert not (tmp_path / "home" / "models").exists()
 

@@ -35,7 +35,7 @@ def norm(error: F32) -> float:
     return float(np.linalg.norm(error))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1), heavy=st.booleans(), spread=st.floats(1e-6, 1e4), data=st.data())
 def test_it_is_never_worse_than_round_to_nearest(
     seed: int, heavy: bool, spread: float, data: st.DataObject

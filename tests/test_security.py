@@ -2,19 +2,17 @@
 
 import ast
 import importlib.util
-import json
 import re
 import shutil
 from dataclasses import asdict
 from pathlib import Path
 
-import onnx
 import pytest
 
-from edgespec_models.bundles.bundle import GRAPH, MANIFEST, Bundle, FileRecord
+from edgespec_models.bundles.bundle import GRAPH, Bundle, FileRecord
 from edgespec_models.errors import BundleError
 from edgespec_runtimes.cpu import CpuSession
-from tests.native_for_tests import tiny_native
+from tests.native_for_tests import edit_manifest, keep_weights_at, tiny_native
 from tests.toy import LLAMA
 
 TESTS = Path(__file__).parent
@@ -22,17 +20,10 @@ PAGE = TESTS.parent / "docs" / "security.md"
 DATA = f"{GRAPH}.data"
 
 
-def keep_weights_at(folder: Path, location: str) -> None:
+def have_weights_at(folder: Path, location: str) -> None:
     """Have the graph look for its weights there, and the manifest agree."""
-    model = onnx.load(folder / GRAPH, load_external_data=False)
-    for tensor in model.graph.initializer:
-        for entry in tensor.external_data:
-            if entry.key == "location":
-                entry.value = location
-    (folder / GRAPH).write_bytes(model.SerializeToString())
-    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    manifest["files"][GRAPH] = asdict(FileRecord.of(folder / GRAPH))
-    (folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+    keep_weights_at(folder, "location", location)
+    edit_manifest(folder, lambda m: m["files"].update({GRAPH: asdict(FileRecord.of(folder / GRAPH))}))
 
 
 @pytest.mark.parametrize("way", ["up", "down and up", "absolute", "link"])
@@ -47,7 +38,7 @@ def test_weights_outside_the_folder_are_refused(tmp_path: Path, way: str) -> Non
         except OSError:
             pytest.skip("this system lets its users make no links")
     locations = {"up": "../other.data", "down and up": "sub/../../other.data", "link": "link.data"}
-    keep_weights_at(folder, locations.get(way, str(outside)))
+    have_weights_at(folder, locations.get(way, str(outside)))
     with pytest.raises(BundleError, match="External data path"):
         CpuSession(Bundle(folder))
 
@@ -55,10 +46,8 @@ def test_weights_outside_the_folder_are_refused(tmp_path: Path, way: str) -> Non
 def test_the_test_would_see_them_taken(tmp_path: Path) -> None:
     folder = tiny_native(tmp_path / "model", LLAMA, "Q4_1").path
     (folder / DATA).rename(folder / "other.data")
-    keep_weights_at(folder, "other.data")
-    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    manifest["files"]["other.data"] = manifest["files"].pop(DATA)
-    (folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+    have_weights_at(folder, "other.data")
+    edit_manifest(folder, lambda m: m["files"].update({"other.data": m["files"].pop(DATA)}))
     assert CpuSession(Bundle(folder)).predict([1, 2]).shape == (2, LLAMA.vocab_size)
 
 

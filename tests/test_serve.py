@@ -1,44 +1,40 @@
-"""The server's paths, on a model made to order: what OpenAI's format says, and what edgespec adds."""
+"""The server's paths, on a model made to order: what OpenAI's format says, what edgespec adds, its end."""
 
 import logging
+import os
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from edgespec.cli.serve import _require_extra
 from edgespec.history.manage import History
-from edgespec.requests.results import Attribution, TextStream, TokenRecord
 from edgespec.serve.bodies import ChatBody, CompletionBody
 from edgespec.serve.options import ServeOptions
 from edgespec_models.errors import Busy, Closed, DoesNotFit, EdgespecError, RequestError
-from tests.serving_for_tests import SOURCES, ServedModel, ask, events, question, serving, tokenizer, until
+from tests.serving_for_tests import SOURCES, ServedModel, ask, events, question, said, serving, until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+USER: Any = [{"role": "user", "content": "grüße 😀"}]
 HARD = 'naïve 😀 日本語 \u0000 \\ "quotes" \u2028'
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[tuple[ServedModel, str]]:
-    model = ServedModel()
+@pytest.fixture
+def model() -> ServedModel:
+    return ServedModel()
+
+
+@pytest.fixture
+def url(model: ServedModel) -> Iterator[str]:
     with serving(model.as_model()) as url:
-        yield model, url
-
-
-@pytest.fixture
-def model(served: tuple[ServedModel, str]) -> ServedModel:
-    served[0].reset()
-    return served[0]
-
-
-@pytest.fixture
-def url(model: ServedModel, served: tuple[ServedModel, str]) -> str:
-    return served[1]
+        yield url
 
 
 def test_a_chat_is_answered_in_openais_form(model: ServedModel, url: str) -> None:
@@ -98,13 +94,9 @@ def test_texts_are_continued_one_or_several(model: ServedModel, url: str) -> Non
 
 
 def test_logprobs_come_in_the_form_of_each_endpoint(model: ServedModel, url: str) -> None:
-    content = ask(url, CHAT, question("é", logprobs=True, top_logprobs=1)).json["choices"][0]["logprobs"][
-        "content"
-    ]
-    assert content[0] == {
-        "token": "r", "logprob": -0.5, "bytes": [114],
-        "top_logprobs": [{"token": "r", "logprob": -0.5, "bytes": [114]}],
-    }  # fmt: skip
+    choice = ask(url, CHAT, question("é", logprobs=True, top_logprobs=1)).json["choices"][0]
+    content, first = choice["logprobs"]["content"], {"token": "r", "logprob": -0.5, "bytes": [114]}
+    assert content[0] == first | {"top_logprobs": [first]}
     assert bytes(byte for token in content for byte in token["bytes"]).decode() == "re: é"
     assert model.calls[0][1]["top_logprobs"] == 1
     body = {"model": "served", "prompt": "ab", "logprobs": 2, "stream": True}
@@ -116,7 +108,7 @@ def test_logprobs_come_in_the_form_of_each_endpoint(model: ServedModel, url: str
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "told"),
     [
         ({"temperature": "hot"}, "temperature is 'hot'"),
         ({"banana": 1}, "'banana' is not known; allowed: model, stream"),
@@ -131,11 +123,9 @@ def test_logprobs_come_in_the_form_of_each_endpoint(model: ServedModel, url: str
         ({"response_format": {"type": "json_schema"}}, "'json_schema': {'schema': SCHEMA}"),
     ],
 )  # fmt: skip
-def test_a_request_that_asks_for_what_there_is_not_is_told_so(
-    model: ServedModel, url: str, more: dict[str, Any], said: str
-) -> None:
+def test_what_there_is_not_is_refused(model: ServedModel, url: str, more: dict[str, Any], told: str) -> None:
     reply = ask(url, CHAT, question() | more)
-    assert reply.status == 400 and said in reply.error
+    assert reply.status == 400 and told in reply.error
     assert reply.json["error"]["type"] == "invalid_request_error"
     assert model.calls == []
 
@@ -201,20 +191,17 @@ def test_models_health_and_unknown_paths(url: str) -> None:
     assert ask(url, CHAT).status == 405 and "Method Not Allowed" in ask(url, CHAT).error
 
 
-def test_metrics_count_requests_and_tokens() -> None:
-    with serving(ServedModel().as_model()) as url:
-        written = [ask(url, CHAT, question("ab")).json["usage"]["completion_tokens"] for _ in range(3)]
-        ask(url, "/made-up-by-a-client")
-        text = ask(url, "/metrics").body.decode()
+def test_metrics_count_requests_and_tokens(url: str) -> None:
+    written = [ask(url, CHAT, question("ab")).json["usage"]["completion_tokens"] for _ in range(3)]
+    ask(url, "/made-up-by-a-client")
+    text = ask(url, "/metrics").body.decode()
     assert f'edgespec_requests_total{{path="{CHAT}",status="200"}} 3.0' in text
     assert 'edgespec_requests_total{path="other",status="404"} 1.0' in text and "made-up" not in text
     assert 'edgespec_accepted_tokens_total{source="model"} 30.0' in text
     assert f"edgespec_tokens_total {sum(written):.1f}" in text
 
 
-def test_a_request_is_one_line_of_the_log_without_its_words(
-    url: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_request_is_a_line_of_the_log_without_its_words(url: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "edgespec.serve"):
         ask(url, CHAT, question("secret words"))
         ask(url, "/a%0Ab")
@@ -225,23 +212,16 @@ def test_a_request_is_one_line_of_the_log_without_its_words(
     assert second.startswith("GET /a%0Ab 404 ") and "\n" not in second
 
 
-def test_a_history_is_shown_and_forgotten(tmp_path: Path) -> None:
-    model, history = ServedModel(), History(tmp_path / "h.sqlite")
-    with serving(model.as_model(), history=history) as url:
-        assert ask(url, "/edgespec/history").json["passages"] == 0
-        empty = ask(url, "/edgespec/history/forget", {"everything": True})
-        assert empty.json == {"passages": 0, "corrections": 0}
+def test_an_empty_history_is_forgotten_and_none_is_not(model: ServedModel, url: str, tmp_path: Path) -> None:
+    history, forget = History(tmp_path / "h.sqlite"), "/edgespec/history/forget"
+    with serving(model.as_model(), history=history) as learning:
+        assert ask(learning, "/edgespec/history").json["passages"] == 0
+        assert ask(learning, forget, {"everything": True}).json == {"passages": 0, "corrections": 0}
         for body in ({}, {"text": "a", "everything": True}, {"all": True}):
-            assert ask(url, "/edgespec/history/forget", body).status == 400
-        foreign = {"Origin": "https://example.com"}
-        reply = ask(url, "/edgespec/history/forget", {"everything": True}, headers=foreign)
-        assert reply.status == 403
+            assert ask(learning, forget, body).status == 400
     assert model.learned == [history.path]
-
-
-def test_without_a_history_there_is_nothing_to_forget(url: str) -> None:
     assert ask(url, "/edgespec/history").json["name"] is None
-    reply = ask(url, "/edgespec/history/forget", {"everything": True})
+    reply = ask(url, forget, {"everything": True})
     assert reply.status == 400 and "--history" in reply.error
 
 
@@ -266,27 +246,86 @@ def test_an_address_that_others_reach_needs_a_key() -> None:
         ServeOptions(host=host)
 
 
-@settings(deadline=None)
-@given(st.text(alphabet="abé日😀 \n", max_size=30), st.lists(st.integers(1, 7), max_size=30), st.data())
-def test_attribution_gives_every_character_to_one_token(text: str, sizes: list[int], data: Any) -> None:
-    """However records cut the tokens, and wherever a stop string ends the text."""
-    ids = [byte for char in text.encode() for byte in tokenizer().encode_bytes(bytes([char]))]
-    stop = data.draw(st.sampled_from(["", *text]))
-    stream = TextStream(tokenizer(), stop=[stop] if stop else [])
-    attribution, at = Attribution(tokenizer()), 0
-    shown: list[dict[str, str]] = []
-    pieces: list[str] = []
-    for size in [*sizes, len(ids) + 1]:
-        last = at + size >= len(ids)
-        records = [TokenRecord(id_, str(at + index)) for index, id_ in enumerate(ids[at : at + size])]
-        piece = stream.push([record.id for record in records])
-        last = last or stream.stopped
-        piece += stream.finish() if last else ""
-        cut = attribution.push(piece, records, last=last)
-        assert "".join(token["text"] for token in cut) == piece
-        shown, pieces, at = shown + cut, [*pieces, piece], at + size
-        if last:
-            break
-    assert [token["source"] for token in shown] == [str(index) for index in range(min(at, len(ids)))]
-    expected = text.split(stop)[0] if stop else text
-    assert "".join(pieces) == expected
+# Clients that leave, and the server's end
+
+
+def test_openais_client_reads_answers_and_streams(url: str) -> None:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    answer: Any = client.chat.completions.create(model="served", messages=USER, logprobs=True)
+    assert answer.choices[0].message.content == "re: grüße 😀"
+    assert answer.choices[0].logprobs.content[0].logprob == -0.5
+    assert answer.choices[0].edgespec["stats"]["rounds"] == 10  # what it does not know, it hands on
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    usage: Any = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(client.chat.completions.create(model="served", messages=USER, **usage))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "re: grüße 😀"
+    assert chunks[-1].usage.prompt_tokens == 7
+    text = client.completions.create(model="served", prompt="one")
+    pieces = client.completions.create(model="served", prompt="one", stream=True)
+    assert text.choices[0].text == "".join(piece.choices[0].text for piece in pieces) == "re: one"
+    assert [model.id for model in client.models.list()] == ["served"]
+    assert client.models.retrieve("served").owned_by == "edgespec"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_nobody_waits_for_is_cancelled(model: ServedModel, url: str, stream: bool) -> None:
+    """Before its first token."""
+    model.pause_s = 60.0
+    with pytest.raises(TimeoutError):
+        ask(url, CHAT, question(stream=stream), timeout_s=0.2)
+    until(lambda: model.cancelled == 1)
+    counted = f'edgespec_requests_total{{path="{CHAT}",status="499"}} 1.0'
+    until(lambda: counted in ask(url, "/metrics").body.decode())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("in_time", [True, False])
+def test_what_runs_at_the_end_may_finish_in_time(model: ServedModel, stream: bool, in_time: bool) -> None:
+    model.pause_s = 0.05
+    asked = question("to the end" if in_time else "x" * 3000, stream=stream, max_tokens=4000)
+    options = ServeOptions(port=0, shutdown_s=10.0 if in_time else 0.2)
+    with ThreadPoolExecutor(1) as pool, serving(model.as_model(), options) as url:
+        asking = pool.submit(ask, url, CHAT, asked)
+        until(lambda: len(model.calls) == 1)
+    reply = asking.result()
+    assert model.closed == (not in_time)  # by who made it, if all goes well
+    if in_time:
+        assert said(reply) == "re: to the end"
+    else:
+        error = events(reply)[-1]["error"] if stream else reply.json["error"]
+        assert (error["code"], reply.status) == ("shutting_down", 200 if stream else 503)
+
+
+SCRIPT = """
+import sys
+from edgespec.cli import app
+import edgespec.engine, edgespec
+from tests.serving_for_tests import ServedModel
+
+class Closing(ServedModel):
+    def __enter__(self): return self
+    def __exit__(self, *exc): print("closed", flush=True)
+
+edgespec.load = lambda *names, **options: Closing(pause_s=0.02)
+app(["serve", "t", "--port", "0"])
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals end the process on Windows")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_the_command_in_order(number: int) -> None:
+    """The model is closed, so what it learned is stored, and the command has not failed."""
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT], env=os.environ | {"COLUMNS": "200"}, **pipes)
+    try:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        assert "served with small: a page at http://127.0.0.1:" in line
+        url = line.split()[-1].removesuffix("/v1")
+        assert ask(url, CHAT, question()).status == 200
+        process.send_signal(number)
+        out, log = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert (process.returncode, out) == (0, "closed\n")
+    assert f"POST {CHAT} 200" in log and "shutting down" in log and "Traceback" not in log

@@ -1,5 +1,6 @@
-"""The server over whole models, whose sessions are toys: answers, queue, leaving clients, what is learned."""
+"""The server over whole models, whose sessions are toys: answers, queue, leaving clients, learning, forms."""
 
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -20,10 +21,8 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 NEW = 24
 
 
-def body(text: str, **more: object) -> dict[str, object]:
-    return {
-        "model": "toy", "messages": [{"role": "user", "content": text}], "max_tokens": NEW, **more
-    }  # fmt: skip
+def body(content: object, role: str = "user", **more: object) -> dict[str, object]:
+    return {"model": "toy", "messages": [{"role": role, "content": content}], "max_tokens": NEW} | more
 
 
 @pytest.fixture
@@ -32,40 +31,44 @@ def model() -> Iterator[Model]:
         yield model
 
 
-def test_answers_are_the_models_own(model: Model) -> None:
+@pytest.fixture
+def url(model: Model) -> Iterator[str]:
+    with serving(model) as url:
+        yield url
+
+
+def test_answers_are_the_models_own(model: Model, url: str) -> None:
     expected = model.chat([{"role": "user", "content": "hi"}], max_new_tokens=NEW)
-    with serving(model) as url:
-        whole = ask(url, CHAT, body("hi"))
-        choice = whole.json["choices"][0]
-        assert choice["message"]["content"] == expected.text == said(ask(url, CHAT, body("hi", stream=True)))
-        assert whole.json["usage"]["completion_tokens"] == len(expected.tokens) == NEW
-        assert choice["finish_reason"] == "length"
-        sources = [token["source"] for token in choice["edgespec"]["tokens"]]
-        assert sources.count("model") == choice["edgespec"]["stats"]["accepted"] > 0
-        assert sources[0] == "target"
-        plain = ask(url, CHAT, body("hi", speculate=False)).json["choices"][0]
-        assert {token["source"] for token in plain["edgespec"]["tokens"]} == {"target"}
-        assert plain["message"] == choice["message"]
-        text = ask(url, TEXT, {"model": "toy", "prompt": "abc", "max_tokens": 5}).json["choices"][0]["text"]
-        assert text == model.generate("abc", max_new_tokens=5).text
-        records = model.generate("abc", max_tokens=4, logprobs=True, top_logprobs=2).records
-        scored = ask(url, TEXT, {"model": "toy", "prompt": "abc", "max_tokens": 4, "logprobs": 2}).json
-        lists = scored["choices"][0]["logprobs"]
-        assert lists["token_logprobs"] == pytest.approx([record.logprob for record in records])
-        assert all(len(top) == 2 for top in lists["top_logprobs"])
+    whole = ask(url, CHAT, body("hi"))
+    choice = whole.json["choices"][0]
+    assert choice["message"]["content"] == expected.text == said(ask(url, CHAT, body("hi", stream=True)))
+    assert whole.json["usage"]["completion_tokens"] == len(expected.tokens) == NEW
+    assert choice["finish_reason"] == "length"
+    sources = [token["source"] for token in choice["edgespec"]["tokens"]]
+    assert sources.count("model") == choice["edgespec"]["stats"]["accepted"] > 0
+    assert sources[0] == "target"
+    plain = ask(url, CHAT, body("hi", speculate=False)).json["choices"][0]
+    assert {token["source"] for token in plain["edgespec"]["tokens"]} == {"target"}
+    assert plain["message"] == choice["message"]
+    text = ask(url, TEXT, {"model": "toy", "prompt": "abc", "max_tokens": 5}).json["choices"][0]["text"]
+    assert text == model.generate("abc", max_new_tokens=5).text
+    records = model.generate("abc", max_tokens=4, logprobs=True, top_logprobs=2).records
+    scored = ask(url, TEXT, {"model": "toy", "prompt": "abc", "max_tokens": 4, "logprobs": 2}).json
+    lists = scored["choices"][0]["logprobs"]
+    assert lists["token_logprobs"] == pytest.approx([record.logprob for record in records])
+    assert all(len(top) == 2 for top in lists["top_logprobs"])
 
 
-def test_a_stop_string_ends_a_stream_before_it(model: Model) -> None:
-    with serving(model) as url:
-        whole = said(ask(url, CHAT, body("hi")))
-        stop = whole[9:12]
-        cut = whole.split(stop)[0]
-        reply = ask(url, CHAT, body("hi", stop=[stop], stream=True))
-        assert said(reply) == cut
-        last = events(reply)[-2]["choices"][0]
-        assert (last["finish_reason"], last["edgespec"]["stop"]) == ("stop", stop)
-        shown = [t["text"] for c in events(reply)[1:-2] for t in c["choices"][0]["edgespec"]["tokens"]]
-        assert "".join(shown) == cut
+def test_a_stop_string_ends_a_stream_before_it(url: str) -> None:
+    whole = said(ask(url, CHAT, body("hi")))
+    stop = whole[9:12]
+    cut = whole.split(stop)[0]
+    reply = ask(url, CHAT, body("hi", stop=[stop], stream=True))
+    assert said(reply) == cut
+    last = events(reply)[-2]["choices"][0]
+    assert (last["finish_reason"], last["edgespec"]["stop"]) == ("stop", stop)
+    shown = [t["text"] for c in events(reply)[1:-2] for t in c["choices"][0]["edgespec"]["tokens"]]
+    assert "".join(shown) == cut
 
 
 def test_what_does_not_fit_is_refused_and_what_nearly_does_is_shortened() -> None:
@@ -99,9 +102,8 @@ def test_a_client_that_leaves_ends_its_request_within_a_pass() -> None:
         messages: Any = [{"role": "user", "content": "hi"}]
         gate.let(200)  # the prompt's
         with client:
-            stream: Any = client.chat.completions.create(
-                model="toy", messages=messages, stream=True, max_tokens=3000
-            )
+            asked: Any = {"model": "toy", "messages": messages, "max_tokens": 3000}
+            stream = client.chat.completions.create(**asked, stream=True)
             next(stream)
             stream.close()
         with ThreadPoolExecutor() as pool:
@@ -114,7 +116,7 @@ def test_a_client_that_leaves_ends_its_request_within_a_pass() -> None:
     assert passes < 1000
 
 
-def test_fifty_clients_at_once_get_their_own_answers(model: Model) -> None:
+def test_fifty_clients_at_once_get_their_own_answers(model: Model, url: str) -> None:
     texts = [f"question {number} " * (1 + number % 3) for number in range(50)]
     expected = [model.chat([{"role": "user", "content": text}], max_new_tokens=NEW).text for text in texts]
     start = threading.Barrier(50)
@@ -123,7 +125,7 @@ def test_fifty_clients_at_once_get_their_own_answers(model: Model) -> None:
         start.wait()
         return [said(ask(url, CHAT, body(texts[number], stream=(number + n) % 2 == 0))) for n in range(4)]
 
-    with serving(model) as url, ThreadPoolExecutor(50) as pool:
+    with ThreadPoolExecutor(50) as pool:
         for text, answers in zip(expected, pool.map(client, range(50)), strict=True):
             assert answers == [text] * 4
 
@@ -159,3 +161,36 @@ def test_what_was_learned_is_forgotten_by_the_model_too(tmp_path: Path) -> None:
             assert accepted() == 0
             assert accepted() > 0  # and learned anew
     assert history.show()
+
+
+def test_several_answers_are_choices_and_greedy_ones_cost_one(url: str) -> None:
+    asked = {"model": "toy", "prompt": "abc", "max_tokens": 6, "n": 3}
+    greedy = ask(url, TEXT, asked).json
+    assert len({choice["text"] for choice in greedy["choices"]}) == 1
+    assert "edgespec_tokens_total 6.0" in ask(url, "/metrics").body.decode()
+    asked |= {"temperature": 1.5, "seed": 7}
+    drawn = ask(url, TEXT, {**asked, "prompt": ["abc", "de"]}).json
+    assert [choice["index"] for choice in drawn["choices"]] == list(range(6))
+    assert drawn["usage"]["completion_tokens"] == 36
+    again = ask(url, TEXT, {**asked, "n": 1, "seed": 8}).json
+    assert again["choices"][0]["text"] == drawn["choices"][1]["text"]
+
+
+def test_messages_that_no_model_reads_are_refused(url: str) -> None:
+    for content in (3, [{"type": "image_url", "image_url": {"url": "data:,"}}]):
+        reply = ask(url, CHAT, body(content))
+        assert reply.status == 400 and "message 0" in reply.error
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert ask(url, CHAT, body(parts, "developer")).status == 200
+
+
+def test_an_answer_has_the_form_that_was_asked_for(url: str) -> None:
+    pytest.importorskip("llguidance")
+    schema = {"properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"], "additionalProperties": False}
+    for kind, status in (("object", 200), ("nonsense", 400)):
+        form = {"name": "s", "schema": schema | {"type": kind}, "strict": True}
+        for stream in (False, True):
+            asked: Any = {"response_format": {"type": "json_schema", "json_schema": form}, "stream": stream}
+            reply = ask(url, CHAT, body("hi", max_tokens=60, **asked))
+            assert reply.status == status
+            assert status != 200 or json.loads(said(reply)) in ({"a": "x"}, {"a": "y"})

@@ -28,23 +28,16 @@ KEY = "a-key-of-this-test"
 MARKDOWN = "see\n\n# Title\n\nSome **strong** `code`:\n\n```py\nx < 1\n```\n- one\n- two <b>not bold</b>"
 
 
-def _browser() -> str | None:
-    return os.environ.get("EDGESPEC_BROWSER") or next(filter(None, map(shutil.which, NAMES)), None)
-
-
 @pytest.fixture(scope="module")
 def browser() -> "Iterator[Browser]":
-    path = _browser()
+    path = os.environ.get("EDGESPEC_BROWSER") or next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         pytest.skip("the page is not tested: there is no Chromium (apt-get install chromium)")
-    playwright = pytest.importorskip(
-        "playwright.sync_api", reason="the page is not tested: pip install 'edgespec[browser]'"
-    )
+    missing = "the page is not tested: pip install 'edgespec[browser]'"
     # As root, as in containers, Chromium runs without its sandbox only; the pages are our own.
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(
-            executable_path=path, args=["--no-sandbox", "--disable-background-networking"]
-        )
+    arguments = ["--no-sandbox", "--disable-background-networking"]
+    with pytest.importorskip("playwright.sync_api", reason=missing).sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=path, args=arguments)
         yield browser
         browser.close()
 
@@ -65,29 +58,26 @@ def page(browser: "Browser") -> "Iterator[Page]":
     assert all(url.startswith("http://127.0.0.1:") or url == "data:," for url in urls), urls
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[tuple[ServedModel, str]]:
-    model = ServedModel()
+@pytest.fixture
+def model() -> ServedModel:
+    return ServedModel()
+
+
+@pytest.fixture
+def url(model: ServedModel) -> Iterator[str]:
     with serving(model.as_model()) as url:
-        yield model, url
+        yield url
 
 
-@pytest.fixture
-def model(served: tuple[ServedModel, str]) -> ServedModel:
-    served[0].reset()
-    return served[0]
-
-
-@pytest.fixture
-def url(model: ServedModel, served: tuple[ServedModel, str]) -> str:
-    return served[1]
+def _enter(page: "Page", field: str, text: str) -> None:
+    page.locator(field).fill(text)
+    page.keyboard.press("Enter")
 
 
 def _ask(page: "Page", text: str) -> Any:
     """Type and send; the answer when it is whole."""
     before = page.locator(".turn.assistant .cost:not(:empty)").count()
-    page.locator("#question").fill(text)
-    page.keyboard.press("Enter")
+    _enter(page, "#question", text)
     page.locator(".turn.assistant .cost:not(:empty)").nth(before).wait_for()
     return page.locator(".turn.assistant").nth(before)
 
@@ -148,8 +138,7 @@ def test_everything_is_reached_by_keyboard(page: "Page", url: str, model: Served
 def test_escape_stops_an_answer_and_what_was_said_stays(page: "Page", url: str, model: ServedModel) -> None:
     model.pause_s = 0.05
     page.goto(url)
-    page.locator("#question").fill("x" * 500)
-    page.keyboard.press("Enter")
+    _enter(page, "#question", "x" * 500)
     page.locator(".turn.assistant [data-source]").first.wait_for()
     page.keyboard.press("Escape")
     page.locator(".cost").get_by_text("stopped").wait_for()
@@ -198,8 +187,7 @@ def test_what_was_learned_is_shown_and_forgotten(page: "Page", model: ServedMode
         page.locator("#learned summary").click()
         page.locator("#passages pre").first.wait_for()
         before = page.locator("#passages pre").count()
-        page.locator("#forget-text").fill("müller")
-        page.keyboard.press("Enter")
+        _enter(page, "#forget-text", "müller")
         page.locator("#status").get_by_text("One passage is forgotten.").wait_for()
         assert page.locator("#passages pre").count() == before - 1
         page.locator("#forget-all").click()
@@ -215,10 +203,8 @@ def test_what_was_learned_is_shown_and_forgotten(page: "Page", model: ServedMode
 def test_a_server_with_a_key_has_the_page_ask_for_it(page: "Page", model: ServedModel) -> None:
     with serving(model.as_model(), ServeOptions(port=0, api_key=KEY)) as url:
         page.goto(url)
-        page.locator("#key-text").fill("wrong-key")
-        page.keyboard.press("Enter")
-        page.locator("#key-text").fill(KEY)
-        page.keyboard.press("Enter")
+        _enter(page, "#key-text", "wrong-key")
+        _enter(page, "#key-text", KEY)
         page.locator("#model").get_by_text("served").wait_for()
         assert _ask(page, "hello").locator(".said").inner_text() == "re: hello"
 
@@ -227,6 +213,5 @@ def test_what_the_server_refuses_is_told(page: "Page", model: ServedModel, url: 
     page.goto(url)
     page.locator("#model").get_by_text("served").wait_for()
     model.refusal = Busy("64 requests wait; ask again later")
-    page.locator("#question").fill("hello")
-    page.keyboard.press("Enter")
+    _enter(page, "#question", "hello")
     page.locator(".turn.error").get_by_text("64 requests wait").wait_for()

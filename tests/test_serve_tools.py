@@ -1,4 +1,4 @@
-"""Tools, response formats, several answers: what the server makes of them."""
+"""What the server shows of an answer: calls of tools whole, and every character by its token."""
 
 import json
 from collections.abc import Iterator
@@ -6,28 +6,26 @@ from typing import Any
 
 import openai
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.requests.results import Generation, GenerationStats, Record, TokenRecord, ToolCall
-from edgespec.serve.answers import Holding
-from tests.serving_for_tests import (
-    ServedModel,
-    ask,
-    drafting_model,
-    events,
-    question,
-    said,
-    serving,
-    tokenizer,
+from edgespec.requests.results import (
+    Attribution,
+    Generation,
+    GenerationStats,
+    Record,
+    TextStream,
+    TokenRecord,
+    ToolCall,
 )
+from edgespec.serve.answers import Holding
+from tests.serving_for_tests import ServedModel, ask, events, question, said, serving, tokenizer
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
 WEATHER: Any = {
     "type": "function",
     "function": {
         "name": "weather",
-        "description": "Tells the weather.",
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
@@ -73,13 +71,10 @@ def test_without_tools_nothing_is_held_back(url: str) -> None:
         assert all(c["choices"][0]["delta"]["content"] for c in chunks)
 
 
-texts = st.lists(st.sampled_from(["ab ", "<", "<tool", "_call>", "{", "[", CALL, " ", "\n"]), max_size=8).map(
-    "".join
-)
+PIECES = st.sampled_from(["ab ", "<", "<tool", "_call>", "{", "[", CALL, " ", "\n"])
 
 
-@settings(deadline=None)
-@given(texts, st.lists(st.integers(1, 5), max_size=40))
+@given(st.lists(PIECES, max_size=8).map("".join), st.lists(st.integers(1, 5), max_size=40))
 def test_a_held_stream_shows_the_text_around_calls(text: str, sizes: list[int]) -> None:
     """However it is cut: never a beginning of a call, and all of what is none."""
     holding, pieces, rest = Holding(tokenizer()), [], text
@@ -105,43 +100,26 @@ def test_a_control_token_begins_a_call_too() -> None:
     assert holding.push(Record(": 1}", ())) == ""
 
 
-def test_several_answers_are_choices_and_greedy_ones_cost_one() -> None:
-    with drafting_model() as model, serving(model) as url:
-        body = {"model": "toy", "prompt": "abc", "max_tokens": 6, "n": 3}
-        greedy = ask(url, TEXT, body).json
-        assert len({choice["text"] for choice in greedy["choices"]}) == 1
-        assert "edgespec_tokens_total 6.0" in ask(url, "/metrics").body.decode()
-        drawn = ask(url, TEXT, {**body, "prompt": ["abc", "de"], "temperature": 1.5, "seed": 7}).json
-        assert [choice["index"] for choice in drawn["choices"]] == list(range(6))
-        assert drawn["usage"]["completion_tokens"] == 36
-        again = ask(url, TEXT, {**body, "n": 1, "temperature": 1.5, "seed": 8}).json
-        assert again["choices"][0]["text"] == drawn["choices"][1]["text"]
-
-
-def test_messages_that_no_model_reads_are_refused() -> None:
-    with drafting_model() as model, serving(model) as url:
-        for content in (3, [{"type": "image_url", "image_url": {"url": "data:,"}}]):
-            body: Any = {"model": "toy", "messages": [{"role": "user", "content": content}]}
-            reply = ask(url, CHAT, body)
-            assert reply.status == 400 and "message 0" in reply.error
-        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-        body = {"model": "toy", "messages": [{"role": "developer", "content": parts}], "max_tokens": 3}
-        assert ask(url, CHAT, body).status == 200
-
-
-def test_an_answer_has_the_form_that_was_asked_for() -> None:
-    pytest.importorskip("llguidance")
-    schema = {
-        "type": "object",
-        "properties": {"a": {"enum": ["x", "y"]}},
-        "required": ["a"],
-        "additionalProperties": False,
-    }
-    with drafting_model() as model, serving(model) as url:
-        body = {"model": "toy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 60}
-        wanted = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema, "strict": True}}
-        for stream in (False, True):
-            reply = ask(url, CHAT, {**body, "response_format": wanted, "stream": stream})
-            assert json.loads(said(reply)) in ({"a": "x"}, {"a": "y"})
-        wrong = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "nonsense"}}}
-        assert ask(url, CHAT, {**body, "response_format": wrong}).status == 400
+@given(st.text(alphabet="abé日😀 \n", max_size=30), st.lists(st.integers(1, 7), max_size=30), st.data())
+def test_attribution_gives_every_character_to_one_token(text: str, sizes: list[int], data: Any) -> None:
+    """However records cut the tokens, and wherever a stop string ends the text."""
+    ids = [byte for char in text.encode() for byte in tokenizer().encode_bytes(bytes([char]))]
+    stop = data.draw(st.sampled_from(["", *text]))
+    stream = TextStream(tokenizer(), stop=[stop] if stop else [])
+    attribution, at = Attribution(tokenizer()), 0
+    shown: list[dict[str, str]] = []
+    pieces: list[str] = []
+    for size in [*sizes, len(ids) + 1]:
+        last = at + size >= len(ids)
+        records = [TokenRecord(id_, str(at + index)) for index, id_ in enumerate(ids[at : at + size])]
+        piece = stream.push([record.id for record in records])
+        last = last or stream.stopped
+        piece += stream.finish() if last else ""
+        cut = attribution.push(piece, records, last=last)
+        assert "".join(token["text"] for token in cut) == piece
+        shown, pieces, at = shown + cut, [*pieces, piece], at + size
+        if last:
+            break
+    assert [token["source"] for token in shown] == [str(index) for index in range(min(at, len(ids)))]
+    expected = text.split(stop)[0] if stop else text
+    assert "".join(pieces) == expected

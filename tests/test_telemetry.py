@@ -29,28 +29,23 @@ CpuSession(Bundle(Path(sys.argv[2]))).predict([1, 2])
 """
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        "edgespec",
-        "edgespec.engine",
-        "edgespec_export.devices.device_bundle",
-        "edgespec_runtimes.discovery",
-    ],
-)
+FIRST = ["edgespec", "edgespec.engine", "edgespec_runtimes.discovery"]
+FIRST += ["edgespec_export.devices.device_bundle"]
+
+
+def run(code: str, *arguments: str, **environment: str) -> None:
+    kept = {name: value for name, value in os.environ.items() if name not in (_VARIABLE, "XDG_CACHE_HOME")}
+    subprocess.run([sys.executable, "-c", code, *arguments], check=True, env=kept | environment)
+
+
+@pytest.mark.parametrize("first", FIRST)
 def test_nothing_is_sent_or_kept(tmp_path: Path, first: str) -> None:
     model, home = tiny_native(tmp_path / "m", LLAMA, "Q4_1"), tmp_path / "home"
     home.mkdir()
-    kept = {name: value for name, value in os.environ.items() if name not in (_VARIABLE, "XDG_CACHE_HOME")}
-    environment = kept | {"HOME": str(home), "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", _RUN, first, str(model.path)], check=True, env=environment)
+    run(_RUN, first, str(model.path), HOME=str(home))
     assert list(home.rglob("*")) == []  # with telemetry on: a device identifier and a queue of events
 
 
 def test_onnxruntime_may_be_imported_after_edgespec_and_before_any_model() -> None:
-    kept = {name: value for name, value in os.environ.items() if name != _VARIABLE}
-    code = (
-        "import os, sys, edgespec; sys.exit('onnxruntime' in sys.modules or os.environ[sys.argv[1]] != '1')"
-    )
-    environment = kept | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", code, _VARIABLE], check=True, env=environment)
+    code = "import os, sys, edgespec; assert 'onnxruntime' not in sys.modules; "
+    run(f"{code}assert os.environ[{_VARIABLE!r}] == '1'")

@@ -42,7 +42,7 @@ def raws(draw: st.DrawFn, name: str) -> U8:
 
 
 @by_format
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_tiles_hold_what_the_gguf_package_reads(name: str, data: st.DataObject) -> None:
     raw = data.draw(raws(name))
@@ -70,7 +70,7 @@ def test_tiles_follow_each_other_along_the_inputs(name: str) -> None:
 
 
 @by_format
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_the_layout_of_a_tile(name: str, data: st.DataObject) -> None:
     """Code by code, as ``layout.h`` says it."""
@@ -124,7 +124,7 @@ def matrix(seed: int, rows: int, blocks: int) -> F32:
 
 
 @by_rounding
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=SEEDS, rows=st.integers(1, 40), blocks=st.integers(1, 6))
 def test_codes_are_the_nearest_by_float16_scales(name: str, seed: int, rows: int, blocks: int) -> None:
     values = matrix(seed, rows, blocks)
