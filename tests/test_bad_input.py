@@ -190,7 +190,7 @@ def test_weight_formats_that_are_not_read(tmp_path: Path, name: str, size: int, 
     model.tensors["blk.0.ffn_up.weight"] = (name, np.zeros((HIDDEN, size), np.uint8))
     content = model.write(tmp_path / "m.gguf").read_bytes()
     number = {"I32": "number 26"}.get(name, name)
-    refused(tmp_path, content, UnsupportedModelError, f"weight format {number};.*IQ4_XS.* such as {instead}")
+    refused(tmp_path, content, Unsupported, f"weight format {number};.*IQ4_XS.* such as {instead}")
 
 
 def test_texts_types_and_sizes_that_cannot_be(tmp_path: Path) -> None:
