@@ -57,8 +57,11 @@ class Timed(ToySession):
         return super().forward(tokens)
 
 
-def plain(next_logits: NextLogits, count: int, params: SamplingParams = GREEDY) -> list[int]:
-    tokens, verify = list(PROMPT), Verifier(params)
+def plain(
+    next_logits: NextLogits, count: int, params: SamplingParams = GREEDY, prompt: Sequence[int] = PROMPT
+) -> list[int]:
+    """Without the loop: one token after another."""
+    tokens, verify = list(prompt), Verifier(params)
     for _ in range(count):
         tokens.append(verify(Predictions(next_logits(tokens)[None]), NO_DRAFT, tokens)[1])
     return tokens
@@ -122,6 +125,28 @@ def mixed(next_logits: NextLogits, other: NextLogits, right: float) -> NextLogit
     return law_here
 
 
+def answering(
+    target: Session,
+    begin: Callable[[], Policy],
+    request: Request,
+    clock: Clock = perf_counter,
+    *,
+    max_draft: int = 8,
+) -> Stream:
+    """A request over ``target`` behind the prompt."""
+    prepared = PreparedRequest(
+        session=target,
+        tokenizer=Tokenizer.from_json(byte_level_json()),
+        tokens=list(PROMPT),
+        request=request,
+        eos=frozenset(),
+        max_draft=max_draft,
+        begin=begin,
+        clock=clock,
+    )
+    return stream_over(prepared)
+
+
 def stream_of(
     target: ToySession,
     model: ModelDrafter,
@@ -137,15 +162,4 @@ def stream_of(
         ahead = None if beside is None else Ahead(model, beside, pricing=pricing, remarks=remarks)
         return policy_of(Silent(), source or ahead, pricing=pricing, remarks=remarks)
 
-    return stream_over(
-        PreparedRequest(
-            session=target,
-            tokenizer=Tokenizer.from_json(byte_level_json()),
-            tokens=list(PROMPT),
-            request=request,
-            eos=frozenset(),
-            max_draft=4,
-            begin=begin,
-            clock=clock,
-        )
-    )
+    return answering(target, begin, request, clock, max_draft=4)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +14,6 @@ from tests.tokenizers_for_tests import byte_level_json
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, WIDTH, LAYERS, CONTEXT = 404, 64, 4, 2, 16, 2, 640
 GRAPH = "model.onnx"
-_GROUPS = HEADS // KV_HEADS
 _FLOATS = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
 EOS = 2  # <|im_end|> of the test tokenizer
 
@@ -23,12 +23,18 @@ class ForeignSpec:
     """A tiny decoder.
 
     Attributes:
-        attention: GroupQueryAttention, or products with a concatenated cache.
+        attention: GroupQueryAttention, or written out: products with a concatenated cache.
         positions: whether position ids are an input.
         kv: what the KV cache holds; GroupQueryAttention then computes in it.
         weights: of the projections.
         external: keep weights in a file of their own.
         seed: of the weights.
+        window: tokens a token of the last layer sees; 0 for all.
+        alibi: whether the scores have a bias, counted from the sequence's end as MPT's is.
+        counted: whether the graph counts positions from the length of the cache.
+        cast: whether the cache is handed on by a ``Cast``.
+
+    The last four are of attention that is written out.
     """
 
     attention: Literal["gqa", "concat"] = "gqa"
@@ -37,6 +43,10 @@ class ForeignSpec:
     weights: Literal["float32", "int4"] = "float32"
     external: bool = False
     seed: int = 0
+    window: int = 0
+    alibi: bool = False
+    counted: bool = False
+    cast: bool = False
 
 
 class GraphBuilder:
@@ -91,29 +101,42 @@ class GraphBuilder:
             name = self.op("Cast", name, to=TensorProto.FLOAT)
         return self.product(name, HEADS * WIDTH, HIDDEN)
 
-    def concat(self, layer: int, value: str, shared: dict[str, str]) -> str:
-        """The cache grows by a concatenation; the mask is causal and has the mask input's length."""
+    def concat(self, layer: int, value: str, bias: str) -> str:
+        """The cache grows by a concatenation; ``bias`` is added to the scores."""
         query, key, inner = (
             self.heads(self.product(value, HIDDEN, n * WIDTH), n) for n in (HEADS, KV_HEADS, KV_HEADS)
         )
-        grown = []
-        for kind, new in (("key", key), ("value", inner)):
-            cast = self.op("Cast", new, to=_FLOATS[self.spec.kv])
-            inputs, output = [f"past_key_values.{layer}.{kind}", cast], f"present.{layer}.{kind}"
-            self.nodes.append(helper.make_node("Concat", inputs, [output], axis=2))
-            grown.append(self.op("Cast", output, to=TensorProto.FLOAT))
-        # Query heads that share a key head are rows of one product.
-        shape = self.const([1, KV_HEADS, -1, WIDTH])
-        query = self.op("Reshape", query, shape)
-        scores = self.op("MatMul", query, self.op("Transpose", grown[0], perm=[0, 1, 3, 2]))
-        split = self.op("Concat", self.const([1, KV_HEADS, _GROUPS]), shared["lengths"], axis=0)
-        scores = self.op("Mul", self.op("Reshape", scores, split), self.const(WIDTH**-0.5, np.float32))
-        weights = self.op("Softmax", self.op("Add", scores, shared["bias"]), axis=-1)
-        value = self.op("MatMul", weights, self.op("Unsqueeze", grown[1], self.const([2])))
-        value = self.op("Reshape", value, self.const([1, HEADS, -1, WIDTH]))
-        value = self.op("Transpose", value, perm=[0, 2, 1, 3])
-        value = self.op("Reshape", value, self.const([1, -1, HEADS * WIDTH]))
-        return self.product(value, HEADS * WIDTH, HIDDEN)
+        keys, values = (self.grown(layer, kind, new) for kind, new in (("key", key), ("value", inner)))
+        root = self.const(WIDTH**-0.25, np.float32)
+        turned = self.op("Transpose", self.repeated(keys), perm=[0, 1, 3, 2])
+        scores = self.op("MatMul", self.op("Mul", query, root), self.op("Mul", turned, root))
+        weights = self.op("Softmax", self.op("Add", scores, bias), axis=-1)
+        weights = self.op("Where", self.op("IsNaN", weights), self.const(0.0, np.float32), weights)
+        result = self.op("MatMul", weights, self.repeated(values))
+        result = self.op("Transpose", result, perm=[0, 2, 1, 3])
+        result = self.op("Reshape", result, self.const([1, -1, HEADS * WIDTH]))
+        return self.product(result, HEADS * WIDTH, HIDDEN)
+
+    def grown(self, layer: int, kind: str, new: str) -> str:
+        """The cache with ``new`` behind it, in float32."""
+        half, present = self.spec.kv == "float16", f"present.{layer}.{kind}"
+        new = self.op("Cast", new, to=TensorProto.FLOAT16) if half else new
+        name = f"grown_{layer}_{kind}" if self.spec.cast else present
+        inputs = [f"past_key_values.{layer}.{kind}", new]
+        self.nodes.append(helper.make_node("Concat", inputs, [name], axis=-2))
+        if self.spec.cast:
+            self.nodes.append(helper.make_node("Cast", [name], [present], to=_FLOATS[self.spec.kv]))
+        return self.op("Cast", name, to=TensorProto.FLOAT) if half else name
+
+    def repeated(self, value: str) -> str:
+        """Every KV head as often as query heads share it."""
+        dims = [self.dim(value, axis) for axis in range(4)]
+        shape = self.op("Concat", *dims[:2], self.const([HEADS // KV_HEADS]), *dims[2:], axis=0)
+        wide = self.op("Expand", self.op("Unsqueeze", value, self.const([2])), shape)
+        return self.op("Reshape", wide, self.op("Concat", dims[0], self.const([HEADS]), *dims[2:], axis=0))
+
+    def dim(self, value: str, axis: int) -> str:
+        return self.op("Gather", self.op("Shape", value), self.const([axis]), axis=0)
 
     def heads(self, value: str, heads: int, width: int = WIDTH) -> str:
         value = self.op("Reshape", value, self.const([1, -1, heads, width]))
@@ -133,17 +156,26 @@ class GraphBuilder:
             "sin": self.const(np.sin(angles), dtype),
         }
 
-    def shared_concat(self) -> dict[str, str]:
-        """The causal bias, float32 ``(n, past + n)``, and those two lengths."""
-        total = self.op("Gather", self.op("Shape", "attention_mask"), self.const([1]), axis=0)
-        count = self.op("Gather", self.op("Shape", "input_ids"), self.const([1]), axis=0)
-        zero, one = self.const(0), self.const(1)
-        columns = self.op("Range", zero, self.op("Squeeze", total), one)
-        first = self.op("Squeeze", self.op("Sub", total, count))
-        rows = self.op("Range", first, self.op("Squeeze", total), one)
-        later = self.op("Greater", columns, self.op("Unsqueeze", rows, self.const([1])))
-        bias = self.op("Mul", self.op("Cast", later, to=TensorProto.FLOAT), self.const(-1e9, np.float32))
-        return {"bias": bias, "lengths": self.op("Concat", count, total, axis=0)}
+    def places(self) -> str:
+        """Positions of the new tokens, by the length of the cache; int64 ``(new,)``."""
+        past = self.dim("past_key_values.0.key", 2)
+        end = self.op("Add", past, self.dim("input_ids", 1))
+        return self.op("Range", self.op("Squeeze", past), self.op("Squeeze", end), self.const(1))
+
+    def bias(self, rows: str, window: int) -> str:
+        """What is added to the scores, float32, ``(new, total)`` or ``(1, heads, new, total)``."""
+        total = self.dim("attention_mask", 1)
+        columns = self.op("Range", self.const(0), self.op("Squeeze", total), self.const(1))
+        distance = self.op("Sub", self.op("Unsqueeze", rows, self.const([1])), columns)
+        allowed = self.op("GreaterOrEqual", distance, self.const(0))
+        if window:
+            allowed = self.op("And", allowed, self.op("Less", distance, self.const(window)))
+        bias = self.op("Where", allowed, self.const(0.0, np.float32), self.const(-np.inf, np.float32))
+        if not self.spec.alibi:
+            return bias
+        slopes = self.const(-(0.5 ** np.arange(HEADS)).reshape(1, HEADS, 1, 1), np.float32)
+        behind = self.op("Cast", self.op("Sub", total, columns), to=TensorProto.FLOAT)
+        return self.op("Add", bias, self.op("Mul", behind, slopes))
 
 
 def graph(spec: ForeignSpec) -> onnx.ModelProto:
@@ -151,21 +183,24 @@ def graph(spec: ForeignSpec) -> onnx.ModelProto:
     b = GraphBuilder(spec)
     hidden = b.op("Gather", b.random(VOCAB, HIDDEN, scale=1.0), "input_ids")
     if spec.attention == "gqa":
-        shared, attend = b.shared_gqa(), b.gqa
+        attend = partial(b.gqa, shared=b.shared_gqa())
     else:
-        shared, attend = b.shared_concat(), b.concat
-        if spec.positions:  # learned positions, as in GPT-2
-            hidden = b.op("Add", hidden, b.op("Gather", b.random(CONTEXT, HIDDEN, scale=0.5), "position_ids"))
+        places = b.places()
+        if spec.positions or spec.counted:  # learned positions, as in GPT-2
+            learned = b.random(CONTEXT, HIDDEN, scale=0.5)
+            hidden = b.op("Add", hidden, b.op("Gather", learned, places if spec.counted else "position_ids"))
     for layer in range(LAYERS):
-        hidden = b.op("Add", hidden, attend(layer, b.norm(hidden), shared))
+        if spec.attention == "concat":
+            attend = partial(b.concat, bias=b.bias(places, spec.window if layer == LAYERS - 1 else 0))
+        hidden = b.op("Add", hidden, attend(layer, b.norm(hidden)))
         inner = b.product(b.norm(hidden), HIDDEN, 2 * HIDDEN)
         hidden = b.op("Add", hidden, b.product(b.op("Relu", inner), 2 * HIDDEN, HIDDEN))
     scaled = b.op("Mul", b.norm(hidden), b.const(4.0, np.float32))
     b.nodes.append(helper.make_node("Identity", [b.product(scaled, HIDDEN, VOCAB)], ["logits"]))
-    return decoder_model(b, spec)
+    return _decoder(b, spec)
 
 
-def decoder_model(b: GraphBuilder, spec: ForeignSpec) -> onnx.ModelProto:
+def _decoder(b: GraphBuilder, spec: ForeignSpec) -> onnx.ModelProto:
     """What was built, with inputs and outputs."""
     info, kv = helper.make_tensor_value_info, _FLOATS[spec.kv]
     inputs = [info("input_ids", TensorProto.INT64, ["batch", "n"])]
@@ -180,102 +215,6 @@ def decoder_model(b: GraphBuilder, spec: ForeignSpec) -> onnx.ModelProto:
     opsets = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
     made = helper.make_graph(b.nodes, "decoder", inputs, outputs, b.weights)
     return helper.make_model(made, opset_imports=opsets, ir_version=10)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WrittenOut:
-    """How attention is written out.
-
-    Attributes:
-        window: tokens a token of the last layer sees; 0 for all.
-        alibi: whether the scores have a bias, counted from the sequence's end as MPT's is.
-        counted: whether the graph counts positions from the length of the cache; else they are an input.
-        cast: whether the cache is handed on by a ``Cast``.
-    """
-
-    window: int = 0
-    alibi: bool = False
-    counted: bool = False
-    cast: bool = False
-
-
-class _Builder(GraphBuilder):
-    def __init__(self, how: WrittenOut, seed: int) -> None:
-        super().__init__(ForeignSpec(attention="concat", positions=not how.counted, seed=seed))
-        self.how = how
-
-    def dim(self, value: str, axis: int) -> str:
-        return self.op("Gather", self.op("Shape", value), self.const([axis]), axis=0)
-
-    def number(self, value: str) -> str:
-        return self.op("Squeeze", value)
-
-    def places(self) -> str:
-        """Positions of the new tokens, by the length of the cache; int64 ``(new,)``."""
-        past = self.dim("past_key_values.0.key", 2)
-        end = self.op("Add", past, self.dim("input_ids", 1))
-        return self.op("Range", self.number(past), self.number(end), self.const(1))
-
-    def bias(self, rows: str, window: int) -> str:
-        """What is added to the scores, float32, ``(new, total)`` or ``(1, heads, new, total)``."""
-        total = self.dim("attention_mask", 1)
-        columns = self.op("Range", self.const(0), self.number(total), self.const(1))
-        distance = self.op("Sub", self.op("Unsqueeze", rows, self.const([1])), columns)
-        allowed = self.op("GreaterOrEqual", distance, self.const(0))
-        if window:
-            allowed = self.op("And", allowed, self.op("Less", distance, self.const(window)))
-        bias = self.op("Where", allowed, self.const(0.0, np.float32), self.const(-np.inf, np.float32))
-        if not self.how.alibi:
-            return bias
-        slopes = self.const(-(0.5 ** np.arange(HEADS)).reshape(1, HEADS, 1, 1), np.float32)
-        behind = self.op("Cast", self.op("Sub", total, columns), to=TensorProto.FLOAT)
-        return self.op("Add", bias, self.op("Mul", behind, slopes))
-
-    def written_out(self, layer: int, value: str, bias: str) -> str:
-        query, key, inner = (
-            self.heads(self.product(value, HIDDEN, n * WIDTH), n) for n in (HEADS, KV_HEADS, KV_HEADS)
-        )
-        keys, values = (self.grown(layer, kind, new) for kind, new in (("key", key), ("value", inner)))
-        root = self.const(WIDTH**-0.25, np.float32)
-        turned = self.op("Transpose", self.repeated(keys), perm=[0, 1, 3, 2])
-        scores = self.op("MatMul", self.op("Mul", query, root), self.op("Mul", turned, root))
-        weights = self.op("Softmax", self.op("Add", scores, bias), axis=-1)
-        weights = self.op("Where", self.op("IsNaN", weights), self.const(0.0, np.float32), weights)
-        result = self.op("MatMul", weights, self.repeated(values))
-        result = self.op("Transpose", result, perm=[0, 2, 1, 3])
-        result = self.op("Reshape", result, self.const([1, -1, HEADS * WIDTH]))
-        return self.product(result, HEADS * WIDTH, HIDDEN)
-
-    def grown(self, layer: int, kind: str, new: str) -> str:
-        present, inputs = f"present.{layer}.{kind}", [f"past_key_values.{layer}.{kind}", new]
-        name = f"grown_{layer}_{kind}" if self.how.cast else present
-        self.nodes.append(helper.make_node("Concat", inputs, [name], axis=-2))
-        if self.how.cast:
-            self.nodes.append(helper.make_node("Cast", [name], [present], to=TensorProto.FLOAT))
-        return name
-
-    def repeated(self, value: str) -> str:
-        """Every KV head as often as query heads share it."""
-        dims = [self.dim(value, axis) for axis in range(4)]
-        shape = self.op("Concat", *dims[:2], self.const([HEADS // KV_HEADS]), *dims[2:], axis=0)
-        wide = self.op("Expand", self.op("Unsqueeze", value, self.const([2])), shape)
-        return self.op("Reshape", wide, self.op("Concat", dims[0], self.const([HEADS]), *dims[2:], axis=0))
-
-
-def written_out(how: WrittenOut, seed: int) -> onnx.ModelProto:
-    """The decoder."""
-    b = _Builder(how, seed)
-    places = b.places()
-    learned = b.op("Gather", b.random(CONTEXT, HIDDEN, scale=0.5), places if how.counted else "position_ids")
-    hidden = b.op("Add", b.op("Gather", b.random(VOCAB, HIDDEN, scale=1.0), "input_ids"), learned)
-    biases = [b.bias(places, how.window if layer == LAYERS - 1 else 0) for layer in range(LAYERS)]
-    for layer in range(LAYERS):
-        hidden = b.op("Add", hidden, b.written_out(layer, b.norm(hidden), biases[layer]))
-        inner = b.product(b.norm(hidden), HIDDEN, 2 * HIDDEN)
-        hidden = b.op("Add", hidden, b.product(b.op("Relu", inner), 2 * HIDDEN, HIDDEN))
-    scaled = b.op("Mul", b.norm(hidden), b.const(4.0, np.float32))
-    b.nodes.append(helper.make_node("Identity", [b.product(scaled, HIDDEN, VOCAB)], ["logits"]))
-    return decoder_model(b, b.spec)
 
 
 def write_genai(folder: Path, spec: ForeignSpec | None = None, **changes: Any) -> Path:
@@ -304,9 +243,10 @@ def write_optimum(folder: Path, spec: ForeignSpec | None = None, **changes: Any)
     return _configured(folder, {"model_type": "gpt2", **changes})
 
 
-def write_written_out(folder: Path, how: WrittenOut, *, seed: int = 0) -> Path:
-    """The decoder as Optimum writes it."""
-    _save(folder / GRAPH, written_out(how, seed), f"{GRAPH}_data", 1024)
+def write_written_out(folder: Path, *, seed: int = 0, **how: Any) -> Path:
+    """A decoder as Optimum writes it, its attention as told in :class:`ForeignSpec`."""
+    spec = ForeignSpec(attention="concat", positions=not how.get("counted"), seed=seed, **how)
+    _save(folder / GRAPH, graph(spec), f"{GRAPH}_data", 1024)
     return _configured(folder, {"model_type": "llama"})
 
 

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,10 @@ from hypothesis import strategies as st
 
 import edgespec
 from edgespec import LoadOptions, Model
-from edgespec.decoding.draft import Remarks, Source, Step
+from edgespec.decoding.draft import Source, Step
 from edgespec.decoding.loop import Verifier, decode
 from edgespec.decoding.sampling import SamplingParams
-from edgespec.drafting.ahead import Ahead, Beside
+from edgespec.drafting.ahead import Beside
 from edgespec.drafting.bridge import ByteBridge
 from edgespec.drafting.model import ModelDrafter
 from edgespec.drafting.ngram import NgramDrafter
@@ -86,7 +85,7 @@ def _written(
     target: ToySession, model: ModelDrafter, count: int, max_draft: int = 4
 ) -> Iterator[tuple[Step, list[int]]]:
     """The rounds of a request that drafts ahead, each with all tokens so far."""
-    tokens, drafter = list(PROMPT), Ahead(model, Beside(QUICK), pricing=Pricing(LONG), remarks=Remarks())
+    tokens, drafter = list(PROMPT), ahead_of(model, Beside(QUICK), Pricing(LONG))
     verify = Verifier(GREEDY)
     for step in decode(target, drafter, verify, tokens, max_new_tokens=count, max_draft=max_draft):
         yield step, tokens
@@ -182,21 +181,14 @@ class _After(ToySession):
         return super().forward(tokens)
 
 
-@dataclass
 class _Request:
     """A request whose drafter is held, or fails."""
 
-    held: _Held
-    target: _After
-    beside: Beside
-    model: ModelDrafter
-    pricing: Pricing
-
-    @classmethod
-    def of(cls, error: BaseException | None = None) -> "_Request":
-        pricing, held, target = Pricing(LONG), _Held(NEXT_LOGITS, error), _After(NEXT_LOGITS, VOCAB)
-        target.held = held
-        return cls(held, target, Beside(QUICK), model_of(held, pricing=pricing), pricing)
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.pricing, self.beside = Pricing(LONG), Beside(QUICK)
+        self.held, self.target = _Held(NEXT_LOGITS, error), _After(NEXT_LOGITS, VOCAB)
+        self.target.held = self.held
+        self.model = model_of(self.held, pricing=self.pricing)
 
     def stream(self, cancelled: Callable[[], bool] = lambda: False) -> Stream:
         request = Request(max_new_tokens=40, cancelled=cancelled)
@@ -204,7 +196,7 @@ class _Request:
 
 
 def test_a_request_that_is_cancelled_waits_for_the_step_that_runs() -> None:
-    it = _Request.of()
+    it = _Request()
 
     def cancelled() -> bool:
         run = it.beside._run
@@ -222,7 +214,7 @@ def test_a_request_that_is_cancelled_waits_for_the_step_that_runs() -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError("broken device"), KeyboardInterrupt()])
 def test_what_fails_beside_a_pass_fails_the_round_behind_it(error: BaseException) -> None:
-    it = _Request.of(error)
+    it = _Request(error)
     stream = it.stream()
     with pytest.raises(type(error)):
         stream.run()
@@ -239,7 +231,7 @@ def test_what_fails_beside_a_pass_fails_the_round_behind_it(error: BaseException
 
 
 def test_what_fails_where_no_draft_is_wanted_any_more_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    it = _Request.of(RuntimeError("broken device"))
+    it = _Request(RuntimeError("broken device"))
     result = it.stream(it.held.entered.is_set).run()
     assert result.finish_reason == "cancelled"
     assert "broken device" in caplog.text
@@ -247,7 +239,7 @@ def test_what_fails_where_no_draft_is_wanted_any_more_is_logged(caplog: pytest.L
 
 
 def test_an_interrupt_during_the_pass_ends_the_thread_too() -> None:
-    it = _Request.of()
+    it = _Request()
     it.held.let_go.set()
     plain_pass = it.target.forward
 
@@ -264,7 +256,7 @@ def test_an_interrupt_during_the_pass_ends_the_thread_too() -> None:
 
 
 def test_a_stream_that_is_left_ends_its_thread_when_it_is_closed() -> None:
-    it = _Request.of()
+    it = _Request()
     it.held.let_go.set()
     with it.stream() as stream:
         for _ in stream:

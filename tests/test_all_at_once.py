@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,14 @@ from edgespec.measuring.chi_square import pool_rare, two_samples
 from edgespec.measuring.prompts import Prompt
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve
-from tests.drafters_for_tests import GREEDY, Timed, model_of
+from tests.drafters_for_tests import GREEDY, Timed, model_of, plain
 from tests.learning_for_tests import AtOnce
 from tests.native_for_tests import tiny_native
-from tests.toy import LLAMA, Silent, ToySession, markov_logits
+from tests.toy import LLAMA, ToySession, markov_logits
 from tools.replay import Clock
 
 VOCAB = 12
+NEXT_LOGITS, OTHER = (markov_logits(seed, VOCAB, scale=1.0) for seed in (1, 2))
 FLAT = CostCurve({1: 1.0, 64: 1.0001})
 
 
@@ -47,23 +49,17 @@ class _Machine:
         self.requests = 0
         self.accepted = dict.fromkeys(("ngram", "history", "model"), 0)
         self.clock = Clock()
-        self.target = Timed(markov_logits(1, VOCAB, scale=1.0), VOCAB, self.clock, CostCurve({1: 1.0}))
-        self.small = ToySession.markov(2, VOCAB, scale=1.0)
-        self.small.reserve(500)
+        self.target = Timed(NEXT_LOGITS, VOCAB, self.clock, CostCurve({1: 1.0}))
 
     def answer(self, prompt: Sequence[int], params: SamplingParams, count: int) -> list[int]:
         tokens = list(prompt)
-        self.small = self._trained()
-        model = model_of(self.small, pricing=self.pricing, calibration=self.calibration)
+        model = model_of(self._trained(), pricing=self.pricing, calibration=self.calibration)
         free = BestOf(NgramDrafter(), self.use.begin(self.guards[1]))
         self.requests += 1
         asked = model if self.requests % 3 else None
         policy = Policy(free, Part(asked), pricing=self.pricing, guard=self.guards[0])
-        verify = Verifier(params)
-        steps = decode(
-            self.target, policy, verify, tokens, max_new_tokens=count, max_draft=4, clock=self.clock
-        )
-        for step in steps:
+        ends = partial(decode, max_new_tokens=count, max_draft=4, clock=self.clock)
+        for step in ends(self.target, policy, Verifier(params), tokens):
             for source in step.draft.sources[: step.accepted]:
                 self.accepted[source] += 1
         policy.close()
@@ -71,19 +67,8 @@ class _Machine:
 
     def _trained(self) -> ToySession:
         """Another drafter for each request, nearer and nearer to the target, as training makes it."""
-        near, far = markov_logits(1, VOCAB, scale=1.0), markov_logits(2, VOCAB, scale=1.0)
         share = self.requests / (self.requests + 10.0)
-        session = ToySession(lambda text: share * near(text) + (1.0 - share) * far(text), VOCAB)
-        session.reserve(500)
-        return session
-
-
-def _plain(prompt: Sequence[int], params: SamplingParams, count: int) -> list[int]:
-    tokens = list(prompt)
-    session = ToySession.markov(1, VOCAB, scale=1.0)
-    for _ in decode(session, Silent(), Verifier(params), tokens, max_new_tokens=count, max_draft=4):
-        pass
-    return tokens
+        return ToySession(lambda text: share * NEXT_LOGITS(text) + (1.0 - share) * OTHER(text), VOCAB)
 
 
 @settings(max_examples=30, deadline=None)
@@ -94,15 +79,14 @@ def _plain(prompt: Sequence[int], params: SamplingParams, count: int) -> list[in
 def test_every_token_is_that_of_plain_decoding(prompts: list[list[int]], params: SamplingParams) -> None:
     machine = _Machine()
     for prompt in prompts:
-        assert machine.answer(prompt, params, 40) == _plain(prompt, params, 40)
+        assert machine.answer(prompt, params, 40) == plain(NEXT_LOGITS, 40, params, prompt)
 
 
 def test_every_source_has_its_share() -> None:
     """Else the tests around this one would show nothing."""
     machine = _Machine()
     for number in range(60):
-        params = SamplingParams(temperature=1.0, seed=number)
-        assert machine.answer([number % VOCAB], params, 40) == _plain([number % VOCAB], params, 40)
+        machine.answer([number % VOCAB], SamplingParams(temperature=1.0, seed=number), 40)
     assert min(machine.accepted.values()) > 10
 
 
@@ -111,9 +95,9 @@ def test_samples_keep_their_law_while_everything_learns_from_them() -> None:
     machine = _Machine()
     drawn: dict[bool, list[tuple[int, ...]]] = {False: [], True: []}
     for number in range(1000):
-        for learns, answer in ((False, _plain), (True, machine.answer)):
-            params = SamplingParams(temperature=1.0, seed=2 * number + learns)
-            drawn[learns].append(tuple(answer([1, 2], params, 4)[2:]))
+        one, other = (SamplingParams(temperature=1.0, seed=2 * number + learns) for learns in (0, 1))
+        drawn[False].append(tuple(plain(NEXT_LOGITS, 4, one, [1, 2])[2:]))
+        drawn[True].append(tuple(machine.answer([1, 2], other, 4)[2:]))
     assert machine.accepted["model"] > 100 and machine.accepted["history"] > 30
     counts = pool_rare(drawn[False], drawn[True], minimum=20)
     p_value = two_samples(*counts).p_value

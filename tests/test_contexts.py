@@ -19,8 +19,8 @@ from edgespec.cli import app
 from edgespec_export.devices import device_bundle
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundles.bundle import MANIFEST, Bundle
-from edgespec_models.bundles.static_graphs import CHIPS, StaticGraphs, find_chip
-from edgespec_models.errors import BundleError, DeviceError, DoesNotFit, EdgespecError, RequestError
+from edgespec_models.bundles.static_graphs import CHIPS, StaticGraphs
+from edgespec_models.errors import BundleError, DeviceError, DoesNotFit
 from edgespec_models.progress import Progress
 from edgespec_runtimes import static as static_session
 from edgespec_runtimes.cpu import CpuOptions
@@ -29,7 +29,7 @@ from edgespec_runtimes.discovery import Runtime, resolve
 from edgespec_runtimes.ort import ort
 from edgespec_runtimes.static import StaticSession, open_on
 from tests.gguf_for_tests import tiny_gguf
-from tests.machines_for_tests import EMULATING, PLAIN, SNAPDRAGON
+from tests.machines_for_tests import EMULATING
 
 X_ELITE = CHIPS["snapdragon-x-elite"]
 OPTIONS = ExportOptions(device="npu-qnn", buckets=(64,), chip=X_ELITE.name)
@@ -68,10 +68,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_gguf("llama", layers=1).write(tmp_path_factory.mktemp("source") / "m.gguf")
 
 
-def _install(patch: pytest.MonkeyPatch, compiler: type = Compiler) -> None:
+def _install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(device_bundle, "resolve", lambda name, runtime: resolve(name, EMULATING))
     patch.setattr(device_bundle, "session_settings", lambda options: Settings())
-    patch.setattr(ort, "ModelCompiler", compiler)
+    patch.setattr(ort, "ModelCompiler", Compiler)
 
 
 @pytest.fixture(scope="module")
@@ -113,13 +113,6 @@ def _static(path: Path) -> StaticGraphs:
     static = Bundle(path).manifest.static
     assert static is not None
     return static
-
-
-def test_every_chip_can_be_found() -> None:
-    assert all(find_chip(name).name == name for name in CHIPS)
-    assert len({chip.soc_model for chip in CHIPS.values()}) == len(CHIPS)
-    with pytest.raises(RequestError, match="chip 'tpu' is not known; allowed: snapdragon-x-elite, "):
-        find_chip("tpu")
 
 
 def test_the_bundle_lists_what_was_compiled_and_by_what(made: Path) -> None:
@@ -165,64 +158,29 @@ def test_missing_and_damaged_binaries_are_errors(made: Path, tmp_path: Path, ope
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("raised", "message"),
     [
-        (replace(OPTIONS, chip="tpu"), RequestError, "chip 'tpu' is not known"),
-        (replace(OPTIONS, device="cuda"), RequestError, "for the device npu-qnn, not for cuda"),
-        (replace(OPTIONS, device=None, buckets=()), RequestError, "for the device npu-qnn, not for the CPU"),
-        (OPTIONS, DeviceError, r"x-elite takes Qualcomm's compiler.*pip install 'edgespec\[npu-qnn\]'"),
-    ],
-)
-def test_what_cannot_be_compiled_is_refused_at_once(
-    source: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    options: ExportOptions,
-    error: type[EdgespecError],
-    message: str,
-) -> None:
-    monkeypatch.setattr(device_bundle, "resolve", lambda name, runtime: resolve(name, PLAIN))
-    begun: list[Progress] = []
-    with pytest.raises(error, match=message):
-        export_model(source, tmp_path / "out", options=options, progress=begun.append)
-    assert not begun and not list(tmp_path.iterdir())
-
-
-class Interrupted(Compiler):
-    def compile_to_file(self, out: str) -> None:
-        if "x4" in out:
-            raise KeyboardInterrupt
-        super().compile_to_file(out)
-
-
-class Refusing(Compiler):
-    def compile_to_file(self, out: str) -> None:
-        raise RuntimeError("no such operator")
-
-
-class Silent(Compiler):
-    def compile_to_file(self, out: str) -> None:
-        shutil.copy(self._graph, out)
-
-
-@pytest.mark.parametrize(
-    ("compiler", "error", "message"),
-    [
-        (Interrupted, KeyboardInterrupt, None),
-        (Refusing, DeviceError, "Qualcomm's compiler refuses model-64x1.onnx: no such operator"),
-        (Silent, DeviceError, "left no model-64x1.context_qnn.bin"),
+        (KeyboardInterrupt("stop"), "stop"),
+        (RuntimeError("no such operator"), "Qualcomm's compiler refuses model-64x4.onnx: no such operator"),
+        (None, "left no model-64x4.context_qnn.bin"),
     ],
 )
 def test_what_ends_early_leaves_nothing(
-    source: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    compiler: type,
-    error: type[BaseException],
-    message: str | None,
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: BaseException | None, message: str
 ) -> None:
-    _install(monkeypatch, compiler)
-    with pytest.raises(error, match=message):
+    whole = Compiler.compile_to_file
+
+    def compile_to_file(self: Compiler, out: str) -> None:
+        if "x4" not in out:
+            whole(self, out)
+        elif raised is not None:
+            raise raised
+        else:
+            shutil.copy(self._graph, out)
+
+    _install(monkeypatch)
+    monkeypatch.setattr(Compiler, "compile_to_file", compile_to_file)
+    with pytest.raises((KeyboardInterrupt, DeviceError), match=message):
         export_model(source, tmp_path / "out", options=OPTIONS)
     assert not list(tmp_path.iterdir())
 
@@ -292,11 +250,3 @@ def test_results_say_which_were_used(made: Path, opened: Opened, monkeypatch: py
         with pytest.raises(DoesNotFit, match="does not fit the model's context of 640"):
             model.generate("one two " * 640)
     assert stats.placement == "target on qnn:htp (asked for; from context binaries for snapdragon-x-elite)"
-
-
-def test_a_snapdragon_without_its_driver_is_no_emulator() -> None:
-    machine = replace(SNAPDRAGON, hardware=SNAPDRAGON.hardware[:1], registered=[])
-    with pytest.raises(
-        DeviceError, match=r"finds no such NPU\. Needed: A Snapdragon processor with Qualcomm's NPU"
-    ):
-        resolve("qnn:htp", machine)

@@ -9,51 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.graph_contract import Pass
-from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.errors import BundleError, Cancelled, RequestError
 from edgespec_runtimes.cpu import CpuOptions, CpuSession, default_threads, most_threads
 from edgespec_runtimes.graph_io import DynamicIO
 from edgespec_runtimes.kv_buffers import SharedCache
 from edgespec_runtimes.ort import ort
-from edgespec_runtimes.session import Predictions, Session
+from edgespec_runtimes.session import Predictions
 from tests.machines_for_tests import X86
 from tests.native_for_tests import tiny_native
-from tests.toy import COLUMNS, F32, FLOAT, GEMMA, INT4, INT8, LLAMA, QWEN, WIDE, TinyModel, tiny_bundle
+from tests.sessions_for_tests import KINDS, ONE_THREAD, TOKENS, opened
+from tests.toy import COLUMNS, GEMMA, INT4, LLAMA, tiny_bundle
 
-TOKENS = [(7 * i * i + 3) % 400 for i in range(40)]
 _PATH = os.pathsep.join(sys.path)
-ONE_THREAD = CpuOptions(threads=1)
-MODELS: dict[str, tuple[ModelConfig, WeightFormat | str]] = {
-    "Q4_0": (LLAMA, "Q4_0"),
-    "Q4_1": (QWEN, "Q4_1"),
-    "Q8_0": (GEMMA, "Q8_0"),
-    "int4": (LLAMA, INT4),
-    "columns": (LLAMA, COLUMNS),
-    "int8": (LLAMA, INT8),
-    "gemma": (GEMMA, COLUMNS),
-    "int8, blocks of 64": (WIDE, WeightFormat(8, 64)),
-}
-
-
-def made(folder: Path, config: ModelConfig, form: WeightFormat | str) -> TinyModel:
-    """A native model in blocks of a file's format, or a portable one."""
-    if isinstance(form, str):
-        return tiny_native(folder, config, form)
-    return tiny_bundle(folder, config, form)
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        name if isinstance(form, str) else pytest.param(name, marks=X86) for name, (_, form) in MODELS.items()
-    ],
-)
-def quantized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CpuSession:
-    """Every quantized format; the module shares the sessions, tests start by truncating them."""
-    model = made(tmp_path_factory.mktemp("models") / "m", *MODELS[request.param])
-    return CpuSession(model.bundle, ONE_THREAD)
 
 
 @pytest.fixture(scope="module")
@@ -66,49 +34,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> CpuSession:
 def session(shared: CpuSession) -> CpuSession:
     shared.truncate(0)
     return shared
-
-
-def _forward(session: CpuSession, tokens: list[int], *sizes: int) -> F32:
-    """Logits of all tokens, in passes of these sizes (the last again and again)."""
-    rows = list[F32]()
-    at = 0
-    while at < len(tokens):
-        size = sizes[min(len(rows), len(sizes) - 1)]
-        rows.append(session.predict(tokens[at : at + size]).logits.copy())
-        at += size
-    return np.concatenate(rows)
-
-
-def test_the_number_of_rows_leaves_no_trace_in_the_bits(quantized: CpuSession) -> None:
-    assert quantized.row_exact
-    quantized.truncate(0)
-    expected = _forward(quantized, TOKENS, 1)
-    for sizes in ((40,), (2,), (3,), (5,), (8,), (13,), (20, 1, 4, 1, 6), (1, 39)):
-        quantized.truncate(0)
-        np.testing.assert_array_equal(_forward(quantized, TOKENS, *sizes), expected)
-
-
-def test_nor_does_it_in_a_long_context(quantized: CpuSession) -> None:
-    tokens = [(11 * i * i + 5 * i) % 400 for i in range(600)]
-    quantized.truncate(0)
-    whole = quantized.predict(tokens).logits.copy()
-    quantized.truncate(0)
-    quantized.prefill(tokens[:560])
-    np.testing.assert_array_equal(_forward(quantized, tokens[560:], 1), whole[560:])
-    for sizes in ((40,), (3,), (6, 1, 5, 1)):
-        quantized.truncate(560)
-        np.testing.assert_array_equal(_forward(quantized, tokens[560:], *sizes), whole[560:])
-
-
-def test_a_rollback_forgets_all(quantized: CpuSession) -> None:
-    quantized.truncate(0)
-    expected = quantized.predict(TOKENS).logits.copy()
-    for keep in (0, 1, 17, 39):
-        quantized.truncate(keep)
-        quantized.predict([9, 8, 7, 6])
-        quantized.truncate(keep)
-        assert quantized.length == keep
-        np.testing.assert_array_equal(quantized.predict(TOKENS[keep:]).logits, expected[keep:])
 
 
 def test_rows_that_differ_in_longer_texts_alone_are_not_exact(
@@ -149,30 +74,24 @@ def test_rows_are_exact_where_products_with_one_row_take_other_code(
     assert session.self_test() == exact_rows
 
 
-def test_float_weights_agree_to_rounding(tmp_path: Path) -> None:
-    session = CpuSession(tiny_bundle(tmp_path / "m", LLAMA, FLOAT).bundle, ONE_THREAD)
-    expected = _forward(session, TOKENS, 1)
-    session.truncate(0)
-    np.testing.assert_allclose(session.predict(TOKENS).logits, expected, atol=1e-4)
-
-
-@pytest.mark.parametrize("form", [pytest.param(COLUMNS, marks=X86), "Q4_1"], ids=["portable", "native"])
+@pytest.mark.parametrize("kind", [pytest.param("columns", marks=X86), "Q4_1"])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_threads_do_not_change_the_bits(tmp_path: Path, threads: int, form: WeightFormat | str) -> None:
+def test_threads_do_not_change_the_bits(tmp_path: Path, threads: int, kind: str) -> None:
     """In a process of its own: the first session of this one has settled the number for all."""
-    model = made(tmp_path / "m", LLAMA, form)
-    expected = _forward(CpuSession(model.bundle, ONE_THREAD), TOKENS, 1)
+    KINDS[kind](tmp_path / "m")
+    expected = opened(tmp_path / "m").predict(TOKENS).logits
+    bundle, out = str(tmp_path / "m"), str(tmp_path / "logits.npy")
     for spinning in (False, True):
         code = f"""
 from pathlib import Path
 import numpy as np
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
-session = CpuSession(Bundle(Path({str(model.path)!r})), CpuOptions(threads={threads}, spinning={spinning}))
-np.save({str(tmp_path / "logits.npy")!r}, session.predict({TOKENS}).logits)
+session = CpuSession(Bundle(Path({bundle!r})), CpuOptions(threads={threads}, spinning={spinning}))
+np.save({out!r}, session.predict({TOKENS}).logits)
 """
         subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": _PATH})
-        np.testing.assert_array_equal(np.load(tmp_path / "logits.npy"), expected)
+        np.testing.assert_array_equal(np.load(out), expected)
 
 
 @pytest.mark.parametrize("spinning", [True, False])
@@ -181,23 +100,13 @@ def test_sessions_of_any_options_live_in_one_process(
 ) -> None:
     """The application's own sessions too: nothing of ours may be the whole process's."""
     model, other = tiny_native(tmp_path / "m", LLAMA, "Q4_1"), tiny_bundle(tmp_path / "n", LLAMA, COLUMNS)
-    expected = _forward(CpuSession(model.bundle, ONE_THREAD), TOKENS, 1)
+    expected = CpuSession(model.bundle, ONE_THREAD).predict(TOKENS).logits
     for threads in (0, 1, 2, most_threads()):
         session = CpuSession(model.bundle, CpuOptions(threads=threads, spinning=spinning))
         np.testing.assert_array_equal(session.predict(TOKENS).logits, expected)
         session.close()
         ort.InferenceSession(str(other.bundle.path / "model.onnx"), providers=["CPUExecutionProvider"])
     assert capfd.readouterr() == ("", "")
-
-
-def test_the_shared_prefix_is_counted(session: CpuSession) -> None:
-    assert session.shared_prefix(TOKENS) == 0
-    session.predict(TOKENS[:20])
-    assert session.shared_prefix(TOKENS) == session.shared_prefix(TOKENS[:20]) == 20
-    assert session.shared_prefix(TOKENS[:7]) == 7
-    assert session.shared_prefix([*TOKENS[:12], 399, *TOKENS[13:]]) == 12
-    assert session.shared_prefix([]) == 0
-    assert session.length == 20
 
 
 def test_prefill_reuses_the_shared_prefix(session: CpuSession, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,52 +119,23 @@ def test_prefill_reuses_the_shared_prefix(session: CpuSession, monkeypatch: pyte
         return run(tokens, rows)
 
     monkeypatch.setattr(session, "_run", counted)
-    session.prefill(TOKENS[:20])
-    assert (session.length, passes) == (20, [8, 8, 4])
-    passes.clear()
-    session.prefill(TOKENS[:25])
-    assert (session.length, passes) == (25, [5])
-    passes.clear()
-    session.prefill([*TOKENS[:12], 399, 398])
-    assert (session.length, passes) == (14, [2])
-    passes.clear()
-    session.prefill(TOKENS[:10])
-    assert (session.length, passes) == (10, [])
+    changed = [*TOKENS[:12], 399, 398]
+    for text, wanted in ((TOKENS[:20], [8, 8, 4]), (TOKENS[:25], [5]), (changed, [2]), (TOKENS[:10], [])):
+        passes.clear()
+        session.prefill(text)
+        assert (session.length, passes) == (len(text), wanted)
     np.testing.assert_array_equal(session.predict(TOKENS[10:]).logits, expected[10:])
     session.prefill([])
     assert session.length == 0
 
 
-@pytest.mark.parametrize("shared_length", [0, 1, 255, 256, 257, 300, 511, 512, 520])
-def test_a_long_shared_prefix_is_found_to_the_token(session: CpuSession, shared_length: int) -> None:
+@pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 300, 511, 512, 520])
+def test_a_shared_prefix_is_found_to_the_token(session: CpuSession, count: int) -> None:
     tokens = [(i * 31) % 400 for i in range(520)]
     session.prefill(tokens)
-    changed = [*tokens[:shared_length], *(((t + 1) % 400) for t in tokens[shared_length:])]
-    asked: list[int] = []
-
-    def cancelled() -> bool:
-        asked.append(session.length)
-        return True
-
-    if shared_length == len(tokens):
-        session.prefill(changed, cancelled)
-        assert asked == []
-    else:
-        with pytest.raises(Cancelled):
-            session.prefill(changed, cancelled)
-        assert asked == [shared_length]
-
-
-def test_next_logits_is_the_last_row(quantized: CpuSession) -> None:
-    quantized.truncate(0)
-    expected = quantized.predict(TOKENS).logits.copy()
-    for end in (1, 5, 9, 30, 30, 12, 40):
-        logits = quantized.predict_next(TOKENS[:end]).logits[0]
-        assert logits.shape == (quantized.vocab_size,)
-        assert quantized.length == end
-        np.testing.assert_array_equal(logits, expected[end - 1])
-    with pytest.raises(RequestError, match="at least one"):
-        quantized.predict_next([])
+    changed = [*tokens[:count], *(((t + 1) % 400) for t in tokens[count:])]
+    assert session.shared_prefix(changed) == session.shared_prefix(tokens[:count]) == count
+    assert session.length == 520
 
 
 def test_cancelling_a_prefill_leaves_the_session_valid(session: CpuSession) -> None:
@@ -266,44 +146,6 @@ def test_cancelling_a_prefill_leaves_the_session_valid(session: CpuSession) -> N
         session.prefill(TOKENS, lambda: next(answers))
     assert session.length == 16
     np.testing.assert_array_equal(session.predict(TOKENS[16:]).logits, expected[16:])
-
-
-@pytest.mark.parametrize("form", [pytest.param(COLUMNS, marks=X86), "Q4_1"], ids=["portable", "native"])
-def test_reserving_keeps_what_the_cache_holds(tmp_path: Path, form: WeightFormat | str) -> None:
-    session = CpuSession(made(tmp_path / "m", GEMMA, form).bundle, ONE_THREAD)
-    expected = session.predict(TOKENS).logits.copy()
-    session.truncate(30)
-    capacity, size = session.capacity, session.kv_bytes
-    session.reserve(capacity)
-    assert session.capacity == capacity
-    session.reserve(capacity + 1)
-    assert capacity < session.capacity <= GEMMA.context_length
-    assert session.kv_bytes > size
-    native = isinstance(form, str)
-    rows = session.capacity + 16 * (not native)  # a token that runs twice needs one more
-    assert session.kv_bytes == GEMMA.kv_bytes_per_token * rows // (2 if native else 1)
-    assert session.length == 30
-    np.testing.assert_array_equal(session.predict(TOKENS[30:]).logits, expected[30:])
-
-
-@pytest.mark.parametrize("form", [INT4, "Q4_0"], ids=["portable", "native"])
-def test_the_whole_context_can_be_used_and_no_more(tmp_path: Path, form: WeightFormat | str) -> None:
-    config = replace(LLAMA, context_length=48)
-    session = CpuSession(made(tmp_path / "m", config, form).bundle, ONE_THREAD)
-    longer = CpuSession(made(tmp_path / "n", LLAMA, form).bundle, ONE_THREAD)
-    tokens = (TOKENS * 2)[:48]
-    np.testing.assert_array_equal(_forward(session, tokens, 40, 7, 1), longer.predict(tokens).logits)
-    for ask in (
-        lambda: session.predict([1]).logits,
-        lambda: session.reserve(49),
-        lambda: session.prefill([*tokens, 1]),
-        lambda: session.predict_next([*tokens, 1]).logits[0],
-    ):
-        with pytest.raises(RequestError, match=r"49 tokens do not fit .* 48"):
-            ask()
-    assert session.length == 48
-    session.truncate(47)
-    session.predict([tokens[-1]])
 
 
 @pytest.mark.parametrize("tokens", [[], [404], [-1], [3, 10_000_000]])
@@ -329,33 +171,29 @@ def test_a_closed_session_says_so(tmp_path: Path) -> None:
     session.predict([1, 2])
     session.close()
     session.close()
-    asks: tuple[Callable[[], object], ...] = (
-        lambda: session.predict([1]).logits,
-        lambda: session.prefill([1]),
-        lambda: session.predict_next([1]).logits[0],
-        lambda: session.reserve(1),
-    )
-    for ask in asks:
+    for ask in (session.predict, session.prefill, session.predict_next, lambda tokens: session.reserve(1)):
         with pytest.raises(RequestError, match="closed"):
-            ask()
+            ask([1])
     assert (session.length, session.capacity, session.kv_bytes) == (0, 0, 0)
 
 
 def test_a_step_allocates_no_logits(session: CpuSession) -> None:
     session.prefill(TOKENS[:10])
-    buffers = {session.predict([3]).logits.ctypes.data for _ in range(5)}
-    assert len(buffers) == 1
-    buffers = {session.predict_next([*TOKENS[:10], token]).logits[0].ctypes.data for token in range(5)}
-    assert len(buffers) == 1
+    assert len({session.predict([3]).logits.ctypes.data for _ in range(5)}) == 1
+    rows = (session.predict_next([*TOKENS[:10], token]).logits[0] for token in range(5))
+    assert len({row.ctypes.data for row in rows}) == 1
 
 
-@pytest.mark.parametrize("form", [INT4, "Q4_0"], ids=["portable", "native"])
-def test_the_cache_is_written_in_place(tmp_path: Path, form: WeightFormat | str) -> None:
-    session = CpuSession(made(tmp_path / "m", GEMMA, form).bundle, ONE_THREAD)
+@pytest.mark.parametrize("kind", ["Q8_0", "gemma"])
+def test_the_cache_is_written_in_place(tmp_path: Path, kind: str) -> None:
+    KINDS[kind](tmp_path / "m")
+    session, native = opened(tmp_path / "m"), kind == "Q8_0"
     session.reserve(len(TOKENS))
+    rows = session.capacity + 16 * (not native)  # a token that runs twice needs one more
+    assert session.kv_bytes == GEMMA.kv_bytes_per_token * rows // (2 if native else 1)
     assert isinstance(session._io, DynamicIO) and isinstance(session._io.cache, SharedCache)
     arrays = session._io.cache.arrays
-    if isinstance(form, str):
+    if native:
         arrays = arrays[1::2]  # keys lie in tiles of 16 tokens
     for array in arrays:
         array[:] = 0
@@ -376,13 +214,6 @@ def test_many_sizes_of_pass_do_not_pile_up(session: CpuSession) -> None:
         session.predict(TOKENS[:size])
     assert isinstance(session._io, DynamicIO)
     assert len(session._io.passes) <= 32
-
-
-@pytest.mark.parametrize(("config", "form"), [(LLAMA, "Q4_0"), (GEMMA, FLOAT)])
-def test_it_is_a_session(tmp_path: Path, config: ModelConfig, form: WeightFormat | str) -> None:
-    session: Session = CpuSession(made(tmp_path / "m", config, form).bundle, ONE_THREAD)
-    assert session.vocab_size == config.vocab_size
-    assert session.length == 0
 
 
 def test_a_damaged_graph_is_an_error_of_the_bundle(tmp_path: Path) -> None:
@@ -430,18 +261,16 @@ def test_passes_of_other_sizes_may_round_otherwise(tmp_path: Path, monkeypatch: 
     assert not CpuSession(model.bundle, ONE_THREAD).row_exact
 
 
-@pytest.mark.parametrize("threads", [-1, most_threads() + 1, 9_999])
-def test_threads_are_bounded_by_the_machine(threads: int) -> None:
-    said = rf"threads is {threads}; .* 0 to {most_threads()}, twice the logical cores"
-    with pytest.raises(RequestError, match=said):
-        CpuOptions(threads=threads)
-    assert CpuOptions(threads=most_threads()).threads == 2 * (os.cpu_count() or 1)
-
-
-def test_a_prefill_pass_has_a_token() -> None:
-    with pytest.raises(RequestError, match="prefill_chunk is 0"):
-        CpuOptions(prefill_chunk=0)
-
-
-def test_there_is_a_thread() -> None:
-    assert 1 <= default_threads() <= most_threads()
+@pytest.mark.parametrize(
+    "options", [{"threads": -1}, {"threads": most_threads() + 1}, {"threads": 9_999}, {"prefill_chunk": 0}]
+)
+def test_options_have_bounds(options: dict[str, int]) -> None:
+    bounds = (
+        rf"0 to {most_threads()}, twice the logical cores"
+        if "threads" in options
+        else "a whole number from 1"
+    )
+    ((name, value),) = options.items()
+    with pytest.raises(RequestError, match=rf"{name} is {value}; .* {bounds}"):
+        CpuOptions(**options)  # type: ignore[arg-type]
+    assert 1 <= default_threads() <= most_threads() == 2 * (os.cpu_count() or 1)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -46,16 +46,17 @@ def _drafters(seed: int) -> dict[str, Callable[[], Source]]:
     """Every kind of drafter for a target with the tokenizer ``byte``."""
     vocab = tokenizer("byte").vocab_size
     oracle = markov_logits(0, vocab)
-    return {
+    across = {
+        f"{what}, {kind}": partial(_across, kind, seed, script=what == "script")
+        for what in ("across", "script")
+        for kind in ("small byte", "sentencepiece")
+    }
+    return across | {
         "ngram": lambda: NgramDrafter(stop_below=0.0),
         "random": lambda: RandomDrafter(seed, vocab),
         "oracle with errors": lambda: RandomDrafter(seed, vocab, oracle),
         "same model": lambda: model_of(ToySession(oracle, vocab)),
         "other model": lambda: model_of(ToySession.markov(seed, vocab, scale=50.0)),
-        "across, byte level": lambda: _across("small byte", seed, script=False),
-        "across, sentencepiece": lambda: _across("sentencepiece", seed, script=False),
-        "script, byte level": lambda: _across("small byte", seed, script=True),
-        "script, sentencepiece": lambda: _across("sentencepiece", seed, script=True),
         "policy": lambda: policy_of(NgramDrafter(), _across("sentencepiece", seed, script=True)),
         "policy with an oracle": lambda: policy_of(NgramDrafter(), model_of(ToySession(oracle, vocab))),
     }
@@ -86,6 +87,26 @@ def _plain(
     return tokens
 
 
+class _Watched:
+    """A source that is asked behind the first round, for no more than may come, and told of every round."""
+
+    def __init__(self, inner: Source, first: int, end: int, max_draft: int) -> None:
+        self.inner, self.told = inner, list[Step]()
+        self._first, self._end, self._max_draft = first, end, max_draft
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
+        assert len(tokens) > self._first
+        assert 0 < limit == min(self._max_draft, self._end - len(tokens) - 1)
+        return self.inner.propose(tokens, limit)
+
+    def observe(self, step: Step) -> None:
+        self.told.append(step)
+        self.inner.observe(step)
+
+    def close(self) -> None:
+        raise AssertionError("the loop closes nothing")
+
+
 def _run(
     target: ToySession | CpuSession,
     drafter: Source | None,
@@ -97,32 +118,27 @@ def _run(
     stop: Collection[int] = (),
 ) -> tuple[list[int], int]:
     """Decode, checking the invariants at every yield; returns all tokens, and how many drafts were kept."""
-    tokens = list(prompt)
-    accepted = 0
-    steps = decode(
-        target,
-        drafter or policy_of(),
-        verify or Verifier(GREEDY),
-        tokens,
-        max_new_tokens=count,
-        max_draft=max_draft,
-        stop=stop,
-    )
-    before = len(prompt)
-    for number, step in enumerate(steps):
+    tokens, end = list(prompt), len(prompt) + count
+    source = _Watched(drafter or policy_of(), len(prompt), end, max_draft)
+    verify = verify or Verifier(GREEDY)
+    steps = decode(target, source, verify, tokens, max_new_tokens=count, max_draft=max_draft, stop=stop)
+    seen, before = list[Step](), len(prompt)
+    for step in steps:
+        seen.append(step)
+        assert source.told == seen
         assert target.length == len(tokens) - 1
         assert (target.cache if isinstance(target, ToySession) else target._tokens) == tokens[:-1]
         assert tokens[before:] == list(step.tokens)
         assert step.accepted in (len(step.tokens), len(step.tokens) - 1)
         assert step.accepted <= len(step.draft.tokens) <= max_draft
+        assert len(step.draft.confidence) == len(step.draft.sources) == len(step.draft.tokens)
         assert step.draft.tokens[: step.accepted] == step.tokens[: step.accepted]
-        assert number or step.draft == NO_DRAFT
+        assert len(seen) > 1 or step.draft == NO_DRAFT
         assert step.drafter_s >= 0 and step.target_s >= 0
         assert step.seconds >= step.drafter_s + step.target_s
-        assert len(tokens) <= len(prompt) + count
-        accepted += step.accepted
+        assert len(tokens) <= end
         before = len(tokens)
-    return tokens, accepted
+    return tokens, sum(step.accepted for step in seen)
 
 
 SAMPLED = (
@@ -154,7 +170,7 @@ def test_output_is_that_of_plain_decoding(
 @pytest.mark.parametrize(
     ("kind", "script"),
     [("same model", False), ("oracle with errors", False), ("ngram", True), ("policy", True)]
-    + [(f"script, {k}", True) for k in ("byte level", "sentencepiece")],
+    + [(f"script, {k}", True) for k in ("small byte", "sentencepiece")],
 )
 def test_drafts_that_should_be_accepted_are(kind: str, script: bool) -> None:
     """Or the test above would show nothing."""
@@ -182,61 +198,12 @@ def test_a_stop_token_ends_the_text_wherever_it_stands(
     assert target.length == len(got) - 1
 
 
-def test_a_stop_token_inside_an_accepted_run_cuts_it() -> None:
-    target, tokens = _target(False), [1, 2, 3]
-    free = _plain(_target(False), tokens, 12)
-    stop = free[6]
-    assert stop not in free[3:6]
-    drafter, verify = _drafter("same model"), Verifier(GREEDY)
-    steps = list(decode(target, drafter, verify, tokens, max_new_tokens=12, max_draft=8, stop=[stop]))
-    assert tokens == free[:7]
-    assert steps[-1].tokens == steps[-1].draft.tokens  # what was drafted behind it is not verified
-    assert steps[-1].accepted == len(steps[-1].tokens)
-
-
+@pytest.mark.parametrize("kind", ["same model", "random", "ngram"])
 @pytest.mark.parametrize("prompt", [[5], [1, 2, 3]])
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 7])
-def test_as_many_tokens_as_asked_for(prompt: list[int], count: int) -> None:
-    for kind in ("same model", "random", "ngram"):
+def test_as_many_tokens_as_asked_for(kind: str, prompt: list[int]) -> None:
+    for count in (0, 1, 2, 3, 7):
         got, _ = _run(_target(False), _drafter(kind, 3), prompt, count=count, max_draft=9)
         assert got == _plain(_target(False), prompt, count)
-
-
-class _Recorder:
-    def __init__(self, inner: Source) -> None:
-        self.inner, self.asked, self.told = inner, list[tuple[int, int]](), list[Step]()
-
-    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-        self.asked.append((len(tokens), limit))
-        return self.inner.propose(tokens, limit)
-
-    def observe(self, step: Step) -> None:
-        self.told.append(step)
-        self.inner.observe(step)
-
-    def close(self) -> None:
-        raise AssertionError("the loop closes nothing")
-
-
-def test_the_first_round_is_never_drafted_and_limits_count_down() -> None:
-    recorder = _Recorder(_drafter("same model", 0))
-    _run(_target(False), recorder, [1, 2, 3], count=12, max_draft=4)
-    assert recorder.asked == [(4, 4), (9, 4), (14, 0)][:2]
-    assert all(limit > 0 for _, limit in recorder.asked)
-    recorder = _Recorder(RandomDrafter(5, 410))
-    _run(_target(False), recorder, [1, 2, 3], count=12, max_draft=4)
-    assert all(limit == min(4, 15 - length - 1) for length, limit in recorder.asked)
-    assert all(a < b for (a, _), (b, _) in pairwise(recorder.asked))
-
-
-def test_every_round_is_told_once_before_it_is_yielded() -> None:
-    recorder, tokens = _Recorder(_drafter("oracle with errors", 4)), [1, 2, 3]
-    steps = decode(_target(False), recorder, Verifier(GREEDY), tokens, max_new_tokens=30, max_draft=4)
-    seen = []
-    for step in steps:
-        seen.append(step)
-        assert recorder.told == seen
-    assert [token for step in recorder.told for token in step.tokens] == tokens[3:]
 
 
 @pytest.mark.parametrize("rounds", range(1, 8))

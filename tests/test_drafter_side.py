@@ -23,7 +23,6 @@ from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.devices import KINDS, Device, Placement
 from edgespec_runtimes.kv_buffers import KvStore
 from tests.models_for_tests import toy_bundle, toy_session
-from tests.toy import ToySession
 
 EOS = 3
 QUICK = CostCurve({1: 1e-6})
@@ -96,12 +95,6 @@ def test_a_prompt_that_takes_longer_to_read_than_it_will_gain_is_not_read() -> N
         assert not part.source or _begin(side, [5] * 64).source
 
 
-def test_it_is_trained_where_its_session_can_be_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not _side().trainable
-    monkeypatch.setattr(ToySession, "tunable", frozenset({"gain"}))
-    assert _side().trainable
-
-
 def test_words_of_the_prompt_are_offered_to_a_trimmed_head() -> None:
     side, offered, prompt = _side(), list[Sequence[int]](), [300, 20, 310]
     kept = cast(Any, side.bundle).head_tokens = np.arange(200, dtype=np.int32)
@@ -112,11 +105,12 @@ def test_words_of_the_prompt_are_offered_to_a_trimmed_head() -> None:
     assert {300, 310} <= set(offered[0]) and 20 not in offered[0]
 
 
-def _offered(prompt: list[int], answer: Sequence[int]) -> list[Any]:
+def _offered(prompt: list[int] | None, answer: Sequence[int]) -> list[Any]:
+    """What a request offers that the side drafts for; without a prompt it does not."""
     side, trainer = _side(), _Trainer()
     side.trainer = cast(Trainer, trainer)
-    part = _begin(side, prompt)
-    assert trainer.told == ["pause"]
+    part = side.part() if prompt is None else _begin(side, prompt)
+    assert trainer.told == ["pause"] and (part.source is None) == (prompt is None)
     part.ended(answer)
     assert trainer.told[:2] == ["pause", "resume"]
     return trainer.told[2:]
@@ -137,11 +131,7 @@ def test_of_long_texts_the_end_of_the_prompt_and_the_beginning_of_the_answer_are
 
 
 def test_a_request_it_does_not_draft_for_teaches_nothing() -> None:
-    side, trainer = _side(), _Trainer()
-    side.trainer = cast(Trainer, trainer)
-    part = side.part()
-    part.ended(range(20, 40))
-    assert part.source is None and trainer.told == ["pause", "resume"]
+    assert _offered(None, range(20, 40)) == []
 
 
 TEMPLATE = list(range(24))

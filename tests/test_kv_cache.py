@@ -16,13 +16,14 @@ from edgespec_models.errors import BundleError, RequestError
 from edgespec_runtimes.cpu import CpuSession
 from tests.gguf_for_tests import ARCHITECTURES, HEAD_DIM, tiny_gguf
 from tests.machines_for_tests import X86
+from tests.sessions_for_tests import passes
 from tests.toy import GEMMA, LLAMA, tiny_bundle
 
 TOKENS = [5, 17, 300, 2, 2, 41, 17, 300, 99, 250, 7, 63, 11, 380]
 
 
-def export(folder: Path, architecture: str, kv: str, kind: str = "F32") -> Bundle:
-    source = tiny_gguf(architecture, kind).write(folder / "m.gguf")
+def export(folder: Path, architecture: str, kv: str) -> Bundle:
+    source = tiny_gguf(architecture).write(folder / "m.gguf")
     options = ExportOptions(weights="portable", kv=kv)  # type: ignore[arg-type]
     export_model(source, folder / kv, options=options)
     return Bundle(folder / kv)
@@ -37,25 +38,6 @@ def test_it_computes_nearly_the_same_in_a_quarter_of_the_memory(tmp_path: Path, 
     assert sessions["int8"].kv_bytes * 4 == sessions["float32"].kv_bytes
     for session in sessions.values():
         session.close()
-
-
-@X86
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_number_of_rows_leaves_no_trace_in_the_bits(tmp_path: Path, architecture: str) -> None:
-    bundle = export(tmp_path, architecture, "int8", "Q4_K")
-    session = CpuSession(bundle)
-    assert session.row_exact
-    session.prefill(TOKENS[:4])
-    together = session.predict(TOKENS[4:]).logits.copy()
-    session.reserve(session.capacity + 1)  # moves what the cache holds
-    for sizes in ((1,) * 10, (3, 3, 4), (2, 7, 1)):
-        session.truncate(4)
-        parts, at = [], 4
-        for size in sizes:
-            parts.append(session.predict(TOKENS[at : at + size]).logits.copy())
-            at += size
-        np.testing.assert_array_equal(np.concatenate(parts), together)
-    session.close()
 
 
 def test_the_bundle_says_so(tmp_path: Path) -> None:
@@ -129,10 +111,7 @@ def test_layers_with_keys_too_unequal_stay_float(tmp_path: Path, layers: tuple[i
     session = CpuSession(Bundle(tmp_path / "out"))
     together = session.predict(TOKENS).logits.copy()
     session.truncate(4)
-    apart = np.concatenate(
-        [session.predict(TOKENS[at : at + 1]).logits.copy() for at in range(4, len(TOKENS))]
-    )
-    np.testing.assert_array_equal(apart, together[4:])
+    np.testing.assert_array_equal(passes(session, TOKENS[4:], 1), together[4:])
     rows = session.kv_bytes // manifest.kv_bytes_per_token
     assert session.kv_bytes == rows * manifest.kv_bytes_per_token
     count = manifest.config.num_layers

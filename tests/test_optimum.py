@@ -13,7 +13,7 @@ import edgespec
 from edgespec.cli import app
 from edgespec_export.optimum import export_with_optimum
 from edgespec_models.errors import EdgespecError, ModelFileError, RequestError
-from tests.foreign_for_tests import ForeignSpec, WrittenOut, write_optimum, write_written_out
+from tests.foreign_for_tests import ForeignSpec, write_optimum, write_written_out
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="the stand-in is a script with a shebang line")
 
@@ -22,7 +22,7 @@ import json, os, shutil, sys
 sys.path[:0] = {sys.path!r}
 from pathlib import Path
 from tests.foreign_for_tests import ForeignSpec, write_optimum
-from tests.foreign_for_tests import WrittenOut, write_written_out
+from tests.foreign_for_tests import write_written_out
 arguments = sys.argv[1:]
 assert arguments[:3] == ["export", "onnx", "--model"]
 assert arguments[4:6] == ["--task", "text-generation-with-past"]
@@ -34,7 +34,7 @@ if "fails" in says:
     sys.exit(3)
 attention = says["attention"]
 if attention == "written out":
-    write_written_out(out / "x", WrittenOut())
+    write_written_out(out / "x")
 else:
     write_optimum(out / "x", ForeignSpec(attention=attention, positions=attention == "concat"))
 for part in (out / "x").iterdir():
@@ -80,7 +80,7 @@ def test_what_it_writes_runs_and_its_cache_is_told(tmp_path: Path, program: str,
     assert left(tmp_path) == {"out"}
     if attention == "written out":  # it is kept as it is
         assert report.row_exact
-        expected = write_written_out(tmp_path / "m" / "expected", WrittenOut())
+        expected = write_written_out(tmp_path / "m" / "expected")
         files = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in (out, expected)]
         assert files[0] == files[1]
     with edgespec.load(out, "ngram") as model:

@@ -27,7 +27,7 @@ from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.devices import CPU, Device
 from edgespec_runtimes.memory import MachineMemory, machine_memory
 from edgespec_runtimes.static import StaticSession
-from tests.foreign_for_tests import ForeignSpec, WrittenOut, write_genai, write_optimum, write_written_out
+from tests.foreign_for_tests import ForeignSpec, write_genai, write_optimum, write_written_out
 from tests.gguf_for_tests import tiny_gguf
 from tests.hf_for_tests import config_of, write_checkpoint
 from tests.native_for_tests import tiny_native
@@ -53,7 +53,7 @@ KINDS: dict[str, Callable[[Path], object]] = {
     "Optimum": lambda folder: write_optimum(folder, ForeignSpec(attention="concat")),
     "int8 cache": lambda folder: _exported(folder, "int8"),
     "float32 cache": lambda folder: _exported(folder, "float32"),
-    "written out": lambda folder: write_written_out(folder, WrittenOut()),
+    "written out": write_written_out,
 }
 
 

@@ -20,12 +20,9 @@ from edgespec.history.passages import Entry, Passage, Tally
 from edgespec.history.use import HistoryUse
 from edgespec.requests.request import Request
 from edgespec.requests.results import Generation
-from edgespec.requests.runner import PreparedRequest
-from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
-from tests.drafters_for_tests import PROMPT, VOCAB, Timed, plain
-from tests.tokenizers_for_tests import byte_level_json
-from tests.toy import markov_logits, round_of, stream_over
+from tests.drafters_for_tests import PROMPT, VOCAB, Timed, answering, plain
+from tests.toy import markov_logits, round_of
 from tools.replay import Clock
 
 CURVE = CostCurve({1: 1.0, 17: 5.0})
@@ -55,17 +52,8 @@ class _Machine:
         self.target, self._clock = Timed(NEXT_LOGITS, VOCAB, clock, CURVE), clock
 
     def answer(self, new: int = NEW) -> Generation:
-        prepared = PreparedRequest(
-            session=self.target,
-            tokenizer=Tokenizer.from_json(byte_level_json()),
-            tokens=list(PROMPT),
-            request=Request(max_new_tokens=new, sampling=SAMPLED),
-            eos=frozenset(),
-            max_draft=8,
-            begin=self._begin,
-            clock=self._clock,
-        )
-        return stream_over(prepared).run()
+        request = Request(max_new_tokens=new, sampling=SAMPLED)
+        return answering(self.target, self._begin, request, self._clock).run()
 
     def _begin(self) -> Policy:
         remarks = Remarks()

@@ -1,16 +1,16 @@
 """Loading: the second time little is done again, and whatever goes wrong, nothing stays loaded."""
 
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pytest import MonkeyPatch
 
 from edgespec.loading import opening
-from edgespec.loading.measurements import Conditions, recall
-from edgespec.loading.opening import open_one, open_pair
+from edgespec.loading.measurements import Conditions, Measurement, recall
+from edgespec.loading.opening import Running, open_one, open_pair
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import BundleError, TokenizerError
 from edgespec_models.graphs.plan import Precision
@@ -22,10 +22,11 @@ from tests.native_for_tests import tiny_native
 from tests.toy import INT4, LLAMA, tiny_bundle
 
 OPTIONS = CpuOptions(threads=1)
+Bundles = dict[str, Bundle]
 
 
 @pytest.fixture(scope="module")
-def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> Bundles:
     folder = tmp_path_factory.mktemp("bundles")
     return {
         "target": tiny_bundle(folder / "target", LLAMA, INT4).bundle,
@@ -34,7 +35,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
 
 
 @pytest.fixture(autouse=True)
-def believed(monkeypatch: pytest.MonkeyPatch) -> None:
+def believed(monkeypatch: MonkeyPatch) -> None:
     """However busy the machine of the test is, what it measures is kept."""
     monkeypatch.setattr(
         opening, "measure_cost", lambda *a, **o: replace(measure_cost(*a, **o), confirmed=True)
@@ -51,10 +52,13 @@ class _Recorded(CpuSession):
         return super().self_test()
 
 
+Opened = list[_Recorded]
+
+
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> "list[_Recorded]":
+def opened(monkeypatch: MonkeyPatch) -> Opened:
     """Every session that is opened."""
-    found: list[_Recorded] = []
+    found: Opened = []
 
     def open_session(*arguments: Any, **options: Any) -> _Recorded:
         found.append(_Recorded(*arguments, **options))
@@ -64,7 +68,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> "list[_Recorded]":
     return found
 
 
-def _always_the_same_shape(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+@pytest.fixture
+def measured(monkeypatch: MonkeyPatch) -> list[int]:
     """The machine of this test has one speed; counts what is measured."""
     measured: list[int] = []
 
@@ -77,16 +82,27 @@ def _always_the_same_shape(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return measured
 
 
+def _load(bundles: Bundles, *rows: int) -> Running:
+    """Open the target, and close it again."""
+    running = open_one(bundles["target"], OPTIONS, rows or (1, 2))
+    running.session.close()
+    return running
+
+
+def _kept(bundles: Bundles) -> Measurement | None:
+    return recall(Conditions.of(bundles["target"], OPTIONS))
+
+
 def test_the_second_load_neither_tests_nor_measures(
-    bundles: dict[str, Bundle], opened: list[_Recorded], monkeypatch: pytest.MonkeyPatch
+    bundles: Bundles, opened: Opened, measured: list[int]
 ) -> None:
-    measured = _always_the_same_shape(monkeypatch)
     curves = []
     for again in (False, True):
         pair = open_pair(bundles["target"], bundles["drafter"], OPTIONS)
         assert pair.drafter is not None and pair.same_vocabulary
         assert pair.target.remembered == pair.drafter.remembered == again
-        assert pair.target.session.row_exact
+        known = _kept(bundles)
+        assert known is not None and known.row_exact == pair.target.session.row_exact is True
         # Graphs of edgespec's own operators need none.
         assert sum(session.tested for session in opened[-2:]) == (not again)
         curves.append((pair.target.curve, pair.drafter.curve))
@@ -97,18 +113,9 @@ def test_the_second_load_neither_tests_nor_measures(
     assert set(curves[0][0].seconds_by_rows) == set(DEFAULT_ROWS)
 
 
-def test_what_was_found_is_that_of_the_self_test(bundles: dict[str, Bundle], opened: list[_Recorded]) -> None:
-    for _ in range(2):
-        running = open_one(bundles["target"], OPTIONS, (1, 2))
-        known = recall(Conditions.of(bundles["target"], OPTIONS))
-        assert known is not None and known.row_exact == running.session.row_exact is True
-        assert running.session.predict([1, 2, 3]).logits.shape == (3, LLAMA.vocab_size)
-        running.session.close()
-
-
-def test_the_self_test_of_a_device_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("measured")
+def test_the_self_test_of_a_device_is_repeated(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """Its measurements are not kept under the name of the chip, and another may have taken its place."""
-    _always_the_same_shape(monkeypatch)
     half = tiny_bundle(tmp_path / "m", LLAMA, INT4, precision=Precision("float16", "float16")).bundle
     on_cpu, given = Device(CPU, "ready"), list[bool | None]()
 
@@ -126,51 +133,36 @@ def test_the_self_test_of_a_device_is_repeated(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_curve_that_no_longer_fits_is_measured_again_and_kept(
-    bundles: dict[str, Bundle], opened: list[_Recorded], monkeypatch: pytest.MonkeyPatch
+    bundles: Bundles, opened: Opened, measured: list[int], monkeypatch: MonkeyPatch
 ) -> None:
-    measured = _always_the_same_shape(monkeypatch)
-    where = Conditions.of(bundles["target"], OPTIONS)
-    open_one(bundles["target"], OPTIONS, (1, 2)).session.close()
+    _load(bundles)
     monkeypatch.setattr(opening, "recheck_cost", lambda *_: None)
-    running = open_one(bundles["target"], OPTIONS, (1, 2))
-    running.session.close()
+    running, known = _load(bundles), _kept(bundles)
     assert not running.remembered and measured == [2, 2]
     assert not opened[1].tested  # the machine's speed is no matter of correctness
-    known = recall(where)
     assert known is not None and known.curve == running.curve
 
 
-def test_what_is_in_doubt_is_not_kept(bundles: dict[str, Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_in_doubt_is_not_kept(bundles: Bundles, monkeypatch: MonkeyPatch) -> None:
     doubtful = CostCurve({1: 1.0, 2: 1.1}, confirmed=False)
     monkeypatch.setattr(opening, "measure_cost", lambda *_, **__: doubtful)
     for _ in range(2):
-        running = open_one(bundles["target"], OPTIONS, (1, 2))
-        running.session.close()
-        assert (running.curve, running.remembered) == (doubtful, False)
-    assert recall(Conditions.of(bundles["target"], OPTIONS)) is None
+        running = _load(bundles)
+        assert (running.curve, running.remembered, _kept(bundles)) == (doubtful, False, None)
 
 
-def test_a_stored_curve_serves_those_who_need_less_of_it(
-    bundles: dict[str, Bundle], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured = _always_the_same_shape(monkeypatch)
+def test_a_stored_curve_serves_those_who_need_less_of_it(bundles: Bundles, measured: list[int]) -> None:
     for rows in ((1, 2), (1, 2, 4, 8), (1, 4), (1, 2, 3)):
-        open_one(bundles["target"], OPTIONS, rows).session.close()
+        _load(bundles, *rows)
     assert measured == [2, 8, 3]
 
 
-def test_the_check_does_not_spoil_what_is_kept(
-    bundles: dict[str, Bundle], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("measured")
+def test_the_check_does_not_spoil_what_is_kept(bundles: Bundles, monkeypatch: MonkeyPatch) -> None:
     """A few passes in a bad moment scale this load's curve, not the next one's."""
-    _always_the_same_shape(monkeypatch)
-    first = open_one(bundles["target"], OPTIONS, (1, 2))
-    slowed = CostCurve({1: 50.0, 2: 60.0})
+    first, slowed = _load(bundles), CostCurve({1: 50.0, 2: 60.0})
     monkeypatch.setattr(opening, "recheck_cost", lambda *_: slowed)
-    second = open_one(bundles["target"], OPTIONS, (1, 2))
-    for running in (first, second):
-        running.session.close()
-    known = recall(Conditions.of(bundles["target"], OPTIONS))
+    second, known = _load(bundles), _kept(bundles)
     assert second.curve == slowed and known is not None and known.curve == first.curve
 
 
@@ -184,7 +176,7 @@ def _broken(folder: Path) -> Bundle:
 
 @pytest.mark.parametrize("broken", ["target", "drafter", "tokenizer"])
 def test_what_does_not_load_leaves_nothing_loaded(
-    bundles: dict[str, Bundle], opened: list[_Recorded], tmp_path: Path, broken: str
+    bundles: Bundles, opened: Opened, tmp_path: Path, broken: str
 ) -> None:
     if broken == "tokenizer":
         other = tiny_native(tmp_path / "small", replace(LLAMA, vocab_size=300)).bundle
@@ -204,12 +196,7 @@ def _interrupt(*_: object, **__: object) -> None:
     ("where", "at"), [(opening, "measure_cost"), (opening, "remember"), (Bundle, "tokenizer")]
 )
 def test_ctrl_c_leaves_nothing_loaded_and_nothing_kept(
-    bundles: dict[str, Bundle],
-    opened: list[_Recorded],
-    own_measurements: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    where: Any,
-    at: str,
+    bundles: Bundles, opened: Opened, own_measurements: Path, monkeypatch: MonkeyPatch, where: Any, at: str
 ) -> None:
     replacement: Any = property(_interrupt) if where is Bundle else _interrupt
     monkeypatch.setattr(where, at, replacement)
@@ -220,9 +207,7 @@ def test_ctrl_c_leaves_nothing_loaded_and_nothing_kept(
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("edgespec-load")]
 
 
-def test_the_target_loads_while_the_drafter_does(
-    bundles: dict[str, Bundle], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_target_loads_while_the_drafter_does(bundles: Bundles, monkeypatch: MonkeyPatch) -> None:
     both = threading.Barrier(2, timeout=60)
 
     class Waiting(CpuSession):
@@ -234,6 +219,5 @@ def test_the_target_loads_while_the_drafter_does(
     pair = open_pair(bundles["target"], bundles["drafter"], OPTIONS)
     assert pair.drafter is not None
     assert pair.target.session is not pair.drafter.session
-    ends: tuple[Callable[[], None], ...] = (pair.target.session.close, pair.drafter.session.close)
-    for close in ends:
-        close()
+    pair.target.session.close()
+    pair.drafter.session.close()

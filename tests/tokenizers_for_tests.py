@@ -4,15 +4,7 @@ import json
 from typing import Any
 
 import numpy as np
-from tokenizers import (  # noqa: TID251 - trains some
-    AddedToken,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    trainers,
-)
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers  # noqa: TID251 - trains some
 
 CORPUS = (
     "the quick brown fox jumps over the lazy dog",

@@ -1,0 +1,134 @@
+"""Sessions of every kind over tiny models with random weights, all on the CPU."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from hypothesis import strategies as st
+
+from edgespec_export.export import ExportOptions, export_model
+from edgespec_models.bundles.foreign import open_bundle
+from edgespec_models.bundles.weight_format import WeightFormat
+from edgespec_models.graphs.plan import Precision
+from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_runtimes.cuda import CudaSession
+from edgespec_runtimes.devices import CPU, Device
+from edgespec_runtimes.static import StaticSession
+from tests.foreign_for_tests import ForeignSpec, write_genai, write_written_out
+from tests.gguf_for_tests import ARCHITECTURES, tiny_gguf
+from tests.native_for_tests import tiny_native
+from tests.toy import COLUMNS, F32, FLOAT, GEMMA, INT4, INT8, LLAMA, QWEN, WIDE, tiny_bundle
+
+ON_CPU = Device(CPU, "ready")
+ONE_THREAD = CpuOptions(threads=1)
+TOKENS = [(7 * i * i + 3) % 250 for i in range(40)]
+AnySession = CpuSession | CudaSession | StaticSession
+Make = Callable[..., object]
+
+
+def _exported(folder: Path, architecture: str = "llama", kind: str = "F32", **options: Any) -> None:
+    source = tiny_gguf(architecture, kind, layers=1 if "device" in options else None)
+    export_model(source.write(folder.with_suffix(".gguf")), folder, options=ExportOptions(**options))
+
+
+def _of(make: Make, *arguments: Any, **options: Any) -> Callable[[Path], object]:
+    return lambda folder: make(folder, *arguments, **options)
+
+
+NATIVE = {
+    "Q4_0": _of(tiny_native, LLAMA, "Q4_0"),
+    "Q4_1": _of(tiny_native, QWEN, "Q4_1"),
+    "Q8_0": _of(tiny_native, GEMMA, "Q8_0"),
+}
+PORTABLE = {
+    "int4": _of(tiny_bundle, LLAMA, INT4),
+    "columns": _of(tiny_bundle, LLAMA, COLUMNS),
+    "int8": _of(tiny_bundle, LLAMA, INT8),
+    "gemma": _of(tiny_bundle, GEMMA, COLUMNS),
+    "int8, blocks of 64": _of(tiny_bundle, WIDE, WeightFormat(8, 64)),
+}
+FOREIGN_EXACT = {
+    "gqa, int4": _of(write_genai, ForeignSpec(weights="int4")),
+    "gqa, int4, positions": _of(write_genai, ForeignSpec(weights="int4", positions=True)),
+    "PyTorch's": _of(write_written_out),
+    "window": _of(write_written_out, window=20),
+    "positions counted": _of(write_written_out, counted=True),
+    "handed on": _of(write_written_out, cast=True),
+}
+FOREIGN_OTHER = {
+    "gqa": _of(write_genai, ForeignSpec()),
+    "gqa, positions": _of(write_genai, ForeignSpec(positions=True)),
+    "gqa, float16": _of(write_genai, ForeignSpec(kv="float16")),
+    "gqa, external": _of(write_genai, ForeignSpec(external=True)),
+    "concat": _of(write_genai, ForeignSpec(attention="concat")),
+    "concat, positions": _of(write_genai, ForeignSpec(attention="concat", positions=True)),
+    "concat, float16": _of(write_genai, ForeignSpec(attention="concat", kv="float16")),
+    "alibi": _of(write_written_out, alibi=True),
+}
+INT8_CACHE = {f"int8 cache, {name}": _of(_exported, name, "Q4_K", kv="int8") for name in ARCHITECTURES}
+DEVICES = {
+    "float16": _of(tiny_bundle, LLAMA, INT4, precision=Precision("float16", "float16")),
+    "float16, gemma": _of(tiny_bundle, GEMMA, COLUMNS, precision=Precision("float16", "float16")),
+    "fixed shapes": _of(_exported, device="npu-openvino", buckets=(64, 128)),
+}
+EXACT_ON_X86 = PORTABLE | FOREIGN_EXACT | INT8_CACHE
+KINDS = NATIVE | EXACT_ON_X86 | FOREIGN_OTHER | DEVICES | {"float": _of(tiny_bundle, LLAMA, FLOAT)}
+
+
+def opened(folder: Path, options: CpuOptions = ONE_THREAD) -> AnySession:
+    """The session of its kind over the bundle in ``folder``."""
+    bundle = open_bundle(folder)
+    if bundle.manifest.static is not None:
+        return StaticSession(bundle, ON_CPU, options)
+    if bundle.manifest.form == "dynamic-float16":
+        return CudaSession(bundle, ON_CPU, options)
+    return CpuSession(bundle, options)
+
+
+def passes(session: AnySession, tokens: Sequence[int], *sizes: int) -> F32:
+    """Logits of all ``tokens``, in passes of these sizes (the last again and again)."""
+    rows, at = list[F32](), 0
+    while at < len(tokens):
+        size = sizes[min(len(rows), len(sizes) - 1)]
+        rows.append(session.predict(tokens[at : at + size]).logits.copy())
+        at += size
+    return cast(F32, np.concatenate(rows))
+
+
+_SPANS = {"forward": (1, 12), "truncate": (0, 300), "prefill": (1, 300), "next": (1, 90), "reserve": (1, 600)}
+steps = st.lists(
+    st.one_of(*(st.tuples(st.just(step), st.integers(*span)) for step, span in _SPANS.items())),
+    min_size=1,
+    max_size=8,
+)
+
+
+def alike(
+    one: AnySession, other: AnySession, steps: Sequence[tuple[str, int]], seed: int, near: float
+) -> None:
+    """Whatever is asked of both, logits differ by at most ``near`` of the largest."""
+    rng = np.random.default_rng(seed)
+    for session in (one, other):
+        session.prefill([])
+    for step, number in steps:
+        tokens = rng.integers(0, 250, min(number, one.longest)).tolist()
+        if step != "forward" or one.length + number <= one.longest:
+            found, expected = (_ask(session, step, tokens) for session in (one, other))
+            assert found.shape == expected.shape and found.dtype == np.float32
+            np.testing.assert_allclose(found, expected, atol=near * float(np.abs(expected).max(initial=0.0)))
+        assert one.length == other.length
+
+
+def _ask(session: AnySession, step: str, tokens: list[int]) -> F32:
+    if step == "forward":
+        return session.predict(tokens).logits
+    if step == "next":
+        return session.predict_next(tokens).logits
+    if step == "truncate":
+        session.truncate(min(len(tokens), session.length))
+    elif step == "reserve":
+        session.reserve(len(tokens))
+    else:
+        session.prefill(tokens)
+    return np.zeros(0, np.float32)

@@ -1,0 +1,256 @@
+"""What every session does, whatever runs its passes and keeps its KV cache."""
+
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgespec_models.bundles.graph_contract import CacheTensor
+from edgespec_models.errors import DeviceError, RequestError
+from edgespec_runtimes.cuda import CudaSession
+from edgespec_runtimes.kv_buffers import GrowingCache, KvStore, SharedCache
+from edgespec_runtimes.ort import ort, ort_state
+from edgespec_runtimes.static import StaticIO, StaticSession
+from tests.machines_for_tests import X86
+from tests.models_for_tests import toy_session
+from tests.sessions_for_tests import EXACT_ON_X86, KINDS, NATIVE, TOKENS, AnySession, opened, passes
+
+LONG = [(11 * i * i + 5 * i) % 250 for i in range(640)]
+OTHER = [(5 * i * i + 1) % 250 for i in range(90)]
+Open = Callable[[str], AnySession]
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Open:
+    """Opens a session of a kind; bundles are made once."""
+    folder = tmp_path_factory.mktemp("kinds")
+    make = cache(lambda kind: KINDS[kind](folder / kind))
+
+    def fresh(kind: str) -> AnySession:
+        make(kind)
+        return opened(folder / kind)
+
+    return fresh
+
+
+@pytest.fixture(params=KINDS)
+def session(request: pytest.FixtureRequest, fresh: Open) -> Iterator[AnySession]:
+    session = fresh(request.param)
+    yield session
+    session.close()
+
+
+def same(session: AnySession) -> Callable[..., None]:
+    """Passes of other sizes have the same bits only where rows are exact."""
+    if session.row_exact:
+        return np.testing.assert_array_equal
+    return partial(np.testing.assert_allclose, atol=5e-2)
+
+
+@pytest.mark.parametrize("kind", [*NATIVE, *(pytest.param(kind, marks=X86) for kind in EXACT_ON_X86)])
+def test_rows_are_exact(fresh: Open, kind: str) -> None:
+    assert fresh(kind).self_test() and fresh(kind).row_exact
+
+
+@pytest.mark.parametrize("length", [40, 600])
+def test_the_number_of_rows_leaves_no_trace(session: AnySession, length: int) -> None:
+    text = LONG[: min(length, session.longest)]
+    rows, whole = text[-40:], session.predict(text).logits[-40:].copy()
+    for sizes in ((1,), (40,), (2,), (3,), (5,), (8,), (13,), (20, 1, 4, 1, 6), (1, 39)):
+        session.prefill(text[:-40])
+        same(session)(passes(session, rows, *sizes), whole)
+
+
+def test_a_rollback_forgets_all(session: AnySession) -> None:
+    expected = session.predict(TOKENS).logits.copy()
+    for keep in (0, 1, 17, 39, 3):
+        session.truncate(keep)
+        session.predict([9, 8, 7, 6])
+        session.truncate(keep)
+        assert session.length == keep
+        same(session)(session.predict(TOKENS[keep:]).logits, expected[keep:])
+
+
+def test_what_comes_next_is_the_last_row(session: AnySession) -> None:
+    expected = session.predict(TOKENS).logits.copy()
+    for end in (1, 5, 9, 30, 30, 12, 40):
+        logits = session.predict_next(TOKENS[:end]).logits
+        assert logits.shape == (1, session.vocab_size) and session.length == end
+        same(session)(logits[0], expected[end - 1])
+    with pytest.raises(RequestError, match="at least one"):
+        session.predict_next([])
+
+
+def test_reserving_keeps_what_the_cache_holds(session: AnySession) -> None:
+    expected = session.predict(TOKENS).logits.copy()
+    session.truncate(30)
+    capacity, size = session.capacity, session.kv_bytes
+    session.reserve(capacity)
+    assert (session.capacity, session.kv_bytes) == (capacity, size)
+    session.reserve(capacity + 1)
+    assert capacity < session.capacity <= session.longest and session.kv_bytes > size
+    assert session.length == 30
+    same(session)(session.predict(TOKENS[30:]).logits, expected[30:])
+
+
+def test_the_whole_context_can_be_used_and_no_more(session: AnySession) -> None:
+    text = LONG[: session.longest]
+    expected = session.predict_next(text).logits[0].copy()
+    session.truncate(len(text) - 3)
+    same(session)(session.predict(text[-3:]).logits[-1], expected)
+    asks: tuple[Callable[[], object], ...] = (
+        lambda: session.predict([1]),
+        lambda: session.reserve(len(text) + 1),
+        lambda: session.prefill([*text, 1]),
+        lambda: session.predict_next([*text, 1]),
+    )
+    for ask in asks:
+        with pytest.raises(RequestError, match=rf"{len(text) + 1} tokens do not fit .* {len(text)}"):
+            ask()
+    assert session.length == len(text)
+
+
+# ---- Room that cannot be had -------------------------------------------------------------------------------
+
+
+def _failing(call: Callable[..., Any], at: int, error: BaseException) -> Callable[..., Any]:
+    """``call``, but for the one numbered ``at``."""
+    left = at
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise error
+        return call(*arguments, **options)
+
+    return counted
+
+
+def _still_works(session: AnySession, expected: Any) -> None:
+    """But for rounding: a bucket that is opened anew may choose other widths."""
+    assert (session.length, session.capacity) == (0, 0)
+    np.testing.assert_allclose(session.predict(TOKENS).logits, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("session", ["Q4_0", "int4", "concat", "float16", "fixed shapes"], indirect=True)
+@pytest.mark.parametrize(
+    ("error", "raised"), [(MemoryError("no"), DeviceError), (KeyboardInterrupt(), KeyboardInterrupt)]
+)
+def test_after_a_failure_the_next_request_works(
+    session: AnySession,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    raised: type[BaseException],
+) -> None:
+    expected = session.predict(TOKENS).logits.copy()
+    for at in (0, 1, 3):
+        with monkeypatch.context() as patch, pytest.raises(raised) as caught:
+            patch.setattr(np, "zeros", _failing(np.zeros, at, error))
+            session.reserve(session.capacity + 1)
+        if raised is DeviceError:
+            assert "not enough memory for a KV cache of" in str(caught.value)
+        _still_works(session, expected)
+
+
+def test_a_device_without_room_says_so(fresh: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = fresh("float16")
+    expected = session.predict(TOKENS).logits.copy()
+    allocate, error = ort.OrtValue.ortvalue_from_shape_and_type, ort_state.RuntimeException("out of memory")
+    for at in range(4):
+        with monkeypatch.context() as patch, pytest.raises(DeviceError, match=r"no room for .* more bytes"):
+            patch.setattr(ort.OrtValue, "ortvalue_from_shape_and_type", _failing(allocate, at, error))
+            session.reserve(session.capacity + 1)
+        assert session.kv_bytes == 0
+        _still_works(session, expected)
+
+
+def test_a_longer_bucket_that_does_not_run_is_not_kept(fresh: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = fresh("fixed shapes")
+    expected = session.predict(TOKENS).logits.copy()
+    with monkeypatch.context() as patch, pytest.raises(DeviceError, match="driver lost"):
+        patch.setattr(StaticIO, "_time", _failing(StaticIO._time, 1, DeviceError("driver lost")))
+        session.reserve(128)
+    assert session.kv_bytes == 0
+    _still_works(session, expected)
+    session.reserve(128)
+    assert session.predict([5]).logits.shape == (1, session.vocab_size)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("float16", "a pass over 40 tokens failed: "), ("fixed shapes", "cannot run .*: ")]
+)
+def test_a_pass_that_fails_is_an_error_of_the_device(
+    fresh: Open, monkeypatch: pytest.MonkeyPatch, kind: str, said: str
+) -> None:
+    session = fresh(kind)
+    expected = session.predict(TOKENS).logits.copy()
+    session.truncate(0)
+    for error in (ort_state.RuntimeException("no memory"), ort_state.EPFail("lost"), RuntimeError("lost")):
+        with monkeypatch.context() as patch, pytest.raises(DeviceError, match=f"{said}{error}"):
+            run = _failing(ort.InferenceSession.run_with_iobinding, 0, error)
+            patch.setattr(ort.InferenceSession, "run_with_iobinding", run)
+            session.predict(TOKENS)
+        assert session.length == 0
+    np.testing.assert_array_equal(session.predict(TOKENS).logits, expected)
+
+
+@pytest.mark.parametrize("kind", [SharedCache, GrowingCache])
+def test_what_nobody_keeps_is_freed_before_more_is_asked_for(kind: type[SharedCache | GrowingCache]) -> None:
+    cache = kind([CacheTensor("past", "present", 2, 4, "float32")])
+    cache.reserve(16, 0)
+    assert cache.nbytes > 0
+    with pytest.raises((MemoryError, ValueError)):
+        cache.reserve(1 << 58, 0)
+    assert cache.nbytes == 0
+
+
+# ---- Caches put aside and taken up again -------------------------------------------------------------------
+
+
+def test_what_is_restored_is_what_was_saved(session: AnySession) -> None:
+    session.prefill(LONG[:302] if session.longest > 302 else TOKENS)
+    if isinstance(session, CudaSession | StaticSession):
+        assert session.save(40) is None  # such caches are read again
+        return
+    whole, half = session.save(64), session.save(32)
+    assert whole is not None and half is not None
+    assert whole.nbytes == 2 * half.nbytes <= session.kv_bytes * 64 // session.capacity
+    for length in (299, 100, 17, 16, 15, 1):
+        session.prefill(LONG[:length])
+        expected = session.predict(LONG[length : length + 2]).logits.copy()
+        session.truncate(length)
+        saved = session.save(length)
+        assert saved is not None and saved.tokens == tuple(LONG[:length])
+        session.prefill(OTHER)
+        session.restore(saved, length)
+        assert session.length == length
+        np.testing.assert_array_equal(session.predict(LONG[length : length + 2]).logits, expected)
+        session.restore(saved, length // 2)  # its beginning: another room, other rows behind it
+        session.prefill(LONG[:length])
+        same(session)(session.predict(LONG[length : length + 2]).logits, expected)
+
+
+def test_texts_in_turn_are_read_once(session: AnySession) -> None:
+    store, texts = KvStore(1 << 30), [LONG[:80], OTHER]
+    keeps = not isinstance(session, CudaSession | StaticSession)
+    alone = []
+    for text in texts:
+        store.fetch(session, text)
+        alone.append(session.predict_next(text).logits[0].copy())
+    for text, expected in zip(texts, alone, strict=True):
+        store.fetch(session, text)
+        if keeps:
+            assert session.shared_prefix(text) == len(text)
+            session.truncate(len(text) - 1)
+        same(session)(session.predict_next(text).logits[0], expected)
+    assert (store.nbytes > 0) == keeps
+
+
+def test_a_budget_of_nothing_asks_nothing() -> None:
+    store, session = KvStore(0), toy_session()
+    session.prefill(LONG[:300])
+    store.fetch(session, OTHER)
+    assert store.nbytes == 0 and session.length == 300
