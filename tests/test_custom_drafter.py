@@ -1,4 +1,4 @@
-"""An app's own drafter: an example, what it may propose, and that no proposal changes a text."""
+"""An app's own drafter: what it may propose, and that no proposal changes a text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,45 +12,18 @@ from hypothesis import strategies as st
 
 import edgespec
 from edgespec import Draft, Step
-from edgespec.decoding.loop import decode
+from edgespec.decoding.loop import Verifier, decode
+from edgespec.decoding.sampling import SamplingParams
 from edgespec.drafting.custom import Custom
-from edgespec.requests.request import Request
 from edgespec_models.errors import RequestError
-from edgespec_models.text.tokenizer import Tokenizer
+from tests.drafters_for_tests import plain
 from tests.native_for_tests import tiny_native
-from tests.tokenizers_for_tests import byte_level_json
-from tests.toy import Silent, ToySession, markov_logits
+from tests.toy import ToySession, markov_logits
 
 VOCAB = 30
 NEXT = markov_logits(2, VOCAB)
 PROMPT = [4, 5, 6]
-
-
-class Glossary(edgespec.Drafter):
-    """Drafts the rest of a term as soon as a text has begun to write it."""
-
-    def __init__(self, terms: Sequence[str], tokenizer: Tokenizer) -> None:
-        self._terms = [tokenizer.encode(term) for term in terms]
-
-    def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
-        """The longest beginning of a term that the text ends with is gone on with."""
-        for length in range(8, 0, -1):
-            for term in self._terms:
-                if length < len(term) and list(tokens[-length:]) == term[:length]:
-                    return term[length : length + limit]
-        return []
-
-
-def test_a_glossary_saves_passes() -> None:
-    tokenizer = Tokenizer.from_json(byte_level_json())
-    script, prompt = b"quokkaquokkaquokka wombat, echidna. ", tokenizer.encode("hi")
-    passes = {}
-    for source in (Silent(), Custom(Glossary(["wombat", "quokka", "echidna"], tokenizer), 404)):
-        session, tokens = ToySession.writing(tokenizer, script, len(prompt)), prompt.copy()
-        steps = decode(session, source, Request().verifier(), tokens, max_new_tokens=60, max_draft=6)
-        passes[type(source).__name__] = len(list(steps)), tokens
-    assert passes["Custom"][1] == passes["Silent"][1]
-    assert passes["Custom"][0] < 0.5 * passes["Silent"][0]
+LOAD = edgespec.LoadOptions(threads=1)
 
 
 @dataclass
@@ -81,17 +54,12 @@ drafts = st.builds(
 @settings(deadline=None)
 @given(st.lists(proposals | drafts | proposals.map(np.array), min_size=1, max_size=5), st.booleans())
 def test_no_proposal_changes_a_text(given: list[Any], sampled: bool) -> None:
-    texts = []
-    for source in (Silent(), Custom(Anything(given), VOCAB)):
-        tokens = PROMPT.copy()
-        request = Request.of({"temperature": 1.0 * sampled, "seed": 3})
-        for step in decode(
-            ToySession(NEXT, VOCAB), source, request.verifier(), tokens, max_new_tokens=20, max_draft=4
-        ):
-            assert len(step.draft.tokens) <= 4
-            assert len(step.draft.confidence) == len(step.draft.sources) == len(step.draft.tokens)
-        texts.append(tokens)
-    assert texts[0] == texts[1]
+    params, tokens = SamplingParams(temperature=1.0 * sampled, seed=3), PROMPT.copy()
+    session, source = ToySession(NEXT, VOCAB), Custom(Anything(given), VOCAB)
+    for step in decode(session, source, Verifier(params), tokens, max_new_tokens=20, max_draft=4):
+        assert len(step.draft.tokens) <= 4
+        assert len(step.draft.confidence) == len(step.draft.sources) == len(step.draft.tokens)
+    assert tokens == plain(NEXT, 20, params, PROMPT)
 
 
 @pytest.mark.parametrize(
@@ -138,16 +106,16 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_model_drafts_with_it_from_load_or_for_a_request(bundle: Path) -> None:
-    options = edgespec.LoadOptions(threads=1)
-    with edgespec.load(bundle, None, options=options) as plain:
-        text = plain.generate("def add", max_new_tokens=20).tokens
+    with edgespec.load(bundle, None, options=LOAD) as model:
+        text = model.generate("def add", max_new_tokens=20).tokens
         own = Anything([list(text)])
-        assert plain.drafter_name is None
-        assert plain.generate("def add", max_new_tokens=20, drafter=own).tokens == text
+        assert model.drafter_name is None
+        drafted = model.generate("def add", max_new_tokens=20, drafter=own)
+        assert drafted.tokens == text and drafted.stats.drafted > 0
         assert own.told[-1] == "closed" and isinstance(own.told[0], Step)
-        assert plain.generate("def add", max_new_tokens=20, drafter=own, speculate=False).stats.drafted == 0
+        assert model.generate("def add", max_new_tokens=20, drafter=own, speculate=False).stats.drafted == 0
     own = Anything([list(text)])
-    with edgespec.load(bundle, own, options=options) as model:
+    with edgespec.load(bundle, own, options=LOAD) as model:
         assert model.drafter_name == "Anything"
         for _ in range(2):
             assert model.generate("def add", max_new_tokens=20).tokens == text

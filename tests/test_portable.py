@@ -1,4 +1,4 @@
-"""An int8 KV cache: what it computes, that it rolls back to the bit, and what it takes."""
+"""Portable graphs: run piece by piece they give what they give in one; and an int8 KV cache in them."""
 
 import json
 from dataclasses import replace
@@ -10,14 +10,76 @@ import pytest
 
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.graphs.kv_cache import cache_statistics, calibration_tokens, quantize_cache
-from edgespec_export.graphs.pieces import cut
+from edgespec_export.graphs.pieces import cut, run_pieces
 from edgespec_models.bundles.bundle import GRAPH, MANIFEST, Bundle
-from edgespec_models.errors import BundleError, RequestError
+from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.weight_format import WeightFormat
+from edgespec_models.errors import BundleError, ParityError, RequestError
 from edgespec_runtimes.cpu import CpuSession
 from tests.gguf_for_tests import ARCHITECTURES, HEAD_DIM, tiny_gguf
 from tests.machines_for_tests import X86
 from tests.sessions_for_tests import passes
-from tests.toy import GEMMA, LLAMA, tiny_bundle
+from tests.toy import COLUMNS, FLOAT, GEMMA, INT8, LLAMA, tiny_bundle
+
+TEXTS = ([5, 17, 300, 2, 2, 41, 17], [300, 99], [250])
+
+
+@pytest.mark.parametrize(
+    ("config", "form"), [(LLAMA, FLOAT), (LLAMA, COLUMNS), (LLAMA, INT8), (GEMMA, COLUMNS)]
+)
+def test_pieces_compute_what_the_whole_does(tmp_path: Path, config: ModelConfig, form: WeightFormat) -> None:
+    bundle = tiny_bundle(tmp_path / "b", config, form).path
+    opened = Bundle(bundle)
+    session = CpuSession(opened)
+    expected = []
+    for tokens in TEXTS:
+        session.prefill([])
+        expected.append(session.predict(tokens).logits.copy())
+    pieces = cut(bundle / GRAPH, piece_bytes=1)
+    rolls_back, row_exact, logits = run_pieces(pieces, config, TEXTS)
+    assert len(pieces) > config.num_layers
+    assert rolls_back
+    assert row_exact == session.row_exact is True
+    for got, whole in zip(logits, expected, strict=True):
+        np.testing.assert_array_equal(got, whole)
+    session.close()
+
+
+def test_the_weights_are_shared_out(tmp_path: Path) -> None:
+    graph = tiny_bundle(tmp_path / "b", LLAMA, FLOAT).path / GRAPH
+    whole = {t.name for t in onnx.load(str(graph), load_external_data=False).graph.initializer}
+    pieces = [onnx.load(str(p), load_external_data=False) for p in cut(graph, piece_bytes=1)]
+    weights = [{t.name for t in piece.graph.initializer if t.name.endswith(".weight")} for piece in pieces]
+    assert sum(len(names) for names in weights) == len(set().union(*weights))
+    assert set().union(*weights) == {name for name in whole if name.endswith(".weight")}
+    assert len(cut(graph)) == 1  # enough for a small model
+
+
+def test_a_graph_that_cannot_roll_back_is_told(tmp_path: Path) -> None:
+    """One that forgets its cache."""
+    bundle = tiny_bundle(tmp_path / "b", LLAMA, FLOAT).path
+    model = onnx.load(str(bundle / GRAPH), load_external_data=False)
+    for node in model.graph.node:
+        if node.op_type == "GroupQueryAttention":
+            node.input[3] = node.input[4] = "nothing"
+    nothing = np.zeros((1, LLAMA.num_kv_heads, 8, LLAMA.head_dim), np.float32)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(nothing, "nothing"))
+    onnx.save(model, str(bundle / GRAPH))
+    assert not run_pieces(cut(bundle / GRAPH, 1), LLAMA, ())[0]
+
+
+def test_an_export_that_cannot_roll_back_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgespec_export.graphs.pieces._Piece.test", lambda _piece, _values: (False, False))
+    with pytest.raises(ParityError, match="after a truncation"):
+        options = ExportOptions(weights="portable")
+        export_model(tiny_gguf("llama").write(tmp_path / "m.gguf"), tmp_path / "out", options=options)
+    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
+
+
+# ---- An int8 KV cache --------------------------------------------------------------------------------------
+
 
 TOKENS = [5, 17, 300, 2, 2, 41, 17, 300, 99, 250, 7, 63, 11, 380]
 

@@ -1,0 +1,117 @@
+"""Tools that measure, run on the CPU: they are to work at once where there are models or a GPU."""
+
+import json
+import random
+import sys
+from argparse import Namespace
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from edgespec.measuring.prompts import Prompt
+from edgespec_models.bundles.bundle import MANIFEST, TEMPLATE, Bundle, FileRecord
+from edgespec_models.bundles.foreign import open_bundle
+from edgespec_models.text.tokenizer import Tokenizer
+from edgespec_runtimes.discovery import resolve
+from tests.gguf_for_tests import tiny_gguf
+from tests.machines_for_tests import PLAIN
+from tests.tokenizers_for_tests import byte_level_json
+from tests.toy import tiny_bundle
+from tools import cuda_table, replay
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    sources = [tiny_gguf("llama", "Q4_K", seed=n).write(tmp_path / f"{n}.gguf") for n in range(2)]
+    words = ["--target", str(sources[0]), "--drafter", str(sources[1]), "--work", str(tmp_path / "work")]
+    return [*words, "--limit", "2", "--max-new-tokens", "6"]
+
+
+def test_a_table_and_everything_behind_it(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_table, "ROWS", (1, 2, 16))
+    out = tmp_path / "out.json"
+    cuda_table.main([*arguments, "--device", "cpu", "--json", str(out)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("Target on cpu")
+    assert lines[2] == "| a pass, ms, by rows | 1 | 2 | 16 |"
+    assert [line.split(" | ")[0] for line in lines[4:8]] == [
+        f"| {who}, {what}"
+        for who in ("target", "drafter")
+        for what in ("argmax on the device", "logits to the host")
+    ]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[9:]]
+    assert [len(row) for row in cells[:4]] == [len(cuda_table.COLUMNS)] * 4
+    assert [row[0] for row in cells[2:4]] == ["cpu", "the CPU"]
+    result = json.loads(out.read_text(encoding="utf-8"))
+    assert {label: found["prompts"] for label, found in result["answers"].items()} == {"cpu": 2, "the CPU": 2}
+    assert result["answers"]["the CPU"]["placement"].startswith("target on cpu (asked for); drafter on cpu")
+    for times in result["target_passes"]["ms"].values():
+        assert len(times) == 3 and all(ms > 0 for ms in times.values())
+    kinds = {path.name.rsplit("-r", 1)[0]: Bundle(path).manifest for path in (tmp_path / "work").iterdir()}
+    assert {name: (kind.role, kind.activations) for name, kind in kinds.items()} == {
+        "0-target": ("target", "float16"),
+        "1-drafter": ("drafter", "float16"),
+        "1-drafter-cpu": ("drafter", "float32"),
+    }
+
+
+def test_without_a_gpu_it_says_so_and_makes_nothing(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_table, "resolve", lambda name: resolve(name, PLAIN))
+    with pytest.raises(SystemExit, match=r"error: device cuda cannot be had.*onnxruntime-gpu"):
+        cuda_table.main(arguments)
+    assert not (tmp_path / "work").exists()
+
+
+# ---- Recorded answers replayed -----------------------------------------------------------------------------
+
+
+def _chatting(folder: Path, seed: int) -> Path:
+    tiny_bundle(folder, seed=seed)
+    (folder / TEMPLATE).write_text("{{ messages[0].content }}", encoding="utf-8")
+    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    manifest["files"][TEMPLATE] = asdict(FileRecord.of(folder / TEMPLATE))
+    (folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> list[str]:
+    """Arguments that name a target, a drafter and what the target wrote."""
+    target, drafter = (_chatting(tmp_path / name, seed) for seed, name in enumerate("td"))
+    prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    texts = {"one": "the quick brown fox", "two": "the lazy dog"}
+    prompts.write_text(
+        "".join(json.dumps({"id": i, "category": "c", "turns": [t]}) + "\n" for i, t in texts.items()),
+        encoding="utf-8",
+    )
+    words = Tokenizer.from_json(byte_level_json()).encode("a fox and a fox and a fox")
+    lines = [json.dumps({"id": i, "tokens": words}) for i in texts]
+    answers.write_text("\n".join(lines), encoding="utf-8")
+    return [str(target), "--drafter", str(drafter), "--answers", str(answers), "--prompts", str(prompts)]
+
+
+def test_recorded_answers_are_replayed(
+    recorded: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tool", *recorded, "--memo", str(tmp_path / "memo")])
+    replay.main()
+    assert "all" in capsys.readouterr().out
+
+
+def test_answers_that_come_again_are_learned(tmp_path: Path) -> None:
+    target = open_bundle(_chatting(tmp_path / "t", 0))
+    once = random.Random(0).sample(range(20, 400), 60)  # nothing in it comes twice
+    prompts = [Prompt(str(number), "c", (f"prompt {number}",)) for number in range(8)]
+    how = Namespace(memo=tmp_path / "memo", ahead=False, max_draft=8)
+    how.target_ms = "1:38,2:48,3:60,4:72,5:82,6:93,8:120"
+    with replay.replayed(target, None, how) as (model, recorded):
+        model.use_history(tmp_path / "stream.history")
+        written = {prompt.id: once for prompt in prompts}
+        ratios = [ratio for _, _, ratio in replay.replay(model, recorded, prompts, written)]
+    assert ratios[0] == pytest.approx(1.0, abs=0.05)
+    assert ratios[-1] > 1.2
