@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -117,9 +118,7 @@ def _seeded(params: SamplingParams, seed: int) -> Verifier:
     return Verifier(replace(params, seed=seed))
 
 
-def _samples(
-    params: SamplingParams, drafter: Callable[[int], Propose], verifier: Callable[[int], Verify]
-) -> list[tuple[int, ...]]:
+def _samples(drafter: Callable[[int], Propose], verifier: Callable[[int], Verify]) -> list[tuple[int, ...]]:
     return [_generate(verifier(seed), drafter(seed), LENGTH) for seed in range(RUNS)]
 
 
@@ -129,52 +128,46 @@ def test_the_output_keeps_the_law_of_plain_sampling(params: SamplingParams, kind
     drafters: dict[str, Callable[[int], Propose]] = {
         "plain": lambda seed: _plain,
         "likely": lambda seed: _likely,
-        "sampled_wrong": lambda seed: _sampling_drafter(seed, _WRONG),
-        "sampled_close": lambda seed: _sampling_drafter(seed, TARGET + 0.5 * _WRONG),
+        "sampled_wrong": partial(_sampling_drafter, logits=_WRONG),
+        "sampled_close": partial(_sampling_drafter, logits=TARGET + 0.5 * _WRONG),
     }
-    samples = _samples(params, drafters[kind], lambda seed: _seeded(params, seed))
+    samples = _samples(drafters[kind], partial(_seeded, params))
     assert _chi_square_p(samples, _expected(params)) > 1e-4
 
 
-def test_dropping_proposals_by_their_own_probability_is_caught() -> None:
-    """The mistake the rules forbid: keep proposal k only if q(x_k) is high."""
-    params = PARAMS[0]
+def _dropping(seed: int) -> Propose:
+    """Keeps proposal k only if q(x_k) is high, which the rules forbid."""
+    propose = _sampling_drafter(seed, TARGET + 0.5 * _WRONG)
 
-    def dropping(seed: int) -> Propose:
-        propose = _sampling_drafter(seed, TARGET + 0.5 * _WRONG)
+    def drop(tokens: Sequence[int]) -> Draft:
+        draft = propose(tokens)
+        assert draft.probs is not None
+        keep = 0
+        while keep < len(draft.tokens) and draft.probs[keep, draft.tokens[keep]] > 0.3:
+            keep += 1
+        return Draft(draft.tokens[:keep], probs=draft.probs[:keep])
 
-        def drop(tokens: Sequence[int]) -> Draft:
-            draft = propose(tokens)
-            assert draft.probs is not None
-            keep = 0
-            while keep < len(draft.tokens) and draft.probs[keep, draft.tokens[keep]] > 0.3:
-                keep += 1
-            return Draft(draft.tokens[:keep], probs=draft.probs[:keep])
-
-        return drop
-
-    samples = _samples(params, dropping, lambda seed: _seeded(params, seed))
-    assert _chi_square_p(samples, _expected(params)) < 1e-8
+    return drop
 
 
-def test_a_wrong_residual_is_caught() -> None:
-    """After a rejection the token must come from the residual; here it comes from p."""
-    params = PARAMS[0]
+def _from_p(seed: int) -> Verify:
+    """After a rejection takes the token from p instead of from the residual."""
+    right, again = _seeded(PARAMS[0], seed), _seeded(PARAMS[0], seed + 10**6)
 
-    def from_p(seed: int) -> Verify:
-        right = _seeded(params, seed)
-        again = _seeded(params, seed + 10**6)
+    def verify(predictions: Predictions, draft: Draft, tokens: Sequence[int]) -> tuple[int, int]:
+        kept, _ = right(predictions, draft, tokens)
+        row = Predictions(predictions.logits[kept : kept + 1])
+        return kept, again(row, NO_DRAFT, [*tokens, *draft.tokens[:kept]])[1]
 
-        def verify(predictions: Predictions, draft: Draft, tokens: Sequence[int]) -> tuple[int, int]:
-            kept, _ = right(predictions, draft, tokens)
-            position = [*tokens, *draft.tokens[:kept]]
-            row = Predictions(predictions.logits[kept : kept + 1])
-            return kept, again(row, NO_DRAFT, position)[1]
+    return verify
 
-        return verify
 
-    samples = _samples(params, lambda seed: _sampling_drafter(seed, _WRONG), from_p)
-    assert _chi_square_p(samples, _expected(params)) < 1e-8
+@pytest.mark.parametrize(
+    ("drafter", "verifier"),
+    [(_dropping, partial(_seeded, PARAMS[0])), (partial(_sampling_drafter, logits=_WRONG), _from_p)],
+)
+def test_mistakes_are_caught(drafter: Callable[[int], Propose], verifier: Callable[[int], Verify]) -> None:
+    assert _chi_square_p(_samples(drafter, verifier), _expected(PARAMS[0])) < 1e-8
 
 
 drafts = st.lists(st.integers(0, VOCAB - 1), max_size=5)
