@@ -103,14 +103,6 @@ def test_the_next_draft_is_there_when_verification_ends() -> None:
     assert model.reader.drafted_ahead >= model.reader.used_ahead >= 5 * 8
 
 
-def test_a_rejected_draft_is_dropped_at_the_price_of_a_step() -> None:
-    """The drafter is always wrong: each of its drafts begins anew, from the text."""
-    model = model_of(_Small(markov_logits(1, VOCAB, scale=200.0)), pricing=Pricing(LONG))
-    *_, (_, tokens) = _written(_Slow(NEXT_LOGITS, VOCAB), model, 12)
-    assert tokens == plain(NEXT_LOGITS, 12)
-    assert model.reader.drafted_ahead >= 5 and model.reader.used_ahead <= model.reader.drafted_ahead // 2
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 1000),

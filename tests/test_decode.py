@@ -136,7 +136,7 @@ def _run(
         assert len(seen) > 1 or step.draft == NO_DRAFT
         assert step.drafter_s >= 0 and step.target_s >= 0
         assert step.seconds >= step.drafter_s + step.target_s
-        assert len(tokens) <= end
+        assert len(tokens) <= end and not {*step.draft.tokens[:-1]} & {*stop}
         before = len(tokens)
     return tokens, sum(step.accepted for step in seen)
 

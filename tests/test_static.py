@@ -221,12 +221,6 @@ def test_what_was_rounded_is_not_rounded_again(low: float, high: float) -> None:
 
 Kind = StaticDevice | Literal["float", "cpu"]
 """A device; ``float`` is like ``npu-openvino`` with float32 weights."""
-BUCKETS: dict[Kind, tuple[int, ...]] = {
-    "cpu": (),
-    "float": (64, 128),
-    "npu-qnn": (64,),
-    "npu-openvino": (64,),
-}
 Make = Callable[[str, Kind], Bundle]
 OpenStatic = Callable[[str, Kind], StaticSession]
 
@@ -243,7 +237,8 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
             tiny_gguf(architecture).write(source)
         options = ExportOptions(weights="portable")
         if kind != "cpu":
-            options = ExportOptions(device="npu-openvino" if kind == "float" else kind, buckets=BUCKETS[kind])
+            device, buckets = ("npu-openvino", (64, 128)) if kind == "float" else (kind, (64,))
+            options = ExportOptions(device=device, buckets=buckets)
         out = folder / f"{architecture}-{kind}"
         with pytest.MonkeyPatch.context() as patch:
             if kind == "float":
