@@ -237,8 +237,8 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
             tiny_gguf(architecture).write(source)
         options = ExportOptions(weights="portable")
         if kind != "cpu":
-            device, buckets = ("npu-openvino", (64, 128)) if kind == "float" else (kind, (64,))
-            options = ExportOptions(device=device, buckets=buckets)
+            device: StaticDevice = "npu-openvino" if kind == "float" else kind
+            options = ExportOptions(device=device, buckets=(64, 128) if kind == "float" else (64,))
         out = folder / f"{architecture}-{kind}"
         with pytest.MonkeyPatch.context() as patch:
             if kind == "float":
