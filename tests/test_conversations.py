@@ -41,6 +41,8 @@ def test_a_conversation_remembers_and_alternating_ones_keep_their_caches() -> No
                     read = answer.stats.prompt_tokens - answer.stats.cached_tokens
                     assert read < 30 < answer.stats.cached_tokens
         assert model._runner._caches.nbytes > 0
+        answer = model.conversation(f"You are number 1. {SYSTEM}", max_new_tokens=NEW).ask("Another question")
+        assert answer.stats.cached_tokens >= len(model.tokenize(SYSTEM))  # a new one shares a beginning
 
 
 def test_the_drafter_keeps_caches_too_until_it_is_taught() -> None:
@@ -61,39 +63,15 @@ def test_the_drafter_keeps_caches_too_until_it_is_taught() -> None:
         assert caches._kept and not [owner for owner, _ in caches._kept if owner is drafter]
 
 
-def test_plain_chats_find_their_caches_too() -> None:
-    with toy_model() as model:
-        for _ in range(2):
-            for name in ("Ann", "Bob"):
-                messages = [{"role": "system", "content": f"{name}. {SYSTEM}"}, question("Who are you?")]
-                stats = model.chat(messages, max_new_tokens=NEW).stats
-        assert stats.cached_tokens == stats.prompt_tokens - 1
-
-
-def test_a_new_conversation_reuses_a_beginning_that_it_shares() -> None:
-    with toy_model() as model:
-        model.conversation(SYSTEM, max_new_tokens=NEW).ask("The first question of all, and a long one")
-        model.generate("Something else entirely, of some length, to take the cache away", max_new_tokens=NEW)
-        answer = model.conversation(SYSTEM, max_new_tokens=NEW).ask("Another question")
-        assert answer.stats.cached_tokens >= len(model.tokenize(SYSTEM))
-
-
-def test_without_a_budget_an_interrupted_conversation_is_read_again() -> None:
-    with toy_model(options=LoadOptions(cache_bytes=0)) as model:
-        talks = [model.conversation(f"You are number {n}. {SYSTEM}", max_new_tokens=NEW) for n in range(2)]
-        for talk in talks * 2:
-            answer = talk.ask("Go on")
-        assert answer.stats.cached_tokens < 30
-        assert model._runner._caches.nbytes == 0
-
-
-def test_a_model_forgets() -> None:
+def test_plain_chats_find_their_caches_until_the_model_forgets() -> None:
     with toy_model(drafter=toy_session()) as model:
-        for name in ("Ann", "Bob"):
-            model.conversation(name + SYSTEM, max_new_tokens=NEW).ask("Who are you?")
+        chats = [[{"role": "system", "content": name + SYSTEM}, question("Who?")] for name in ("Ann", "Bob")]
+        for chat in chats * 2:
+            stats = model.chat(chat, max_new_tokens=NEW).stats
+        assert stats.cached_tokens == stats.prompt_tokens - 1
         model.forget()
         assert model._runner._caches.nbytes == model._session.length == 0
-        assert model.conversation("Ann" + SYSTEM, max_new_tokens=NEW).ask("Who?").stats.cached_tokens == 0
+        assert model.chat(chats[0], max_new_tokens=NEW).stats.cached_tokens == 0
 
 
 def test_an_answer_that_ended_early_is_kept_as_far_as_it_came() -> None:
@@ -101,10 +79,8 @@ def test_an_answer_that_ended_early_is_kept_as_far_as_it_came() -> None:
         talk = model.conversation()
         with talk.stream("Tell me everything", max_new_tokens=4000) as stream:
             next(stream)
-        assert talk.messages == [
-            question("Tell me everything"),
-            {"role": "assistant", "content": stream.result.text},
-        ]
+        said = {"role": "assistant", "content": stream.result.text}
+        assert talk.messages == [question("Tell me everything"), said]
         talk.ask("Nothing", cancelled=lambda: True)
         assert len(talk.messages) == 2
 
@@ -197,26 +173,23 @@ class TestStore:
         assert self.read(store, session, second) == 49
         assert self.read(store, session, first) == 0
 
-    def test_of_a_text_too_large_its_beginning_is_kept(self) -> None:
-        store, session = KvStore(40 * KV_BYTES), toy_session()
+    @pytest.mark.parametrize(("budget", "gives", "held"), [(40, True, 32), (49, False, 0), (0, True, 0)])
+    def test_of_a_text_too_large_its_beginning_is_kept(self, budget: int, gives: bool, held: int) -> None:
+        store, session = KvStore(budget * KV_BYTES), toy_session()
+        if not gives:
+            session.save = lambda length: None  # type: ignore[method-assign]
         first, second = self.texts(2)
-        self.read(store, session, first)
-        self.read(store, session, second)
-        assert self.read(store, session, first) == 32
+        for text in (first, second):
+            assert self.read(store, session, text) == 0
+        assert self.read(store, session, first) == held
 
-    def test_a_longer_text_takes_the_place_of_its_beginning(self) -> None:
-        store, session = KvStore(1 << 20), toy_session()
-        first, second = self.texts(2)
-        for text in (first, second, first + first, second, first + first):
-            self.read(store, session, text)
-        assert [len(saved.tokens) for _, saved in store._kept] == [50]
-
-    def test_a_text_that_lends_its_beginning_keeps_its_end(self) -> None:
+    def test_a_text_that_lends_its_beginning_keeps_its_end_and_takes_the_place_of_its_beginning(self) -> None:
         store, session = KvStore(1 << 20), toy_session()
         first, other = self.texts(2)
         longer = [*first, *range(200, 260)]
-        self.read(store, session, longer)
-        self.read(store, session, other)
+        for text in (first, other, longer, other):
+            self.read(store, session, text)
+        assert [len(saved.tokens) for _, saved in store._kept] == [110]
         assert self.read(store, session, [*first, *range(300, 320)]) == 50
         assert self.read(store, session, longer) == 109
 
@@ -239,10 +212,3 @@ class TestStore:
         store.forget(sessions[0])
         assert self.read(store, sessions[0], first) == 0
         assert self.read(store, sessions[1], first) == 49
-
-    def test_sessions_that_have_nothing_to_give_read_again(self) -> None:
-        store, session = KvStore(1 << 20), toy_session()
-        session.save = lambda length: None  # type: ignore[method-assign]
-        for text in self.texts(2) * 2:
-            assert self.read(store, session, text) == 0
-        assert store.nbytes == 0

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -48,29 +49,12 @@ def test_a_panic_is_a_tokenizer_error_whatever_is_asked(cut: dict[str, Any]) -> 
 def test_a_template_of_no_token_is_a_tokenizer_error(tmp_path: Path) -> None:
     spec = json.loads(byte_level_json())
     template = [{"SpecialToken": {"id": "absent", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-    spec["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": template,
-        "pair": template,
-        "special_tokens": {},
-    }
-    text = json.dumps(spec)
+    both = {"single": template, "pair": template, "special_tokens": {}}
+    text = json.dumps(spec | {"post_processor": {"type": "TemplateProcessing", **both}})
     files = TokenizerFiles(tmp_path, Facts({"bos_token_id": 1}, "config.json"), 404)
     with pytest.raises(TokenizerError, match="template: no entry found") as caught:
         files.special_tokens(Tokenizer.from_json(text), text)
     assert str(tmp_path) in str(caught.value)
-
-
-class _Raising:
-    """Stands in for the library's encoder."""
-
-    encode_special_tokens = False
-
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> object:
-        raise self._error
 
 
 @pytest.mark.parametrize(
@@ -86,7 +70,7 @@ def test_what_the_library_raises_is_an_error_of_ours_but_ctrl_c_and_exits(
     error: BaseException, kind: type[BaseException], said: str | None
 ) -> None:
     encoder = Encoder(byte_level_json())
-    encoder._core = _Raising(error)  # type: ignore[assignment]
+    encoder._core = Mock(**{"encode.side_effect": error})
     with pytest.raises(kind, match=said) as caught:
         encoder.ids("text", special=False)
     assert (caught.value is error) == (kind is type(error))
@@ -96,15 +80,10 @@ def test_what_the_library_raises_is_an_error_of_ours_but_ctrl_c_and_exits(
 def test_a_prompt_that_panics_is_an_error_and_the_next_is_answered(tmp_path: Path, whose: str) -> None:
     texts = {"target": byte_level_json(), "drafter": sentencepiece_json()}
     texts[whose] = _cut_by(BACKTRACKS, texts[whose])
-    target, drafter = (
-        tiny_bundle(
-            tmp_path / name,
-            replace(LLAMA, vocab_size=Tokenizer.from_json(text).vocab_size),
-            tokenizer_json=text,
-        ).path
-        for name, text in texts.items()
-    )
-    with edgespec.load(target, drafter, options=LoadOptions(threads=1)) as model:
+    for name, text in texts.items():
+        config = replace(LLAMA, vocab_size=Tokenizer.from_json(text).vocab_size)
+        tiny_bundle(tmp_path / name, config, tokenizer_json=text)
+    with edgespec.load(tmp_path / "target", tmp_path / "drafter", options=LoadOptions(threads=1)) as model:
         with pytest.raises(TokenizerError, match="cannot encode the text"):
             model.generate(FATAL, max_new_tokens=4)
         assert model.generate("the quick", max_new_tokens=4, stop_at_eos=False).tokens

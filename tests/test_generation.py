@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
 
 import pytest
 
@@ -14,9 +15,8 @@ from edgespec.requests.request import Request
 from edgespec.requests.runner import PreparedRequest
 from edgespec.requests.stream import Stream
 from edgespec_models.errors import RequestError
-from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
-from tests.tokenizers_for_tests import byte_level_json
+from tests.models_for_tests import toy_tokenizer
 from tests.toy import Silent, ToySession, settle, stream_over
 
 NAMES = ["free", "learner", "model"]
@@ -51,17 +51,18 @@ class _Requests:
 
     log: list[str] = field(default_factory=list)
     fails: str = ""
+    cancelled: bool = False
     session: ToySession = field(default_factory=lambda: ToySession.markov(0, 404))
     clock: Clock = perf_counter
     observed: Callable[[], None] = lambda: None
 
-    def stream(self, cancelled: Callable[[], bool] = lambda: False) -> Stream:
+    def stream(self) -> Stream:
         return stream_over(
             PreparedRequest(
                 session=self.session,
-                tokenizer=Tokenizer.from_json(byte_level_json(), vocab_size=404),
+                tokenizer=toy_tokenizer(),
                 tokens=[1, 2, 3],
-                request=Request(max_new_tokens=40, cancelled=cancelled),
+                request=Request(max_new_tokens=40, cancelled=lambda: self.cancelled),
                 eos=frozenset(),
                 max_draft=4,
                 begin=self._begin,
@@ -75,14 +76,18 @@ class _Requests:
         part = Part(model, ended=lambda answer: learner.close())
         return Policy(free, part, pricing=pricing, guard=Guard(pricing))
 
-    def check(self) -> None:
-        """All began and were closed, once; what learns last."""
-        assert sorted(self.log[:3]) == [f"{name} begins" for name in NAMES]
-        assert self.log[3:] == [f"{name} is closed" for name in ("model", "free", "learner")]
+
+def _read(requests: _Requests) -> None:
+    assert requests.stream().run().finish_reason == ("cancelled" if requests.cancelled else "length")
 
 
-def _finished(requests: _Requests) -> None:
-    requests.stream().run()
+def _failing(requests: _Requests) -> None:
+    with pytest.raises(RuntimeError, match="fails"):
+        requests.stream().run()
+
+
+def _broken(tokens: Sequence[int]) -> None:
+    raise RuntimeError("a pass fails")
 
 
 def _told_to_end(requests: _Requests) -> None:
@@ -100,35 +105,24 @@ def _left(requests: _Requests) -> None:
     settle()
 
 
-def _cancelled(requests: _Requests) -> None:
-    assert requests.stream(lambda: True).run().finish_reason == "cancelled"
-
-
-def _failing_pass(requests: _Requests) -> None:
-    def fail(tokens: Sequence[int]) -> None:
-        raise RuntimeError("a pass failed")
-
-    requests.session.predict = fail  # type: ignore[assignment, method-assign]
-    with pytest.raises(RuntimeError, match="a pass failed"):
-        requests.stream().run()
-
-
-def _failing(where: str) -> Callable[[_Requests], None]:
-    def end(requests: _Requests) -> None:
-        requests.fails = where
-        with pytest.raises(RuntimeError, match="fails"):
-            requests.stream().run()
-
-    return end
-
-
 @pytest.mark.parametrize(
-    "end", [_finished, _told_to_end, _left, _cancelled, _failing_pass, _failing("observe"), _failing("close")]
+    ("end", "how"),
+    [
+        *((_read, {}), (_told_to_end, {}), (_left, {}), (_read, {"cancelled": True})),
+        *((_failing, {"fails": where}) for where in ("predict", "observe", "close")),
+    ],
 )
-def test_however_a_request_ends_each_source_is_closed_once(end: Callable[[_Requests], None]) -> None:
-    requests = _Requests()
+def test_however_a_request_ends_each_source_is_closed_once(
+    end: Callable[[_Requests], None], how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = _Requests(**how)
+    if requests.fails == "predict":
+        monkeypatch.setattr(requests.session, "predict", _broken)
     end(requests)
-    requests.check()
+    assert sorted(requests.log[:3]) == [f"{name} begins" for name in NAMES]
+    assert requests.log[3:] == [
+        f"{name} is closed" for name in ("model", "free", "learner")
+    ]  # it learns last
 
 
 def test_a_stream_that_nobody_reads_begins_nothing() -> None:

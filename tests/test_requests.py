@@ -86,13 +86,24 @@ CHANGED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", CHANGED)
 def test_speculation_changes_nothing_whatever_changes_the_rows(model: Model, options: dict[str, Any]) -> None:
-    answers = [model.generate(PROMPT, max_tokens=60, speculate=each, **options) for each in (True, False)]
-    assert answers[0].tokens == answers[1].tokens
-    assert answers[0].tokens != model.generate(PROMPT, max_tokens=60).tokens
+    answers = [
+        model.generate(PROMPT, max_tokens=60, speculate=each, logprobs=True, top_logprobs=2, **options)
+        for each in (True, False)
+    ]
+    told = [[(each.id, each.logprob, each.top_logprobs) for each in a.records] for a in answers]
+    assert told[0] == told[1]
+    assert answers[0].tokens == answers[1].tokens != model.generate(PROMPT, max_tokens=60).tokens
+    for id_, logprob, top in told[0]:
+        assert logprob is not None and logprob <= top[0][1] + 1e-9 and len(top) == 2
+        assert dict(top).get(id_, logprob) == logprob
 
 
 def test_penalties_and_biases_do_what_they_say(model: Model) -> None:
-    plain = model.generate(PROMPT, max_tokens=80, stop_at_eos=False).tokens
+    whole = model.generate(PROMPT, max_tokens=80, stop_at_eos=False)
+    plain, middle = whole.tokens, whole.text[2:6]
+    stopped = model.generate(PROMPT, max_tokens=80, stop_at_eos=False, stop=middle)
+    assert stopped.text == whole.text[: whole.text.index(middle)]
+    assert all(each.logprob is None for each in whole.records)
     varied = model.generate(PROMPT, max_tokens=80, stop_at_eos=False, frequency_penalty=2.0).tokens
     assert len(set(varied)) > len(set(plain))
     assert set(model.generate(PROMPT, max_tokens=9, logit_bias={20: 100}).tokens) == {20}
@@ -101,44 +112,26 @@ def test_penalties_and_biases_do_what_they_say(model: Model) -> None:
         model.generate(PROMPT, logit_bias={404: 1})
 
 
-def test_a_stop_string_need_not_be_a_list(model: Model) -> None:
-    text = model.generate(PROMPT, max_tokens=40).text
-    middle = text[len(text) // 2 :][:4]
-    assert model.generate(PROMPT, max_tokens=40, stop=middle).text == text[: text.index(middle)]
-
-
 def test_several_answers_have_the_seeds_in_turn(model: Model) -> None:
     options: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0}
     several = model.generate(PROMPT, n=3, seed=7, **options)
+    in_a_task = asyncio.run(model.generate_async(PROMPT, n=3, seed=7, **options))
     assert several.choices[0] is several
     alone = [model.generate(PROMPT, seed=7 + i, **options).tokens for i in range(3)]
-    assert [each.tokens for each in several.choices] == alone
+    for each in (several, in_a_task):
+        assert [choice.tokens for choice in each.choices] == alone
     assert several.choices[1].stats.cached_tokens == several.stats.prompt_tokens - 1
     fresh = model.generate(PROMPT, n=3, **options)
     assert len({each.tokens for each in fresh.choices}) > 1
     last = model.generate(PROMPT, n=2, seed=2**64 - 1, **options)
     assert last.choices[1].tokens == model.generate(PROMPT, seed=0, **options).tokens
-
-
-def test_several_greedy_answers_are_one(model: Model) -> None:
-    several = model.chat(ASK, n=3, max_tokens=6)
-    assert len(several.choices) == 3
-    assert {each.tokens for each in several.choices} == {model.chat(ASK, max_tokens=6).tokens}
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"), [({"cancelled": lambda: True}, "cancelled"), ({"timeout": 1e-9}, "timeout")]
-)
-def test_an_answer_that_is_ended_early_is_the_last(
-    model: Model, options: dict[str, Any], reason: str
-) -> None:
-    several = model.generate(PROMPT, n=3, temperature=1.0, **options)
-    assert [each.finish_reason for each in several.choices] == [reason]
-
-
-def test_a_stream_is_one_answer(model: Model) -> None:
-    with pytest.raises(RequestError, match="n is 2; allowed: 1 for a stream"):
-        model.stream(PROMPT, n=2)
+    greedy = model.generate(PROMPT, n=3, max_tokens=6)
+    assert [each.tokens for each in greedy.choices] == [model.generate(PROMPT, max_tokens=6).tokens] * 3
+    for ended in ({"cancelled": lambda: True}, {"timeout": 1e-9}):
+        assert len(model.generate(PROMPT, n=3, temperature=1.0, **ended).choices) == 1
+    for refuses in (model.stream, model.conversation):
+        with pytest.raises(RequestError, match="n is 2; allowed: 1"):
+            refuses(PROMPT, n=2)
 
 
 def test_tokens_are_counted_as_requests_read_them(model: Model) -> None:
@@ -194,19 +187,11 @@ def test_without_tools_nothing_is_parsed(target: Path, write: Callable[..., None
         assert answer.message == {"role": "assistant", "content": CALL}
 
 
-@pytest.mark.parametrize(
-    ("source", "said"),
-    [
-        ("{{ messages[0].content }}", "shows no tools"),
-        ("{{ tools }}{{ messages[0].content }}", "in a form that edgespec does not read"),
-    ],
-)
-def test_a_template_that_cannot_do_tools_says_so(tmp_path: Path, source: str, said: str) -> None:
-    folder = tiny_native(tmp_path / "target", template=source).path
-    with (
-        edgespec.load(folder, None, options=OPTIONS) as model,
-        pytest.raises(RequestError, match=f"chat template of target .*{said}"),
-    ):
+@pytest.mark.parametrize(("shows", "said"), [("", "shows no tools"), ("{{ tools }}", "in a form")])
+def test_a_template_that_cannot_do_tools_says_so(tmp_path: Path, shows: str, said: str) -> None:
+    folder = tiny_native(tmp_path / "target", template=shows + "{{ messages[0].content }}").path
+    says = pytest.raises(RequestError, match=f"chat template of target .*{said}")
+    with edgespec.load(folder, None, options=OPTIONS) as model, says:
         model.chat(ASK, tools=TOOLS)
 
 
@@ -220,7 +205,7 @@ def test_a_drafter_whose_template_knows_less_drafts_all_the_same(target: Path, d
     assert texts[0] == texts[1]
 
 
-def test_the_signature_shows_the_options(model: Model) -> None:
+def test_the_signature_and_the_docs_show_the_options(model: Model) -> None:
     for method in (Model.generate, Model.chat, Model.stream, Model.stream_chat, model.generate):
         parameters = inspect.signature(method).parameters
         assert RequestOptions.__annotations__.keys() <= parameters.keys()
@@ -228,37 +213,9 @@ def test_the_signature_shows_the_options(model: Model) -> None:
         assert parameters["max_tokens"].default == Request().max_new_tokens
         assert parameters["temperature"].kind is inspect.Parameter.KEYWORD_ONLY
     assert "seed: int | None = None" in str(inspect.signature(Model.generate))
-
-
-DOCS = Path(__file__).parent.parent / "docs" / "requests.md"
-
-
-def test_the_docs_list_every_option() -> None:
-    rows = [line.split("|")[1] for line in DOCS.read_text(encoding="utf-8").splitlines() if line[:3] == "| `"]
-    assert RequestOptions.__annotations__.keys() <= {name for row in rows for name in row.split("`")}
-
-
-def test_log_probabilities_are_in_the_records(model: Model) -> None:
-    options: dict[str, Any] = {"max_tokens": 30, "temperature": 1.2, "seed": 1}
-    answers = [
-        model.generate(PROMPT, logprobs=True, top_logprobs=2, speculate=each, **options)
-        for each in (True, False)
-    ]
-    told = [[(each.id, each.logprob, each.top_logprobs) for each in a.records] for a in answers]
-    assert told[0] == told[1]
-    for id_, logprob, top in told[0]:
-        assert logprob is not None and logprob <= top[0][1] + 1e-9 and len(top) == 2
-        assert dict(top).get(id_, logprob) == logprob
-    assert all(each.logprob is None for each in model.generate(PROMPT, **options).records)
-
-
-def test_tasks_have_several_answers_too(model: Model) -> None:
-    options: dict[str, Any] = {"max_tokens": 6, "temperature": 1.0, "seed": 5, "n": 2}
-    alone, several = model.chat(ASK, **options), asyncio.run(model.chat_async(ASK, **options))
-    assert len(several.choices) == 2
-    assert [each.tokens for each in several.choices] == [each.tokens for each in alone.choices]
-    ended = asyncio.run(model.chat_async(ASK, n=3, temperature=1.0, cancelled=lambda: True))
-    assert [each.finish_reason for each in ended.choices] == ["cancelled"]
+    docs = (Path(__file__).parents[1] / "docs" / "requests.md").read_text(encoding="utf-8").splitlines()
+    documented = {name for line in docs if line[:3] == "| `" for name in line.split("|")[1].split("`")}
+    assert RequestOptions.__annotations__.keys() <= documented
 
 
 def test_a_conversation_has_tool_calls(target: Path, write: Callable[..., None]) -> None:
@@ -269,22 +226,11 @@ def test_a_conversation_has_tool_calls(target: Path, write: Callable[..., None])
         *_, last = answer.records
         assert last.source == "target" and answer.finish_reason == "tool_calls"
         assert conversation.messages == [*ASK, answer.message]
-        with pytest.raises(RequestError, match="n is 2"):
-            model.conversation(n=2)
 
 
-BOUNDED: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "paint",
-        "parameters": {
-            "type": "object",
-            "properties": {"colour": {"enum": ["red", "green"]}, "coats": {"enum": [1, 2]}},
-            "required": ["colour", "coats"],
-            "additionalProperties": False,
-        },
-    },
-}
+KNOWN = {"colour": {"enum": ["red", "green"]}, "coats": {"enum": [1, 2]}}
+FORM = {"type": "object", "properties": KNOWN, "required": [*KNOWN], "additionalProperties": False}
+BOUNDED: dict[str, Any] = {"type": "function", "function": {"name": "paint", "parameters": FORM}}
 
 
 @pytest.mark.parametrize("source", [HERMES, MISTRAL, LLAMA3])

@@ -20,7 +20,13 @@ TOKENIZER = Tokenizer.from_json(byte_level_json(specials=CONTROL))
 ADD = '{"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}'
 ASK = [{"role": "user", "content": "1 + 2?"}]
 
+TAGS = "<tool_call></tool_call>"
+HALVES = r'{"a\ud800": ["\ud83d\ude00", "\udc00b"]}'  # of characters are none
 Calls = list[tuple[str, Any]]
+
+
+def called(arguments: str) -> str:
+    return f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
 
 
 def read(source: str, text: str) -> tuple[str, Calls]:
@@ -28,12 +34,6 @@ def read(source: str, text: str) -> tuple[str, Calls]:
     reader = ToolReader(source, TOOLS, TOKENIZER, {END})
     content, calls = reader.read([1, 2], [*TOKENIZER.encode(text, special=True), END])
     return content, [(call.name, call.arguments) for call in calls]
-
-
-def test_the_form_is_told_by_the_template() -> None:
-    assert [format_of(source) for source in (HERMES, LLAMA3, MISTRAL)] == ["hermes", "llama3", "mistral"]
-    assert format_of("{% if tools %}{{ tools }}{% endif %}") is None
-    assert format_of("<tool_call>\n<function=name>\n<parameter=x>") is None
 
 
 @pytest.mark.parametrize(
@@ -44,18 +44,14 @@ def test_the_form_is_told_by_the_template() -> None:
         (HERMES, f"<tool_call>{ADD}</tool_call>\n<tool_call>{ADD}</tool_call>", "", 2),
         (HERMES, f"<tool_call>{ADD}", "", 1),
         (HERMES, '<tool_call>{"name": "now"}</tool_call>', "", [("now", {})]),
-        (HERMES, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", {"a": 1})]),
-        (
-            HERMES,
-            '<tool_call>{"name": "f", "arguments": {"a": "<tool_call></tool_call>"}}</tool_call>!',
-            "!",
-            [("f", {"a": "<tool_call></tool_call>"})],
-        ),
+        (HERMES, called(r'"{\"a\": 1}"'), "", [("f", {"a": 1})]),
+        (HERMES, called(f'{{"a": "{TAGS}"}}') + "!", "!", [("f", {"a": TAGS})]),
+        (HERMES, called(HALVES), "", [("f", {"a\ufffd": ["😀", "\ufffdb"]})]),
         (HERMES, f"<think>or <tool_call>{ADD}</tool_call>?</think>No.", None, []),
         (HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1', None, []),
         (HERMES, "<tool_call>add(1, 2)</tool_call>", None, []),
         (HERMES, '<tool_call>{"arguments": {}}</tool_call>', None, []),
-        (HERMES, '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', None, []),
+        (HERMES, called("[1]"), None, []),
         (HERMES, ADD, None, []),
         (MISTRAL, f"[TOOL_CALLS] [{ADD}, {ADD}]", "", 2),
         (MISTRAL, '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]now{}', "", [("add", {"a": 1}), ("now", {})]),
@@ -77,11 +73,6 @@ def test_calls_are_read(source: str, text: str, content: str | None, calls: Call
     assert (len(found) if isinstance(calls, int) else found) == calls
 
 
-def test_half_a_character_is_none() -> None:
-    answer = r'<tool_call>{"name": "add", "arguments": {"a\ud800": ["\ud83d\ude00", "\udc00b"]}}</tool_call>'
-    assert read(HERMES, answer) == ("", [("add", {"a\ufffd": ["😀", "\ufffdb"]})])
-
-
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
     lambda inner: st.lists(inner, max_size=3),
@@ -93,6 +84,7 @@ arguments = st.dictionaries(st.text(), json_values, max_size=3)
 @settings(deadline=None)
 @given(st.lists(arguments, min_size=1, max_size=3), st.sampled_from([HERMES, MISTRAL, LLAMA3]))
 def test_what_a_model_writes_is_read_whatever_it_says(given: list[dict[str, Any]], source: str) -> None:
+    assert [format_of(form) for form in (HERMES, LLAMA3, MISTRAL)] == ["hermes", "llama3", "mistral"]
     key = "parameters" if source == LLAMA3 else "arguments"
     texts = [json.dumps({"name": "add", key: each}) for each in given]
     wrapped = {
@@ -108,6 +100,11 @@ def test_what_a_model_writes_is_read_whatever_it_says(given: list[dict[str, Any]
 def test_no_answer_makes_reading_fail(text: str) -> None:
     for source in (HERMES, MISTRAL, LLAMA3):
         read(source, text)
+
+
+def test_other_forms_are_not_taken_for_one_of_them() -> None:
+    for source in ("{% if tools %}{{ tools }}{% endif %}", "<tool_call>\n<function=f>\n<parameter=x>"):
+        assert format_of(source) is None
 
 
 def test_ids_tell_calls_apart_and_are_the_same_again() -> None:
