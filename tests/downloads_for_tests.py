@@ -6,15 +6,15 @@ import random
 import threading
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from edgespec_models.downloads.catalog import CatalogueEntry, HubFile, IndexPart, IndexParts
 from edgespec_models.downloads.download import is_pulled
-from tests.servers_for_tests import Handler, serving
 
 REPOSITORY = "someone/Tiny-1.5B"
 CONTENT = random.Random(7).randbytes(300_000)
@@ -24,33 +24,49 @@ WHOLE = IndexParts((IndexPart("toy-whole", "1.0", "toy/whole.bin", len(CONTENT))
 _LARGE = (".safetensors", ".gguf", ".bin")
 
 
+class Handler(BaseHTTPRequestHandler):
+    """Answers GET by :meth:`answer`."""
+
+    def do_GET(self) -> None:
+        with suppress(ConnectionError):  # whoever asked has gone
+            self.answer()
+
+    def answer(self) -> None:
+        raise NotImplementedError
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Keep the test's output clean."""
+
+
+@contextmanager
+def serving(handler: type[Handler]) -> Iterator[str]:
+    """Serve on a free port; yields the address."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
 @dataclass
 class Hub:
-    """What the stand-in serves, how it misbehaves, and what it was asked.
+    """What the stand-in serves, how it misbehaves, and what it was asked."""
 
-    Attributes:
-        content: of every file, whatever its path; None where ``files`` of ``REPOSITORY`` are served.
-        commit: the one commit; every revision of ``revisions`` is it.
-        status: of every answer.
-        resumes: whether it heeds ranges.
-        damaged: files that arrive with one byte changed.
-        cuts: for each file, close the connection after so many bytes, once each.
-        silent: accept connections and answer nothing, until the test is over.
-        stalls_after: send so many bytes, then nothing, until the test is over.
-        requests: paths asked for, with their query, and headers.
-    """
-
-    content: bytes | None = None
-    files: dict[str, bytes] = field(default_factory=dict)
-    commit: str = "0a" * 20
+    content: bytes | None = None  # of every file, whatever its path; None where ``files`` are served
+    files: dict[str, bytes] = field(default_factory=dict)  # of ``REPOSITORY``
+    commit: str = "0a" * 20  # the one commit: every revision is it
     revisions: tuple[str, ...] = ("main",)
     status: int = 200
-    resumes: bool = True
-    damaged: set[str] = field(default_factory=set)
-    cuts: dict[str, list[int]] = field(default_factory=dict)
-    silent: bool = False
-    stalls_after: int | None = None
-    requests: list[tuple[str, dict[str, str]]] = field(default_factory=list)
+    resumes: bool = True  # whether it heeds ranges
+    damaged: set[str] = field(default_factory=set)  # files that arrive with one byte changed
+    cuts: dict[str, list[int]] = field(default_factory=dict)  # bytes of a file before the connection ends
+    silent: bool = False  # answers nothing until the test is over
+    stalls_after: int | None = None  # sends so many bytes, then nothing until the test is over
+    requests: list[tuple[str, dict[str, str]]] = field(default_factory=list)  # paths and headers
     over: threading.Event = field(default_factory=threading.Event)
     address: str = ""
 
@@ -97,12 +113,12 @@ def _handler_of(hub: Hub) -> type[Handler]:
             if hub.silent:
                 hub.over.wait()
                 return
-            path, asked = unquote(urlsplit(self.path).path), self.asked_from()
+            path, asked = unquote(urlsplit(self.path).path), self.headers.get("Range")
             body, start = hub.answer(path), 0
             status = 404 if body is None and hub.status == 200 else hub.status
             body = body or b""
             if status == 200 and asked is not None and hub.resumes:
-                start, status = asked, 206
+                start, status = int(asked.removeprefix("bytes=").rstrip("-")), 206
             self.send_response(status)
             if status == 206:
                 self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")

@@ -112,9 +112,6 @@ def random_blocks(rng: np.random.Generator, name: str, rows: int, columns: int) 
     return raw
 
 
-# ---- What a projection must give ---------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """Numbers and how far float32 may be from them."""
@@ -209,28 +206,17 @@ def post_normed(one: Estimate, gain: F32) -> Estimate:
     return Estimate(value, np.abs(gain) * one.error / np.sqrt(mean) + 1.1 * relative * np.abs(value))
 
 
-# ---- Projections -------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    """A projection: raw blocks of its parts by format, and what else it is given.
-
-    Attributes:
-        parts: format and raw blocks of each.
-        inputs: width of what it is given.
-        gate: ``silu``, ``gelu`` or none.
-        gain: float32 ``(inputs,)``, ``bias`` and ``post_gain`` ``(width,)``.
-        residual: float32 ``(1, rows, width)``.
-    """
+    """A projection: raw blocks of its parts by format, and what else it is given."""
 
     parts: tuple[tuple[str, U8], ...]
-    inputs: int
-    gate: str = ""
-    gain: F32 | None = None
-    bias: F32 | None = None
+    inputs: int  # width of what it is given
+    gate: str = ""  # ``silu``, ``gelu`` or none
+    gain: F32 | None = None  # ``(inputs,)``
+    bias: F32 | None = None  # ``(width,)``, as ``post_gain``
     post_gain: F32 | None = None
-    residual: F32 | None = None
+    residual: F32 | None = None  # ``(1, rows, width)``
 
     @property
     def width(self) -> int:

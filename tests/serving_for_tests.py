@@ -43,27 +43,19 @@ def tokenizer() -> Tokenizer:
 
 @dataclass
 class ServedModel:
-    """Repeats what it is told, one request at a time, in the order of arrival.
+    """Repeats what it is told, one request at a time, in the order of arrival."""
 
-    Attributes:
-        refusal: raised by every request.
-        fault: raised behind the first record.
-        pause_s: before every record.
-        calls: prompt and options of each request, as they come to its turn.
-        reads: takes an answer's text; returns what is around its calls of tools, and these.
-        cancelled: how many streams were cancelled before their end.
-    """
-
-    refusal: EdgespecError | None = None
-    fault: EdgespecError | None = None
+    refusal: EdgespecError | None = None  # raised by every request
+    fault: EdgespecError | None = None  # raised behind the first record
     ends: FinishReason = "stop"
-    pause_s: float = 0.0
-    calls: list[tuple[Any, Mapping[str, Any]]] = field(default_factory=list)
-    cancelled: int = 0
+    pause_s: float = 0.0  # before every record
+    calls: list[tuple[Any, Mapping[str, Any]]] = field(default_factory=list)  # prompts and options, in turn
+    cancelled: int = 0  # streams, before their end
     closed: int = 0
     learned: list[Any] = field(default_factory=list)
     name: str = "served"
     drafter_name: str | None = "small"
+    # Takes an answer's text; returns what is around its calls of tools, and these.
     reads: Callable[[str], tuple[str, tuple[ToolCall, ...]]] = lambda text: ("", ())
 
     def __post_init__(self) -> None:

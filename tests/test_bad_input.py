@@ -16,7 +16,6 @@ from edgespec_export import staging as staging_module
 from edgespec_export.export import export_model
 from edgespec_export.graphs import writer as writer_module
 from edgespec_export.sources.gguf import GGUFFile
-from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_models.bundles.bundle import WEIGHTS
 from edgespec_models.errors import EdgespecError, ModelFileError, StorageError, TokenizerError
 from edgespec_models.errors import UnsupportedModelError as Unsupported
@@ -221,25 +220,8 @@ def test_weights_that_are_not_finite(tmp_path: Path, kind: str, weights: str) ->
         assert [path.name for path in folder.iterdir()] == ["m.gguf"]
 
 
-def test_random_damage_to_the_header(tmp_path: Path, sound: bytes) -> None:
-    """Reading facts: an EdgespecError or success, and never another exception, warning or hang."""
-    rng = np.random.default_rng(0)
-    end = header_end(sound, tmp_path)
-    failures = 0
-    for _ in range(300):
-        content = bytearray(sound)
-        for at in rng.integers(0, end, rng.integers(1, 4)):
-            content[at] = rng.integers(256)
-        (tmp_path / "m.gguf").write_bytes(content)
-        try:
-            GGUFCheckpoint(tmp_path / "m.gguf").close()
-        except (ModelFileError, Unsupported):
-            failures += 1
-    assert 10 < failures < 300
-
-
 def test_random_damage_to_facts_and_weights(tmp_path: Path, sound: bytes) -> None:
-    """The same for whole exports, with most changes among the facts."""
+    """Whole exports, with most changes among the facts: a documented error or success, and never a hang."""
     rng = np.random.default_rng(1)
     facts, end = sound.index(b"tokenizer.ggml"), len(sound)
     (tmp_path / "work").mkdir()

@@ -160,19 +160,6 @@ def test_bench_prints_a_table_and_writes_both_files(use: Use, tmp_path: Path) ->
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
-def test_bench_reads_prompts_and_options(use: Use, tmp_path: Path) -> None:
-    model = FakeModel()
-    use(model)
-    file = tmp_path / "p.jsonl"
-    file.write_text('{"id": "a", "category": "mine", "turns": ["ask"]}\n', encoding="utf-8")
-    options = ("--max-new-tokens", "5", "--temperature", "0.5", "--ignore-eos")
-    result = run("bench", "t", "--prompts", str(file), *options, "--json", "-")
-    assert json.loads(result.stdout)["speedup"]["by_category"].keys() == {"mine"}
-    prompt, used = model.calls[-1]
-    assert prompt == "ask" and used["stop_at_eos"] is False
-    assert (used["max_new_tokens"], used["temperature"]) == (5, 0.5)
-
-
 def test_a_bench_that_is_stopped_shows_what_it_has(use: Use, tmp_path: Path) -> None:
     def interrupt(count: int) -> None:
         if count == 6:  # after the warm-up and one prompt, within the second

@@ -15,11 +15,9 @@ from edgespec_export.sources.blocks import GGMLType
 from edgespec_models.bundles.weight_format import FORMATS
 from tests.gguf_for_tests import F32
 from tests.kernels_for_tests import (
-    SHARE,
     Linear,
     everywhere,
     graph,
-    normed,
     random_blocks,
     same_bits,
     session,
@@ -77,9 +75,6 @@ def linears(draw: st.DrawFn) -> tuple[Linear, F32, int]:
     return linear, activations(rng, rows, inputs), draw(THREADS)
 
 
-# ---- Projections -------------------------------------------------------------------------------------------
-
-
 def right(linear: Linear, x: F32, threads: int = 1, what: str = "") -> F32:
     """What every set of instructions gives, which must be what is expected."""
     (y,) = everywhere(linear.graph(x), linear.feeds(x), threads)
@@ -93,21 +88,6 @@ def right(linear: Linear, x: F32, threads: int = 1, what: str = "") -> F32:
 def test_products_lose_what_sums_of_float32_lose(name: str, data: st.DataObject) -> None:
     linear, x, threads = data.draw(plain_linears(name))
     right(linear, x, threads)
-
-
-@by_format
-def test_products_are_those_of_the_gguf_package(name: str) -> None:
-    rng = np.random.default_rng(0)
-    inputs = 512
-    raw = random_blocks(rng, name, 40, inputs)
-    x = activations(rng, 5, inputs)
-    linear = Linear(parts=((name, raw),), inputs=inputs)
-    (y,) = everywhere(linear.graph(x), linear.feeds(x))
-    weights = dequantized(name, raw).astype(np.float64)
-    # Rounding an activation moves it by half a step at most, a 254th of the largest that shares its scale.
-    steps = np.repeat(np.abs(x).reshape(1, 5, -1, SHARE).max(axis=-1) / 254, SHARE, axis=-1)
-    sums = np.abs(x) @ np.abs(weights).T
-    assert (np.abs(y - x @ weights.T) <= 1.0001 * steps @ np.abs(weights).T + 1e-5 * sums).all()
 
 
 @settings(max_examples=80)
@@ -208,26 +188,6 @@ def test_gates_far_from_zero() -> None:
         assert not np.isnan(y).any()
 
 
-@settings(max_examples=30)
-@given(st.integers(1, 9), st.integers(1, 12), SEEDS)
-def test_normalization(blocks: int, rows: int, seed: int) -> None:
-    """Seen through a matrix that passes every input on, rounded."""
-    rng = np.random.default_rng(seed)
-    x = activations(rng, rows, 32 * blocks)
-    gain = rng.uniform(0.5, 2, 32 * blocks).astype(np.float32)
-    raw = np.zeros((32 * blocks, blocks, 34), np.uint8)
-    raw[..., :2] = np.array([1], np.float16).view(np.uint8)
-    raw[np.arange(32 * blocks), np.arange(32 * blocks) // 32, 2 + np.arange(32 * blocks) % 32] = 1
-    linear = Linear(parts=(("Q8_0", raw),), inputs=32 * blocks, gain=gain)
-    (y,) = everywhere(linear.graph(x), linear.feeds(x))
-    wanted = normed(x, gain).reshape(rows, -1, SHARE)
-    most = np.abs(wanted).max(axis=-1, keepdims=True)
-    assert (np.abs(y.reshape(wanted.shape) - wanted) <= most / 253.9).all()
-
-
-# ---- Embeddings --------------------------------------------------------------------------------------------
-
-
 def embedding(name: str, raw: Any, ids: Any, factor: float = 1.0) -> bytes:
     said = {"width": raw.shape[1] * FORMATS[name].inputs, "rows": len(raw), "format": name, "factor": factor}
     weights, outputs = {"table": pack(name, raw)}, {"y": TensorProto.FLOAT}
@@ -249,9 +209,6 @@ def test_rows_of_a_table_are_those_of_the_gguf_package(name: str, data: st.DataO
     factor = np.float32(data.draw(st.sampled_from([0.5, 33.94112777709961])))
     (y,) = everywhere(embedding(name, raw, ids, float(factor)), {"ids": ids}, threads)
     same_bits(wanted * factor, y)
-
-
-# ---- Choices -----------------------------------------------------------------------------------------------
 
 
 def choose(logits: F32, threads: int = 1) -> tuple[Any, F32]:

@@ -23,23 +23,16 @@ F16 = npt.NDArray[np.float16]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """An attention layer's shape and weights.
-
-    Attributes:
-        rotated: channels of a head that are rotated; 0 for none.
-        interleaved: pairs lie side by side, not half a head apart.
-        tables: cosines and sines, float32 ``(positions, rotated / 2)``.
-        query_gain: float32 ``(head_dim,)``, as ``key_gain``.
-    """
+    """An attention layer's shape and weights."""
 
     heads: int
     kv_heads: int
     head_dim: int
     window: int = 0
-    rotated: int = 0
-    interleaved: bool = False
-    tables: tuple[F32, F32] | None = None
-    query_gain: F32 | None = None
+    rotated: int = 0  # channels of a head
+    interleaved: bool = False  # pairs lie side by side, not half a head apart
+    tables: tuple[F32, F32] | None = None  # cosines and sines, ``(positions, rotated / 2)``
+    query_gain: F32 | None = None  # ``(head_dim,)``, as ``key_gain``
     key_gain: F32 | None = None
 
     @property

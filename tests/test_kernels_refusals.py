@@ -59,9 +59,6 @@ def linear(feeds: Arrays | None = None, weights: Arrays | None = None, **attribu
     return graph("Linear", names, {"y": TensorProto.FLOAT}, fed, constants, said)
 
 
-# ---- Projections -------------------------------------------------------------------------------------------
-
-
 MATRICES: Arrays = {"w0": tiles("Q8_0", 7, 256)}
 BYTES, WIDTHS, WIDER = "more or fewer bytes", "impossible widths", "not as wide as what it multiplies"
 ATTRIBUTES: dict[str, Sequence[Attributes]] = {
@@ -152,9 +149,6 @@ def test_any_attributes(parts: list[Any], text: str, inputs: int, gate: str, siz
         assert not weights or "edgespec: " in str(error)
         return
     assert opened.run(None, feeds)[0].shape[:2] == (1, 2)
-
-
-# ---- Attention ---------------------------------------------------------------------------------------------
 
 
 def attention(feeds: Arrays, constants: Arrays | None = None, **attributes: Any) -> bytes:
@@ -271,9 +265,6 @@ def test_any_pass(rows: int, past: int, tiles: int, positions: int, rotated: boo
         return
     assert fits
     assert y.shape == (1, rows, 32)
-
-
-# ---- Embeddings and choices --------------------------------------------------------------------------------
 
 
 def embedding(weights: npt.NDArray[Any] | None = None, **attributes: Any) -> bytes:

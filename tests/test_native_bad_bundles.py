@@ -83,18 +83,13 @@ def widen(graph: Any) -> None:
 
 
 BYTES = "edgespec: a matrix has more or fewer bytes than its widths take"
-INPUT = "edgespec: attention's input is not float32"
 EDITS: dict[str, tuple[Edit, str]] = {
     "more columns": (change("Linear", "parts", lambda parts: parts.replace(":", ":1", 1)), BYTES),
-    "other format": (change("Linear", "parts", lambda parts: parts.replace("Q4_0", "Q8_0", 1)), BYTES),
     "no format": (change("Linear", "parts", lambda parts: parts.replace("Q4_0", "Q4_9", 1)), "called Q4_9"),
     "one part less": (change("Linear", "parts", lambda parts: parts.rpartition(",")[0]), "more matrices"),
-    "more inputs": (change("Linear", "inputs", lambda inputs: 2 * inputs), BYTES),
     "more tokens": (change("Embedding", "rows", lambda rows: rows + 16), BYTES),
-    "wider rows": (change("Embedding", "width", lambda width: width + 32), BYTES),
     "a short tensor": (shorten, BYTES),
-    "more heads": (change("Attention", "heads", lambda heads: 2 * heads), INPUT),
-    "narrow heads": (change("Attention", "head_dim", lambda width: width // 2), INPUT),
+    "more heads": (change("Attention", "heads", lambda heads: 2 * heads), "attention's input is not float32"),
     "a wide next layer": (widen, "edgespec: a projection's input is not float32"),
     "no heads": (change("Attention", "heads", lambda heads: 0), "edgespec: attention heads"),
 }

@@ -166,12 +166,6 @@ def test_an_error_behind_the_first_piece_is_an_event(model: ServedModel, url: st
     assert "[DONE]" not in chunks
 
 
-def test_another_models_name_is_not_found(url: str) -> None:
-    reply = ask(url, CHAT, question() | {"model": "gpt-9"})
-    assert (reply.status, reply.json["error"]["code"]) == (404, "model_not_found")
-    assert "this server has 'served'" in reply.error
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_ran_out_of_time_says_so(model: ServedModel, url: str, stream: bool) -> None:
     model.ends = "timeout"
@@ -186,6 +180,9 @@ def test_models_health_and_unknown_paths(url: str) -> None:
     assert listed["data"][0]["edgespec"]["drafter"] == "small"
     assert ask(url, "/v1/models/served").json == listed["data"][0]
     assert ask(url, "/v1/models/other").status == 404
+    reply = ask(url, CHAT, question() | {"model": "gpt-9"})
+    assert (reply.status, reply.json["error"]["code"]) == (404, "model_not_found")
+    assert "this server has 'served'" in reply.error
     assert ask(url, "/health").json == {"status": "ok"}
     assert ask(url, "/v1/embeddings", {}).status == 404
     assert ask(url, CHAT).status == 405 and "Method Not Allowed" in ask(url, CHAT).error

@@ -104,16 +104,6 @@ def check_numbers(name: str, rest: U8, raw: U8) -> None:
     assert rest.tobytes() == b"".join(each.tobytes() for each in wanted)
 
 
-@by_format
-def test_a_tile_takes_little_more_than_its_blocks(name: str) -> None:
-    kind = GGMLType[name]
-    six_bits = {"Q3_K": 64, "Q4_K": 64, "Q5_K": 64, "IQ4_XS": 32}  # the file's scales, which are bytes here
-    assert FORMATS[name] == (kind.block, LANES * kind.block_bytes + six_bits.get(name, 0))
-
-
-# ---- Weights rounded anew ----------------------------------------------------------------------------------
-
-
 def matrix(seed: int, rows: int, blocks: int) -> F32:
     rng = np.random.default_rng(seed)
     values = rng.normal(0, 1, (rows, blocks, 32)) * 10.0 ** rng.uniform(-4, 2, (rows, blocks, 1))

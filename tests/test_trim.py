@@ -100,22 +100,6 @@ def test_sizes_that_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
         TrimOptions(size=0)
 
 
-@pytest.mark.parametrize(("per_row_s", "best"), [(0.0, None), (1e-3, 280)])
-def test_dear_rows_are_cut(per_row_s: float, best: int | None) -> None:
-    """Where acceptance is 0.7 of coverage. Where rows cost nothing, all that are used stay."""
-    ranking = Ranking([[CORPUS[0]] * 10], TOKENIZERS["bytes"], [])
-    sizes = (280, 300, 330, 360, ranking.whole)
-    target = CostCurve({1: 40e-3, 2: 44e-3, 9: 72e-3})
-    acceptance = {size: 0.7 * ranking.coverage(size) for size in sizes}
-    choices = weigh(ranking, acceptance, lambda rows: 1e-3 + rows * per_row_s, target)
-    assert tuple(choice.rows for choice in choices) == sizes
-    assert choices[-1].relative_tokens_per_second == 1.0
-    steps = [1 + size * per_row_s * 1e3 for size in sizes]
-    assert [choice.step_ms for choice in choices] == pytest.approx(steps)
-    chosen = max(choices, key=lambda choice: choice.relative_tokens_per_second).rows
-    assert chosen == best or (best is None and ranking.coverage(chosen) == pytest.approx(1.0))
-
-
 def test_what_a_choice_promises_is_the_expected_rate() -> None:
     ranking = _ranking()
     target = CostCurve({1: 1.0, 2: 1.1, 3: 1.2})
