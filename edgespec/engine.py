@@ -16,7 +16,6 @@ from edgespec.loading.opening import (
     open_model,
     open_pair,
     placed,
-    recommended_drafter,
 )
 from edgespec.requests.request import (
     Messages,
@@ -64,8 +63,9 @@ def load(
         target: a bundle's directory, one that onnxruntime-genai's builder, mobius or Optimum wrote (run as it
             is), a GGUF file, a Hugging Face directory (``config.json`` and safetensors), a catalogue name, or
             ``hf:OWNER/REPO`` on the hub. Names are pulled, checkpoints exported, at first use.
-        drafter: the same; ``"auto"`` takes the catalogue's recommendation, ``"ngram"`` drafts from the text
-            alone, a :class:`Drafter` of your own drafts beside that, None is plain decoding.
+        drafter: the same; ``"auto"`` takes the one that promises the highest speed (with a target of your own
+            files only if it was pulled), ``"ngram"`` drafts from the text alone, a :class:`Drafter` of your
+            own drafts beside that, None is plain decoding.
         options: threads and limits.
         history: a name or a file: what answers teach is kept there and drafted from, across requests and
             restarts (:class:`edgespec.history.History`). With None nothing is written anywhere.
@@ -97,7 +97,9 @@ def load(
     target_bundle = opening(target, "target", device=made_for[0])
     placement = placed(target_bundle, device)
     if drafter == "auto":
-        drafter = recommended_drafter(target_bundle)
+        from edgespec.loading.drafters import choose
+
+        drafter = choose(target_bundle, target)
     drafter_bundle, drafter_placement = None, None
     if isinstance(drafter, str | Path) and drafter != NGRAM:
         drafter_bundle = opening(drafter, "drafter", device=made_for[1])

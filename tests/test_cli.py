@@ -222,6 +222,7 @@ def toy(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     known = {"toy": FROM_HUB}
     monkeypatch.setattr(catalog, "entries", lambda directory=None: known)
     monkeypatch.setattr(catalog, "_installed", lambda: known)
+    monkeypatch.setattr(catalog, "hub_names", dict[str, catalog.HubName])
     return home / "toy.gguf"
 
 
@@ -245,6 +246,14 @@ def test_pull_prints_path_and_licence_and_replaces_what_is_damaged(toy: Path, hu
     assert "toy is damaged and will be replaced" in checked.stderr
     assert [model["path"] for model in json.loads(checked.stdout)] == [str(toy)]
     assert toy.read_bytes() == CONTENT
+
+
+@pytest.mark.usefixtures("home")
+def test_names_of_the_hub_are_listed() -> None:
+    lines = {line.split()[0]: line for line in run("models").stdout.splitlines()}
+    assert "about 2.5 GB" in lines["qwen3-4b"] and "about" not in lines["smollm2-135m-instruct"]
+    (model,) = (each for each in json.loads(run("models", "--json").stdout) if each["name"] == "qwen3-4b")
+    assert model["reference"].startswith("hf:") and model["path"] is None
 
 
 def test_a_pull_that_fails_is_one_line_and_exit_code_1(toy: Path) -> None:

@@ -14,7 +14,8 @@ from onnx.external_data_helper import set_external_data
 from typer.testing import CliRunner
 
 from edgespec.cli import app
-from edgespec.loading.opening import open_model, recommended_drafter
+from edgespec.loading.drafters import choose
+from edgespec.loading.opening import open_model
 from edgespec_export.export import export_model
 from edgespec_models.bundles.foreign import is_model, open_bundle
 from edgespec_models.bundles.foreign_bundle import ForeignBundle
@@ -134,7 +135,7 @@ def test_what_is_opened_and_what_is_exported(tmp_path: Path) -> None:
     for folder in (genai, optimum):
         opened = open_model(folder, "drafter")
         assert isinstance(opened, ForeignBundle)
-        assert recommended_drafter(opened) == "ngram"
+        assert choose(opened, folder) == "ngram"
         with pytest.raises(ModelFileError, match="runs as it is"):
             export_model(folder, tmp_path / "out")
     assert not isinstance(open_bundle(own), ForeignBundle)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,8 @@ from typer.testing import CliRunner
 from edgespec.cli import app
 from edgespec.loading.opening import open_model
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.downloads.hub import HubReference, pull_hub, pulled_hub
+from edgespec_models.downloads.catalog import hub_names
+from edgespec_models.downloads.hub import HubReference, on_hub, pull_hub, pulled_hub
 from edgespec_models.errors import DownloadError, ModelFileError, RequestError, UnsupportedModelError
 from edgespec_models.progress import Progress
 from tests.downloads_for_tests import REPOSITORY, Hub
@@ -54,6 +56,22 @@ def hub(tmp_path: Path, hub: Hub) -> Hub:
 )
 def test_references(text: str, parts: tuple[str, ...]) -> None:
     assert HubReference.parse(text) == HubReference.parse(str(HubReference(*parts))) == HubReference(*parts)
+
+
+def test_names_of_the_catalogue_are_references() -> None:
+    for name, model in hub_names().items():
+        reference = on_hub(name)
+        assert reference is not None
+        assert str(reference) == f"{model.reference}@main"
+    assert on_hub("hf:a/b") == HubReference("a/b")
+    assert on_hub("smollm2-135m-instruct") is None  # of the index too, with a digest of its own
+
+
+def test_a_name_is_pulled_like_its_reference(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = replace(hub_names()["qwen3-0.6b"], reference=f"hf:{REPOSITORY}/q/tiny.gguf")
+    monkeypatch.setattr("edgespec_models.downloads.hub.hub_names", lambda: {"tiny": model})
+    assert open_model("tiny", "target").config.architecture == "llama"
+    assert hub.fetched == ["q/tiny.gguf"]
 
 
 OTHER_NAMES = (

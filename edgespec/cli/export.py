@@ -205,12 +205,11 @@ def _refuse_with_optimum(options: list[str]) -> None:
 
 def _via_optimum(source: str, out: Path, *, program: str, overwrite: bool, as_json: bool) -> None:
     from edgespec_export.optimum import export_with_optimum
-    from edgespec_models.downloads.hub import PREFIX, HubReference, pull_hub, pulled_hub
+    from edgespec_models.downloads.hub import on_hub, pull_hub, pulled_hub
 
     with progress_bars() as progress:
-        folder = Path(source)
-        if source.startswith(PREFIX):
-            reference = HubReference.parse(source)
+        folder, reference = Path(source), on_hub(source)
+        if reference is not None:
             folder = pulled_hub(reference) or pull_hub(reference, progress=progress, notify=note)
         report = export_with_optimum(folder, out, program=program, overwrite=overwrite, progress=progress)
     if as_json:
@@ -259,13 +258,14 @@ def locate(source: str, progress: ProgressCallback) -> "tuple[Path, CatalogueEnt
     from edgespec.loading.first_use import locate_hub
     from edgespec_models.downloads.catalog import find
     from edgespec_models.downloads.download import pull
-    from edgespec_models.downloads.hub import PREFIX
+    from edgespec_models.downloads.hub import on_hub
 
-    if source.startswith(PREFIX):
-        return locate_hub(source, progress), None
     path = Path(source)
     if path.exists():
         return path, None
+    named = on_hub(source)
+    if named is not None:
+        return locate_hub(named, progress), None
     if path.suffix == ".gguf":
         raise ModelFileError(
             f"{source} does not exist; give a GGUF file, a Hugging Face directory, or a name that "

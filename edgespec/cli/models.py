@@ -1,5 +1,7 @@
 """``edgespec models`` and ``edgespec pull``: the catalogue as a table, and models onto this machine."""
 
+from dataclasses import asdict
+from itertools import starmap
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,7 +12,7 @@ from edgespec.cli.options import JsonFlag
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from edgespec_models.downloads.catalog import CatalogueEntry
+    from edgespec_models.downloads.catalog import CatalogueEntry, HubName
     from edgespec_models.downloads.hub import HubReference
 
 
@@ -19,18 +21,23 @@ def models(as_json: JsonFlag = False) -> None:
 
     Example: edgespec models
     """
-    from edgespec_models.downloads.catalog import entries
+    from edgespec_models.downloads.catalog import entries, hub_names
     from edgespec_models.downloads.download import is_pulled
 
     known = list(entries().values())
     if as_json:
-        print_json([_describe(entry) for entry in known])
+        print_json([*map(_describe, known), *starmap(_describe_hub, hub_names().items())])
         return
     table = figure_table("name", "role", "size", "licence", "pulled", names=5)
     for entry in known:
         pulled = "yes" if is_pulled(entry) else "-"
         table.add_row(entry.name, entry.role, size(entry.size_bytes), entry.licence, pulled)
+    for name, model in hub_names().items():
+        pulled = "yes" if _hub_place(name) else "-"
+        table.add_row(name, "target", f"about {size(model.size_bytes)}", model.licence, pulled)
     output().print(table)
+    if hub_names():
+        say("Sizes with 'about' are of models on the Hugging Face hub that nobody measured with edgespec.")
 
 
 def pull(
@@ -66,21 +73,22 @@ def pull(
     """
     from edgespec_models.downloads.catalog import entries, find
     from edgespec_models.downloads.download import is_pulled
-    from edgespec_models.downloads.hub import PREFIX, HubReference
+    from edgespec_models.downloads.hub import on_hub
 
     if names:
-        hub = [HubReference.parse(name) for name in dict.fromkeys(names) if name.startswith(PREFIX)]
-        wanted = [find(name) for name in dict.fromkeys(names) if not name.startswith(PREFIX)]
+        found = {name: on_hub(name) for name in names}
+        references = [reference for reference in found.values() if reference is not None]
+        wanted = [find(name) for name, reference in found.items() if reference is None]
     elif check:
-        hub, wanted = [], [entry for entry in entries().values() if is_pulled(entry)]
+        references, wanted = [], [entry for entry in entries().values() if is_pulled(entry)]
     else:
         raise typer.BadParameter("name a model; 'edgespec models' lists them", param_hint="NAME...")
     for entry in wanted:
         _pull_one(entry, check=check, quiet=as_json)
-    places = [_pull_from_hub(reference, quiet=as_json) for reference in hub]
+    places = {str(reference): _pull_from_hub(reference, quiet=as_json) for reference in references}
     if as_json:
-        on_hub = [{"name": str(name), "path": str(place)} for name, place in zip(hub, places, strict=True)]
-        print_json([*map(_describe, wanted), *on_hub])
+        from_hub = [{"name": name, "path": str(place)} for name, place in places.items()]
+        print_json([*map(_describe, wanted), *from_hub])
 
 
 def _pull_from_hub(reference: "HubReference", *, quiet: bool) -> "Path":
@@ -106,6 +114,19 @@ def _pull_one(entry: "CatalogueEntry", *, check: bool, quiet: bool) -> None:
     licence = f"{entry.licence}, {entry.licence_url}" if entry.licence_url else entry.licence
     say(f"{entry.name}: {path}")
     say(f"  licence: {licence}")
+
+
+def _hub_place(name: str) -> "Path | None":
+    from edgespec_models.downloads.hub import on_hub, pulled_hub
+
+    reference = on_hub(name)
+    return None if reference is None else pulled_hub(reference)
+
+
+def _describe_hub(name: str, model: "HubName") -> dict[str, object]:
+    """A model of the hub as JSON, with the keys of :func:`_describe` that are known of it."""
+    place = _hub_place(name)
+    return {"name": name, "role": "target", **asdict(model), "path": None if place is None else str(place)}
 
 
 def _describe(entry: "CatalogueEntry") -> dict[str, object]:

@@ -101,24 +101,22 @@ def alignment_of(entry: CatalogueEntry, device: ExportDevice | None) -> Path | N
     return entry.alignment.path if entry.alignment is not None and device in (None, "cuda") else None
 
 
-def locate_hub(reference: str, progress: ProgressCallback) -> Path:
-    """The checkpoint that ``hf:OWNER/REPO[/FILE.gguf][@REVISION]`` names, pulled unless it is here already.
+def locate_hub(reference: HubReference, progress: ProgressCallback) -> Path:
+    """A checkpoint of the hub, pulled unless it is here already.
 
     A model that edgespec cannot export is refused before its weights are fetched.
 
     Raises:
-        RequestError: of another form.
         DownloadError: it cannot be pulled.
         UnsupportedModelError: of an architecture or with a feature that edgespec lacks.
         ModelFileError: no checkpoint in safetensors.
         EdgespecError: it is not here, and the ``export`` extra that it would be pulled for is not installed.
     """
-    parsed = HubReference.parse(reference)
-    pulled = pulled_hub(parsed)
+    pulled = pulled_hub(reference)
     if pulled is not None:
         return pulled
     require_extra()
-    return pull_checked(parsed, progress=progress, notify=_LOG.warning)
+    return pull_checked(reference, progress=progress, notify=_LOG.warning)
 
 
 def pull_checked(

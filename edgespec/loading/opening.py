@@ -24,8 +24,6 @@ from edgespec_runtimes.cpu import CpuOptions, CpuSession, Instructions, Threads
 from edgespec_runtimes.devices import AUTO, PROCESSOR, Device, Placement
 from edgespec_runtimes.session import Session
 
-_HUB = "hf:"
-
 NGRAM = "ngram"
 """Names the drafter that is no model."""
 Reference = Annotated[str | Path, length(1, 4096)]
@@ -156,21 +154,14 @@ def open_model(
     if is_model(path):
         return open_bundle(path)
     from edgespec.loading.first_use import Wanted, locate_hub, open_made
+    from edgespec_models.downloads.hub import on_hub
 
     wanted = Wanted(role, weights, device)
-    if str(reference).startswith(_HUB):
+    named = None if path.exists() else on_hub(str(reference))
+    if named is not None:
         wanted.check()
-        path = locate_hub(str(reference), progress)
+        path = locate_hub(named, progress)
     return open_made(path, str(reference), wanted, progress)
-
-
-def recommended_drafter(target: Bundle) -> str:
-    """The catalogue's drafter for a target it knows by its source file, else n-grams."""
-    from edgespec_models.downloads.catalog import entries  # only where no drafter is named
-
-    digest = target.manifest.provenance.get("sha256")
-    known = next((entry for entry in entries().values() if entry.sha256 == digest), None)
-    return known.drafter if known is not None and known.drafter is not None else NGRAM
 
 
 def check_target(bundle: Bundle) -> None:

@@ -1,23 +1,23 @@
 """What models would take of this machine, before they are pulled, exported or loaded."""
 
-import hashlib
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Final
 
-from edgespec.loading import first_use
+from edgespec.loading import drafters, first_use
 from edgespec.loading.first_use import Found, Wanted, name_of
 from edgespec.loading.footprint import WORKING_BYTES, CacheSize, Footprint, Plan, footprint_of
-from edgespec.loading.opening import NGRAM, Reference, recommended_drafter
+from edgespec.loading.opening import NGRAM, Reference
 from edgespec_export.recipe import require_extra
 from edgespec_models.bundles.bundle import Bundle, CacheType, Role
 from edgespec_models.bundles.config import DecoderShape
 from edgespec_models.downloads.catalog import CatalogueEntry, entries
 from edgespec_models.downloads.download import is_pulled, model_path
-from edgespec_models.downloads.hub import PREFIX, HubReference, pulled_hub
+from edgespec_models.downloads.hub import on_hub, pulled_hub
 from edgespec_models.errors import RequestError
+from edgespec_models.progress import ignore_progress
 from edgespec_models.schema import checked, within
 from edgespec_models.storage import home
 from edgespec_runtimes.kv_buffers import KEY_TILE
@@ -71,8 +71,9 @@ def plan(
 def look_up(reference: Reference, role: Role, weights: str | None) -> Found:
     """What :func:`.opening.open_model` would open for the CPU; nothing is pulled or exported."""
     path: Path | None = Path(reference)
-    if str(reference).startswith(PREFIX):
-        path = pulled_hub(HubReference.parse(str(reference)))
+    named = on_hub(str(reference))
+    if named is not None:
+        path = pulled_hub(named)
     if path is None:
         raise RequestError(
             f"{reference} is not on this machine, and what it is can only be read from its files; run "
@@ -82,17 +83,21 @@ def look_up(reference: Reference, role: Role, weights: str | None) -> Found:
 
 
 def recommended(target: Found) -> str:
-    """What ``"auto"`` would be: by the bundle, the catalogue, or the digest of a file of a known size."""
+    """What ``"auto"`` would be, were it here: by the bundle, the catalogue, or the file."""
+    if isinstance(target, CatalogueEntry) and target.drafter is not None:
+        return target.drafter
     if isinstance(target, Bundle):
-        return recommended_drafter(target)
+        total = sum(file.size_bytes for file in target.manifest.files.values())
+        return drafters.recommended(target.config, total, target.manifest.provenance.get("sha256"))[0]
     if isinstance(target, CatalogueEntry):
-        return target.drafter or NGRAM
-    known = {entry.sha256: entry for entry in entries().values()}
-    if not target.is_file() or target.stat().st_size not in {entry.size_bytes for entry in known.values()}:
-        return NGRAM
-    with target.open("rb") as file:
-        found = known.get(hashlib.file_digest(file, "sha256").hexdigest())
-    return (found and found.drafter) or NGRAM
+        return drafters.recommended(_shape_of(target), target.size_bytes)[0]
+    require_extra()
+    from edgespec_export.sources.open import open_checkpoint
+
+    known = {entry.size_bytes for entry in entries().values()}
+    with open_checkpoint(target) as checkpoint:
+        digest = checkpoint.digest(ignore_progress) if checkpoint.n_bytes in known else None
+        return drafters.recommended(checkpoint.config, checkpoint.n_bytes, digest)[0]
 
 
 def footprint(found: Found, role: Role, weights: str | None = None) -> Footprint:
@@ -120,12 +125,17 @@ def _of_checkpoint(name: str, source: Path, role: Role, weights: str | None) -> 
 
 def _of_entry(entry: CatalogueEntry, role: Role, weights: str | None) -> Footprint:
     """A model that is not here: its file's size stands for its weights, which an export keeps as they are."""
+    size = entry.size_bytes
+    return _planned(entry.name, _shape_of(entry), (role, weights), {"matrices": size}, (size, size))
+
+
+def _shape_of(entry: CatalogueEntry) -> DecoderShape:
     shape = entry.shape
     if shape is None:
         raise RequestError(
             f"the catalogue does not say what {entry.name} takes; run 'edgespec pull {entry.name}' first"
         )
-    config = DecoderShape(
+    return DecoderShape(
         architecture=entry.architecture,
         vocab_size=shape.vocabulary,
         num_layers=shape.layers,
@@ -134,8 +144,6 @@ def _of_entry(entry: CatalogueEntry, role: Role, weights: str | None) -> Footpri
         head_dim=shape.head_dim,
         context_length=shape.context,
     )
-    size = entry.size_bytes
-    return _planned(entry.name, config, (role, weights), {"matrices": size}, (size, size))
 
 
 def _planned(

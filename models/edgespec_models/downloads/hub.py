@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import quote
 
-from edgespec_models.downloads.catalog import HubFile
+from edgespec_models.downloads.catalog import HubFile, hub_names
 from edgespec_models.downloads.hub_http import fetch_hub, read_hub
 from edgespec_models.downloads.job import Job, alone, file_errors, length, require_space
 from edgespec_models.errors import DownloadError, ModelFileError, RequestError
@@ -84,6 +84,17 @@ class HubReference:
         """The directory, or the GGUF file, of a commit."""
         snapshot = self.folder / "snapshots" / commit
         return snapshot if self.filename is None else snapshot / self.filename
+
+
+def on_hub(text: str) -> HubReference | None:
+    """The model that ``text`` names on the hub, by ``hf:`` or by a name of the catalogue; None for others.
+
+    Raises:
+        RequestError: it begins as a reference and is none.
+    """
+    named = hub_names().get(text)
+    text = text if named is None else named.reference
+    return HubReference.parse(text) if text.startswith(PREFIX) else None
 
 
 def pulled_hub(reference: HubReference) -> Path | None:

@@ -1,0 +1,97 @@
+"""Which drafter ``"auto"`` is: the catalogue's for a file that it knows, else what promises most speed.
+
+A drafter's price is its bytes over the target's, since bytes are what passes on a CPU cost. How often
+guesses are right was measured for two kinds (docs/lab/drafters.md): of the target's family, and of another.
+"""
+
+import logging
+from pathlib import Path
+from typing import Final
+
+from edgespec.loading.opening import NGRAM, Reference
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.config import DecoderShape
+from edgespec_models.downloads.catalog import entries, find, hub_names
+from edgespec_models.downloads.download import is_pulled
+from edgespec_models.downloads.hub import on_hub, pulled_hub
+from edgespec_models.errors import CatalogueError
+
+_FAMILY, _OTHER = 0.86, 0.70
+"""Right first guesses on Spec-Bench: Qwen2.5-Coder-0.5B for the 1.5B, and SmolLM2-135M for the same."""
+_ROW: Final = 0.05  # of a pass over one row, what each further row adds
+_LONGEST: Final = 8
+_WORTH: Final = 1.2  # times plain decoding, below which a model's guesses are not worth its memory
+_LOG: Final = logging.getLogger("edgespec")
+
+
+def choose(target: Bundle, reference: Reference) -> str:
+    """The drafter for ``target``, which ``reference`` named, and why, in the log where something is missing.
+
+    With a model that has a name it is fetched, like the model; for a file or folder of the user's own nothing
+    is fetched unasked.
+    """
+    n_bytes = sum(file.size_bytes for file in target.manifest.files.values())
+    name, speed = recommended(target.config, n_bytes, target.manifest.provenance.get("sha256"))
+    if name == NGRAM or is_here(name):
+        return name
+    if not Path(reference).exists():
+        _LOG.warning("%s, %.1f GB, drafts for %s and is fetched", name, _bytes_of(name) / 1e9, reference)
+        return name
+    _LOG.warning(
+        "n-grams draft for %s. With %s (%.1f GB) decoding should be %.1f times as fast; 'edgespec pull %s' "
+        "brings it",
+        *(reference, name, _bytes_of(name) / 1e9, speed, name),
+    )
+    return NGRAM
+
+
+def recommended(shape: DecoderShape, n_bytes: int, digest: object = None) -> tuple[str, float]:
+    """The best drafter for a target of so many bytes, and how many times as fast decoding should be with it.
+
+    ``digest`` is the SHA-256 of the file that the target was made of.
+    """
+    known = next((entry for entry in entries().values() if entry.sha256 == digest), None)
+    family = {
+        name: model.size_bytes
+        for name, model in hub_names().items()
+        if model.drafts and (model.architecture, model.vocabulary) == (shape.architecture, shape.vocab_size)
+    }
+    promised, n_bytes = {NGRAM: _WORTH}, max(n_bytes, 1)
+    for entry in entries().values():
+        if entry.role == "drafter" and entry.alignment is None:
+            if entry.architecture == shape.architecture == "gemma3":  # the only family of one vocabulary
+                family[entry.name] = entry.size_bytes
+            promised[entry.name] = expected_speed(_OTHER, entry.size_bytes / n_bytes)
+    promised |= {name: expected_speed(_FAMILY, size / n_bytes) for name, size in family.items()}
+    if known is not None and known.drafter is not None:
+        return known.drafter, max(promised.values())
+    best = max(promised, key=lambda name: promised[name])
+    return best, promised[best]
+
+
+def expected_speed(guessed: float, price: float) -> float:
+    """Times plain decoding, with the best length of drafts (Leviathan et al. 2023, theorem 3.8).
+
+    Args:
+        guessed: the probability that a guess is right.
+        price: of a drafter's step, in passes of the target; a further row costs a pass 0.05 more.
+    """
+    return max(
+        (1 - guessed ** (length + 1)) / (1 - guessed) / (1 + length * (price + _ROW))
+        for length in range(1, _LONGEST + 1)
+    )
+
+
+def is_here(name: str) -> bool:
+    """Whether the model that ``name`` stands for was pulled."""
+    reference = on_hub(name)
+    if reference is not None:
+        return pulled_hub(reference) is not None
+    try:
+        return is_pulled(find(name))
+    except CatalogueError:
+        return False
+
+
+def _bytes_of(name: str) -> int:
+    return hub_names()[name].size_bytes if name in hub_names() else find(name).size_bytes

@@ -1,0 +1,89 @@
+"""Which drafter ``"auto"`` takes: by expected speed, and nothing is fetched unasked."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from edgespec.loading import drafters
+from edgespec.loading.drafters import choose, expected_speed, recommended
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.config import DecoderShape
+from edgespec_models.downloads.catalog import entries, hub_names
+from tests.toy import tiny_bundle
+
+
+def shape(architecture: str, vocabulary: int) -> DecoderShape:
+    return DecoderShape(
+        architecture=architecture,
+        vocab_size=vocabulary,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=16,
+        context_length=64,
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter"),
+    [
+        ("qwen3-8b", "qwen3-0.6b"),
+        ("qwen3-4b", "qwen3-0.6b"),
+        ("qwen3-1.7b", "smollm2-135m-instruct"),  # whose own family's drafter is a third of it
+        ("gemma-3-4b-it", "gemma-3-270m"),
+        ("llama-3.2-3b-instruct", "smollm2-135m-instruct"),
+        ("phi-4-mini-instruct", "smollm2-135m-instruct"),
+    ],
+)
+def test_the_drafter_that_promises_most_is_recommended(target: str, drafter: str) -> None:
+    model = hub_names()[target]
+    assert recommended(shape(model.architecture, model.vocabulary), model.size_bytes)[0] == drafter
+
+
+def test_a_model_as_small_as_drafters_gets_none() -> None:
+    entry = entries()["smollm2-135m-instruct"]
+    assert recommended(shape("llama", 49_152), entry.size_bytes)[0] == "ngram"
+
+
+def test_a_file_that_the_catalogue_knows_has_its_own_drafter() -> None:
+    entry = entries()["qwen2.5-coder-1.5b-instruct"]
+    assert recommended(shape("qwen2", 151_936), entry.size_bytes, entry.sha256)[0] == entry.drafter
+
+
+def test_expected_speed_is_that_of_the_best_length() -> None:
+    assert expected_speed(0.5, 0.95) == pytest.approx(0.75)  # half a token for a pass
+    assert expected_speed(0.9, 0.0) == pytest.approx((1 - 0.9**9) / 0.1 / 1.4)
+
+
+@pytest.fixture
+def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bundle:
+    """A tiny bundle for which a drafter that is not here is recommended."""
+    monkeypatch.setattr(drafters, "recommended", lambda *args: ("qwen3-0.6b", 2.0))
+    monkeypatch.setattr(drafters, "is_here", lambda name: False)
+    return tiny_bundle(tmp_path / "bundle").bundle
+
+
+def test_for_a_path_nothing_is_fetched_and_the_command_is_said(
+    large: Bundle, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "edgespec"):
+        assert choose(large, large.path) == "ngram"
+    assert "edgespec pull qwen3-0.6b" in caplog.text
+    assert "2.0 times" in caplog.text
+
+
+def test_with_a_name_its_size_is_said_and_it_is_fetched(
+    large: Bundle, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "edgespec"):
+        assert choose(large, "qwen3-4b") == "qwen3-0.6b"
+    assert "0.4 GB" in caplog.text
+
+
+def test_what_is_here_is_taken_for_a_path_too(
+    large: Bundle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(drafters, "is_here", lambda name: True)
+    assert choose(large, large.path) == "qwen3-0.6b"
+    assert not caplog.text
