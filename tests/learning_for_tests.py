@@ -1,12 +1,13 @@
 """A trainer that does not wait for idle time."""
 
-from edgespec.learning import Example, Trainer
+from edgespec.learning import Trainer
+from edgespec_export.align.settings import Text
 
 
 class AtOnce(Trainer):
     """Learns from a text when it is offered, as if the user then took all the time that this takes."""
 
-    def offer(self, example: Example) -> None:
+    def offer(self, example: Text) -> None:
         """Learn."""
         tuning = self._started()
         if tuning is None:

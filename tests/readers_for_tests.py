@@ -19,7 +19,7 @@ from rich.console import Console
 from edgespec.cli import inspect
 from edgespec.history.manage import History
 from edgespec.requests.request import Request
-from edgespec.requests.tool_calls import ToolReader, check_tools
+from edgespec.requests.tool_calls import check_tools, tool_reader
 from edgespec.serve.app import App
 from edgespec.serve.options import ServeOptions
 from edgespec_export.sources.checkpoint import Checkpoint
@@ -305,7 +305,7 @@ def tools(_: Path) -> Reader:
         check_tools(given)
         source = answers.get(str(tree.get("form")), answers["hermes"])[0]
         answer = tokens.encode(str(tree.get("answer")), special=True)
-        content, calls = ToolReader(source, given, tokens, [2]).read([1, *answer], answer)
+        content, calls = tool_reader(source, given, tokens, [2])([1, *answer], answer)
         json.dumps([content, *(each.to_message() for each in calls)], ensure_ascii=False).encode()
 
     seeds = [packed({"form": form, "tools": TOOLS, "answer": text}) for form, (_, text) in answers.items()]

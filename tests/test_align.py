@@ -18,7 +18,6 @@ from edgespec_export.align.alignment import Alignment, Codes, Origin, open_align
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats import plan
 from edgespec_export.formats.stored_weights import StoredWeights
-from edgespec_export.options import TrimOptions
 from edgespec_export.recipe import RECIPES
 from edgespec_export.sources.blocks import F32, GGMLType
 from edgespec_export.sources.open import open_checkpoint
@@ -219,7 +218,7 @@ def test_what_does_not_fit_the_drafter_is_refused(tmp_path: Path, kind: str, par
 
 
 def _export(source: Path, out: Path, **options: Any) -> Bundle:
-    chosen = ExportOptions(role="drafter", trim=TrimOptions("full"), **options)
+    chosen = ExportOptions(role="drafter", trim="full", **options)
     export_model(source, out, options=chosen)
     return Bundle(out, verify_digests=True)
 

@@ -23,7 +23,6 @@ from edgespec.drafting.model import context_tokens
 from edgespec.measuring.prompts import Prompt
 from edgespec_export.align.settings import Text
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_export.options import TrimOptions
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.downloads.catalog import find
 from edgespec_models.errors import DoesNotFit, RequestError, StorageError
@@ -46,7 +45,7 @@ def _asked(model: FakeModel, place: Path, prompts: Sequence[Prompt] = PROMPTS) -
 
 def _drafter(out: Path) -> Bundle:
     source = tiny_gguf("llama", "Q8_0").write(out.with_suffix(".gguf"))
-    export_model(source, out, options=ExportOptions(role="drafter", trim=TrimOptions("full")))
+    export_model(source, out, options=ExportOptions(role="drafter", trim="full"))
     return Bundle(out)
 
 
@@ -155,7 +154,7 @@ def test_texts_are_as_the_drafter_reads_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("trim", ["full", 320])
 def test_first_guesses_are_what_the_logits_say(tmp_path: Path, trim: Any) -> None:
-    options = ExportOptions(role="drafter", trim=TrimOptions(trim))
+    options = ExportOptions(role="drafter", trim=trim)
     export_model(tiny_gguf("gemma3", "Q8_0").write(tmp_path / "m.gguf"), tmp_path / "d", options=options)
     bundle = Bundle(tmp_path / "d")
     prompt, session = [5, 17, 300, 2, 41, 17], CpuSession(bundle)

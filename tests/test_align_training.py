@@ -207,16 +207,12 @@ def test_the_command_from_prompts_to_a_bundle(
 
 
 def test_too_few_answers_and_no_gpu_are_said(tmp_path: Path, source: Path) -> None:
-    def align(held: int, device: Any) -> None:
-        facts, place = {"model": "m", "target": "t", "licence": ""}, running.Place(tmp_path, device=device)
-        texts = _texts(30), _texts(held)
-        running.align(source, texts, OPTIONS, place, facts=facts, progress=ignore_progress)
-
+    texts, facts = (_texts(30), _texts(0)), {"model": "m", "target": "t", "licence": ""}
     with pytest.raises(RequestError, match="0 held out"):
-        align(0, "cpu")
+        running.align(source, texts, OPTIONS, tmp_path, device="cpu", facts=facts, progress=ignore_progress)
     if not torch.cuda.is_available():
         with pytest.raises(DeviceError, match="no CUDA device"):
-            align(3, "cuda")
+            running.torch_device("cuda")
 
 
 def test_floats_have_no_scales_to_train(tmp_path: Path) -> None:

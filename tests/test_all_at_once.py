@@ -169,8 +169,9 @@ def test_an_audit_of_a_model_with_a_history_covers_what_is_learned(
         greedy = audit_answers(model, [Prompt("a", "code", ("def add(a, b):",))], max_new_tokens=16)
         sampling = audit_sampling(model, samples=20, texts=["3 1 6 2 2 5 4 1 3 6 5 4 2 1 1 6 3 5"])
         assert model._side is not None and model._side.trainer is not None
-    assert greedy.problems() == [] and greedy.drafted > 0
-    assert sampling.equal_seeds == sampling.equal_seeds_identical > 0
+    assert greedy["identical"] == 1 and greedy["drafted"] > 0
+    seeds = sampling["equal_seeds"]
+    assert seeds["pairs"] == seeds["identical"] > 0
     assert History("me").corrections()[0].tokens > 0
 
 

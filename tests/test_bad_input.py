@@ -244,7 +244,7 @@ def test_random_damage_to_facts_and_weights(tmp_path: Path, sound: bytes) -> Non
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [(writer_module.Parameters, "append"), (graph_bundle, "write_json"), (staging_module, "move")],
+    [(writer_module, "row_writer"), (graph_bundle, "write_json"), (staging_module, "move")],
     ids=["weights", "manifest", "placing"],
 )
 def test_a_full_disk_or_ctrl_c_leaves_nothing(tmp_path: Path, sound: bytes, module: Any, name: str) -> None:

@@ -16,8 +16,8 @@ from edgespec.drafting.policy import Part
 from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.side import DrafterSide
 from edgespec.learning.trainer import Trainer
-from edgespec.learning.tuning import Example
 from edgespec.loading.opening import Running
+from edgespec_export.align.settings import Text
 from edgespec_models.text.tokenizer import SpecialTokens
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.devices import KINDS, Device, Placement
@@ -40,7 +40,7 @@ class _Trainer:
     def resume(self) -> None:
         self.told.append("resume")
 
-    def offer(self, example: Example) -> None:
+    def offer(self, example: Text) -> None:
         self.told.append(example)
 
     def take(self) -> None:
@@ -118,16 +118,16 @@ def _offered(prompt: list[int] | None, answer: Sequence[int]) -> list[Any]:
 
 def test_what_was_answered_is_offered_to_learn_from() -> None:
     answer = list(range(20, 30))
-    assert _offered([7, 8], answer) == [Example((7, 8, *answer), 2)]
-    assert _offered([7, 8], [*answer, EOS]) == [Example((7, 8, *answer, EOS), 2)]
+    assert _offered([7, 8], answer) == [Text((7, 8, *answer), 2)]
+    assert _offered([7, 8], [*answer, EOS]) == [Text((7, 8, *answer, EOS), 2)]
     assert _offered([7, 8], answer[:7]) == []
-    assert _offered([7, 8], answer[:8]) == [Example((7, 8, *answer[:8]), 2)]
+    assert _offered([7, 8], answer[:8]) == [Text((7, 8, *answer[:8]), 2)]
     assert _offered([7, 8], []) == []
 
 
 def test_of_long_texts_the_end_of_the_prompt_and_the_beginning_of_the_answer_are_offered() -> None:
     prompt, answer = [5 + i % 9 for i in range(300)], [20 + i % 7 for i in range(600)]
-    assert _offered(prompt, answer) == [Example((*prompt[-256:], *answer[:512]), 256)]
+    assert _offered(prompt, answer) == [Text((*prompt[-256:], *answer[:512]), 256)]
 
 
 def test_a_request_it_does_not_draft_for_teaches_nothing() -> None:

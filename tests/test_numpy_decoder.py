@@ -9,7 +9,6 @@ import pytest
 from edgespec.learning.decoder import NumpyDecoder, Reading
 from edgespec.learning.layer_math import F32
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_export.options import TrimOptions
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_runtimes.cpu import CpuSession
@@ -67,7 +66,7 @@ def test_a_text_is_read_as_the_papers_say(tmp_path: Path, name: str, kept: tuple
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
 def test_what_the_exporter_makes_is_read_as_onnx_runtime_reads_it(tmp_path: Path, architecture: str) -> None:
     source = tiny_gguf(architecture).write(tmp_path / "m.gguf")
-    options = ExportOptions(role="drafter", trim=TrimOptions(320))
+    options = ExportOptions(role="drafter", trim=320)
     export_model(source, tmp_path / "out", options=options)
     bundle = Bundle(tmp_path / "out")
     reading, session = _read(NumpyDecoder(bundle), differentiate=True), CpuSession(bundle)

@@ -42,10 +42,10 @@ def test_agreement_and_divergence_are_told_text_by_text() -> None:
         (np.array([sure[:2]] * 9), np.log(np.array([[0.41, 0.40]], np.float32))),
     )
     report = check_parity([[np.array([sure] * 9)], [other[None]]], golden)
-    assert report.positions == 10 and report.top1_agreement == pytest.approx(0.9)
+    assert report["positions"] == 10 and report["top1_agreement"] == pytest.approx(0.9)
     code = 0.41 * np.log(0.41 / 0.40) + 0.40 * np.log(0.40 / 0.41)
-    assert report.kl == pytest.approx(code / 10, abs=1e-6)
-    assert report.by_text == {
+    assert report["kl"] == pytest.approx(code / 10, abs=1e-6)
+    assert report["by_text"] == {
         "en": {"top1_agreement": 1.0, "kl": pytest.approx(0.0, abs=1e-6)},
         "code": {"top1_agreement": 0.0, "kl": pytest.approx(code, rel=1e-2)},
     }

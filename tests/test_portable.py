@@ -167,7 +167,7 @@ def outlying(folder: Path, layers: tuple[int, ...]) -> Path:
 def test_layers_with_keys_too_unequal_stay_float(tmp_path: Path, layers: tuple[int, ...]) -> None:
     source = outlying(tmp_path, layers)
     report = export_model(source, tmp_path / "out", options=ExportOptions(kv="int8"))
-    assert report.row_exact
+    assert report["row_exact"]
     manifest = Bundle(tmp_path / "out").manifest
     assert manifest.float_kv_layers == layers
     session = CpuSession(Bundle(tmp_path / "out"))

@@ -54,7 +54,7 @@ def test_a_bundle(tmp_path: Path, architecture: str) -> None:
     manifest = Bundle(tmp_path / "out").manifest
     assert (manifest.weights, manifest.operators) == (choice.name, "edgespec")
     assert set(manifest.formats) == {"Q4_1", "Q8_0"}
-    assert report.row_exact
+    assert report["row_exact"]
     assert logits_error(model, tmp_path / "out") < 0.4  # random weights in 4 bits, through every layer
     exported(model, tmp_path, quantization=Quantization(bits=8), overwrite=True)
     assert logits_error(model, tmp_path / "out") < 0.06
@@ -67,7 +67,7 @@ def test_a_quantized_portable_bundle(tmp_path: Path, architecture: str) -> None:
     manifest = Bundle(tmp_path / "out").manifest
     assert (manifest.weights, manifest.operators) == ("4-bit", "standard")
     assert set(manifest.formats) == {"int4/32+minimums", "int8/32"}
-    assert report.row_exact
+    assert report["row_exact"]
     assert logits_error(model, tmp_path / "out") < 0.4
 
 
@@ -78,7 +78,7 @@ def test_what_the_file_holds_in_this_form_is_kept(tmp_path: Path) -> None:
             report = exported(tiny_gguf("llama", kind), tmp_path, quantization=keep, kv=kv, overwrite=True)
             # The minimums of portable bundles are rounded once more.
             limit = 1e-2 if (kind, kv) == ("Q4_1", "int8") else 1e-6
-            assert [loss.relative_error < limit for loss in report.weights] == [True], (kind, kv)
+            assert [loss["relative_error"] < limit for loss in report["weights"]] == [True], (kind, kv)
 
 
 def test_a_policy_and_a_quantization_exclude_each_other(tmp_path: Path) -> None:

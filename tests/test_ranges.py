@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from edgespec_export.graphs import ranges
-from edgespec_export.graphs.ranges import measure_ranges, precision_for
-from edgespec_export.report import LARGEST_FLOAT16, ActivationRanges
+from edgespec_export.graphs.ranges import LARGEST_FLOAT16, ActivationRanges, measure_ranges, precision_for
 from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.errors import UnsupportedModelError
 from edgespec_models.progress import ignore_progress

@@ -52,9 +52,9 @@ def test_an_export_computes_what_its_source_computes(name: str) -> None:
         now = check_parity(session_logits(session, golden), golden, bundle.head_tokens)
     finally:
         session.close()
-    assert now.positions == stored["positions"] > 100
-    assert now.top1_agreement == stored["top1_agreement"]
-    assert now.kl == pytest.approx(stored["kl"], rel=1e-6)
+    assert now["positions"] == stored["positions"] > 100
+    assert now["top1_agreement"] == stored["top1_agreement"]
+    assert now["kl"] == pytest.approx(stored["kl"], rel=1e-6)
 
 
 def test_a_bundle_keeps_the_tokenizer() -> None:

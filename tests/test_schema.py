@@ -17,7 +17,6 @@ from edgespec.measuring.bench import BenchOptions
 from edgespec.requests.request import Request, RequestOptions
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats.quantization import Quantization
-from edgespec_export.options import TrimOptions
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import checked, length, shown, within
 from edgespec_runtimes.cpu import CpuOptions
@@ -30,7 +29,6 @@ OPTIONS = (
     Quantization,
     Request,
     SamplingParams,
-    TrimOptions,
 )
 FIELDS = [(cls, field.name) for cls in OPTIONS for field in fields(cls)]
 

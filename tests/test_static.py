@@ -21,7 +21,6 @@ from edgespec_export.devices.static_export import split
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats.quantization import Quantization
 from edgespec_export.formats.stored_weights import StoredWeights
-from edgespec_export.options import TrimOptions
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.static_graphs import StaticDevice, StaticGraphs
@@ -50,14 +49,14 @@ REFUSED = (
     (replace(QNN, weights="exact"), "device=npu-qnn settles formats.*leave out weights"),
     (replace(QNN, quantization=Quantization()), "leave out quantization"),
     (replace(QNN, kv="int8"), "leave out kv"),
-    (replace(QNN, role="drafter", trim=TrimOptions(1000)), "leave out trim"),
+    (replace(QNN, role="drafter", trim=1000), "leave out trim"),
     (replace(QNN, buckets=(64, 641)), "641 tokens exceeds the context of 640"),
     (replace(QNN, device=None), "give an NPU as device"),
     (replace(CUDA, buckets=(64,)), "give an NPU as device"),
     (replace(CUDA, kv="int8"), "float16 KV cache; leave out kv='int8'"),
     (replace(CUDA, weights="exact"), "kernels, which run on CPUs"),
-    (replace(CUDA, role="drafter", trim=TrimOptions("auto")), "measures on this CPU"),
-    (replace(CUDA, role="drafter", trim=TrimOptions(300)), "multiple of 8, such as 304"),
+    (replace(CUDA, role="drafter", trim="auto"), "measures on this CPU"),
+    (replace(CUDA, role="drafter", trim=300), "multiple of 8, such as 304"),
     (replace(QNN, chip="tpu"), "chip 'tpu' is not known; allowed: snapdragon-x-elite, "),
     (replace(QNN, chip=CHIP, device="cuda"), "for the device npu-qnn, not for cuda"),
     (ExportOptions(chip=CHIP), "for the device npu-qnn, not for the CPU"),
@@ -84,12 +83,12 @@ def test_a_bundle_is_whole_and_says_what_it_is(source: Path, tmp_path: Path) -> 
     assert {*static.files, "model.onnx.data", "report.json"} <= manifest.files.keys()
     assert {file.name for file in (tmp_path / "out").iterdir()} == {*manifest.files, "edgespec.json"}
     assert (manifest.role, manifest.kv, manifest.head_rows) == ("drafter", "uint8", None)
-    assert report.static is not None and report.static.calibration_texts > 1
-    assert bundle.report() == report.to_json()
+    assert report["static"]["calibration_texts"] > 1
+    assert bundle.report() == report
     options = ExportOptions(device="npu-openvino", buckets=(64,))
     other = export_model(source, tmp_path / "other", options=options)
     assert Bundle(tmp_path / "other").digest != bundle.digest
-    assert other.static is not None and other.static.kl != report.static.kl
+    assert other["static"]["kl"] != report["static"]["kl"]
 
 
 def test_the_command_takes_device_and_buckets(source: Path, tmp_path: Path) -> None:
@@ -114,8 +113,8 @@ def test_keys_that_8_bits_would_drown_have_16(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setattr(static_export, "_LARGEST_STEP", step)
         report = export_model(source, tmp_path / f"{step}", options=QNN)
         manifest = Bundle(tmp_path / f"{step}").manifest
-        assert manifest.static is not None and report.static is not None
-        found[manifest.static.wide_keys] = report.static.kl
+        assert manifest.static is not None
+        found[manifest.static.wide_keys] = report["static"]["kl"]
         session = StaticSession(Bundle(tmp_path / f"{step}"), ON_CPU)
         session.prefill([1, 2, 3])
         assert session.kv_bytes == 64 * manifest.kv_bytes_per_token
@@ -140,7 +139,7 @@ def _options(folder: Path, device: StaticDevice) -> ExportOptions:
     texts = folder / "texts.jsonl"
     lines = (json.dumps({"text": f"{count} quick brown foxes jump over lazy dogs. " * 3}) for count in "123")
     texts.write_text("\n".join(lines), encoding="utf-8")
-    return ExportOptions(device=device, buckets=(64,), trim=TrimOptions(texts=(texts,)))
+    return ExportOptions(device=device, buckets=(64,), calibration=(texts,))
 
 
 def _whole(config: ModelConfig) -> list[range]:
@@ -162,7 +161,7 @@ def test_an_export_in_pieces_is_that_of_the_whole(
     for name, pieces, rows in (("whole", _whole, 10_000), ("pieces", _one_by_one, 7)):
         monkeypatch.setattr(static_export, "split", pieces)
         monkeypatch.setattr(static_weights, "_SPAN_ROWS", rows)
-        reports.append(export_model(source, tmp_path / name, options=options).static)
+        reports.append(export_model(source, tmp_path / name, options=options)["static"])
     whole, cut = (Bundle(tmp_path / name) for name in ("whole", "pieces"))
     assert whole.manifest.static == cut.manifest.static and reports[0] == reports[1]
     for name in whole.manifest.files.keys() - {"report.json"}:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.requests.tool_calls import ToolReader, check_tools, format_of
+from edgespec.requests.tool_calls import check_tools, format_of, tool_reader
 from edgespec_models.errors import RequestError
 from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_models.text.tokenizer import Tokenizer
@@ -31,8 +31,8 @@ def called(arguments: str) -> str:
 
 def read(source: str, text: str) -> tuple[str, Calls]:
     """What is read of an answer: its content, and names and arguments of its calls."""
-    reader = ToolReader(source, TOOLS, TOKENIZER, {END})
-    content, calls = reader.read([1, 2], [*TOKENIZER.encode(text, special=True), END])
+    reader = tool_reader(source, TOOLS, TOKENIZER, {END})
+    content, calls = reader([1, 2], [*TOKENIZER.encode(text, special=True), END])
     return content, [(call.name, call.arguments) for call in calls]
 
 
@@ -108,10 +108,10 @@ def test_other_forms_are_not_taken_for_one_of_them() -> None:
 
 
 def test_ids_tell_calls_apart_and_are_the_same_again() -> None:
-    reader = ToolReader(MISTRAL, TOOLS, TOKENIZER, {END})
+    reader = tool_reader(MISTRAL, TOOLS, TOKENIZER, {END})
     answer = TOKENIZER.encode(f"[TOOL_CALLS] [{ADD}, {ADD}]", special=True)
     first, again, other = (
-        [call.id for call in reader.read([*prompt, *answer], answer)[1]] for prompt in ([1], [1], [2])
+        [call.id for call in reader([*prompt, *answer], answer)[1]] for prompt in ([1], [1], [2])
     )
     assert first == again
     assert len({*first, *other}) == 4
@@ -119,9 +119,9 @@ def test_ids_tell_calls_apart_and_are_the_same_again() -> None:
 
 
 def test_a_conversation_with_calls_goes_through_the_template() -> None:
-    reader = ToolReader(HERMES, TOOLS, TOKENIZER, {END})
+    reader = tool_reader(HERMES, TOOLS, TOKENIZER, {END})
     answer = TOKENIZER.encode(f"<tool_call>\n{ADD}\n</tool_call>", special=True)
-    _, (call,) = reader.read(answer, answer)
+    _, (call,) = reader(answer, answer)
     messages: list[dict[str, Any]] = [
         *ASK,
         {"role": "assistant", "content": None, "tool_calls": [call.to_message()]},

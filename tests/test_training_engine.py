@@ -13,7 +13,7 @@ import pytest
 import edgespec
 from edgespec import Generation, LoadOptions, Model, RequestOptions
 from edgespec.learning.trainer import Trainer
-from edgespec.learning.tuning import Example
+from edgespec_export.align.settings import Text
 from edgespec_models.bundles.bundle import MANIFEST
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cpu import CpuSession
@@ -106,9 +106,9 @@ def _learned(model: Model, texts: int) -> None:
     _until(lambda: trainer._gains is not None)
 
 
-def _offered(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[Example]:
+def _offered(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[Text]:
     """What the trainer is offered from now on; it learns nothing."""
-    examples: list[Example] = []
+    examples: list[Text] = []
     monkeypatch.setattr(_trainer(model), "offer", examples.append)
     return examples
 

@@ -24,7 +24,6 @@ from edgespec.loading.measurements import describe_machine
 from edgespec.measuring.bench import BenchOptions, measure, summarize
 from edgespec.measuring.prompts import Prompt, builtin_prompts, load_prompts, select
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_export.options import TrimOptions
 from edgespec_export.recipe import RECIPES
 from edgespec_models.bundles.bundle import MANIFEST, Bundle
 from edgespec_models.errors import EdgespecError
@@ -55,11 +54,10 @@ def bundles(target: Path, drafter: Path, work: Path) -> tuple[Bundle, Bundle, Bu
             export_model(source, folder, options=options)
         return Bundle(folder)
 
-    whole = TrimOptions("full")
     return (
         made(target, "target", ExportOptions(device="cuda")),
-        made(drafter, "drafter", ExportOptions(role="drafter", device="cuda", trim=whole)),
-        made(drafter, "drafter-cpu", ExportOptions(role="drafter", trim=whole)),
+        made(drafter, "drafter", ExportOptions(role="drafter", device="cuda", trim="full")),
+        made(drafter, "drafter-cpu", ExportOptions(role="drafter", trim="full")),
     )
 
 

@@ -1,7 +1,7 @@
 """From answers to an alignment file: texts in the drafter's tokens, training, and what it brought."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,44 +20,6 @@ _LONGEST = 2048  # tokens of a prompt and its answer
 _FEWEST = 10  # texts
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where and on what training runs, and where its results lie.
-
-    ``out`` exists. The device ``auto`` is a GPU that PyTorch can use, or else the CPU; with 0 threads PyTorch
-    decides how many.
-    """
-
-    out: Path
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Aligned:
-    """What came of it: the file, texts trained on and held out, and right first guesses of these."""
-
-    path: Path
-    size_bytes: int
-    texts: int
-    tokens: int
-    held_out: int
-    steps: int
-    before: Guesses
-    after: Guesses
-
-    @staticmethod
-    def share(guesses: Guesses, category: str | None = None) -> float:
-        """Of right ones, in a category or all."""
-        chosen = [counts for name, counts in guesses.items() if category in (name, None)]
-        return sum(right for right, _ in chosen) / max(1, sum(of for _, of in chosen))
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        shares = {"share_before": self.share(self.before), "share_after": self.share(self.after)}
-        return {**asdict(self), **shares, "path": str(self.path)}
-
-
 def require_torch() -> None:
     """Find out that the ``align`` extra is missing, before the target has answered.
 
@@ -70,6 +32,23 @@ def require_torch() -> None:
         raise EdgespecError(
             f"aligning needs {error.name}, which is not installed: pip install 'edgespec[align]'"
         ) from error
+
+
+def torch_device(wanted: Literal["auto", "cpu", "cuda"], threads: int = 0) -> str:
+    """Where training runs, as PyTorch calls it, which is told to use so many threads; with 0 it decides.
+
+    ``auto`` is a GPU that PyTorch can use, or else the CPU.
+
+    Raises:
+        DeviceError: there is no such device.
+    """
+    import torch
+
+    if threads:
+        torch.set_num_threads(threads)
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("PyTorch finds no CUDA device here; use --device cpu, or install its CUDA build")
+    return "cuda" if wanted == "auto" and torch.cuda.is_available() else wanted.replace("auto", "cpu")
 
 
 def text_of(answer: Answer, drafter: Bundle) -> Text | None:
@@ -103,22 +82,21 @@ def align(
     source: Path,
     texts: tuple[Sequence[Text], Sequence[Text]],
     options: TrainingOptions,
-    place: Place,
+    out: Path,
     *,
+    device: str,
     facts: dict[str, str],
     progress: ProgressCallback,
-) -> Aligned:
-    """Train the drafter ``source`` and write its alignment to ``place.out``.
+) -> dict[str, Any]:
+    """Train the drafter ``source`` and write its alignment to ``out``, a directory that exists.
 
-    ``facts`` are ``model``, ``target`` and ``licence``, as an alignment tells of them.
+    ``device`` is as :func:`torch_device` says. ``facts`` are ``model``, ``target`` and ``licence``, as an
+    alignment tells of them. Returns what came of it as JSON values; docs/json.md lists the keys.
 
     Raises:
         RequestError: too few texts; or the directory holds a training run of other texts or options.
-        DeviceError: there is no such device.
         EdgespecError: whatever else keeps the drafter from being read, or the file from being written.
     """
-    import torch
-
     from edgespec_export.align.decoder import TorchDecoder
     from edgespec_export.align.training import count_right, train
 
@@ -128,38 +106,38 @@ def align(
             f"there are {len(kept)} answers to train on and {len(held)} held out; give more prompts, "
             f"{10 * _FEWEST} at least, better thousands"
         )
-    if place.threads:
-        torch.set_num_threads(place.threads)
-    device = device_of(place)
     with open_checkpoint(source) as checkpoint:
         digest = checkpoint.digest(progress)
         decoder = TorchDecoder(
             checkpoint, options.trained, rank=options.rank, seed=options.seed, device=device
         )
         before = count_right(decoder, held, device=device, progress=progress)
-        state = place.out / _STATE
+        state = out / _STATE
         steps = train(decoder, kept, options, place=state, known=digest, device=device, progress=progress)
         changes = decoder.changes()
         decoder.take(changes)  # rounded as they are kept
         after = count_right(decoder, held, device=device, progress=progress)
     tokens = sum(len(text.tokens) - text.start for text in kept)
     recipe = {name: str(value) for name, value in asdict(options).items()}
-    shares = Aligned.share(before), Aligned.share(after)
+    shares = share_right(before), share_right(after)
     origin = Origin(facts["model"], digest, facts["target"], tokens, *shares, recipe, facts["licence"])
-    path = place.out / ALIGNMENT
+    path = out / ALIGNMENT
     size = Alignment(origin, changes).write(path)
-    return Aligned(path, size, len(kept), tokens, len(held), steps, before, after)
+    return {
+        "path": str(path),
+        "size_bytes": size,
+        "texts": len(kept),
+        "tokens": tokens,
+        "held_out": len(held),
+        "steps": steps,
+        "before": before,
+        "after": after,
+        "share_before": shares[0],
+        "share_after": shares[1],
+    }
 
 
-def device_of(place: Place) -> str:
-    """Where training runs, as PyTorch calls it.
-
-    Raises:
-        DeviceError: there is no such device.
-    """
-    import torch
-
-    wanted = place.device
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise DeviceError("PyTorch finds no CUDA device here; use --device cpu, or install its CUDA build")
-    return "cuda" if wanted == "auto" and torch.cuda.is_available() else wanted.replace("auto", "cpu")
+def share_right(guesses: Guesses, category: str | None = None) -> float:
+    """The share of right first guesses, in a category or in all."""
+    chosen = [counts for name, counts in guesses.items() if category in (name, None)]
+    return sum(right for right, _ in chosen) / max(1, sum(of for _, of in chosen))

@@ -1,7 +1,8 @@
 """``edgespec align``: train a drafter on what its target writes."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from edgespec.align.answers import Answer, Answering
-    from edgespec.align.run import Aligned, Place
     from edgespec.measuring.prompts import Prompt
     from edgespec_models.progress import ProgressCallback
 
@@ -113,8 +113,8 @@ def align(
     """
     from edgespec.align.answering import answering
     from edgespec.align.answers import Asking, read_answers
-    from edgespec.align.run import Place, require_torch, split_texts
     from edgespec.align.run import align as run
+    from edgespec.align.run import require_torch, split_texts, torch_device
     from edgespec.loading.opening import open_model
     from edgespec_export.align.settings import TrainingOptions
     from edgespec_models.storage import writing
@@ -126,11 +126,12 @@ def align(
     # What may be wrong is found now, not when the target has answered for hours.
     names, place = (target, drafter), answers or out / "answers.jsonl"
     options = TrainingOptions(train, rank, rate, passes, batch_tokens, seed)
-    where, facts = Place(out, device, threads), _facts(names, licence)
+    facts = _facts(names, licence)
     asking = Asking(max_new_tokens, tuple(temperature or (0.0, 0.8)), facts["target"])
     recorded = [answer for file in answers_from or () for answer in read_answers(file)]
     with progress_bars() as progress:
-        source = None if answers_only else _checkpoint(drafter, where, progress)
+        source = None if answers_only else _checkpoint(drafter, progress)
+        trained_on = "" if source is None else torch_device(device, threads)
         bundle = None if answers_only else open_model(drafter, "drafter", progress=progress)
         asked = answering(names, asking, threads=threads, progress=progress)
         known = _answered(_prompts(prompts, answers_from), place, asking.target, asked, progress)
@@ -138,9 +139,9 @@ def align(
             _tell(place, len(known), as_json)
             return
         texts = split_texts(known + recorded, bundle)
-        result = run(source, texts, options, where, facts=facts, progress=progress)
+        result = run(source, texts, options, out, device=trained_on, facts=facts, progress=progress)
     if as_json:
-        print_json(result.to_json())
+        print_json(result)
     else:
         _show(result)
 
@@ -152,9 +153,8 @@ def _tell(place: Path, count: int, as_json: bool) -> None:
         say(f"{place}: {count} answers")
 
 
-def _checkpoint(drafter: str, where: "Place", progress: "ProgressCallback") -> Path:
-    """The drafter's, which is to be trained ``where`` that can be done."""
-    from edgespec.align.run import device_of
+def _checkpoint(drafter: str, progress: "ProgressCallback") -> Path:
+    """The drafter's, which is to be trained."""
     from edgespec_export.sources.open import open_checkpoint
     from edgespec_models.bundles.foreign import is_model
     from edgespec_models.errors import RequestError
@@ -164,7 +164,6 @@ def _checkpoint(drafter: str, where: "Place", progress: "ProgressCallback") -> P
         raise RequestError(f"{drafter} is aligned already; give the drafter that it was made from")
     if is_model(source):
         raise RequestError(f"{drafter} is a bundle; give the checkpoint that it was exported from")
-    device_of(where)
     with open_checkpoint(source):
         return source
 
@@ -213,11 +212,14 @@ def _facts(names: tuple[str, str], licence: str) -> dict[str, str]:
     return {**dict(zip(("target", "model"), known, strict=True)), "licence": licence}
 
 
-def _show(result: "Aligned") -> None:
+def _show(result: Mapping[str, Any]) -> None:
+    from edgespec.align.run import share_right
+
+    guesses = result["before"], result["after"]
     table = figure_table("right first guesses", "of", "before", "after")
-    for category in [*result.before, None]:
-        before, after = (result.share(guesses, category) for guesses in (result.before, result.after))
-        of = sum(of for name, (_, of) in result.before.items() if category in (name, None))
+    for category in [*guesses[0], None]:
+        before, after = (share_right(each, category) for each in guesses)
+        of = sum(of for name, (_, of) in guesses[0].items() if category in (name, None))
         table.add_row("all" if category is None else category, f"{of:,}", f"{before:.3f}", f"{after:.3f}")
     output().print(table)
-    say(f"{result.path}: {size(result.size_bytes)}")
+    say(f"{result['path']}: {size(result['size_bytes'])}")

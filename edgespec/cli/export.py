@@ -157,7 +157,6 @@ def export(
     """
     from edgespec.loading.first_use import alignment_of
     from edgespec_export.export import ExportOptions, export_model
-    from edgespec_export.options import TrimOptions
 
     quantization = _quantization(bits, mixed)
     made_for = None if device == "cpu" else device
@@ -184,15 +183,16 @@ def export(
             device=made_for,
             buckets=_buckets(buckets),
             chip=chip,
-            trim=TrimOptions(_trim_size(trim_vocab), tuple(calibration or ()), tuple(calibrate_with or ())),
+            trim=_trim_size(trim_vocab),
+            calibration=tuple(calibration or ()),
+            calibrate_with=tuple(calibrate_with or ()),
         )
         report = export_model(file, out, options=options, progress=progress)
-    value = report.to_json()
     if as_json:
-        print_json({"path": str(out), **value})
+        print_json({"path": str(out), **report})
         return
     say(f"{out}")
-    show_report(value)
+    show_report(report)
 
 
 def _refuse_with_optimum(options: list[str]) -> None:
@@ -213,16 +213,16 @@ def _via_optimum(source: str, out: Path, *, program: str, overwrite: bool, as_js
             folder = pulled_hub(reference) or pull_hub(reference, progress=progress, notify=note)
         report = export_with_optimum(folder, out, program=program, overwrite=overwrite, progress=progress)
     if as_json:
-        print_json({"path": str(out), **report.to_json()})
+        print_json({"path": str(out), **report})
         return
-    cache = "copied in every pass" if report.copies_cache else "in place"
+    cache = "copied in every pass" if report["copies_cache"] else "in place"
     exact = (
-        "yes" if report.row_exact else "no: where two tokens are nearly equally likely, answers may differ"
+        "yes" if report["row_exact"] else "no: where two tokens are nearly equally likely, answers may differ"
     )
-    say(f"{out}: {report.architecture}, {size(report.bytes)}, from {size(report.source_bytes)}")
+    say(f"{out}: {report['architecture']}, {size(report['bytes'])}, from {size(report['source_bytes'])}")
     say(f"  KV cache: {cache}")
     say(f"  same bits for any rows: {exact}")
-    say(f"  export: {report.seconds:.1f} s, by Optimum; not compared with its source")
+    say(f"  export: {report['seconds']:.1f} s, by Optimum; not compared with its source")
 
 
 def _trim_size(value: str | None) -> "TrimSize | None":

@@ -1,15 +1,12 @@
 """``edgespec verify``: is the output really the same?"""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 
 from edgespec.cli import options
 from edgespec.cli.console import print_json, progress_bars, say
-
-if TYPE_CHECKING:
-    from edgespec.measuring.audit import AnswersAudit, Audit, SamplingAudit
-
 
 _SHOWN_DIFFERENCES = 10
 
@@ -61,61 +58,60 @@ def verify(
 
         edgespec verify ./target --history trial
     """
-    from edgespec.measuring.audit import Audit, audit_answers, audit_sampling
+    from edgespec.measuring.audit import audit_answers, audit_sampling, verdict
 
     chosen, sampling = options.prompts_to_run(prompts, limit), options.sampling_options(context)
     with progress_bars() as progress, options.load_model(context, progress) as model:
         how: Any = {"sampling": sampling, "progress": progress}
-        audit = Audit(
-            target=model.name,
-            drafter=model.drafter_name,
-            row_exact=model.row_exact,
-            answers=audit_answers(model, chosen, max_new_tokens=max_new_tokens, **how),
-            sampling=audit_sampling(model, samples=samples, **how) if samples else None,
-        )
+        answers = audit_answers(model, chosen, max_new_tokens=max_new_tokens, **how)
+        sampled = audit_sampling(model, samples=samples, **how) if samples else None
+        audit = verdict(model, answers, sampled)
     if as_json:
-        print_json(audit.to_json())
+        print_json(audit)
     else:
         _show(audit)
-    if audit.problems():
+    if not audit["passed"]:
         raise typer.Exit(1)
 
 
-def _show(audit: "Audit") -> None:
-    say(f"{audit.target} with {audit.drafter or 'no drafter'}")
-    _show_answers(audit.answers)
-    if audit.sampling is None:
+def _show(audit: Mapping[str, Any]) -> None:
+    say(f"{audit['target']} with {audit['drafter'] or 'no drafter'}")
+    _show_answers(audit["answers"])
+    if audit["sampling"] is None:
         say("sampling: not tested")
     else:
-        _show_sampling(audit.sampling)
-    exact = "the same bits" if audit.row_exact else "not always the same bits, so that near-ties can flip;"
+        _show_sampling(audit["sampling"])
+    exact = "the same bits" if audit["row_exact"] else "not always the same bits, so that near-ties can flip;"
     say(f"passes: {exact} for any number of rows")
-    problems = audit.problems()
-    for problem in problems:
+    for problem in audit["problems"]:
         say(f"failed: {problem}", style="red")
-    if not problems:
+    if audit["passed"]:
         say("passed", style="green")
 
 
-def _show_answers(answers: "AnswersAudit") -> None:
-    drafted = f"{answers.accepted:,} of {answers.drafted:,} drafted tokens accepted"
-    identical = f"{answers.identical} of {answers.prompts} identical"
-    say(f"answers: {identical}, flip rate {answers.flip_rate:.2g}; {drafted}")
-    for difference in answers.first_differences[:_SHOWN_DIFFERENCES]:
-        tokens = f"plain {_token(difference.plain)}, speculative {_token(difference.speculative)}"
-        say(f"  {difference.prompt}, token {difference.position}: {tokens}")
-    hidden = len(answers.first_differences) - _SHOWN_DIFFERENCES
+def _show_answers(answers: Mapping[str, Any]) -> None:
+    identical = f"{answers['identical']} of {answers['prompts']} identical"
+    say(f"answers: {identical}, flip rate {answers['flip_rate']:.2g}; {_drafted(answers)}")
+    differences = answers["first_differences"]
+    for each in differences[:_SHOWN_DIFFERENCES]:
+        tokens = f"plain {_token(each['plain'])}, speculative {_token(each['speculative'])}"
+        say(f"  {each['prompt']}, token {each['position']}: {tokens}")
+    hidden = len(differences) - _SHOWN_DIFFERENCES
     if hidden > 0:
         say(f"  and {hidden} more; --json lists them all")
 
 
-def _show_sampling(sampling: "SamplingAudit") -> None:
-    test = sampling.chi_square
-    p_value = "nothing to compare" if test.p_value is None else f"p = {test.p_value:.3g}"
-    drafted = f"{sampling.accepted:,} of {sampling.drafted:,} drafted tokens accepted"
-    found = f"chi-square {test.statistic:.1f} with {test.degrees} degrees of freedom, {p_value}"
-    say(f"sampling: {found}; {drafted}")
-    say(f"  equal seeds: {sampling.equal_seeds_identical} of {sampling.equal_seeds} answers identical")
+def _show_sampling(sampling: Mapping[str, Any]) -> None:
+    p_value, degrees = sampling["p_value"], sampling["degrees_of_freedom"]
+    likely = "nothing to compare" if p_value is None else f"p = {p_value:.3g}"
+    found = f"chi-square {sampling['chi_square']:.1f} with {degrees} degrees of freedom, {likely}"
+    say(f"sampling: {found}; {_drafted(sampling)}")
+    seeds = sampling["equal_seeds"]
+    say(f"  equal seeds: {seeds['identical']} of {seeds['pairs']} answers identical")
+
+
+def _drafted(compared: Mapping[str, Any]) -> str:
+    return f"{compared['accepted']:,} of {compared['drafted']:,} drafted tokens accepted"
 
 
 def _token(token: int | None) -> str:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:  # a drafter that nothing teaches imports nothing of this
     from edgespec.learning.gains import Table
     from edgespec.learning.layer_math import F32
     from edgespec.learning.trainer import Trainer
-    from edgespec.learning.tuning import Example, Tuning
+    from edgespec.learning.tuning import Tuning
+    from edgespec_export.align.settings import Text
 
 
 _PROMPT, _ANSWER = 256, 512  # tokens of a text to learn from, at most: its prompt's last, its answer's first
@@ -112,7 +113,7 @@ class DrafterSide:
         self,
         source: Source | None = None,
         reading_s: float = 0.0,
-        example: "Callable[[Sequence[int]], Example | None]" = lambda answer: None,
+        example: "Callable[[Sequence[int]], Text | None]" = lambda answer: None,
     ) -> Part:
         """What ``source`` does in one request: the drafter, an app's own, or nothing.
 
@@ -164,7 +165,7 @@ class DrafterSide:
         tokenizers = self._target.tokenizer, self.bundle.tokenizer
         return ByteBridge(*tokenizers, prompt_length=len(tokens), drafter_prompt=prompt)
 
-    def _example(self, tokens: Sequence[int], bridge: Bridge, start: int) -> "Example | None":
+    def _example(self, tokens: Sequence[int], bridge: Bridge, start: int) -> "Text | None":
         eos, ends = (bundle.manifest.special_tokens.eos for bundle in (self._target, self.bundle))
         ended = bool(tokens) and tokens[-1] in eos
         try:
@@ -175,10 +176,10 @@ class DrafterSide:
             ids = [*ids, ends[0]]
         if len(ids) - start < _SHORTEST:
             return None
-        from edgespec.learning.tuning import Example
+        from edgespec_export.align.settings import Text
 
         first = max(0, start - _PROMPT)
-        return Example(tuple(ids[first : start + _ANSWER]), start - first)
+        return Text(tuple(ids[first : start + _ANSWER]), start - first)
 
     def _tune(self, prompt: Sequence[int]) -> None:
         """Run with what training found, unless much of ``prompt`` would have to be read again for it."""

@@ -4,6 +4,6 @@ It imports decoding alone, and the libraries below ``edgespec``.
 """
 
 from edgespec.learning.trainer import Trainer
-from edgespec.learning.tuning import Example, Tuning
+from edgespec.learning.tuning import Tuning
 
-__all__ = ["Example", "Trainer", "Tuning"]
+__all__ = ["Trainer", "Tuning"]

@@ -13,10 +13,10 @@ Sampling, from short prompts whose next tokens are open, by two tests:
   observation, so observations are independent. Seeds are fixed: a rerun gives the same p-value.
 
 An audit in which nothing was drafted or nothing could be compared has shown nothing, and does not pass.
+Results are JSON values; docs/json.md lists the keys.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final
 
@@ -45,125 +45,6 @@ _BIN_MINIMUM: Final = 10
 _SAME_SEED_SHARE: Final = 4
 
 
-@dataclass(frozen=True, slots=True)
-class FirstDifference:
-    """Where a speculative answer left the plain one; a token is None where an answer had ended."""
-
-    prompt: str
-    position: int
-    plain: int | None
-    speculative: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class AnswersAudit:
-    """Answers to prompts compared.
-
-    ``tokens`` are those compared, up to and including first differences. ``drafted`` and ``accepted`` are of
-    the speculative answers.
-    """
-
-    prompts: int
-    identical: int
-    tokens: int
-    drafted: int
-    accepted: int
-    first_differences: tuple[FirstDifference, ...]
-
-    @property
-    def flip_rate(self) -> float:
-        """First differences per token compared."""
-        return len(self.first_differences) / self.tokens if self.tokens else 0.0
-
-    def problems(self) -> list[str]:
-        """Why the audit does not pass; empty if it does."""
-        found = []
-        if self.identical < self.prompts:
-            found.append(f"{self.prompts - self.identical} of {self.prompts} answers differ")
-        if not self.prompts:
-            found.append("no answer was compared")
-        elif not self.drafted:
-            found.append("nothing was drafted in the answers, so nothing was tested")
-        return found
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return {**asdict(self), "flip_rate": self.flip_rate}
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingAudit:
-    """Sampled answers compared.
-
-    ``samples`` are drawn each way with different seeds; ``equal_seeds`` are pairs with equal ones, of which
-    some are identical token by token.
-    """
-
-    samples: int
-    chi_square: ChiSquare
-    equal_seeds: int
-    equal_seeds_identical: int
-    drafted: int
-    accepted: int
-
-    def problems(self) -> list[str]:
-        """Why the audit does not pass; empty if it does."""
-        found, p_value = [], self.chi_square.p_value
-        if p_value is None:
-            found.append("too few samples fell into different bins for a chi-square test; draw more")
-        elif p_value < ALPHA:
-            found.append(f"sampled tokens follow another distribution (p = {p_value:.2g}, below {ALPHA})")
-        if self.equal_seeds_identical < self.equal_seeds:
-            differ = self.equal_seeds - self.equal_seeds_identical
-            found.append(f"{differ} of {self.equal_seeds} sampled answers with equal seeds differ")
-        if not self.drafted:
-            found.append("nothing was drafted in sampling, so nothing was tested")
-        return found
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; ``p_value`` is null with nothing to compare."""
-        return {
-            "samples": self.samples,
-            "p_value": self.chi_square.p_value,
-            "chi_square": self.chi_square.statistic,
-            "degrees_of_freedom": self.chi_square.degrees,
-            "equal_seeds": {"pairs": self.equal_seeds, "identical": self.equal_seeds_identical},
-            "drafted": self.drafted,
-            "accepted": self.accepted,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Audit:
-    """Both audits of a model; ``sampling`` is None where it was left out.
-
-    Where the target's passes are not ``row_exact``, a near-tie may flip, and a greedy answer with it.
-    """
-
-    target: str
-    drafter: str | None
-    row_exact: bool
-    answers: AnswersAudit
-    sampling: SamplingAudit | None
-
-    def problems(self) -> list[str]:
-        """Why the audit does not pass; empty if it does."""
-        return self.answers.problems() + (self.sampling.problems() if self.sampling else [])
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values: ``passed``, ``problems``, ``row_exact``, ``answers.*``, ``sampling.*``."""
-        problems = self.problems()
-        return {
-            "passed": not problems,
-            "problems": problems,
-            "target": self.target,
-            "drafter": self.drafter,
-            "row_exact": self.row_exact,
-            "answers": self.answers.to_json(),
-            "sampling": self.sampling.to_json() if self.sampling else None,
-        }
-
-
 def audit_answers(
     model: "Model",
     prompts: Sequence[Prompt],
@@ -171,12 +52,12 @@ def audit_answers(
     max_new_tokens: int = 64,
     sampling: "RequestOptions | None" = None,
     progress: ProgressCallback = ignore_progress,
-) -> AnswersAudit:
-    """Answer every prompt plain and speculatively, and compare the tokens.
+) -> dict[str, Any]:
+    """Answer every prompt plain and speculatively, and compare the tokens, up to first differences.
 
     ``sampling`` says how tokens are chosen, greedily by default; every prompt has a seed of its own.
     """
-    differences: list[FirstDifference] = []
+    differences: list[dict[str, Any]] = []
     tokens = drafted = accepted = 0
     progress(Progress("Answers", 0, len(prompts), "prompts"))
     for done, prompt in enumerate(prompts, start=1):
@@ -184,13 +65,20 @@ def audit_answers(
         plain = ask(model, prompt, {**options, "speculate": False})
         speculative = ask(model, prompt, options)
         difference = _first_difference(prompt.id, plain.tokens, speculative.tokens)
-        tokens += len(plain.tokens) if difference is None else difference.position + 1
+        tokens += len(plain.tokens) if difference is None else difference["position"] + 1
         differences += [difference] if difference is not None else []
         drafted += speculative.stats.drafted
         accepted += speculative.stats.accepted
         progress(Progress("Answers", done, len(prompts), "prompts"))
-    identical = len(prompts) - len(differences)
-    return AnswersAudit(len(prompts), identical, tokens, drafted, accepted, tuple(differences))
+    return {
+        "prompts": len(prompts),
+        "identical": len(prompts) - len(differences),
+        "tokens": tokens,
+        "drafted": drafted,
+        "accepted": accepted,
+        "first_differences": differences,
+        "flip_rate": len(differences) / tokens if tokens else 0.0,
+    }
 
 
 def audit_sampling(
@@ -200,10 +88,11 @@ def audit_sampling(
     texts: Sequence[str] = _OPEN_TEXTS,
     sampling: "RequestOptions | None" = None,
     progress: ProgressCallback = ignore_progress,
-) -> SamplingAudit:
+) -> dict[str, Any]:
     """Draw ``samples`` short answers to every text, plain and speculatively, and compare their distributions.
 
-    ``sampling`` says how tokens are chosen; without a temperature above 0 it is 1.
+    ``sampling`` says how tokens are chosen; without a temperature above 0 it is 1. The ``p_value`` is None
+    with nothing to compare.
 
     Raises:
         RequestError: ``samples`` is below 1, or there are no texts.
@@ -231,18 +120,62 @@ def audit_sampling(
         identical += sum(a == b for a, b in zip(plain, again, strict=False))
         behind_first = [[tokens[1:] for tokens in side] for side in (plain, speculative)]
         chi_square += two_samples(*pool_rare(*behind_first, minimum=_BIN_MINIMUM))
-    return SamplingAudit(
-        samples=samples * len(texts),
-        chi_square=chi_square,
-        equal_seeds=same * len(texts),
-        equal_seeds_identical=identical,
-        drafted=sum(answer.stats.drafted for answer in answers),
-        accepted=sum(answer.stats.accepted for answer in answers),
-    )
+    return {
+        "samples": samples * len(texts),
+        "p_value": chi_square.p_value,
+        "chi_square": chi_square.statistic,
+        "degrees_of_freedom": chi_square.degrees,
+        "equal_seeds": {"pairs": same * len(texts), "identical": identical},
+        "drafted": sum(answer.stats.drafted for answer in answers),
+        "accepted": sum(answer.stats.accepted for answer in answers),
+    }
 
 
-def _first_difference(
-    prompt: str, plain: Sequence[int], speculative: Sequence[int]
-) -> FirstDifference | None:
-    pairs = enumerate(zip_longest(plain, speculative))
-    return next((FirstDifference(prompt, at, a, b) for at, (a, b) in pairs if a != b), None)
+def verdict(model: "Model", answers: Mapping[str, Any], sampling: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Both audits of a model, and whether they pass; ``sampling`` is None where it was left out.
+
+    Where the target's passes are not ``row_exact``, a near-tie may flip, and a greedy answer with it.
+    """
+    problems = list(_problems_of_answers(answers))
+    if sampling is not None:
+        problems += _problems_of_sampling(sampling)
+    return {
+        "passed": not problems,
+        "problems": problems,
+        "target": model.name,
+        "drafter": model.drafter_name,
+        "row_exact": model.row_exact,
+        "answers": answers,
+        "sampling": sampling,
+    }
+
+
+def _problems_of_answers(answers: Mapping[str, Any]) -> Iterator[str]:
+    differ = answers["prompts"] - answers["identical"]
+    if differ:
+        yield f"{differ} of {answers['prompts']} answers differ"
+    if not answers["prompts"]:
+        yield "no answer was compared"
+    elif not answers["drafted"]:
+        yield "nothing was drafted in the answers, so nothing was tested"
+
+
+def _problems_of_sampling(sampling: Mapping[str, Any]) -> Iterator[str]:
+    p_value, pairs = sampling["p_value"], sampling["equal_seeds"]["pairs"]
+    if p_value is None:
+        yield "too few samples fell into different bins for a chi-square test; draw more"
+    elif p_value < ALPHA:
+        yield f"sampled tokens follow another distribution (p = {p_value:.2g}, below {ALPHA})"
+    differ = pairs - sampling["equal_seeds"]["identical"]
+    if differ:
+        yield f"{differ} of {pairs} sampled answers with equal seeds differ"
+    if not sampling["drafted"]:
+        yield "nothing was drafted in sampling, so nothing was tested"
+
+
+def _first_difference(prompt: str, plain: Sequence[int], speculative: Sequence[int]) -> dict[str, Any] | None:
+    """Where a speculative answer left the plain one; a token is None where an answer had ended."""
+    for at, (a, b) in enumerate(zip_longest(plain, speculative)):
+        if a != b:
+            return {"prompt": prompt, "position": at, "plain": a, "speculative": b}
+    return None

@@ -15,7 +15,7 @@ from edgespec_models.errors import RequestError, TokenizerError
 from edgespec_models.schema import check_fields, form, one_of, shown, within
 
 if TYPE_CHECKING:  # what prompts without a conversation do not need, such as Jinja
-    from edgespec.requests.tool_calls import ToolReader
+    from edgespec.requests.tool_calls import ReadAnswer
     from edgespec_models.text.chat_template import ChatTemplate
 
 
@@ -265,14 +265,14 @@ def detokenize(bundle: Bundle, tokens: Sequence[int]) -> str:
         raise RequestError(f"tokens is {shown(tokens)}; allowed: token ids from 0 to {most}") from error
 
 
-def tool_reader(bundle: Bundle, request: Request) -> "ToolReader | None":
+def answer_reader(bundle: Bundle, request: Request) -> "ReadAnswer | None":
     """What reads tool calls out of the answer; None where the model is shown no tools."""
     if bundle.chat_template is None or not request.tools or request.tool_choice == "none":
         return None
-    from edgespec.requests.tool_calls import ToolReader
+    from edgespec.requests.tool_calls import tool_reader
 
     eos = bundle.manifest.special_tokens.eos
-    return ToolReader(bundle.chat_template.source, request.tools, bundle.tokenizer, eos)
+    return tool_reader(bundle.chat_template.source, request.tools, bundle.tokenizer, eos)
 
 
 def answer_format(bundle: Bundle, request: Request) -> ResponseFormat | None:

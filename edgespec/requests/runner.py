@@ -19,9 +19,9 @@ from edgespec.requests.request import (
     Messages,
     Request,
     answer_format,
+    answer_reader,
     drafter_tokens,
     prompt_tokens,
-    tool_reader,
 )
 from edgespec.requests.results import (
     FinishReason,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # requests import nothing of drafter models or histories that
     from edgespec.drafting.custom import Custom
     from edgespec.drafting.side import DrafterSide
     from edgespec.history.use import HistoryUse
-    from edgespec.requests.tool_calls import ToolReader
+    from edgespec.requests.tool_calls import ReadAnswer
 
 
 PromptTokens = tuple[list[int], list[int]]
@@ -68,7 +68,7 @@ class PreparedRequest:
     max_draft: int
     begin: Callable[[], Policy]
     constraint: Constraint | None = None
-    reader: "ToolReader | None" = None
+    reader: "ReadAnswer | None" = None
     clock: Clock = perf_counter
     _stream: TextStream = field(init=False)
     _text: list[str] = field(init=False, default_factory=list)
@@ -131,7 +131,7 @@ class PreparedRequest:
         if self._stream.stopped or self._is_complete(step.tokens[-1]):
             if self.reader is not None:
                 answer = [record.id for record in self._records]
-                self._content, self._calls = self.reader.read(self.tokens, answer)
+                self._content, self._calls = self.reader(self.tokens, answer)
             self._reason = "tool_calls" if self._calls else "stop"
         elif len(self._records) >= self.request.max_new_tokens:
             self._reason = "length"
@@ -272,7 +272,7 @@ class Runner:
             max_draft=self.options.max_draft,
             begin=partial(self._begin, prompt, request, constraint),
             constraint=constraint,
-            reader=tool_reader(self.target, request),
+            reader=answer_reader(self.target, request),
             clock=self._clock,
         )
 

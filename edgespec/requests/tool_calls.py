@@ -35,35 +35,29 @@ Call = tuple[str, Mapping[str, Any]]
 """The name of a function, and its arguments."""
 Read = Callable[[str, Collection[str]], tuple[str, list[Call]]]
 """Takes an answer and the names of the tools; returns the text around the calls, and the calls."""
+ReadAnswer = Callable[[Sequence[int], Sequence[int]], tuple[str, tuple[ToolCall, ...]]]
+"""Takes the tokens of prompt and answer, and those of the answer; returns what it says around its calls, and
+the calls."""
 
 
-class ToolReader:
-    """Reads the calls out of the answers of one request.
+def tool_reader(
+    source: str, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, eos: Collection[int]
+) -> ReadAnswer:
+    """A function that reads the calls out of the answers of one request.
 
     ``source`` is a chat template of a known form (:func:`format_of`). Some models begin calls with control
     tokens, which no text shows.
     """
+    read = _READERS[format_of(source) or "hermes"]
+    names, ends = {tool["function"]["name"] for tool in tools}, frozenset(eos)
 
-    def __init__(
-        self,
-        source: str,
-        tools: Sequence[Mapping[str, Any]],
-        tokenizer: Tokenizer,
-        eos: Collection[int],
-    ) -> None:
-        self._read = _READERS[format_of(source) or "hermes"]
-        self._names = {tool["function"]["name"] for tool in tools}
-        self._tokenizer, self._eos = tokenizer, frozenset(eos)
-
-    def read(self, text: Sequence[int], answer: Sequence[int]) -> tuple[str, tuple[ToolCall, ...]]:
-        """What an answer says around its calls, and the calls.
-
-        ``text`` are the tokens of the prompt and of the ``answer``.
-        """
-        kept = [token for token in answer if token not in self._eos]
-        content, calls = self._read(self._tokenizer.decode(kept, skip_special=False), self._names)
+    def read_answer(text: Sequence[int], answer: Sequence[int]) -> tuple[str, tuple[ToolCall, ...]]:
+        kept = [token for token in answer if token not in ends]
+        content, calls = read(tokenizer.decode(kept, skip_special=False), names)
         seed = repr(list(text))
         return content.strip(), tuple(ToolCall(_call_id(seed, at), *call) for at, call in enumerate(calls))
+
+    return read_answer
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:

@@ -8,11 +8,14 @@ from time import perf_counter
 from typing import Any
 
 from edgespec_export.options import ExportOptions
-from edgespec_export.report import ExportReport
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.bundle import MANIFEST, REPORT, TEMPLATE, TOKENIZER, FileRecord, Manifest
 from edgespec_models.errors import ModelFileError
 from edgespec_runtimes.memory import peak_memory_bytes
+
+_FOUND = ("parity", "row_exact", "trim", "static", "activations", "weights")
+"""What a report begins with: null where there is no reference for the source file, no row of the LM head was
+left out, the graphs take any shape, they compute in float32."""
 
 
 def write_texts(checkpoint: Checkpoint, folder: Path) -> None:
@@ -69,16 +72,33 @@ def describe(
     )
 
 
-def finish(folder: Path, manifest: Manifest, started: float, **found: Any) -> ExportReport:
-    """Write the report of what an export ``found``, and the manifest with it."""
-    report = ExportReport(
-        bundle_bytes=sum(file.stat().st_size for file in folder.iterdir()),
-        bytes_by_class=dict(manifest.bytes_by_class),
-        seconds=perf_counter() - started,
-        peak_memory_bytes=peak_memory_bytes(),
+def finish(
+    folder: Path,
+    manifest: Manifest,
+    started: float,
+    *,
+    source_bytes: int,
+    conversion_peak: int,
+    **found: Any,
+) -> dict[str, Any]:
+    """Write the report of an export, and the manifest with it; docs/json.md has the report's keys.
+
+    ``found`` is what checks found out, of :data:`_FOUND`. ``conversion_peak`` are bytes of memory before
+    them: they run the model, and need what running it needs.
+    """
+    report = {
+        **dict.fromkeys(_FOUND),
         **found,
-    )
-    write_json(folder / REPORT, report.to_json())
+        "bytes": {
+            "source": source_bytes,
+            "bundle": sum(file.stat().st_size for file in folder.iterdir()),
+            "by_class": dict(manifest.bytes_by_class),
+        },
+        "seconds": perf_counter() - started,
+        "peak_memory_bytes": peak_memory_bytes(),
+        "conversion_peak_memory_bytes": conversion_peak,
+    }
+    write_json(folder / REPORT, report)
     files = {**manifest.files, REPORT: FileRecord.of(folder / REPORT)}
     write_json(folder / MANIFEST, replace(manifest, files=files).to_json())
     return report

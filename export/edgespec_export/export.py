@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 from edgespec_export.options import ExportOptions
 from edgespec_export.recipe import require_extra
-from edgespec_export.report import ExportReport
 from edgespec_export.staging import check_place, staging, storage_errors
 from edgespec_models.bundles.bundle import MANIFEST
 from edgespec_models.bundles.static_graphs import find_chip
@@ -14,7 +14,7 @@ from edgespec_models.errors import RequestError, naming
 from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_models.schema import checked
 
-__all__ = ["ExportOptions", "ExportReport"]
+__all__ = ["ExportOptions"]
 
 _CUDA_ROWS = 8
 
@@ -26,10 +26,11 @@ def export_model(
     *,
     options: ExportOptions | None = None,
     progress: ProgressCallback = ignore_progress,
-) -> ExportReport:
+) -> dict[str, Any]:
     """Export ``source``, a GGUF file or a Hugging Face directory, to the bundle ``out``.
 
-    The bundle appears at ``out`` when it is complete and has passed its checks, or not at all.
+    The bundle appears at ``out`` when it is complete and has passed its checks, or not at all. Returns its
+    report (:func:`edgespec_export.bundle_files.finish`).
 
     Raises:
         ModelFileError, UnsupportedModelError, TokenizerError: the source cannot be exported: damaged, or of
@@ -67,7 +68,7 @@ def _check_request(source: Path, out: Path, options: ExportOptions) -> None:
 
 def _contradictions(options: ExportOptions) -> Iterator[str]:
     """What options say that excludes each other."""
-    device, size = options.device, options.trim.size
+    device, size = options.device, options.trim
     if options.role == "target" and size not in (None, "full"):
         yield (
             f"trim size {size} with role=target: a target must be able to write every token; only drafters "
@@ -105,7 +106,7 @@ def _contradictions(options: ExportOptions) -> Iterator[str]:
 
 
 def _contradictions_of_cuda(options: ExportOptions) -> Iterator[str]:
-    size = options.trim.size
+    size = options.trim
     if options.weights == "exact":
         yield "weights='exact' is of graphs for edgespec's kernels, which run on CPUs; leave out weights"
     if options.kv is not None:

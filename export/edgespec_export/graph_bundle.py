@@ -1,7 +1,7 @@
 """A bundle of one graph of any shape, for CPUs and for CUDA: planned, written, checked, and described."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -27,11 +27,10 @@ from edgespec_export.graphs.parity import (
     session_logits,
 )
 from edgespec_export.graphs.pieces import cut, run_pieces
-from edgespec_export.graphs.ranges import measure_ranges, precision_for
+from edgespec_export.graphs.ranges import ActivationRanges, measure_ranges, precision_for
 from edgespec_export.graphs.trim import Tokens, plan_trim
 from edgespec_export.graphs.writer import write_graph
 from edgespec_export.options import ExportOptions
-from edgespec_export.report import ActivationRanges, ExportReport, FormatLoss, ParityReport, TrimReport
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.bundle import GRAPH, HEAD_TOKENS, MANIFEST, TOKENIZER, Bundle, Manifest
 from edgespec_models.bundles.config import ModelConfig
@@ -45,7 +44,7 @@ from edgespec_runtimes.memory import peak_memory_bytes
 
 def build_bundle(
     source: Path, folder: Path, options: ExportOptions, progress: ProgressCallback, started: float
-) -> ExportReport:
+) -> dict[str, Any]:
     """Everything of a bundle for CPUs or CUDA, in ``folder``; raises as ``export_model`` does."""
     kept, trim = _plan_trim(source, folder, options, progress) or (None, None)
     ranges = _ranges(source, folder, options, progress)
@@ -56,15 +55,16 @@ def build_bundle(
         row_exact, parity = _check(folder, digest, progress)
     except RequestError as error:  # of a pass over our own tokens, which nobody asked for
         raise ModelFileError(f"the model cannot be run: {error}. Download or convert it again.") from error
-    found |= {"parity": parity, "row_exact": row_exact, "activations": ranges}
-    return finish(folder, manifest, started, trim=trim, **found)
+    found |= {"parity": parity, "row_exact": row_exact, "trim": trim}
+    found["activations"] = None if ranges is None else ranges.to_json()
+    return finish(folder, manifest, started, **found)
 
 
 def _plan_trim(
     source: Path, folder: Path, options: ExportOptions, progress: ProgressCallback
-) -> tuple[Tokens, TrimReport] | None:
+) -> tuple[Tokens, dict[str, Any]] | None:
     on_cpu = options.device is None
-    size = options.trim.size or ("auto" if options.role == "drafter" and on_cpu else "full")
+    size = options.trim or ("auto" if options.role == "drafter" and on_cpu else "full")
     if size == "full":
         return None
     with open_aligned(source, options.alignment) as checkpoint:
@@ -74,8 +74,8 @@ def _plan_trim(
     def write(place: Path, tokens: Tokens) -> None:
         _write(source, place, options, (tokens, None), ignore_progress)
 
-    trim = replace(options.trim, size=size)
-    return plan_trim(trim, (tokenizer, special), write, scratch=folder / "sizing", progress=progress)
+    sized = replace(options, trim=size)
+    return plan_trim(sized, (tokenizer, special), write, scratch=folder / "sizing", progress=progress)
 
 
 def _write(
@@ -121,7 +121,7 @@ def _write(
             choices=plan.choices,
             operators="edgespec" if options.native else "standard",
         )
-        found = {"source_bytes": checkpoint.n_bytes, "conversion_peak_memory_bytes": peak_memory_bytes()}
+        found = {"source_bytes": checkpoint.n_bytes, "conversion_peak": peak_memory_bytes()}
     write_json(folder / MANIFEST, manifest.to_json())
     return manifest, {"weights": losses, **found}
 
@@ -129,7 +129,6 @@ def _write(
 def _plan(
     checkpoint: Checkpoint, options: ExportOptions, settled: tuple[Tokens | None, ActivationRanges | None]
 ) -> DecoderPlan:
-
     kept, ranges = settled
     return plan_decoder(
         checkpoint,
@@ -145,28 +144,26 @@ def _ranges(
     source: Path, folder: Path, options: ExportOptions, progress: ProgressCallback
 ) -> ActivationRanges | None:
     """How large activations become; None where they are float32, which holds all."""
-
     if options.device is None:
         return None
     with open_aligned(source, options.alignment) as checkpoint:
-        return measure_ranges(checkpoint, options.trim.texts, folder / "ranges", progress)
+        return measure_ranges(checkpoint, options.calibration, folder / "ranges", progress)
 
 
 def _quantize_cache(folder: Path, config: ModelConfig, special: SpecialTokens) -> tuple[int, ...]:
-
     tokenizer = Tokenizer.from_file(folder / TOKENIZER, vocab_size=config.vocab_size)
     texts = calibration_tokens(tokenizer, special)
     return quantize_cache(folder / GRAPH, config, texts)
 
 
-def _weights_by_format(losses: Sequence[FormatLoss]) -> dict[str, int]:
+def _weights_by_format(losses: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     counts: Counter[str] = Counter()
     for loss in losses:
-        counts[loss.format] += loss.weights
+        counts[loss["format"]] += loss["weights"]
     return dict(counts)
 
 
-def _check(folder: Path, digest: str, progress: ProgressCallback) -> tuple[bool, ParityReport | None]:
+def _check(folder: Path, digest: str, progress: ProgressCallback) -> tuple[bool, dict[str, Any] | None]:
     """Roll-back self-test, and the comparison with the stored reference if there is one."""
     bundle, golden = Bundle(folder), find_golden(digest)
     _ = bundle.tokenizer, bundle.chat_template
@@ -186,7 +183,7 @@ def _check(folder: Path, digest: str, progress: ProgressCallback) -> tuple[bool,
 
 def _check_whole(
     bundle: Bundle, golden: Golden | None, progress: ProgressCallback
-) -> tuple[bool, ParityReport | None]:
+) -> tuple[bool, dict[str, Any] | None]:
     """The same of a whole session: its weights are mapped, so that it takes no more memory than a piece."""
     progress(Progress("Checking", 0, 1, "step"))
     with closing(CpuSession(bundle)) as session:

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -34,29 +33,6 @@ _RECIPE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class OptimumReport:
-    """What came out.
-
-    Attributes:
-        architecture: as ``config.json`` names it.
-        copies_cache: whether every pass writes the whole KV cache anew; else it is written in place.
-        row_exact: whether passes over one and over several tokens gave the same bits.
-        source_bytes: of the checkpoint's directory.
-    """
-
-    architecture: str
-    copies_cache: bool
-    row_exact: bool
-    source_bytes: int
-    bytes: int
-    seconds: float
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return asdict(self)
-
-
 def export_with_optimum(
     source: Path,
     out: Path,
@@ -64,10 +40,13 @@ def export_with_optimum(
     program: str = PROGRAM,
     overwrite: bool = False,
     progress: ProgressCallback = ignore_progress,
-) -> OptimumReport:
+) -> dict[str, Any]:
     """Have Optimum export ``source`` to ``out``, a directory that edgespec runs.
 
-    ``out`` appears when it has been opened and has rolled back, or not at all.
+    ``out`` appears when it has been opened and has rolled back, or not at all. Returns the ``architecture``
+    as ``config.json`` names it; whether every pass writes the whole KV cache anew (``copies_cache``), and
+    gives a row the same bits whatever the number of rows (``row_exact``); bytes of both directories
+    (``source_bytes``, ``bytes``) and ``seconds``.
 
     Raises:
         ModelFileError: no Hugging Face directory.
@@ -91,19 +70,19 @@ def export_with_optimum(
     return report
 
 
-def _tried(source: Path, folder: Path, started: float) -> OptimumReport:
+def _tried(source: Path, folder: Path, started: float) -> dict[str, Any]:
     """Run what Optimum wrote. Nothing stays open: Windows moves no open files."""
     bundle = open_bundle(folder)
     with closing(CpuSession(bundle, CpuOptions())) as session:
         copies_cache, row_exact = session.copies_cache, session.row_exact
-    return OptimumReport(
-        architecture=bundle.config.architecture,
-        copies_cache=copies_cache,
-        row_exact=row_exact,
-        source_bytes=_size(source),
-        bytes=_size(folder),
-        seconds=perf_counter() - started,
-    )
+    return {
+        "architecture": bundle.config.architecture,
+        "copies_cache": copies_cache,
+        "row_exact": row_exact,
+        "source_bytes": _size(source),
+        "bytes": _size(folder),
+        "seconds": perf_counter() - started,
+    }
 
 
 def _run(command: Sequence[str]) -> None:

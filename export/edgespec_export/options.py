@@ -1,6 +1,6 @@
 """What a user may ask of an export."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -10,25 +10,6 @@ from edgespec_models.bundles.static_graphs import PREFILL_ROWS, ExportDevice
 from edgespec_models.schema import check_fields, length, one_of, within
 
 TrimSize = Annotated[int, within(1)] | Literal["auto", "full"]
-
-
-@dataclass(frozen=True, slots=True)
-class TrimOptions:
-    """How to trim.
-
-    Attributes:
-        size: rows to keep; ``auto`` takes what promises most tokens per second, ``full`` keeps all; None is
-            ``auto`` for drafters and ``full`` for targets.
-        texts: JSON Lines files with text that targets wrote, under the key ``text``.
-        targets: bundles of targets that are to write such text now.
-    """
-
-    size: TrimSize | None = None
-    texts: tuple[Path, ...] = ()
-    targets: tuple[Path, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +25,11 @@ class ExportOptions:
             ``float32`` and is calibrated at export. None is ``float32``, and what else edgespec's kernels and
             devices have: float16, or formats of an NPU.
         name: the model's name; None takes the source's.
-        trim: which rows a drafter's LM head keeps, and the texts that settle it.
+        trim: rows that a drafter's LM head keeps; ``auto`` takes what promises most tokens per second,
+            ``full`` keeps all; None is ``auto`` for drafters and ``full`` for targets.
+        calibration: JSON Lines files with text that targets wrote, under the key ``text``: they settle which
+            rows are kept, and how large activations become.
+        calibrate_with: bundles of targets that are to write text for trimming now.
         device: what else than the CPU the bundle is for; None is the CPU. ``cuda`` computes in float16, its
             KV cache too. Graphs for NPUs have fixed shapes, and the device settles the formats of weights and
             KV cache.
@@ -61,7 +46,9 @@ class ExportOptions:
     kv: KVType | None = None
     name: Annotated[str, length(1, 200)] | None = None
     overwrite: bool = False
-    trim: TrimOptions = field(default_factory=TrimOptions)
+    trim: TrimSize | None = None
+    calibration: tuple[Path, ...] = ()
+    calibrate_with: tuple[Path, ...] = ()
     device: ExportDevice | None = None
     buckets: tuple[Annotated[int, within(PREFILL_ROWS)], ...] = ()
     chip: str | None = None

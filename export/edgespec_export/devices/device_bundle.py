@@ -9,6 +9,7 @@ one ``EPContext`` operator and a binary beside it
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from edgespec_export.bundle_files import (
     describe,
@@ -21,7 +22,6 @@ from edgespec_export.devices.static_export import ROWS, export_static, format_na
 from edgespec_export.graphs.calibration import calibration_tokens
 from edgespec_export.graphs.parity import find_golden
 from edgespec_export.options import ExportOptions
-from edgespec_export.report import ExportReport
 from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.bundles.bundle import MANIFEST, TOKENIZER, Bundle
 from edgespec_models.bundles.static_graphs import Chip, Contexts, StaticGraphs, buckets_for, find_chip
@@ -41,7 +41,7 @@ _SHORTEST = 16
 
 def build_for_device(
     source: Path, folder: Path, options: ExportOptions, progress: ProgressCallback, started: float
-) -> ExportReport:
+) -> dict[str, Any]:
     """Everything of a bundle for ``options.device``, in ``folder``; raises as ``export_model`` does."""
     assert options.device is not None and options.device != "cuda"
     with open_checkpoint(source) as checkpoint:
@@ -50,7 +50,7 @@ def build_for_device(
         write_texts(checkpoint, folder)
         digest = checkpoint.digest(progress)
         tokenizer = Tokenizer.from_file(folder / TOKENIZER, vocab_size=config.vocab_size)
-        texts = _texts(tokenizer, checkpoint.special_tokens(), options.trim.texts)
+        texts = _texts(tokenizer, checkpoint.special_tokens(), options.calibration)
         golden = find_golden(digest)
         made, by_class, report, parity = export_static(
             checkpoint, folder, graphs, texts, golden=golden, progress=progress
@@ -80,10 +80,10 @@ def build_for_device(
         started,
         parity=parity,
         row_exact=_rolls_back(folder),
-        weights=(),
+        weights=[],
         static=report,
         source_bytes=size,
-        conversion_peak_memory_bytes=peak,
+        conversion_peak=peak,
     )
 
 

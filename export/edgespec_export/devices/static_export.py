@@ -21,7 +21,6 @@ from edgespec_export.devices.static_weights import WeightFile, write_static_weig
 from edgespec_export.graphs.parity import Golden, check_parity, compare
 from edgespec_export.graphs.pieces import PIECE_BYTES
 from edgespec_export.graphs.writer import DATA_FILE
-from edgespec_export.report import ParityReport, StaticReport
 from edgespec_export.sources.blocks import F32
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.config import ModelConfig
@@ -150,7 +149,7 @@ def export_static(
     *,
     golden: Golden | None = None,
     progress: ProgressCallback = ignore_progress,
-) -> tuple[StaticGraphs, dict[str, int], StaticReport, ParityReport | None]:
+) -> tuple[StaticGraphs, dict[str, int], dict[str, Any], dict[str, Any] | None]:
     """Write the weights and every graph of ``graphs`` to ``folder``.
 
     The mask's value is found here where activations are quantized. ``texts`` are token ids of two texts or

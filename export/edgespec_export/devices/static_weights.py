@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from edgespec_export.graphs.writer import DATA_FILE, Parameters, allocate, bytes_by_class
+from edgespec_export.graphs.writer import DATA_FILE, allocate, bytes_by_class, row_writer
 from edgespec_export.sources.blocks import F32
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.config import ModelConfig
@@ -64,15 +64,15 @@ def write_static_weights(
         rows=1, capacity=1, all_logits=True, int8=int8, biases=checkpoint.has_biases, parts=parts
     )
     model = build_static_decoder(checkpoint.config, plan)
-    parameters, offsets, size = allocate(model, folder)
+    parameters, size = allocate(model, folder)
     tensors, by_class = {n: value.const_value for n, value in parameters.items()}, bytes_by_class(parameters)
     ranges: dict[str, tuple[float, float]] = {}
     with (folder / DATA_FILE).open("wb") as file:
-        places, done, total = Parameters(file, parameters, offsets), 0, sum(by_class.values())
+        write, done, total = row_writer(file, parameters), 0, sum(by_class.values())
         for name, array in _stored(checkpoint, int8, plan.parts_of(checkpoint.config.num_layers)):
             if array.ndim == 1 and array.dtype == np.float32:
                 ranges[_point(name)] = float(array.min()), float(array.max())
-            places.append(name, array)
+            write(name, array)
             done += array.nbytes
             progress(Progress("Exporting", done, total))
         file.truncate(size)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,6 @@ import onnx_ir as ir
 
 from edgespec_export.formats.encode import Arrays
 from edgespec_export.formats.plan import Stored, stored
-from edgespec_export.report import FormatLoss, ParityReport, StaticReport
 from edgespec_export.sources.blocks import F32
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.errors import ParityError
@@ -79,8 +79,13 @@ def session_logits(
 
 def check_parity(
     logits: Iterable[Iterable[Logits]], golden: Golden, head_tokens: npt.NDArray[np.int32] | None = None
-) -> ParityReport:
+) -> dict[str, Any]:
     """Compare with the reference at every position.
+
+    Returns how many ``positions`` there are; ``top1_agreement``, the share of them where both name the same
+    most probable token; ``kl``, the mean Kullback-Leibler divergence of the export from the reference, in
+    nats a token; and the same ``by_text``, by label. The reference keeps its k most probable tokens; all
+    others count as one, so ``kl`` is a lower bound.
 
     Args:
         logits: of each text in turn, float32 ``(rows, head rows)``, in parts of any number of rows.
@@ -103,21 +108,21 @@ def check_parity(
         if rows:
             by_text.setdefault(label, []).append(np.array(rows, np.float32))
     all_rows = np.concatenate([rows for many in by_text.values() for rows in many])
-    summaries = {label: np.concatenate(many).mean(axis=0) for label, many in by_text.items()}
-    report = ParityReport(
-        len(all_rows),
-        float(all_rows[:, 0].mean()),
-        float(all_rows[:, 1].mean()),
-        {label: {"top1_agreement": float(m[0]), "kl": float(m[1])} for label, m in summaries.items()},
-    )
-    if report.top1_agreement < _MIN_TOP1 or not report.kl <= _MAX_KL:
+    means = {label: np.concatenate(many).mean(axis=0) for label, many in by_text.items()}
+    top1, kl = float(all_rows[:, 0].mean()), float(all_rows[:, 1].mean())
+    if top1 < _MIN_TOP1 or not kl <= _MAX_KL:
         raise ParityError(
-            f"the export agrees with the reference for {golden.name} in only {report.top1_agreement:.1%} of "
-            f"{report.positions} positions (at least {_MIN_TOP1:.0%} is required), KL {report.kl:.3f} nats "
-            f"(at most {_MAX_KL}). Its formats lose too much of this model (leave out what quantizes), or "
-            "the export is at fault; nothing was kept."
+            f"the export agrees with the reference for {golden.name} in only {top1:.1%} of {len(all_rows)} "
+            f"positions (at least {_MIN_TOP1:.0%} is required), KL {kl:.3f} nats (at most {_MAX_KL}). Its "
+            "formats lose too much of this model (leave out what quantizes), or the export is at fault; "
+            "nothing was kept."
         )
-    return report
+    return {
+        "positions": len(all_rows),
+        "top1_agreement": top1,
+        "kl": kl,
+        "by_text": {label: {"top1_agreement": float(m[0]), "kl": float(m[1])} for label, m in means.items()},
+    }
 
 
 def _compare(row: F32, ids: npt.NDArray[np.int32], logprobs: F32) -> tuple[bool, float]:
@@ -152,8 +157,12 @@ def _coarse_kl(row: F32, ids: npt.NDArray[np.int32], logprobs: F32) -> float:
     return float((p * (log_p - log_q)).sum() + rest_p * np.log(rest_p / rest_q))
 
 
-def measure_losses(plan: DecoderPlan, checkpoint: Checkpoint, model: ir.Model) -> tuple[FormatLoss, ...]:
-    """Compare a sample of each matrix, as written in ``model``, with its source, by formats."""
+def measure_losses(plan: DecoderPlan, checkpoint: Checkpoint, model: ir.Model) -> list[dict[str, Any]]:
+    """Compare a sample of each matrix, as written in ``model``, with its source, by formats.
+
+    Of each pair the ``source`` format and the bundle's ``format``, how many ``weights`` it holds, and their
+    ``relative_error``: root mean square of the differences over that of the weights.
+    """
     matrices = stored(plan)[0 if plan.native else 1 :]  # ONNX Runtime's embedding is exact
     totals: dict[tuple[str, str], np.ndarray] = {}
     for matrix in matrices:
@@ -168,10 +177,15 @@ def measure_losses(plan: DecoderPlan, checkpoint: Checkpoint, model: ir.Model) -
             errors = matrix.decode(written, len(wanted), values.shape[1]) - values
             entry = totals.setdefault((tensor.type.name, matrix.format.name), np.zeros(3))
             entry += len(kept) * tensor.shape[1], np.square(errors).sum(), np.square(values).sum()
-    return tuple(
-        FormatLoss(kind, form, int(count), float(np.sqrt(error / norm)) if norm else 0.0)
+    return [
+        {
+            "source": kind,
+            "format": form,
+            "weights": int(count),
+            "relative_error": float(np.sqrt(error / norm)) if norm else 0.0,
+        }
         for (kind, form), (count, error, norm) in sorted(totals.items())
-    )
+    ]
 
 
 def _kept(matrix: Stored, checkpoint: Checkpoint, source: str) -> Sequence[int]:
@@ -196,10 +210,10 @@ def _written(model: ir.Model, matrix: Stored, wanted: range, rows: int) -> Array
     return arrays
 
 
-def compare(references: Iterable[Logits], logits: Iterable[Logits], calibrated: int) -> StaticReport:
+def compare(references: Iterable[Logits], logits: Iterable[Logits], calibrated: int) -> dict[str, Any]:
     """Each text's logits with the reference's; no more of them than one text's are in memory.
 
-    ``calibrated`` is how many texts the ranges come from.
+    Returns figures as :func:`check_parity` does, with ``calibrated``: how many texts the ranges come from.
     """
     same, kl = list[npt.NDArray[np.bool_]](), list[npt.NDArray[np.float64]]()
     for found, expected in zip(logits, references, strict=True):
@@ -208,9 +222,9 @@ def compare(references: Iterable[Logits], logits: Iterable[Logits], calibrated: 
             rows = slice(start, start + _ROWS)
             log_p, log_q = _normalized(expected[rows]), _normalized(found[rows])
             kl.append((np.exp(log_p) * (log_p - log_q)).sum(1))
-    return StaticReport(
-        positions=sum(map(len, same)),
-        top1_agreement=float(np.concatenate(same).mean()),
-        kl=float(np.concatenate(kl).mean()),
-        calibration_texts=calibrated,
-    )
+    return {
+        "positions": sum(map(len, same)),
+        "top1_agreement": float(np.concatenate(same).mean()),
+        "kl": float(np.concatenate(kl).mean()),
+        "calibration_texts": calibrated,
+    }

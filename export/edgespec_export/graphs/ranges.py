@@ -8,7 +8,9 @@ residual stream is kept in float32 where it comes near the end.
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -18,15 +20,17 @@ from edgespec_export.formats.quantization import Quantization
 from edgespec_export.graphs.calibration import calibration_tokens
 from edgespec_export.graphs.pieces import cut, walk
 from edgespec_export.graphs.writer import write_graph
-from edgespec_export.report import LARGEST_FLOAT16, ActivationRanges
 from edgespec_export.sources.blocks import F32
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.bundle import GRAPH
+from edgespec_models.bundles.config import FloatType
 from edgespec_models.errors import RequestError, UnsupportedModelError
 from edgespec_models.graphs.plan import Precision
 from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_models.text.tokenizer import Tokenizer
 
+LARGEST_FLOAT16 = 65_504.0
+_STREAM_MARGIN = 8.0  # other texts may go further; a stream in float32 costs two casts in each sublayer
 _INNER_MARGIN = 2.0  # the largest are the first token's, which hardly depend on the text
 _TEXTS, _LONGEST = 16, 192  # tokens of a text
 _SUM = 3  # SkipSimplifiedLayerNormalization's output
@@ -34,6 +38,30 @@ _PRODUCTS = ("MatMulNBits", "MatMul")
 _INNER = (*_PRODUCTS, "GroupQueryAttention", "Mul", "Gelu", "QuickGelu")
 _BLOCK = 32  # columns whose sum formats with minimums multiply too
 _READER = Quantization(8)  # near to any source, and its graph gives projections their input as it is
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationRanges:
+    """Largest magnitudes on some text, of a model that is to compute in float16.
+
+    Attributes:
+        residual: of the residual stream and of what is added to it.
+        inner: of everything within a layer.
+        tokens: how many were read.
+    """
+
+    residual: float
+    inner: float
+    tokens: int
+
+    @property
+    def residual_type(self) -> FloatType:
+        """What holds the residual stream, with room for other texts."""
+        return "float16" if self.residual * _STREAM_MARGIN <= LARGEST_FLOAT16 else "float32"
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {**asdict(self), "residual_type": self.residual_type}
 
 
 def precision_for(ranges: ActivationRanges) -> Precision:

@@ -9,14 +9,15 @@ Special tokens and single bytes are always kept: with them every text can be wri
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from edgespec_export.graphs.calibration import prompt_start, read_texts, shipped_texts, written_by
-from edgespec_export.options import TrimOptions
-from edgespec_export.report import TrimChoice, TrimReport
+from edgespec_export.options import ExportOptions
 from edgespec_models.bundles.bundle import Bundle, Manifest
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import Progress, ProgressCallback
@@ -41,6 +42,25 @@ _NOT_BYTES = 0.25  # share of a step that does not shrink with the bytes it read
 _HELD_TEXTS = 40
 _HELD_TOKENS = 80
 _UNJUDGED = 8  # tokens at a text's beginning, which without its prompt nobody could guess
+
+
+@dataclass(frozen=True, slots=True)
+class TrimChoice:
+    """What a size would mean.
+
+    Attributes:
+        rows: of the LM head.
+        coverage: share of the drafter's tokens of held-out target text that it can still write.
+        acceptance: share of those tokens that are its first guess, given the text before.
+        step_ms: milliseconds of a drafter step.
+        relative_tokens_per_second: what that promises, over the whole vocabulary.
+    """
+
+    rows: int
+    coverage: float
+    acceptance: float
+    step_ms: float
+    relative_tokens_per_second: float
 
 
 class Ranking:
@@ -93,14 +113,14 @@ class Ranking:
 
 
 def plan_trim(
-    options: TrimOptions,
+    options: ExportOptions,
     vocabulary: tuple[Tokenizer, SpecialTokens],
     write: WriteBundle,
     *,
     scratch: Path,
     progress: ProgressCallback,
-) -> tuple[Tokens, TrimReport] | None:
-    """Decide which tokens stay, ascending; None keeps all.
+) -> tuple[Tokens, dict[str, Any]] | None:
+    """Decide which tokens stay, ascending, and say for the report why; None keeps all.
 
     ``write`` writes the drafter's bundle with some tokens into a folder, for measurements. That is
     ``scratch``, which does not exist before and after.
@@ -109,11 +129,11 @@ def plan_trim(
         RequestError: calibration text that cannot be read, or a size this vocabulary cannot have.
     """
     tokenizer, special = vocabulary
-    if options.size == "auto" and tokenizer.vocab_size <= CANDIDATES[0]:
+    if options.trim == "auto" and tokenizer.vocab_size <= CANDIDATES[0]:
         return None
     sources, target = _sources(options, progress)
     ranking = Ranking(sources, tokenizer, special.eos)
-    sizes = (options.size,) if isinstance(options.size, int) else ranking.candidates
+    sizes = (options.trim,) if isinstance(options.trim, int) else ranking.candidates
     for size in sizes:
         ranking.check(size)
     progress(Progress(_STAGE, 0, 1, "step"))
@@ -128,10 +148,11 @@ def plan_trim(
         shutil.rmtree(scratch, ignore_errors=True)
     progress(Progress(_STAGE, 1, 1, "step"))
     choices = weigh(ranking, acceptance, step_s, target or _typical_target(step_s(ranking.whole)))
-    chosen = choices[0] if isinstance(options.size, int) else _best(choices)
+    chosen = choices[0] if isinstance(options.trim, int) else _best(choices)
     if chosen.rows == ranking.whole:
         return None
-    return ranking.tokens(chosen.rows), TrimReport(chosen, ranking.whole, ranking.texts, choices)
+    weighed = {"of": ranking.whole, "texts": ranking.texts, "choices": [asdict(each) for each in choices]}
+    return ranking.tokens(chosen.rows), {**asdict(chosen), **weighed}
 
 
 def _best(choices: Sequence[TrimChoice]) -> TrimChoice:
@@ -141,13 +162,13 @@ def _best(choices: Sequence[TrimChoice]) -> TrimChoice:
 
 
 def _sources(
-    options: TrimOptions, progress: ProgressCallback
+    options: ExportOptions, progress: ProgressCallback
 ) -> tuple[Sequence[Sequence[str]], CostCurve | None]:
     """Texts by source, and the cost of the first target if one writes."""
-    if not (options.texts or options.targets):
+    if not (options.calibration or options.calibrate_with):
         return [shipped_texts()], None
-    sources, curves = [read_texts(path) for path in options.texts], []
-    for target in options.targets:
+    sources, curves = [read_texts(path) for path in options.calibration], []
+    for target in options.calibrate_with:
         texts, curve = written_by(target, progress)
         sources.append(texts)
         curves.append(curve)

@@ -8,10 +8,10 @@ import errno
 import os
 import shutil
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -37,21 +37,6 @@ _PAGE = 4096  # mapped weights should start on a page
 _CLASSES = ("embedding", "attention", "mlp", "lm_head", "other")
 
 
-class Parameters:
-    """Parameters in the data file, each written row after row in its own type."""
-
-    def __init__(self, file: BinaryIO, parameters: dict[str, ir.Value], offsets: dict[str, int]) -> None:
-        self._file, self._at = file, dict(offsets)
-        self._types = {name: value.dtype.numpy() for name, value in parameters.items() if value.dtype}
-
-    def append(self, name: str, rows: npt.NDArray[np.generic]) -> None:
-        """Write ``rows`` behind those that are there."""
-        rows = np.ascontiguousarray(rows, self._types[name])
-        self._file.seek(self._at[name])
-        self._file.write(rows.data)
-        self._at[name] += rows.nbytes
-
-
 def write_graph(
     checkpoint: Checkpoint, plan: DecoderPlan, folder: Path, progress: ProgressCallback
 ) -> tuple[ir.Model, dict[str, int]]:
@@ -62,17 +47,17 @@ def write_graph(
         OSError: the disk has no room for them.
     """
     model, matrices = _build(checkpoint, plan), stored(plan)
-    parameters, offsets, size = allocate(model, folder)
+    parameters, size = allocate(model, folder)
     sources = [source for matrix in matrices for source in matrix.sources]
     total, done = sum(checkpoint.tensor(source).n_bytes for source in sources), 0
     with (folder / DATA_FILE).open("wb") as file, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        places = Parameters(file, parameters, offsets)
+        write = row_writer(file, parameters)
         for name, values in _small_tensors(checkpoint, plan):
-            places.append(name, values)
+            write(name, values)
         for matrix in matrices:
             for arrays, read in _encoded(checkpoint, matrix, pool):
                 for name, array in arrays.items():
-                    places.append(f"{matrix.prefix}.{name}", array)
+                    write(f"{matrix.prefix}.{name}", array)
                 done += read
                 progress(Progress("Exporting", done, total))
         file.truncate(size)
@@ -85,7 +70,7 @@ def write_graph(
 def weight_bytes(checkpoint: Checkpoint, role: Role, weights: str | None) -> tuple[dict[str, int], int]:
     """What an export for the CPU would write, the whole LM head kept: bytes by class, and of the file."""
     plan = plan_decoder(checkpoint, native=weights in (None, "exact"), tunable=role == "drafter")
-    parameters, _, size = allocate(_build(checkpoint, plan), Path())
+    parameters, size = allocate(_build(checkpoint, plan), Path())
     return bytes_by_class(parameters, tied=plan.tied), size
 
 
@@ -93,14 +78,14 @@ def _build(checkpoint: Checkpoint, plan: DecoderPlan) -> ir.Model:
     return (build_native if plan.native else build_decoder)(checkpoint.config, plan)
 
 
-def allocate(model: ir.Model, folder: Path) -> tuple[dict[str, ir.Value], dict[str, int], int]:
-    """Give every parameter its place in the data file; returns them, their places and the file's size.
+def allocate(model: ir.Model, folder: Path) -> tuple[dict[str, ir.Value], int]:
+    """Give every parameter its place in the data file; returns them and the file's size.
 
     Raises:
         OSError: the disk has no room for so much.
     """
     parameters = {n: value for n, value in model.graph.initializers.items() if value.const_value is None}
-    offsets, at = {}, 0
+    at = 0
     for name, value in parameters.items():
         assert value.shape is not None and value.dtype is not None
         shape = [int(dim) for dim in value.shape]  # type: ignore[arg-type]
@@ -109,12 +94,30 @@ def allocate(model: ir.Model, folder: Path) -> tuple[dict[str, ir.Value], dict[s
         value.const_value = ir.ExternalTensor(
             DATA_FILE, at, int(n_bytes), value.dtype, shape=ir.Shape(shape), name=name, base_dir=folder
         )
-        offsets[name] = at
         at += int(n_bytes)
     free = shutil.disk_usage(folder).free
     if free < at:  # before minutes of writing
         raise OSError(errno.ENOSPC, f"the weights take {at:,} bytes, {free:,} are free")
-    return parameters, offsets, at
+    return parameters, at
+
+
+def row_writer(
+    file: BinaryIO, parameters: dict[str, ir.Value]
+) -> Callable[[str, npt.NDArray[np.generic]], None]:
+    """A function that writes rows of a parameter to its place, behind those that are there, in its type."""
+    at, types = dict[str, int](), dict[str, np.dtype[Any]]()
+    for name, value in parameters.items():
+        tensor = value.const_value
+        assert isinstance(tensor, ir.ExternalTensor) and tensor.offset is not None
+        at[name], types[name] = tensor.offset, tensor.dtype.numpy()
+
+    def write(name: str, rows: npt.NDArray[np.generic]) -> None:
+        rows = np.ascontiguousarray(rows, types[name])
+        file.seek(at[name])
+        file.write(rows.data)
+        at[name] += rows.nbytes
+
+    return write
 
 
 def bytes_by_class(parameters: dict[str, ir.Value], *, tied: bool = False) -> dict[str, int]:
