@@ -18,7 +18,7 @@ from edgespec.drafting.ngram import NgramDrafter
 from edgespec.measuring.chi_square import pool_rare, two_samples
 from tests.drafters_for_tests import GREEDY, model_of, policy_of, tokenizer
 from tests.formats_for_tests import accepts, formats
-from tests.toy import Deaf, NextLogits, RandomDrafter, Silent, ToySession, markov_logits
+from tests.toy import Deaf, RandomDrafter, Silent, ToySession, markov_logits
 
 PROMPT = (40, 41, 42)
 NEW = 60
@@ -111,21 +111,8 @@ def drafters(kind: str, seed: int) -> dict[str, Callable[[Constraint], Source]]:
         "ngrams and model": under(NgramDrafter(stop_below=0.0), across(kind, seed)),
         "random": under(RandomDrafter(seed, vocab, oracle)),
         "random, uncut": lambda c: RandomDrafter(seed, vocab, oracle),
-        "oracle": under(Oracle(oracle)),
+        "the target without the grammar": under(Silent(), model_of(ToySession(oracle, vocab))),
     }
-
-
-class Oracle(Deaf):
-    """Proposes what the target would say without the grammar, as long as it may."""
-
-    def __init__(self, oracle: NextLogits) -> None:
-        self._oracle = oracle
-
-    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-        drafted: list[int] = []
-        while len(drafted) < limit:
-            drafted.append(int(self._oracle([*tokens, *drafted]).argmax()))
-        return Draft(tuple(drafted), None, ("oracle",) * len(drafted), (0.9,) * len(drafted))
 
 
 KINDS = ("byte", "sentencepiece")

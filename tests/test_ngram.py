@@ -1,9 +1,8 @@
 import random
 from collections import Counter
-from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.decoding.draft import NO_DRAFT, Draft
@@ -11,12 +10,6 @@ from edgespec.drafting.ngram import ContextTree, Match, NgramDrafter
 from tests.toy import round_of
 
 texts = st.lists(st.integers(0, 3), max_size=40)
-
-
-def _tree(tokens: Sequence[int], *, max_n: int = 4, window: int = 1000) -> ContextTree:
-    tree = ContextTree(max_n=max_n, window=window)
-    tree.align(tokens)
-    return tree
 
 
 def _scan(tokens: list[int], context: list[int], max_n: int, first: int = 0) -> Match | None:
@@ -37,40 +30,26 @@ def _scan(tokens: list[int], context: list[int], max_n: int, first: int = 0) -> 
     return None
 
 
-@given(texts, st.lists(st.integers(0, 3), max_size=8), st.integers(1, 6))
-def test_the_tree_finds_what_a_scan_finds(tokens: list[int], context: list[int], max_n: int) -> None:
-    assert _tree(tokens, max_n=max_n).find(context) == _scan(tokens, context, max_n)
-    assert _tree(tokens, max_n=max_n).find(tokens) == _scan(tokens, tokens, max_n)
-
-
-@given(st.lists(texts, min_size=1, max_size=6), st.lists(st.integers(0, 3), max_size=6))
-def test_a_tree_that_was_moved_about_is_a_fresh_one(histories: list[list[int]], context: list[int]) -> None:
-    tree = ContextTree(max_n=3, window=1000)
-    held: list[int] = []
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(texts, min_size=1, max_size=6),
+    st.lists(st.integers(0, 3), max_size=8),
+    st.integers(1, 6),
+    st.sampled_from([1, 3, 7, 12, 1000]),
+)
+def test_a_tree_that_is_moved_about_finds_what_a_scan_of_its_window_finds(
+    histories: list[list[int]], context: list[int], max_n: int, window: int
+) -> None:
+    tree, held, first = ContextTree(max_n=max_n, window=window), list[int](), 0
     for tokens in histories:
         moved = tokens if len(tokens) % 3 else held[: len(tokens)] + tokens
         shared = tree.align(moved)
         assert moved[:shared] == held[:shared]
         assert shared == min(len(held), len(moved)) or held[shared] != moved[shared]
-        held = moved
+        held, first = moved, max(min(first, shared), len(moved) - window)
         assert len(tree) == len(held)
-        assert tree.find(context) == _scan(held, context, 3)
-
-
-@given(texts, st.integers(1, 12), st.lists(st.integers(0, 3), min_size=1, max_size=5), st.data())
-def test_only_the_window_is_found_again(
-    tokens: list[int], window: int, context: list[int], data: st.DataObject
-) -> None:
-    tree = _tree(tokens, max_n=3, window=window)
-    first = max(0, len(tokens) - window)
-    assert tree.find(context) == _scan(tokens, context, 3, first)
-    kept = data.draw(st.integers(0, len(tokens)))
-    tree.align(tokens[:kept])
-    assert tree.find(context) == _scan(tokens[:kept], context, 3, first)
-    longer = tokens[:kept] + context
-    tree.align(longer)
-    first = max(min(first, kept), len(longer) - window)
-    assert tree.find(context) == _scan(longer, context, 3, first)
+        for asked in (context, held):
+            assert tree.find(asked) == _scan(held, asked, max_n, first)
 
 
 def test_a_copy_goes_on_into_its_own_proposals() -> None:

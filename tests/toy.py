@@ -361,26 +361,20 @@ def tiny_plan(
 ) -> DecoderPlan:
     """Every projection in ``form``; the embedding in 4 or 8 bits where ``form`` has as many."""
 
-    def linear(in_features: int, *parts: LinearPart) -> LinearSpec:
-        return LinearSpec(in_features, parts)
-
     hidden, query, kv = config.hidden_size, config.query_width, config.kv_width
     head_rows = config.vocab_size if head_tokens is None else len(head_tokens)
-    linears = {"lm_head": linear(hidden, LinearPart(("lm_head",), head_rows, form))}
+    linears = {"lm_head": LinearSpec(hidden, (LinearPart(("lm_head",), head_rows, form),))}
     for i in range(config.num_layers):
-        has_bias = config.architecture == "qwen2"
-        biases = ("q_bias", "k_bias", "v_bias") if has_bias else ()
-        linears[f"layers.{i}.qkv"] = linear(
-            hidden,
-            LinearPart(("q", "k"), query + kv, form, biases[:2]),
-            LinearPart(("v",), kv, FLOAT if form.bits == 8 else form, biases[2:]),
-        )
-        linears[f"layers.{i}.o"] = linear(query, LinearPart(("o",), hidden, form))
+        biases = ("q_bias", "k_bias", "v_bias") if config.architecture == "qwen2" else ()
+        qk = LinearPart(("q", "k"), query + kv, form, biases[:2])
+        v = LinearPart(("v",), kv, FLOAT if form.bits == 8 else form, biases[2:])
         both = LinearPart(("gate", "up"), 2 * config.intermediate_size, form)
-        linears[f"layers.{i}.gate_up"] = linear(hidden, both)
-        linears[f"layers.{i}.down"] = linear(config.intermediate_size, LinearPart(("down",), hidden, form))
-    embedding_form = WeightFormat(form.bits, 32)
-    embedding = EmbeddingSpec(embedding_form, offsets=form.bits == 4)
+        linears[f"layers.{i}.qkv"] = LinearSpec(hidden, (qk, v))
+        linears[f"layers.{i}.o"] = LinearSpec(query, (LinearPart(("o",), hidden, form),))
+        linears[f"layers.{i}.gate_up"] = LinearSpec(hidden, (both,))
+        down = (LinearPart(("down",), hidden, form),)
+        linears[f"layers.{i}.down"] = LinearSpec(config.intermediate_size, down)
+    embedding = EmbeddingSpec(WeightFormat(form.bits, 32), offsets=form.bits == 4)
     return DecoderPlan(embedding, linears, head_tokens=head_tokens, precision=precision)
 
 
@@ -416,7 +410,8 @@ def _fill(
             arrays |= {f"{prefix}.parts.{index}.{key}": value for key, value in encoded.items()}
             decoded.append(decode_linear(encoded, part.format, spec.in_features))
         weights[name] = np.concatenate(decoded)
-    table = _embedding(config, plan.embedding, rng)
+    form = WeightFormat(plan.embedding.format.bits, 32, minimums=plan.embedding.offsets)
+    table = random_blocks(rng, (config.vocab_size, config.hidden_size), form)
     weights["embed"] = table.values() if isinstance(table, Blocks) else table
     arrays |= {f"embedding.{k}": v for k, v in encode_embedding(table, plan.embedding).items()}
     fill_others(model, config, rng, arrays, weights, positions=rotary_rows(config))
@@ -445,8 +440,3 @@ def fill_others(
         assert list(arrays[name].shape) == [int(str(dim)) for dim in value.shape], name
         assert value.dtype is not None
         value.const_value = ir.tensor(np.ascontiguousarray(arrays[name], value.dtype.numpy()), name=name)
-
-
-def _embedding(config: ModelConfig, spec: EmbeddingSpec, rng: np.random.Generator) -> Blocks | F32:
-    form = WeightFormat(spec.format.bits, 32, minimums=spec.offsets)
-    return random_blocks(rng, (config.vocab_size, config.hidden_size), form)
