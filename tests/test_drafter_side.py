@@ -105,33 +105,35 @@ def test_words_of_the_prompt_are_offered_to_a_trimmed_head() -> None:
     assert {300, 310} <= set(offered[0]) and 20 not in offered[0]
 
 
-def _offered(prompt: list[int] | None, answer: Sequence[int]) -> list[Any]:
-    """What a request offers that the side drafts for; without a prompt it does not."""
+SHORT, LONG_PROMPT, LONG = (
+    list(range(20, 30)),
+    [5 + i % 9 for i in range(300)],
+    [20 + i % 7 for i in range(600)],
+)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "offered"),
+    [
+        ([7, 8], SHORT, [Text((7, 8, *SHORT), 2)]),
+        ([7, 8], [*SHORT, EOS], [Text((7, 8, *SHORT, EOS), 2)]),
+        ([7, 8], SHORT[:8], [Text((7, 8, *SHORT[:8]), 2)]),
+        ([7, 8], SHORT[:7], []),
+        ([7, 8], [], []),
+        (LONG_PROMPT, LONG, [Text((*LONG_PROMPT[-256:], *LONG[:512]), 256)]),
+        (None, SHORT * 2, []),
+    ],
+)
+def test_what_was_answered_is_offered_to_learn_from(
+    prompt: list[int] | None, answer: list[int], offered: list[Text]
+) -> None:
+    """Of long texts the end of the prompt and the beginning of the answer; nothing without a draft."""
     side, trainer = _side(), _Trainer()
     side.trainer = cast(Trainer, trainer)
     part = side.part() if prompt is None else _begin(side, prompt)
     assert trainer.told == ["pause"] and (part.source is None) == (prompt is None)
     part.ended(answer)
-    assert trainer.told[:2] == ["pause", "resume"]
-    return trainer.told[2:]
-
-
-def test_what_was_answered_is_offered_to_learn_from() -> None:
-    answer = list(range(20, 30))
-    assert _offered([7, 8], answer) == [Text((7, 8, *answer), 2)]
-    assert _offered([7, 8], [*answer, EOS]) == [Text((7, 8, *answer, EOS), 2)]
-    assert _offered([7, 8], answer[:7]) == []
-    assert _offered([7, 8], answer[:8]) == [Text((7, 8, *answer[:8]), 2)]
-    assert _offered([7, 8], []) == []
-
-
-def test_of_long_texts_the_end_of_the_prompt_and_the_beginning_of_the_answer_are_offered() -> None:
-    prompt, answer = [5 + i % 9 for i in range(300)], [20 + i % 7 for i in range(600)]
-    assert _offered(prompt, answer) == [Text((*prompt[-256:], *answer[:512]), 256)]
-
-
-def test_a_request_it_does_not_draft_for_teaches_nothing() -> None:
-    assert _offered(None, range(20, 40)) == []
+    assert trainer.told == ["pause", "resume", *offered]
 
 
 TEMPLATE = list(range(24))

@@ -219,9 +219,11 @@ def test_each_bin_of_confidence_learns_by_itself_and_follows_changes() -> None:
         assert calibration.probability(_guess(confidence)) == pytest.approx(confidence, abs=0.06)
     assert calibration.typical == pytest.approx(0.6)
     for i in range(400):
+        calibration.consider(_guess(0.95))
         calibration.observe(_guess(0.95), i % 4 != 0)
         calibration.observe(_guess(0.45), i % 10 == 0)
         calibration.observe(_guess(0.65, is_open=True), False)  # open tokens have bins of their own
+    assert calibration.typical == pytest.approx(0.75, abs=0.05)  # follows what drafted tokens are worth
     assert calibration.probability(_guess(0.93)) == pytest.approx(0.75, abs=0.05)
     assert calibration.probability(_guess(0.42)) == pytest.approx(0.1, abs=0.05)
     assert calibration.probability(_guess(0.65)) == pytest.approx(0.65)
@@ -232,15 +234,6 @@ def test_each_bin_of_confidence_learns_by_itself_and_follows_changes() -> None:
     for _ in range(2000):  # a verdict that nothing tests fades
         calibration.forget()
     assert calibration.probability(_guess(0.95)) > 0.7
-
-
-def test_the_typical_token_follows_what_is_drafted() -> None:
-    calibration = Calibration()
-    for _ in range(400):
-        calibration.consider(_guess(0.95))
-    assert calibration.typical == pytest.approx(0.95, abs=0.01)
-    for _ in range(2000):
-        calibration.forget()
     assert calibration.typical == pytest.approx(0.6, abs=0.01)
 
 
@@ -254,15 +247,21 @@ def _session() -> ToySession:
     return session
 
 
+def _reading() -> tuple[ToySession, Reader, list[int]]:
+    """A text that was read."""
+    session, text = _session(), [1, 2, 3]
+    reader = Reader(session, SLOW)
+    reader.read(text)
+    return session, reader, text
+
+
 def _next(tokens: Sequence[int]) -> int:
     return int(NEXT_LOGITS(tokens).argmax())
 
 
 def test_drafted_tokens_that_were_committed_are_not_read_again() -> None:
-    session = _session()
-    reader = Reader(session, SLOW)
-    text = [1, 2, 3]
-    said = reader.read(text)
+    session, reader, text = _reading()
+    said = reader.latest
     for _ in range(3):
         text.append(said.following)
         said = reader.step(said.following)
@@ -279,10 +278,8 @@ def test_drafted_tokens_that_were_committed_are_not_read_again() -> None:
 
 
 def test_what_was_read_ahead_is_counted_when_it_is_needed() -> None:
-    session = _session()
-    reader = Reader(session, SLOW)
-    text = [1, 2, 3]
-    said = reader.read(text)
+    session, reader, text = _reading()
+    said = reader.latest
     for _ in range(4):
         text.append(said.following)
         said = reader.read_on(said.following)
@@ -342,10 +339,7 @@ def test_what_passes_take_is_learned_and_fades_where_none_run() -> None:
 def test_whatever_is_asked_in_whatever_order_the_answer_is_the_model_s(
     asked: list[tuple[str, bool] | tuple[str, int, int]],
 ) -> None:
-    session = _session()
-    reader = Reader(session, SLOW)
-    text = [1, 2, 3]
-    reader.read(text)
+    session, reader, text = _reading()
     for what, value, *rest in asked:
         if what == "read":
             # Shorter than before, or longer by what was guessed, and one token of anybody's.
