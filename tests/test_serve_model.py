@@ -112,6 +112,7 @@ def test_a_client_that_leaves_ends_its_request_within_a_pass() -> None:
                 gate.let(1)
                 wait([answer], timeout=0.01)
         assert answer.result().status == 200
+        assert 'status="499"} 1.0' in ask(url, "/metrics").body.decode()
         passes = len(gate.passes)
     assert passes < 1000
 

@@ -59,9 +59,10 @@ def answered(url: str, data: bytes) -> bytes:
         return connection.recv(4096)[9:12]
 
 
-def test_several_names_in_one_request_are_refused(url: str) -> None:
+def test_several_names_in_one_request_and_none_are_refused(url: str) -> None:
     both = b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n"
     assert answered(url, both) in (b"400", b"421")
+    assert answered(url, b"GET /health HTTP/1.0\r\n\r\n") == b"421"  # and none
 
 
 ORIGINS = ("https://evil.example", "null", "http://localhost.evil.example", "http://app.example")
