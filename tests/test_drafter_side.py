@@ -105,11 +105,7 @@ def test_words_of_the_prompt_are_offered_to_a_trimmed_head() -> None:
     assert {300, 310} <= set(offered[0]) and 20 not in offered[0]
 
 
-SHORT, LONG_PROMPT, LONG = (
-    list(range(20, 30)),
-    [5 + i % 9 for i in range(300)],
-    [20 + i % 7 for i in range(600)],
-)
+SHORT, LONG = list(range(20, 30)), [20 + i % 7 for i in range(600)]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +116,7 @@ SHORT, LONG_PROMPT, LONG = (
         ([7, 8], SHORT[:8], [Text((7, 8, *SHORT[:8]), 2)]),
         ([7, 8], SHORT[:7], []),
         ([7, 8], [], []),
-        (LONG_PROMPT, LONG, [Text((*LONG_PROMPT[-256:], *LONG[:512]), 256)]),
+        (LONG, LONG, [Text((*LONG[-256:], *LONG[:512]), 256)]),
         (None, SHORT * 2, []),
     ],
 )

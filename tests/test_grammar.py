@@ -159,6 +159,10 @@ def _deep(opening: str, closing: str, depth: int) -> str:
     return opening * depth + closing * depth
 
 
+def _string(*names: str) -> dict[str, Any]:
+    return {"properties": {name: {"type": "string"} for name in names}}
+
+
 HOSTILE = {
     "long": lambda: Regex("a" * 300_000),
     "brackets": lambda: Regex(_deep("(", ")", 50_000)),
@@ -167,16 +171,9 @@ HOSTILE = {
     "deep json": lambda: JsonSchema('{"a":' * 50_000 + "1" + "}" * 50_000),
     "deep schema": lambda: JsonSchema('{"items":' * 5_000 + "{}" + "}" * 5_000),
     "many branches": lambda: JsonSchema(
-        {
-            "allOf": [
-                {"anyOf": [{"properties": {f"{i}{j}": {"type": "string"}}} for j in range(8)]}
-                for i in range(12)
-            ]
-        }
+        {"allOf": [{"anyOf": [_string(f"{i}{j}") for j in range(8)]} for i in range(12)]}
     ),
-    "many optional": lambda: JsonSchema(
-        {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(5_000)}}
-    ),
+    "many optional": lambda: JsonSchema({"type": "object"} | _string(*(f"p{i}" for i in range(5_000)))),
     "endless": lambda: JsonSchema({"$ref": "#"}),
     "in circles": lambda: JsonSchema({"allOf": [{"$ref": "#"}, {"type": "object"}]}),
     "left recursion": lambda: Lark("start: start start | start"),
