@@ -142,6 +142,7 @@ FOREIGN: dict[str, tuple[Edit, type[EdgespecError], str]] = {
     "a layer of many digits": (wide(f"blk.{'1' * 50}.ffn_up.weight"), Unsupported, "1111"),
     "a context for no pass": (put("context_length", 3), Unsupported, "context_length is 3"),
     "merges of other tokens": (say("ggml.merges", ["a b c"]), ModelFileError, "Merge 0"),
+    "a pre-tokenizer of its own": (say("ggml.pre", "martian"), Unsupported, "'martian' is not known"),
     "an end of text that is no token": (say("ggml.eos_token_id", 10**6), ModelFileError, "eos_token_id"),
     "key missing": (lambda m: m.metadata.pop("llama.block_count"), ModelFileError, "block_count"),
     "key of a wrong type": (put("block_count", "two"), ModelFileError, "block_count"),
@@ -201,7 +202,7 @@ def test_texts_types_and_sizes_that_cannot_be(tmp_path: Path) -> None:
     for name in ("token_embd.weight", "output.weight"):  # fewer rows than the tokenizer has ids
         model.tensors[name] = ("F32", model.values(name)[:-9].copy())
     content = model.write(tmp_path / "m.gguf").read_bytes()
-    refused(tmp_path, content, TokenizerError, r"381")
+    refused(tmp_path, content, TokenizerError, "390 tokens, but the embedding 381 rows")
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q4_0", "Q4_K", "MXFP4"])

@@ -31,9 +31,9 @@ from tests.gguf_for_tests import FORMATS, tiny_gguf
 
 WRITTEN: dict[tuple[Role, ExportDevice | None, int], str] = {
     ("target", None, 7): "0924f3fff0008d06",
-    ("target", "cuda", 4): "c4a1a4f5d63ae602",
+    ("target", "cuda", 5): "c4a1a4f5d63ae602",
     ("drafter", None, 7): "72f6679b6099029d",
-    ("drafter", "cuda", 4): "c4a1a4f5d63ae602",
+    ("drafter", "cuda", 5): "c4a1a4f5d63ae602",
 }
 """Of each recipe, the beginning of a digest of tiny models."""
 HALF = Precision("float16", "float16")

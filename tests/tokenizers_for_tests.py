@@ -1,6 +1,7 @@
 """Tiny tokenizers, trained on the spot, and the GGUF metadata that describes them."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,15 @@ CORPUS = (
 )
 BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
 SPACE_SIGN = "\u2581"
+CUT = "¦"
+
+
+def cut_by(pre_tokenizer: object, texts: Sequence[str]) -> list[str]:
+    """The texts with a mark at every cut of that part of a ``tokenizer.json``."""
+    stated = json.loads(Tokenizer(models.BPE()).to_str()) | {"pre_tokenizer": pre_tokenizer}
+    cutter = Tokenizer.from_str(json.dumps(stated)).pre_tokenizer
+    spans = [[span for _, span in cutter.pre_tokenize_str(text)] for text in texts]
+    return [CUT.join(text[slice(*span)] for span in found) for text, found in zip(texts, spans, strict=True)]
 
 
 def byte_level_json(
@@ -82,3 +92,10 @@ def gguf_metadata(tokenizer_json: str) -> dict[str, object]:
         "tokenizer.ggml.scores": np.array(scores, np.float32),
         "tokenizer.ggml.add_space_prefix": len(spec["normalizer"]["normalizers"]) > 1,
     }
+
+
+def gemma4_metadata(*, size: int = 500) -> dict[str, object]:
+    """Those of a SentencePiece-like tokenizer that lists its merges."""
+    text = sentencepiece_json(size=size)
+    merges = [" ".join(merge) for merge in json.loads(text)["model"]["merges"]]
+    return gguf_metadata(text) | {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": merges}

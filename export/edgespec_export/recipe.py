@@ -15,12 +15,12 @@ RECIPES: Final[Mapping[tuple[Role, ExportDevice | None], int]] = MappingProxyTyp
     {
         ("target", None): 7,
         ("drafter", None): 7,
-        ("target", "cuda"): 4,
-        ("drafter", "cuda"): 4,
-        ("target", "npu-qnn"): 2,
-        ("drafter", "npu-qnn"): 2,
-        ("target", "npu-openvino"): 2,
-        ("drafter", "npu-openvino"): 2,
+        ("target", "cuda"): 5,
+        ("drafter", "cuda"): 5,
+        ("target", "npu-qnn"): 3,
+        ("drafter", "npu-qnn"): 3,
+        ("target", "npu-openvino"): 3,
+        ("drafter", "npu-openvino"): 3,
     }
 )
 """Of what is exported in each role for each device, the CPU being None. To be raised whenever the same source

@@ -58,7 +58,7 @@ class GGUFCheckpoint(Checkpoint):
 
     def tokenizer_json(self) -> str:
         """As the file's keys say."""
-        return gguf_tokenizer.tokenizer_json(self.metadata)
+        return gguf_tokenizer.tokenizer_json(self.metadata, self.config.vocab_size)
 
     def special_tokens(self) -> SpecialTokens:
         """As the file's keys say."""

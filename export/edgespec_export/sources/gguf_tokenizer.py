@@ -1,12 +1,13 @@
 """From the tokenizer keys of a GGUF file to a ``tokenizer.json``.
 
 Keys and token types: github.com/ggml-org/ggml/blob/master/docs/gguf.md. Behaviour follows llama.cpp's
-``llama-vocab.cpp`` (pre-tokenizer names and expressions, defaults of missing keys), so a model reads the
-text it was converted to read. Two differences are meant:
+``llama-vocab.cpp`` (names of pre-tokenizers, defaults of missing keys), so a model reads the text it was
+converted to read. Three differences are meant:
 
 - control tokens are never the result of a merge, so ordinary text cannot spell one;
 - SentencePiece takes the leftmost of equal-scored merges, the BPE of ``tokenizers`` the better ranked one:
-  this matters only where scores are not unique.
+  this matters only where scores are not unique;
+- ``add_eos_token`` is not followed, since a prompt that ends with EOS cannot be continued.
 """
 
 import json
@@ -14,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
-from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_models.errors import ModelFileError, UnsupportedModelError
+from edgespec_export.sources.pre_tokenizers import ADD_BOS, CUTS, SAMPLES, WHOLE_PIECES
+from edgespec_models.errors import ModelFileError, TokenizerError, UnsupportedModelError
 from edgespec_models.files.facts import Facts
 from edgespec_models.text.tokenizer import SPACE_SIGN, SpecialTokens
 from edgespec_models.text.tokenizer_files import END_OF_GENERATION
@@ -40,44 +41,31 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_CL100K = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{DIGITS}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_LLAMA3 = _CL100K.replace("{DIGITS}", "{1,3}")
-_QWEN2 = _CL100K.replace("{DIGITS}", "")
-_QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
-_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
-
-# Each text is cut by the first expression, the pieces by the next, and so on.
-_PRE_TOKENIZERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"default": _DEFAULT}
-    | dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "trillion"), (_GPT2,))
-    | dict.fromkeys(
-        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
-        (r"\p{N}", _GPT2),
-    )
-    | dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "dbrx", "smaug-bpe"), (_LLAMA3,))
-    | dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez"), (_QWEN2,))
-    | {"qwen35": (_QWEN35,)}
-)
-# A whole piece that is a token stays one, whatever the merges say; and prompts start with BOS.
-_WHOLE_PIECES = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3"})
+_KINDS = ("gpt2", "llama", "gemma4")
+_TO_BYTES: Json = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+# What Phi-3's published tokenizer takes the whitespace behind.
+_KEEPS_SPACE = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 
 
-def tokenizer_json(metadata: Mapping[str, object]) -> str:
+def tokenizer_json(metadata: Mapping[str, object], rows: int | None = None) -> str:
     """The text of a ``tokenizer.json`` that reads as the GGUF file says.
 
     Unused and empty tokens are left out: their ids are padding. Text is not normalised, so it is read
-    back exactly. Raises ModelFileError where keys are missing, malformed or contradict one another, and
-    UnsupportedModelError for kinds of tokenizers and pre-tokenizers edgespec does not know.
+    back exactly. Raises ModelFileError where keys are missing, malformed or contradict one another,
+    TokenizerError where there are more tokens than ``rows`` of the embedding, and UnsupportedModelError for
+    kinds of tokenizers and pre-tokenizers edgespec does not know.
     """
     kind = _kind(metadata)
     vocabulary = _read_vocabulary(metadata)
+    if rows is not None and len(vocabulary.texts) > rows:
+        raise TokenizerError(
+            f"The tokenizer has {len(vocabulary.texts):,} tokens, but the embedding {rows:,} rows. "
+            "Download or convert the file again."
+        )
     spec = _byte_level(metadata, vocabulary) if kind == "gpt2" else _sentencepiece(metadata, vocabulary)
     head: Json = {"version": "1.0", "truncation": None, "padding": None}
-    body = {"added_tokens": vocabulary.added_tokens(), "post_processor": None}
+    strip = kind == "llama" and metadata.get("general.architecture") == "phi3"
+    body = {"added_tokens": vocabulary.added_tokens(strip_right=strip), "post_processor": None}
     return json.dumps(head | body | spec, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -89,7 +77,7 @@ def special_tokens(metadata: Mapping[str, object]) -> SpecialTokens:
     kind = _kind(metadata)
     vocabulary = _read_vocabulary(metadata)
     sentencepiece = kind == "llama"
-    prefixed = sentencepiece or metadata.get("tokenizer.ggml.pre") in _WHOLE_PIECES
+    prefixed = kind != "gpt2" or metadata.get("tokenizer.ggml.pre") in ADD_BOS
     size = len(vocabulary.texts)
     eos = [_token_id(metadata, "eos_token_id", size, default=2 if sentencepiece else None)]
     eos += [_token_id(metadata, key, size) for key in ("eot_token_id", "eom_token_id")]
@@ -97,7 +85,7 @@ def special_tokens(metadata: Mapping[str, object]) -> SpecialTokens:
     return SpecialTokens(
         bos=_token_id(metadata, "bos_token_id", size, default=1 if sentencepiece else None),
         eos=tuple(dict.fromkeys(token for token in eos if token is not None)),
-        add_bos=_facts(metadata).boolean("add_bos_token", default=prefixed),
+        add_bos=kind == "gemma4" or _facts(metadata).boolean("add_bos_token", default=prefixed),
         pad=_token_id(metadata, "padding_token_id", size),
     )
 
@@ -128,40 +116,46 @@ class _Vocabulary:
         matches = (id_ for id_ in self.of_type(TokenType.CONTROL) if self.texts[id_] == text)
         return next(matches, None)
 
-    def added_tokens(self) -> list[Json]:
+    def added_tokens(self, *, strip_right: bool) -> list[Json]:
         """Tokens found in the text before anything else looks at it."""
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         special = {TokenType.CONTROL, TokenType.UNKNOWN}
-        added = self.of_type(TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
-        return [
+        found = self.of_type(TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
+        tokens = [
             {"id": id_, "content": self.texts[id_], **flags, "special": int(self.types[id_]) in special}
-            for id_ in added
+            for id_ in found
         ]
+        for token in tokens if strip_right else ():
+            token["rstrip"] = token["content"] not in _KEEPS_SPACE
+        return tokens
 
 
-def _byte_level(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> Json:
-    name = _facts(metadata).text("pre", "default")
-    if name not in _PRE_TOKENIZERS:
+def byte_level_cuts(name: str) -> Json:
+    """The part of a ``tokenizer.json`` that cuts as the pre-tokenizer ``name`` does."""
+    if name not in CUTS:
         raise UnsupportedModelError(
-            f"The pre-tokenizer {name!r} is not known. Known are {', '.join(sorted(_PRE_TOKENIZERS))}."
+            f"The pre-tokenizer {name!r} is not known; another would cut text otherwise than the model has "
+            f"learned. Known are {len(CUTS)}, such as {', '.join(SAMPLES)}. Export from the model's Hugging "
+            "Face directory, whose tokenizer.json says how to cut."
         )
     cuts: list[Json] = [
         {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
-        for regex in _PRE_TOKENIZERS[name]
+        for regex in CUTS[name]
     ]
-    to_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    tokens = vocabulary.used()
-    model = _bpe(tokens, _merges(metadata, tokens)) | {"ignore_merges": name in _WHOLE_PIECES}
-    return {
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*cuts, to_bytes]},
-        "decoder": to_bytes,
-        "model": model,
-    }
+    return {"type": "Sequence", "pretokenizers": [*cuts, _TO_BYTES]}
+
+
+def _byte_level(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> Json:
+    name, tokens = _facts(metadata).text("pre", "default"), vocabulary.used()
+    cuts = byte_level_cuts(name)
+    model = _bpe(tokens, _merges(metadata, tokens)) | {"ignore_merges": name in WHOLE_PIECES}
+    return {"normalizer": None, "pre_tokenizer": cuts, "decoder": _TO_BYTES, "model": model}
 
 
 def _sentencepiece(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> Json:
-    prefix = _facts(metadata).boolean("add_space_prefix", default=True)
+    """Of SentencePiece's own kind, which ranks merges by score, or Gemma 4's, which lists them."""
+    ranked = metadata["tokenizer.ggml.model"] == "gemma4"
+    prefix = not ranked and _facts(metadata).boolean("add_space_prefix", default=True)
     to_sign: Json = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_SIGN}
     to_space: Json = {"type": "Replace", "pattern": {"String": SPACE_SIGN}, "content": " "}
     normalizers = [{"type": "Prepend", "prepend": SPACE_SIGN}] * prefix + [to_sign]
@@ -169,7 +163,8 @@ def _sentencepiece(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> J
     decoders += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * prefix
     tokens = vocabulary.used()
     unknown = vocabulary.texts[_token_id(metadata, "unknown_token_id", len(vocabulary.texts), default=0) or 0]
-    model = _bpe(tokens, _merges_by_score(metadata, vocabulary))
+    merges = _merges(metadata, tokens) if ranked else _merges_by_score(metadata, vocabulary)
+    model = _bpe(tokens, merges)
     model |= {"byte_fallback": True, "fuse_unk": True, "unk_token": unknown if unknown in tokens else None}
     return {
         "normalizer": {"type": "Sequence", "normalizers": normalizers},
@@ -184,9 +179,11 @@ def _bpe(tokens: Mapping[str, int], merges: list[tuple[str, str]]) -> Json:
 
 
 def _merges(metadata: Mapping[str, object], tokens: Mapping[str, int]) -> list[tuple[str, str]]:
-    """The file's merges, checked: ``tokens`` holds both parts and the whole of each."""
+    """The file's merges, checked: each is there once, and ``tokens`` holds both parts and the whole."""
     merges: list[tuple[str, str]] = []
-    for rank, merge in enumerate(_texts(metadata, "tokenizer.ggml.merges")):
+    texts = _texts(metadata, "tokenizer.ggml.merges")
+    _refuse_repeats(texts, "merge")
+    for rank, merge in enumerate(texts):
         # The first character may itself be a space in malformed files, never the separator.
         cut = merge.find(" ", 1)
         left, right = merge[:cut], merge[cut + 1 :]
@@ -225,11 +222,14 @@ def _read_vocabulary(metadata: Mapping[str, object]) -> _Vocabulary:
     if key in metadata:
         types = _numbers(metadata, key, len(texts), kinds="iu").astype(types.dtype)
     vocabulary = _Vocabulary(texts, types)
-    named = sorted(text for text in texts if text)
-    twice = next((text for text, following in pairwise(named) if text == following), None)
-    if twice is not None:
-        raise ModelFileError(f"The token {twice!r} appears twice in tokenizer.ggml.tokens.")
+    _refuse_repeats([text for text in texts if text], "token")
     return vocabulary
+
+
+def _refuse_repeats(texts: Sequence[str], what: str) -> None:
+    if len(set(texts)) < len(texts):
+        twice = next(text for text, following in pairwise(sorted(texts)) if text == following)
+        raise ModelFileError(f"The {what} {twice!r} appears twice in tokenizer.ggml.{what}s.")
 
 
 def _facts(metadata: Mapping[str, object]) -> Facts:
@@ -240,10 +240,10 @@ def _facts(metadata: Mapping[str, object]) -> Facts:
 
 def _kind(metadata: Mapping[str, object]) -> str:
     kind = _facts(metadata).text("model")
-    if kind not in ("gpt2", "llama"):
+    if kind not in _KINDS:
         raise UnsupportedModelError(
-            f"The tokenizer is of the kind {kind!r}. Known are 'gpt2' (byte-level BPE) and 'llama' "
-            "(SentencePiece BPE)."
+            f"The tokenizer is of the kind {kind!r}. Known are those of decoders: 'gpt2' (byte-level BPE), "
+            "'llama' (SentencePiece BPE) and 'gemma4' (the same with a list of merges). Use another model."
         )
     return kind
 

@@ -13,14 +13,9 @@ from edgespec_models.text.encoder import Encoder
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 
 END_OF_GENERATION = (
-    "<|im_end|>",
-    "<|endoftext|>",
-    "<end_of_turn>",
-    "<eos>",
-    "</s>",
-    "<|eot_id|>",
-    "<|end_of_text|>",
-    "<|end|>",
+    *("<|im_end|>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>"),
+    *("<|call|>", "<end_of_turn>", "<turn|>", "<|tool_response>", "<eos>", "</s>", "<EOT>", "[EOT]", "[EOS]"),
+    *("<end_of_utterance>", "<｜end▁of▁sentence｜>"),
 )
 """Control tokens that end generation in the models that have them."""
 
