@@ -1,4 +1,5 @@
 from datetime import datetime
+from functools import reduce
 from types import MappingProxyType
 from typing import Any
 
@@ -19,18 +20,13 @@ CHATML = """{%- for message in messages %}
 {%- endif %}
 """
 ASK = [{"role": "user", "content": "hi"}]
-CONTENT = "<b> & 'é' {{ 7 * 7 }}{% raw %}"
+CONTENT = "<b> & 'é' {{ 7 * 7 }}\n{% raw %}"
+TOKENIZER = Tokenizer.from_json(byte_level_json())
 
 
 def _calling(arguments: object) -> dict[str, Any]:
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
     return {"role": "assistant", "content": None, "tool_calls": [call]}
-
-
-def test_chatml() -> None:
-    template = ChatTemplate(CHATML)
-    assert template.render(ASK) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    assert template.render(ASK, add_generation_prompt=False) == "<|im_start|>user\nhi<|im_end|>\n"
 
 
 RENDERED = {
@@ -42,26 +38,20 @@ RENDERED = {
     "{% for i in range(9) %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}": "012",
     "a{% generation %}{{ messages[0].role }}{% endgeneration %}b": "auserb",
     "{% if tools %}tools{% elif documents is none %}none{% endif %}": "none",
+    "{{ strftime_now('%d %b %Y') }}": "30 Jul 2026",
+    CHATML: f"<|im_start|>user\n{CONTENT}<|im_end|>\n<|im_start|>assistant\n",
 }
 """Sources, and what they become: nothing is escaped for HTML, and contents are no templates."""
 
 
 @pytest.mark.parametrize("source", RENDERED)
 def test_rendering(source: str) -> None:
-    message = MappingProxyType({"role": "user", "content": CONTENT})
-    assert ChatTemplate(source, bos="<s>", eos="</s>").render([message]) == RENDERED[source]
-
-
-def test_date() -> None:
-    template = ChatTemplate("{{ strftime_now('%d %b %Y') }}")
-    assert template.render(ASK, now=datetime(2026, 7, 30)) == "30 Jul 2026"
-    assert str(datetime.now().year) in template.render(ASK)
-
-
-def test_refusal_of_the_template() -> None:
-    template = ChatTemplate("{{ raise_exception('Roles must alternate') }}")
-    with pytest.raises(RequestError, match="Roles must alternate"):
-        template.render(ASK)
+    template = ChatTemplate(source, bos="<s>", eos="</s>")
+    parts = [{"type": "text", "text": line} for line in CONTENT.split("\n")]
+    for content in (CONTENT, parts):
+        message = MappingProxyType({"role": "user", "content": content})
+        assert template.render([message], now=datetime(2026, 7, 30)) == RENDERED[source]
+    assert template.encode(ASK, TOKENIZER) == TOKENIZER.encode(template.render(ASK), special=True)
 
 
 @pytest.mark.parametrize(
@@ -124,14 +114,17 @@ def test_format_cannot_reach_attributes() -> None:
         ([_calling("{")], "not valid JSON"),
         ([_calling("[1]")], r"arguments \[1\]; allowed: a table"),
         ([_calling("{}")], "does not show tool_calls"),
+        ([{"role": "user", "content": "\U00018afe"}], "18AFE"),  # a forged mark
     ],
 )
 def test_malformed_messages(messages: list[dict[str, Any]], complaint: str) -> None:
     with pytest.raises(RequestError, match=complaint):
-        ChatTemplate(CHATML).render(messages)
+        ChatTemplate(CHATML).encode(messages, TOKENIZER)
 
 
-TOKENIZER = Tokenizer.from_json(byte_level_json())
+def test_a_template_may_refuse_a_conversation() -> None:
+    with pytest.raises(RequestError, match="Roles must alternate"):
+        ChatTemplate("{{ raise_exception('Roles must alternate') }}").render(ASK)
 
 
 @given(content=st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "<|im_", "end|>", "é", " ", "\n"])))
@@ -142,22 +135,6 @@ def test_encoded_content_cannot_forge_control_tokens(content: list[str]) -> None
     assert TOKENIZER.decode(ids, skip_special=False) == template.render(messages)
     start, end = TOKENIZER.special_id("<|im_start|>"), TOKENIZER.special_id("<|im_end|>")
     assert [id_ for id_ in ids if TOKENIZER.is_special(id_)] == [start, end, start]
-
-
-def test_encoding_honest_content_is_encoding_the_text() -> None:
-    template = ChatTemplate(CHATML)
-    assert template.encode(ASK, TOKENIZER) == TOKENIZER.encode(template.render(ASK), special=True)
-
-
-def test_forged_marks_are_refused() -> None:
-    with pytest.raises(RequestError, match="18AFE"):
-        ChatTemplate(CHATML).encode([{"role": "user", "content": "\U00018afe"}], TOKENIZER)
-
-
-def test_parts_of_a_content_become_lines() -> None:
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    template = ChatTemplate("{{ messages[0].content }}")
-    assert template.render([{"role": "user", "content": parts}]) == "one\ntwo"
 
 
 def test_a_developer_is_the_system_where_the_template_does_not_know_the_role() -> None:
@@ -182,7 +159,11 @@ def test_arguments_are_the_variables_that_the_template_reads() -> None:
     unless_given = "{% if tone is undefined %}{% set tone = 'kind' %}{% endif %}{{ tone }}"
     assert ChatTemplate(unless_given).arguments == {"tone"}
     assert template.render(ASK) == "today"
+    assert ChatTemplate(CHATML).render(ASK, add_generation_prompt=False).endswith("hi<|im_end|>\n")
     assert template.render(ASK, {"enable_thinking": False, "date": "then"}) == "no thinkingthen"
+
+
+DEEP = reduce(lambda inner, _: [inner], range(5000), list[Any]())
 
 
 @pytest.mark.parametrize(
@@ -195,19 +176,13 @@ def test_arguments_are_the_variables_that_the_template_reads() -> None:
         ({"date": datetime}, "template_args.'date' is <class"),
         ({"date": float("nan")}, "template_args.'date' is nan"),
         ({"date": {1: 2}}, "template_args.'date' is {1: 2}"),
+        ({"date": DEEP}, "levels deep"),
     ],
+    ids=range(8),
 )
 def test_arguments_that_are_not_taken(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(RequestError, match=said):
         ChatTemplate(THINKING).render(ASK, arguments)
-
-
-def test_values_too_deep_are_refused() -> None:
-    deep: Any = "x"
-    for _ in range(5000):
-        deep = [deep]
-    with pytest.raises(RequestError, match="levels deep"):
-        ChatTemplate(THINKING).render(ASK, {"date": deep})
 
 
 @pytest.mark.parametrize("form", ["tojson", "tojson(ensure_ascii=true)", "string", "join"])

@@ -3,7 +3,6 @@
 import builtins
 import errno
 import io
-import logging
 import os
 import re
 import shutil
@@ -15,6 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -22,7 +22,6 @@ from edgespec.drafting.experience import Outcome
 from edgespec.history import database, store
 from edgespec.history.manage import History
 from edgespec.history.memory import Delta
-from edgespec.loading import measurements
 from edgespec.loading.opening import _closed_on_failure
 from edgespec_export.export import export_model
 from edgespec_models.bundles.bundle import Bundle
@@ -33,21 +32,11 @@ from edgespec_models.storage import own_name, write_text
 from edgespec_runtimes import cpu
 from edgespec_runtimes.cpu import CpuSession
 from edgespec_runtimes.ort import lacks_memory
-from tests.downloads_for_tests import (
-    BOTH,
-    CONTENT,
-    FROM_HUB,
-    FROM_INDEX,
-    REPOSITORY,
-    Hub,
-    assert_whole,
-    running_hub,
-)
+from tests.downloads_for_tests import BOTH, CONTENT, FROM_HUB, FROM_INDEX, REPOSITORY, Hub, assert_whole
 from tests.gguf_for_tests import tiny_gguf
-from tests.histories_for_tests import SCOPE, stored, text_of
+from tests.histories_for_tests import merge, stored
 from tests.killed_for_tests import kill_downloads, kill_exports
 from tests.test_export import NEVER_A_PROCESS
-from tests.test_measurements import FOUND, HERE
 from tests.toy import tiny_bundle
 
 
@@ -107,41 +96,35 @@ def test_an_export_to_a_disk_that_is_full_at_any_write(tmp_path: Path, gguf: Pat
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hubs on this machine answer, however busy it is."""
+def patient(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    """It is waited for, however busy this machine is."""
     monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "300")
     monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "300")
+    return hub
 
 
-def test_a_pull_to_a_disk_that_is_full_at_any_write(home: Path, hub: Hub, patient: None) -> None:
+def test_a_pull_to_a_disk_that_is_full_at_any_write(home: Path, patient: Hub) -> None:
     for _ in at_every_write(home, lambda: pull(FROM_HUB), DownloadError):
         assert not (home / "toy.gguf.sha256").exists()
     assert_whole(home)
 
 
-def test_a_pulled_repository_stays_pulled_when_its_record_cannot_be_renewed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patient: None
-) -> None:
-    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
+def test_a_pulled_repository_stays_pulled_when_its_record_cannot_be_renewed(patient: Hub) -> None:
+    patient.content, patient.files["m.gguf"] = None, CONTENT
     reference = HubReference(REPOSITORY, filename="m.gguf")
-    with running_hub() as repository:
-        repository.files["m.gguf"] = CONTENT
-        monkeypatch.setenv("HF_ENDPOINT", repository.address)
-        place = pull_hub(reference)
-        for _ in at_every_write(reference.record.parent, lambda: pull_hub(reference), DownloadError):
-            assert pulled_hub(reference) == place
+    place = pull_hub(reference)
+    for _ in at_every_write(reference.record.parent, lambda: pull_hub(reference), DownloadError):
+        assert pulled_hub(reference) == place
 
 
 def test_what_weights_take_is_told_before_they_are_written(
     tmp_path: Path, gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    says = r"is full; .*the weights take ([\d,]{7,}) bytes, 1,000 are free"
-    with pytest.raises(StorageError, match=says) as refused:
+    with pytest.raises(StorageError, match=r"is full; .* bytes, 1,000 are free") as refused:
         export_model(gguf, tmp_path / "out")
-    told = re.search(says, str(refused.value))
-    assert told is not None
-    enough = int(told[1].replace(",", ""))
+    [told] = re.findall(r"the weights take ([\d,]{7,}) bytes", str(refused.value))
+    enough = int(told.replace(",", ""))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=enough))
     export_model(gguf, tmp_path / "out")
 
@@ -164,20 +147,18 @@ def test_what_was_being_written_is_no_file_and_goes_at_the_next_write(
     (tmp_path / f"{own_name('.edgespec-', NEVER_A_PROCESS)}killed").touch()
     write_text(file, "old")
     assert {path.name for path in tmp_path.iterdir()} == {file.name, alive.name}
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no space")))
-        with pytest.raises(RequestError, match=r"cannot write .*report\.html: no space$"):
-            write_text(file, "new")
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "no space")))
+    with pytest.raises(RequestError, match=r"cannot write .*report\.html: no space$"):
+        write_text(file, "new")
     assert file.read_text(encoding="utf-8") == "old"
     assert {path.name for path in tmp_path.iterdir()} == {file.name, alive.name}
 
 
 def test_what_a_killed_pull_had_gathered_goes(home: Path) -> None:
     """Killed when the file was in place, before the rest was put away."""
-    home.mkdir(parents=True)
+    (home / "toy.gguf.parts").mkdir(parents=True)
     (home / "toy.gguf").write_bytes(CONTENT)
     (home / "toy.gguf.hub.part").write_bytes(CONTENT[:1000])
-    (home / "toy.gguf.parts").mkdir()
     pull(BOTH)
     assert_whole(home)
 
@@ -201,36 +182,19 @@ def test_a_source_that_is_not_what_lies_recorded_beside_it_is_named(tmp_path: Pa
     export_model(gguf, tmp_path / "unknown")
 
 
-def test_measurements_that_cannot_be_kept_are_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = tmp_path / "in the way"
-    file.touch()
-    monkeypatch.setattr(measurements, "measurements_dir", lambda: file)
-    with caplog.at_level(logging.WARNING, logger="edgespec"):
-        for _ in range(2):
-            measurements.remember(HERE, FOUND)
-    assert len(caplog.records) == 1
-    assert "cannot be kept in" in caplog.text
-    assert str(file) in caplog.text
-
-
 def test_a_clock_that_was_years_ahead_keeps_nothing_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def gained(name: bytes) -> None:
+    def gained(name: bytes) -> Delta:
         delta = Delta()
         delta.gained(drafter="d", outcome=Outcome((name,), 0.5))
-        opened = store.Store.open(tmp_path / "me.history")
-        opened.merge(SCOPE, delta, text_of)
-        opened.close()
+        return delta
 
     monkeypatch.setattr(store, "MOST", 2)
     with monkeypatch.context() as patch:
         patch.setattr(time, "time", lambda: 4e9)
-        gained(b"first")
-        gained(b"second")
-    gained(b"third")
+        merge(tmp_path / "me.history", gained(b"first"), gained(b"second"))
+    merge(tmp_path / "me.history", gained(b"third"))
     assert b"third" in stored(tmp_path / "me.history").records["d"]
 
 
@@ -248,22 +212,15 @@ def test_two_that_are_damaged_in_one_second_are_both_kept(
     assert len(list(tmp_path.glob("*.damaged-*"))) == 2
 
 
-@pytest.mark.parametrize(
-    ("free", "said"), [(8192, "disk I/O error: the disk is full"), (1 << 30, "disk I/O error")]
-)
-def test_a_history_on_a_full_disk_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, said: str
-) -> None:
-    def refuse(path: Path, **_: int) -> None:
-        error = sqlite3.OperationalError("disk I/O error")
-        error.sqlite_errorcode = sqlite3.SQLITE_IOERR_SHMSIZE
-        raise error
-
+def test_a_history_on_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = sqlite3.OperationalError("disk I/O error")
+    error.sqlite_errorcode = sqlite3.SQLITE_IOERR_SHMSIZE
     (tmp_path / "me.history").touch()
-    monkeypatch.setattr(store.Store, "open", refuse)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    with pytest.raises(StorageError, match=f"cannot be used: {said}$"):
-        History(tmp_path / "me.history").show()
+    monkeypatch.setattr(store.Store, "open", Mock(side_effect=error))
+    for free, said in ((8192, "disk I/O error: the disk is full"), (1 << 30, "disk I/O error")):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        with pytest.raises(StorageError, match=f"cannot be used: {said}$"):
+            History(tmp_path / "me.history").show()
 
 
 @pytest.mark.parametrize(
@@ -272,28 +229,18 @@ def test_a_history_on_a_full_disk_says_so(
 def test_a_load_without_memory_does_not_blame_the_bundle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    bundle = tiny_bundle(tmp_path / "m").bundle
+    bundle, refuse = tiny_bundle(tmp_path / "m").bundle, Mock(side_effect=error)
     assert lacks_memory(error)
-
-    def refuse(*_: object) -> None:
-        raise error
-
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(DeviceError, match="not enough memory to load m"):
         patch.setattr(cpu, "_open", refuse)
-        with pytest.raises(DeviceError, match="not enough memory to load m"):
-            CpuSession(bundle)
-    session = CpuSession(bundle)
-    with monkeypatch.context() as patch:
+        CpuSession(bundle)
+    session, says = CpuSession(bundle), "not enough memory for a pass over 2 tokens"
+    with monkeypatch.context() as patch, pytest.raises(DeviceError, match=says):
         patch.setattr(session._open_io, "_pass", refuse)
-        with pytest.raises(DeviceError, match="not enough memory for a pass over 2 tokens"):
-            session.predict([1, 2])
+        session.predict([1, 2])
     session.close()
-
-
-def test_memory_that_lacks_beside_a_load_closes_what_was_loaded() -> None:
-    session = SimpleNamespace(closed=False)
-    session.close = lambda: setattr(session, "closed", True)
+    closed = Mock()  # what was loaded beside it
     with pytest.raises(DeviceError, match="not enough memory"), _closed_on_failure() as opened:
-        opened.append(session)
+        opened.append(closed)
         raise MemoryError
-    assert session.closed
+    closed.close.assert_called_once()

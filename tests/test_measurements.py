@@ -1,6 +1,7 @@
 """What is kept between loads: read back as written, never an error, whatever lies there."""
 
 import json
+import logging
 import threading
 from dataclasses import fields, replace
 from pathlib import Path
@@ -101,11 +102,17 @@ def test_what_is_damaged_or_foreign_is_ignored_and_written_anew(damage: bytes | 
     assert recall(HERE) == FOUND
 
 
-def test_a_place_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_that_cannot_be_written_is_told_once_and_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     file = tmp_path / "file"
     file.write_text("in the way", encoding="utf-8")
     monkeypatch.setattr(measurements, "measurements_dir", lambda: file)
-    remember(HERE, FOUND)
+    with caplog.at_level(logging.WARNING, logger="edgespec"):
+        for _ in range(2):
+            remember(HERE, FOUND)
+    [said] = caplog.messages
+    assert f"cannot be kept in {file}" in said
     assert recall(HERE) is None
     forget(HERE)
     assert file.read_text(encoding="utf-8") == "in the way"

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -57,10 +57,7 @@ KINDS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
+pytestmark = pytest.mark.usefixtures("own_home")
 
 
 @pytest.fixture
@@ -100,20 +97,17 @@ def test_so_do_the_caches_of_fixed_shapes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("role", ["target", "drafter"])
 @pytest.mark.parametrize("weights", ["exact", "portable"])
-@pytest.mark.parametrize("source", ["gguf", "tied gguf", "directory"])
+@pytest.mark.parametrize("source", ["llama", "qwen2", "directory"])
 def test_a_checkpoint_is_planned_as_its_export_will_be(
-    tmp_path: Path, source: str, weights: str, role: str
+    tmp_path: Path, source: str, weights: Any, role: Any
 ) -> None:
     if source == "directory":
         path = write_checkpoint(tmp_path / "m", config_of("qwen3"))
         (path / "tokenizer.json").write_text(byte_level_json(size=300), encoding="utf-8")
     else:
-        architecture = "qwen2" if source == "tied gguf" else "llama"
-        path = tiny_gguf(architecture, "Q4_K").write(tmp_path / "m.gguf")
-    located = look_up(path, role, weights)  # type: ignore[arg-type]
-    before = footprint(located, role, weights)  # type: ignore[arg-type]
-    options = ExportOptions(role=role, weights=weights)  # type: ignore[arg-type]
-    export_model(path, tmp_path / "out", options=options)
+        path = tiny_gguf(source, "Q4_K").write(tmp_path / "m.gguf")
+    before = footprint(look_up(path, role, weights), role, weights)
+    export_model(path, tmp_path / "out", options=ExportOptions(role=role, weights=weights))
     bundle = Bundle(tmp_path / "out")
     after = footprint_of(bundle, exact_rows=role == "target")
     assert (before.state, after.state) == ("to be exported", "here")
@@ -121,7 +115,7 @@ def test_a_checkpoint_is_planned_as_its_export_will_be(
     assert replace(before, state="here", export_bytes=0, name=after.name) == after
 
 
-def test_a_catalogue_model_is_planned_before_it_is_pulled(home: Path) -> None:
+def test_a_catalogue_model_is_planned_before_it_is_pulled(own_home: Path) -> None:
     made = plan("qwen2.5-coder-1.5b-instruct")
     entry = find("qwen2.5-coder-1.5b-instruct")
     assert made.target.state == "to be pulled"
@@ -130,7 +124,7 @@ def test_a_catalogue_model_is_planned_before_it_is_pulled(home: Path) -> None:
     assert made.drafter is not None and made.drafter.name == "smollm2-135m-qwen2.5-coder"
     assert made.disk_bytes == 2 * (entry.size_bytes + find("smollm2-135m-instruct").size_bytes)
     assert [fit.tokens for fit in made.contexts] == [2048, 8192, 32768]
-    assert not home.exists()
+    assert not own_home.exists()
 
 
 @pytest.mark.models
@@ -145,13 +139,6 @@ def test_the_catalogue_knows_what_the_files_say(name: str, monkeypatch: pytest.M
     assert 0.8 < before.weights_bytes / planned.weights_bytes < 1.3
 
 
-def test_what_auto_takes_is_known_without_an_export(tmp_path: Path) -> None:
-    source = tiny_gguf("llama").write(tmp_path / "m.gguf")
-    assert plan(source).drafter is None  # n-grams
-    assert plan(source, source).drafter is not None
-    assert plan(source, "ngram").drafter is None
-
-
 def test_what_cannot_be_planned_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="run 'edgespec pull hf:someone/model' first"):
         plan("hf:someone/model")
@@ -159,22 +146,17 @@ def test_what_cannot_be_planned_is_refused_with_the_reason(tmp_path: Path) -> No
         plan("nothing")
     with pytest.raises(RequestError, match="context is 0"):
         plan("gemma-3-270m", context=0)
+    source = tiny_gguf("llama").write(tmp_path / "m.gguf")
     with pytest.raises(RequestError, match="context is 641; allowed: 1 to 640"):
-        plan(tiny_gguf("llama").write(tmp_path / "m.gguf"), context=641)
+        plan(source, context=641)
+    assert plan(source).drafter is None  # n-grams
+    assert plan(source, source).drafter is not None
 
 
-def of(weights: int, *, mapped: bool = True, per_token: int = 1000, longest: int = 100_000) -> Footprint:
+def of(weights: int, *, per_token: int = 1000, longest: int = 100_000, **facts: Any) -> Footprint:
     cache = CacheSize(kind="float16", bytes_per_token=per_token, longest=longest, tile=16)
-    return Footprint(
-        name="m",
-        state="here",
-        weights_bytes=weights,
-        mapped=mapped,
-        table_bytes=0,
-        twice_bytes=0,
-        working_bytes=10,
-        cache=cache,
-    )
+    sizes = {"mapped": True, "table_bytes": 0, "twice_bytes": 0, "working_bytes": 10} | facts
+    return Footprint(name="m", state="here", weights_bytes=weights, cache=cache, **sizes)
 
 
 def plan_of(target: Footprint, available: int, drafter: Footprint | None = None) -> Plan:
@@ -189,11 +171,10 @@ def test_verdicts() -> None:
     assert [verdict(each) for each in (whole, whole - 1)] == ["fits", "from disk"]
     assert [verdict(each) for each in (256_010, 256_009)] == ["from disk", "no"]
     assert verdict(whole - 1, mapped=False) == "no"
-
-
-def test_a_matrix_that_is_copied_counts_twice_until_a_cache_takes_more() -> None:
-    made = plan_of(replace(of(10**6), twice_bytes=300_000), 10**7)
-    assert [made.fit(tokens).memory_bytes for tokens in (256, 512)] == [1_300_010, 1_512_010]
+    # A matrix that is copied counts twice until a cache takes more; weights of a GPU do not count here.
+    twice, on_gpu = of(10**6, twice_bytes=300_000), of(10**9, device="cuda")
+    assert [plan_of(twice, 10**7).fit(n).memory_bytes for n in (256, 512)] == [1_300_010, 1_512_010]
+    assert plan_of(on_gpu, 10**7, of(1000)).fit(256).memory_bytes < 10**6
 
 
 @given(
@@ -211,11 +192,6 @@ def test_the_longest_context_is_the_longest_that_fits(
     assert found == longest or made.fit(found + 1).verdict != "fits"
 
 
-def test_weights_of_a_gpu_are_not_counted() -> None:
-    made = Plan(replace(of(10**9), device="cuda"), of(1000), MachineMemory(10**7, 10**7), 0)
-    assert made.fit(256).memory_bytes < made.program_bytes + 10**6
-
-
 def test_loading_keeps_weights_mapped_where_copies_have_no_room(
     tmp_path: Path, memory: Callable[[int], None], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -223,8 +199,7 @@ def test_loading_keeps_weights_mapped_where_copies_have_no_room(
     need = footprint_of(bundle, exact_rows=True)
     least = need.working_bytes + need.cache.bytes(256)
     memory(least + need.weights_bytes + need.twice_bytes)
-    assert room_for(bundle, None, ONE_THREAD) is ONE_THREAD
-    assert not caplog.records
+    assert room_for(bundle, None, ONE_THREAD) is ONE_THREAD and not caplog.records
     memory(least)
     assert room_for(bundle, None, ONE_THREAD) == replace(ONE_THREAD, huge_pages=False)
     assert "read from the disk again" in caplog.text and "m 0 MB" in caplog.text
@@ -236,46 +211,38 @@ def test_loading_refuses_what_cannot_work(
 ) -> None:
     make(tmp_path / "m")
     memory(10_000)
-    with pytest.raises(
-        DeviceError, match=r"no room for these models: weights: m 0 MB; in all .* 'edgespec plan'"
-    ):
+    with pytest.raises(DeviceError, match=r"no room for these models: weights: m 0 MB; .* 'edgespec plan'"):
         edgespec.load(tmp_path / "m", "ngram")
     memory(10**9)
     with edgespec.load(tmp_path / "m", "ngram") as model:
         assert model.generate("a", max_new_tokens=2).tokens
 
 
-def group(root: Path, second: bool, limit: str, used: int, cached: int, place: str) -> None:
-    (root / "proc/self").mkdir(parents=True, exist_ok=True)
-    line = f"0::{place}\n" if second else f"5:cpu:/x\n4:cpu,memory:{place}\n"
-    (root / "proc/self/cgroup").write_text(line)
+def _grouped(root: Path, second: bool, limit: str, place: str = "/") -> MachineMemory:
+    """The memory of a machine with a control group of the second version or of the first."""
     folder = root / "sys/fs/cgroup" / ("" if second else "memory")
-    folder.mkdir(parents=True)
-    names = ("memory.max", "memory.current") if second else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    prefix = "" if second else "total_"
-    for name, value in zip(names, (limit, str(used)), strict=True):
-        (folder / name).write_text(f"{value}\n")
-    (folder / "memory.stat").write_text(f"{prefix}inactive_file {cached}\n{prefix}active_file 1\nanon 7\n")
+    files = {folder / "memory.max": limit, folder / "memory.current": "300000"}
+    line, prefix = f"0::{place}", ""
+    if not second:
+        files = {folder / "memory.limit_in_bytes": limit, folder / "memory.usage_in_bytes": "300000"}
+        line, prefix = f"5:cpu:/x\n4:cpu,memory:{place}", "total_"
+    files[root / "proc/self/cgroup"] = line
+    files[folder / "memory.stat"] = f"{prefix}inactive_file 99999\n{prefix}active_file 1\nanon 7"
+    for file, text in files.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+    return machine_memory(root)
 
 
 @pytest.mark.parametrize("second", [True, False])
-@pytest.mark.parametrize("place", ["/", "/service/one", "/service:1/one", "/../elsewhere"])
-def test_a_containers_limit_is_this_machines_memory(tmp_path: Path, second: bool, place: str) -> None:
-    group(tmp_path, second, "1000000", 300_000, 99_999, place)
-    assert machine_memory(tmp_path) == MachineMemory(1_000_000, 800_000, limited=True)
-
-
-@pytest.mark.parametrize("limit", ["max", str(1 << 62)])
-def test_no_limit_is_none(tmp_path: Path, limit: str) -> None:
-    group(tmp_path, limit == "max", limit, 300_000, 0, "/")
-    found = machine_memory(tmp_path)
-    assert not found.limited and found.total > 10**8
-
-
-def test_damaged_files_of_the_system_are_no_limit(tmp_path: Path) -> None:
-    group(tmp_path, True, "a lot", 0, 0, "/")
-    assert not machine_memory(tmp_path).limited
+def test_a_containers_limit_is_this_machines_memory(tmp_path: Path, second: bool) -> None:
     assert not machine_memory(tmp_path / "nothing").limited
+    for place in ("/", "/service/one", "/service:1/one", "/../elsewhere"):
+        found = _grouped(tmp_path, second, "1000000", place)
+        assert found == MachineMemory(1_000_000, 800_000, limited=True)
+    for none in ("max", str(1 << 62), "a lot"):
+        found = _grouped(tmp_path, second, none)
+        assert not found.limited and found.total > 10**8
 
 
 @settings(deadline=None)
@@ -292,13 +259,10 @@ def test_the_command_shows_it(tmp_path: Path) -> None:
     target, drafter = tiny_native(tmp_path / "t").path, tiny_native(tmp_path / "d", role="drafter").path
     arguments = ["plan", str(target), "--drafter", str(drafter), "--context", "300"]
     shown = CliRunner().invoke(app, arguments)
-    assert shown.exit_code == 0
-    for words in ("KV cache", "float16, 512 bytes a token", "fits", "longest text that fits: 640"):
-        assert words in shown.stdout
+    assert shown.exit_code == 0 and "float16, 512 bytes a token" in shown.stdout
+    assert "longest text that fits: 640" in shown.stdout
     found = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
-    assert [fit["tokens"] for fit in found["contexts"]] == [300, 640]
-    assert found["longest_context"] == 640
-    assert found["target"]["kv_bytes_per_token"] == 512
-    assert found["drafter"]["name"] == "d"
+    assert [fit["tokens"] for fit in found["contexts"]] == [300, 640] and found["longest_context"] == 640
+    assert (found["target"]["kv_bytes_per_token"], found["drafter"]["name"]) == (512, "d")
     unpulled = CliRunner().invoke(app, ["plan", "gemma-3-270m", "--drafter", "none"]).stdout
     assert "disk: 253.1 MB to download, 253.1 MB to export" in unpulled and "to be pulled" in unpulled

@@ -1,7 +1,7 @@
 """Chat templates that take time and memory without bound end in an error, soon; honest ones do not notice."""
 
-import threading
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from time import thread_time
 
 import pytest
@@ -22,10 +22,7 @@ ATTACKS = [
     '{{ 3000000000 * "a" }}',
     '{% set x = "a"*3000000000 %}',
     '{{ "a"|center(3000000000) }}',
-    '{{ "a".center(3000000000) }}',
-    '{{ "a".ljust(3000000000) }}',
-    '{{ "1".zfill(3000000000) }}',
-    '{{ "\t".expandtabs(3000000000) }}',
+    *(f'{{{{ "\t".{name}(3000000000) }}}}' for name in ("center", "ljust", "zfill", "expandtabs")),
     '{{ "%999999999d"|format(1) }}',
     '{{ "%999999999d" % 1 }}',
     '{{ "%*d" % (999999999, 1) }}',
@@ -106,16 +103,19 @@ def eighth(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(template_sandbox, name, value)
 
 
+ATTACK = pytest.mark.parametrize("source", ATTACKS, ids=range(len(ATTACKS)))
+
+
+@ATTACK
 @pytest.mark.usefixtures("eighth")
-@pytest.mark.parametrize("source", ATTACKS, ids=range(len(ATTACKS)))
 def test_attacks_end_soon(source: str) -> None:
     started = thread_time()
     outcome(source)
     assert thread_time() - started < 3.0  # in which Python may collect the memory of all tests
 
 
+@ATTACK
 @pytest.mark.usefixtures("eighth")
-@pytest.mark.parametrize("source", ATTACKS, ids=range(len(ATTACKS)))
 def test_attacks_take_little_memory(source: str) -> None:
     tracemalloc.start()  # which makes everything slower
     try:
@@ -129,29 +129,23 @@ def test_attacks_take_little_memory(source: str) -> None:
 @pytest.mark.parametrize("number", [45, 52, 64])
 def test_under_the_limits_that_all_have(number: int) -> None:
     """Those that end by what they make in all, by what a value may be, and by the time; in any thread."""
-    spent: list[float] = []
 
-    def attack() -> None:
+    def attack() -> float:
         outcome(ATTACKS[number])
-        spent.append(thread_time())
+        return thread_time()
 
-    thread = threading.Thread(target=attack)
-    thread.start()
-    thread.join()
-    assert spent[0] < 20.0
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(attack).result() < 20.0
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "x" * 200_000,
-        "{% for a in b %}" * 30 + "{% endfor %}" * 30,
-        "{{ " + "9" * 5000 + " }}",
-        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
-        "{{ 1" + " + 1" * 30_000 + " }}",
-    ],
-    ids=range(5),
-)
+UNCOMPILABLE = [
+    "x" * 200_000,
+    "{% for a in b %}" * 30 + "{% endfor %}" * 30,
+    *("{{ " + value + " }}" for value in ("9" * 5000, "(" * 5000 + "1" + ")" * 5000, "1" + " + 1" * 30_000)),
+]
+
+
+@pytest.mark.parametrize("source", UNCOMPILABLE, ids=range(5))
 def test_sources_that_cannot_be_compiled(source: str) -> None:
     outcome(source)
 
@@ -166,11 +160,8 @@ def test_honest_templates_are_as_before() -> None:
         "{% macro m(x) %}<{{ x }}>{% endmacro %}{{ m('y') }}{{ ', '.join(['a', 'b']) }}"
         "{% for x in [1, [2]] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}"
     )
-    text = ChatTemplate(source).render(ASK * 2)
-    assert text == (
-        "1/2, 2/22|a-03|   7|aaa|x1None|a, b|a+b|['a', 'b']|[2]|a\n  b|"
-        '{\n  "a": [\n    1\n  ]\n}|3|1024<y>a, b12'
-    )
+    text = "1/2, 2/22|a-03|   7|aaa|x1None|a, b|a+b|['a', 'b']|[2]|a\n  b|"
+    assert ChatTemplate(source).render(ASK * 2) == text + '{\n  "a": [\n    1\n  ]\n}|3|1024<y>a, b12'
 
 
 @pytest.mark.models
@@ -180,12 +171,9 @@ def test_the_catalogues_templates_are_as_before(name: str) -> None:
         source = checkpoint.chat_template()
     if source is None:
         pytest.skip("a model without a template")
-    messages = [
-        {"role": "system", "content": "Be é."},
-        {"role": "user", "content": " a\n<|im_end|> "},
-        {"role": "assistant", "content": "b"},
-        {"role": "user", "content": "c"},
-    ]
+    said = {"system": "Be é.", "user": " a\n<|im_end|> ", "assistant": "b"}
+    messages = [{"role": role, "content": text} for role, text in said.items()]
+    messages.append({"role": "user", "content": "c"})
     plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(source)
     facts = {"tools": None, "bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": True}
     for count in (1, 2, 4):
