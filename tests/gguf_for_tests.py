@@ -58,7 +58,7 @@ def tiny_gguf(architecture: str, kind: str = "F32", *, seed: int = 0, layers: in
     """A random model of ``architecture``, its matrices in ``kind``, norms and biases in F32."""
     rng = np.random.default_rng(seed)
     layers = layers or (6 if architecture == "gemma3" else 2)
-    model = TinyGGUF(architecture, _facts(architecture, layers) | dict(_tokenizer()))
+    model = TinyGGUF(architecture, _facts(architecture, layers) | dict(tokenizer_facts()))
     tokens = model.metadata["tokenizer.ggml.tokens"]
     assert isinstance(tokens, list)
     model.tensors = {
@@ -162,8 +162,9 @@ def _facts(architecture: str, layers: int) -> dict[str, object]:
 
 
 @lru_cache
-def _tokenizer() -> tuple[tuple[str, object], ...]:
-    return tuple(gguf_metadata(byte_level_json()).items())
+def tokenizer_facts(size: int = 400) -> tuple[tuple[str, object], ...]:
+    """The keys of a tokenizer with so many tokens."""
+    return tuple(gguf_metadata(byte_level_json(size=size)).items())
 
 
 def _add(writer: Any, key: str, value: object) -> None:

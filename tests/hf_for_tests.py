@@ -48,10 +48,34 @@ _LLAMA3 = {
     "original_max_position_embeddings": 24,
 }
 _PHI = {"partial_rotary_factor": 0.5, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+_GEMMA3 = {
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 6,
+    "sliding_window_pattern": 3,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 100.0,
+    "tie_word_embeddings": True,
+}
 _LONGROPE = {
     "type": "longrope",
     "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.4, 2.9, 3.5],
     "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0],
+}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0}
+_MINISTRAL3 = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 2.0,
+    "original_max_position_embeddings": 48,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
 }
 CASES: Mapping[str, Mapping[str, Any]] = {
     "llama": {"model_type": "llama"},
@@ -64,17 +88,21 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "smollm3_list": {"model_type": "smollm3", "no_rope_layers": [0, 1]},
     "qwen2": {"model_type": "qwen2", "sliding_window": 7, "use_sliding_window": False},
     "qwen3": {"model_type": "qwen3", "head_dim": 32, "attention_bias": False},
-    "gemma3": {
-        "model_type": "gemma3_text",
-        "num_hidden_layers": 4,
-        "head_dim": 32,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": 24,
-        "sliding_window": 6,
-        "sliding_window_pattern": 3,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 100.0,
-        "tie_word_embeddings": True,
+    "qwen3_yarn": {"model_type": "qwen3", "head_dim": 32, "attention_bias": False, "rope_scaling": _YARN},
+    "granite": {
+        "model_type": "granite",
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.05,
+        "logits_scaling": 3.0,
+    },
+    "ministral3": {"model_type": "ministral3", "head_dim": 32, "rope_parameters": _MINISTRAL3},
+    "gemma3": _GEMMA3,
+    "gemma3_linear": {
+        **_GEMMA3,
+        "query_pre_attn_scalar": 32,
+        "rope_theta": 100.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
     "phi3": {"model_type": "phi3", "sliding_window": 7},
     "phi4": {
@@ -91,7 +119,8 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 
 def config_of(case: str) -> dict[str, Any]:
     """The ``config.json`` of a case."""
-    return {**_COMMON, **CASES[case]}
+    facts = {**_COMMON, **CASES[case]}
+    return {key: dict(value) if isinstance(value, dict) else value for key, value in facts.items()}
 
 
 def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -129,7 +129,27 @@ def foreign(model: TinyGGUF) -> None:
     model.tensors["blk.0.ssm_in.weight"] = model.tensors.pop("output.weight")
 
 
-SCALED = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 8.0}
+def heads_of(keys: int, values: int) -> Edit:
+    facts = {"llama.attention.key_length": keys, "llama.attention.value_length": values}
+    return lambda model: model.metadata.update(facts)
+
+
+def scaled(kind: str, factor: float = 8.0, **more: float) -> Edit:
+    facts = {"type": kind, "factor": factor, **more}
+    return lambda model: model.metadata.update({f"llama.rope.scaling.{k}": v for k, v in facts.items()})
+
+
+def scaled_twice(model: TinyGGUF) -> None:
+    scaled("linear")(model)
+    model.tensors["rope_freqs.weight"] = ("F32", np.ones(16, np.float32))
+
+
+def stacked(model: TinyGGUF) -> None:
+    for which in "qkv":
+        del model.tensors[f"blk.0.attn_{which}.weight"]
+    wide("blk.0.attn_qkv.weight")(model)
+
+
 FOREIGN: dict[str, tuple[Edit, type[EdgespecError], str]] = {
     "unknown architecture": (lambda m: setattr(m, "architecture", "mamba"), Unsupported, "mamba"),
     "foreign tensors and architecture": (foreign, Unsupported, "mamba"),
@@ -147,16 +167,32 @@ FOREIGN: dict[str, tuple[Edit, type[EdgespecError], str]] = {
     "key missing": (lambda m: m.metadata.pop("llama.block_count"), ModelFileError, "block_count"),
     "key of a wrong type": (put("block_count", "two"), ModelFileError, "block_count"),
     "key that is a list": (put("attention.head_count_kv", [2, 2]), ModelFileError, "head_count_kv"),
-    "absurd layer count": (put("block_count", 2**31 - 1), Unsupported, "num_layers is 2147483647"),
-    "no layers": (put("block_count", 0), Unsupported, "num_layers"),
-    "no heads": (put("attention.head_count", 0), ModelFileError, "0 attention heads"),
-    "heads of no width": (put("attention.key_length", 0), ModelFileError, "width 0"),
+    "absurd layer count": (put("block_count", 2**31 - 1), Unsupported, "says 2147483647 layers"),
+    "no layers": (put("block_count", 0), Unsupported, "says 0 layers"),
+    "no heads": (put("attention.head_count", 0), Unsupported, "num_heads is 0"),
+    "heads of no width": (heads_of(0, 0), Unsupported, "0 elements a head"),
     "heads that do not divide": (put("attention.head_count_kv", 3), Unsupported, "3 key-value"),
     "absurd context": (put("context_length", 2**31 - 1), Unsupported, "context_length"),
     "no context": (put("context_length", 0), Unsupported, "context_length"),
     "epsilon not a number": (put("attention.layer_norm_rms_epsilon", NAN), ModelFileError, "epsilon is nan"),
-    "rope base of zero": (put("rope.freq_base", 0.0), Unsupported, "rope_theta"),
-    "scaled rope": (lambda m: m.metadata.update(SCALED), Unsupported, "rotary"),
+    "rope base of zero": (put("rope.freq_base", 0.0), ModelFileError, "rope.freq_base is 0.0"),
+    "rope scaled in an unknown way": (scaled("ntk"), Unsupported, "'ntk'.*yarn"),
+    "yarn that shrinks": (scaled("yarn", -2.0), ModelFileError, r"rope\.scaling\.factor is -2\.0"),
+    "yarn mixed otherwise": (put("rope.scaling.yarn_ext_factor", 0.5), Unsupported, "ext_factor is 0.5"),
+    "factors beside a scaling": (scaled("linear", attn_factor=1.2), Unsupported, "attn_factor.*'linear'"),
+    "a scaling twice": (scaled_twice, ModelFileError, "rope_freqs"),
+    "factors of another width": (wide("rope_freqs.weight"), Unsupported, "rope_factors"),
+    "experts": (put("expert_count", 8), Unsupported, "expert_count is 8.*dense"),
+    "experts of a known family": (
+        lambda m: setattr(m, "architecture", "qwen3moe"),
+        Unsupported,
+        "'qwen3moe'.*mixtures of experts.*Qwen3-4B",
+    ),
+    "another vocabulary than the embedding's": (put("vocab_size", 7), ModelFileError, "7 tokens.* rows"),
+    "values wider than keys": (heads_of(32, 64), Unsupported, "another width"),
+    "a missing norm": (lambda m: m.tensors.pop("blk.0.attn_norm.weight"), ModelFileError, "attn_norm"),
+    "queries twice": (wide("blk.0.attn_qkv.weight"), ModelFileError, "attn_qkv.*attn_k"),
+    "stacked rows that are others": (stacked, ModelFileError, r"\(7, 256\).*\(256, 256\)"),
     "part of a head rotated": (put("rope.dimension_count", 16), Unsupported, "rotates only a part"),
     "no tokenizer": (lambda m: m.metadata.pop("tokenizer.ggml.tokens"), ModelFileError, "tokens"),
     "unknown tokenizer": (say("ggml.model", "bert"), Unsupported, "bert"),

@@ -26,9 +26,10 @@ from edgespec_models.errors import (
     UnsupportedModelError,
 )
 from edgespec_models.files.facts import Facts
-from tests.hf_for_tests import VOCAB, config_of, weights, write_checkpoint, write_safetensors
+from tests.hf_for_tests import CASES, VOCAB, config_of, weights, write_checkpoint, write_safetensors
 from tests.tokenizers_for_tests import byte_level_json
 
+_YARN = tuple(CASES["ministral3"]["rope_parameters"])
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -47,11 +48,14 @@ def refused(
     ("change", "message"),
     [
         ({"model_type": "mamba"}, r"'mamba'.*llama, mistral.*--via optimum"),
-        ({"model_type": "absent"}, "model type ''"),
+        ({"model_type": "absent"}, "architecture ''"),
+        ({"model_type": "mixtral"}, "'mixtral'.*mixtures of experts.*a dense Llama or Mistral is near"),
+        ({"num_local_experts": 8}, "num_local_experts is 8.*dense model of the family llama"),
+        ({"model_type": "qwen3", "residual_multiplier": 0.5}, "residual_multiplier is 0.5; qwen3"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized already .gptq.*GGUF"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized already .fp8"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'.*llama3"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 4.0}}, "'ntk'.*yarn"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types"),
         ({"max_position_embeddings": 1 << 40}, "context_length"),
         ({"num_attention_heads": 3, "head_dim": 16}, "3 query heads cannot share 2"),
@@ -74,6 +78,11 @@ def test_what_edgespec_lacks_is_named(tmp_path: Path, change: dict[str, Any], me
         ({"rope_scaling": 3}, "rope_scaling is 3, not an object"),
         ({"rope_scaling": {"type": "linear"}}, "lacks 'factor'"),
         ({"rope_scaling": {"type": "linear", "factor": -1}}, "not positive"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0}},
+            "original context is 0",
+        ),
+        ({"text_config": 3}, "text_config is 3, not an object"),
         ({"vocab_size": VOCAB + 1}, r"has shape \(320, 64\).*\(321, 64\)"),
         ({"num_hidden_layers": 3}, "lacks a tensor for layers.2"),
         ({"tie_word_embeddings": "maybe"}, "not true or false"),
@@ -94,17 +103,22 @@ def test_wrong_facts_of_single_families_are_named(tmp_path: Path) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(
-    case=st.sampled_from(["llama3", "smollm3", "gemma3", "phi4", "qwen3"]),
+    case=st.sampled_from(["llama3", "smollm3", "gemma3", "phi4", "qwen3_yarn", "granite", "ministral3"]),
     key=st.sampled_from(
-        [*sorted(config_of("gemma3").keys() | config_of("phi4").keys()), "layer_types", "no_rope_layers"]
+        [
+            *sorted({key for case in ("gemma3", "phi4", "granite", "ministral3") for key in config_of(case)}),
+            *("layer_types", "no_rope_layers", "text_config", *_YARN),
+        ]
     ),
     value=st.sampled_from(
         [None, 0, -1, 1, 7, 1 << 40, 10**400, 1.5, -0.5, 1e308, "x", [], [0], {}, {"type": 1}, True]
     ),
 )
 def test_any_fact_may_be_wrong(case: str, key: str, value: object) -> None:
+    facts = config_of(case)
+    (facts.get("rope_parameters", facts.get("rope_scaling", {})) if key in _YARN else facts)[key] = value
     try:
-        config = read_config(Facts({**config_of(case), key: value}, "config.json"))
+        config = read_config(Facts(facts, "config.json"))
     except EdgespecError:
         return
     assert ModelConfig.from_json(json.loads(json.dumps(config.to_json()))) == config

@@ -11,6 +11,9 @@ from typer.testing import CliRunner
 
 import edgespec
 from edgespec.cli import app
+from edgespec.decoding.draft import Source
+from edgespec.decoding.loop import Verifier, decode
+from edgespec.drafting.ngram import NgramDrafter
 from edgespec.loading.opening import open_model
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats import plan
@@ -19,8 +22,11 @@ from edgespec_export.sources.hf_checkpoint import HFCheckpoint
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import UnsupportedModelError
 from edgespec_runtimes.cpu import CpuSession
+from tests.drafters_for_tests import GREEDY
+from tests.gguf_cases_for_tests import GGUF_CASES, gguf_of
 from tests.hf_for_tests import CASES, CONTEXT, F32, ROWS, TOKENS, VOCAB, config_of, weights, write_checkpoint
 from tests.tokenizers_for_tests import byte_level_json
+from tests.toy import RandomDrafter, Silent
 
 GOLDEN = Path(__file__).parent / "golden_hf"
 FLOATS = ExportOptions(weights="portable")
@@ -56,12 +62,58 @@ def distance(logits: F32, case: str) -> float:
     return float(np.abs(logits - expected).max() / expected.std())
 
 
+def divergence(logits: F32, expected: F32) -> float:
+    """KL of the most different row, whose first guess is the same but for near-ties."""
+    ours, theirs = (each - np.log(np.exp(each).sum(axis=1, keepdims=True)) for each in (logits, expected))
+    chosen = theirs.max(axis=1) - np.take_along_axis(theirs, ours.argmax(axis=1)[:, None], 1)[:, 0]
+    assert (chosen < 0.05).all()
+    return float((np.exp(theirs) * (theirs - ours)).sum(axis=1).max())
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_graph_computes_what_transformers_computes(tmp_path: Path, case: str) -> None:
     report = export_model(checkpoint(tmp_path / "m", case), tmp_path / "out", options=FLOATS)
     assert report["row_exact"]
     assert all(loss["format"] == "float32" and loss["relative_error"] == 0 for loss in report["weights"])
     assert distance(logits_of(tmp_path / "out"), case) < 2e-5
+
+
+@pytest.mark.parametrize("case", GGUF_CASES)
+def test_the_same_checkpoint_as_gguf(tmp_path: Path, case: str) -> None:
+    """In floats, and over our own operators with the same values in blocks, whose activations are rounded."""
+    for kind, options, bound in (("F32", FLOATS, 2e-5), ("Q8_0", ExportOptions(), 0.2)):
+        source, out = gguf_of(case, kind).write(tmp_path / f"{kind}.gguf"), tmp_path / kind
+        report = export_model(source, out, options=options)
+        assert report["row_exact"]
+        assert all(loss["relative_error"] < 1e-6 for loss in report["weights"])
+        assert distance(logits_of(out), case) < bound
+    assert divergence(logits_of(out), golden(case)) < 0.003
+
+
+@pytest.mark.parametrize("case", GGUF_CASES)
+def test_drafts_do_not_change_what_is_written(tmp_path: Path, case: str) -> None:
+    export_model(gguf_of(case, "Q8_0").write(tmp_path / "m.gguf"), tmp_path / "out")
+    session = CpuSession(Bundle(tmp_path / "out"))
+    whole = session.predict(TOKENS).logits.copy()
+    for width in range(1, 10):
+        session.truncate(0)
+        passes = (TOKENS[at : at + width] for at in range(0, len(TOKENS), width))
+        rows = [row for tokens in passes for row in session.predict(tokens).logits.copy()]
+        np.testing.assert_array_equal(rows, whole)
+    plain, _ = written(session, Silent())
+    oracle = RandomDrafter(0, VOCAB, lambda tokens: np.eye(VOCAB, dtype=np.float32)[plain[len(tokens)]])
+    for source in (oracle, NgramDrafter()):
+        drafted, accepted = written(session, source)
+        assert drafted == plain and (accepted > 4 or source is not oracle)
+    session.close()
+
+
+def written(session: CpuSession, source: Source) -> tuple[list[int], int]:
+    """A greedy answer, and how many of its tokens were drafted."""
+    session.truncate(0)
+    tokens = list(TOKENS[:16])
+    steps = decode(session, source, Verifier(GREEDY), tokens, max_new_tokens=24, max_draft=4)
+    return tokens, sum(step.accepted for step in steps)
 
 
 @pytest.mark.parametrize("dtype", ["F16", "BF16"])

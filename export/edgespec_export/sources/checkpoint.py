@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from edgespec_export.sources.blocks import F32, Blocks, GGMLType, Tensor, unpack
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.layers import layer_shapes, outer_shapes
+from edgespec_models.bundles.layers import PRODUCTS, layer_shapes, outer_shapes
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_models.text.tokenizer import SpecialTokens
@@ -36,6 +36,7 @@ class Checkpoint(ABC):
         files: everything the model is made of, in a fixed order: what its digest covers.
         model_name: what to call the model where the user gives no name.
         config: what the graph has to compute.
+        logits_factor: what the model multiplies its logits by, here the gain of the normalization before.
         tensors: what there is, by edgespec's names.
         stack: holds the open files.
         changes: what a bundle's provenance says of changes to the files' weights.
@@ -45,6 +46,7 @@ class Checkpoint(ABC):
     files: tuple[Path, ...]
     model_name: str
     config: ModelConfig
+    logits_factor: float = 1.0
     tensors: Mapping[str, Tensor]
     stack: ExitStack
     changes: Mapping[str, str] = MappingProxyType({})
@@ -115,6 +117,8 @@ class Checkpoint(ABC):
                 f"tensor {tensor.name!r} of {self.path.name} holds weights that are not finite numbers; "
                 "download or convert it again"
             )
+        if name == "final_norm":
+            values = values * np.float32(self.logits_factor)
         return values.reshape(-1, *tensor.shape[1:])
 
     def digest(self, progress: ProgressCallback) -> str:
@@ -140,6 +144,29 @@ class Checkpoint(ABC):
             )
         return digest.hexdigest()
 
+    def split_stacked(self) -> None:
+        """Take matrices that files hold in one tensor, under a product's name, for the rows that they are.
+
+        Raises:
+            ModelFileError: such a tensor has another shape, or its rows are there twice.
+        """
+        shapes, tensors = layer_shapes(self.config), dict(self.tensors)
+        for name, stacked in self.tensors.items():
+            layer, _, kind = name.rpartition(".")
+            parts = {f"{layer}.{part}": shapes[part][0] for part in PRODUCTS.get(kind, ())}
+            if len(parts) < 2:
+                continue
+            for twice in sorted(tensors.keys() & parts.keys()):
+                raise ModelFileError(
+                    f"{self.path.name} has the rows of {stacked.name!r} in {tensors[twice].name!r} too; "
+                    "download or convert it again"
+                )
+            self._check_shape(tensors.pop(name), (sum(parts.values()), self.config.hidden_size))
+            start = 0
+            for part, rows in parts.items():
+                tensors[part] = stacked.rows(start, start := start + rows)
+        self.tensors = tensors
+
     def check_shapes(self) -> None:
         """Compare ``tensors`` with what ``config`` asks for.
 
@@ -159,17 +186,19 @@ class Checkpoint(ABC):
                     f"{self.path.name} lacks a tensor for {name} ({config.architecture}); "
                     "download or convert it again"
                 )
-            if self.tensors[name].shape != shape:
-                found = self.tensors[name]
-                raise ModelFileError(
-                    f"tensor {found.name!r} of {self.path.name} has shape {found.shape}; "
-                    f"its metadata ask for {shape}. Download or convert it again."
-                )
+            self._check_shape(self.tensors[name], shape)
         surplus = self.tensors.keys() - expected.keys()
         if surplus:
             names = ", ".join(sorted(self.tensors[name].name for name in surplus)[:3])
             raise UnsupportedModelError(
                 f"{self.path.name} has tensors a {config.architecture} model lacks: {names}"
+            )
+
+    def _check_shape(self, found: Tensor, shape: tuple[int, ...]) -> None:
+        if found.shape != shape:
+            raise ModelFileError(
+                f"tensor {found.name!r} of {self.path.name} has shape {found.shape}; "
+                f"its metadata ask for {shape}. Download or convert it again."
             )
 
 

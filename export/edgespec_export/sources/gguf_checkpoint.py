@@ -1,32 +1,43 @@
-"""A GGUF file seen as a checkpoint."""
+"""A GGUF file seen as a checkpoint.
 
+Its keys state what a ``config.json`` states, under other names: github.com/ggml-org/llama.cpp,
+``src/llama-arch.cpp``, and for what they mean ``conversion/``.
+"""
+
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from math import sqrt
 from pathlib import Path
-from typing import cast
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
 
 from edgespec_export.sources import gguf_tokenizer
+from edgespec_export.sources.architectures import FAMILIES, GGUF_FAMILIES, Family, unknown
 from edgespec_export.sources.blocks import Tensor
 from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.gguf import GGUFFile
-from edgespec_models.bundles.config import Architecture, ModelConfig
+from edgespec_export.sources.hf_config import config_of, logits_factor
+from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.files.facts import Facts
 from edgespec_models.text.tokenizer import SpecialTokens
 
-_ARCHITECTURES = ("llama", "qwen2", "gemma3")
 _GLOBAL = {
     "token_embd.weight": "embed",
     "output_norm.weight": "final_norm",
     "output.weight": "lm_head",
     "rope_freqs.weight": "rope_factors",
+    "rope_factors_short.weight": "short_factors",
+    "rope_factors_long.weight": "long_factors",
 }
 _LAYER = {
     "attn_norm.weight": "attn_norm",
     "attn_q.weight": "q",
     "attn_k.weight": "k",
     "attn_v.weight": "v",
+    "attn_qkv.weight": "qkv",
     "attn_output.weight": "o",
     "attn_q.bias": "q_bias",
     "attn_k.bias": "k_bias",
@@ -40,7 +51,47 @@ _LAYER = {
     "ffn_down.weight": "down",
     "post_ffw_norm.weight": "post_mlp_norm",
 }
+_SCALING = "rope.scaling."
+_NAMES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "hidden_size": "embedding_length",
+        "intermediate_size": "feed_forward_length",
+        "num_hidden_layers": "block_count",
+        "num_attention_heads": "attention.head_count",
+        "num_key_value_heads": "attention.head_count_kv",
+        "head_dim": "attention.key_length",
+        "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+        "max_position_embeddings": "context_length",
+        "sliding_window": "attention.sliding_window",
+        "sliding_window_pattern": "attention.sliding_window_pattern",
+        "rope_theta": "rope.freq_base",
+        "rope_local_base_freq": "rope.freq_base_swa",
+        "rotary_dim": "rope.dimension_count",
+        "rope_type": f"{_SCALING}type",
+        "factor": f"{_SCALING}factor",
+        "original_max_position_embeddings": f"{_SCALING}original_context_length",
+        "beta_fast": f"{_SCALING}yarn_beta_fast",
+        "beta_slow": f"{_SCALING}yarn_beta_slow",
+        "mscale_all_dim": f"{_SCALING}yarn_log_multiplier",
+        "llama_4_scaling_beta": "attention.temperature_scale",
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "attention_multiplier": "attention.scale",
+        "logits_scaling": "logit_scale",
+    }
+)
+"""The facts of a ``config.json``, and the keys that state them here, behind the architecture's name."""
+
+_FIXED = {f"{_SCALING}yarn_ext_factor": 1.0, f"{_SCALING}finetuned": True}
+"""Keys that change what a model computes, and their one value that is known."""
 _GEMMA3_27B_LAYERS = 62  # the one size whose attention scale is not 1 / sqrt(head_dim)
+
+
+class _Keys(Facts):
+    """The keys of a GGUF file: one table, in which the scaling of rotary embeddings is no section."""
+
+    def section(self, key: str) -> Facts:
+        return self if key == "rope_scaling" else Facts({}, self.where)
 
 
 class GGUFCheckpoint(Checkpoint):
@@ -51,8 +102,10 @@ class GGUFCheckpoint(Checkpoint):
         with ExitStack() as stack:
             file = stack.enter_context(GGUFFile(path))
             self.metadata = file.metadata
-            self.tensors: dict[str, Tensor] = _named(file)
-            self.config = self._read_config()
+            family = _family(file)
+            self.tensors = _named(file, family)
+            self.config = self._read_config(family)
+            self.split_stacked()
             self.check_shapes()
             self.stack = stack.pop_all()
 
@@ -68,79 +121,100 @@ class GGUFCheckpoint(Checkpoint):
         """As the file's keys say."""
         return gguf_tokenizer.chat_template(self.metadata)
 
-    def _read_config(self) -> ModelConfig:
-        architecture, where = self.metadata["general.architecture"], self.path.name
-        own = ((key.partition("."), value) for key, value in self.metadata.items())
-        facts = Facts({key: value for (prefix, _, key), value in own if prefix == architecture}, where)
-        scaling = facts.text("rope.scaling.type", "none")
-        if scaling != "none" and facts.number("rope.scaling.factor", 1.0) != 1.0:
-            raise UnsupportedModelError(f"{where} scales its rotary embedding ({scaling}); not supported yet")
-        hidden, heads = facts.integer("embedding_length"), facts.integer("attention.head_count")
-        if heads < 1 or "embed" not in self.tensors:
-            raise ModelFileError(f"{where} has {heads} attention heads and no usable token embedding")
-        head_dim = facts.integer("attention.key_length", hidden // heads)
-        if head_dim < 1:
-            raise ModelFileError(f"{where} has attention heads of width {head_dim}")
-        if facts.integer("rope.dimension_count", head_dim) != head_dim:
-            raise UnsupportedModelError(f"{where} rotates only a part of each head; not supported yet")
-        common = ModelConfig(
-            architecture=cast(Architecture, architecture),
-            vocab_size=self.tensors["embed"].shape[0],
-            hidden_size=hidden,
-            intermediate_size=facts.integer("feed_forward_length"),
-            num_layers=facts.integer("block_count"),
-            num_heads=heads,
-            num_kv_heads=facts.integer("attention.head_count_kv", heads),
-            head_dim=head_dim,
-            norm_epsilon=facts.number("attention.layer_norm_rms_epsilon"),
-            context_length=facts.integer("context_length"),
-            rope_theta=facts.number("rope.freq_base", 1e6 if architecture == "gemma3" else 1e4),
-            rope_factors=self._take_rope_factors(),
-            attention_scale=1 / sqrt(head_dim),
-            # llama.cpp's conversion reorders the query and key rows of Llama for neighbouring pairs.
-            rope_interleaved=architecture == "llama",
+    def _read_config(self, family: Family) -> ModelConfig:
+        where = self.path.name
+        if "embed" not in self.tensors:
+            raise ModelFileError(f"{where} has no usable token embedding; download or convert it again")
+        rows, prefix = self.tensors["embed"].shape[0], f"{family.gguf}."
+        own: dict[str, object] = {
+            key.removeprefix(prefix): value for key, value in self.metadata.items() if key.startswith(prefix)
+        }
+        if own.get("vocab_size", rows) != rows:
+            raise ModelFileError(f"{where} says {own['vocab_size']} tokens, its embedding has {rows} rows")
+        if "attention.value_length" in own and own["attention.value_length"] != own.get(_NAMES["head_dim"]):
+            raise UnsupportedModelError(f"{where} has values of another width than keys; not supported yet")
+        for key, known in _FIXED.items():
+            if own.get(key, known) != known:
+                raise UnsupportedModelError(f"{where}: {prefix}{key} is {own[key]!r}; only {known} is known")
+        own |= {"vocab_size": rows, **self._scaling(own)} | _windows(own)
+        if family.name == "gemma3" and own.get("block_count") == _GEMMA3_27B_LAYERS:
+            keys = Facts(own, where, _NAMES)
+            heads = max(keys.integer("num_attention_heads"), 1)
+            own["query_pre_attn_scalar"] = float(keys.integer("hidden_size") // heads)
+        facts = _Keys(own, where, _NAMES)
+        config, self.logits_factor = config_of(facts, family), logits_factor(facts)
+        if family.neighbours and config.rotary_dim is not None:
+            raise UnsupportedModelError(f"{where} rotates only a part of each head; {family.gguf} does not")
+        factors = self._taken("rope_factors")
+        if factors and config.rope_factors:
+            raise ModelFileError(f"{where} has rope_freqs.weight and scales its rotary embedding besides")
+        return replace(
+            config,
+            rope_factors=tuple(factors) or config.rope_factors,
+            rope_interleaved=family.neighbours,
         )
-        return _gemma3(facts, common) if architecture == "gemma3" else common
 
-    def _take_rope_factors(self) -> tuple[float, ...]:
-        """What Llama 3.1 and its successors divide their rotary frequencies by: a fact, not a weight."""
-        if "rope_factors" not in self.tensors:
-            return ()
-        factors = self.values("rope_factors").ravel()
-        del self.tensors["rope_factors"]
-        return tuple(float(factor) for factor in factors)
+    def _scaling(self, own: Mapping[str, object]) -> dict[str, object]:
+        """How rotary embeddings are scaled, in the words of a ``config.json``."""
+        short = self._taken("short_factors")
+        self._taken("long_factors")
+        factor = own.get(f"{_SCALING}factor", own.get("rope.scale_linear"))
+        kind = own.get(f"{_SCALING}type", "linear")
+        if short:
+            kind = "longrope"
+        elif kind == "none" or (kind == "linear" and factor is None):
+            kind = "default"
+        attention = own.get(f"{_SCALING}{'yarn_' * (kind == 'yarn')}attn_factor")
+        if kind != "longrope" and own.get(f"{_SCALING}attn_factor", 1.0) != 1.0:
+            raise UnsupportedModelError(
+                f"{self.path.name} scales its rotary tables ({_SCALING}attn_factor) beside {kind!r}; not "
+                "supported yet"
+            )
+        return {
+            f"{_SCALING}type": kind,
+            f"{_SCALING}factor": factor,
+            "short_factor": short,
+            "attention_factor": attention,
+            "mscale": 1.0,
+        }
+
+    def _taken(self, name: str) -> list[float]:
+        """A tensor that states facts, not weights: what frequencies are divided by."""
+        if name not in self.tensors:
+            return []
+        values = self.values(name).ravel()
+        self.tensors = {each: tensor for each, tensor in self.tensors.items() if each != name}
+        return [float(value) for value in values]
 
 
-def _named(file: GGUFFile) -> dict[str, Tensor]:
+def _windows(own: Mapping[str, object]) -> dict[str, object]:
+    """Sliding windows in the words of a ``config.json``: 0 tokens are none, a list is of layers."""
+    changed: dict[str, object] = {}
+    if own.get("attention.sliding_window") == 0:
+        changed["attention.sliding_window"] = None
+    pattern = own.get("attention.sliding_window_pattern")
+    if isinstance(pattern, np.ndarray | list):
+        kinds = [f"{'sliding' if windowed else 'full'}_attention" for windowed in pattern]
+        changed |= {"attention.sliding_window_pattern": None, "layer_types": kinds}
+    return changed
+
+
+def _family(file: GGUFFile) -> Family:
+    found = file.metadata.get("general.architecture")
+    if not isinstance(found, str) or found not in GGUF_FAMILIES:
+        known = f"edgespec exports these architectures from GGUF: {', '.join(GGUF_FAMILIES)}."
+        raise unknown(file.path.name, str(found), known)
+    return FAMILIES[GGUF_FAMILIES[found]]
+
+
+def _named(file: GGUFFile, family: Family) -> dict[str, Tensor]:
     """The file's tensors by edgespec's names."""
-    architecture, where = file.metadata.get("general.architecture"), file.path.name
-    known = ", ".join(_ARCHITECTURES)
-    if not isinstance(architecture, str) or architecture not in _ARCHITECTURES:
+    layer = _LAYER | dict(family.stacked)
+    names = {name: own_name(name, r"blk\.", _GLOBAL, layer) for name in file.tensors}
+    surplus = [name for name, own in names.items() if own is None]
+    if surplus:
         raise UnsupportedModelError(
-            f"{where} is of architecture {architecture!r}; edgespec exports {known} from GGUF"
-        )
-    names = {name: own_name(name, r"blk\.", _GLOBAL, _LAYER) for name in file.tensors}
-    unknown = [name for name, own in names.items() if own is None]
-    if unknown:
-        raise UnsupportedModelError(
-            f"{where} ({architecture}) has {len(unknown)} tensors that edgespec has no use for, such as "
-            f"{unknown[0]!r}: it is not a plain {known} text model"
+            f"{file.path.name} ({family.gguf}) has {len(surplus)} tensors that edgespec has no use for, such "
+            f"as {surplus[0]!r}: it is not a plain text model of this architecture"
         )
     return {own: file.tensors[name] for name, own in names.items() if own is not None}
-
-
-def _gemma3(facts: Facts, common: ModelConfig) -> ModelConfig:
-    scale = common.attention_scale
-    if common.num_layers == _GEMMA3_27B_LAYERS:
-        scale = 1 / sqrt(common.hidden_size / common.num_heads)
-    return replace(
-        common,
-        qk_norm=True,
-        post_norms=True,
-        activation="gelu_tanh",
-        embedding_scale=sqrt(common.hidden_size),
-        rope_local_theta=1e4,
-        sliding_window=facts.integer("attention.sliding_window"),
-        global_every=6,
-        attention_scale=scale,
-    )

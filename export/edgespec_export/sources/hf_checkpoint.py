@@ -10,7 +10,7 @@ import numpy as np
 
 from edgespec_export.sources.blocks import F32, Tensor
 from edgespec_export.sources.checkpoint import Checkpoint, own_name
-from edgespec_export.sources.hf_config import read_config
+from edgespec_export.sources.hf_config import logits_factor, model_facts, read_config
 from edgespec_export.sources.hf_tokenizer import HFTokenizer
 from edgespec_export.sources.safetensors_file import SafetensorsFile
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
@@ -32,6 +32,7 @@ _LAYER = {
     "self_attn.q_proj.weight": "q",
     "self_attn.k_proj.weight": "k",
     "self_attn.v_proj.weight": "v",
+    "self_attn.qkv_proj.weight": "qkv",
     "self_attn.o_proj.weight": "o",
     "self_attn.q_proj.bias": "q_bias",
     "self_attn.k_proj.bias": "k_bias",
@@ -41,14 +42,17 @@ _LAYER = {
     "post_attention_layernorm.weight": "mlp_norm",
     "mlp.gate_proj.weight": "gate",
     "mlp.up_proj.weight": "up",
+    "mlp.gate_up_proj.weight": "gate_up",
     "mlp.down_proj.weight": "down",
 }
-_GEMMA3_LAYER = _LAYER | {
+_POST_NORMED_LAYER = _LAYER | {
     "post_attention_layernorm.weight": "post_attn_norm",
     "pre_feedforward_layernorm.weight": "mlp_norm",
     "post_feedforward_layernorm.weight": "post_mlp_norm",
 }
-_TIED = ("gemma3", "smollm3")  # where config.json does not say
+_WITH_EYES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.": ""}
+"""What stands before the names of the text model's tensors, where there are others; and what would alone."""
+_EYES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..*")
 _COMPUTED = re.compile(r".*\.rotary_emb\.inv_freq")  # old checkpoints store what config.json says
 _NOT_EXPORTED = (".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf")
 
@@ -59,19 +63,23 @@ class HFCheckpoint(Checkpoint):
     def __init__(self, path: Path) -> None:
         self.path, self.model_name = path, model_name(path)
         self._shards: dict[str, SafetensorsFile] = {}
-        facts = Facts.read(path / CONFIG)
-        self.config = read_config(facts)
+        facts = model_facts(Facts.read(path / CONFIG))
+        self.config, self._eyes = read_config(facts), bool(facts.section("text_config").keys)
+        self.logits_factor = logits_factor(facts)
         longest = facts.integer("max_position_embeddings")
+        if self._eyes:
+            _LOG.warning("%s: the text model is exported; it sees no images", path.name)
         if self.config.context_length < longest:
             _LOG.warning(
-                "%s: exported for %d tokens; its rotary embedding changes for longer texts, up to %d",
+                "%s: exported for %d tokens; its attention changes for longer texts, up to %d",
                 *(path.name, self.config.context_length, longest),
             )
-        self._tied = facts.boolean("tie_word_embeddings", default=self.config.architecture in _TIED)
+        self._tied = facts.boolean("tie_word_embeddings", default=False)
         self._tokenizer = HFTokenizer(path, facts, self.config.vocab_size)
         self.stack = ExitStack()
         with self.stack as opened:
-            self.tensors: dict[str, Tensor] = self._name(self._stored())
+            self.tensors = self._name(self._stored())
+            self.split_stacked()
             self.check_shapes()
             self.stack = opened.pop_all()
         texts = (path / CONFIG, path / _INDEX, *self._tokenizer.files)
@@ -132,21 +140,18 @@ class HFCheckpoint(Checkpoint):
         return self._shards[file]
 
     def _name(self, stored: Iterator[tuple[str, SafetensorsFile]]) -> dict[str, Tensor]:
-        """Tensors by edgespec's names; fused ones as the rows of their parts."""
-        gemma = self.config.architecture == "gemma3"
-        names = _GEMMA3_LAYER if gemma else _LAYER
+        """Tensors by edgespec's names."""
+        layers = _POST_NORMED_LAYER if self.config.post_norms else _LAYER
         named: dict[str, Tensor] = {}
         unknown = []
         for name, file in stored:
-            if _COMPUTED.fullmatch(name) or (name == "lm_head.weight" and self._tied):
+            alone = self._alone(name)
+            own = own_name(alone, r"model\.layers\.", _GLOBAL, layers)
+            if own == "lm_head" and self._tied:
                 continue
-            layer = re.fullmatch(r"model\.layers\.(0|[1-9][0-9]{0,5})\.(.+)", name)
-            own = own_name(name, r"model\.layers\.", _GLOBAL, names)
             if own is not None:
                 named[own] = file.tensor(name)
-            elif layer and layer[2] in self._fused():
-                named |= self._split(file.tensor(name), f"layers.{layer[1]}.", self._fused()[layer[2]])
-            else:
+            elif not _COMPUTED.fullmatch(name) and not (self._eyes and _EYES.fullmatch(name)):
                 unknown.append(name)
         if unknown:
             raise UnsupportedModelError(
@@ -160,29 +165,9 @@ class HFCheckpoint(Checkpoint):
             )
         return named
 
-    def _fused(self) -> dict[str, dict[str, int]]:
-        """Phi's fused tensors: which parts their rows are, and how many of each."""
-        config = self.config
-        if config.architecture != "phi3":
-            return {}
-        return {
-            "self_attn.qkv_proj.weight": {
-                "q": config.query_width,
-                "k": config.kv_width,
-                "v": config.kv_width,
-            },
-            "mlp.gate_up_proj.weight": dict.fromkeys(("gate", "up"), config.intermediate_size),
-        }
-
-    def _split(self, fused: Tensor, prefix: str, parts: dict[str, int]) -> dict[str, Tensor]:
-        expected = (sum(parts.values()), self.config.hidden_size)
-        if fused.shape != expected:
-            raise ModelFileError(
-                f"tensor {fused.name!r} of {self.path.name} has shape {fused.shape}; "
-                f"its {CONFIG} asks for {expected}. Download or convert it again."
-            )
-        split, at = {}, 0
-        for name, rows in parts.items():
-            split[prefix + name] = fused.rows(at, at + rows)
-            at += rows
-        return split
+    def _alone(self, name: str) -> str:
+        """The name that a tensor of the text model would have without eyes."""
+        for before, alone in _WITH_EYES.items():
+            if self._eyes and name.startswith(before):
+                return alone + name.removeprefix(before)
+        return name

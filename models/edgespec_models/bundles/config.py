@@ -8,7 +8,9 @@ from edgespec_models.schema import check_fields, length, read, within
 
 FloatType = Literal["float32", "float16"]
 """What a graph of any shape computes in."""
-Architecture = Literal["llama", "mistral", "smollm3", "qwen2", "qwen3", "gemma3", "phi3"]
+Architecture = Literal[
+    "llama", "mistral", "smollm3", "qwen2", "qwen3", "gemma3", "phi3", "granite", "ministral3", "olmo2"
+]
 Count = Annotated[int, within(1, 2**31 - 1)]
 Layers = Annotated[int, within(1, 4096)]
 """Of a model: tables have a row for each, and the deepest models have some hundreds."""

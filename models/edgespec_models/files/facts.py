@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
 from edgespec_models.errors import ModelFileError
@@ -17,11 +18,14 @@ class Facts:
     Every reader returns ``default`` for a missing key and raises ModelFileError where there is none, and
     where the value is of another kind.
 
-    ``where`` names the object in messages, such as the file's path.
+    ``where`` names the object in messages, such as the file's path. ``names`` are the keys of facts that go
+    under another name here than readers ask for.
     """
 
-    def __init__(self, values: Mapping[str, object], where: str) -> None:
-        self._values, self.where = values, where
+    def __init__(
+        self, values: Mapping[str, object], where: str, names: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        self._values, self.where, self._names = values, where, names
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -48,7 +52,12 @@ class Facts:
 
     def value(self, key: str) -> object:
         """Whatever is there, or None."""
-        return self._values.get(key)
+        return self._values.get(self._names.get(key, key))
+
+    def over(self, others: Mapping[str, object]) -> "Facts":
+        """These facts, and ``others`` where they are silent."""
+        stated = {key: value for key, value in self._values.items() if value is not None}
+        return Facts({**others, **stated}, self.where, self._names)
 
     def integer(self, key: str, default: int | None = None) -> int:
         """A whole number."""
@@ -93,8 +102,8 @@ class Facts:
         expected: str,
         fits: Callable[[Any], bool] = lambda value: True,
     ) -> T:
-        value: Any = self._values.get(key)
-        value = default if value is None else value
+        value: Any = self.value(key)
+        value, key = default if value is None else value, self._names.get(key, key)
         if value is None:
             raise ModelFileError(f"{self.where} lacks {key!r}")
         kinds: Any = (int, float) if kind is float else kind

@@ -1,0 +1,145 @@
+"""The architectures that edgespec exports, as data: what each fixes, whatever a model's files say.
+
+A new one is an entry of :data:`FAMILIES`, and a row of the tests that compare it with transformers.
+Fields and defaults: ``configuration_*.py`` of github.com/huggingface/transformers; names in GGUF files:
+github.com/ggml-org/llama.cpp, ``src/llama-arch.cpp``.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+from edgespec_models.bundles.config import Architecture
+from edgespec_models.errors import UnsupportedModelError
+
+_NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
+
+
+class Family(NamedTuple):
+    """What is fixed in an architecture.
+
+    Attributes:
+        name: the family in manifests.
+        gguf: its name in GGUF files; empty where it has none of its own.
+        fixed: fields of :class:`ModelConfig` that no file states.
+        defaults: what a ``config.json`` need not state, as transformers has it.
+        theta: the base of the rotary embedding where no file states it.
+        windowed: a sliding window that is given holds without a switch.
+        neighbours: in GGUF files the rows of queries and keys are in the order for rotations of neighbouring
+            elements.
+        stacked: names of tensors in GGUF files that hold two matrices here.
+    """
+
+    name: Architecture
+    gguf: str = ""
+    fixed: Mapping[str, Any] = _NOTHING
+    defaults: Mapping[str, Any] = _NOTHING
+    theta: float = 1e4
+    windowed: bool = False
+    neighbours: bool = False
+    stacked: Mapping[str, str] = _NOTHING
+
+
+FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
+    {
+        "llama": Family(name="llama", gguf="llama", neighbours=True),
+        "mistral": Family(name="mistral", windowed=True),
+        "smollm3": Family(
+            name="smollm3",
+            gguf="smollm3",
+            theta=2e6,
+            neighbours=True,
+            defaults={"tie_word_embeddings": True},
+        ),
+        "qwen2": Family(name="qwen2", gguf="qwen2"),
+        "qwen3": Family(name="qwen3", gguf="qwen3", fixed={"qk_norm": True}),
+        "gemma3_text": Family(
+            name="gemma3",
+            gguf="gemma3",
+            theta=1e6,
+            windowed=True,
+            fixed={"qk_norm": True, "post_norms": True, "activation": "gelu_tanh"},
+            defaults={
+                "vocab_size": 262_208,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
+                "head_dim": 256,
+                "max_position_embeddings": 131_072,
+                "query_pre_attn_scalar": 256.0,
+                "tie_word_embeddings": True,
+            },
+        ),
+        "phi3": Family(
+            name="phi3",
+            gguf="phi3",
+            windowed=True,
+            defaults={"rms_norm_eps": 1e-5},
+            stacked={"ffn_up.weight": "gate_up"},
+        ),
+        "granite": Family(
+            name="granite", gguf="granite", neighbours=True, defaults={"attention_multiplier": 1.0}
+        ),
+        "ministral3": Family(
+            name="ministral3",
+            gguf="mistral3",
+            windowed=True,
+            neighbours=True,
+            defaults={
+                "head_dim": 128,
+                "rms_norm_eps": 1e-5,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e6,
+                    "factor": 16.0,
+                    "original_max_position_embeddings": 16_384,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 1.0,
+                    "llama_4_scaling_beta": 0.1,
+                },
+            },
+        ),
+    }
+)
+"""By ``model_type`` in ``config.json``."""
+
+GGUF_FAMILIES: Final[Mapping[str, str]] = MappingProxyType(
+    {family.gguf: kind for kind, family in FAMILIES.items() if family.gguf}
+)
+"""From ``general.architecture`` in GGUF files to ``model_type``."""
+
+_EXPERTS = "mixtures of experts"
+_VISION = "images (M-RoPE, vision layers)"
+_STATES = "layers with a recurrent state (linear attention, state spaces)"
+_CAPPED = "capped logits"
+_LACKING: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = MappingProxyType(
+    {
+        "a dense Qwen3, such as Qwen3-4B": (
+            _EXPERTS,
+            ("qwen2moe", "qwen2_moe", "qwen3moe", "qwen3_moe", "olmoe", "deepseek2", "deepseek_v3"),
+        ),
+        "a dense Llama or Mistral": (_EXPERTS, ("mixtral", "llama4", "llama4_text", "gpt-oss", "gpt_oss")),
+        "a dense Granite, such as Granite-3.3-2B": (_EXPERTS, ("granitemoe", "granitemoeshared")),
+        "Phi-4-mini": (_EXPERTS, ("phimoe",)),
+        "Qwen3-4B": (
+            _STATES,
+            ("qwen3next", "qwen3_next", "qwen35", "qwen35moe", "qwen3_5", "mamba", "mamba2", "rwkv7"),
+        ),
+        "SmolLM3-3B": (_STATES, ("lfm2", "falcon-h1", "falcon_h1", "jamba", "nemotron_h")),
+        "Granite-3.3-2B": (_STATES, ("granitehybrid", "granitemoehybrid")),
+        "the Qwen3 of its size": (_VISION, ("qwen2vl", "qwen2_vl", "qwen2_5_vl", "qwen3vl", "qwen3_vl")),
+        "Gemma 3": (_CAPPED, ("gemma", "gemma2")),
+        "Gemma 3 of its size": ("per-layer embeddings", ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text")),
+        "Phi-4-mini-instruct": ("parallel sublayers", ("phi2", "phi", "command-r", "cohere", "cohere2")),
+    }
+)
+"""By a model that works: what edgespec lacks for others near it, under their names in GGUF and on the hub."""
+
+
+def unknown(where: str, found: str, known: str) -> UnsupportedModelError:
+    """The error for an architecture that is not in the table; ``known`` is how it may be exported instead."""
+    near = "; ".join(
+        f"it needs {missing}, which edgespec lacks; {model} is near it and works"
+        for model, (missing, names) in _LACKING.items()
+        if found in names
+    )
+    return UnsupportedModelError(f"{where} is of the architecture {found!r}{near and f': {near}'}. {known}")

@@ -1,0 +1,117 @@
+"""Rotary embeddings whose context was extended: every kind comes down to a divisor for each frequency and a
+factor on the tables (``modeling_rope_utils.py`` of github.com/huggingface/transformers).
+"""
+
+from math import ceil, floor, log, pi, sqrt
+from typing import Any
+
+from edgespec_models.errors import ModelFileError, UnsupportedModelError
+from edgespec_models.files.facts import Facts
+
+_ORIGINAL = "original_max_position_embeddings"
+
+
+def kind_of(scaling: Facts) -> str:
+    """How the rotary embedding is scaled."""
+    return scaling.text("rope_type", scaling.text("type", "default"))
+
+
+def scaled(scaling: Facts, theta: float, width: int, context: int, original: int) -> dict[str, Any]:
+    """What ``scaling`` changes, as fields of :class:`ModelConfig`.
+
+    Args:
+        scaling: ``rope_scaling`` or ``rope_parameters`` of a ``config.json``, or what stands for it.
+        theta: the base.
+        width: elements of a head that are rotated.
+        context: positions the model was made for.
+        original: those before its context was extended, where ``scaling`` does not say.
+
+    Raises:
+        ModelFileError: facts are missing or contradict each other.
+        UnsupportedModelError: of a kind that edgespec does not know.
+    """
+    kind = kind_of(scaling)
+    if kind in ("default", "dynamic"):  # dynamic scaling begins beyond the context
+        return {}
+    if kind == "linear":
+        return {"rope_factors": (scaling.positive("factor"),) * (width // 2)}
+    if kind == "llama3":
+        return {"rope_factors": _llama3(scaling, theta, width, context)}
+    if kind in ("longrope", "su"):
+        return _longrope(scaling, width, context, original)
+    if kind == "yarn":
+        return _yarn(scaling, theta, width, context, original)
+    raise UnsupportedModelError(
+        f"{scaling.where} scales the rotary embedding by {kind!r}, which is not supported yet; "
+        "supported are default, dynamic, linear, llama3, longrope and yarn"
+    )
+
+
+def _llama3(scaling: Facts, theta: float, width: int, context: int) -> tuple[float, ...]:
+    """Long waves are stretched by ``factor``, short ones not, those between by something between."""
+    factor = scaling.positive("factor")
+    low, high = scaling.positive("low_freq_factor"), scaling.positive("high_freq_factor")
+    original = scaling.integer(_ORIGINAL, context)
+    if high <= low:
+        raise ModelFileError(f"{scaling.where}: high_freq_factor must exceed low_freq_factor")
+    factors = []
+    for pair in range(width // 2):
+        turns = original * theta ** (-2 * pair / width) / (2 * pi)  # within the original context
+        kept = min(max((turns - low) / (high - low), 0.0), 1.0)
+        factors.append(1 / ((1 - kept) / factor + kept))
+    return tuple(factors)
+
+
+def _yarn(scaling: Facts, theta: float, width: int, context: int, original: int) -> dict[str, Any]:
+    """Peng et al. 2024, "YaRN": as with llama3, but between two places among the frequencies.
+
+    Models whose queries grow beyond the original context (Ministral 3: ``llama_4_scaling_beta``) are exported
+    up to it, where their factor is 1: no operator of a graph knows a query's position.
+    """
+    original = scaling.integer(_ORIGINAL, original)
+    factor = scaling.positive("factor", context / max(original, 1))
+    fast, slow = scaling.positive("beta_fast", 32.0), scaling.positive("beta_slow", 1.0)
+    if original < 1 or theta <= 1:
+        raise ModelFileError(f"{scaling.where}: the original context is {original}, the base {theta}")
+    ends = [width * log(original / (turns * 2 * pi)) / (2 * log(theta)) for turns in (fast, slow)]
+    if scaling.boolean("truncate", default=True):
+        ends = [floor(ends[0]), ceil(ends[1])]
+    low, high = max(ends[0], 0), min(ends[1], width - 1)
+    factors = []
+    for pair in range(width // 2):
+        stretched = min(max((pair - low) / ((high - low) or 0.001), 0.0), 1.0)
+        factors.append(1 / (stretched / factor + 1 - stretched))
+    whole, all_of_it = scaling.number("mscale", 0.0), scaling.number("mscale_all_dim", 0.0)
+    magnitude = _yarn_magnitude(factor, 1.0)
+    if whole and all_of_it:
+        magnitude = _yarn_magnitude(factor, whole) / _yarn_magnitude(factor, all_of_it)
+    grows = scaling.number("llama_4_scaling_beta", 0.0)
+    return {
+        "context_length": min(context, original) if grows else max(context, int(factor * original)),
+        "rope_factors": tuple(factors),
+        "rope_magnitude": scaling.positive("attention_factor", magnitude),
+    }
+
+
+def _yarn_magnitude(factor: float, share: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * share * log(factor) + 1.0
+
+
+def _longrope(scaling: Facts, width: int, whole: int, original: int) -> dict[str, Any]:
+    """Up to the original context: beyond it every token's frequencies change (Ding et al. 2024).
+
+    A cache of keys that were rotated before the change is of no use after it.
+    """
+    context = scaling.integer(_ORIGINAL, original)
+    if context < 2 or whole < 1:
+        raise ModelFileError(f"{scaling.where}: the original context is {context}")
+    stretch = scaling.positive("factor", whole / context)
+    by_stretch = sqrt(1 + log(stretch) / log(context)) if stretch > 1 else 1.0
+    factors = scaling.numbers("short_factor", width // 2)
+    if not factors:
+        raise ModelFileError(f"{scaling.where} lacks 'short_factor'")
+    return {
+        "context_length": min(context, whole),
+        "rope_factors": factors,
+        "rope_magnitude": scaling.positive("attention_factor", by_stretch),
+    }

@@ -1,0 +1,140 @@
+"""The tiny checkpoints of :mod:`tests.hf_for_tests` as the GGUF files that llama.cpp's converter makes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tests.gguf_for_tests import F32, Raw, TinyGGUF, tokenizer_facts
+from tests.hf_for_tests import CASES, config_of, weights
+
+ARCHITECTURES = {"mistral": "llama", "ministral3": "mistral3", "gemma3_text": "gemma3"}
+"""By ``model_type``, where GGUF has another name."""
+GGUF_CASES = tuple(
+    case
+    for case, facts in CASES.items()
+    # GGUF cannot say: Mistral's window, which layers of SmolLM3 rotate, another attention scale of Gemma 3
+    if case not in ("mistral_window", "smollm3_list", "gemma3")
+)
+_ORDERED = ("llama", "smollm3", "granite", "mistral3")
+_TENSORS = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_POST_NORMED = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_KEYS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "max_position_embeddings": "context_length",
+    "rope_theta": "rope.freq_base",
+    "rope_local_base_freq": "rope.freq_base_swa",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "attention_multiplier": "attention.scale",
+    "logits_scaling": "logit_scale",
+    "sliding_window": "attention.sliding_window",
+    "sliding_window_pattern": "attention.sliding_window_pattern",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
+    "beta_fast": "rope.scaling.yarn_beta_fast",
+    "beta_slow": "rope.scaling.yarn_beta_slow",
+    "mscale_all_dim": "rope.scaling.yarn_log_multiplier",
+    "llama_4_scaling_beta": "attention.temperature_scale",
+}
+
+
+def gguf_of(case: str, kind: str = "F32") -> TinyGGUF:
+    """The file of ``case``, its matrices in F32 or, with the same values, Q8_0."""
+    config = config_of(case)
+    name = ARCHITECTURES.get(config["model_type"], config["model_type"])
+    model = TinyGGUF(name, dict(tokenizer_facts(300)))
+    model.metadata |= {f"{name}.{key}": value for key, value in _facts(config).items()}
+    for source, stored in weights(config).items():
+        ordered = name in _ORDERED and source.endswith(("q_proj.weight", "k_proj.weight"))
+        values = _ordered(stored, _head(config)) if ordered else stored
+        if values.ndim == 2 and kind == "Q8_0":
+            model.tensors[_renamed(source, name)] = kind, _q8_0(values)
+        else:
+            more = np.float32(name == "gemma3" and source.endswith("norm.weight"))
+            model.tensors[_renamed(source, name)] = "F32", values + more
+    model.tensors |= {f"{n}.weight": ("F32", values) for n, values in _factors(config).items()}
+    return model
+
+
+def _renamed(source: str, architecture: str) -> str:
+    names = _TENSORS | (_POST_NORMED if architecture in ("gemma3", "olmo2") else {})
+    stem, _, end = source.rpartition(".")
+    if stem in names:
+        return f"{names[stem]}.{end}"
+    _, _, layer, kind = stem.split(".", 3)
+    return f"blk.{layer}.{names[kind]}.{end}"
+
+
+def _head(config: Mapping[str, Any]) -> int:
+    return int(config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]))
+
+
+def _ordered(values: F32, head: int) -> F32:
+    """Rows whose elements rotate together side by side, as llama.cpp has them for some architectures."""
+    halves = values.reshape(-1, 2, head // 2, values.shape[1])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
+
+
+def _q8_0(values: F32) -> Raw:
+    """Blocks that hold exactly ``values``: at most seven bits, times a power of two."""
+    step = np.exp2(np.floor(np.log2(np.abs(values).max())) - 6)
+    codes = np.rint(values / step).astype(np.int8).reshape(len(values), -1, 32)
+    scales = np.full((*codes.shape[:2], 1), step, np.float16).view(np.uint8).reshape(*codes.shape[:2], 2)
+    raw: Raw = np.concatenate([scales, codes.view(np.uint8)], axis=-1).reshape(len(values), -1)
+    return raw
+
+
+def _facts(config: Mapping[str, Any]) -> dict[str, object]:
+    scaling = {**config.get("rope_scaling", {}), **config.get("rope_parameters", {})}
+    stated = {**config, **scaling}
+    if config["model_type"] == "qwen2":  # whose window is off
+        del stated["sliding_window"]
+    facts = {key: stated[name] for name, key in _KEYS.items() if stated.get(name) is not None}
+    head = _head(config)
+    facts |= {"attention.key_length": head, "attention.value_length": head}
+    facts["rope.dimension_count"] = int(head * config.get("partial_rotary_factor", 1))
+    if (kind := scaling.get("rope_type", scaling.get("type"))) in ("linear", "yarn"):
+        facts |= {"rope.scaling.type": kind, "rope.scaling.factor": scaling["factor"]}
+    if "short_factor" in scaling:
+        whole, original = config["max_position_embeddings"], config["original_max_position_embeddings"]
+        facts["rope.scaling.attn_factor"] = float(np.sqrt(1 + np.log(whole / original) / np.log(original)))
+    return facts
+
+
+def _factors(config: Mapping[str, Any]) -> dict[str, F32]:
+    """What frequencies are divided by, as tensors."""
+    scaling = config.get("rope_scaling") or {}
+    if scaling.get("rope_type") == "llama3":
+        width, original = _head(config), scaling["original_max_position_embeddings"]
+        waves = 2 * np.pi * config["rope_theta"] ** (np.arange(0, width, 2) / width)
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        kept = np.clip((original / waves - low) / (high - low), 0, 1)
+        return {"rope_freqs": (1 / ((1 - kept) / scaling["factor"] + kept)).astype(np.float32)}
+    kinds = ("long", "short") if "short_factor" in scaling else ()
+    return {f"rope_factors_{kind}": np.array(scaling[f"{kind}_factor"], np.float32) for kind in kinds}
