@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, Self, cast
@@ -89,16 +89,13 @@ class ServedStream:
     """An answer of :class:`ServedModel`: the prompt's text behind "re: ", two tokens a record."""
 
     def __init__(self, model: ServedModel, text: str, options: Mapping[str, Any]) -> None:
-        self._model, self._options = model, options
+        self._model, self._options, self._over = model, options, False
         self.asked: Any = text
         ids = tokenizer().encode(f"re: {text}")[: options.get("max_new_tokens", 256)]
-        scores = options.get("logprobs", False)
-        self._tokens = [
-            TokenRecord(id_, SOURCES[at % 4], -0.5 if scores else None, ((id_, -0.5),) if scores else ())
-            for at, id_ in enumerate(ids)
-        ]
-        self.result: Generation = self._generation(self._tokens, "stop")
-        self._over = False
+        self._tokens = [TokenRecord(id_, SOURCES[at % 4]) for at, id_ in enumerate(ids)]
+        if options.get("logprobs", False):
+            self._tokens = [replace(t, logprob=-0.5, top_logprobs=((t.id, -0.5),)) for t in self._tokens]
+        self.result = self._generation(self._tokens, "stop")
 
     async def __aenter__(self) -> Self:
         return self
@@ -123,26 +120,20 @@ class ServedStream:
                 if at and self._model.fault is not None:
                     self._over = True
                     raise self._model.fault
-                if self._model.ends == "closed":
-                    self._end(self._tokens[:at], "closed")
-                    yield Record("", (), "closed")
+                ends, closed = self._model.ends, self._model.ends == "closed"
+                self._over = closed or at + 2 >= len(self._tokens)
+                if self._over:
+                    self.result = self._generation(self._tokens[:at] if closed else self._tokens, ends)
+                yield Record("", (), ends) if closed else self._record(at)
+                if closed:
                     return
-                last = at + 2 >= len(self._tokens)
-                if last:
-                    self._end(self._tokens, self._model.ends)
-                yield self._record(at, last)
 
-    def _record(self, at: int, last: bool) -> Record:
+    def _record(self, at: int) -> Record:
         """The text behind ``at`` tokens and before the next; characters that are whole."""
-        texts = [_whole(self._tokens[:end]) for end in (at, at + 2)]
-        text = tokenizer().decode([t.id for t in self._tokens]) if last else texts[1]
-        return Record(
-            text[len(texts[0]) :], tuple(self._tokens[at : at + 2]), self._model.ends if last else None
-        )
-
-    def _end(self, tokens: Sequence[TokenRecord], reason: FinishReason) -> None:
-        self._over = True
-        self.result = self._generation(tokens, reason)
+        before, text = (_whole(self._tokens[:end]) for end in (at, at + 2))
+        text = self.result.text if self._over else text
+        ends = self._model.ends if self._over else None
+        return Record(text[len(before) :], tuple(self._tokens[at : at + 2]), ends)
 
     def _generation(self, tokens: Sequence[TokenRecord], reason: FinishReason) -> Generation:
         count = len(tokens)

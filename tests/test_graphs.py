@@ -129,16 +129,6 @@ def test_the_graph_computes_the_architecture(tmp_path: Path, name: str, native: 
         np.testing.assert_allclose(stepwise, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("form", [INT4, COLUMNS, INT8], ids=lambda form: form.name)
-@pytest.mark.parametrize("config", [LLAMA, GEMMA], ids=lambda config: config.architecture)
-def test_quantized_graphs_stay_near_what_their_weights_stand_for(
-    tmp_path: Path, config: ModelConfig, form: WeightFormat
-) -> None:
-    model = tiny_bundle(tmp_path / "m", config, form)
-    got = CpuSession(model.bundle, CpuOptions(threads=1)).predict(TOKENS).logits
-    assert _relative_error(got, reference_logits(model, TOKENS)) < 0.05
-
-
 @pytest.mark.parametrize("width", [32, 96, 576, 1024, 1536])
 @pytest.mark.parametrize("form", [INT4, COLUMNS, INT8, WeightFormat(8, 16)], ids=lambda form: form.name)
 def test_a_linear_is_its_matrix(form: WeightFormat, width: int) -> None:

@@ -19,7 +19,6 @@ import pytest
 import edgespec
 from edgespec import LoadOptions
 from edgespec.cli import main
-from edgespec.cli import serve as serve_command
 from edgespec.history.manage import History
 from edgespec.loading.measurements import describe_machine
 from edgespec_export import staging
@@ -109,21 +108,14 @@ class TestOpenFiles:
         assert held(tmp_path) == []
 
 
-class TestTexts:
-    """What editors on Windows begin files with, and users whose folder nobody knows."""
-
-    def test_a_key_behind_a_byte_order_mark(self, tmp_path: Path) -> None:
-        (tmp_path / "key").write_bytes(b"\xef\xbb\xbfsecret\r\n")
-        assert serve_command._key(tmp_path / "key") == "secret"
-
-    def test_folders_of_nobody(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        unknown = mock.Mock(side_effect=RuntimeError("Could not determine home directory."))
-        monkeypatch.setattr(Path, "expanduser", unknown)
-        monkeypatch.setenv("EDGESPEC_HOME", "~nobody/models")
-        with pytest.raises(RequestError, match="~nobody/models begins with a user who has no folder"):
-            storage.home()
-        with pytest.raises(RequestError, match="begins with a user who has no folder"):
-            History("~nobody/me.history")
+def test_folders_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    unknown = mock.Mock(side_effect=RuntimeError("Could not determine home directory."))
+    monkeypatch.setattr(Path, "expanduser", unknown)
+    monkeypatch.setenv("EDGESPEC_HOME", "~nobody/models")
+    with pytest.raises(RequestError, match="~nobody/models begins with a user who has no folder"):
+        storage.home()
+    with pytest.raises(RequestError, match="begins with a user who has no folder"):
+        History("~nobody/me.history")
 
 
 class TestPipes:

@@ -186,7 +186,7 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv(serve_command.KEY_VARIABLE, KEY)
     assert serve_command._key(None) == KEY
     file = tmp_path / "key"
-    file.write_text(" from-a-file \n", encoding="utf-8")
+    file.write_bytes(b"\xef\xbb\xbf from-a-file \r\n")  # as editors on Windows begin and end it
     assert serve_command._key(file) == "from-a-file"
     with pytest.raises(RequestError, match="cannot be read"):
         serve_command._key(tmp_path / "missing")
