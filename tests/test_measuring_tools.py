@@ -4,20 +4,19 @@ import json
 import random
 import sys
 from argparse import Namespace
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from edgespec.measuring.prompts import Prompt
-from edgespec_models.bundles.bundle import MANIFEST, TEMPLATE, Bundle, FileRecord
+from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.foreign import open_bundle
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.discovery import resolve
 from tests.gguf_for_tests import tiny_gguf
 from tests.machines_for_tests import PLAIN
+from tests.native_for_tests import tiny_native
 from tests.tokenizers_for_tests import byte_level_json
-from tests.toy import tiny_bundle
 from tools import cuda_table, replay
 
 
@@ -71,12 +70,7 @@ def test_without_a_gpu_it_says_so_and_makes_nothing(
 
 
 def _chatting(folder: Path, seed: int) -> Path:
-    tiny_bundle(folder, seed=seed)
-    (folder / TEMPLATE).write_text("{{ messages[0].content }}", encoding="utf-8")
-    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    manifest["files"][TEMPLATE] = asdict(FileRecord.of(folder / TEMPLATE))
-    (folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
-    return folder
+    return tiny_native(folder, seed=seed, template="{{ messages[0].content }}").path
 
 
 @pytest.fixture
@@ -85,12 +79,10 @@ def recorded(tmp_path: Path) -> list[str]:
     target, drafter = (_chatting(tmp_path / name, seed) for seed, name in enumerate("td"))
     prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     texts = {"one": "the quick brown fox", "two": "the lazy dog"}
-    prompts.write_text(
-        "".join(json.dumps({"id": i, "category": "c", "turns": [t]}) + "\n" for i, t in texts.items()),
-        encoding="utf-8",
-    )
+    lines = [json.dumps({"id": name, "category": "c", "turns": [text]}) for name, text in texts.items()]
+    prompts.write_text("\n".join(lines), encoding="utf-8")
     words = Tokenizer.from_json(byte_level_json()).encode("a fox and a fox and a fox")
-    lines = [json.dumps({"id": i, "tokens": words}) for i in texts]
+    lines = [json.dumps({"id": name, "tokens": words}) for name in texts]
     answers.write_text("\n".join(lines), encoding="utf-8")
     return [str(target), "--drafter", str(drafter), "--answers", str(answers), "--prompts", str(prompts)]
 

@@ -7,6 +7,7 @@ the emulator). What the emulator computes is held against ONNX Runtime's CPU run
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,23 +24,29 @@ from tests.gguf_for_tests import F32, tiny_gguf
 from tests.sessions_for_tests import ON_CPU, ONE_THREAD, TOKENS
 from tests.toy import tiny_bundle
 
-pytestmark = pytest.mark.skipif(
+WITH_PLUGIN = pytest.mark.skipif(
     importlib.util.find_spec("onnxruntime_qnn") is None,
     reason="onnxruntime-qnn is not installed: pip install 'edgespec[npu-qnn]'",
 )
+pytestmark = WITH_PLUGIN
+PROMPT = "one two one two one two one two"
 TOLERANCE = 0.03
 """Of the largest logit: the processor multiplies 16-bit by 8-bit numbers with other roundings."""
 Pair = tuple[StaticSession, StaticSession]
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    folder = tmp_path_factory.mktemp("qnn")
+def made(folder: Path, **options: Any) -> Bundle:
+    """A bundle with a layer of each kind."""
     source = tiny_gguf("llama").write(folder / "m.gguf")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(static_export._Watched, "wide_keys", (1,))  # a layer of each kind
-        export_model(source, folder / "bundle", options=ExportOptions(device="npu-qnn", buckets=(64,)))
-    return Bundle(folder / "bundle")
+        patch.setattr(static_export._Watched, "wide_keys", (1,))
+        export_model(source, folder / "bundle", options=ExportOptions(device="npu-qnn", **options))
+    return Bundle(folder / "bundle", verify_digests=True)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return made(tmp_path_factory.mktemp("qnn"), buckets=(64,))
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +82,9 @@ def test_a_rollback_is_bookkeeping(pair: Pair) -> None:
 
 
 def test_speculation_verifies_what_was_drafted(bundle: Bundle) -> None:
-    prompt = "one two one two one two one two"
     with edgespec.load(bundle.path, "ngram", device="qnn:htp") as model:
         plain, drafted = (
-            model.generate(prompt, max_new_tokens=12, stop_at_eos=False, speculate=speculate)
+            model.generate(PROMPT, max_new_tokens=12, stop_at_eos=False, speculate=speculate)
             for speculate in (False, True)
         )
         assert model.row_exact

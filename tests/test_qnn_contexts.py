@@ -1,6 +1,5 @@
 """Context binaries by Qualcomm's compiler, run on its emulator; skipped where ``tests/test_qnn.py`` is."""
 
-import importlib.util
 import json
 import shutil
 from collections.abc import Iterator
@@ -11,24 +10,18 @@ import numpy as np
 import pytest
 
 import edgespec
-from edgespec_export.devices import static_export
 from edgespec_export.devices.device_bundle import compile_graph, compiler_for
-from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundles.bundle import MANIFEST, Bundle, FileRecord
 from edgespec_models.bundles.static_graphs import find_chip
 from edgespec_models.errors import BundleError, DeviceError
 from edgespec_runtimes.discovery import Runtime, resolve
 from edgespec_runtimes.static import StaticIO, StaticSession
-from tests.gguf_for_tests import tiny_gguf
 from tests.sessions_for_tests import ONE_THREAD, TOKENS
+from tests.test_qnn import PROMPT, WITH_PLUGIN, made
 from tests.toy import tiny_bundle
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("onnxruntime_qnn") is None,
-    reason="onnxruntime-qnn is not installed: pip install 'edgespec[npu-qnn]'",
-)
+pytestmark = WITH_PLUGIN
 CHIP = "snapdragon-x-elite"
-PROMPT = "one two one two one two one two"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,13 +35,7 @@ def one_chip() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    folder = tmp_path_factory.mktemp("compiled")
-    source = tiny_gguf("llama").write(folder / "m.gguf")
-    options = ExportOptions(device="npu-qnn", buckets=(64, 96), chip=CHIP)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(static_export._Watched, "wide_keys", (1,))  # a layer of each kind
-        export_model(source, folder / "bundle", options=options)
-    return Bundle(folder / "bundle", verify_digests=True)
+    return made(tmp_path_factory.mktemp("compiled"), buckets=(64, 96), chip=CHIP)
 
 
 def _copy(bundle: Bundle, folder: Path) -> Path:
