@@ -29,7 +29,7 @@ from edgespec_export.sources.hf_checkpoint import HFCheckpoint
 from edgespec_export.sources.hf_tokenizer import to_tokenizer_json
 from edgespec_models.bundles.bundle import HEAD_TOKENS, MANIFEST, REPORT, TEMPLATE, Bundle
 from edgespec_models.bundles.foreign import open_bundle
-from edgespec_models.bundles.foreign_graph import ForeignGraph, Stated
+from edgespec_models.bundles.foreign_graph import Stated, count_weights, judge, weight_files
 from edgespec_models.errors import (
     BundleError,
     EdgespecError,
@@ -40,6 +40,7 @@ from edgespec_models.errors import (
     UnsupportedModelError,
     naming,
 )
+from edgespec_models.files.onnx_header import read_header
 from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_models.text.tokenizer import Tokenizer
 from tests.foreign_for_tests import ForeignSpec, write_genai, write_optimum
@@ -268,9 +269,10 @@ def onnx(folder: Path) -> Reader:
     def read(data: bytes) -> None:
         path.write_bytes(data)
         with untouched(path):
-            graph = ForeignGraph(path, stated)
-        assert all(value >= 0 for value in graph.weights["bytes_by_class"].values())
-        assert all(folder in file.parents for file in graph.data_files), "weights from elsewhere"
+            header = read_header(path)
+            judge(path, header, stated)
+        assert all(value >= 0 for value in count_weights(header)["bytes_by_class"].values())
+        assert all(folder in file.parents for file in weight_files(path, header)), "weights from elsewhere"
 
     return Reader([seed], read, (BundleError, UnsupportedModelError), path.name)
 

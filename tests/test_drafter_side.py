@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.decoding.draft import Remarks
-from edgespec.drafting.experience import Experience, Outcome
+from edgespec.drafting.experience import Experience
 from edgespec.drafting.model import context_tokens
 from edgespec.drafting.policy import Part
 from edgespec.drafting.pricing import Pricing
@@ -165,10 +165,10 @@ def test_what_is_not_read_is_tried_again() -> None:
 
 
 def test_asking_changes_nothing() -> None:
-    experience, told = Experience(), list[Outcome]()
+    experience, told = Experience(), list[object]()
     for text in range(5):
         _request(experience, TRANSLATE, text, -0.02, 0.05)
-    asked = Experience(experience._records, tell=told.append)
+    asked = Experience(experience._records, tell=lambda *gained: told.append(gained))
     first = asked.expected(TEMPLATE + TRANSLATE)
     assert {asked.expected(TEMPLATE + TRANSLATE) for _ in range(100)} == {first}
     assert told == []
@@ -192,15 +192,15 @@ def test_each_beginning_is_weighed_against_what_shorter_ones_let_expect() -> Non
 
 @pytest.mark.parametrize("length", [0, 3, 4, 7, 95, 96, 97, 300])
 def test_a_prompt_begins_at_every_fourth_token_up_to_96(length: int) -> None:
-    told = list[Outcome]()
-    experience, prompt = Experience(tell=told.append), list(range(length))
+    told = list[tuple[Sequence[bytes], float]]()
+    experience, prompt = Experience(tell=lambda *gained: told.append(gained)), list(range(length))
     experience.add(prompt, 0.1)
     experience.add([*prompt, 9, 9, 9, 9], 0.2)
-    first, longer = (outcome.beginnings for outcome in told)
+    first, longer = (beginnings for beginnings, _ in told)
     assert len(set(first)) == len(first) == 1 + min(length, 96) // 4
     assert len(longer) == 1 + min(length + 4, 96) // 4 and longer[: len(first)] == first
     assert {len(each) for each in longer} == {8}
-    assert [outcome.share for outcome in told] == [0.1, 0.2]
+    assert [share for _, share in told] == [0.1, 0.2]
 
 
 def test_the_beginnings_seen_last_are_remembered() -> None:

@@ -18,7 +18,6 @@ from unittest.mock import Mock
 
 import pytest
 
-from edgespec.drafting.experience import Outcome
 from edgespec.history import database, store
 from edgespec.history.manage import History
 from edgespec.history.memory import Delta
@@ -187,7 +186,7 @@ def test_a_clock_that_was_years_ahead_keeps_nothing_out(
 ) -> None:
     def gained(name: bytes) -> Delta:
         delta = Delta()
-        delta.gained(drafter="d", outcome=Outcome((name,), 0.5))
+        delta.gained(drafter="d", beginnings=(name,), share=0.5)
         return delta
 
     monkeypatch.setattr(store, "MOST", 2)

@@ -18,7 +18,6 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from edgespec.cli import app
-from edgespec.drafting.experience import Outcome
 from edgespec.history import database
 from edgespec.history.database import APPLICATION
 from edgespec.history.manage import History
@@ -286,10 +285,10 @@ class TestGains:
             return use.experience(drafter).expected(self.PROMPT) > 0.02
 
     @staticmethod
-    def _gained(*outcomes: Outcome) -> Delta:
+    def _gained(*shares: float, beginning: bytes = b"12345678") -> Delta:
         delta = Delta()
-        for outcome in outcomes:
-            delta.gained("d", outcome)
+        for share in shares:
+            delta.gained("d", [beginning], share)
         return delta
 
     def test_it_outlives_the_program_as_hashes_by_target_drafter_and_namespace(self, path: Path) -> None:
@@ -305,12 +304,11 @@ class TestGains:
         assert [record.count for record in records.values()] == pytest.approx([4.6856] * 11, abs=1e-3)
 
     def test_what_several_programs_saw_adds_up(self, path: Path) -> None:
-        outcomes = [Outcome((b"12345678",), share) for share in (0.5, 0.1, -0.2)]
-        merge(path, self._gained(*outcomes[:2]), self._gained(outcomes[2]))
+        merge(path, self._gained(0.5, 0.1), self._gained(-0.2))
         record = stored(path).records["d"][b"12345678"]
         assert (record.gain, record.count) == pytest.approx((0.81 * 0.5 + 0.9 * 0.1 - 0.2, 2.71))
 
     def test_the_latest_beginnings_are_kept(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("edgespec.history.store.MOST", 3)
-        merge(path, *(self._gained(Outcome((bytes([number] * 8),), 0.1)) for number in range(5)))
+        merge(path, *(self._gained(0.1, beginning=bytes([number] * 8)) for number in range(5)))
         assert [digest[0] for digest in stored(path).records["d"]] == [2, 3, 4]

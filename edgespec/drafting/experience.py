@@ -34,18 +34,6 @@ class Gains:
         self.count = _MEMORY * self.count + 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What one request gained.
-
-    ``beginnings`` are 8 bytes for each beginning of its prompt: a hash, from which no prompt can be read.
-    ``share`` is the time saved, as a share of the longest answer's plain decoding time.
-    """
-
-    beginnings: tuple[bytes, ...]
-    share: float
-
-
 class Experience:
     """Gains by beginning of the prompt: every fourth token, up to 96.
 
@@ -53,14 +41,15 @@ class Experience:
     longer beginning is weighed against what shorter ones let expect, those against the prior: 15 %, the
     typical gain. A single request of the same kind says more than many of others.
 
-    ``records`` are what is known, by beginning, the latest last. ``tell`` is told what requests gained.
+    ``records`` are what is known, by beginning, the latest last: 8 bytes each, a hash, from which no prompt
+    can be read. ``tell`` is told the beginnings of a request's prompt, and its gain.
     """
 
     def __init__(
         self,
         records: Mapping[bytes, Gains] | None = None,
         *,
-        tell: Callable[[Outcome], None] = lambda outcome: None,
+        tell: Callable[[Sequence[bytes], float], None] = lambda beginnings, share: None,
     ) -> None:
         self._records = dict(records or {})
         self._tell = tell
@@ -90,7 +79,7 @@ class Experience:
             self._records[key] = record  # the latest last
         while len(self._records) > MOST:
             del self._records[next(iter(self._records))]
-        self._tell(Outcome(tuple(keys), share))
+        self._tell(keys, share)
 
     def _known(self, prompt: Sequence[int]) -> list[Gains]:
         return [self._records[key] for key in _beginnings(prompt) if key in self._records]

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from edgespec.drafting.experience import Gains, Outcome
+from edgespec.drafting.experience import Gains
 from edgespec.history.passages import Entry, Passage, Tally, decayed, total_tokens
 from edgespec.learning.gains import Lesson, Table
 
@@ -166,18 +166,19 @@ class Delta:
     """What happened since something was stored last. What several processes store adds up.
 
     ``changes`` are by digest of the passage, ``verdicts`` (right, judged) proposals by class of match. With
-    ``anew`` earlier verdicts are dropped: trust in them had turned out wrong.
+    ``anew`` earlier verdicts are dropped: trust in them had turned out wrong. ``gains`` are what requests
+    gained, by drafter and beginning of their prompts.
     """
 
     tokens: int = 0
     changes: dict[bytes, Change] = field(default_factory=dict)
     verdicts: dict[str, tuple[int, int]] = field(default_factory=dict)
     anew: bool = False
-    outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
+    gains: dict[str, dict[bytes, list[float]]] = field(default_factory=dict)
     lessons: dict[DrafterKey, Lesson] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        told = self.tokens or self.changes or self.verdicts or self.anew or self.outcomes or self.lessons
+        told = self.tokens or self.changes or self.verdicts or self.anew or self.gains or self.lessons
         return bool(told)
 
     def wrote(self, passage: Passage) -> None:
@@ -197,9 +198,11 @@ class Delta:
         yes, no = change.verdicts.get(found.offset, (0, 0))
         change.verdicts[found.offset] = (yes + right, no + (not right))
 
-    def gained(self, drafter: str, outcome: Outcome) -> None:
-        """A drafter gained something, or lost."""
-        self.outcomes.setdefault(drafter, []).append(outcome)
+    def gained(self, drafter: str, beginnings: Sequence[bytes], share: float) -> None:
+        """A drafter gained something, or lost, in a request whose prompt has these beginnings."""
+        gains = self.gains.setdefault(drafter, {})
+        for beginning in beginnings:
+            gains.setdefault(beginning, []).append(share)
 
     def learned(self, drafter: DrafterKey, lesson: Lesson) -> None:
         """A drafter learned something."""

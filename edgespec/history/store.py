@@ -8,7 +8,7 @@ tables of weights, each a sum of what several programs learned.
 import sqlite3
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
@@ -19,7 +19,7 @@ from typing import Annotated, Final, Self
 import numpy as np
 from numpy.lib import format as npy
 
-from edgespec.drafting.experience import MOST, Gains, Outcome
+from edgespec.drafting.experience import MOST, Gains
 from edgespec.history.database import connect, transaction
 from edgespec.history.memory import Change, Delta, DrafterKey, Snapshot, keep_best
 from edgespec.history.passages import Entry, Passage, Tally, pack_tokens, unpack_tokens
@@ -157,8 +157,8 @@ class Store:
                 self._connection.execute("DELETE FROM tally WHERE scope = ?", (key,))
             for kind, (right, judged) in delta.verdicts.items():
                 self._count(key, kind, right, judged)
-            for drafter, outcomes in delta.outcomes.items():
-                self._remember(key, drafter, outcomes)
+            for drafter, gains in delta.gains.items():
+                self._remember(key, drafter, gains)
             for taught, lesson in delta.lessons.items():
                 self._correct(key, taught, lesson)
             self._trim(key, clock)
@@ -275,16 +275,16 @@ class Store:
         values = (key, kind, tally.right, tally.judged)
         self._connection.execute("INSERT OR REPLACE INTO tally VALUES (?, ?, ?, ?)", values)
 
-    def _remember(self, key: int, drafter: str, outcomes: Sequence[Outcome]) -> None:
+    def _remember(self, key: int, drafter: str, gains: Mapping[bytes, Sequence[float]]) -> None:
         now = time.time()
         query = "SELECT gain, count FROM beginning WHERE scope = ? AND drafter = ? AND digest = ?"
-        for outcome in outcomes:
-            for digest in outcome.beginnings:
-                row = self._connection.execute(query, (key, drafter, digest)).fetchone()
-                record = Gains(*(row or (0.0, 0.0)))
-                record.add(outcome.share)
-                values = (key, drafter, digest, record.gain, record.count, now)
-                self._connection.execute("INSERT OR REPLACE INTO beginning VALUES (?, ?, ?, ?, ?, ?)", values)
+        for digest, shares in gains.items():
+            row = self._connection.execute(query, (key, drafter, digest)).fetchone()
+            record = Gains(*(row or (0.0, 0.0)))
+            for share in shares:
+                record.add(share)
+            values = (key, drafter, digest, record.gain, record.count, now)
+            self._connection.execute("INSERT OR REPLACE INTO beginning VALUES (?, ?, ?, ?, ?, ?)", values)
         self._connection.execute(_KEEP_BEGINNINGS, {"scope": key, "drafter": drafter, "most": MOST})
 
     def _kept(self, key: int) -> Iterator[Kept]:

@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Final
 
 from edgespec.decoding.draft import Remarks
-from edgespec.drafting.experience import Experience, Outcome
+from edgespec.drafting.experience import Experience
 from edgespec.drafting.pricing import Guard
 from edgespec.history.database import connect_read_only, is_damage, reason, set_aside
 from edgespec.history.drafter import HistoryDrafter
@@ -195,8 +195,8 @@ class HistoryUse:
     def experience(self, drafter: str) -> Experience:
         """What reading prompts gained a drafter, named by its digest, and goes on gaining."""
 
-        def tell(outcome: Outcome) -> None:
-            self._tell(partial(Delta.gained, drafter=drafter, outcome=outcome))
+        def tell(beginnings: Sequence[bytes], share: float) -> None:
+            self._tell(partial(Delta.gained, drafter=drafter, beginnings=beginnings, share=share))
 
         if drafter not in self._experiences:
             self._experiences[drafter] = Experience(self._records.get(drafter), tell=tell)

@@ -253,10 +253,11 @@ class StaticSession(GraphSession[StaticIO]):
         static = bundle.manifest.static
         if static is None:
             raise BundleError(f"{bundle.path} has no graphs of fixed shapes; open it with edgespec.load")
-        self._static = static
-        options = options or CpuOptions()
-        self._opener = _Opener(bundle, device, options)
-        io = StaticIO(bundle, self._opener.open)
+        self._static, self._bundle, self._device = static, bundle, device
+        self._options = options or CpuOptions()
+        self._contexts = static.contexts if static.device == device.kind.export else None
+        self._refusal = None if self._contexts is None else _misfit(self._contexts, device)
+        io = StaticIO(bundle, self._open_graphs)
         super().__init__(io, bundle.config, chunk=static.prefill, row_exact=row_exact)
 
     tunable: frozenset[str] = frozenset()
@@ -265,7 +266,12 @@ class StaticSession(GraphSession[StaticIO]):
     @property
     def compiled(self) -> str:
         """Whether context binaries are used and, if not, why; empty where there are none for the device."""
-        return self._opener.compiled
+        if self._contexts is None:
+            return ""
+        chip = self._contexts.chip.name
+        if self._refusal is None:
+            return f"from context binaries for {chip}"
+        return f"compiled at load, not from the context binaries for {chip}: {self._refusal}"
 
     def tune(self, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
         """Nothing can be tuned.
@@ -283,39 +289,7 @@ class StaticSession(GraphSession[StaticIO]):
         """Tokens the largest bucket holds."""
         return self._static.longest
 
-    def _rounded(self, capacity: int) -> int:
-        return self._static.bucket_for(capacity)
-
-    def _too_long(self, tokens: int) -> str:
-        if tokens > self._config.context_length:
-            return super()._too_long(tokens)
-        return (
-            f"{tokens:,} tokens do not fit the largest bucket of this bundle, {self.longest:,}; shorten the "
-            f"prompt, ask for fewer new tokens, or export the model with --buckets up to {tokens:,}"
-        )
-
-
-class _Opener:
-    """Opens a bundle's graphs on a device: from context binaries where those fit, else compiled now."""
-
-    def __init__(self, bundle: Bundle, device: Device, options: CpuOptions) -> None:
-        self._bundle, self._device, self._options = bundle, device, options
-        static = bundle.manifest.static
-        fits = static is not None and static.device == device.kind.export
-        self._contexts = static.contexts if static is not None and fits else None
-        self._refusal = None if self._contexts is None else _misfit(self._contexts, device)
-
-    @property
-    def compiled(self) -> str:
-        """See :attr:`StaticSession.compiled`."""
-        if self._contexts is None:
-            return ""
-        chip = self._contexts.chip.name
-        if self._refusal is None:
-            return f"from context binaries for {chip}"
-        return f"compiled at load, not from the context binaries for {chip}: {self._refusal}"
-
-    def open(self, graphs: Sequence[Path]) -> list[Any]:
+    def _open_graphs(self, graphs: Sequence[Path]) -> list[Any]:
         """ONNX Runtime's sessions over ``graphs``, or over what was compiled from them: all or none."""
         if self._contexts is not None and self._refusal is None:
             try:
@@ -334,6 +308,17 @@ class _Opener:
         for name in chain.from_iterable(files):
             self._bundle.verify(name)  # the provider's library is given whole files only
         return [open_on(self._device, self._bundle.path / name, self._options) for name, _ in files]
+
+    def _rounded(self, capacity: int) -> int:
+        return self._static.bucket_for(capacity)
+
+    def _too_long(self, tokens: int) -> str:
+        if tokens > self._config.context_length:
+            return super()._too_long(tokens)
+        return (
+            f"{tokens:,} tokens do not fit the largest bucket of this bundle, {self.longest:,}; shorten the "
+            f"prompt, ask for fewer new tokens, or export the model with --buckets up to {tokens:,}"
+        )
 
 
 def _misfit(contexts: Contexts, device: Device) -> str | None:

@@ -21,10 +21,11 @@ from edgespec_models.bundles.bundle import (
     CacheType,
     Manifest,
 )
-from edgespec_models.bundles.foreign_graph import ForeignGraph, Stated
+from edgespec_models.bundles.foreign_graph import Stated, count_weights, judge, weight_files
 from edgespec_models.bundles.graph_contract import GraphTensors
 from edgespec_models.errors import BundleError, UnsupportedModelError
 from edgespec_models.files.facts import Facts
+from edgespec_models.files.onnx_header import read_header
 from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_models.text.tokenizer_files import TokenizerFiles
@@ -54,16 +55,18 @@ class ForeignBundle(Bundle):
 
     def __init__(self, path: Path, optimum: Path | None = None) -> None:
         self.path = path
-        graph, stated, facts = _genai(path) if optimum is None else _optimum(optimum, path)
-        self._graph = ForeignGraph(graph, stated)
-        self._files = TokenizerFiles(path, facts, self._graph.shape.vocab_size)
-        self.tokenizer = Tokenizer.from_file(path / TOKENIZER, vocab_size=self._graph.shape.vocab_size)
+        self._graph, stated, facts = _genai(path) if optimum is None else _optimum(optimum, path)
+        header = read_header(self._graph)
+        self._tensors, shape = judge(self._graph, header, stated)
+        self._weight_files = weight_files(self._graph, header)
+        self._files = TokenizerFiles(path, facts, shape.vocab_size)
+        self.tokenizer = Tokenizer.from_file(path / TOKENIZER, vocab_size=shape.vocab_size)
         special = self._files.special_tokens(self.tokenizer, (path / TOKENIZER).read_text(encoding="utf-8"))
-        weights = self._graph.weights
+        weights = count_weights(header)
         self.manifest = Manifest(
             name=path.resolve().name,
             role="target",
-            config=self._graph.shape,
+            config=shape,
             weights="as they are",
             formats=weights["formats"],
             bytes_by_class=weights["bytes_by_class"],
@@ -71,24 +74,24 @@ class ForeignBundle(Bundle):
             special_tokens=special,
             provenance={"source": facts.where},
             files={},
-            kv=cast(CacheType, self._graph.tensors.cache[0].type),
+            kv=cast(CacheType, self._tensors.cache[0].type),
         )
 
     @property
     def graph(self) -> Path:
         """The ONNX file."""
-        return self._graph.path
+        return self._graph
 
     @property
     def tensors(self) -> GraphTensors:
         """Names of the graph's inputs and outputs."""
-        return self._graph.tensors
+        return self._tensors
 
     @cached_property
     def digest(self) -> str:
         """Names the graph and its weights, the weights by size and time: reading them takes seconds."""
-        hasher = hashlib.sha256(self.graph.read_bytes() if self._graph.data_files else b"")
-        for file in self._graph.data_files or (self.graph,):
+        hasher = hashlib.sha256(self.graph.read_bytes() if self._weight_files else b"")
+        for file in self._weight_files or [self.graph]:
             stat = file.stat()
             hasher.update(repr((file.name, stat.st_size, stat.st_mtime_ns)).encode())
         return hasher.hexdigest()[:16]

@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import count
 from pathlib import Path
 
 from edgespec_models.bundles.config import DecoderShape
 from edgespec_models.bundles.graph_contract import CacheTensor, GraphTensors
 from edgespec_models.errors import BundleError, UnsupportedModelError, naming
-from edgespec_models.files.onnx_header import FLOAT_TYPES, Graph, Node, Tensor, read_header
+from edgespec_models.files.onnx_header import FLOAT_TYPES, Graph, Node, Tensor
 from edgespec_models.storage import is_file
 
 _CACHE_TYPES = ("float32", "float16", "int8")
@@ -54,44 +53,40 @@ class ForeignShape(DecoderShape):
         return self.kv_values_per_token * 4
 
 
-class ForeignGraph:
-    """A decoder graph that edgespec can run.
+def judge(path: Path, header: Graph, stated: Stated) -> tuple[GraphTensors, ForeignShape]:
+    """What the decoder graph at ``path`` calls its tensors, and its shape, if edgespec can run it.
 
     Raises:
-        BundleError: a file is missing or damaged.
+        BundleError: a file with weights is missing.
         UnsupportedModelError: a graph that edgespec cannot run.
     """
+    for file in weight_files(path, header):
+        if not is_file(file):
+            raise BundleError(f"{path} keeps weights in {file.name}, which is not there; copy it too")
+    with naming(path):
+        tensors = _find_tensors(header, stated)
+        return tensors, _shape(header, tensors, stated)
 
-    def __init__(self, path: Path, stated: Stated) -> None:
-        self.path = path
-        self._header = read_header(path)
-        for file in self.data_files:
-            if not is_file(file):
-                raise BundleError(f"{path} keeps weights in {file.name}, which is not there; copy it too")
-        with naming(path):
-            self.tensors = _find_tensors(self._header, stated)
-            self.shape = _shape(self._header, self.tensors, stated)
 
-    @cached_property
-    def data_files(self) -> tuple[Path, ...]:
-        """Files that hold weights, besides the graph itself."""
-        locations = {weight.location for weight in self._header.weights.values()} - {""}
-        return tuple(self.path.parent / name for name in sorted(locations))
+def weight_files(path: Path, header: Graph) -> list[Path]:
+    """Files that hold weights, besides the graph itself."""
+    locations = {weight.location for weight in header.weights.values()} - {""}
+    return [path.parent / name for name in sorted(locations)]
 
-    @cached_property
-    def weights(self) -> dict[str, dict[str, int]]:
-        """Counts of the weights as a manifest has them: bytes and parameters by class, formats."""
-        sizes, parameters = dict.fromkeys(_CLASSES, 0), dict.fromkeys(_CLASSES, 0)
-        formats: dict[str, int] = {}
-        uses = dict.fromkeys(self._header.weights, ("other", "", 0))
-        for name, use in _uses(self._header):
-            uses[name] = max(uses[name], use, key=lambda found: _CLASSES.index(found[0]))
-        for name, (kind, form, elements) in uses.items():
-            sizes[kind] += self._header.weights[name].size_bytes
-            parameters[kind] += elements
-            if elements:
-                formats[form] = formats.get(form, 0) + elements
-        return {"bytes_by_class": sizes, "parameters_by_class": parameters, "formats": formats}
+
+def count_weights(header: Graph) -> dict[str, dict[str, int]]:
+    """The weights as a manifest has them: bytes and parameters by class, formats."""
+    sizes, parameters = dict.fromkeys(_CLASSES, 0), dict.fromkeys(_CLASSES, 0)
+    formats: dict[str, int] = {}
+    uses = dict.fromkeys(header.weights, ("other", "", 0))
+    for name, use in _uses(header):
+        uses[name] = max(uses[name], use, key=lambda found: _CLASSES.index(found[0]))
+    for name, (kind, form, elements) in uses.items():
+        sizes[kind] += header.weights[name].size_bytes
+        parameters[kind] += elements
+        if elements:
+            formats[form] = formats.get(form, 0) + elements
+    return {"bytes_by_class": sizes, "parameters_by_class": parameters, "formats": formats}
 
 
 def _find_tensors(header: Graph, stated: Stated) -> GraphTensors:
