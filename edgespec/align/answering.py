@@ -127,7 +127,9 @@ def _begun(prompt: Prompt, asking: Asking, bundle: Bundle) -> _Writing | None:
     except (RequestError, TokenizerError):
         return None
     most = min(len(tokens) + asking.max_new_tokens, bundle.config.context_length)
-    return _Writing(prompt, tokens, len(tokens), most, request.verifier()) if len(tokens) < most else None
+    if len(tokens) >= most:
+        return None
+    return _Writing(prompt, tokens, len(tokens), most, Verifier(request.sampling))
 
 
 def _capacity(tokens: int) -> int:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypedDict, TypeVar
 
 from edgespec.decoding.draft import Drafter
 from edgespec.decoding.grammar import AnyJson, Choice, JsonSchema, Lark, Regex, ResponseFormat
-from edgespec.decoding.loop import Verifier
-from edgespec.decoding.sampling import RowStep, SamplingParams
+from edgespec.decoding.sampling import SamplingParams
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import RequestError, TokenizerError
 from edgespec_models.schema import check_fields, form, one_of, shown, within
@@ -130,10 +129,6 @@ class Request:
         if request.n > 1:
             raise RequestError(f"n is {request.n}; allowed: 1 for a stream; use generate or chat")
         return request
-
-    def verifier(self, masks: Sequence[RowStep] = ()) -> Verifier:
-        """What judges drafts in this request; ``masks`` change the rows besides what the sampling does."""
-        return Verifier(self.sampling, masks)
 
     def check_vocabulary(self, size: int) -> None:
         """See that the model has the tokens that the request names."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgespec.decoding.draft import Clock, Drafter, Extending, Remarks, Step
 from edgespec.decoding.grammar import Constraint, Grammars
-from edgespec.decoding.loop import decode
+from edgespec.decoding.loop import Verifier, decode
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Part, Policy
 from edgespec.drafting.pricing import Guard, Pricing
@@ -152,7 +152,7 @@ class PreparedRequest:
         return decode(
             self.session,
             policy,
-            self.request.verifier([] if self.constraint is None else [self.constraint]),
+            Verifier(self.request.sampling, [] if self.constraint is None else [self.constraint]),
             self.tokens,
             max_new_tokens=self.request.max_new_tokens,
             max_draft=self.max_draft,

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -18,7 +19,7 @@ from edgespec.engine import Model
 from edgespec.history.manage import History
 from edgespec.serve.bodies import ForgetBody, parse, read_json
 from edgespec.serve.completions import Completions
-from edgespec.serve.metrics import CLIENT_LEFT, Metrics, Observed, count_of
+from edgespec.serve.metrics import CLIENT_LEFT, Metrics, count_of
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.problems import Problem, on_http_exception, on_problem
 from edgespec.serve.security import Gate
@@ -77,8 +78,9 @@ class App:
             ClientDisconnect: _on_disconnect,
             Exception: _on_fault,
         }
+        paths = [route.path for route in routes]
         middleware = [
-            Middleware(Observed, self._metrics, [route.path for route in routes]),
+            Middleware(lambda app: partial(self._metrics.watch, app, paths)),
             Middleware(Gate, options),
             Middleware(
                 CORSMiddleware,

@@ -1,7 +1,7 @@
 """What a server counts, for Prometheus, and its log: one line a request, without a word of any prompt."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from time import perf_counter
 from urllib.parse import quote
@@ -31,7 +31,7 @@ class RequestCount:
 
 
 def count_of(request: Request) -> RequestCount:
-    """The count of a request that :class:`Observed` watches."""
+    """The count of a request that :meth:`Metrics.watch` is given."""
     count: RequestCount = request.scope["edgespec.count"]
     return count
 
@@ -41,32 +41,34 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
-        self.requests = Counter(
+        self._requests = Counter(
             "edgespec_requests", "Requests by path and status.", ("path", "status"), registry=registry
         )
-        self.seconds = Histogram(
+        self._seconds = Histogram(
             "edgespec_request_seconds", "Seconds of a request, waiting included.", ("path",),
             registry=registry, buckets=_SECONDS,
         )  # fmt: skip
-        self.running = Gauge("edgespec_requests_in_progress", "Requests that wait or run.", registry=registry)
-        self.tokens = Counter("edgespec_tokens", "Tokens generated.", registry=registry)
-        self.prompt_tokens = Counter("edgespec_prompt_tokens", "Tokens of prompts.", registry=registry)
-        self.cached_tokens = Counter(
+        self._running = Gauge(
+            "edgespec_requests_in_progress", "Requests that wait or run.", registry=registry
+        )
+        self._tokens = Counter("edgespec_tokens", "Tokens generated.", registry=registry)
+        self._prompt_tokens = Counter("edgespec_prompt_tokens", "Tokens of prompts.", registry=registry)
+        self._cached_tokens = Counter(
             "edgespec_cached_prompt_tokens", "Tokens of prompts that the KV cache held.", registry=registry
         )
-        self.drafted = Counter(
+        self._drafted = Counter(
             "edgespec_drafted_tokens", "Tokens proposed, by source.", ("source",), registry=registry
         )
-        self.accepted = Counter(
+        self._accepted = Counter(
             "edgespec_accepted_tokens", "Proposed tokens kept, by source.", ("source",), registry=registry
         )
-        self.passes = Counter(
+        self._passes = Counter(
             "edgespec_target_passes", "Passes of the target after prefill.", registry=registry
         )
-        self.decoding = Counter(
+        self._decoding = Counter(
             "edgespec_decode_seconds", "Seconds of decoding after the first token.", registry=registry
         )
-        self.first = Histogram(
+        self._first = Histogram(
             "edgespec_time_to_first_token_seconds", "Seconds to the first token, prefill included.",
             registry=registry, buckets=_SECONDS,
         )  # fmt: skip
@@ -75,31 +77,15 @@ class Metrics:
         """All of it in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def answered(self, stats: GenerationStats) -> None:
-        """Count an answer that ended."""
-        self.prompt_tokens.inc(stats.prompt_tokens)
-        self.cached_tokens.inc(stats.cached_tokens)
-        self.passes.inc(stats.rounds)
-        self.decoding.inc(stats.decode_s)
-        self.first.observe(stats.ttft_s)
-        for name, source in stats.by_source.items():
-            self.drafted.labels(name).inc(source.drafted)
-            self.accepted.labels(name).inc(source.accepted)
+    async def watch(
+        self, app: ASGIApp, paths: Collection[str], scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Have ``app`` answer a request, count it, and log it when it is over.
 
-
-class Observed:
-    """ASGI middleware that counts requests and logs each when it is over.
-
-    ``paths`` are counted by name; whatever else clients make up is counted as one.
-    """
-
-    def __init__(self, app: ASGIApp, metrics: Metrics, paths: Iterable[str]) -> None:
-        self._app, self._metrics, self._paths = app, metrics, frozenset(paths)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer and count."""
+        ``paths`` are counted by name; whatever else clients make up is counted as one.
+        """
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
             return
         count, started, status = RequestCount(), perf_counter(), 500
 
@@ -111,18 +97,19 @@ class Observed:
 
         scope["edgespec.count"] = count
         working = scope["method"] == "POST"
-        self._metrics.running.inc(working)
+        self._running.inc(working)
         try:
-            await self._app(scope, receive, watched)
+            await app(scope, receive, watched)
         finally:
-            self._metrics.running.dec(working)
-            self._over(scope, CLIENT_LEFT if count.left else status, perf_counter() - started, count)
+            self._running.dec(working)
+            status, seconds = CLIENT_LEFT if count.left else status, perf_counter() - started
+            path = scope["path"] if scope["path"] in paths else "other"
+            self._requests.labels(path, str(status)).inc()
+            self._seconds.labels(path).observe(seconds)
+            self._over(scope, status, seconds, count)
 
     def _over(self, scope: Scope, status: int, seconds: float, count: RequestCount) -> None:
-        path = scope["path"] if scope["path"] in self._paths else "other"
-        self._metrics.requests.labels(path, str(status)).inc()
-        self._metrics.seconds.labels(path).observe(seconds)
-        self._metrics.tokens.inc(count.tokens)
+        self._tokens.inc(count.tokens)
         line = f"{scope['method']} {quote(scope['path'])[:200]} {status} {seconds * 1e3:.0f} ms"
         if count.tokens:
             line += f" {count.tokens} tokens"
@@ -131,5 +118,15 @@ class Observed:
         if decoding > 0:
             line += f" {decoded / decoding:.1f} tokens/s"
         for stats in count.stats:
-            self._metrics.answered(stats)
+            self._answered(stats)
         _LOG.info("%s", line)
+
+    def _answered(self, stats: GenerationStats) -> None:
+        self._prompt_tokens.inc(stats.prompt_tokens)
+        self._cached_tokens.inc(stats.cached_tokens)
+        self._passes.inc(stats.rounds)
+        self._decoding.inc(stats.decode_s)
+        self._first.observe(stats.ttft_s)
+        for name, source in stats.by_source.items():
+            self._drafted.labels(name).inc(source.drafted)
+            self._accepted.labels(name).inc(source.accepted)
