@@ -29,12 +29,9 @@ def test_the_sets_are_those_that_the_system_lists() -> None:
     assert set(sets()) == {name for name, flags in needed.items() if listed.issuperset(flags.split())}
 
 
-def test_unknown_instructions() -> None:
+def test_instructions_that_are_unknown_or_another_processors() -> None:
     with pytest.raises(DeviceError, match=r"'sse9' are not known; allowed: avx512, .*plain"):
         cpu.register_operators(ort.SessionOptions(), "sse9")
-
-
-def test_instructions_of_another_processor() -> None:
     other = next(name for name in cpu.INSTRUCTIONS if name not in sets())
     with pytest.raises(DeviceError, match=f"this processor has no instructions '{other}'.*{sets()[-1][:3]}"):
         cpu.register_operators(ort.SessionOptions(), other)
