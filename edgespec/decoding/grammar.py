@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _LONGEST: Final = 262_144
 """Characters of a format, at most."""
-_SPACING: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+SPACING: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """What ``json.dumps`` writes. Models know it well, and unlike free whitespace it cannot go on forever."""
 _MAX_LEXER_STATES: Final = 50_000  # of one or two kilobytes
 _MAX_GRAMMAR_SIZE: Final = 20_000  # symbols; an object of many optional properties takes their square in time
@@ -60,7 +60,7 @@ class JsonSchema:
             schema = json.loads(self.schema) if isinstance(self.schema, str) else self.schema
             if not isinstance(schema, Mapping):
                 raise TypeError(f"it is a {type(schema).__name__}")
-            return _grammars({"json_schema": {"x-guidance": _SPACING, **schema}})
+            return _grammars({"json_schema": {"x-guidance": SPACING, **schema}})
         except (ValueError, TypeError, RecursionError) as error:
             raise RequestError(f"the schema is no JSON object ({error}); give one, or its text") from error
 

@@ -13,7 +13,7 @@ from filelock import FileLock
 
 from edgespec_export.recipe import RECIPES, require_extra
 from edgespec_export.staging import storage_errors
-from edgespec_models.bundles.bundle import MANIFEST, WEIGHTS, Bundle, Role
+from edgespec_models.bundles.bundle import HF_CONFIG, MANIFEST, WEIGHTS, Bundle, Role
 from edgespec_models.bundles.foreign import is_model, open_bundle
 from edgespec_models.bundles.static_graphs import ExportDevice
 from edgespec_models.downloads.catalog import CatalogueEntry, find
@@ -25,7 +25,6 @@ from edgespec_models.progress import ProgressCallback
 from edgespec_models.schema import check_fields, one_of
 from edgespec_models.storage import bundles_dir, model_name
 
-_HF_CONFIG = "config.json"
 _RECIPE_MARK = "-r"
 _LONGEST_NAME = 120
 _LOG = logging.getLogger("edgespec")
@@ -70,7 +69,7 @@ def look_up(path: Path, name: str, wanted: Wanted) -> Found:
 
     Where that is not made yet, what it is made from: the checkpoint's path, or the entry.
     """
-    is_folder = (path / _HF_CONFIG).is_file()
+    is_folder = (path / HF_CONFIG).is_file()
     if path.is_dir() and (is_model(path) or not is_folder):
         return open_bundle(path)
     if is_folder or path.suffix == ".gguf":
@@ -129,7 +128,7 @@ def pull_checked(
 def _check_config(folder: Path) -> None:
     from edgespec_export.sources.hf_config import read_config
 
-    read_config(Facts.read(folder / _HF_CONFIG))
+    read_config(Facts.read(folder / HF_CONFIG))
 
 
 def name_of(source: Path) -> str:

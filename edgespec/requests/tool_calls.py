@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from edgespec.decoding.grammar import SPACING
 from edgespec.requests.results import ToolCall
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import shown
@@ -110,8 +111,7 @@ def calls_grammar(source: str, tools: Sequence[Mapping[str, Any]], tokenizer: To
         }
         for tool in tools
     ]
-    spacing = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    call = f"%json {json.dumps({'x-guidance': spacing, 'anyOf': calls})}"
+    call = f"%json {json.dumps({'x-guidance': SPACING, 'anyOf': calls})}"
     tag, before, after = _AROUND[form or "hermes"]
     control = tokenizer.special_id(tag)
     begin = json.dumps(tag + before) if control is None else f"<[{control}]> {json.dumps(before)}"

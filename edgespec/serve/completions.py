@@ -18,7 +18,7 @@ from edgespec.serve.answers import ChatAnswer, CompletionAnswer, Holding
 from edgespec.serve.bodies import ChatBody, CompletionBody, parse, read_json
 from edgespec.serve.metrics import RequestCount, count_of
 from edgespec.serve.options import ServeOptions
-from edgespec.serve.problems import Problem, of_error
+from edgespec.serve.problems import Problem, of_error, shutting_down
 from edgespec_models.errors import EdgespecError
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class Completions:
 
     async def _read(self, request: Request) -> dict[str, Any]:
         if self.closing:
-            raise Problem(503, "the server is shutting down", "shutting_down", {"Retry-After": "30"})
+            raise shutting_down()
         return await read_json(request, self._options)
 
     def _check(self, body: ChatBody | CompletionBody) -> None:
@@ -223,7 +223,7 @@ def _check_ended(answer: Generation) -> None:
         Problem: the server ends, or time ran out before the first token.
     """
     if answer.finish_reason == "closed":
-        raise Problem(503, "the server is shutting down", "shutting_down", {"Retry-After": "30"})
+        raise shutting_down()
     if answer.finish_reason == "timeout" and not answer.tokens:
         raise Problem(
             503,

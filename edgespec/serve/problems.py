@@ -37,6 +37,11 @@ class Problem(Exception):  # noqa: N818 - it ends a request, not the program
         return "invalid_request_error" if self.status < 500 else "server_error"
 
 
+def shutting_down() -> Problem:
+    """What a client is told while the server ends."""
+    return Problem(503, "the server is shutting down", "shutting_down", {"Retry-After": "30"})
+
+
 def of_error(error: EdgespecError) -> Problem:
     """What a client is told when the model raised ``error``."""
     from edgespec_models.errors import Busy, Closed, DoesNotFit, TokenizerError
@@ -44,7 +49,7 @@ def of_error(error: EdgespecError) -> Problem:
     if isinstance(error, Busy):
         return Problem(429, str(error), "queue_full", {"Retry-After": "5"})
     if isinstance(error, Closed):
-        return Problem(503, "the server is shutting down", "shutting_down", {"Retry-After": "30"})
+        return shutting_down()
     if isinstance(error, DoesNotFit):
         return Problem(400, str(error), "context_length_exceeded")
     status = 400 if isinstance(error, RequestError | TokenizerError) else 500

@@ -15,6 +15,7 @@ from time import perf_counter
 from typing import Any
 
 from edgespec_export.staging import check_place, staging, storage_errors
+from edgespec_models.bundles.bundle import HF_CONFIG
 from edgespec_models.bundles.foreign import is_model, open_bundle
 from edgespec_models.errors import EdgespecError, ModelFileError
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
@@ -23,7 +24,6 @@ from edgespec_runtimes.cpu import CpuOptions, CpuSession
 PROGRAM = "optimum-cli"
 """Optimum's command."""
 
-_CONFIG = "config.json"
 _TASK = "text-generation-with-past"
 _SHOWN_LINES = 3
 _RECIPE = (
@@ -57,8 +57,8 @@ def export_with_optimum(
     """
     started = perf_counter()
     check_place(source, out, overwrite=overwrite, replaceable=lambda: is_model(out))
-    if not (source / _CONFIG).is_file():
-        raise ModelFileError(f"{source} lacks {_CONFIG}; Optimum exports Hugging Face directories")
+    if not (source / HF_CONFIG).is_file():
+        raise ModelFileError(f"{source} lacks {HF_CONFIG}; Optimum exports Hugging Face directories")
     found = shutil.which(program)
     if found is None:
         raise EdgespecError(f"there is no program {program!r}. {_RECIPE}")
