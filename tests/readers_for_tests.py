@@ -51,7 +51,7 @@ from tests.models_for_tests import TEMPLATE as CHAT
 from tests.models_for_tests import toy_model, toy_session, toy_tokenizer
 from tests.sentencepiece_for_tests import trained
 from tests.templates_for_tests import HERMES, LLAMA3, MISTRAL, TOOLS
-from tests.tokenizers_for_tests import byte_level_json, sentencepiece_json
+from tests.tokenizers_for_tests import byte_level_json, gemma4_metadata, sentencepiece_json
 from tests.toy import tiny_bundle
 
 CHECKPOINT = (ModelFileError, UnsupportedModelError, TokenizerError)
@@ -145,8 +145,9 @@ def allowed(*errors: type[EdgespecError], name: str = "") -> Iterator[None]:
 def gguf(folder: Path) -> Reader:
     path = folder / "m.gguf"
 
-    def seed(architecture: str) -> bytes:
+    def seed(architecture: str, **tokens: object) -> bytes:
         model = tiny_gguf(architecture, "Q8_0", layers=1)
+        model.metadata |= tokens
         model.metadata["tokenizer.chat_template"] = "{{ messages[0].content }}"
         whole = model.write(folder / "seed")
         with GGUFFile(whole) as opened:
@@ -158,7 +159,8 @@ def gguf(folder: Path) -> Reader:
         with untouched(path), naming(path), GGUFCheckpoint(path) as checkpoint:
             read_checkpoint(checkpoint)
 
-    return Reader([seed(architecture) for architecture in ARCHITECTURES], read, CHECKPOINT, path.name)
+    seeds = [seed(architecture) for architecture in ARCHITECTURES]
+    return Reader([*seeds, seed("llama", **gemma4_metadata(size=380))], read, CHECKPOINT, path.name)
 
 
 def safetensors(folder: Path) -> Reader:

@@ -216,6 +216,14 @@ def test_unused_and_empty_tokens_are_padding() -> None:
     assert tok.matches(read(metadata("gpt2")))
 
 
+def test_what_ends_generation_is_never_read_from_text() -> None:
+    types = list(metadata("gpt2")["tokenizer.ggml.token_type"])  # type: ignore[call-overload]
+    types[2] = 4  # <|im_end|>, as if a user might type it
+    for end, expected in ((2, []), (None, [2])):
+        ids = read(changed("gpt2", token_type=types, eos_token_id=end)).encode("a<|im_end|>")
+        assert [id_ for id_ in ids if id_ == 2] == expected
+
+
 def test_phi_3_drops_the_whitespace_behind_special_tokens() -> None:
     plain, phi = (read(metadata("llama") | {"general.architecture": name}) for name in ("llama", "phi3"))
     text = "<eos> \n the<unk> \n the"

@@ -98,4 +98,5 @@ def gemma4_metadata(*, size: int = 500) -> dict[str, object]:
     """Those of a SentencePiece-like tokenizer that lists its merges."""
     text = sentencepiece_json(size=size)
     merges = [" ".join(merge) for merge in json.loads(text)["model"]["merges"]]
-    return gguf_metadata(text) | {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": merges}
+    metadata = gguf_metadata(text) | {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": merges}
+    return {key: value for key, value in metadata.items() if key != "tokenizer.ggml.scores"}

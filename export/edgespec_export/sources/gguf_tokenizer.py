@@ -221,6 +221,10 @@ def _read_vocabulary(metadata: Mapping[str, object]) -> _Vocabulary:
     types = np.full(len(texts), TokenType.NORMAL)
     if key in metadata:
         types = _numbers(metadata, key, len(texts), kinds="iu").astype(types.dtype)
+    for name in ("bos", "eos", "eot", "eom"):  # some files have it that a user may type these
+        id_ = _token_id(metadata, f"{name}_token_id", len(texts))
+        if id_ is not None and types[id_] == TokenType.USER_DEFINED:
+            types[id_] = TokenType.CONTROL
     vocabulary = _Vocabulary(texts, types)
     _refuse_repeats([text for text in texts if text], "token")
     return vocabulary
