@@ -281,10 +281,11 @@ def test_where_none_can_be_it_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("own_home")
 def test_a_drafter_of_the_catalogue_has_its_alignment(
     tmp_path: Path, source: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
+
     with open_checkpoint(source) as checkpoint:
         digest = checkpoint.digest(ignore_progress)
     aligned = CatalogueAlignment(file.name, hashlib.sha256(file.read_bytes()).hexdigest())

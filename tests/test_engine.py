@@ -229,16 +229,11 @@ def test_closed_it_says_so(models: SimpleNamespace) -> None:
 
 
 def test_requests_that_make_no_sense_are_refused(model: Model) -> None:
-    for options, message in (
-        ({"colour": 5}, "unknown option 'colour'; allowed: .*max_new_tokens"),
-        ({"stop": 3}, "allowed: a list"),
-        ({"temperature": -1.0}, "temperature"),
-    ):
-        for ask in (model.generate, model.stream):
-            with pytest.raises(RequestError, match=message):
-                ask(PROMPT, **options)
-    with pytest.raises(RequestError, match="prompt is ''"):
-        model.generate("")
+    for ask in (model.generate, model.stream):
+        with pytest.raises(RequestError, match=r"unknown option 'colour'; allowed: .*max_new_tokens"):
+            ask(PROMPT, colour=5)
+        with pytest.raises(RequestError, match="prompt is ''"):
+            ask("")
     with pytest.raises(RequestError, match="no chat template"):
         model.chat([{"role": "user", "content": "Hello"}])
 

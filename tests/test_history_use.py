@@ -1,6 +1,5 @@
 """A history in use: across restarts, over damaged files and full disks, written in the background."""
 
-import logging
 import os
 import sqlite3
 import sys
@@ -66,7 +65,7 @@ def test_a_damaged_file_is_set_aside_and_reported(
     merge(path, delta_of(*(passage_of(number, 60) for number in range(300))))
     bad = DAMAGES[damage](path.read_bytes())
     path.write_bytes(bad)
-    with caplog.at_level(logging.WARNING, logger="edgespec"), used(path) as use:
+    with used(path) as use:
         assert use.problem is not None and "was damaged" in use.problem
         assert caplog.messages == [use.problem]
         assert [len(file.read_bytes()) for file in _aside(path)] == [len(bad)]
@@ -111,7 +110,7 @@ def test_where_no_file_can_be_made_it_learns_until_it_is_closed(
     tmp_path: Path, tokens: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("in the way")
-    with caplog.at_level(logging.WARNING, logger="edgespec"), used(tmp_path / "file" / "me.history") as use:
+    with used(tmp_path / "file" / "me.history") as use:
         assert use.problem is not None and "cannot be written" in use.problem
         assert caplog.messages == [use.problem]
         learn(use, tokens)
@@ -186,10 +185,9 @@ class TestWriter:
         store = Store.open(path)
         writer = _writer(path, store)
         store._connection.execute(f"PRAGMA {setting} = {broken}")
-        with caplog.at_level(logging.WARNING, logger="edgespec"):
-            for start in range(0, 300, 100):
-                _tell(writer, *range(start, start + 100))
-                writer.flush()
+        for start in range(0, 300, 100):
+            _tell(writer, *range(start, start + 100))
+            writer.flush()
         assert writer.problem is not None and says in writer.problem
         assert "decoding goes on" in writer.problem and len(caplog.records) == 1
         store._connection.execute(f"PRAGMA {setting} = {sound}")
@@ -231,8 +229,11 @@ class TestWriter:
         _tell(writer, 2)
         writer.flush()
         assert writer.problem is not None and "was damaged" in writer.problem
+        _tell(writer, 3)
+        writer.flush()
+        assert writer.problem is None
         writer.close()
-        assert {entry.passage for entry in stored(path).entries} == {passage_of(1), passage_of(2)}
+        assert {entry.passage for entry in stored(path).entries} == {passage_of(n) for n in (1, 2, 3)}
         assert _aside(path)
 
 

@@ -1,6 +1,5 @@
 """Training beside requests: when it stands still, what it rests, what it hands out, how it ends."""
 
-import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -211,13 +210,12 @@ def test_an_error_ends_training_and_is_told_once(
 
     tuning, begun = _Tuning(step), list[int]()
     trainer = Trainer(begin, share=1.0)
-    with caplog.at_level(logging.WARNING, logger="edgespec"):
-        trainer.offer(_text(1))
-        trainer.offer(_text(2))
-        assert trainer._thread is not None
-        trainer._thread.join(SOON)
-        trainer.offer(_text(3))
-        trainer.recall()
+    trainer.offer(_text(1))
+    trainer.offer(_text(2))
+    assert trainer._thread is not None
+    trainer._thread.join(SOON)
+    trainer.offer(_text(3))
+    trainer.recall()
     assert begun == [1] and not trainer._waiting and not trainer._thread.is_alive()
     assert caplog.messages == [trainer.problem] == [f"the drafter is not trained: {told}"]
     assert bool(caplog.records[0].exc_info) != isinstance(error, UnsupportedModelError)

@@ -1,6 +1,5 @@
 """A drafter's gains learn a text, are told in sums, and are put back where they mislead."""
 
-import logging
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -125,8 +124,7 @@ def test_what_misleads_is_put_back(
     decoder: NumpyDecoder, own: Text, caplog: pytest.LogCaptureFixture
 ) -> None:
     tuning = Tuning(decoder, _poison(decoder))
-    with caplog.at_level(logging.WARNING, logger="edgespec"):
-        assert tuning.learn(own).right.sum() < WRITTEN / 2
+    assert tuning.learn(own).right.sum() < WRITTEN / 2
     [said] = caplog.messages
     assert tuning.undone == 1 and "right less often" in said
     np.testing.assert_array_equal(_gains(tuning), decoder.gains.stored)
@@ -161,8 +159,7 @@ def test_gradients_that_are_no_numbers_put_back_what_was_good(
         return reading
 
     monkeypatch.setattr(decoder, "read", broken)
-    with caplog.at_level(logging.WARNING, logger="edgespec"):
-        tuning.learn(STRANGE)
+    tuning.learn(STRANGE)
     assert tuning.undone == 1 and "not finite" in caplog.text
     np.testing.assert_array_equal(_gains(tuning), decoder.gains.stored)
     monkeypatch.undo()
