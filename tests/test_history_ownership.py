@@ -71,6 +71,11 @@ def _cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:5000])
 
 
+def _linked(path: Path) -> None:
+    path.with_name("elsewhere").write_text("my thesis")
+    path.symlink_to(path.with_name("elsewhere"))
+
+
 OTHERS: dict[str, Callable[[Path], object]] = {
     "a letter": lambda path: path.write_text("x"),
     "a text": lambda path: path.write_text("my thesis, long enough to be read as a database " * 500),
@@ -85,6 +90,8 @@ OTHERS: dict[str, Callable[[Path], object]] = {
     "a text by our log": lambda path: _as_killed(database.connect(path), path, b"my thesis"),
     "a damaged one": _cut,
 }
+if os.name == "posix":
+    OTHERS["a link"] = _linked
 
 
 @pytest.fixture(params=OTHERS)
@@ -286,15 +293,6 @@ class TestLinks:
         link.symlink_to(path)
         return link
 
-    def test_to_something_else_is_refused(self, link: Path, path: Path) -> None:
-        path.write_text("my thesis")
-        path.chmod(0o644)
-        before = _seen(path.parent), _seen(link.parent)
-        for use in (Store.open, database.set_aside, lambda link: History(link).delete()):
-            with pytest.raises(StorageError, match="cannot be used as a history"):
-                use(link)
-        assert (_seen(path.parent), _seen(link.parent)) == before and link.is_symlink()
-
     def test_to_nothing_makes_nothing(self, link: Path, path: Path) -> None:
         with used(link) as use:
             assert use.problem is not None and "cannot be written" in use.problem
@@ -321,40 +319,28 @@ class TestLinks:
 
 
 @POSIX
-class TestRaces:
-    def test_what_comes_to_be_where_nothing_was_is_looked_at(
-        self, path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def come(looked: Path) -> None:
-            monkeypatch.setattr(database, "look", look)
-            path.write_text("my thesis")
-            path.chmod(0o644)
-
-        monkeypatch.setattr(database, "look", come)
-        with pytest.raises(StorageError, match="cannot be used as a history"):
-            Store.open(path)
-        assert (path.read_text(), stat.S_IMODE(path.stat().st_mode)) == ("my thesis", 0o644)
-
-    @pytest.mark.parametrize("mode", [0o600, 0o644])
-    def test_what_takes_the_place_of_a_history_is_left_alone(
-        self, path: Path, mode: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+@pytest.mark.parametrize(("was_ours", "mode"), [(False, 0o644), (True, 0o644), (True, 0o600)])
+def test_what_comes_to_be_while_it_is_opened_is_left_alone(
+    path: Path, was_ours: bool, mode: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing was, or in the place of a history."""
+    if was_ours:
         _made(path).chmod(0o644)
 
-        def replaced(looked: Path) -> os.stat_result | None:
-            found = look(looked)
-            monkeypatch.setattr(database, "look", look)
-            thesis = path.with_name("new")
-            thesis.write_text("my thesis " * 1000)
-            thesis.chmod(mode)
-            thesis.replace(path)
-            return found
+    def replaced(looked: Path) -> os.stat_result | None:
+        found = look(looked)
+        monkeypatch.setattr(database, "look", look)
+        thesis = path.with_name("new")
+        thesis.write_text("my thesis " * 1000)
+        thesis.chmod(mode)
+        thesis.replace(path)
+        return found
 
-        monkeypatch.setattr(database, "look", replaced)
-        with used(path) as use:
-            assert use.problem is not None
-        assert path.read_text() == "my thesis " * 1000 and stat.S_IMODE(path.stat().st_mode) == mode
-        assert [file.name for file in path.parent.iterdir()] == ["thesis.txt"]
+    monkeypatch.setattr(database, "look", replaced)
+    with used(path) as use:
+        assert use.problem is not None
+    assert path.read_text() == "my thesis " * 1000 and stat.S_IMODE(path.stat().st_mode) == mode
+    assert [file.name for file in path.parent.iterdir()] == ["thesis.txt"]
 
 
 @POSIX
