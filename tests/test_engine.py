@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -229,7 +229,8 @@ def test_closed_it_says_so(models: SimpleNamespace) -> None:
 
 
 def test_requests_that_make_no_sense_are_refused(model: Model) -> None:
-    for ask in (model.generate, model.stream):
+    asks: tuple[Callable[..., object], ...] = (model.generate, model.stream)
+    for ask in asks:
         with pytest.raises(RequestError, match=r"unknown option 'colour'; allowed: .*max_new_tokens"):
             ask(PROMPT, colour=5)
         with pytest.raises(RequestError, match="prompt is ''"):
