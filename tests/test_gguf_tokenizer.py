@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,10 +44,10 @@ def changed(kind: str, **keys: object) -> dict[str, object]:
     return {key: value for key, value in new.items() if value is not None}
 
 
-def texts_of(kind: str) -> list[str]:
-    texts = metadata(kind)["tokenizer.ggml.tokens"]
-    assert isinstance(texts, list)
-    return texts
+def listed(kind: str, key: str, *more: object, **replaced: object) -> list[Any]:
+    """A key's list with more behind it, and some of its first replaced: ``_0=...``."""
+    values: Any = metadata(kind)[f"tokenizer.ggml.{key}"]
+    return [replaced.get(f"_{at}", value) for at, value in enumerate(values)] + [*more]
 
 
 def read(source: Mapping[str, object]) -> Tokenizer:
@@ -140,9 +141,8 @@ def test_what_a_pre_tokenizers_name_decides() -> None:
     unnamed, default = (read(changed("gpt2", pre=name)) for name in (None, "default"))
     assert unnamed.encode("a=1234") == default.encode("a=1234")
     for name, count, begun in (("llama-bpe", 1, True), ("glm4", 1, False), ("dbrx", 3, False)):
-        assert (
-            len(read(changed("gpt2", merges=[], pre=name)).encode("the")) == count
-        )  # a whole piece stays one
+        # A whole piece that is a token stays one.
+        assert len(read(changed("gpt2", merges=[], pre=name)).encode("the")) == count
         assert special_tokens(changed("gpt2", pre=name)).add_bos is begun
 
 
@@ -184,8 +184,7 @@ def test_space_prefix_and_an_unused_unknown_token() -> None:
     source = changed("llama", add_space_prefix=None)
     assert read(source).decode(read(source).encode("the")) == " the"
     assert pieces(read(metadata("llama")), "the")[0] != pieces(read(source), "the")[0]
-    types = list(metadata("llama")["tokenizer.ggml.token_type"])  # type: ignore[call-overload]
-    types[0] = 5
+    types = listed("llama", "token_type", _0=5)
     assert json.loads(tokenizer_json(changed("llama", token_type=types)))["model"]["unk_token"] is None
 
 
@@ -205,20 +204,16 @@ def test_control_tokens_are_never_merged_from_text() -> None:
 
 
 def test_unused_and_empty_tokens_are_padding() -> None:
-    texts = metadata("gpt2")["tokenizer.ggml.tokens"]
-    types = metadata("gpt2")["tokenizer.ggml.token_type"]
-    assert isinstance(texts, list) and isinstance(types, list)
-    source = changed(
-        "gpt2", tokens=[*texts, "[PAD]", "", ""], token_type=np.array([*types, 5, 1, 3], np.int32)
-    )
-    tok = Tokenizer.from_json(tokenizer_json(source), vocab_size=len(texts) + 3)
-    assert [tok.token_bytes(len(texts) + i) for i in range(3)] == [b""] * 3
+    texts = listed("gpt2", "tokens", "[PAD]", "", "")
+    types = np.array(listed("gpt2", "token_type", 5, 1, 3), np.int32)
+    source = changed("gpt2", tokens=texts, token_type=types)
+    tok = Tokenizer.from_json(tokenizer_json(source), vocab_size=len(texts))
+    assert [tok.token_bytes(len(texts) - i) for i in (1, 2, 3)] == [b""] * 3
     assert tok.matches(read(metadata("gpt2")))
 
 
 def test_what_ends_generation_is_never_read_from_text() -> None:
-    types = list(metadata("gpt2")["tokenizer.ggml.token_type"])  # type: ignore[call-overload]
-    types[2] = 4  # <|im_end|>, as if a user might type it
+    types = listed("gpt2", "token_type", _2=4)  # <|im_end|>, as if a user might type it
     for end, expected in ((2, []), (None, [2])):
         ids = read(changed("gpt2", token_type=types, eos_token_id=end)).encode("a<|im_end|>")
         assert [id_ for id_ in ids if id_ == 2] == expected
@@ -242,44 +237,39 @@ def test_special_tokens() -> None:
     for added in (None, True, False):  # files of Gemma 4 are wrong about it
         assert special_tokens(changed("gemma4", add_bos_token=added)).add_bos is True
     assert special_tokens(changed("gpt2", bos_token_id=None)).bos is None
-    types = list(metadata("gpt2")["tokenizer.ggml.token_type"])  # type: ignore[call-overload]
-    types[0] = 1  # no control token, so not the end by its text
+    types = listed("gpt2", "token_type", _0=1)  # no control token, so not the end by its text
     assert special_tokens(changed("gpt2", token_type=types)).eos == (2,)
 
 
-@pytest.mark.parametrize(
-    ("kind", "keys", "complaint"),
-    [
-        ("gpt2", {"model": None}, "lacks 'model'"),
-        ("gpt2", {"model": 3}, "model is 3, not a text"),
-        ("gpt2", {"tokens": None}, "tokens must be a list"),
-        ("gpt2", {"tokens": ["a", 3]}, "tokens must be a list"),
-        ("gpt2", {"tokens": "abc"}, "tokens must be a list"),
-        ("gpt2", {"tokens": [], "token_type": None}, "is empty"),
-        ("gpt2", {"tokens": ["a", "b", "a"], "token_type": None}, "'a' appears twice"),
-        ("gpt2", {"tokens": ["a", "\udcff"], "token_type": None}, "not valid UTF-8"),
-        ("gpt2", {"token_type": [1, 2]}, "one per token"),
-        ("gpt2", {"token_type": ["1"]}, "one per token"),
-        ("gpt2", {"token_type": [[1], 2]}, "one per token"),
-        ("gpt2", {"token_type": [1.5] * len(texts_of("gpt2"))}, "one per token"),
-        ("gpt2", {"pre": 3}, "pre is 3, not a text"),
-        ("gpt2", {"merges": None}, "merges must be a list"),
-        ("gpt2", {"merges": ["no merge"]}, "Merge 0"),
-        ("gpt2", {"merges": ["ab"]}, "Merge 0"),
-        ("gpt2", {"merges": [""]}, "Merge 0"),
-        ("gpt2", {"merges": ["t h", "i n", "t h"]}, "The merge 't h' appears twice"),
-        ("gemma4", {"merges": None}, "merges must be a list"),
-        ("llama", {"scores": None}, "scores must hold"),
-        ("llama", {"scores": np.zeros(3, np.float32)}, "scores must hold"),
-        ("llama", {"scores": [float("nan")] * len(texts_of("llama"))}, "scores must hold"),
-        ("llama", {"scores": np.array(["a"])}, "scores must hold"),
-        ("llama", {"add_space_prefix": "yes"}, "true or false"),
-        ("llama", {"unknown_token_id": 10**6}, "must be an id"),
-    ],
-)
-def test_damaged_metadata(kind: str, keys: dict[str, object], complaint: str) -> None:
-    with pytest.raises(ModelFileError, match=complaint):
-        tokenizer_json(changed(kind, **keys))
+DAMAGED: dict[tuple[str, str], tuple[dict[str, Any], ...]] = {
+    ("gpt2", "lacks 'model'"): ({"model": None},),
+    ("gpt2", "is 3, not a text"): ({"model": 3}, {"pre": 3}),
+    ("gpt2", "tokens must be a list"): ({"tokens": None}, {"tokens": ["a", 3]}, {"tokens": "abc"}),
+    ("gpt2", "is empty"): ({"tokens": [], "token_type": None},),
+    ("gpt2", "'a' appears twice"): ({"tokens": ["a", "b", "a"], "token_type": None},),
+    ("gpt2", "not valid UTF-8"): ({"tokens": ["a", "\udcff"], "token_type": None},),
+    ("gpt2", "one per token"): (
+        *({"token_type": wrong} for wrong in ([1, 2], ["1"], [[1], 2])),
+        {"token_type": [1.5] * len(listed("gpt2", "tokens"))},
+    ),
+    ("gpt2", "merges must be a list"): ({"merges": None},),
+    ("gemma4", "merges must be a list"): ({"merges": None},),
+    ("gpt2", "Merge 0"): ({"merges": ["no merge"]}, {"merges": ["ab"]}, {"merges": [""]}),
+    ("gpt2", "The merge 't h' appears twice"): ({"merges": ["t h", "i n", "t h"]},),
+    ("llama", "scores must hold"): (
+        *({"scores": wrong} for wrong in (None, np.zeros(3, np.float32), np.array(["a"]))),
+        {"scores": [float("nan")] * len(listed("llama", "tokens"))},
+    ),
+    ("llama", "true or false"): ({"add_space_prefix": "yes"},),
+    ("llama", "must be an id"): ({"unknown_token_id": 10**6},),
+}
+
+
+@pytest.mark.parametrize(("kind", "complaint"), DAMAGED)
+def test_damaged_metadata(kind: str, complaint: str) -> None:
+    for keys in DAMAGED[kind, complaint]:
+        with pytest.raises(ModelFileError, match=complaint):
+            tokenizer_json(changed(kind, **keys))
 
 
 @pytest.mark.parametrize("value", [-1, 10**6, "2", True, 1.5])
