@@ -15,7 +15,7 @@ from tests.tokenizers_for_tests import byte_level_json, gguf_metadata
 F32 = npt.NDArray[np.float32]
 Raw = npt.NDArray[Any]
 
-ARCHITECTURES = ("llama", "qwen2", "gemma3")
+ARCHITECTURES = ("llama", "qwen2", "gemma3", "olmo2")
 BLOCKS_OF_256 = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
 FORMATS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", *BLOCKS_OF_256, "IQ4_NL", "MXFP4")
 HIDDEN, MLP, HEADS, KV_HEADS, HEAD_DIM, CONTEXT, WINDOW = 256, 256, 4, 2, 32, 640, 6
@@ -128,10 +128,11 @@ def _layer(rng: np.random.Generator, architecture: str, kind: str) -> dict[str, 
         "ffn_up": (MLP, HIDDEN),
         "ffn_down": (HIDDEN, MLP),
     }
-    norms = {"attn_norm": HIDDEN, "ffn_norm": HIDDEN}
-    if architecture == "gemma3":
+    norms = {} if architecture == "olmo2" else {"attn_norm": HIDDEN, "ffn_norm": HIDDEN}
+    if architecture in ("gemma3", "olmo2"):
         norms |= {"post_attention_norm": HIDDEN, "post_ffw_norm": HIDDEN}
-        norms |= {"attn_q_norm": HEAD_DIM, "attn_k_norm": HEAD_DIM}
+        wide = architecture == "olmo2"
+        norms |= {"attn_q_norm": query if wide else HEAD_DIM, "attn_k_norm": kv if wide else HEAD_DIM}
     layer: dict[str, tuple[str, Raw]] = {}
     for name, (rows, columns) in shapes.items():
         form = kind if columns % 256 == 0 or kind not in BLOCKS_OF_256 else "Q8_0"

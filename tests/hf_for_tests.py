@@ -96,6 +96,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "attention_multiplier": 0.05,
         "logits_scaling": 3.0,
     },
+    "olmo2": {"model_type": "olmo2"},
     "ministral3": {"model_type": "ministral3", "head_dim": 32, "rope_parameters": _MINISTRAL3},
     "gemma3": _GEMMA3,
     "gemma3_linear": {
@@ -146,8 +147,8 @@ def _layer(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     heads = config["num_attention_heads"]
     head = config.get("head_dim", hidden // heads)
     query, kv = heads * head, config["num_key_value_heads"] * head
-    found: dict[str, tuple[int, ...]] = {
-        "input_layernorm": (hidden,),
+    found: dict[str, tuple[int, ...]] = {} if kind == "olmo2" else {"input_layernorm": (hidden,)}
+    found |= {
         "post_attention_layernorm": (hidden,),
         "self_attn.o_proj": (hidden, query),
         "mlp.down_proj": (hidden, mlp),
@@ -163,7 +164,11 @@ def _layer(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     if kind in ("qwen3", "gemma3_text"):
         found |= {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)}
     if kind == "gemma3_text":
-        found |= {"pre_feedforward_layernorm": (hidden,), "post_feedforward_layernorm": (hidden,)}
+        found["pre_feedforward_layernorm"] = (hidden,)
+    if kind in ("gemma3_text", "olmo2"):
+        found["post_feedforward_layernorm"] = (hidden,)
+    if kind == "olmo2":
+        found |= {"self_attn.q_norm": (query,), "self_attn.k_norm": (kv,)}
     return found
 
 

@@ -15,7 +15,7 @@ from edgespec_export.formats.tiles import pack
 from edgespec_export.sources.blocks import GGMLType
 from edgespec_models.bundles.bundle import GRAPH, MANIFEST
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.layers import PRODUCTS, graph_name, layer_shapes
+from edgespec_models.bundles.layers import graph_name, layer_shapes, products_of
 from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.graphs.native import build_native
 from edgespec_models.graphs.plan import DecoderPlan, EmbeddingSpec, LinearPart, LinearSpec
@@ -106,7 +106,7 @@ def native_plan(
     linears = {"lm_head": LinearSpec(config.hidden_size, (LinearPart(("lm_head",), rows, form),))}
     for layer in range(config.num_layers):
         at = f"layers.{layer}."
-        linears |= {at + product: linear(at, kinds) for product, kinds in PRODUCTS.items()}
+        linears |= {at + product: linear(at, kinds) for product, kinds in products_of(config).items()}
     return DecoderPlan(EmbeddingSpec(form), linears, head_tokens=head_tokens, tunable=tunable)
 
 

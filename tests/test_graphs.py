@@ -39,6 +39,9 @@ CONFIGS = {
     "window of all but one": replace(GEMMA, sliding_window=len(TOKENS) - 1),
     "windows everywhere": replace(GEMMA, global_every=0),
     "one kv head": replace(LLAMA, num_kv_heads=1, rope_interleaved=False),
+    "olmo2": replace(
+        LLAMA, architecture="olmo2", qk_norm=True, wide_qk_norm=True, pre_norms=False, post_norms=True
+    ),
     "phi3": replace(QWEN, architecture="phi3", rotary_dim=16),
     "smollm3": replace(LLAMA, architecture="smollm3", unrotated_layers=(0,)),
     "llama 3.1": replace(LLAMA, rope_factors=FACTORS, rope_magnitude=1.1, rope_interleaved=False),
@@ -56,9 +59,10 @@ def reference_logits(model: TinyModel, tokens: list[int]) -> F32:
     x = weights["embed"][tokens] * config.embedding_scale
     for i in range(config.num_layers):
         at = f"layers.{i}"
-        y = _attend(config, weights, norm(x, f"{at}.attn_norm"), i, norm)
+        y = _attend(config, weights, norm(x, f"{at}.attn_norm") if config.pre_norms else x, i, norm)
         x = x + (norm(y, f"{at}.post_attn_norm") if config.post_norms else y)
-        gate, up = np.split(norm(x, f"{at}.mlp_norm") @ weights[f"{at}.gate_up"].T, 2, axis=-1)
+        read = norm(x, f"{at}.mlp_norm") if config.pre_norms else x
+        gate, up = np.split(read @ weights[f"{at}.gate_up"].T, 2, axis=-1)
         y = (_activate(config, gate) * up) @ weights[f"{at}.down"].T
         x = x + (norm(y, f"{at}.post_mlp_norm") if config.post_norms else y)
     return np.asarray(norm(x, "final_norm") @ weights["lm_head"].T, np.float32)
@@ -66,12 +70,15 @@ def reference_logits(model: TinyModel, tokens: list[int]) -> F32:
 
 def _attend(config: ModelConfig, weights: dict[str, F64], x: F64, layer: int, norm: Norm) -> F64:
     at, n, width = f"layers.{layer}", len(x), config.head_dim
-    packed = x @ weights[f"{at}.qkv"].T
+    parts = ["qkv"] if f"{at}.qkv" in weights else "qkv"
+    packed = np.concatenate([x @ weights[f"{at}.{part}"].T for part in parts], axis=-1)
     if config.architecture == "qwen2":
         packed = packed + np.concatenate([weights[f"{at}.attention.qkv.parts.{p}.bias"] for p in (0, 1)])
     q, k, v = np.split(packed, [config.query_width, config.query_width + config.kv_width], axis=-1)
+    if config.wide_qk_norm:
+        q, k = norm(q, f"{at}.attention.q_norm"), norm(k, f"{at}.attention.k_norm")
     q, k, v = (a.reshape(n, -1, width) for a in (q, k, v))
-    if config.qk_norm:
+    if config.qk_norm and not config.wide_qk_norm:
         q, k = norm(q, f"{at}.attention.q_norm"), norm(k, f"{at}.attention.k_norm")
     is_global = config.is_global(layer)
     if layer not in config.unrotated_layers:

@@ -24,7 +24,18 @@ from edgespec_models.errors import UnsupportedModelError
 from edgespec_runtimes.cpu import CpuSession
 from tests.drafters_for_tests import GREEDY
 from tests.gguf_cases_for_tests import GGUF_CASES, gguf_of
-from tests.hf_for_tests import CASES, CONTEXT, F32, ROWS, TOKENS, VOCAB, config_of, weights, write_checkpoint
+from tests.hf_for_tests import (
+    CASES,
+    CONTEXT,
+    F32,
+    ROWS,
+    TOKENS,
+    VOCAB,
+    config_of,
+    weights,
+    write_checkpoint,
+    write_safetensors,
+)
 from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import RandomDrafter, Silent
 
@@ -188,6 +199,33 @@ def test_new_spelling_of_rotary_facts(tmp_path: Path, case: str) -> None:
         HFCheckpoint(write_checkpoint(tmp_path / "new", new)) as after,
     ):
         assert before.config == after.config
+
+
+@pytest.mark.parametrize("spelling", ["language_model.{}", "model.language_model.{}"])
+def test_the_text_model_of_one_with_eyes(
+    tmp_path: Path, spelling: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What Gemma 3 from 4B on and Ministral 3 are on the hub; transformers 5 has other names for tensors."""
+    alone = config_of("gemma3_linear")
+    stated = {key: value for key, value in alone.items() if key not in ("tie_word_embeddings", "vocab_size")}
+    outer = {"model_type": "gemma3", "text_config": stated, "vision_config": {}, "vocab_size": VOCAB}
+    short = spelling.startswith("model.")
+    renamed = {
+        spelling.format(name.removeprefix("model.") if short else name): values
+        for name, values in weights(alone).items()
+    }
+    eyes = dict.fromkeys(("vision_tower.x", "model.multi_modal_projector.y"), np.ones(3, np.float32))
+    folder = write_checkpoint(tmp_path / "eyes", alone)
+    (folder / "config.json").write_text(json.dumps(outer), encoding="utf-8")
+    write_safetensors(folder / "model.safetensors", renamed | eyes)
+    with (
+        HFCheckpoint(write_checkpoint(tmp_path / "alone", alone)) as expected,
+        HFCheckpoint(folder) as opened,
+    ):
+        assert opened.config == expected.config and opened.tensors.keys() == expected.tensors.keys()
+        name = "layers.1.post_mlp_norm"
+        assert np.array_equal(opened.values(name), expected.values(name)) and opened.tied_head
+    assert "eyes: the text model is exported; it sees no images" in caplog.text
 
 
 def test_scaled_rotary_frequencies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -369,7 +369,9 @@ def tiny_plan(
         qk = LinearPart(("q", "k"), query + kv, form, biases[:2])
         v = LinearPart(("v",), kv, FLOAT if form.bits == 8 else form, biases[2:])
         both = LinearPart(("gate", "up"), 2 * config.intermediate_size, form)
-        linears[f"layers.{i}.qkv"] = LinearSpec(hidden, (qk, v))
+        apart = LinearPart(("q",), query, form), LinearPart(("k",), kv, form), v
+        stacked = {part.sources[0]: (part,) for part in apart} if config.wide_qk_norm else {"qkv": (qk, v)}
+        linears |= {f"layers.{i}.{name}": LinearSpec(hidden, parts) for name, parts in stacked.items()}
         linears[f"layers.{i}.o"] = LinearSpec(query, (LinearPart(("o",), hidden, form),))
         linears[f"layers.{i}.gate_up"] = LinearSpec(hidden, (both,))
         down = (LinearPart(("down",), hidden, form),)

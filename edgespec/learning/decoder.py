@@ -193,18 +193,25 @@ class NumpyDecoder(Decoder):
         y = x.data @ matrix.T
         return self._step(y if bias is None else y + bias, lambda given: (given @ matrix,), x)
 
-    def heads(self, layer: Layer, x: _Value) -> Iterator[tuple[str, _Value]]:
-        """``(heads, tokens, head_dim)`` each."""
+    def projected(self, layer: Layer, x: _Value) -> Iterator[tuple[str, _Value]]:
+        """``(tokens, heads * head_dim)`` each."""
+        if self.config.wide_qk_norm:
+            yield from ((which, self.product(f"{layer.name}.{which}", x)) for which in "qkv")
+            return
         packed, start = self.product(f"{layer.name}.qkv", x), 0
         for which in "qkv":
             columns = slice(start, start := start + self.shapes[which][0])
 
             def back(given: F32, columns: slice = columns) -> tuple[F32]:
                 by_packed = np.zeros_like(packed.data)
-                by_packed[:, columns] = _side_by_side(given)
+                by_packed[:, columns] = given
                 return (by_packed,)
 
-            yield which, self._step(self._apart(packed.data[:, columns]), back, packed)
+            yield which, self._step(packed.data[:, columns], back, packed)
+
+    def apart(self, flat: _Value, name: str) -> _Value:
+        """``(heads, tokens, head_dim)``."""
+        return self._step(self._apart(flat.data), lambda given: (_side_by_side(given),), flat)
 
     def rotate(self, layer: Layer, heads: _Value, which: str) -> _Value:
         """Rotary embedding."""

@@ -166,11 +166,13 @@ class TorchDecoder(Decoder):
         active = F.silu(gate) if self.config.activation == "silu" else F.gelu(gate, approximate="tanh")
         return active * self.product(f"{layer.name}.up", x)
 
-    def heads(self, layer: Layer, x: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """``(texts, heads, tokens, head_dim)`` each."""
-        for which in "qkv":
-            flat = self.product(f"{layer.name}.{which}", x)
-            yield which, flat.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+    def projected(self, layer: Layer, x: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """``(texts, tokens, heads * head_dim)`` each."""
+        yield from ((which, self.product(f"{layer.name}.{which}", x)) for which in "qkv")
+
+    def apart(self, flat: Tensor, name: str) -> Tensor:
+        """``(texts, heads, tokens, head_dim)``."""
+        return flat.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
 
     def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """What the heads attend to, side by side."""

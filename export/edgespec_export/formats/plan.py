@@ -20,7 +20,7 @@ from edgespec_export.formats.rounding import round_matrix
 from edgespec_export.formats.tiles import pack, pack_blocks, unpack_tiles
 from edgespec_export.sources.blocks import F32, FLOATS, U8, Blocks, GGMLType, unpack
 from edgespec_export.sources.checkpoint import Checkpoint
-from edgespec_models.bundles.layers import PRODUCTS, graph_name
+from edgespec_models.bundles.layers import graph_name, products_of
 from edgespec_models.bundles.weight_format import FORMATS, LANES, WeightFormat, tile_bytes
 from edgespec_models.graphs.plan import (
     FULL,
@@ -96,7 +96,7 @@ def plan_decoder(
         head = replace(head, parts=(replace(head.parts[0], out_features=len(head_tokens)),))
     linears = {"lm_head": head}
     for i in range(config.num_layers):
-        for name, sources in PRODUCTS.items():
+        for name, sources in products_of(config).items():
             linears[f"layers.{i}.{name}"] = linear(tuple(f"layers.{i}.{source}" for source in sources))
     if native:
         (table,) = linear(("embed",)).parts

@@ -79,6 +79,12 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
         "granite": Family(
             name="granite", gguf="granite", neighbours=True, defaults={"attention_multiplier": 1.0}
         ),
+        "olmo2": Family(
+            name="olmo2",
+            gguf="olmo2",
+            fixed={"qk_norm": True, "wide_qk_norm": True, "pre_norms": False, "post_norms": True},
+            defaults={"rms_norm_eps": 1e-5},
+        ),
         "ministral3": Family(
             name="ministral3",
             gguf="mistral3",

@@ -81,7 +81,9 @@ class ModelConfig(DecoderShape):
         sliding_window: tokens a sliding-window layer sees, itself included; None where all see all.
         global_every: with a sliding window, every n-th layer sees all; 0 where none does.
         qk_norm: RMSNorm on each query and key head before the rotary embedding.
-        post_norms: RMSNorm after attention and after the MLP too.
+        wide_qk_norm: on all heads of a token at once instead.
+        pre_norms: RMSNorm on what attention and the MLP read.
+        post_norms: RMSNorm on what they add.
         activation: of the gate.
         embedding_scale: factor on the token embeddings.
         attention_scale: factor on the query-key products.
@@ -102,6 +104,8 @@ class ModelConfig(DecoderShape):
     sliding_window: Count | None = None
     global_every: Annotated[int, within(0, 2**31 - 1)] = 1
     qk_norm: bool = False
+    wide_qk_norm: bool = False
+    pre_norms: bool = True
     post_norms: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"
     embedding_scale: _Factor = 1.0
@@ -119,6 +123,8 @@ class ModelConfig(DecoderShape):
             raise UnsupportedModelError(
                 f"there are {len(self.rope_factors)} rope_factors for {self.rotary_width // 2} frequencies"
             )
+        if self.wide_qk_norm and not self.qk_norm:
+            raise UnsupportedModelError("wide_qk_norm is true and qk_norm is not; the first needs the second")
         if self.num_heads % self.num_kv_heads:
             raise UnsupportedModelError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads evenly"

@@ -25,7 +25,10 @@ from edgespec_models.bundles.config import ModelConfig
 PRODUCTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
 )
-"""The products of a layer, and the matrices whose rows each stacks."""
+"""The products of most layers, and the matrices whose rows each stacks; see :func:`products_of`."""
+_APART: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {**{name: (name,) for name in PRODUCTS["qkv"]}, **{k: v for k, v in PRODUCTS.items() if k != "qkv"}}
+)
 
 _SUBLAYERS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -64,6 +67,11 @@ def layers_of(config: ModelConfig) -> tuple[Layer, ...]:
     return tuple(found)
 
 
+def products_of(config: ModelConfig) -> Mapping[str, tuple[str, ...]]:
+    """The products of a layer. Those that are normalized as a whole have nothing beside them."""
+    return _APART if config.wide_qk_norm else PRODUCTS
+
+
 def outer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The tensors outside of the layers."""
     matrix = config.vocab_size, config.hidden_size
@@ -76,14 +84,17 @@ def layer_shapes(config: ModelConfig, *, biases: bool = False) -> dict[str, tupl
     Matrices are ``(outputs, inputs)``.
     """
     hidden, mlp = (config.hidden_size,), config.intermediate_size
-    query, kv, head = config.query_width, config.kv_width, (config.head_dim,)
-    shapes: dict[str, tuple[int, ...]] = {"attn_norm": hidden, "mlp_norm": hidden}
+    query, kv = config.query_width, config.kv_width
+    shapes: dict[str, tuple[int, ...]] = {}
+    if config.pre_norms:
+        shapes |= {"attn_norm": hidden, "mlp_norm": hidden}
     shapes |= {"q": (query, *hidden), "k": (kv, *hidden), "v": (kv, *hidden), "o": (*hidden, query)}
     shapes |= {"gate": (mlp, *hidden), "up": (mlp, *hidden), "down": (*hidden, mlp)}
     if biases:
         shapes |= {f"{name}_bias": shapes[name][:1] for name in "qkv"}
     if config.qk_norm:
-        shapes |= {"q_norm": head, "k_norm": head}
+        widths = (query, kv) if config.wide_qk_norm else (config.head_dim,) * 2
+        shapes |= {"q_norm": widths[:1], "k_norm": widths[1:]}
     if config.post_norms:
         shapes |= {"post_attn_norm": hidden, "post_mlp_norm": hidden}
     return shapes
@@ -130,8 +141,8 @@ class Decoder(ABC):
 
     ``x`` is the residual stream or what a sublayer reads of it, ``y`` what a sublayer adds to it: whatever
     stands for them in the backend's medium. ``name`` is a tensor's, such as ``layers.3.attn_norm``. Backends
-    whose operators compute attention as a whole override :meth:`attended`; the others need :meth:`heads`,
-    :meth:`head_norm`, :meth:`rotate` and :meth:`attend`.
+    whose operators compute attention as a whole override :meth:`attended`; the others need :meth:`projected`,
+    :meth:`apart`, :meth:`head_norm`, :meth:`rotate` and :meth:`attend`.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -140,9 +151,10 @@ class Decoder(ABC):
 
     def layer(self, layer: Layer, x: Any) -> Any:
         """The residual stream behind ``layer``."""
+        read = self.norm if self.config.pre_norms else self.bare
         with self.scope(layer.name, "Layer"):
             for kind, sublayer, end in (("attn", self.attention, "middle"), ("mlp", self.mlp, "residual")):
-                y = sublayer(layer, self.norm(x, f"{layer.name}.{kind}_norm"))
+                y = sublayer(layer, read(x, f"{layer.name}.{kind}_norm"))
                 if self.config.post_norms:
                     y = self.post_norm(y, f"{layer.name}.post_{kind}_norm")
                 x = self.add(x, y, f"{layer.name}.{end}")
@@ -155,11 +167,13 @@ class Decoder(ABC):
 
     def attended(self, layer: Layer, x: Any) -> Any:
         """Attention, but for its last product."""
-        parts = []
-        for which, heads in self.heads(layer, x):
-            part = heads
-            if which != "v" and self.config.qk_norm:
-                part = self.head_norm(part, f"{layer.name}.{which}_norm")
+        parts, wide = [], self.config.wide_qk_norm
+        for which, flat in self.projected(layer, x):
+            name = f"{layer.name}.{which}"
+            normed = which != "v" and self.config.qk_norm
+            part = self.apart(self.head_norm(flat, f"{name}_norm") if normed and wide else flat, name)
+            if normed and not wide:
+                part = self.head_norm(part, f"{name}_norm")
             if which != "v" and layer.rope is not None:
                 part = self.rotate(layer, part, which)
             parts.append(part)
@@ -178,6 +192,10 @@ class Decoder(ABC):
     def norm(self, x: Any, name: str) -> Any:
         """The residual stream, normalized for a sublayer to read."""
 
+    def bare(self, x: Any, name: str) -> Any:
+        """The residual stream for a sublayer to read as it is."""
+        return x
+
     def post_norm(self, y: Any, name: str) -> Any:
         """What a sublayer adds, normalized."""
         return self.norm(y, name)
@@ -194,12 +212,16 @@ class Decoder(ABC):
     def gated(self, layer: Layer, x: Any) -> Any:
         """The MLP, but for its last product: ``activation(gate(x)) * up(x)``."""
 
-    def heads(self, layer: Layer, x: Any) -> Iterator[tuple[str, Any]]:
-        """Queries ``q``, keys ``k`` and values ``v``, of each head."""
+    def projected(self, layer: Layer, x: Any) -> Iterator[tuple[str, Any]]:
+        """Queries ``q``, keys ``k`` and values ``v``, all heads of a token side by side."""
+        raise NotImplementedError
+
+    def apart(self, flat: Any, name: str) -> Any:
+        """The heads of such as ``layers.3.q``."""
         raise NotImplementedError
 
     def head_norm(self, heads: Any, name: str) -> Any:
-        """Queries or keys, each head normalized."""
+        """Queries or keys, each head normalized, or all of them together where they are not apart yet."""
         return self.norm(heads, name)
 
     def rotate(self, layer: Layer, heads: Any, which: str) -> Any:

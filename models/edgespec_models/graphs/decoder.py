@@ -96,6 +96,14 @@ class _StandardDecoder(GraphDecoder):
                 )
             return self.op.Cast(y, to=self.floats) if self.precision.mixed else y
 
+    def bare(self, x: _Stream, name: str) -> ir.Value:
+        """The sum, by the operator behind which graphs are cut and watched; its other result is not read."""
+        if x.branch is not None:
+            *_, x.value = self.op.SkipSimplifiedLayerNormalization(
+                x.branch, x.value, self.gain("final_norm", self.residual), _outputs=4, **MICROSOFT
+            )
+        return self.op.Cast(x.value, to=self.floats) if self.precision.mixed else x.value
+
     def post_norm(self, y: ir.Value, name: str) -> ir.Value:
         with self.scope(name.rpartition(".")[2], "Norm"):
             return self.rms(y, name, self.residual)
@@ -115,9 +123,9 @@ class _StandardDecoder(GraphDecoder):
         return self.op.Cast(y, to=self.residual) if self.precision.mixed else y
 
     def attended(self, layer: Layer, x: ir.Value) -> ir.Value:
-        config, packed = self.config, self.product(f"{layer.name}.qkv", x)
+        config = self.config
         y, *new = self.op.GroupQueryAttention(
-            *(self.normed_heads(layer.name, packed) if config.qk_norm else (packed, None, None)),
+            *self.attention_inputs(layer.name, x),
             *self.past[layer.index],
             *self.lengths,
             *(() if layer.rope is None else self.tables[layer.rope]),
@@ -134,6 +142,18 @@ class _StandardDecoder(GraphDecoder):
         self.present += new
         return y
 
+    def attention_inputs(self, name: str, x: ir.Value) -> tuple[ir.Value, ir.Value | None, ir.Value | None]:
+        """Queries, keys and values, packed where nothing comes between."""
+        if self.config.wide_qk_norm:
+            query, key, value = (self.product(f"{name}.{which}", x) for which in "qkv")
+            return self.head_norm(query, f"{name}.q_norm"), self.head_norm(key, f"{name}.k_norm"), value
+        packed = self.product(f"{name}.qkv", x)
+        return self.normed_heads(name, packed) if self.config.qk_norm else (packed, None, None)
+
+    def head_norm(self, heads: ir.Value, name: str) -> ir.Value:
+        with self.scope(name.rpartition(".")[2], "Norm"):
+            return self.rms(heads, name, self.floats)
+
     def normed_heads(self, name: str, packed: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
         """Queries, keys and values; the first two normalized head by head."""
         config, op = self.config, self.op
@@ -142,9 +162,7 @@ class _StandardDecoder(GraphDecoder):
         normed = []
         for which, x, width in (("q_norm", query, widths[0]), ("k_norm", key, widths[1])):
             apart = op.Reshape(x, [1, -1, width // config.head_dim, config.head_dim])
-            with self.scope(which, "Norm"):
-                apart = self.rms(apart, f"{name}.{which}", self.floats)
-            normed.append(op.Reshape(apart, [1, -1, width]))
+            normed.append(op.Reshape(self.head_norm(apart, f"{name}.{which}"), [1, -1, width]))
         return normed[0], normed[1], value
 
     def gated(self, layer: Layer, x: ir.Value) -> ir.Value:

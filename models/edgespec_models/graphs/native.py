@@ -66,6 +66,9 @@ class _NativeDecoder(GraphDecoder):
     def norm(self, x: ir.Value, name: str) -> _Product:
         return partial(self.linear, x, gain=name)
 
+    def bare(self, x: ir.Value, name: str) -> _Product:
+        return partial(self.linear, x)
+
     def post_norm(self, y: _Product, name: str) -> _Product:
         return partial(y, post_gain=name)
 
@@ -76,13 +79,13 @@ class _NativeDecoder(GraphDecoder):
         return partial(self.linear, x, name)
 
     def attended(self, layer: Layer, x: _Product) -> ir.Value:
-        config, packed = self.config, x(f"{layer.name}.qkv")
+        config, packed = self.config, self.packed(layer, x)
         tables: list[ir.Value | None] = [None, None]
         if layer.rope is not None:
             shape = [config.context_length, config.rotary_width // 2]
             tables = [self.parameter(f"{layer.rope}_{part}", shape) for part in ("cos", "sin")]
         gains: list[ir.Value | None] = [None, None]
-        if config.qk_norm:
+        if config.qk_norm and not config.wide_qk_norm:
             gains = [self.gain(f"{layer.name}.{each}_norm") for each in ("q", "k")]
         y, *new = self.node(
             "Attention",
@@ -103,6 +106,14 @@ class _NativeDecoder(GraphDecoder):
         self.present += new
         return y
 
+    def packed(self, layer: Layer, x: _Product) -> ir.Value:
+        """Queries, keys and values; a product that is normalized as a whole is one of its own."""
+        name = layer.name
+        if not self.config.wide_qk_norm:
+            return x(f"{name}.qkv")
+        normed = [x(f"{name}.{which}", post_gain=f"{name}.{which}_norm") for which in "qk"]
+        return self.one("Concat", *normed, x(f"{name}.v"), axis=-1)
+
     def gated(self, layer: Layer, x: _Product) -> ir.Value:
         return x(f"{layer.name}.gate_up", gate="silu" if self.config.activation == "silu" else "gelu")
 
@@ -118,7 +129,7 @@ class _NativeDecoder(GraphDecoder):
     ) -> ir.Value:
         """``[residual +] [norm of] gate(norm(x) W + bias)``."""
         spec, path, bias = self.plan.linears[name], graph_name(name), None
-        if name.endswith("qkv") and self.plan.biases:
+        if spec.parts[0].biases:
             bias = self.parameter(f"{path}.bias", [spec.out_features])
         tied = name == "lm_head" and self.plan.tied
         weights = [

@@ -74,7 +74,7 @@ FULL = Precision("float32", "float32")
 class DecoderPlan:
     """How each weight is stored.
 
-    ``linears`` has ``layers.L.qkv``, ``layers.L.o``, ``layers.L.gate_up``, ``layers.L.down``, ``lm_head``.
+    ``linears`` has the products of every layer, such as ``layers.3.qkv``, and ``lm_head``.
     ``head_tokens`` names the tokens, ascending, whose rows a trimmed LM head keeps; None keeps all.
     ``context`` gives such a graph the input ``context_tokens``: tokens it can write besides, for which the
     token embedding serves as LM head. ``tunable`` lets the gains of normalizations be replaced at run time.

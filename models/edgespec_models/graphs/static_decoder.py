@@ -257,16 +257,19 @@ class _StaticDecoder(GraphDecoder):
         gate = self.point(gate, f"{name}.gated")
         return self.point(op.Mul(gate, self.product(f"{name}.up", x)), f"{name}.mlp")
 
-    def heads(self, layer: Layer, x: ir.Value) -> Iterator[tuple[str, ir.Value]]:
-        """``(1, heads, rows, head_dim)`` each."""
-        op, rows, width = self.op, self.plan.rows, self.config.head_dim
+    def projected(self, layer: Layer, x: ir.Value) -> Iterator[tuple[str, ir.Value]]:
         for which in "qkv":
-            name = f"{layer.name}.{which}"
-            flat = self.product(name, x, bias=self.plan.biases)
-            apart = self.point(op.Reshape(flat, [1, rows, -1, width]), name)
-            yield which, self.point(op.Transpose(apart, perm=[0, 2, 1, 3]), name)
+            yield which, self.product(f"{layer.name}.{which}", x, bias=self.plan.biases)
+
+    def apart(self, flat: ir.Value, name: str) -> ir.Value:
+        """``(1, heads, rows, head_dim)``."""
+        point = f"{name}.norm" if self.config.wide_qk_norm and not name.endswith(".v") else name
+        shaped = self.op.Reshape(flat, [1, self.plan.rows, -1, self.config.head_dim])
+        return self.point(self.op.Transpose(self.point(shaped, point), perm=[0, 2, 1, 3]), point)
 
     def head_norm(self, heads: ir.Value, name: str) -> ir.Value:
+        if self.config.wide_qk_norm:
+            return self.norm(heads, name, f"{name.removesuffix('_norm')}.norm")
         # In three dimensions: of four, the emulated Hexagon processor normalizes the wrong one at times.
         op, rows, width = self.op, self.plan.rows, self.config.head_dim
         name_of_heads = name.removesuffix("_norm")
