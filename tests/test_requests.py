@@ -174,8 +174,10 @@ def test_calls_come_back_parsed(target: Path, write: Callable[..., None]) -> Non
         prompt = model.detokenize(encode_chat(model.target, messages, {"tools": TOOLS}))
         assert f"Let me see.{CALL}" in prompt
         assert "<tool_response>\n3\n</tool_response>" in prompt
-        again = model.chat(ASK, tools=TOOLS, max_tokens=200, speculate=False)
-        assert again.tool_calls == answer.tool_calls
+        conversation = model.conversation(tools=TOOLS)
+        again = conversation.ask(ASK[0]["content"], max_tokens=200, speculate=False)
+        assert again.tool_calls == answer.tool_calls and again.records[-1].source == "target"
+        assert conversation.messages == [*ASK, answer.message]
 
 
 def test_without_tools_nothing_is_parsed(target: Path, write: Callable[..., None]) -> None:
@@ -216,16 +218,6 @@ def test_the_signature_and_the_docs_show_the_options(model: Model) -> None:
     docs = (Path(__file__).parents[1] / "docs" / "requests.md").read_text(encoding="utf-8").splitlines()
     documented = {name for line in docs if line[:3] == "| `" for name in line.split("|")[1].split("`")}
     assert RequestOptions.__annotations__.keys() <= documented
-
-
-def test_a_conversation_has_tool_calls(target: Path, write: Callable[..., None]) -> None:
-    write(CALL, tools=TOOLS)
-    with edgespec.load(target, "ngram", options=OPTIONS) as model:
-        conversation = model.conversation(tools=TOOLS)
-        answer = conversation.ask(ASK[0]["content"], max_tokens=200)
-        *_, last = answer.records
-        assert last.source == "target" and answer.finish_reason == "tool_calls"
-        assert conversation.messages == [*ASK, answer.message]
 
 
 KNOWN = {"colour": {"enum": ["red", "green"]}, "coats": {"enum": [1, 2]}}
