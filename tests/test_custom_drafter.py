@@ -73,7 +73,6 @@ def test_no_proposal_changes_a_text(given: list[Any], sampled: bool) -> None:
         (None, "returned None; allowed: a Draft, or a list of token ids"),
         (7, "returned 7; allowed: a Draft"),
         (Draft((99,)), r"returned \[0\] = 99"),
-        (Draft((1,), np.full((1, VOCAB), 1 / VOCAB)), "a Draft with probs; allowed: None"),
         (Draft((1, 2), confidence=(0.5,)), "the confidence .*for each of its 2 proposals"),
         (Draft((1,), confidence=(1.5,)), "the confidence "),
     ],

@@ -149,7 +149,7 @@ def test_a_draft_is_cut_where_the_grammar_forbids_it_and_what_is_forced_follows(
     class Proposing(Deaf):
         def propose(self, tokens: Sequence[int], limit: int) -> Draft:
             assert tokenizer("byte").bytes_of(tokens) == b"12"
-            return Draft((y, other, one), None, ("said",) * 3, (0.5, 0.4, 0.3))
+            return Draft((y, other, one), ("said",) * 3, (0.5, 0.4, 0.3))
 
     draft = policy_of(Proposing(), constraint=constraint).propose([], 40)
     assert tokenizer("byte").bytes_of(draft.tokens) == b"12y345678"  # the last completes the text
@@ -226,7 +226,7 @@ def test_sources_are_judged_by_what_came_where_they_were_asked() -> None:
 def _behind_forced(*said: int) -> Draft:
     """Two forced tokens and what a source proposes behind them."""
     sources = ("grammar", "grammar", *["said"] * len(said))
-    return Draft((1, 2, *said), None, sources, (1.0, 1.0, *[0.5] * len(said)), forced=2)
+    return Draft((1, 2, *said), sources, (1.0, 1.0, *[0.5] * len(said)), forced=2)
 
 
 def _loses(draft: Draft, committed: tuple[int, ...], seconds: float, rounds: int = 40) -> bool:

@@ -198,7 +198,7 @@ class _Near(Silent):
     """Proposes from the text what it is told to."""
 
     def __init__(self, tokens: Sequence[int], confidence: float) -> None:
-        self.draft = Draft(tuple(tokens), None, ("ngram",) * len(tokens), (confidence,) * len(tokens))
+        self.draft = Draft(tuple(tokens), ("ngram",) * len(tokens), (confidence,) * len(tokens))
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
         return self.draft
@@ -275,9 +275,9 @@ class TestDrafter:
         else:
             both = BestOf(Silent(), history)
             both.propose(context, 6)
-            draft = both.extend(context, Draft(tuple(text[20:22]), None, ("model",) * 2, (0.9, 0.9)), 6)
+            draft = both.extend(context, Draft(tuple(text[20:22]), ("model",) * 2, (0.9, 0.9)), 6)
         assert draft.tokens == tuple(text[20:26]) and draft.sources == (source,) * 2 + ("history",) * 4
-        assert len(draft.confidence) == 6 and draft.probs is None
+        assert len(draft.confidence) == 6
 
     def test_the_better_promise_wins(self) -> None:
         text = _noise(9, 60)

@@ -56,7 +56,6 @@ def test_a_copy_goes_on_into_its_own_proposals() -> None:
     draft = NgramDrafter(stop_below=0.0).propose([9, 1, 2, 3, 1, 2, 3, 1], 7)
     assert draft.tokens == (2, 3, 1, 2, 3, 1, 2)
     assert draft.sources == ("ngram",) * 7
-    assert draft.probs is None
     assert len(draft.confidence) == 7
 
 
@@ -128,12 +127,12 @@ def test_matches_that_fell_out_of_favour_are_still_judged() -> None:
 def test_the_draft_of_another_is_gone_on_with() -> None:
     drafter, text = NgramDrafter(stop_below=0.0), [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]
     drafter.propose(text, 8)
-    other = Draft((4, 5), None, ("model",) * 2, (0.9, 0.8))
+    other = Draft((4, 5), ("model",) * 2, (0.9, 0.8))
     longer = drafter.extend(text, other, 6)
     assert longer.tokens == (4, 5, 6, 7, 8, 9)
     assert longer.sources == ("model",) * 2 + ("ngram",) * 4 and len(longer.confidence) == 6
     assert drafter.extend(text, other, 2) is other
-    assert drafter.extend(text, Draft((99,), None, ("model",), (0.9,)), 6).tokens == (99,)
+    assert drafter.extend(text, Draft((99,), ("model",), (0.9,)), 6).tokens == (99,)
 
 
 def test_nothing_is_added_that_would_hardly_be_reached() -> None:
@@ -142,7 +141,7 @@ def test_nothing_is_added_that_would_hardly_be_reached() -> None:
     assert 0 < len(cut.tokens) < len(whole.tokens) == 6
     assert cut.tokens == whole.tokens[: len(cut.tokens)]
     drafter, text = NgramDrafter(stop_below=0.3), [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]
-    likely, unlikely = (Draft((4, 5), None, ("model",) * 2, (p, p)) for p in (0.9, 0.5))
+    likely, unlikely = (Draft((4, 5), ("model",) * 2, (p, p)) for p in (0.9, 0.5))
     drafter.propose(text, 6)
     assert len(drafter.extend(text, likely, 6).tokens) > 2
     assert drafter.extend(text, unlikely, 6) is unlikely

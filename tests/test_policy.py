@@ -40,11 +40,11 @@ class _Source(Deaf):
         self.asked.append(len(tokens))
         self.clock.spend(self.seconds)
         confidence = self.confidence[:limit]
-        return Draft(tuple(range(len(confidence))), None, (self.name,) * len(confidence), confidence)
+        return Draft(tuple(range(len(confidence))), (self.name,) * len(confidence), confidence)
 
     def extend(self, tokens: Sequence[int], draft: Draft, limit: int) -> Draft:
         more = self.beyond[: limit - len(draft.tokens)]
-        return draft.then(Draft((99,) * len(more), None, (self.name,) * len(more), more))
+        return draft.then(Draft((99,) * len(more), (self.name,) * len(more), more))
 
 
 class _Rounds:
@@ -100,7 +100,7 @@ class TestGuard:
 
     def test_proposals_answer_for_the_time_of_their_own_rows(self) -> None:
         guard = Guard(Pricing(CostCurve({1: 1.0, 8: 8.0})))
-        draft = Draft((1, 2, 3, 4), None, ("model", "model", "history", "history"), (0.5,) * 4)
+        draft = Draft((1, 2, 3, 4), ("model", "model", "history", "history"), (0.5,) * 4)
         for _ in range(100):
             guard.observe_source("history", Step((1, 2, 3, 4, 5), draft, accepted=4))
         assert guard.allows
@@ -137,7 +137,7 @@ class TestPolicy:
     def test_without_a_model_the_free_draft_is_cut_where_it_stops_paying(self, clock: Clock) -> None:
         free = _Source(clock, (0.9, 0.8, 0.0, 0.9), name="ngram")
         draft = _Rounds(free, None).propose(clock, [1, 2], 8)
-        assert draft == Draft((0, 1), None, ("ngram",) * 2, (0.9, 0.8))
+        assert draft == Draft((0, 1), ("ngram",) * 2, (0.9, 0.8))
 
     @pytest.mark.parametrize(("confidence", "source"), [((0.9, 0.9), "ngram"), ((0.3,), "model")])
     def test_the_higher_surplus_drafts(

@@ -155,7 +155,7 @@ class TestDistrust:
         guard, remarks = Guard(Pricing(CURVE)), Remarks()
         drafter, draft = (
             HistoryDrafter(memory, guard, remarks=remarks),
-            Draft((1,), None, ("history",), (0.9,)),
+            Draft((1,), ("history",), (0.9,)),
         )
         for number in range(30):
             found = memory.find([1, 2])

@@ -271,7 +271,7 @@ class RandomDrafter(Deaf):
             else:
                 drafted.append(int(rng.integers(self._vocab_size)))
         sources = ("random",) * len(drafted)
-        return Draft(tuple(drafted), None, sources, tuple(rng.random(len(drafted)).tolist()))
+        return Draft(tuple(drafted), sources, tuple(rng.random(len(drafted)).tolist()))
 
 
 @dataclass(frozen=True, slots=True)

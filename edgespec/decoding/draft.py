@@ -4,21 +4,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-import numpy as np
-import numpy.typing as npt
-
 Clock = Callable[[], float]
 """Seconds since some moment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Proposed continuation of the committed tokens.
+    """Proposed continuation of the committed tokens: a function of these, not drawn.
 
     Attributes:
         tokens: proposed token ids, in the target's vocabulary.
-        probs: the distribution the tokens were sampled from, float64 ``(len(tokens), vocab)`` over the
-            target's vocabulary; None where tokens are a function of the context (greedy drafter, n-grams).
         sources: which drafter proposed each token; as long as ``tokens``.
         confidence: for each token, an estimate in [0, 1] that it will be accepted given that those
             before it are; a function of the context and of earlier proposals only.
@@ -27,7 +22,6 @@ class Draft:
     """
 
     tokens: tuple[int, ...] = ()
-    probs: npt.NDArray[np.float64] | None = None
     sources: tuple[str, ...] = ()
     confidence: tuple[float, ...] = field(default=())
     slowdown: float = 1.0
@@ -35,17 +29,16 @@ class Draft:
 
     def head(self, count: int) -> "Draft":
         """The first ``count`` proposals."""
-        probs = None if self.probs is None else self.probs[:count]
-        kept = self.tokens[:count], probs, self.sources[:count], self.confidence[:count]
+        kept = self.tokens[:count], self.sources[:count], self.confidence[:count]
         return Draft(*kept, self.slowdown, self.forced)
 
     def then(self, more: "Draft") -> "Draft":
-        """This draft and ``more`` behind it; both deterministic."""
+        """This draft and ``more`` behind it."""
         if not more.tokens:
             return self
         tokens, sources = self.tokens + more.tokens, self.sources + more.sources
         confidence = self.confidence + more.confidence
-        return Draft(tokens, None, sources, confidence, self.slowdown, self.forced)
+        return Draft(tokens, sources, confidence, self.slowdown, self.forced)
 
 
 NO_DRAFT = Draft()

@@ -8,13 +8,8 @@ import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from time import perf_counter
 
-import numpy as np
-
 from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Source, Step
 from edgespec.decoding.sampling import (
-    ACCEPT_LANE,
-    TOKEN_LANE,
-    Distribution,
     Penalties,
     Row,
     RowStep,
@@ -33,11 +28,9 @@ from edgespec_runtimes.session import Predictions, Session
 class Verifier:
     """Judges drafts by what the target says, in one request, whose tokens it follows.
 
-    Deterministic drafts (``probs`` None) are verified by sample-and-match: the token is chosen from the
-    target's row, and the proposal is accepted while it equals that choice. The output is then, token for
-    token, that of plain decoding, or of plain sampling with the same seed. Sampled drafts are verified by
-    speculative sampling (Leviathan et al. 2023, Algorithm 1; Chen et al. 2023, Algorithm 2), which keeps the
-    target's distribution.
+    Drafts are verified by sample-and-match: the token is chosen from the target's row, and the proposal is
+    accepted while it equals that choice. So the output is, token for token, that of plain decoding, or of
+    plain sampling with the same seed.
 
     Without a seed in ``params`` a fresh one is drawn. ``masks`` change the rows after the penalties and
     biases of ``params``: a grammar, for one.
@@ -61,8 +54,7 @@ class Verifier:
             How many proposals are kept, from the first on, and the token that follows them.
 
         Raises:
-            RequestError: predictions or the draft's probabilities of another shape; the request leaves no
-                token that may come next.
+            RequestError: predictions of another shape; the request leaves no token that may come next.
             EdgespecError: a row of logits is not a distribution.
         """
         _check_shapes(predictions, draft)
@@ -73,27 +65,13 @@ class Verifier:
         def row(i: int) -> Row:
             return changed_row(predictions, draft.tokens[:i], self._steps)
 
-        def target_probs(i: int) -> Distribution:
-            return distribution(row(i), self._params)
-
         def sample(i: int) -> int:
-            return draw(target_probs(i), uniform(self._seed, position + i, TOKEN_LANE))
+            return draw(distribution(row(i), self._params), uniform(self._seed, position + i))
 
         if self._params.greedy:
             # A device that found the most likely tokens itself need not copy the rows.
             return _match(draft, (lambda i: int(row(i).argmax())) if self._steps else predictions.best)
-        if draft.probs is None:
-            return _match(draft, sample)
-        for i, x in enumerate(draft.tokens):
-            p, q = target_probs(i), draft.probs[i]
-            # r < p(x) / q(x), without the division
-            if uniform(self._seed, position + i, ACCEPT_LANE) * q[x] < p[x]:
-                continue
-            residual = np.maximum(0.0, p - q)
-            # Only rounding can leave no residual: then p and q are the same distribution.
-            probs = residual if residual.any() else p
-            return i, draw(probs, uniform(self._seed, position + i, TOKEN_LANE))
-        return len(draft.tokens), sample(len(draft.tokens))
+        return _match(draft, sample)
 
 
 def decode(
@@ -182,8 +160,3 @@ def _check_shapes(predictions: Predictions, draft: Draft) -> None:
     rows, shape = len(draft.tokens) + 1, predictions.shape
     if len(shape) != 2 or shape[0] != rows:
         raise RequestError(f"logits of shape {shape} for {rows - 1} proposals; needed: ({rows}, vocab)")
-    if draft.probs is not None and draft.probs.shape != (rows - 1, shape[1]):
-        raise RequestError(
-            f"draft probabilities of shape {draft.probs.shape}; needed: {(rows - 1, shape[1])}, "
-            "over the target's vocabulary"
-        )

@@ -21,10 +21,6 @@ Row = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 Distribution = npt.NDArray[np.float64]
 
-TOKEN_LANE, ACCEPT_LANE, DRAFT_LANE = 0, 1, 2
-"""Lanes of :func:`uniform`: a position's token (from the target's distribution or its residual), whether the
-token proposed for it is accepted, and the proposals of a sampling drafter, which must never use another."""
-
 _BLOCK: Final = 1024
 _TokenId = Annotated[int, within(0, 2**31 - 1)]
 
@@ -247,13 +243,13 @@ def _nucleus_cutoff(weights: Distribution, top_p: float) -> float:
     return float(inside[last])
 
 
-def uniform(seed: int, position: int, lane: int = TOKEN_LANE) -> float:
+def uniform(seed: int, position: int) -> float:
     """A number in [0, 1) that depends on the arguments alone: one word of Philox4x64 (Salmon et al. 2011).
 
-    ``position`` is the index in the sequence of the token it serves; different lanes are independent.
+    ``position`` is the index in the sequence of the token it serves.
     """
-    # The generator counts up from the lowest word: the words above it keep calls apart.
-    words = np.random.Philox(counter=[0, lane, position, 0], key=seed)
+    # The generator counts up from the lowest word: a word above it keeps positions apart.
+    words = np.random.Philox(counter=[0, 0, position, 0], key=seed)
     return float(int(words.random_raw()) >> 11) * 2.0**-53
 
 

@@ -33,15 +33,13 @@ class Custom:
         """
         given = self._drafter.propose(tokens, limit)
         draft = given if isinstance(given, Draft) else Draft(self._ids(given))
-        if draft.probs is not None:
-            raise RequestError(f"{self.name}.propose returned a Draft with probs; allowed: None")
         ids = self._ids(draft.tokens)[:limit]
         confidence = self._stated(draft.confidence, ids)
         self._proposed = [Guess(*each, open=False) for each in zip(ids, confidence, strict=True)]
         if not ids:
             return NO_DRAFT
         expected = tuple(self._calibration.probability(guess) for guess in self._proposed)
-        return Draft(ids, None, (self.name,) * len(ids), expected)
+        return Draft(ids, (self.name,) * len(ids), expected)
 
     def observe(self, step: Step) -> None:
         """See :class:`~edgespec.decoding.draft.Source`: proposals are judged, verified or not."""

@@ -124,7 +124,7 @@ class ModelDrafter:
             self._calibration.forget()
         self._proposed = guesses[:count]
         drafted = tuple(guess.token for guess in self._proposed)
-        return Draft(drafted, None, (_SOURCE,) * count, confidence[:count])
+        return Draft(drafted, (_SOURCE,) * count, confidence[:count])
 
     def observe(self, step: Step) -> None:
         """See :class:`~edgespec.decoding.draft.Source`: compare the proposals with what was committed."""

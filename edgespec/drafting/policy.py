@@ -146,7 +146,7 @@ class Policy:
             tokens.append(token)
             sources.append(source)
             confidence.append(sure)
-        return Draft(tuple(tokens), None, tuple(sources), tuple(confidence), more.slowdown)
+        return Draft(tuple(tokens), tuple(sources), tuple(confidence), more.slowdown)
 
     def _judge_model(self, step: Step) -> None:
         """Was it worth asking the model?"""

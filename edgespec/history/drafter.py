@@ -104,7 +104,7 @@ class HistoryDrafter:
             self._considered.append((before.tokens, considered))
         if not drafted:
             return NO_DRAFT
-        return Draft(tuple(drafted), None, (_SOURCE,) * len(drafted), tuple(confidence))
+        return Draft(tuple(drafted), (_SOURCE,) * len(drafted), tuple(confidence))
 
     def _judge(self, came: tuple[int, ...]) -> None:
         judged: set[int] = set()
