@@ -8,7 +8,7 @@ import numpy as np
 from tests.gguf_for_tests import F32, Raw, TinyGGUF, tokenizer_facts
 from tests.hf_for_tests import CASES, config_of, weights
 
-ARCHITECTURES = {"mistral": "llama", "ministral3": "mistral3", "gemma3_text": "gemma3"}
+ARCHITECTURES = {"mistral": "llama", "ministral3": "mistral3", "gemma3_text": "gemma3", "olmo3": "olmo2"}
 """By ``model_type``, where GGUF has another name."""
 GGUF_CASES = tuple(
     case
@@ -55,7 +55,6 @@ _KEYS = {
     "attention_multiplier": "attention.scale",
     "logits_scaling": "logit_scale",
     "sliding_window": "attention.sliding_window",
-    "sliding_window_pattern": "attention.sliding_window_pattern",
     "original_max_position_embeddings": "rope.scaling.original_context_length",
     "beta_fast": "rope.scaling.yarn_beta_fast",
     "beta_slow": "rope.scaling.yarn_beta_slow",
@@ -111,14 +110,22 @@ def _q8_0(values: F32) -> Raw:
 
 
 def _facts(config: Mapping[str, Any]) -> dict[str, object]:
-    scaling = {**config.get("rope_scaling", {}), **config.get("rope_parameters", {})}
+    parameters = config.get("rope_parameters", {})
+    scaling = {**config.get("rope_scaling", {}), **parameters.get("full_attention", parameters)}
     stated = {**config, **scaling}
     if config["model_type"] == "qwen2":  # whose window is off
         del stated["sliding_window"]
+    if "low_freq_factor" in scaling:  # of which a tensor says everything
+        del stated["original_max_position_embeddings"]
     facts = {key: stated[name] for name, key in _KEYS.items() if stated.get(name) is not None}
     head = _head(config)
-    facts |= {"attention.key_length": head, "attention.value_length": head}
-    facts["rope.dimension_count"] = int(head * config.get("partial_rotary_factor", 1))
+    if "head_dim" in config and config["model_type"] != "phi3":
+        facts |= {"attention.key_length": head, "attention.value_length": head}
+    if "layer_types" in config:
+        windowed = [kind == "sliding_attention" for kind in config["layer_types"]]
+        facts["attention.sliding_window_pattern"] = windowed
+    if config["model_type"] not in ("qwen2", "qwen3", "olmo2", "olmo3", "gemma3_text"):
+        facts["rope.dimension_count"] = int(head * config.get("partial_rotary_factor", 1))
     if (kind := scaling.get("rope_type", scaling.get("type"))) in ("linear", "yarn"):
         facts |= {"rope.scaling.type": kind, "rope.scaling.factor": scaling["factor"]}
     if "short_factor" in scaling:

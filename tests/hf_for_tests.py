@@ -97,10 +97,22 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "logits_scaling": 3.0,
     },
     "olmo2": {"model_type": "olmo2"},
+    "olmo3": {
+        "model_type": "olmo3",
+        "num_hidden_layers": 4,
+        "sliding_window": 6,
+        "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "sliding", "full")],
+        "rope_parameters": {
+            "full_attention": {**_YARN, "rope_theta": 10000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
     "ministral3": {"model_type": "ministral3", "head_dim": 32, "rope_parameters": _MINISTRAL3},
     "gemma3": _GEMMA3,
     "gemma3_linear": {
         **_GEMMA3,
+        "num_hidden_layers": 7,
+        "sliding_window_pattern": 6,
         "query_pre_attn_scalar": 32,
         "rope_theta": 100.0,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
@@ -147,7 +159,7 @@ def _layer(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     heads = config["num_attention_heads"]
     head = config.get("head_dim", hidden // heads)
     query, kv = heads * head, config["num_key_value_heads"] * head
-    found: dict[str, tuple[int, ...]] = {} if kind == "olmo2" else {"input_layernorm": (hidden,)}
+    found: dict[str, tuple[int, ...]] = {} if kind in ("olmo2", "olmo3") else {"input_layernorm": (hidden,)}
     found |= {
         "post_attention_layernorm": (hidden,),
         "self_attn.o_proj": (hidden, query),
@@ -165,9 +177,9 @@ def _layer(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         found |= {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)}
     if kind == "gemma3_text":
         found["pre_feedforward_layernorm"] = (hidden,)
-    if kind in ("gemma3_text", "olmo2"):
+    if kind in ("gemma3_text", "olmo2", "olmo3"):
         found["post_feedforward_layernorm"] = (hidden,)
-    if kind == "olmo2":
+    if kind in ("olmo2", "olmo3"):
         found |= {"self_attn.q_norm": (query,), "self_attn.k_norm": (kv,)}
     return found
 

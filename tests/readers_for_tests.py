@@ -44,7 +44,8 @@ from edgespec_models.files.onnx_header import read_header
 from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_models.text.tokenizer import Tokenizer
 from tests.foreign_for_tests import ForeignSpec, write_genai, write_optimum
-from tests.gguf_for_tests import ARCHITECTURES, tiny_gguf
+from tests.gguf_cases_for_tests import gguf_of
+from tests.gguf_for_tests import ARCHITECTURES, TinyGGUF, tiny_gguf
 from tests.hf_for_tests import CASES, config_of, shapes
 from tests.histories_for_tests import SCOPE, delta_of, passage_of, text_of
 from tests.models_for_tests import TEMPLATE as CHAT
@@ -145,8 +146,7 @@ def allowed(*errors: type[EdgespecError], name: str = "") -> Iterator[None]:
 def gguf(folder: Path) -> Reader:
     path = folder / "m.gguf"
 
-    def seed(architecture: str, **tokens: object) -> bytes:
-        model = tiny_gguf(architecture, "Q8_0", layers=1)
+    def seed(model: TinyGGUF, **tokens: object) -> bytes:
         model.metadata |= tokens
         model.metadata["tokenizer.chat_template"] = "{{ messages[0].content }}"
         whole = model.write(folder / "seed")
@@ -159,8 +159,10 @@ def gguf(folder: Path) -> Reader:
         with untouched(path), naming(path), GGUFCheckpoint(path) as checkpoint:
             read_checkpoint(checkpoint)
 
-    seeds = [seed(architecture) for architecture in ARCHITECTURES]
-    return Reader([*seeds, seed("llama", **gemma4_metadata(size=380))], read, CHECKPOINT, path.name)
+    models = [tiny_gguf(architecture, "Q8_0", layers=1) for architecture in ARCHITECTURES]
+    models += [gguf_of(case, "Q8_0") for case in ("phi4", "granite", "ministral3", "gemma3_linear", "olmo3")]
+    other = seed(tiny_gguf("llama", "Q8_0", layers=1), **gemma4_metadata(size=380))
+    return Reader([other, *map(seed, models)], read, CHECKPOINT, path.name)
 
 
 def safetensors(folder: Path) -> Reader:

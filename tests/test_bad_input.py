@@ -179,7 +179,7 @@ FOREIGN: dict[str, tuple[Edit, type[EdgespecError], str]] = {
     "rope scaled in an unknown way": (scaled("ntk"), Unsupported, "'ntk'.*yarn"),
     "yarn that shrinks": (scaled("yarn", -2.0), ModelFileError, r"rope\.scaling\.factor is -2\.0"),
     "yarn mixed otherwise": (put("rope.scaling.yarn_ext_factor", 0.5), Unsupported, "ext_factor is 0.5"),
-    "factors beside a scaling": (scaled("linear", attn_factor=1.2), Unsupported, "attn_factor.*'linear'"),
+    "factors beside a scaling": (scaled("linear", attn_factor=1.2), Unsupported, "factor is 1.2.*linear"),
     "a scaling twice": (scaled_twice, ModelFileError, "rope_freqs"),
     "factors of another width": (wide("rope_freqs.weight"), Unsupported, "rope_factors"),
     "experts": (put("expert_count", 8), Unsupported, "expert_count is 8.*dense"),

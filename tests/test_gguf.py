@@ -9,8 +9,11 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 
 from edgespec_export.sources.gguf import GGUFFile
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
+from edgespec_export.sources.hf_checkpoint import HFCheckpoint
 from edgespec_models.errors import ModelFileError
-from tests.gguf_for_tests import ARCHITECTURES, FORMATS, HEAD_DIM, HIDDEN, WINDOW, tiny_gguf
+from tests.gguf_cases_for_tests import GGUF_CASES, gguf_of
+from tests.gguf_for_tests import FORMATS, tiny_gguf
+from tests.hf_for_tests import config_of, write_checkpoint
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -87,36 +90,21 @@ def test_a_file_that_shrinks_while_read_is_noticed(tmp_path: Path) -> None:
             last.read()
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_architecture_facts(tmp_path: Path, architecture: str) -> None:
-    model = tiny_gguf(architecture)
-    with GGUFCheckpoint(model.write(tmp_path / "m.gguf")) as checkpoint:
-        config = checkpoint.config
-        assert checkpoint.tied_head == (architecture != "llama")
-        head = "token_embd.weight" if checkpoint.tied_head else "output.weight"
-        np.testing.assert_array_equal(checkpoint.values("lm_head"), model.values(head))
-    assert config.architecture == architecture
-    assert (config.hidden_size, config.head_dim) == (HIDDEN, HEAD_DIM)
-    assert config.rope_interleaved == (architecture == "llama")
-    assert config.attention_scale == pytest.approx(HEAD_DIM**-0.5)
-    gemma = architecture == "gemma3"
-    assert config.sliding_window == (WINDOW if gemma else None)
-    assert config.embedding_scale == pytest.approx(HIDDEN**0.5 if gemma else 1.0)
-    assert [config.is_global(i) for i in range(6)] == ([False] * 5 + [True] if gemma else [True] * 6)
+@pytest.mark.parametrize("case", GGUF_CASES)
+def test_a_file_states_what_a_directory_states(tmp_path: Path, case: str) -> None:
+    directory = HFCheckpoint(write_checkpoint(tmp_path / "m", config_of(case)))
+    with directory, GGUFCheckpoint(gguf_of(case).write(tmp_path / "m.gguf")) as file:
+        assert file.tied_head == directory.tied_head and file.logits_factor == directory.logits_factor
+        assert file.tensors.keys() == directory.tensors.keys()
+        for key, value in directory.config.to_json().items():
+            if key not in ("architecture", "rope_interleaved"):
+                expected = pytest.approx(value, rel=1e-6) if isinstance(value, float | tuple) else value
+                assert file.config.to_json()[key] == expected, key
 
 
-def test_facts_and_tensors_of_single_architectures(tmp_path: Path) -> None:
-    llama, qwen, gemma = (tiny_gguf(name) for name in ("llama", "qwen2", "gemma3"))
-    factors = np.linspace(1, 8, HEAD_DIM // 2, dtype=np.float32)
-    llama.tensors["rope_freqs.weight"] = ("F32", factors)
-    for model in (llama, gemma):  # whose defaults differ
-        del model.metadata[f"{model.architecture}.rope.freq_base"]
-    with GGUFCheckpoint(llama.write(tmp_path / "l.gguf")) as checkpoint:
-        assert checkpoint.config.rope_factors == tuple(factors.tolist())
-        assert "rope_factors" not in checkpoint.tensors and checkpoint.config.rope_theta == 1e4
-    with GGUFCheckpoint(qwen.write(tmp_path / "q.gguf")) as checkpoint:
-        np.testing.assert_array_equal(checkpoint.values("layers.1.k_bias"), qwen.values("blk.1.attn_k.bias"))
-    with GGUFCheckpoint(gemma.write(tmp_path / "g.gguf")) as checkpoint:
-        assert checkpoint.config.rope_theta == 1e6
-        wanted = gemma.values("blk.5.post_ffw_norm.weight")
-        np.testing.assert_array_equal(checkpoint.values("layers.5.post_mlp_norm"), wanted)
+def test_the_base_of_rotations_that_no_key_states(tmp_path: Path) -> None:
+    for name, theta in (("llama", 1e4), ("gemma3", 1e6)):
+        model = tiny_gguf(name)
+        del model.metadata[f"{name}.rope.freq_base"]
+        with GGUFCheckpoint(model.write(tmp_path / "m.gguf")) as checkpoint:
+            assert checkpoint.config.rope_theta == theta

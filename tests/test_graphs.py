@@ -39,6 +39,9 @@ CONFIGS = {
     "window of all but one": replace(GEMMA, sliding_window=len(TOKENS) - 1),
     "windows everywhere": replace(GEMMA, global_every=0),
     "one kv head": replace(LLAMA, num_kv_heads=1, rope_interleaved=False),
+    "a local rotary embedding beside a scaled one": replace(
+        GEMMA, rope_factors=tuple(np.linspace(1, 8, 16).tolist()), rope_magnitude=1.1
+    ),
     "olmo2": replace(
         LLAMA, architecture="olmo2", qk_norm=True, wide_qk_norm=True, pre_norms=False, post_norms=True
     ),
@@ -101,10 +104,11 @@ def _rotate(config: ModelConfig, heads: F64, is_global: bool) -> F64:
     x, rest = np.split(heads, [config.rotary_width], axis=-1)
     half, local = config.rotary_width // 2, config.rope_local_theta
     frequencies = (config.rope_theta if is_global or local is None else local) ** (-np.arange(half) / half)
+    magnitude = config.rope_magnitude if is_global or local is None else 1.0
     if config.rope_factors and (is_global or local is None):
         frequencies = frequencies / config.rope_factors
     angles = np.outer(np.arange(len(x)), frequencies)[:, None, :]
-    cos, sin = np.cos(angles) * config.rope_magnitude, np.sin(angles) * config.rope_magnitude
+    cos, sin = np.cos(angles) * magnitude, np.sin(angles) * magnitude
     interleaved = config.rope_interleaved
     a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
     turned = a * cos - b * sin, b * cos + a * sin

@@ -82,6 +82,7 @@ def test_what_edgespec_lacks_is_named(tmp_path: Path, change: dict[str, Any], me
             {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0}},
             "original context is 0",
         ),
+        ({"residual_multiplier": 1e-320}, "residual_multiplier is 1e-320; from 1e-06 to 1000000"),
         ({"text_config": 3}, "text_config is 3, not an object"),
         ({"vocab_size": VOCAB + 1}, r"has shape \(320, 64\).*\(321, 64\)"),
         ({"num_hidden_layers": 3}, "lacks a tensor for layers.2"),

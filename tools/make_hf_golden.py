@@ -2,19 +2,29 @@
 
 Needs torch and transformers. Writes the checkpoints that ``tests/hf_for_tests.py`` describes into a temporary
 folder, lets transformers read them, and stores ``config.json`` and the logits of some positions in
-``tests/golden_hf/NAME.npz``.
+``tests/golden_hf/NAME.npz``. With ``--llama-cpp DIR``, llama.cpp's sources, it lets their converter make a
+GGUF file of each instead, and says where those differ from what the tests write.
 """
 
+import argparse
+import importlib
 import json
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
+from gguf import GGUFReader
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tests.gguf_cases_for_tests import GGUF_CASES, gguf_of
 from tests.hf_for_tests import CASES, ROWS, TOKENS, config_of, write_checkpoint
+from tests.tokenizers_for_tests import byte_level_json
 
 OUT = Path(__file__).parents[1] / "tests/golden_hf"
 
@@ -37,15 +47,63 @@ def logits(folder: Path) -> npt.NDArray[np.float32]:
     return rows
 
 
-def main() -> None:
+def store(folder: Path) -> None:
     """Write one file for each case."""
     OUT.mkdir(exist_ok=True)
     for case in CASES:
-        with tempfile.TemporaryDirectory() as folder:
-            rows = logits(write_checkpoint(Path(folder) / case, config_of(case)))
+        rows = logits(write_checkpoint(folder / case, config_of(case)))
         config = json.dumps(config_of(case), sort_keys=True)
         np.savez_compressed(OUT / f"{case}.npz", config=config, logits=rows)
         print(f"{case}: std {rows.std():.3f}, transformers {transformers.__version__}")
+
+
+def compare(folder: Path, llama_cpp: Path) -> None:
+    """Say where the converter's files differ from the tests'."""
+    sys.path[:0] = [str(llama_cpp), str(llama_cpp / "gguf-py")]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "gguf"]:
+        del sys.modules[name]  # the converter needs its own
+    base: Any = importlib.import_module("conversion.base")
+    base.TextModel.get_vocab_base_pre = lambda *_: "gpt-2"  # a tokenizer that no model has
+    converter: Any = importlib.import_module("convert_hf_to_gguf")
+    for case in GGUF_CASES:
+        config = config_of(case)
+        config["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]]
+        config.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+        source = write_checkpoint(folder / case, config)
+        (source / "tokenizer.json").write_text(byte_level_json(size=316), encoding="utf-8")
+        (source / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+        made = folder / f"{case}.gguf"
+        sys.argv = ["convert", str(source), "--outfile", str(made), "--outtype", "f32"]
+        converter.main()
+        print(f"{case}: {'; '.join(differences(case, made)) or 'the same'}")
+
+
+def differences(case: str, made: Path) -> Iterator[str]:
+    """What a converted file states otherwise than the tests' file, or not at all."""
+    ours, theirs = gguf_of(case), GGUFReader(made)
+    for key, value in ours.metadata.items():
+        if key.startswith(f"{ours.architecture}."):
+            found: Any = key in theirs.fields and theirs.fields[key].contents()
+            near = isinstance(value, float) and np.isclose(found, value, rtol=1e-6)
+            if not near and found != value:
+                yield f"{key} is {value}, there {found}"
+    tensors = {tensor.name: tensor.data for tensor in theirs.tensors}
+    yield from (f"only one has {name}" for name in tensors.keys() ^ ours.tensors.keys())
+    for name in tensors.keys() & ours.tensors.keys():
+        if not np.allclose(tensors[name].ravel(), ours.values(name).ravel(), rtol=1e-6):
+            yield f"{name} has other values"
+
+
+def main() -> None:
+    """Store what transformers computes, or compare what llama.cpp's converter makes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--llama-cpp", type=Path)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if given.llama_cpp is None:
+            store(Path(folder))
+        else:
+            compare(Path(folder), given.llama_cpp)
 
 
 if __name__ == "__main__":

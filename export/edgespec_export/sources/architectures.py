@@ -25,6 +25,9 @@ class Family(NamedTuple):
         defaults: what a ``config.json`` need not state, as transformers has it.
         theta: the base of the rotary embedding where no file states it.
         windowed: a sliding window that is given holds without a switch.
+        pattern: with a sliding window, every so many layers one sees all, where no file says which; the
+            others have a rotary embedding of their own, never scaled. 0 where a window changes no rotation.
+        local_theta: the base of that, where no file states it; 0 for the base of the others.
         neighbours: in GGUF files the rows of queries and keys are in the order for rotations of neighbouring
             elements.
         stacked: names of tensors in GGUF files that hold two matrices here.
@@ -36,10 +39,20 @@ class Family(NamedTuple):
     defaults: Mapping[str, Any] = _NOTHING
     theta: float = 1e4
     windowed: bool = False
+    pattern: int = 0
+    local_theta: float = 0.0
     neighbours: bool = False
     stacked: Mapping[str, str] = _NOTHING
 
 
+_OLMO: Final = Family(
+    name="olmo2",
+    gguf="olmo2",
+    windowed=True,
+    pattern=4,
+    fixed={"qk_norm": True, "wide_qk_norm": True, "pre_norms": False, "post_norms": True},
+    defaults={"rms_norm_eps": 1e-5},
+)
 FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
     {
         "llama": Family(name="llama", gguf="llama", neighbours=True),
@@ -58,6 +71,8 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             gguf="gemma3",
             theta=1e6,
             windowed=True,
+            pattern=6,
+            local_theta=1e4,
             fixed={"qk_norm": True, "post_norms": True, "activation": "gelu_tanh"},
             defaults={
                 "vocab_size": 262_208,
@@ -79,12 +94,8 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
         "granite": Family(
             name="granite", gguf="granite", neighbours=True, defaults={"attention_multiplier": 1.0}
         ),
-        "olmo2": Family(
-            name="olmo2",
-            gguf="olmo2",
-            fixed={"qk_norm": True, "wide_qk_norm": True, "pre_norms": False, "post_norms": True},
-            defaults={"rms_norm_eps": 1e-5},
-        ),
+        "olmo2": _OLMO,
+        "olmo3": _OLMO._replace(gguf="", theta=5e5, defaults={**_OLMO.defaults, "sliding_window": 4096}),
         "ministral3": Family(
             name="ministral3",
             gguf="mistral3",
@@ -108,10 +119,10 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
 )
 """By ``model_type`` in ``config.json``."""
 
-GGUF_FAMILIES: Final[Mapping[str, str]] = MappingProxyType(
-    {family.gguf: kind for kind, family in FAMILIES.items() if family.gguf}
+GGUF_FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
+    {family.gguf: family for family in FAMILIES.values() if family.gguf}
 )
-"""From ``general.architecture`` in GGUF files to ``model_type``."""
+"""By ``general.architecture`` in GGUF files."""
 
 _EXPERTS = "mixtures of experts"
 _VISION = "images (M-RoPE, vision layers)"
@@ -133,9 +144,10 @@ _LACKING: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = MappingProxyType(
         "SmolLM3-3B": (_STATES, ("lfm2", "falcon-h1", "falcon_h1", "jamba", "nemotron_h")),
         "Granite-3.3-2B": (_STATES, ("granitehybrid", "granitemoehybrid")),
         "the Qwen3 of its size": (_VISION, ("qwen2vl", "qwen2_vl", "qwen2_5_vl", "qwen3vl", "qwen3_vl")),
-        "Gemma 3": (_CAPPED, ("gemma", "gemma2")),
+        "a Gemma 3": (_CAPPED, ("gemma2",)),
         "Gemma 3 of its size": ("per-layer embeddings", ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text")),
-        "Phi-4-mini-instruct": ("parallel sublayers", ("phi2", "phi", "command-r", "cohere", "cohere2")),
+        "Phi-4-mini-instruct": ("parallel sublayers", ("phi2", "phi")),
+        "a Llama of its size": ("parallel sublayers", ("command-r", "cohere", "cohere2", "falcon")),
     }
 )
 """By a model that works: what edgespec lacks for others near it, under their names in GGUF and on the hub."""

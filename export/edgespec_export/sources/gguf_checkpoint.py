@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from edgespec_export.sources import gguf_tokenizer
-from edgespec_export.sources.architectures import FAMILIES, GGUF_FAMILIES, Family, unknown
+from edgespec_export.sources.architectures import GGUF_FAMILIES, Family, unknown
 from edgespec_export.sources.blocks import Tensor
 from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.gguf import GGUFFile
@@ -82,8 +82,6 @@ _NAMES: Final[Mapping[str, str]] = MappingProxyType(
 )
 """The facts of a ``config.json``, and the keys that state them here, behind the architecture's name."""
 
-_FIXED = {f"{_SCALING}yarn_ext_factor": 1.0, f"{_SCALING}finetuned": True}
-"""Keys that change what a model computes, and their one value that is known."""
 _GEMMA3_27B_LAYERS = 62  # the one size whose attention scale is not 1 / sqrt(head_dim)
 
 
@@ -127,15 +125,12 @@ class GGUFCheckpoint(Checkpoint):
             raise ModelFileError(f"{where} has no usable token embedding; download or convert it again")
         rows, prefix = self.tensors["embed"].shape[0], f"{family.gguf}."
         own: dict[str, object] = {
-            key.removeprefix(prefix): value for key, value in self.metadata.items() if key.startswith(prefix)
+            key.removeprefix(prefix): value.tolist() if isinstance(value, np.ndarray) else value
+            for key, value in self.metadata.items()
+            if key.startswith(prefix)
         }
         if own.get("vocab_size", rows) != rows:
             raise ModelFileError(f"{where} says {own['vocab_size']} tokens, its embedding has {rows} rows")
-        if "attention.value_length" in own and own["attention.value_length"] != own.get(_NAMES["head_dim"]):
-            raise UnsupportedModelError(f"{where} has values of another width than keys; not supported yet")
-        for key, known in _FIXED.items():
-            if own.get(key, known) != known:
-                raise UnsupportedModelError(f"{where}: {prefix}{key} is {own[key]!r}; only {known} is known")
         own |= {"vocab_size": rows, **self._scaling(own)} | _windows(own)
         if family.name == "gemma3" and own.get("block_count") == _GEMMA3_27B_LAYERS:
             keys = Facts(own, where, _NAMES)
@@ -143,8 +138,12 @@ class GGUFCheckpoint(Checkpoint):
             own["query_pre_attn_scalar"] = float(keys.integer("hidden_size") // heads)
         facts = _Keys(own, where, _NAMES)
         config, self.logits_factor = config_of(facts, family), logits_factor(facts)
+        if facts.integer("attention.value_length", config.head_dim) != config.head_dim:
+            raise UnsupportedModelError(f"{where} has values of another width than keys; not supported yet")
         if family.neighbours and config.rotary_dim is not None:
             raise UnsupportedModelError(f"{where} rotates only a part of each head; {family.gguf} does not")
+        if family.name == "granite" and not facts.boolean(f"{_SCALING}finetuned", default=True):
+            raise UnsupportedModelError(f"{where} rotates nothing ({_SCALING}finetuned); not supported yet")
         factors = self._taken("rope_factors")
         if factors and config.rope_factors:
             raise ModelFileError(f"{where} has rope_freqs.weight and scales its rotary embedding besides")
@@ -165,11 +164,12 @@ class GGUFCheckpoint(Checkpoint):
         elif kind == "none" or (kind == "linear" and factor is None):
             kind = "default"
         attention = own.get(f"{_SCALING}{'yarn_' * (kind == 'yarn')}attn_factor")
-        if kind != "longrope" and own.get(f"{_SCALING}attn_factor", 1.0) != 1.0:
-            raise UnsupportedModelError(
-                f"{self.path.name} scales its rotary tables ({_SCALING}attn_factor) beside {kind!r}; not "
-                "supported yet"
-            )
+        for key in ("yarn_ext_factor", "attn_factor"):
+            if own.get(f"{_SCALING}{key}", 1.0) != 1.0 and (kind, key) != ("longrope", "attn_factor"):
+                raise UnsupportedModelError(
+                    f"{self.path.name}: {_SCALING}{key} is {own[f'{_SCALING}{key}']!r} beside {kind!r}; not "
+                    "supported yet"
+                )
         return {
             f"{_SCALING}type": kind,
             f"{_SCALING}factor": factor,
@@ -193,7 +193,7 @@ def _windows(own: Mapping[str, object]) -> dict[str, object]:
     if own.get("attention.sliding_window") == 0:
         changed["attention.sliding_window"] = None
     pattern = own.get("attention.sliding_window_pattern")
-    if isinstance(pattern, np.ndarray | list):
+    if isinstance(pattern, list):
         kinds = [f"{'sliding' if windowed else 'full'}_attention" for windowed in pattern]
         changed |= {"attention.sliding_window_pattern": None, "layer_types": kinds}
     return changed
@@ -204,7 +204,7 @@ def _family(file: GGUFFile) -> Family:
     if not isinstance(found, str) or found not in GGUF_FAMILIES:
         known = f"edgespec exports these architectures from GGUF: {', '.join(GGUF_FAMILIES)}."
         raise unknown(file.path.name, str(found), known)
-    return FAMILIES[GGUF_FAMILIES[found]]
+    return GGUF_FAMILIES[found]
 
 
 def _named(file: GGUFFile, family: Family) -> dict[str, Tensor]:

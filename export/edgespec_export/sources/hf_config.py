@@ -13,6 +13,7 @@ from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.files.facts import Facts
 
 _MAX_COUNT = 4096  # there are lists with an entry for each; a damaged count may be huge
+_LEAST = 1e-6  # that a model is multiplied by: squares and quotients stay finite
 _CHANGES_LOGITS = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 _EXPERTS = ("expert_count", "num_experts", "num_local_experts")
 
@@ -62,14 +63,14 @@ def config_of(facts: Facts, family: Family) -> ModelConfig:
         if not 0 < count <= _MAX_COUNT:
             raise UnsupportedModelError(f"{facts.where} says {count} {name}; 1 to {_MAX_COUNT} are supported")
     rope = _rope(facts, family, head_dim)
-    gemma = family.name == "gemma3"
     global_every, window = _window(facts, family, layers)
-    if window is not None and window >= rope["context_length"] and not gemma:
-        window = None  # Gemma's window also says which layers have the local rotary embedding
+    if window is not None and window >= rope["context_length"] and not family.pattern:
+        window = None  # with a pattern, a window also says which layers have the local rotary embedding
     if window is None:
         rope["rope_local_theta"] = None  # of layers that there are none of
     scale = facts.positive("query_pre_attn_scalar", float(head_dim)) ** -0.5
-    embedding = facts.positive("embedding_multiplier", sqrt(max(hidden, 0)) if gemma else 1.0)
+    grown = sqrt(max(hidden, 0)) if family.name == "gemma3" else 1.0
+    embedding = _multiplier(facts, "embedding_multiplier", grown)
     residual = _residual_factor(facts, family)
     return ModelConfig(
         architecture=family.name,
@@ -97,7 +98,7 @@ def _residual_factor(facts: Facts, family: Family) -> float:
     The graph keeps that stream divided by it: then sublayers add what they compute, and a normalization with
     its epsilon divided by the square gives what it gave before.
     """
-    factor = facts.positive("residual_multiplier", 1.0)
+    factor = _multiplier(facts, "residual_multiplier", 1.0)
     if factor != 1 and (family.fixed.get("qk_norm") or family.fixed.get("post_norms")):
         raise UnsupportedModelError(
             f"{facts.where}: residual_multiplier is {factor}; {family.name} is supported without"
@@ -107,7 +108,14 @@ def _residual_factor(facts: Facts, family: Family) -> float:
 
 def logits_factor(facts: Facts) -> float:
     """What logits are multiplied by."""
-    return 1 / facts.positive("logits_scaling", 1.0)
+    return 1 / _multiplier(facts, "logits_scaling", 1.0)
+
+
+def _multiplier(facts: Facts, key: str, default: float) -> float:
+    value = facts.positive(key, default)
+    if not _LEAST <= value <= 1 / _LEAST:
+        raise ModelFileError(f"{facts.where}: {key} is {value}; from {_LEAST} to {1 / _LEAST:.0f} are known")
+    return value
 
 
 def _family(facts: Facts) -> Family:
@@ -181,8 +189,8 @@ def _sliding_layers(facts: Facts, family: Family, layers: int) -> list[bool]:
                 f"{layers} layers"
             )
         return [known[kind] for kind in types]
-    if family.name == "gemma3":
-        pattern = max(facts.integer("sliding_window_pattern", 6), 1)
+    if family.pattern:
+        pattern = max(facts.integer("sliding_window_pattern", family.pattern), 1)
         return [(layer + 1) % pattern != 0 for layer in range(layers)]
     if family.name == "smollm3":
         unrotated = _unrotated(facts, layers)
@@ -197,12 +205,11 @@ def _rope(facts: Facts, family: Family, head_dim: int) -> dict[str, Any]:
     Both spellings are read: ``rope_theta`` with ``rope_scaling``, and the ``rope_parameters`` that
     transformers 5 writes.
     """
-    parameters, local_theta = facts.section("rope_parameters"), None
-    if family.name == "gemma3":
-        local = parameters.section("sliding_attention")
-        local_theta = local.positive("rope_theta", facts.positive("rope_local_base_freq", 1e4))
-        if kind_of(local) != "default":
-            raise UnsupportedModelError(f"{local.where} scales the local rotary embedding; not supported yet")
+    parameters = facts.section("rope_parameters")
+    local = parameters.section("sliding_attention")
+    if kind_of(local) != "default":
+        raise UnsupportedModelError(f"{local.where} scales the local rotary embedding; not supported yet")
+    if "full_attention" in parameters.keys:
         parameters = parameters.section("full_attention")
     share = parameters.positive("partial_rotary_factor", facts.positive("partial_rotary_factor", 1.0))
     if share > 1:
@@ -210,6 +217,7 @@ def _rope(facts: Facts, family: Family, head_dim: int) -> dict[str, Any]:
     width = facts.integer("rotary_dim", int(head_dim * share))
     context = facts.integer("max_position_embeddings")
     theta = parameters.positive("rope_theta", facts.positive("rope_theta", family.theta))
+    local_theta = facts.positive("rope_local_base_freq", family.local_theta or theta)
     old_style = facts.section("rope_scaling")
     scaling = old_style if kind_of(old_style) != "default" else parameters
     original = facts.value("original_max_position_embeddings")
@@ -217,6 +225,6 @@ def _rope(facts: Facts, family: Family, head_dim: int) -> dict[str, Any]:
         "rope_theta": theta,
         "rotary_dim": None if width == head_dim else width,
         "context_length": context,
-        "rope_local_theta": local_theta,
+        "rope_local_theta": local.positive("rope_theta", local_theta) if family.pattern else None,
     }
     return fields | scaled(scaling, theta, width, context, original if isinstance(original, int) else context)

@@ -37,7 +37,7 @@ def scaled(scaling: Facts, theta: float, width: int, context: int, original: int
         return {"rope_factors": (scaling.positive("factor"),) * (width // 2)}
     if kind == "llama3":
         return {"rope_factors": _llama3(scaling, theta, width, context)}
-    if kind in ("longrope", "su"):
+    if kind in ("longrope", "su") or scaling.value("short_factor"):  # Phi's may be called yarn
         return _longrope(scaling, width, context, original)
     if kind == "yarn":
         return _yarn(scaling, theta, width, context, original)

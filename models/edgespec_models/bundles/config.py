@@ -74,7 +74,7 @@ class ModelConfig(DecoderShape):
         rope_interleaved: rotate neighbouring elements rather than the two halves of a head.
         rope_factors: where a model's context was extended, what each frequency of ``rope_theta`` is divided
             by, ``rotary_width / 2`` numbers; empty where by nothing.
-        rope_magnitude: factor on every rotary cosine and sine.
+        rope_magnitude: factor on the rotary cosines and sines of ``rope_theta``.
         rotary_dim: leading elements of a head that are rotated; None where all are.
         unrotated_layers: layers without a rotary embedding (Yang et al. 2025, "RoPE to NoPE and Back Again").
         rope_local_theta: base in sliding-window layers; None where every layer uses ``rope_theta``.

@@ -128,11 +128,13 @@ def rotary_tables(config: ModelConfig, positions: int) -> dict[str, npt.NDArray[
     width, tables = config.rotary_width, {}
     for name, theta in rotary_thetas(config).items():
         frequencies = theta ** (-np.arange(0, width, 2, dtype=np.float64) / width)
-        if name == "rope" and config.rope_factors:
-            frequencies /= config.rope_factors
+        magnitude = 1.0
+        if name == "rope":  # the base of windowed layers is not scaled
+            magnitude = config.rope_magnitude
+            frequencies /= config.rope_factors or 1.0
         angles = np.outer(np.arange(positions, dtype=np.float64), frequencies)
         for part, function in (("cos", np.cos), ("sin", np.sin)):
-            tables[f"{name}_{part}"] = (function(angles) * config.rope_magnitude).astype(np.float32)
+            tables[f"{name}_{part}"] = (function(angles) * magnitude).astype(np.float32)
     return tables
 
 
