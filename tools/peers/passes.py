@@ -6,7 +6,8 @@ decodes n sequences at once, whose n rows all have logits, as a verification's h
 tokens. Medians over rounds; a round takes every program once.
 
 Usage, from the repository's root: ``python -m tools.peers.passes --gguf FILE --bundle DIR
-[--peer llama.cpp=peers/llama.cpp/bin ...] [--instructions avx512 --instructions avx2 ...] [--rounds 3]``
+[--peer llama.cpp=peers/llama.cpp/bin ...] [--instructions avx512 --instructions avx2 ...] [--rounds 3]
+[--prompt 64]``
 """
 
 import argparse
@@ -23,11 +24,11 @@ from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from tools.arguments import arguments
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32)
-_BEHIND, _STEPS, _PROMPT, _REPEATED = 16, 12, 64, 5
+_BEHIND, _STEPS, _REPEATED = 16, 12, 5
 Times = Mapping[str, float]
 
 
-def peer(folder: Path, options: list[str], gguf: Path, threads: int) -> Times:
+def peer(folder: Path, options: list[str], gguf: Path, threads: int, prompt: int) -> Times:
     """One run of a peer: milliseconds by rows, and tokens a second of a prompt."""
     model = ["-m", str(gguf), "-t", str(threads)]
     rows = ",".join(map(str, ROWS))
@@ -39,7 +40,7 @@ def peer(folder: Path, options: list[str], gguf: Path, threads: int) -> Times:
         if len(cells) > 9 and cells[1].isdigit():  # | PP | TG | B | N_KV | T_PP | S_PP | T_TG | ...
             times[cells[3]] = 1000 * float(cells[7]) / int(cells[2])
     valued = [word for option in options for word in (option, "1")]  # llama-bench's switches have values
-    bench = [str(folder / "llama-bench"), *model, *f"-p {_PROMPT} -n 0 -r 3 -o json".split(), *valued]
+    bench = [str(folder / "llama-bench"), *model, *f"-p {prompt} -n 0 -r 3 -o json".split(), *valued]
     found = re.search(r'"avg_ts": ([0-9.]+)', _run(bench))
     return times | ({} if found is None else {"prompt": float(found[1])})
 
@@ -50,12 +51,12 @@ def _run(command: list[str]) -> str:
     return done.stdout + done.stderr
 
 
-def ours(bundle: Path, instructions: str, threads: int) -> Times:
+def ours(bundle: Path, instructions: str, threads: int, prompt: int) -> Times:
     """The same of edgespec, in a session of its own."""
     session = CpuSession(Bundle(bundle), CpuOptions(threads=threads, instructions=instructions))
     start = [100 + token for token in range(_BEHIND)]
     times: dict[str, float] = {}
-    session.reserve(_BEHIND + _PROMPT)
+    session.reserve(_BEHIND + prompt)
     for rows in ROWS:
         session.prefill(start)
         times[str(rows)] = 1000 * median(_timed(session, start, rows) for _ in range(_REPEATED))
@@ -63,10 +64,10 @@ def ours(bundle: Path, instructions: str, threads: int) -> Times:
     for number in range(4):
         session.truncate(0)
         began = perf_counter()
-        session.predict_next([200 + number + token for token in range(_PROMPT)]).best(0)
+        session.predict_next([200 + number + token for token in range(prompt)]).best(0)
         seconds.append(perf_counter() - began)
     session.close()
-    return times | {"prompt": _PROMPT / median(seconds[1:])}
+    return times | {"prompt": prompt / median(seconds[1:])}
 
 
 def _timed(session: CpuSession, start: list[int], rows: int) -> float:
@@ -81,24 +82,26 @@ def programs(options: argparse.Namespace) -> dict[str, Callable[[], Times]]:
     found: dict[str, Callable[[], Times]] = {}
     for name in options.instructions or [""]:
         label = f"edgespec {name}".strip()
-        found[label] = partial(ours, options.bundle, name, options.threads)
+        found[label] = partial(ours, options.bundle, name, options.threads, options.prompt)
     for text in options.peer:
         name, _, where = text.partition("=")
         folder, _, words = where.partition(":")
         extra = words.split(",") if words else []
-        found[name] = partial(peer, Path(folder), extra, options.gguf, options.threads)
+        found[name] = partial(peer, Path(folder), extra, options.gguf, options.threads, options.prompt)
     return found
 
 
 def main() -> None:
     """Read the command line, print a table."""
-    options = arguments(__doc__, gguf=Path, bundle=Path, peer=[str], instructions=[str], threads=2, rounds=3)
+    options = arguments(
+        __doc__, gguf=Path, bundle=Path, peer=[str], instructions=[str], threads=2, rounds=3, prompt=64
+    )
     every: dict[str, list[Times]] = {}
     for _ in range(options.rounds):
         for name, run in programs(options).items():
             every.setdefault(name, []).append(run())
     columns = [*map(str, ROWS), "prompt"]
-    print(f"| ms by rows; prompt of {_PROMPT}, tokens/s | " + " | ".join(columns) + " |")
+    print(f"| ms by rows; prompt of {options.prompt}, tokens/s | " + " | ".join(columns) + " |")
     print("|---" * (len(columns) + 1) + "|")
     for name, runs in every.items():
         cells = [f"{median(run.get(column, float('nan')) for run in runs):.1f}" for column in columns]
