@@ -14,7 +14,7 @@ from edgespec_models.errors import RequestError, TokenizerError
 from edgespec_models.schema import check_fields, form, one_of, shown, within
 
 if TYPE_CHECKING:  # what prompts without a conversation do not need, such as Jinja
-    from edgespec.requests.tool_calls import ReadAnswer
+    from edgespec.requests.call_reading import CallReader
     from edgespec_models.text.chat_template import ChatTemplate
 
 
@@ -54,6 +54,7 @@ class RequestOptions(TypedDict, total=False):
     top_logprobs: int
     tools: Sequence[Mapping[str, Any]]
     tool_choice: str | Mapping[str, Any]
+    parallel_tool_calls: bool | None
     template_args: Mapping[str, Any]
     response_format: ResponseFormat | None
 
@@ -83,6 +84,8 @@ class Request:
         tool_choice: "auto" lets the model choose; "none" shows it no tools. With "required" the answer is a
             call of one of the tools, with ``{"type": "function", "function": {"name": ..}}`` of that one, and
             its arguments fit the tool's parameters.
+        parallel_tool_calls: False ends the answer behind its first call. A call that has to be made is one
+            call, with True one or more where the model's form has several.
         template_args: what the model's chat template is told besides, such as ``enable_thinking``.
         response_format: what the answer has to be, such as :class:`edgespec.JsonSchema`. Where it has become
             that it ends; where ``max_new_tokens`` or ``stop`` end it, it may be a part of that only.
@@ -104,6 +107,7 @@ class Request:
     top_logprobs: Annotated[int, within(0, 20)] = 0
     tools: tuple[Mapping[str, Any], ...] = ()
     tool_choice: Annotated[str, one_of(("auto", "none", "required"))] | Mapping[str, Any] = "auto"
+    parallel_tool_calls: bool | None = None
     template_args: Mapping[str, Any] = field(default_factory=dict)
     response_format: JsonSchema | Regex | Lark | Choice | AnyJson | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -260,24 +264,30 @@ def detokenize(bundle: Bundle, tokens: Sequence[int]) -> str:
         raise RequestError(f"tokens is {shown(tokens)}; allowed: token ids from 0 to {most}") from error
 
 
-def answer_reader(bundle: Bundle, request: Request) -> "ReadAnswer | None":
-    """What reads tool calls out of the answer; None where the model is shown no tools."""
+def call_reader(bundle: Bundle, request: Request, prompt: Sequence[int]) -> "CallReader | None":
+    """What reads tool calls out of the answer to ``prompt``; None where the model is shown no tools."""
     if bundle.chat_template is None or not request.tools or request.tool_choice == "none":
         return None
-    from edgespec.requests.tool_calls import tool_reader
+    from edgespec.requests.call_reading import CallReader
+    from edgespec.requests.tool_calls import format_of
 
-    eos = bundle.manifest.special_tokens.eos
-    return tool_reader(bundle.chat_template.source, request.tools, bundle.tokenizer, eos)
+    form, tools = (
+        format_of(bundle.chat_template.source),
+        {each["function"]["name"]: each["function"].get("parameters") for each in request.tools},
+    )
+    single = request.parallel_tool_calls is False
+    return None if form is None else CallReader(form, tools, prompt, single=single)
 
 
 def answer_format(bundle: Bundle, request: Request) -> ResponseFormat | None:
     """What the answer to ``request`` has to be: its format, or a call that it has to make, if any."""
     if request.tool_choice in ("auto", "none") or bundle.chat_template is None:
         return request.response_format
-    from edgespec.requests.tool_calls import calls_grammar, must_call
+    from edgespec.requests.tool_calls import calls_grammar, format_of, must_call
 
-    called = must_call(request.tools, request.tool_choice)
-    return Lark(calls_grammar(bundle.chat_template.source, called, bundle.tokenizer))
+    form, called = format_of(bundle.chat_template.source), must_call(request.tools, request.tool_choice)
+    several = bool(request.parallel_tool_calls)
+    return None if form is None else Lark(calls_grammar(form, called, bundle.tokenizer, several=several))
 
 
 def _check_tools(name: str, template: "ChatTemplate") -> None:
@@ -296,6 +306,10 @@ def _check_tools(name: str, template: "ChatTemplate") -> None:
 def _chat(
     bundle: Bundle, template: "ChatTemplate", messages: Messages, arguments: Mapping[str, Any]
 ) -> list[int]:
+    if "tool_calls" not in template.source:
+        from edgespec.requests.tool_calls import with_calls_as_text
+
+        messages = with_calls_as_text(template.source, messages)
     ids = template.encode(messages, bundle.tokenizer, arguments)
     return ids if ids[:1] == [bundle.manifest.special_tokens.bos] else _begun(bundle, ids)
 

@@ -3,7 +3,7 @@
 import codecs
 import json
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -57,6 +57,30 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class CallPart:
+    """What a stream says of a call: first its id and name, then pieces of its arguments.
+
+    Attributes:
+        index: of the call among those of the answer.
+        arguments: a piece of them, as JSON; all pieces joined are the arguments.
+        id: of the call, in its first part; None in all others.
+        name: of the function, in the first part.
+    """
+
+    index: int
+    arguments: str = ""
+    id: str | None = None
+    name: str | None = None
+
+    def to_message(self) -> dict[str, Any]:
+        """The part as an item of ``tool_calls`` in a delta."""
+        if self.id is None:
+            return {"index": self.index, "function": {"arguments": self.arguments}}
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"index": self.index, "id": self.id, "type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
 class Record:
     """What a round of decoding added to an answer.
 
@@ -65,12 +89,16 @@ class Record:
         tokens: what was committed; none in the last record of an answer that was ended from outside.
         finish_reason: why the answer ended, in its last record; None in all others.
         stop: the stop string that ended it, which is not part of the text; None without.
+        content: the same of the text around calls of tools.
+        calls: what became certain of these.
     """
 
     text: str
     tokens: tuple[TokenRecord, ...]
     finish_reason: FinishReason | None = None
     stop: str | None = None
+    content: str = ""
+    calls: tuple[CallPart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +221,7 @@ class Generation:
         stop: the stop string that ended it; None without.
         records: the same tokens, each with where it came from.
         tool_calls: functions that the model asks to have called; the text holds them too, as it wrote them.
-        content: the text around those calls; empty without any.
+        content: the text around those calls; all of it without any.
         others: further answers to the same prompt, where the request asks for several.
     """
 
@@ -215,10 +243,8 @@ class Generation:
     @property
     def message(self) -> dict[str, Any]:
         """The answer as a message, for the messages of the conversation's next request."""
-        if not self.tool_calls:
-            return {"role": "assistant", "content": self.text}
-        calls = [call.to_message() for call in self.tool_calls]
-        return {"role": "assistant", "content": self.content, "tool_calls": calls}
+        calls = {"tool_calls": [call.to_message() for call in self.tool_calls]} if self.tool_calls else {}
+        return {"role": "assistant", "content": self.content, **calls}
 
 
 def nothing(reason: FinishReason) -> Generation:
@@ -303,13 +329,15 @@ class TextStream:
 
     The pieces joined equal ``tokenizer.decode`` of all tokens, up to the first stop string. That is the
     one completed first, and the longest of those completed by the same byte, however the tokens were
-    grouped into pushes. Special tokens contribute no text. Push committed tokens only: text that was
-    handed out is not taken back.
+    grouped into pushes. Special tokens contribute no text, but for those ``spelled``. Push committed tokens
+    only: text that was handed out is not taken back.
 
     Raises RequestError where a stop string is empty or holds a lone surrogate.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, stop: Sequence[str] = (), spelled: Collection[int] = ()
+    ) -> None:
         if isinstance(stop, str):
             raise RequestError(f"stop must be a list of texts, not the text {stop!r}.")
         if not all(stop):
@@ -319,7 +347,7 @@ class TextStream:
             self._stops = {text.encode("utf-8"): text for text in stop}
         except UnicodeEncodeError as error:
             raise RequestError(f"A stop string is not valid text: {error}") from error
-        self._tokenizer = tokenizer
+        self._tokenizer, self._spelled = tokenizer, spelled
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = b""  # may be the beginning of a stop string
         self.stop_string: str | None = None
@@ -334,7 +362,7 @@ class TextStream:
         """Take tokens, return the text that can be shown now. Raises TokenizerError for an unknown id."""
         if self.stopped:
             return ""
-        shown = (token for token in tokens if not self._tokenizer.is_special(token))
+        shown = (each for each in tokens if each in self._spelled or not self._tokenizer.is_special(each))
         text = self._held + self._tokenizer.bytes_of(shown)
         found = self._first_stop(text)
         if found is None:

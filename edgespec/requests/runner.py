@@ -1,6 +1,6 @@
 """The loaded models as one thread uses them, and one request as it runs on them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,17 +19,17 @@ from edgespec.requests.request import (
     Messages,
     Request,
     answer_format,
-    answer_reader,
+    call_reader,
     drafter_tokens,
     prompt_tokens,
 )
 from edgespec.requests.results import (
+    CallPart,
     FinishReason,
     Generation,
     Record,
     TextStream,
     TokenRecord,
-    ToolCall,
     nothing,
     statistics,
     token_records,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # requests import nothing of drafter models or histories that
     from edgespec.drafting.custom import Custom
     from edgespec.drafting.side import DrafterSide
     from edgespec.history.use import HistoryUse
-    from edgespec.requests.tool_calls import ReadAnswer
+    from edgespec.requests.call_reading import CallReader
 
 
 PromptTokens = tuple[list[int], list[int]]
@@ -68,20 +68,22 @@ class PreparedRequest:
     max_draft: int
     begin: Callable[[], Policy]
     constraint: Constraint | None = None
-    reader: "ReadAnswer | None" = None
+    calls: "CallReader | None" = None
     clock: Clock = perf_counter
     _stream: TextStream = field(init=False)
+    _spelled: TextStream = field(init=False)  # with the tags of calls that are control tokens
     _text: list[str] = field(init=False, default_factory=list)
     _steps: list[Step] = field(init=False, default_factory=list)
     _records: list[TokenRecord] = field(init=False, default_factory=list)
     _remarks: Remarks = field(init=False, default_factory=Remarks)
     _reason: FinishReason | None = field(init=False, default=None)
-    _content: str = field(init=False, default="")
-    _calls: tuple[ToolCall, ...] = field(init=False, default=())
+    _content: list[str] = field(init=False, default_factory=list)
     _measured: dict[str, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._stream = TextStream(self.tokenizer, stop=self.request.stop)
+        marks = () if self.calls is None else self.calls.marks(self.tokenizer)
+        self._spelled = TextStream(self.tokenizer, stop=self.request.stop, spelled=marks)
         self._measured["prompt_tokens"] = len(self.tokens)
 
     def records(self, why_end: Callable[[], FinishReason | None], queued_s: float = 0.0) -> Iterator[Record]:
@@ -106,7 +108,7 @@ class PreparedRequest:
                     break
         if self._reason is None:
             self._reason = why_end() or "cancelled"
-            yield Record(self._shown(self._stream.finish()), (), self._reason)
+            yield self._shown("", (), "", [])
 
     @property
     def result(self) -> Generation:
@@ -118,8 +120,8 @@ class PreparedRequest:
             statistics(self._steps, self._remarks, **self._measured),
             self._stream.stop_string,
             tuple(self._records),
-            self._calls,
-            self._content,
+            () if self.calls is None else tuple(self.calls.calls),
+            "".join(self._content),
         )
 
     def _record(self, step: Step) -> Record:
@@ -128,25 +130,41 @@ class PreparedRequest:
         tokens = token_records(step)
         self._records += tokens
         text = self._stream.push(step.tokens)
-        if self._stream.stopped or self._is_complete(step.tokens[-1]):
-            if self.reader is not None:
-                answer = [record.id for record in self._records]
-                self._content, self._calls = self.reader(self.tokens, answer)
-            self._reason = "tool_calls" if self._calls else "stop"
+        content, calls = self._read(text, step.tokens)
+        called = self.calls is not None and self.calls.complete
+        if called or self._stream.stopped or self._is_complete(step.tokens[-1]):
+            self._reason = "stop"
         elif len(self._records) >= self.request.max_new_tokens:
             self._reason = "length"
-        if self._reason is not None:
-            text += self._stream.finish()
-        return Record(self._shown(text), tokens, self._reason, self._stream.stop_string)
+        return self._shown(text, tokens, content, calls)
+
+    def _read(
+        self, text: str, tokens: Sequence[int] = (), *, final: bool = False
+    ) -> tuple[str, list[CallPart]]:
+        """What ``text``, which ``tokens`` write, says around calls, and of these."""
+        if self.calls is None:
+            return text, []
+        said = self._spelled.finish() if final else self._spelled.push(tokens)
+        return self.calls.push(said, final=final)
 
     def _is_complete(self, last: int) -> bool:
         """Whether the model has ended its text, or the request's grammar allows nothing behind it."""
         over = self.constraint is not None and self.constraint.ends(self.tokens)
         return over or last in self.eos
 
-    def _shown(self, text: str) -> str:
+    def _shown(
+        self, text: str, tokens: tuple[TokenRecord, ...], content: str, calls: list[CallPart]
+    ) -> Record:
+        """The next record, with what was held back if it is the last."""
+        if self._reason is not None:
+            held = self._stream.finish()
+            more, parts = self._read(held, final=True)
+            text, content, calls = text + held, content + more, calls + parts
+            if self._reason == "stop" and self.calls is not None and self.calls.calls:
+                self._reason = "tool_calls"
         self._text.append(text)
-        return text
+        self._content.append(content)
+        return Record(text, tokens, self._reason, self._stream.stop_string, content, tuple(calls))
 
     def _rounds(self, policy: Policy, cancelled: Callable[[], bool]) -> Iterator[Step]:
         return decode(
@@ -272,7 +290,7 @@ class Runner:
             max_draft=self.options.max_draft,
             begin=partial(self._begin, prompt, request, constraint),
             constraint=constraint,
-            reader=answer_reader(self.target, request),
+            calls=call_reader(self.target, request, tokens),
             clock=self._clock,
         )
 

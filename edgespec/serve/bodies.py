@@ -98,11 +98,11 @@ class ChatBody(_Common):
     top_logprobs: Annotated[int, within(0, 20)] = 0
     tools: Sequence[Mapping[str, Any]] | None = None
     tool_choice: str | Mapping[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     response_format: Mapping[str, Any] | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
     # one value only: the others would change the answer
     modalities: Sequence[Literal["text"]] | None = None
-    parallel_tool_calls: Literal[True] | None = None
 
     def options(self) -> RequestOptions:
         """What the model is asked for, besides the prompt."""
@@ -115,6 +115,8 @@ class ChatBody(_Common):
             given["tools"] = self.tools
         if self.tool_choice is not None:
             given["tool_choice"] = self.tool_choice
+        if self.parallel_tool_calls is not None:
+            given["parallel_tool_calls"] = self.parallel_tool_calls
         if self.chat_template_kwargs:
             given["template_args"] = self.chat_template_kwargs
         if self.response_format is not None:
@@ -124,11 +126,6 @@ class ChatBody(_Common):
     def conversation(self) -> list[dict[str, Any]]:
         """The messages, less what is null in them: clients send back the answers that they were given."""
         return [{key: value for key, value in each.items() if value is not None} for each in self.messages]
-
-    @property
-    def may_call(self) -> bool:
-        """Whether the answer may call tools."""
-        return bool(self.tools) and self.tool_choice != "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
