@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from edgespec.loading.planning import plan
     from edgespec.requests.request import RequestOptions
     from edgespec.requests.results import (
+        CallPart,
         Generation,
         GenerationStats,
         Record,
@@ -62,6 +63,7 @@ __all__ = [
     "GenerationStats",
     "SourceStats",
     "ToolCall",
+    "CallPart",
     "Drafter",
     "Draft",
     "Step",
@@ -101,7 +103,9 @@ _NAMES_BY_HOME = {
     "edgespec.loading.opening": "LoadOptions",
     "edgespec.requests.stream": "Stream",
     "edgespec.requests.request": "RequestOptions",
-    "edgespec.requests.results": "Generation GenerationStats Record SourceStats TokenRecord ToolCall",
+    "edgespec.requests.results": (
+        "CallPart Generation GenerationStats Record SourceStats TokenRecord ToolCall"
+    ),
     "edgespec.decoding.draft": "Draft Drafter Step",
     "edgespec.decoding.grammar": "AnyJson Choice JsonSchema Lark Regex",
     "edgespec.history.manage": "History",

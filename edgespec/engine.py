@@ -19,7 +19,6 @@ from edgespec.loading.opening import (
 )
 from edgespec.requests.request import (
     Messages,
-    Prompt,
     Request,
     RequestOptions,
     detokenize,
@@ -28,7 +27,7 @@ from edgespec.requests.request import (
     with_options,
 )
 from edgespec.requests.results import Generation
-from edgespec.requests.runner import Runner, respond
+from edgespec.requests.runner import PromptTokens, Runner, respond
 from edgespec.requests.stream import Stream, answers, answers_async
 from edgespec.requests.worker import Answer, Worker
 from edgespec_models.errors import RequestError
@@ -293,7 +292,7 @@ class Model:
     def _queued(
         self,
         request: Request,
-        prompt: Callable[[], Prompt],
+        prompt: Callable[[], PromptTokens],
         ended: Callable[[Generation], None] = lambda result: None,
     ) -> Stream:
         runner, constraint = self._runner, self._runner.constraint(request)

@@ -8,7 +8,7 @@ from typing import Any, Self, cast
 
 from edgespec.engine import Conversation, Model
 from edgespec.requests.request import RequestOptions
-from edgespec.requests.results import Generation, GenerationStats, Record, SourceStats
+from edgespec.requests.results import Generation, GenerationStats, SourceStats
 from edgespec.requests.stream import Stream
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve
@@ -139,10 +139,6 @@ class FakeStream:
         text = self.result.text
         yield text[:4]
         yield text[4:]
-
-    def records(self) -> Iterator[Record]:
-        for piece in self:
-            yield Record(piece, ())
 
     def run(self) -> Generation:
         return self.result

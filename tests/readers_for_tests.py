@@ -18,8 +18,9 @@ from rich.console import Console
 
 from edgespec.cli import inspect
 from edgespec.history.manage import History
+from edgespec.requests.call_reading import CallReader
 from edgespec.requests.request import Request
-from edgespec.requests.tool_calls import check_tools, tool_reader
+from edgespec.requests.tool_calls import calls_grammar, check_tools, format_of
 from edgespec.serve.app import App
 from edgespec.serve.options import ServeOptions
 from edgespec_export.sources.checkpoint import Checkpoint
@@ -43,6 +44,7 @@ from edgespec_models.errors import (
 from edgespec_models.files.onnx_header import read_header
 from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_models.text.tokenizer import Tokenizer
+from tests.calls_for_tests import WRITERS
 from tests.foreign_for_tests import ForeignSpec, write_genai, write_optimum
 from tests.gguf_cases_for_tests import gguf_of
 from tests.gguf_for_tests import ARCHITECTURES, TinyGGUF, tiny_gguf
@@ -51,7 +53,7 @@ from tests.histories_for_tests import SCOPE, delta_of, passage_of, text_of
 from tests.models_for_tests import TEMPLATE as CHAT
 from tests.models_for_tests import toy_model, toy_session, toy_tokenizer
 from tests.sentencepiece_for_tests import trained
-from tests.templates_for_tests import HERMES, LLAMA3, MISTRAL, TOOLS
+from tests.templates_for_tests import HERMES, LLAMA3, MISTRAL, SHOWN, TOOLS
 from tests.tokenizers_for_tests import byte_level_json, gemma4_metadata, sentencepiece_json
 from tests.toy import tiny_bundle
 
@@ -296,25 +298,30 @@ def template(_: Path) -> Reader:
 
 
 def tools(_: Path) -> Reader:
-    """Tools that a request gives, and calls read out of an answer."""
-    tokens = toy_tokenizer()
-    call = '{"name": "add", "arguments": {"a": 1, "b": {"c": [null, "</tool_call>"]}}}'
+    """Tools that a request gives, and calls read out of an answer as it comes."""
+    tags = "".join(f"<parameter={key}>\n1\n</parameter>\n" for key in "ab")
     answers = {
-        "hermes": (HERMES, f"<think>x</think>Sure. <tool_call>\n{call}\n</tool_call> and <tool_call>{call}"),
-        "mistral": (MISTRAL, f'[TOOL_CALLS] [{call}]</s>[TOOL_CALLS]add[CALL_ID]abc[ARGS]{{"a": 1}}'),
-        "llama3": (LLAMA3, "<|python_tag|>" + call.replace("arguments", "parameters")),
+        form: write([("add", {"a": 1, "b": {"c": [None, "</tool_call>"]}})]) for form, write in WRITERS
     }
+    answers["xml"] = f"<tool_call>\n<function=add>\n{tags}</function>\n</tool_call>"
 
     def read(data: bytes) -> None:
         tree = table(data)
         given = Request.of(cast(Any, {"tools": tree.get("tools")})).tools
         check_tools(given)
-        source = answers.get(str(tree.get("form")), answers["hermes"])[0]
-        answer = tokens.encode(str(tree.get("answer")), special=True)
-        content, calls = tool_reader(source, given, tokens, [2])([1, *answer], answer)
-        json.dumps([content, *(each.to_message() for each in calls)], ensure_ascii=False).encode()
+        form = format_of(SHOWN.get(str(tree.get("form")), HERMES))
+        assert form is not None
+        functions = {each["function"]["name"]: each["function"].get("parameters") for each in given}
+        reader, answer = (
+            CallReader(form, functions, [1]),
+            str(tree.get("answer")).encode("utf-8", "replace").decode(),
+        )
+        shown = [reader.push(answer[at : at + 5])[0] for at in range(0, len(answer), 5)]
+        shown += reader.push("", final=True)[0]
+        calls_grammar(form, given, toy_tokenizer(), several=True)
+        json.dumps([shown, *(each.to_message() for each in reader.calls)], ensure_ascii=False).encode()
 
-    seeds = [packed({"form": form, "tools": TOOLS, "answer": text}) for form, (_, text) in answers.items()]
+    seeds = [packed({"form": form, "tools": TOOLS, "answer": text}) for form, text in answers.items()]
     return Reader(seeds, read, (RequestError, TokenizerError))
 
 

@@ -15,13 +15,13 @@ from urllib.parse import urlsplit
 from edgespec.engine import Model
 from edgespec.history.manage import History
 from edgespec.requests.results import (
+    CallPart,
     FinishReason,
     Generation,
     GenerationStats,
     Record,
     SourceStats,
     TokenRecord,
-    ToolCall,
 )
 from edgespec.serve.app import App
 from edgespec.serve.options import ServeOptions, bound_socket
@@ -29,7 +29,9 @@ from edgespec.serve.server import Server, run
 from edgespec_models.errors import EdgespecError
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
+from tests.calls_for_tests import reader_of
 from tests.models_for_tests import VOCAB, printable, toy_model
+from tests.templates_for_tests import HERMES
 from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import F32, ToySession, markov_logits
 
@@ -55,8 +57,6 @@ class ServedModel:
     learned: list[Any] = field(default_factory=list)
     name: str = "served"
     drafter_name: str | None = "small"
-    # Takes an answer's text; returns what is around its calls of tools, and these.
-    reads: Callable[[str], tuple[str, tuple[ToolCall, ...]]] = lambda text: ("", ())
 
     def __post_init__(self) -> None:
         config = SimpleNamespace(context_length=640)
@@ -92,6 +92,9 @@ class ServedStream:
         self._model, self._options, self._over = model, options, False
         self.asked: Any = text
         ids = tokenizer().encode(f"re: {text}")[: options.get("max_new_tokens", 256)]
+        tools = options.get("tools", ()) if options.get("tool_choice") != "none" else ()
+        self._reader = reader_of(HERMES, tools) if tools else None
+        self._content = ""
         self._tokens = [TokenRecord(id_, SOURCES[at % 4]) for at, id_ in enumerate(ids)]
         if options.get("logprobs", False):
             self._tokens = [replace(t, logprob=-0.5, top_logprobs=((t.id, -0.5),)) for t in self._tokens]
@@ -122,18 +125,24 @@ class ServedStream:
                     raise self._model.fault
                 ends, closed = self._model.ends, self._model.ends == "closed"
                 self._over = closed or at + 2 >= len(self._tokens)
+                record = Record("", (), ends) if closed else self._record(at)
                 if self._over:
                     self.result = self._generation(self._tokens[:at] if closed else self._tokens, ends)
-                yield Record("", (), ends) if closed else self._record(at)
+                yield record
                 if closed:
                     return
 
     def _record(self, at: int) -> Record:
         """The text behind ``at`` tokens and before the next; characters that are whole."""
         before, text = (_whole(self._tokens[:end]) for end in (at, at + 2))
-        text = self.result.text if self._over else text
+        text = tokenizer().decode([token.id for token in self._tokens]) if self._over else text
         ends = self._model.ends if self._over else None
-        return Record(text[len(before) :], tuple(self._tokens[at : at + 2]), ends)
+        content, calls = text[len(before) :], list[CallPart]()
+        if self._reader is not None:
+            content, calls = self._reader.push(content, final=self._over)
+        self._content += content
+        tokens = tuple(self._tokens[at : at + 2])
+        return Record(text[len(before) :], tokens, ends, content=content, calls=tuple(calls))
 
     def _generation(self, tokens: Sequence[TokenRecord], reason: FinishReason) -> Generation:
         count = len(tokens)
@@ -142,10 +151,11 @@ class ServedStream:
             rounds=10, drafted=12, accepted=10, by_source={"model": SourceStats(12, 10)},
         )  # fmt: skip
         ids = tuple(token.id for token in tokens)
-        text = tokenizer().decode(ids)
-        content, calls = self._model.reads(text)
-        reason = "tool_calls" if calls else reason
-        return Generation(text, ids, reason, stats, records=tuple(tokens), content=content, tool_calls=calls)
+        calls = () if self._reader is None else tuple(self._reader.calls)
+        return Generation(
+            tokenizer().decode(ids), ids, "tool_calls" if calls else reason, stats,
+            records=tuple(tokens), content=self._content, tool_calls=calls,
+        )  # fmt: skip
 
 
 class Clocked(ToySession):

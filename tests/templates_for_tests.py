@@ -75,3 +75,27 @@ LLAMA3 = """{%- if not tools is defined %}{% set tools = none %}{% endif %}
     {%- endif %}
 {%- endfor %}
 """
+
+
+def showing(calls: str) -> str:
+    """A template that shows tools, and that calls are to be written as ``calls``."""
+    return (
+        "{% if tools %}{{ tools | tojson }} Call so: " + calls + "{% endif %}"
+        "{% for message in messages %}{{ message.role }}: {{ message.content }}{{ message.tool_calls or '' }}"
+        "{{ '\n' }}{% endfor %}"
+    )
+
+
+SHOWN = {
+    "hermes": HERMES,
+    "mistral": MISTRAL,
+    "llama3": LLAMA3,
+    "args": showing("[TOOL_CALLS]name[ARGS]{...}"),
+    "xml": showing("<tool_call>\\n<function=example>\\n<parameter=x>\\n1\\n</parameter>..."),
+    "smollm3": showing("{{ python_tools }}<code>..</code> " + r"<tool_call>\n{\"name\": <name>, ..}"),
+    "phi": showing("<|tool_call|>[...]<|/tool_call|>"),
+    "granite": showing("<|tool_call|> followed by a JSON list"),
+    "functools": showing('functools[{"name": ...}]'),
+    "lfm2": showing("<|tool_call_start|>[..]<|tool_call_end|>"),
+}
+"""A template of each form."""

@@ -17,8 +17,9 @@ from edgespec.requests.request import Request, encode_chat
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cpu import CpuSession
 from edgespec_runtimes.session import Predictions
+from tests.calls_for_tests import joined
 from tests.native_for_tests import tiny_native
-from tests.templates_for_tests import HERMES, LLAMA3, MISTRAL, TOOLS
+from tests.templates_for_tests import HERMES, LLAMA3, MISTRAL, SHOWN, TOOLS, showing
 from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import LLAMA
 
@@ -180,6 +181,48 @@ def test_calls_come_back_parsed(target: Path, write: Callable[..., None]) -> Non
         assert conversation.messages == [*ASK, answer.message]
 
 
+def test_calls_come_as_they_are_written(target: Path, write: Callable[..., None]) -> None:
+    write(f"See.\n{CALL}\n{CALL}", tools=TOOLS)
+    with edgespec.load(target, "ngram", options=OPTIONS) as model:
+        stream = model.stream_chat(ASK, tools=TOOLS, max_tokens=200)
+        records = list(stream.records())
+        answer = stream.result
+        assert "".join(record.text for record in records) == f"See.\n{CALL}\n{CALL}"
+        assert "".join(record.content for record in records) == answer.content == "See."
+        begun = [at for at, record in enumerate(records) for part in record.calls if part.id]
+        assert len(begun) == 2 and begun[0] < begun[1] < len(records) - 3
+        parts = joined([part for record in records for part in record.calls])
+        assert parts == [(c.id, c.name, '{"a": 1, "b": 2}') for c in answer.tool_calls]
+        short = model.chat(ASK, tools=TOOLS, max_tokens=len(answer.tokens) * 3 // 4)
+        assert (short.finish_reason, len(short.tool_calls)) == ("length", 1)
+        assert short.content.startswith("See.\n\n<tool_call>")
+        for speculate in (True, False):
+            one = model.chat(ASK, tools=TOOLS, max_tokens=200, parallel_tool_calls=False, speculate=speculate)
+            assert (one.finish_reason, one.content) == ("tool_calls", "See.")
+            assert one.tool_calls == answer.tool_calls[:1] and len(one.tokens) < len(answer.tokens)
+
+
+def test_templates_that_show_no_calls_and_tools_of_the_systems_message(tmp_path: Path) -> None:
+    """As those of Granite 3.3 and Phi-4-mini."""
+    phi = """{% for message in messages %}{{ message.role }}: {{ message.content }}{% if 'tools' in message %}
+        {{- '<|tool|>' + message['tools'] + '<|/tool|>' }}{% endif %}{{ '\n' }}{% endfor %}"""
+    call = edgespec.ToolCall("abcdefghi", "add", {"a": 1}).to_message()
+    asked: list[Any] = [*ASK, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    shown = "user: What is 1 + 2?\nassistant: "
+    granite = showing("<|tool_call|>").replace("{{ message.tool_calls or '' }}", "")
+    for number, (source, begins, ends) in enumerate(
+        [(phi, "system: <|tool|>[{", "]<|/tool_call|>\n"), (granite, "[{", "]\n")]
+    ):
+        with edgespec.load(tiny_native(tmp_path / f"{number}", template=source).path, None) as model:
+            prompt = model.detokenize(encode_chat(model.target, asked, {"tools": TOOLS}))
+            assert prompt.startswith(begins) and "Adds two numbers." in prompt
+            assert prompt.endswith(f'{shown}<|tool_call|>[{{"name": "add", "arguments": {{"a": 1}}}}{ends}')
+            broken: list[Any] = [{"role": "assistant", "content": "", "tool_calls": [{"function": 3}]}]
+            with pytest.raises(RequestError, match=r"is .*allowed: a table with a 'function'"):
+                encode_chat(model.target, broken)
+            assert "tools" not in model.detokenize(encode_chat(model.target, ASK))
+
+
 def test_without_tools_nothing_is_parsed(target: Path, write: Callable[..., None]) -> None:
     write(CALL)
     for given in ([], TOOLS):
@@ -225,12 +268,12 @@ FORM = {"type": "object", "properties": KNOWN, "required": [*KNOWN], "additional
 BOUNDED: dict[str, Any] = {"type": "function", "function": {"name": "paint", "parameters": FORM}}
 
 
-@pytest.mark.parametrize("source", [HERMES, MISTRAL, LLAMA3])
+@pytest.mark.parametrize("source", [HERMES, MISTRAL, LLAMA3, SHOWN["xml"], SHOWN["args"], SHOWN["phi"]])
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.5, "seed": 2}])
 def test_a_call_can_be_required(tmp_path: Path, source: str, options: dict[str, Any]) -> None:
     """Whatever the model would say, and whatever form its calls have."""
     wide = replace(LLAMA, context_length=2000)
-    specials = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "[TOOL_CALLS]")
+    specials = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>")
     text = byte_level_json(specials=specials)
     folder = tiny_native(tmp_path / "target", wide, tokenizer_json=text, template=source).path
     with edgespec.load(folder, "ngram", options=OPTIONS) as model:

@@ -52,7 +52,6 @@ def test_a_chat_is_answered_in_openais_form(model: ServedModel, url: str) -> Non
         "completion_tokens": written,
         "total_tokens": 7 + written,
         "prompt_tokens_details": {"cached_tokens": 3},
-        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     messages, options = model.calls[0]
     assert list(messages) == [{"role": "user", "content": HARD}]
@@ -111,7 +110,7 @@ def test_logprobs_come_in_the_form_of_each_endpoint(model: ServedModel, url: str
     [
         ({"temperature": "hot"}, "temperature is 'hot'"),
         ({"banana": 1}, "'banana' is not known; allowed: model, stream"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls is False; allowed: True"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls is 'no'"),
         ({"n": 0}, "n is 0"),
         ({"n": 2, "stream": True}, "one answer can be streamed"),
         ({"messages": []}, "messages is"),

@@ -1,7 +1,7 @@
-"""What the server shows of an answer: calls of tools whole, and every character by its token."""
+"""What the server shows of an answer: calls of tools as they come, and every character by its token."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import openai
@@ -9,16 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.requests.reading import Attribution, TextStream
-from edgespec.requests.results import (
-    Generation,
-    GenerationStats,
-    Record,
-    TokenRecord,
-    ToolCall,
-)
-from edgespec.serve.answers import Holding
+from edgespec.requests.results import Attribution, TextStream, TokenRecord
+from edgespec_models.text.chat_template import ChatTemplate
+from tests.models_for_tests import toy_model, toy_session
 from tests.serving_for_tests import ServedModel, ask, events, question, said, serving, tokenizer
+from tests.templates_for_tests import HERMES
 
 CHAT = "/v1/chat/completions"
 WEATHER: Any = {
@@ -28,33 +23,66 @@ WEATHER: Any = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
-CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bonn"}}</tool_call>'
-CALLS = (ToolCall("abcdefghi", "weather", {"city": "Bonn"}),)
-
-
-def reads(text: str) -> tuple[str, tuple[ToolCall, ...]]:
-    return (text.partition("<tool_call>")[0].strip(), CALLS) if "</tool_call>" in text else ("", ())
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bonn", "days": [1, 2]}}</tool_call>'
+ARGUMENTS = {"city": "Bonn", "days": [1, 2]}
 
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    with serving(ServedModel(reads=reads).as_model()) as url:
+    with serving(ServedModel().as_model()) as url:
         yield url
 
 
-def test_calls_come_whole_in_openais_form_streamed_or_not(url: str) -> None:
-    messages: Any = [{"role": "user", "content": f"see {CALL}"}]
+def put_together(chunks: Iterable[Any]) -> tuple[str, list[tuple[str, str, str, list[str]]], str]:
+    """What a client makes of the chunks of a stream: content, calls with their pieces, and why it ended."""
+    content, reason, calls = "", "", list[tuple[str, str, str, list[str]]]()
+    for choice in (chunk.choices[0] for chunk in chunks):
+        content, reason = content + (choice.delta.content or ""), choice.finish_reason or reason
+        for part in choice.delta.tool_calls or ():
+            if part.id is not None:
+                assert part.index == len(calls)
+                calls.append((part.id, part.type, part.function.name, []))
+            calls[part.index][3].append(part.function.arguments)
+    return content, calls, reason
+
+
+def test_calls_come_in_openais_form_streamed_or_not(url: str) -> None:
+    messages: Any = [{"role": "user", "content": f"see {CALL} {CALL}\nthen"}]
     asked: Any = {"model": "served", "messages": messages, "tools": [WEATHER]}
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         whole = client.chat.completions.create(**asked).choices[0]
-        chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
-    assert whole.message.content == "re: see"
-    assert "".join(chunk.delta.content or "" for chunk in chunks).strip() == "re: see"
-    assert whole.finish_reason == chunks[-1].finish_reason == "tool_calls"
-    for call in (whole.message.tool_calls[0], chunks[-1].delta.tool_calls[0]):
-        assert (call.id, call.type, call.function.name) == ("abcdefghi", "function", "weather")
-        assert json.loads(call.function.arguments) == {"city": "Bonn"}
-    assert chunks[-1].delta.tool_calls[0].index == 0
+        content, calls, reason = put_together(client.chat.completions.create(**asked, stream=True))
+    assert content == whole.message.content == "re: see  \nthen"
+    assert reason == whole.finish_reason == "tool_calls"
+    said = [
+        (call.id, call.type, call.function.name, call.function.arguments) for call in whole.message.tool_calls
+    ]
+    assert [(*head, "".join(pieces)) for *head, pieces in calls] == said and len(said) == 2
+    for *head, pieces in calls:
+        assert head[1:] == ["function", "weather"] and len(pieces) > 3
+        assert json.loads("".join(pieces)) == ARGUMENTS
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_forced_call_is_streamed(choice: Any) -> None:
+    """By a model that would say something else, with a drafter, under a grammar."""
+    fixed: dict[str, Any] = {"city": {"enum": ["Bonn", "Köln"]}, "days": {"enum": [[1], [2, 3]]}}
+    parameters = {"type": "object", "properties": fixed, "required": [*fixed], "additionalProperties": False}
+    tool: Any = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+    asked: Any = {"model": "toy", "messages": [{"role": "user", "content": "hi"}], "tools": [tool]}
+    model = toy_model(toy_session(context=2000), toy_session(seed=1, context=2000))
+    model.target.chat_template = ChatTemplate(HERMES)
+    with serving(model) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        answers = []
+        for many in (None, False):
+            more: Any = {} if many is None else {"parallel_tool_calls": many}
+            stream = client.chat.completions.create(**asked, **more, tool_choice=choice, stream=True)
+            content, ((_, _, name, pieces),), reason = put_together(stream)
+            assert (content, name, reason) == ("", "weather", "tool_calls")
+            answers.append(json.loads("".join(pieces)))
+            for key, value in answers[-1].items():
+                assert value in fixed[key]["enum"]
+    assert answers[0] == answers[1] and answers[0].keys() == fixed.keys()
 
 
 def test_what_only_looks_like_a_call_is_text_after_all(url: str) -> None:
@@ -68,35 +96,6 @@ def test_without_tools_nothing_is_held_back(url: str) -> None:
     for more in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
         chunks = events(ask(url, CHAT, question("<tool_call>{", stream=True) | more))[1:-2]
         assert all(c["choices"][0]["delta"]["content"] for c in chunks)
-
-
-PIECES = st.sampled_from(["ab ", "<", "<tool", "_call>", "{", "[", CALL, " ", "\n"])
-
-
-@given(st.lists(PIECES, max_size=8).map("".join), st.lists(st.integers(1, 5), max_size=40))
-def test_a_held_stream_shows_the_text_around_calls(text: str, sizes: list[int]) -> None:
-    """However it is cut: never a beginning of a call, and all of what is none."""
-    holding, pieces, rest = Holding(tokenizer()), [], text
-    for size in [*sizes, len(text) + 1]:
-        piece, rest = rest[:size], rest[size:]
-        records = tuple(TokenRecord(id_, "target") for id_ in tokenizer().encode(piece))
-        pieces.append(holding.push(Record(piece, records, None if rest else "stop")))
-        if not rest:
-            break
-    content, calls = reads(text)
-    shown = "".join(pieces)
-    assert "<tool_call>" not in shown and text.startswith(shown)
-    stats = GenerationStats(0, 0, 0, 0.0, 0.0, 0, 0, 0, 0)
-    whole = shown + holding.finish(Generation(text, (), "stop", stats, content=content, tool_calls=calls))
-    assert (whole.strip() == content or whole.strip() == "") if calls else whole == text
-
-
-def test_a_control_token_begins_a_call_too() -> None:
-    holding, control = Holding(tokenizer()), tokenizer().special_id("<|im_start|>")
-    assert control is not None
-    assert holding.push(Record("see ", ())) == "see "
-    assert holding.push(Record('{"name"', (TokenRecord(control, "target"),))) == ""
-    assert holding.push(Record(": 1}", ())) == ""
 
 
 @given(st.text(alphabet="abé日😀 \n", max_size=30), st.lists(st.integers(1, 7), max_size=30), st.data())

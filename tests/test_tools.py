@@ -7,21 +7,39 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.requests.tool_calls import check_tools, format_of, tool_reader
+from edgespec.decoding.grammar import Grammars, Lark
+from edgespec.requests.tool_calls import calls_grammar, check_tools, format_of
 from edgespec_models.errors import RequestError
 from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_models.text.tokenizer import Tokenizer
-from tests.templates_for_tests import HERMES, LLAMA3, MISTRAL, TOOLS
+from tests.calls_for_tests import (
+    PIECES,
+    REST,
+    WRITERS,
+    Call,
+    Write,
+    calls,
+    cut,
+    joined,
+    read,
+    reader_of,
+    texts,
+)
+from tests.templates_for_tests import HERMES, LLAMA3, MISTRAL, SHOWN, TOOLS
 from tests.tokenizers_for_tests import byte_level_json
 
-CONTROL = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "[TOOL_CALLS]", "<|python_tag|>"
+CONTROL = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>"
 TOKENIZER = Tokenizer.from_json(byte_level_json(specials=CONTROL))
 (END,) = TOKENIZER.encode("<|im_end|>", special=True)
 ADD = '{"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}'
+DONE = ("do_it", {"number": 1})
 ASK = [{"role": "user", "content": "1 + 2?"}]
 
 TAGS = "<tool_call></tool_call>"
-HALVES = r'{"a\ud800": ["\ud83d\ude00", "\udc00b"]}'  # of characters are none
+HALVES = (
+    r'{"a\ud800": ["\ud83d\ude00", "\udc00b"], "b": "0123456789\ud83d\ude00\ud83d"}'  # of characters are none
+)
+HALVED = {"a\ufffd": ["😀", "\ufffdb"], "b": "0123456789😀\ufffd"}
 Calls = list[tuple[str, Any]]
 
 
@@ -29,98 +47,246 @@ def called(arguments: str) -> str:
     return f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
 
 
-def read(source: str, text: str) -> tuple[str, Calls]:
-    """What is read of an answer: its content, and names and arguments of its calls."""
-    reader = tool_reader(source, TOOLS, TOKENIZER, {END})
-    content, calls = reader([1, 2], [*TOKENIZER.encode(text, special=True), END])
-    return content, [(call.name, call.arguments) for call in calls]
+def xml(*parameters: str) -> str:
+    inner = "".join(f"<parameter={each}</parameter>\n" for each in parameters)
+    return f"<tool_call>\n<function=do_it>\n{inner}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize("form", SHOWN)
+def test_a_template_tells_its_form(form: str) -> None:
+    found = format_of(SHOWN[form])
+    assert found is not None and found.name == form
 
 
 @pytest.mark.parametrize(
-    ("source", "text", "content", "calls"),
+    ("form", "text", "content", "calls"),
     [
-        (HERMES, f"<tool_call>\n{ADD}\n</tool_call>", "", [("add", {"a": 1, "b": [2, "x"]})]),
-        (HERMES, f"Let me see.\n<tool_call>{ADD}</tool_call>\nDone.", "Let me see.\n\nDone.", 1),
-        (HERMES, f"<tool_call>{ADD}</tool_call>\n<tool_call>{ADD}</tool_call>", "", 2),
-        (HERMES, f"<tool_call>{ADD}", "", 1),
-        (HERMES, '<tool_call>{"name": "now"}</tool_call>', "", [("now", {})]),
-        (HERMES, called(r'"{\"a\": 1}"'), "", [("f", {"a": 1})]),
-        (HERMES, called(f'{{"a": "{TAGS}"}}') + "!", "!", [("f", {"a": TAGS})]),
-        (HERMES, called(HALVES), "", [("f", {"a\ufffd": ["😀", "\ufffdb"]})]),
-        (HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1', None, []),
-        (HERMES, "<tool_call>add(1, 2)</tool_call>", None, []),
-        (HERMES, '<tool_call>{"arguments": {}}</tool_call>', None, []),
-        (HERMES, called("[1]"), None, []),
-        (HERMES, ADD, None, []),
-        (MISTRAL, f"[TOOL_CALLS] [{ADD}, {ADD}]", "", 2),
-        (MISTRAL, '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]now{}', "", [("add", {"a": 1}), ("now", {})]),
-        (MISTRAL, '[TOOL_CALLS]add[CALL_ID]abc123[ARGS]{"a": 1}', "", [("add", {"a": 1})]),
-        (MISTRAL, f"I ask.[TOOL_CALLS] [{ADD}]", "I ask.", 1),
-        (MISTRAL, "[TOOL_CALLS] [1, 2", None, []),
-        (MISTRAL, ADD, None, []),
-        (LLAMA3, '{"name": "add", "parameters": {"a": 1}}', "", [("add", {"a": 1})]),
-        (LLAMA3, '<|python_tag|>{"name": "add", "parameters": {}}; {"name": "now"}', "", 2),
-        (LLAMA3, '{"name": "Ada", "parameters": {"age": 36}}', None, []),
-        (LLAMA3, '{"name": "add", "parameters": {"a": 1}} is what I call.', None, []),
-        (LLAMA3, "Three.", None, []),
-        (LLAMA3, "[" * 100_000, None, []),
+        ("hermes", f"<tool_call>\n{ADD}\n</tool_call>", "", [("add", {"a": 1, "b": [2, "x"]})]),
+        ("hermes", f" See.\n<tool_call>{ADD}</tool_call>\nDone.\n", " See.\n\nDone.", 1),
+        ("hermes", '<tool_call>{"name": "now"}</tool_call>', "", [("now", {})]),
+        ("hermes", '<tool_call>{"arguments": {"a": 1}, "id": 3, "name": "now"}', "", [("now", {"a": 1})]),
+        ("hermes", called(r'"{\"a\": 1}"'), "", [("f", {"a": 1})]),
+        ("hermes", called(f'{{"a": "{TAGS}"}}') + "!", "!", [("f", {"a": TAGS})]),
+        ("hermes", called(HALVES), "", [("f", HALVED)]),
+        ("hermes", called('{"a": 1, "a": 2}'), "", [("f", {"a": 2})]),
+        ("hermes", f"<tool_call>[{ADD}]</tool_call>", "", 1),
+        ("hermes", f"{called('{]')} then {called('{}')}", f"{called('{]')} then", [("f", {})]),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1', None, []),
+        ("hermes", "<tool_call>add(1, 2)</tool_call>", None, []),
+        ("hermes", "<tool_call>[]</tool_call>", None, []),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>', None, []),
+        ("hermes", '<tool_call>{"name": 3, "arguments": {}}</tool_call>', None, []),
+        ("hermes", called("[1]"), None, []),
+        ("hermes", called('{"a": NaN}'), None, []),
+        ("hermes", called('{"a": 1e999}'), None, []),
+        ("hermes", called('"[1]"'), None, []),
+        ("hermes", called('{"a": ' + "[" * 99 + "]" * 99 + "}"), None, []),
+        ("hermes", ADD, None, []),
+        ("mistral", '[TOOL_CALLS]add[CALL_ID]abc123[ARGS]{"a": 1}', "", [("add", {"a": 1})]),
+        ("mistral", f"[TOOL_CALLS] [{ADD}, {{", ", {", 1),
+        ("mistral", "[TOOL_CALLS] [1, 2", None, []),
+        ("mistral", "[TOOL_CALLS] are what I write", None, []),
+        ("args", '[TOOL_CALLS]now{}[TOOL_CALLS]add[ARGS]{"a": 1}.', ".", [("now", {}), ("add", {"a": 1})]),
+        ("llama3", '<|python_tag|>{"name": "f", "parameters": {}}', "", [("f", {})]),
+        ("llama3", '{"name": "rest", "parameters": {}} is what I call.', "is what I call.", 1),
+        ("llama3", '{"name": "Ada", "parameters": {"age": 36}}', None, []),
+        ("llama3", "[1, 2]", None, []),
+        ("llama3", '{"answer": {"name": "rest"}}', None, []),
+        ("llama3", ' Three. {"name": "rest", "parameters": {}}', None, []),
+        ("llama3", r"""[do_it(text='it\'s \x41\d "q"', items=(1, True, None,))]""", "",
+         [("do_it", {"text": "it's A\\d \"q\"", "items": [1, True, None]})]),
+        ("llama3", "[do_it(number=1+2j)]", None, []),
+        ("llama3", "[do_it(number=float('nan'))]", None, []),
+        ("llama3", "[do_it({'number': 1})]", None, []),
+        ("llama3", "[" * 100_000, None, []),
+        ("smollm3", "<code>x = do_it(number=1)\nprint(x)</code>", None, []),
+        ("phi", "the functools module", None, []),
+        ("xml", xml("text>7\n", "number>7.0", "items>[1]\n"), "",
+         [("do_it", {"text": "7", "number": 7.0, "items": [1]})]),
+        ("xml", xml("maybe>False\n", "maybe>null\n"), "", [("do_it", {"maybe": None})]),
+        ("xml", xml("number>many\n", "other>7\n"), "", [("do_it", {"number": "many", "other": "7"})]),
+        ("xml", "<tool_call>\n<function=do_it>\n<parameter=text>\nx", None, []),
+        ("xml", "<tool_call>\n<function=do_it>\n<param=text>\nx", None, []),
+    ],
+)  # fmt: skip
+def test_calls_are_read(form: str, text: str, content: str | None, calls: Calls | int) -> None:
+    said, found, _ = read(form, [text])
+    assert said == (text if content is None else content)
+    assert len(found) == calls if isinstance(calls, int) else [(c.name, c.arguments) for c in found] == calls
+
+
+def assert_the_same_in_pieces(form: str, text: str, pieces: list[str]) -> None:
+    said, found, whole = read(form, [text])
+    shown, again, parts = read(form, pieces)
+    assert (shown, again) == (said, found)
+    assert found or said == text
+    begun = {id_: (name, arguments) for id_, name, arguments in joined(parts)}
+    assert begun.keys() == {id_ for id_, _, _ in joined(whole)} >= {call.id for call in found}
+    for call in found:
+        name, arguments = begun[call.id]
+        assert (name, json.loads(arguments)) == (call.name, call.arguments)
+
+
+around = st.sampled_from(["", "Let me see. ", "é\n", "I say:\n\n"])
+
+
+@settings(deadline=None)
+@pytest.mark.parametrize(("form", "write"), WRITERS)
+@given(calls, around, st.sampled_from(["", " Done.", "\nso "]), st.data())
+def test_what_a_model_writes_is_read_as_it_comes(
+    form: str, write: Write, given: Calls, before: str, behind: str, data: st.DataObject
+) -> None:
+    before = "" if form == "llama3" else before
+    text = before + write(given) + behind
+    shown, found, parts = read(form, data.draw(cut(text)))
+    assert [(call.name, call.arguments) for call in found] == given
+    assert [(id_, name, json.loads(args)) for id_, name, args in joined(parts)] == [
+        (call.id, *each) for call, each in zip(found, given, strict=True)
+    ]
+    assert "".join(shown.split()) == "".join((before + behind).split()) and shown == shown.rstrip()
+    assert_the_same_in_pieces(form, text, data.draw(cut(text)))
+
+
+@settings(deadline=None)
+@pytest.mark.parametrize(("form", "write"), WRITERS)
+@given(calls, texts, st.data())
+def test_what_is_damaged_is_text_and_comes_the_same_in_pieces(
+    form: str, write: Write, given: Calls, noise: str, data: st.DataObject
+) -> None:
+    text = write(given)
+    start, end = sorted(data.draw(st.tuples(*[st.integers(0, len(text))] * 2)))
+    damaged = data.draw(st.sampled_from([text[:start], text[:start] + noise + text[end:]]))
+    assert_the_same_in_pieces(form, damaged, data.draw(cut(damaged)))
+
+
+marks = st.sampled_from(
+    [*PIECES, "[do_it(", "text=", '{"name": "rest"', ', "arguments": {}', "<parameter=text>", "</parameter>"]
+)
+
+
+@settings(deadline=None)
+@given(st.lists(marks, max_size=9).map("".join) | st.text(), st.sampled_from([*SHOWN]), st.data())
+def test_no_answer_makes_reading_fail(text: str, form: str, data: st.DataObject) -> None:
+    assert_the_same_in_pieces(form, text, data.draw(cut(text)))
+
+
+@pytest.mark.parametrize(
+    ("form", "begun", "given"),
+    [
+        (
+            "hermes",
+            f'{called("{").removesuffix("}</tool_call>")}"b": [1], "a": "many words ',
+            '{"b": [1], "a": "many',
+        ),
+        ("xml", "<tool_call>\n<function=do_it>\n<parameter=text>\nmany words, then", '{"text": "ma'),
+        ("llama3", "[do_it(number=1, text='", '{"number": 1, "text": '),
+        ("mistral", f"[TOOL_CALLS][{ADD}, ", '{"a": 1, "b": [2, "x"]}'),
     ],
 )
-def test_calls_are_read(source: str, text: str, content: str | None, calls: Calls | int) -> None:
-    said, found = read(source, text)
-    assert said == (text if content is None else content)
-    assert (len(found) if isinstance(calls, int) else found) == calls
+def test_arguments_are_given_out_as_they_become_certain(form: str, begun: str, given: str) -> None:
+    _, parts = reader_of(SHOWN[form]).push(begun)
+    ((_, _, arguments),) = joined(parts)
+    assert arguments.startswith(given)
 
 
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(),
-    lambda inner: st.lists(inner, max_size=3),
-    max_leaves=4,
-)
-arguments = st.dictionaries(st.text(), json_values, max_size=3)
+def test_text_is_held_only_where_a_call_may_begin() -> None:
+    reader = reader_of(HERMES)
+    pieces = ["see <", "b> <tool", "_", "box> ", "<tool_call>{", '"name": 1}', " on"]
+    shown = [reader.push(piece)[0] for piece in pieces]
+    assert shown == ["see", " <b>", "", " <tool_box>", "", ' <tool_call>{"name": 1}', " on"]
 
 
-@settings(deadline=None)
-@given(st.lists(arguments, min_size=1, max_size=3), st.sampled_from([HERMES, MISTRAL, LLAMA3]))
-def test_what_a_model_writes_is_read_whatever_it_says(given: list[dict[str, Any]], source: str) -> None:
-    assert [format_of(form) for form in (HERMES, LLAMA3, MISTRAL)] == ["hermes", "llama3", "mistral"]
-    key = "parameters" if source == LLAMA3 else "arguments"
-    texts = [json.dumps({"name": "add", key: each}) for each in given]
-    wrapped = {
-        HERMES: "".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts),
-        MISTRAL: f"[TOOL_CALLS][{', '.join(texts)}]",
-        LLAMA3: "; ".join(texts),
-    }
-    assert read(source, wrapped[source]) == ("", [("add", each) for each in given])
-
-
-@settings(deadline=None)
-@given(st.text(alphabet='{}[]",:<>/ toolca_nmergus1') | st.text())
-def test_no_answer_makes_reading_fail(text: str) -> None:
-    for source in (HERMES, MISTRAL, LLAMA3):
-        read(source, text)
+def test_behind_a_single_call_nothing_is_read() -> None:
+    text = f"{called('{}')} {called('{}')} and"
+    for pieces in ([text], list(text)):
+        shown, found, parts = read("hermes", pieces, single=True)
+        assert (shown, len(found), len(joined(parts))) == ("", 1, 1)
 
 
 def test_other_forms_are_not_taken_for_one_of_them() -> None:
-    for source in ("{% if tools %}{{ tools }}{% endif %}", "<tool_call>\n<function=f>\n<parameter=x>"):
+    for source in (
+        "{% if tools %}{{ tools }}{% endif %}",
+        "<tool_call>{function-name}\n<arg_key>",
+        '{"name": "{{ tool.name }}", "description": "", "parameters": {}}',
+        "<function=f>{...}</function>",
+    ):
         assert format_of(source) is None
 
 
 def test_ids_tell_calls_apart_and_are_the_same_again() -> None:
-    reader = tool_reader(MISTRAL, TOOLS, TOKENIZER, {END})
-    answer = TOKENIZER.encode(f"[TOOL_CALLS] [{ADD}, {ADD}]", special=True)
-    first, again, other = (
-        [call.id for call in reader([*prompt, *answer], answer)[1]] for prompt in ([1], [1], [2])
-    )
-    assert first == again
-    assert len({*first, *other}) == 4
-    assert all(len(each) == 9 and each.isalnum() for each in first)
+    form = format_of(MISTRAL)
+    assert form is not None
+    ids = []
+    for prompt in ([1], [1], [2]):
+        reader = type(reader_of(MISTRAL))(form, {}, prompt)
+        reader.push(f"[TOOL_CALLS] [{ADD}, {ADD}]", final=True)
+        ids.append([call.id for call in reader.calls])
+    assert ids[0] == ids[1] and len({*ids[0], *ids[2]}) == 4
+    assert all(len(each) == 9 and each.isalnum() for each in ids[0])
+
+
+FORCED = [
+    ("hermes", WRITERS[0][1]),
+    ("xml", WRITERS[4][1]),
+    ("mistral", WRITERS[6][1]),
+    ("args", WRITERS[7][1]),
+    ("granite", WRITERS[8][1]),
+    ("phi", WRITERS[9][1]),
+    ("functools", WRITERS[11][1]),
+    ("llama3", WRITERS[14][1]),
+]
+
+
+def follows(grammar: str, text: str) -> bool:
+    """Whether a text is what a grammar wants, and may end."""
+    constraint, read = Grammars(TOKENIZER, [END]).constraint(Lark(grammar)), list[int]()
+    constraint.begin([])
+    for token in TOKENIZER.encode(text, special=True):
+        if constraint.completes(read) or token not in constraint.allowed(read):
+            return False
+        read.append(token)
+    return constraint.completes(read) or END in constraint.allowed(read)
+
+
+@pytest.mark.parametrize(("form", "write"), FORCED)
+def test_grammars_want_calls_whose_arguments_fit(form: str, write: Write) -> None:
+    shown = format_of(SHOWN[form])
+    assert shown is not None
+    parameters = {
+        "type": "object",
+        "properties": {
+            "text": {"type": "string"},
+            "size": {"$ref": "#/$defs/Size"},
+            "many": {"type": "integer", "maximum": 9},
+        },
+        "required": ["text", "many"],
+        "additionalProperties": False,
+        "$defs": {"Size": {"enum": ["big", 1]}},
+    }
+    made: dict[str, Any] = {"type": "function", "function": {"name": "make", "parameters": parameters}}
+    one, more = (calls_grammar(shown, [made, REST], TOKENIZER, several=each) for each in (False, True))
+    right: list[Call] = [
+        ("make", {"text": 'a <b> "c" </param\n', "many": 3}),
+        ("make", {"text": "", "size": "big", "many": -1}),
+        ("make", {"text": "e", "size": 1, "many": 9}),
+        ("rest", {}),
+    ]
+    wrong: list[Call] = [
+        ("make", {"many": 3}),
+        ("make", {"text": "", "many": 10}),
+        ("rest", {"a": 1}),
+        ("do", {}),
+    ]
+    wrong += [("make", {"text": "", "size": "small", "many": 1})]
+    assert all(follows(one, write([call])) for call in right)
+    assert not any(follows(one, write([call])) for call in wrong)
+    assert not follows(one, write(right[:2]))
+    assert follows(more, write(right)) is (form != "llama3")
+    assert not follows(more, write([right[0], wrong[0]]))
 
 
 def test_a_conversation_with_calls_goes_through_the_template() -> None:
-    reader = tool_reader(HERMES, TOOLS, TOKENIZER, {END})
-    answer = TOKENIZER.encode(f"<tool_call>\n{ADD}\n</tool_call>", special=True)
-    _, (call,) = reader(answer, answer)
+    _, (call,), _ = read("hermes", [f"<tool_call>\n{ADD}\n</tool_call>"])
     messages: list[dict[str, Any]] = [
         *ASK,
         {"role": "assistant", "content": None, "tool_calls": [call.to_message()]},

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, ParamSpec, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypedDict, TypeVar
 
 from edgespec.decoding.draft import Drafter
 from edgespec.decoding.grammar import AnyJson, Choice, JsonSchema, Lark, Regex, ResponseFormat
@@ -12,10 +12,9 @@ from edgespec.decoding.sampling import SamplingParams
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import RequestError, TokenizerError
 from edgespec_models.schema import check_fields, form, one_of, shown, within
-from edgespec_models.text.thoughts import Place, Tags, place_behind, tags_of
 
 if TYPE_CHECKING:  # what prompts without a conversation do not need, such as Jinja
-    from edgespec.requests.tool_calls import ReadAnswer
+    from edgespec.requests.call_reading import CallReader
     from edgespec_models.text.chat_template import ChatTemplate
 
 
@@ -55,8 +54,8 @@ class RequestOptions(TypedDict, total=False):
     top_logprobs: int
     tools: Sequence[Mapping[str, Any]]
     tool_choice: str | Mapping[str, Any]
+    parallel_tool_calls: bool | None
     template_args: Mapping[str, Any]
-    thinking: bool | int | None
     response_format: ResponseFormat | None
 
 
@@ -85,12 +84,11 @@ class Request:
         tool_choice: "auto" lets the model choose; "none" shows it no tools. With "required" the answer is a
             call of one of the tools, with ``{"type": "function", "function": {"name": ..}}`` of that one, and
             its arguments fit the tool's parameters.
+        parallel_tool_calls: False ends the answer behind its first call. A call that has to be made is one
+            call, with True one or more where the model's form has several.
         template_args: what the model's chat template is told besides, such as ``enable_thinking``.
-        thinking: whether the model thinks before it answers, or for how many tokens at most, behind which its
-            thoughts are closed; None leaves it to the chat template.
-        response_format: what the answer has to be, such as :class:`edgespec.JsonSchema`, behind thoughts.
-            Where it has become that it ends; where ``max_new_tokens`` or ``stop`` end it, it may be a part of
-            that only.
+        response_format: what the answer has to be, such as :class:`edgespec.JsonSchema`. Where it has become
+            that it ends; where ``max_new_tokens`` or ``stop`` end it, it may be a part of that only.
         sampling: how tokens are chosen.
 
     Raises:
@@ -109,8 +107,8 @@ class Request:
     top_logprobs: Annotated[int, within(0, 20)] = 0
     tools: tuple[Mapping[str, Any], ...] = ()
     tool_choice: Annotated[str, one_of(("auto", "none", "required"))] | Mapping[str, Any] = "auto"
+    parallel_tool_calls: bool | None = None
     template_args: Mapping[str, Any] = field(default_factory=dict)
-    thinking: bool | Annotated[int, within(0)] | None = None
     response_format: JsonSchema | Regex | Lark | Choice | AnyJson | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
@@ -193,17 +191,6 @@ def _default(option: Any) -> Any:
     return option.default if option.default_factory is MISSING else option.default_factory()
 
 
-class Prompt(NamedTuple):
-    """A prompt as the target and as the drafter are to read it; the second is empty without a drafter model.
-
-    ``place`` is where the answer begins, with regard to thoughts; None where the model has none.
-    """
-
-    target: list[int]
-    drafter: list[int]
-    place: Place | None
-
-
 def prompt_tokens(bundle: Bundle, said: str | Messages, request: Request) -> list[int]:
     """What a target reads: a text to continue, or a conversation to answer.
 
@@ -211,16 +198,8 @@ def prompt_tokens(bundle: Bundle, said: str | Messages, request: Request) -> lis
         RequestError: nothing is said, or not in a way that the model's chat template takes; tools or template
             arguments for a text, which is in no template.
     """
-    if isinstance(said, str):
-        if request.tools or request.template_args or request.thinking is not None:
-            raise RequestError(
-                "tools, template_args and thinking are for a model's chat template, in which a text is not; "
-                "use chat"
-            )
-        ids = encode_text(bundle, said)
-    else:
-        _check_thinking(bundle, request)
-        ids = encode_chat(bundle, said, _arguments(bundle, request))
+    arguments = _arguments(said, request)
+    ids = encode_text(bundle, said) if isinstance(said, str) else encode_chat(bundle, said, arguments)
     if not ids:
         raise RequestError("the prompt is empty; give at least one character")
     return ids
@@ -232,9 +211,9 @@ def drafter_tokens(bundle: Bundle, said: str | Messages, request: Request) -> li
         return encode_text(bundle, said)
     template = bundle.chat_template
     if template is not None:
+        arguments = _arguments(said, request)
+        known = {name: each for name, each in arguments.items() if name in template.arguments}
         try:
-            arguments = _arguments(bundle, request)
-            known = {name: each for name, each in arguments.items() if name in template.arguments}
             return _chat(bundle, template, said, known)
         except (RequestError, TokenizerError):  # it knows fewer roles, or no tool calls
             pass
@@ -261,17 +240,6 @@ def encode_chat(bundle: Bundle, messages: Messages, arguments: Mapping[str, Any]
     return _chat(bundle, template, messages, arguments)
 
 
-def thinking_tags(bundle: Bundle) -> Tags | None:
-    """What the model writes around its thoughts; None where it does not think."""
-    return None if bundle.chat_template is None else tags_of(bundle.chat_template, bundle.tokenizer)
-
-
-def answer_place(bundle: Bundle, said: str | Messages, prompt: Sequence[int]) -> Place | None:
-    """Where the answer to ``prompt`` begins, with regard to thoughts; None where it has none."""
-    tags = None if isinstance(said, str) else thinking_tags(bundle)
-    return None if tags is None else place_behind(prompt, tags, bundle.tokenizer)
-
-
 def tokenize(bundle: Bundle, text: str) -> list[int]:
     """Token ids of ``text`` alone: without a BOS token, and the text of a control token as ordinary text.
 
@@ -296,24 +264,30 @@ def detokenize(bundle: Bundle, tokens: Sequence[int]) -> str:
         raise RequestError(f"tokens is {shown(tokens)}; allowed: token ids from 0 to {most}") from error
 
 
-def answer_reader(bundle: Bundle, request: Request) -> "ReadAnswer | None":
-    """What reads tool calls out of the answer; None where the model is shown no tools."""
+def call_reader(bundle: Bundle, request: Request, prompt: Sequence[int]) -> "CallReader | None":
+    """What reads tool calls out of the answer to ``prompt``; None where the model is shown no tools."""
     if bundle.chat_template is None or not request.tools or request.tool_choice == "none":
         return None
-    from edgespec.requests.tool_calls import tool_reader
+    from edgespec.requests.call_reading import CallReader
+    from edgespec.requests.tool_calls import format_of
 
-    eos = bundle.manifest.special_tokens.eos
-    return tool_reader(bundle.chat_template.source, request.tools, bundle.tokenizer, eos)
+    form, tools = (
+        format_of(bundle.chat_template.source),
+        {each["function"]["name"]: each["function"].get("parameters") for each in request.tools},
+    )
+    single = request.parallel_tool_calls is False
+    return None if form is None else CallReader(form, tools, prompt, single=single)
 
 
 def answer_format(bundle: Bundle, request: Request) -> ResponseFormat | None:
     """What the answer to ``request`` has to be: its format, or a call that it has to make, if any."""
     if request.tool_choice in ("auto", "none") or bundle.chat_template is None:
         return request.response_format
-    from edgespec.requests.tool_calls import calls_grammar, must_call
+    from edgespec.requests.tool_calls import calls_grammar, format_of, must_call
 
-    called = must_call(request.tools, request.tool_choice)
-    return Lark(calls_grammar(bundle.chat_template.source, called, bundle.tokenizer))
+    form, called = format_of(bundle.chat_template.source), must_call(request.tools, request.tool_choice)
+    several = bool(request.parallel_tool_calls)
+    return None if form is None else Lark(calls_grammar(form, called, bundle.tokenizer, several=several))
 
 
 def _check_tools(name: str, template: "ChatTemplate") -> None:
@@ -332,6 +306,10 @@ def _check_tools(name: str, template: "ChatTemplate") -> None:
 def _chat(
     bundle: Bundle, template: "ChatTemplate", messages: Messages, arguments: Mapping[str, Any]
 ) -> list[int]:
+    if "tool_calls" not in template.source:
+        from edgespec.requests.tool_calls import with_calls_as_text
+
+        messages = with_calls_as_text(template.source, messages)
     ids = template.encode(messages, bundle.tokenizer, arguments)
     return ids if ids[:1] == [bundle.manifest.special_tokens.bos] else _begun(bundle, ids)
 
@@ -341,24 +319,11 @@ def _begun(bundle: Bundle, ids: list[int]) -> list[int]:
     return [special.bos, *ids] if special.add_bos and special.bos is not None else ids
 
 
-def _arguments(bundle: Bundle, request: Request) -> Mapping[str, Any]:
+def _arguments(said: str | Messages, request: Request) -> Mapping[str, Any]:
     """What the chat template is told besides the messages."""
-    tags = None if request.thinking is None else thinking_tags(bundle)
-    switched = {tags.switch: bool(request.thinking)} if tags is not None and tags.switch else {}
-    tools = {"tools": request.tools} if request.tools and request.tool_choice != "none" else {}
-    return {**switched, **request.template_args, **tools}
-
-
-def _check_thinking(bundle: Bundle, request: Request) -> None:
-    """See that the model can think if it is to, and that it is told once whether it is."""
-    if request.thinking is None or (tags := thinking_tags(bundle)) is None:
-        if request.thinking:
-            raise RequestError(
-                f"thinking is {request.thinking}, and {bundle.manifest.name} does not think; leave it out"
-            )
-        return
-    told = request.template_args.get(tags.switch or "", request.thinking)
-    if bool(told) != bool(request.thinking):
+    if isinstance(said, str) and (request.tools or request.template_args):
         raise RequestError(
-            f"thinking is {request.thinking}, template_args say {tags.switch}={shown(told)}; give one of them"
+            "tools and template_args are for a model's chat template, in which a text is not; use chat"
         )
+    tools = {"tools": request.tools} if request.tools and request.tool_choice != "none" else {}
+    return {**request.template_args, **tools}

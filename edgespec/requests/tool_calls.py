@@ -1,64 +1,31 @@
-"""Tool calls: how a model writes them, and how they are read out of its answer.
+"""Tool calls: the forms in which models write them, and grammars of calls that an answer has to make.
 
 The tools go into the prompt through the model's own chat template. What the template tells the model to
-write, and shows of earlier calls, says which of these forms its answers have:
-
-- ``hermes`` (Qwen, Hermes and many more): ``<tool_call>{"name": .., "arguments": {..}}</tool_call>``, any
-  number of them, with text before, between and behind;
-- ``mistral``: ``[TOOL_CALLS]`` and a list of such objects, or ``name[ARGS]{..}`` for each call;
-- ``llama3``: the whole answer is ``{"name": .., "parameters": {..}}``, or several with ``;`` between them,
-  behind ``<|python_tag|>`` or nothing. Only tools that were given count, for the answer may be other JSON.
-
-What has not one of these forms stays text.
+write, and shows of earlier calls, says which of :data:`FORMS` its answers have; that begins calls with a tag,
+or with the answer. :mod:`edgespec.requests.call_reading` reads them.
 """
 
-import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import Any, Final
 
 from edgespec.decoding.grammar import SPACING
-from edgespec.requests.results import ToolCall
+from edgespec.requests.call_values import allowed_values, kinds_of, listed, property_of, table
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import shown
 from edgespec_models.text.tokenizer import Tokenizer
 
-_ID_LETTERS: Final = "0123456789abcdefghijklmnopqrstuvwxyz"
-_ID_LENGTH: Final = 9  # letters and digits, which is what Mistral's templates insist on
-_PYTHON_TAG: Final = "<|python_tag|>"
-_JSON: Final = json.JSONDecoder()
-_HALF: Final = re.compile("[\ud800-\udfff]")
-_HERMES_TAG, _HERMES_END = re.compile("<tool_call>"), re.compile(r"\s*</tool_call>")
-_MISTRAL_NAME: Final = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)")
-
-Call = tuple[str, Mapping[str, Any]]
-"""The name of a function, and its arguments."""
-Read = Callable[[str, Collection[str]], tuple[str, list[Call]]]
-"""Takes an answer and the names of the tools; returns the text around the calls, and the calls."""
-ReadAnswer = Callable[[Sequence[int], Sequence[int]], tuple[str, tuple[ToolCall, ...]]]
-"""Takes the tokens of prompt and answer, and those of the answer; returns what it says around its calls, and
-the calls."""
+Function = Mapping[str, Any]
+_MARK: Final = re.compile(r"(</?\|?\w+\|?>|\[[A-Z_]+\])")
 
 
-def tool_reader(
-    source: str, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, eos: Collection[int]
-) -> ReadAnswer:
-    """A function that reads the calls out of the answers of one request.
-
-    ``source`` is a chat template of a known form (:func:`format_of`). Some models begin calls with control
-    tokens, which no text shows.
-    """
-    read = _READERS[format_of(source) or "hermes"]
-    names, ends = {tool["function"]["name"] for tool in tools}, frozenset(eos)
-
-    def read_answer(text: Sequence[int], answer: Sequence[int]) -> tuple[str, tuple[ToolCall, ...]]:
-        kept = [token for token in answer if token not in ends]
-        content, calls = read(tokenizer.decode(kept, skip_special=False), names)
-        seed = repr(list(text))
-        return content.strip(), tuple(ToolCall(_call_id(seed, at), *call) for at, call in enumerate(calls))
-
-    return read_answer
+def format_of(source: str) -> "Form | None":
+    """The form in which the model of the chat template ``source`` writes calls; None if it is not known."""
+    return next((form for form in FORMS if re.search(form.shows, source)), None)
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
@@ -91,138 +58,147 @@ def must_call(
     return found
 
 
-def calls_grammar(source: str, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> str:
-    """A grammar, as :class:`edgespec.decoding.grammar.Lark` takes it, of one call of one of ``tools``.
+def calls_grammar(
+    form: "Form", tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, *, several: bool
+) -> str:
+    """A grammar, as :class:`edgespec.decoding.grammar.Lark` takes it, of a call of one of ``tools``.
 
-    ``source`` is a chat template of a known form. Arguments fit the parameters of ``tools``; control tokens
-    are written as such.
+    With ``several`` it is one call or more, if the form has more. Arguments fit the parameters of ``tools``;
+    control tokens are written as such.
     """
+    before, between, after = (each and _written(each, tokenizer) for each in form.around)
+    more = f"({between} call)*" if several and between else ""
+    calls = " | ".join(form.call(tool["function"]) for tool in tools)
+    return (
+        f"start: {before} call {more} {after}\ncall: {calls}\nargs: {_written('[ARGS]', tokenizer)}\n{_FREE}"
+    )
+
+
+def with_calls_as_text(source: str, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Messages whose calls are written into their contents, for a chat template that does not show any."""
     form = format_of(source)
-    key = "parameters" if form == "llama3" else "arguments"
+    return messages if form is None else [_with_calls_as_text(form, each) for each in messages]
+
+
+def _with_calls_as_text(form: "Form", message: Mapping[str, Any]) -> Mapping[str, Any]:
+    functions = [table(table(call).get("function")) for call in listed(table(message).get("tool_calls"))]
+    if not functions or not all(functions):
+        return message  # a malformed one is refused with the others
+    before, between, after = form.around
     calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": tool["function"]["name"]},
-                key: tool["function"].get("parameters") or {"type": "object", "properties": {}},
-            },
-            "required": ["name", key],
-            "additionalProperties": False,
-        }
-        for tool in tools
+        f'{{"name": {json.dumps(each.get("name"))}, "arguments": {_arguments(each)}}}' for each in functions
     ]
-    call = f"%json {json.dumps({'x-guidance': SPACING, 'anyOf': calls})}"
-    tag, before, after = _AROUND[form or "hermes"]
-    control = tokenizer.special_id(tag)
-    begin = json.dumps(tag + before) if control is None else f"<[{control}]> {json.dumps(before)}"
-    return f"start: {begin} {call} {json.dumps(after)}"
+    text = f"{message.get('content') or ''}{before}{(between or '; ').join(calls)}{after}"
+    return {"role": message.get("role"), "content": text}
 
 
-def format_of(source: str) -> str | None:
-    """The form in which the model of the chat template ``source`` writes calls; None if it is not known."""
-    if "[TOOL_CALLS]" in source:
-        return "mistral"
-    if "<tool_call>" in source and "<function=" not in source:  # which would be calls in XML
-        return "hermes"
-    if _PYTHON_TAG in source or re.search(r'\{"name": [^}]*"parameters": ', source):
-        return "llama3"
-    return None
+def _arguments(function: Function) -> str:
+    given = function.get("arguments", {})
+    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
 
-def _read_hermes(text: str, names: Collection[str]) -> tuple[str, list[Call]]:
-    at, content, calls = 0, "", list[Call]()
-    for tag in _HERMES_TAG.finditer(text):
-        call, end = _call_at(text, tag.end(), "arguments")
-        if call is not None and tag.start() >= at:  # not within the call before
-            content += text[at : tag.start()]
-            calls.append(call)
-            closed = _HERMES_END.match(text, end)
-            at = end if closed is None else closed.end()
-    return content + text[at:], calls
+def _written(text: str, tokenizer: Tokenizer) -> str:
+    """A text in a grammar, control tokens as such."""
+    ids = [(part, tokenizer.special_id(part)) for part in _MARK.split(text) if part]
+    return " ".join(_quoted(part) if control is None else f"<[{control}]>" for part, control in ids)
 
 
-def _read_mistral(text: str, names: Collection[str]) -> tuple[str, list[Call]]:
-    content, *parts = text.split("[TOOL_CALLS]")
-    calls = list[Call]()
-    for part in parts:
-        named = _MISTRAL_NAME.match(part)
-        if named is None:
-            found = list(_calls_in(_value_at(part)[0], "arguments"))
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _json(schema: object, of: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """JSON of a schema, which may refer to the definitions of another."""
+    defined = {key: of[key] for key in ("$defs", "definitions") if key in of}
+    return f"%json {json.dumps({'x-guidance': SPACING, **table(schema), **defined}, default=dict)}"
+
+
+def _in_json(function: Function, key: str = "arguments") -> str:
+    schemas = {"name": {"const": function["name"]}, key: _parameters(function)}
+    whole = {"type": "object", "properties": schemas, "required": [*schemas], "additionalProperties": False}
+    return _json(whole, schemas[key])
+
+
+def _in_args(function: Function) -> str:
+    return f"{_quoted(function['name'])} args {_json(_parameters(function))}"
+
+
+def _in_xml(function: Function) -> str:
+    parameters, parts = _parameters(function), [_quoted(f"<function={function['name']}>\n")]
+    for key, schema in table(parameters.get("properties")).items():
+        end = _quoted("\n</parameter>\n")
+        if values := allowed_values(property_of(parameters, key)):
+            texts = (each if isinstance(each, str) else json.dumps(each) for each in values)
+            value = f"({' | '.join(map(_quoted, texts))}) {end}"
         else:
-            arguments = {"name": named[1], "arguments": _value_at(part, named.end())[0]}
-            found = list(_calls_in([arguments], "arguments"))
-        content += "" if found else f"[TOOL_CALLS]{part}"
-        calls += found
-    return content, calls
+            value = "FREE" if "string" in kinds_of(parameters, key) else f"{_json(schema, parameters)} {end}"
+        part = f"{_quoted(f'<parameter={key}>' + chr(10))} {value}"
+        parts.append(part if key in listed(parameters.get("required")) else f"({part})?")
+    return " ".join([*parts, _quoted("</function>")])
 
 
-def _read_llama3(text: str, names: Collection[str]) -> tuple[str, list[Call]]:
-    rest, calls = text.strip().removeprefix(_PYTHON_TAG), list[Call]()
-    while rest := rest.lstrip(" \n;"):
-        call, end = _call_at(rest, 0, "parameters")
-        if call is None or call[0] not in names:
-            return text, []
-        calls.append(call)
-        rest = rest[end:]
-    return "", calls
+def _parameters(function: Function) -> Mapping[str, Any]:
+    return table(function.get("parameters")) or {"type": "object", "additionalProperties": False}
 
 
-_AROUND: Final[Mapping[str, tuple[str, str, str]]] = {
-    "hermes": ("<tool_call>", "\n", "\n</tool_call>"),
-    "mistral": ("[TOOL_CALLS]", "[", "]"),
-    "llama3": ("", "", ""),
-}
-"""What stands around a call: the tag, what follows it, and what follows the call."""
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a model writes calls.
 
-_READERS: Final[Mapping[str, Read]] = {
-    "hermes": _read_hermes,
-    "mistral": _read_mistral,
-    "llama3": _read_llama3,
-}
+    Attributes:
+        name: of the form.
+        shows: what a chat template for such a model holds, as a regular expression.
+        tags: any of them begins calls.
+        around: what is written before the first call, between two, and behind the last; between is None
+            where the model writes one call only.
+        call: makes a grammar's rule of a call of a function.
+    """
 
+    name: str
+    shows: str
+    tags: tuple[str, ...]
+    around: tuple[str, str | None, str]
+    call: Callable[[Function], str] = _in_json
 
-def _call_at(text: str, start: int, key: str) -> tuple[Call | None, int]:
-    """The call that stands at ``start``, its arguments under ``key``, and where it ends."""
-    value, end = _value_at(text, start)
-    return next(_calls_in([value], key), None), end
+    @property
+    def close(self) -> str:
+        """The tag behind calls, if any; it may be missing."""
+        return self.around[2].strip("\n]")
 
-
-def _calls_in(value: object, key: str) -> Iterator[Call]:
-    """The calls in a list of objects; arguments may be missing, or written as JSON within JSON."""
-    for each in value if isinstance(value, list) else []:
-        name = each.get("name") if isinstance(each, dict) else None
-        if isinstance(name, str) and name:
-            arguments = each.get(key, {})
-            if isinstance(arguments, str):
-                arguments = _value_at(arguments)[0]
-            if isinstance(arguments, dict):
-                yield name, arguments
+    @property
+    def bare(self) -> bool:
+        """Whether an answer may begin with a call, without a tag; it may be other JSON as well."""
+        return not self.around[0]
 
 
-def _value_at(text: str, start: int = 0) -> tuple[object, int]:
-    """The JSON value at ``start``, and where it ends; None if there is none."""
-    start += len(text[start:]) - len(text[start:].lstrip())
-    try:
-        value, end = _JSON.raw_decode(text, start)
-        return _without_halves(value), end
-    except (ValueError, RecursionError):
-        return None, start
+_FREE: Final = 'FREE: (/(?s:.*)/ & ~/(?s:.*<\\/parameter>.*)/) "\\n</parameter>\\n"'
+"""A text between tags, up to the closing one."""
+_TAGGED: Final = ("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")
+_SHOWS_TAGGED: Final = r'<tool_call>[^<]{0,200}\\?"name\\?":'
+_SHOWS_BARE: Final = r'\{"name": [^}{"]*, ?"parameters": |\[\w+\(\w+=\w'  # JSON, or a list of Python's
+_LISTS: Final = "<|tool_call|>", "functools"
 
-
-def _without_halves(value: Any) -> Any:
-    """Without halves of characters, which JSON can spell and no answer in UTF-8 can hold."""
-    if isinstance(value, str):
-        return _HALF.sub("\ufffd", value)
-    if isinstance(value, list):
-        return [_without_halves(each) for each in value]
-    if isinstance(value, dict):
-        return {_without_halves(key): _without_halves(each) for key, each in value.items()}
-    return value
-
-
-def _call_id(seed: str, at: int) -> str:
-    number, letters = int.from_bytes(hashlib.sha256(f"{at} {seed}".encode()).digest()), list[str]()
-    for _ in range(_ID_LENGTH):
-        number, place = divmod(number, len(_ID_LETTERS))
-        letters.append(_ID_LETTERS[place])
-    return "".join(letters)
+FORMS: Final = (
+    Form(
+        "args",
+        r"\[TOOL_CALLS\](?s:.)*\[ARGS\]",
+        ("[TOOL_CALLS]",),
+        ("[TOOL_CALLS]", "[TOOL_CALLS]", ""),
+        _in_args,
+    ),
+    Form("mistral", r"\[TOOL_CALLS\]", ("[TOOL_CALLS]",), ("[TOOL_CALLS][", ", ", "]")),
+    Form("xml", r"<tool_call>(?:\\n|\s)*<function=", ("<tool_call>", "<function="), _TAGGED, _in_xml),
+    Form("smollm3", rf"python_tools(?s:.)*{_SHOWS_TAGGED}", ("<tool_call>", "<code>"), _TAGGED),
+    Form("hermes", _SHOWS_TAGGED, ("<tool_call>",), _TAGGED),
+    Form("phi", r"<\|/tool(?:_call)?\|>", _LISTS, ("<|tool_call|>[", ", ", "]<|/tool_call|>")),
+    Form("granite", r"<\|tool_call\|>", _LISTS, ("<|tool_call|>[", ", ", "]")),
+    Form("functools", r"functools\[", _LISTS, ("functools[", ", ", "]")),
+    Form(
+        "lfm2",
+        r"<\|tool_call_start\|>",
+        ("<|tool_call_start|>",),
+        ("<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),
+    ),
+    Form("llama3", _SHOWS_BARE, ("<|python_tag|>",), ("", None, ""), partial(_in_json, key="parameters")),
+)
+"""The forms; of those that a template shows, the first is its."""

@@ -1,7 +1,4 @@
-"""What a model wrote, in OpenAI's JSON; what edgespec knows besides stands in fields ``edgespec``.
-
-Text of a stream goes out as it comes, calls of tools when they are whole.
-"""
+"""What a model wrote, in OpenAI's JSON; what edgespec knows besides stands in fields ``edgespec``."""
 
 import secrets
 import time
@@ -10,13 +7,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
-from edgespec.requests.reading import Attribution
-from edgespec.requests.results import Generation, Record, TokenRecord
+from edgespec.requests.results import Attribution, Generation, Record, TokenRecord
 from edgespec_models.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 _FINISH = {"stop": "stop", "tool_calls": "tool_calls"}  # any other is a limit: of tokens, of time
-_TAG = "<tool_call>"
 
 
 def usage(answers: Sequence[Generation]) -> Json:
@@ -28,9 +23,6 @@ def usage(answers: Sequence[Generation]) -> Json:
         "completion_tokens": written,
         "total_tokens": read + written,
         "prompt_tokens_details": {"cached_tokens": sum(answer.stats.cached_tokens for answer in answers)},
-        "completion_tokens_details": {
-            "reasoning_tokens": sum(choice.stats.reasoning_tokens for choice in _choices(answers))
-        },
     }
 
 
@@ -62,12 +54,12 @@ class _Answer:
         """The first chunk, if anything stands before the text."""
         return None
 
-    def chunk(self, text: str, record: Record, shown: list[Json]) -> Json:
-        """What a record says: its ``text``, less what is held back, and its tokens with theirs."""
+    def chunk(self, record: Record, shown: list[dict[str, str]]) -> Json:
+        """A piece of the answer; ``shown`` are its tokens as :class:`Attribution` cut them."""
         raise NotImplementedError
 
     def end(self, answer: Generation) -> Json:
-        """The last chunk: why it ended, the tools to call, and what it cost."""
+        """The last chunk: why it ended, and what it cost."""
         raise NotImplementedError
 
     def used(self, answer: Generation) -> Json:
@@ -85,9 +77,8 @@ class _Answer:
         id_ = f"{self.prefix}-{self.id}"
         return {"id": id_, "object": kind, "created": self.created, "model": self.model}
 
-    def _tokens(self, answer: Generation) -> list[Json]:
-        attribution = Attribution(self.tokenizer)
-        return attribution.push(answer.text, answer.records, last=True, thoughts=answer.thoughts)
+    def _tokens(self, answer: Generation) -> list[dict[str, str]]:
+        return Attribution(self.tokenizer).push(answer.text, answer.records, last=True)
 
     def _ended(self, answer: Generation, **more: Any) -> Json:
         """Why it ended, and what OpenAI's format has no place for."""
@@ -114,25 +105,22 @@ class ChatAnswer(_Answer):
         """Who speaks."""
         return self._chunk({"delta": {"role": "assistant", "content": ""}})
 
-    def chunk(self, text: str, record: Record, shown: list[Json]) -> Json:
-        """A piece of the thoughts, of the text, or of both; a call of a tool is none."""
-        said = {"reasoning_content": record.reasoning, "content": text}
+    def chunk(self, record: Record, shown: list[dict[str, str]]) -> Json:
+        """A piece of the text, of calls of tools, or of both."""
+        said = {"content": record.content, "tool_calls": [part.to_message() for part in record.calls]}
         delta = {name: piece for name, piece in said.items() if piece}
-        logprobs = self._logprobs(record.tokens[len(record.thoughts) :])
+        logprobs = self._logprobs(record.tokens)
         return self._chunk({"delta": delta, "logprobs": logprobs, "edgespec": {"tokens": shown}})
 
     def end(self, answer: Generation) -> Json:
-        """Why it ended, and the tools to call."""
-        calls = [{"index": index, **call} for index, call in enumerate(_calls(answer))]
-        return self._chunk({"delta": {"tool_calls": calls} if calls else {}, **self._ended(answer)})
+        """Why it ended."""
+        return self._chunk({"delta": {}, **self._ended(answer)})
 
     def _said(self, answer: Generation) -> Json:
-        message: Json = {"role": "assistant", "content": answer.text, "refusal": None}
-        if answer.reasoning:
-            message["reasoning_content"] = answer.reasoning
-        if calls := _calls(answer):
-            message |= {"content": answer.content or None, "tool_calls": calls}
-        return {"message": message, "logprobs": self._logprobs(answer.records[len(answer.thoughts) :])}
+        message = {**answer.message, "refusal": None}
+        if answer.tool_calls:
+            message["content"] = answer.content or None
+        return {"message": message, "logprobs": self._logprobs(answer.records)}
 
     def _logprobs(self, tokens: Sequence[TokenRecord]) -> Json | None:
         if not self.logprobs:
@@ -156,11 +144,11 @@ class CompletionAnswer(_Answer):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def chunk(self, text: str, record: Record, shown: list[Json]) -> Json:
+    def chunk(self, record: Record, shown: list[dict[str, str]]) -> Json:
         """A piece of the text, and where in it tokens begin."""
         logprobs = self._logprobs(record.tokens, self.written)
         self.written += sum(len(self._text(token.id)) for token in record.tokens)
-        return self._chunk({"text": text, "logprobs": logprobs, "edgespec": {"tokens": shown}})
+        return self._chunk({"text": record.text, "logprobs": logprobs, "edgespec": {"tokens": shown}})
 
     def end(self, answer: Generation) -> Json:
         """Why it ended."""
@@ -184,51 +172,5 @@ class CompletionAnswer(_Answer):
         }
 
 
-class Holding:
-    """Holds back what may be the writing of a call, which is no text for a user.
-
-    Models begin calls with a tag, with a control token, or, where the whole answer is one, with JSON
-    (:mod:`edgespec.requests.tool_calls`). From there on the answer is held until it ends.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._text, self._shown = "", 0
-        self._held = False
-
-    def push(self, record: Record) -> str:
-        """What can be shown of the text so far."""
-        said = record.tokens[len(record.thoughts) :]
-        begun = any(self._tokenizer.is_special(token.id) for token in said)
-        if record.finish_reason is not None or begun:
-            self._held = True  # what ends an answer is a control token, too, and then :meth:`finish` follows
-        if not self._held:
-            self._text += record.text
-            self._held = self._text.lstrip()[:1] in ("{", "[") or _TAG in self._text
-        end = self._shown if self._held else len(self._text) - _begun(self._text)
-        if _TAG in self._text:
-            end = max(self._shown, self._text.index(_TAG))
-        shown, self._shown = self._text[self._shown : end], end
-        return shown
-
-    def finish(self, answer: Generation) -> str:
-        """What is to be shown yet of the answer; its calls are not."""
-        before = self._text[: self._shown]
-        if not answer.tool_calls:
-            return answer.text[self._shown :]
-        if not answer.content.startswith(before.strip()):  # text before a call that was not seen as text
-            return ""
-        return answer.content[len(before.lstrip()) :]  # which has no space around it
-
-
-def _begun(text: str) -> int:
-    """Characters at the end of ``text`` that may begin the tag."""
-    return next((n for n in range(len(_TAG) - 1, 0, -1) if text.endswith(_TAG[:n])), 0)
-
-
 def _choices(answers: Sequence[Generation]) -> list[Generation]:
     return [choice for answer in answers for choice in answer.choices]
-
-
-def _calls(answer: Generation) -> list[Json]:
-    return [call.to_message() for call in answer.tool_calls]

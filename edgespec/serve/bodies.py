@@ -21,7 +21,6 @@ from edgespec_models.errors import RequestError
 from edgespec_models.schema import length, read, within
 
 T = TypeVar("T")
-_EFFORTS = {"none": False, "minimal": 256, "low": 1024, "medium": 4096}  # others have no limit
 _CLOSE = {"Connection": "close"}  # what is still on its way would be read as the next request
 
 
@@ -99,15 +98,11 @@ class ChatBody(_Common):
     top_logprobs: Annotated[int, within(0, 20)] = 0
     tools: Sequence[Mapping[str, Any]] | None = None
     tool_choice: str | Mapping[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     response_format: Mapping[str, Any] | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    # other servers', too: tokens of thoughts
-    thinking_budget: Annotated[int, within(0)] | None = None
-    thinking_budget_tokens: Annotated[int, within(0)] | None = None
     # one value only: the others would change the answer
     modalities: Sequence[Literal["text"]] | None = None
-    parallel_tool_calls: Literal[True] | None = None
 
     def options(self) -> RequestOptions:
         """What the model is asked for, besides the prompt."""
@@ -120,29 +115,17 @@ class ChatBody(_Common):
             given["tools"] = self.tools
         if self.tool_choice is not None:
             given["tool_choice"] = self.tool_choice
+        if self.parallel_tool_calls is not None:
+            given["parallel_tool_calls"] = self.parallel_tool_calls
         if self.chat_template_kwargs:
             given["template_args"] = self.chat_template_kwargs
-        thinking = self._thinking()
-        if thinking is not None:
-            given["thinking"] = thinking
         if self.response_format is not None:
             given["response_format"] = _format(self.response_format)
         return given
 
-    def _thinking(self) -> bool | int | None:
-        """Whether the model is to think, or for how many tokens; a number goes before an effort."""
-        effort = None if self.reasoning_effort is None else _EFFORTS.get(self.reasoning_effort, True)
-        numbers = (self.thinking_budget, self.thinking_budget_tokens)
-        return next((each for each in numbers if each is not None), effort)
-
     def conversation(self) -> list[dict[str, Any]]:
         """The messages, less what is null in them: clients send back the answers that they were given."""
         return [{key: value for key, value in each.items() if value is not None} for each in self.messages]
-
-    @property
-    def may_call(self) -> bool:
-        """Whether the answer may call tools."""
-        return bool(self.tools) and self.tool_choice != "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,11 +11,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from edgespec.engine import Model
-from edgespec.requests.reading import Attribution
 from edgespec.requests.request import RequestOptions
-from edgespec.requests.results import Generation, Record
+from edgespec.requests.results import Attribution, Generation, Record
 from edgespec.requests.stream import Stream, answers_async
-from edgespec.serve.answers import ChatAnswer, CompletionAnswer, Holding
+from edgespec.serve.answers import ChatAnswer, CompletionAnswer
 from edgespec.serve.bodies import ChatBody, CompletionBody, parse, read_json
 from edgespec.serve.metrics import RequestCount, count_of
 from edgespec.serve.options import ServeOptions
@@ -115,8 +114,6 @@ class _EventStream(StreamingResponse):
         super().__init__(self._lines(), media_type="text/event-stream", headers=headers)
         self._count, self._answer, self._stream = count, answer, stream
         self._with_usage = body.stream_options.include_usage
-        may_call = isinstance(body, ChatBody) and body.may_call
-        self._holding = Holding(answer.tokenizer) if may_call else None
         self._attribution = Attribution(answer.tokenizer)
         self._records = aiter(stream.records())
         self._first: Record | None = None
@@ -149,8 +146,6 @@ class _EventStream(StreamingResponse):
                 record = await anext(self._records, None)
             answer = self._stream.result
             _check_ended(answer)
-            if self._holding is not None and (held := self._holding.finish(answer)):
-                yield self._event(self._answer.chunk(held, Record(held, ()), []))
         except (EdgespecError, Problem) as error:  # the status is sent already
             problem = error if isinstance(error, Problem) else of_error(error)
             yield _line(problem.to_json())
@@ -164,9 +159,8 @@ class _EventStream(StreamingResponse):
 
     def _piece(self, record: Record) -> dict[str, Any]:
         last = record.finish_reason is not None
-        shown = self._attribution.push(record.text, record.tokens, last=last, thoughts=record.thoughts)
-        text = record.text if self._holding is None else self._holding.push(record)
-        return self._answer.chunk(text, record, shown)
+        shown = self._attribution.push(record.text, record.tokens, last=last)
+        return self._answer.chunk(record, shown)
 
     def _event(self, chunk: Mapping[str, Any]) -> str:
         return _line({**chunk, "usage": None} if self._with_usage else chunk)

@@ -69,7 +69,13 @@ class ChatTemplate:
             if test.name in ("defined", "undefined") and isinstance(test.node, nodes.Name)
         }
         known = _ALWAYS.union(self._template.environment.globals, self._tokens)
-        return frozenset((read - stored | tested) - known)
+        shown = {"tools"} if self._tools_in_message else set[str]()
+        return frozenset((read - stored | tested | shown) - known)
+
+    @cached_property
+    def _tools_in_message(self) -> bool:
+        """Whether it shows the tools that the system's message holds as a text, as Phi-4-mini's does."""
+        return re.search(r"\[.tools.\]", self.source) is not None
 
     @cached_property
     def knows_developer(self) -> bool:
@@ -136,12 +142,18 @@ class ChatTemplate:
         if unknown:
             known = ", ".join(sorted(self.arguments)) or "nothing else"
             raise RequestError(f"the chat template does not read {', '.join(unknown)}; it reads {known}")
+        others = _plain(arguments, "template_args")
+        if self._tools_in_message and isinstance(others.get("tools"), list):
+            if copies[0]["role"] != "system":
+                copies.insert(0, {"role": "system", "content": ""})
+            functions = [each.get("function") for each in others.pop("tools") if isinstance(each, dict)]
+            copies[0]["tools"] = json.dumps(functions)
         for copy in copies:
             if copy["role"] == "developer" and not self.knows_developer:
                 copy["role"] = "system"
             if "tool_calls" in copy and "tool_calls" not in self.source:
                 raise RequestError("the model's chat template does not show tool_calls; leave them out")
-        return copies, _plain(arguments, "template_args")
+        return copies, others
 
     def _render(
         self,

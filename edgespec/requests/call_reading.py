@@ -1,0 +1,381 @@
+"""Tool calls read out of an answer while it is written.
+
+Text before a tag is shown as it comes. From a tag on it is held; names and arguments are given out as soon as
+they are certain, and what turns out to be no call is text. Arguments become JSON, whatever they are written
+in: JSON itself, Python's literals, or texts between tags, whose types the tool's schema says.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from edgespec.requests.call_values import (
+    MoreError,
+    begun_string,
+    dumped,
+    kinds_of,
+    literal,
+    table,
+    typed,
+    value_end,
+)
+from edgespec.requests.results import CallPart, ToolCall
+from edgespec_models.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from edgespec.requests.tool_calls import Form
+
+_ID_LETTERS: Final = "0123456789abcdefghijklmnopqrstuvwxyz"
+_ID_LENGTH: Final = 9  # letters and digits, which is what Mistral's templates insist on
+_WORD: Final = re.compile(r"[\w.-]*")
+_SPACE: Final = re.compile(r"\s*")
+_END: Final = "</parameter>"
+
+
+class CallReader:
+    """Takes an answer's text piece by piece; says what can be shown of it, and what of its calls is certain.
+
+    ``tools`` are the parameters of functions by their names, ``prompt`` is what the answer follows. With
+    ``single`` nothing behind the first call is read.
+    """
+
+    def __init__(
+        self, form: "Form", tools: Mapping[str, Any], prompt: Sequence[int], *, single: bool = False
+    ) -> None:
+        self.calls: list[ToolCall] = []
+        """Those that are whole."""
+        self._form, self._tools, self._single = form, tools, single
+        self._seed = hashlib.sha256(repr(list(prompt)).encode()).hexdigest()
+        self._text = ""  # which is not known yet to be text or a call
+        self._space = ""  # which is shown if text follows
+        self._says = False
+        self._may_begin = form.bare
+        self._tag: str | None = None  # at the text's beginning
+        self._index = 0  # of the first call behind it
+        self._given: list[int] = []  # how much of the arguments of each
+        self._whole = 0  # of them
+
+    def marks(self, tokenizer: Tokenizer) -> set[int]:
+        """The control tokens that the text is to spell."""
+        ids = map(tokenizer.special_id, (*self._form.tags, self._form.close, "[ARGS]", "[CALL_ID]"))
+        return {each for each in ids if each is not None}
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing that follows is read."""
+        return self._single and bool(self.calls)
+
+    def push(self, text: str, *, final: bool = False) -> tuple[str, list[CallPart]]:
+        """Take a piece, and the ``final`` one if nothing follows."""
+        self._text += text
+        shown, parts = "", list[CallPart]()
+        while not self.complete:
+            if self._tag is None:
+                before = self._before_tag(final)
+                shown += self._shown(before)
+                self._text = self._text[len(before) :]
+                if self._tag is None:
+                    break
+            block = _Block(self._text, self._tools, self._tag, final=final)
+            end = block.read(self._form.close)
+            parts += self._parts(block)
+            if end is None:
+                break
+            if end == 0:
+                end = len(self._tag) or 1
+                shown += self._shown(self._text[:end])
+            self._text, self._tag = self._text[end:], None
+            self._index, self._given, self._whole = self._index + len(self._given), [], 0
+        if final and not self.calls:
+            shown += self._space
+        return shown, parts
+
+    def _before_tag(self, final: bool) -> str:
+        """The text before the next tag, which is noted, and before what may begin one."""
+        if self._may_begin:
+            rest = self._text.lstrip()
+            if not rest and not final:
+                return ""
+            self._may_begin = False
+            if rest.startswith(("{", "[")):
+                self._tag = ""
+                return self._text[: len(self._text) - len(rest)]
+        found = [(self._text.find(tag), tag) for tag in self._form.tags if tag in self._text]
+        if found:
+            start, self._tag = min(found)
+            return self._text[:start]
+        held = 0 if final else max((_begun(self._text, tag) for tag in self._form.tags), default=0)
+        return self._text[: len(self._text) - held]
+
+    def _shown(self, text: str) -> str:
+        """What can be shown now: of an answer with calls, space at its ends is no part."""
+        text = self._space + text
+        if self.calls and not self._says:
+            text = text.lstrip()
+        shown = text.rstrip()
+        self._space, self._says = text[len(shown) :], self._says or bool(shown)
+        return shown
+
+    def _parts(self, block: "_Block") -> list[CallPart]:
+        """What was not given out yet."""
+        parts = list[CallPart]()
+        for at, call in enumerate(block.certain):
+            index = self._index + at
+            id_ = _call_id(self._seed, index)
+            if at == len(self._given):
+                self._given.append(0)
+                parts.append(CallPart(index, id=id_, name=call.name))
+            if new := call.text[self._given[at] :]:
+                self._given[at] += len(new)
+                parts.append(CallPart(index, new))
+            if call.arguments is not None and at == self._whole:
+                self._whole += 1
+                self.calls.append(ToolCall(id_, call.name, call.arguments))
+            if self.complete:
+                break
+        return parts
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call; ``text`` is the JSON of its arguments as far as it is certain, which then are ``arguments``."""
+
+    name: str = ""
+    text: str = ""
+    arguments: dict[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class _Block:
+    """Calls behind ``tag``, which ``text`` begins with, as far as they are written.
+
+    Decides nothing that what follows could change, so that a longer text has the same calls and more.
+    """
+
+    text: str
+    tools: Mapping[str, Any]
+    tag: str
+    final: bool
+    _calls: list[_Call] = field(init=False, default_factory=list)
+    _at: int = field(init=False, default=0)
+    _settled: int = field(init=False, default=0)  # where the last whole call ends
+
+    @property
+    def certain(self) -> list[_Call]:
+        """The calls whose arguments have begun; a program's only when it is known to be nothing else."""
+        calls = self._calls if self.tag != "<code>" or self._settled else []
+        return [call for call in calls if call.name and call.text]
+
+    def read(self, close: str) -> int | None:
+        """Where the calls end, and ``close`` behind them; 0 where there are none, None if more must come."""
+        try:
+            self._read()
+            if self._settled and close and self._take(close):
+                self._settled = self._at
+        except MoreError:
+            return self._settled if self.final else None
+        except (ValueError, RecursionError):
+            pass
+        return self._settled
+
+    def _read(self) -> None:
+        self._at = len(self.tag)
+        if self.tag == "<code>":
+            self._program()
+        elif self.tag == "<function=":
+            self._function()
+        elif self._next() == "{":
+            self._object()
+            while self._take(";") or (self._at < len(self.text) and self._next() == "{"):
+                self._object()
+        elif self._next() == "[":
+            for _ in self._items("[", "]"):
+                self._object() if self._next() == "{" else self._python()
+            self._settled = self._settled and self._at
+        elif self._take("<function="):
+            self._function()
+            while self._take("<function="):
+                self._function()
+        else:
+            self._named()
+
+    def _object(self) -> None:
+        """``{"name": .., "arguments": {..}}``; arguments may be missing, or written as JSON within JSON."""
+        call = self._begin()
+        for _ in self._items("{", "}"):
+            key = self._key()
+            if key == "name" and not call.name:
+                self._call_it(call, json.loads(self._value()))
+            elif key not in ("arguments", "parameters") or call.text:
+                json.loads(self._value())
+            elif self._next() == '"':
+                inner = _Block(json.loads(self._value()), {}, "", final=True)
+                inner._members(call)
+            else:
+                self._members(call)
+        self._end(call)
+
+    def _named(self) -> None:
+        """``name[CALL_ID]id[ARGS]{..}``; only the name has to be there."""
+        name = self._word()
+        if self._take("[CALL_ID]"):
+            self._word()
+        self._take("[ARGS]")
+        call = self._begin()
+        self._call_it(call, name)
+        self._members(call)
+        self._end(call)
+
+    def _python(self) -> None:
+        """``name(key=value, ..)``."""
+        call = self._begin()
+        self._call_it(call, self._word())
+        for _ in self._items("(", ")"):
+            key = self._word()
+            self._need("=")
+            self._add(call, key)
+            call.text += dumped(literal(self._value()))
+        call.text = (call.text or "{") + "}"
+        self._end(call)
+
+    def _program(self) -> None:
+        """Calls in Python, and nothing else, whose results may be given names."""
+        while not self._take("</code>"):
+            start = self._at
+            self._word()
+            if not self._take("="):
+                self._at = start
+            self._python()
+        self._settled = self._at
+
+    def _function(self) -> None:
+        """``name>``, then ``<parameter=key>value</parameter>`` for each argument, a line each."""
+        call = self._begin()
+        self._call_it(call, self._until(">").strip())
+        while not self._take("</function>"):
+            self._need("<parameter=")
+            key = self._until(">").strip()
+            kinds = kinds_of(table(self.tools.get(call.name)), key)
+            self._add(call, key)
+            start = self._at + self.text.startswith("\n", self._at)
+            try:
+                value = self._until(_END, start)
+            except MoreError:
+                if kinds == {"string"}:
+                    call.text += dumped(self.text[start : max(start, len(self.text) - len(_END))])[:-1]
+                raise
+            call.text += dumped(typed(value.removesuffix("\n"), kinds))
+        call.text = (call.text or "{") + "}"
+        self._end(call)
+
+    def _members(self, call: _Call) -> None:
+        """The arguments, as a JSON object."""
+        for _ in self._items("{", "}"):
+            self._add(call, self._key())
+            self._next()
+            start = self._at
+            try:
+                value = self._value()
+            except MoreError:
+                call.text += begun_string(self.text[start:])
+                raise
+            call.text += dumped(json.loads(value))
+        call.text = (call.text or "{") + "}"
+
+    def _begin(self) -> _Call:
+        self._calls.append(_Call())
+        return self._calls[-1]
+
+    def _call_it(self, call: _Call, name: object) -> None:
+        known = self.tag in ("", "<code>")  # where the answer may be other JSON, or another program
+        if not isinstance(name, str) or not name or (known and name not in self.tools):
+            raise ValueError("no name of a function")
+        call.name = json.loads(dumped(name))
+
+    def _add(self, call: _Call, key: str) -> None:
+        call.text += f"{', ' if call.text else '{'}{dumped(key)}: "
+
+    def _end(self, call: _Call) -> None:
+        if not call.name:
+            raise ValueError("a call without a name")
+        call.text = call.text or "{}"
+        call.arguments = json.loads(call.text)
+        if self.tag != "<code>":
+            self._settled = self._at
+
+    def _next(self) -> str:
+        """The next character that is not space."""
+        self._at = _SPACE.match(self.text, self._at).end()  # type: ignore[union-attr] # it always matches
+        if self._at == len(self.text):
+            raise MoreError
+        return self.text[self._at]
+
+    def _take(self, literal: str) -> bool:
+        """Whether ``literal`` comes next, which then is read."""
+        start = _SPACE.match(self.text, self._at).end()  # type: ignore[union-attr]
+        if self.text.startswith(literal, start):
+            self._at = start + len(literal)
+            return True
+        if not self.final and literal.startswith(self.text[start:]):
+            raise MoreError
+        return False
+
+    def _need(self, literal: str) -> None:
+        if not self._take(literal):
+            raise ValueError(f"{literal} is missing")
+
+    def _items(self, begin: str, end: str) -> Iterator[None]:
+        """Once for each item between ``begin`` and ``end``, with commas between, which the caller reads."""
+        self._need(begin)
+        if self._next() != end:
+            yield
+            while self._next() == ",":
+                self._at += 1
+                yield
+        self._need(end)
+
+    def _key(self) -> str:
+        key = json.loads(self._value())
+        self._need(":")
+        if not isinstance(key, str):
+            raise ValueError("a key is no text")
+        return key
+
+    def _word(self) -> str:
+        self._next()
+        end = _WORD.match(self.text, self._at).end()  # type: ignore[union-attr]
+        if end == len(self.text):
+            raise MoreError
+        word, self._at = self.text[self._at : end], end
+        return word
+
+    def _until(self, tag: str, start: int | None = None) -> str:
+        start = self._at if start is None else start
+        end = self.text.find(tag, start)
+        if end < 0:
+            raise MoreError
+        self._at = end + len(tag)
+        return self.text[start:end]
+
+    def _value(self) -> str:
+        """A value of JSON or Python: what comes before a comma or a bracket of what it stands in."""
+        self._next()
+        start, self._at = self._at, value_end(self.text, self._at)
+        return self.text[start : self._at].strip()
+
+
+def _begun(text: str, tag: str) -> int:
+    """Characters at the end of ``text`` that begin ``tag``."""
+    lengths = range(min(len(tag) - 1, len(text)), 0, -1)
+    return next((length for length in lengths if text.endswith(tag[:length])), 0)
+
+
+def _call_id(seed: str, at: int) -> str:
+    number, letters = int.from_bytes(hashlib.sha256(f"{at} {seed}".encode()).digest()), list[str]()
+    for _ in range(_ID_LENGTH):
+        number, place = divmod(number, len(_ID_LETTERS))
+        letters.append(_ID_LETTERS[place])
+    return "".join(letters)

@@ -1,0 +1,128 @@
+"""Values of arguments: their types by JSON Schema, and JSON of what a model writes as such."""
+
+import ast
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+_DEEPEST: Final = 64  # lists and tables within each other, as in messages
+_STRING: Final = r""""[^"\\]*+(?:\\.[^"\\]*+)*+"|'[^'\\]*+(?:\\.[^'\\]*+)*+'"""
+_TOKEN: Final = re.compile(rf"""{_STRING}|[][{{}}(),:;"']""", re.DOTALL)
+_PAIR: Final = re.compile(r"\\(.)", re.DOTALL)
+_ESCAPES: Final = "\\\"'abfnrtuUvx0\n"  # what may stand behind a backslash in Python; else it is one
+_HALF: Final = re.compile("[\ud800-\udfff]")
+_TAIL: Final = 12  # characters that write one as two halves
+_NAMES: Final = {str: "string", bool: "boolean", type(None): "null", list: "array", dict: "object"}
+
+
+class MoreError(Exception):
+    """What follows decides."""
+
+
+def kinds_of(parameters: Mapping[str, Any], name: str) -> set[str]:
+    """The types that JSON Schema ``parameters`` allow an argument; a text where they say none."""
+    schema = property_of(parameters, name)
+    kinds = set[str]()
+    for each in (schema, *(table(some) for key in ("anyOf", "oneOf") for some in listed(schema.get(key)))):
+        named = each.get("type")
+        kinds.update(kind for kind in listed(named) or [named] if isinstance(kind, str))
+        kinds.update(*map(_kinds, allowed_values(each)))
+    return kinds or {"string"}
+
+
+def property_of(parameters: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The schema of an argument, itself and not a reference; empty without one."""
+    schema = table(table(parameters.get("properties")).get(name))
+    referred = str(schema.get("$ref", "")).rpartition("/")[2]
+    defined = table(parameters.get("$defs") or parameters.get("definitions"))
+    return table(defined.get(referred)) if referred else schema
+
+
+def allowed_values(schema: Mapping[str, Any]) -> Sequence[Any]:
+    """What ``enum`` or ``const`` allow; nothing without them."""
+    return [schema["const"]] if "const" in schema else listed(schema.get("enum"))
+
+
+def table(value: object) -> Mapping[str, Any]:
+    """A table of a schema; empty where something else stands there."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def listed(value: object) -> Sequence[Any]:
+    """A list of a schema, the same way."""
+    return value if isinstance(value, list | tuple) else ()
+
+
+def _kinds(value: object) -> set[str]:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return {_NAMES[type(value)]} if type(value) in _NAMES else set()
+    return {"integer", "number"} if isinstance(value, int) or value.is_integer() else {"number"}
+
+
+def typed(text: str, kinds: set[str]) -> Any:
+    """What ``text`` says, where that is of one of ``kinds``; else it stays a text."""
+    if kinds != {"string"}:
+        try:
+            value_end(f"{text},", 0)
+            value = literal(text)
+            if kinds & _kinds(value):
+                return value
+        except (ValueError, MoreError):
+            pass
+    return text
+
+
+def value_end(text: str, start: int) -> int:
+    """Where a value of JSON or Python ends: a string at its quote, others before a comma or a bracket.
+
+    Raises:
+        MoreError: the text ends before.
+        ValueError: the value is too deep.
+    """
+    depth = 0
+    for token in _TOKEN.finditer(text, start):
+        first = token[0][0]
+        if first in "[{(":
+            depth += 1
+        elif first in "\"'":
+            if len(token[0]) == 1:
+                break
+            if token.start() == start:
+                return token.end()
+        elif depth == 0:
+            return token.start()
+        elif first in "]})":
+            depth -= 1
+        if depth > _DEEPEST:
+            raise ValueError("too deep")
+    raise MoreError
+
+
+def dumped(value: object) -> str:
+    """As JSON, without halves of characters, which JSON can spell and no answer in UTF-8 can hold."""
+    return _HALF.sub("\ufffd", json.dumps(value, ensure_ascii=False, allow_nan=False))
+
+
+def begun_string(text: str) -> str:
+    """What is certain of the JSON that a string becomes that has no end yet; nothing of other values."""
+    sure = text[:-_TAIL] + text[-_TAIL:].partition("\\")[0]
+    try:
+        begun = json.loads(sure + '"') if text.startswith('"') else ""
+    except ValueError:
+        begun = ""
+    if begun and "\ud800" <= begun[-1] <= "\udbff":  # the other half may follow
+        begun = begun[:-1]
+    return dumped(begun)[:-1] if begun else ""
+
+
+def literal(text: str) -> Any:
+    """The value of a literal of JSON, or of Python; ValueError where it is neither."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        plain = _PAIR.sub(lambda pair: pair[0] if pair[1] in _ESCAPES else f"\\{pair[0]}", text)
+    try:
+        return json.loads(json.dumps(ast.literal_eval(plain), allow_nan=False))
+    except (SyntaxError, TypeError, MemoryError, RecursionError) as error:
+        raise ValueError("no literal") from error

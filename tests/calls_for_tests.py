@@ -1,0 +1,144 @@
+"""Calls of tools, written as models write them, one writer for each form."""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hypothesis import strategies as st
+
+from edgespec.requests.call_reading import CallReader
+from edgespec.requests.results import CallPart, ToolCall
+from edgespec.requests.tool_calls import format_of
+from tests.templates_for_tests import SHOWN
+
+Call = tuple[str, dict[str, Any]]
+Write = Callable[[Sequence[Call]], str]
+
+PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "number": {"type": "number"},
+        "maybe": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+        "items": {"type": "array"},
+        "table": {"$ref": "#/$defs/Table"},
+    },
+    "additionalProperties": False,
+    "$defs": {"Table": {"type": "object"}},
+}
+DO: dict[str, Any] = {"type": "function", "function": {"name": "do_it", "parameters": PARAMETERS}}
+REST: dict[str, Any] = {"type": "function", "function": {"name": "rest"}}
+
+PIECES = (
+    "</tool_call>", "<tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "functools[", "<function=",
+    "</parameter", "</function>", "<code>", '"', "'", "\\", "\\u", "\n", "{", "}", "[", "]", "(", ")", ", ",
+    ";", "é", "日", "😀", " word", "  ",
+)  # fmt: skip
+texts = (st.lists(st.sampled_from(PIECES), max_size=6).map("".join) | st.text(max_size=8)).map(
+    lambda text: text.replace("</parameter>", "")
+)
+_numbers = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+_values = st.recursive(
+    st.none() | st.booleans() | _numbers | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=4,
+)
+_arguments = st.fixed_dictionaries(
+    {},
+    optional={
+        "text": texts,
+        "number": _numbers,
+        "maybe": st.booleans() | st.none(),
+        "items": st.lists(_values, max_size=3),
+        "table": st.dictionaries(texts, _values, max_size=3),
+    },
+)
+calls: st.SearchStrategy[list[Call]] = st.lists(
+    st.tuples(st.just("do_it"), _arguments) | st.just(("rest", dict[str, Any]())), min_size=1, max_size=3
+)
+"""What is called in one answer."""
+
+
+def _object(call: Call, key: str = "arguments") -> str:
+    return json.dumps({"name": call[0], key: call[1]}, ensure_ascii=len(str(call[1])) % 2 == 0)
+
+
+def _tagged(calls: Sequence[Call]) -> str:
+    return "\n".join(f"<tool_call>\n{_object(call)}\n</tool_call>" for call in calls)
+
+
+def _xml(calls: Sequence[Call]) -> str:
+    def parameter(key: str, value: Any) -> str:
+        text = value if isinstance(value, str) else json.dumps(value)
+        return f"<parameter={key}>\n{text}\n</parameter>\n"
+
+    blocks = (
+        f"<function={name}>\n{''.join(map(parameter, args, args.values()))}</function>"
+        for name, args in calls
+    )
+    return "\n".join(f"<tool_call>\n{block}\n</tool_call>" for block in blocks)
+
+
+def _python(call: Call) -> str:
+    return f"{call[0]}({', '.join(f'{key}={value!r}' for key, value in call[1].items())})"
+
+
+def _list(before: str, after: str, one: Callable[[Call], str] = _object) -> Write:
+    return lambda calls: f"{before}[{', '.join(map(one, calls))}]{after}"
+
+
+WRITERS: Sequence[tuple[str, Write]] = (
+    ("hermes", _tagged),
+    ("hermes", lambda calls: "\n".join(f"<tool_call>{_object(call)}" for call in calls)),
+    ("smollm3", _tagged),
+    ("smollm3", lambda calls: "<code>\n" + "".join(f"x = {_python(call)}\n" for call in calls) + "</code>"),
+    ("xml", _xml),
+    ("xml", lambda calls: _xml(calls).replace("<tool_call>\n<function=", "<function=")),
+    ("mistral", _list("[TOOL_CALLS]", "")),
+    ("args", lambda calls: "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(args)}" for name, args in calls)),
+    ("granite", _list("<|tool_call|>", "")),
+    ("phi", _list("<|tool_call|>", "<|/tool_call|>")),
+    ("phi", _list("functools", "")),
+    ("functools", _list("functools", "")),
+    ("lfm2", _list("<|tool_call_start|>", "<|tool_call_end|>", _python)),
+    ("llama3", _list("", "", _python)),
+    ("llama3", lambda calls: "; ".join(_object(call, "parameters") for call in calls)),
+    ("llama3", lambda calls: "<|python_tag|>" + "; ".join(_object(call, "parameters") for call in calls)),
+)
+"""Names of forms, and ways to write calls in them."""
+
+
+def reader_of(source: str, tools: Sequence[dict[str, Any]] = (DO, REST), **options: Any) -> CallReader:
+    form = format_of(source)
+    assert form is not None
+    given = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+    return CallReader(form, given, [1, 2], **options)
+
+
+def read(form: str, pieces: Sequence[str], **options: Any) -> tuple[str, list[ToolCall], list[CallPart]]:
+    """What is shown of an answer that comes in ``pieces``, its calls, and their parts as they came."""
+    reader, shown, parts = reader_of(SHOWN[form], **options), "", list[CallPart]()
+    for at, piece in enumerate([*pieces, ""]):
+        more, new = reader.push(piece, final=at == len(pieces))
+        shown, parts = shown + more, parts + new
+    return shown, reader.calls, parts
+
+
+def joined(parts: Sequence[CallPart]) -> list[tuple[str, str, str]]:
+    """Id, name and arguments of each call as a client puts them together, which sees each begin once."""
+    found = list[tuple[str, str, str]]()
+    for part in parts:
+        if part.id is not None:
+            assert part.index == len(found) and part.name is not None
+            found.append((part.id, part.name, part.arguments))
+        else:
+            id_, name, arguments = found[part.index]
+            found[part.index] = (id_, name, arguments + part.arguments)
+    return found
+
+
+@st.composite
+def cut(draw: st.DrawFn, text: str) -> list[str]:
+    """A text in pieces."""
+    places = sorted(draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    return [text[start:end] for start, end in zip([0, *places], [*places, len(text)], strict=True)]
