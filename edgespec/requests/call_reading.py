@@ -238,7 +238,6 @@ class _Block:
             self._need("=")
             self._add(call, key)
             call.text += dumped(literal(self._value()))
-        call.text = (call.text or "{") + "}"
         self._end(call)
 
     def _program(self) -> None:
@@ -260,15 +259,14 @@ class _Block:
             key = self._until(">").strip()
             kinds = kinds_of(table(self.tools.get(call.name)), key)
             self._add(call, key)
-            start = self._at + self.text.startswith("\n", self._at)
+            start = self._at = self._at + self.text.startswith("\n", self._at)
             try:
-                value = self._until(_END, start)
+                value = self._until(_END)
             except MoreError:
                 if kinds == {"string"}:
                     call.text += dumped(self.text[start : max(start, len(self.text) - len(_END))])[:-1]
                 raise
             call.text += dumped(typed(value.removesuffix("\n"), kinds))
-        call.text = (call.text or "{") + "}"
         self._end(call)
 
     def _members(self, call: _Call) -> None:
@@ -283,7 +281,6 @@ class _Block:
                 call.text += begun_string(self.text[start:])
                 raise
             call.text += dumped(json.loads(value))
-        call.text = (call.text or "{") + "}"
 
     def _begin(self) -> _Call:
         self._calls.append(_Call())
@@ -301,7 +298,7 @@ class _Block:
     def _end(self, call: _Call) -> None:
         if not call.name:
             raise ValueError("a call without a name")
-        call.text = call.text or "{}"
+        call.text = (call.text or "{") + "}"
         call.arguments = json.loads(call.text)
         if self.tag != "<code>":
             self._settled = self._at
@@ -352,13 +349,12 @@ class _Block:
         word, self._at = self.text[self._at : end], end
         return word
 
-    def _until(self, tag: str, start: int | None = None) -> str:
-        start = self._at if start is None else start
-        end = self.text.find(tag, start)
-        if end < 0:
+    def _until(self, tag: str) -> str:
+        text, found, _ = self.text[self._at :].partition(tag)
+        if not found:
             raise MoreError
-        self._at = end + len(tag)
-        return self.text[start:end]
+        self._at += len(text) + len(tag)
+        return text
 
     def _value(self) -> str:
         """A value of JSON or Python: what comes before a comma or a bracket of what it stands in."""
