@@ -29,8 +29,7 @@ def shape(architecture: str, vocabulary: int) -> DecoderShape:
     ("target", "drafter"),
     [
         ("qwen3-8b", "qwen3-0.6b"),
-        ("qwen3-4b", "qwen3-0.6b"),
-        ("qwen3-1.7b", "smollm2-135m-instruct"),  # whose own family's drafter is a third of it
+        ("qwen3-4b", "smollm2-135m-instruct"),  # 2.08 times, 1.98 with the 0.6B
         ("gemma-3-4b-it", "gemma-3-270m"),
         ("llama-3.2-3b-instruct", "smollm2-135m-instruct"),
         ("phi-4-mini-instruct", "smollm2-135m-instruct"),
