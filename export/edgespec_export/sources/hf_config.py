@@ -68,7 +68,7 @@ def config_of(facts: Facts, family: Family) -> ModelConfig:
         window = None  # with a pattern, a window also says which layers have the local rotary embedding
     if window is None:
         rope["rope_local_theta"] = None  # of layers that there are none of
-    scale = facts.positive("query_pre_attn_scalar", float(head_dim)) ** -0.5
+    scale = 1 / sqrt(facts.positive("query_pre_attn_scalar", float(head_dim)))
     grown = sqrt(max(hidden, 0)) if family.name == "gemma3" else 1.0
     embedding = _multiplier(facts, "embedding_multiplier", grown)
     residual = _residual_factor(facts, family)
