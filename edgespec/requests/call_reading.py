@@ -79,13 +79,13 @@ class CallReader:
                 self._text = self._text[len(before) :]
                 if self._tag is None:
                     break
-            block = _Block(self._text, self._tools, self._tag, final=final)
-            end = block.read(self._form.close)
+            block = _Block(self._text, self._tools, self._tag)
+            goes_on = block.read(self._form.close)
             parts += self._parts(block)
-            if end is None:
+            if goes_on and not final:
                 break
-            if end == 0:
-                end = len(self._tag) or 1
+            end = block.settled or len(self._tag) or 1
+            if not block.settled:
                 shown += self._shown(self._text[:end])
             self._text, self._tag = self._text[end:], None
             self._index, self._given, self._whole = self._index + len(self._given), [], 0
@@ -158,28 +158,27 @@ class _Block:
     text: str
     tools: Mapping[str, Any]
     tag: str
-    final: bool
+    settled: int = field(init=False, default=0)  # where the last whole call ends
     _calls: list[_Call] = field(init=False, default_factory=list)
     _at: int = field(init=False, default=0)
-    _settled: int = field(init=False, default=0)  # where the last whole call ends
 
     @property
     def certain(self) -> list[_Call]:
         """The calls whose arguments have begun; a program's only when it is known to be nothing else."""
-        calls = self._calls if self.tag != "<code>" or self._settled else []
+        calls = self._calls if self.tag != "<code>" or self.settled else []
         return [call for call in calls if call.name and call.text]
 
-    def read(self, close: str) -> int | None:
-        """Where the calls end, and ``close`` behind them; 0 where there are none, None if more must come."""
+    def read(self, close: str) -> bool:
+        """Read the calls, and ``close`` behind them if it is there; whether what follows decides more."""
         try:
             self._read()
-            if self._settled and close and self._take(close):
-                self._settled = self._at
+            if self.settled and close and self._take(close):
+                self.settled = self._at
         except MoreError:
-            return self._settled if self.final else None
+            return True
         except (ValueError, RecursionError):
             pass
-        return self._settled
+        return False
 
     def _read(self) -> None:
         self._at = len(self.tag)
@@ -189,12 +188,12 @@ class _Block:
             self._function()
         elif self._next() == "{":
             self._object()
-            while self._take(";") or (self._at < len(self.text) and self._next() == "{"):
+            while self._take(";") or self._next() == "{":
                 self._object()
         elif self._next() == "[":
             for _ in self._items("[", "]"):
                 self._object() if self._next() == "{" else self._python()
-            self._settled = self._settled and self._at
+            self.settled = self.settled and self._at
         elif self._take("<function="):
             self._function()
             while self._take("<function="):
@@ -212,7 +211,7 @@ class _Block:
             elif key not in ("arguments", "parameters") or call.text:
                 json.loads(self._value())
             elif self._next() == '"':
-                inner = _Block(json.loads(self._value()), {}, "", final=True)
+                inner = _Block(json.loads(self._value()), {}, "")
                 inner._members(call)
             else:
                 self._members(call)
@@ -248,7 +247,7 @@ class _Block:
             if not self._take("="):
                 self._at = start
             self._python()
-        self._settled = self._at
+        self.settled = self._at
 
     def _function(self) -> None:
         """``name>``, then ``<parameter=key>value</parameter>`` for each argument, a line each."""
@@ -301,7 +300,7 @@ class _Block:
         call.text = (call.text or "{") + "}"
         call.arguments = json.loads(call.text)
         if self.tag != "<code>":
-            self._settled = self._at
+            self.settled = self._at
 
     def _next(self) -> str:
         """The next character that is not space."""
@@ -316,7 +315,7 @@ class _Block:
         if self.text.startswith(literal, start):
             self._at = start + len(literal)
             return True
-        if not self.final and literal.startswith(self.text[start:]):
+        if literal.startswith(self.text[start:]):
             raise MoreError
         return False
 

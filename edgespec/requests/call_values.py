@@ -12,7 +12,7 @@ _TOKEN: Final = re.compile(rf"""{_STRING}|[][{{}}(),:;"']""", re.DOTALL)
 _PAIR: Final = re.compile(r"\\(.)", re.DOTALL)
 _ESCAPES: Final = "\\\"'abfnrtuUvx0\n"  # what may stand behind a backslash in Python; else it is one
 _HALF: Final = re.compile("[\ud800-\udfff]")
-_TAIL: Final = 12  # characters that write one as two halves
+_TAIL: Final = 5  # characters of an escape that lacks its last
 _NAMES: Final = {str: "string", bool: "boolean", type(None): "null", list: "array", dict: "object"}
 
 
