@@ -19,6 +19,7 @@ from edgespec.loading.opening import (
 )
 from edgespec.requests.request import (
     Messages,
+    Prompt,
     Request,
     RequestOptions,
     detokenize,
@@ -27,7 +28,7 @@ from edgespec.requests.request import (
     with_options,
 )
 from edgespec.requests.results import Generation
-from edgespec.requests.runner import PromptTokens, Runner, respond
+from edgespec.requests.runner import Runner, respond
 from edgespec.requests.stream import Stream, answers, answers_async
 from edgespec.requests.worker import Answer, Worker
 from edgespec_models.errors import RequestError
@@ -292,7 +293,7 @@ class Model:
     def _queued(
         self,
         request: Request,
-        prompt: Callable[[], PromptTokens],
+        prompt: Callable[[], Prompt],
         ended: Callable[[Generation], None] = lambda result: None,
     ) -> Stream:
         runner, constraint = self._runner, self._runner.constraint(request)

@@ -8,7 +8,7 @@ from typing import Any, Self, cast
 
 from edgespec.engine import Conversation, Model
 from edgespec.requests.request import RequestOptions
-from edgespec.requests.results import Generation, GenerationStats, SourceStats
+from edgespec.requests.results import Generation, GenerationStats, Record, SourceStats
 from edgespec.requests.stream import Stream
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve
@@ -90,7 +90,8 @@ class FakeModel:
         speculate = options.get("speculate", True)
         count = min(options.get("max_new_tokens", 256), self.new_tokens)
         tokens = self._tokens(prompt, count, options, speculate)
-        return FakeStream(Generation(f"re: {prompt}", tokens, "stop", self._stats(prompt, count, speculate)))
+        text, stats = f"re: {prompt}", self._stats(prompt, count, speculate)
+        return FakeStream(Generation(text, tokens, "stop", stats, content=text))
 
     def _tokens(
         self, prompt: str, count: int, options: Mapping[str, Any], speculate: bool
@@ -139,6 +140,10 @@ class FakeStream:
         text = self.result.text
         yield text[:4]
         yield text[4:]
+
+    def records(self) -> Iterator[Record]:
+        for piece in self:
+            yield Record(piece, ())
 
     def run(self) -> Generation:
         return self.result

@@ -1,7 +1,7 @@
 """Whole models over toy sessions: everything but weights is as in use."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from time import perf_counter
 from types import SimpleNamespace
@@ -102,13 +102,14 @@ def toy_model(
     options: LoadOptions | None = None,
     clock: Clock = perf_counter,
     drafter_s: float = 0.1,
+    bundle: Callable[[str, int], Bundle] = toy_bundle,
 ) -> Model:
     """A model over ``session``, a second a pass; with a drafter over the same vocabulary."""
 
     def running(name: str, session: ToySession, seconds: float) -> Running:
         curve = CostCurve({1: seconds, 8: 1.1 * seconds, 32: 1.5 * seconds})
         return Running(
-            toy_bundle(name, session.longest),
+            bundle(name, session.longest),
             session,
             curve,
             Placement(Device(KINDS["cpu"], "ready"), "made up"),

@@ -52,6 +52,7 @@ def test_a_chat_is_answered_in_openais_form(model: ServedModel, url: str) -> Non
         "completion_tokens": written,
         "total_tokens": 7 + written,
         "prompt_tokens_details": {"cached_tokens": 3},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     messages, options = model.calls[0]
     assert list(messages) == [{"role": "user", "content": HARD}]

@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
-from edgespec.cli.console import output
+from edgespec.cli.console import errors, output
 from edgespec.cli.markdown import MarkdownStream
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from rich.text import Text
 
-    from edgespec.requests.results import Generation, GenerationStats
+    from edgespec.requests.results import Generation, GenerationStats, Record
     from edgespec.requests.stream import Stream
     from edgespec_models.text.tokenizer import Tokenizer
 
@@ -30,10 +32,11 @@ def stream_to_terminal(stream: "Stream") -> "Generation":
     """Print the text as it comes, ending the line."""
     text_ends_line = True
     try:
-        for piece in stream:
-            typer.echo(piece, nl=False)
-            sys.stdout.flush()
-            text_ends_line = piece.endswith("\n")
+        for record in _records(stream):
+            if record.text:
+                typer.echo(record.text, nl=False)
+                sys.stdout.flush()
+                text_ends_line = record.text.endswith("\n")
     finally:
         if not text_ends_line:
             typer.echo()
@@ -47,24 +50,45 @@ def stream_as_markdown(stream: "Stream", marked: "Tokenizer | None" = None) -> "
     """
     if not output().is_terminal:
         return stream_to_terminal(stream)
-    from edgespec.requests.results import Attribution
+    from edgespec.requests.reading import Attribution
 
     attribution = None if marked is None else Attribution(marked)
     markdown, ends_line = MarkdownStream(), True
     try:
-        for record in stream.records():
+        for record in _records(stream):
             ends_line = record.text.endswith("\n") if record.text else ends_line
             if attribution is None:
                 _print_pieces(markdown.push(record.text), "")
                 continue
             last = record.finish_reason is not None
-            for token in attribution.push(record.text, record.tokens, last=last):
-                _print_pieces(markdown.push(token["text"]), _MARKS.get(token["source"], ""))
+            tokens = attribution.push(record.text, record.tokens, last=last, thoughts=record.thoughts)
+            for token in tokens:
+                if "reasoning" not in token:
+                    _print_pieces(markdown.push(token["text"]), _MARKS.get(token["source"], ""))
     finally:
         _print_pieces(markdown.finish(), "")
         if not ends_line:
             output().print()
     return stream.result
+
+
+def _records(stream: "Stream") -> "Iterator[Record]":
+    """What each round added; thoughts are shown dimmed, and beside the output, which is the answer."""
+    from rich.text import Text
+
+    thinks = False
+    try:
+        for record in stream.records():
+            if record.reasoning:
+                thinks = True
+                errors().print(Text(record.reasoning, "dim italic"), end="", soft_wrap=True)
+            if thinks and record.text:
+                thinks = False
+                errors().print("\n")
+            yield record
+    finally:
+        if thinks:
+            errors().print()
 
 
 def _print_pieces(pieces: list[tuple[str, str]], mark: str) -> None:
@@ -84,9 +108,10 @@ def sources_line(answer: "Generation") -> "Text":
 
 
 def answer_json(answer: "Generation") -> dict[str, Any]:
-    """An answer as JSON values: ``text``, ``finish_reason``, ``tokens``, ``stats``."""
+    """An answer as JSON values: ``text``, ``reasoning``, ``finish_reason``, ``tokens``, ``stats``."""
     return {
         "text": answer.text,
+        "reasoning": answer.reasoning,
         "finish_reason": answer.finish_reason,
         "tokens": list(answer.tokens),
         "stats": answer.stats.to_json(),

@@ -27,6 +27,7 @@ def generate(
     repetition_penalty: options.RepetitionPenalty = 1.0,
     seed: options.Seed = None,
     stop: options.Stop = None,
+    thinking: options.Thinking = None,
     no_speculation: options.WithoutSpeculation = False,
     threads: options.Threads = 0,
     device: options.Device = "auto",

@@ -60,6 +60,14 @@ MinP = Annotated[
 RepetitionPenalty = Annotated[float, typer.Option(help="Above 1 makes tokens seen before less likely.")]
 Seed = Annotated[int | None, typer.Option(help="Makes a sampled answer repeatable.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this text; may be repeated.")]
+Thinking = Annotated[
+    str | None,
+    typer.Option(
+        metavar="on|off|TOKENS",
+        help="Whether the model thinks before it answers, or for how many tokens at most; the chat template "
+        "decides without it.",
+    ),
+]
 WithoutSpeculation = Annotated[
     bool, typer.Option("--no-speculation", help="Decode without drafts, for comparison.")
 ]
@@ -128,7 +136,18 @@ def request_options(context: typer.Context) -> "RequestOptions":
         "seed": values["seed"],
         "stop": tuple(values["stop"] or ()),
         "speculate": not values["no_speculation"],
+        "thinking": thinking(values["thinking"]),
     }
+
+
+def thinking(given: str | None) -> bool | int | None:
+    """What ``--thinking`` means."""
+    if given in (None, "on", "off"):
+        return None if given is None else given == "on"
+    try:
+        return int(given or "")
+    except ValueError:
+        raise typer.BadParameter(f"{given!r} is none of on, off and a number of tokens") from None
 
 
 def sampling_options(context: typer.Context) -> "RequestOptions":

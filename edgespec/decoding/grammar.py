@@ -1,7 +1,7 @@
 """What an answer may be: JSON that fits a schema, a regular expression, a grammar, one of several texts.
 
 A request says so with ``response_format``. llguidance (the extra ``structured``) compiles it, and tells
-which tokens may come next behind every text; a :class:`Constraint` follows one request with it.
+which tokens may come next behind every text; a :class:`GrammarConstraint` follows one request with it.
 """
 
 import json
@@ -9,11 +9,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from edgespec.decoding.sampling import RowStep
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import check_fields, form, length
 from edgespec_models.text.tokenizer import Tokenizer
@@ -141,6 +142,12 @@ class Allowed:
     def __init__(self, mask: bytes) -> None:
         self._words = np.frombuffer(mask, "<u4")
 
+    @classmethod
+    def where(cls, bits: npt.NDArray[np.bool_]) -> "Allowed":
+        """The tokens of a vocabulary at whose ids ``bits`` is true."""
+        packed = np.packbits(bits, bitorder="little").tobytes()
+        return cls(packed + bytes(-len(packed) % 4))
+
     def __contains__(self, token: int) -> bool:
         return bool(self._words[token >> 5] >> (token & 31) & 1)
 
@@ -157,6 +164,12 @@ class Allowed:
             return None
         return 32 * int(at[0]) + int(self._words[at[0]]).bit_length() - 1
 
+    def also(self, token: int) -> "Allowed":
+        """These, and one more."""
+        bits = self._bits().astype(np.bool_)
+        bits[token] = True
+        return Allowed.where(bits)
+
     def forbid_others(self, row: npt.NDArray[np.float32]) -> None:
         """Set the logits of all other tokens, float32 ``(vocab,)``, to minus infinity."""
         bits = self._bits()[: len(row)]
@@ -167,11 +180,24 @@ class Allowed:
         return np.unpackbits(self._words.view(np.uint8), bitorder="little")
 
 
-class Constraint:
-    """What one request's grammar allows: a :class:`RowStep` that may be asked for more.
+class Constraint(RowStep, Protocol):
+    """What one request's answer may be: a :class:`RowStep` that may be asked for more.
 
-    It follows the committed tokens and reads proposals behind them; what was found out about a proposal is
-    kept for verification. One thread at a time.
+    It follows the committed tokens and reads proposals behind them. One thread at a time.
+    """
+
+    def ends(self, tokens: Sequence[int]) -> bool:
+        """Whether nothing can follow ``tokens``, all that are committed, but a token that ends the text."""
+
+    def completes(self, drafted: Sequence[int]) -> bool:
+        """The same of the committed tokens and ``drafted``, which are allowed."""
+
+    def allowed(self, drafted: Sequence[int]) -> Allowed:
+        """What may follow them; they end nothing. RequestError where a grammar leaves no token in time."""
+
+
+class GrammarConstraint(Constraint):
+    """What a grammar allows. What was found out about a proposal is kept for verification.
 
     Allowed is what the text can go on with, written as the tokenizer would write it: text that the grammar
     forces comes in the tokens that a model expects for it, so that of several ways to spell it one is left.
@@ -217,23 +243,19 @@ class Constraint:
             self._move(self._committed)
 
     def ends(self, tokens: Sequence[int]) -> bool:
-        """Whether nothing can follow ``tokens``, all that are committed, but a token that ends the text."""
+        """See :class:`Constraint`."""
         self.begin(tokens)
         return self._ended or self._complete[len(self._committed)]
 
     def completes(self, drafted: Sequence[int]) -> bool:
-        """The same of the committed tokens and ``drafted``, which are allowed."""
+        """See :class:`Constraint`."""
         if drafted and drafted[-1] in self._ends:
             return True
         self._move([*self._committed, *drafted])
         return self._complete[len(self._read)]
 
     def allowed(self, drafted: Sequence[int]) -> Allowed:
-        """What may follow the committed tokens and ``drafted``, which are allowed and end nothing.
-
-        Raises:
-            RequestError: the grammar takes too long from here, or leaves no token.
-        """
+        """See :class:`Constraint`."""
         wanted = [*self._committed, *drafted]
         known = self._allowed[len(wanted)] if self._read[: len(wanted)] == wanted else None
         if known is None:
@@ -279,7 +301,7 @@ class Grammars:
         # llguidance wants an end: a model without one gets an id that it cannot write.
         self._ends = frozenset(eos or (tokenizer.vocab_size,))
 
-    def constraint(self, wanted: ResponseFormat) -> Constraint:
+    def constraint(self, wanted: ResponseFormat) -> GrammarConstraint:
         """What one request's answer may be.
 
         Raises:
@@ -301,7 +323,7 @@ class Grammars:
         limits = LLParserLimits(
             max_lexer_states=_MAX_LEXER_STATES, max_grammar_size=_MAX_GRAMMAR_SIZE, verbose_errors=False
         )
-        constraint = Constraint(LLMatcher(vocabulary, text, log_level=0, limits=limits), self._ends)
+        constraint = GrammarConstraint(LLMatcher(vocabulary, text, log_level=0, limits=limits), self._ends)
         constraint.try_out()
         return constraint
 

@@ -23,6 +23,7 @@ from edgespec.requests.call_values import (
     value_end,
 )
 from edgespec.requests.results import CallPart, ToolCall
+from edgespec_models.text.thoughts import begun_at_end
 from edgespec_models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class CallReader:
         if found:
             start, self._tag = min(found)
             return self._text[:start]
-        held = 0 if final else max((_begun(self._text, tag) for tag in self._form.tags), default=0)
+        held = 0 if final else max((begun_at_end(self._text, tag) for tag in self._form.tags), default=0)
         return self._text[: len(self._text) - held]
 
     def _shown(self, text: str) -> str:
@@ -360,12 +361,6 @@ class _Block:
         self._next()
         start, self._at = self._at, value_end(self.text, self._at)
         return self.text[start : self._at].strip()
-
-
-def _begun(text: str, tag: str) -> int:
-    """Characters at the end of ``text`` that begin ``tag``."""
-    lengths = range(min(len(tag) - 1, len(text)), 0, -1)
-    return next((length for length in lengths if text.endswith(tag[:length])), 0)
 
 
 def _call_id(seed: str, at: int) -> str:

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, ParamSpec, TypedDict, TypeVar
 
 from edgespec.decoding.draft import Drafter
 from edgespec.decoding.grammar import AnyJson, Choice, JsonSchema, Lark, Regex, ResponseFormat
@@ -12,6 +12,7 @@ from edgespec.decoding.sampling import SamplingParams
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import RequestError, TokenizerError
 from edgespec_models.schema import check_fields, form, one_of, shown, within
+from edgespec_models.text.thoughts import Place, Tags, place_behind, tags_of
 
 if TYPE_CHECKING:  # what prompts without a conversation do not need, such as Jinja
     from edgespec.requests.call_reading import CallReader
@@ -56,6 +57,7 @@ class RequestOptions(TypedDict, total=False):
     tool_choice: str | Mapping[str, Any]
     parallel_tool_calls: bool | None
     template_args: Mapping[str, Any]
+    thinking: bool | int | None
     response_format: ResponseFormat | None
 
 
@@ -87,8 +89,11 @@ class Request:
         parallel_tool_calls: False ends the answer behind its first call. A call that has to be made is one
             call, with True one or more where the model's form has several.
         template_args: what the model's chat template is told besides, such as ``enable_thinking``.
-        response_format: what the answer has to be, such as :class:`edgespec.JsonSchema`. Where it has become
-            that it ends; where ``max_new_tokens`` or ``stop`` end it, it may be a part of that only.
+        thinking: whether the model thinks before it answers, or for how many tokens at most, behind which its
+            thoughts are closed; None leaves it to the chat template.
+        response_format: what the answer has to be, such as :class:`edgespec.JsonSchema`, behind thoughts.
+            Where it has become that it ends; where ``max_new_tokens`` or ``stop`` end it, it may be a part of
+            that only.
         sampling: how tokens are chosen.
 
     Raises:
@@ -109,6 +114,7 @@ class Request:
     tool_choice: Annotated[str, one_of(("auto", "none", "required"))] | Mapping[str, Any] = "auto"
     parallel_tool_calls: bool | None = None
     template_args: Mapping[str, Any] = field(default_factory=dict)
+    thinking: bool | Annotated[int, within(0)] | None = None
     response_format: JsonSchema | Regex | Lark | Choice | AnyJson | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
@@ -191,6 +197,17 @@ def _default(option: Any) -> Any:
     return option.default if option.default_factory is MISSING else option.default_factory()
 
 
+class Prompt(NamedTuple):
+    """A prompt as the target and as the drafter are to read it; the second is empty without a drafter model.
+
+    ``place`` is where the answer begins, with regard to thoughts; None where the model has none.
+    """
+
+    target: list[int]
+    drafter: list[int]
+    place: Place | None
+
+
 def prompt_tokens(bundle: Bundle, said: str | Messages, request: Request) -> list[int]:
     """What a target reads: a text to continue, or a conversation to answer.
 
@@ -198,8 +215,16 @@ def prompt_tokens(bundle: Bundle, said: str | Messages, request: Request) -> lis
         RequestError: nothing is said, or not in a way that the model's chat template takes; tools or template
             arguments for a text, which is in no template.
     """
-    arguments = _arguments(said, request)
-    ids = encode_text(bundle, said) if isinstance(said, str) else encode_chat(bundle, said, arguments)
+    if isinstance(said, str):
+        if request.tools or request.template_args or request.thinking is not None:
+            raise RequestError(
+                "tools, template_args and thinking are for a model's chat template, in which a text is not; "
+                "use chat"
+            )
+        ids = encode_text(bundle, said)
+    else:
+        _check_thinking(bundle, request)
+        ids = encode_chat(bundle, said, _arguments(bundle, request))
     if not ids:
         raise RequestError("the prompt is empty; give at least one character")
     return ids
@@ -211,9 +236,9 @@ def drafter_tokens(bundle: Bundle, said: str | Messages, request: Request) -> li
         return encode_text(bundle, said)
     template = bundle.chat_template
     if template is not None:
-        arguments = _arguments(said, request)
-        known = {name: each for name, each in arguments.items() if name in template.arguments}
         try:
+            arguments = _arguments(bundle, request)
+            known = {name: each for name, each in arguments.items() if name in template.arguments}
             return _chat(bundle, template, said, known)
         except (RequestError, TokenizerError):  # it knows fewer roles, or no tool calls
             pass
@@ -238,6 +263,17 @@ def encode_chat(bundle: Bundle, messages: Messages, arguments: Mapping[str, Any]
     if "tools" in arguments:
         _check_tools(bundle.manifest.name, template)
     return _chat(bundle, template, messages, arguments)
+
+
+def thinking_tags(bundle: Bundle) -> Tags | None:
+    """What the model writes around its thoughts; None where it does not think."""
+    return None if bundle.chat_template is None else tags_of(bundle.chat_template, bundle.tokenizer)
+
+
+def answer_place(bundle: Bundle, said: str | Messages, prompt: Sequence[int]) -> Place | None:
+    """Where the answer to ``prompt`` begins, with regard to thoughts; None where it has none."""
+    tags = None if isinstance(said, str) else thinking_tags(bundle)
+    return None if tags is None else place_behind(prompt, tags, bundle.tokenizer)
 
 
 def tokenize(bundle: Bundle, text: str) -> list[int]:
@@ -319,11 +355,24 @@ def _begun(bundle: Bundle, ids: list[int]) -> list[int]:
     return [special.bos, *ids] if special.add_bos and special.bos is not None else ids
 
 
-def _arguments(said: str | Messages, request: Request) -> Mapping[str, Any]:
+def _arguments(bundle: Bundle, request: Request) -> Mapping[str, Any]:
     """What the chat template is told besides the messages."""
-    if isinstance(said, str) and (request.tools or request.template_args):
-        raise RequestError(
-            "tools and template_args are for a model's chat template, in which a text is not; use chat"
-        )
+    tags = None if request.thinking is None else thinking_tags(bundle)
+    switched = {tags.switch: bool(request.thinking)} if tags is not None and tags.switch else {}
     tools = {"tools": request.tools} if request.tools and request.tool_choice != "none" else {}
-    return {**request.template_args, **tools}
+    return {**switched, **request.template_args, **tools}
+
+
+def _check_thinking(bundle: Bundle, request: Request) -> None:
+    """See that the model can think if it is to, and that it is told once whether it is."""
+    if request.thinking is None or (tags := thinking_tags(bundle)) is None:
+        if request.thinking:
+            raise RequestError(
+                f"thinking is {request.thinking}, and {bundle.manifest.name} does not think; leave it out"
+            )
+        return
+    told = request.template_args.get(tags.switch or "", request.thinking)
+    if bool(told) != bool(request.thinking):
+        raise RequestError(
+            f"thinking is {request.thinking}, template_args say {tags.switch}={shown(told)}; give one of them"
+        )

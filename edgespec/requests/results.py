@@ -1,15 +1,12 @@
 """What a generation returns: text, tokens, why it ended, and what it cost."""
 
-import codecs
 import json
-from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from edgespec.decoding.draft import Remarks, Step
-from edgespec_models.errors import RequestError
-from edgespec_models.text.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "closed", "tool_calls", "error"]
 """Why an answer ended: the model or a stop string ended it, it became as long as asked for or as fits, the
@@ -91,6 +88,7 @@ class Record:
         stop: the stop string that ended it, which is not part of the text; None without.
         content: the same of the text around calls of tools.
         calls: what became certain of these.
+        thoughts: what the first of these tokens add to what the model thinks before its text.
     """
 
     text: str
@@ -99,6 +97,12 @@ class Record:
     stop: str | None = None
     content: str = ""
     calls: tuple[CallPart, ...] = ()
+    thoughts: tuple[str, ...] = ()
+
+    @property
+    def reasoning(self) -> str:
+        """What it adds to the thoughts."""
+        return "".join(self.thoughts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +120,7 @@ class GenerationStats:
     Attributes:
         cached_tokens: of these, how many were in the KV cache already (shared prefix).
         new_tokens: tokens generated.
+        reasoning_tokens: of these, how many are thoughts and their tags.
         ttft_s: time to first token: from the request's turn to the first committed token, prefill included.
         decode_s: time from the first committed token to the last one's text, with all work between rounds.
         decode_tokens: tokens committed in that time (the first round's tokens are not among them).
@@ -158,6 +163,7 @@ class GenerationStats:
     drafted_ahead: int = 0
     used_ahead: int = 0
     queued_s: float = 0.0
+    reasoning_tokens: int = 0
 
     @property
     def tpot_s(self) -> float:
@@ -181,33 +187,16 @@ class GenerationStats:
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain JSON values, times in milliseconds (``*_ms``)."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "new_tokens": self.new_tokens,
-            "queued_ms": self.queued_s * 1e3,
-            "ttft_ms": self.ttft_s * 1e3,
-            "tpot_ms": self.tpot_s * 1e3,
+        values = asdict(self) | {
+            "tpot_s": self.tpot_s,
             "tokens_per_second": self.tokens_per_s,
-            "rounds": self.rounds,
             "block_efficiency": self.block_efficiency,
-            "drafted": self.drafted,
-            "accepted": self.accepted,
             "acceptance_rate": self.acceptance_rate,
-            "by_source": {
-                name: {"drafted": s.drafted, "accepted": s.accepted} for name, s in self.by_source.items()
-            },
-            "drafted_by_position": list(self.drafted_by_position),
-            "accepted_by_position": list(self.accepted_by_position),
-            "drafted_ahead": self.drafted_ahead,
-            "used_ahead": self.used_ahead,
-            "target_ms": self.target_s * 1e3,
-            "drafter_ms": self.drafter_s * 1e3,
-            "speculation_off_reason": self.speculation_off_reason,
-            "history_problem": self.history_problem,
-            "rolled_back": list(self.rolled_back),
-            "placement": self.placement,
         }
+        del values["decode_s"], values["decode_tokens"]
+        times = {f"{name[:-2]}_ms": values.pop(name) * 1e3 for name in [*values] if name.endswith("_s")}
+        lists = {name: list(each) for name, each in values.items() if isinstance(each, tuple)}
+        return values | times | lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +204,7 @@ class Generation:
     """The result of a request, whole or as far as it came.
 
     Attributes:
-        text: the generated text, without the stop string.
+        text: the generated text, without the stop string and without thoughts.
         tokens: all that were committed; the last may reach into the stop string.
         finish_reason: why it ended.
         stop: the stop string that ended it; None without.
@@ -223,6 +212,7 @@ class Generation:
         tool_calls: functions that the model asks to have called; the text holds them too, as it wrote them.
         content: the text around those calls; all of it without any.
         others: further answers to the same prompt, where the request asks for several.
+        thoughts: what the model thought before its text, as each of the first tokens added to it.
     """
 
     text: str
@@ -234,6 +224,12 @@ class Generation:
     tool_calls: tuple[ToolCall, ...] = ()
     content: str = ""
     others: tuple["Generation", ...] = ()
+    thoughts: tuple[str, ...] = field(default=(), repr=False)
+
+    @property
+    def reasoning(self) -> str:
+        """What the model thought before its text, without the tags."""
+        return "".join(self.thoughts)
 
     @property
     def choices(self) -> tuple["Generation", ...]:
@@ -242,9 +238,13 @@ class Generation:
 
     @property
     def message(self) -> dict[str, Any]:
-        """The answer as a message, for the messages of the conversation's next request."""
+        """The answer as a message, for the messages of the conversation's next request.
+
+        Of thoughts, chat templates show what the model expects to see again, which often is nothing.
+        """
+        thoughts = {"reasoning_content": self.reasoning} if self.reasoning else {}
         calls = {"tool_calls": [call.to_message() for call in self.tool_calls]} if self.tool_calls else {}
-        return {"role": "assistant", "content": self.content, **calls}
+        return {"role": "assistant", "content": self.content, **thoughts, **calls}
 
 
 def nothing(reason: FinishReason) -> Generation:
@@ -286,108 +286,3 @@ def statistics(steps: Sequence[Step], remarks: Remarks, **prompt: Any) -> Genera
         **prompt,
         **asdict(remarks),
     )
-
-
-class Attribution:
-    """Cuts a stream's text at its tokens.
-
-    A character whose bytes several tokens write belongs to the last of them. Text that may begin a
-    stop string is held back by the stream, and here the tokens with it.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._pieces = TextStream(tokenizer)
-        self._waiting: deque[tuple[str, str]] = deque()  # text not handed out yet, and its source
-
-    def push(self, text: str, tokens: Sequence[TokenRecord], *, last: bool) -> list[dict[str, str]]:
-        """The tokens that ``text``, the next piece of the stream, shows: ``text`` and ``source`` of each.
-
-        Their texts joined are ``text``. ``last`` says that no piece follows; a token that a stop string cut
-        off has an empty text.
-        """
-        for token in tokens:
-            self._waiting.append((self._pieces.push([token.id]), token.source))
-        shown = []
-        while self._waiting and (last or len(self._waiting[0][0]) <= len(text)):
-            piece, source = self._waiting.popleft()
-            shown.append({"text": text[: len(piece)], "source": source})
-            text = text[len(piece) :]
-        if not text:
-            return shown
-        source = "target"  # of an unfinished character at the end, whose bytes no token completed
-        if self._waiting:
-            piece, source = self._waiting.popleft()
-            self._waiting.appendleft((piece[len(text) :], source))
-        return [*shown, {"text": text, "source": source}]
-
-
-class TextStream:
-    """Turns committed tokens into text that can be shown at once.
-
-    >>> stream = TextStream(tokenizer, stop=["\\n\\n"])
-    >>> shown = stream.push(tokens) + stream.finish()
-
-    The pieces joined equal ``tokenizer.decode`` of all tokens, up to the first stop string. That is the
-    one completed first, and the longest of those completed by the same byte, however the tokens were
-    grouped into pushes. Special tokens contribute no text, but for those ``spelled``. Push committed tokens
-    only: text that was handed out is not taken back.
-
-    Raises RequestError where a stop string is empty or holds a lone surrogate.
-    """
-
-    def __init__(
-        self, tokenizer: Tokenizer, *, stop: Sequence[str] = (), spelled: Collection[int] = ()
-    ) -> None:
-        if isinstance(stop, str):
-            raise RequestError(f"stop must be a list of texts, not the text {stop!r}.")
-        if not all(stop):
-            raise RequestError("A stop string is empty. Leave it out.")
-        try:
-            # UTF-8 synchronises itself, so stop strings can be found in the bytes.
-            self._stops = {text.encode("utf-8"): text for text in stop}
-        except UnicodeEncodeError as error:
-            raise RequestError(f"A stop string is not valid text: {error}") from error
-        self._tokenizer, self._spelled = tokenizer, spelled
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._held = b""  # may be the beginning of a stop string
-        self.stop_string: str | None = None
-        """The stop string that ended the text; it is not part of the text."""
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string was found; what is pushed from then on is ignored."""
-        return self.stop_string is not None
-
-    def push(self, tokens: Iterable[int]) -> str:
-        """Take tokens, return the text that can be shown now. Raises TokenizerError for an unknown id."""
-        if self.stopped:
-            return ""
-        shown = (each for each in tokens if each in self._spelled or not self._tokenizer.is_special(each))
-        text = self._held + self._tokenizer.bytes_of(shown)
-        found = self._first_stop(text)
-        if found is None:
-            keep = len(text) - self._length_to_hold(text)
-            self._held = text[keep:]
-            return self._decoder.decode(text[:keep])
-        start, stop = found
-        self.stop_string, self._held = self._stops[stop], b""
-        return self._decoder.decode(text[:start], final=True)
-
-    def finish(self) -> str:
-        """The text still held back: no more tokens come. An incomplete character becomes U+FFFD."""
-        held, self._held = self._held, b""
-        return self._decoder.decode(held, final=True)
-
-    def _first_stop(self, text: bytes) -> tuple[int, bytes] | None:
-        """Start of the stop string completed first, and the stop string."""
-        starts = ((text.find(stop), stop) for stop in self._stops)
-        found = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
-        return min(found)[1:] if found else None
-
-    def _length_to_hold(self, text: bytes) -> int:
-        """Length of the longest end of ``text`` that begins a stop string."""
-        longest = 0
-        for stop in self._stops:
-            lengths = range(min(len(stop) - 1, len(text)), longest, -1)
-            longest = next((n for n in lengths if text.endswith(stop[:n])), longest)
-        return longest

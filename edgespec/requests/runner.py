@@ -1,6 +1,6 @@
 """The loaded models as one thread uses them, and one request as it runs on them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,20 +15,21 @@ from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Part, Policy
 from edgespec.drafting.pricing import Guard, Pricing
 from edgespec.loading.opening import Loaded, LoadOptions
+from edgespec.requests.reading import AnswerReader, Piece
 from edgespec.requests.request import (
     Messages,
+    Prompt,
     Request,
     answer_format,
+    answer_place,
     call_reader,
     drafter_tokens,
     prompt_tokens,
 )
 from edgespec.requests.results import (
-    CallPart,
     FinishReason,
     Generation,
     Record,
-    TextStream,
     TokenRecord,
     nothing,
     statistics,
@@ -36,6 +37,7 @@ from edgespec.requests.results import (
 )
 from edgespec.requests.worker import Answer
 from edgespec_models.errors import Cancelled, DoesNotFit
+from edgespec_models.text.thoughts import Place
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.devices import Placement
 from edgespec_runtimes.kv_buffers import KvStore
@@ -47,10 +49,6 @@ if TYPE_CHECKING:  # requests import nothing of drafter models or histories that
     from edgespec.drafting.side import DrafterSide
     from edgespec.history.use import HistoryUse
     from edgespec.requests.call_reading import CallReader
-
-
-PromptTokens = tuple[list[int], list[int]]
-"""A prompt as the target and as the drafter are to read it; the second is empty without a drafter model."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,22 +66,18 @@ class PreparedRequest:
     max_draft: int
     begin: Callable[[], Policy]
     constraint: Constraint | None = None
+    place: Place | None = None
     calls: "CallReader | None" = None
     clock: Clock = perf_counter
-    _stream: TextStream = field(init=False)
-    _spelled: TextStream = field(init=False)  # with the tags of calls that are control tokens
-    _text: list[str] = field(init=False, default_factory=list)
+    _reader: AnswerReader = field(init=False)
     _steps: list[Step] = field(init=False, default_factory=list)
     _records: list[TokenRecord] = field(init=False, default_factory=list)
     _remarks: Remarks = field(init=False, default_factory=Remarks)
     _reason: FinishReason | None = field(init=False, default=None)
-    _content: list[str] = field(init=False, default_factory=list)
     _measured: dict[str, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._stream = TextStream(self.tokenizer, stop=self.request.stop)
-        marks = () if self.calls is None else self.calls.marks(self.tokenizer)
-        self._spelled = TextStream(self.tokenizer, stop=self.request.stop, spelled=marks)
+        self._reader = AnswerReader(self.tokenizer, self.place, self.calls, stop=self.request.stop)
         self._measured["prompt_tokens"] = len(self.tokens)
 
     def records(self, why_end: Callable[[], FinishReason | None], queued_s: float = 0.0) -> Iterator[Record]:
@@ -108,63 +102,49 @@ class PreparedRequest:
                     break
         if self._reason is None:
             self._reason = why_end() or "cancelled"
-            yield self._shown("", (), "", [])
+            yield self._shown(Piece((), "", "", ()))
 
     @property
     def result(self) -> Generation:
         """As far as it came."""
+        thoughts = tuple(self._reader.thoughts)
         return Generation(
-            "".join(self._text),
+            "".join(self._reader.text),
             tuple(record.id for record in self._records),
             self._reason or "error",
-            statistics(self._steps, self._remarks, **self._measured),
-            self._stream.stop_string,
+            statistics(self._steps, self._remarks, **self._measured, reasoning_tokens=len(thoughts)),
+            self._reader.stop_string,
             tuple(self._records),
-            () if self.calls is None else tuple(self.calls.calls),
-            "".join(self._content),
+            self._reader.called,
+            "".join(self._reader.content),
+            thoughts=thoughts,
         )
 
     def _record(self, step: Step) -> Record:
         """What a round adds."""
         self._steps.append(step)
-        tokens = token_records(step)
+        tokens, piece = token_records(step), self._reader.push(step.tokens)
         self._records += tokens
-        text = self._stream.push(step.tokens)
-        content, calls = self._read(text, step.tokens)
-        called = self.calls is not None and self.calls.complete
-        if called or self._stream.stopped or self._is_complete(step.tokens[-1]):
+        if self._reader.ended or self._is_complete(step.tokens[-1]):
             self._reason = "stop"
         elif len(self._records) >= self.request.max_new_tokens:
             self._reason = "length"
-        return self._shown(text, tokens, content, calls)
-
-    def _read(
-        self, text: str, tokens: Sequence[int] = (), *, final: bool = False
-    ) -> tuple[str, list[CallPart]]:
-        """What ``text``, which ``tokens`` write, says around calls, and of these."""
-        if self.calls is None:
-            return text, []
-        said = self._spelled.finish() if final else self._spelled.push(tokens)
-        return self.calls.push(said, final=final)
+        return self._shown(piece, tokens)
 
     def _is_complete(self, last: int) -> bool:
         """Whether the model has ended its text, or the request's grammar allows nothing behind it."""
         over = self.constraint is not None and self.constraint.ends(self.tokens)
         return over or last in self.eos
 
-    def _shown(
-        self, text: str, tokens: tuple[TokenRecord, ...], content: str, calls: list[CallPart]
-    ) -> Record:
+    def _shown(self, piece: Piece, tokens: tuple[TokenRecord, ...] = ()) -> Record:
         """The next record, with what was held back if it is the last."""
+        thoughts, text, content, calls = piece
         if self._reason is not None:
-            held = self._stream.finish()
-            more, parts = self._read(held, final=True)
-            text, content, calls = text + held, content + more, calls + parts
-            if self._reason == "stop" and self.calls is not None and self.calls.calls:
+            rest = self._reader.push((), final=True)
+            text, content, calls = text + rest.text, content + rest.content, calls + rest.calls
+            if self._reason == "stop" and self._reader.called:
                 self._reason = "tool_calls"
-        self._text.append(text)
-        self._content.append(content)
-        return Record(text, tokens, self._reason, self._stream.stop_string, content, tuple(calls))
+        return Record(text, tokens, self._reason, self._reader.stop_string, content, calls, thoughts)
 
     def _rounds(self, policy: Policy, cancelled: Callable[[], bool]) -> Iterator[Step]:
         return decode(
@@ -259,37 +239,40 @@ class Runner:
         wanted = answer_format(self.target, request)
         return None if wanted is None else self._grammars.constraint(wanted)
 
-    def prompt(self, said: str | Messages, request: Request) -> PromptTokens:
+    def prompt(self, said: str | Messages, request: Request) -> Prompt:
         """Read a prompt."""
         tokens = prompt_tokens(self.target, said, request)
         if len(tokens) >= self.session.longest:
             raise DoesNotFit(self._too_long(len(tokens)))
         side = self.side if request.speculate and request.drafter is None else None
-        if side is None:
-            return tokens, []
-        return tokens, side.prompt(tokens, lambda drafter: drafter_tokens(drafter, said, request))
+        aside = side.prompt(tokens, lambda each: drafter_tokens(each, said, request)) if side else []
+        return Prompt(tokens, aside, answer_place(self.target, said, tokens))
 
-    def prepared(
-        self, prompt: PromptTokens, request: Request, constraint: Constraint | None
-    ) -> PreparedRequest:
+    def prepared(self, prompt: Prompt, request: Request, constraint: Constraint | None) -> PreparedRequest:
         """A request made ready: room is reserved, and what is known of its prompt lies in the KV cache.
 
         An answer that would not fit the context is shortened.
         """
-        tokens = prompt[0].copy()
+        tokens, tokenizer = prompt.target.copy(), self.target.tokenizer
+        eos = self.target.manifest.special_tokens.eos
+        if prompt.place is not None:
+            from edgespec.decoding.thinking import with_thoughts
+
+            constraint = with_thoughts(prompt.place, tokenizer, eos, request.thinking, constraint)
         fits = min(request.max_new_tokens, self.session.longest - len(tokens))
         request = replace(request, max_new_tokens=fits)
         self._caches.fetch(self.session, tokens)
         self.session.reserve(len(tokens) + fits)
         return PreparedRequest(
             session=self.session,
-            tokenizer=self.target.tokenizer,
+            tokenizer=tokenizer,
             tokens=tokens,
             request=request,
-            eos=frozenset(self.target.manifest.special_tokens.eos) if request.stop_at_eos else frozenset(),
+            eos=frozenset(eos if request.stop_at_eos else ()),
             max_draft=self.options.max_draft,
             begin=partial(self._begin, prompt, request, constraint),
             constraint=constraint,
+            place=prompt.place,
             calls=call_reader(self.target, request, tokens),
             clock=self._clock,
         )
@@ -354,7 +337,7 @@ class Runner:
             )
         return f"{prompt} the model's context of {context:,}, which holds the answer too; shorten it"
 
-    def _begin(self, prompt: PromptTokens, request: Request, constraint: Constraint | None) -> Policy:
+    def _begin(self, prompt: Prompt, request: Request, constraint: Constraint | None) -> Policy:
         """What drafts in a request."""
         if self._reopens:
             self._where = self._placements()
@@ -375,7 +358,7 @@ class Runner:
 
         return Custom(drafter, self.session.vocab_size)
 
-    def _part(self, prompt: PromptTokens, request: Request, remarks: Remarks) -> Part:
+    def _part(self, prompt: Prompt, request: Request, remarks: Remarks) -> Part:
         """The part of a model or of an app's own drafter."""
         own = self.own if request.drafter is None else self._custom(request.drafter)
         if self.side is None:
@@ -384,7 +367,8 @@ class Runner:
             return self.side.part(own)
         eos = self.target.manifest.special_tokens.eos if request.stop_at_eos else ()
         return self.side.begin(
-            *prompt,
+            prompt.target,
+            prompt.drafter,
             max_new_tokens=request.max_new_tokens,
             max_draft=self.options.max_draft,
             target_end=eos[0] if eos else None,

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
-from edgespec.requests.results import Attribution, Generation, Record, TokenRecord
+from edgespec.requests.reading import Attribution
+from edgespec.requests.results import Generation, Record, TokenRecord
 from edgespec_models.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -23,6 +24,9 @@ def usage(answers: Sequence[Generation]) -> Json:
         "completion_tokens": written,
         "total_tokens": read + written,
         "prompt_tokens_details": {"cached_tokens": sum(answer.stats.cached_tokens for answer in answers)},
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(choice.stats.reasoning_tokens for choice in _choices(answers))
+        },
     }
 
 
@@ -54,7 +58,7 @@ class _Answer:
         """The first chunk, if anything stands before the text."""
         return None
 
-    def chunk(self, record: Record, shown: list[dict[str, str]]) -> Json:
+    def chunk(self, record: Record, shown: list[Json]) -> Json:
         """A piece of the answer; ``shown`` are its tokens as :class:`Attribution` cut them."""
         raise NotImplementedError
 
@@ -77,8 +81,9 @@ class _Answer:
         id_ = f"{self.prefix}-{self.id}"
         return {"id": id_, "object": kind, "created": self.created, "model": self.model}
 
-    def _tokens(self, answer: Generation) -> list[dict[str, str]]:
-        return Attribution(self.tokenizer).push(answer.text, answer.records, last=True)
+    def _tokens(self, answer: Generation) -> list[Json]:
+        attribution = Attribution(self.tokenizer)
+        return attribution.push(answer.text, answer.records, last=True, thoughts=answer.thoughts)
 
     def _ended(self, answer: Generation, **more: Any) -> Json:
         """Why it ended, and what OpenAI's format has no place for."""
@@ -105,11 +110,12 @@ class ChatAnswer(_Answer):
         """Who speaks."""
         return self._chunk({"delta": {"role": "assistant", "content": ""}})
 
-    def chunk(self, record: Record, shown: list[dict[str, str]]) -> Json:
-        """A piece of the text, of calls of tools, or of both."""
-        said = {"content": record.content, "tool_calls": [part.to_message() for part in record.calls]}
+    def chunk(self, record: Record, shown: list[Json]) -> Json:
+        """A piece of the thoughts, of the text, of calls of tools, or of several of these."""
+        calls = [part.to_message() for part in record.calls]
+        said = {"reasoning_content": record.reasoning, "content": record.content, "tool_calls": calls}
         delta = {name: piece for name, piece in said.items() if piece}
-        logprobs = self._logprobs(record.tokens)
+        logprobs = self._logprobs(record.tokens[len(record.thoughts) :])
         return self._chunk({"delta": delta, "logprobs": logprobs, "edgespec": {"tokens": shown}})
 
     def end(self, answer: Generation) -> Json:
@@ -120,7 +126,7 @@ class ChatAnswer(_Answer):
         message = {**answer.message, "refusal": None}
         if answer.tool_calls:
             message["content"] = answer.content or None
-        return {"message": message, "logprobs": self._logprobs(answer.records)}
+        return {"message": message, "logprobs": self._logprobs(answer.records[len(answer.thoughts) :])}
 
     def _logprobs(self, tokens: Sequence[TokenRecord]) -> Json | None:
         if not self.logprobs:
@@ -144,7 +150,7 @@ class CompletionAnswer(_Answer):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def chunk(self, record: Record, shown: list[dict[str, str]]) -> Json:
+    def chunk(self, record: Record, shown: list[Json]) -> Json:
         """A piece of the text, and where in it tokens begin."""
         logprobs = self._logprobs(record.tokens, self.written)
         self.written += sum(len(self._text(token.id)) for token in record.tokens)

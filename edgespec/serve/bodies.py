@@ -21,6 +21,7 @@ from edgespec_models.errors import RequestError
 from edgespec_models.schema import length, read, within
 
 T = TypeVar("T")
+_EFFORTS = {"none": False, "minimal": 256, "low": 1024, "medium": 4096}  # others have no limit
 _CLOSE = {"Connection": "close"}  # what is still on its way would be read as the next request
 
 
@@ -101,6 +102,10 @@ class ChatBody(_Common):
     parallel_tool_calls: bool | None = None
     response_format: Mapping[str, Any] | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    # other servers', too: tokens of thoughts
+    thinking_budget: Annotated[int, within(0)] | None = None
+    thinking_budget_tokens: Annotated[int, within(0)] | None = None
     # one value only: the others would change the answer
     modalities: Sequence[Literal["text"]] | None = None
 
@@ -119,9 +124,18 @@ class ChatBody(_Common):
             given["parallel_tool_calls"] = self.parallel_tool_calls
         if self.chat_template_kwargs:
             given["template_args"] = self.chat_template_kwargs
+        thinking = self._thinking()
+        if thinking is not None:
+            given["thinking"] = thinking
         if self.response_format is not None:
             given["response_format"] = _format(self.response_format)
         return given
+
+    def _thinking(self) -> bool | int | None:
+        """Whether the model is to think, or for how many tokens; a number goes before an effort."""
+        effort = None if self.reasoning_effort is None else _EFFORTS.get(self.reasoning_effort, True)
+        numbers = (self.thinking_budget, self.thinking_budget_tokens)
+        return next((each for each in numbers if each is not None), effort)
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages, less what is null in them: clients send back the answers that they were given."""

@@ -11,8 +11,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from edgespec.engine import Model
+from edgespec.requests.reading import Attribution
 from edgespec.requests.request import RequestOptions
-from edgespec.requests.results import Attribution, Generation, Record
+from edgespec.requests.results import Generation, Record
 from edgespec.requests.stream import Stream, answers_async
 from edgespec.serve.answers import ChatAnswer, CompletionAnswer
 from edgespec.serve.bodies import ChatBody, CompletionBody, parse, read_json
@@ -159,7 +160,7 @@ class _EventStream(StreamingResponse):
 
     def _piece(self, record: Record) -> dict[str, Any]:
         last = record.finish_reason is not None
-        shown = self._attribution.push(record.text, record.tokens, last=last)
+        shown = self._attribution.push(record.text, record.tokens, last=last, thoughts=record.thoughts)
         return self._answer.chunk(record, shown)
 
     def _event(self, chunk: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ const NAMES = {
   model: "drafted by the drafter",
   ngram: "drafted from this text",
   history: "drafted from what was learned",
-  grammar: "forced by the format",
+  grammar: "forced by the format, or by the budget of thoughts",
 };
 const state = { model: null, messages: [], stop: null, plain: 0, measured: false };
 
@@ -77,8 +77,9 @@ class Answer {
   }
 
   add(tokens) {
-    for (const { text, source } of tokens) {
-      this.text += text;
+    for (const { text, source, reasoning } of tokens) {
+      if (reasoning) this.thoughts().append(text);
+      else this.text += text;
       this.ends.push(this.text.length);
       this.sources.push(source);
     }
@@ -86,6 +87,18 @@ class Answer {
       this.scheduled = true;
       requestAnimationFrame(() => this.show());
     }
+  }
+
+  /** Where thoughts are shown: folded, before the text. */
+  thoughts() {
+    if (!this.folded) {
+      const details = document.createElement("details");
+      details.appendChild(document.createElement("summary")).textContent = "Thoughts";
+      this.folded = details.appendChild(document.createElement("p"));
+      this.folded.className = "quiet";
+      this.parent.prepend(details);
+    }
+    return this.folded;
   }
 
   /** Renders the blocks that changed: while an answer grows, that is the last. */
@@ -238,7 +251,7 @@ async function send(question) {
   answer.show();
   if (answer.text) state.messages.push({ role: "assistant", content: answer.text });
   else state.messages.pop(); // an unanswered question is asked again, not piled up
-  if (!answer.text) node.remove();
+  if (!answer.text && !answer.folded) node.remove();
   working(false);
   refreshLearned().catch(tell);
 }

@@ -1,0 +1,127 @@
+"""Thoughts before an answer's text: free, but for the tag that closes them, forced at their budget."""
+
+from collections.abc import Collection, Sequence
+from functools import reduce
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from edgespec.decoding.grammar import Allowed, Constraint
+from edgespec_models.text.thoughts import Place, begun_at_end, tag_tokens
+from edgespec_models.text.tokenizer import Tokenizer
+
+
+class _At(NamedTuple):
+    """Where an answer stands: its place, tokens of opening tag or thoughts, and of the round's text."""
+
+    place: Place
+    read: int = 0
+    text: tuple[int, ...] = ()
+
+
+class ThoughtsFirst(Constraint):
+    """What an answer may be that may begin with thoughts, at ``place``.
+
+    Behind ``budget`` tokens of thoughts their closing tag is forced; None is no limit. ``grammar`` constrains
+    the text behind them, or the whole answer where it does not begin with their tag. Then thoughts cannot
+    end the answer, and no token both closes them and begins the text. ``ends`` end a text.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        tokenizer: Tokenizer,
+        ends: Collection[int],
+        *,
+        budget: int | None = None,
+        grammar: Constraint | None = None,
+    ) -> None:
+        self._tokenizer, self._ends, self._budget, self._grammar = tokenizer, ends, budget, grammar
+        self._opening = tag_tokens(tokenizer, place.tags.begin)
+        self._closing = tag_tokens(tokenizer, place.tags.end)
+        self._at, self._read = _At(place), -1
+        self._text: list[int] = []  # as far as it is committed
+        self._anything = self._all_but(())
+        self._thoughts = self._all_but(ends)  # before a grammar's text
+        self._begin, self._opens = self._anything, self._opening[0]
+        if grammar is not None:
+            grammar.begin(())
+            self._begin = grammar.allowed(())
+            if self._opens in self._begin:  # what may begin both is the grammar's
+                self._opens = -1
+            else:
+                self._begin = self._begin.also(self._opens)
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """See :class:`~edgespec.decoding.sampling.RowStep`."""
+        at = self._at if self._read < 0 else self._behind(tokens[self._read :])
+        self._read, self._at = len(tokens), at._replace(text=())
+        self._text += at.text
+        if self._grammar is not None:
+            self._grammar.begin(self._text)
+
+    def ends(self, tokens: Sequence[int]) -> bool:
+        """See :class:`Constraint`."""
+        self.begin(tokens)
+        return self._grammar is not None and self._at.place.has_text and self._grammar.ends(self._text)
+
+    def completes(self, drafted: Sequence[int]) -> bool:
+        """See :class:`Constraint`."""
+        at = self._behind(drafted)
+        return self._grammar is not None and at.place.has_text and self._grammar.completes(at.text)
+
+    def allowed(self, drafted: Sequence[int]) -> Allowed:
+        """See :class:`Constraint`."""
+        at, grammar = self._behind(drafted), self._grammar
+        if at.place.has_text:
+            return self._anything if grammar is None else grammar.allowed(at.text)
+        if not at.place.thinks:
+            return self._only(self._opening[at.read]) if grammar is not None and at.read else self._begin
+        if self._budget is not None and at.read >= self._budget:
+            return self._only(self._closing[at.read - self._budget])
+        end = at.place.tags.end.encode()
+        if grammar is not None and begun_at_end(at.place.held, end) == len(end) - 1:
+            return self._only(self._tokenizer.encode_bytes(end[-1:])[0])
+        return self._anything if grammar is None else self._thoughts
+
+    def apply(self, row: npt.NDArray[np.float32], drafted: Sequence[int]) -> None:
+        """Forbid what may not follow ``drafted``; see :class:`~edgespec.decoding.sampling.RowStep`."""
+        if not (drafted and drafted[-1] in self._ends):
+            allowed = self.allowed(drafted)
+            if allowed is not self._anything:
+                allowed.forbid_others(row)
+
+    def _behind(self, tokens: Sequence[int]) -> _At:
+        return reduce(self._next, tokens, self._at)
+
+    def _next(self, at: _At, token: int) -> _At:
+        place, count, text = at
+        may_open = self._grammar is None or count or token == self._opens
+        if place.has_text or not (place.thinks or may_open):
+            return _At(Place(place.tags, "text"), 0, (*text, token))
+        read, _, _ = place.read_token(token, self._tokenizer)
+        return _At(read, 0 if read.thinks and not place.thinks else count + 1, text)
+
+    def _only(self, token: int) -> Allowed:
+        return Allowed.where(np.arange(self._tokenizer.vocab_size) == token)
+
+    def _all_but(self, tokens: Collection[int]) -> Allowed:
+        return Allowed.where(~np.isin(np.arange(self._tokenizer.vocab_size), list(tokens)))
+
+
+def with_thoughts(
+    place: Place,
+    tokenizer: Tokenizer,
+    ends: Collection[int],
+    thinking: bool | int | None,
+    grammar: Constraint | None,
+) -> Constraint | None:
+    """What an answer may be that begins at ``place``, and whose text a grammar may constrain.
+
+    ``thinking`` is a request's; None where anything may come.
+    """
+    budget = None if thinking is None or thinking is True else int(thinking)
+    if place.stage == "text" or (grammar is None and budget is None):
+        return grammar
+    return ThoughtsFirst(place, tokenizer, ends, budget=budget, grammar=grammar)

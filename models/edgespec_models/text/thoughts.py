@@ -1,0 +1,123 @@
+"""Thoughts that models write before their answer: the tags around them, and where they begin and end."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, AnyStr, Final, Literal
+
+from edgespec_models.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # and Jinja, which texts do not need
+    from edgespec_models.text.chat_template import ChatTemplate
+
+_END: Final = re.compile(r"</(\w+:)?think>|\[/THINK\]")
+_RESPONSE: Final = "<response>"  # Granite writes it around the text behind its thoughts
+_TAIL: Final = 24  # tokens that hold a prompt's last tag, and the space around it
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """What a model writes around its thoughts.
+
+    ``response`` begins the text behind them, or is empty. ``switch`` is the variable of the chat template
+    that turns thinking on and off; None without one.
+    """
+
+    begin: str
+    end: str
+    response: str = ""
+    switch: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place in an answer: what stands there, and bytes of which is not known yet what they are.
+
+    Only the beginning of an answer holds thoughts: a tag that comes later is text. ``opened`` and ``closed``
+    are the tag and space behind it.
+    """
+
+    tags: Tags
+    stage: Literal["before", "opened", "thoughts", "closed", "text"] = "before"
+    held: bytes = b""
+
+    @property
+    def thinks(self) -> bool:
+        """Whether it is within the tags."""
+        return self.stage in ("opened", "thoughts")
+
+    @property
+    def has_text(self) -> bool:
+        """Whether what comes is text."""
+        return self.stage in ("closed", "text")
+
+    @property
+    def held_text(self) -> bytes:
+        """What is text of that which is held, where nothing follows."""
+        return b"" if self.thinks else self.held if self.stage == "before" else self.held.lstrip()
+
+    def read_token(self, token: int, tokenizer: Tokenizer) -> tuple["Place", bytes, bytes]:
+        """:meth:`read` of a token; of control tokens, others than the tags begin the text, or do nothing."""
+        data = tokenizer.token_bytes(token)
+        if not tokenizer.is_special(token) or data in (self.tags.begin.encode(), self.tags.end.encode()):
+            return self.read(data)
+        return (self, b"", b"") if self.thinks else (Place(self.tags, "text"), b"", self.held_text)
+
+    def read(self, data: bytes) -> tuple["Place", bytes, bytes]:
+        """The place behind ``data``, what that adds to the thoughts, and what to the text.
+
+        Tags, and space at the ends of the thoughts and before the text, belong to neither.
+        """
+        data = self.held + data
+        if self.thinks:
+            return self._thoughts(data.lstrip() if self.stage == "opened" else data)
+        if self.stage == "text":
+            return self, b"", data
+        is_first, begun = self.stage == "before", data.lstrip()
+        tag = (self.tags.begin if is_first else self.tags.response).encode()
+        if len(begun) < len(tag) and tag.startswith(begun):
+            return replace(self, held=data), b"", b""
+        if is_first and begun.startswith(tag):
+            return Place(self.tags, "opened").read(begun[len(tag) :])
+        text = data if is_first else begun.removeprefix(tag).lstrip()
+        return Place(self.tags, "text" if text else "closed"), b"", text
+
+    def _thoughts(self, data: bytes) -> tuple["Place", bytes, bytes]:
+        end = self.tags.end.encode()
+        thoughts, found, text = data.partition(end)
+        if found:
+            place, _, text = Place(self.tags, "closed").read(text)
+            return place, thoughts.rstrip(), text
+        shown = data[: len(data) - begun_at_end(data, end)].rstrip()
+        return Place(self.tags, "thoughts" if shown else self.stage, data[len(shown) :]), shown, b""
+
+
+def begun_at_end(data: AnyStr, tag: AnyStr) -> int:
+    """The length of the longest end of ``data`` that begins ``tag`` and is not all of it."""
+    lengths = range(min(len(tag) - 1, len(data)), 0, -1)
+    return next((length for length in lengths if data.endswith(tag[:length])), 0)
+
+
+def tags_of(template: "ChatTemplate", tokenizer: Tokenizer) -> Tags | None:
+    """The tags that a template shows or that the vocabulary has; None where a model does not think."""
+    found = _END.search(template.source)
+    end = "</think>" if found is None else found[0]
+    if found is None and len(tag_tokens(tokenizer, end)) > 1:
+        return None
+    response = _RESPONSE if f"{_RESPONSE}</response>" in template.source else ""
+    switch = next((name for name in ("enable_thinking", "thinking") if name in template.arguments), None)
+    return Tags(end.replace("/", "", 1), end, response, switch)
+
+
+def tag_tokens(tokenizer: Tokenizer, tag: str) -> list[int]:
+    """The tokens that write a tag: one, where the vocabulary has it."""
+    control = tokenizer.special_id(tag)
+    return tokenizer.encode_bytes(tag.encode()) if control is None else [control]
+
+
+def place_behind(prompt: Sequence[int], tags: Tags, tokenizer: Tokenizer) -> Place:
+    """Where an answer begins: templates may open the thoughts in the prompt, or open and close them."""
+    text = tokenizer.decode(prompt[-_TAIL:], skip_special=False).rstrip()
+    if text.endswith(tags.begin):
+        return Place(tags, "opened")
+    return Place(tags, "text" if text.endswith(tags.end) else "before")
