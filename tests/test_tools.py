@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.decoding.grammar import Grammars, Lark
+from edgespec.requests.reading import AnswerReader
 from edgespec.requests.tool_calls import calls_grammar, check_tools, format_of
 from edgespec_models.errors import RequestError
 from edgespec_models.text.chat_template import ChatTemplate
+from edgespec_models.text.thoughts import Place, Tags
 from edgespec_models.text.tokenizer import Tokenizer
 from tests.calls_for_tests import (
     PIECES,
@@ -187,6 +189,29 @@ def test_arguments_are_given_out_as_they_become_certain(form: str, begun: str, g
     _, parts = reader_of(SHOWN[form]).push(begun)
     ((_, _, arguments),) = joined(parts)
     assert arguments.startswith(given)
+
+
+@settings(deadline=None)
+@pytest.mark.parametrize(("form", "write"), [WRITERS[0], WRITERS[7], WRITERS[8], WRITERS[14]])
+@given(calls, st.sampled_from(["", "\n\n"]), st.data())
+def test_calls_behind_thoughts_are_read_and_those_within_are_not(
+    form: str, write: Write, given: Calls, space: str, data: st.DataObject
+) -> None:
+    """Tags of calls that are control tokens come right behind thoughts too."""
+    written = write(given)
+    tag = next((each for each in CONTROL if written.startswith(each)), "")
+    tokens = TOKENIZER.encode(f"<think>or {written}?</think>{space}") + TOKENIZER.encode(tag, special=True)
+    tokens += TOKENIZER.encode(written.removeprefix(tag))
+    reader = AnswerReader(TOKENIZER, Place(Tags("<think>", "</think>")), reader_of(SHOWN[form]))
+    places = sorted(data.draw(st.lists(st.integers(0, len(tokens)), max_size=9)))
+    cuts = zip([0, *places], [*places, len(tokens)], strict=True)
+    pieces = [reader.push(tokens[start:stop]) for start, stop in cuts]
+    pieces.append(reader.push([END], final=True))
+    assert [(call.name, call.arguments) for call in reader.called] == given
+    assert "".join(piece.content for piece in pieces).strip() == ""
+    parts = joined([part for piece in pieces for part in piece.calls])
+    assert [(name, json.loads(arguments)) for _, name, arguments in parts] == given
+    assert "".join(thought for piece in pieces for thought in piece.thoughts).startswith("or ")
 
 
 def test_text_is_held_only_where_a_call_may_begin() -> None:
