@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 import edgespec
 from edgespec.cli import app
+from edgespec.loading import drafters, planning
 from edgespec.loading import footprint as footprints
-from edgespec.loading import planning
 from edgespec.loading.footprint import CacheSize, Footprint, Plan, footprint_of, room_for
 from edgespec.loading.planning import footprint, look_up, plan
 from edgespec_export.export import ExportOptions, export_model
@@ -151,6 +151,14 @@ def test_what_cannot_be_planned_is_refused_with_the_reason(tmp_path: Path) -> No
         plan(source, context=641)
     assert plan(source).drafter is None  # n-grams
     assert plan(source, source).drafter is not None
+
+
+def test_for_a_file_a_drafter_that_is_not_here_is_not_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tiny_gguf("llama").write(tmp_path / "m.gguf")
+    monkeypatch.setattr(drafters, "recommended", lambda *args: ("qwen3-8b", 2.0))
+    assert plan(source).drafter is None
 
 
 def of(weights: int, *, per_token: int = 1000, longest: int = 100_000, **facts: Any) -> Footprint:

@@ -55,6 +55,8 @@ def plan(
     first = footprint(located, "target", weights)
     if drafter == "auto":
         drafter = recommended(located)
+        if Path(target).exists() and not drafters.is_here(drafter):
+            drafter = NGRAM  # nothing is fetched unasked for a file of the user's own
     second = None
     if drafter is not None and drafter != NGRAM:
         second = footprint(look_up(drafter, "drafter", weights), "drafter", weights)
