@@ -108,3 +108,18 @@ def test_the_base_of_rotations_that_no_key_states(tmp_path: Path) -> None:
         del model.metadata[f"{name}.rope.freq_base"]
         with GGUFCheckpoint(model.write(tmp_path / "m.gguf")) as checkpoint:
             assert checkpoint.config.rope_theta == theta
+
+
+def test_a_context_that_is_cut_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with GGUFCheckpoint(gguf_of("ministral3").write(tmp_path / "m.gguf")) as checkpoint:
+        assert checkpoint.config.context_length == 48
+    assert "m.gguf: exported for 48 tokens" in caplog.text and "up to 96" in caplog.text
+
+
+@pytest.mark.parametrize(("pattern", "every", "window"), [(0, 0, 6), (1, 1, None), (3, 3, 6)])
+def test_which_layers_have_windows(tmp_path: Path, pattern: int, every: int, window: int | None) -> None:
+    model = tiny_gguf("gemma3")
+    model.metadata["gemma3.attention.sliding_window_pattern"] = pattern
+    with GGUFCheckpoint(model.write(tmp_path / "m.gguf")) as checkpoint:
+        config = checkpoint.config
+    assert (config.global_every, config.sliding_window) == (every, window)  # 0: all, as llama.cpp has it

@@ -61,6 +61,7 @@ def refused(
         ({"num_attention_heads": 3, "head_dim": 16}, "3 query heads cannot share 2"),
         ({"num_key_value_heads": 0}, "num_kv_heads is 0"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"is_causal": False}, "it encodes texts and writes none"),
         ({"use_bidirectional_attention": 30.0}, "use_bidirectional_attention"),
     ],
 )

@@ -4,6 +4,7 @@ Tensors go under edgespec's own names (:mod:`edgespec_models.bundles.layers`).
 """
 
 import hashlib
+import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_models.text.tokenizer import SpecialTokens
 
 _HASH_CHUNK = 1 << 24
+_LOG = logging.getLogger("edgespec")
 
 
 class Checkpoint(ABC):
@@ -143,6 +145,14 @@ class Checkpoint(ABC):
                 "the record if it is out of date"
             )
         return digest.hexdigest()
+
+    def warn_if_shorter(self, config: ModelConfig, stated: int) -> None:
+        """Say that an export holds fewer tokens than the files state."""
+        if config.context_length < stated:
+            _LOG.warning(
+                "%s: exported for %d tokens; its attention changes for longer texts, up to %d",
+                *(self.path.name, config.context_length, stated),
+            )
 
     def split_stacked(self) -> None:
         """Take matrices that files hold in one tensor, under a product's name, for the rows that they are.

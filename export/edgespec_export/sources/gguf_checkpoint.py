@@ -18,7 +18,7 @@ from edgespec_export.sources.architectures import GGUF_FAMILIES, Family, unknown
 from edgespec_export.sources.blocks import Tensor
 from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.gguf import GGUFFile
-from edgespec_export.sources.hf_config import config_of, logits_factor
+from edgespec_export.sources.hf_config import config_of, logits_factor, naming
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.files.facts import Facts
@@ -62,6 +62,7 @@ _NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "head_dim": "attention.key_length",
         "rms_norm_eps": "attention.layer_norm_rms_epsilon",
         "max_position_embeddings": "context_length",
+        "is_causal": "attention.causal",
         "sliding_window": "attention.sliding_window",
         "sliding_window_pattern": "attention.sliding_window_pattern",
         "rope_theta": "rope.freq_base",
@@ -138,6 +139,7 @@ class GGUFCheckpoint(Checkpoint):
             own["query_pre_attn_scalar"] = float(keys.integer("hidden_size") // heads)
         facts = _Keys(own, where, _NAMES)
         config, self.logits_factor = config_of(facts, family), logits_factor(facts)
+        self.warn_if_shorter(config, facts.integer("max_position_embeddings"))
         if facts.integer("attention.value_length", config.head_dim) != config.head_dim:
             raise UnsupportedModelError(f"{where} has values of another width than keys; not supported yet")
         if family.neighbours and config.rotary_dim is not None:
@@ -147,19 +149,19 @@ class GGUFCheckpoint(Checkpoint):
         factors = self._taken("rope_factors")
         if factors and config.rope_factors:
             raise ModelFileError(f"{where} has rope_freqs.weight and scales its rotary embedding besides")
-        return replace(
-            config,
-            rope_factors=tuple(factors) or config.rope_factors,
-            rope_interleaved=family.neighbours,
-        )
+        with naming(where):
+            return replace(
+                config,
+                rope_factors=tuple(factors) or config.rope_factors,
+                rope_interleaved=family.neighbours,
+            )
 
     def _scaling(self, own: Mapping[str, object]) -> dict[str, object]:
         """How rotary embeddings are scaled, in the words of a ``config.json``."""
-        short = self._taken("short_factors")
-        self._taken("long_factors")
+        short, long = self._taken("short_factors"), self._taken("long_factors")
         factor = own.get(f"{_SCALING}factor", own.get("rope.scale_linear"))
         kind = own.get(f"{_SCALING}type", "linear")
-        if short:
+        if short or long:
             kind = "longrope"
         elif kind == "none" or (kind == "linear" and factor is None):
             kind = "default"

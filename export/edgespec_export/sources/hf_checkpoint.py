@@ -66,14 +66,9 @@ class HFCheckpoint(Checkpoint):
         facts = model_facts(Facts.read(path / CONFIG))
         self.config, self._eyes = read_config(facts), bool(facts.section("text_config").keys)
         self.logits_factor = logits_factor(facts)
-        longest = facts.integer("max_position_embeddings")
         if self._eyes:
             _LOG.warning("%s: the text model is exported; it sees no images", path.name)
-        if self.config.context_length < longest:
-            _LOG.warning(
-                "%s: exported for %d tokens; its attention changes for longer texts, up to %d",
-                *(path.name, self.config.context_length, longest),
-            )
+        self.warn_if_shorter(self.config, facts.integer("max_position_embeddings"))
         self._tied = facts.boolean("tie_word_embeddings", default=False)
         self._tokenizer = HFTokenizer(path, facts, self.config.vocab_size)
         self.stack = ExitStack()

@@ -3,6 +3,8 @@
 GGUF files state the same facts under other names (:mod:`edgespec_export.sources.gguf_checkpoint`).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import sqrt
 from typing import Any
 
@@ -72,24 +74,34 @@ def config_of(facts: Facts, family: Family) -> ModelConfig:
     grown = sqrt(max(hidden, 0)) if family.name == "gemma3" else 1.0
     embedding = _multiplier(facts, "embedding_multiplier", grown)
     residual = _residual_factor(facts, family)
-    return ModelConfig(
-        architecture=family.name,
-        vocab_size=facts.integer("vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=facts.integer("intermediate_size"),
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=facts.integer("num_key_value_heads", heads),
-        head_dim=head_dim,
-        norm_epsilon=facts.number("rms_norm_eps") / residual**2,
-        unrotated_layers=_unrotated(facts, layers) if family.name == "smollm3" else (),
-        attention_scale=facts.positive("attention_multiplier", scale),
-        embedding_scale=embedding / residual,
-        sliding_window=window,
-        global_every=1 if window is None else global_every,
-        **family.fixed,
-        **rope,
-    )
+    with naming(facts.where):
+        return ModelConfig(
+            architecture=family.name,
+            vocab_size=facts.integer("vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=facts.integer("intermediate_size"),
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=facts.integer("num_key_value_heads", heads),
+            head_dim=head_dim,
+            norm_epsilon=facts.number("rms_norm_eps") / residual**2,
+            unrotated_layers=_unrotated(facts, layers) if family.name == "smollm3" else (),
+            attention_scale=facts.positive("attention_multiplier", scale),
+            embedding_scale=embedding / residual,
+            sliding_window=window,
+            global_every=1 if window is None else global_every,
+            **family.fixed,
+            **rope,
+        )
+
+
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Name the file in the error for a configuration that cannot be."""
+    try:
+        yield
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{where}: {error}") from error
 
 
 def _residual_factor(facts: Facts, family: Family) -> float:
@@ -141,6 +153,11 @@ def _check_features(facts: Facts, family: Family) -> None:
     for key in _CHANGES_LOGITS:
         if facts.value(key):
             raise UnsupportedModelError(f"{facts.where}: {key} is {facts.value(key)!r}; not supported yet")
+    if not facts.boolean("is_causal", default=True):
+        raise UnsupportedModelError(
+            f"{facts.where} says that tokens see those behind them: it encodes texts and writes none. Use a "
+            f"model of the family {family.name} that writes"
+        )
     for key in _EXPERTS:
         if facts.value(key):
             raise UnsupportedModelError(
@@ -190,8 +207,8 @@ def _sliding_layers(facts: Facts, family: Family, layers: int) -> list[bool]:
             )
         return [known[kind] for kind in types]
     if family.pattern:
-        pattern = max(facts.integer("sliding_window_pattern", family.pattern), 1)
-        return [(layer + 1) % pattern != 0 for layer in range(layers)]
+        pattern = facts.integer("sliding_window_pattern", family.pattern)
+        return [pattern == 0 or (layer + 1) % pattern != 0 for layer in range(layers)]
     if family.name == "smollm3":
         unrotated = _unrotated(facts, layers)
         return [layer in unrotated for layer in range(layers)]

@@ -73,6 +73,8 @@ def _yarn(scaling: Facts, theta: float, width: int, context: int, original: int)
     fast, slow = scaling.positive("beta_fast", 32.0), scaling.positive("beta_slow", 1.0)
     if original < 1 or theta <= 1:
         raise ModelFileError(f"{scaling.where}: the original context is {original}, the base {theta}")
+    if fast <= slow:
+        raise ModelFileError(f"{scaling.where}: beta_fast is {fast}; it must exceed beta_slow, {slow}")
     ends = [width * log(original / (turns * 2 * pi)) / (2 * log(theta)) for turns in (fast, slow)]
     if scaling.boolean("truncate", default=True):
         ends = [floor(ends[0]), ceil(ends[1])]
