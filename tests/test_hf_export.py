@@ -19,8 +19,11 @@ from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats import plan
 from edgespec_export.formats.quantization import Quantization
 from edgespec_export.sources.hf_checkpoint import HFCheckpoint
+from edgespec_export.sources.hf_config import read_config
 from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import UnsupportedModelError
+from edgespec_models.files.facts import Facts
 from edgespec_runtimes.cpu import CpuSession
 from tests.drafters_for_tests import GREEDY
 from tests.gguf_cases_for_tests import GGUF_CASES, gguf_of
@@ -238,6 +241,15 @@ def test_scaled_rotary_frequencies(tmp_path: Path, caplog: pytest.LogCaptureFixt
     with HFCheckpoint(write_checkpoint(tmp_path / "phi4", config_of("phi4"))) as opened:
         assert (opened.config.context_length, opened.config.rotary_dim) == (CONTEXT, 16)
     assert "exported for 96 tokens" in caplog.text  # longrope is exact within its original context
+
+
+def test_facts_that_need_not_be_stated_are_those_of_transformers() -> None:
+    def config(case: str, unstated: str) -> ModelConfig:
+        facts = {key: value for key, value in config_of(case).items() if key != unstated}
+        return read_config(Facts(facts, "config.json"))
+
+    assert config("qwen3", "head_dim").head_dim == 128
+    assert config("gemma3", "sliding_window").sliding_window == 4096
 
 
 def test_phis_fused_tensors_are_read_by_rows(tmp_path: Path) -> None:

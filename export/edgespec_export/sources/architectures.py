@@ -65,7 +65,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             defaults={"tie_word_embeddings": True},
         ),
         "qwen2": Family(name="qwen2", gguf="qwen2"),
-        "qwen3": Family(name="qwen3", gguf="qwen3", fixed={"qk_norm": True}),
+        "qwen3": Family(name="qwen3", gguf="qwen3", fixed={"qk_norm": True}, defaults={"head_dim": 128}),
         "gemma3_text": Family(
             name="gemma3",
             gguf="gemma3",
@@ -80,6 +80,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
                 "num_key_value_heads": 4,
                 "head_dim": 256,
                 "max_position_embeddings": 131_072,
+                "sliding_window": 4096,
                 "query_pre_attn_scalar": 256.0,
                 "tie_word_embeddings": True,
             },
