@@ -156,9 +156,15 @@ def test_what_cannot_be_planned_is_refused_with_the_reason(tmp_path: Path) -> No
 def test_for_a_file_a_drafter_that_is_not_here_is_not_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = tiny_gguf("llama").write(tmp_path / "m.gguf")
-    monkeypatch.setattr(drafters, "recommended", lambda *args: ("qwen3-8b", 2.0))
-    assert plan(source).drafter is None
+    sizes: list[int] = []
+
+    def one_that_is_not_here(_: object, n_bytes: int, __: object) -> tuple[str, float]:
+        sizes.append(n_bytes)
+        return "qwen3-8b", 2.0
+
+    monkeypatch.setattr(drafters, "recommended", one_that_is_not_here)
+    made = plan(tiny_gguf("llama").write(tmp_path / "m.gguf"))
+    assert made.drafter is None and sizes == [made.target.export_bytes]  # what passes will read
 
 
 def of(weights: int, *, per_token: int = 1000, longest: int = 100_000, **facts: Any) -> Footprint:

@@ -54,7 +54,7 @@ def plan(
     located = look_up(target, "target", weights)
     first = footprint(located, "target", weights)
     if drafter == "auto":
-        drafter = recommended(located)
+        drafter = recommended(located, first.export_bytes)
         if Path(target).exists() and not drafters.is_here(drafter):
             drafter = NGRAM  # nothing is fetched unasked for a file of the user's own
     second = None
@@ -84,8 +84,8 @@ def look_up(reference: Reference, role: Role, weights: str | None) -> Found:
     return first_use.look_up(path, str(reference), Wanted(role, weights, None))
 
 
-def recommended(target: Found) -> str:
-    """What ``"auto"`` would be, were it here: by the bundle, the catalogue, or the file."""
+def recommended(target: Found, export_bytes: int) -> str:
+    """What ``"auto"`` would be, were it here: by the bundle, the catalogue, or the file and its export."""
     if isinstance(target, CatalogueEntry) and target.drafter is not None:
         return target.drafter
     if isinstance(target, Bundle):
@@ -99,7 +99,7 @@ def recommended(target: Found) -> str:
     known = {entry.size_bytes for entry in entries().values()}
     with open_checkpoint(target) as checkpoint:
         digest = checkpoint.digest(ignore_progress) if checkpoint.n_bytes in known else None
-        return drafters.recommended(checkpoint.config, checkpoint.n_bytes, digest)[0]
+        return drafters.recommended(checkpoint.config, export_bytes, digest)[0]
 
 
 def footprint(found: Found, role: Role, weights: str | None = None) -> Footprint:

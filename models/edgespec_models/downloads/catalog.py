@@ -27,7 +27,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from edgespec_models.bundles.config import Context, Count
+from edgespec_models.bundles.config import Architecture, Context, Count
 from edgespec_models.errors import CatalogueError
 from edgespec_models.schema import form, length, read, shown, within
 
@@ -159,7 +159,7 @@ class HubName:
 
     title: _Title
     reference: Annotated[str, form(rf"hf:{_FILE}/{_FILE}/{_FILE}\.gguf")]
-    architecture: Annotated[str, form(r"[a-z0-9_-]+")]
+    architecture: Architecture
     vocabulary: Count
     parameters: _Amount
     size_bytes: _Amount
