@@ -250,6 +250,9 @@ def test_facts_that_need_not_be_stated_are_those_of_transformers() -> None:
 
     assert config("qwen3", "head_dim").head_dim == 128
     assert config("gemma3", "sliding_window").sliding_window == 4096
+    long = {**config_of("phi4"), "max_position_embeddings": 9000}
+    del long["original_max_position_embeddings"]
+    assert read_config(Facts(long, "config.json")).context_length == 4096
 
 
 def test_phis_fused_tensors_are_read_by_rows(tmp_path: Path) -> None:

@@ -50,14 +50,15 @@ def recommended(shape: DecoderShape, n_bytes: int, digest: object = None) -> tup
 
     ``digest`` is the SHA-256 of the file that the target was made of.
     """
-    known = next((entry for entry in entries().values() if entry.sha256 == digest), None)
+    catalogue = entries().values()
+    known = next((entry for entry in catalogue if entry.sha256 == digest), None)
     family = {
         name: model.size_bytes
         for name, model in hub_names().items()
         if model.drafts and (model.architecture, model.vocabulary) == (shape.architecture, shape.vocab_size)
     }
     promised, n_bytes = {NGRAM: _WORTH}, max(n_bytes, 1)
-    for entry in entries().values():
+    for entry in catalogue:
         if entry.role == "drafter" and entry.alignment is None:
             if entry.architecture == shape.architecture == "gemma3":  # the only family of one vocabulary
                 family[entry.name] = entry.size_bytes

@@ -89,7 +89,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             name="phi3",
             gguf="phi3",
             windowed=True,
-            defaults={"rms_norm_eps": 1e-5},
+            defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
             stacked={"ffn_up.weight": "gate_up"},
         ),
         "granite": Family(
