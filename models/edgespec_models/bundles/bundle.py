@@ -53,7 +53,7 @@ Operators = Literal["edgespec", "standard"]
 WEIGHTS: Final = ("exact", "portable")
 """Policies of exports: the file's own blocks, for edgespec's kernels on CPUs; or the nearest formats that
 ONNX Runtime's operators have."""
-_Amount = Annotated[int, within(0)]
+_Amount = Annotated[int, within(0, 1 << 60)]
 _GRAPHS = "model"  # graphs and weights begin so
 _NOT_MULTIPLIED = ("embedding", "other")
 _DIGEST = "sha256"
