@@ -24,8 +24,9 @@ from edgespec.decoding.sampling import SamplingParams
 from edgespec.decoding.thinking import ThoughtsFirst
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.pricing import Pricing
-from edgespec.requests.reading import AnswerReader, Attribution
+from edgespec.requests.attribution import Attribution
 from edgespec.requests.results import TokenRecord
+from edgespec.requests.stream import AnswerReader
 from edgespec.serve.bodies import ChatBody, parse
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.text.chat_template import ChatTemplate
@@ -139,11 +140,12 @@ def pieces(tokenizer: Tokenizer, text: str, sizes: Sequence[int], place: Place |
     for size in [*sizes, len(ids) + 1]:
         now, at = ids[at : at + size], at + size
         last = at >= len(ids)
-        thought, piece, content, _ = reader.push(now)
+        record = reader.push(now)
+        thought, piece = record.thoughts, record.text
         last |= reader.ended
         if last:
             piece += reader.push((), final=True).text
-        assert content in piece
+        assert record.content in piece
         records = [TokenRecord(id_, "model") for id_ in now]
         cut = attribution.push(piece, records, last=last, thoughts=thought)
         assert "".join(each["text"] for each in cut) == "".join(thought) + piece
@@ -299,11 +301,11 @@ def test_output_with_drafts_is_plain_decodings(
     expected, _ = asked()
     answer, _ = asked(source_of=drafters(kind, seed)[name])
     assert answer == expected
-    thoughts, text, _, _ = AnswerReader(tokenizer, place).push(answer)
+    piece = AnswerReader(tokenizer, place).push(answer)
     # a tag may show the character that it cut off
-    assert budget is None or len([*filter(None, thoughts)]) <= budget + 1
+    assert budget is None or len([*filter(None, piece.thoughts)]) <= budget + 1
     if wanted is not None and len(answer) < NEW:
-        assert accepts(wanted, text)
+        assert accepts(wanted, piece.text)
 
 
 @kinds

@@ -50,7 +50,7 @@ def stream_as_markdown(stream: "Stream", marked: "Tokenizer | None" = None) -> "
     """
     if not output().is_terminal:
         return stream_to_terminal(stream)
-    from edgespec.requests.reading import Attribution
+    from edgespec.requests.attribution import Attribution
 
     attribution = None if marked is None else Attribution(marked)
     markdown, ends_line = MarkdownStream(), True

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec.decoding.grammar import Allowed, Constraint
-from edgespec_models.text.thoughts import Place, begun_at_end, tag_tokens
-from edgespec_models.text.tokenizer import Tokenizer
+from edgespec_models.text.thoughts import Place, tag_tokens
+from edgespec_models.text.tokenizer import Tokenizer, begun_at_end
 
 
 class _At(NamedTuple):

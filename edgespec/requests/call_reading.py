@@ -23,8 +23,7 @@ from edgespec.requests.call_values import (
     value_end,
 )
 from edgespec.requests.results import CallPart, ToolCall
-from edgespec_models.text.thoughts import begun_at_end
-from edgespec_models.text.tokenizer import Tokenizer
+from edgespec_models.text.tokenizer import Tokenizer, begun_at_end
 
 if TYPE_CHECKING:
     from edgespec.requests.tool_calls import Form

@@ -12,11 +12,11 @@ from edgespec.decoding.sampling import SamplingParams
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import RequestError, TokenizerError
 from edgespec_models.schema import check_fields, form, one_of, shown, within
-from edgespec_models.text.thoughts import Place, Tags, place_behind, tags_of
 
 if TYPE_CHECKING:  # what prompts without a conversation do not need, such as Jinja
     from edgespec.requests.call_reading import CallReader
     from edgespec_models.text.chat_template import ChatTemplate
+    from edgespec_models.text.thoughts import Place, Tags
 
 
 Messages = Sequence[Mapping[str, Any]]
@@ -205,7 +205,7 @@ class Prompt(NamedTuple):
 
     target: list[int]
     drafter: list[int]
-    place: Place | None
+    place: "Place | None"
 
 
 def prompt_tokens(bundle: Bundle, said: str | Messages, request: Request) -> list[int]:
@@ -265,15 +265,14 @@ def encode_chat(bundle: Bundle, messages: Messages, arguments: Mapping[str, Any]
     return _chat(bundle, template, messages, arguments)
 
 
-def thinking_tags(bundle: Bundle) -> Tags | None:
-    """What the model writes around its thoughts; None where it does not think."""
-    return None if bundle.chat_template is None else tags_of(bundle.chat_template, bundle.tokenizer)
-
-
-def answer_place(bundle: Bundle, said: str | Messages, prompt: Sequence[int]) -> Place | None:
+def answer_place(bundle: Bundle, said: str | Messages, prompt: Sequence[int]) -> "Place | None":
     """Where the answer to ``prompt`` begins, with regard to thoughts; None where it has none."""
-    tags = None if isinstance(said, str) else thinking_tags(bundle)
-    return None if tags is None else place_behind(prompt, tags, bundle.tokenizer)
+    tags = None if isinstance(said, str) else _tags(bundle)
+    if tags is None:
+        return None
+    from edgespec_models.text.thoughts import place_behind
+
+    return place_behind(prompt, tags, bundle.tokenizer)
 
 
 def tokenize(bundle: Bundle, text: str) -> list[int]:
@@ -355,9 +354,16 @@ def _begun(bundle: Bundle, ids: list[int]) -> list[int]:
     return [special.bos, *ids] if special.add_bos and special.bos is not None else ids
 
 
+def _tags(bundle: Bundle) -> "Tags | None":
+    """What the model writes around its thoughts; None where it does not think."""
+    from edgespec_models.text.thoughts import tags_of
+
+    return None if bundle.chat_template is None else tags_of(bundle.chat_template, bundle.tokenizer)
+
+
 def _arguments(bundle: Bundle, request: Request) -> Mapping[str, Any]:
     """What the chat template is told besides the messages."""
-    tags = None if request.thinking is None else thinking_tags(bundle)
+    tags = None if request.thinking is None else _tags(bundle)
     switched = {tags.switch: bool(request.thinking)} if tags is not None and tags.switch else {}
     tools = {"tools": request.tools} if request.tools and request.tool_choice != "none" else {}
     return {**switched, **request.template_args, **tools}
@@ -365,7 +371,7 @@ def _arguments(bundle: Bundle, request: Request) -> Mapping[str, Any]:
 
 def _check_thinking(bundle: Bundle, request: Request) -> None:
     """See that the model can think if it is to, and that it is told once whether it is."""
-    if request.thinking is None or (tags := thinking_tags(bundle)) is None:
+    if request.thinking is None or (tags := _tags(bundle)) is None:
         if request.thinking:
             raise RequestError(
                 f"thinking is {request.thinking}, and {bundle.manifest.name} does not think; leave it out"

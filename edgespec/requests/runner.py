@@ -15,7 +15,6 @@ from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Part, Policy
 from edgespec.drafting.pricing import Guard, Pricing
 from edgespec.loading.opening import Loaded, LoadOptions
-from edgespec.requests.reading import AnswerReader, Piece
 from edgespec.requests.request import (
     Messages,
     Prompt,
@@ -30,14 +29,13 @@ from edgespec.requests.results import (
     FinishReason,
     Generation,
     Record,
-    TokenRecord,
     nothing,
     statistics,
     token_records,
 )
+from edgespec.requests.stream import AnswerReader
 from edgespec.requests.worker import Answer
 from edgespec_models.errors import Cancelled, DoesNotFit
-from edgespec_models.text.thoughts import Place
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.devices import Placement
 from edgespec_runtimes.kv_buffers import KvStore
@@ -49,6 +47,7 @@ if TYPE_CHECKING:  # requests import nothing of drafter models or histories that
     from edgespec.drafting.side import DrafterSide
     from edgespec.history.use import HistoryUse
     from edgespec.requests.call_reading import CallReader
+    from edgespec_models.text.thoughts import Place
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,12 +65,12 @@ class PreparedRequest:
     max_draft: int
     begin: Callable[[], Policy]
     constraint: Constraint | None = None
-    place: Place | None = None
+    place: "Place | None" = None
     calls: "CallReader | None" = None
     clock: Clock = perf_counter
     _reader: AnswerReader = field(init=False)
     _steps: list[Step] = field(init=False, default_factory=list)
-    _records: list[TokenRecord] = field(init=False, default_factory=list)
+    _records: list[Record] = field(init=False, default_factory=list)
     _remarks: Remarks = field(init=False, default_factory=Remarks)
     _reason: FinishReason | None = field(init=False, default=None)
     _measured: dict[str, Any] = field(init=False, default_factory=dict)
@@ -102,49 +101,56 @@ class PreparedRequest:
                     break
         if self._reason is None:
             self._reason = why_end() or "cancelled"
-            yield self._shown(Piece((), "", "", ()))
+            yield self._shown(Record("", ()))
 
     @property
     def result(self) -> Generation:
         """As far as it came."""
         thoughts = tuple(self._reader.thoughts)
+        tokens = tuple(token for record in self._records for token in record.tokens)
         return Generation(
-            "".join(self._reader.text),
-            tuple(record.id for record in self._records),
+            "".join(record.text for record in self._records),
+            tuple(token.id for token in tokens),
             self._reason or "error",
             statistics(self._steps, self._remarks, **self._measured, reasoning_tokens=len(thoughts)),
             self._reader.stop_string,
-            tuple(self._records),
+            tokens,
             self._reader.called,
-            "".join(self._reader.content),
+            "".join(record.content for record in self._records),
             thoughts=thoughts,
         )
 
     def _record(self, step: Step) -> Record:
         """What a round adds."""
         self._steps.append(step)
-        tokens, piece = token_records(step), self._reader.push(step.tokens)
-        self._records += tokens
+        record = replace(self._reader.push(step.tokens), tokens=token_records(step))
         if self._reader.ended or self._is_complete(step.tokens[-1]):
             self._reason = "stop"
-        elif len(self._records) >= self.request.max_new_tokens:
+        elif len(self.tokens) >= self._measured["prompt_tokens"] + self.request.max_new_tokens:
             self._reason = "length"
-        return self._shown(piece, tokens)
+        return self._shown(record)
 
     def _is_complete(self, last: int) -> bool:
         """Whether the model has ended its text, or the request's grammar allows nothing behind it."""
         over = self.constraint is not None and self.constraint.ends(self.tokens)
         return over or last in self.eos
 
-    def _shown(self, piece: Piece, tokens: tuple[TokenRecord, ...] = ()) -> Record:
+    def _shown(self, record: Record) -> Record:
         """The next record, with what was held back if it is the last."""
-        thoughts, text, content, calls = piece
         if self._reason is not None:
             rest = self._reader.push((), final=True)
-            text, content, calls = text + rest.text, content + rest.content, calls + rest.calls
             if self._reason == "stop" and self._reader.called:
                 self._reason = "tool_calls"
-        return Record(text, tokens, self._reason, self._reader.stop_string, content, calls, thoughts)
+            record = replace(
+                record,
+                text=record.text + rest.text,
+                content=record.content + rest.content,
+                calls=record.calls + rest.calls,
+                finish_reason=self._reason,
+                stop=self._reader.stop_string,
+            )
+        self._records.append(record)
+        return record
 
     def _rounds(self, policy: Policy, cancelled: Callable[[], bool]) -> Iterator[Step]:
         return decode(

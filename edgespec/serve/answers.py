@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
-from edgespec.requests.reading import Attribution
+from edgespec.requests.attribution import Attribution
 from edgespec.requests.results import Generation, Record, TokenRecord
 from edgespec_models.text.tokenizer import Tokenizer
 

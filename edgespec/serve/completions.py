@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from edgespec.engine import Model
-from edgespec.requests.reading import Attribution
+from edgespec.requests.attribution import Attribution
 from edgespec.requests.request import RequestOptions
 from edgespec.requests.results import Generation, Record
 from edgespec.requests.stream import Stream, answers_async

@@ -3,9 +3,9 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, AnyStr, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
-from edgespec_models.text.tokenizer import Tokenizer
+from edgespec_models.text.tokenizer import Tokenizer, begun_at_end
 
 if TYPE_CHECKING:  # and Jinja, which texts do not need
     from edgespec_models.text.chat_template import ChatTemplate
@@ -90,12 +90,6 @@ class Place:
             return place, thoughts.rstrip(), text
         shown = data[: len(data) - begun_at_end(data, end)].rstrip()
         return Place(self.tags, "thoughts" if shown else self.stage, data[len(shown) :]), shown, b""
-
-
-def begun_at_end(data: AnyStr, tag: AnyStr) -> int:
-    """The length of the longest end of ``data`` that begins ``tag`` and is not all of it."""
-    lengths = range(min(len(tag) - 1, len(data)), 0, -1)
-    return next((length for length in lengths if data.endswith(tag[:length])), 0)
 
 
 def tags_of(template: "ChatTemplate", tokenizer: Tokenizer) -> Tags | None:

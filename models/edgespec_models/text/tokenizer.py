@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, AnyStr
 
 from edgespec_models.errors import TokenizerError
 from edgespec_models.schema import within
@@ -350,3 +350,9 @@ def _sentencepiece_bytes(text: str) -> bytes:
     if byte:
         return bytes([int(byte[1], 16)])
     return text.replace(SPACE_SIGN, " ").encode("utf-8")
+
+
+def begun_at_end(data: AnyStr, tag: AnyStr) -> int:
+    """The length of the longest end of ``data`` that begins ``tag`` and is not all of it."""
+    lengths = range(min(len(tag) - 1, len(data)), 0, -1)
+    return next((length for length in lengths if data.endswith(tag[:length])), 0)

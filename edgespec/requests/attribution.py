@@ -1,0 +1,55 @@
+"""Which token wrote what of an answer's text."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from edgespec.requests.results import TokenRecord
+from edgespec.requests.stream import TextStream
+from edgespec_models.text.tokenizer import Tokenizer
+
+
+class Attribution:
+    """Cuts a stream's text at its tokens.
+
+    A character whose bytes several tokens write belongs to the last of them. Text that may begin a
+    stop string is held back by the stream, and here the tokens with it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._pieces = TextStream(tokenizer)
+        self._waiting: deque[tuple[str, str]] = deque()  # text not handed out yet, and its source
+        self._thinks = False
+
+    def push(
+        self, text: str, tokens: Sequence[TokenRecord], *, last: bool, thoughts: Sequence[str] = ()
+    ) -> list[dict[str, Any]]:
+        """The tokens that ``text``, the next piece of the stream, shows: ``text`` and ``source`` of each.
+
+        Their texts joined are ``text``, behind those of ``thoughts``, which the first tokens add to the
+        thoughts and which are marked by ``reasoning``. ``last`` says that no piece follows; a token that a
+        stop string cut off has an empty text, as have tags.
+        """
+        self._thinks |= bool(thoughts)
+        shown = [
+            {"text": thought, "source": token.source, "reasoning": True}
+            for thought, token in zip(thoughts, tokens, strict=False)
+        ]
+        for token in tokens[len(thoughts) :]:
+            self._waiting.append((self._pieces.push([token.id]), token.source))
+        if self._thinks and text:  # tags, and space around them, are not shown
+            self._thinks, dropped = False, sum(len(piece) for piece, _ in self._waiting) - len(text)
+            for at, (piece, source) in enumerate(self._waiting):
+                self._waiting[at] = piece[max(0, dropped) :], source
+                dropped -= len(piece)
+        while self._waiting and (last or len(self._waiting[0][0]) <= len(text)):
+            piece, source = self._waiting.popleft()
+            shown.append({"text": text[: len(piece)], "source": source})
+            text = text[len(piece) :]
+        if not text:
+            return shown
+        source = "target"  # of an unfinished character at the end, whose bytes no token completed
+        if self._waiting:
+            piece, source = self._waiting.popleft()
+            self._waiting.appendleft((piece[len(text) :], source))
+        return [*shown, {"text": text, "source": source}]
