@@ -100,7 +100,6 @@ WRITERS: Sequence[tuple[str, Write]] = (
     ("phi", _list("<|tool_call|>", "<|/tool_call|>")),
     ("phi", _list("functools", "")),
     ("functools", _list("functools", "")),
-    ("lfm2", _list("<|tool_call_start|>", "<|tool_call_end|>", _python)),
     ("llama3", _list("", "", _python)),
     ("llama3", lambda calls: "; ".join(_object(call, "parameters") for call in calls)),
     ("llama3", lambda calls: "<|python_tag|>" + "; ".join(_object(call, "parameters") for call in calls)),

@@ -96,6 +96,5 @@ SHOWN = {
     "phi": showing("<|tool_call|>[...]<|/tool_call|>"),
     "granite": showing("<|tool_call|> followed by a JSON list"),
     "functools": showing('functools[{"name": ...}]'),
-    "lfm2": showing("<|tool_call_start|>[..]<|tool_call_end|>"),
 }
 """A template of each form."""

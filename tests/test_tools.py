@@ -192,7 +192,7 @@ def test_arguments_are_given_out_as_they_become_certain(form: str, begun: str, g
 
 
 @settings(deadline=None)
-@pytest.mark.parametrize(("form", "write"), [WRITERS[0], WRITERS[7], WRITERS[8], WRITERS[14]])
+@pytest.mark.parametrize(("form", "write"), [WRITERS[0], WRITERS[7], WRITERS[8], WRITERS[13]])
 @given(calls, st.sampled_from(["", "\n\n"]), st.data())
 def test_calls_behind_thoughts_are_read_and_those_within_are_not(
     form: str, write: Write, given: Calls, space: str, data: st.DataObject
@@ -258,7 +258,7 @@ FORCED = [
     ("granite", WRITERS[8][1]),
     ("phi", WRITERS[9][1]),
     ("functools", WRITERS[11][1]),
-    ("llama3", WRITERS[14][1]),
+    ("llama3", WRITERS[13][1]),
 ]
 
 

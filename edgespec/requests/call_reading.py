@@ -16,8 +16,9 @@ from edgespec.requests.call_values import (
     MoreError,
     begun_string,
     dumped,
-    kinds_of,
+    is_text,
     literal,
+    property_of,
     table,
     typed,
     value_end,
@@ -28,7 +29,6 @@ from edgespec_models.text.tokenizer import Tokenizer, begun_at_end
 if TYPE_CHECKING:
     from edgespec.requests.tool_calls import Form
 
-_ID_LETTERS: Final = "0123456789abcdefghijklmnopqrstuvwxyz"
 _ID_LENGTH: Final = 9  # letters and digits, which is what Mistral's templates insist on
 _WORD: Final = re.compile(r"[\w.-]*")
 _SPACE: Final = re.compile(r"\s*")
@@ -48,7 +48,7 @@ class CallReader:
         self.calls: list[ToolCall] = []
         """Those that are whole."""
         self._form, self._tools, self._single = form, tools, single
-        self._seed = hashlib.sha256(repr(list(prompt)).encode()).hexdigest()
+        self._seed = hashlib.sha256(repr(list(prompt)).encode())
         self._text = ""  # which is not known yet to be text or a call
         self._space = ""  # which is shown if text follows
         self._says = False
@@ -74,9 +74,7 @@ class CallReader:
         shown, parts = "", list[CallPart]()
         while not self.complete:
             if self._tag is None:
-                before = self._before_tag(final)
-                shown += self._shown(before)
-                self._text = self._text[len(before) :]
+                shown += self._shown(self._before_tag(final))
                 if self._tag is None:
                     break
             block = _Block(self._text, self._tools, self._tag)
@@ -94,21 +92,15 @@ class CallReader:
         return shown, parts
 
     def _before_tag(self, final: bool) -> str:
-        """The text before the next tag, which is noted, and before what may begin one."""
-        if self._may_begin:
-            rest = self._text.lstrip()
-            if not rest and not final:
-                return ""
-            self._may_begin = False
-            if rest.startswith(("{", "[")):
-                self._tag = ""
-                return self._text[: len(self._text) - len(rest)]
-        found = [(self._text.find(tag), tag) for tag in self._form.tags if tag in self._text]
-        if found:
-            start, self._tag = min(found)
-            return self._text[:start]
-        held = 0 if final else max((begun_at_end(self._text, tag) for tag in self._form.tags), default=0)
-        return self._text[: len(self._text) - held]
+        """Take the text before the next tag, which is noted, or before what may begin one."""
+        text, tags = self._text, self._form.tags
+        bare = r"\A\s*(?=[{[])|" if self._may_begin else ""
+        found = re.search(bare + "|".join(map(re.escape, tags)), text)
+        self._may_begin = self._may_begin and not text.strip()
+        held = 0 if final else max(begun_at_end(text, tag) for tag in tags)
+        start = len(text) - held if found is None else found.start()
+        self._text, self._tag = text[start:], None if found is None else found[0]
+        return text[:start]
 
     def _shown(self, text: str) -> str:
         """What can be shown now: of an answer with calls, space at its ends is no part."""
@@ -124,7 +116,9 @@ class CallReader:
         parts = list[CallPart]()
         for at, call in enumerate(block.certain):
             index = self._index + at
-            id_ = _call_id(self._seed, index)
+            seed = self._seed.copy()
+            seed.update(b"%d" % index)
+            id_ = seed.hexdigest()[:_ID_LENGTH]
             if at == len(self._given):
                 self._given.append(0)
                 parts.append(CallPart(index, id=id_, name=call.name))
@@ -184,8 +178,10 @@ class _Block:
         self._at = len(self.tag)
         if self.tag == "<code>":
             self._program()
-        elif self.tag == "<function=":
+        elif self.tag == "<function=" or self._take("<function="):
             self._function()
+            while self._take("<function="):
+                self._function()
         elif self._next() == "{":
             self._object()
             while self._take(";") or self._next() == "{":
@@ -194,10 +190,6 @@ class _Block:
             for _ in self._items("[", "]"):
                 self._object() if self._next() == "{" else self._python()
             self.settled = self.settled and self._at
-        elif self._take("<function="):
-            self._function()
-            while self._take("<function="):
-                self._function()
         else:
             self._named()
 
@@ -223,20 +215,14 @@ class _Block:
         if self._take("[CALL_ID]"):
             self._word()
         self._take("[ARGS]")
-        call = self._begin()
-        self._call_it(call, name)
+        call = self._begin(name)
         self._members(call)
         self._end(call)
 
     def _python(self) -> None:
         """``name(key=value, ..)``."""
-        call = self._begin()
-        self._call_it(call, self._word())
-        for _ in self._items("(", ")"):
-            key = self._word()
-            self._need("=")
-            self._add(call, key)
-            call.text += dumped(literal(self._value()))
+        call = self._begin(self._word())
+        self._members(call, "(", ")")
         self._end(call)
 
     def _program(self) -> None:
@@ -251,42 +237,44 @@ class _Block:
 
     def _function(self) -> None:
         """``name>``, then ``<parameter=key>value</parameter>`` for each argument, a line each."""
-        call = self._begin()
-        self._call_it(call, self._until(">").strip())
+        call = self._begin(self._until(">").strip())
         while not self._take("</function>"):
             self._need("<parameter=")
             key = self._until(">").strip()
-            kinds = kinds_of(table(self.tools.get(call.name)), key)
+            schema = property_of(table(self.tools.get(call.name)), key)
             self._add(call, key)
             start = self._at = self._at + self.text.startswith("\n", self._at)
             try:
                 value = self._until(_END)
             except MoreError:
-                if kinds == {"string"}:
+                if is_text(schema):
                     call.text += dumped(self.text[start : max(start, len(self.text) - len(_END))])[:-1]
                 raise
-            call.text += dumped(typed(value.removesuffix("\n"), kinds))
+            call.text += dumped(typed(value.removesuffix("\n"), schema))
         self._end(call)
 
-    def _members(self, call: _Call) -> None:
-        """The arguments, as a JSON object."""
-        for _ in self._items("{", "}"):
-            self._add(call, self._key())
+    def _members(self, call: _Call, begin: str = "{", end: str = "}") -> None:
+        """The arguments, as a JSON object or as Python's."""
+        is_json = begin == "{"
+        for _ in self._items(begin, end):
+            self._add(call, self._key() if is_json else self._word("="))
             self._next()
             start = self._at
             try:
                 value = self._value()
             except MoreError:
-                call.text += begun_string(self.text[start:])
+                call.text += begun_string(self.text[start:]) if is_json else ""
                 raise
-            call.text += dumped(json.loads(value))
+            call.text += dumped(json.loads(value) if is_json else literal(value))
 
-    def _begin(self) -> _Call:
+    def _begin(self, name: object = None) -> _Call:
         self._calls.append(_Call())
+        if name is not None:
+            self._call_it(self._calls[-1], name)
         return self._calls[-1]
 
     def _call_it(self, call: _Call, name: object) -> None:
-        known = self.tag in ("", "<code>")  # where the answer may be other JSON, or another program
+        known = self.tag.strip() in ("", "<code>")  # where the answer may be other JSON, or another program
         if not isinstance(name, str) or not name or (known and name not in self.tools):
             raise ValueError("no name of a function")
         call.name = json.loads(dumped(name))
@@ -340,12 +328,14 @@ class _Block:
             raise ValueError("a key is no text")
         return key
 
-    def _word(self) -> str:
+    def _word(self, behind: str = "") -> str:
+        """A name, and what has to come behind it."""
         self._next()
         end = _WORD.match(self.text, self._at).end()  # type: ignore[union-attr]
         if end == len(self.text):
             raise MoreError
         word, self._at = self.text[self._at : end], end
+        self._need(behind)
         return word
 
     def _until(self, tag: str) -> str:
@@ -360,11 +350,3 @@ class _Block:
         self._next()
         start, self._at = self._at, value_end(self.text, self._at)
         return self.text[start : self._at].strip()
-
-
-def _call_id(seed: str, at: int) -> str:
-    number, letters = int.from_bytes(hashlib.sha256(f"{at} {seed}".encode()).digest()), list[str]()
-    for _ in range(_ID_LENGTH):
-        number, place = divmod(number, len(_ID_LETTERS))
-        letters.append(_ID_LETTERS[place])
-    return "".join(letters)

@@ -13,22 +13,22 @@ _PAIR: Final = re.compile(r"\\(.)", re.DOTALL)
 _ESCAPES: Final = "\\\"'abfnrtuUvx0\n"  # what may stand behind a backslash in Python; else it is one
 _HALF: Final = re.compile("[\ud800-\udfff]")
 _TAIL: Final = 5  # characters of an escape that lacks its last
-_NAMES: Final = {str: "string", bool: "boolean", type(None): "null", list: "array", dict: "object"}
 
 
 class MoreError(Exception):
     """What follows decides."""
 
 
-def kinds_of(parameters: Mapping[str, Any], name: str) -> set[str]:
-    """The types that JSON Schema ``parameters`` allow an argument; a text where they say none."""
-    schema = property_of(parameters, name)
-    kinds = set[str]()
-    for each in (schema, *(table(some) for key in ("anyOf", "oneOf") for some in listed(schema.get(key)))):
-        named = each.get("type")
-        kinds.update(kind for kind in listed(named) or [named] if isinstance(kind, str))
-        kinds.update(*map(_kinds, allowed_values(each)))
-    return kinds or {"string"}
+def kinds_of(schema: Mapping[str, Any]) -> set[str]:
+    """The types that a JSON schema names."""
+    parts = (schema, *(table(each) for key in ("anyOf", "oneOf") for each in listed(schema.get(key))))
+    named = (each.get("type") for each in parts)
+    return {kind for each in named for kind in listed(each) or [each] if isinstance(kind, str)}
+
+
+def is_text(schema: Mapping[str, Any]) -> bool:
+    """Whether it allows any text, and nothing else; so does a schema that says nothing."""
+    return kinds_of(schema) <= {"string"} and not allowed_values(schema)
 
 
 def property_of(parameters: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -54,23 +54,24 @@ def listed(value: object) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else ()
 
 
-def _kinds(value: object) -> set[str]:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return {_NAMES[type(value)]} if type(value) in _NAMES else set()
-    return {"integer", "number"} if isinstance(value, int) or value.is_integer() else {"number"}
+def typed(text: str, schema: Mapping[str, Any]) -> Any:
+    """What ``text`` says as a value that a schema allows; where it may be a text it is one, but for null."""
+    for value in allowed_values(schema):
+        if text == plain(value):
+            return value
+    kinds = kinds_of(schema)
+    if not kinds or ("string" in kinds and (text != "null" or "null" not in kinds)):
+        return text
+    try:
+        value_end(f"{text},", 0)
+        return literal(text)
+    except (ValueError, MoreError):
+        return text
 
 
-def typed(text: str, kinds: set[str]) -> Any:
-    """What ``text`` says, where that is of one of ``kinds``; else it stays a text."""
-    if kinds != {"string"}:
-        try:
-            value_end(f"{text},", 0)
-            value = literal(text)
-            if kinds & _kinds(value):
-                return value
-        except (ValueError, MoreError):
-            pass
-    return text
+def plain(value: object) -> str:
+    """A value as it stands between tags: texts without quotes."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def value_end(text: str, start: int) -> int:

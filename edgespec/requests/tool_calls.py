@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from edgespec.decoding.grammar import SPACING
-from edgespec.requests.call_values import allowed_values, kinds_of, listed, property_of, table
+from edgespec.requests.call_values import allowed_values, kinds_of, listed, plain, property_of, table
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import shown
 from edgespec_models.text.tokenizer import Tokenizer
@@ -127,11 +127,12 @@ def _in_xml(function: Function) -> str:
     parameters, parts = _parameters(function), [_quoted(f"<function={function['name']}>\n")]
     for key, schema in table(parameters.get("properties")).items():
         end = _quoted("\n</parameter>\n")
-        if values := allowed_values(property_of(parameters, key)):
-            texts = (each if isinstance(each, str) else json.dumps(each) for each in values)
-            value = f"({' | '.join(map(_quoted, texts))}) {end}"
+        own = property_of(parameters, key)
+        if values := allowed_values(own):
+            value = f"({' | '.join(_quoted(plain(each)) for each in values)}) {end}"
         else:
-            value = "FREE" if "string" in kinds_of(parameters, key) else f"{_json(schema, parameters)} {end}"
+            is_free = "string" in (kinds_of(own) or {"string"})
+            value = "FREE" if is_free else f"{_json(schema, parameters)} {end}"
         part = f"{_quoted(f'<parameter={key}>' + chr(10))} {value}"
         parts.append(part if key in listed(parameters.get("required")) else f"({part})?")
     return " ".join([*parts, _quoted("</function>")])
@@ -193,12 +194,6 @@ FORMS: Final = (
     Form("phi", r"<\|/tool(?:_call)?\|>", _LISTS, ("<|tool_call|>[", ", ", "]<|/tool_call|>")),
     Form("granite", r"<\|tool_call\|>", _LISTS, ("<|tool_call|>[", ", ", "]")),
     Form("functools", r"functools\[", _LISTS, ("functools[", ", ", "]")),
-    Form(
-        "lfm2",
-        r"<\|tool_call_start\|>",
-        ("<|tool_call_start|>",),
-        ("<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),
-    ),
     Form("llama3", _SHOWS_BARE, ("<|python_tag|>",), ("", None, ""), partial(_in_json, key="parameters")),
 )
 """The forms; of those that a template shows, the first is its."""
