@@ -164,12 +164,6 @@ class Allowed:
             return None
         return 32 * int(at[0]) + int(self._words[at[0]]).bit_length() - 1
 
-    def also(self, token: int) -> "Allowed":
-        """These, and one more."""
-        bits = self._bits().astype(np.bool_)
-        bits[token] = True
-        return Allowed.where(bits)
-
     def forbid_others(self, row: npt.NDArray[np.float32]) -> None:
         """Set the logits of all other tokens, float32 ``(vocab,)``, to minus infinity."""
         bits = self._bits()[: len(row)]

@@ -13,7 +13,7 @@ from edgespec_models.text.tokenizer import Tokenizer, begun_at_end
 
 
 class _At(NamedTuple):
-    """Where an answer stands: its place, tokens of opening tag or thoughts, and of the round's text."""
+    """Where an answer stands: its place, the number of tokens of the tag or the thoughts, and its text."""
 
     place: Place
     read: int = 0
@@ -41,7 +41,6 @@ class ThoughtsFirst(Constraint):
         self._opening = tag_tokens(tokenizer, place.tags.begin)
         self._closing = tag_tokens(tokenizer, place.tags.end)
         self._at, self._read = _At(place), -1
-        self._text: list[int] = []  # as far as it is committed
         self._anything = self._all_but(())
         self._thoughts = self._all_but(ends)  # before a grammar's text
         self._begin, self._opens = self._anything, self._opening[0]
@@ -51,31 +50,31 @@ class ThoughtsFirst(Constraint):
             if self._opens in self._begin:  # what may begin both is the grammar's
                 self._opens = -1
             else:
-                self._begin = self._begin.also(self._opens)
+                self._begin = self._only(self._opens, *self._begin.tokens)
 
     def begin(self, tokens: Sequence[int]) -> None:
         """See :class:`~edgespec.decoding.sampling.RowStep`."""
-        at = self._at if self._read < 0 else self._behind(tokens[self._read :])
-        self._read, self._at = len(tokens), at._replace(text=())
-        self._text += at.text
+        if self._read >= 0:
+            self._at = self._behind(tokens[self._read :])
+        self._read = len(tokens)
         if self._grammar is not None:
-            self._grammar.begin(self._text)
+            self._grammar.begin(self._at.text)
 
     def ends(self, tokens: Sequence[int]) -> bool:
         """See :class:`Constraint`."""
         self.begin(tokens)
-        return self._grammar is not None and self._at.place.has_text and self._grammar.ends(self._text)
+        return self._grammar is not None and self._at.place.has_text and self._grammar.ends(self._at.text)
 
     def completes(self, drafted: Sequence[int]) -> bool:
         """See :class:`Constraint`."""
         at = self._behind(drafted)
-        return self._grammar is not None and at.place.has_text and self._grammar.completes(at.text)
+        return self._grammar is not None and at.place.has_text and self._grammar.completes(self._drafted(at))
 
     def allowed(self, drafted: Sequence[int]) -> Allowed:
         """See :class:`Constraint`."""
         at, grammar = self._behind(drafted), self._grammar
         if at.place.has_text:
-            return self._anything if grammar is None else grammar.allowed(at.text)
+            return self._anything if grammar is None else grammar.allowed(self._drafted(at))
         if not at.place.thinks:
             return self._only(self._opening[at.read]) if grammar is not None and at.read else self._begin
         if self._budget is not None and at.read >= self._budget:
@@ -95,6 +94,9 @@ class ThoughtsFirst(Constraint):
     def _behind(self, tokens: Sequence[int]) -> _At:
         return reduce(self._next, tokens, self._at)
 
+    def _drafted(self, at: _At) -> Sequence[int]:
+        return at.text[len(self._at.text) :]
+
     def _next(self, at: _At, token: int) -> _At:
         place, count, text = at
         may_open = self._grammar is None or count or token == self._opens
@@ -103,8 +105,8 @@ class ThoughtsFirst(Constraint):
         read, _, _ = place.read_token(token, self._tokenizer)
         return _At(read, 0 if read.thinks and not place.thinks else count + 1, text)
 
-    def _only(self, token: int) -> Allowed:
-        return Allowed.where(np.arange(self._tokenizer.vocab_size) == token)
+    def _only(self, *tokens: int) -> Allowed:
+        return Allowed.where(np.isin(np.arange(self._tokenizer.vocab_size), tokens))
 
     def _all_but(self, tokens: Collection[int]) -> Allowed:
         return Allowed.where(~np.isin(np.arange(self._tokenizer.vocab_size), list(tokens)))

@@ -15,6 +15,7 @@ from edgespec_models.schema import check_fields, form, one_of, shown, within
 
 if TYPE_CHECKING:  # what prompts without a conversation do not need, such as Jinja
     from edgespec.requests.call_reading import CallReader
+    from edgespec.requests.tool_calls import Form
     from edgespec_models.text.chat_template import ChatTemplate
     from edgespec_models.text.thoughts import Place, Tags
 
@@ -260,8 +261,16 @@ def encode_chat(bundle: Bundle, messages: Messages, arguments: Mapping[str, Any]
     if template is None:
         raise RequestError(f"{bundle.manifest.name} has no chat template; use generate, or another model")
     arguments = arguments or {}
-    if "tools" in arguments:
-        _check_tools(bundle.manifest.name, template)
+    if "tools" in arguments and "tools" not in template.arguments:
+        raise RequestError(
+            f"the chat template of {bundle.manifest.name} shows no tools; use another model, or no tools"
+        )
+    if "tools" in arguments and _form(bundle) is None:
+        raise RequestError(
+            f"the chat template of {bundle.manifest.name} asks for tool calls in a form that edgespec "
+            "does not read; describe the tools in a system message and read the answer's text, or use "
+            "another model"
+        )
     return _chat(bundle, template, messages, arguments)
 
 
@@ -301,41 +310,31 @@ def detokenize(bundle: Bundle, tokens: Sequence[int]) -> str:
 
 def call_reader(bundle: Bundle, request: Request, prompt: Sequence[int]) -> "CallReader | None":
     """What reads tool calls out of the answer to ``prompt``; None where the model is shown no tools."""
-    if bundle.chat_template is None or not request.tools or request.tool_choice == "none":
+    form = _form(bundle) if request.tools and request.tool_choice != "none" else None
+    if form is None:
         return None
     from edgespec.requests.call_reading import CallReader
-    from edgespec.requests.tool_calls import format_of
 
-    form, tools = (
-        format_of(bundle.chat_template.source),
-        {each["function"]["name"]: each["function"].get("parameters") for each in request.tools},
-    )
-    single = request.parallel_tool_calls is False
-    return None if form is None else CallReader(form, tools, prompt, single=single)
+    tools = {each["function"]["name"]: each["function"].get("parameters") for each in request.tools}
+    return CallReader(form, tools, prompt, single=request.parallel_tool_calls is False)
 
 
 def answer_format(bundle: Bundle, request: Request) -> ResponseFormat | None:
     """What the answer to ``request`` has to be: its format, or a call that it has to make, if any."""
-    if request.tool_choice in ("auto", "none") or bundle.chat_template is None:
+    form = None if request.tool_choice in ("auto", "none") else _form(bundle)
+    if form is None:
         return request.response_format
-    from edgespec.requests.tool_calls import calls_grammar, format_of, must_call
+    from edgespec.requests.tool_calls import calls_grammar, must_call
 
-    form, called = format_of(bundle.chat_template.source), must_call(request.tools, request.tool_choice)
-    several = bool(request.parallel_tool_calls)
-    return None if form is None else Lark(calls_grammar(form, called, bundle.tokenizer, several=several))
+    called = must_call(request.tools, request.tool_choice)
+    return Lark(calls_grammar(form, called, bundle.tokenizer, several=bool(request.parallel_tool_calls)))
 
 
-def _check_tools(name: str, template: "ChatTemplate") -> None:
-    """See that ``template`` shows tools, and that the calls it asks for can be read."""
-    if "tools" not in template.arguments:
-        raise RequestError(f"the chat template of {name} shows no tools; use another model, or no tools")
+def _form(bundle: Bundle) -> "Form | None":
+    """How the model writes calls; None where that is not known."""
     from edgespec.requests.tool_calls import format_of
 
-    if format_of(template.source) is None:
-        raise RequestError(
-            f"the chat template of {name} asks for tool calls in a form that edgespec does not read; "
-            "describe the tools in a system message and read the answer's text, or use another model"
-        )
+    return None if bundle.chat_template is None else format_of(bundle.chat_template.source)
 
 
 def _chat(

@@ -115,7 +115,7 @@ class PreparedRequest:
             statistics(self._steps, self._remarks, **self._measured, reasoning_tokens=len(thoughts)),
             self._reader.stop_string,
             tokens,
-            self._reader.called,
+            tuple(self._reader.called),
             "".join(record.content for record in self._records),
             thoughts=thoughts,
         )

@@ -222,6 +222,7 @@ class AnswerReader:
 
     Attributes:
         thoughts: what each token added to the thoughts, as far as these go.
+        called: the calls that are whole.
     """
 
     def __init__(
@@ -232,7 +233,7 @@ class AnswerReader:
         *,
         stop: Sequence[str] = (),
     ) -> None:
-        self.thoughts = list[str]()
+        self.thoughts, self.called = list[str](), list[ToolCall]() if calls is None else calls.calls
         self._tokenizer, self._place, self._calls = tokenizer, place, calls
         self._streams = [TextStream(tokenizer, stop=stop)]
         if calls is not None:  # which control tokens may begin
@@ -249,11 +250,6 @@ class AnswerReader:
     def ended(self) -> bool:
         """Whether what follows is not read: a stop string came, or the last call that is wanted."""
         return self._streams[0].stopped or (self._calls is not None and self._calls.complete)
-
-    @property
-    def called(self) -> tuple[ToolCall, ...]:
-        """The calls that are whole."""
-        return () if self._calls is None else tuple(self._calls.calls)
 
     def push(self, tokens: Sequence[int], *, final: bool = False) -> Record:
         """Take tokens, with the ``final`` ones what was held back: no more come.

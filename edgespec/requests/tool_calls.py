@@ -177,17 +177,12 @@ _FREE: Final = 'FREE: (/(?s:.*)/ & ~/(?s:.*<\\/parameter>.*)/) "\\n</parameter>\
 _TAGGED: Final = ("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")
 _SHOWS_TAGGED: Final = r'<tool_call>[^<]{0,200}\\?"name\\?":'
 _SHOWS_BARE: Final = r'\{"name": [^}{"]*, ?"parameters": |\[\w+\(\w+=\w'  # JSON, or a list of Python's
+_MISTRAL: Final = ("[TOOL_CALLS]",)
 _LISTS: Final = "<|tool_call|>", "functools"
 
 FORMS: Final = (
-    Form(
-        "args",
-        r"\[TOOL_CALLS\](?s:.)*\[ARGS\]",
-        ("[TOOL_CALLS]",),
-        ("[TOOL_CALLS]", "[TOOL_CALLS]", ""),
-        _in_args,
-    ),
-    Form("mistral", r"\[TOOL_CALLS\]", ("[TOOL_CALLS]",), ("[TOOL_CALLS][", ", ", "]")),
+    Form("args", r"\[TOOL_CALLS\](?s:.)*\[ARGS\]", _MISTRAL, (*_MISTRAL, *_MISTRAL, ""), _in_args),
+    Form("mistral", r"\[TOOL_CALLS\]", _MISTRAL, ("[TOOL_CALLS][", ", ", "]")),
     Form("xml", r"<tool_call>(?:\\n|\s)*<function=", ("<tool_call>", "<function="), _TAGGED, _in_xml),
     Form("smollm3", rf"python_tools(?s:.)*{_SHOWS_TAGGED}", ("<tool_call>", "<code>"), _TAGGED),
     Form("hermes", _SHOWS_TAGGED, ("<tool_call>",), _TAGGED),
