@@ -22,6 +22,8 @@ PARAMETERS: dict[str, Any] = {
         "maybe": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
         "items": {"type": "array"},
         "table": {"$ref": "#/$defs/Table"},
+        "size": {"enum": ["big", 1]},
+        "note": {"type": ["string", "null"]},
     },
     "additionalProperties": False,
     "$defs": {"Table": {"type": "object"}},

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.requests.attribution import Attribution
-from edgespec.requests.results import TokenRecord
+from edgespec.requests.results import Record, TokenRecord
 from edgespec.requests.stream import TextStream
 from edgespec_models.text.chat_template import ChatTemplate
 from tests.models_for_tests import toy_model, toy_session
@@ -115,7 +115,7 @@ def test_attribution_gives_every_character_to_one_token(text: str, sizes: list[i
         piece = stream.push([record.id for record in records])
         last = last or stream.stopped
         piece += stream.finish() if last else ""
-        cut = attribution.push(piece, records, last=last)
+        cut = attribution.push(Record(piece, tuple(records), "stop" if last else None))
         assert "".join(token["text"] for token in cut) == piece
         shown, pieces, at = shown + cut, [*pieces, piece], at + size
         if last:

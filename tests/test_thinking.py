@@ -25,7 +25,7 @@ from edgespec.decoding.thinking import ThoughtsFirst
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.pricing import Pricing
 from edgespec.requests.attribution import Attribution
-from edgespec.requests.results import TokenRecord
+from edgespec.requests.results import FinishReason, Record, TokenRecord
 from edgespec.requests.stream import AnswerReader
 from edgespec.serve.bodies import ChatBody, parse
 from edgespec_models.bundles.bundle import Bundle
@@ -147,7 +147,8 @@ def pieces(tokenizer: Tokenizer, text: str, sizes: Sequence[int], place: Place |
             piece += reader.push((), final=True).text
         assert record.content in piece
         records = [TokenRecord(id_, "model") for id_ in now]
-        cut = attribution.push(piece, records, last=last, thoughts=thought)
+        reason: FinishReason | None = "stop" if last else None
+        cut = attribution.push(Record(piece, tuple(records), reason, thoughts=thought))
         assert "".join(each["text"] for each in cut) == "".join(thought) + piece
         thoughts, said, shown = [*thoughts, *thought], said + piece, shown + cut
         if last:

@@ -60,9 +60,7 @@ def stream_as_markdown(stream: "Stream", marked: "Tokenizer | None" = None) -> "
             if attribution is None:
                 _print_pieces(markdown.push(record.text), "")
                 continue
-            last = record.finish_reason is not None
-            tokens = attribution.push(record.text, record.tokens, last=last, thoughts=record.thoughts)
-            for token in tokens:
+            for token in attribution.push(record):
                 if "reasoning" not in token:
                     _print_pieces(markdown.push(token["text"]), _MARKS.get(token["source"], ""))
     finally:

@@ -1,10 +1,9 @@
 """Which token wrote what of an answer's text."""
 
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
-from edgespec.requests.results import TokenRecord
+from edgespec.requests.results import Record
 from edgespec.requests.stream import TextStream
 from edgespec_models.text.tokenizer import Tokenizer
 
@@ -21,15 +20,14 @@ class Attribution:
         self._waiting: deque[tuple[str, str]] = deque()  # text not handed out yet, and its source
         self._thinks = False
 
-    def push(
-        self, text: str, tokens: Sequence[TokenRecord], *, last: bool, thoughts: Sequence[str] = ()
-    ) -> list[dict[str, Any]]:
-        """The tokens that ``text``, the next piece of the stream, shows: ``text`` and ``source`` of each.
+    def push(self, record: Record) -> list[dict[str, Any]]:
+        """The tokens that the stream's next record shows: ``text`` and ``source`` of each.
 
-        Their texts joined are ``text``, behind those of ``thoughts``, which the first tokens add to the
-        thoughts and which are marked by ``reasoning``. ``last`` says that no piece follows; a token that a
-        stop string cut off has an empty text, as have tags.
+        Their texts joined are the record's, behind its thoughts, which are marked by ``reasoning``. A token
+        that a stop string cut off has an empty text, as have tags.
         """
+        text, tokens, thoughts = record.text, record.tokens, record.thoughts
+        last = record.finish_reason is not None
         self._thinks |= bool(thoughts)
         shown = [
             {"text": thought, "source": token.source, "reasoning": True}

@@ -260,9 +260,10 @@ class AnswerReader:
         begun, rest = self._think(tokens)
         if final and self._place is not None:
             begun += self._place.held_text
-        said = [each.push_bytes(begun) + each.push(rest) for each in self._streams]
-        if final:
-            said = [old + each.finish() for old, each in zip(said, self._streams, strict=True)]
+        said = [
+            each.push_bytes(begun) + each.push(rest) + (each.finish() if final else "")
+            for each in self._streams
+        ]
         content, calls = said[-1], list[CallPart]()
         if self._calls is not None:
             content, calls = self._calls.push(content, final=final)

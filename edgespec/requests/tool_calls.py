@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Final
 
 from edgespec.decoding.grammar import SPACING
@@ -107,8 +106,8 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _json(schema: object, of: Mapping[str, Any] = MappingProxyType({})) -> str:
-    """JSON of a schema, which may refer to the definitions of another."""
+def _json(schema: object, of: Mapping[str, Any]) -> str:
+    """JSON of a schema, which may refer to the definitions of ``of``."""
     defined = {key: of[key] for key in ("$defs", "definitions") if key in of}
     return f"%json {json.dumps({'x-guidance': SPACING, **table(schema), **defined}, default=dict)}"
 
@@ -120,7 +119,8 @@ def _in_json(function: Function, key: str = "arguments") -> str:
 
 
 def _in_args(function: Function) -> str:
-    return f"{_quoted(function['name'])} args {_json(_parameters(function))}"
+    parameters = _parameters(function)
+    return f"{_quoted(function['name'])} args {_json(parameters, parameters)}"
 
 
 def _in_xml(function: Function) -> str:

@@ -82,8 +82,8 @@ class _Answer:
         return {"id": id_, "object": kind, "created": self.created, "model": self.model}
 
     def _tokens(self, answer: Generation) -> list[Json]:
-        attribution = Attribution(self.tokenizer)
-        return attribution.push(answer.text, answer.records, last=True, thoughts=answer.thoughts)
+        whole = Record(answer.text, answer.records, answer.finish_reason, thoughts=answer.thoughts)
+        return Attribution(self.tokenizer).push(whole)
 
     def _ended(self, answer: Generation, **more: Any) -> Json:
         """Why it ended, and what OpenAI's format has no place for."""

@@ -143,7 +143,7 @@ class _EventStream(StreamingResponse):
             record = self._first
             while record is not None:
                 self._count.tokens += len(record.tokens)
-                yield self._event(self._piece(record))
+                yield self._event(self._answer.chunk(record, self._attribution.push(record)))
                 record = await anext(self._records, None)
             answer = self._stream.result
             _check_ended(answer)
@@ -157,11 +157,6 @@ class _EventStream(StreamingResponse):
                 yield _line(self._answer.used(answer))
             yield "data: [DONE]\n\n"
         self._ended = True
-
-    def _piece(self, record: Record) -> dict[str, Any]:
-        last = record.finish_reason is not None
-        shown = self._attribution.push(record.text, record.tokens, last=last, thoughts=record.thoughts)
-        return self._answer.chunk(record, shown)
 
     def _event(self, chunk: Mapping[str, Any]) -> str:
         return _line({**chunk, "usage": None} if self._with_usage else chunk)
