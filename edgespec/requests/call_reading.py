@@ -203,8 +203,7 @@ class _Block:
             elif key not in ("arguments", "parameters") or call.text:
                 json.loads(self._value())
             elif self._next() == '"':
-                inner = _Block(json.loads(self._value()), {}, "")
-                inner._members(call)
+                _Block(json.loads(self._value()), {}, "")._members(call)
             else:
                 self._members(call)
         self._end(call)
@@ -215,15 +214,11 @@ class _Block:
         if self._take("[CALL_ID]"):
             self._word()
         self._take("[ARGS]")
-        call = self._begin(name)
-        self._members(call)
-        self._end(call)
+        self._end(self._members(self._begin(name)))
 
     def _python(self) -> None:
         """``name(key=value, ..)``."""
-        call = self._begin(self._word())
-        self._members(call, "(", ")")
-        self._end(call)
+        self._end(self._members(self._begin(self._word()), "(", ")"))
 
     def _program(self) -> None:
         """Calls in Python, and nothing else, whose results may be given names."""
@@ -253,8 +248,8 @@ class _Block:
             call.text += dumped(typed(value.removesuffix("\n"), schema))
         self._end(call)
 
-    def _members(self, call: _Call, begin: str = "{", end: str = "}") -> None:
-        """The arguments, as a JSON object or as Python's."""
+    def _members(self, call: _Call, begin: str = "{", end: str = "}") -> _Call:
+        """Read the arguments, a JSON object or Python's, into ``call``."""
         is_json = begin == "{"
         for _ in self._items(begin, end):
             self._add(call, self._key() if is_json else self._word("="))
@@ -266,6 +261,7 @@ class _Block:
                 call.text += begun_string(self.text[start:]) if is_json else ""
                 raise
             call.text += dumped(json.loads(value) if is_json else literal(value))
+        return call
 
     def _begin(self, name: object = None) -> _Call:
         self._calls.append(_Call())

@@ -25,14 +25,7 @@ from edgespec.requests.request import (
     drafter_tokens,
     prompt_tokens,
 )
-from edgespec.requests.results import (
-    FinishReason,
-    Generation,
-    Record,
-    nothing,
-    statistics,
-    token_records,
-)
+from edgespec.requests.results import FinishReason, Generation, Record, nothing, statistics, token_records
 from edgespec.requests.stream import AnswerReader
 from edgespec.requests.worker import Answer
 from edgespec_models.errors import Cancelled, DoesNotFit
