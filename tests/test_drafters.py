@@ -84,5 +84,7 @@ def test_what_is_here_is_taken_for_a_path_too(
     large: Bundle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(drafters, "is_here", lambda name: True)
-    assert choose(large, large.path) == "qwen3-0.6b"
-    assert not caplog.text
+    with caplog.at_level(logging.INFO, "edgespec"):
+        assert choose(large, large.path) == "qwen3-0.6b"
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert "2.0 times" in caplog.text

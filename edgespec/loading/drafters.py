@@ -25,14 +25,18 @@ _LOG: Final = logging.getLogger("edgespec")
 
 
 def choose(target: Bundle, reference: Reference) -> str:
-    """The drafter for ``target``, which ``reference`` named, and why, in the log where something is missing.
+    """The drafter for ``target``, which ``reference`` named; the log says why, and warns of one that is missing.
 
     With a model that has a name it is fetched, like the model; for a file or folder of the user's own nothing
     is fetched unasked.
     """
     n_bytes = sum(file.size_bytes for file in target.manifest.files.values())
     name, speed = recommended(target.config, n_bytes, target.manifest.provenance.get("sha256"))
-    if name == NGRAM or is_here(name):
+    if name == NGRAM:
+        _LOG.info("n-grams draft for %s: no model promises %.1f times its plain speed", reference, speed)
+        return name
+    if is_here(name):
+        _LOG.info("%s drafts for %s: decoding should be %.1f times as fast", name, reference, speed)
         return name
     if not Path(reference).exists():
         _LOG.warning("%s, %.1f GB, drafts for %s and is fetched", name, _bytes_of(name) / 1e9, reference)
