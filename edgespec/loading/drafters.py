@@ -25,7 +25,7 @@ _LOG: Final = logging.getLogger("edgespec")
 
 
 def choose(target: Bundle, reference: Reference) -> str:
-    """The drafter for ``target``, which ``reference`` named; the log says why, and warns of one that is missing.
+    """The drafter for ``target``, which ``reference`` named; the log says why, and what is missing.
 
     With a model that has a name it is fetched, like the model; for a file or folder of the user's own nothing
     is fetched unasked.
