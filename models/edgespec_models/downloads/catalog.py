@@ -161,7 +161,6 @@ class HubName:
     reference: Annotated[str, form(rf"hf:{_FILE}/{_FILE}/{_FILE}\.gguf")]
     architecture: Architecture
     vocabulary: Count
-    parameters: _Amount
     size_bytes: _Amount
     licence: _Title
     drafts: bool = False
