@@ -23,7 +23,7 @@ Outputs = Mapping[str, int]
 Attributes = Mapping[str, Any]
 
 EPSILON = 1e-5
-SHARE = 16  # inputs that share a scale of activations: kShare in layout.h
+SHARE, STEPS = 16, 255 * 127  # inputs that share a scale of activations, steps of a row: layout.h
 _KINDS = {np.dtype(np.float32): TensorProto.FLOAT, np.dtype(np.int64): TensorProto.INT64}
 _KINDS |= {np.dtype(np.uint8): TensorProto.UINT8, np.dtype(np.float64): TensorProto.DOUBLE}
 _KINDS |= {np.dtype(np.float16): TensorProto.FLOAT16}
@@ -132,21 +132,27 @@ class Estimate:
 
 
 def rounded(x: F32 | F64) -> tuple[F64, F64]:
-    """Activations after rounding to 8 bits in blocks of 16, and by how much those may differ.
+    """Activations after rounding: to a row's factor times a whole number for 16 times a code of 8 bits; and by
+    how much those may differ.
 
-    Where a product lies as good as halfway between two codes, ``x`` of float64 does not tell which float32
-    would take.
+    Where a quotient lies as good as halfway between two codes, or on a whole number, ``x`` of float64 does not
+    tell which float32 would take.
     """
-    grouped = x.reshape(*x.shape[:-1], -1, 16)
-    most = np.abs(grouped).max(axis=-1, keepdims=True).astype(np.float32)
-    inverse = np.divide(np.float32(127), most, out=np.zeros_like(most), where=most > 1e-30)
-    products = grouped.astype(np.float64) * inverse
-    codes = np.rint(products)
-    scales = (most / np.float32(127)).astype(np.float64)
+    grouped = x.reshape(*x.shape[:-1], -1, SHARE)
+    largest = np.abs(grouped).max(axis=(-2, -1), keepdims=True).astype(np.float32)
+    usable = largest > 1e-30
+    steps = np.divide(np.float32(STEPS), largest, out=np.zeros_like(largest), where=usable)
+    most = np.abs(grouped).max(axis=-1, keepdims=True).astype(np.float32) * steps * np.float32(1 / 127)
+    scales = np.minimum(np.ceil(most), 255)
+    inverse = np.divide(steps, scales, out=np.zeros_like(scales), where=scales > 0)
+    quotients = grouped.astype(np.float64) * inverse
+    codes = np.rint(quotients)
+    unit = scales * (largest / np.float32(STEPS)).astype(np.float64)
     error = np.zeros_like(codes)
     if x.dtype == np.float64:
-        error = scales * (np.abs(np.abs(products - codes) - 0.5) < 1e-4) + np.abs(codes) * scales * 1e-6
-    return (codes * scales).reshape(x.shape), error.reshape(x.shape)
+        close = (np.abs(np.abs(quotients - codes) - 0.5) < 1e-4) | (np.abs(most - np.rint(most)) < 1e-4)
+        error = unit * close + np.abs(codes) * unit * 1e-6
+    return (codes * unit).reshape(x.shape), error.reshape(x.shape)
 
 
 def product(x: F32 | F64, blocks: Sequence[Blocks]) -> Estimate:

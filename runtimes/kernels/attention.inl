@@ -7,21 +7,19 @@ template <int M, int T>
 inline void key_products(const HeadAttention& h, const float* queries, int64_t tile, float* scores,
                          int64_t stride) {
   const Half* keys = h.keys + tile * kLanes * h.head_dim;
-  for (int lane = 0; lane < kLanes; lane += kWidth) {
-    F sums[M][T] = {};
-    for (int64_t d = 0; d < h.head_dim; d++)
+  F sums[M][T] = {};
+  for (int64_t d = 0; d < h.head_dim; d++)
 #pragma GCC unroll 16
-      for (int t = 0; t < T; t++) {
-        const F k = load(keys + (t * h.head_dim + d) * kLanes + lane);
+    for (int t = 0; t < T; t++) {
+      const F k = load(keys + (t * h.head_dim + d) * kLanes);
 #pragma GCC unroll 16
-        for (int r = 0; r < M; r++) sums[r][t] = fma(splat(queries[r * h.head_dim + d]), k, sums[r][t]);
-      }
-    for (int r = 0; r < M; r++)
-      for (int t = 0; t < T; t++) store(scores + r * stride + (tile + t) * kLanes + lane, sums[r][t]);
-  }
+      for (int r = 0; r < M; r++) sums[r][t] = fma(splat(queries[r * h.head_dim + d]), k, sums[r][t]);
+    }
+  for (int r = 0; r < M; r++)
+    for (int t = 0; t < T; t++) store(scores + r * stride + (tile + t) * kLanes, sums[r][t]);
 }
 
-// y += probabilities times the values of channels `d` to `d + D * kWidth`.
+// y += probabilities times the values of channels `d` to `d + D * kLanes`.
 template <int M, int D>
 inline void value_sums(const HeadAttention& h, const float* scores, int64_t stride, int64_t first,
                        int64_t last, int64_t d, float* y) {
@@ -29,12 +27,12 @@ inline void value_sums(const HeadAttention& h, const float* scores, int64_t stri
   for (int64_t k = first; k < last; k++)
 #pragma GCC unroll 16
     for (int c = 0; c < D; c++) {
-      const F v = load(h.values + k * h.head_dim + d + c * kWidth);
+      const F v = load(h.values + k * h.head_dim + d + c * kLanes);
 #pragma GCC unroll 16
       for (int r = 0; r < M; r++) sums[r][c] = fma(splat(scores[r * stride + k]), v, sums[r][c]);
     }
   for (int r = 0; r < M; r++)
-    for (int c = 0; c < D; c++) store(y + r * h.stride + d + c * kWidth, sums[r][c]);
+    for (int c = 0; c < D; c++) store(y + r * h.stride + d + c * kLanes, sums[r][c]);
 }
 
 // The channels from `d` on, which fill no vector.
@@ -44,7 +42,7 @@ inline void last_value_sums(const HeadAttention& h, const float* scores, int64_t
   const size_t channels = static_cast<size_t>(h.head_dim - d);
   F sums[M] = {};
   for (int64_t k = first; k < last; k++) {
-    Half filled[kWidth] = {};
+    Half filled[kLanes] = {};
     __builtin_memcpy(filled, h.values + k * h.head_dim + d, sizeof(Half) * channels);
     const F v = load(filled);
     for (int r = 0; r < M; r++) sums[r] = fma(splat(scores[r * stride + k]), v, sums[r]);
@@ -64,7 +62,7 @@ inline void all_key_products(const HeadAttention& h, const float* queries, int64
 template <int M, int D>
 inline void all_value_sums(const HeadAttention& h, const float* scores, int64_t stride, int64_t first,
                            int64_t last, int64_t d, float* y) {
-  for (; d + D * kWidth <= h.head_dim; d += D * kWidth)
+  for (; d + D * kLanes <= h.head_dim; d += D * kLanes)
     value_sums<M, D>(h, scores, stride, first, last, d, y);
   if constexpr (D > 1)
     all_value_sums<M, D / 2>(h, scores, stride, first, last, d, y);
@@ -79,22 +77,21 @@ inline void soften(float* scores, int64_t begin_tile, int64_t end_tile, int64_t 
   for (int64_t k = limit; k < end_tile * kLanes; k++) scores[k] = lowest;
   float largest = lowest;
   for (int64_t k = first; k < limit; k++) largest = scores[k] > largest ? scores[k] : largest;
-  F totals[kHalves] = {};
-  for (int64_t k = begin_tile * kLanes; k < end_tile * kLanes; k += kLanes)
-    for (int h = 0; h < kHalves; h++) {
-      const F p = exponential(load(scores + k + h * kWidth) - largest);
-      totals[h] = totals[h] + p;
-      store(scores + k + h * kWidth, p);
-    }
+  F totals = {};
+  for (int64_t k = begin_tile * kLanes; k < end_tile * kLanes; k += kLanes) {
+    const F p = exponential(load(scores + k) - largest);
+    totals = totals + p;
+    store(scores + k, p);
+  }
   float lanes[kLanes];
-  for (int h = 0; h < kHalves; h++) store(lanes + h * kWidth, totals[h]);
+  store(lanes, totals);
   const float factor = 1.0f / add_lanes(lanes);
   for (int64_t k = begin_tile * kLanes; k < end_tile * kLanes; k++) scores[k] = scores[k] * factor;
 }
 
 template <int M>
 void attend_rows(const HeadAttention& h, int64_t row) {
-  constexpr int kAtOnce = M == 1 ? 8 : M == 2 ? 4 : M <= 4 ? 2 : 1;
+  constexpr int kAtOnce = M <= kQueries ? kQueries / M : 1;
   const int64_t end = h.past + row + M;
   const int64_t first = h.window > 0 && end - M + 1 > h.window ? end - M + 1 - h.window : 0;
   const int64_t begin_tile = first / kLanes, end_tile = (end + kLanes - 1) / kLanes;
@@ -110,22 +107,10 @@ void attend_rows(const HeadAttention& h, int64_t row) {
   all_value_sums<M, kAtOnce>(h, h.scratch, stride, first, end, 0, y);
 }
 
-void attend(const HeadAttention& h) {
-  for (int64_t row = 0; row < h.rows;) {
-    const int64_t left = h.rows - row;
-    if (left >= 8) {
-      attend_rows<8>(h, row);
-      row += 8;
-    } else if (left >= 4) {
-      attend_rows<4>(h, row);
-      row += 4;
-    } else if (left >= 2) {
-      attend_rows<2>(h, row);
-      row += 2;
-    } else {
-      attend_rows<1>(h, row);
-      row += 1;
-    }
-  }
+template <int M>
+void attend_from(const HeadAttention& h, int64_t row) {
+  for (; row + M <= h.rows; row += M) attend_rows<M>(h, row);
+  if constexpr (M > 1) attend_from<M / 2>(h, row);
 }
 
+void attend(const HeadAttention& h) { attend_from<kQueries>(h, 0); }

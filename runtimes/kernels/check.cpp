@@ -2,6 +2,7 @@
 // the plain set, and prints a digest of them, which has to be the same on every machine. Needs no ONNX
 // Runtime. Returns 1 where bits differ.
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <functional>
@@ -95,11 +96,10 @@ void add_roundings(Cases& cases) {
                        std::vector<float> x = random.reals(32 * kBlock, most);
                        if (strange != 0.0f) x[100] = strange;
                        std::vector<Activations> y(32);
-                       kernels.quantize(x.data(), static_cast<int64_t>(x.size()), y.data());
+                       results.add(kernels.quantize(x.data(), static_cast<int64_t>(x.size()), y.data()));
                        for (const Activations& each : y) {
                          for (const int8_t code : each.codes) results.add(int64_t{code});
-                         for (const int32_t sum : each.negated_sums) results.add(int64_t{sum});
-                         for (const float scale : each.scales) results.add(scale);
+                         for (const int32_t scale : each.scales) results.add(int64_t{scale});
                          results.add(each.negated_sum);
                        }
                      }});
@@ -137,7 +137,20 @@ struct Matrix {
   }
 };
 
-constexpr int64_t kInputs = 512, kWide = 40, kNarrow = 24;
+constexpr int64_t kInputs = 768, kWide = 40, kNarrow = 24;
+
+// Rows of activations, rounded.
+struct Rounded {
+  std::vector<Activations> activations;
+  std::vector<float> factors;
+
+  Rounded(const Kernels& kernels, const std::vector<float>& x, int64_t rows) {
+    const int64_t inputs = static_cast<int64_t>(x.size()) / rows;
+    activations.resize(x.size() / kBlock);
+    for (int64_t r = 0; r < rows; r++)
+      factors.push_back(kernels.quantize(x.data() + r * inputs, inputs, activations.data() + r * inputs / kBlock));
+  }
+};
 
 // Two parts, or with a gate twice two, the first of `format`; tiles in two goes.
 void project(const Kernels& kernels, Random& random, int format, Gate gate, int64_t rows, Results& results) {
@@ -147,9 +160,7 @@ void project(const Kernels& kernels, Random& random, int format, Gate gate, int6
     matrices.emplace_back(random, i == 0 ? format : random.below(kFormatCount), i % 2 ? kNarrow : kWide, kInputs);
     parts.push_back(matrices.back().part);
   }
-  const std::vector<float> x = random.reals(rows * kInputs, 0.02f);
-  std::vector<Activations> activations(static_cast<size_t>(rows * kInputs / kBlock));
-  kernels.quantize(x.data(), rows * kInputs, activations.data());
+  const Rounded x(kernels, random.reals(rows * kInputs, 0.02f), rows);
   constexpr int64_t width = kWide + kNarrow;
   const std::vector<float> bias = random.reals(width), residual = random.reals(rows * width);
   std::vector<float> y(static_cast<size_t>(rows * width));
@@ -160,7 +171,8 @@ void project(const Kernels& kernels, Random& random, int format, Gate gate, int6
   p.gate = gate;
   p.width = width;
   p.rows = rows;
-  p.activations = activations.data();
+  p.activations = x.activations.data();
+  p.factors = x.factors.data();
   p.bias = rows % 2 ? bias.data() : nullptr;
   p.residual = rows % 3 ? residual.data() : nullptr;
   p.y = y.data();
@@ -173,7 +185,7 @@ void add_products(Cases& cases) {
   const char* const gates[] = {"", ", SiLU", ", GELU"};
   for (int format = 0; format < kFormatCount; format++)
     for (const Gate gate : {Gate::none, Gate::silu, Gate::gelu})
-      for (int64_t rows = 1; rows <= 9; rows++) {
+      for (const int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 40, 50}) {
         std::string name = std::string("project ") + kFormats[format].name + gates[static_cast<int>(gate)];
         cases.push_back({text((name + ", rows").c_str(), rows),
                          [=](const Kernels& kernels, Random& random, Results& results) {
@@ -301,6 +313,50 @@ uint64_t digest(uint64_t state, const Results& results) {
   return state;
 }
 
+// ---- Speed ---------------------------------------------------------------------------------------------
+
+// Billions of multiplications a second of one core, its operands in the caches: the best of many runs.
+double speed(const Kernels& kernels, const Matrix& matrix, int64_t inputs, int64_t rows) {
+  Random random(1);
+  const Rounded x(kernels, random.reals(rows * inputs), rows);
+  std::vector<float> y(static_cast<size_t>(rows * matrix.part.columns));
+  Projection p{};
+  p.parts = &matrix.part;
+  p.part_count = 1;
+  p.inputs = inputs;
+  p.width = matrix.part.columns;
+  p.rows = rows;
+  p.activations = x.activations.data();
+  p.factors = x.factors.data();
+  p.y = y.data();
+  double least = 1e9;
+  for (int i = 0; i < 200; i++) {
+    const auto begun = std::chrono::steady_clock::now();
+    kernels.project(p, 0, matrix.part.tile_count());
+    const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - begun;
+    least = std::min(least, taken.count());
+  }
+  return static_cast<double>(inputs * rows * matrix.part.columns) / least / 1e9;
+}
+
+int speeds() {
+  constexpr int64_t counts[] = {1, 2, 3, 4, 5, 6, 7, 8, 16, 64}, inputs = 1536, columns = 96;
+  std::printf("set       format    rows:");
+  for (const int64_t rows : counts) std::printf("%6d", static_cast<int>(rows));
+  for (const char* name : kSets) {
+    const Kernels* kernels = find_kernels(name);
+    if (kernels == nullptr || kernels == find_kernels("plain")) continue;
+    for (int format = 0; format < kFormatCount; format++) {
+      Random random(2);
+      const Matrix matrix(random, format, columns, inputs);
+      std::printf("\n%-9s %-14s", name, kFormats[format].name);
+      for (const int64_t rows : counts) std::printf("%6.1f", speed(*kernels, matrix, inputs, rows));
+    }
+  }
+  std::printf("\n");
+  return 0;
+}
+
 int check() {
   Cases cases;
   add_normalizations(cases);
@@ -332,4 +388,4 @@ int check() {
 }  // namespace
 }  // namespace edgespec
 
-int main() { return edgespec::check(); }
+int main(int count, char**) { return count > 1 ? edgespec::speeds() : edgespec::check(); }

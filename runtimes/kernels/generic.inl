@@ -1,52 +1,46 @@
 // The kernels, over the primitives of an instruction set. Included once for each of them, inside a namespace
 // that has
 //
-//     kWidth, kRows            lanes computed at once; rows that one unpacking of weights serves
-//     F, I, B                  vectors of kWidth float32, of kWidth int32, of 4 * kWidth bytes
+//     kRows, kQueries          rows that one unpacking of weights serves, and one reading of keys
 //     fma(a, b, c)             a * b + c, rounded once
-//     half(pointer)            kWidth float16 as F
+//     half(pointer)            16 float16 as F
 //     look_up(table, places)   for each byte, below 16, what lies there in 16 bytes
-//     begin<zero>(negated)     what dots starts from so that its sums are those of (code - zero)
-//     dots<n, largest>(start, codes, activations)   adds n groups; no code is above `largest`
 //
-// Every sum has one order, whatever the vectors' width and the number of rows: a lane is a column, a key or
-// a channel, and lanes are added by one tree. Nothing is contracted but where fma says so.
-
-constexpr int kHalves = kLanes / kWidth;
-
-inline F load(const float* p) { F v; __builtin_memcpy(&v, p, sizeof v); return v; }
-inline void store(float* p, F v) { __builtin_memcpy(p, &v, sizeof v); }
-inline B load_line(const uint8_t* p) { B v; __builtin_memcpy(&v, p, sizeof v); return v; }
-inline F splat(float x) {
-  F v;
-  for (int l = 0; l < kWidth; l++) v[l] = x;
-  return v;
-}
+// and for products with the weights of a Format, whose scale and float are the last to be multiplied with:
+//
+//     begin<Format>(x, half)   what a sum of 16 products starts from so that it is that of (code - zero)
+//     add<Format, M>(sums, codes, a, stride, group)   two groups' products with M rows of activations
+//     settle<Format, M>(sums, a, stride, half)   when 16 inputs are in the sums of M rows
+//     weigh<Format>(sum, x, half)      scale * sum, and
+//     weigh<Format>(first, last, x)    the same of both halves, added: rounded once where that is exact
+//
+// Every sum has one order, whatever the number of rows: a lane is a column, a key or a channel, and lanes are
+// added by one tree. Nothing is contracted but where fma says so.
 
 inline F widen(const uint8_t* p) {
-  typedef uint8_t Bytes __attribute__((vector_size(kWidth)));
+  typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
   Bytes v;
   __builtin_memcpy(&v, p, sizeof v);
   return __builtin_convertvector(__builtin_convertvector(v, I), F);
 }
 
 inline F widen_signed(const uint8_t* p) {
-  typedef int8_t Bytes __attribute__((vector_size(kWidth)));
+  typedef int8_t Bytes __attribute__((vector_size(kLanes)));
   Bytes v;
   __builtin_memcpy(&v, p, sizeof v);
   return __builtin_convertvector(__builtin_convertvector(v, I), F);
 }
 
 inline F widen_nibbles(const uint8_t* p, int shift) {
-  typedef uint8_t Bytes __attribute__((vector_size(kWidth)));
+  typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
   Bytes v;
   __builtin_memcpy(&v, p, sizeof v);
   return __builtin_convertvector((__builtin_convertvector(v, I) >> shift) & 15, F);
 }
 
-// kWidth powers of two: 2 to the byte less 128, as ggml has it; the smallest two have no leading 1.
+// kLanes powers of two: 2 to the byte less 128, as ggml has it; the smallest two have no leading 1.
 inline F power(const uint8_t* p) {
-  typedef uint8_t Bytes __attribute__((vector_size(kWidth)));
+  typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
   Bytes v;
   __builtin_memcpy(&v, p, sizeof v);
   const I e = __builtin_convertvector(v, I), bits = e > 1 ? (e - 1) << 23 : (e + 1) << 21;
@@ -96,54 +90,67 @@ inline float add_lanes(const float* lanes) {
 inline float square_root(float x) { return __builtin_sqrtf(x); }
 
 void normalize(const float* x, const float* gain, float epsilon, int64_t width, float* y) {
-  F sums[kHalves] = {};
+  F sums = {};
   int64_t i = 0;
-  for (; i + kLanes <= width; i += kLanes)
-    for (int h = 0; h < kHalves; h++) {
-      const F v = load(x + i + h * kWidth);
-      sums[h] = fma(v, v, sums[h]);
-    }
+  for (; i + kLanes <= width; i += kLanes) {
+    const F v = load(x + i);
+    sums = fma(v, v, sums);
+  }
   float lanes[kLanes];
-  for (int h = 0; h < kHalves; h++) store(lanes + h * kWidth, sums[h]);
+  store(lanes, sums);
   for (int l = 0; i < width; i++, l++) lanes[l] = lanes[l] + x[i] * x[i];
   const float factor = 1.0f / square_root(add_lanes(lanes) / static_cast<float>(width) + epsilon);
   for (i = 0; i < width; i++) y[i] = x[i] * factor * gain[i];
 }
 
-void quantize(const float* x, int64_t width, Activations* y) {
-  typedef int8_t Codes __attribute__((vector_size(kWidth)));
-  const F magic = splat(12582912.0f);
-  for (int64_t i = 0; i < width; i += kShare) {
-    const int half = static_cast<int>(i % kBlock / kShare);
-    F most = {}, strange = {};
-    for (int j = 0; j < kShare; j += kWidth) {
-      F v = load(x + i + j);
-      strange = strange + (v - v);
-      v = v < 0.0f ? -v : v;
-      most = most < v ? v : most;
-    }
-    float largest = 0.0f, nothing = 0.0f;
-    for (int l = 0; l < kWidth; l++) {
-      largest = most[l] > largest ? most[l] : largest;
-      nothing = nothing + strange[l];
-    }
-    y->scales[half] = largest / 127.0f + nothing;  // not a number where an activation is not finite
-    const F inverse = splat(largest > 1e-30f ? 127.0f / largest : 0.0f);  // finite
-    int8_t* codes = y->codes + half * kShare;
-    for (int j = 0; j < kShare; j += kWidth) {
-      const F rounded = fma(load(x + i + j), inverse, magic) - magic;
-      const Codes vector = __builtin_convertvector(__builtin_convertvector(rounded, I), Codes);
-      __builtin_memcpy(codes + j, &vector, sizeof vector);
-    }
-    int32_t sum = 0;
-    for (int j = 0; j < kShare; j++) sum += codes[j];
-    y->negated_sums[half] = -sum;
-    if (half == 1) {
-      y->negated_sum = y->scales[0] * static_cast<float>(y->negated_sums[0]) +
-                       y->scales[1] * static_cast<float>(y->negated_sums[1]);
-      y++;
-    }
+// The largest magnitude; not a number where one is not finite.
+inline float magnitude(const float* x, int64_t width) {
+  F most = {}, strange = {};
+  for (int64_t i = 0; i < width; i += kLanes) {
+    F v = load(x + i);
+    strange = strange + (v - v);
+    v = v < 0.0f ? -v : v;
+    most = most < v ? v : most;
   }
+  float largest = 0.0f, nothing = 0.0f;
+  for (int l = 0; l < kLanes; l++) {
+    largest = most[l] > largest ? most[l] : largest;
+    nothing = nothing + strange[l];
+  }
+  return largest + nothing;
+}
+
+// Rounds 16 activations to multiples of `unit` times the least whole number that serves.
+inline int quantize_share(const float* x, float per_unit, int half, Activations* y) {
+  typedef int8_t Codes __attribute__((vector_size(kLanes)));
+  const F magic = splat(12582912.0f);
+  const float most = magnitude(x, kShare) * per_unit * (1.0f / kMostCode);
+  int scale = most > 0.0f ? static_cast<int>(most) : 0;
+  if (static_cast<float>(scale) < most && scale < kMostScale) scale++;
+  const F inverse = splat(scale > 0 ? per_unit / static_cast<float>(scale) : 0.0f);
+  int8_t* codes = y->codes + half * kShare;
+  const F rounded = fma(load(x), inverse, magic) - magic;
+  const Codes vector = __builtin_convertvector(__builtin_convertvector(rounded, I), Codes);
+  __builtin_memcpy(codes, &vector, sizeof vector);
+  int pairs[2] = {};
+  for (int j = 0; j < kShare; j++) pairs[j / 2 % 2] -= codes[j];
+  for (int i = 0; i < 2; i++) y->negated_pairs[half][i] = static_cast<int16_t>(pairs[i]);
+  y->scales[half] = static_cast<int16_t>(scale);
+  y->twice[half] = scale << 16 | scale;
+  y->floats[half] = static_cast<float>(scale);
+  y->negated_sums[half] = pairs[0] + pairs[1];
+  return scale * y->negated_sums[half];
+}
+
+float quantize(const float* x, int64_t width, Activations* y) {
+  constexpr float kSteps = kMostScale * kMostCode;
+  const float largest = magnitude(x, width);
+  const float per_unit = largest > 1e-30f && largest <= 3.4028235e38f ? kSteps / largest : 0.0f;  // finite
+  for (int64_t i = 0; i < width; i += kBlock, y++) {
+    const int first = quantize_share(x + i, per_unit, 0, y);
+    y->negated_sum = static_cast<float>(first + quantize_share(x + i + kShare, per_unit, 1, y));
+  }
+  return largest / kSteps;
 }
 
 #include "products.inl"
@@ -155,18 +162,17 @@ void quantize(const float* x, int64_t width, Activations* y) {
 template <class Format>
 void gather_row(const uint8_t* tile, int64_t tile_count, int lane, float factor, float* y) {
   using T = Tile<Format>;
-  const int first = lane / kWidth * kWidth, column = lane % kWidth;
   for (int64_t i = 0; i < tile_count; i++, tile += T::kBytes) {
-    const Factors<Format> factors(tile, first);
+    const Factors<Format> factors(tile);
     for (int b = 0; b < Format::kSubBlocks; b++) {
       B codes[kGroups];
-      unpack<Format>(tile, b, first, codes);
+      for (int pair = 0; pair < kGroups / 2; pair++) unpack<Format>(tile, b, pair, codes + 2 * pair);
       for (int k = 0; k < kBlock; k++) {
         const int s = k * Format::kScales / kBlock;
-        const float scale = factors.scale_of(tile, b, s, first)[column];
-        const int code = codes[k / 4][4 * column + k % 4];
+        const float scale = factors.scale_of(tile, b, s)[lane];
+        const int code = codes[k / 4][4 * lane + k % 4];
         float v = scale * static_cast<float>(code - Format::kZero);
-        if constexpr (Format::kMinimums) v = v - factors.minimum_of(tile, b, s, first)[column];
+        if constexpr (Format::kMinimums) v = v - factors.minimum_of(tile, b, s)[lane];
         *y++ = v * factor;
       }
     }
@@ -188,12 +194,12 @@ void gather(const Part& part, int64_t inputs, int64_t row, float factor, float* 
 void largest(const float* x, int64_t count, float* value, int64_t* index) {
   F most = splat(-__builtin_inff());
   int64_t i = 0;
-  for (; i + kWidth <= count; i += kWidth) {
+  for (; i + kLanes <= count; i += kLanes) {
     const F v = load(x + i);
     most = v > most ? v : most;
   }
   float best = -__builtin_inff();
-  for (int l = 0; l < kWidth; l++) best = most[l] > best ? most[l] : best;
+  for (int l = 0; l < kLanes; l++) best = most[l] > best ? most[l] : best;
   for (; i < count; i++) best = x[i] > best ? x[i] : best;
   int64_t at = 0;
   while (at < count && x[at] != best) at++;
@@ -202,16 +208,11 @@ void largest(const float* x, int64_t count, float* value, int64_t* index) {
 }
 
 float sum_exp(const float* x, int64_t count, float most) {
-  F totals[kHalves] = {};
+  F totals = {};
   int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes)
-    for (int h = 0; h < kHalves; h++)
-      totals[h] = totals[h] + exponential(load(x + i + h * kWidth) - most);
+  for (; i + kLanes <= count; i += kLanes) totals = totals + exponential(load(x + i) - most);
   float lanes[kLanes], rest[kLanes];
   for (int l = 0; l < kLanes; l++) rest[l] = i + l < count ? x[i + l] : -__builtin_inff();
-  for (int h = 0; h < kHalves; h++) {
-    totals[h] = totals[h] + exponential(load(rest + h * kWidth) - most);
-    store(lanes + h * kWidth, totals[h]);
-  }
+  store(lanes, totals + exponential(load(rest) - most));
   return add_lanes(lanes);
 }

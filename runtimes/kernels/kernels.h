@@ -34,6 +34,7 @@ struct Projection {
   int64_t width;  // columns of y
   int64_t rows;
   const Activations* activations;  // (rows, inputs / 32)
+  const float* factors;            // (rows), of the activations
   const float* bias;               // (width), or null
   const float* residual;           // (rows, width), or null: added
   float* y;                        // (rows, width)
@@ -63,7 +64,8 @@ struct Kernels {
   const char* name;
   // x * rsqrt(mean(x * x) + epsilon) * gain.
   void (*normalize)(const float* x, const float* gain, float epsilon, int64_t width, float* y);
-  void (*quantize)(const float* x, int64_t width, Activations* y);
+  // Rounds a row of activations; the result is its factor.
+  float (*quantize)(const float* x, int64_t width, Activations* y);
   // Tiles first to last of the product.
   void (*project)(const Projection&, int64_t first, int64_t last);
   void (*attend)(const HeadAttention&);

@@ -21,14 +21,20 @@ constexpr int kShare = 16;   // inputs that share a scale of activations
 constexpr int kGroups = 8;   // groups of four in such a block
 constexpr int kLine = 64;    // bytes
 
-// 32 activations, rounded to 8 bits.
+// 32 activations, rounded to 8 bits. One is the row's factor, which is a float, times a whole number for 16 of
+// them, times its code. So a product of 32 activations with codes of weights is a whole number, which every set
+// of instructions may find by what it has; where a float holds it exactly, in floats too.
 struct Activations {
   int8_t codes[kBlock];
-  float scales[2];          // of the first 16 and of the others
-  int32_t negated_sums[2];  // of their codes
-  float negated_sum;        // minus the sum of the activations, as rounded
+  int16_t scales[2];            // 0 to 255: of the first 16 and of the others
+  int32_t twice[2];             // the same in both halves of 32 bits
+  float floats[2];              // the same
+  int32_t negated_sums[2];      // minus the sum of the codes
+  int16_t negated_pairs[2][2];  // of each group's first two codes, and of its last two
+  float negated_sum;            // minus the sum of scale * code
 };
-static_assert(sizeof(Activations) == 52);
+static_assert(sizeof(Activations) == 72);
+constexpr int kMostScale = 255, kMostCode = 127;
 
 // What differs between formats. A tile has `kSubBlocks` times a block of 32 inputs.
 //
@@ -133,6 +139,21 @@ static_assert(Tile<MXFP4>::kBytes == 272);
 // In the order of the tables of functions.
 #define EDGESPEC_FORMATS(X) \
   X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K) X(IQ4_NL) X(IQ4_XS) X(MXFP4)
+
+// The largest code of a format, and the farthest that one is from zero's.
+template <class Format>
+constexpr int kLargestCode =
+    requires { Format::kTable; } ? 2 * Format::kZero : (1 << (Format::kBits + Format::kHighBits)) - 1;
+template <class Format>
+constexpr int kReach = Format::kZero < kLargestCode<Format> - Format::kZero ? kLargestCode<Format> - Format::kZero
+                                                                           : Format::kZero;
+// The largest sum of 16 products of (code - zero). If it fits 16 bits and a sign, then its product with a scale fits
+// a float; that is so for all codes but those of 8 bits.
+template <class Format>
+constexpr int kMostDot = kReach<Format> * kMostCode * kShare;
+template <class Format>
+constexpr bool kFits = kMostDot<Format> <= 65535;
+static_assert(65535 * kMostScale <= 1 << 24);
 
 struct FormatInfo {
   const char* name;

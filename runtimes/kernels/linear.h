@@ -70,8 +70,10 @@ class Linear {
     if (rows == 0) return;
     p.residual = post_gain == nullptr ? residual : nullptr;
     const Buffer<Activations> activations(rows * (inputs_ / kBlock));
+    const Buffer<float> factors(rows);
     p.activations = activations.get();
-    round(pass, x.floats(), gain, rows, activations.get());
+    p.factors = factors.get();
+    round(pass, x.floats(), gain, rows, activations.get(), factors.get());
     pass.spread(chunks_, [&](int64_t i) {
       kernels_.project(p, tiles_ * i / chunks_, tiles_ * (i + 1) / chunks_);
     });
@@ -81,14 +83,15 @@ class Linear {
  private:
   static constexpr int64_t kChunkBytes = 48 << 10, kChunks = 32, kFewRows = 4;
 
-  void round(const Pass& pass, const float* x, const float* gain, int64_t rows, Activations* y) const {
+  void round(const Pass& pass, const float* x, const float* gain, int64_t rows, Activations* y,
+             float* factors) const {
     const auto row = [&](int64_t r, float* normed) {
       const float* from = x + r * inputs_;
       if (gain != nullptr) {
         kernels_.normalize(from, gain, epsilon_, inputs_, normed);
         from = normed;
       }
-      kernels_.quantize(from, inputs_, y + r * (inputs_ / kBlock));
+      factors[r] = kernels_.quantize(from, inputs_, y + r * (inputs_ / kBlock));
     };
     if (rows <= kFewRows) {
       const Buffer<float> normed(gain != nullptr ? inputs_ : 0);

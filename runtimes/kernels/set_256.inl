@@ -1,4 +1,4 @@
-// What AVX-VNNI and AVX2 share: vectors of 256 bits.
+// What AVX-VNNI and AVX2 share: 16 lanes in two registers of 256 bits.
 #include <immintrin.h>
 
 #include "kernels.h"
@@ -6,22 +6,31 @@
 namespace edgespec::EDGESPEC_SET {
 namespace {
 
-constexpr int kWidth = 8, kRows = 4;
-typedef float F __attribute__((vector_size(32)));
-typedef int32_t I __attribute__((vector_size(32)));
-typedef uint8_t B __attribute__((vector_size(32)));
+#include "vectors.inl"
 
-inline F fma(F a, F b, F c) { return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+constexpr int kRows = 6, kQueries = 4;
+struct Ints { __m256i v[2]; };
+struct Floats { __m256 v[2]; };
 
-inline F half(const uint8_t* p) { return (F)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+// Both halves are computed before either goes on, lest the compiler keeps what they share in memory.
+inline void together(Ints& x) { __asm__("" : "+x"(x.v[0]), "+x"(x.v[1])); }
+
+inline F fma(F a, F b, F c) {
+  const Floats x = __builtin_bit_cast(Floats, a), y = __builtin_bit_cast(Floats, b);
+  Floats sums = __builtin_bit_cast(Floats, c);
+  for (int i = 0; i < 2; i++) sums.v[i] = _mm256_fmadd_ps(x.v[i], y.v[i], sums.v[i]);
+  return __builtin_bit_cast(F, sums);
+}
+
+inline F half(const uint8_t* p) {
+  Floats wide;
+  for (int i = 0; i < 2; i++) wide.v[i] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p + i));
+  return __builtin_bit_cast(F, wide);
+}
 
 inline B look_up(const uint8_t* table, B places) {
   const __m256i two = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
-  return (B)_mm256_shuffle_epi8(two, (__m256i)places);
-}
-
-inline __m256i four_of(const int8_t* activations) {
-  int32_t four;
-  __builtin_memcpy(&four, activations, sizeof four);
-  return _mm256_set1_epi32(four);
+  Ints found = __builtin_bit_cast(Ints, places);
+  for (__m256i& each : found.v) each = _mm256_shuffle_epi8(two, each);
+  return __builtin_bit_cast(B, found);
 }

@@ -1,35 +1,58 @@
-// AVX2 has no product of bytes that adds up in 32 bits; pairs are added in 16, as many as fit.
+// AVX2 has no product of bytes that adds up in 32 bits; pairs are added in 16, those of 16 inputs. There they may
+// wrap around on the way, but not the sum of (code - zero): half of what fits 16 bits and a sign.
 #define EDGESPEC_SET avx2
 #include "set_256.inl"
 
-// Codes of 8 bits are made signed, which takes 128 off them.
-template <int zero>
-inline I begin(int32_t negated) {
-  return zero == 128 ? I{} : I{} + negated * zero;
+template <class Format>
+inline I begin(const Activations& x, int half) {
+  if constexpr (!kFits<Format> || Format::kZero == 0) return I{};
+  int32_t pairs;
+  __builtin_memcpy(&pairs, x.negated_pairs[half], sizeof pairs);
+  const __m256i sums = _mm256_mullo_epi16(_mm256_set1_epi32(pairs), _mm256_set1_epi16(Format::kZero));
+  return __builtin_bit_cast(I, Ints{{sums, sums}});
 }
 
-template <int n, int largest>
-inline I dots(I sums, const B* codes, const int8_t* activations) {
-  const __m256i ones = _mm256_set1_epi16(1);
-  constexpr int fits = 32767 / (2 * 127 * largest);  // groups
-  if constexpr (fits == 0) {                         // magnitudes, their signs on the activations
+// Wider codes are made signed, which takes 128 off them: their magnitudes are multiplied, the signs go to the
+// activations, and pairs are added in 32 bits.
+template <class Format>
+inline __m256i added(__m256i sum, __m256i code, __m256i four) {
+  if constexpr (kFits<Format>) return _mm256_add_epi16(sum, _mm256_maddubs_epi16(code, four));
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(code), _mm256_sign_epi8(four, code));
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+
+template <class Format, int M>
+inline void add(I* sums, const B* codes, const Activations* a, int64_t stride, int group) {
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) {
+    const Ints code = __builtin_bit_cast(Ints, kFits<Format> ? codes[i] : codes[i] ^ 128);
 #pragma GCC unroll 8
-    for (int g = 0; g < n; g++) {
-      const __m256i code = (__m256i)(codes[g] ^ 128);
-      const __m256i a = _mm256_sign_epi8(four_of(activations + 4 * g), code);
-      sums += (I)_mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(code), a), ones);
-    }
-  } else {
-#pragma GCC unroll 8
-    for (int g = 0; g < n; g += fits) {
-      __m256i pairs = _mm256_setzero_si256();
-#pragma GCC unroll 8
-      for (int i = g; i < g + fits && i < n; i++)
-        pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16((__m256i)codes[i], four_of(activations + 4 * i)));
-      sums += (I)_mm256_madd_epi16(pairs, ones);
+    for (int r = 0; r < M; r++) {
+      const __m256i four = _mm256_set1_epi32(four_of(a[r * stride], group + i));
+      Ints sum = __builtin_bit_cast(Ints, sums[r]);
+      for (int k = 0; k < 2; k++) sum.v[k] = added<Format>(sum.v[k], code.v[k], four);
+      together(sum);
+      sums[r] = __builtin_bit_cast(I, sum);
     }
   }
-  return sums;
+}
+
+template <class Format, int M>
+inline void settle(I*, const Activations*, int64_t, int) {}
+
+inline I scaled(I sum, const Activations& x, int half) {
+  Ints pairs = __builtin_bit_cast(Ints, sum);
+  for (__m256i& each : pairs.v) each = _mm256_madd_epi16(each, _mm256_set1_epi32(x.twice[half]));
+  return __builtin_bit_cast(I, pairs);
+}
+
+template <class Format>
+inline F weigh(I sum, const Activations& x, int half) { return real(scaled(sum, x, half)); }
+
+template <class Format>
+inline F weigh(I first, I last, const Activations& x) {
+  if constexpr (!kFits<Format>) return weigh_in_floats(first, last, x.floats);
+  return real(scaled(first, x, 0) + scaled(last, x, 1));
 }
 
 #include "generic.inl"

@@ -7,10 +7,9 @@
 namespace edgespec::avx512 {
 namespace {
 
-constexpr int kWidth = 16, kRows = 8;
-typedef float F __attribute__((vector_size(64)));
-typedef int32_t I __attribute__((vector_size(64)));
-typedef uint8_t B __attribute__((vector_size(64)));
+#include "vectors.inl"
+
+constexpr int kRows = 8, kQueries = 8;
 
 inline F fma(F a, F b, F c) { return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 
@@ -21,21 +20,17 @@ inline B look_up(const uint8_t* table, B places) {
   return (B)_mm512_shuffle_epi8(four, (__m512i)places);
 }
 
-template <int zero>
-inline I begin(int32_t negated) {
-  return I{} + negated * zero;
+inline I dot_bytes(I sums, B codes, I fours) {
+  return (I)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, (__m512i)fours);
+}
+inline I dot_words(I sums, I words, I others) {
+  return (I)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)words, (__m512i)others);
+}
+inline I both_words(I a, I b) {
+  return (I)_mm512_mask_mov_epi16((__m512i)a, 0xaaaaaaaau, (__m512i)(b << 16));
 }
 
-template <int n, int largest>
-inline I dots(I sums, const B* codes, const int8_t* activations) {
-#pragma GCC unroll 8
-  for (int g = 0; g < n; g++) {
-    int32_t four;
-    __builtin_memcpy(&four, activations + 4 * g, sizeof four);
-    sums = (I)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes[g], _mm512_set1_epi32(four));
-  }
-  return sums;
-}
+#include "vnni.inl"
 
 #include "generic.inl"
 

@@ -1,19 +1,27 @@
-// AVX-VNNI: the product of bytes of AVX-512 in 256 bits.
+// AVX-VNNI: the products of AVX-512 in 256 bits.
 #define EDGESPEC_SET avxvnni
 #include "set_256.inl"
 
-template <int zero>
-inline I begin(int32_t negated) {
-  return I{} + negated * zero;
+inline I dot_bytes(I sums, B codes, I fours) {
+  Ints z = __builtin_bit_cast(Ints, sums);
+  const Ints x = __builtin_bit_cast(Ints, codes), y = __builtin_bit_cast(Ints, fours);
+  for (int i = 0; i < 2; i++) z.v[i] = _mm256_dpbusd_avx_epi32(z.v[i], x.v[i], y.v[i]);
+  return __builtin_bit_cast(I, z);
+}
+inline I dot_words(I sums, I words, I others) {
+  Ints z = __builtin_bit_cast(Ints, sums);
+  const Ints x = __builtin_bit_cast(Ints, words), y = __builtin_bit_cast(Ints, others);
+  for (int i = 0; i < 2; i++) z.v[i] = _mm256_dpwssd_avx_epi32(z.v[i], x.v[i], y.v[i]);
+  return __builtin_bit_cast(I, z);
+}
+inline I both_words(I a, I b) {
+  const Ints low = __builtin_bit_cast(Ints, a), high = __builtin_bit_cast(Ints, b << 16);
+  Ints both;
+  for (int i = 0; i < 2; i++) both.v[i] = _mm256_blend_epi16(low.v[i], high.v[i], 0xaa);
+  return __builtin_bit_cast(I, both);
 }
 
-template <int n, int largest>
-inline I dots(I sums, const B* codes, const int8_t* activations) {
-#pragma GCC unroll 8
-  for (int g = 0; g < n; g++)
-    sums = (I)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)codes[g], four_of(activations + 4 * g));
-  return sums;
-}
+#include "vnni.inl"
 
 #include "generic.inl"
 

@@ -1,4 +1,4 @@
-// What both sets of ARM instructions share: eight lanes in two registers.
+// What both sets of ARM instructions share: 16 lanes in four registers.
 #include <arm_neon.h>
 
 #include "kernels.h"
@@ -6,32 +6,45 @@
 namespace edgespec::EDGESPEC_SET {
 namespace {
 
-constexpr int kWidth = 8, kRows = 4;
-typedef float F __attribute__((vector_size(32)));
-typedef int32_t I __attribute__((vector_size(32)));
-typedef uint8_t B __attribute__((vector_size(32)));
-typedef float Quarter __attribute__((vector_size(16)));
+#include "vectors.inl"
 
-inline F join(float32x4_t low, float32x4_t high) {
-  return __builtin_shufflevector((Quarter)low, (Quarter)high, 0, 1, 2, 3, 4, 5, 6, 7);
-}
-inline float32x4_t low_of(F v) { return (float32x4_t)__builtin_shufflevector(v, v, 0, 1, 2, 3); }
-inline float32x4_t high_of(F v) { return (float32x4_t)__builtin_shufflevector(v, v, 4, 5, 6, 7); }
+constexpr int kRows = 4, kQueries = 4;
+struct Floats { float32x4_t v[4]; };
+struct Ints { int32x4_t v[4]; };
+struct Bytes { uint8x16_t v[4]; };
 
 inline F fma(F a, F b, F c) {
-  return join(vfmaq_f32(low_of(c), low_of(a), low_of(b)), vfmaq_f32(high_of(c), high_of(a), high_of(b)));
+  const Floats x = __builtin_bit_cast(Floats, a), y = __builtin_bit_cast(Floats, b);
+  Floats sums = __builtin_bit_cast(Floats, c);
+  for (int i = 0; i < 4; i++) sums.v[i] = vfmaq_f32(sums.v[i], x.v[i], y.v[i]);
+  return __builtin_bit_cast(F, sums);
 }
 
 inline B look_up(const uint8_t* table, B places) {
-  uint8x16_t v[2];
-  __builtin_memcpy(v, &places, sizeof v);
-  for (uint8x16_t& each : v) each = vqtbl1q_u8(vld1q_u8(table), each);
-  __builtin_memcpy(&places, v, sizeof v);
-  return places;
+  Bytes found = __builtin_bit_cast(Bytes, places);
+  for (uint8x16_t& each : found.v) each = vqtbl1q_u8(vld1q_u8(table), each);
+  return __builtin_bit_cast(B, found);
 }
 
 inline F half(const uint8_t* p) {
-  float16x8_t v;
-  __builtin_memcpy(&v, p, sizeof v);
-  return join(vcvt_f32_f16(vget_low_f16(v)), vcvt_f32_f16(vget_high_f16(v)));
+  Floats wide;
+  for (int i = 0; i < 4; i++) {
+    float16x4_t v;
+    __builtin_memcpy(&v, p + 8 * i, sizeof v);
+    wide.v[i] = vcvt_f32_f16(v);
+  }
+  return __builtin_bit_cast(F, wide);
+}
+
+inline int8x16_t four_times(const Activations& x, int group) {
+  return vreinterpretq_s8_s32(vdupq_n_s32(four_of(x, group)));
+}
+
+template <class Format>
+inline F weigh(I sum, const Activations& x, int half) { return weigh_in_floats(sum, x.floats[half]); }
+
+template <class Format>
+inline F weigh(I first, I last, const Activations& x) {
+  if constexpr (!kFits<Format>) return weigh_in_floats(first, last, x.floats);
+  return real(first * x.scales[0] + last * x.scales[1]);
 }

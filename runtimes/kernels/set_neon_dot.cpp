@@ -3,31 +3,28 @@
 #include "set_neon.inl"
 
 // Codes of 8 bits are made signed, which takes 128 off them.
-template <int zero>
-inline I begin(int32_t negated) {
-  return zero == 128 ? I{} : I{} + negated * zero;
+template <class Format>
+inline I begin(const Activations& x, int half) {
+  return kFits<Format> ? all(x.negated_sums[half] * Format::kZero) : I{};
 }
 
-template <int n, int largest>
-inline I dots(I sums, const B* codes, const int8_t* activations) {
-  int32x4_t low = (int32x4_t)__builtin_shufflevector(sums, sums, 0, 1, 2, 3);
-  int32x4_t high = (int32x4_t)__builtin_shufflevector(sums, sums, 4, 5, 6, 7);
+template <class Format, int M>
+inline void add(I* sums, const B* codes, const Activations* a, int64_t stride, int group) {
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) {
+    const Bytes code = __builtin_bit_cast(Bytes, kFits<Format> ? codes[i] : codes[i] ^ 128);
 #pragma GCC unroll 8
-  for (int g = 0; g < n; g++) {
-    const B code = largest > 127 ? codes[g] ^ 128 : codes[g];
-    int8x16_t w[2];
-    __builtin_memcpy(w, &code, sizeof w);
-    int32_t four;
-    __builtin_memcpy(&four, activations + 4 * g, sizeof four);
-    const int8x16_t a = vreinterpretq_s8_s32(vdupq_n_s32(four));
-    low = vdotq_s32(low, w[0], a);
-    high = vdotq_s32(high, w[1], a);
+    for (int r = 0; r < M; r++) {
+      const int8x16_t four = four_times(a[r * stride], group + i);
+      Ints sum = __builtin_bit_cast(Ints, sums[r]);
+      for (int k = 0; k < 4; k++) sum.v[k] = vdotq_s32(sum.v[k], vreinterpretq_s8_u8(code.v[k]), four);
+      sums[r] = __builtin_bit_cast(I, sum);
+    }
   }
-  I result;
-  __builtin_memcpy(&result, &low, sizeof low);
-  __builtin_memcpy(reinterpret_cast<char*>(&result) + sizeof low, &high, sizeof high);
-  return result;
 }
+
+template <class Format, int M>
+inline void settle(I*, const Activations*, int64_t, int) {}
 
 #include "generic.inl"
 

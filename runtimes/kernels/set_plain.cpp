@@ -5,13 +5,12 @@
 namespace edgespec::plain {
 namespace {
 
-constexpr int kWidth = 16, kRows = 8;
-typedef float F __attribute__((vector_size(64)));
-typedef int32_t I __attribute__((vector_size(64)));
-typedef uint8_t B __attribute__((vector_size(64)));
+#include "vectors.inl"
+
+constexpr int kRows = 8, kQueries = 8;
 
 inline F fma(F a, F b, F c) {
-  for (int l = 0; l < kWidth; l++) c[l] = __builtin_fmaf(a[l], b[l], c[l]);
+  for (int l = 0; l < kLanes; l++) c[l] = __builtin_fmaf(a[l], b[l], c[l]);
   return c;
 }
 
@@ -33,7 +32,7 @@ inline float half_to_float(uint16_t bits) {
 
 inline F half(const uint8_t* p) {
   F v;
-  for (int l = 0; l < kWidth; l++) {
+  for (int l = 0; l < kLanes; l++) {
     uint16_t bits;
     __builtin_memcpy(&bits, p + 2 * l, sizeof bits);
     v[l] = half_to_float(bits);
@@ -46,18 +45,27 @@ inline B look_up(const uint8_t* table, B places) {
   return places;
 }
 
-template <int zero>
-inline I begin(int32_t negated) {
-  return I{} + negated * zero;
+template <class Format>
+inline I begin(const Activations& x, int half) {
+  return all(x.negated_sums[half] * Format::kZero);
 }
 
-template <int n, int largest>
-inline I dots(I sums, const B* codes, const int8_t* activations) {
-  for (int g = 0; g < n; g++)
-    for (int l = 0; l < kWidth; l++)
-      for (int i = 0; i < 4; i++) sums[l] += codes[g][4 * l + i] * activations[4 * g + i];
-  return sums;
+template <class Format, int M>
+inline void add(I* sums, const B* codes, const Activations* a, int64_t stride, int group) {
+  for (int r = 0; r < M; r++)
+    for (int i = 0; i < 8; i++)
+      for (int l = 0; l < kLanes; l++)
+        sums[r][l] += codes[i / 4][4 * l + i % 4] * a[r * stride].codes[4 * group + i];
 }
+
+template <class Format, int M>
+inline void settle(I*, const Activations*, int64_t, int) {}
+
+template <class Format>
+inline F weigh(I sum, const Activations& x, int half) { return weigh_in_floats(sum, x.floats[half]); }
+
+template <class Format>
+inline F weigh(I first, I last, const Activations& x) { return weigh_in_floats(first, last, x.floats); }
 
 #include "generic.inl"
 
