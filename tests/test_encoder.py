@@ -53,7 +53,7 @@ def test_a_template_of_no_token_is_a_tokenizer_error(tmp_path: Path) -> None:
     text = json.dumps(spec | {"post_processor": {"type": "TemplateProcessing", **both}})
     files = TokenizerFiles(tmp_path, Facts({"bos_token_id": 1}, "config.json"), 404)
     with pytest.raises(TokenizerError, match="template: no entry found") as caught:
-        files.special_tokens(Tokenizer.from_json(text), text)
+        files.special_tokens(Tokenizer.from_json(text))
     assert str(tmp_path) in str(caught.value)
 
 

@@ -1,7 +1,7 @@
 """From what a user names to a bundle on disk, and from bundles to running models whose passes have a price.
 
-Models open side by side. Most of a load is ONNX Runtime repacking the target's weights, which holds no lock
-of Python's; the drafter and the tokenizers load meanwhile. What was found at an earlier load
+Models open side by side. Sessions copy or repack their weights, which holds no lock of Python's; the
+tokenizers, which take as long and hold it, load meanwhile. What was found at an earlier load
 (:mod:`.measurements`) is not found out again: not whether sessions on the CPU can roll back, and T(n) takes
 a few passes instead of dozens.
 """
@@ -186,18 +186,18 @@ def open_pair(
     """
     check_target(target)
     with _closed_on_failure() as opened:
-        # Leaving the pool waits for its thread, so that a session it opens late is closed too.
-        with ThreadPoolExecutor(1, thread_name_prefix="edgespec-load") as pool:
-            opening = pool.submit(_open, target, options, opened, placements[0])
+        # Leaving the pool waits for its threads, so that a session they open late is closed too.
+        with ThreadPoolExecutor(2, thread_name_prefix="edgespec-load") as pool:
+            opening = [pool.submit(_open, target, options, opened, placements[0])]
+            if drafter is not None:
+                faster = replace(options, exact_rows=False)
+                opening.append(pool.submit(_open, drafter, faster, opened, placements[1]))
             own = target.tokenizer
             same = drafter is not None and drafter.tokenizer.matches(own)
-            second = None
-            if drafter is not None:
-                second = _open(drafter, replace(options, exact_rows=False), opened, placements[1])
-            first = opening.result()
+            timed = [each.result() for each in opening]
         # Only now, when nothing else runs, do passes take their own time.
-        drafting = None if second is None else second(_DRAFTER_ROWS)
-        return Loaded(first(DEFAULT_ROWS), drafting, same)
+        drafting = None if drafter is None else timed[1](_DRAFTER_ROWS)
+        return Loaded(timed[0](DEFAULT_ROWS), drafting, same)
 
 
 def open_one(

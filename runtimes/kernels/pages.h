@@ -32,15 +32,18 @@ class Pages {
   }
 
   // A copy of `size` bytes; or `data` itself where there are no huge pages, or no memory for them. What a
-  // mapped file takes of the process's memory is given back.
+  // mapped file takes of the process's memory is given back piece by piece, so that no matrix is there twice.
   const uint8_t* copy(const uint8_t* data, size_t size) {
     if (last_ == nullptr || last_->size - used_ < size) {
       if (!grow(size)) return data;
     }
     uint8_t* place = reinterpret_cast<uint8_t*>(last_) + used_;
-    std::memcpy(place, data, size);
+    for (size_t done = 0; done < size; done += kPiece) {
+      const size_t piece = std::min(kPiece, size - done);
+      std::memcpy(place + done, data + done, piece);
+      give_back(const_cast<uint8_t*>(data) + done, place + done, piece);
+    }
     used_ += rounded(size, kAlignment);
-    give_back(const_cast<uint8_t*>(data), place, size);
     return place;
   }
 
@@ -50,6 +53,7 @@ class Pages {
     size_t size;
   };
   static constexpr size_t kHuge = size_t{2} << 20, kBlock = size_t{64} << 20, kPage = 4096, kAlignment = 64;
+  static constexpr size_t kPiece = size_t{8} << 20;
 
   static size_t rounded(size_t size, size_t to) { return (size + to - 1) / to * to; }
 

@@ -73,8 +73,7 @@ class HFTokenizer:
 
     def special_tokens(self) -> SpecialTokens:
         """Raises as :attr:`json` does, and ModelFileError where ids are malformed or out of range."""
-        text, tokenizer = self._read
-        return self._beside.special_tokens(tokenizer, text)
+        return self._beside.special_tokens(self._read[1])
 
     def chat_template(self) -> str | None:
         """Jinja source. Raises ModelFileError where it is not a text."""

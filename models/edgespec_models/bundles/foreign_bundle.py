@@ -61,7 +61,7 @@ class ForeignBundle(Bundle):
         self._weight_files = weight_files(self._graph, header)
         self._files = TokenizerFiles(path, facts, shape.vocab_size)
         self.tokenizer = Tokenizer.from_file(path / TOKENIZER, vocab_size=shape.vocab_size)
-        special = self._files.special_tokens(self.tokenizer, (path / TOKENIZER).read_text(encoding="utf-8"))
+        special = self._files.special_tokens(self.tokenizer)
         weights = count_weights(header)
         self.manifest = Manifest(
             name=path.resolve().name,

@@ -88,9 +88,9 @@ class Encoder:
         return None if model["unk_id"] is None else str(model["vocab"][model["unk_id"]][0])
 
     @_guarded(_VOCABULARY, _AGAIN)
-    def vocabulary(self, *, added: bool) -> dict[str, int]:
-        """Ids by text; with those of added tokens or without."""
-        ids: dict[str, int] = self._core.get_vocab(with_added_tokens=added)
+    def vocabulary(self) -> dict[str, int]:
+        """Ids of the model's own tokens by text."""
+        ids: dict[str, int] = self._core.get_vocab(with_added_tokens=False)
         return ids
 
     @_guarded(_VOCABULARY, _AGAIN)

@@ -13,6 +13,7 @@ character, and only its bytes are the same to every tokenizer.
 import hashlib
 import json
 import re
+from codecs import charmap_encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +29,9 @@ INVALID_BYTES = "\udc80-\udcff"
 _MOST_TOKENS = 1 << 24
 _Id = Annotated[int, within(0)]
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_VISIBLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_HIDDEN = (byte for byte in range(256) if byte not in _VISIBLE)
+_ALPHABET = {byte: byte for byte in _VISIBLE} | {256 + i: byte for i, byte in enumerate(_HIDDEN)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ class Tokenizer:
     def __init__(self, encoder: Encoder, *, vocab_size: int | None = None) -> None:
         self._encoder = encoder
         self._byte_level = _is_byte_level(encoder)
-        added = encoder.added_tokens()
+        own, added = encoder.vocabulary(), encoder.added_tokens()
         self._specials = {text: id_ for id_, (text, special) in added.items() if special}
         unknown = encoder.unknown_token()
         self._unknown = encoder.id_of(unknown, added=False) if unknown else None
@@ -61,7 +65,7 @@ class Tokenizer:
         if unknown and self._unknown is not None:
             self._specials[unknown] = self._unknown
         self._special_ids = frozenset(self._specials.values())
-        ids = 1 + max(encoder.vocabulary(added=True).values(), default=-1)
+        ids = 1 + max((*own.values(), *added), default=-1)
         if ids == 0:
             raise TokenizerError("The tokenizer has no tokens. Export or download the model again.")
         if vocab_size is not None and ids > vocab_size:
@@ -75,6 +79,7 @@ class Tokenizer:
                 f"The vocabulary has {self._vocab_size:,} tokens; edgespec reads up to {_MOST_TOKENS:,}. "
                 "Use the tokenizer that belongs to the model."
             )
+        self._bytes = self._table(own, added)
 
     @classmethod
     def from_file(cls, path: Path, *, vocab_size: int | None = None) -> "Tokenizer":
@@ -84,7 +89,7 @@ class Tokenizer:
         ``vocab_size`` and more.
         """
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_bytes().decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise TokenizerError(f"Cannot read the tokenizer {path}: {error}") from error
         try:
@@ -115,6 +120,10 @@ class Tokenizer:
         """
         ids = self._encoder.ids(text, special=special)
         return ids if special else list(self._without_specials(ids))
+
+    def begins_with(self, token: int) -> bool:
+        """Whether the file's own template puts ``token`` before a text; TokenizerError where it cannot."""
+        return self._encoder.framed("a")[:1] == [token]
 
     def encode_bytes(self, data: bytes) -> list[int]:
         """Ids whose bytes are exactly ``data``: any bytes, also invalid or incomplete UTF-8.
@@ -177,26 +186,32 @@ class Tokenizer:
         A drafter that matches its target needs no bridge between vocabularies. Padding rows at the end
         may differ in number; an id beyond the smaller vocabulary must not be proposed.
         """
-        return self.digest == other.digest
+        return self._special_ids == other._special_ids and self._used() == other._used()
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 (hex) of what :meth:`matches` compares: bytes and roles of all ids, without padding."""
-        end = max((i for i, data in enumerate(self._bytes) if data), default=-1) + 1
-        table = self._bytes[:end]
+        table = self._used()
         hasher = hashlib.sha256(b"edgespec vocabulary 1\0")
         hasher.update(",".join(str(len(data)) for data in table).encode("ascii") + b"\0")
         hasher.update(b"".join(table))
         hasher.update(",".join(str(id_) for id_ in sorted(self._special_ids)).encode("ascii"))
         return hasher.hexdigest()
 
-    @cached_property
-    def _bytes(self) -> list[bytes]:
-        spell = _byte_level_speller() if self._byte_level else _sentencepiece_bytes
+    def _used(self) -> list[bytes]:
+        """The bytes of all ids but padding at the end."""
+        end = self._vocab_size
+        while end and not self._bytes[end - 1]:
+            end -= 1
+        return self._bytes[:end]
+
+    def _table(self, own: Mapping[str, int], added: Mapping[int, tuple[str, bool]]) -> list[bytes]:
+        """The bytes of every id, of the model's ``own`` tokens and of those ``added``."""
+        spell = _byte_level_bytes if self._byte_level else _sentencepiece_bytes
         table = [b""] * self._vocab_size
-        for text, id_ in self._encoder.vocabulary(added=False).items():
+        for text, id_ in own.items():
             table[id_] = spell(text)
-        for id_, (text, special) in self._encoder.added_tokens().items():
+        for id_, (text, special) in added.items():
             spaced = text if special or self._byte_level else text.replace(SPACE_SIGN, " ")
             table[id_] = spaced.encode("utf-8")
         return table
@@ -329,20 +344,12 @@ def _remove_prefix_space(pre_tokenizer: dict[str, Any] | None) -> None:
         pre_tokenizer["prepend_scheme"] = "never"
 
 
-def _byte_level_speller() -> Any:
-    """A function from token strings in GPT-2's alphabet to their bytes."""
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    # Latin-1 cannot encode U+FFFF: characters outside the alphabet fail instead of passing for a byte.
-    table = dict.fromkeys(hidden, 0xFFFF) | {256 + i: byte for i, byte in enumerate(hidden)}
-
-    def spell(text: str) -> bytes:
-        try:
-            return text.translate(table).encode("latin-1")
-        except UnicodeEncodeError:
-            return text.encode("utf-8")
-
-    return spell
+def _byte_level_bytes(text: str) -> bytes:
+    """The bytes of a text in GPT-2's alphabet; of any other its own."""
+    try:
+        return charmap_encode(text, "strict", _ALPHABET)[0]
+    except UnicodeEncodeError:
+        return text.encode("utf-8")
 
 
 def _sentencepiece_bytes(text: str) -> bytes:

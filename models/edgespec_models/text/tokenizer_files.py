@@ -9,7 +9,6 @@ from pathlib import Path
 
 from edgespec_models.errors import ModelFileError, TokenizerError
 from edgespec_models.files.facts import Facts
-from edgespec_models.text.encoder import Encoder
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 
 END_OF_GENERATION = (
@@ -35,8 +34,8 @@ class TokenizerFiles:
         self.config = Facts.read(folder / _CONFIG)
         self._id_sources = (Facts.read(folder / _GENERATION), model)
 
-    def special_tokens(self, tokenizer: Tokenizer, tokenizer_json: str) -> SpecialTokens:
-        """The control tokens; ``tokenizer_json`` is the text that ``tokenizer`` was read from.
+    def special_tokens(self, tokenizer: Tokenizer) -> SpecialTokens:
+        """The control tokens.
 
         Raises:
             ModelFileError: ids are malformed or out of range.
@@ -46,7 +45,7 @@ class TokenizerFiles:
         eos = [*self._named("eos", tokenizer), *self._listed("eos")]
         eos += [id_ for text in END_OF_GENERATION if (id_ := tokenizer.special_id(text)) is not None]
         add_bos = bos is not None and self.config.boolean(
-            "add_bos_token", default=self._starts_with(bos, tokenizer_json)
+            "add_bos_token", default=self._begins_with(bos, tokenizer)
         )
         return SpecialTokens(
             bos=bos, eos=tuple(dict.fromkeys(eos)), add_bos=add_bos, pad=self._first("pad", tokenizer)
@@ -91,9 +90,8 @@ class TokenizerFiles:
                     )
                 yield id_
 
-    def _starts_with(self, bos: int, tokenizer_json: str) -> bool:
-        """Whether the tokenizer's own template puts ``bos`` before a text."""
+    def _begins_with(self, bos: int, tokenizer: Tokenizer) -> bool:
         try:
-            return Encoder(tokenizer_json).framed("a")[:1] == [bos]
+            return tokenizer.begins_with(bos)
         except TokenizerError as error:
             raise TokenizerError(f"{self._folder}: {error}") from error
