@@ -5,13 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper, load_from_string, numpy_helper, save_model
 
 from edgespec_export.formats.tiles import pack
 from edgespec_models.errors import DeviceError
 from edgespec_runtimes import cpu
+from edgespec_runtimes.memory import peak_memory_bytes
 from edgespec_runtimes.ort import ort
-from tests.kernels_for_tests import EPSILON, model_of, node_of, random_blocks, same_bits, session, sets
+from tests.kernels_for_tests import EPSILON, graph, model_of, node_of, random_blocks, same_bits, session, sets
 from tests.machines_for_tests import X86
 
 
@@ -79,3 +80,17 @@ def test_weights_in_huge_pages(rows: int, width: int, zeros: int) -> None:
     for _ in range(2):
         for one, other in zip(wanted, session(model, huge_pages=True).run(None, feeds), strict=True):
             same_bits(one, other)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere weights stay mapped")
+def test_no_matrix_is_in_memory_twice(tmp_path: Path) -> None:
+    """What is copied into huge pages leaves the mapped file's pages piece by piece."""
+    tiles, fed = np.ones(48_000 * 1024 // 32 * 34, np.uint8), {"x": np.ones((1, 1, 1024), np.float32)}
+    rest = {"inputs": 1024, "epsilon": EPSILON, "gate": "", "parts": "Q8_0:48000"}
+    model = graph("Linear", ["x", *[""] * 4, "w"], {"y": TensorProto.FLOAT}, fed, {"w": tiles}, rest)
+    save_model(load_from_string(model), tmp_path / "m.onnx", save_as_external_data=True, location="m.data")
+    del model
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is what is used now
+    before = peak_memory_bytes()
+    opened = cpu.open_graph(tmp_path / "m.onnx", cpu.CpuOptions(threads=1), native=True)
+    assert opened is not None and peak_memory_bytes() - before < 1.7 * tiles.nbytes

@@ -169,7 +169,7 @@ def test_for_a_file_a_drafter_that_is_not_here_is_not_planned(
 
 def of(weights: int, *, per_token: int = 1000, longest: int = 100_000, **facts: Any) -> Footprint:
     cache = CacheSize(kind="float16", bytes_per_token=per_token, longest=longest, tile=16)
-    sizes = {"mapped": True, "table_bytes": 0, "twice_bytes": 0, "working_bytes": 10} | facts
+    sizes = {"mapped": True, "table_bytes": 0, "working_bytes": 10} | facts
     return Footprint(name="m", state="here", weights_bytes=weights, cache=cache, **sizes)
 
 
@@ -185,9 +185,7 @@ def test_verdicts() -> None:
     assert [verdict(each) for each in (whole, whole - 1)] == ["fits", "from disk"]
     assert [verdict(each) for each in (256_010, 256_009)] == ["from disk", "no"]
     assert verdict(whole - 1, mapped=False) == "no"
-    # A matrix that is copied counts twice until a cache takes more; weights of a GPU do not count here.
-    twice, on_gpu = of(10**6, twice_bytes=300_000), of(10**9, device="cuda")
-    assert [plan_of(twice, 10**7).fit(n).memory_bytes for n in (256, 512)] == [1_300_010, 1_512_010]
+    on_gpu = of(10**9, device="cuda")  # whose weights do not count here
     assert plan_of(on_gpu, 10**7, of(1000)).fit(256).memory_bytes < 10**6
 
 
@@ -212,7 +210,7 @@ def test_loading_keeps_weights_mapped_where_copies_have_no_room(
     bundle = tiny_native(tmp_path / "m").bundle
     need = footprint_of(bundle, exact_rows=True)
     least = need.working_bytes + need.cache.bytes(256)
-    memory(least + need.weights_bytes + need.twice_bytes)
+    memory(least + need.weights_bytes)
     assert room_for(bundle, None, ONE_THREAD) is ONE_THREAD and not caplog.records
     memory(least)
     assert room_for(bundle, None, ONE_THREAD) == replace(ONE_THREAD, huge_pages=False)

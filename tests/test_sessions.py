@@ -186,7 +186,7 @@ def test_what_does_not_load_leaves_nothing_loaded(
     error, said = (TokenizerError, None) if broken == "tokenizer" else (BundleError, "cannot load")
     with pytest.raises(error, match=said):
         open_pair(pair["target"], pair["drafter"], OPTIONS)
-    assert [session._io for session in opened] == [None]
+    assert {session._io for session in opened} == {None}
 
 
 def _interrupt(*_: object, **__: object) -> None:

@@ -67,7 +67,6 @@ class Footprint:
         mapped: whether they may stay in their file, which the system reads piece by piece and drops when
             memory is short; else they are copied when the model is loaded.
         table_bytes: tables of which a pass reads a few rows; mapped.
-        twice_bytes: the largest matrix, which is there twice for a moment as weights are copied.
         working_bytes: tokenizer, and what passes compute in; mostly the tokenizer.
         download_bytes: to be downloaded before it can be opened.
         export_bytes: that an export writes before.
@@ -79,7 +78,6 @@ class Footprint:
     weights_bytes: int
     mapped: bool
     table_bytes: int
-    twice_bytes: int
     working_bytes: int
     cache: CacheSize
     download_bytes: int = 0
@@ -157,8 +155,7 @@ class Plan:
         here = [model for model in self.models if model.device != "cuda"]  # a GPU has memory of its own
         kv = sum(model.cache.bytes(tokens) for model in here)
         base = self.program_bytes + sum(model.working_bytes for model in self.models)
-        copied = base + sum(model.weights_bytes for model in here)
-        total = copied + max(kv, max((model.twice_bytes for model in here), default=0))
+        total = base + kv + sum(model.weights_bytes for model in here)
         least = base + kv + sum(model.weights_bytes for model in here if not model.mapped)
         available = self.machine.available
         verdict: Verdict = "fits" if total <= available else "from disk" if least <= available else "no"
@@ -200,7 +197,6 @@ def footprint_of(bundle: Bundle, *, exact_rows: bool) -> Footprint:
         weights_bytes=manifest.bytes_per_pass,
         mapped=manifest.operators == "edgespec",
         table_bytes=sum(by_class.values()) - manifest.bytes_per_pass,
-        twice_bytes=by_class.get("lm_head", 0) if manifest.operators == "edgespec" else 0,
         working_bytes=WORKING_BYTES * manifest.config.vocab_size,
         cache=_cache_of(bundle, exact_rows),
         device=manifest.made_for,

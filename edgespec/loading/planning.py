@@ -173,7 +173,6 @@ def _planned(
         weights_bytes=sum(by_class.values()) - tables,
         mapped=native,
         table_bytes=tables,
-        twice_bytes=by_class.get("lm_head", 0) if native else 0,
         working_bytes=WORKING_BYTES * config.vocab_size,
         cache=cache,
         download_bytes=disk[0],
