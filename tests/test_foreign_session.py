@@ -94,7 +94,7 @@ def test_logits_of_a_long_prompt_do_not_pile_up(tmp_path: Path, monkeypatch: pyt
     assert isinstance(session._io, DynamicIO)
     assert session._io.most_rows == 8
     session.prefill(TOKENS)
-    assert session._io._logits.size <= 8 * 404
+    assert session._io._host._output.size <= 8 * 404
     assert len(session.predict(TOKENS).logits) == 40  # asked for, so given
     assert len({session.predict([3]).logits.ctypes.data for _ in range(5)}) == 1
 

@@ -1,5 +1,6 @@
 """What every session does, whatever runs its passes and keeps its KV cache."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
@@ -205,6 +206,28 @@ def test_what_nobody_keeps_is_freed_before_more_is_asked_for(kind: type[SharedCa
     with pytest.raises((MemoryError, ValueError)):
         cache.reserve(1 << 58, 0)
     assert cache.nbytes == 0
+
+
+def test_a_cache_that_grows_is_not_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = SharedCache([CacheTensor("past", "present", 2, 4, "float32")] * 3)
+    cache.reserve(16, 0)
+    olds, zeros, alive = [weakref.ref(array) for array in cache.arrays], np.zeros, []
+
+    def counting(shape: Any, dtype: Any) -> Any:
+        alive.append(sum(old() is not None for old in olds))
+        return zeros(shape, dtype)
+
+    monkeypatch.setattr(np, "zeros", counting)
+    cache.reserve(32, 5)
+    assert alive == [3, 3, 2]  # the last that was copied stays until the next is
+
+
+def test_passes_of_all_sizes_share_memory_for_logits(session: AnySession) -> None:
+    """A row is as long as the vocabulary, so memory of their own would add up."""
+    if isinstance(session, CudaSession | StaticSession):
+        return
+    three, one = (session.predict(TOKENS[:count]).logits for count in (3, 1))
+    assert np.shares_memory(three, one)
 
 
 # ---- Caches put aside and taken up again -------------------------------------------------------------------

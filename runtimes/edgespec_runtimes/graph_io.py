@@ -109,7 +109,8 @@ class DynamicIO:
         ``exact_rows`` runs a single token twice where that makes a row's bits independent of the number of
         rows.
         """
-        self._session, self._memory, self._tensors = session, memory or Memory(), bundle.tensors
+        self._session, self._tensors, self._host = session, bundle.tensors, Memory()
+        self._memory = memory or self._host
         manifest, self._context_length = bundle.manifest, bundle.config.context_length
         every = {value.name: TYPES[value.type] for value in session.get_inputs()}
         names = self._tensors.inputs
@@ -119,7 +120,7 @@ class DynamicIO:
         self._head_tokens, self._columns = bundle.head_tokens, manifest.head_rows or bundle.config.vocab_size
         self._context = np.zeros(int("context_tokens" in every), np.int64)
         kinds = {value.name: TYPES[value.type] for value in session.get_outputs()}
-        self._logits: npt.NDArray[Any] = np.empty(0, kinds[self._tensors.logits])
+        self._logits = kinds[self._tensors.logits]
         row_bytes = self._columns * self._logits.itemsize
         self.most_rows = self._context_length if self._selects else max(1, _LOGITS_BYTES // row_bytes)
         self.passes: dict[tuple[int, int], _Bound] = {}
@@ -232,7 +233,7 @@ class DynamicIO:
         inputs: list[_Input] = []
         for called, (name, kind) in self._inputs.items():
             # GroupQueryAttention reads the total length on the host, wherever it runs.
-            memory = Memory() if name == "total_sequence_length" else self._memory
+            memory = self._host if name == "total_sequence_length" else self._memory
             array = np.array(INPUTS[name](one), kind)
             inputs.append((name, array, memory.value(array), memory))
             binding.bind_ortvalue_input(called, inputs[-1][2])
@@ -255,12 +256,10 @@ class DynamicIO:
             for name, output in {self._tensors.logits: value, **outputs}.items():
                 binding.bind_ortvalue_output(name, output)
             return lambda: DevicePredictions(shape, lambda: logits()[0], best[0], likely[0])
-        if self._logits.size < shape[0] * shape[1]:
-            self._logits = np.empty(shape[0] * shape[1], self._logits.dtype)
-        rows = self._logits[: shape[0] * shape[1]].reshape(1, *shape)
-        binding.bind_ortvalue_output(self._tensors.logits, ort_value(rows))
+        value, logits = self._host.output((1, *shape), self._logits)
+        binding.bind_ortvalue_output(self._tensors.logits, value)
         end = shape[0] if self._selects else shape[0] - one.ending
-        said = rows[0, end - wanted : end]
+        said = logits()[0, end - wanted : end]
         return lambda: Predictions(said.astype(np.float32, copy=False))
 
     def _grows(self, layout: Sequence[CacheTensor]) -> bool:

@@ -92,11 +92,14 @@ class SharedCache(InPlaceCache):
         if not keep:
             self.clear()
         held = _whole_tiles(keep)
+        self._values.clear()
         arrays = []
-        for index, tensor in enumerate(self._layout):
+        for tensor in self._layout:
             array = np.zeros((1, tensor.heads, capacity, tensor.head_dim), tensor.dtype)
             if keep:
-                old = self.arrays[index][:, :, :held]
+                old = self.arrays.pop(0)[
+                    :, :, :held
+                ]  # each goes when it is copied, so that one is there twice
                 array[:, :, : old.shape[2]] = old
             arrays.append(array)
         self.arrays, self._values = arrays, [ort_value(array) for array in arrays]
@@ -203,6 +206,9 @@ class Memory:
     Devices have memory of their own.
     """
 
+    def __init__(self) -> None:
+        self._output: _Array = np.empty(0)
+
     def value(self, array: _Array) -> Any:
         """An OrtValue that holds what ``array`` does; the array must outlive it."""
         return ort_value(array)
@@ -211,8 +217,13 @@ class Memory:
         """Let ``value``, made from ``array``, hold what the array does now."""
 
     def output(self, shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[Any, Callable[[], _Array]]:
-        """An OrtValue for graphs to write, and what returns, as an array, what it holds then."""
-        array = np.empty(shape, dtype)
+        """An OrtValue for graphs to write, and what returns, as an array, what it holds until the next pass.
+
+        Outputs of one type share their memory, since passes over ever so many rows would take 300 MB.
+        """
+        if self._output.size < prod(shape) or self._output.dtype != dtype:
+            self._output = np.empty(max(prod(shape), 2 * self._output.size), dtype)
+        array = self._output[: prod(shape)].reshape(shape)
         return ort_value(array), lambda: array
 
     def cache(self, layout: Sequence[CacheTensor]) -> KVBuffers:
