@@ -97,9 +97,8 @@ class SharedCache(InPlaceCache):
         for tensor in self._layout:
             array = np.zeros((1, tensor.heads, capacity, tensor.head_dim), tensor.dtype)
             if keep:
-                old = self.arrays.pop(0)[
-                    :, :, :held
-                ]  # each goes when it is copied, so that one is there twice
+                # Each goes when it is copied, so that one alone is there twice.
+                old = self.arrays.pop(0)[:, :, :held]
                 array[:, :, : old.shape[2]] = old
             arrays.append(array)
         self.arrays, self._values = arrays, [ort_value(array) for array in arrays]
