@@ -3,6 +3,8 @@
 #define EDGESPEC_SET avx2
 #include "set_256.inl"
 
+constexpr int kRows = 6;
+
 template <class Format>
 inline I begin(const Activations& x, int half) {
   if constexpr (!kFits<Format> || Format::kZero == 0) return I{};

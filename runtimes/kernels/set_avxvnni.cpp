@@ -2,10 +2,13 @@
 #define EDGESPEC_SET avxvnni
 #include "set_256.inl"
 
+constexpr int kRows = 5;
+
 inline I dot_bytes(I sums, B codes, I fours) {
   Ints z = __builtin_bit_cast(Ints, sums);
   const Ints x = __builtin_bit_cast(Ints, codes), y = __builtin_bit_cast(Ints, fours);
   for (int i = 0; i < 2; i++) z.v[i] = _mm256_dpbusd_avx_epi32(z.v[i], x.v[i], y.v[i]);
+  together(z);
   return __builtin_bit_cast(I, z);
 }
 inline I dot_words(I sums, I words, I others) {
