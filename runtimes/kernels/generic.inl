@@ -103,48 +103,52 @@ void normalize(const float* x, const float* gain, float epsilon, int64_t width, 
   for (i = 0; i < width; i++) y[i] = x[i] * factor * gain[i];
 }
 
-// The largest magnitude; not a number where one is not finite.
-inline float magnitude(const float* x, int64_t width) {
-  F most = {}, strange = {};
-  for (int64_t i = 0; i < width; i += kLanes) {
-    F v = load(x + i);
-    strange = strange + (v - v);
-    v = v < 0.0f ? -v : v;
-    most = most < v ? v : most;
-  }
-  float largest = 0.0f, nothing = 0.0f;
-  for (int l = 0; l < kLanes; l++) {
-    largest = most[l] > largest ? most[l] : largest;
-    nothing = nothing + strange[l];
-  }
-  return largest + nothing;
+inline F magnitudes(F v) { return v < 0.0f ? -v : v; }
+
+inline float largest_lane(F v) {
+  float lanes[kLanes], four[4];
+  store(lanes, v);
+  for (int i = 0; i < 8; i++) lanes[i] = lanes[i] > lanes[i + 8] ? lanes[i] : lanes[i + 8];
+  for (int i = 0; i < 4; i++) four[i] = lanes[i] > lanes[i + 4] ? lanes[i] : lanes[i + 4];
+  for (int i = 0; i < 2; i++) four[i] = four[i] > four[i + 2] ? four[i] : four[i + 2];
+  return four[0] > four[1] ? four[0] : four[1];
 }
 
-// Rounds 16 activations to multiples of `unit` times the least whole number that serves.
+// Rounds 16 activations, of which a row has `per_unit` steps to one.
 inline int quantize_share(const float* x, float per_unit, int half, Activations* y) {
   typedef int8_t Codes __attribute__((vector_size(kLanes)));
-  const F magic = splat(12582912.0f);
-  const float most = magnitude(x, kShare) * per_unit * (1.0f / kMostCode);
+  const F magic = splat(12582912.0f), v = load(x);
+  const float most = largest_lane(magnitudes(v)) * per_unit * (1.0f / kMostCode);
   int scale = most > 0.0f ? static_cast<int>(most) : 0;
   if (static_cast<float>(scale) < most && scale < kMostScale) scale++;
   const F inverse = splat(scale > 0 ? per_unit / static_cast<float>(scale) : 0.0f);
-  int8_t* codes = y->codes + half * kShare;
-  const F rounded = fma(load(x), inverse, magic) - magic;
-  const Codes vector = __builtin_convertvector(__builtin_convertvector(rounded, I), Codes);
-  __builtin_memcpy(codes, &vector, sizeof vector);
-  int pairs[2] = {};
-  for (int j = 0; j < kShare; j++) pairs[j / 2 % 2] -= codes[j];
-  for (int i = 0; i < 2; i++) y->negated_pairs[half][i] = static_cast<int16_t>(pairs[i]);
+  const I whole = __builtin_convertvector(fma(v, inverse, magic) - magic, I);
+  const Codes codes = __builtin_convertvector(whole, Codes);
+  __builtin_memcpy(y->codes + half * kShare, &codes, sizeof codes);
+  int32_t lanes[kLanes];
+  __builtin_memcpy(lanes, &whole, sizeof lanes);
+  for (int i = 0; i < 8; i++) lanes[i] += lanes[i + 8];
+  for (int i = 0; i < 4; i++) lanes[i] += lanes[i + 4];
+  for (int i = 0; i < 2; i++)
+    y->negated_pairs[half][i] = static_cast<int16_t>(-lanes[2 * i] - lanes[2 * i + 1]);
+  y->negated_sums[half] = y->negated_pairs[half][0] + y->negated_pairs[half][1];
   y->scales[half] = static_cast<int16_t>(scale);
   y->twice[half] = scale << 16 | scale;
   y->floats[half] = static_cast<float>(scale);
-  y->negated_sums[half] = pairs[0] + pairs[1];
   return scale * y->negated_sums[half];
 }
 
 float quantize(const float* x, int64_t width, Activations* y) {
   constexpr float kSteps = kMostScale * kMostCode;
-  const float largest = magnitude(x, width);
+  F most = {}, strange = {};
+  for (int64_t i = 0; i < width; i += kLanes) {
+    const F v = load(x + i), size = magnitudes(v);
+    strange = strange + (v - v);
+    most = most < size ? size : most;
+  }
+  float nothing[kLanes];
+  store(nothing, strange);
+  const float largest = largest_lane(most) + add_lanes(nothing);
   const float per_unit = largest > 1e-30f && largest <= 3.4028235e38f ? kSteps / largest : 0.0f;  // finite
   for (int64_t i = 0; i < width; i += kBlock, y++) {
     const int first = quantize_share(x + i, per_unit, 0, y);

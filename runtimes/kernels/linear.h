@@ -81,7 +81,7 @@ class Linear {
   }
 
  private:
-  static constexpr int64_t kChunkBytes = 48 << 10, kChunks = 32, kFewRows = 4;
+  static constexpr int64_t kChunkBytes = 48 << 10, kChunks = 32, kRounded = 16 << 10;
 
   void round(const Pass& pass, const float* x, const float* gain, int64_t rows, Activations* y,
              float* factors) const {
@@ -93,14 +93,10 @@ class Linear {
       }
       factors[r] = kernels_.quantize(from, inputs_, y + r * (inputs_ / kBlock));
     };
-    if (rows <= kFewRows) {
+    const int64_t pieces = std::clamp<int64_t>(rows * inputs_ / kRounded, 1, rows);
+    pass.spread(pieces, [&](int64_t i) {
       const Buffer<float> normed(gain != nullptr ? inputs_ : 0);
-      for (int64_t r = 0; r < rows; r++) row(r, normed.get());
-      return;
-    }
-    pass.spread((rows + kFewRows - 1) / kFewRows, [&](int64_t i) {
-      const Buffer<float> normed(gain != nullptr ? inputs_ : 0);
-      for (int64_t r = i * kFewRows; r < std::min(rows, (i + 1) * kFewRows); r++) row(r, normed.get());
+      for (int64_t r = rows * i / pieces; r < rows * (i + 1) / pieces; r++) row(r, normed.get());
     });
   }
 
