@@ -72,10 +72,9 @@ def session(model: bytes, threads: int = 1, instructions: str = "", *, huge_page
     """ONNX Runtime's session over ``model`` with edgespec's operators."""
     settings = ort.SessionOptions()
     settings.log_severity_level = 4
-    settings.intra_op_num_threads = threads
+    settings.intra_op_num_threads = 1
     settings.inter_op_num_threads = 1
-    settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    cpu.register_operators(settings, instructions, huge_pages=huge_pages)
+    cpu.register_operators(settings, instructions, threads=threads, huge_pages=huge_pages)
     return ort.InferenceSession(model, settings, providers=["CPUExecutionProvider"], enable_fallback=0)
 
 

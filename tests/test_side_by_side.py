@@ -139,7 +139,7 @@ def test_what_the_model_ends_is_complete(target: str) -> None:
     assert len(ended) == len(said) and any(each.complete for each in ended)
     for whole, part in zip(said, ended, strict=True):
         assert part.complete or part == whole
-        assert whole.text.startswith(part.text)
+        assert whole.text.startswith(part.text.rstrip("\ufffd"))  # it may end within a character
 
 
 def test_long_prompts_have_caches_of_their_own_and_unreadable_ones_are_left_out(

@@ -25,8 +25,6 @@ from edgespec_runtimes.ort import RUN_ERRORS, lacks_memory, ort
 INSTRUCTIONS: Final = ("avx512", "avxvnni", "avx2", "neon_i8mm", "neon_dot", "plain")
 """Sets of instructions that there are kernels for, the fastest first; every processor has ``plain``."""
 
-_SETTING: Final = "edgespec.instructions"
-_HUGE_PAGES: Final = "edgespec.huge_pages"
 _SUFFIXES: Final = {"win32": "dll", "darwin": "dylib"}
 _REMEDY: Final = (
     "Install edgespec again, from a package for this platform; or use models exported with "
@@ -132,7 +130,14 @@ def open_graph(graph: Path, options: CpuOptions, *, native: bool = False) -> Any
     """
     settings = session_settings(options)
     if native:
-        register_operators(settings, options.instructions, huge_pages=options.huge_pages)
+        settings.intra_op_num_threads = 1  # the operators have threads of their own
+        register_operators(
+            settings,
+            options.instructions,
+            threads=options.threads or default_threads(),
+            spinning=options.spinning,
+            huge_pages=options.huge_pages,
+        )
     try:
         return _open(graph, settings)
     except Exception as error:  # ONNX Runtime's own exceptions share no base class
@@ -174,11 +179,19 @@ def library() -> Path:
     return path
 
 
-def register_operators(settings: Any, instructions: str = "", *, huge_pages: bool = False) -> None:
+def register_operators(
+    settings: Any,
+    instructions: str = "",
+    *,
+    threads: int = 1,
+    spinning: bool = False,
+    huge_pages: bool = False,
+) -> None:
     """Make the operators known to sessions with these ``settings``, ONNX Runtime's ``SessionOptions``.
 
     ``instructions`` are one of :data:`INSTRUCTIONS`; empty takes the best that the processor has. All compute
-    the same bits. ``huge_pages`` copies weights into huge pages, where the system has them.
+    the same bits. A pass is shared by ``threads`` threads, which with ``spinning`` wait busily for a moment.
+    ``huge_pages`` copies weights into huge pages, where the system has them.
 
     Raises:
         DeviceError: the library is missing or cannot be loaded, or the processor lacks the instructions.
@@ -189,10 +202,11 @@ def register_operators(settings: Any, instructions: str = "", *, huge_pages: boo
             "the best that the processor has"
         )
     path = library()
-    if huge_pages:
-        settings.add_session_config_entry(_HUGE_PAGES, "1")
-    if instructions:
-        settings.add_session_config_entry(_SETTING, instructions)
+    wanted = {"instructions": instructions, "threads": str(threads)}
+    wanted |= {name: "1" for name, on in {"spinning": spinning, "huge_pages": huge_pages}.items() if on}
+    for name, value in wanted.items():
+        if value:
+            settings.add_session_config_entry(f"edgespec.{name}", value)
     try:
         settings.register_custom_ops_library(str(path))
     except RUN_ERRORS as error:

@@ -12,6 +12,7 @@
 #include <string_view>
 #include <vector>
 
+#include "crew.h"
 #include "kernels.h"
 #include "ort.h"
 #include "pages.h"
@@ -71,26 +72,33 @@ inline Tensor read(const Api& api, const OrtValue* value) {
   return tensor;
 }
 
-// What the kernels of a session share: a table, and huge pages for its weights, or none.
+// What the kernels of a session share: a table, threads, and huge pages for its weights, or none.
 class Host {
  public:
-  Host(const Kernels& kernels, bool huge) : kernels(kernels), huge_(huge) {}
+  Host(const Kernels& kernels, bool huge, int64_t threads, bool spins)
+      : kernels(kernels), huge_(huge), threads_(threads), spins_(spins) {}
 
-  // Null where weights are to stay where they are. They live as long as a kernel of the session.
-  std::shared_ptr<Pages> pages() const {
-    if (!huge_) return nullptr;
-    const std::lock_guard lock(mutex_);
-    auto found = pages_.lock();
-    if (found == nullptr) pages_ = found = std::make_shared<Pages>();
-    return found;
-  }
+  // Null where weights are to stay where they are. Both live as long as a kernel of the session.
+  std::shared_ptr<Pages> pages() const { return huge_ ? shared(pages_) : nullptr; }
+  std::shared_ptr<Crew> crew() const { return shared(crew_, threads_, spins_); }
 
   const Kernels& kernels;
 
  private:
+  template <class T, class... Parts>
+  std::shared_ptr<T> shared(std::weak_ptr<T>& known, const Parts&... parts) const {
+    const std::lock_guard lock(mutex_);
+    auto found = known.lock();
+    if (found == nullptr) known = found = std::make_shared<T>(parts...);
+    return found;
+  }
+
   bool huge_;
+  int64_t threads_;
+  bool spins_;
   mutable std::mutex mutex_;
   mutable std::weak_ptr<Pages> pages_;
+  mutable std::weak_ptr<Crew> crew_;
 };
 
 // What a kernel is made from.
@@ -141,7 +149,7 @@ class Info {
 // What a pass brings.
 class Pass {
  public:
-  Pass(const Api& api, OrtKernelContext* context) : api_(api), context_(context) {}
+  Pass(const Api& api, Crew& crew, OrtKernelContext* context) : api_(api), crew_(crew), context_(context) {}
 
   Tensor input(size_t index) const {
     const OrtValue* value = nullptr;
@@ -165,29 +173,23 @@ class Pass {
     return static_cast<T*>(data);
   }
 
-  // run(i) for i below `count`, on the session's threads. Waking them costs about as much as a little work.
-  // Memory may run out on any of them, and no exception may leave ONNX Runtime's threads.
+  // run(i) for i below `count`, on the session's threads, on any of which memory may run out.
   template <class Run>
   void spread(int64_t count, const Run& run) const {
-    if (count == 1) return run(0);
-    struct Shared {
-      const Run& run;
-      std::atomic<bool> failed = false;
-    } shared{run};
-    const auto each = [](void* data, size_t i) {
-      auto* all = static_cast<Shared*>(data);
+    std::atomic<bool> failed = false;
+    crew_.spread(count, [&](int64_t i) {
       try {
-        all->run(static_cast<int64_t>(i));
+        run(i);
       } catch (...) {
-        all->failed = true;
+        failed = true;
       }
-    };
-    if (count > 1) check(api_.parallel_for(context_, each, static_cast<size_t>(count), 0, &shared));
-    if (shared.failed) throw std::bad_alloc();
+    });
+    if (failed) throw std::bad_alloc();
   }
 
  private:
   const Api& api_;
+  Crew& crew_;
   OrtKernelContext* context_;
 };
 

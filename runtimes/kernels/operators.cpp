@@ -5,7 +5,7 @@
 //     Embedding  rows of a matrix
 //     Choose     the most likely column of each row, and its probability
 //
-// They run on the session's own threads. What a graph says is checked when its kernels are made, what a pass
+// They run on threads of their own, as many as the session's settings say. What a graph says is checked when its kernels are made, what a pass
 // brings when it runs; nothing is read past the end of a tensor.
 #include <initializer_list>
 #include <memory>
@@ -37,7 +37,7 @@ class Registered : public ort::CustomOp {
     create_kernel_v2 = create;
     compute_v2 = [](void* kernel, OrtKernelContext* context) {
       const auto* made = static_cast<const Made*>(kernel);
-      return guarded(made->api, [&] { made->op.run(Pass(made->api, context)); });
+      return guarded(made->api, [&] { made->op.run(Pass(made->api, *made->crew, context)); });
     };
     destroy = [](void* kernel) { delete static_cast<Made*>(kernel); };
   }
@@ -45,13 +45,14 @@ class Registered : public ort::CustomOp {
  private:
   struct Made {
     const Api& api;
+    std::shared_ptr<Crew> crew;
     Operator op;
   };
 
   static OrtStatus* create(const CustomOp* op, const void*, const OrtKernelInfo* info, void** out) {
     const auto* self = static_cast<const Registered*>(op);
     return guarded(self->api_, [&] {
-      *out = new Made{self->api_, Operator(Info(self->api_, info), self->host_)};
+      *out = new Made{self->api_, self->host_.crew(), Operator(Info(self->api_, info), self->host_)};
     });
   }
 
@@ -75,8 +76,8 @@ class Registered : public ort::CustomOp {
 
 // The operators of one session's options. Nothing says when the last session goes, so it is never freed.
 struct Domain {
-  Domain(const void* const* table, const Kernels& kernels, bool huge)
-      : api(table), host(kernels, huge), linear(api, host), attention(api, host), embedding(api, host), choose(api, host) {
+  Domain(const void* const* table, const Kernels& kernels, bool huge, int64_t threads, bool spins)
+      : api(table), host(kernels, huge, threads, spins), linear(api, host), attention(api, host), embedding(api, host), choose(api, host) {
     check(api.create_domain("edgespec", &domain));
     const std::initializer_list<const ort::CustomOp*> all = {&linear, &attention, &embedding, &choose};
     for (const ort::CustomOp* op : all) check(api.add_operator(domain, op));
@@ -113,7 +114,8 @@ std::string setting(const Api& api, OrtSessionOptions* options, const char* key)
 #endif
 
 // Called by ONNX Runtime. Of the session's settings `edgespec.instructions` names the set to use instead of the
-// best, and `edgespec.huge_pages`, whatever it says, has weights copied into huge pages.
+// best, `edgespec.threads` how many work in a pass (1), and `edgespec.spinning` and `edgespec.huge_pages`,
+// whatever they say, have threads wait busily and weights copied into huge pages.
 EDGESPEC_EXPORT OrtStatus* EDGESPEC_ORT_CALL RegisterCustomOps(OrtSessionOptions* options,
                                                                const edgespec::ort::ApiBase* base) {
   using namespace edgespec;
@@ -126,7 +128,12 @@ EDGESPEC_EXPORT OrtStatus* EDGESPEC_ORT_CALL RegisterCustomOps(OrtSessionOptions
     if (kernels == nullptr)
       return api.create_status(ort::kInvalidArgument,
                                ("edgespec: this processor has no instructions called " + name).c_str());
-    auto domain = std::make_unique<Domain>(table, *kernels, !setting(api, options, "edgespec.huge_pages").empty());
+    const auto said = [&](const char* key) { return setting(api, options, key); };
+    const std::string threads = said("edgespec.threads");
+    int64_t count = 1;
+    std::from_chars(threads.data(), threads.data() + threads.size(), count);
+    auto domain = std::make_unique<Domain>(table, *kernels, !said("edgespec.huge_pages").empty(),
+                                           std::clamp<int64_t>(count, 1, 1 << 12), !said("edgespec.spinning").empty());
     check(api.add_domain(options, domain->domain));
     domain.release();
     return nullptr;

@@ -22,7 +22,7 @@ struct OrtTensorTypeAndShapeInfo;
 
 namespace edgespec::ort {
 
-constexpr uint32_t kVersion = 17;  // the oldest with KernelContext_ParallelFor
+constexpr uint32_t kVersion = 16;  // the oldest whose kernels say what failed
 enum ElementType : int { kFloat = 1, kUint8 = 2, kInt64 = 7, kFloat16 = 10 };
 enum Characteristic : int { kRequired = 0, kOptional = 1, kVariadic = 2 };
 constexpr int kFailure = 1, kInvalidArgument = 2;  // OrtErrorCode
@@ -123,11 +123,6 @@ class Api {
                             const OrtValue** out) const {
     return at<OrtStatus*(const OrtKernelInfo*, size_t, int*, const OrtValue**)>(249)(info, index, is_constant,
                                                                                      out);
-  }
-  OrtStatus* parallel_for(const OrtKernelContext* context, void (*run)(void*, size_t), size_t total,
-                          size_t batches, void* data) const {
-    return at<OrtStatus*(const OrtKernelContext*, void (*)(void*, size_t), size_t, size_t, void*)>(274)(
-        context, run, total, batches, data);
   }
 
  private:

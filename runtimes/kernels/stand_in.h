@@ -97,7 +97,7 @@ inline OrtStatus* output(OrtKernelContext* context, size_t index, const int64_t*
   return nullptr;
 }
 
-inline const void* table[275];
+inline const void* table[250];
 
 template <class R, class... A>
 void put(size_t place, R (*function)(A...)) { table[place] = reinterpret_cast<const void*>(function); }
@@ -147,10 +147,6 @@ inline void fill_table() {
   put(249, +[](Info info, size_t index, int* is_constant, const OrtValue** out) -> S* {
     *out = index < info->constants.size() ? info->constants[index].get() : nullptr;
     *is_constant = *out != nullptr;
-    return nullptr;
-  });
-  put(274, +[](const OrtKernelContext*, void (*run)(void*, size_t), size_t total, size_t, void* data) -> S* {
-    while (total > 0) run(data, --total);  // the other way round: pieces must not need each other
     return nullptr;
   });
 }

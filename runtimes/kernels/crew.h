@@ -1,0 +1,146 @@
+// The threads of a session, for the work of a pass.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+namespace edgespec {
+
+// Work is cut into more pieces than there are threads. Each begins with pieces that lie side by side, and whoever
+// has done with them takes others'. So a slow core holds nobody up for longer than a piece. A core that another
+// program wants is another matter: the system takes it from a thread for milliseconds, in the midst of a piece, and
+// all others wait. So helpers offer their core before it is taken, between two pieces, where nobody waits for them.
+class Crew {
+ public:
+  // `spins`: helpers wait busily for a moment, since waking them costs about as much as a little work.
+  Crew(int64_t threads, bool spins)
+      : spin_(spins ? kSpin : Clock::duration(0)), shares_(static_cast<size_t>(threads)) {}
+  Crew(const Crew&) = delete;
+  Crew& operator=(const Crew&) = delete;
+  ~Crew() {
+    open(kStopped);
+    for (std::thread& each : helpers_) each.join();
+  }
+
+  // run(i) for every i below `count`, once each; it throws nothing. Passes that come at once do without helpers.
+  template <class Run>
+  void spread(int64_t count, const Run& run) {
+    const std::unique_lock pass(pass_, std::try_to_lock);
+    if (count < 2 || !pass.owns_lock() || shares_.size() == 1) {
+      for (int64_t i = 0; i < count; i++) run(i);
+      return;
+    }
+    hire();
+    piece_ = [](const void* data, int64_t i) { (*static_cast<const Run*>(data))(i); };
+    data_ = &run;
+    const int64_t threads = static_cast<int64_t>(shares_.size());
+    for (int64_t t = 0; t < threads; t++) {
+      Share& share = shares_[static_cast<size_t>(t)];
+      share.next = count * t / threads;
+      share.end = count * (t + 1) / threads;
+    }
+    const int32_t job = job_ + 1;
+    open(job);
+    for (int64_t i; (i = taken(0)) >= 0;) run(i);
+    job_ = job + 1;  // closed: who is not in it by now stays out
+    for (int spins = 0; inside_ != 0; spins++) spins < kPatience ? pause() : std::this_thread::yield();
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  static constexpr Clock::duration kSpin = std::chrono::microseconds(50), kOffer = std::chrono::milliseconds(2);
+  static constexpr int kPatience = 20000;
+  static constexpr int32_t kStopped = -2;  // a job's number is odd while it is open
+
+  struct alignas(64) Share {
+    std::atomic<int64_t> next = 0;
+    int64_t end = 0;
+  };
+
+  static void pause() {
+#if defined(__x86_64__) || defined(_M_X64)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+  }
+
+  void hire() {
+    if (hired_) return;
+    hired_ = true;
+    try {
+      for (size_t t = 1; t < shares_.size(); t++) helpers_.emplace_back([this, t] { help(t); });
+    } catch (const std::system_error&) {  // as many as the system gives
+    }
+  }
+
+  // A piece that nobody has, of thread `t`'s share first; -1 if there is none.
+  int64_t taken(size_t t) {
+    for (size_t s = 0; s < shares_.size(); s++) {
+      Share& share = shares_[(t + s) % shares_.size()];
+      const int64_t i = share.next++;
+      if (i < share.end) return i;
+    }
+    return -1;
+  }
+
+  void open(int32_t job) {
+    job_ = job;
+    if (asleep_ == 0) return;
+    { const std::lock_guard lock(sleep_); }
+    wake_.notify_all();
+  }
+
+  void help(size_t t) {
+    Clock::time_point offered = Clock::now();
+    for (int32_t job, seen = 0; (job = awaited(seen, offered)) != kStopped;) {
+      seen = job;
+      inside_++;
+      if (job_ == job)  // else it was closed meanwhile
+        for (int64_t i; Clock::now() - offered < kOffer && (i = taken(t)) >= 0;) piece_(data_, i);
+      inside_--;
+      if (Clock::now() - offered < kOffer) continue;
+      std::this_thread::yield();
+      offered = Clock::now();
+      seen = 0;  // there may be more of it
+    }
+  }
+
+  // The number of an open job that is not `seen`, or kStopped.
+  int32_t awaited(int32_t seen, Clock::time_point& offered) {
+    const auto ready = [&] { return job_ == kStopped || (job_ % 2 != 0 && job_ != seen); };
+    for (const Clock::time_point begun = Clock::now(); !ready() && Clock::now() - begun < spin_;)
+      for (int i = 0; i < 32 && !ready(); i++) pause();
+    if (!ready()) {
+      asleep_++;
+      std::unique_lock lock(sleep_);
+      wake_.wait(lock, ready);
+      asleep_--;
+      offered = Clock::now();
+    }
+    return job_;
+  }
+
+  const Clock::duration spin_;
+  std::mutex pass_;
+  bool hired_ = false;
+  std::vector<std::thread> helpers_;
+
+  // The job. It stays as it is while a helper is inside.
+  void (*piece_)(const void*, int64_t) = nullptr;
+  const void* data_ = nullptr;
+  std::vector<Share> shares_;  // of every thread
+  std::atomic<int32_t> job_ = 0, inside_ = 0;
+
+  std::atomic<int32_t> asleep_ = 0;
+  std::mutex sleep_;
+  std::condition_variable wake_;
+};
+
+}  // namespace edgespec
