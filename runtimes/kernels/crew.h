@@ -45,7 +45,7 @@ class Crew {
       share.next = count * t / threads;
       share.end = count * (t + 1) / threads;
     }
-    const int32_t job = job_ + 1;
+    const int64_t job = job_ + 1;
     open(job);
     for (int64_t i; (i = taken(0)) >= 0;) run(i);
     job_ = job + 1;  // closed: who is not in it by now stays out
@@ -56,7 +56,7 @@ class Crew {
   using Clock = std::chrono::steady_clock;
   static constexpr Clock::duration kSpin = std::chrono::microseconds(50), kOffer = std::chrono::milliseconds(2);
   static constexpr int kPatience = 20000;
-  static constexpr int32_t kStopped = -2;  // a job's number is odd while it is open
+  static constexpr int64_t kStopped = -2;  // a job's number is odd while it is open
 
   struct alignas(64) Share {
     std::atomic<int64_t> next = 0;
@@ -90,7 +90,7 @@ class Crew {
     return -1;
   }
 
-  void open(int32_t job) {
+  void open(int64_t job) {
     job_ = job;
     if (asleep_ == 0) return;
     { const std::lock_guard lock(sleep_); }
@@ -99,7 +99,7 @@ class Crew {
 
   void help(size_t t) {
     Clock::time_point offered = Clock::now();
-    for (int32_t job, seen = 0; (job = awaited(seen, offered)) != kStopped;) {
+    for (int64_t job, seen = 0; (job = awaited(seen, offered)) != kStopped;) {
       seen = job;
       inside_++;
       if (job_ == job)  // else it was closed meanwhile
@@ -113,8 +113,12 @@ class Crew {
   }
 
   // The number of an open job that is not `seen`, or kStopped.
-  int32_t awaited(int32_t seen, Clock::time_point& offered) {
-    const auto ready = [&] { return job_ == kStopped || (job_ % 2 != 0 && job_ != seen); };
+  int64_t awaited(int64_t seen, Clock::time_point& offered) {
+    int64_t job = seen;
+    const auto ready = [&] {
+      job = job_;
+      return job == kStopped || (job % 2 != 0 && job != seen);
+    };
     for (const Clock::time_point begun = Clock::now(); !ready() && Clock::now() - begun < spin_;)
       for (int i = 0; i < 32 && !ready(); i++) pause();
     if (!ready()) {
@@ -124,7 +128,7 @@ class Crew {
       asleep_--;
       offered = Clock::now();
     }
-    return job_;
+    return job;  // as it was when it was ready: it may be closed by now
   }
 
   const Clock::duration spin_;
@@ -136,7 +140,8 @@ class Crew {
   void (*piece_)(const void*, int64_t) = nullptr;
   const void* data_ = nullptr;
   std::vector<Share> shares_;  // of every thread
-  std::atomic<int32_t> job_ = 0, inside_ = 0;
+  std::atomic<int64_t> job_ = 0;
+  std::atomic<int32_t> inside_ = 0;
 
   std::atomic<int32_t> asleep_ = 0;
   std::mutex sleep_;

@@ -122,10 +122,10 @@ inline int quantize_share(const float* x, float per_unit, int half, Activations*
   int scale = most > 0.0f ? static_cast<int>(most) : 0;
   if (static_cast<float>(scale) < most && scale < kMostScale) scale++;
   const F inverse = splat(scale > 0 ? per_unit / static_cast<float>(scale) : 0.0f);
-  const I whole = __builtin_convertvector(fma(v, inverse, magic) - magic, I);
-  const Codes codes = __builtin_convertvector(whole, Codes);
+  const Codes codes = __builtin_convertvector(__builtin_convertvector(fma(v, inverse, magic) - magic, I), Codes);
   __builtin_memcpy(y->codes + half * kShare, &codes, sizeof codes);
   int32_t lanes[kLanes];
+  const I whole = __builtin_convertvector(codes, I);
   __builtin_memcpy(lanes, &whole, sizeof lanes);
   for (int i = 0; i < 8; i++) lanes[i] += lanes[i + 8];
   for (int i = 0; i < 4; i++) lanes[i] += lanes[i + 4];
