@@ -131,11 +131,10 @@ class Estimate:
 
 
 def rounded(x: F32 | F64) -> tuple[F64, F64]:
-    """Activations after rounding: to a row's factor times a whole number for 16 times a code of 8 bits; and by
-    how much those may differ.
+    """Activations after rounding, and by how much those may differ.
 
-    Where a quotient lies as good as halfway between two codes, or on a whole number, ``x`` of float64 does not
-    tell which float32 would take.
+    One is a row's factor times a whole number for 16 times a code of 8 bits. Where a quotient lies as good as
+    halfway between two codes, or on a whole number, ``x`` of float64 does not tell which float32 would take.
     """
     grouped = x.reshape(*x.shape[:-1], -1, SHARE)
     largest = np.abs(grouped).max(axis=(-2, -1), keepdims=True).astype(np.float32)

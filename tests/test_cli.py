@@ -63,6 +63,14 @@ def test_generate_streams_text_and_puts_the_cost_on_standard_error(use: Use) -> 
     assert (options["stop"], options["seed"], options["speculate"]) == (("X",), 4, True)
 
 
+@pytest.mark.parametrize("command", ["bench", "demo", "cost"])
+def test_instructions_that_are_none_are_refused_before_a_model_is_sought(use: Use, command: str) -> None:
+    loaded = use(FakeModel())
+    result = run(command, *([] if command == "demo" else ["t"]), "--instructions", "sse9")
+    assert (result.exit_code, loaded) == (1, [])
+    assert "instructions" in result.stderr and "avx2" in result.stderr
+
+
 @pytest.mark.parametrize("command", ["generate", "chat", "bench", "verify", "demo", "cost"])
 def test_threads_beyond_reason_are_refused_before_a_model_is_sought(use: Use, command: str) -> None:
     loaded = use(FakeModel())

@@ -1,5 +1,6 @@
 """The library of edgespec's kernels: finding it, choosing instructions, weights in huge pages."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -94,3 +95,19 @@ def test_no_matrix_is_in_memory_twice(tmp_path: Path) -> None:
     before = peak_memory_bytes()
     opened = cpu.open_graph(tmp_path / "m.onnx", cpu.CpuOptions(threads=1), native=True)
     assert opened is not None and peak_memory_bytes() - before < 1.7 * tiles.nbytes
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_library_stays_in_the_process() -> None:
+    """Each time that it is loaded anew its threads would take one of the process's thousand keys."""
+    code = """
+import gc
+from onnxruntime import SessionOptions
+from edgespec_runtimes import cpu
+settings = SessionOptions()
+cpu.register_operators(settings)
+del settings
+gc.collect()
+assert "edgespec_kernels" in open("/proc/self/maps").read()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -51,6 +51,7 @@ def bench(
         bool, typer.Option("--ignore-eos", help="Make every answer as long as --max-new-tokens.")
     ] = False,
     threads: options.Threads = 0,
+    instructions: options.Instructions = "",
     device: options.Device = "auto",
     drafter_device: options.DrafterDevice = "auto",
     history: options.HistoryName = None,
@@ -85,6 +86,7 @@ def demo(
         Path, typer.Option(metavar="OUT.html", help="Where the page with pictures goes.")
     ] = Path("edgespec-report.html"),
     threads: options.Threads = 0,
+    instructions: options.Instructions = "",
     json_file: JsonFile = None,
 ) -> None:
     """Pull two models, export them, and show what speculative decoding gains on this machine.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from edgespec.cli.console import figure_table, note, output, print_json, progress_bars, say
-from edgespec.cli.options import JsonFlag, Target, Threads
+from edgespec.cli.options import Instructions, JsonFlag, Target, Threads
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,13 +19,7 @@ def cost(
         bool, typer.Option("--drafter", help="Measure the model as a drafter, which needs no exact rows.")
     ] = False,
     threads: Threads = 0,
-    instructions: Annotated[
-        str,
-        typer.Option(
-            help="The instructions that edgespec's kernels use, such as avx2. Default: the best that the "
-            "processor has."
-        ),
-    ] = "",
+    instructions: Instructions = "",
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Forget what was measured earlier and measure again.")
     ] = False,

@@ -90,6 +90,13 @@ TrainingShare = Annotated[
         "share of the time; 0 does not train.",
     ),
 ]
+Instructions = Annotated[
+    str,
+    typer.Option(
+        help="The instructions that edgespec's kernels use, such as avx2. Default: the best that the "
+        "processor has."
+    ),
+]
 PromptsFile = Annotated[
     Path | None,
     typer.Option(
@@ -109,7 +116,8 @@ def load_model(context: typer.Context, progress: ProgressCallback, **named: str)
     import edgespec
 
     given = context.params | named
-    limits = {name: given[name] for name in ("threads", "training_share", "max_waiting") if name in given}
+    limited = ("threads", "instructions", "training_share", "max_waiting")
+    limits = {name: given[name] for name in limited if name in given}
     places = {name: given[name] for name in ("history", "device", "drafter_device") if name in given}
     return edgespec.load(
         given["target"],

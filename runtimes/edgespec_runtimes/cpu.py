@@ -10,6 +10,7 @@ import ctypes
 import os
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -208,7 +209,10 @@ def register_operators(
         if value:
             settings.add_session_config_entry(f"edgespec.{name}", value)
     try:
+        _kept(path)
         settings.register_custom_ops_library(str(path))
+    except OSError as error:
+        raise _unusable(path, error) from error
     except RUN_ERRORS as error:
         if lacks_memory(error):
             raise DeviceError(f"not enough memory to load {path.name}; free some") from error
@@ -220,6 +224,16 @@ def register_operators(
         ) from error
 
 
+@cache
+def _kept(path: Path) -> ctypes.CDLL:
+    """The library, which stays in the process.
+
+    ONNX Runtime drops it with the last session, and each time that threads start in it anew it would take
+    one of the process's thousand keys for what threads own.
+    """
+    return ctypes.CDLL(str(path))
+
+
 def best_instructions() -> str:
     """The one of :data:`INSTRUCTIONS` that sessions use where none is named.
 
@@ -228,7 +242,7 @@ def best_instructions() -> str:
     """
     path = library()
     try:
-        ask = ctypes.CDLL(str(path)).edgespec_instructions
+        ask = _kept(path).edgespec_instructions
     except (OSError, AttributeError) as error:
         raise _unusable(path, error) from error
     ask.argtypes, ask.restype = [], ctypes.c_char_p

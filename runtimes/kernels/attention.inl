@@ -19,7 +19,7 @@ inline void key_products(const HeadAttention& h, const float* queries, int64_t t
     for (int t = 0; t < T; t++) store(scores + r * stride + (tile + t) * kLanes, sums[r][t]);
 }
 
-// y += probabilities times the values of channels `d` to `d + D * kLanes`.
+// y = probabilities times the values of channels `d` to `d + D * kLanes`.
 template <int M, int D>
 inline void value_sums(const HeadAttention& h, const float* scores, int64_t stride, int64_t first,
                        int64_t last, int64_t d, float* y) {

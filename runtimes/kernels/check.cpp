@@ -100,7 +100,13 @@ void add_roundings(Cases& cases) {
                        results.add(kernels.quantize(x.data(), static_cast<int64_t>(x.size()), y.data()));
                        for (const Activations& each : y) {
                          for (const int8_t code : each.codes) results.add(int64_t{code});
-                         for (const int32_t scale : each.scales) results.add(int64_t{scale});
+                         for (int half = 0; half < 2; half++) {
+                           results.add(int64_t{each.scales[half]});
+                           results.add(int64_t{each.twice[half]});
+                           results.add(each.floats[half]);
+                           results.add(int64_t{each.negated_sums[half]});
+                           for (const int16_t sum : each.negated_pairs[half]) results.add(int64_t{sum});
+                         }
                          results.add(each.negated_sum);
                        }
                      }});
@@ -193,6 +199,33 @@ void add_products(Cases& cases) {
                            project(kernels, random, format, gate, rows, results);
                          }});
       }
+}
+
+// Activations and codes as large as they get, where sums nearly leave the bits they are kept in.
+void add_extremes(Cases& cases) {
+  for (int format = 0; format < kFormatCount; format++)
+    for (const int fill : {0, 255})
+      cases.push_back({std::string("extremes of ") + kFormats[format].name,
+                       [=](const Kernels& kernels, Random& random, Results& results) {
+                         Matrix matrix(random, format, kLanes, kInputs);
+                         for (size_t i = 0; i < matrix.tiles.size(); i++)
+                           if (static_cast<int>(i) % kFormats[format].bytes < kFactorsAt[format])
+                             matrix.tiles[i] = static_cast<uint8_t>(fill);
+                         std::vector<float> x(2 * kInputs, 1.0f), y(2 * kLanes);
+                         for (size_t i = kInputs; i < x.size(); i++) x[i] = -1.0f;
+                         const Rounded rounded(kernels, x, 2);
+                         Projection p{};
+                         p.parts = &matrix.part;
+                         p.part_count = 1;
+                         p.inputs = kInputs;
+                         p.width = kLanes;
+                         p.rows = 2;
+                         p.activations = rounded.activations.data();
+                         p.factors = rounded.factors.data();
+                         p.y = y.data();
+                         kernels.project(p, 0, 1);
+                         results.add(y);
+                       }});
 }
 
 void add_gathers(Cases& cases) {
@@ -383,6 +416,7 @@ int check() {
   add_normalizations(cases);
   add_roundings(cases);
   add_products(cases);
+  add_extremes(cases);
   add_gathers(cases);
   add_narrowings(cases);
   add_attentions(cases);

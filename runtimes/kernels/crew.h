@@ -5,8 +5,8 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <mutex>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -39,17 +39,25 @@ class Crew {
     hire();
     piece_ = [](const void* data, int64_t i) { (*static_cast<const Run*>(data))(i); };
     data_ = &run;
-    const int64_t threads = static_cast<int64_t>(shares_.size());
+    const int64_t threads = static_cast<int64_t>(shares_.size()), parts = threads < count ? threads : count;
     for (int64_t t = 0; t < threads; t++) {
       Share& share = shares_[static_cast<size_t>(t)];
-      share.next = count * t / threads;
-      share.end = count * (t + 1) / threads;
+      share.next = t < parts ? count * t / parts : 0;
+      share.end = t < parts ? count * (t + 1) / parts : 0;
     }
     const int64_t job = job_ + 1;
     open(job);
     for (int64_t i; (i = taken(0)) >= 0;) run(i);
+    const int patience = spin_.count() != 0 ? kPatience : 0;
     job_ = job + 1;  // closed: who is not in it by now stays out
-    for (int spins = 0; inside_ != 0; spins++) spins < kPatience ? pause() : std::this_thread::yield();
+    for (int spins = 0; inside_ != 0;) {
+      if (spins++ < patience) {
+        pause();
+      } else {
+        spins = patience;
+        std::this_thread::yield();
+      }
+    }
   }
 
  private:
@@ -64,7 +72,7 @@ class Crew {
   };
 
   static void pause() {
-#if defined(__x86_64__) || defined(_M_X64)
+#if defined(__x86_64__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
     __asm__ volatile("yield");
@@ -76,7 +84,7 @@ class Crew {
     hired_ = true;
     try {
       for (size_t t = 1; t < shares_.size(); t++) helpers_.emplace_back([this, t] { help(t); });
-    } catch (const std::system_error&) {  // as many as the system gives
+    } catch (const std::exception&) {  // as many as the system gives
     }
   }
 
@@ -84,6 +92,7 @@ class Crew {
   int64_t taken(size_t t) {
     for (size_t s = 0; s < shares_.size(); s++) {
       Share& share = shares_[(t + s) % shares_.size()];
+      if (share.next.load(std::memory_order_relaxed) >= share.end) continue;
       const int64_t i = share.next++;
       if (i < share.end) return i;
     }

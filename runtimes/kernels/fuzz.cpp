@@ -188,6 +188,7 @@ const OrtCustomOpDomain* domain(const std::string& set, bool huge) {
   if (!missing) return at->second;
   OrtSessionOptions options;
   options.settings["edgespec.instructions"] = set;
+  options.settings["edgespec.threads"] = huge ? "3" : "1";
   if (huge) options.settings["edgespec.huge_pages"] = "1";
   const edgespec::ort::ApiBase base = {[](uint32_t) -> const void* const* { return table; }, nullptr};
   delete RegisterCustomOps(&options, &base);

@@ -1,12 +1,12 @@
 // The kernels, over the primitives of an instruction set. Included once for each of them, inside a namespace
-// that has
+// that has vectors.inl and
 //
 //     kRows, kQueries          rows that one unpacking of weights serves, and one reading of keys
 //     fma(a, b, c)             a * b + c, rounded once
 //     half(pointer)            16 float16 as F
 //     look_up(table, places)   for each byte, below 16, what lies there in 16 bytes
 //
-// and for products with the weights of a Format, whose scale and float are the last to be multiplied with:
+// and for products with weights of a Format, of which sums are whole numbers until they are weighed:
 //
 //     begin<Format>(x, half)   what a sum of 16 products starts from so that it is that of (code - zero)
 //     add<Format, M>(sums, codes, a, stride, group)   two groups' products with M rows of activations

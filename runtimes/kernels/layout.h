@@ -30,7 +30,7 @@ struct Activations {
   int32_t twice[2];             // the same in both halves of 32 bits
   float floats[2];              // the same
   int32_t negated_sums[2];      // minus the sum of the codes
-  int16_t negated_pairs[2][2];  // of each group's first two codes, and of its last two
+  int16_t negated_pairs[2][2];  // minus the sums of each group's first two codes, and of its last two
   float negated_sum;            // minus the sum of scale * code
 };
 static_assert(sizeof(Activations) == 72);
@@ -38,10 +38,10 @@ constexpr int kMostScale = 255, kMostCode = 127;
 
 // What differs between formats. A tile has `kSubBlocks` times a block of 32 inputs.
 //
-//     kLow     lines of a block that hold two groups (4 bits) or four (2 bits) or one (8 bits) each
-//     kHigh    lines of a block with the bits above them: 1 bit of all 8 groups, or 2 bits of 4 groups
-//     kScales  scales of a block: 1, or 2 of 16 inputs each
-//     kTable   16 codes, which the 4 bits choose from; no distance to kZero is above kZero
+//     kBits      of a code in lines that hold two groups (4 bits) or four (2 bits) or one (8 bits) each
+//     kHighBits  above them, in further lines: 1 bit of all 8 groups, or 2 bits of 4 groups
+//     kScales    scales of a block: 1, or 2 of 16 inputs each
+//     kTable     16 codes, which the 4 bits choose from; no distance to kZero is above kZero
 //
 // The scale of a block is a float16, a power of two by its exponent, or a float16 of the tile times a number.
 enum class Scale { half, exponent, bytes, signed_bytes, nibbles };
@@ -154,6 +154,10 @@ constexpr int kMostDot = kReach<Format> * kMostCode * kShare;
 template <class Format>
 constexpr bool kFits = kMostDot<Format> <= 65535;
 static_assert(65535 * kMostScale <= 1 << 24);
+#define EDGESPEC_HOLDS(name) \
+  static_assert(kFits<name> ? 2 * kLargestCode<name> * kMostCode <= 32767 : name::kZero == 128);
+EDGESPEC_FORMATS(EDGESPEC_HOLDS)  // a pair of products fits 16 bits; wide codes are made signed by taking 128 off
+#undef EDGESPEC_HOLDS
 
 struct FormatInfo {
   const char* name;

@@ -5,8 +5,8 @@
 //     Embedding  rows of a matrix
 //     Choose     the most likely column of each row, and its probability
 //
-// They run on threads of their own, as many as the session's settings say. What a graph says is checked when its kernels are made, what a pass
-// brings when it runs; nothing is read past the end of a tensor.
+// They run on threads of their own, as many as the session's settings say. What a graph says is checked when its
+// kernels are made, what a pass brings when it runs; nothing is read past the end of a tensor.
 #include <initializer_list>
 #include <memory>
 
@@ -77,7 +77,12 @@ class Registered : public ort::CustomOp {
 // The operators of one session's options. Nothing says when the last session goes, so it is never freed.
 struct Domain {
   Domain(const void* const* table, const Kernels& kernels, bool huge, int64_t threads, bool spins)
-      : api(table), host(kernels, huge, threads, spins), linear(api, host), attention(api, host), embedding(api, host), choose(api, host) {
+      : api(table),
+        host(kernels, huge, threads, spins),
+        linear(api, host),
+        attention(api, host),
+        embedding(api, host),
+        choose(api, host) {
     check(api.create_domain("edgespec", &domain));
     const std::initializer_list<const ort::CustomOp*> all = {&linear, &attention, &embedding, &choose};
     for (const ort::CustomOp* op : all) check(api.add_operator(domain, op));
@@ -133,7 +138,8 @@ EDGESPEC_EXPORT OrtStatus* EDGESPEC_ORT_CALL RegisterCustomOps(OrtSessionOptions
     int64_t count = 1;
     std::from_chars(threads.data(), threads.data() + threads.size(), count);
     auto domain = std::make_unique<Domain>(table, *kernels, !said("edgespec.huge_pages").empty(),
-                                           std::clamp<int64_t>(count, 1, 1 << 12), !said("edgespec.spinning").empty());
+                                           std::clamp<int64_t>(count, 1, 1 << 12),
+                                           !said("edgespec.spinning").empty());
     check(api.add_domain(options, domain->domain));
     domain.release();
     return nullptr;

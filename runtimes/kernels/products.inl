@@ -144,6 +144,7 @@ constexpr int64_t kAtOnce = 48, kStretch = 8192;
 inline void multiply(const Projection& p, const Part& part, int64_t tile, int64_t row, int64_t rows, float* y) {
   const FormatInfo& format = kFormats[part.format];
   const int64_t count = p.inputs / format.inputs, stride = p.inputs / kBlock, groups = (rows + kRows - 1) / kRows;
+  static_assert(Tile<Q6_K>::kBytes <= kStretch);  // the largest
   const int64_t stretch = kStretch / format.bytes, blocks = format.inputs / kBlock;
   const uint8_t* tiles = part.tiles + tile * count * format.bytes;
   for (int64_t r = 0; r < rows; r++) store(y + r * kLanes, F{});

@@ -3,17 +3,21 @@
 A peer is a folder with ``llama-batched-bench`` and ``llama-bench``: llama.cpp's own, or any that speaks its
 options, named as ``NAME=FOLDER`` or ``NAME=FOLDER:OPTION,OPTION`` (``ik=ik_llama.cpp/build/bin:-rtr``). It
 decodes n sequences at once, whose n rows all have logits, as a verification's have. edgespec runs passes of n
-tokens. Medians over rounds; a round takes every program once.
+tokens. Medians over rounds; a round takes every program once. ``--neighbour CORE`` keeps that core busy
+meanwhile.
 
 Usage, from the repository's root: ``python -m tools.peers.passes --gguf FILE --bundle DIR
 [--peer llama.cpp=peers/llama.cpp/bin ...] [--instructions avx512 --instructions avx2 ...] [--rounds 3]
-[--prompt 64]``
+[--prompt 64] [--neighbour 1]``
 """
 
 import argparse
+import os
 import re
 import subprocess
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -91,15 +95,38 @@ def programs(options: argparse.Namespace) -> dict[str, Callable[[], Times]]:
     return found
 
 
+@contextmanager
+def neighbour(core: int) -> Iterator[None]:
+    """A program that wants ``core`` (Linux) without end; none if that is negative."""
+    if core < 0:
+        yield
+        return
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        try:
+            os.sched_setaffinity(busy.pid, {core})
+            yield
+        finally:
+            busy.kill()
+
+
 def main() -> None:
     """Read the command line, print a table."""
     options = arguments(
-        __doc__, gguf=Path, bundle=Path, peer=[str], instructions=[str], threads=2, rounds=3, prompt=64
+        __doc__,
+        gguf=Path,
+        bundle=Path,
+        peer=[str],
+        instructions=[str],
+        threads=2,
+        rounds=3,
+        prompt=64,
+        neighbour=-1,
     )
     every: dict[str, list[Times]] = {}
-    for _ in range(options.rounds):
-        for name, run in programs(options).items():
-            every.setdefault(name, []).append(run())
+    with neighbour(options.neighbour):
+        for _ in range(options.rounds):
+            for name, run in programs(options).items():
+                every.setdefault(name, []).append(run())
     columns = [*map(str, ROWS), "prompt"]
     print(f"| ms by rows; prompt of {options.prompt}, tokens/s | " + " | ".join(columns) + " |")
     print("|---" * (len(columns) + 1) + "|")
