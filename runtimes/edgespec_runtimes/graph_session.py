@@ -1,16 +1,18 @@
 """A sequence of tokens over a graph: what every session does, whatever runs its passes."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Generic, TypeVar
+from copy import copy
+from typing import Final, Generic, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from edgespec_models.bundles.config import DecoderShape
 from edgespec_models.errors import BundleError, Cancelled, DeviceError, RequestError
+from edgespec_models.bundles.graph_contract import Part
 from edgespec_runtimes.graph_io import DynamicIO, GraphIO
-from edgespec_runtimes.kv_buffers import GrowingCache
-from edgespec_runtimes.session import Predictions, SavedCache, shared_length
+from edgespec_runtimes.kv_buffers import GrowingCache, Stretch
+from edgespec_runtimes.session import Predictions, Rows, SavedCache, shared_length
 
 IO = TypeVar("IO", bound=GraphIO)
 KV_STEP: Final = 256
@@ -20,7 +22,7 @@ _TESTED = 28  # tokens: ONNX Runtime's sums differ by rows on ARM, of which eigh
 
 
 class GraphSession(Generic[IO]):
-    """One model reading one sequence; see :class:`edgespec_runtimes.session.Session`.
+    """A sequence that a model reads; see :class:`edgespec_runtimes.session.Session`.
 
     ``row_exact`` says whether passes over one and over several tokens gave the same bits in the self-test.
     """
@@ -28,16 +30,15 @@ class GraphSession(Generic[IO]):
     def __init__(self, io: IO, config: DecoderShape, *, chunk: int, row_exact: bool | None) -> None:
         """Prove that the graph can roll back.
 
-        ``io`` is closed with the session. ``chunk`` are tokens of one prefill pass. ``row_exact`` is what an
+        ``io`` is closed with the session, the last of those beside each other. ``chunk`` are tokens of one prefill pass. ``row_exact`` is what an
         earlier self-test found; None tests now.
 
         Raises:
             BundleError: the graph cannot roll back.
         """
         self._config, self._chunk = config, chunk
-        self._tokens: list[int] = []
-        self._capacity = 0
         self._io: IO | None = io
+        self._stretch = self._new_stretch()
         self.row_exact = self.self_test() if row_exact is None else row_exact
 
     @property
@@ -48,12 +49,12 @@ class GraphSession(Generic[IO]):
     @property
     def length(self) -> int:
         """Tokens the KV cache holds."""
-        return len(self._tokens)
+        return len(self._stretch.tokens)
 
     @property
     def capacity(self) -> int:
         """Tokens the KV cache can hold now."""
-        return self._capacity
+        return self._stretch.capacity
 
     @property
     def kv_bytes(self) -> int:
@@ -75,25 +76,26 @@ class GraphSession(Generic[IO]):
         io = self._open_io
         if capacity > self.longest:
             raise RequestError(self._too_long(capacity))
-        if capacity <= self._capacity:
+        if capacity <= self.capacity:
             return
         rounded = self._rounded(capacity)
         try:
-            io.reserve(rounded, self.length)
+            io.reserve(self._stretch, rounded)
         except BaseException as error:  # Ctrl-C too: the cache may be half of one size, half of another
-            self._tokens.clear()
-            self._capacity = 0
+            for each in io.stretches:
+                each.tokens.clear()
+                each.capacity = 0
             if isinstance(error, MemoryError):
                 raise DeviceError(
                     f"not enough memory for a KV cache of {rounded:,} tokens; shorten the prompt, ask for "
                     "fewer new tokens, or free memory"
                 ) from error
             raise
-        self._capacity = rounded
+        self._stretch.capacity = rounded
 
     def shared_prefix(self, tokens: Sequence[int]) -> int:
         """How many of ``tokens``, from the first on, the cache holds already."""
-        return shared_length(self._tokens, tokens)
+        return shared_length(self._stretch.tokens, tokens)
 
     def prefill(self, tokens: Sequence[int], cancelled: Callable[[], bool] | None = None) -> None:
         """Make the cache hold exactly ``tokens``, keeping a shared prefix."""
@@ -108,40 +110,50 @@ class GraphSession(Generic[IO]):
 
     def predict(self, tokens: Sequence[int]) -> Predictions:
         """Append ``tokens``; what the model says behind each."""
-        self.reserve(self.length + len(tokens))
-        return self._run(tokens, len(tokens))
+        return self.predict_together([Rows(self, tokens, len(tokens))])[0]
+
+    def predict_together(self, asked: Sequence[Rows]) -> list[Predictions]:
+        """One pass over rows of this session and of those beside it."""
+        for each in asked:
+            each.session.reserve(each.session.length + len(each.tokens))
+        return self._run(asked)
 
     def truncate(self, length: int) -> None:
         """Forget every token from position ``length`` on."""
         if not 0 <= length <= self.length:
             raise RequestError(f"cannot truncate to {length}: the cache holds {self.length} tokens")
-        del self._tokens[length:]
+        del self._stretch.tokens[length:]
 
     def save(self, length: int) -> SavedCache | None:
         """A copy of the cache's first ``length`` tokens; None where the device keeps no rows to copy."""
-        arrays = self._open_io.cache_rows(length)
-        return None if arrays is None else SavedCache(tuple(self._tokens[:length]), tuple(arrays))
+        arrays = self._open_io.cache_rows(self._stretch, length)
+        return None if arrays is None else SavedCache(tuple(self._stretch.tokens[:length]), tuple(arrays))
 
     def restore(self, saved: SavedCache, length: int) -> None:
         """Make the cache hold the first ``length`` tokens of what was saved."""
         self.truncate(0)
         self.reserve(length)
-        self._open_io.put_cache_rows(saved.arrays, length)
-        self._tokens += saved.tokens[:length]
+        self._open_io.put_cache_rows(self._stretch, saved.arrays, length)
+        self._stretch.tokens += saved.tokens[:length]
 
     def close(self) -> None:
-        """Free the model and its cache."""
-        if self._io is not None:
-            self._io.close()
-        self._io = None
-        self._tokens.clear()
-        self._capacity = 0
+        """Free the cache and, behind the last of those beside each other, the model."""
+        io, self._io = self._io, None
+        if io is not None:
+            io.stretches.remove(self._stretch)
+            if not io.stretches:
+                io.close()
+        self._stretch = Stretch()
 
     @property
     def _open_io(self) -> IO:
         if self._io is None:
             raise RequestError("this session is closed; open the bundle again")
         return self._io
+
+    def _new_stretch(self) -> Stretch:
+        self._open_io.stretches.append(Stretch())
+        return self._open_io.stretches[-1]
 
     def _rounded(self, capacity: int) -> int:
         """Tokens to make room for where ``capacity`` are asked for."""
@@ -164,15 +176,20 @@ class GraphSession(Generic[IO]):
             if cancelled is not None and cancelled():
                 raise Cancelled(f"cancelled after {self.length} of {len(tokens)} prompt tokens")
             chunk = tokens[self.length : self.length + size]
-            last = self._run(chunk, 1)
+            (last,) = self._run([Rows(self, chunk, 1)])
         return last
 
-    def _run(self, tokens: Sequence[int], rows: int) -> Predictions:
-        """Append ``tokens``; a row for each of the last ``rows``."""
-        if not len(tokens) or not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
-            raise RequestError(f"a pass needs token ids from 0 to {self.vocab_size - 1}, at least one")
-        predictions = self._open_io.run(tokens, self.length, rows)
-        self._tokens.extend(tokens)
+    def _run(self, asked: Sequence[Rows]) -> list[Predictions]:
+        """Append tokens, for which there is room."""
+        parts = list[Part]()
+        for each in asked:
+            tokens, stretch = each.tokens, _stretch_of(each)
+            if not len(tokens) or not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+                raise RequestError(f"a pass needs token ids from 0 to {self.vocab_size - 1}, at least one")
+            parts.append(Part(tokens, len(stretch.tokens), each.wanted, stretch.begin))
+        predictions = self._open_io.run(parts)
+        for each in asked:
+            _stretch_of(each).tokens.extend(each.tokens)
         return predictions
 
     def self_test(self) -> bool:
@@ -211,10 +228,25 @@ class GraphSession(Generic[IO]):
         return bool(np.array_equal(together, again) and np.array_equal(again, single))
 
 
+def _stretch_of(rows: Rows) -> Stretch:
+    session = rows.session
+    if not isinstance(session, GraphSession):
+        raise RequestError("a pass cannot read rows of another model's session")
+    return session._stretch
+
+
 class DynamicSession(GraphSession[DynamicIO]):
     """One whose graph takes any number of tokens, may be tuned and may have a trimmed head."""
 
     compiled = ""
+
+    def beside(self) -> Self | None:
+        """Another session of the same model, with an empty cache; None where passes are of one sequence."""
+        if not self._open_io.takes_several:
+            return None
+        other = copy(self)
+        other._stretch = self._new_stretch()
+        return other
 
     @property
     def copies_cache(self) -> bool:
@@ -233,7 +265,6 @@ class DynamicSession(GraphSession[DynamicIO]):
             RequestError: one that is not among :attr:`tunable`, or of another shape.
         """
         self._open_io.tune(weights)
-        self._tokens.clear()
 
     @property
     def head_tokens(self) -> npt.NDArray[np.int32] | None:

@@ -1,8 +1,9 @@
 """Keys and values: where a graph keeps them and its inputs and outputs, and caches that are put aside."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,15 +23,32 @@ def ort_value(array: _Array) -> Any:
     return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, _ONNX_TYPES[array.dtype.name])
 
 
+@dataclass(slots=True, eq=False)
+class Stretch:
+    """A sequence's part of a KV cache: its tokens, where it begins, and how many tokens it has room for."""
+
+    tokens: list[int] = field(default_factory=list)
+    begin: int = 0
+    capacity: int = 0
+
+
+class Move(NamedTuple):
+    """Keys and values of ``count`` tokens from place ``begin`` on go to ``to``, where there is more room."""
+
+    begin: int
+    to: int
+    count: int
+
+
 class KVBuffers(Protocol):
-    """The KV cache of one sequence."""
+    """The KV cache of a model, for one sequence or, in numpy's memory, several."""
 
     @property
     def nbytes(self) -> int:
         """Bytes reserved."""
 
-    def reserve(self, capacity: int, keep: int) -> None:
-        """Make room for ``capacity`` tokens, keeping the first ``keep``; earlier bindings are void."""
+    def reserve(self, capacity: int, moves: Sequence[Move]) -> None:
+        """Make room for ``capacity`` tokens, keeping what moves; earlier bindings are void."""
 
     def bind(self, binding: Any, start: int, count: int) -> None:
         """Let a pass over ``count`` tokens behind ``start`` others read and write the cache."""
@@ -38,11 +56,11 @@ class KVBuffers(Protocol):
     def written(self, length: int) -> None:
         """Tell that the bound pass ran, and left keys and values of ``length`` tokens."""
 
-    def copy(self, length: int) -> list[_Array] | None:
-        """Copies of the keys and values of the first ``length`` tokens; None where the host has none."""
+    def copy(self, begin: int, length: int) -> list[_Array] | None:
+        """Copies of keys and values of ``length`` tokens from ``begin`` on; None where the host has none."""
 
-    def paste(self, arrays: Sequence[_Array], length: int) -> None:
-        """Put the first ``length`` tokens of such copies where they were. Room must be reserved."""
+    def paste(self, arrays: Sequence[_Array], begin: int, length: int) -> None:
+        """Put the first ``length`` tokens of such copies to ``begin``. Room must be reserved."""
 
     def clear(self) -> None:
         """Free the memory."""
@@ -64,11 +82,11 @@ class InPlaceCache:
     def written(self, length: int) -> None:
         """Nothing to do: the new rows lie where the next pass reads them."""
 
-    def copy(self, length: int) -> list[_Array] | None:
+    def copy(self, begin: int, length: int) -> list[_Array] | None:
         """None: a device's rows would travel over the host."""
         return None
 
-    def paste(self, arrays: Sequence[_Array], length: int) -> None:
+    def paste(self, arrays: Sequence[_Array], begin: int, length: int) -> None:
         """Never called: nothing is copied."""
 
 
@@ -87,31 +105,32 @@ class SharedCache(InPlaceCache):
         """Bytes reserved."""
         return sum(array.nbytes for array in self.arrays)
 
-    def reserve(self, capacity: int, keep: int) -> None:
-        """Make room for ``capacity`` tokens, keeping the first ``keep``; earlier bindings are void."""
-        if not keep:
+    def reserve(self, capacity: int, moves: Sequence[Move]) -> None:
+        """Make room for ``capacity`` tokens, keeping what moves; earlier bindings are void."""
+        moves = [move for move in moves if move.count]
+        if not moves:
             self.clear()
-        held = _whole_tiles(keep)
         self._values.clear()
         arrays = []
         for tensor in self._layout:
             array = np.zeros((1, tensor.heads, capacity, tensor.head_dim), tensor.dtype)
-            if keep:
-                # Each goes when it is copied, so that one alone is there twice.
-                old = self.arrays.pop(0)[:, :, :held]
-                array[:, :, : old.shape[2]] = old
+            # Each goes when it is copied, so that one alone is there twice.
+            old = self.arrays.pop(0) if moves else array
+            for begin, to, count in moves:
+                kept = old[:, :, begin : begin + _whole_tiles(count)]
+                array[:, :, to : to + kept.shape[2]] = kept
             arrays.append(array)
         self.arrays, self._values = arrays, [ort_value(array) for array in arrays]
 
-    def copy(self, length: int) -> list[_Array] | None:
-        """Copies of the keys and values of the first ``length`` tokens."""
-        return [array[:, :, : _whole_tiles(length)].copy() for array in self.arrays]
+    def copy(self, begin: int, length: int) -> list[_Array] | None:
+        """Copies of keys and values of ``length`` tokens from ``begin`` on."""
+        return [array[:, :, begin : begin + _whole_tiles(length)].copy() for array in self.arrays]
 
-    def paste(self, arrays: Sequence[_Array], length: int) -> None:
-        """Put the first ``length`` tokens of such copies where they were."""
+    def paste(self, arrays: Sequence[_Array], begin: int, length: int) -> None:
+        """Put the first ``length`` tokens of such copies to ``begin``."""
         held = _whole_tiles(length)
         for array, saved in zip(self.arrays, arrays, strict=True):
-            array[:, :, :held] = saved[:, :, :held]
+            array[:, :, begin : begin + held] = saved[:, :, :held]
 
     def clear(self) -> None:
         """Free the memory."""
@@ -138,8 +157,9 @@ class GrowingCache:
         """Bytes reserved."""
         return sum(array.nbytes for array in (*self._past, *self._present))
 
-    def reserve(self, capacity: int, keep: int) -> None:
-        """Make room for ``capacity`` tokens, keeping the first ``keep``; earlier bindings are void."""
+    def reserve(self, capacity: int, moves: Sequence[Move]) -> None:
+        """Make room for ``capacity`` tokens, keeping what moves; earlier bindings are void."""
+        keep = sum(move.count for move in moves)
         if not keep:
             self.clear()
         past, present = [], []
@@ -171,12 +191,12 @@ class GrowingCache:
         """Tell that the bound pass ran, and left keys and values of ``length`` tokens."""
         self._past, self._present, self._held = self._present, self._past, length
 
-    def copy(self, length: int) -> list[_Array] | None:
-        """Copies of the keys and values of the first ``length`` tokens."""
+    def copy(self, begin: int, length: int) -> list[_Array] | None:
+        """Copies of keys and values of the first ``length`` tokens."""
         pairs = zip(self._past, self._layout, strict=True)
         return [_rows(past, tensor, self._held)[:, :, :length].copy() for past, tensor in pairs]
 
-    def paste(self, arrays: Sequence[_Array], length: int) -> None:
+    def paste(self, arrays: Sequence[_Array], begin: int, length: int) -> None:
         """Put the first ``length`` tokens of such copies where they were."""
         for past, tensor, saved in zip(self._past, self._layout, arrays, strict=True):
             _rows(past, tensor, length)[:] = saved[:, :, :length]

@@ -108,6 +108,18 @@ def check_best(logit: float) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What a pass is to read of one sequence: ``tokens``, behind those in its session's cache.
+
+    ``wanted`` rows of logits are asked for, of the last tokens.
+    """
+
+    session: "Session"
+    tokens: Sequence[int]
+    wanted: int
+
+
 _COMPARED = 256
 
 
@@ -140,7 +152,7 @@ def shared_length(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 class Session(Protocol):
-    """One model reading one sequence; the only owner of its KV cache.
+    """A sequence that a model reads; the only owner of its KV cache.
 
     The cache holds the keys and values of ``length`` tokens, at most ``capacity``.
     Rollback is a number: :meth:`truncate`. Predictions have a column for every row of the LM head: every
@@ -210,6 +222,18 @@ class Session(Protocol):
 
         They lie in the session's own buffers: the next call overwrites them.
         """
+
+    def beside(self) -> "Session | None":
+        """Another session of the same model, with an empty cache; None where passes are of one sequence."""
+        return None
+
+    def predict_together(self, asked: Sequence[Rows]) -> list[Predictions]:
+        """One pass over rows of this session and of those that it made :meth:`beside` it.
+
+        They are appended to their caches; a row has the bits it has alone. Like :meth:`predict` otherwise.
+        """
+        (rows,) = asked
+        return [rows.session.predict(rows.tokens)]
 
     def predict_next(self, tokens: Sequence[int]) -> Predictions:
         """Make the cache hold exactly ``tokens``; what the model says of what follows, one row.
