@@ -45,6 +45,15 @@ NO_DRAFT = Draft()
 
 
 @dataclass(frozen=True, slots=True)
+class Passed:
+    """A pass of the target: its rows, its seconds, and this request's share of these."""
+
+    rows: int
+    seconds: float
+    share_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """One round of decoding.
 
@@ -52,9 +61,11 @@ class Step:
         tokens: what it committed, at least one token.
         accepted: how many proposals were kept.
         drafter_s: seconds spent proposing.
-        target_s: seconds of the target's pass.
+        target_s: seconds of the target's pass, or the request's share of them.
+        seconds: of the round, for this request.
         logprobs: of each token, in nats; empty unless asked for.
         top_logprobs: the most probable tokens in place of each, and their logarithms; empty unless asked for.
+        passed: the target's pass, if it was other requests' too.
     """
 
     tokens: tuple[int, ...]
@@ -65,11 +76,34 @@ class Step:
     seconds: float = 0.0
     logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    passed: Passed | None = None
+
+    @property
+    def target_pass(self) -> Passed:
+        """The pass; of this request alone unless said otherwise."""
+        return self.passed or Passed(1 + len(self.draft.tokens), self.target_s, self.target_s)
 
     @property
     def judged(self) -> tuple[int, ...]:
         """What the round committed from where its sources were asked to go on."""
         return self.tokens[self.draft.forced :]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the reading of a prompt is.
+
+    Attributes:
+        total: tokens of the prompt.
+        cached: of these, how many the KV cache held already.
+        read: how many have been read, those included.
+        seconds: since the reading began.
+    """
+
+    total: int
+    cached: int
+    read: int
+    seconds: float
 
 
 class Source(Protocol):

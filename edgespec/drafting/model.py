@@ -129,8 +129,8 @@ class ModelDrafter:
     def observe(self, step: Step) -> None:
         """See :class:`~edgespec.decoding.draft.Source`: compare the proposals with what was committed."""
         guesses, self._proposed = self._proposed, []
-        one_s = self._pricing.pass_seconds(1)
-        self._saved_s += one_s - self._pricing.pass_seconds(1 + len(guesses))
+        one_s = self._pricing.token_s
+        self._saved_s -= self._pricing.rows_seconds(len(guesses))
         for guess, token in zip(guesses, step.judged, strict=False):
             accepted = token == guess.token
             self._calibration.observe(guess, accepted)

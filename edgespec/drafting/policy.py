@@ -92,7 +92,8 @@ class Policy:
         if self._begun:
             rests = self._free is not None and not self._guard.allows
             self._judge_model(step)
-            self._pricing.observe_pass(1 + len(step.draft.tokens), step.target_s / step.draft.slowdown)
+            passed = step.target_pass
+            self._pricing.observe_pass(passed.rows, passed.seconds / step.draft.slowdown)
             self._judge_round(step)
             if rests:
                 self._guard.rest()
@@ -150,7 +151,7 @@ class Policy:
 
     def _judge_model(self, step: Step) -> None:
         """Was it worth asking the model?"""
-        self._wait_s -= self._pricing.pass_seconds(1)
+        self._wait_s -= self._pricing.pass_seconds(self._pricing.sequences)
         promised, self._promised = self._promised, None
         if promised is None:
             return
@@ -172,5 +173,4 @@ class Policy:
         if not reads_prompt:
             self._pricing.observe_round(len(step.tokens), step.seconds)
             if asked:
-                rows_s = self._pricing.pass_seconds(1 + forced) - self._pricing.pass_seconds(1)
-                self._guard.observe(len(step.tokens) - forced, step.seconds - rows_s)
+                self._guard.observe(len(step.tokens) - forced, step.seconds - self._pricing.rows_seconds(forced))

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_models.errors import EdgespecError
+from edgespec_models.errors import EdgespecError, RequestError
 
 Logits = npt.NDArray[np.float32]
 
@@ -207,13 +207,14 @@ class Session(Protocol):
     def shared_prefix(self, tokens: Sequence[int]) -> int:
         """How many of ``tokens``, from the first on, the cache holds already."""
 
-    def prefill(self, tokens: Sequence[int], cancelled: Callable[[], bool] | None = None) -> None:
+    @property
+    def piece(self) -> int:
+        """Tokens of a prompt that one pass reads at most."""
+
+    def prefill(self, tokens: Sequence[int]) -> None:
         """Make the cache hold exactly ``tokens``, keeping a shared prefix.
 
-        Runs in chunks; between two of them ``cancelled`` is asked, and the session stays valid.
-
         Raises:
-            Cancelled: ``cancelled`` said so.
             RequestError: more tokens than ``capacity``.
         """
 
@@ -223,9 +224,18 @@ class Session(Protocol):
         They lie in the session's own buffers: the next call overwrites them.
         """
 
-    def beside(self) -> "Session | None":
-        """Another session of the same model, with an empty cache; None where passes are of one sequence."""
-        return None
+    @property
+    def takes_several(self) -> bool:
+        """Whether passes may be over rows of several sequences, each with a session :meth:`beside` this."""
+        return False
+
+    def beside(self) -> "Session":
+        """Another session of the same model, with an empty cache.
+
+        Raises:
+            RequestError: passes are of one sequence.
+        """
+        raise RequestError("this model's passes are of one sequence")
 
     def predict_together(self, asked: Sequence[Rows]) -> list[Predictions]:
         """One pass over rows of this session and of those that it made :meth:`beside` it.

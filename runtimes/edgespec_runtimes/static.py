@@ -264,6 +264,7 @@ class StaticSession(GraphSession[StaticIO]):
 
     tunable: frozenset[str] = frozenset()
     head_tokens = None
+    takes_several = False
 
     @property
     def compiled(self) -> str:
