@@ -28,7 +28,7 @@ from edgespec.requests.request import (
     with_options,
 )
 from edgespec.requests.results import Generation
-from edgespec.requests.runner import Runner, respond
+from edgespec.requests.runner import Runner
 from edgespec.requests.stream import Stream, answers, answers_async
 from edgespec.requests.worker import Answer, Worker
 from edgespec_models.errors import RequestError
@@ -125,8 +125,9 @@ def load(
 class Model:
     """A loaded target, with its drafter. A context manager.
 
-    Requests may come from any thread and any task; a thread of the model's own answers them in turn, first
-    come, first served. At most ``options.max_waiting`` wait: one more is refused (:class:`edgespec.Busy`).
+    Requests may come from any thread and any task; a thread of the model's own answers them, first come,
+    first served, ``options.parallel`` at once. At most ``options.max_waiting`` wait: one more is refused
+    (:class:`edgespec.Busy`).
 
     Attributes:
         target: the target's bundle.
@@ -139,7 +140,7 @@ class Model:
         self.target, self.options, self.cost_curve = runner.target, runner.options, runner.cost_curve
         self.drafter = None if runner.side is None else runner.side.bundle
         self._runner, self._session, self._side = runner, runner.session, runner.side
-        self._worker = Worker(self.options.max_waiting)
+        self._worker = Worker(self.options.max_waiting, runner.turn, runner.seats.most)
 
     def __enter__(self) -> Self:
         return self
@@ -217,7 +218,7 @@ class Model:
                 too many requests wait (:class:`edgespec.Busy`); the model is closed
                 (:class:`edgespec.Closed`).
         """
-        return answers(options, lambda each: self.stream(prompt, **each).run())
+        return answers(options, partial(self.stream, prompt))
 
     @with_options
     def chat(self, messages: Messages, **options: Unpack[RequestOptions]) -> Generation:
@@ -227,17 +228,17 @@ class Model:
             messages: mappings with ``role`` (system, developer, user, assistant, tool) and ``content``.
             options: see :class:`edgespec.RequestOptions`.
         """
-        return answers(options, lambda each: self.stream_chat(messages, **each).run())
+        return answers(options, partial(self.stream_chat, messages))
 
     @with_options
     async def generate_async(self, prompt: str, **options: Unpack[RequestOptions]) -> Generation:
         """Like :meth:`generate`, in an event loop; cancelling the task ends the answer within a pass."""
-        return await answers_async(options, lambda each: self.stream(prompt, **each).run_async())
+        return await answers_async(options, partial(self.stream, prompt))
 
     @with_options
     async def chat_async(self, messages: Messages, **options: Unpack[RequestOptions]) -> Generation:
         """Like :meth:`chat`, in an event loop; cancelling the task ends the answer within a pass."""
-        return await answers_async(options, lambda each: self.stream_chat(messages, **each).run_async())
+        return await answers_async(options, partial(self.stream_chat, messages))
 
     @with_options
     @checked
@@ -297,8 +298,9 @@ class Model:
         ended: Callable[[Generation], None] = lambda result: None,
     ) -> Stream:
         runner, constraint = self._runner, self._runner.constraint(request)
-        write = partial(respond, lambda: runner.prepared(prompt(), request, constraint))
-        return Stream(Answer(request, write, ended), self._worker)
+        return Stream(
+            Answer(request, lambda: runner.prepared(prompt(), request, constraint), ended), self._worker
+        )
 
 
 class Conversation:

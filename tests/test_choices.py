@@ -17,7 +17,7 @@ from onnxscript import GraphBuilder
 
 import edgespec
 from edgespec.decoding.draft import Source
-from edgespec.decoding.loop import Verifier, decode
+from edgespec.decoding.loop import Verifier
 from edgespec.decoding.sampling import distribution
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import EdgespecError
@@ -39,6 +39,7 @@ from tests.toy import (
     RandomDrafter,
     Silent,
     ToySession,
+    decode,
     markov_logits,
     tiny_bundle,
 )

@@ -259,9 +259,9 @@ def test_sequences_of_a_pass_are_as_if_alone(
     layer, rng = case.layer, np.random.default_rng(len(lengths))
     positions = 1 << 20 if layer.tables is None else len(layer.tables[0])
     cases = [case]
-    for past in lengths:
+    for length in lengths:
         rows = data.draw(st.integers(0, min(20, positions)))
-        past = min(past, positions - rows)
+        past = min(length, positions - rows)
         cases.append(make_case(rng, layer, past, rows, -(-(past + rows) // LANES) * LANES))
     order = data.draw(st.permutations(range(len(cases))))
     begins, end = dict[int, int](), 0

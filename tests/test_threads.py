@@ -172,7 +172,7 @@ def test_what_a_close_ends_while_it_waits_ends_once() -> None:
         model._worker.withdraw(answer, "cancelled")
 
     with ThreadPoolExecutor(1) as pool, busy() as (session, model, running):
-        answer = Answer(Request(), lambda answer: pytest.fail("it never begins"), told)
+        answer = Answer(Request(), lambda: pytest.fail("it never begins"), told)
         model._worker.submit(answer)
         closing = pool.submit(model.close)
         until(lambda: answer.result is not None)
@@ -354,7 +354,7 @@ def test_records_join_to_the_text_and_say_where_tokens_came_from() -> None:
 
 @pytest.mark.parametrize("happens", [lambda a: a.put(Record("", ())), lambda a: a.end(nothing("stop"))])
 def test_who_waits_for_an_answer_is_woken(happens: Callable[[Answer], None]) -> None:
-    answer = Answer(Request(), lambda answer: pytest.fail("its turn never comes"))
+    answer = Answer(Request(), lambda: pytest.fail("its turn never comes"))
     waiter = threading.Thread(target=answer.wait, args=(None,), daemon=True)
     waiter.start()
     until(lambda: bool(answer._changed._waiters))  # type: ignore[attr-defined]

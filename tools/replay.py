@@ -236,7 +236,7 @@ def replay(
             continue
         text = [{"role": "user", "content": prompt.turns[0]}]
         recorded.expect([*encode_chat(model.target, text), *written[prompt.id]])
-        answer = ask(model, prompt, {"max_new_tokens": longest})
+        answer = ask(model, prompt, {"max_new_tokens": longest}).run()
         if list(answer.tokens) != list(written[prompt.id]):
             raise AssertionError(f"{prompt.id}: another answer than recorded")
         plain_s = answer.stats.decode_tokens * model.cost_curve.seconds(1)

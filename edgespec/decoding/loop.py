@@ -157,9 +157,8 @@ class Decoding:
         self.ended |= len(self.tokens) >= self._end
         self._limit = min(self._max_draft, self._end - len(self.tokens) - 1)
         seconds = self._drafter_s + passed.share_s + self._clock() - began
-        step = Step(
-            new, draft, min(accepted, len(new)), self._drafter_s, passed.share_s, seconds, *told, passed=passed
-        )
+        times = self._drafter_s, passed.share_s, seconds
+        step = Step(new, draft, min(accepted, len(new)), *times, *told, passed)
         self._policy.observe(step)
         return step
 

@@ -173,4 +173,5 @@ class Policy:
         if not reads_prompt:
             self._pricing.observe_round(len(step.tokens), step.seconds)
             if asked:
-                self._guard.observe(len(step.tokens) - forced, step.seconds - self._pricing.rows_seconds(forced))
+                rows_s = self._pricing.rows_seconds(forced)
+                self._guard.observe(len(step.tokens) - forced, step.seconds - rows_s)

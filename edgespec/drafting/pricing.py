@@ -98,7 +98,7 @@ class Pricing:
         return count
 
     def _best(self, survivals: Sequence[float]) -> tuple[int, float]:
-        """The best number of proposals, of which each is accepted with such a probability, and its surplus."""
+        """The best number of proposals with such probabilities to be accepted, and its surplus."""
         best_count, best_surplus, expected = 0, 0.0, 0.0
         for count, survival in enumerate(survivals, start=1):
             expected += survival

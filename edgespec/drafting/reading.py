@@ -4,9 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-import numpy as np
-import numpy.typing as npt
-
 from edgespec.decoding.draft import Clock
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.session import Predictions, Session
@@ -52,8 +49,7 @@ class Reader:
     read twice: neither tokens that were drafted and not proposed, nor those read ahead (:meth:`read_on`).
     One thread at a time.
 
-    Nobody else uses ``session`` while the request lasts. ``head_tokens`` has the token of every row of a
-    trimmed LM head, int32; None where row i is token i.
+    Nobody else uses ``session`` while the request lasts.
 
     Attributes:
         spent_s: seconds of passes so far, reading the prompt and ahead not counted; None if nothing was read.
@@ -61,15 +57,8 @@ class Reader:
         used_ahead: of these, how many later drafts needed.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        curve: CostCurve,
-        *,
-        head_tokens: npt.NDArray[np.int32] | None = None,
-        clock: Clock = perf_counter,
-    ) -> None:
-        self._session, self._head_tokens, self._clock = session, head_tokens, clock
+    def __init__(self, session: Session, curve: CostCurve, *, clock: Clock = perf_counter) -> None:
+        self._session, self._clock = session, clock
         self.drafted_ahead = self.used_ahead = 0
         # The first pass of a round also reads what was committed since the last.
         self._first, self._step = RunningMean(curve.seconds(2)), RunningMean(curve.seconds(1))
@@ -151,8 +140,8 @@ class Reader:
         return said
 
     def _heard(self, token: int, predictions: Predictions) -> Said:
-        row = predictions.best(0)
-        following = row if self._head_tokens is None else int(self._head_tokens[row])
+        row, head = predictions.best(0), self._session.head_tokens
+        following = row if head is None else int(head[row])
         return Said(token, following, predictions.probability(0))
 
     def _knows(self, text: Sequence[int]) -> bool:

@@ -1,7 +1,8 @@
 """An answer as it is written: thoughts, text and calls told from each other, for threads and for tasks."""
 
 import codecs
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Self
 from weakref import finalize
@@ -9,7 +10,7 @@ from weakref import finalize
 from edgespec.requests.request import Request, RequestOptions
 from edgespec.requests.results import CallPart, Generation, Record, ToolCall
 from edgespec.requests.worker import LOOK_S, Answer, Worker
-from edgespec_models.errors import RequestError
+from edgespec_models.errors import Busy, RequestError
 from edgespec_models.text.tokenizer import Tokenizer, begun_at_end
 
 if TYPE_CHECKING:  # answers without thoughts or tools need neither
@@ -76,6 +77,20 @@ class Stream:
         iteration over the stream is, and the other way round.
         """
         return Records(self)
+
+    def start(self) -> None:
+        """Queue the request now, without waiting for it to be read.
+
+        Raises:
+            Busy: too many requests wait.
+            Closed: the model is closed.
+        """
+        self._worker.submit(self._answer)
+
+    @property
+    def at_once(self) -> int:
+        """How many requests the model answers at once."""
+        return self._worker.at_once
 
     def run(self) -> Generation:
         """Generate to the end; whatever interrupts the wait, such as Ctrl-C, cancels the request."""
@@ -181,32 +196,54 @@ class Records:
         return record
 
 
-def answers(options: RequestOptions, ask: Callable[[RequestOptions], Generation]) -> Generation:
+def answers(options: RequestOptions, ask: Callable[..., Stream]) -> Generation:
     """The first of the ``n`` answers that ``options`` want, with all of them as its choices.
 
     Answer i has the seed ``seed + i``, so that each can be had again alone. Greedy answers are all the same,
     so one is decoded. Where one is ended early there are no further ones.
 
-    ``ask`` decodes one answer; its options say nothing of ``n``.
+    ``ask`` asks for one answer, with options that say nothing of ``n``.
     """
     given = list[Generation]()
-    for each in _one_by_one(options):
-        given.append(ask(each))
-        if given[-1].finish_reason in _ENDED_EARLY:
-            break
+    with _asked([ask(**each) for each in _one_by_one(options)]) as streams:
+        for stream in streams:
+            given.append(stream.run())
+            if given[-1].finish_reason in _ENDED_EARLY:
+                break
     return _together(given, options)
 
 
-async def answers_async(
-    options: RequestOptions, ask: Callable[[RequestOptions], Awaitable[Generation]]
-) -> Generation:
+async def answers_async(options: RequestOptions, ask: Callable[..., Stream]) -> Generation:
     """:func:`answers` in an event loop."""
-    given = list[Generation]()
-    for each in _one_by_one(options):
-        given.append(await ask(each))
-        if given[-1].finish_reason in _ENDED_EARLY:
-            break
+    import asyncio  # which programs without tasks need not load
+
+    given, wanted = list[Generation](), _one_by_one(options)
+    asked = await asyncio.to_thread(lambda: [ask(**each) for each in wanted])  # long prompts take a while
+    with _asked(asked) as streams:
+        for stream in streams:
+            given.append(await stream.run_async())
+            if given[-1].finish_reason in _ENDED_EARLY:
+                break
     return _together(given, options)
+
+
+@contextmanager
+def _asked(streams: Sequence[Stream]) -> Iterator[Iterator[Stream]]:
+    """Each in its turn, while as many run as the model answers at once; at the end they are cancelled."""
+
+    def started() -> Iterator[Stream]:
+        for at, stream in enumerate(streams):
+            stream.start()
+            with suppress(Busy):  # then the others wait for their turns here
+                for other in streams[at + 1 : at + stream.at_once]:
+                    other.start()
+            yield stream
+
+    try:
+        yield started()
+    finally:
+        for stream in streams:
+            stream.cancel()
 
 
 def _one_by_one(options: RequestOptions) -> list[RequestOptions]:

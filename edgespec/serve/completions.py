@@ -209,13 +209,7 @@ def _line(value: Mapping[str, Any]) -> str:
 
 async def _all(asks: Sequence[Ask], options: RequestOptions) -> list[Generation]:
     """The answers to all prompts; if one cannot be had, none is."""
-
-    async def one(ask: Ask, options: RequestOptions) -> Generation:
-        stream = await asyncio.to_thread(ask, **options)  # a long prompt takes a while to encode
-        async with stream:
-            return await stream.run_async()
-
-    tasks = [asyncio.ensure_future(answers_async(options, partial(one, ask))) for ask in asks]
+    tasks = [asyncio.ensure_future(answers_async(options, ask)) for ask in asks]
     try:
         return list(await asyncio.gather(*tasks))
     finally:

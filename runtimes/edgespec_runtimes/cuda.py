@@ -127,7 +127,7 @@ class DeviceCache(InPlaceCache):
             DeviceError: the device has no room for it; nothing is kept then.
         """
         try:
-            self._reserve(capacity, sum(move.count for move in moves))
+            self._reserve(capacity, sum(move.held for move in moves))
         except BaseException:
             self.clear()
             raise

@@ -44,6 +44,10 @@ class GraphIO(Protocol):
     stretches: list[Stretch]
 
     @property
+    def takes_several(self) -> bool:
+        """Whether a pass may be over parts of several sequences."""
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes reserved for the KV cache."""
 
@@ -123,6 +127,7 @@ class DynamicIO:
         self._choices, self._selects = manifest.choices, ROWS in every
         self._head_tokens, self._columns = bundle.head_tokens, manifest.head_rows or bundle.config.vocab_size
         self._context = np.zeros(int("context_tokens" in every), np.int64)
+        self._set_head()
         kinds = {value.name: TYPES[value.type] for value in session.get_outputs()}
         self._logits = kinds[self._tensors.logits]
         row_bytes = self._columns * self._logits.itemsize
@@ -171,16 +176,20 @@ class DynamicIO:
     @property
     def head_tokens(self) -> npt.NDArray[np.int32] | None:
         """The token of every column of the logits; None where column i is token i."""
-        if self._head_tokens is None:
-            return None
-        return np.concatenate([self._head_tokens, self._context.astype(np.int32)])
+        return self._head
 
     def offer(self, tokens: Sequence[int]) -> None:
         """Give a trimmed LM head that is tied to the embedding a column for each of ``tokens``."""
         offered = np.array(tokens or [0], np.int64)
         if len(self._context) and not np.array_equal(offered, self._context):
             self._context = offered
+            self._set_head()
             self.passes.clear()
+
+    def _set_head(self) -> None:
+        trimmed, self._head = self._head_tokens, None
+        if trimmed is not None:
+            self._head = np.concatenate([trimmed, self._context.astype(np.int32)])
 
     def reserve(self, stretch: Stretch, capacity: int) -> None:
         """Make room for ``capacity`` tokens in ``stretch``, keeping those of all."""
@@ -242,7 +251,11 @@ class DynamicIO:
         (part,) = parts
         rows = max(part.rows, 2) if self._selects else part.rows
         twice = len(part.tokens) == 1 and (self._tensors.ours or part.start + 2 <= self._context_length)
-        return [part._replace(tokens=(*part.tokens, *part.tokens) if twice else part.tokens, rows=rows, ending=int(twice))]
+        return [
+            part._replace(
+                tokens=(*part.tokens, *part.tokens) if twice else part.tokens, rows=rows, ending=int(twice)
+            )
+        ]
 
     def _room(self, capacity: int) -> int:
         """Tokens that the cache has room for where ``capacity`` are asked for."""

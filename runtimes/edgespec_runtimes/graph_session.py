@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from typing import Final, Generic, Self, TypeVar
+from typing import Final, Generic, Self, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ from edgespec_models.bundles.graph_contract import Part
 from edgespec_models.errors import BundleError, DeviceError, RequestError
 from edgespec_runtimes.graph_io import DynamicIO, GraphIO
 from edgespec_runtimes.kv_buffers import GrowingCache, Stretch
-from edgespec_runtimes.session import Predictions, Rows, SavedCache, shared_length
+from edgespec_runtimes.session import Predictions, Rows, SavedCache, Session, shared_length
 
 IO = TypeVar("IO", bound=GraphIO)
 KV_STEP: Final = 256
@@ -30,8 +30,8 @@ class GraphSession(Generic[IO]):
     def __init__(self, io: IO, config: DecoderShape, *, chunk: int, row_exact: bool | None) -> None:
         """Prove that the graph can roll back.
 
-        ``io`` is closed with the session, the last of those beside each other. ``chunk`` are tokens of one prefill pass. ``row_exact`` is what an
-        earlier self-test found; None tests now.
+        ``io`` is closed with the last of the sessions beside each other. ``chunk`` are tokens of one prefill
+        pass. ``row_exact`` is what an earlier self-test found; None tests now.
 
         Raises:
             BundleError: the graph cannot roll back.
@@ -65,6 +65,11 @@ class GraphSession(Generic[IO]):
     def longest(self) -> int:
         """Tokens the KV cache can hold at most."""
         return self._config.context_length
+
+    @property
+    def model(self) -> object:
+        """The same for sessions of one model."""
+        return self._io
 
     def reserve(self, capacity: int) -> None:
         """Make room for ``capacity`` tokens, keeping what the cache holds; it is empty after a failure.
@@ -115,13 +120,30 @@ class GraphSession(Generic[IO]):
 
     def predict(self, tokens: Sequence[int]) -> Predictions:
         """Append ``tokens``; what the model says behind each."""
-        return self.predict_together([Rows(self, tokens, len(tokens))])[0]
+        return self.predict_together([Rows(cast("Session", self), tokens, len(tokens))])[0]
 
     def predict_together(self, asked: Sequence[Rows]) -> list[Predictions]:
         """One pass over rows of this session and of those beside it."""
         for each in asked:
             each.session.reserve(each.session.length + len(each.tokens))
         return self._run(asked)
+
+    @property
+    def takes_several(self) -> bool:
+        """Whether passes may be over rows of several sequences."""
+        return self._open_io.takes_several
+
+    def beside(self) -> Self:
+        """Another session of the same model, with an empty cache.
+
+        Raises:
+            RequestError: passes are of one sequence.
+        """
+        if not self.takes_several:
+            raise RequestError("this model's passes are of one sequence")
+        other = copy(self)
+        other._stretch = self._new_stretch()
+        return other
 
     def truncate(self, length: int) -> None:
         """Forget every token from position ``length`` on."""
@@ -176,7 +198,7 @@ class GraphSession(Generic[IO]):
         self.truncate(min(self.shared_prefix(tokens), max(keep, 0)))
         last, size = None, self.piece
         while self.length < len(tokens):
-            (last,) = self._run([Rows(self, tokens[self.length : self.length + size], 1)])
+            (last,) = self._run([Rows(cast("Session", self), tokens[self.length : self.length + size], 1)])
         return last
 
     def _run(self, asked: Sequence[Rows]) -> list[Predictions]:
@@ -239,23 +261,6 @@ class DynamicSession(GraphSession[DynamicIO]):
     """One whose graph takes any number of tokens, may be tuned and may have a trimmed head."""
 
     compiled = ""
-
-    @property
-    def takes_several(self) -> bool:
-        """Whether passes may be over rows of several sequences."""
-        return self._open_io.takes_several
-
-    def beside(self) -> Self:
-        """Another session of the same model, with an empty cache.
-
-        Raises:
-            RequestError: passes are of one sequence.
-        """
-        if not self.takes_several:
-            raise RequestError("this model's passes are of one sequence")
-        other = copy(self)
-        other._stretch = self._new_stretch()
-        return other
 
     @property
     def copies_cache(self) -> bool:

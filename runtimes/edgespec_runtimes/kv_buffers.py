@@ -33,11 +33,11 @@ class Stretch:
 
 
 class Move(NamedTuple):
-    """Keys and values of ``count`` tokens from place ``begin`` on go to ``to``, where there is more room."""
+    """Keys and values of ``held`` tokens from place ``begin`` on go to ``to``, where there is more room."""
 
     begin: int
     to: int
-    count: int
+    held: int
 
 
 class KVBuffers(Protocol):
@@ -107,7 +107,7 @@ class SharedCache(InPlaceCache):
 
     def reserve(self, capacity: int, moves: Sequence[Move]) -> None:
         """Make room for ``capacity`` tokens, keeping what moves; earlier bindings are void."""
-        moves = [move for move in moves if move.count]
+        moves = [move for move in moves if move.held]
         if not moves:
             self.clear()
         self._values.clear()
@@ -116,8 +116,8 @@ class SharedCache(InPlaceCache):
             array = np.zeros((1, tensor.heads, capacity, tensor.head_dim), tensor.dtype)
             # Each goes when it is copied, so that one alone is there twice.
             old = self.arrays.pop(0) if moves else array
-            for begin, to, count in moves:
-                kept = old[:, :, begin : begin + _whole_tiles(count)]
+            for begin, to, held in moves:
+                kept = old[:, :, begin : begin + _whole_tiles(held)]
                 array[:, :, to : to + kept.shape[2]] = kept
             arrays.append(array)
         self.arrays, self._values = arrays, [ort_value(array) for array in arrays]
@@ -159,7 +159,7 @@ class GrowingCache:
 
     def reserve(self, capacity: int, moves: Sequence[Move]) -> None:
         """Make room for ``capacity`` tokens, keeping what moves; earlier bindings are void."""
-        keep = sum(move.count for move in moves)
+        keep = sum(move.held for move in moves)
         if not keep:
             self.clear()
         past, present = [], []
@@ -267,20 +267,31 @@ class KvStore:
     def __init__(self, budget: int) -> None:
         self._budget = budget
         self.nbytes = 0
-        self._kept: list[tuple[Session, SavedCache]] = []  # the least recently used first
+        self._kept: list[tuple[object, SavedCache]] = []  # the least recently used first
 
-    def fetch(self, session: Session, tokens: Sequence[int]) -> None:
-        """Let ``session`` hold as much of ``tokens`` as it held of them at any time that is still known.
+    def fetch(self, session: Session, tokens: Sequence[int], beside: Sequence[Session] = ()) -> None:
+        """Let ``session`` hold as much of ``tokens`` as is known of them, or as those ``beside`` it hold.
 
         Raises:
             DeviceError: no memory; the session's cache is empty then.
         """
+        self._fetch(session, tokens)
+        held, best = (
+            session.shared_prefix(tokens),
+            max(beside, key=lambda e: e.shared_prefix(tokens), default=None),
+        )
+        if best is not None and (shared := best.shared_prefix(tokens)) >= held + _LEAST:
+            saved = best.save(shared)
+            if saved is not None:
+                session.restore(saved, shared)
+
+    def _fetch(self, session: Session, tokens: Sequence[int]) -> None:
         if not self._budget:
             return
         held = session.shared_prefix(tokens)
         found = self._longest(session, tokens, held + _LEAST)
         if found is not None:  # it makes room
-            self._drop(session, found)
+            self._drop(session.model, found)
         if session.length - held >= _LEAST:
             self._put_aside(session)
         if found is None:
@@ -288,16 +299,16 @@ class KvStore:
         shared = shared_length(found.tokens, tokens)
         session.restore(found, shared)
         if len(found.tokens) - shared >= _LEAST:  # another text's too: that goes on without its end here
-            self._keep(session, found)
+            self._keep(session.model, found)
 
     def forget(self, session: Session) -> None:
-        """Forget all caches of ``session``."""
-        for saved in [saved for owner, saved in self._kept if owner is session]:
-            self._drop(session, saved)
+        """Forget all caches of the model that ``session`` reads with."""
+        for saved in [saved for owner, saved in self._kept if owner is session.model]:
+            self._drop(session.model, saved)
 
     def _longest(self, session: Session, tokens: Sequence[int], least: int) -> SavedCache | None:
         """The cache that shares most with ``tokens``, at least so many; the latest of equals."""
-        own = [saved for owner, saved in self._kept if owner is session]
+        own = [saved for owner, saved in self._kept if owner is session.model]
         lengths = [shared_length(saved.tokens, tokens) for saved in own]
         best = max(lengths, default=0)
         return own[len(lengths) - 1 - lengths[::-1].index(best)] if best >= least else None
@@ -313,20 +324,20 @@ class KvStore:
         if saved is not None:
             for owner, other in list(self._kept):
                 only_there = len(other.tokens) - shared_length(other.tokens, saved.tokens)
-                if owner is session and only_there < _LEAST:
-                    self._drop(session, other)
-            self._keep(session, saved)
+                if owner is session.model and only_there < _LEAST:
+                    self._drop(session.model, other)
+            self._keep(session.model, saved)
 
-    def _keep(self, session: Session, saved: SavedCache) -> None:
+    def _keep(self, model: object, saved: SavedCache) -> None:
         self._make_room(saved.nbytes)
         if saved.nbytes <= self._budget:
-            self._kept.append((session, saved))
+            self._kept.append((model, saved))
             self.nbytes += saved.nbytes
 
     def _make_room(self, nbytes: int) -> None:
         while self._kept and self.nbytes + nbytes > self._budget:
             self._drop(*self._kept[0])
 
-    def _drop(self, session: Session, saved: SavedCache) -> None:
-        self._kept.remove((session, saved))
+    def _drop(self, model: object, saved: SavedCache) -> None:
+        self._kept.remove((model, saved))
         self.nbytes -= saved.nbytes

@@ -225,6 +225,11 @@ class Session(Protocol):
         """
 
     @property
+    def model(self) -> object:
+        """The same for sessions of one model, which understand each other's saved caches."""
+        return self
+
+    @property
     def takes_several(self) -> bool:
         """Whether passes may be over rows of several sequences, each with a session :meth:`beside` this."""
         return False

@@ -103,6 +103,7 @@ class StaticIO:
         self.seconds: dict[int, float] = {}
         self.most_rows = static.longest
         self.stretches: list[Stretch] = []
+        self.takes_several = False
 
     @property
     def kv_bytes(self) -> int:
@@ -264,7 +265,6 @@ class StaticSession(GraphSession[StaticIO]):
 
     tunable: frozenset[str] = frozenset()
     head_tokens = None
-    takes_several = False
 
     @property
     def compiled(self) -> str:

@@ -3,8 +3,9 @@
 Beside what every graph has (:mod:`.graph_decoder`) it takes ``sequences`` int64 (s, 3): ``input_ids`` are the
 next tokens of s sequences, one after the other, and for each these numbers say where it begins in the cache,
 how many tokens lie there, and how many follow. The cache is float16 (1, kv heads, capacity, head_dim);
-sequences begin at multiples of 16, for within a key cache 16 tokens lie channel by channel. A row's bits depend neither on the other rows of a pass nor on the processor; but for the columns of
-``context_tokens``, whose product is ONNX Runtime's.
+sequences begin at multiples of 16, for within a key cache 16 tokens lie channel by channel. A row's bits
+depend neither on the other rows of a pass nor on the processor; but for the columns of ``context_tokens``,
+whose product is ONNX Runtime's.
 """
 
 from functools import partial
