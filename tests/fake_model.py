@@ -145,6 +145,9 @@ class FakeStream:
         for piece in self:
             yield Record(piece, ())
 
+    def start(self) -> None:
+        pass
+
     def run(self) -> Generation:
         return self.result
 

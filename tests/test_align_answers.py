@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -206,9 +206,9 @@ def test_answers_only_writes_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyP
         loaded.append((target, drafter))
         return model
 
-    monkeypatch.setattr(answering_module, "open_model", lambda *_, **__: None)
+    portable = SimpleNamespace(manifest=SimpleNamespace(form="dynamic", operators="standard"))
+    monkeypatch.setattr(answering_module, "open_model", lambda *_, **__: portable)
     monkeypatch.setattr(answering_module, "check_target", lambda _: None)
-    monkeypatch.setattr(answering_module, "can_run_side_by_side", lambda _: False)
     monkeypatch.setattr(edgespec, "load", load)
     options = ("d", "--target", "t", "-o", str(out), "--prompts", str(prompts), "--answers-only", "--json")
     monkeypatch.setitem(sys.modules, "torch", None)  # which is not needed for that

@@ -17,7 +17,6 @@ from edgespec.drafting.bridge import ByteBridge
 from edgespec.drafting.model import ModelDrafter
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.errors import Cancelled
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.session import Session
 from tests.drafters_for_tests import GREEDY, model_of, policy_of, tokenizer
@@ -249,8 +248,7 @@ def test_cancelled_in_prefill_nothing_is_committed_and_the_session_is_valid() ->
     target, prompt = _target(False), [(i * 7) % 400 for i in range(30)]
     tokens, said = list(prompt), iter([False, False, True])
     ends = partial(decode, cancelled=lambda: next(said))
-    with pytest.raises(Cancelled):
-        list(ends(target, policy_of(), Verifier(GREEDY), tokens, max_new_tokens=5, max_draft=4))
+    assert list(ends(target, policy_of(), Verifier(GREEDY), tokens, max_new_tokens=5, max_draft=4)) == []
     assert tokens == prompt
     assert target.cache == prompt[:16]
     got, _ = _run(target, None, prompt, count=5)

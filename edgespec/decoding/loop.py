@@ -113,7 +113,7 @@ class Decoding:
         top_logprobs: int | None = None,
         clock: Clock = perf_counter,
     ) -> None:
-        self.tokens, self.draft, self.ended = tokens, NO_DRAFT, False
+        self.tokens, self.draft, self.ended = tokens, NO_DRAFT, max_new_tokens < 1
         self._target, self._policy, self._verify, self._clock = target, policy, verify, clock
         self._end, self._max_draft, self._limit = len(tokens) + max_new_tokens, max_draft, 0
         self._stop, self._top_logprobs, self._drafter_s = stop, top_logprobs, 0.0

@@ -97,8 +97,7 @@ class PreparedRequest:
         """What a pass adds: how far the prompt is read, what was committed; the last has the reason."""
         step, now, records = self.decoding.take(predictions, passed), self.clock(), list[Record]()
         if self._progress is not None:
-            read = self.session.length + (step is not None)
-            self._progress = replace(self._progress, read=read, seconds=now - self._started)
+            self._progress = replace(self._progress, read=self.session.length, seconds=now - self._started)
             records.append(Record("", (), progress=self._progress))
         if step is None:
             return records

@@ -178,6 +178,12 @@ class GraphSession(Generic[IO]):
             raise RequestError("this session is closed; open the bundle again")
         return self._io
 
+    def _stretch_of(self, rows: Rows) -> Stretch:
+        session = rows.session
+        if not isinstance(session, GraphSession) or session._io is not self._open_io:
+            raise RequestError("a pass cannot read rows of another model's session")
+        return session._stretch
+
     def _new_stretch(self) -> Stretch:
         self._open_io.stretches.append(Stretch())
         return self._open_io.stretches[-1]
@@ -205,13 +211,13 @@ class GraphSession(Generic[IO]):
         """Append tokens, for which there is room."""
         parts = list[Part]()
         for each in asked:
-            tokens, stretch = each.tokens, _stretch_of(each)
+            tokens, stretch = each.tokens, self._stretch_of(each)
             if not len(tokens) or not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
                 raise RequestError(f"a pass needs token ids from 0 to {self.vocab_size - 1}, at least one")
             parts.append(Part(tokens, len(stretch.tokens), each.wanted, stretch.begin))
         predictions = self._open_io.run(parts)
         for each in asked:
-            _stretch_of(each).tokens.extend(each.tokens)
+            self._stretch_of(each).tokens.extend(each.tokens)
         return predictions
 
     def self_test(self) -> bool:
@@ -248,13 +254,6 @@ class GraphSession(Generic[IO]):
                 "Export the model again; sliding-window and recurrent caches cannot be used for speculation."
             )
         return bool(np.array_equal(together, again) and np.array_equal(again, single))
-
-
-def _stretch_of(rows: Rows) -> Stretch:
-    session = rows.session
-    if not isinstance(session, GraphSession):
-        raise RequestError("a pass cannot read rows of another model's session")
-    return session._stretch
 
 
 class DynamicSession(GraphSession[DynamicIO]):
