@@ -175,6 +175,9 @@ class ModelDrafter:
     def _draft(self, tokens: Sequence[int], limit: int) -> list[Guess]:
         try:
             ids = self._bridge.align(tokens) if limit > 0 else []
+            if self._pricing.sequences > 1 and ids and not self.reader.near(ids):
+                self.reader.catch_up(ids)  # a piece a round: other answers are to go on flowing
+                return []
             if ids and self._pays(1.0, 1, self.reader.seconds_of_text(ids)):
                 return self._guess(ids, limit) if self.reader.room_for(len(ids) + 2 * limit) else []
         except TokenizerError:  # what one of the vocabularies cannot spell, or its encoder fails over

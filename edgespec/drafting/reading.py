@@ -10,6 +10,7 @@ from edgespec_runtimes.session import Predictions, Session
 
 _SMOOTHING = 0.1
 _FORGETTING = 0.005
+_PIECE = 64  # tokens
 
 
 class RunningMean:
@@ -93,6 +94,16 @@ class Reader:
         """Tell of a round in which nothing was read."""
         self._first.fade()
         self._step.fade()
+
+    def near(self, text: Sequence[int]) -> bool:
+        """Whether :meth:`read` would take one pass of few tokens."""
+        return len(text) - self._session.shared_prefix(text) <= _PIECE
+
+    def catch_up(self, text: Sequence[int]) -> None:
+        """Read a piece of the text that :meth:`read` would have to read."""
+        held = self._session.shared_prefix(text)
+        self._forget(held)
+        self._session.prefill(text[: held + _PIECE])
 
     def read(self, text: Sequence[int]) -> Said:
         """Catch up with the committed text; the first time that is the whole prompt."""

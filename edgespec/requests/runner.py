@@ -29,12 +29,16 @@ from edgespec.requests.worker import Answer
 from edgespec_models.errors import DoesNotFit
 from edgespec_runtimes.devices import Placement
 from edgespec_runtimes.kv_buffers import KvStore
+from edgespec_runtimes.memory import machine_memory
 
 if TYPE_CHECKING:  # requests import nothing of drafter models or histories that they do not have
     from edgespec.drafting.ahead import Beside
     from edgespec.drafting.custom import Custom
     from edgespec.drafting.side import DrafterSide
     from edgespec.history.use import HistoryUse
+
+
+_SHARE = 2  # of the available memory, what one more KV cache may take beside others, which may move for it
 
 
 class Runner:
@@ -118,10 +122,13 @@ class Runner:
         aside = side.prompt(tokens, lambda each: drafter_tokens(each, said, request)) if side else []
         return Prompt(tokens, aside, answer_place(self.target, said, tokens))
 
-    def prepared(self, prompt: Prompt, request: Request, constraint: Constraint | None) -> PreparedRequest:
+    def prepared(
+        self, prompt: Prompt, request: Request, constraint: Constraint | None
+    ) -> PreparedRequest | None:
         """A request made ready: room is reserved, and what is known of its prompt lies in the KV cache.
 
-        An answer that would not fit the context is shortened.
+        None where there is no memory for it beside those that are being answered. An answer that would not
+        fit the context is shortened.
         """
         tokens, tokenizer = prompt.target.copy(), self.target.tokenizer
         eos = self.target.manifest.special_tokens.eos
@@ -131,6 +138,9 @@ class Runner:
             constraint = with_thoughts(prompt.place, tokenizer, eos, request.thinking, constraint)
         fits = min(request.max_new_tokens, self.session.longest - len(tokens))
         request = replace(request, max_new_tokens=fits)
+        needed = (len(tokens) + fits) * self.target.manifest.kv_bytes_per_token
+        if self.seats.any_taken and needed > machine_memory().available // _SHARE:
+            return None
         seat = self.seats.take(tokens)
         try:
             seat.target.reserve(len(tokens) + fits)

@@ -29,6 +29,11 @@ class Seats:
         drafters = [seat.drafter for seat in self.all if seat.drafter is not None]
         return [*(seat.target for seat in self.all), *drafters]
 
+    @property
+    def any_taken(self) -> bool:
+        """Whether a request is being answered."""
+        return any(seat.taken for seat in self.all)
+
     def take(self, tokens: Sequence[int]) -> Seat:
         """A free seat, whose target holds as much of ``tokens`` as any cache does."""
         free = [seat for seat in self.all if not seat.taken]

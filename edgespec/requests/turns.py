@@ -206,6 +206,9 @@ def _go_on(answer: Answer) -> PreparedRequest | None:
     one = answer.prepared
     if one is None:
         one = answer.prepared = answer.prepare()
+        if one is None:
+            answer.postpone()
+            return None
         one.start(answer.queued_s)
         if (progress := one.progress) is not None:
             answer.put(progress)

@@ -29,15 +29,16 @@ class Answer:
     It ends once, with a result: whole, or as far as it came. It is bounded by the request's tokens, so a
     slow reader does not hold up the model.
 
-    ``prepare`` makes the request ready when its turn comes. ``ended`` is told of the result before any reader
-    is. ``interruption`` is what is to end it early; ``result`` is whole or as far as it came, and None before
-    the end. It is ``reading`` from its beginning until its first token.
+    ``prepare`` makes the request ready when its turn comes; None says that it is to wait for others.
+    ``ended`` is told of the result before any reader is. ``interruption`` is what is to end it early;
+    ``result`` is whole or as far as it came, and None before the end. It is ``reading`` from its beginning
+    until its first token.
     """
 
     def __init__(
         self,
         request: Request,
-        prepare: Callable[[], "PreparedRequest"],
+        prepare: Callable[[], "PreparedRequest | None"],
         ended: Callable[[Generation], None] = lambda result: None,
     ) -> None:
         self.request, self.prepare, self._ended = request, prepare, ended
@@ -64,6 +65,10 @@ class Answer:
         """Its turn has come."""
         self.begun = self.reading = True
         self.queued_s = monotonic() - self._queued_at
+
+    def postpone(self) -> None:
+        """There is no room for it beside those that run: it goes back to the queue."""
+        self.begun = self.reading = False
 
     def interrupt(self, reason: FinishReason) -> None:
         """Have it end as soon as it can; the first reason counts.
@@ -170,7 +175,7 @@ class Worker:
         self._running: list[Answer] = []
         self._thread: Thread | None = None
         self._pausing = Lock()  # one at a time
-        self._paused = self._closed = False
+        self._paused = self._closed = self._is_crowded = False
         self._then: Callable[[], None] | None = None  # once the thread has ended
 
     def submit(self, answer: Answer) -> None:
@@ -262,7 +267,12 @@ class Worker:
     def _next(self) -> list[Answer]:
         """The requests that run now; none ends the thread."""
         with self._changed:
-            self._running = [answer for answer in self._running if answer.result is None]
+            running = [answer for answer in self._running if answer.result is None and answer.begun]
+            postponed = [answer for answer in self._running if not answer.begun]
+            self._waiting.extendleft(postponed)
+            # Until one of those ends that run, there is no more room.
+            self._is_crowded = bool(postponed) or (self._is_crowded and len(running) == len(self._running))
+            self._running = running
             self._changed.notify_all()
             while self._paused and not self._running:
                 self._changed.wait()
@@ -279,6 +289,8 @@ class Worker:
         """Whether there is a place, no prompt is being read, and no drafter of the app's is in use."""
         drafter = answer.request.drafter
         if drafter is not None and any(each.request.drafter is drafter for each in self._running):
+            return False
+        if self._running and self._is_crowded:
             return False
         return len(self._running) < self.at_once and not any(each.reading for each in self._running)
 
