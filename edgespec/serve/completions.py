@@ -29,7 +29,7 @@ Answer = ChatAnswer | CompletionAnswer
 _AT_ONCE_S = 0.2
 """How long the headers wait for what goes wrong with a request."""
 _SILENCE_S = 5.0
-"""How long nothing is sent; the shortest time limits that clients and proxies have are several times that."""
+"""How long nothing is sent; proxies commonly give up after a minute, some clients sooner."""
 
 
 class Completions:
