@@ -95,7 +95,7 @@ void attend_rows(const HeadAttention& h, int64_t row) {
   const int64_t end = h.past + row + M;
   const int64_t first = h.window > 0 && end - M + 1 > h.window ? end - M + 1 - h.window : 0;
   const int64_t begin_tile = first / kLanes, end_tile = (end + kLanes - 1) / kLanes;
-  const int64_t stride = (end_tile + 8) * kLanes;
+  const int64_t stride = end_tile * kLanes;
   const float* queries = h.queries + row * h.head_dim;
   float* y = h.y + row * h.stride;
   all_key_products<M, kAtOnce>(h, queries, begin_tile, end_tile, h.scratch, stride);

@@ -196,16 +196,17 @@ class Pass {
 template <class T>
 class Buffer {
  public:
-  explicit Buffer(int64_t count)
-      : data_(static_cast<T*>(::operator new(sizeof(T) * static_cast<size_t>(std::max<int64_t>(count, 1)),
-                                             std::align_val_t(64)))) {}
+  explicit Buffer(int64_t count) {
+    const size_t bytes = sizeof(T) * static_cast<size_t>(count);
+    if (bytes > 0) data_ = static_cast<T*>(::operator new(bytes, std::align_val_t(64)));
+  }
   ~Buffer() { ::operator delete(data_, std::align_val_t(64)); }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
   T* get() const { return data_; }
 
  private:
-  T* data_;
+  T* data_ = nullptr;
 };
 
 constexpr int64_t kMost = int64_t{1} << 30;  // of any width: three products of two fit 64 bits

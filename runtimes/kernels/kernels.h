@@ -57,7 +57,7 @@ struct HeadAttention {
 constexpr int64_t kAttentionRows = 8;
 
 inline int64_t attention_scratch(int64_t tokens) {
-  return kAttentionRows * (tokens + 9 * kLanes);
+  return kAttentionRows * (tokens + kLanes);
 }
 
 struct Kernels {

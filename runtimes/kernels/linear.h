@@ -46,7 +46,8 @@ class Linear {
     }
     for (Part& part : parts_)
       if (pages_ != nullptr) part.tiles = pages_->copy(part.tiles, part.bytes(inputs_));
-    // Enough work for a thread to be worth waking, and enough pieces for threads of uneven speed.
+    // Enough work for a thread to be worth waking, and enough pieces for threads of uneven speed. With up to 256
+    // of them instead of kChunks, passes of two threads took up to 4 % longer.
     chunks_ = std::clamp<int64_t>(bytes / kChunkBytes, 1, std::min<int64_t>(kChunks, tiles_));
   }
 

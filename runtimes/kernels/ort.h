@@ -97,9 +97,6 @@ class Api {
   OrtStatus* string_attribute(const OrtKernelInfo* info, const char* name, char* out, size_t* size) const {
     return at<OrtStatus*(const OrtKernelInfo*, const char*, char*, size_t*)>(87)(info, name, out, size);
   }
-  OrtStatus* input_count(const OrtKernelContext* context, size_t* out) const {
-    return at<OrtStatus*(const OrtKernelContext*, size_t*)>(88)(context, out);
-  }
   OrtStatus* input(const OrtKernelContext* context, size_t index, const OrtValue** out) const {
     return at<OrtStatus*(const OrtKernelContext*, size_t, const OrtValue**)>(90)(context, index, out);
   }
@@ -108,7 +105,6 @@ class Api {
     return at<OrtStatus*(OrtKernelContext*, size_t, const int64_t*, size_t, OrtValue**)>(91)(
         context, index, shape, dimensions, out);
   }
-  void release_status(OrtStatus* status) const { at<void(OrtStatus*)>(93)(status); }
   void release_shape(OrtTensorTypeAndShapeInfo* info) const { at<void(OrtTensorTypeAndShapeInfo*)>(99)(info); }
   OrtStatus* info_input_count(const OrtKernelInfo* info, size_t* out) const {
     return at<OrtStatus*(const OrtKernelInfo*, size_t*)>(230)(info, out);
