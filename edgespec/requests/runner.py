@@ -138,8 +138,7 @@ class Runner:
             constraint = with_thoughts(prompt.place, tokenizer, eos, request.thinking, constraint)
         fits = min(request.max_new_tokens, self.session.longest - len(tokens))
         request = replace(request, max_new_tokens=fits)
-        needed = (len(tokens) + fits) * self.target.manifest.kv_bytes_per_token
-        if self.seats.any_taken and needed > machine_memory().available // _SHARE:
+        if self.seats.any_taken and not self._has_room(len(tokens) + fits):
             return None
         seat = self.seats.take(tokens)
         try:
@@ -161,6 +160,10 @@ class Runner:
             clock=self._clock,
             ended=partial(setattr, seat, "taken", False),
         )
+
+    def _has_room(self, tokens: int) -> bool:
+        """Whether there is memory for one more KV cache of so many tokens."""
+        return tokens * self.target.manifest.kv_bytes_per_token <= machine_memory().available // _SHARE
 
     def turn(self, answers: Sequence[Answer]) -> None:
         """Take requests that run a pass further."""
