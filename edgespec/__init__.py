@@ -12,7 +12,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from edgespec.decoding.draft import Draft, Drafter, Step
+    from edgespec.decoding.draft import Draft, Drafter, Progress, Step
     from edgespec.decoding.grammar import AnyJson, Choice, JsonSchema, Lark, Regex
     from edgespec.engine import Conversation, Model, load
     from edgespec.history.manage import History
@@ -58,6 +58,7 @@ __all__ = [
     "Conversation",
     "Stream",
     "Record",
+    "Progress",
     "TokenRecord",
     "Generation",
     "GenerationStats",
@@ -106,7 +107,7 @@ _NAMES_BY_HOME = {
     "edgespec.requests.results": (
         "CallPart Generation GenerationStats Record SourceStats TokenRecord ToolCall"
     ),
-    "edgespec.decoding.draft": "Draft Drafter Step",
+    "edgespec.decoding.draft": "Draft Drafter Progress Step",
     "edgespec.decoding.grammar": "AnyJson Choice JsonSchema Lark Regex",
     "edgespec.history.manage": "History",
     "edgespec.loading.footprint": "Plan",

@@ -88,6 +88,8 @@ class ServedModel:
 class ServedStream:
     """An answer of :class:`ServedModel`: the prompt's text behind "re: ", two tokens a record."""
 
+    place = 0
+
     def __init__(self, model: ServedModel, text: str, options: Mapping[str, Any]) -> None:
         self._model, self._options, self._over = model, options, False
         self.asked: Any = text
@@ -246,9 +248,22 @@ def ask(
         connection.close()
 
 
+@contextmanager
+def open_stream(url: str, body: object) -> Iterator[http.client.HTTPResponse]:
+    """A chat's answer while it is written."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
+    connection.request(
+        "POST", "/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        yield connection.getresponse()
+    finally:
+        connection.close()
+
+
 def events(reply: Reply) -> list[Any]:
     """The events of a streamed answer; the last, "[DONE]", as that text."""
-    blocks = reply.body.decode().split("\n\n")
+    blocks = [block for block in reply.body.decode().split("\n\n") if not block.startswith(": ")]
     assert blocks.pop() == "" and all(block.startswith("data: ") for block in blocks)
     values = [block.removeprefix("data: ") for block in blocks]
     return [value if value == "[DONE]" else json.loads(value) for value in values]

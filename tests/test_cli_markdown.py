@@ -2,7 +2,9 @@
 
 import io
 import re
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from time import sleep
 
 import pytest
 from hypothesis import given
@@ -10,9 +12,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from edgespec.cli import answers, chat
+from edgespec.cli import console as cli_console
 from edgespec.cli.markdown import CODE, FENCE, HEADING, STRONG, MarkdownStream
-from tests.models_for_tests import toy_tokenizer
-from tests.serving_for_tests import drafting_model
+from tests.models_for_tests import toy_model, toy_tokenizer
+from tests.serving_for_tests import Clocked, drafting_model
+from tests.toy import F32
 
 MARK = "\x1b[4;34m"
 """Underlined and blue: of the drafter."""
@@ -79,7 +83,7 @@ def test_text_without_signs_is_shown_at_once(text: str) -> None:
 def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, color_system="standard", width=80, highlight=False)
-    for module in (answers, chat):
+    for module in (answers, chat, cli_console):
         for name in ("output", "errors"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, lambda: console)
@@ -104,3 +108,25 @@ def test_a_chat_marks_sources_when_it_is_told_to(terminal: io.StringIO) -> None:
     assert texts[0] in plain and MARK not in plain
     assert texts[1] in re.sub(r"\x1b\[[0-9;]*m", "", marked) and MARK in marked
     assert texts[2] in off and MARK not in off
+
+
+def test_a_bar_shows_a_long_reading_and_goes_with_the_first_token(
+    terminal: io.StringIO, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, stages = "a long prompt " * 9, list[tuple[float, str]]()
+    session = Clocked(clock := [0.0], 0.2)
+    with toy_model(session, clock=lambda: clock[0]) as model:
+        forward = session.forward
+
+        def watched(tokens: Sequence[int]) -> F32:
+            sleep(0.02)  # for whoever draws
+            stages.append((clock[0], terminal.getvalue()))
+            return forward(tokens)
+
+        monkeypatch.setattr(session, "forward", watched)
+        answer = answers.stream_to_terminal(model.stream(prompt, max_new_tokens=9))
+    assert all("Reading" not in shown for now, shown in stages if now < 0.5)
+    drawn = terminal.getvalue()
+    assert re.search(r"Reading the prompt.* of [0-9]+ tokens", drawn)
+    assert drawn.rstrip().endswith("\x1b[2K")  # wiped
+    assert capsys.readouterr().out == answer.text + "\n"

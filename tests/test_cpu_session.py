@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edgespec.decoding.draft import Progress
+from edgespec.decoding.loop import read_prompt
 from edgespec_models.bundles.graph_contract import Pass
 from edgespec_models.errors import BundleError, Cancelled, RequestError
 from edgespec_runtimes.cpu import CpuOptions, CpuSession, default_threads, most_threads
@@ -141,9 +143,12 @@ def test_a_shared_prefix_is_found_to_the_token(session: CpuSession, count: int) 
 def test_cancelling_a_prefill_leaves_the_session_valid(session: CpuSession) -> None:
     expected = session.predict(TOKENS).logits.copy()
     session.truncate(0)
-    answers = iter([False, False, True])
+    assert session.piece == 8
+    answers, told = iter([False, False, True]), list[Progress]()
     with pytest.raises(Cancelled, match="16 of 40"):
-        session.prefill(TOKENS, lambda: next(answers))
+        for each in read_prompt(session, TOKENS, lambda: next(answers), lambda: 0.0):
+            told.append(each)
+    assert told == [Progress(40, 0, read, 0.0) for read in (0, 8, 16)]
     assert session.length == 16
     np.testing.assert_array_equal(session.predict(TOKENS[16:]).logits, expected[16:])
 

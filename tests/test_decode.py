@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.decoding.draft import NO_DRAFT, Draft, Source, Step
-from edgespec.decoding.loop import Verifier, decode
+from edgespec.decoding.draft import NO_DRAFT, Draft, Progress, Source, Step
+from edgespec.decoding.loop import Verifier, decode, read_prompt
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.drafting.bridge import ByteBridge
 from edgespec.drafting.model import ModelDrafter
@@ -244,6 +244,21 @@ def test_cancelled_in_prefill_nothing_is_committed_and_the_session_is_valid() ->
     assert target.cache == prompt[:16]
     got, _ = _run(target, None, prompt, count=5)
     assert got == _plain(_target(False), prompt, 5)
+
+
+def test_a_prompt_is_read_a_pass_a_step_from_where_the_cache_ends() -> None:
+    target, now = _target(False), [0.0]
+    target.prefill(range(5))
+    target.passes.clear()
+    told = []
+    for each in read_prompt(target, range(24), clock=lambda: now[0]):
+        told.append(each)
+        now[0] += 1.0
+    assert told == [Progress(24, 5, read, seconds) for read, seconds in ((5, 0), (13, 1), (21, 2), (24, 3))]
+    assert target.passes == [8, 8, 3] and target.cache == [*range(24)]
+    for prompt in (range(24), range(3), range(11), ()):  # nothing to read, or a single pass
+        assert list(read_prompt(target, prompt, (lambda: True) if len(prompt) < 9 else None)) == []
+        assert target.cache == [*prompt]
 
 
 class _Broken(Deaf):

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -13,9 +14,11 @@ import pytest
 from edgespec.engine import Model
 from edgespec.history.manage import History
 from edgespec.loading.opening import LoadOptions
+from edgespec.serve import completions
 from edgespec.serve.options import ServeOptions
 from tests.models_for_tests import Gated, toy_model, toy_session
-from tests.serving_for_tests import ask, drafting_model, events, said, serving, until
+from tests.serving_for_tests import ask, drafting_model, events, open_stream, said, serving, until
+from tests.toy import settle
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 NEW = 24
@@ -115,6 +118,81 @@ def test_a_client_that_leaves_ends_its_request_within_a_pass() -> None:
         assert 'status="499"} 1.0' in ask(url, "/metrics").body.decode()
         passes = len(gate.passes)
     assert passes < 1000
+
+
+LONG = "a document of many words " * 4
+
+
+def test_a_stream_says_how_far_the_prompt_is_in_the_form_of_llama_cpp() -> None:
+    for path, asked in ((CHAT, body(LONG)), (TEXT, {"model": "toy", "prompt": LONG, "max_tokens": NEW})):
+        with toy_model() as model, serving(model) as url:
+            plain = events(ask(url, path, {**asked, "stream": True}))
+            assert not any("prompt_progress" in chunk for chunk in plain[:-1])
+            model.forget()
+            chunks = events(ask(url, path, {**asked, "stream": True, "return_progress": True}))
+            assert ask(url, path, {**asked, "return_progress": True}).status == 200  # and has no effect
+        first = 1 if path == CHAT else 0  # who speaks
+        told = [chunk for chunk in chunks[:-1] if "prompt_progress" in chunk]
+        assert told == chunks[first : first + len(told)]
+        assert len(chunks) == len(plain) + len(told)
+        progress = [chunk["prompt_progress"] for chunk in told]
+        total = progress[0]["total"]
+        assert [each["processed"] for each in progress] == [*range(0, total, 8), total]
+        assert {(each["total"], each["cache"]) for each in progress} == {(total, 0)}
+        assert all(type(each["time_ms"]) is int for each in progress)
+        for chunk in told:
+            choice = chunk["choices"][0]
+            assert choice["finish_reason"] is None
+            assert choice.get("text", "") == "" and choice.get("delta", {}) == {}
+
+
+def test_who_waits_is_told_the_place_and_is_not_left_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it waits, and while its prompt is read; OpenAI's client takes no notice."""
+    monkeypatch.setattr(completions, "_SILENCE_S", 0.05)
+    gate = Gated()
+    with toy_model(gate) as model, serving(model) as url, ThreadPoolExecutor(2) as pool:
+        running = pool.submit(ask, url, CHAT, body("runs"))
+        assert gate.arrived.acquire(timeout=10)
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        messages: Any = [{"role": "user", "content": LONG}]
+        with client, open_stream(url, body(LONG, stream=True)) as response:
+            assert response.status == 200  # before its turn
+            assert response.readline() == b": waiting, 1 before it\n"
+            asked: Any = {"model": "toy", "messages": messages, "max_tokens": NEW, "stream": True}
+            last = pool.submit(lambda: list(client.chat.completions.create(**asked)))
+            while b": reading the prompt, " not in response.readline():
+                gate.let(1)
+            gate.open()
+            assert response.read().endswith(b"data: [DONE]\n\n")
+            written = "".join(chunk.choices[0].delta.content or "" for chunk in last.result())
+        assert running.result().status == 200
+        assert written == model.chat(messages, max_new_tokens=NEW).text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_while_its_prompt_is_read_frees_its_place(stream: bool) -> None:
+    gate = Gated()
+    with toy_model(gate) as model, serving(model) as url:
+        gate.let(2)
+        with pytest.raises(TimeoutError):
+            ask(url, CHAT, body(LONG, stream=stream), timeout_s=0.5)
+        until(lambda: (it := model._worker._running) is not None and it.interruption is not None)
+        gate.open()
+        until(lambda: 'status="499"} 1.0' in ask(url, "/metrics").body.decode())
+        settle()
+        assert len(gate.passes) == 3  # the one that waited was its last
+        assert said(ask(url, CHAT, body("next"))) != ""
+
+
+def test_time_that_is_up_while_a_prompt_is_read_ends_it() -> None:
+    gate = Gated()
+    with toy_model(gate) as model, serving(model, ServeOptions(port=0, timeout_s=0.3)) as url:
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(ask, url, CHAT, body(LONG, stream=True))
+            time.sleep(0.5)
+            gate.let(1)
+            assert events(asked.result())[-1]["error"]["code"] == "timeout"
+        assert len(gate.passes) == 1
 
 
 def test_fifty_clients_at_once_get_their_own_answers(model: Model, url: str) -> None:

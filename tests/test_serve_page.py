@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from edgespec.history.use import open_use
 from edgespec.serve.options import ServeOptions
 from edgespec_models.errors import Busy
 from tests.histories_for_tests import learn
+from tests.models_for_tests import Gated, toy_model
 from tests.serving_for_tests import SOURCES, ServedModel, serving, tokenizer, until
 
 if TYPE_CHECKING:
@@ -150,6 +152,22 @@ def test_escape_stops_an_answer_and_what_was_said_stays(page: "Page", url: str, 
     page.locator("#anew").click()
     _ask(page, "anew")
     assert [message["content"] for message in model.calls[-1][0]] == ["anew"]
+
+
+def test_the_place_in_the_queue_and_the_reading_of_the_prompt_are_shown(page: "Page") -> None:
+    gate = Gated()
+    with toy_model(gate) as model, serving(model) as url, ThreadPoolExecutor(1) as pool:
+        before = pool.submit(model.generate, "who comes first", max_new_tokens=1)
+        assert gate.arrived.acquire(timeout=10)
+        page.goto(url)
+        _enter(page, "#question", "a long question " * 4)
+        cost = page.locator(".turn.assistant .cost")
+        cost.get_by_text("waiting, 1 before it").wait_for()
+        gate.let(len(gate.passes) + 3)
+        cost.get_by_text(re.compile("reading the prompt, [0-9]+ of [0-9]+ tokens")).wait_for()
+        gate.open()
+        cost.get_by_text("first token after").wait_for()
+        assert before.result().finish_reason == "length"
 
 
 def test_markdown_is_shown_as_it_should_look_and_never_as_html(page: "Page", url: str) -> None:

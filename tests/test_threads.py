@@ -1,5 +1,6 @@
 """Requests from many threads: in turn, within bounds, and each ended for its own reason."""
 
+import asyncio
 import gc
 import itertools
 import os
@@ -14,7 +15,7 @@ from weakref import ref
 
 import pytest
 
-from edgespec import Busy, Closed, LoadOptions, Model, RequestError
+from edgespec import Busy, Closed, LoadOptions, Model, Progress, RequestError, RequestOptions
 from edgespec.requests.request import Request
 from edgespec.requests.results import Generation, Record, nothing
 from edgespec.requests.worker import Answer
@@ -88,9 +89,9 @@ def test_threads_are_answered_in_the_order_in_which_they_asked() -> None:
     expected, read = {prompt: alone(prompt).tokens for prompt in PROMPTS}, list[Sequence[int]]()
 
     class Logged(Gated):
-        def prefill(self, tokens: Sequence[int], cancelled: Callable[[], bool] | None = None) -> None:
+        def prefill(self, tokens: Sequence[int]) -> None:
             read.append(list(tokens))
-            super().prefill(tokens, cancelled)
+            super().prefill(tokens)
 
     session = Logged()
     with toy_model(session) as model, ThreadPoolExecutor(len(prompts)) as pool:
@@ -103,7 +104,8 @@ def test_threads_are_answered_in_the_order_in_which_they_asked() -> None:
         session.open()
         results = [each.result(60) for each in asked]
         assert [result.tokens for result in results] == [expected[prompt] for prompt in prompts]
-        assert read == [model.tokenize(prompt)[:-1] for prompt in prompts]
+        whole = [model.tokenize(prompt)[:-1] for prompt in prompts]
+        assert [tokens for tokens in read if tokens in whole][::2] == whole  # read, and then decoded behind
         assert results[-1].stats.queued_s > 0.0
 
 
@@ -212,6 +214,71 @@ def test_cancelled_it_ends_within_a_pass() -> None:
         assert result.tokens == alone(PROMPTS[0]).tokens[: len(result.tokens)]
         assert "".join([first, *stream]) == result.text  # what came can still be read
         assert model.generate(PROMPTS[0], max_new_tokens=NEW).tokens == alone(PROMPTS[0]).tokens
+
+
+LONG = "a prompt that is longer than what a pass of the toy reads"
+
+
+@pytest.mark.parametrize("tasks", [False, True])
+def test_progress_is_told_to_who_waits_and_is_no_text(tasks: bool) -> None:
+    told = list[tuple[Progress, threading.Thread]]()
+    new: RequestOptions = {"max_new_tokens": NEW}
+    asked: RequestOptions = {
+        **new,
+        "on_progress": lambda each: told.append((each, threading.current_thread())),
+    }
+    with toy_model() as model:
+        total = model.count_tokens(LONG) - 1
+        first = asyncio.run(model.generate_async(LONG, **asked)) if tasks else model.generate(LONG, **asked)
+        ends = [*range(0, total, 8), total]
+        assert [each.read for each, _ in told] == ends and len(ends) > 3
+        assert {(each.total, each.cached, where) for each, where in told} == {
+            (total, 0, threading.current_thread())
+        }
+        assert sorted(each.seconds for each, _ in told) == [each.seconds for each, _ in told]
+        told.clear()
+        again = model.stream(LONG, **asked)  # its prompt lies in the cache
+        assert "".join(again) == first.text and told == []
+        model.forget()
+        records = list(model.stream(LONG, **new).records())
+        progress = records[: len(ends)]
+        assert [record.progress.read for record in progress if record.progress] == ends
+        assert not any(record.progress for record in records[len(ends) :])
+        assert not any(record.text or record.tokens for record in progress)
+
+
+@pytest.mark.parametrize("tasks", [False, True])
+def test_what_is_raised_over_progress_ends_the_request(tasks: bool) -> None:
+    def tell(progress: Progress) -> None:
+        if progress.read == 16:
+            raise KeyboardInterrupt if not tasks else ValueError("enough")
+
+    with held() as (session, model):
+        session.let(3)  # it may read on while it is told
+        with pytest.raises(ValueError if tasks else KeyboardInterrupt):
+            if tasks:
+                asyncio.run(model.generate_async(LONG, on_progress=tell))
+            else:
+                model.generate(LONG, on_progress=tell)
+        session.open()
+        settle()
+        assert len(session.passes) <= 4
+        assert model.generate(LONG, max_new_tokens=NEW).tokens == alone(LONG).tokens
+
+
+def test_streams_say_how_many_are_before_them() -> None:
+    with busy() as (session, model, _), ThreadPoolExecutor(2) as pool:
+        streams = [model.stream(prompt, max_new_tokens=NEW) for prompt in PROMPTS[1:]]
+        assert [stream.place for stream in streams] == [0, 0]  # not asked for yet
+        waits = []
+        for count, stream in enumerate(streams):
+            waits.append(pool.submit(stream.run))
+            until(lambda count=count: waiting(model) == count + 1)  # type: ignore[misc]
+        assert [stream.place for stream in streams] == [1, 2]
+        streams[0].cancel()
+        assert [stream.place for stream in streams] == [0, 1]
+        session.open()
+        assert waits[1].result(60).finish_reason == "length" and streams[1].place == 0
 
 
 def test_a_stream_that_nobody_holds_any_more_is_cancelled() -> None:

@@ -32,7 +32,7 @@ from edgespec_models.bundles.bundle import (
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.layers import graph_name, rotary_tables
 from edgespec_models.bundles.weight_format import WeightFormat
-from edgespec_models.errors import Cancelled, RequestError
+from edgespec_models.errors import RequestError
 from edgespec_models.graphs.decoder import build_decoder, rotary_rows
 from edgespec_models.graphs.plan import FULL, DecoderPlan, EmbeddingSpec, LinearPart, LinearSpec, Precision
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
@@ -129,7 +129,7 @@ class ToySession:
     def __init__(
         self, next_logits: NextLogits, vocab_size: int, *, context: int = 4096, chunk: int = 8
     ) -> None:
-        self._next_logits, self._chunk = next_logits, chunk
+        self._next_logits, self.piece = next_logits, chunk
         self.vocab_size, self.longest, self.capacity = vocab_size, context, 0
         self.cache: list[int] = []
         self.passes: list[int] = []
@@ -175,11 +175,11 @@ class ToySession:
     def shared_prefix(self, tokens: Sequence[int]) -> int:
         return shared_length(self.cache, tokens)
 
-    def prefill(self, tokens: Sequence[int], cancelled: Callable[[], bool] | None = None) -> None:
-        self._extend(tokens, len(tokens), cancelled)
+    def prefill(self, tokens: Sequence[int]) -> None:
+        self._extend(tokens, len(tokens))
 
     def predict_next(self, tokens: Sequence[int]) -> Predictions:
-        row = self._extend(tokens, len(tokens) - 1, None)
+        row = self._extend(tokens, len(tokens) - 1)
         assert row is not None
         return Predictions(row[None])
 
@@ -204,13 +204,11 @@ class ToySession:
     def close(self) -> None:
         self.closed = True
 
-    def _extend(self, tokens: Sequence[int], keep: int, cancelled: Callable[[], bool] | None) -> F32 | None:
+    def _extend(self, tokens: Sequence[int], keep: int) -> F32 | None:
         self.truncate(min(self.shared_prefix(tokens), keep))
         logits = None
         while len(self.cache) < len(tokens):
-            if cancelled is not None and cancelled():
-                raise Cancelled("asked to")
-            logits = self.forward(tokens[len(self.cache) : len(self.cache) + self._chunk])[-1]
+            logits = self.forward(tokens[len(self.cache) : len(self.cache) + self.piece])[-1]
         return logits
 
 

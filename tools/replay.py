@@ -93,7 +93,7 @@ class Recorded:
         self.vocab_size, self._curve, self._clock = vocab_size, curve, clock
         self._tokens: list[int] = []
         self._text: Sequence[int] = ()
-        self.capacity = self.longest = 1 << 30
+        self.capacity = self.longest = self.piece = 1 << 30
 
     @property
     def length(self) -> int:
@@ -114,7 +114,7 @@ class Recorded:
         """Every request begins anew: prefill is not what a replay is about."""
         return 0
 
-    def prefill(self, tokens: Sequence[int], cancelled: Any = None) -> None:
+    def prefill(self, tokens: Sequence[int]) -> None:
         """Takes no time here."""
         self._tokens = list(tokens)
 

@@ -2,12 +2,14 @@
 
 import sys
 from collections import Counter
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
-from edgespec.cli.console import errors, output
+from edgespec.cli.console import errors, output, progress_bars
 from edgespec.cli.markdown import MarkdownStream
+from edgespec_models.progress import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,6 +28,7 @@ _MARKS: Final = {
     "grammar": "reverse green",
 }
 """How text of each source looks, also where there are no colours; the target's own is plain."""
+_PATIENCE_S: Final = 0.5
 
 
 def stream_to_terminal(stream: "Stream") -> "Generation":
@@ -76,7 +79,7 @@ def _records(stream: "Stream") -> "Iterator[Record]":
 
     thinks = False
     try:
-        for record in stream.records():
+        for record in _behind_prompt(stream):
             if record.reasoning:
                 thinks = True
                 errors().print(Text(record.reasoning, "dim italic"), end="", soft_wrap=True)
@@ -87,6 +90,20 @@ def _records(stream: "Stream") -> "Iterator[Record]":
     finally:
         if thinks:
             errors().print()
+
+
+def _behind_prompt(stream: "Stream") -> "Iterator[Record]":
+    """What each round added; until the first, a bar shows how far the prompt is read."""
+    with ExitStack() as shown:
+        draw = None
+        for record in stream.records():
+            progress = record.progress
+            if progress is None:
+                shown.close()
+                yield record
+            elif progress.seconds > _PATIENCE_S and errors().is_terminal:
+                draw = draw or shown.enter_context(progress_bars(leave=False))
+                draw(Progress("Reading the prompt", progress.read, progress.total, "tokens"))
 
 
 def _print_pieces(pieces: list[tuple[str, str]], mark: str) -> None:

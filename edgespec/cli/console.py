@@ -106,8 +106,11 @@ def amount(report: Progress) -> str:
 
 
 @contextmanager
-def progress_bars() -> Iterator[ProgressCallback]:
-    """A callback that draws one bar a stage; away from a terminal, a line as a stage begins."""
+def progress_bars(*, leave: bool = True) -> Iterator[ProgressCallback]:
+    """A callback that draws one bar a stage; away from a terminal, a line as a stage begins.
+
+    Without ``leave`` nothing of a bar stays behind.
+    """
     if not errors().is_terminal:
         begun = set[str]()
 
@@ -129,7 +132,7 @@ def progress_bars() -> Iterator[ProgressCallback]:
         TimeRemainingColumn(),
     )
     tasks: dict[str, TaskID] = {}
-    with Bars(*columns, console=errors()) as bars:
+    with Bars(*columns, console=errors(), transient=not leave) as bars:
 
         def draw(report: Progress) -> None:
             if report.stage not in tasks:

@@ -72,6 +72,23 @@ class Step:
         return self.tokens[self.draft.forced :]
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the reading of a prompt is.
+
+    Attributes:
+        total: tokens to be read: all of the prompt but its last, with which decoding begins.
+        cached: of these, how many the KV cache held already.
+        read: how many have been read, those included.
+        seconds: since the reading began.
+    """
+
+    total: int
+    cached: int
+    read: int
+    seconds: float
+
+
 class Source(Protocol):
     """Proposes tokens in one request. It owns its state and never decides what is kept."""
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from time import perf_counter
 
-from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Source, Step
+from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Progress, Source, Step
 from edgespec.decoding.sampling import (
     Penalties,
     Row,
@@ -21,7 +21,7 @@ from edgespec.decoding.sampling import (
     most_likely,
     uniform,
 )
-from edgespec_models.errors import RequestError
+from edgespec_models.errors import Cancelled, RequestError
 from edgespec_runtimes.session import Predictions, Session
 
 
@@ -74,6 +74,32 @@ class Verifier:
         return _match(draft, sample)
 
 
+def read_prompt(
+    target: Session,
+    prompt: Sequence[int],
+    cancelled: Callable[[], bool] | None = None,
+    clock: Clock = perf_counter,
+) -> Iterator[Progress]:
+    """Make the target's cache hold exactly ``prompt``: a pass a step, so that others may run between two.
+
+    Says how far it is where that takes more than one pass: before the first, and behind each. ``cancelled``
+    is asked before each.
+
+    Raises:
+        Cancelled: ``cancelled`` said so; the session stays valid.
+    """
+    started, total, cached = clock(), len(prompt), target.shared_prefix(prompt)
+    ends = [*range(cached + target.piece, total, target.piece), total]
+    if len(ends) > 1:
+        yield Progress(total, cached, cached, 0.0)
+    for end in ends:
+        if cached < total and cancelled is not None and cancelled():
+            raise Cancelled(f"cancelled after {target.length} of {total} prompt tokens")
+        target.prefill(prompt[:end])
+        if len(ends) > 1:
+            yield Progress(total, cached, end, clock() - started)
+
+
 def decode(
     target: Session,
     policy: Source,
@@ -94,7 +120,7 @@ def decode(
     read would delay the first token.
 
     Args:
-        target: its cache is made to hold the prompt first.
+        target: its cache is made to hold the prompt first, unless :func:`read_prompt` did.
         policy: proposes, and is told of every round; closed by whoever made it.
         verify: decides what is kept.
         tokens: the prompt, at least one token; grows.
@@ -103,13 +129,14 @@ def decode(
         stop: tokens that end the generation; the one that did is committed.
         top_logprobs: of how many tokens a place steps give the log probabilities, besides those of the tokens
             that are committed; None gives none.
-        cancelled: asked between prefill chunks, where it raises, and between rounds, where it ends the loop.
+        cancelled: asked between passes; while the prompt is read it raises, behind that it ends the loop.
         clock: times the rounds.
 
     Raises:
         Cancelled: ``cancelled`` said so while the prompt was read; nothing was committed.
     """
-    target.prefill(tokens[:-1], cancelled)
+    for _ in read_prompt(target, tokens[:-1], cancelled):
+        pass
     end, ended, limit = len(tokens) + max_new_tokens, False, 0
     while len(tokens) < end and not ended and not (cancelled is not None and cancelled()):
         started = clock()

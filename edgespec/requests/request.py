@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, ParamSpec, TypedDict, TypeVar
 
-from edgespec.decoding.draft import Drafter
+from edgespec.decoding.draft import Drafter, Progress
 from edgespec.decoding.grammar import AnyJson, Choice, JsonSchema, Lark, Regex, ResponseFormat
 from edgespec.decoding.sampling import SamplingParams
 from edgespec_models.bundles.bundle import Bundle
@@ -42,6 +42,7 @@ class RequestOptions(TypedDict, total=False):
     drafter: Drafter | None
     cancelled: Callable[[], bool]
     timeout: float | None
+    on_progress: Callable[[Progress], None] | None
     temperature: float
     top_k: int
     top_p: float
@@ -80,6 +81,8 @@ class Request:
         speculate: False decodes without drafts; the answer is the same.
         drafter: drafts in this request, in place of the model's own drafter; None leaves it to that.
         cancelled: asked between passes, from whichever thread they run in; True ends the request.
+        on_progress: told how far the reading of a long prompt is, in the thread or task that waits for the
+            answer or reads the stream; what it raises cancels the request and is raised there.
         n: so many answers to one prompt, each with the next seed. Greedy answers are all the same one.
         logprobs: say how likely the target found each token of the answer.
         top_logprobs: and so many of the most likely tokens at each place; it needs ``logprobs``.
@@ -108,6 +111,7 @@ class Request:
     drafter: Drafter | None = None
     cancelled: Callable[[], bool] = _never
     timeout: Annotated[float, within(above=0)] | None = None
+    on_progress: Callable[[Progress], None] | None = None
     n: Annotated[int, within(1, 128)] = 1
     logprobs: bool = False
     top_logprobs: Annotated[int, within(0, 20)] = 0

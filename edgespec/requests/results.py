@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from edgespec.decoding.draft import Remarks, Step
+from edgespec.decoding.draft import Progress, Remarks, Step
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "closed", "tool_calls", "error"]
 """Why an answer ended: the model or a stop string ended it, it became as long as asked for or as fits, the
@@ -79,7 +79,7 @@ class CallPart:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a round of decoding added to an answer.
+    """What a round of decoding added to an answer, or how far the reading of a long prompt is.
 
     Attributes:
         text: what can be shown now; perhaps nothing, where a character or a stop string may have only begun.
@@ -89,6 +89,8 @@ class Record:
         content: the same of the text around calls of tools.
         calls: what became certain of these.
         thoughts: what the first of these tokens add to what the model thinks before its text.
+        progress: of reading the prompt, in records without text and tokens, which come before all others
+            where the prompt takes more than one pass; None in all others.
     """
 
     text: str
@@ -98,6 +100,7 @@ class Record:
     content: str = ""
     calls: tuple[CallPart, ...] = ()
     thoughts: tuple[str, ...] = ()
+    progress: Progress | None = None
 
     @property
     def reasoning(self) -> str:

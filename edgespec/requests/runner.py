@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgespec.decoding.draft import Clock, Drafter, Extending, Remarks, Step
 from edgespec.decoding.grammar import Constraint, Grammars
-from edgespec.decoding.loop import Verifier, decode
+from edgespec.decoding.loop import Verifier, decode, read_prompt
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Part, Policy
 from edgespec.drafting.pricing import Guard, Pricing
@@ -77,12 +77,18 @@ class PreparedRequest:
 
         ``why_end`` is asked between passes what is to end the request now; None lets it go on.
         """
+
+        def cancelled() -> bool:
+            return why_end() is not None
+
         started, measured = self.clock(), self._measured
         measured["queued_s"] = queued_s
         measured["cached_tokens"] = self.session.shared_prefix(self.tokens[:-1])
         with closing(self.begin()) as policy, suppress(Cancelled):
             self._remarks = policy.remarks
-            for step in self._rounds(policy, lambda: why_end() is not None):
+            for progress in read_prompt(self.session, self.tokens[:-1], cancelled, self.clock):
+                yield Record("", (), progress=progress)
+            for step in self._rounds(policy, cancelled):
                 now = self.clock()
                 if not self._steps:
                     first_at = now

@@ -72,7 +72,8 @@ class Stream:
     def records(self) -> "Records":
         """What each round added: an iterable of :class:`edgespec.Record`, both ways.
 
-        It goes on where the iteration over the stream is, and the other way round.
+        First come records that say how far a long prompt is read, and have no text. It goes on where the
+        iteration over the stream is, and the other way round.
         """
         return Records(self)
 
@@ -97,6 +98,11 @@ class Stream:
         self._worker.withdraw(self._answer, "cancelled")
 
     @property
+    def place(self) -> int:
+        """How many requests are before this one in the model's queue; 0 once it runs."""
+        return self._worker.place(self._answer)
+
+    @property
     def result(self) -> Generation:
         """The finished generation; the partial one of a request that ended early, and why.
 
@@ -118,7 +124,7 @@ class Stream:
         while not answer.readable:
             answer.wait(LOOK_S)
             self._look()
-        return answer.take()
+        return self._taken()
 
     async def _next_async(self) -> Record | None:
         answer = self._answer
@@ -130,7 +136,18 @@ class Stream:
         except BaseException:
             self.cancel()
             raise
-        return answer.take()
+        return self._taken()
+
+    def _taken(self) -> Record | None:
+        """The next record of those that are there, which is told to who wants to know of progress."""
+        record, tell = self._answer.take(), self._answer.request.on_progress
+        if tell is not None and record is not None and record.progress is not None:
+            try:
+                tell(record.progress)
+            except BaseException:
+                self.cancel()
+                raise
+        return record
 
     def _look(self) -> None:
         """End a request that waits for its turn, if it is not to wait any more; one that runs sees itself."""

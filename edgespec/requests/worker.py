@@ -203,6 +203,13 @@ class Worker:
                 self._waiting.remove(answer)
         _abandon(answer)
 
+    def place(self, answer: Answer) -> int:
+        """How many requests are before one that waits; 0 for all others."""
+        with self._changed:
+            if answer not in self._waiting:
+                return 0
+            return self._waiting.index(answer) + (self._running is not None)
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """No request runs within the block: the one that runs is waited for, the others wait."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
+from edgespec.decoding.draft import Progress
 from edgespec.requests.attribution import Attribution
 from edgespec.requests.results import Generation, Record, TokenRecord
 from edgespec_models.text.tokenizer import Tokenizer
@@ -61,6 +62,12 @@ class _Answer:
     def chunk(self, record: Record, shown: list[Json]) -> Json:
         """A piece of the answer; ``shown`` are its tokens as :class:`Attribution` cut them."""
         raise NotImplementedError
+
+    def reading(self, progress: Progress) -> Json:
+        """How far the reading of the prompt is, as llama.cpp's server says it: beside an empty piece."""
+        so_far = {"total": progress.total, "cache": progress.cached, "processed": progress.read}
+        time_ms = round(progress.seconds * 1e3)
+        return self.chunk(Record("", ()), []) | {"prompt_progress": {**so_far, "time_ms": time_ms}}
 
     def end(self, answer: Generation) -> Json:
         """The last chunk: why it ended, and what it cost."""

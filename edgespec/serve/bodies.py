@@ -53,6 +53,7 @@ class _Common:
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    return_progress: bool = False  # llama.cpp's
     # edgespec's own
     speculate: bool | None = None
     # change nothing here

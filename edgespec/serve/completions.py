@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from edgespec.decoding.draft import Progress
 from edgespec.engine import Model
 from edgespec.requests.attribution import Attribution
 from edgespec.requests.request import RequestOptions
@@ -25,6 +26,10 @@ from edgespec_models.errors import EdgespecError
 T = TypeVar("T")
 Ask = Callable[..., Stream]
 Answer = ChatAnswer | CompletionAnswer
+_AT_ONCE_S = 0.2
+"""How long the headers wait for what goes wrong with a request."""
+_SILENCE_S = 5.0
+"""How long nothing is sent; proxies commonly give up after a minute, some clients sooner."""
 
 
 class Completions:
@@ -94,13 +99,13 @@ class Completions:
     async def _streamed(
         self, request: Request, body: ChatBody | CompletionBody, start: Ask, answer: Answer
     ) -> Response:
-        """Waits for the first record, so that what is wrong with a request is told by the status."""
+        """Waits for a moment, so that what is wrong with a request is told by the status."""
         stream = await asyncio.to_thread(start)
         events = _EventStream(count_of(request), body, answer, stream)
         try:
             await _while_connected(request, events.begin())
         except BaseException:
-            stream.cancel()
+            events.close()
             raise
         return events
 
@@ -114,37 +119,36 @@ class _EventStream(StreamingResponse):
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # no proxy gathers them
         super().__init__(self._lines(), media_type="text/event-stream", headers=headers)
         self._count, self._answer, self._stream = count, answer, stream
-        self._with_usage = body.stream_options.include_usage
+        self._with_usage, self._with_progress = body.stream_options.include_usage, body.return_progress
         self._attribution = Attribution(answer.tokenizer)
         self._records = aiter(stream.records())
-        self._first: Record | None = None
+        self._coming = self._next()
+        self._read: Progress | None = None
         self._ended = False
 
     async def begin(self) -> None:
-        """Wait for the first record."""
-        self._first = await anext(self._records, None)
+        """Raise what goes wrong at once; whoever waits longer gets the headers."""
+        await asyncio.wait((self._coming,), timeout=_AT_ONCE_S)
+        if self._coming.done():
+            self._coming.result()
 
     def close(self) -> None:
         """End an answer that nobody reads any more."""
+        self._coming.cancel()
         self._stream.cancel()
-        self._count.left = not self._ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
             self.close()
+            self._count.left = not self._ended
 
     async def _lines(self) -> AsyncIterator[str]:
-        """All events as they go over the wire."""
-        if (begin := self._answer.begin()) is not None:
-            yield self._event(begin)
+        """All that goes over the wire."""
         try:
-            record = self._first
-            while record is not None:
-                self._count.tokens += len(record.tokens)
-                yield self._event(self._answer.chunk(record, self._attribution.push(record)))
-                record = await anext(self._records, None)
+            async for line in self._pieces():
+                yield line
             answer = self._stream.result
             _check_ended(answer)
         except (EdgespecError, Problem) as error:  # the status is sent already
@@ -157,6 +161,43 @@ class _EventStream(StreamingResponse):
                 yield _line(self._answer.used(answer))
             yield "data: [DONE]\n\n"
         self._ended = True
+
+    async def _pieces(self) -> AsyncIterator[str]:
+        """Events of what comes, and comments while there is nothing to say."""
+        begin, clock = self._answer.begin(), asyncio.get_running_loop().time
+        due = clock() + (0 if self._stream.place else _SILENCE_S)
+        while True:
+            await asyncio.wait((self._coming,), timeout=max(0.0, due - clock()))
+            if not self._coming.done():
+                yield self._comment()
+            elif (record := self._coming.result()) is None:
+                return
+            else:
+                self._coming, self._read = self._next(), record.progress
+                if self._read is not None and not self._with_progress:
+                    continue
+                if begin is not None:  # not before: clients take it for the end of the wait
+                    yield self._event(begin)
+                    begin = None
+                yield self._event(self._chunk(record))
+            due = clock() + _SILENCE_S
+
+    def _next(self) -> "asyncio.Future[Record | None]":
+        return asyncio.ensure_future(anext(self._records, None))
+
+    def _chunk(self, record: Record) -> Mapping[str, Any]:
+        if record.progress is not None:
+            return self._answer.reading(record.progress)
+        self._count.tokens += len(record.tokens)
+        return self._answer.chunk(record, self._attribution.push(record))
+
+    def _comment(self) -> str:
+        """What the request waits for; clients skip it, and neither they nor proxies take it for dead."""
+        if place := self._stream.place:
+            return f": waiting, {place} before it\n\n"
+        if self._read is not None:
+            return f": reading the prompt, {self._read.read} of {self._read.total} tokens\n\n"
+        return ": working\n\n"
 
     def _event(self, chunk: Mapping[str, Any]) -> str:
         return _line({**chunk, "usage": None} if self._with_usage else chunk)

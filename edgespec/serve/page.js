@@ -44,7 +44,7 @@ function askForKey() {
   });
 }
 
-/** The events of a streamed answer, parsed. */
+/** The events of a streamed answer, parsed; of comments their text. */
 async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
@@ -55,6 +55,10 @@ async function* events(response) {
     const parts = held.split("\n\n");
     held = parts.pop();
     for (const part of parts) {
+      if (part.startsWith(":")) {
+        yield { comment: part.slice(2) };
+        continue;
+      }
       const data = part.replace(/^data: /, "");
       if (data === "[DONE]") return;
       const event = JSON.parse(data);
@@ -264,6 +268,7 @@ function request() {
     model: state.model.id,
     messages,
     stream: true,
+    return_progress: true,
     temperature: Number($("temperature").value) || 0,
     max_tokens: Number($("limit").value) || 1024,
     speculate: !$("without").checked,
@@ -274,10 +279,15 @@ function request() {
 async function read(answer, node, response) {
   let began = 0;
   let before = 0; // tokens of the first piece, which prefill paid for
+  const cost = node.querySelector(".cost");
   for await (const event of events(response)) {
-    const extension = event.choices[0]?.edgespec;
+    const progress = event.prompt_progress;
+    if (event.comment) cost.textContent = event.comment;
+    if (progress) cost.textContent = `reading the prompt, ${progress.processed} of ${progress.total} tokens`;
+    const extension = event.choices?.[0]?.edgespec;
     if (!extension) continue;
     if (extension.tokens?.length) {
+      if (!began) cost.textContent = "";
       answer.add(extension.tokens);
       if (began) showSpeed((answer.ends.length - before) / ((performance.now() - began) / 1000));
       else [began, before] = [performance.now(), answer.ends.length];

@@ -55,7 +55,8 @@ class CpuOptions:
             other programs need the cores.
         exact_rows: run a single token twice where that makes a row's bits independent of the number of rows:
             in graphs of ONNX Runtime's operators. A drafter does not need it.
-        prefill_chunk: tokens of one prefill pass; between two a request can be cancelled.
+        prefill_chunk: tokens of one prefill pass; between two a request says how far it is, and can be
+            cancelled.
         instructions: the set of instructions edgespec's kernels use, one of
             :data:`INSTRUCTIONS`; empty takes the best that the processor has.
         huge_pages: weights of edgespec's own graphs are copied into huge pages when they are loaded (Linux),

@@ -1,13 +1,13 @@
 """A sequence of tokens over a graph: what every session does, whatever runs its passes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from edgespec_models.bundles.config import DecoderShape
-from edgespec_models.errors import BundleError, Cancelled, DeviceError, RequestError
+from edgespec_models.errors import BundleError, DeviceError, RequestError
 from edgespec_runtimes.graph_io import DynamicIO, GraphIO
 from edgespec_runtimes.kv_buffers import GrowingCache
 from edgespec_runtimes.session import Predictions, SavedCache, shared_length
@@ -95,13 +95,18 @@ class GraphSession(Generic[IO]):
         """How many of ``tokens``, from the first on, the cache holds already."""
         return shared_length(self._tokens, tokens)
 
-    def prefill(self, tokens: Sequence[int], cancelled: Callable[[], bool] | None = None) -> None:
+    @property
+    def piece(self) -> int:
+        """Tokens that one pass of :meth:`prefill` reads at most."""
+        return min(self._chunk, self._open_io.most_rows)
+
+    def prefill(self, tokens: Sequence[int]) -> None:
         """Make the cache hold exactly ``tokens``, keeping a shared prefix."""
-        self._extend(tokens, len(tokens), cancelled)
+        self._extend(tokens, len(tokens))
 
     def predict_next(self, tokens: Sequence[int]) -> Predictions:
         """Make the cache hold exactly ``tokens``; what the model says of what follows, one row."""
-        predictions = self._extend(tokens, len(tokens) - 1, None)
+        predictions = self._extend(tokens, len(tokens) - 1)
         if predictions is None:
             raise RequestError("the next token needs at least one before it")
         return predictions
@@ -153,18 +158,13 @@ class GraphSession(Generic[IO]):
             "shorten the prompt or ask for fewer new tokens"
         )
 
-    def _extend(
-        self, tokens: Sequence[int], keep: int, cancelled: Callable[[], bool] | None
-    ) -> Predictions | None:
+    def _extend(self, tokens: Sequence[int], keep: int) -> Predictions | None:
         """Make the cache hold ``tokens``, reusing at most ``keep`` of them; the last's row if any ran."""
         self.reserve(len(tokens))
         self.truncate(min(self.shared_prefix(tokens), max(keep, 0)))
-        last, size = None, min(self._chunk, self._open_io.most_rows)
+        last, size = None, self.piece
         while self.length < len(tokens):
-            if cancelled is not None and cancelled():
-                raise Cancelled(f"cancelled after {self.length} of {len(tokens)} prompt tokens")
-            chunk = tokens[self.length : self.length + size]
-            last = self._run(chunk, 1)
+            last = self._run(tokens[self.length : self.length + size], 1)
         return last
 
     def _run(self, tokens: Sequence[int], rows: int) -> Predictions:

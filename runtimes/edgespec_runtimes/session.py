@@ -195,13 +195,14 @@ class Session(Protocol):
     def shared_prefix(self, tokens: Sequence[int]) -> int:
         """How many of ``tokens``, from the first on, the cache holds already."""
 
-    def prefill(self, tokens: Sequence[int], cancelled: Callable[[], bool] | None = None) -> None:
+    @property
+    def piece(self) -> int:
+        """Tokens that one pass of :meth:`prefill` reads at most."""
+
+    def prefill(self, tokens: Sequence[int]) -> None:
         """Make the cache hold exactly ``tokens``, keeping a shared prefix.
 
-        Runs in chunks; between two of them ``cancelled`` is asked, and the session stays valid.
-
         Raises:
-            Cancelled: ``cancelled`` said so.
             RequestError: more tokens than ``capacity``.
         """
 
