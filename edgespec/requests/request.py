@@ -40,6 +40,7 @@ class RequestOptions(TypedDict, total=False):
     stop_at_eos: bool
     speculate: bool
     drafter: Drafter | None
+    prompt_cache: bool
     cancelled: Callable[[], bool]
     timeout: float | None
     temperature: float
@@ -79,6 +80,7 @@ class Request:
         stop_at_eos: end where the model says that it has finished.
         speculate: False decodes without drafts; the answer is the same.
         drafter: drafts in this request, in place of the model's own drafter; None leaves it to that.
+        prompt_cache: False neither keeps this request's text on disk nor looks for it there.
         cancelled: asked between passes, from whichever thread they run in; True ends the request.
         n: so many answers to one prompt, each with the next seed. Greedy answers are all the same one.
         logprobs: say how likely the target found each token of the answer.
@@ -106,6 +108,7 @@ class Request:
     stop_at_eos: bool = True
     speculate: bool = True
     drafter: Drafter | None = None
+    prompt_cache: bool = True
     cancelled: Callable[[], bool] = _never
     timeout: Annotated[float, within(above=0)] | None = None
     n: Annotated[int, within(1, 128)] = 1

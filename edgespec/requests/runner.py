@@ -29,9 +29,11 @@ from edgespec.requests.results import FinishReason, Generation, Record, nothing,
 from edgespec.requests.stream import AnswerReader
 from edgespec.requests.worker import Answer
 from edgespec_models.errors import Cancelled, DoesNotFit
+from edgespec_models.storage import prompts_dir
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.devices import Placement
 from edgespec_runtimes.kv_buffers import KvStore
+from edgespec_runtimes.prompt_cache import PromptCache
 from edgespec_runtimes.session import Session
 
 if TYPE_CHECKING:  # requests import nothing of drafter models or histories that they do not have
@@ -200,7 +202,10 @@ class Runner:
             self.own = self._custom(own)
         self._grammars = Grammars(self.target.tokenizer, self.target.manifest.special_tokens.eos)
         self.pricing = Pricing(loaded.target.curve)
-        self._caches = KvStore(options.cache_bytes)
+        self._prompts: PromptCache | None = None
+        if options.prompt_cache_bytes != 0:
+            self._prompts = PromptCache(prompts_dir(), options.prompt_cache_bytes)
+        self._caches = KvStore(options.cache_bytes, self._prompts)
         self.history: HistoryUse | None = None
         self.side: DrafterSide | None = None
         if loaded.drafter is not None:
@@ -260,7 +265,7 @@ class Runner:
             constraint = with_thoughts(prompt.place, tokenizer, eos, request.thinking, constraint)
         fits = min(request.max_new_tokens, self.session.longest - len(tokens))
         request = replace(request, max_new_tokens=fits)
-        self._caches.fetch(self.session, tokens)
+        self._caches.fetch(self.session, tokens, on_disk=request.prompt_cache)
         self.session.reserve(len(tokens) + fits)
         return PreparedRequest(
             session=self.session,
@@ -299,11 +304,17 @@ class Runner:
                 "export it again with this version of edgespec"
             )
 
-    def forget(self) -> None:
-        """Leave nothing of earlier requests in KV caches."""
+    def write_behind(self, stop: Callable[[], bool]) -> None:
+        """Write to disk what was read, until ``stop`` says so; nothing must run."""
+        self._caches.write_behind(stop)
+
+    def forget(self, *, on_disk: bool = True) -> None:
+        """Leave nothing of earlier requests in KV caches, nor on disk of what these models read."""
+        if not on_disk:
+            self._caches.write_behind()
         for session in [self.session, *([self.side.session] if self.side is not None else [])]:
             session.truncate(0)
-            self._caches.forget(session)
+            self._caches.forget(session, on_disk=on_disk)
 
     def close(self) -> None:
         """Store what was learned, free both models, for good."""
@@ -313,6 +324,7 @@ class Runner:
         if self.side is not None:
             self.side.stop()
         try:
+            self._caches.write_behind()
             if self.history is not None:
                 self.history.close()
         finally:  # a second Ctrl-C, perhaps
@@ -341,6 +353,7 @@ class Runner:
         if self._reopens:
             self._where = self._placements()
         side, remarks = self.side, Remarks(placement=self._where)
+        remarks.prompt_cache_problem = None if self._prompts is None else self._prompts.problem
         policy = partial(Policy, pricing=self.pricing, guard=self._guard, remarks=remarks)
         if not request.speculate or not (self.drafts or request.drafter):
             remarks.speculation_off_reason = "speculate=False" if self.drafts else "the drafter is None"
@@ -372,4 +385,5 @@ class Runner:
             max_draft=self.options.max_draft,
             target_end=eos[0] if eos else None,
             remarks=remarks,
+            on_disk=request.prompt_cache,
         )
