@@ -50,6 +50,7 @@ class PreparedRequest:
     """One request, with what it runs on: rounds in, records out, and the result as far as it came.
 
     ``tokens`` is the prompt and grows. ``begin`` makes the policy, which is closed when the request ends.
+    ``started`` is when making it ready began; None is when it is decoded.
     """
 
     session: Session
@@ -63,6 +64,7 @@ class PreparedRequest:
     place: "Place | None" = None
     calls: "CallReader | None" = None
     clock: Clock = perf_counter
+    started: float | None = None
     _reader: AnswerReader = field(init=False)
     _steps: list[Step] = field(init=False, default_factory=list)
     _records: list[Record] = field(init=False, default_factory=list)
@@ -79,7 +81,7 @@ class PreparedRequest:
 
         ``why_end`` is asked between passes what is to end the request now; None lets it go on.
         """
-        started, measured = self.clock(), self._measured
+        started, measured = self.clock() if self.started is None else self.started, self._measured
         measured["queued_s"] = queued_s
         measured["cached_tokens"] = self.session.shared_prefix(self.tokens[:-1])
         with closing(self.begin()) as policy, suppress(Cancelled):
@@ -257,7 +259,7 @@ class Runner:
 
         An answer that would not fit the context is shortened.
         """
-        tokens, tokenizer = prompt.target.copy(), self.target.tokenizer
+        started, tokens, tokenizer = self._clock(), prompt.target.copy(), self.target.tokenizer
         eos = self.target.manifest.special_tokens.eos
         if prompt.place is not None:
             from edgespec.decoding.thinking import with_thoughts
@@ -279,6 +281,7 @@ class Runner:
             place=prompt.place,
             calls=call_reader(self.target, request, tokens),
             clock=self._clock,
+            started=started,
         )
 
     def use_history(self, path: Path) -> None:
