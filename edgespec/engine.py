@@ -69,7 +69,7 @@ def load(
             own drafts beside that, None is plain decoding.
         options: threads and limits.
         history: a name or a file: what answers teach is kept there and drafted from, across requests and
-            restarts (:class:`edgespec.history.History`). With None nothing is written anywhere.
+            restarts (:class:`edgespec.history.History`). With None nothing is learned.
         progress: told of downloads and exports.
         device: where the target runs: a name that :func:`edgespec.devices` lists, or ``npu``; what cannot be
             had, or does not fit the bundle, is an error. ``"auto"`` takes the device the bundle was made for,

@@ -1,4 +1,4 @@
-"""What templates repeat is read once: of a prompt no more is read than what differs, in memory and on disk."""
+"""What templates repeat is read once: of prompts no more is read than what differs, wherever it was kept."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, cast

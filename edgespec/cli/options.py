@@ -78,7 +78,7 @@ HistoryName = Annotated[
         "--history",
         metavar="NAME",
         help="Learn from answers into this history and draft from it (a name, or a file); 'edgespec history' "
-        "shows and deletes what was learned. Without it nothing is kept.",
+        "shows and deletes what was learned. Without it nothing is learned.",
     ),
 ]
 PromptCache = Annotated[

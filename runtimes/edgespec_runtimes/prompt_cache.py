@@ -122,21 +122,18 @@ class PromptCache:
         (self._folder / key).mkdir(mode=0o700, exist_ok=True)
         paths = [self._folder / key / name for name in names]
         size = _HEADER + text.part(0, BLOCK).nbytes
-        room = self._room(size * sum(not is_file(path) for path in paths), set(paths))
+        wanted = size * sum(not is_file(path) for path in paths)
+        room = self._room(wanted, set(paths)) if wanted else 0
         for index, path in enumerate(paths):
             if stop():
                 return False
-            if not is_file(path):
-                room -= size
-                if room < 0:
-                    return True
-                part = text.part(index * BLOCK, (index + 1) * BLOCK)
-                content = b"".join(array.tobytes() for array in part.arrays)
-                with replacing(path, 0o600, synced=False) as file:
-                    file.write(_header(path.name, content))
-                    file.write(content)
             used = now - index * _STEP_NS  # a text's end goes before its beginning, without which it is lost
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):  # another process deletes at the same time
+                if not is_file(path):
+                    room -= size
+                    if room < 0:
+                        return True
+                    _write(path, text.part(index * BLOCK, (index + 1) * BLOCK))
                 os.utime(path, ns=(used, used))
         return True
 
@@ -157,12 +154,21 @@ class PromptCache:
 
 def stored(folder: Path) -> Iterator[Stored]:
     """All blocks in ``folder``, and what killed programs left of some."""
-    for path in folder.glob("*/*"):
-        if _NAME.fullmatch(path.name):
-            with suppress(OSError):  # gone, or not ours
-                facts = path.stat()
+    for entry in (entry for of_key in _entries(folder) for entry in _entries(of_key)):
+        if _NAME.fullmatch(entry.name):
+            with suppress(OSError):  # it is gone
+                facts = entry.stat(follow_symlinks=False)
                 if stat.S_ISREG(facts.st_mode):
-                    yield Stored(facts.st_mtime_ns, facts.st_size, path)
+                    yield Stored(facts.st_mtime_ns, facts.st_size, Path(entry.path))
+
+
+def _entries(folder: Path | os.DirEntry[str]) -> list[os.DirEntry[str]]:
+    """What is there; of a folder of which nothing can be known, nothing."""
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError:
+        return []
 
 
 def delete(blocks: Iterable[Stored]) -> None:
@@ -192,6 +198,13 @@ def _header(name: str, content: bytes | memoryview) -> bytes:
     digest = hashlib.sha256(_MAGIC + name.encode())
     digest.update(content)
     return _MAGIC + digest.digest()
+
+
+def _write(path: Path, block: SavedCache) -> None:
+    content = b"".join(array.tobytes() for array in block.arrays)
+    with replacing(path, 0o600, synced=False) as file:
+        file.write(_header(path.name, content))
+        file.write(content)
 
 
 def _read(path: Path, like: Sequence[_Array]) -> tuple[_Array, ...] | None:
