@@ -30,6 +30,7 @@ from tests.prompts_for_tests import KEY, Showing, request, text
 from tests.sessions_for_tests import ONE_THREAD, TOKENS, passes
 from tests.test_export import NEVER_A_PROCESS
 from tests.test_threads import until
+from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import GEMMA, LLAMA, ToySession, settle
 
 SIZE = 48 + 8 * BLOCK  # of a block of the toy
@@ -263,6 +264,17 @@ def test_writing_is_behind_answers_and_makes_way_for_requests(monkeypatch: pytes
         until(lambda: len(writes) > 1)
         model.generate("Hello", max_new_tokens=1)
     assert writes[0] and not writes[-1]
+
+
+def test_a_program_that_just_ends_has_written_what_it_read(own_home: Path, tmp_path: Path) -> None:
+    target = tiny_native(tmp_path / "m", LLAMA, "Q4_0", tokenizer_json=byte_level_json()).path
+    code = f"""if True:
+        import edgespec
+        model = edgespec.load({str(target)!r}, None, options=edgespec.LoadOptions(threads=1))
+        print(model.generate({LONG[:400]!r}, max_new_tokens=2).stats.cached_tokens)"""
+    said = [subprocess.check_output([sys.executable, "-c", code], text=True) for _ in range(2)]
+    assert int(said[0]) == 0 and int(said[1]) > 200
+    assert list(stored(own_home / "prompt-cache"))
 
 
 # ---- The bound -------------------------------------------------------------------------------------------

@@ -181,6 +181,8 @@ class Runner:
 
     :meth:`prompt` and :meth:`constraint` may be called from any thread, the rest from one at a time.
 
+    ``write_behind`` brings to disk what was read, while no request runs; see :class:`KvStore`.
+
     It closes what was ``loaded``. ``beside`` lets the drafter go on while the target verifies; None where
     both run on one device. ``side``, ``own`` and ``history`` are None where there is no drafter model, no
     drafter of the app's own, nothing that is learned across requests.
@@ -208,6 +210,7 @@ class Runner:
         if options.prompt_cache_bytes != 0:
             self._prompts = PromptCache(prompts_dir(), options.prompt_cache_bytes)
         self._caches = KvStore(options.cache_bytes, self._prompts)
+        self.write_behind = self._caches.write_behind
         self.history: HistoryUse | None = None
         self.side: DrafterSide | None = None
         if loaded.drafter is not None:
@@ -306,10 +309,6 @@ class Runner:
                 "the drafter is not trained: that takes a bundle for the CPU with inputs for its gains; "
                 "export it again with this version of edgespec"
             )
-
-    def write_behind(self, stop: Callable[[], bool]) -> None:
-        """Write to disk what was read, until ``stop`` says so; nothing must run."""
-        self._caches.write_behind(stop)
 
     def forget(self, *, on_disk: bool = True) -> None:
         """Leave nothing of earlier requests in KV caches, nor on disk of what these models read."""

@@ -107,14 +107,9 @@ class CpuSession(DynamicSession):
         io = DynamicIO(session, bundle, exact_rows=self._options.exact_rows)
         if native:
             _check_shapes(io, bundle.graph)
-        self._prompt_key = _prompt_key(bundle) if native else ""
+            self.prompt_key = _prompt_key(bundle)
         row_exact = True if native else row_exact
         super().__init__(io, bundle.config, chunk=self._options.prefill_chunk, row_exact=row_exact)
-
-    @property
-    def prompt_key(self) -> str:
-        """See :class:`edgespec_runtimes.session.Session`."""
-        return self._prompt_key
 
 
 def _prompt_key(bundle: Bundle) -> str:

@@ -25,6 +25,8 @@ class GraphSession(Generic[IO]):
     ``row_exact`` says whether passes over one and over several tokens gave the same bits in the self-test.
     """
 
+    prompt_key = ""
+
     def __init__(self, io: IO, config: DecoderShape, *, chunk: int, row_exact: bool | None) -> None:
         """Prove that the graph can roll back.
 
@@ -39,11 +41,6 @@ class GraphSession(Generic[IO]):
         self._capacity = 0
         self._io: IO | None = io
         self.row_exact = self.self_test() if row_exact is None else row_exact
-
-    @property
-    def prompt_key(self) -> str:
-        """Empty: other processes may compute other bits."""
-        return ""
 
     @property
     def vocab_size(self) -> int:
