@@ -53,7 +53,7 @@ def test_the_prompt_cache_is_shown_and_cleared(own_home: Path) -> None:
             (folder / f"{block:064x}").write_bytes(b"x" * 1000)
     shown = json.loads(run("cache", "show", "--json").stdout)
     assert shown["path"] == str(own_home / "prompt-cache")
-    assert shown["models"][0] == {"name": "one", "blocks": 3, "tokens": 192, "bytes": 3000}
+    assert shown["models"][0] == {"name": "one", "blocks": 3, "tokens": 96, "bytes": 3000}
     assert "other-of-two" in run("cache").stdout
     failed = run("cache", "clear", "oen")
     assert failed.exit_code == 1 and "there is: one, other-of-two" in failed.stderr

@@ -53,20 +53,20 @@ def sizes(folder: Path) -> int:
 def test_texts_share_whole_blocks_of_what_they_begin_with(folder: Path) -> None:
     first = text(0, 300)
     assert request(folder, first) == 0
-    assert len(list(stored(folder))) == 4
-    assert request(folder, first) == 256
+    assert len(list(stored(folder))) == 9
+    assert request(folder, first) == 288
     assert request(folder, first[:130]) == 128
     assert request(folder, [*first[:200], *range(40)]) == 192
-    assert request(folder, [*first, *range(100)]) == 256
+    assert request(folder, [*first, *range(100)]) == 288
     assert request(folder, [*first, *range(100)]) == 384
     assert request(folder, [9, *first]) == 0
-    assert request(folder, first[:63]) == 0
+    assert request(folder, first[:31]) == 0
 
 
 def test_what_a_session_holds_is_only_gone_on_with(folder: Path) -> None:
     first = text(0, 300)
     request(folder, first)
-    for held, found in ((0, 256), (100, 256), (256, 256), (290, 290)):
+    for held, found in ((0, 288), (100, 288), (288, 288), (290, 290)):
         session = Showing()
         session.prefill(first[:held])
         before = session.read
@@ -179,7 +179,7 @@ def test_what_is_written_is_there_behind_the_answer_and_at_the_end(own_prompts: 
         with model._worker.paused():
             model._session.prefill([*range(200)])
             model._runner._caches._due.append((model._session, None))
-    assert sizes(own_prompts) == before + 3 * SIZE
+    assert sizes(own_prompts) == before + 6 * SIZE
 
 
 def test_off_means_that_nothing_is_read_and_written(own_prompts: Path) -> None:
@@ -218,11 +218,11 @@ def test_forgotten_is_forgotten_on_disk_too(own_prompts: Path) -> None:
         model.generate(LONG, max_new_tokens=100)
         model.forget(on_disk=False)
         kept = sizes(own_prompts)
-        assert kept > 3 * SIZE
+        assert kept > 6 * SIZE
         assert model.generate(LONG, max_new_tokens=1).stats.cached_tokens > 0
         model.forget()
         assert model.generate(LONG, max_new_tokens=1, prompt_cache=False).stats.cached_tokens == 0
-    assert sizes(own_prompts) == 3 * SIZE
+    assert sizes(own_prompts) == 6 * SIZE
 
 
 def test_what_training_changed_is_not_kept(own_prompts: Path) -> None:
@@ -282,24 +282,24 @@ def test_a_program_that_just_ends_has_written_what_it_read(own_home: Path, tmp_p
 
 def test_the_least_recently_used_goes_first_and_ends_before_beginnings(folder: Path) -> None:
     for number in (0, 2, 0):
-        request(folder, text(number, 256), budget=8 * SIZE)
-    request(folder, text(4, 128), budget=8 * SIZE)
-    assert request(folder, text(2, 256), budget=8 * SIZE) == 128
-    assert request(folder, text(0, 256), budget=8 * SIZE) == 128  # its end went for the end of the last
+        request(folder, text(number, 128), budget=8 * SIZE)
+    request(folder, text(4, 64), budget=8 * SIZE)
+    assert request(folder, text(2, 128), budget=8 * SIZE) == 64
+    assert request(folder, text(0, 128), budget=8 * SIZE) == 64  # its end went for the end of the last
     assert sizes(folder) == 8 * SIZE
 
 
 @pytest.mark.parametrize(("blocks", "kept"), [(0, 0), (0.5, 0), (1, 1), (3, 3), (5, 4)])
 def test_of_a_text_too_long_the_beginning_is_kept(folder: Path, blocks: float, kept: int) -> None:
-    request(folder, text(0, 256), budget=int(blocks * SIZE))
-    assert request(folder, text(0, 256)) == kept * BLOCK
+    request(folder, text(0, 128), budget=int(blocks * SIZE))
+    assert request(folder, text(0, 128)) == kept * BLOCK
 
 
 def test_without_a_number_it_is_a_part_of_the_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for free, blocks in ((20 * SIZE, 2), (10**15, 4)):
         usage = SimpleNamespace(free=free)
         monkeypatch.setattr(shutil, "disk_usage", lambda path, usage=usage: usage)
-        request(folder, text(0, 256))
+        request(folder, text(0, 128))
         assert sizes(folder) == blocks * SIZE
 
 
@@ -332,7 +332,7 @@ def test_a_damaged_file_costs_time_alone(
         contents = {"longer": whole + b"x", "empty": b"", "other": b"x" * 99, "swapped": other.read_bytes()}
         path.write_bytes(contents.get(damage, whole))
     assert request(folder, tokens) == at * BLOCK
-    assert request(folder, tokens) == (at if damage == "folder" else 4) * BLOCK
+    assert request(folder, tokens) == (at if damage == "folder" else 8) * BLOCK
 
 
 def _full(*_: object, **__: object) -> None:

@@ -32,14 +32,15 @@ from edgespec_models.errors import StorageError
 from edgespec_models.storage import is_file, replacing
 from edgespec_runtimes.session import SavedCache, Session
 
-BLOCK: Final = 64
-"""Tokens of a block: a multiple of the tiles of keys; of a prompt at most 63 tokens are read again."""
+BLOCK: Final = 32
+"""Tokens of a block: a multiple of the tiles of keys; of a prompt at most 31 tokens are read again."""
 
 _MAGIC: Final = b"edgespec block 1"
 _HEADER: Final = len(_MAGIC) + hashlib.sha256().digest_size
 _NAME: Final = re.compile(r"[0-9a-f]{64}|\.edgespec-.*")
 _MOST: Final = 2_000_000_000
 _SHARE: Final = 10  # of the disk's free space, one part
+_AT_ONCE: Final = 32  # of the bound, the part that is made room for at once: looking at all files takes time
 _STEP_NS: Final = 1_000_000
 _LOG = logging.getLogger("edgespec")
 _Array = npt.NDArray[Any]
@@ -65,6 +66,7 @@ class PromptCache:
     def __init__(self, folder: Path, budget: int | None = None) -> None:
         self._folder, self._budget = folder, budget
         self.problem: str | None = None
+        self._room = 0  # bytes that may be written before the next look
 
     def read(self, session: Session, tokens: Sequence[int]) -> None:
         """Let ``session`` hold what is known of ``tokens`` beyond what it holds of them.
@@ -123,33 +125,35 @@ class PromptCache:
         paths = [self._folder / key / name for name in names]
         size = _HEADER + text.part(0, BLOCK).nbytes
         wanted = size * sum(not is_file(path) for path in paths)
-        room = self._room(wanted, set(paths)) if wanted else 0
+        if wanted > self._room:
+            self._room = self._made_room(wanted, set(paths))
         for index, path in enumerate(paths):
             if stop():
                 return False
             used = now - index * _STEP_NS  # a text's end goes before its beginning, without which it is lost
             with suppress(FileNotFoundError):  # another process deletes at the same time
                 if not is_file(path):
-                    room -= size
-                    if room < 0:
+                    if size > self._room:
                         return True
+                    self._room -= size
                     _write(path, text.part(index * BLOCK, (index + 1) * BLOCK))
                 os.utime(path, ns=(used, used))
         return True
 
-    def _room(self, wanted: int, mine: Collection[Path]) -> int:
-        """Bytes that there is room for, after deleting others than ``mine`` for those that are wanted."""
+    def _made_room(self, wanted: int, mine: Collection[Path]) -> int:
+        """Bytes that may be written, after deleting others than ``mine`` for those that are wanted."""
         every = sorted(stored(self._folder))
         total, bound = sum(each.size for each in every), self._budget
         if bound is None:
             bound = min(_MOST, (shutil.disk_usage(self._folder).free + total) // _SHARE)
+        wanted = max(wanted, bound // _AT_ONCE)
         for each in every:
             if total + wanted <= bound:
                 break
             if each.path not in mine:
                 each.path.unlink(missing_ok=True)
                 total -= each.size
-        return bound - total
+        return min(wanted, bound - total)
 
 
 def stored(folder: Path) -> Iterator[Stored]:
