@@ -212,6 +212,19 @@ def test_a_text_that_was_put_aside_in_a_hurry_is_written_later(own_prompts: Path
         assert request(own_prompts, text(number, 200)) == found
 
 
+def test_a_text_that_may_not_be_written_never_is(own_prompts: Path) -> None:
+    """Not when it is put aside, nor when another text takes up its beginning."""
+    store, session = KvStore(1 << 20, PromptCache(own_prompts)), Showing()
+    private, other = text(5, 200), text(0, 200)
+    for tokens, on_disk in ((private, False), (other, True), ([*private[:100], *range(100)], True)):
+        store.fetch(session, tokens, on_disk=on_disk)
+        session.prefill(tokens)
+    assert session.read == 600 - 100
+    store.write_behind()
+    assert request(own_prompts, other) == 192
+    assert request(own_prompts, private) == 96  # which the last text says itself
+
+
 def test_forgotten_is_forgotten_on_disk_too(own_prompts: Path) -> None:
     request(own_prompts, text(0, 200))  # another model's
     with toy_model(keyed(), keyed(1)) as model:

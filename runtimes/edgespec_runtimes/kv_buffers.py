@@ -327,14 +327,14 @@ class KvStore:
                 if owner is session and only_there < _LEAST:
                     self._drop(session, other)
             self._keep(session, saved)
+            if (session, None) in self._due and (session, saved) in self._kept:
+                self._due.append((session, saved))
 
     def _keep(self, session: Session, saved: SavedCache) -> None:
         self._make_room(saved.nbytes)
         if saved.nbytes <= self._budget:
             self._kept.append((session, saved))
             self.nbytes += saved.nbytes
-            if (session, None) in self._due:  # not all of it may be written
-                self._due.append((session, saved))
 
     def _make_room(self, nbytes: int) -> None:
         while self._kept and self.nbytes + nbytes > self._budget:
