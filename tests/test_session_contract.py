@@ -253,6 +253,15 @@ def test_what_is_restored_is_what_was_saved(session: AnySession) -> None:
         session.append(saved, length)
         assert session.length == length
         np.testing.assert_array_equal(session.predict(LONG[length : length + 2]).logits, expected)
+        session.truncate(length)
+        if length > 16:
+            rest = session.view(16, length)
+            assert rest is not None
+            saved_rest = rest.copy()
+            session.prefill([*LONG[:16], *OTHER])
+            session.truncate(16)
+            session.append(saved_rest, length - 16)  # behind its own beginning
+            np.testing.assert_array_equal(session.predict(LONG[length : length + 2]).logits, expected)
         session.truncate(0)
         session.append(saved, length // 2)  # its beginning: another room, other rows behind it
         session.prefill(LONG[:length])

@@ -299,11 +299,11 @@ class KvStore:
 
     def forget(self, session: Session, *, on_disk: bool = False) -> None:
         """Forget all caches of ``session``, in memory; those on disk too if asked to."""
-        if on_disk and self._prompts is not None:
-            self._prompts.forget(session.prompt_key)
         self._due = [(owner, saved) for owner, saved in self._due if owner is not session]
         for saved in [saved for owner, saved in self._kept if owner is session]:
             self._drop(session, saved)
+        if on_disk and self._prompts is not None:
+            self._prompts.forget(session.prompt_key)
 
     def _longest(self, session: Session, tokens: Sequence[int], least: int) -> SavedCache | None:
         """The cache that shares most with ``tokens``, at least so many; the latest of equals."""

@@ -123,7 +123,7 @@ class SavedCache:
     arrays: tuple[npt.NDArray[Any], ...] = ()
 
     def part(self, start: int, end: int) -> "SavedCache":
-        """The tokens from ``start`` on and before ``end``, in the same memory; see :meth:`Session.view`."""
+        """The tokens from ``start`` on and before ``end``, multiples of 16, in the same memory."""
         return SavedCache(self.tokens[start:end], tuple(array[:, :, start:end] for array in self.arrays))
 
     def copy(self) -> "SavedCache":
