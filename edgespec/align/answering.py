@@ -46,7 +46,7 @@ def answering(
         with closing(SideBySide(bundle, options)) as session:
             yield lambda prompts: answer_side_by_side(bundle, session, prompts, asking)
         return
-    load_options = edgespec.LoadOptions(threads=threads)
+    load_options = edgespec.LoadOptions(threads=threads, prompt_cache_bytes=0)
     with edgespec.load(*names, options=load_options, progress=progress) as model:
         yield lambda prompts: (answer(model, prompt, asking) for prompt in prompts)
 

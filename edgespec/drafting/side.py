@@ -73,15 +73,18 @@ class DrafterSide:
         max_draft: int,
         target_end: int | None,
         remarks: Remarks,
+        on_disk: bool = True,
     ) -> Part:
         """A request begins: whether reading its prompt is expected to pay decides whether the model drafts.
 
         ``prompt`` is ``tokens`` as the drafter is to read them. ``target_end`` is the target's token to
-        propose where the drafter ends the text. ``remarks`` receive how much was read ahead.
+        propose where the drafter ends the text. ``remarks`` receive how much was read ahead. ``on_disk`` lets
+        the prompt cache be used.
         """
         # Another vocabulary may need more tokens for the same text.
         wanted = len(prompt) + 2 * max_new_tokens + 4 * max_draft
-        self._caches.fetch(self.session, prompt)
+        # Training changes gains with every lesson: blocks would seldom be found, and would keep old gains.
+        self._caches.fetch(self.session, prompt, on_disk=on_disk and self.trainer is None)
         self.session.reserve(min(wanted, self.session.longest))
         self._tune(prompt)
         unread = len(prompt) - self.session.shared_prefix(prompt)

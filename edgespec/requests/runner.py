@@ -29,9 +29,11 @@ from edgespec.requests.results import FinishReason, Generation, Record, nothing,
 from edgespec.requests.stream import AnswerReader
 from edgespec.requests.worker import Answer
 from edgespec_models.errors import Cancelled, DoesNotFit
+from edgespec_models.storage import prompts_dir
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.devices import Placement
 from edgespec_runtimes.kv_buffers import KvStore
+from edgespec_runtimes.prompt_cache import PromptCache
 from edgespec_runtimes.session import Session
 
 if TYPE_CHECKING:  # requests import nothing of drafter models or histories that they do not have
@@ -48,6 +50,7 @@ class PreparedRequest:
     """One request, with what it runs on: rounds in, records out, and the result as far as it came.
 
     ``tokens`` is the prompt and grows. ``begin`` makes the policy, which is closed when the request ends.
+    ``started`` is when making it ready began; None is when it is decoded.
     """
 
     session: Session
@@ -61,6 +64,7 @@ class PreparedRequest:
     place: "Place | None" = None
     calls: "CallReader | None" = None
     clock: Clock = perf_counter
+    started: float | None = None
     _reader: AnswerReader = field(init=False)
     _steps: list[Step] = field(init=False, default_factory=list)
     _records: list[Record] = field(init=False, default_factory=list)
@@ -81,7 +85,7 @@ class PreparedRequest:
         def cancelled() -> bool:
             return why_end() is not None
 
-        started, measured = self.clock(), self._measured
+        started, measured = self.clock() if self.started is None else self.started, self._measured
         measured["queued_s"] = queued_s
         measured["cached_tokens"] = self.session.shared_prefix(self.tokens[:-1])
         with closing(self.begin()) as policy, suppress(Cancelled):
@@ -183,6 +187,8 @@ class Runner:
 
     :meth:`prompt` and :meth:`constraint` may be called from any thread, the rest from one at a time.
 
+    ``write_behind`` brings to disk what was read, while no request runs; see :class:`KvStore`.
+
     It closes what was ``loaded``. ``beside`` lets the drafter go on while the target verifies; None where
     both run on one device. ``side``, ``own`` and ``history`` are None where there is no drafter model, no
     drafter of the app's own, nothing that is learned across requests.
@@ -206,7 +212,11 @@ class Runner:
             self.own = self._custom(own)
         self._grammars = Grammars(self.target.tokenizer, self.target.manifest.special_tokens.eos)
         self.pricing = Pricing(loaded.target.curve)
-        self._caches = KvStore(options.cache_bytes)
+        self._prompts: PromptCache | None = None
+        if options.prompt_cache_bytes != 0:
+            self._prompts = PromptCache(prompts_dir(), options.prompt_cache_bytes)
+        self._caches = KvStore(options.cache_bytes, self._prompts)
+        self.write_behind = self._caches.write_behind
         self.history: HistoryUse | None = None
         self.side: DrafterSide | None = None
         if loaded.drafter is not None:
@@ -258,7 +268,7 @@ class Runner:
 
         An answer that would not fit the context is shortened.
         """
-        tokens, tokenizer = prompt.target.copy(), self.target.tokenizer
+        started, tokens, tokenizer = self._clock(), prompt.target.copy(), self.target.tokenizer
         eos = self.target.manifest.special_tokens.eos
         if prompt.place is not None:
             from edgespec.decoding.thinking import with_thoughts
@@ -266,7 +276,7 @@ class Runner:
             constraint = with_thoughts(prompt.place, tokenizer, eos, request.thinking, constraint)
         fits = min(request.max_new_tokens, self.session.longest - len(tokens))
         request = replace(request, max_new_tokens=fits)
-        self._caches.fetch(self.session, tokens)
+        self._caches.fetch(self.session, tokens, on_disk=request.prompt_cache)
         self.session.reserve(len(tokens) + fits)
         return PreparedRequest(
             session=self.session,
@@ -280,6 +290,7 @@ class Runner:
             place=prompt.place,
             calls=call_reader(self.target, request, tokens),
             clock=self._clock,
+            started=started,
         )
 
     def use_history(self, path: Path) -> None:
@@ -305,11 +316,13 @@ class Runner:
                 "export it again with this version of edgespec"
             )
 
-    def forget(self) -> None:
-        """Leave nothing of earlier requests in KV caches."""
+    def forget(self, *, on_disk: bool = True) -> None:
+        """Leave nothing of earlier requests in KV caches, nor on disk of what these models read."""
+        if not on_disk:
+            self._caches.write_behind()
         for session in [self.session, *([self.side.session] if self.side is not None else [])]:
             session.truncate(0)
-            self._caches.forget(session)
+            self._caches.forget(session, on_disk=on_disk)
 
     def close(self) -> None:
         """Store what was learned, free both models, for good."""
@@ -319,6 +332,7 @@ class Runner:
         if self.side is not None:
             self.side.stop()
         try:
+            self._caches.write_behind()
             if self.history is not None:
                 self.history.close()
         finally:  # a second Ctrl-C, perhaps
@@ -347,6 +361,7 @@ class Runner:
         if self._reopens:
             self._where = self._placements()
         side, remarks = self.side, Remarks(placement=self._where)
+        remarks.prompt_cache_problem = None if self._prompts is None else self._prompts.problem
         policy = partial(Policy, pricing=self.pricing, guard=self._guard, remarks=remarks)
         if not request.speculate or not (self.drafts or request.drafter):
             remarks.speculation_off_reason = "speculate=False" if self.drafts else "the drafter is None"
@@ -378,4 +393,5 @@ class Runner:
             max_draft=self.options.max_draft,
             target_end=eos[0] if eos else None,
             remarks=remarks,
+            on_disk=request.prompt_cache,
         )

@@ -156,14 +156,18 @@ class Worker:
     The thread begins with a request and ends when none is left, so that an idle model has none, and nothing
     keeps the program from ending: at its end, what runs is ended too.
 
-    At most ``most_waiting`` requests wait while one is answered.
+    At most ``most_waiting`` requests wait while one is answered. When none does, ``tidy`` is called behind an
+    answer, in the same thread; it ends soon after the function that it is given says so.
     """
 
-    def __init__(self, most_waiting: int) -> None:
-        self._most_waiting = most_waiting
+    def __init__(
+        self, most_waiting: int, tidy: Callable[[Callable[[], bool]], None] = lambda stop: None
+    ) -> None:
+        self._most_waiting, self._tidy = most_waiting, tidy
         self._changed = Condition()
         self._waiting: deque[Answer] = deque()
         self._running: Answer | None = None
+        self._tidying = False
         self._thread: Thread | None = None
         self._pausing = Lock()  # one at a time
         self._paused = self._closed = False
@@ -219,7 +223,7 @@ class Worker:
             try:
                 with self._changed:
                     self._paused = True
-                    while self._running is not None:
+                    while self._running is not None or self._tidying:
                         self._changed.wait(LOOK_S)
                 yield
             finally:
@@ -251,9 +255,21 @@ class Worker:
     def _work(self) -> None:
         while (answer := self._next()) is not None:
             answer.write()
+            self._tidy_up()
         if self._then is not None:
             with self.paused():
                 self._then()
+
+    def _tidy_up(self) -> None:
+        with self._changed:
+            self._running, self._tidying = None, True
+            self._changed.notify_all()
+        try:
+            self._tidy(lambda: self._paused or bool(self._waiting))
+        finally:
+            with self._changed:
+                self._tidying = False
+                self._changed.notify_all()
 
     def _next(self) -> Answer | None:
         """The request whose turn it is; None ends the thread."""
@@ -281,7 +297,7 @@ class Worker:
     def _leave(self) -> None:
         """The program ends: end the thread while Python still runs."""
         thread = self._thread
-        self.close(lambda: None)
+        self.close(lambda: self._tidy(lambda: False))
         if thread is not None and thread is not current_thread():
             thread.join()
 

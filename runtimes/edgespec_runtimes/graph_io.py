@@ -46,11 +46,11 @@ class GraphIO(Protocol):
     def reserve(self, capacity: int, keep: int) -> None:
         """Make room for ``capacity`` tokens, keeping the first ``keep``."""
 
-    def cache_rows(self, length: int) -> list[npt.NDArray[Any]] | None:
-        """Copies of the keys and values of the first ``length`` tokens; None where there are none to copy."""
+    def cache_rows(self, start: int, end: int) -> list[npt.NDArray[Any]] | None:
+        """Keys and values of the tokens from ``start`` on and before ``end``; None where there are none."""
 
-    def put_cache_rows(self, arrays: Sequence[npt.NDArray[Any]], length: int) -> None:
-        """Put the first ``length`` tokens of such copies where they were. Room must be reserved."""
+    def put_cache_rows(self, arrays: Sequence[npt.NDArray[Any]], start: int, count: int) -> None:
+        """Put the first ``count`` tokens of those behind ``start`` others. Room must be reserved."""
 
     def run(self, tokens: Sequence[int], start: int, rows: int) -> Predictions:
         """Run ``tokens`` behind the first ``start`` of the cache; a row for each of the last ``rows``.
@@ -180,13 +180,13 @@ class DynamicIO:
             capacity = min(capacity, self._context_length)
         self.cache.reserve(capacity, keep)
 
-    def cache_rows(self, length: int) -> list[npt.NDArray[Any]] | None:
-        """Copies of the keys and values of the first ``length`` tokens."""
-        return self.cache.copy(length)
+    def cache_rows(self, start: int, end: int) -> list[npt.NDArray[Any]] | None:
+        """Keys and values of the tokens from ``start`` on and before ``end``, where they lie."""
+        return self.cache.view(start, end)
 
-    def put_cache_rows(self, arrays: Sequence[npt.NDArray[Any]], length: int) -> None:
-        """Put the first ``length`` tokens of such copies where they were."""
-        self.cache.paste(arrays, length)
+    def put_cache_rows(self, arrays: Sequence[npt.NDArray[Any]], start: int, count: int) -> None:
+        """Put the first ``count`` tokens of those behind ``start`` others."""
+        self.cache.paste(arrays, start, count)
 
     def run(self, tokens: Sequence[int], start: int, rows: int) -> Predictions:
         """Run ``tokens`` behind the first ``start`` of the cache; a row for each of the last ``rows``."""

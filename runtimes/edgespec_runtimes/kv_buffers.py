@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from edgespec_models.bundles.graph_contract import CacheTensor
 from edgespec_runtimes.ort import ort
+from edgespec_runtimes.prompt_cache import PromptCache
 from edgespec_runtimes.session import SavedCache, Session, shared_length
 
 KEY_TILE: Final = 16
@@ -38,11 +39,14 @@ class KVBuffers(Protocol):
     def written(self, length: int) -> None:
         """Tell that the bound pass ran, and left keys and values of ``length`` tokens."""
 
-    def copy(self, length: int) -> list[_Array] | None:
-        """Copies of the keys and values of the first ``length`` tokens; None where the host has none."""
+    def view(self, start: int, end: int) -> list[_Array] | None:
+        """Keys and values of the tokens from ``start`` on and before ``end``; None where the host has none.
 
-    def paste(self, arrays: Sequence[_Array], length: int) -> None:
-        """Put the first ``length`` tokens of such copies where they were. Room must be reserved."""
+        They are where passes read them. Whole tiles of tokens, which ``start`` begins.
+        """
+
+    def paste(self, arrays: Sequence[_Array], start: int, count: int) -> None:
+        """Put the first ``count`` tokens of such views behind ``start`` others. Room must be reserved."""
 
     def clear(self) -> None:
         """Free the memory."""
@@ -64,11 +68,11 @@ class InPlaceCache:
     def written(self, length: int) -> None:
         """Nothing to do: the new rows lie where the next pass reads them."""
 
-    def copy(self, length: int) -> list[_Array] | None:
+    def view(self, start: int, end: int) -> list[_Array] | None:
         """None: a device's rows would travel over the host."""
         return None
 
-    def paste(self, arrays: Sequence[_Array], length: int) -> None:
+    def paste(self, arrays: Sequence[_Array], start: int, count: int) -> None:
         """Never called: nothing is copied."""
 
 
@@ -103,15 +107,15 @@ class SharedCache(InPlaceCache):
             arrays.append(array)
         self.arrays, self._values = arrays, [ort_value(array) for array in arrays]
 
-    def copy(self, length: int) -> list[_Array] | None:
-        """Copies of the keys and values of the first ``length`` tokens."""
-        return [array[:, :, : _whole_tiles(length)].copy() for array in self.arrays]
+    def view(self, start: int, end: int) -> list[_Array] | None:
+        """Keys and values of the tokens from ``start`` on and before ``end``."""
+        return [array[:, :, start : _whole_tiles(end)] for array in self.arrays]
 
-    def paste(self, arrays: Sequence[_Array], length: int) -> None:
-        """Put the first ``length`` tokens of such copies where they were."""
-        held = _whole_tiles(length)
+    def paste(self, arrays: Sequence[_Array], start: int, count: int) -> None:
+        """Put the first ``count`` tokens of such views behind ``start`` others."""
+        held = _whole_tiles(count)
         for array, saved in zip(self.arrays, arrays, strict=True):
-            array[:, :, :held] = saved[:, :, :held]
+            array[:, :, start : start + held] = saved[:, :, :held]
 
     def clear(self) -> None:
         """Free the memory."""
@@ -171,16 +175,18 @@ class GrowingCache:
         """Tell that the bound pass ran, and left keys and values of ``length`` tokens."""
         self._past, self._present, self._held = self._present, self._past, length
 
-    def copy(self, length: int) -> list[_Array] | None:
-        """Copies of the keys and values of the first ``length`` tokens."""
+    def view(self, start: int, end: int) -> list[_Array] | None:
+        """Keys and values of the tokens from ``start`` on and before ``end``."""
         pairs = zip(self._past, self._layout, strict=True)
-        return [_rows(past, tensor, self._held)[:, :, :length].copy() for past, tensor in pairs]
+        return [_rows(past, tensor, self._held)[:, :, start:end] for past, tensor in pairs]
 
-    def paste(self, arrays: Sequence[_Array], length: int) -> None:
-        """Put the first ``length`` tokens of such copies where they were."""
+    def paste(self, arrays: Sequence[_Array], start: int, count: int) -> None:
+        """Put the first ``count`` tokens of such views behind ``start`` others."""
         for past, tensor, saved in zip(self._past, self._layout, arrays, strict=True):
-            _rows(past, tensor, length)[:] = saved[:, :, :length]
-        self._held = length
+            before = _rows(past, tensor, self._held)[:, :, :start].copy()
+            rows = _rows(past, tensor, start + count)
+            rows[:, :, :start], rows[:, :, start:] = before, saved[:, :, :count]
+        self._held = start + count
 
     def clear(self) -> None:
         """Free the memory."""
@@ -239,24 +245,44 @@ class KvStore:
 
     A session's cache holds one text. Before it reads another, what would be lost is put aside, and what is
     known of the new text is put in its place: a copy of the same bits, so that answers do not change. The
-    caches least recently used go first. One thread at a time.
+    caches least recently used go first. What memory does not have, the disk may: ``prompts``, where texts
+    are written when there is time for it. One thread at a time.
 
     All of them together take ``nbytes`` now, and may take ``budget`` bytes; 0 keeps none.
     """
 
-    def __init__(self, budget: int) -> None:
-        self._budget = budget
+    def __init__(self, budget: int, prompts: PromptCache | None = None) -> None:
+        self._budget, self._prompts = budget, prompts
         self.nbytes = 0
         self._kept: list[tuple[Session, SavedCache]] = []  # the least recently used first
+        self._due: list[tuple[Session, SavedCache | None]] = []  # to be written: None is what it holds
 
-    def fetch(self, session: Session, tokens: Sequence[int]) -> None:
+    def fetch(self, session: Session, tokens: Sequence[int], *, on_disk: bool = True) -> None:
         """Let ``session`` hold as much of ``tokens`` as it held of them at any time that is still known.
+
+        With ``on_disk`` also of what other processes held, and what it will hold of this text is written.
 
         Raises:
             DeviceError: no memory; the session's cache is empty then.
         """
-        if not self._budget:
-            return
+        if self._budget:
+            self._fetch_from_memory(session, tokens)
+        if (session, None) in self._due:
+            self._due.remove((session, None))
+        if self._prompts is not None and on_disk and session.prompt_key:
+            self._prompts.read(session, tokens)
+            self._due.append((session, None))
+
+    def write_behind(self, stop: Callable[[], bool] = lambda: False) -> None:
+        """Write what is not on disk yet, the latest first; ``stop``, asked between blocks, ends it."""
+        while self._prompts is not None and self._due and not stop():
+            session, saved = self._due[-1]
+            text = session.view(0, session.length) if saved is None else saved
+            if text is not None and not self._prompts.write(session.prompt_key, text, stop):
+                return
+            self._due.pop()
+
+    def _fetch_from_memory(self, session: Session, tokens: Sequence[int]) -> None:
         held = session.shared_prefix(tokens)
         found = self._longest(session, tokens, held + _LEAST)
         if found is not None:  # it makes room
@@ -266,14 +292,18 @@ class KvStore:
         if found is None:
             return
         shared = shared_length(found.tokens, tokens)
-        session.restore(found, shared)
+        session.truncate(0)
+        session.append(found, shared)
         if len(found.tokens) - shared >= _LEAST:  # another text's too: that goes on without its end here
             self._keep(session, found)
 
-    def forget(self, session: Session) -> None:
-        """Forget all caches of ``session``."""
+    def forget(self, session: Session, *, on_disk: bool = False) -> None:
+        """Forget all caches of ``session``, in memory; those on disk too if asked to."""
+        self._due = [(owner, saved) for owner, saved in self._due if owner is not session]
         for saved in [saved for owner, saved in self._kept if owner is session]:
             self._drop(session, saved)
+        if on_disk and self._prompts is not None:
+            self._prompts.forget(session.prompt_key)
 
     def _longest(self, session: Session, tokens: Sequence[int], least: int) -> SavedCache | None:
         """The cache that shares most with ``tokens``, at least so many; the latest of equals."""
@@ -289,13 +319,16 @@ class KvStore:
         if length < _LEAST:
             return
         self._make_room(length * per_token)
-        saved = session.save(length)
-        if saved is not None:
+        view = session.view(0, length)
+        if view is not None:
+            saved = view.copy()
             for owner, other in list(self._kept):
                 only_there = len(other.tokens) - shared_length(other.tokens, saved.tokens)
                 if owner is session and only_there < _LEAST:
                     self._drop(session, other)
             self._keep(session, saved)
+            if (session, None) in self._due and (session, saved) in self._kept:
+                self._due.append((session, saved))
 
     def _keep(self, session: Session, saved: SavedCache) -> None:
         self._make_room(saved.nbytes)
@@ -309,4 +342,6 @@ class KvStore:
 
     def _drop(self, session: Session, saved: SavedCache) -> None:
         self._kept.remove((session, saved))
+        if (session, saved) in self._due:
+            self._due.remove((session, saved))
         self.nbytes -= saved.nbytes

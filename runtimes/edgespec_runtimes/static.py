@@ -126,11 +126,11 @@ class StaticIO:
             raise
         self._capacity = capacity
 
-    def cache_rows(self, length: int) -> list[_Array] | None:
+    def cache_rows(self, start: int, end: int) -> list[_Array] | None:
         """None, since other buckets have graphs and inputs of their own."""
         return None
 
-    def put_cache_rows(self, arrays: Sequence[_Array], length: int) -> None:
+    def put_cache_rows(self, arrays: Sequence[_Array], start: int, count: int) -> None:
         """Never called: nothing is copied."""
 
     def run(self, tokens: Sequence[int], start: int, rows: int) -> Predictions:
