@@ -69,7 +69,7 @@ def load(
             own drafts beside that, None is plain decoding.
         options: threads and limits.
         history: a name or a file: what answers teach is kept there and drafted from, across requests and
-            restarts (:class:`edgespec.history.History`). With None nothing is written anywhere.
+            restarts (:class:`edgespec.history.History`). With None nothing is learned.
         progress: told of downloads and exports.
         device: where the target runs: a name that :func:`edgespec.devices` lists, or ``npu``; what cannot be
             had, or does not fit the bundle, is an error. ``"auto"`` takes the device the bundle was made for,
@@ -140,7 +140,9 @@ class Model:
         self.target, self.options, self.cost_curve = runner.target, runner.options, runner.cost_curve
         self.drafter = None if runner.side is None else runner.side.bundle
         self._runner, self._session, self._side = runner, runner.session, runner.side
-        self._worker = Worker(self.options.max_waiting, runner.turn, runner.seats.most)
+        self._worker = Worker(
+            self.options.max_waiting, runner.turn, runner.seats.most, tidy=runner.write_behind
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -165,13 +167,14 @@ class Model:
         with self._worker.paused():
             self._runner.use_history(path)
 
-    def forget(self) -> None:
+    def forget(self, *, on_disk: bool = True) -> None:
         """Leave nothing of earlier requests in the KV caches; a request that runs is waited for.
 
-        What a history has learned stays.
+        With ``on_disk`` what this target and this drafter have in the prompt cache is deleted too, whoever
+        had it written. What a history has learned stays.
         """
         with self._worker.paused():
-            self._runner.forget()
+            self._runner.forget(on_disk=on_disk)
 
     @property
     def name(self) -> str:

@@ -18,6 +18,7 @@ from hypothesis import settings
 from edgespec import engine
 from edgespec.cli.console import errors, output
 from edgespec.loading import measurements, opening
+from edgespec.requests import runner
 from edgespec_runtimes import cost
 from edgespec_runtimes.cpu import CpuSession
 from edgespec_runtimes.session import Predictions, Rows
@@ -34,6 +35,7 @@ def no_stored_measurements(tmp_path_factory: pytest.TempPathFactory) -> Iterator
     folder = tmp_path_factory.mktemp("measurements")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measurements, "measurements_dir", lambda: folder)
+        patch.setattr(runner, "prompts_dir", lambda: folder / "prompt-cache")
         yield
 
 
@@ -42,6 +44,14 @@ def own_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder for what this test measures; another test, on another clock, does not see it."""
     folder = tmp_path.with_name(f"{tmp_path.name}-measurements")
     monkeypatch.setattr(measurements, "measurements_dir", lambda: folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def own_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of this test's prompt cache."""
+    folder = tmp_path.with_name(f"{tmp_path.name}-prompts")
+    monkeypatch.setattr(runner, "prompts_dir", lambda: folder)
     return folder
 
 

@@ -81,7 +81,7 @@ class FakeModel:
         said = [] if system is None else [{"role": "system", "content": system}]
         return Conversation(start, said, cast(RequestOptions, options))
 
-    def forget(self) -> None:
+    def forget(self, *, on_disk: bool = True) -> None:
         self.forgotten += 1
 
     def stream(self, prompt: str, **options: Any) -> "FakeStream":

@@ -44,6 +44,46 @@ def run(*arguments: str, stdin: str | None = None) -> Result:
     return CliRunner().invoke(app, list(arguments), input=stdin)
 
 
+def test_the_prompt_cache_is_shown_and_cleared(own_home: Path) -> None:
+    assert json.loads(run("cache", "--json").stdout)["models"] == []
+    for model, number in (("one-1f", 1), ("one-2f", 2), ("other-of-two-3f", 3)):
+        folder = own_home / "prompt-cache" / model
+        folder.mkdir(parents=True)
+        for block in range(number):
+            (folder / f"{block:064x}").write_bytes(b"x" * 1000)
+    shown = json.loads(run("cache", "show", "--json").stdout)
+    assert shown["path"] == str(own_home / "prompt-cache")
+    assert shown["models"][0] == {"name": "one", "blocks": 3, "tokens": 96, "bytes": 3000}
+    assert "other-of-two" in run("cache").stdout
+    failed = run("cache", "clear", "oen")
+    assert failed.exit_code == 1 and "there is: one, other-of-two" in failed.stderr
+    assert json.loads(run("cache", "clear", "one", "--json").stdout) == {"blocks": 3, "bytes": 3000}
+    assert "3 blocks deleted" in run("cache", "clear").stderr
+    assert json.loads(run("cache", "show", "--json").stdout)["models"] == []
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "limit"),
+    [
+        *(("generate t hello", (), None), ("generate t hello", ("--no-prompt-cache",), 0)),
+        *(("bench t --limit 1", (), 0), ("bench t --limit 1", ("--prompt-cache",), None)),
+        ("verify t --limit 1 --samples 0", (), 0),
+    ],
+)
+def test_commands_use_the_prompt_cache_where_it_falsifies_nothing(
+    monkeypatch: pytest.MonkeyPatch, command: str, given: tuple[str, ...], limit: int | None
+) -> None:
+    limits = list[int | None]()
+
+    def load(*names: str, options: Any, **settings: Any) -> FakeModel:
+        limits.append(options.prompt_cache_bytes)
+        return FakeModel()
+
+    monkeypatch.setattr(edgespec.engine, "load", load)
+    run(*command.split(), *given)
+    assert limits == [limit]
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command: str) -> None:
     result = run(command, "--help")

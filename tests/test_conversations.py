@@ -177,7 +177,7 @@ class TestStore:
     def test_of_a_text_too_large_its_beginning_is_kept(self, budget: int, gives: bool, held: int) -> None:
         store, session = KvStore(budget * KV_BYTES), toy_session()
         if not gives:
-            session.save = lambda length: None  # type: ignore[method-assign]
+            session.view = lambda start, end: None  # type: ignore[method-assign]
         first, second = self.texts(2)
         for text in (first, second):
             assert self.read(store, session, text) == 0

@@ -236,22 +236,34 @@ def test_passes_of_all_sizes_share_memory_for_logits(session: AnySession) -> Non
 def test_what_is_restored_is_what_was_saved(session: AnySession) -> None:
     session.prefill(LONG[:302] if session.longest > 302 else TOKENS)
     if isinstance(session, CudaSession | StaticSession):
-        assert session.save(40) is None  # such caches are read again
+        assert session.view(0, 40) is None  # such caches are read again
         return
-    whole, half = session.save(64), session.save(32)
+    whole, half = session.view(0, 64), session.view(0, 32)
     assert whole is not None and half is not None
     assert whole.nbytes == 2 * half.nbytes <= session.kv_bytes * 64 // session.capacity
     for length in (299, 100, 17, 16, 15, 1):
         session.prefill(LONG[:length])
         expected = session.predict(LONG[length : length + 2]).logits.copy()
         session.truncate(length)
-        saved = session.save(length)
-        assert saved is not None and saved.tokens == tuple(LONG[:length])
+        view = session.view(0, length)
+        assert view is not None and view.tokens == tuple(LONG[:length])
+        saved = view.copy()
         session.prefill(OTHER)
-        session.restore(saved, length)
+        session.truncate(0)
+        session.append(saved, length)
         assert session.length == length
         np.testing.assert_array_equal(session.predict(LONG[length : length + 2]).logits, expected)
-        session.restore(saved, length // 2)  # its beginning: another room, other rows behind it
+        session.truncate(length)
+        if length > 16:
+            rest = session.view(16, length)
+            assert rest is not None
+            saved_rest = rest.copy()
+            session.prefill([*LONG[:16], *OTHER])
+            session.truncate(16)
+            session.append(saved_rest, length - 16)  # behind its own beginning
+            np.testing.assert_array_equal(session.predict(LONG[length : length + 2]).logits, expected)
+        session.truncate(0)
+        session.append(saved, length // 2)  # its beginning: another room, other rows behind it
         session.prefill(LONG[:length])
         same(session)(session.predict(LONG[length : length + 2]).logits, expected)
 

@@ -129,6 +129,7 @@ class ToySession:
     compiled = ""
     head_tokens = None
     tunable: frozenset[str] = frozenset()
+    prompt_key = ""
 
     def __init__(
         self,
@@ -169,14 +170,15 @@ class ToySession:
     def offer(self, tokens: Sequence[int]) -> None:
         pass
 
-    def save(self, length: int) -> SavedCache | None:
-        assert 0 < length <= len(self.cache)
-        return SavedCache(tuple(self.cache[:length]), (np.array(self.cache[:length], np.int64),))
+    def view(self, start: int, end: int) -> SavedCache | None:
+        assert 0 <= start <= end <= len(self.cache) and start % 16 == 0
+        held = np.array(self.cache[start:end], np.int64).reshape(1, 1, -1, 1)
+        return SavedCache(tuple(self.cache[start:end]), (held,))
 
-    def restore(self, saved: SavedCache, length: int) -> None:
-        self.cache.clear()
-        self.reserve(length)
-        self.cache += [int(token) for token in saved.arrays[0][:length]]
+    def append(self, saved: SavedCache, count: int) -> None:
+        assert len(self.cache) % 16 == 0
+        self.reserve(len(self.cache) + count)
+        self.cache += saved.arrays[0][0, 0, :count, 0].tolist()
 
     def reserve(self, capacity: int) -> None:
         if capacity > self.longest:

@@ -23,7 +23,9 @@ def main() -> None:
     order = sorted(
         range(len(prompts)), key=lambda i: [p.category for p in prompts[:i]].count(prompts[i].category)
     )
-    with edgespec.load(args.target, drafter=None) as model, args.out.open("a", encoding="utf-8") as out:
+    options = edgespec.LoadOptions(prompt_cache_bytes=0)
+    loaded = edgespec.load(args.target, drafter=None, options=options)
+    with loaded as model, args.out.open("a", encoding="utf-8") as out:
         for number, index in enumerate(order, start=1):
             prompt = prompts[index]
             if prompt.id in known:

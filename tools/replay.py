@@ -208,7 +208,7 @@ def replayed(
     loaded = Loaded(Running(target, cast(Any, session), curve, place(target)))
     beside = None
     # What these sessions say does not lie in KV caches: there is nothing to put aside.
-    options = LoadOptions(max_draft=args.max_draft, cache_bytes=0)
+    options = LoadOptions(max_draft=args.max_draft, cache_bytes=0, prompt_cache_bytes=0)
     with shelve.open(str(args.memo)) as memo:
         if drafter is not None:
             curve = curve_of(args.drafter_ms)

@@ -75,7 +75,8 @@ def main() -> None:
     parser.add_argument("--spaces", action="store_true", help="let the model space its JSON as it likes")
     args = parser.parse_args()
     wanted = JsonSchema(SCHEMA | ({"x-guidance": {"whitespace_flexible": True}} if args.spaces else {}))
-    with edgespec.load(args.target, args.drafter) as model:
+    cold = edgespec.LoadOptions(prompt_cache_bytes=0)
+    with edgespec.load(args.target, args.drafter, options=cold) as model:
         grammars = Grammars(model.target.tokenizer, model.target.manifest.special_tokens.eos)
         row = np.zeros(model.target.tokenizer.vocab_size, np.float32)
         for what in ("first", "next"):

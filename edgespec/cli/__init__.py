@@ -37,6 +37,7 @@ COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
         "export": "Make a bundle from a checkpoint.",
         "align": "Train a drafter on what its target writes.",
         "history": "Show, export and delete what was learned.",
+        "cache": "Show and clear prompts that are kept on disk.",
         "inspect": "Show what a bundle says of itself.",
     }
 )

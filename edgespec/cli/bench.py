@@ -54,6 +54,7 @@ def bench(
     instructions: options.Instructions = "",
     device: options.Device = "auto",
     drafter_device: options.DrafterDevice = "auto",
+    prompt_cache: options.PromptCache = False,
     history: options.HistoryName = None,
     training_share: options.TrainingShare = 0.0,
     json_file: JsonFile = None,
@@ -65,7 +66,8 @@ def bench(
 
     Each prompt's first turn is asked, in the chat template if the model has one. The speedup is the decode
     time per token without drafts over that with drafts, summed over the prompts. Ctrl-C ends the run and
-    shows what was measured so far.
+    shows what was measured so far. With --prompt-cache, run it twice: from the second run on all prompts are
+    on disk, for both ways of answering.
 
     Examples:
 

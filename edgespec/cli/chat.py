@@ -43,6 +43,7 @@ def chat(
     threads: options.Threads = 0,
     device: options.Device = "auto",
     drafter_device: options.DrafterDevice = "auto",
+    prompt_cache: options.PromptCache = True,
     history: options.HistoryName = None,
     training_share: options.TrainingShare = 0.0,
     as_json: Annotated[

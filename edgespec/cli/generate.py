@@ -32,6 +32,7 @@ def generate(
     threads: options.Threads = 0,
     device: options.Device = "auto",
     drafter_device: options.DrafterDevice = "auto",
+    prompt_cache: options.PromptCache = True,
     history: options.HistoryName = None,
     training_share: options.TrainingShare = 0.0,
     as_json: options.JsonFlag = False,

@@ -78,7 +78,15 @@ HistoryName = Annotated[
         "--history",
         metavar="NAME",
         help="Learn from answers into this history and draft from it (a name, or a file); 'edgespec history' "
-        "shows and deletes what was learned. Without it nothing is kept.",
+        "shows and deletes what was learned. Without it nothing is learned.",
+    ),
+]
+PromptCache = Annotated[
+    bool,
+    typer.Option(
+        "--prompt-cache/--no-prompt-cache",
+        help="Whether what was read of prompts is kept on disk, for your user alone, and need not be read "
+        "again; 'edgespec cache' shows and clears it.",
     ),
 ]
 TrainingShare = Annotated[
@@ -118,6 +126,8 @@ def load_model(context: typer.Context, progress: ProgressCallback, **named: str)
     given = context.params | named
     limited = ("threads", "instructions", "training_share", "max_waiting")
     limits = {name: given[name] for name in limited if name in given}
+    if not given.get("prompt_cache"):  # commands without the option measure what it would falsify
+        limits["prompt_cache_bytes"] = 0
     places = {name: given[name] for name in ("history", "device", "drafter_device") if name in given}
     return edgespec.load(
         given["target"],

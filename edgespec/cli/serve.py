@@ -58,6 +58,7 @@ def serve(
     threads: options.Threads = 0,
     device: options.Device = "auto",
     drafter_device: options.DrafterDevice = "auto",
+    prompt_cache: options.PromptCache = True,
     history: options.HistoryName = None,
     training_share: options.TrainingShare = 0.0,
 ) -> None:

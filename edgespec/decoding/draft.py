@@ -138,6 +138,7 @@ class Remarks:
 
     speculation_off_reason: str | None = None
     history_problem: str | None = None
+    prompt_cache_problem: str | None = None
     rolled_back: tuple[str, ...] = ()
     placement: str = ""
     drafted_ahead: int = 0

@@ -74,17 +74,20 @@ class DrafterSide:
         max_draft: int,
         target_end: int | None,
         remarks: Remarks,
+        on_disk: bool = True,
     ) -> Part:
         """A request begins: whether reading its prompt is expected to pay decides whether the model drafts.
 
         ``prompt`` is ``tokens`` as the drafter is to read them, with the first of ``sessions``; the others
-        are those of requests that are being answered. ``target_end`` is the target's token to
-        propose where the drafter ends the text. ``remarks`` receive how much was read ahead.
+        are those of requests that are being answered. ``target_end`` is the target's token to propose where
+        the drafter ends the text. ``remarks`` receive how much was read ahead. ``on_disk`` lets the prompt
+        cache be used.
         """
         # Another vocabulary may need more tokens for the same text.
         wanted = len(prompt) + 2 * max_new_tokens + 4 * max_draft
         session, others = sessions
-        self._caches.fetch(session, prompt, others)
+        # Training changes gains with every lesson: blocks would seldom be found, and would keep old gains.
+        self._caches.fetch(session, prompt, others, on_disk=on_disk and self.trainer is None)
         session.reserve(min(wanted, session.longest))
         if not others:
             self._tune(session, prompt)

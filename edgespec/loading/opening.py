@@ -59,6 +59,9 @@ class LoadOptions:
         cache_bytes: memory for KV caches of earlier conversations, beside the one in use, in bytes; the least
             recently used go first. 0 keeps none: then a conversation that another one interrupted is read
             again.
+        prompt_cache_bytes: disk for keys and values of prompts that were read, which later processes need not
+            read again; the least recently used go first. None is 2 GB, or a tenth of the disk's free space if
+            that is less. 0 neither reads nor writes any. ``docs/security.md`` says who can read them.
     """
 
     threads: Threads = 0
@@ -72,6 +75,7 @@ class LoadOptions:
     max_waiting: Annotated[int, within(0, 1_000_000)] = 64
     parallel: Annotated[int, within(1, 64)] = 4
     cache_bytes: Annotated[int, within(0, 2**60)] = 256 << 20
+    prompt_cache_bytes: Annotated[int, within(0, 2**60)] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)

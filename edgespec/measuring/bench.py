@@ -91,7 +91,7 @@ def measure(
 def _pair(model: "Model", prompt: Prompt, options: BenchOptions, *, plain_first: bool) -> Pair:
     answers: dict[bool, Generation] = {}
     for speculate in (False, True) if plain_first else (True, False):
-        model.forget()  # of two runs of one prompt, the second would have no prompt to read
+        model.forget(on_disk=False)  # of two runs of one prompt, the second would have no prompt to read
         answers[speculate] = ask(
             model,
             prompt,

@@ -40,6 +40,7 @@ class RequestOptions(TypedDict, total=False):
     stop_at_eos: bool
     speculate: bool
     drafter: Drafter | None
+    prompt_cache: bool
     cancelled: Callable[[], bool]
     timeout: float | None
     on_progress: Callable[[Progress], None] | None
@@ -80,6 +81,7 @@ class Request:
         stop_at_eos: end where the model says that it has finished.
         speculate: False decodes without drafts; the answer is the same.
         drafter: drafts in this request, in place of the model's own drafter; None leaves it to that.
+        prompt_cache: False neither keeps this request's text on disk nor looks for it there.
         cancelled: asked between passes, from whichever thread they run in; True ends the request.
         on_progress: told how far the reading of a long prompt is, in the thread or task that waits for the
             answer or reads the stream; what it raises cancels the request and is raised there.
@@ -109,6 +111,7 @@ class Request:
     stop_at_eos: bool = True
     speculate: bool = True
     drafter: Drafter | None = None
+    prompt_cache: bool = True
     cancelled: Callable[[], bool] = _never
     timeout: Annotated[float, within(above=0)] | None = None
     on_progress: Callable[[Progress], None] | None = None

@@ -140,6 +140,7 @@ class GenerationStats:
         drafter_s: time that rounds waited for the drafter (its prefill included).
         speculation_off_reason: why no or few drafts were made; None while speculation pays.
         history_problem: what keeps the history from being read or written; None if nothing, or without one.
+        prompt_cache_problem: what keeps prompts from being kept on disk; None if nothing.
         rolled_back: which parts of what the history holds misled and were put back, since the request before,
             and why.
         placement: on which devices target and drafter ran, and why there.
@@ -161,6 +162,7 @@ class GenerationStats:
     drafter_s: float = 0.0
     speculation_off_reason: str | None = None
     history_problem: str | None = None
+    prompt_cache_problem: str | None = None
     rolled_back: tuple[str, ...] = ()
     placement: str = ""
     drafted_ahead: int = 0

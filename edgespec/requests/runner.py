@@ -27,9 +27,11 @@ from edgespec.requests.seats import Seat, Seats
 from edgespec.requests.turns import PreparedRequest, take_turn
 from edgespec.requests.worker import Answer
 from edgespec_models.errors import DoesNotFit
+from edgespec_models.storage import prompts_dir
 from edgespec_runtimes.devices import Placement
 from edgespec_runtimes.kv_buffers import KvStore
 from edgespec_runtimes.memory import machine_memory
+from edgespec_runtimes.prompt_cache import PromptCache
 
 if TYPE_CHECKING:  # requests import nothing of drafter models or histories that they do not have
     from edgespec.drafting.ahead import Beside
@@ -45,6 +47,8 @@ class Runner:
     """A target, its drafter, and what they learn.
 
     :meth:`prompt` and :meth:`constraint` may be called from any thread, the rest from one at a time.
+
+    ``write_behind`` brings to disk what was read, while no request runs; see :class:`KvStore`.
 
     It closes what was ``loaded``. ``beside`` lets the drafter go on while the target verifies; None where
     both run on one device. ``side``, ``own`` and ``history`` are None where there is no drafter model, no
@@ -69,7 +73,11 @@ class Runner:
             self.own = self._custom(own)
         self._grammars = Grammars(self.target.tokenizer, self.target.manifest.special_tokens.eos)
         self.pricing = Pricing(loaded.target.curve)
-        self._caches = KvStore(options.cache_bytes)
+        self._prompts: PromptCache | None = None
+        if options.prompt_cache_bytes != 0:
+            self._prompts = PromptCache(prompts_dir(), options.prompt_cache_bytes)
+        self._caches = KvStore(options.cache_bytes, self._prompts)
+        self.write_behind = self._caches.write_behind
         self.history: HistoryUse | None = None
         self.side: DrafterSide | None = None
         if loaded.drafter is not None:
@@ -130,7 +138,7 @@ class Runner:
         None where there is no memory for it beside those that are being answered. An answer that would not
         fit the context is shortened.
         """
-        tokens, tokenizer = prompt.target.copy(), self.target.tokenizer
+        started, tokens, tokenizer = self._clock(), prompt.target.copy(), self.target.tokenizer
         eos = self.target.manifest.special_tokens.eos
         if prompt.place is not None:
             from edgespec.decoding.thinking import with_thoughts
@@ -140,7 +148,7 @@ class Runner:
         request = replace(request, max_new_tokens=fits)
         if self.seats.any_taken and not self._has_room(len(tokens) + fits):
             return None
-        seat = self.seats.take(tokens)
+        seat = self.seats.take(tokens, on_disk=request.prompt_cache)
         try:
             seat.target.reserve(len(tokens) + fits)
         except BaseException:
@@ -159,6 +167,7 @@ class Runner:
             calls=call_reader(self.target, request, tokens),
             clock=self._clock,
             ended=partial(setattr, seat, "taken", False),
+            started=started,
         )
 
     def _has_room(self, tokens: int) -> bool:
@@ -192,11 +201,13 @@ class Runner:
                 "export it again with this version of edgespec"
             )
 
-    def forget(self) -> None:
-        """Leave nothing of earlier requests in KV caches."""
+    def forget(self, *, on_disk: bool = True) -> None:
+        """Leave nothing of earlier requests in KV caches, nor on disk of what these models read."""
+        if not on_disk:
+            self._caches.write_behind()
         for session in self.seats.sessions:
             session.truncate(0)
-            self._caches.forget(session)
+            self._caches.forget(session, on_disk=on_disk)
 
     def close(self) -> None:
         """Store what was learned, free both models, for good."""
@@ -206,6 +217,7 @@ class Runner:
         if self.side is not None:
             self.side.stop()
         try:
+            self._caches.write_behind()
             if self.history is not None:
                 self.history.close()
         finally:  # a second Ctrl-C, perhaps
@@ -232,6 +244,7 @@ class Runner:
         if self._reopens:
             self._where = self._placements()
         side, remarks = self.side, Remarks(placement=self._where)
+        remarks.prompt_cache_problem = None if self._prompts is None else self._prompts.problem
         policy = partial(Policy, pricing=self.pricing, guard=self._guard, remarks=remarks)
         if not request.speculate or not (self.drafts or request.drafter):
             remarks.speculation_off_reason = "speculate=False" if self.drafts else "the drafter is None"
@@ -264,4 +277,5 @@ class Runner:
             max_draft=self.options.max_draft,
             target_end=eos[0] if eos else None,
             remarks=remarks,
+            on_disk=request.prompt_cache,
         )

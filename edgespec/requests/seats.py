@@ -34,13 +34,14 @@ class Seats:
         """Whether a request is being answered."""
         return any(seat.taken for seat in self.all)
 
-    def take(self, tokens: Sequence[int]) -> Seat:
+    def take(self, tokens: Sequence[int], *, on_disk: bool) -> Seat:
         """A free seat, whose target holds as much of ``tokens`` as any cache does."""
         free = [seat for seat in self.all if not seat.taken]
         if not free:
             free.append(self._another())
         seat = max(free, key=lambda each: each.target.shared_prefix(tokens))
-        self._caches.fetch(seat.target, tokens, [each.target for each in self.all if each.taken])
+        others = [each.target for each in self.all if each.taken]
+        self._caches.fetch(seat.target, tokens, others, on_disk=on_disk)
         seat.taken = True
         return seat
 

@@ -31,7 +31,7 @@ class PreparedRequest:
     """One request, with what it runs on: rounds in, records out, and the result as far as it came.
 
     ``tokens`` is the prompt and grows. ``begin`` makes the policy, which is closed when the request ends;
-    then ``ended`` is called.
+    then ``ended`` is called. ``started`` is when making it ready began; None is when it starts.
     """
 
     session: Session
@@ -46,6 +46,7 @@ class PreparedRequest:
     calls: "CallReader | None" = None
     clock: Clock = perf_counter
     ended: Callable[[], None] = lambda: None
+    started: float | None = None
     _policy: Policy | None = field(init=False, default=None)
     _decoding: Decoding | None = field(init=False, default=None)
     _reader: AnswerReader = field(init=False)
@@ -63,7 +64,8 @@ class PreparedRequest:
 
     def start(self, queued_s: float) -> None:
         """Its turn has come, for which it waited so long."""
-        self._started, cached = self.clock(), self.session.shared_prefix(self.tokens[:-1])
+        self._started = self.clock() if self.started is None else self.started
+        cached = self.session.shared_prefix(self.tokens[:-1])
         self._measured |= {"queued_s": queued_s, "cached_tokens": cached}
         self._policy = policy = self.begin()
         self._decoding = Decoding(

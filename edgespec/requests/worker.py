@@ -165,14 +165,22 @@ class Worker:
     The thread begins with a request and ends when none is left, so that an idle model has none, and nothing
     keeps the program from ending: at its end, what runs is ended too.
 
-    At most ``most_waiting`` requests wait while ``at_once`` are answered.
+    At most ``most_waiting`` requests wait while ``at_once`` are answered. When there are none, ``tidy`` is
+    called in the same thread; it ends soon after the function that it is given says so.
     """
 
-    def __init__(self, most_waiting: int, turn: Callable[[Sequence[Answer]], None], at_once: int = 1) -> None:
-        self._most_waiting, self._turn, self.at_once = most_waiting, turn, at_once
+    def __init__(
+        self,
+        most_waiting: int,
+        turn: Callable[[Sequence[Answer]], None],
+        at_once: int = 1,
+        tidy: Callable[[Callable[[], bool]], None] = lambda stop: None,
+    ) -> None:
+        self._most_waiting, self._turn, self.at_once, self._tidy = most_waiting, turn, at_once, tidy
         self._changed = Condition()
         self._waiting: deque[Answer] = deque()
         self._running: list[Answer] = []
+        self._tidying = False
         self._thread: Thread | None = None
         self._pausing = Lock()  # one at a time
         self._paused = self._closed = self._is_crowded = False
@@ -228,7 +236,7 @@ class Worker:
             try:
                 with self._changed:
                     self._paused = True
-                    while self._running:
+                    while self._running or self._tidying:
                         self._changed.wait(LOOK_S)
                 yield
             finally:
@@ -260,9 +268,23 @@ class Worker:
     def _work(self) -> None:
         while running := self._next():
             self._turn(running)
+            self._tidy_up()
         if self._then is not None:
             with self.paused():
                 self._then()
+
+    def _tidy_up(self) -> None:
+        with self._changed:
+            if self._waiting or any(answer.result is None for answer in self._running):
+                return
+            self._running, self._tidying = [], True
+            self._changed.notify_all()
+        try:
+            self._tidy(lambda: self._paused or bool(self._waiting))
+        finally:
+            with self._changed:
+                self._tidying = False
+                self._changed.notify_all()
 
     def _next(self) -> list[Answer]:
         """The requests that run now; none ends the thread."""
@@ -304,7 +326,7 @@ class Worker:
     def _leave(self) -> None:
         """The program ends: end the thread while Python still runs."""
         thread = self._thread
-        self.close(lambda: None)
+        self.close(lambda: self._tidy(lambda: False))
         if thread is not None and thread is not current_thread():
             thread.join()
 

@@ -51,6 +51,11 @@ def measurements_dir() -> Path:
     return home() / "measurements"
 
 
+def prompts_dir() -> Path:
+    """Where keys and values of prompts lie, from which prompts can be read. May be deleted at any time."""
+    return home() / "prompt-cache"
+
+
 def histories_dir() -> Path:
     """Where histories lie: no cache, since no download brings them back."""
     override = os.environ.get("EDGESPEC_HOME")
@@ -89,10 +94,11 @@ def model_name(folder: Path) -> str:
 
 
 @contextmanager
-def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
+def replacing(path: Path, mode: int = 0o666, *, synced: bool = True) -> Iterator[BinaryIO]:
     """A file to write to, which takes the place of ``path`` when all is written and on the disk.
 
-    What killed programs left in the folder is deleted.
+    Not ``synced`` it need not be on the disk yet, so that a machine that fails may leave anything there. What
+    killed programs left in the folder is deleted.
 
     Raises:
         OSError: it cannot be written; what was there is untouched.
@@ -109,7 +115,8 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
         with os.fdopen(handle, "wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if synced:
+                os.fsync(file.fileno())
         move(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -7,7 +7,9 @@ takes other code, which sums in another order, so a pass over one token runs it 
 """
 
 import ctypes
+import hashlib
 import os
+import re
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -108,8 +110,17 @@ class CpuSession(DynamicSession):
         io = DynamicIO(session, bundle, exact_rows=self._options.exact_rows)
         if native:
             _check_shapes(io, bundle.graph)
+            self.prompt_key = _prompt_key(bundle)
         row_exact = True if native else row_exact
         super().__init__(io, bundle.config, chunk=self._options.prefill_chunk, row_exact=row_exact)
+
+
+def _prompt_key(bundle: Bundle) -> str:
+    """The bundle and the kernels, whatever instructions they use: that is what bits depend on."""
+    with library().open("rb") as file:
+        kernels = hashlib.file_digest(file, "sha256").hexdigest()
+    digest = hashlib.sha256(f"{bundle.digest} {kernels}".encode()).hexdigest()
+    return f"{re.sub('[^A-Za-z0-9._-]', '_', bundle.manifest.name)[:80]}-{digest[:16]}"
 
 
 def _check_shapes(io: DynamicIO, graph: Path) -> None:

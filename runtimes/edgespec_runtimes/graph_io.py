@@ -54,11 +54,11 @@ class GraphIO(Protocol):
     def reserve(self, stretch: Stretch, capacity: int) -> None:
         """Make room for ``capacity`` tokens in ``stretch``, keeping those of all."""
 
-    def cache_rows(self, stretch: Stretch, length: int) -> list[npt.NDArray[Any]] | None:
-        """Copies of the keys and values of its first ``length`` tokens; None where there are none to copy."""
+    def cache_rows(self, start: int, end: int) -> list[npt.NDArray[Any]] | None:
+        """Keys and values of the tokens from ``start`` on and before ``end``; None where there are none."""
 
-    def put_cache_rows(self, stretch: Stretch, arrays: Sequence[npt.NDArray[Any]], length: int) -> None:
-        """Put the first ``length`` tokens of such copies there. Room must be reserved."""
+    def put_cache_rows(self, arrays: Sequence[npt.NDArray[Any]], start: int, count: int) -> None:
+        """Put the first ``count`` tokens of those behind ``start`` others. Room must be reserved."""
 
     def run(self, parts: Sequence[Part]) -> list[Predictions]:
         """Run a pass; for each part a row for each of its last ``rows``.
@@ -202,13 +202,13 @@ class DynamicIO:
         for each, move in zip(self.stretches, moves, strict=True):
             each.begin = move.to
 
-    def cache_rows(self, stretch: Stretch, length: int) -> list[npt.NDArray[Any]] | None:
-        """Copies of the keys and values of its first ``length`` tokens."""
-        return self.cache.copy(stretch.begin, length)
+    def cache_rows(self, start: int, end: int) -> list[npt.NDArray[Any]] | None:
+        """Keys and values of the tokens from ``start`` on and before ``end``, where they lie."""
+        return self.cache.view(start, end)
 
-    def put_cache_rows(self, stretch: Stretch, arrays: Sequence[npt.NDArray[Any]], length: int) -> None:
-        """Put the first ``length`` tokens of such copies there."""
-        self.cache.paste(arrays, stretch.begin, length)
+    def put_cache_rows(self, arrays: Sequence[npt.NDArray[Any]], start: int, count: int) -> None:
+        """Put the first ``count`` tokens of those behind ``start`` others."""
+        self.cache.paste(arrays, start, count)
 
     def run(self, parts: Sequence[Part]) -> list[Predictions]:
         """Run a pass; for each part a row for each of its last ``rows``."""

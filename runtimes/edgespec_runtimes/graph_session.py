@@ -27,6 +27,8 @@ class GraphSession(Generic[IO]):
     ``row_exact`` says whether passes over one and over several tokens gave the same bits in the self-test.
     """
 
+    prompt_key = ""
+
     def __init__(self, io: IO, config: DecoderShape, *, chunk: int, row_exact: bool | None) -> None:
         """Prove that the graph can roll back.
 
@@ -151,17 +153,17 @@ class GraphSession(Generic[IO]):
             raise RequestError(f"cannot truncate to {length}: the cache holds {self.length} tokens")
         del self._stretch.tokens[length:]
 
-    def save(self, length: int) -> SavedCache | None:
-        """A copy of the cache's first ``length`` tokens; None where the device keeps no rows to copy."""
-        arrays = self._open_io.cache_rows(self._stretch, length)
-        return None if arrays is None else SavedCache(tuple(self._stretch.tokens[:length]), tuple(arrays))
+    def view(self, start: int, end: int) -> SavedCache | None:
+        """The cache's tokens from ``start`` on and before ``end``; None where the device keeps no rows."""
+        begin = self._stretch.begin
+        arrays = self._open_io.cache_rows(begin + start, begin + end)
+        return None if arrays is None else SavedCache(tuple(self._stretch.tokens[start:end]), tuple(arrays))
 
-    def restore(self, saved: SavedCache, length: int) -> None:
-        """Make the cache hold the first ``length`` tokens of what was saved."""
-        self.truncate(0)
-        self.reserve(length)
-        self._open_io.put_cache_rows(self._stretch, saved.arrays, length)
-        self._stretch.tokens += saved.tokens[:length]
+    def append(self, saved: SavedCache, count: int) -> None:
+        """Put the first ``count`` tokens of a view behind what the cache holds."""
+        self.reserve(self.length + count)
+        self._open_io.put_cache_rows(saved.arrays, self._stretch.begin + self.length, count)
+        self._stretch.tokens += saved.tokens[:count]
 
     def close(self) -> None:
         """Free the cache and, behind the last of those beside each other, the model."""

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from edgespec_models.bundles.graph_contract import CacheTensor
 from edgespec_runtimes.ort import ort
+from edgespec_runtimes.prompt_cache import PromptCache
 from edgespec_runtimes.session import SavedCache, Session, shared_length
 
 KEY_TILE: Final = 16
@@ -56,11 +57,14 @@ class KVBuffers(Protocol):
     def written(self, length: int) -> None:
         """Tell that the bound pass ran, and left keys and values of ``length`` tokens."""
 
-    def copy(self, begin: int, length: int) -> list[_Array] | None:
-        """Copies of keys and values of ``length`` tokens from ``begin`` on; None where the host has none."""
+    def view(self, start: int, end: int) -> list[_Array] | None:
+        """Keys and values of the tokens from ``start`` on and before ``end``; None where the host has none.
 
-    def paste(self, arrays: Sequence[_Array], begin: int, length: int) -> None:
-        """Put the first ``length`` tokens of such copies to ``begin``. Room must be reserved."""
+        They are where passes read them. Whole tiles of tokens, which ``start`` begins.
+        """
+
+    def paste(self, arrays: Sequence[_Array], start: int, count: int) -> None:
+        """Put the first ``count`` tokens of such views behind ``start`` others. Room must be reserved."""
 
     def clear(self) -> None:
         """Free the memory."""
@@ -82,11 +86,11 @@ class InPlaceCache:
     def written(self, length: int) -> None:
         """Nothing to do: the new rows lie where the next pass reads them."""
 
-    def copy(self, begin: int, length: int) -> list[_Array] | None:
+    def view(self, start: int, end: int) -> list[_Array] | None:
         """None: a device's rows would travel over the host."""
         return None
 
-    def paste(self, arrays: Sequence[_Array], begin: int, length: int) -> None:
+    def paste(self, arrays: Sequence[_Array], start: int, count: int) -> None:
         """Never called: nothing is copied."""
 
 
@@ -122,15 +126,15 @@ class SharedCache(InPlaceCache):
             arrays.append(array)
         self.arrays, self._values = arrays, [ort_value(array) for array in arrays]
 
-    def copy(self, begin: int, length: int) -> list[_Array] | None:
-        """Copies of keys and values of ``length`` tokens from ``begin`` on."""
-        return [array[:, :, begin : begin + _whole_tiles(length)].copy() for array in self.arrays]
+    def view(self, start: int, end: int) -> list[_Array] | None:
+        """Keys and values of the tokens from ``start`` on and before ``end``."""
+        return [array[:, :, start : _whole_tiles(end)] for array in self.arrays]
 
-    def paste(self, arrays: Sequence[_Array], begin: int, length: int) -> None:
-        """Put the first ``length`` tokens of such copies to ``begin``."""
-        held = _whole_tiles(length)
+    def paste(self, arrays: Sequence[_Array], start: int, count: int) -> None:
+        """Put the first ``count`` tokens of such views behind ``start`` others."""
+        held = _whole_tiles(count)
         for array, saved in zip(self.arrays, arrays, strict=True):
-            array[:, :, begin : begin + held] = saved[:, :, :held]
+            array[:, :, start : start + held] = saved[:, :, :held]
 
     def clear(self) -> None:
         """Free the memory."""
@@ -191,16 +195,18 @@ class GrowingCache:
         """Tell that the bound pass ran, and left keys and values of ``length`` tokens."""
         self._past, self._present, self._held = self._present, self._past, length
 
-    def copy(self, begin: int, length: int) -> list[_Array] | None:
-        """Copies of keys and values of the first ``length`` tokens."""
+    def view(self, start: int, end: int) -> list[_Array] | None:
+        """Keys and values of the tokens from ``start`` on and before ``end``."""
         pairs = zip(self._past, self._layout, strict=True)
-        return [_rows(past, tensor, self._held)[:, :, :length].copy() for past, tensor in pairs]
+        return [_rows(past, tensor, self._held)[:, :, start:end] for past, tensor in pairs]
 
-    def paste(self, arrays: Sequence[_Array], begin: int, length: int) -> None:
-        """Put the first ``length`` tokens of such copies where they were."""
+    def paste(self, arrays: Sequence[_Array], start: int, count: int) -> None:
+        """Put the first ``count`` tokens of such views behind ``start`` others."""
         for past, tensor, saved in zip(self._past, self._layout, arrays, strict=True):
-            _rows(past, tensor, length)[:] = saved[:, :, :length]
-        self._held = length
+            before = _rows(past, tensor, self._held)[:, :, :start].copy()
+            rows = _rows(past, tensor, start + count)
+            rows[:, :, :start], rows[:, :, start:] = before, saved[:, :, :count]
+        self._held = start + count
 
     def clear(self) -> None:
         """Free the memory."""
@@ -259,57 +265,84 @@ class KvStore:
 
     A session's cache holds one text. Before it reads another, what would be lost is put aside, and what is
     known of the new text is put in its place: a copy of the same bits, so that answers do not change. The
-    caches least recently used go first. One thread at a time.
+    caches least recently used go first. What memory does not have, the disk may: ``prompts``, where texts
+    are written when there is time for it. One thread at a time.
 
     All of them together take ``nbytes`` now, and may take ``budget`` bytes; 0 keeps none.
     """
 
-    def __init__(self, budget: int) -> None:
-        self._budget = budget
+    def __init__(self, budget: int, prompts: PromptCache | None = None) -> None:
+        self._budget, self._prompts = budget, prompts
         self.nbytes = 0
-        self._kept: list[tuple[object, SavedCache]] = []  # the least recently used first
+        self._kept: list[tuple[Session, SavedCache]] = []  # the least recently used first
+        self._due: list[tuple[Session, SavedCache | None]] = []  # to be written: None is what it holds
 
-    def fetch(self, session: Session, tokens: Sequence[int], beside: Sequence[Session] = ()) -> None:
+    def fetch(
+        self, session: Session, tokens: Sequence[int], beside: Sequence[Session] = (), *, on_disk: bool = True
+    ) -> None:
         """Let ``session`` hold as much of ``tokens`` as is known of them, or as those ``beside`` it hold.
+
+        With ``on_disk`` also of what other processes held, and what it will hold of this text is written.
 
         Raises:
             DeviceError: no memory; the session's cache is empty then.
         """
-        self._fetch(session, tokens)
-        held, best = (
-            session.shared_prefix(tokens),
-            max(beside, key=lambda e: e.shared_prefix(tokens), default=None),
-        )
-        if best is not None and (shared := best.shared_prefix(tokens)) >= held + _LEAST:
-            saved = best.save(shared)
-            if saved is not None:
-                session.restore(saved, shared)
+        if self._budget:
+            self._fetch_from_memory(session, tokens)
+        if (session, None) in self._due:
+            self._due.remove((session, None))
+        for other in beside:
+            shared = other.shared_prefix(tokens)
+            view = other.view(0, shared) if shared >= session.shared_prefix(tokens) + _LEAST else None
+            if view is not None:
+                session.truncate(0)
+                session.append(view, shared)
+        if self._prompts is not None and on_disk and session.prompt_key:
+            self._prompts.read(session, tokens)
+            self._due.append((session, None))
 
-    def _fetch(self, session: Session, tokens: Sequence[int]) -> None:
-        if not self._budget:
-            return
+    def write_behind(self, stop: Callable[[], bool] = lambda: False) -> None:
+        """Write what is not on disk yet, the latest first; ``stop``, asked between blocks, ends it."""
+        while self._prompts is not None and self._due and not stop():
+            session, saved = self._due[-1]
+            text = session.view(0, session.length) if saved is None else saved
+            if text is not None and not self._prompts.write(session.prompt_key, text, stop):
+                return
+            self._due.pop()
+
+    def _fetch_from_memory(self, session: Session, tokens: Sequence[int]) -> None:
         held = session.shared_prefix(tokens)
         found = self._longest(session, tokens, held + _LEAST)
         if found is not None:  # it makes room
-            self._drop(session.model, found)
+            self._drop(*found)
         if session.length - held >= _LEAST:
             self._put_aside(session)
         if found is None:
             return
-        shared = shared_length(found.tokens, tokens)
-        session.restore(found, shared)
-        if len(found.tokens) - shared >= _LEAST:  # another text's too: that goes on without its end here
-            self._keep(session.model, found)
+        saved = found[1]
+        shared = shared_length(saved.tokens, tokens)
+        session.truncate(0)
+        session.append(saved, shared)
+        if len(saved.tokens) - shared >= _LEAST:  # another text's too: that goes on without its end here
+            self._keep(session, saved)
 
-    def forget(self, session: Session) -> None:
-        """Forget all caches of the model that ``session`` reads with."""
-        for saved in [saved for owner, saved in self._kept if owner is session.model]:
-            self._drop(session.model, saved)
+    def forget(self, session: Session, *, on_disk: bool = False) -> None:
+        """Forget all caches of the model that ``session`` is of, in memory; those on disk too if asked to."""
+        self._due = [(owner, saved) for owner, saved in self._due if owner.model is not session.model]
+        for owner, saved in self._of_model(session):
+            self._drop(owner, saved)
+        if on_disk and self._prompts is not None:
+            self._prompts.forget(session.prompt_key)
 
-    def _longest(self, session: Session, tokens: Sequence[int], least: int) -> SavedCache | None:
+    def _of_model(self, session: Session) -> list[tuple[Session, SavedCache]]:
+        return [each for each in self._kept if each[0].model is session.model]
+
+    def _longest(
+        self, session: Session, tokens: Sequence[int], least: int
+    ) -> tuple[Session, SavedCache] | None:
         """The cache that shares most with ``tokens``, at least so many; the latest of equals."""
-        own = [saved for owner, saved in self._kept if owner is session.model]
-        lengths = [shared_length(saved.tokens, tokens) for saved in own]
+        own = self._of_model(session)
+        lengths = [shared_length(saved.tokens, tokens) for _, saved in own]
         best = max(lengths, default=0)
         return own[len(lengths) - 1 - lengths[::-1].index(best)] if best >= least else None
 
@@ -320,24 +353,29 @@ class KvStore:
         if length < _LEAST:
             return
         self._make_room(length * per_token)
-        saved = session.save(length)
-        if saved is not None:
+        view = session.view(0, length)
+        if view is not None:
+            saved = view.copy()
             for owner, other in list(self._kept):
                 only_there = len(other.tokens) - shared_length(other.tokens, saved.tokens)
-                if owner is session.model and only_there < _LEAST:
-                    self._drop(session.model, other)
-            self._keep(session.model, saved)
+                if owner.model is session.model and only_there < _LEAST:
+                    self._drop(owner, other)
+            self._keep(session, saved)
+            if (session, None) in self._due and (session, saved) in self._kept:
+                self._due.append((session, saved))
 
-    def _keep(self, model: object, saved: SavedCache) -> None:
+    def _keep(self, session: Session, saved: SavedCache) -> None:
         self._make_room(saved.nbytes)
         if saved.nbytes <= self._budget:
-            self._kept.append((model, saved))
+            self._kept.append((session, saved))
             self.nbytes += saved.nbytes
 
     def _make_room(self, nbytes: int) -> None:
         while self._kept and self.nbytes + nbytes > self._budget:
             self._drop(*self._kept[0])
 
-    def _drop(self, model: object, saved: SavedCache) -> None:
-        self._kept.remove((model, saved))
+    def _drop(self, session: Session, saved: SavedCache) -> None:
+        self._kept.remove((session, saved))
+        if (session, saved) in self._due:
+            self._due.remove((session, saved))
         self.nbytes -= saved.nbytes

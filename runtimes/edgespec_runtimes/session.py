@@ -125,13 +125,22 @@ _COMPARED = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedCache:
-    """A copy of a session's KV cache.
+    """A part of a session's KV cache.
 
-    ``arrays`` are keys and values of ``tokens`` as the session keeps them; its own business.
+    ``arrays`` are keys and values of ``tokens`` as the session keeps them, tokens on the third axis; the rest
+    is its own business.
     """
 
     tokens: tuple[int, ...]
     arrays: tuple[npt.NDArray[Any], ...] = ()
+
+    def part(self, start: int, end: int) -> "SavedCache":
+        """The tokens from ``start`` on and before ``end``, multiples of 16, in the same memory."""
+        return SavedCache(self.tokens[start:end], tuple(array[:, :, start:end] for array in self.arrays))
+
+    def copy(self) -> "SavedCache":
+        """The same in memory of its own."""
+        return SavedCache(self.tokens, tuple(array.copy() for array in self.arrays))
 
     @property
     def nbytes(self) -> int:
@@ -259,12 +268,25 @@ class Session(Protocol):
     def truncate(self, length: int) -> None:
         """Forget every token from position ``length`` on."""
 
-    def save(self, length: int) -> SavedCache | None:
-        """A copy of the cache's first ``length`` tokens; None where a session has none to give."""
+    @property
+    def prompt_key(self) -> str:
+        """What the bits of the KV cache depend on besides its tokens, as a name that a folder may have.
+
+        Empty where a session does not promise them to other processes. Weights given to :meth:`tune` are not
+        in it: who gives some keeps nothing on disk.
+        """
+
+    def view(self, start: int, end: int) -> SavedCache | None:
+        """The cache's tokens from ``start`` on and before ``end``; None where a session has none to give.
+
+        They lie in the session's own memory: the next call overwrites them. ``start`` is a multiple of 16.
+        """
         return None
 
-    def restore(self, saved: SavedCache, length: int) -> None:
-        """Make the cache hold the first ``length`` tokens of what this session saved: the same bits again.
+    def append(self, saved: SavedCache, count: int) -> None:
+        """Put the first ``count`` tokens of a view behind what the cache holds: the same bits again.
+
+        They have been behind the same tokens, as many as a multiple of 16.
 
         Raises:
             DeviceError: no memory for them; the cache is empty then.

@@ -128,11 +128,11 @@ class StaticIO:
             raise
         self._capacity = capacity
 
-    def cache_rows(self, stretch: Stretch, length: int) -> list[_Array] | None:
+    def cache_rows(self, start: int, end: int) -> list[_Array] | None:
         """None, since other buckets have graphs and inputs of their own."""
         return None
 
-    def put_cache_rows(self, stretch: Stretch, arrays: Sequence[_Array], length: int) -> None:
+    def put_cache_rows(self, arrays: Sequence[_Array], start: int, count: int) -> None:
         """Never called: nothing is copied."""
 
     def run(self, parts: Sequence[Part]) -> list[Predictions]:

@@ -32,7 +32,7 @@ def answer(model: edgespec.Model, request: Request) -> Reply:
 def main() -> None:
     """Load the models and answer requests."""
     args = arguments(__doc__, "target", drafter=(str,), threads=int)
-    options = edgespec.LoadOptions(threads=args.threads)
+    options = edgespec.LoadOptions(threads=args.threads, prompt_cache_bytes=0)
     with reporting() as channel, edgespec.load(args.target, args.drafter, options=options) as model:
         parity = model.target.report().get("parity") or {}
         facts = {"version": version("edgespec"), "kl": parity.get("kl")}

@@ -1,0 +1,97 @@
+"""``edgespec cache``: prompts that were read and are kept on disk, and how to be rid of them."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from edgespec.cli.console import figure_table, note, output, print_json, say, size
+from edgespec.cli.options import JsonFlag
+
+if TYPE_CHECKING:
+    from edgespec_runtimes.prompt_cache import Stored
+
+cache = typer.Typer(
+    invoke_without_command=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="""Show and clear the prompts that are kept on disk ('show' is the default).
+
+    What models computed of prompts is kept, so that prompts that begin alike need not be read again. Prompts
+    can be read out of it; docs/security.md says by whom.
+    """,
+)
+
+
+@cache.callback()
+def _show_unless_told(context: typer.Context, as_json: JsonFlag = False) -> None:
+    if context.invoked_subcommand is None:
+        show(as_json)
+
+
+@cache.command()
+def show(as_json: JsonFlag = False) -> None:
+    """Show the folder, and what of it is each model's.
+
+    Examples:
+
+        edgespec cache
+
+        edgespec cache show --json
+    """
+    from edgespec_models.storage import prompts_dir
+    from edgespec_runtimes.prompt_cache import BLOCK
+
+    models: list[dict[str, Any]] = []
+    for name, own in _by_model().items():
+        total = sum(each.size for each in own)
+        models.append({"name": name, "blocks": len(own), "tokens": BLOCK * len(own), "bytes": total})
+    if as_json:
+        print_json({"path": str(prompts_dir()), "models": models})
+        return
+    table = figure_table("model", "blocks", "tokens", "size")
+    for model in models:
+        table.add_row(model["name"], f"{model['blocks']:,}", f"{model['tokens']:,}", size(model["bytes"]))
+    output().print(table)
+    say(f"in {prompts_dir()}")
+
+
+@cache.command()
+def clear(
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="A model that 'show' lists; without it, all.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Delete what is kept; prompts are then read anew.
+
+    Examples:
+
+        edgespec cache clear
+
+        edgespec cache clear qwen2.5-coder-1.5b-instruct
+    """
+    from edgespec_models.errors import RequestError
+    from edgespec_runtimes.prompt_cache import delete
+
+    models = _by_model()
+    if model is not None and model not in models:
+        raise RequestError(f"nothing is kept of {model!r}; there is: {', '.join(models) or 'nothing'}")
+    chosen = [each for name, own in models.items() if model in (None, name) for each in own]
+    delete(chosen)
+    done = {"blocks": len(chosen), "bytes": sum(each.size for each in chosen)}
+    if as_json:
+        print_json(done)
+    else:
+        note(f"{done['blocks']:,} blocks deleted, {size(done['bytes'])}")
+
+
+def _by_model() -> "dict[str, list[Stored]]":
+    """Blocks by the names of models, which several versions of a model may share."""
+    from edgespec_models.storage import prompts_dir
+    from edgespec_runtimes.prompt_cache import stored
+
+    models: dict[str, list[Stored]] = {}
+    for each in stored(prompts_dir()):
+        models.setdefault(each.path.parent.name.rpartition("-")[0], []).append(each)
+    return dict(sorted(models.items()))
