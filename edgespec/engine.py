@@ -29,7 +29,7 @@ from edgespec.requests.request import (
 )
 from edgespec.requests.results import Generation
 from edgespec.requests.runner import Runner
-from edgespec.requests.stream import Stream, answers, answers_async
+from edgespec.requests.stream import Stream, answers, answers_async, asked
 from edgespec.requests.worker import Answer, Worker
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import ProgressCallback, ignore_progress
@@ -221,7 +221,7 @@ class Model:
                 too many requests wait (:class:`edgespec.Busy`); the model is closed
                 (:class:`edgespec.Closed`).
         """
-        return answers(options, partial(self.stream, prompt))
+        return answers(options, asked(options, partial(self.stream, prompt)))
 
     @with_options
     def chat(self, messages: Messages, **options: Unpack[RequestOptions]) -> Generation:
@@ -231,17 +231,17 @@ class Model:
             messages: mappings with ``role`` (system, developer, user, assistant, tool) and ``content``.
             options: see :class:`edgespec.RequestOptions`.
         """
-        return answers(options, partial(self.stream_chat, messages))
+        return answers(options, asked(options, partial(self.stream_chat, messages)))
 
     @with_options
     async def generate_async(self, prompt: str, **options: Unpack[RequestOptions]) -> Generation:
         """Like :meth:`generate`, in an event loop; cancelling the task ends the answer within a pass."""
-        return await answers_async(options, partial(self.stream, prompt))
+        return await answers_async(options, asked(options, partial(self.stream, prompt)))
 
     @with_options
     async def chat_async(self, messages: Messages, **options: Unpack[RequestOptions]) -> Generation:
         """Like :meth:`chat`, in an event loop; cancelling the task ends the answer within a pass."""
-        return await answers_async(options, partial(self.stream_chat, messages))
+        return await answers_async(options, asked(options, partial(self.stream_chat, messages)))
 
     @with_options
     @checked

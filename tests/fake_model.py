@@ -135,6 +135,7 @@ class FakeStream:
     """A finished answer, handed out in two pieces."""
 
     result: Generation
+    ended = True
 
     def __iter__(self) -> Iterator[str]:
         text = self.result.text

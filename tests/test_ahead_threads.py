@@ -247,7 +247,7 @@ def test_an_interrupt_during_the_pass_ends_the_thread_too() -> None:
     plain_pass = it.target.forward
 
     def interrupted(tokens: Sequence[int]) -> F32:
-        if len(tokens) > 2:  # not the prompt
+        if len(tokens) > 2 and it.target.cache:  # not the prompt
             assert it.held.entered.wait(60)
             raise KeyboardInterrupt
         return plain_pass(tokens)

@@ -211,7 +211,7 @@ def test_a_request_that_fails_lets_training_go_on(model: Model, monkeypatch: pyt
         raise RuntimeError("a pass failed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(model._session, "predict", fail)
+        patch.setattr(model._session, "predict_together", fail)
         with pytest.raises(RuntimeError):
             _answer(model)
     assert not _trainer(model)._busy

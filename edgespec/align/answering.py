@@ -49,7 +49,8 @@ def answers(model: edgespec.Model, prompts: Sequence[Prompt], asking: Asking) ->
             yield None
             continue
         running[-1][1].start()
-        if len(running) > 2 * _AT_ONCE:  # so that there is always one that waits
+        # There is always one that waits.
+        while running and (running[0][1].ended or len(running) > 2 * _AT_ONCE):
             yield _answer(*running.popleft(), asking)
     while running:
         yield _answer(*running.popleft(), asking)

@@ -88,6 +88,11 @@ class Stream:
         self._worker.submit(self._answer)
 
     @property
+    def ended(self) -> bool:
+        """Whether the answer is there, whole or as far as it came."""
+        return self._answer.result is not None
+
+    @property
     def at_once(self) -> int:
         """How many requests the model answers at once."""
         return self._worker.at_once
@@ -196,31 +201,42 @@ class Records:
         return record
 
 
-def answers(options: RequestOptions, ask: Callable[..., Stream]) -> Generation:
-    """The first of the ``n`` answers that ``options`` want, with all of them as its choices.
+def asked(options: RequestOptions, ask: Callable[..., Stream]) -> list[Stream]:
+    """The streams of the ``n`` answers that ``options`` want, which ``ask`` asks for one by one.
 
     Answer i has the seed ``seed + i``, so that each can be had again alone. Greedy answers are all the same,
-    so one is decoded. Where one is ended early there are no further ones.
+    so one is decoded.
+    """
+    request = Request.of(options)
+    one = options.copy()
+    one.pop("n", None)
+    if request.n == 1 or request.sampling.greedy:
+        return [ask(**one)]
+    seed = request.sampling.seed
+    if seed is None:
+        return [ask(**one) for _ in range(request.n)]
+    return [ask(**{**one, "seed": (seed + i) % 2**64}) for i in range(request.n)]
 
-    ``ask`` asks for one answer, with options that say nothing of ``n``.
+
+def answers(options: RequestOptions, streams: Sequence[Stream]) -> Generation:
+    """The first of the answers that :func:`asked` asked for, with all of them as its choices.
+
+    Where one is ended early there are no further ones.
     """
     given = list[Generation]()
-    with _asked([ask(**each) for each in _one_by_one(options)]) as streams:
-        for stream in streams:
+    with _in_turn(streams) as turns:
+        for stream in turns:
             given.append(stream.run())
             if given[-1].finish_reason in _ENDED_EARLY:
                 break
     return _together(given, options)
 
 
-async def answers_async(options: RequestOptions, ask: Callable[..., Stream]) -> Generation:
+async def answers_async(options: RequestOptions, streams: Sequence[Stream]) -> Generation:
     """:func:`answers` in an event loop."""
-    import asyncio  # which programs without tasks need not load
-
-    given, wanted = list[Generation](), _one_by_one(options)
-    asked = await asyncio.to_thread(lambda: [ask(**each) for each in wanted])  # long prompts take a while
-    with _asked(asked) as streams:
-        for stream in streams:
+    given = list[Generation]()
+    with _in_turn(streams) as turns:
+        for stream in turns:
             given.append(await stream.run_async())
             if given[-1].finish_reason in _ENDED_EARLY:
                 break
@@ -228,7 +244,7 @@ async def answers_async(options: RequestOptions, ask: Callable[..., Stream]) -> 
 
 
 @contextmanager
-def _asked(streams: Sequence[Stream]) -> Iterator[Iterator[Stream]]:
+def _in_turn(streams: Sequence[Stream]) -> Iterator[Iterator[Stream]]:
     """Each in its turn, while as many run as the model answers at once; at the end they are cancelled."""
 
     def started() -> Iterator[Stream]:
@@ -244,19 +260,6 @@ def _asked(streams: Sequence[Stream]) -> Iterator[Iterator[Stream]]:
     finally:
         for stream in streams:
             stream.cancel()
-
-
-def _one_by_one(options: RequestOptions) -> list[RequestOptions]:
-    """The options of each answer that has to be decoded."""
-    request = Request.of(options)
-    one = options.copy()
-    one.pop("n", None)
-    if request.n == 1 or request.sampling.greedy:
-        return [one]
-    seed = request.sampling.seed
-    if seed is None:
-        return [one] * request.n
-    return [{**one, "seed": (seed + i) % 2**64} for i in range(request.n)]
 
 
 def _together(given: Sequence[Generation], options: RequestOptions) -> Generation:

@@ -15,7 +15,7 @@ from edgespec.engine import Model
 from edgespec.requests.attribution import Attribution
 from edgespec.requests.request import RequestOptions
 from edgespec.requests.results import Generation, Record
-from edgespec.requests.stream import Stream, answers_async
+from edgespec.requests.stream import Stream, answers_async, asked
 from edgespec.serve.answers import ChatAnswer, CompletionAnswer
 from edgespec.serve.bodies import ChatBody, CompletionBody, parse, read_json
 from edgespec.serve.metrics import RequestCount, count_of
@@ -209,7 +209,12 @@ def _line(value: Mapping[str, Any]) -> str:
 
 async def _all(asks: Sequence[Ask], options: RequestOptions) -> list[Generation]:
     """The answers to all prompts; if one cannot be had, none is."""
-    tasks = [asyncio.ensure_future(answers_async(options, ask)) for ask in asks]
+
+    async def one(ask: Ask) -> Generation:
+        streams = await asyncio.to_thread(asked, options, ask)  # a long prompt takes a while to encode
+        return await answers_async(options, streams)
+
+    tasks = [asyncio.ensure_future(one(ask)) for ask in asks]
     try:
         return list(await asyncio.gather(*tasks))
     finally:
