@@ -90,7 +90,7 @@ class Completions:
             return await self._streamed(request, body, partial(asks[0], **options), answer)
         answers = await _while_connected(request, _all(asks, options))
         count = count_of(request)
-        for each in {id(choice.stats): choice for asked in answers for choice in asked.choices}.values():
+        for each in {id(choice.stats): choice for answer in answers for choice in answer.choices}.values():
             count.tokens += len(each.tokens)  # greedy choices are one answer several times
             count.stats.append(each.stats)
             _check_ended(each)
