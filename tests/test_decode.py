@@ -5,12 +5,13 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from time import perf_counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.decoding.draft import NO_DRAFT, Draft, Passed, Source, Step
+from edgespec.decoding.draft import NO_DRAFT, Draft, Passed, Source, Step, alone
 from edgespec.decoding.loop import Decoding, Verifier
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.drafting.bridge import ByteBridge
@@ -262,7 +263,7 @@ def test_a_prompt_is_read_a_pass_a_round_from_where_the_cache_ends() -> None:
     one = Decoding(target, Silent(), Verifier(GREEDY), tokens, max_new_tokens=2, max_draft=3)
     left = list[int]()
     while not one.ended:
-        one.propose()
+        alone(one.propose(), perf_counter)
         rows = one.rows(8)
         left.append(one.unread)
         (said,) = target.predict_together([rows])

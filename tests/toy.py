@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Passed, Source, Step
+from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Passed, Source, Step, alone
 from edgespec.decoding.loop import Decoding, Verifier
 from edgespec.drafting.pricing import Pricing
 from edgespec.requests.stream import Stream
@@ -258,7 +258,7 @@ def decode(
     """All rounds of one request that has the target for itself."""
     one = Decoding(target, policy, verify, tokens, clock=clock, **options)
     while not one.ended and not cancelled():
-        one.propose()
+        alone(one.propose(), clock)
         rows, began = one.rows(target.piece), clock()
         (said,) = target.predict_together([rows])
         passed = clock() - began

@@ -1,8 +1,10 @@
 """What decoding and its sources of proposals tell each other: drafts, and what came of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from edgespec_runtimes.session import Predictions, Rows
 
 Clock = Callable[[], float]
 """Seconds since some moment."""
@@ -42,6 +44,40 @@ class Draft:
 
 
 NO_DRAFT = Draft()
+
+T = TypeVar("T")
+Work = Generator[Rows, tuple[Predictions, float], T]
+"""Work that needs passes of a model: it asks for rows, and is told what these say, and how many of the pass's
+seconds are its own. So the work of several requests can share passes."""
+
+
+def alone(work: Work[T], clock: Clock) -> T:
+    """Do ``work`` with passes of its own."""
+    said: Any = None
+    while True:
+        try:
+            rows = work.send(said)
+        except StopIteration as end:
+            value: T = end.value
+            return value
+        began = clock()
+        (predictions,) = rows.session.predict_together([rows])
+        said = predictions, clock() - began
+
+
+def timed(work: Work[T], clock: Clock) -> Work[tuple[T, float]]:
+    """The same work, which says besides how many seconds it took, its shares of passes included."""
+    said: Any = None
+    spent_s = 0.0
+    while True:
+        began = clock()
+        try:
+            rows = work.send(said)
+        except StopIteration as end:
+            return end.value, spent_s + clock() - began
+        spent_s += clock() - began
+        said = yield rows
+        spent_s += said[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +156,14 @@ class Source(Protocol):
 
     def close(self) -> None:
         """The request has ended, however that came; called once."""
+
+
+@runtime_checkable
+class Asking(Protocol):
+    """A source whose proposals need passes of a model."""
+
+    def proposing(self, tokens: Sequence[int], limit: int) -> Work[Draft]:
+        """Like :meth:`Source.propose`, as work that can be done together with that of other requests."""
 
 
 class Extending(Source, Protocol):

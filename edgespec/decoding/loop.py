@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from time import perf_counter
 
-from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Passed, Source, Step
+from edgespec.decoding.draft import NO_DRAFT, Asking, Clock, Draft, Passed, Source, Step, Work, timed
 from edgespec.decoding.sampling import (
     Penalties,
     Row,
@@ -124,14 +124,18 @@ class Decoding:
         """Tokens of the prompt that the target has to read before the last of them."""
         return len(self.tokens) - 1 - self._target.length
 
-    def propose(self) -> None:
+    def propose(self) -> Work[None]:
         """Draft for this round, if it is one in which that may be."""
-        started, self.draft = self._clock(), NO_DRAFT
+        self.draft, self._drafter_s = NO_DRAFT, 0.0
         if self._limit > 0 and not self.unread:
-            draft = self._policy.propose(self.tokens, self._limit)
+            draft, self._drafter_s = yield from timed(self._drafting(), self._clock)
             # Nothing is committed behind the end.
             self.draft = draft.head(len(_until_stop(draft.tokens, self._stop)[0]))
-        self._drafter_s = self._clock() - started
+
+    def _drafting(self) -> Work[Draft]:
+        if isinstance(self._policy, Asking):
+            return (yield from self._policy.proposing(self.tokens, self._limit))
+        return self._policy.propose(self.tokens, self._limit)
 
     def rows(self, most: int) -> Rows:
         """What the target is to read in this round: at most ``most`` tokens of a prompt, or the draft."""

@@ -7,7 +7,7 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from edgespec.decoding.draft import Draft, Step
+from edgespec.decoding.draft import Draft, Step, Work, alone
 from edgespec.drafting.bridge import Bridge
 from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.reading import Reader
@@ -117,7 +117,11 @@ class ModelDrafter:
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
         """See :class:`~edgespec.decoding.draft.Source`."""
-        guesses = self._draft(tokens, limit)
+        return alone(self.proposing(tokens, limit), self.reader.clock)
+
+    def proposing(self, tokens: Sequence[int], limit: int) -> Work[Draft]:
+        """See :class:`~edgespec.decoding.draft.Asking`."""
+        guesses = yield from self._draft(tokens, limit)
         confidence = tuple(self._calibration.probability(guess) for guess in guesses)
         count, _ = self._pricing.keep(confidence)
         if not count:
@@ -172,24 +176,25 @@ class ModelDrafter:
                 known = self.reader.read_on(token)
             said = known
 
-    def _draft(self, tokens: Sequence[int], limit: int) -> list[Guess]:
+    def _draft(self, tokens: Sequence[int], limit: int) -> Work[list[Guess]]:
         try:
             ids = self._bridge.align(tokens) if limit > 0 else []
             if self._pricing.sequences > 1 and ids and not self.reader.near(ids):
-                self.reader.catch_up(ids)  # a piece a round: other answers are to go on flowing
+                yield from self.reader.catch_up(ids)  # a piece a round: other answers are to go on flowing
                 return []
             if ids and self._pays(1.0, 1, self.reader.seconds_of_text(ids)):
-                return self._guess(ids, limit) if self.reader.room_for(len(ids) + 2 * limit) else []
+                fits = self.reader.room_for(len(ids) + 2 * limit)
+                return (yield from self._guess(ids, limit)) if fits else []
         except TokenizerError:  # what one of the vocabularies cannot spell, or its encoder fails over
             return []
         self.reader.idle()
         return []
 
-    def _guess(self, ids: list[int], limit: int) -> list[Guess]:
+    def _guess(self, ids: list[int], limit: int) -> Work[list[Guess]]:
         drafted: list[int] = []
         probabilities: list[float] = []
         guesses: list[Guess] = []
-        said = self.reader.read(ids)
+        said = yield from self.reader.read(ids)
         while True:
             token = said.following
             if token in self._ends:
@@ -205,7 +210,7 @@ class ModelDrafter:
                 return guesses[:limit]
             if not self._pays(survival, 1 + len(guesses), self.reader.seconds_of_step(token)):
                 return guesses
-            said = self.reader.step(token)
+            said = yield from self.reader.step(token)
 
     def _pays(self, survival: float, rows: int, seconds: float) -> bool:
         """Whether one more token, or several, pay in a pass of ``rows``; see :meth:`Pricing.pays`."""

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from time import perf_counter
 
-from edgespec.decoding.draft import NO_DRAFT, Draft, Extending, Remarks, Source, Step
+from edgespec.decoding.draft import NO_DRAFT, Asking, Draft, Extending, Remarks, Source, Step, Work, alone
 from edgespec.decoding.grammar import Constraint
 from edgespec.drafting.pricing import Guard, Pricing
 
@@ -78,12 +79,16 @@ class Policy:
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
         """See :class:`~edgespec.decoding.draft.Source`."""
+        return alone(self.proposing(tokens, limit), perf_counter)
+
+    def proposing(self, tokens: Sequence[int], limit: int) -> Work[Draft]:
+        """See :class:`~edgespec.decoding.draft.Asking`."""
         constraint = self._constraint
         if constraint is None:
-            return self._choose(tokens, limit)
+            return (yield from self._choose(tokens, limit))
         constraint.begin(tokens)
         forced = self._fitting(constraint, NO_DRAFT, NO_DRAFT, limit)
-        more = self._choose([*tokens, *forced.tokens], limit - len(forced.tokens))
+        more = yield from self._choose([*tokens, *forced.tokens], limit - len(forced.tokens))
         draft = replace(self._fitting(constraint, forced, more, limit), forced=len(forced.tokens))
         return draft.head(self._pricing.keep(draft.confidence)[0])
 
@@ -111,7 +116,7 @@ class Policy:
             for each in self._all:
                 closing.callback(each.close)
 
-    def _choose(self, tokens: Sequence[int], limit: int) -> Draft:
+    def _choose(self, tokens: Sequence[int], limit: int) -> Work[Draft]:
         if self._free is None or limit < 1 or not self._guard.allows:
             return NO_DRAFT
         limit = min(limit, self._longest)
@@ -123,7 +128,10 @@ class Policy:
             # Time lets an old verdict on the model fade, so that it is asked again.
             self._model_surplus += _FORGETTING
             return free.head(count)
-        draft = self._model.propose(tokens, limit)
+        if isinstance(self._model, Asking):
+            draft = yield from self._model.proposing(tokens, limit)
+        else:
+            draft = self._model.propose(tokens, limit)
         _, self._promised = self._pricing.keep(draft.confidence)
         if not draft.tokens:
             return free.head(count)

@@ -1,12 +1,13 @@
 """Requests that are being answered: each round by round, and the rounds of all in one pass of the target."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from edgespec.decoding.draft import Clock, Passed, Progress, Remarks, Step
+from edgespec.decoding.draft import Clock, Passed, Progress, Remarks, Step, Work
 from edgespec.decoding.grammar import Constraint
 from edgespec.decoding.loop import Decoding, Verifier
 from edgespec.drafting.policy import Policy
@@ -16,7 +17,7 @@ from edgespec.requests.results import FinishReason, Generation, Record, nothing,
 from edgespec.requests.stream import AnswerReader
 from edgespec.requests.worker import Answer
 from edgespec_models.text.tokenizer import Tokenizer
-from edgespec_runtimes.session import Predictions, Session
+from edgespec_runtimes.session import Predictions, Rows, Session
 
 if TYPE_CHECKING:  # requests without tools or thoughts need neither
     from edgespec.requests.call_reading import CallReader
@@ -181,7 +182,7 @@ def take_turn(answers: Sequence[Answer], pricing: Pricing) -> None:
     """
     running = [(answer, one) for answer in answers if (one := _told(answer, partial(_go_on, answer)))]
     pricing.sequences = max(1, len(running))
-    drafted = [each for each in running if _told(each[0], partial(_propose, each[1]))]
+    drafted = _drafted(running)
     if not drafted:
         return
     decodings = [one.decoding for _, one in drafted]
@@ -222,9 +223,30 @@ def _go_on(answer: Answer) -> PreparedRequest | None:
     return None
 
 
-def _propose(one: PreparedRequest) -> bool:
-    one.decoding.propose()
-    return True
+def _drafted(running: Sequence[tuple[Answer, PreparedRequest]]) -> list[tuple[Answer, PreparedRequest]]:
+    """Those that have drafted; their drafters' steps share passes, as long as there are any to do."""
+    asking: dict[Answer, tuple[Work[None], Rows]] = {}
+
+    def go_on(answer: Answer, work: Work[None], said: Any) -> None:
+        with suppress(StopIteration):
+            asking[answer] = work, work.send(said)
+
+    for answer, one in running:
+        _told(answer, partial(go_on, answer, one.decoding.propose(), None))
+    while asking:
+        done, clock = list(asking.items()), running[0][1].clock
+        asking.clear()
+        began = clock()
+        try:
+            said = done[0][1][1].session.predict_together([rows for _, (_, rows) in done])
+        except BaseException as error:  # noqa: BLE001 - raised where the answers are read
+            for answer, _ in done:
+                _end(answer, error)
+            break
+        share_s = (clock() - began) / len(done)
+        for (answer, (work, _)), predictions in zip(done, said, strict=True):
+            _told(answer, partial(go_on, answer, work, (predictions, share_s)))
+    return [each for each in running if each[0].result is None]
 
 
 def _commit(answer: Answer, one: PreparedRequest, predictions: Predictions, passed: Passed) -> None:
