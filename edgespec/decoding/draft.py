@@ -21,6 +21,7 @@ class Draft:
             before it are; a function of the context and of earlier proposals only.
         slowdown: the factor by which the target's pass takes longer because its source computes beside it.
         forced: how many of the first tokens a grammar forces; sources were asked to go on behind them.
+        reading: whether its source has read a piece of the prompt only, and goes on with that next time.
     """
 
     tokens: tuple[int, ...] = ()
@@ -28,6 +29,7 @@ class Draft:
     confidence: tuple[float, ...] = field(default=())
     slowdown: float = 1.0
     forced: int = 0
+    reading: bool = False
 
     def head(self, count: int) -> "Draft":
         """The first ``count`` proposals."""
@@ -45,10 +47,25 @@ class Draft:
 
 NO_DRAFT = Draft()
 
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A pass: its rows, its seconds, a request's share of these, and how many requests shared them.
+
+    ``reads`` says whether one of these read a part of its prompt.
+    """
+
+    rows: int
+    seconds: float
+    share_s: float
+    requests: int = 1
+    reads: bool = False
+
+
 T = TypeVar("T")
-Work = Generator[Rows, tuple[Predictions, float], T]
-"""Work that needs passes of a model: it asks for rows, and is told what these say, and how many of the pass's
-seconds are its own. So the work of several requests can share passes."""
+Work = Generator[Rows, tuple[Predictions, Passed], T]
+"""Work that needs passes of a model: it asks for rows, and is told what these say, and what the pass took. So
+the work of several requests can share passes."""
 
 
 def alone(work: Work[T], clock: Clock) -> T:
@@ -62,11 +79,14 @@ def alone(work: Work[T], clock: Clock) -> T:
             return value
         began = clock()
         (predictions,) = rows.session.predict_together([rows])
-        said = predictions, clock() - began
+        seconds = clock() - began
+        said = predictions, Passed(len(rows.tokens), seconds, seconds)
 
 
-def timed(work: Work[T], clock: Clock) -> Work[tuple[T, float]]:
-    """The same work, which says besides how many seconds it took, its shares of passes included."""
+def timed(
+    work: Work[T], clock: Clock, share: Callable[[Passed], float] = lambda passed: passed.share_s
+) -> Work[tuple[T, float]]:
+    """The same work, which says besides how many seconds it took, its ``share`` of each pass included."""
     said: Any = None
     spent_s = 0.0
     while True:
@@ -77,16 +97,7 @@ def timed(work: Work[T], clock: Clock) -> Work[tuple[T, float]]:
             return end.value, spent_s + clock() - began
         spent_s += clock() - began
         said = yield rows
-        spent_s += said[1]
-
-
-@dataclass(frozen=True, slots=True)
-class Passed:
-    """A pass of the target: its rows, its seconds, and this request's share of these."""
-
-    rows: int
-    seconds: float
-    share_s: float
+        spent_s += share(said[1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,11 @@ class ModelDrafter:
 
     def proposing(self, tokens: Sequence[int], limit: int) -> Work[Draft]:
         """See :class:`~edgespec.decoding.draft.Asking`."""
-        guesses = yield from self._draft(tokens, limit)
+        ids = self._aligned(tokens) if limit > 0 else []
+        if ids and self._pricing.sequences > 1 and not self.reader.near(ids):
+            yield from self.reader.catch_up(ids)  # a piece a round: other answers are to go on flowing
+            return Draft(reading=True)
+        guesses = yield from self._draft(ids, limit)
         confidence = tuple(self._calibration.probability(guess) for guess in guesses)
         count, _ = self._pricing.keep(confidence)
         if not count:
@@ -176,17 +180,20 @@ class ModelDrafter:
                 known = self.reader.read_on(token)
             said = known
 
-    def _draft(self, tokens: Sequence[int], limit: int) -> Work[list[Guess]]:
+    def _aligned(self, tokens: Sequence[int]) -> list[int]:
+        """The text in the drafter's tokens; none where one of the vocabularies cannot spell it."""
         try:
-            ids = self._bridge.align(tokens) if limit > 0 else []
-            if self._pricing.sequences > 1 and ids and not self.reader.near(ids):
-                yield from self.reader.catch_up(ids)  # a piece a round: other answers are to go on flowing
-                return []
-            if ids and self._pays(1.0, 1, self.reader.seconds_of_text(ids)):
+            return self._bridge.align(tokens)
+        except TokenizerError:  # or its encoder fails over it
+            return []
+
+    def _draft(self, ids: list[int], limit: int) -> Work[list[Guess]]:
+        if ids and self._pays(1.0, 1, self.reader.seconds_of_text(ids)):
+            try:
                 fits = self.reader.room_for(len(ids) + 2 * limit)
                 return (yield from self._guess(ids, limit)) if fits else []
-        except TokenizerError:  # what one of the vocabularies cannot spell, or its encoder fails over
-            return []
+            except TokenizerError:
+                return []
         self.reader.idle()
         return []
 
@@ -213,8 +220,11 @@ class ModelDrafter:
             said = yield from self.reader.step(token)
 
     def _pays(self, survival: float, rows: int, seconds: float) -> bool:
-        """Whether one more token, or several, pay in a pass of ``rows``; see :meth:`Pricing.pays`."""
-        typical = self._calibration.typical
+        """Whether one more token, or several, pay in a pass of ``rows``; see :meth:`Pricing.pays`.
+
+        All requests are expected to share the drafter's pass of so many ``seconds``.
+        """
+        typical, seconds = self._calibration.typical, seconds / self._pricing.sequences
         return self._pricing.pays(survival * typical, rows, seconds, typical=typical)
 
 

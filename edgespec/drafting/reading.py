@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-from edgespec.decoding.draft import Clock, Work, alone
+from edgespec.decoding.draft import Clock, Passed, Work, alone
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.session import Predictions, Rows, Session
 
@@ -83,11 +83,11 @@ class Reader:
         return count <= self._session.capacity
 
     def seconds_of_text(self, text: Sequence[int]) -> float:
-        """What :meth:`read` is expected to take."""
+        """What the pass of :meth:`read` is expected to take, of which others may pay a share."""
         return 0.0 if self._knows(text) else self._first.value
 
     def seconds_of_step(self, token: int) -> float:
-        """What :meth:`step` is expected to take."""
+        """What the pass of :meth:`step` is expected to take, of which others may pay a share."""
         return self._step.value if self._known(token) is None else 0.0
 
     def idle(self) -> None:
@@ -106,17 +106,17 @@ class Reader:
 
     def read(self, text: Sequence[int]) -> Work[Said]:
         """Catch up with the committed text; the first time that is the whole prompt."""
-        last, spent_s = len(text) - 1, 0.0
+        last, spent_s, share_s = len(text) - 1, 0.0, 0.0
         if not self._knows(text):
             held = self._roll_back(text)
             for start in range(held, len(text), self._session.piece):
                 piece = text[start : start + self._session.piece]
-                predictions, seconds = yield Rows(self._session, piece, int(start + len(piece) > last))
-                spent_s += seconds
+                predictions, passed = yield Rows(self._session, piece, int(start + len(piece) > last))
+                spent_s, share_s = spent_s + passed.share_s * passed.requests, share_s + passed.share_s
             if self.spent_s is None:
                 self.spent_s = 0.0
             else:
-                self._spent(self._first, spent_s)
+                self._spent(self._first, spent_s, share_s)
             self._said[last] = self._heard(text[last], predictions)
         self._move(len(text))
         self._said = {at: said for at, said in self._said.items() if at >= last}
@@ -129,8 +129,8 @@ class Reader:
             self._forget(self._length)
             if self._session.length > self._length:
                 self._session.truncate(self._length)
-            said, seconds = yield from self._ask(token)
-            self._spent(self._step, seconds)
+            said, passed = yield from self._ask(token)
+            self._spent(self._step, passed.share_s * passed.requests, passed.share_s)
         self._move(self._length + 1)
         return said
 
@@ -145,11 +145,11 @@ class Reader:
         self.drafted_ahead += 1
         return said
 
-    def _ask(self, token: int) -> Work[tuple[Said, float]]:
-        predictions, seconds = yield Rows(self._session, [token], 1)
+    def _ask(self, token: int) -> Work[tuple[Said, Passed]]:
+        predictions, passed = yield Rows(self._session, [token], 1)
         said = self._heard(token, predictions)
         self._said[self._session.length - 1] = said
-        return said, seconds
+        return said, passed
 
     def _heard(self, token: int, predictions: Predictions) -> Said:
         row, head = predictions.best(0), self._session.head_tokens
@@ -170,9 +170,9 @@ class Reader:
         self._session.truncate(held)
         return held
 
-    def _spent(self, usual: RunningMean, seconds: float) -> None:
+    def _spent(self, usual: RunningMean, seconds: float, share_s: float) -> None:
         usual.observe(seconds)
-        self.spent_s = (self.spent_s or 0.0) + seconds
+        self.spent_s = (self.spent_s or 0.0) + share_s
 
     def _move(self, length: int) -> None:
         """The text has ``length`` tokens now."""

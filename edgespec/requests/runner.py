@@ -245,7 +245,7 @@ class Runner:
             self._where = self._placements()
         side, remarks = self.side, Remarks(placement=self._where)
         remarks.prompt_cache_problem = None if self._prompts is None else self._prompts.problem
-        policy = partial(Policy, pricing=self.pricing, guard=self._guard, remarks=remarks)
+        policy = partial(Policy, pricing=self.pricing, guard=self._guard, remarks=remarks, clock=self._clock)
         if not request.speculate or not (self.drafts or request.drafter):
             remarks.speculation_off_reason = "speculate=False" if self.drafts else "the drafter is None"
             return policy(None, Part() if side is None else side.part())

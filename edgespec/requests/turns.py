@@ -199,7 +199,7 @@ def take_turn(answers: Sequence[Answer], pricing: Pricing) -> None:
         for answer, _ in drafted:
             _end(answer, error)
         return
-    passes = _shares(pricing, [len(rows.tokens) for rows in asked], clock() - began)
+    passes = _shares(pricing, asked, clock() - began)
     for (answer, one), predictions, passed in zip(drafted, said, passes, strict=True):
         _told(answer, partial(_commit, answer, one, predictions, passed))
 
@@ -243,9 +243,10 @@ def _drafted(running: Sequence[tuple[Answer, PreparedRequest]]) -> list[tuple[An
             for answer, _ in done:
                 _end(answer, error)
             break
-        share_s = (clock() - began) / len(done)
-        for (answer, (work, _)), predictions in zip(done, said, strict=True):
-            _told(answer, partial(go_on, answer, work, (predictions, share_s)))
+        seconds, count = clock() - began, sum(len(rows.tokens) for _, (_, rows) in done)
+        for (answer, (work, rows)), predictions in zip(done, said, strict=True):
+            passed = Passed(count, seconds, seconds * len(rows.tokens) / count, len(done))
+            _told(answer, partial(go_on, answer, work, (predictions, passed)))
     return [each for each in running if each[0].result is None]
 
 
@@ -278,9 +279,11 @@ def _end(answer: Answer, error: BaseException | None = None) -> None:
     answer.end(one.result, error)
 
 
-def _shares(pricing: Pricing, rows: Sequence[int], seconds: float) -> list[Passed]:
+def _shares(pricing: Pricing, asked: Sequence[Rows], seconds: float) -> list[Passed]:
     """A pass's time for each request: a row is as dear for all, drafts and prompts pay what they add."""
+    rows, reads = [len(each.tokens) for each in asked], any(not each.wanted for each in asked)
     total, plain = sum(rows), len(rows)
     base_s = seconds * min(1.0, pricing.pass_seconds(plain) / pricing.pass_seconds(total))
     more = [(count - 1) / max(1, total - plain) for count in rows]
-    return [Passed(total, seconds, base_s / plain + (seconds - base_s) * each) for each in more]
+    shares = (base_s / plain + (seconds - base_s) * each for each in more)
+    return [Passed(total, seconds, share_s, plain, reads) for share_s in shares]
