@@ -229,7 +229,7 @@ def answers(options: RequestOptions, streams: Sequence[Stream]) -> Generation:
             given.append(stream.run())
             if given[-1].finish_reason in _ENDED_EARLY:
                 break
-    return _together(given, options)
+    return together(given, options)
 
 
 async def answers_async(options: RequestOptions, streams: Sequence[Stream]) -> Generation:
@@ -240,7 +240,7 @@ async def answers_async(options: RequestOptions, streams: Sequence[Stream]) -> G
             given.append(await stream.run_async())
             if given[-1].finish_reason in _ENDED_EARLY:
                 break
-    return _together(given, options)
+    return together(given, options)
 
 
 @contextmanager
@@ -262,7 +262,8 @@ def _in_turn(streams: Sequence[Stream]) -> Iterator[Iterator[Stream]]:
             stream.cancel()
 
 
-def _together(given: Sequence[Generation], options: RequestOptions) -> Generation:
+def together(given: Sequence[Generation], options: RequestOptions) -> Generation:
+    """The first of the answers to one prompt, with all of them as its choices."""
     first, *others = given
     request = Request.of(options)
     if request.sampling.greedy and first.finish_reason not in _ENDED_EARLY:
