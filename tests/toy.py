@@ -146,7 +146,7 @@ class ToySession:
         self.cache: list[int] = []
         self.passes: list[int] = []
         self.closed = False
-        self._buffer = np.zeros((64, vocab_size), np.float32)
+        self._buffer = np.zeros((128, vocab_size), np.float32)
 
     @classmethod
     def markov(cls, seed: int, vocab_size: int, *, scale: float = 2.0) -> "ToySession":

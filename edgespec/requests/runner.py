@@ -151,24 +151,24 @@ class Runner:
         seat = self.seats.take(tokens, on_disk=request.prompt_cache)
         try:
             seat.target.reserve(len(tokens) + fits)
+            return PreparedRequest(
+                session=seat.target,
+                tokenizer=tokenizer,
+                tokens=tokens,
+                request=request,
+                eos=frozenset(eos if request.stop_at_eos else ()),
+                max_draft=self.options.max_draft,
+                begin=partial(self._begin, prompt, request, constraint, seat),
+                constraint=constraint,
+                place=prompt.place,
+                calls=call_reader(self.target, request, tokens),
+                clock=self._clock,
+                ended=partial(setattr, seat, "taken", False),
+                started=started,
+            )
         except BaseException:
             seat.taken = False
             raise
-        return PreparedRequest(
-            session=seat.target,
-            tokenizer=tokenizer,
-            tokens=tokens,
-            request=request,
-            eos=frozenset(eos if request.stop_at_eos else ()),
-            max_draft=self.options.max_draft,
-            begin=partial(self._begin, prompt, request, constraint, seat),
-            constraint=constraint,
-            place=prompt.place,
-            calls=call_reader(self.target, request, tokens),
-            clock=self._clock,
-            ended=partial(setattr, seat, "taken", False),
-            started=started,
-        )
 
     def _has_room(self, tokens: int) -> bool:
         """Whether there is memory for one more KV cache of so many tokens."""

@@ -190,7 +190,8 @@ def take_turn(answers: Sequence[Answer], pricing: Pricing) -> None:
         each.draft = each.draft.head(count)
     beside = sum(1 + len(each.draft.tokens) for each in decodings if not each.unread)
     session, clock = drafted[0][1].session, drafted[0][1].clock
-    asked = [each.rows(pricing.piece(beside) if beside else session.piece) for each in decodings]
+    piece = min(session.piece, pricing.piece(beside)) if beside else session.piece
+    asked = [each.rows(piece) for each in decodings]
     began = clock()
     try:
         said = session.predict_together(asked)
