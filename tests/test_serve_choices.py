@@ -7,7 +7,10 @@ from typing import Any
 
 import openai
 import pytest
+from typer.testing import CliRunner
 
+import edgespec
+from edgespec.cli import app
 from edgespec.engine import Model
 from edgespec.loading.opening import LoadOptions
 from edgespec.serve.options import ServeOptions
@@ -120,6 +123,7 @@ def test_a_client_that_leaves_ends_all_of_them() -> None:
     with toy_model(gate) as model, serving(model) as url:
         with pytest.raises(TimeoutError):
             ask(url, CHAT, chats(stream=True, max_tokens=3000), timeout_s=0.5)
+        until(lambda: any(each.interruption is not None for each in model._worker._running))
         gate.open()
         until(lambda: 'status="499"} 1.0' in ask(url, "/metrics").body.decode())
         until(lambda: not model._worker._running and not model._worker._waiting)
@@ -150,3 +154,17 @@ def test_time_that_is_up_is_an_end_of_each_or_an_error() -> None:
     with several(1) as model, serving(model, ServeOptions(port=0, timeout_s=0.001)) as url:
         chunks = events(ask(url, CHAT, chats(stream=True, max_tokens=3000)))
         assert chunks[-1] == "[DONE]" or chunks[-1]["error"]["code"] == "timeout"
+
+
+def test_the_command_says_how_many_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = list[LoadOptions]()
+
+    def load(*names: object, options: LoadOptions, **more: object) -> None:
+        given.append(options)
+        raise EdgespecError("enough")
+
+    monkeypatch.setattr(edgespec, "load", load)
+    for more in ([], ["--parallel", "7"]):
+        CliRunner().invoke(app, ["serve", "t", "--port", "0", *more])
+    assert [options.parallel for options in given] == [4, 7]
+    assert CliRunner().invoke(app, ["serve", "t", "--parallel", "0"]).exit_code == 2
