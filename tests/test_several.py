@@ -170,6 +170,31 @@ def test_none_starves(data: st.DataObject) -> None:
         assert begun == sorted(begun) == list(range(len(prompts)))
 
 
+def test_questions_of_one_conversation_wait_for_its_answers() -> None:
+    """Those of others do not."""
+    with driven() as (one, _):
+        talks = [one.model.conversation(max_new_tokens=NEW) for _ in range(2)]
+        streams = [one.queue(talk.stream(text)) for text in ("one", "two") for talk in talks]
+        while not streams[0].ended:
+            one.turn()
+        assert streams[1]._answer.begun and not streams[2]._answer.begun
+        one.run()
+        for talk in talks:
+            assert [each["role"] for each in talk.messages] == ["user", "assistant"] * 2
+            alone_ = one.model.chat(talk.messages[:3], max_new_tokens=NEW, speculate=False)
+            assert alone_.text == talk.messages[3]["content"]
+
+
+def test_an_apps_drafter_serves_one_at_a_time() -> None:
+    with driven() as (one, _):
+        own = Own()
+        streams = [stream(one, prompt, max_new_tokens=NEW, drafter=own) for prompt in PROMPTS[:2]]
+        while not streams[1].ended:
+            assert sum(one.taken) <= 1
+            one.turn()
+        assert own.closed == 2
+
+
 def test_one_for_which_there_is_no_room_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with driven() as (one, _):
         first, second = (stream(one, prompt, max_new_tokens=NEW) for prompt in PROMPTS[:2])
