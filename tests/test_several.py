@@ -16,7 +16,9 @@ from edgespec import Busy, Choice, EdgespecError, Model
 from edgespec.requests import runner as runners
 from edgespec.requests.results import Generation
 from edgespec.requests.runner import Runner
+from edgespec.requests.seats import Seats
 from edgespec.requests.stream import Stream
+from edgespec_models.errors import DeviceError
 from tests.several_for_tests import LAW, OTHER, Driven, Own, alone, facts, session, several
 from tests.toy import ToySession, settle
 
@@ -294,6 +296,43 @@ def test_a_pass_that_fails_ends_all_and_the_model_answers_again(monkeypatch: pyt
         one.run()
         for prompt, each in zip(PROMPTS, again, strict=True):
             assert facts(each.result) == facts(alone(prompt, max_new_tokens=NEW))
+
+
+def test_room_that_fails_empties_all_caches_and_the_others_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with driven(chunk=16) as (one, _):
+        others = [stream(one, prompt, max_new_tokens=40) for prompt in (LONG, PROMPTS[0])]
+        while not others[1]._answer.begun or others[1]._answer.reading:
+            one.turn()
+
+        def scarce(self: ToySession, capacity: int) -> None:
+            for each in one.model._runner.seats.sessions:
+                each.truncate(0)
+            raise DeviceError("not enough memory")
+
+        failing = stream(one, PROMPTS[2], max_new_tokens=NEW)
+        with monkeypatch.context() as patch:
+            patch.setattr(Runner, "_has_room", lambda *asked: True)
+            patch.setattr(Seats, "take", taking(scarce, Seats.take))
+            while not failing.ended:
+                one.turn()
+        one.run()
+        with pytest.raises(DeviceError):
+            failing.run()
+        for prompt, each in zip((LONG, PROMPTS[0]), others, strict=True):
+            assert facts(each.result) == facts(alone(prompt, max_new_tokens=40))
+
+
+def taking(reserve: Any, take: Any) -> Any:
+    """Seats whose sessions make room by ``reserve``."""
+
+    def taken_with(self: Seats, *args: Any, **options: Any) -> Any:
+        seat = take(self, *args, **options)
+        seat.target.reserve = partial(reserve, seat.target)
+        return seat
+
+    return taken_with
 
 
 def test_as_many_run_as_may_and_as_many_wait() -> None:
