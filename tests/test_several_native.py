@@ -38,7 +38,9 @@ def driven(request: pytest.FixtureRequest, pair: tuple[Path, Path]) -> Iterator[
     options = LoadOptions(threads=1, parallel=3, cache_bytes=200_000)
     one = Driven(edgespec.load(pair[0], drafter, options=options))
     if (side := one.model._runner.side) is not None:  # which pays, whatever its passes take
-        one.model._runner.pricing._curve, side.curve = FREE, QUICK
+        pricing: Any = one.model._runner.pricing
+        pricing._curve, side.curve = FREE, QUICK
+        pricing.observe_pass = pricing.observe_round = lambda *told: None
     yield one
     one.close()
 
@@ -61,7 +63,6 @@ requests = st.fixed_dictionaries(
 def test_rows_of_others_change_no_bit(
     alone: Model, driven: Driven, asked: list[dict[str, Any]], forgets: bool
 ) -> None:
-    driven.model._runner.pricing._scale = 1.0
     if forgets:
         driven.model.forget()
     streams = []
@@ -84,11 +85,10 @@ def test_rows_of_others_change_no_bit(
 
 def test_threads_and_choices_get_their_own_answers(alone: Model, driven: Driven) -> None:
     drawn: dict[str, Any] = {"temperature": 0.8, "seed": 5, "n": 5, "max_new_tokens": 30}
-    driven.model._runner.pricing._scale = 1.0
     with ThreadPoolExecutor(4) as pool:
         given = list(pool.map(lambda prompt: driven.model.generate(prompt, **drawn), PROMPTS * 2))
     if driven.model.drafter is not None:
-        assert sum("model" in answer.stats.by_source for answer in given) > len(given) // 2
+        assert sum("model" in answer.stats.by_source for answer in given) == len(given)
     for prompt, answer in zip(PROMPTS * 2, given, strict=True):
         whole = alone.generate(prompt, **drawn)
         assert [facts(each) for each in answer.choices] == [facts(each) for each in whole.choices]
