@@ -17,8 +17,9 @@ import onnx_ir as ir
 from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Passed, Source, Step
 from edgespec.decoding.loop import Decoding, Verifier
 from edgespec.drafting.pricing import Pricing
+from edgespec.requests.prepared import PreparedRequest
 from edgespec.requests.stream import Stream
-from edgespec.requests.turns import PreparedRequest, take_turn
+from edgespec.requests.turns import take_turn
 from edgespec.requests.worker import Answer, Worker
 from edgespec_export.formats.encode import decode_linear, encode_embedding, encode_linear
 from edgespec_export.sources.blocks import Blocks

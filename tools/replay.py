@@ -87,7 +87,7 @@ def lane(clock: Clock) -> Any:
 class Recorded:
     """A target that writes what it wrote before: one sequence, no weights."""
 
-    row_exact, compiled, takes_several = True, "", False
+    row_exact, compiled = True, ""
 
     def __init__(self, vocab_size: int, curve: CostCurve, clock: Clock) -> None:
         self.vocab_size, self._curve, self._clock = vocab_size, curve, clock
@@ -114,16 +114,13 @@ class Recorded:
         """Every request begins anew: prefill is not what a replay is about."""
         return 0
 
+    def prefill(self, tokens: Sequence[int]) -> None:
+        """Takes no time here."""
+        self._tokens = list(tokens)
+
     def truncate(self, length: int) -> None:
         """Forget tokens."""
         del self._tokens[length:]
-
-    def predict_together(self, asked: Sequence[Rows]) -> list[Predictions]:
-        """What nothing is asked behind, all of a prompt but its last token, takes no time here."""
-        (rows,) = asked
-        begin = len(rows.tokens) - rows.wanted
-        self._tokens += rows.tokens[:begin]
-        return [self.predict(rows.tokens[begin:])]
 
     def predict(self, tokens: Sequence[int]) -> Predictions:
         """The recorded token behind every token that is as recorded; anything behind others."""

@@ -13,6 +13,7 @@ from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Part, Policy
 from edgespec.drafting.pricing import Guard, Pricing
 from edgespec.loading.opening import Loaded, LoadOptions
+from edgespec.requests.prepared import PreparedRequest
 from edgespec.requests.request import (
     Messages,
     Prompt,
@@ -24,7 +25,7 @@ from edgespec.requests.request import (
     prompt_tokens,
 )
 from edgespec.requests.seats import Seat, Seats
-from edgespec.requests.turns import PreparedRequest, take_turn
+from edgespec.requests.turns import take_turn
 from edgespec.requests.worker import Answer
 from edgespec_models.errors import DoesNotFit
 from edgespec_models.storage import prompts_dir

@@ -16,7 +16,7 @@ from edgespec_models.errors import Busy, Closed, RequestError
 if TYPE_CHECKING:
     import asyncio
 
-    from edgespec.requests.turns import PreparedRequest
+    from edgespec.requests.prepared import PreparedRequest
 
 
 LOOK_S = 0.2
