@@ -1,7 +1,8 @@
 """Requests that a model answers at once, a pass at a time: each pass is taken by the test."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -10,6 +11,10 @@ from edgespec.requests.results import Generation
 from edgespec.requests.stream import Stream
 from tests.models_for_tests import VOCAB, printable, toy_model
 from tests.toy import F32, ToySession, markov_logits
+
+LONG = "a document of many words, " * 5
+PROMPTS = ("the quick brown fox", "the quick brown dog", "x", LONG, LONG + "and a question")
+NEW = 16
 
 LAW = printable(markov_logits(0, VOCAB, scale=4.0))
 OTHER = printable(markov_logits(1, VOCAB, scale=4.0))
@@ -110,3 +115,16 @@ def alone(prompt: str, **options: Any) -> Generation:
         with toy_model(session(several=False)) as model:
             _ALONE[key] = model.generate(prompt, **{**options, "speculate": False})
     return _ALONE[key]
+
+
+@contextmanager
+def driven(parallel: int = 4, **options: Any) -> Iterator[tuple[Driven, ToySession]]:
+    model, target = several(parallel, **options)
+    one = Driven(model)
+    yield one, target
+    one.close()
+
+
+def stream(one: Driven, prompt: str, **options: Any) -> Stream:
+    """One that is queued."""
+    return one.queue(one.model.stream(prompt, **options))
