@@ -42,8 +42,10 @@ if TYPE_CHECKING:  # a model without a drafter model or a history imports nothin
 
 __all__ = ["LoadOptions"]
 
-Start = Callable[[Callable[[], Messages], RequestOptions, Callable[[Generation], None]], Stream]
-"""A stream of the answer to messages, which are asked for when its turn comes; then its result is told."""
+Start = Callable[[Callable[[], Messages], RequestOptions, Callable[[Generation], None], object], Stream]
+"""A stream of the answer to messages, which are asked for when its turn comes; then its result is told.
+
+Of those of one object, the conversation, one is answered at a time."""
 DeviceName = Annotated[str, length(1, 200)]
 
 
@@ -288,21 +290,26 @@ class Model:
         return self._queued(request, lambda: prompt)
 
     def _start(
-        self, messages: Callable[[], Messages], options: RequestOptions, ended: Callable[[Generation], None]
+        self,
+        messages: Callable[[], Messages],
+        options: RequestOptions,
+        ended: Callable[[Generation], None],
+        talk: object,
     ) -> Stream:
         """A request whose messages are those there are when its turn comes."""
         request = Request.one(options)
-        return self._queued(request, lambda: self._runner.prompt(messages(), request), ended)
+        return self._queued(request, lambda: self._runner.prompt(messages(), request), ended, talk)
 
     def _queued(
         self,
         request: Request,
         prompt: Callable[[], Prompt],
         ended: Callable[[Generation], None] = lambda result: None,
+        talk: object | None = None,
     ) -> Stream:
         runner, constraint = self._runner, self._runner.constraint(request)
         return Stream(
-            Answer(request, lambda: runner.prepared(prompt(), request, constraint), ended), self._worker
+            Answer(request, lambda: runner.prepared(prompt(), request, constraint), ended, talk), self._worker
         )
 
 
@@ -348,7 +355,7 @@ class Conversation:
             if answer.text:
                 self.messages += [question, answer.message]
 
-        return self._start(lambda: [*self.messages, question], {**self._defaults, **options}, ended)
+        return self._start(lambda: [*self.messages, question], {**self._defaults, **options}, ended, self)
 
 
 def _made_for(device: str) -> "ExportDevice | None":

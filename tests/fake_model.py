@@ -73,7 +73,7 @@ class FakeModel:
         return self.stream("|".join(message["content"] for message in messages), **options)
 
     def conversation(self, system: str | None = None, **options: Any) -> Conversation:
-        def start(messages: Any, options: Any, ended: Callable[[Generation], None]) -> Stream:
+        def start(messages: Any, options: Any, ended: Callable[[Generation], None], talk: Any) -> Stream:
             stream = self.stream_chat(messages(), **options)
             ended(stream.result)
             return cast(Stream, stream)

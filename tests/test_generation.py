@@ -11,9 +11,9 @@ import pytest
 from edgespec.decoding.draft import Clock, Step
 from edgespec.drafting.policy import Part, Policy
 from edgespec.drafting.pricing import Guard, Pricing
+from edgespec.requests.prepared import PreparedRequest
 from edgespec.requests.request import Request
 from edgespec.requests.stream import Stream
-from edgespec.requests.turns import PreparedRequest
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve
 from tests.models_for_tests import toy_tokenizer

@@ -16,6 +16,7 @@ from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import DeviceError, RequestError
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_runtimes.kv_buffers import KvStore
 from edgespec_runtimes.session import Rows
 from tests.gguf_for_tests import tiny_gguf
 from tests.native_for_tests import tiny_native
@@ -88,6 +89,22 @@ def test_the_model_goes_with_its_last_session(bundle: Bundle) -> None:
     for each in (first, second):
         with pytest.raises(RequestError, match="closed"):
             each.predict([1])
+
+
+def test_each_knows_its_own_room(bundle: Bundle) -> None:
+    """By which what may be put aside is counted."""
+    with closing(CpuSession(bundle, CHUNKS)) as first, closing(first.beside()) as second:
+        first.reserve(100)
+        alone = first.kv_bytes
+        second.reserve(500)
+        assert (first.kv_bytes, second.kv_bytes) == (alone, 2 * alone)
+        second.prefill(list(range(300)))
+        store = KvStore(300 * alone // 256 + 4096)
+        store.fetch(second, [403])
+        assert second.length == 300
+        second.prefill([403])
+        store.fetch(second, list(range(300)))
+        assert second.length == 300
 
 
 def test_room_that_there_is_no_memory_for_empties_all(

@@ -24,9 +24,9 @@ from edgespec.decoding.sampling import SamplingParams
 from edgespec.decoding.thinking import ThoughtsFirst
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.pricing import Pricing
+from edgespec.requests.answer_reading import AnswerReader
 from edgespec.requests.attribution import Attribution
 from edgespec.requests.results import FinishReason, Record, TokenRecord
-from edgespec.requests.stream import AnswerReader
 from edgespec.serve.bodies import ChatBody, parse
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.text.chat_template import ChatTemplate

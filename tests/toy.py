@@ -17,8 +17,9 @@ import onnx_ir as ir
 from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Passed, Source, Step, alone
 from edgespec.decoding.loop import Decoding, Verifier
 from edgespec.drafting.pricing import Pricing
+from edgespec.requests.prepared import PreparedRequest
 from edgespec.requests.stream import Stream
-from edgespec.requests.turns import PreparedRequest, take_turn
+from edgespec.requests.turns import take_turn
 from edgespec.requests.worker import Answer, Worker
 from edgespec_export.formats.encode import decode_linear, encode_embedding, encode_linear
 from edgespec_export.sources.blocks import Blocks
@@ -146,7 +147,7 @@ class ToySession:
         self.cache: list[int] = []
         self.passes: list[int] = []
         self.closed = False
-        self._buffer = np.zeros((64, vocab_size), np.float32)
+        self._buffer = np.zeros((128, vocab_size), np.float32)
 
     @classmethod
     def markov(cls, seed: int, vocab_size: int, *, scale: float = 2.0) -> "ToySession":

@@ -13,6 +13,7 @@ from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Part, Policy
 from edgespec.drafting.pricing import Guard, Pricing
 from edgespec.loading.opening import Loaded, LoadOptions
+from edgespec.requests.prepared import PreparedRequest
 from edgespec.requests.request import (
     Messages,
     Prompt,
@@ -24,7 +25,7 @@ from edgespec.requests.request import (
     prompt_tokens,
 )
 from edgespec.requests.seats import Seat, Seats
-from edgespec.requests.turns import PreparedRequest, take_turn
+from edgespec.requests.turns import take_turn
 from edgespec.requests.worker import Answer
 from edgespec_models.errors import DoesNotFit
 from edgespec_models.storage import prompts_dir
@@ -151,24 +152,24 @@ class Runner:
         seat = self.seats.take(tokens, on_disk=request.prompt_cache)
         try:
             seat.target.reserve(len(tokens) + fits)
+            return PreparedRequest(
+                session=seat.target,
+                tokenizer=tokenizer,
+                tokens=tokens,
+                request=request,
+                eos=frozenset(eos if request.stop_at_eos else ()),
+                max_draft=self.options.max_draft,
+                begin=partial(self._begin, prompt, request, constraint, seat),
+                constraint=constraint,
+                place=prompt.place,
+                calls=call_reader(self.target, request, tokens),
+                clock=self._clock,
+                ended=partial(setattr, seat, "taken", False),
+                started=started,
+            )
         except BaseException:
             seat.taken = False
             raise
-        return PreparedRequest(
-            session=seat.target,
-            tokenizer=tokenizer,
-            tokens=tokens,
-            request=request,
-            eos=frozenset(eos if request.stop_at_eos else ()),
-            max_draft=self.options.max_draft,
-            begin=partial(self._begin, prompt, request, constraint, seat),
-            constraint=constraint,
-            place=prompt.place,
-            calls=call_reader(self.target, request, tokens),
-            clock=self._clock,
-            ended=partial(setattr, seat, "taken", False),
-            started=started,
-        )
 
     def _has_room(self, tokens: int) -> bool:
         """Whether there is memory for one more KV cache of so many tokens."""

@@ -16,7 +16,7 @@ from edgespec_models.errors import Busy, Closed, RequestError
 if TYPE_CHECKING:
     import asyncio
 
-    from edgespec.requests.turns import PreparedRequest
+    from edgespec.requests.prepared import PreparedRequest
 
 
 LOOK_S = 0.2
@@ -30,7 +30,8 @@ class Answer:
     slow reader does not hold up the model.
 
     ``prepare`` makes the request ready when its turn comes; None says that it is to wait for others.
-    ``ended`` is told of the result before any reader is. ``interruption`` is what is to end it early;
+    ``ended`` is told of the result before any reader is. Of those of one ``talk`` one runs at a time, since
+    each goes on behind the last. ``interruption`` is what is to end it early;
     ``result`` is whole or as far as it came, and None before the end. It is ``reading`` from its beginning
     until its first token.
     """
@@ -40,8 +41,9 @@ class Answer:
         request: Request,
         prepare: Callable[[], "PreparedRequest | None"],
         ended: Callable[[Generation], None] = lambda result: None,
+        talk: object | None = None,
     ) -> None:
-        self.request, self.prepare, self._ended = request, prepare, ended
+        self.request, self.prepare, self._ended, self._talk = request, prepare, ended, talk
         self.prepared: PreparedRequest | None = None
         self.queued = self.begun = self.reading = False
         self.queued_s = 0.0
@@ -84,6 +86,13 @@ class Answer:
         if self.interruption is None and self._deadline is not None and monotonic() >= self._deadline:
             self.interrupt("timeout")
         return self.interruption
+
+    def excludes(self, other: "Answer") -> bool:
+        """Whether both may not run at once: they are of one talk, or want the same drafter of the app's."""
+        drafter, talk = self.request.drafter, self._talk
+        return (talk is not None and talk is other._talk) or (
+            drafter is not None and drafter is other.request.drafter
+        )
 
     def put(self, record: Record) -> None:
         """Hand out a record."""
@@ -308,9 +317,8 @@ class Worker:
             return list(self._running)
 
     def _may_begin(self, answer: Answer) -> bool:
-        """Whether there is a place, no prompt is being read, and no drafter of the app's is in use."""
-        drafter = answer.request.drafter
-        if drafter is not None and any(each.request.drafter is drafter for each in self._running):
+        """Whether there is a place, no prompt is being read, and none runs that has to end first."""
+        if any(answer.excludes(each) for each in self._running):
             return False
         if self._running and self._is_crowded:
             return False

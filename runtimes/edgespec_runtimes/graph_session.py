@@ -60,8 +60,11 @@ class GraphSession(Generic[IO]):
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes reserved for the KV cache."""
-        return 0 if self._io is None else self._io.kv_bytes
+        """Bytes reserved for its part of the KV cache."""
+        if self._io is None:
+            return 0
+        whole = sum(each.capacity for each in self._io.stretches)
+        return self._io.kv_bytes * self.capacity // whole if whole else self._io.kv_bytes
 
     @property
     def longest(self) -> int:
