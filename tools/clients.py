@@ -36,10 +36,10 @@ class Run:
     seconds: float = 0.0
 
 
-def ask(url: str, prompt: str, tokens: int, run: Run) -> None:
+def ask(url: str, model: str, prompt: str, tokens: int, run: Run) -> None:
     """One streamed chat; ``run`` is told."""
     body = {
-        "messages": [{"role": "user", "content": prompt}],
+        "model": model, "messages": [{"role": "user", "content": prompt}],
         "max_tokens": tokens, "temperature": 0, "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
     headers = {"Content-Type": "application/json"}
@@ -67,10 +67,12 @@ def measure(url: str, prompts: Sequence[str], clients: int, tokens: int) -> Run:
     def client() -> None:
         try:
             while left and not errors:
-                ask(url, left.pop(), tokens, run)
+                ask(url, model, left.pop(), tokens, run)
         except (OSError, IndexError, KeyError, ValueError) as error:
             errors.append(error)
 
+    with urlopen(f"{url}/v1/models", timeout=WAIT_S) as response:
+        model = json.load(response)["data"][0]["id"]
     threads = [threading.Thread(target=client, daemon=True) for _ in range(clients)]
     began = perf_counter()
     for each in threads:
