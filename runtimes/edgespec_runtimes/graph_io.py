@@ -283,7 +283,10 @@ class DynamicIO:
         for name, (_, value) in self._tuned.items():
             binding.bind_ortvalue_input(name, value)
         self.cache.bind(binding, one.parts[0].start, len(one.parts[0].tokens))
-        changing = tuple(each for each in inputs if each[0] in CHANGING)
+        # Of one part as many rows are always the same ones.
+        changing = tuple(
+            each for each in inputs if each[0] in CHANGING and (each[0] != ROWS or len(one.parts) > 1)
+        )
         return _Bound(binding, tuple(inputs), changing, self._bind_outputs(binding, one, rows))
 
     def _bind_outputs(self, binding: Any, one: Pass, wanted: int) -> Callable[[slice], Predictions]:
