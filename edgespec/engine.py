@@ -28,8 +28,8 @@ from edgespec.requests.request import (
     with_options,
 )
 from edgespec.requests.results import Generation
-from edgespec.requests.runner import Runner, respond
-from edgespec.requests.stream import Stream, answers, answers_async
+from edgespec.requests.runner import Runner
+from edgespec.requests.stream import Stream, answers, answers_async, asked
 from edgespec.requests.worker import Answer, Worker
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import ProgressCallback, ignore_progress
@@ -42,8 +42,10 @@ if TYPE_CHECKING:  # a model without a drafter model or a history imports nothin
 
 __all__ = ["LoadOptions"]
 
-Start = Callable[[Callable[[], Messages], RequestOptions, Callable[[Generation], None]], Stream]
-"""A stream of the answer to messages, which are asked for when its turn comes; then its result is told."""
+Start = Callable[[Callable[[], Messages], RequestOptions, Callable[[Generation], None], object], Stream]
+"""A stream of the answer to messages, which are asked for when its turn comes; then its result is told.
+
+Of those of one object, the conversation, one is answered at a time."""
 DeviceName = Annotated[str, length(1, 200)]
 
 
@@ -125,8 +127,9 @@ def load(
 class Model:
     """A loaded target, with its drafter. A context manager.
 
-    Requests may come from any thread and any task; a thread of the model's own answers them in turn, first
-    come, first served. At most ``options.max_waiting`` wait: one more is refused (:class:`edgespec.Busy`).
+    Requests may come from any thread and any task; a thread of the model's own answers them, first come,
+    first served, ``options.parallel`` at once. At most ``options.max_waiting`` wait: one more is refused
+    (:class:`edgespec.Busy`).
 
     Attributes:
         target: the target's bundle.
@@ -139,7 +142,9 @@ class Model:
         self.target, self.options, self.cost_curve = runner.target, runner.options, runner.cost_curve
         self.drafter = None if runner.side is None else runner.side.bundle
         self._runner, self._session, self._side = runner, runner.session, runner.side
-        self._worker = Worker(self.options.max_waiting, runner.write_behind)
+        self._worker = Worker(
+            self.options.max_waiting, runner.turn, runner.seats.most, tidy=runner.write_behind
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -218,7 +223,7 @@ class Model:
                 too many requests wait (:class:`edgespec.Busy`); the model is closed
                 (:class:`edgespec.Closed`).
         """
-        return answers(options, lambda each: self.stream(prompt, **each).run())
+        return answers(options, asked(options, partial(self.stream, prompt)))
 
     @with_options
     def chat(self, messages: Messages, **options: Unpack[RequestOptions]) -> Generation:
@@ -228,17 +233,17 @@ class Model:
             messages: mappings with ``role`` (system, developer, user, assistant, tool) and ``content``.
             options: see :class:`edgespec.RequestOptions`.
         """
-        return answers(options, lambda each: self.stream_chat(messages, **each).run())
+        return answers(options, asked(options, partial(self.stream_chat, messages)))
 
     @with_options
     async def generate_async(self, prompt: str, **options: Unpack[RequestOptions]) -> Generation:
         """Like :meth:`generate`, in an event loop; cancelling the task ends the answer within a pass."""
-        return await answers_async(options, lambda each: self.stream(prompt, **each).run_async())
+        return await answers_async(options, asked(options, partial(self.stream, prompt)))
 
     @with_options
     async def chat_async(self, messages: Messages, **options: Unpack[RequestOptions]) -> Generation:
         """Like :meth:`chat`, in an event loop; cancelling the task ends the answer within a pass."""
-        return await answers_async(options, lambda each: self.stream_chat(messages, **each).run_async())
+        return await answers_async(options, asked(options, partial(self.stream_chat, messages)))
 
     @with_options
     @checked
@@ -285,21 +290,27 @@ class Model:
         return self._queued(request, lambda: prompt)
 
     def _start(
-        self, messages: Callable[[], Messages], options: RequestOptions, ended: Callable[[Generation], None]
+        self,
+        messages: Callable[[], Messages],
+        options: RequestOptions,
+        ended: Callable[[Generation], None],
+        talk: object,
     ) -> Stream:
         """A request whose messages are those there are when its turn comes."""
         request = Request.one(options)
-        return self._queued(request, lambda: self._runner.prompt(messages(), request), ended)
+        return self._queued(request, lambda: self._runner.prompt(messages(), request), ended, talk)
 
     def _queued(
         self,
         request: Request,
         prompt: Callable[[], Prompt],
         ended: Callable[[Generation], None] = lambda result: None,
+        talk: object | None = None,
     ) -> Stream:
         runner, constraint = self._runner, self._runner.constraint(request)
-        write = partial(respond, lambda: runner.prepared(prompt(), request, constraint))
-        return Stream(Answer(request, write, ended), self._worker)
+        return Stream(
+            Answer(request, lambda: runner.prepared(prompt(), request, constraint), ended, talk), self._worker
+        )
 
 
 class Conversation:
@@ -344,7 +355,7 @@ class Conversation:
             if answer.text:
                 self.messages += [question, answer.message]
 
-        return self._start(lambda: [*self.messages, question], {**self._defaults, **options}, ended)
+        return self._start(lambda: [*self.messages, question], {**self._defaults, **options}, ended, self)
 
 
 def _made_for(device: str) -> "ExportDevice | None":

@@ -21,7 +21,7 @@ from edgespec.loading import measurements, opening
 from edgespec.requests import runner
 from edgespec_runtimes import cost
 from edgespec_runtimes.cpu import CpuSession
-from edgespec_runtimes.session import Predictions
+from edgespec_runtimes.session import Predictions, Rows
 from tests.downloads_for_tests import CONTENT, CUTS, PARTS, Hub, running_hub, write_wheel
 
 settings.register_profile("any machine", deadline=None)  # a busy one is slow, and not wrong
@@ -82,10 +82,10 @@ def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
 
     class Timed(CpuSession):
-        def _run(self, tokens: Sequence[int], rows: int) -> Predictions:
+        def _run(self, asked: Sequence[Rows]) -> list[Predictions]:
             nonlocal now
             now += 1.0 if self._options.exact_rows else 0.01
-            return super()._run(tokens, rows)
+            return super()._run(asked)
 
     monkeypatch.setattr(opening, "CpuSession", Timed)
     for module in (cost, engine):

@@ -14,8 +14,8 @@ from edgespec.drafting.model import Calibration, ModelDrafter
 from edgespec.drafting.policy import Part, Policy
 from edgespec.drafting.pricing import Guard, Pricing
 from edgespec.drafting.reading import Reader
+from edgespec.requests.prepared import PreparedRequest
 from edgespec.requests.request import Request
-from edgespec.requests.runner import PreparedRequest
 from edgespec.requests.stream import Stream
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve

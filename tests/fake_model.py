@@ -73,7 +73,7 @@ class FakeModel:
         return self.stream("|".join(message["content"] for message in messages), **options)
 
     def conversation(self, system: str | None = None, **options: Any) -> Conversation:
-        def start(messages: Any, options: Any, ended: Callable[[Generation], None]) -> Stream:
+        def start(messages: Any, options: Any, ended: Callable[[Generation], None], talk: Any) -> Stream:
             stream = self.stream_chat(messages(), **options)
             ended(stream.result)
             return cast(Stream, stream)
@@ -135,6 +135,7 @@ class FakeStream:
     """A finished answer, handed out in two pieces."""
 
     result: Generation
+    ended = True
 
     def __iter__(self) -> Iterator[str]:
         text = self.result.text
@@ -144,6 +145,9 @@ class FakeStream:
     def records(self) -> Iterator[Record]:
         for piece in self:
             yield Record(piece, ())
+
+    def start(self) -> None:
+        pass
 
     def run(self) -> Generation:
         return self.result

@@ -17,7 +17,7 @@ from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.devices import KINDS, Device, Placement
 from tests.tokenizers_for_tests import byte_level_json
-from tests.toy import F32, NextLogits, ToySession, markov_logits
+from tests.toy import F32, KV_BYTES, NextLogits, ToySession, markov_logits
 
 VOCAB = 404
 TEMPLATE = (
@@ -84,8 +84,9 @@ class Gated(ToySession):
 
 def toy_bundle(name: str, context: int) -> Bundle:
     """All that a model asks of its bundle."""
+    ends = SpecialTokens(None, (), add_bos=False, pad=None)
     bundle = SimpleNamespace(
-        manifest=SimpleNamespace(name=name, special_tokens=SpecialTokens(None, (), add_bos=False, pad=None)),
+        manifest=SimpleNamespace(name=name, special_tokens=ends, kv_bytes_per_token=KV_BYTES),
         config=SimpleNamespace(context_length=context, vocab_size=VOCAB),
         tokenizer=toy_tokenizer(),
         chat_template=ChatTemplate(TEMPLATE),

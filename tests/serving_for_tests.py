@@ -88,7 +88,7 @@ class ServedModel:
 class ServedStream:
     """An answer of :class:`ServedModel`: the prompt's text behind "re: ", two tokens a record."""
 
-    place = 0
+    place, at_once = 0, 1
 
     def __init__(self, model: ServedModel, text: str, options: Mapping[str, Any]) -> None:
         self._model, self._options, self._over = model, options, False
@@ -107,6 +107,9 @@ class ServedStream:
 
     async def __aexit__(self, *exc: object) -> None:
         self.cancel()
+
+    def start(self) -> None:
+        pass
 
     def cancel(self) -> None:
         self._model.cancelled += not self._over

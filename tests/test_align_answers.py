@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import edgespec
 from edgespec.align import answering as answering_module
 from edgespec.align import answers
-from edgespec.align.answering import answer
+from edgespec.align.answering import answers as answers_of
 from edgespec.align.answers import Answer, Asking, alone, read_answers, unanswered, write_answers
 from edgespec.align.run import is_held_out, split_texts
 from edgespec.cli import app
@@ -38,7 +38,7 @@ PROMPTS = tuple(Prompt(f"p{i}", "even" if i % 2 == 0 else "odd", (f"question {i}
 
 def _asked(model: FakeModel, place: Path, prompts: Sequence[Prompt] = PROMPTS) -> int:
     def answering(wanted: Sequence[Prompt]) -> Iterator[Answer | None]:
-        return (answer(model.as_model(), prompt, ASKING) for prompt in wanted)
+        return answers_of(model.as_model(), wanted, ASKING)
 
     return write_answers(answering, prompts, place, ignore_progress, target="fake-target")
 
@@ -114,7 +114,7 @@ def test_answers_from_elsewhere_are_kept_and_what_does_not_fit_is_left_out(tmp_p
 
 def test_what_is_held_out_has_all_temperatures() -> None:
     prompts = [Prompt(f"p{number}", "c", (f"question {number}",)) for number in range(400)]
-    answered = (answer(FakeModel().as_model(), prompt, ASKING) for prompt in prompts)
+    answered = answers_of(FakeModel().as_model(), prompts, ASKING)
     counts = Counter((is_held_out(each.prompt), each.temperature) for each in answered if each is not None)
     assert len(counts) == 4 and counts[True, 0.0] + counts[True, 0.8] < 80
     assert 0.5 < counts[True, 0.0] / counts[True, 0.8] < 2
@@ -206,9 +206,9 @@ def test_answers_only_writes_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyP
         loaded.append((target, drafter))
         return model
 
-    monkeypatch.setattr(answering_module, "open_model", lambda *_, **__: None)
+    portable = SimpleNamespace(manifest=SimpleNamespace(form="dynamic", operators="standard"))
+    monkeypatch.setattr(answering_module, "open_model", lambda *_, **__: portable)
     monkeypatch.setattr(answering_module, "check_target", lambda _: None)
-    monkeypatch.setattr(answering_module, "can_run_side_by_side", lambda _: False)
     monkeypatch.setattr(edgespec, "load", load)
     options = ("d", "--target", "t", "-o", str(out), "--prompts", str(prompts), "--answers-only", "--json")
     monkeypatch.setitem(sys.modules, "torch", None)  # which is not needed for that

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import edgespec
 from edgespec import History, LoadOptions
 from edgespec.decoding.draft import Extending
-from edgespec.decoding.loop import Verifier, decode
+from edgespec.decoding.loop import Verifier
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.drafting.model import Calibration
 from edgespec.drafting.ngram import NgramDrafter
@@ -31,7 +31,7 @@ from edgespec_runtimes.cost import CostCurve
 from tests.drafters_for_tests import GREEDY, Timed, model_of, plain
 from tests.learning_for_tests import AtOnce
 from tests.native_for_tests import tiny_native
-from tests.toy import LLAMA, ToySession, markov_logits
+from tests.toy import LLAMA, ToySession, decode, markov_logits
 from tools.replay import Clock
 
 VOCAB = 12

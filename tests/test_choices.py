@@ -17,7 +17,7 @@ from onnxscript import GraphBuilder
 
 import edgespec
 from edgespec.decoding.draft import Source
-from edgespec.decoding.loop import Verifier, decode
+from edgespec.decoding.loop import Verifier
 from edgespec.decoding.sampling import distribution
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import EdgespecError
@@ -27,7 +27,7 @@ from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.cuda import CudaSession, DeviceMemory
 from edgespec_runtimes.devices import CPU, Device
 from edgespec_runtimes.ort import ort
-from edgespec_runtimes.session import DevicePredictions, Logits, Predictions, Session
+from edgespec_runtimes.session import DevicePredictions, Logits, Predictions, Rows, Session
 from tests.drafters_for_tests import GREEDY, model_of
 from tests.toy import (
     F32,
@@ -39,6 +39,7 @@ from tests.toy import (
     RandomDrafter,
     Silent,
     ToySession,
+    decode,
     markov_logits,
     tiny_bundle,
 )
@@ -117,8 +118,8 @@ def test_a_device_chooses_what_the_rows_say(logits: F32) -> None:
 class _Choosing(ToySession):
     """A toy that hands out choices and no rows."""
 
-    def predict(self, tokens: Sequence[int]) -> Predictions:
-        return chosen(super().predict(tokens).logits, pytest.fail)
+    def predict_together(self, asked: Sequence[Rows]) -> list[Predictions]:
+        return [chosen(each.logits, pytest.fail) for each in super().predict_together(asked)]
 
     def predict_next(self, tokens: Sequence[int]) -> Predictions:
         return chosen(super().predict_next(tokens).logits, pytest.fail)

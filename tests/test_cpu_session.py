@@ -1,7 +1,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,15 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgespec.decoding.draft import Progress
-from edgespec.decoding.loop import read_prompt
 from edgespec_models.bundles.graph_contract import Pass
-from edgespec_models.errors import BundleError, Cancelled, RequestError
+from edgespec_models.errors import BundleError, RequestError
 from edgespec_runtimes.cpu import CpuOptions, CpuSession, default_threads, most_threads
 from edgespec_runtimes.graph_io import DynamicIO
 from edgespec_runtimes.kv_buffers import SharedCache
 from edgespec_runtimes.ort import ort
-from edgespec_runtimes.session import Predictions
+from edgespec_runtimes.session import Predictions, Rows
 from tests.machines_for_tests import X86
 from tests.native_for_tests import tiny_native
 from tests.sessions_for_tests import KINDS, ONE_THREAD, TOKENS, opened
@@ -46,11 +44,12 @@ def test_rows_that_differ_in_longer_texts_alone_are_not_exact(
     assert session.self_test()
     run = session._run
 
-    def run_on_arm(tokens: list[int], rows: int) -> Predictions:
-        logits = run(tokens, rows).logits.copy()
+    def run_on_arm(asked: Sequence[Rows]) -> list[Predictions]:
+        logits = run(asked)[0].logits.copy()
+        fours = len(logits) // 4 * 4
         if session.length > 16:
-            logits[rows // 4 * 4 :] = np.nextafter(logits[rows // 4 * 4 :], np.float32(np.inf))
-        return Predictions(logits)
+            logits[fours:] = np.nextafter(logits[fours:], np.float32(np.inf))
+        return [Predictions(logits)]
 
     monkeypatch.setattr(session, "_run", run_on_arm)
     assert not session.self_test()
@@ -69,7 +68,9 @@ def test_rows_are_exact_where_products_with_one_row_take_other_code(
         bound = bind(one, rows)
         if len(one.tokens) > 1 and one.rows > 1:
             return bound
-        return replace(bound, predictions=lambda: Predictions(bound.predictions().logits + np.float32(1e-6)))
+        return replace(
+            bound, predictions=lambda rows: Predictions(bound.predictions(rows).logits + np.float32(1e-6))
+        )
 
     session._open_io.passes.clear()
     monkeypatch.setattr(session._open_io, "_bind", bind_without_avx512)
@@ -116,9 +117,9 @@ def test_prefill_reuses_the_shared_prefix(session: CpuSession, monkeypatch: pyte
     session.truncate(0)
     run, passes = session._run, list[int]()
 
-    def counted(tokens: list[int], rows: int) -> Predictions:
-        passes.append(len(tokens))
-        return run(tokens, rows)
+    def counted(asked: Sequence[Rows]) -> list[Predictions]:
+        passes.extend(len(each.tokens) for each in asked)
+        return run(asked)
 
     monkeypatch.setattr(session, "_run", counted)
     changed = [*TOKENS[:12], 399, 398]
@@ -138,19 +139,6 @@ def test_a_shared_prefix_is_found_to_the_token(session: CpuSession, count: int) 
     changed = [*tokens[:count], *(((t + 1) % 400) for t in tokens[count:])]
     assert session.shared_prefix(changed) == session.shared_prefix(tokens[:count]) == count
     assert session.length == 520
-
-
-def test_cancelling_a_prefill_leaves_the_session_valid(session: CpuSession) -> None:
-    expected = session.predict(TOKENS).logits.copy()
-    session.truncate(0)
-    assert session.piece == 8
-    answers, told = iter([False, False, True]), list[Progress]()
-    with pytest.raises(Cancelled, match="16 of 40"):
-        for each in read_prompt(session, TOKENS, lambda: next(answers), lambda: 0.0):
-            told.append(each)
-    assert told == [Progress(40, 0, read, 0.0) for read in (0, 8, 16)]
-    assert session.length == 16
-    np.testing.assert_array_equal(session.predict(TOKENS[16:]).logits, expected[16:])
 
 
 @pytest.mark.parametrize("tokens", [[], [404], [-1], [3, 10_000_000]])
@@ -236,10 +224,10 @@ def test_a_graph_that_cannot_roll_back_is_refused(
     """A model with a recurrent state would answer a repeated pass differently, by a share of its logits."""
     run, calls = CpuSession._run, list[int]()
 
-    def drifting(self: CpuSession, tokens: list[int], rows: int) -> Predictions:
+    def drifting(self: CpuSession, asked: Sequence[Rows]) -> list[Predictions]:
+        tokens, logits = asked[0].tokens, run(self, asked)[0].logits
         calls.append(len(tokens))
-        logits = run(self, tokens, rows).logits
-        return Predictions(logits + np.float32(drift(len(calls), len(tokens))) * np.abs(logits).max())
+        return [Predictions(logits + np.float32(drift(len(calls), len(tokens))) * np.abs(logits).max())]
 
     bundle = tiny_bundle(tmp_path / "m").bundle
     monkeypatch.setattr(CpuSession, "_run", drifting)

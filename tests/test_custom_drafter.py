@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 import edgespec
 from edgespec import Draft, Step
-from edgespec.decoding.loop import Verifier, decode
+from edgespec.decoding.loop import Verifier
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.drafting.custom import Custom
 from edgespec_models.errors import RequestError
 from tests.drafters_for_tests import plain
 from tests.native_for_tests import tiny_native
-from tests.toy import ToySession, markov_logits
+from tests.toy import ToySession, decode, markov_logits
 
 VOCAB = 30
 NEXT = markov_logits(2, VOCAB)

@@ -5,26 +5,37 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from time import perf_counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.decoding.draft import NO_DRAFT, Draft, Progress, Source, Step
-from edgespec.decoding.loop import Verifier, decode, read_prompt
+from edgespec.decoding.draft import NO_DRAFT, Draft, Passed, Source, Step, alone
+from edgespec.decoding.loop import Decoding, Verifier
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.drafting.bridge import ByteBridge
 from edgespec.drafting.model import ModelDrafter
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.errors import Cancelled
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.session import Session
 from tests.drafters_for_tests import GREEDY, model_of, policy_of, tokenizer
 from tests.machines_for_tests import X86
 from tests.native_for_tests import tiny_native
 from tests.tokenizers_for_tests import CORPUS
-from tests.toy import COLUMNS, GEMMA, LLAMA, Deaf, RandomDrafter, ToySession, markov_logits, tiny_bundle
+from tests.toy import (
+    COLUMNS,
+    GEMMA,
+    LLAMA,
+    Deaf,
+    RandomDrafter,
+    Silent,
+    ToySession,
+    decode,
+    markov_logits,
+    tiny_bundle,
+)
 
 SCRIPT = "\n".join(CORPUS).encode()
 
@@ -127,7 +138,7 @@ def _run(
         seen.append(step)
         assert source.told == seen
         assert target.length == len(tokens) - 1
-        assert (target.cache if isinstance(target, ToySession) else target._tokens) == tokens[:-1]
+        assert (target.cache if isinstance(target, ToySession) else target._stretch.tokens) == tokens[:-1]
         assert tokens[before:] == list(step.tokens)
         assert step.accepted in (len(step.tokens), len(step.tokens) - 1)
         assert step.accepted <= len(step.draft.tokens) <= max_draft
@@ -238,27 +249,28 @@ def test_cancelled_in_prefill_nothing_is_committed_and_the_session_is_valid() ->
     target, prompt = _target(False), [(i * 7) % 400 for i in range(30)]
     tokens, said = list(prompt), iter([False, False, True])
     ends = partial(decode, cancelled=lambda: next(said))
-    with pytest.raises(Cancelled):
-        list(ends(target, policy_of(), Verifier(GREEDY), tokens, max_new_tokens=5, max_draft=4))
+    assert list(ends(target, policy_of(), Verifier(GREEDY), tokens, max_new_tokens=5, max_draft=4)) == []
     assert tokens == prompt
     assert target.cache == prompt[:16]
     got, _ = _run(target, None, prompt, count=5)
     assert got == _plain(_target(False), prompt, 5)
 
 
-def test_a_prompt_is_read_a_pass_a_step_from_where_the_cache_ends() -> None:
-    target, now = _target(False), [0.0]
+def test_a_prompt_is_read_a_pass_a_round_from_where_the_cache_ends() -> None:
+    target, tokens = _target(False), [*range(24)]
     target.prefill(range(5))
     target.passes.clear()
-    told = []
-    for each in read_prompt(target, range(24), clock=lambda: now[0]):
-        told.append(each)
-        now[0] += 1.0
-    assert told == [Progress(24, 5, read, seconds) for read, seconds in ((5, 0), (13, 1), (21, 2), (24, 3))]
-    assert target.passes == [8, 8, 3] and target.cache == [*range(24)]
-    for prompt in (range(24), range(3), range(11), ()):  # nothing to read, or a single pass
-        assert list(read_prompt(target, prompt, (lambda: True) if len(prompt) < 9 else None)) == []
-        assert target.cache == [*prompt]
+    one = Decoding(target, Silent(), Verifier(GREEDY), tokens, max_new_tokens=2, max_draft=3)
+    left = list[int]()
+    while not one.ended:
+        alone(one.propose(), perf_counter)
+        rows = one.rows(8)
+        left.append(one.unread)
+        (said,) = target.predict_together([rows])
+        step = one.take(said, Passed(1, 0.0, 0.0))
+        assert (step is None) == (one.unread > 0)
+    assert target.passes == [8, 8, 3, 1] and left == [18, 10, 2, 0]
+    assert len(tokens) == 26 and target.cache == tokens[:-1]
 
 
 class _Broken(Deaf):

@@ -64,7 +64,10 @@ def _side(*, context: int = 4096, curve: CostCurve = QUICK) -> DrafterSide:
 
 
 def _begin(side: DrafterSide, prompt: list[int]) -> Part:
-    return side.begin(prompt, list(prompt), max_new_tokens=20, max_draft=4, target_end=EOS, remarks=Remarks())
+    sessions = side.session, ()
+    return side.begin(
+        prompt, list(prompt), sessions, max_new_tokens=20, max_draft=4, target_end=EOS, remarks=Remarks()
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from edgespec.decoding.draft import NO_DRAFT, Draft, Extending, Source, Step
 from edgespec.decoding.grammar import Choice, Constraint, Grammars, JsonSchema, Regex, ResponseFormat
-from edgespec.decoding.loop import Verifier, decode
+from edgespec.decoding.loop import Verifier
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.drafting.bridge import ByteBridge
 from edgespec.drafting.model import ModelDrafter
@@ -18,7 +18,7 @@ from edgespec.drafting.ngram import NgramDrafter
 from edgespec.measuring.chi_square import pool_rare, two_samples
 from tests.drafters_for_tests import GREEDY, model_of, policy_of, tokenizer
 from tests.formats_for_tests import accepts, formats
-from tests.toy import Deaf, RandomDrafter, Silent, ToySession, markov_logits
+from tests.toy import Deaf, RandomDrafter, Silent, ToySession, decode, markov_logits
 
 PROMPT = (40, 41, 42)
 NEW = 60

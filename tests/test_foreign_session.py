@@ -18,7 +18,7 @@ from edgespec_runtimes.cpu import CpuSession
 from edgespec_runtimes.graph_io import DynamicIO
 from edgespec_runtimes.kv_buffers import GrowingCache, SharedCache
 from edgespec_runtimes.ort import ort
-from edgespec_runtimes.session import Predictions
+from edgespec_runtimes.session import Predictions, Rows
 from tests.foreign_for_tests import (
     GRAPH,
     KV_HEADS,
@@ -120,10 +120,10 @@ def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
 
     class Timed(CpuSession):
-        def _run(self, tokens: Sequence[int], rows: int) -> Predictions:
+        def _run(self, asked: Sequence[Rows]) -> list[Predictions]:
             nonlocal now
             now += 1.0 if self._options.exact_rows else 0.01
-            return super()._run(tokens, rows)
+            return super()._run(asked)
 
     monkeypatch.setattr(opening, "CpuSession", Timed)
     for module in (cost, engine):

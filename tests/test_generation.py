@@ -11,8 +11,8 @@ import pytest
 from edgespec.decoding.draft import Clock, Step
 from edgespec.drafting.policy import Part, Policy
 from edgespec.drafting.pricing import Guard, Pricing
+from edgespec.requests.prepared import PreparedRequest
 from edgespec.requests.request import Request
-from edgespec.requests.runner import PreparedRequest
 from edgespec.requests.stream import Stream
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve

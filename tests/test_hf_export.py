@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import edgespec
 from edgespec.cli import app
 from edgespec.decoding.draft import Source
-from edgespec.decoding.loop import Verifier, decode
+from edgespec.decoding.loop import Verifier
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.loading.opening import open_model
 from edgespec_export.export import ExportOptions, export_model
@@ -40,7 +40,7 @@ from tests.hf_for_tests import (
     write_safetensors,
 )
 from tests.tokenizers_for_tests import byte_level_json
-from tests.toy import RandomDrafter, Silent
+from tests.toy import RandomDrafter, Silent, decode
 
 GOLDEN = Path(__file__).parent / "golden_hf"
 FLOATS = ExportOptions(weights="portable")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import edgespec
 from edgespec import History, LoadOptions
 from edgespec.decoding.draft import Source
-from edgespec.decoding.loop import Verifier, decode
+from edgespec.decoding.loop import Verifier
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.history.drafter import BestOf, HistoryDrafter
@@ -22,7 +22,7 @@ from edgespec.measuring.chi_square import pool_rare, two_samples
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve
 from tests.native_for_tests import tiny_native
-from tests.toy import LLAMA, Silent, ToySession
+from tests.toy import LLAMA, Silent, ToySession, decode
 
 PROMPT = "def add(a, b):"
 OTHER_PROMPT = "x = 1"

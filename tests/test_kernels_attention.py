@@ -16,7 +16,7 @@ from tests.kernels_for_tests import F64, graph, normed, same_bits, session, sets
 
 LANES = 16
 SEEDS = st.integers(0, 2**32 - 1)
-INPUTS = ("packed", "past_key", "past_value", "past_length", "cos", "sin", "query_gain", "key_gain")
+INPUTS = ("packed", "past_key", "past_value", "sequences", "cos", "sin", "query_gain", "key_gain")
 OUTPUTS = {"y": TensorProto.FLOAT, "key": TensorProto.FLOAT16, "value": TensorProto.FLOAT16}
 F16 = npt.NDArray[np.float16]
 
@@ -48,8 +48,8 @@ class Layer:
         return graph("Attention", names, OUTPUTS, feeds, {}, attributes)
 
     def feeds(self, packed: F32, cache: "Cache") -> dict[str, npt.NDArray[Any]]:
-        length, tables = np.array([cache.length], np.int64), self.tables or (None, None)
-        values = (packed, cache.keys, cache.values, length, *tables, self.query_gain, self.key_gain)
+        one, tables = np.array([[0, cache.length, packed.shape[1]]], np.int64), self.tables or (None, None)
+        values = (packed, cache.keys, cache.values, one, *tables, self.query_gain, self.key_gain)
         return {name: value for name, value in zip(INPUTS, values, strict=True) if value is not None}
 
     def split(self, packed: F32) -> tuple[F64, F64, F32]:
@@ -255,18 +255,31 @@ def test_a_row_does_not_depend_on_how_rows_are_grouped(case: Case, data: st.Data
 def test_sequences_of_a_pass_are_as_if_alone(
     case: Case, lengths: list[int], threads: int, data: st.DataObject
 ) -> None:
-    layer, rows, capacity = case.layer, case.packed.shape[1], case.cache.keys.shape[2]
-    rng = np.random.default_rng(len(lengths))
-    most = min(capacity, capacity if layer.tables is None else len(layer.tables[0])) - rows
-    cases = [case, *(make_case(rng, layer, min(each, most), rows, capacity) for each in lengths)]
+    """Each has its stretch of the cache and as many rows as it wants, in any order."""
+    layer, rng = case.layer, np.random.default_rng(len(lengths))
+    positions = 1 << 20 if layer.tables is None else len(layer.tables[0])
+    cases = [case]
+    for length in lengths:
+        rows = data.draw(st.integers(0, min(20, positions)))
+        past = min(length, positions - rows)
+        cases.append(make_case(rng, layer, past, rows, -(-(past + rows) // LANES) * LANES))
+    order = data.draw(st.permutations(range(len(cases))))
+    begins, end = dict[int, int](), 0
+    for at in order:
+        begins[at] = end
+        end += cases[at].cache.keys.shape[2]
     feeds = layer.feeds(np.concatenate([one.packed for one in cases], axis=1), case.cache)
-    feeds["past_length"] = np.array([one.cache.length for one in cases], np.int64)
-    feeds["past_key"] = np.concatenate([one.cache.keys for one in cases])
-    feeds["past_value"] = np.concatenate([one.cache.values for one in cases])
-    together = session(layer.model(), threads, data.draw(st.sampled_from(sets()))).run(None, feeds)
+    said = [(begins[at], one.cache.length, one.packed.shape[1]) for at, one in enumerate(cases)]
+    feeds["sequences"] = np.array(said, np.int64)
+    feeds["past_key"] = np.concatenate([cases[at].cache.keys for at in order], axis=2)
+    feeds["past_value"] = np.concatenate([cases[at].cache.values for at in order], axis=2)
+    y, *caches = session(layer.model(), threads, data.draw(st.sampled_from(sets()))).run(None, feeds)
+    row = 0
     for at, one in enumerate(cases):
-        part = together[0][:, at * rows : (at + 1) * rows], together[1][[at]], together[2][[at]]
-        same(copied(session(layer.model()), one), part)
+        rows, stretch = one.packed.shape[1], slice(begins[at], begins[at] + one.cache.keys.shape[2])
+        outputs = y[:, row : row + rows], *(each[:, :, stretch] for each in caches)
+        same(copied(session(layer.model()), one), outputs)
+        row += rows
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 20])

@@ -17,7 +17,7 @@ Arrays = dict[str, npt.NDArray[Any]]
 Attributes = dict[str, Any]
 
 LINEAR = ("x", "gain", "bias", "post_gain", "residual", "w0", "w1")
-ATTENTION = ("packed", "past_key", "past_value", "past_length", "cos", "sin", "query_gain", "key_gain")
+ATTENTION = ("packed", "past_key", "past_value", "sequences", "cos", "sin", "query_gain", "key_gain")
 MANY = st.one_of(st.integers(-3, 300), st.integers(-(2**63), 2**63 - 1), st.sampled_from([2**31, 2**31 - 1]))
 
 
@@ -164,7 +164,7 @@ def attention(feeds: Arrays, constants: Arrays | None = None, **attributes: Any)
 def pass_over(rows: int = 2, past: int = 5, capacity: int = 32) -> Arrays:
     cache = halves(1, 1, capacity, 16)
     feeds: Arrays = {"packed": zeros(1, rows, 64), "past_key": cache, "past_value": cache}
-    return feeds | {"past_length": np.array([past], np.int64)}
+    return feeds | {"sequences": np.array([[0, past, rows]], np.int64)}
 
 
 HUGE = dict.fromkeys(("heads", "kv_heads", "head_dim"), 2**31 - 1)
@@ -184,12 +184,13 @@ def test_attributes_of_attention(words: str, attributes: Attributes) -> None:
     refuse(words, attention(pass_over(), **attributes))
 
 
-def lengths(*tokens: int) -> Arrays:
-    return {"past_length": np.array(tokens, np.int64)}
+def sequences(*each: tuple[int, int, int]) -> Arrays:
+    """Where each begins in the cache, tokens that lie there, and rows that follow."""
+    return {"sequences": np.array(each, np.int64).reshape(-1, 3)}
 
 
-def caches(sequences: int, capacity: int) -> Arrays:
-    return dict.fromkeys(("past_key", "past_value"), halves(sequences, 1, capacity, 16))
+def caches(capacity: int) -> Arrays:
+    return dict.fromkeys(("past_key", "past_value"), halves(1, 1, capacity, 16))
 
 
 def tables(*shape: int) -> Arrays:
@@ -199,24 +200,31 @@ def tables(*shape: int) -> Arrays:
 BEHIND: dict[str, Sequence[Arrays]] = {
     "attention's input": [{"packed": zeros(1, 2, 63)}, {"packed": zeros(2, 64)}],
     "more tokens than its KV cache": [
-        *(lengths(past) for past in (-1, 31, 33, 2**63 - 1, -(2**63))),
-        *(caches(2, 32) | lengths(5, 32), caches(1, 0), {"packed": zeros(1, 28, 64)}),
+        *(sequences((0, past, 2)) for past in (-1, 31, 33, 2**63 - 1, -(2**63))),
+        *(sequences((16, 5, 1), (0, 32, 1)), sequences((16, 15, 2)), caches(0)),
+        *(sequences((0, 5, rows)) for rows in (-1, 28, 2**63 - 1, -(2**63))),
     ],
-    "different numbers of tokens": [lengths(1, 2, 3)],
-    "past length": [lengths()],
-    "no multiple of 16": [caches(1, 24)],
+    "begins outside the KV cache": [sequences((each, 0, 2)) for each in (-16, 8, 48, 2**62, -(2**63))],
+    "more rows than the pass": [sequences((0, 5, 3)), sequences((0, 5, 2), (16, 0, 1))],
+    "fewer rows than the pass": [sequences(), sequences((0, 5, 1)), {"packed": zeros(1, 3, 64)}],
+    "sequences are no int64": [
+        *({"sequences": np.zeros(shape, np.int64)} for shape in ((3,), (1, 2), (1, 3, 1))),
+    ],
+    "no multiple of 16": [caches(24)],
     "caches of different length": [
         *({"past_key": halves(1, 1, 48, 16)}, {"past_value": halves(1, 1, 16, 16)}),
     ],
     "a KV cache is not": [
-        *({"past_key": halves(1, 2, 32, 16)}, {"past_key": halves(2, 1, 32, 16)}, lengths(1, 2)),
+        *({"past_key": halves(1, 2, 32, 16)}, {"past_key": halves(2, 1, 32, 16)}),
         *({"past_value": halves(1, 1, 32, 8)}, {"past_value": halves(1, 32, 16)}),
     ],
     "rotary tables are not": [
         *({"cos": zeros(40, 8)}, {"sin": zeros(40, 8)}, {"cos": zeros(40, 8), "sin": zeros(40, 7)}),
         *(tables(40, 9), tables(320)),
     ],
-    "beyond the rotary tables": [tables(6, 8), tables(0, 8), caches(2, 32) | lengths(4, 6) | tables(6, 8)],
+    "beyond the rotary tables": [
+        *(tables(6, 8), tables(0, 8), sequences((0, 4, 1), (16, 6, 1)) | tables(6, 8)),
+    ],
     "as wide as a head": [{"query_gain": zeros(15)}, {"key_gain": zeros(32)}, {"key_gain": zeros(0)}],
 }
 

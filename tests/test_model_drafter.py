@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.decoding.draft import Draft
+from edgespec.decoding.draft import Draft, alone
 from edgespec.drafting.bridge import ByteBridge, IdentityBridge
 from edgespec.drafting.model import Calibration, Guess
 from edgespec.drafting.pricing import Pricing
@@ -251,7 +251,7 @@ def _reading() -> tuple[ToySession, Reader, list[int]]:
     """A text that was read."""
     session, text = _session(), [1, 2, 3]
     reader = Reader(session, SLOW)
-    reader.read(text)
+    alone(reader.read(text), reader.clock)
     return session, reader, text
 
 
@@ -264,16 +264,16 @@ def test_drafted_tokens_that_were_committed_are_not_read_again() -> None:
     said = reader.latest
     for _ in range(3):
         text.append(said.following)
-        said = reader.step(said.following)
+        said = alone(reader.step(said.following), reader.clock)
     assert session.passes == [3, 1, 1, 1]
     assert reader.seconds_of_text(text[:5]) == 0.0
-    assert reader.read(text[:5]).following == text[5]
+    assert alone(reader.read(text[:5]), reader.clock).following == text[5]
     assert reader.seconds_of_step(text[5]) == 0.0
-    assert reader.step(text[5]) == said
+    assert alone(reader.step(text[5]), reader.clock) == said
     assert session.passes == [3, 1, 1, 1]
     other = (text[5] + 1) % VOCAB
     assert reader.seconds_of_text([*text[:5], other]) == pytest.approx(2.0, abs=0.3)
-    assert reader.read([*text[:5], other]).following == _next([*text[:5], other])
+    assert alone(reader.read([*text[:5], other]), reader.clock).following == _next([*text[:5], other])
     assert session.passes == [3, 1, 1, 1, 1]
 
 
@@ -284,12 +284,12 @@ def test_what_was_read_ahead_is_counted_when_it_is_needed() -> None:
         text.append(said.following)
         said = reader.read_on(said.following)
     assert (reader.drafted_ahead, reader.used_ahead) == (4, 0)
-    assert reader.read(text[:5]).following == text[5]
+    assert alone(reader.read(text[:5]), reader.clock).following == text[5]
     assert (reader.drafted_ahead, reader.used_ahead) == (4, 2)
     assert reader.ahead(0) is not None and reader.ahead(2) is None
-    assert reader.step(text[5]).following == text[6]
+    assert alone(reader.step(text[5]), reader.clock).following == text[6]
     assert (reader.drafted_ahead, reader.used_ahead) == (4, 3)
-    reader.read([*text[:6], (text[6] + 1) % VOCAB])
+    alone(reader.read([*text[:6], (text[6] + 1) % VOCAB]), reader.clock)
     assert (reader.drafted_ahead, reader.used_ahead) == (4, 3)
     assert session.passes == [3, 1, 1, 1, 1, 1]
 
@@ -298,15 +298,15 @@ def test_only_passes_count_as_time_and_the_prompt_s_does_not() -> None:
     session = _session()
     reader = Reader(session, SLOW)
     assert reader.spent_s is None
-    said = reader.read([1, 2, 3])
+    said = alone(reader.read([1, 2, 3]), reader.clock)
     assert reader.spent_s == 0.0
-    reader.step(said.following)
+    alone(reader.step(said.following), reader.clock)
     spent = reader.spent_s
     assert spent
-    reader.read([1, 2, 3, said.following])
+    alone(reader.read([1, 2, 3, said.following]), reader.clock)
     assert reader.spent_s == spent
     assert reader.room_ahead and reader.room_for(session.capacity)
-    reader.read([1] * session.capacity)
+    alone(reader.read([1] * session.capacity), reader.clock)
     assert not reader.room_ahead and not reader.room_for(session.capacity + 1)
 
 
@@ -315,8 +315,8 @@ def test_what_passes_take_is_learned_and_fades_where_none_run() -> None:
     reader, text = Reader(_session(), SLOW, clock=clock), [1, 2, 3]
     clock.step_s = 30.0
     for _ in range(40):
-        token = reader.read(text).following
-        reader.step(token)
+        token = alone(reader.read(text), reader.clock).following
+        alone(reader.step(token), reader.clock)
         text += [token, (token + 1) % VOCAB]
     assert reader.seconds_of_text([9]) > 20.0 and reader.seconds_of_step(-1) > 20.0
     for _ in range(2000):
@@ -344,11 +344,11 @@ def test_whatever_is_asked_in_whatever_order_the_answer_is_the_model_s(
         if what == "read":
             # Shorter than before, or longer by what was guessed, and one token of anybody's.
             text = [*session.cache[: max(1, len(text) + value)], *rest]
-            assert reader.read(text).following == _next(text)
+            assert alone(reader.read(text), reader.clock).following == _next(text)
         elif what == "step":
             token = reader.latest.following if value else (reader.latest.following + 1) % VOCAB
             text.append(token)
-            assert reader.step(token).following == _next(text)
+            assert alone(reader.step(token), reader.clock).following == _next(text)
         elif reader.room_ahead:
             token = _next(session.cache)
             said = reader.read_on(token)

@@ -1,4 +1,5 @@
-from itertools import accumulate
+from collections.abc import Sequence
+from itertools import accumulate, product
 from operator import mul
 
 import pytest
@@ -162,3 +163,40 @@ def test_a_disturbed_round_does_not_decide_for_good(committed_seconds: tuple[int
         pricing.observe_round(1, 0.010)
     assert pricing.keep(good)[0] == 7
     assert pricing.keep(bad)[0] == 0
+
+
+@given(curves, st.lists(st.lists(st.floats(0.0, 1.0), max_size=4), min_size=1, max_size=4))
+def test_the_rows_of_a_pass_go_to_whose_drafts_promise_most(
+    curve: CostCurve, confidences: list[list[float]]
+) -> None:
+    """No other beginnings of the drafts are expected to bring more for their time."""
+    pricing = Pricing(curve)
+    pricing.sequences = len(confidences)
+    survivals = [list(accumulate(each, mul)) for each in confidences]
+
+    def surplus(counts: Sequence[int]) -> float:
+        expected = sum(sum(each[:count]) for each, count in zip(survivals, counts, strict=True))
+        return expected - pricing.rate * pricing.rows_seconds(sum(counts))
+
+    shared = pricing.share(confidences)
+    every = product(*(range(len(each) + 1) for each in confidences))
+    assert surplus(shared) == pytest.approx(max(map(surplus, every)), abs=1e-9)
+    assert pricing.share(confidences[:1]) == [pricing.keep(confidences[0])[0]]
+
+
+def test_drafts_shrink_to_nothing_where_rows_of_others_fill_the_pass() -> None:
+    """T(n) is flat up to eight rows, and steep behind."""
+    pricing, drafts = Pricing(CostCurve({1: 1.0, 8: 1.05, 16: 2.0, 32: 4.0})), [[0.8, 0.7, 0.6]]
+    each = []
+    for sequences in (1, 2, 4, 8):
+        pricing.sequences = sequences
+        each.append(sum(pricing.share(drafts * sequences)) / sequences)
+    assert each == sorted(each, reverse=True) and (each[0], each[-1]) == (3, 0)
+
+
+@given(curves, st.integers(1, 16))
+def test_a_piece_of_a_prompt_makes_a_pass_at_most_thrice_as_long(curve: CostCurve, rows: int) -> None:
+    pricing = Pricing(curve)
+    count = pricing.piece(rows)
+    assert 8 <= count <= 128
+    assert count == 8 or pricing.pass_seconds(rows + count) <= 3 * pricing.pass_seconds(rows)

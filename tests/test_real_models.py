@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import edgespec
-from edgespec.decoding.loop import Verifier, decode
+from edgespec.decoding.loop import Verifier
 from edgespec.drafting.bridge import ByteBridge
 from edgespec.loading.opening import open_model
 from edgespec_export.graphs.parity import check_parity, find_golden, session_logits
@@ -15,7 +15,7 @@ from edgespec_models.downloads.catalog import find
 from edgespec_models.downloads.download import pull
 from edgespec_runtimes.cpu import CpuSession
 from tests.drafters_for_tests import GREEDY, model_of
-from tests.toy import Silent
+from tests.toy import Silent, decode
 
 pytestmark = pytest.mark.models
 

@@ -30,9 +30,9 @@ from edgespec_models.graphs.plan import FULL, Precision
 from tests.gguf_for_tests import FORMATS, tiny_gguf
 
 WRITTEN: dict[tuple[Role, ExportDevice | None, int], str] = {
-    ("target", None, 7): "0924f3fff0008d06",
+    ("target", None, 8): "794d3345f2a4b4d5",
     ("target", "cuda", 5): "c4a1a4f5d63ae602",
-    ("drafter", None, 7): "72f6679b6099029d",
+    ("drafter", None, 8): "265242d85ae7e335",
     ("drafter", "cuda", 5): "c4a1a4f5d63ae602",
 }
 """Of each recipe, the beginning of a digest of tiny models."""

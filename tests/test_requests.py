@@ -16,7 +16,7 @@ from edgespec.loading import opening
 from edgespec.requests.request import Request, encode_chat
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cpu import CpuSession
-from edgespec_runtimes.session import Predictions
+from edgespec_runtimes.session import Predictions, Rows
 from tests.calls_for_tests import joined
 from tests.native_for_tests import tiny_native
 from tests.templates_for_tests import HERMES, LLAMA3, MISTRAL, SHOWN, TOOLS, showing
@@ -54,10 +54,14 @@ class Writing(CpuSession):
     script: ClassVar[Sequence[int]] = ()
     start: ClassVar[int] = 0
 
-    def predict(self, tokens: Sequence[int]) -> Predictions:
-        at = self.length + 1 - self.start
-        rows = np.zeros(super().predict(tokens).shape, np.float32)
-        for row in range(len(tokens)):
+    def predict_together(self, asked: Sequence[Rows]) -> list[Predictions]:
+        said = super().predict_together(asked)
+        return [self._says(each) for each in asked] if self.script else said
+
+    def _says(self, asked: Rows) -> Predictions:
+        at = asked.session.length + 1 - asked.wanted - self.start
+        rows = np.zeros((asked.wanted, self.vocab_size), np.float32)
+        for row in range(asked.wanted):
             if 0 <= at + row < len(self.script):
                 rows[row, self.script[at + row]] = 20.0
         return Predictions(rows)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from edgespec.decoding.draft import NO_DRAFT, Draft, Source, Step
-from edgespec.decoding.loop import Verifier, decode
+from edgespec.decoding.loop import Verifier
 from edgespec.decoding.sampling import (
     Penalties,
     Row,
@@ -28,7 +28,7 @@ from edgespec.decoding.sampling import (
 from edgespec_models.errors import EdgespecError, RequestError
 from edgespec_runtimes.session import DevicePredictions, Logits, Predictions
 from tests.rows_for_tests import changed
-from tests.toy import RandomDrafter, Silent, ToySession, markov_logits
+from tests.toy import RandomDrafter, Silent, ToySession, decode, markov_logits
 
 rows = st.lists(st.integers(-40, 40), min_size=2, max_size=30).map(
     lambda values: np.array(values, dtype=np.float32) / 4

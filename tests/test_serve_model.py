@@ -176,7 +176,7 @@ def test_a_client_that_leaves_while_its_prompt_is_read_frees_its_place(stream: b
         gate.let(2)
         with pytest.raises(TimeoutError):
             ask(url, CHAT, body(LONG, stream=stream), timeout_s=0.5)
-        until(lambda: (it := model._worker._running) is not None and it.interruption is not None)
+        until(lambda: any(each.interruption is not None for each in model._worker._running))
         gate.open()
         until(lambda: 'status="499"} 1.0' in ask(url, "/metrics").body.decode())
         settle()

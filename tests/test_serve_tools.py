@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edgespec.requests.answer_reading import TextStream
 from edgespec.requests.attribution import Attribution
 from edgespec.requests.results import Record, TokenRecord
-from edgespec.requests.stream import TextStream
 from edgespec_models.text.chat_template import ChatTemplate
 from tests.models_for_tests import toy_model, toy_session
 from tests.serving_for_tests import ServedModel, ask, events, question, said, serving, tokenizer

@@ -11,7 +11,7 @@ import pytest
 from edgespec_models.bundles.graph_contract import CacheTensor
 from edgespec_models.errors import DeviceError, RequestError
 from edgespec_runtimes.cuda import CudaSession
-from edgespec_runtimes.kv_buffers import GrowingCache, KvStore, SharedCache
+from edgespec_runtimes.kv_buffers import GrowingCache, KvStore, Move, SharedCache
 from edgespec_runtimes.ort import ort, ort_state
 from edgespec_runtimes.static import StaticIO, StaticSession
 from tests.machines_for_tests import X86
@@ -201,16 +201,16 @@ def test_a_pass_that_fails_is_an_error_of_the_device(
 @pytest.mark.parametrize("kind", [SharedCache, GrowingCache])
 def test_what_nobody_keeps_is_freed_before_more_is_asked_for(kind: type[SharedCache | GrowingCache]) -> None:
     cache = kind([CacheTensor("past", "present", 2, 4, "float32")])
-    cache.reserve(16, 0)
+    cache.reserve(16, [])
     assert cache.nbytes > 0
     with pytest.raises((MemoryError, ValueError)):
-        cache.reserve(1 << 58, 0)
+        cache.reserve(1 << 58, [])
     assert cache.nbytes == 0
 
 
 def test_a_cache_that_grows_is_not_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = SharedCache([CacheTensor("past", "present", 2, 4, "float32")] * 3)
-    cache.reserve(16, 0)
+    cache.reserve(16, [])
     olds, zeros, alive = [weakref.ref(array) for array in cache.arrays], np.zeros, []
 
     def counting(shape: Any, dtype: Any) -> Any:
@@ -218,7 +218,7 @@ def test_a_cache_that_grows_is_not_there_twice(monkeypatch: pytest.MonkeyPatch) 
         return zeros(shape, dtype)
 
     monkeypatch.setattr(np, "zeros", counting)
-    cache.reserve(32, 5)
+    cache.reserve(32, [Move(0, 0, 5)])
     assert alive == [3, 3, 2]  # the last that was copied stays until the next is
 
 

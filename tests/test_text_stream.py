@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from edgespec.requests.stream import TextStream
+from edgespec.requests.answer_reading import TextStream
 from edgespec_models.errors import RequestError, TokenizerError
 from edgespec_models.text.tokenizer import Tokenizer
 from tests.tokenizers_for_tests import byte_level_json, sentencepiece_json

@@ -19,14 +19,14 @@ from edgespec.cli import options
 from edgespec.cli.answers import answer_json, stream_as_markdown, stream_to_terminal
 from edgespec.decoding.draft import Source, Step
 from edgespec.decoding.grammar import Constraint, Grammars, ResponseFormat
-from edgespec.decoding.loop import Verifier, decode
+from edgespec.decoding.loop import Verifier
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.decoding.thinking import ThoughtsFirst
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.pricing import Pricing
+from edgespec.requests.answer_reading import AnswerReader
 from edgespec.requests.attribution import Attribution
 from edgespec.requests.results import FinishReason, Record, TokenRecord
-from edgespec.requests.stream import AnswerReader
 from edgespec.serve.bodies import ChatBody, parse
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.text.chat_template import ChatTemplate
@@ -38,7 +38,7 @@ from tests.models_for_tests import toy_model
 from tests.serving_for_tests import ask, events, serving
 from tests.templates_for_tests import TOOLS
 from tests.tokenizers_for_tests import byte_level_json
-from tests.toy import F32, RandomDrafter, Silent, ToySession, markov_logits
+from tests.toy import F32, RandomDrafter, Silent, ToySession, decode, markov_logits
 
 ASK = [{"role": "user", "content": "1 + 2?"}]
 CONTROL = "<|endoftext|>", "<|im_start|>", "<|im_end|>"

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.decoding.grammar import Grammars, Lark
-from edgespec.requests.stream import AnswerReader
+from edgespec.requests.answer_reading import AnswerReader
 from edgespec.requests.tool_calls import calls_grammar, check_tools, format_of
 from edgespec_models.errors import RequestError
 from edgespec_models.text.chat_template import ChatTemplate

@@ -194,7 +194,7 @@ def test_training_stands_still_while_any_request_runs_then_it_is_offered_what_wa
     examples, trainer, busy = _offered(model, monkeypatch), _trainer(model), list[bool]()
 
     def cancelled() -> bool:
-        busy.append(trainer._busy)
+        busy.append(bool(trainer._busy))
         return len(busy) > polls
 
     options = RequestOptions(max_new_tokens=NEW, stop_at_eos=False, speculate=speculate, cancelled=cancelled)
@@ -211,7 +211,7 @@ def test_a_request_that_fails_lets_training_go_on(model: Model, monkeypatch: pyt
         raise RuntimeError("a pass failed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(model._session, "predict", fail)
+        patch.setattr(model._session, "predict_together", fail)
         with pytest.raises(RuntimeError):
             _answer(model)
     assert not _trainer(model)._busy

@@ -3,19 +3,23 @@
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from edgespec.decoding.draft import NO_DRAFT, Draft, Step
-from edgespec.requests.runner import PreparedRequest, respond
+from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Passed, Source, Step, alone
+from edgespec.decoding.loop import Decoding, Verifier
+from edgespec.drafting.pricing import Pricing
+from edgespec.requests.prepared import PreparedRequest
 from edgespec.requests.stream import Stream
+from edgespec.requests.turns import take_turn
 from edgespec.requests.worker import Answer, Worker
 from edgespec_export.formats.encode import decode_linear, encode_embedding, encode_linear
 from edgespec_export.sources.blocks import Blocks
@@ -36,7 +40,8 @@ from edgespec_models.errors import RequestError
 from edgespec_models.graphs.decoder import build_decoder, rotary_rows
 from edgespec_models.graphs.plan import FULL, DecoderPlan, EmbeddingSpec, LinearPart, LinearSpec, Precision
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
-from edgespec_runtimes.session import Predictions, SavedCache, shared_length
+from edgespec_runtimes.cost import CostCurve
+from edgespec_runtimes.session import Predictions, Rows, SavedCache, Session, shared_length
 from tests.tokenizers_for_tests import byte_level_json
 
 F32 = npt.NDArray[np.float32]
@@ -128,14 +133,21 @@ class ToySession:
     prompt_key = ""
 
     def __init__(
-        self, next_logits: NextLogits, vocab_size: int, *, context: int = 4096, chunk: int = 8
+        self,
+        next_logits: NextLogits,
+        vocab_size: int,
+        *,
+        context: int = 4096,
+        chunk: int = 8,
+        several: bool = False,
     ) -> None:
-        self._next_logits, self.piece = next_logits, chunk
+        self._next_logits, self.piece, self.takes_several = next_logits, chunk, several
+        self.model: object = self
         self.vocab_size, self.longest, self.capacity = vocab_size, context, 0
         self.cache: list[int] = []
         self.passes: list[int] = []
         self.closed = False
-        self._buffer = np.zeros((64, vocab_size), np.float32)
+        self._buffer = np.zeros((128, vocab_size), np.float32)
 
     @classmethod
     def markov(cls, seed: int, vocab_size: int, *, scale: float = 2.0) -> "ToySession":
@@ -188,6 +200,20 @@ class ToySession:
     def predict(self, tokens: Sequence[int]) -> Predictions:
         return Predictions(self.forward(tokens))
 
+    def beside(self) -> "ToySession":
+        other = ToySession(
+            self._next_logits, self.vocab_size, context=self.longest, chunk=self.piece, several=True
+        )
+        other.model, other.passes = self.model, self.passes
+        return other
+
+    def predict_together(self, asked: Sequence[Rows]) -> list[Predictions]:
+        said = [each.session.predict(each.tokens).logits for each in asked]
+        self.passes[-len(asked) :] = [sum(self.passes[-len(asked) :])]  # which were one
+        return [
+            Predictions(logits[len(logits) - each.wanted :]) for logits, each in zip(said, asked, strict=True)
+        ]
+
     def forward(self, tokens: Sequence[int]) -> F32:
         """A pass: the logits of every row."""
         assert not self.closed and len(tokens) > 0
@@ -216,7 +242,30 @@ class ToySession:
 
 def stream_over(prepared: PreparedRequest) -> Stream:
     """A request over anything, answered by a worker of its own."""
-    return Stream(Answer(prepared.request, partial(respond, lambda: prepared)), Worker(0))
+    turn = partial(take_turn, pricing=Pricing(CostCurve({1: 1.0})))
+    return Stream(Answer(prepared.request, lambda: prepared), Worker(0, turn))
+
+
+def decode(
+    target: Session,
+    policy: Source,
+    verify: Verifier,
+    tokens: list[int],
+    *,
+    cancelled: Callable[[], bool] = lambda: False,
+    clock: Clock = perf_counter,
+    **options: Any,
+) -> Iterator[Step]:
+    """All rounds of one request that has the target for itself."""
+    one = Decoding(target, policy, verify, tokens, clock=clock, **options)
+    while not one.ended and not cancelled():
+        alone(one.propose(), clock)
+        rows, began = one.rows(target.piece), clock()
+        (said,) = target.predict_together([rows])
+        passed = clock() - began
+        step = one.take(said, Passed(len(rows.tokens), passed, passed))
+        if step is not None:
+            yield step
 
 
 def settle() -> None:

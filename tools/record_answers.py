@@ -30,7 +30,7 @@ def main() -> None:
             prompt = prompts[index]
             if prompt.id in known:
                 continue
-            answer = ask(model, prompt, {"max_new_tokens": args.max_new_tokens})
+            answer = ask(model, prompt, {"max_new_tokens": args.max_new_tokens}).run()
             print(json.dumps({"id": prompt.id, "tokens": answer.tokens}), file=out, flush=True)
             print(f"\r{number} of {len(prompts)}", end="", flush=True)
     print()

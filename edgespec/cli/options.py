@@ -124,7 +124,7 @@ def load_model(context: typer.Context, progress: ProgressCallback, **named: str)
     import edgespec
 
     given = context.params | named
-    limited = ("threads", "instructions", "training_share", "max_waiting")
+    limited = ("threads", "instructions", "training_share", "max_waiting", "parallel")
     limits = {name: given[name] for name in limited if name in given}
     if not given.get("prompt_cache"):  # commands without the option measure what it would falsify
         limits["prompt_cache_bytes"] = 0

@@ -48,6 +48,15 @@ def serve(
     max_waiting: Annotated[
         int, typer.Option(min=1, help="How many requests may wait; more are refused with status 429.")
     ] = 64,
+    parallel: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=64,
+            help="How many requests are answered at once, in common passes; each takes memory for a KV cache "
+            "of its own. None changes the text of another.",
+        ),
+    ] = 4,
     max_request_bytes: Annotated[int, typer.Option(min=1024, help="Longer requests are refused.")] = 4194304,
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="Most tokens of an answer whose request names no number.")

@@ -1,8 +1,10 @@
 """What decoding and its sources of proposals tell each other: drafts, and what came of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from edgespec_runtimes.session import Predictions, Rows
 
 Clock = Callable[[], float]
 """Seconds since some moment."""
@@ -19,6 +21,7 @@ class Draft:
             before it are; a function of the context and of earlier proposals only.
         slowdown: the factor by which the target's pass takes longer because its source computes beside it.
         forced: how many of the first tokens a grammar forces; sources were asked to go on behind them.
+        reading: whether its source has read a piece of the prompt only, and goes on with that next time.
     """
 
     tokens: tuple[int, ...] = ()
@@ -26,6 +29,7 @@ class Draft:
     confidence: tuple[float, ...] = field(default=())
     slowdown: float = 1.0
     forced: int = 0
+    reading: bool = False
 
     def head(self, count: int) -> "Draft":
         """The first ``count`` proposals."""
@@ -45,6 +49,58 @@ NO_DRAFT = Draft()
 
 
 @dataclass(frozen=True, slots=True)
+class Passed:
+    """A pass: its rows, its seconds, a request's share of these, and how many requests shared them.
+
+    ``reads`` says whether one of these read a part of its prompt.
+    """
+
+    rows: int
+    seconds: float
+    share_s: float
+    requests: int = 1
+    reads: bool = False
+
+
+T = TypeVar("T")
+Work = Generator[Rows, tuple[Predictions, Passed], T]
+"""Work that needs passes of a model: it asks for rows, and is told what these say, and what the pass took. So
+the work of several requests can share passes."""
+
+
+def alone(work: Work[T], clock: Clock) -> T:
+    """Do ``work`` with passes of its own."""
+    said: Any = None
+    while True:
+        try:
+            rows = work.send(said)
+        except StopIteration as end:
+            value: T = end.value
+            return value
+        began = clock()
+        (predictions,) = rows.session.predict_together([rows])
+        seconds = clock() - began
+        said = predictions, Passed(len(rows.tokens), seconds, seconds)
+
+
+def timed(
+    work: Work[T], clock: Clock, share: Callable[[Passed], float] = lambda passed: passed.share_s
+) -> Work[tuple[T, float]]:
+    """The same work, which says besides how many seconds it took, its ``share`` of each pass included."""
+    said: Any = None
+    spent_s = 0.0
+    while True:
+        began = clock()
+        try:
+            rows = work.send(said)
+        except StopIteration as end:
+            return end.value, spent_s + clock() - began
+        spent_s += clock() - began
+        said = yield rows
+        spent_s += share(said[1])
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """One round of decoding.
 
@@ -52,9 +108,11 @@ class Step:
         tokens: what it committed, at least one token.
         accepted: how many proposals were kept.
         drafter_s: seconds spent proposing.
-        target_s: seconds of the target's pass.
+        target_s: seconds of the target's pass, or the request's share of them.
+        seconds: of the round, for this request.
         logprobs: of each token, in nats; empty unless asked for.
         top_logprobs: the most probable tokens in place of each, and their logarithms; empty unless asked for.
+        passed: the target's pass, if it was other requests' too.
     """
 
     tokens: tuple[int, ...]
@@ -65,6 +123,12 @@ class Step:
     seconds: float = 0.0
     logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    passed: Passed | None = None
+
+    @property
+    def target_pass(self) -> Passed:
+        """The pass; of this request alone unless said otherwise."""
+        return self.passed or Passed(1 + len(self.draft.tokens), self.target_s, self.target_s)
 
     @property
     def judged(self) -> tuple[int, ...]:
@@ -77,7 +141,7 @@ class Progress:
     """How far the reading of a prompt is.
 
     Attributes:
-        total: tokens to be read: all of the prompt but its last, with which decoding begins.
+        total: tokens of the prompt.
         cached: of these, how many the KV cache held already.
         read: how many have been read, those included.
         seconds: since the reading began.
@@ -103,6 +167,14 @@ class Source(Protocol):
 
     def close(self) -> None:
         """The request has ended, however that came; called once."""
+
+
+@runtime_checkable
+class Asking(Protocol):
+    """A source whose proposals need passes of a model."""
+
+    def proposing(self, tokens: Sequence[int], limit: int) -> Work[Draft]:
+        """Like :meth:`Source.propose`, as work that can be done together with that of other requests."""
 
 
 class Extending(Source, Protocol):

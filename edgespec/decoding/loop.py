@@ -5,10 +5,10 @@ dropped because of what it is: that would change the distribution of the output.
 """
 
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from time import perf_counter
 
-from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Progress, Source, Step
+from edgespec.decoding.draft import NO_DRAFT, Asking, Clock, Draft, Passed, Source, Step, Work, timed
 from edgespec.decoding.sampling import (
     Penalties,
     Row,
@@ -21,8 +21,8 @@ from edgespec.decoding.sampling import (
     most_likely,
     uniform,
 )
-from edgespec_models.errors import Cancelled, RequestError
-from edgespec_runtimes.session import Predictions, Session
+from edgespec_models.errors import RequestError
+from edgespec_runtimes.session import Predictions, Rows, Session
 
 
 class Verifier:
@@ -74,53 +74,16 @@ class Verifier:
         return _match(draft, sample)
 
 
-def read_prompt(
-    target: Session,
-    prompt: Sequence[int],
-    cancelled: Callable[[], bool] | None = None,
-    clock: Clock = perf_counter,
-) -> Iterator[Progress]:
-    """Make the target's cache hold exactly ``prompt``: a pass a step, so that others may run between two.
+class Decoding:
+    """One request in the loop, a round at a time: :meth:`propose`, a pass over :meth:`rows`, :meth:`take`.
 
-    Says how far it is where that takes more than one pass: before the first, and behind each. ``cancelled``
-    is asked before each.
-
-    Raises:
-        Cancelled: ``cancelled`` said so; the session stays valid.
-    """
-    started, total, cached = clock(), len(prompt), target.shared_prefix(prompt)
-    ends = [*range(cached + target.piece, total, target.piece), total]
-    if len(ends) > 1:
-        yield Progress(total, cached, cached, 0.0)
-    for end in ends:
-        if cached < total and cancelled is not None and cancelled():
-            raise Cancelled(f"cancelled after {target.length} of {total} prompt tokens")
-        target.prefill(prompt[:end])
-        if len(ends) > 1:
-            yield Progress(total, cached, end, clock() - started)
-
-
-def decode(
-    target: Session,
-    policy: Source,
-    verify: Verifier,
-    tokens: list[int],
-    *,
-    max_new_tokens: int,
-    max_draft: int,
-    stop: Collection[int] = (),
-    top_logprobs: int | None = None,
-    cancelled: Callable[[], bool] | None = None,
-    clock: Clock = perf_counter,
-) -> Iterator[Step]:
-    """Continue ``tokens`` in place, a round at a time, until ``stop`` or ``max_new_tokens``.
-
-    At every yield the target's cache holds every token but the last, so the caller may stop at any
-    point and the session stays valid. The first round is never drafted: a drafter that has a prompt to
-    read would delay the first token.
+    Between two rounds the target's cache holds every token but the last, or as much of the prompt as was
+    read: the caller may stop there, and other requests may share the passes. The prompt is read in pieces,
+    the last of which says what the first token is. The first round is never drafted: a drafter that has a
+    prompt to read would delay the first token.
 
     Args:
-        target: its cache is made to hold the prompt first, unless :func:`read_prompt` did.
+        target: what its cache holds of the prompt is kept.
         policy: proposes, and is told of every round; closed by whoever made it.
         verify: decides what is kept.
         tokens: the prompt, at least one token; grows.
@@ -129,32 +92,79 @@ def decode(
         stop: tokens that end the generation; the one that did is committed.
         top_logprobs: of how many tokens a place steps give the log probabilities, besides those of the tokens
             that are committed; None gives none.
-        cancelled: asked between passes; while the prompt is read it raises, behind that it ends the loop.
         clock: times the rounds.
 
-    Raises:
-        Cancelled: ``cancelled`` said so while the prompt was read; nothing was committed.
+    Attributes:
+        tokens: the prompt and what was committed.
+        draft: what is proposed in this round; may be cut before the pass.
+        ended: whether nothing more is to be decoded.
     """
-    for _ in read_prompt(target, tokens[:-1], cancelled):
-        pass
-    end, ended, limit = len(tokens) + max_new_tokens, False, 0
-    while len(tokens) < end and not ended and not (cancelled is not None and cancelled()):
-        started = clock()
-        draft = policy.propose(tokens, limit) if limit > 0 else NO_DRAFT
-        draft = draft.head(len(_until_stop(draft.tokens, stop)[0]))  # nothing is committed behind the end
-        drafted = clock()
-        predictions = target.predict([tokens[-1], *draft.tokens])  # k + 1 rows
-        passed = clock()
-        accepted, token = verify(predictions, draft, tokens)
-        new, ended = _until_stop((*draft.tokens[:accepted], token), stop)
-        told = ((), ()) if top_logprobs is None else _log_probabilities(predictions, new, top_logprobs)
-        tokens += new
-        target.truncate(len(tokens) - 1)
-        limit = min(max_draft, end - len(tokens) - 1)
-        times = drafted - started, passed - drafted, clock() - started
-        step = Step(new, draft, min(accepted, len(new)), *times, *told)
-        policy.observe(step)
-        yield step
+
+    def __init__(
+        self,
+        target: Session,
+        policy: Source,
+        verify: Verifier,
+        tokens: list[int],
+        *,
+        max_new_tokens: int,
+        max_draft: int,
+        stop: Collection[int] = (),
+        top_logprobs: int | None = None,
+        clock: Clock = perf_counter,
+    ) -> None:
+        self.tokens, self.draft, self.ended = tokens, NO_DRAFT, max_new_tokens < 1
+        self._target, self._policy, self._verify, self._clock = target, policy, verify, clock
+        self._end, self._max_draft, self._limit = len(tokens) + max_new_tokens, max_draft, 0
+        self._stop, self._top_logprobs, self._drafter_s = stop, top_logprobs, 0.0
+        target.truncate(target.shared_prefix(tokens[:-1]))
+
+    @property
+    def unread(self) -> int:
+        """Tokens of the prompt that the target has to read before the last of them."""
+        return len(self.tokens) - 1 - self._target.length
+
+    def propose(self) -> Work[None]:
+        """Draft for this round, if it is one in which that may be."""
+        self.draft, self._drafter_s = NO_DRAFT, 0.0
+        if self._limit > 0 and not self.unread:
+            draft, self._drafter_s = yield from timed(self._drafting(), self._clock)
+            # Nothing is committed behind the end.
+            self.draft = draft.head(len(_until_stop(draft.tokens, self._stop)[0]))
+
+    def _drafting(self) -> Work[Draft]:
+        if isinstance(self._policy, Asking):
+            return (yield from self._policy.proposing(self.tokens, self._limit))
+        return self._policy.propose(self.tokens, self._limit)
+
+    def rows(self, most: int) -> Rows:
+        """What the target is to read in this round: at most ``most`` tokens of a prompt, or the draft."""
+        if not self.unread:
+            return Rows(self._target, [self.tokens[-1], *self.draft.tokens], 1 + len(self.draft.tokens))
+        piece = self.tokens[self._target.length :][:most]
+        return Rows(self._target, piece, int(len(piece) > self.unread))
+
+    def take(self, predictions: Predictions, passed: Passed) -> Step | None:
+        """Commit what the target's pass says; None where it read a part of the prompt.
+
+        At the end of a prompt ``passed`` is no time of decoding.
+        """
+        began, draft, read = self._clock(), self.draft, self._target.length - len(self.tokens)
+        if read < 0:
+            return None
+        accepted, token = self._verify(predictions, draft, self.tokens)
+        new, self.ended = _until_stop((*draft.tokens[:accepted], token), self._stop)
+        top = self._top_logprobs
+        told = ((), ()) if top is None else _log_probabilities(predictions, new, top)
+        self.tokens += new
+        self._target.truncate(len(self.tokens) - 1)
+        self.ended |= len(self.tokens) >= self._end
+        self._limit = min(self._max_draft, self._end - len(self.tokens) - 1)
+        seconds = self._drafter_s + passed.share_s + self._clock() - began
+        times = self._drafter_s, passed.share_s, seconds
+        step = Step(new, draft, min(accepted, len(new)), *times, *told, passed)
+        self._policy.observe(step)
+        return step
 
 
 def _until_stop(tokens: tuple[int, ...], stop: Collection[int]) -> tuple[tuple[int, ...], bool]:

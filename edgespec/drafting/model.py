@@ -7,7 +7,7 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from edgespec.decoding.draft import Draft, Step
+from edgespec.decoding.draft import Draft, Step, Work, alone
 from edgespec.drafting.bridge import Bridge
 from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.reading import Reader
@@ -117,7 +117,15 @@ class ModelDrafter:
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
         """See :class:`~edgespec.decoding.draft.Source`."""
-        guesses = self._draft(tokens, limit)
+        return alone(self.proposing(tokens, limit), self.reader.clock)
+
+    def proposing(self, tokens: Sequence[int], limit: int) -> Work[Draft]:
+        """See :class:`~edgespec.decoding.draft.Asking`."""
+        ids = self._aligned(tokens) if limit > 0 else []
+        if ids and self._pricing.sequences > 1 and not self.reader.near(ids):
+            yield from self.reader.catch_up(ids)  # a piece a round: other answers are to go on flowing
+            return Draft(reading=True)
+        guesses = yield from self._draft(ids, limit)
         confidence = tuple(self._calibration.probability(guess) for guess in guesses)
         count, _ = self._pricing.keep(confidence)
         if not count:
@@ -129,8 +137,8 @@ class ModelDrafter:
     def observe(self, step: Step) -> None:
         """See :class:`~edgespec.decoding.draft.Source`: compare the proposals with what was committed."""
         guesses, self._proposed = self._proposed, []
-        one_s = self._pricing.pass_seconds(1)
-        self._saved_s += one_s - self._pricing.pass_seconds(1 + len(guesses))
+        one_s = self._pricing.token_s
+        self._saved_s -= self._pricing.rows_seconds(len(guesses))
         for guess, token in zip(guesses, step.judged, strict=False):
             accepted = token == guess.token
             self._calibration.observe(guess, accepted)
@@ -172,21 +180,28 @@ class ModelDrafter:
                 known = self.reader.read_on(token)
             said = known
 
-    def _draft(self, tokens: Sequence[int], limit: int) -> list[Guess]:
+    def _aligned(self, tokens: Sequence[int]) -> list[int]:
+        """The text in the drafter's tokens; none where one of the vocabularies cannot spell it."""
         try:
-            ids = self._bridge.align(tokens) if limit > 0 else []
-            if ids and self._pays(1.0, 1, self.reader.seconds_of_text(ids)):
-                return self._guess(ids, limit) if self.reader.room_for(len(ids) + 2 * limit) else []
-        except TokenizerError:  # what one of the vocabularies cannot spell, or its encoder fails over
+            return self._bridge.align(tokens)
+        except TokenizerError:  # or its encoder fails over it
             return []
+
+    def _draft(self, ids: list[int], limit: int) -> Work[list[Guess]]:
+        if ids and self._pays(1.0, 1, self.reader.seconds_of_text(ids)):
+            try:
+                fits = self.reader.room_for(len(ids) + 2 * limit)
+                return (yield from self._guess(ids, limit)) if fits else []
+            except TokenizerError:
+                return []
         self.reader.idle()
         return []
 
-    def _guess(self, ids: list[int], limit: int) -> list[Guess]:
+    def _guess(self, ids: list[int], limit: int) -> Work[list[Guess]]:
         drafted: list[int] = []
         probabilities: list[float] = []
         guesses: list[Guess] = []
-        said = self.reader.read(ids)
+        said = yield from self.reader.read(ids)
         while True:
             token = said.following
             if token in self._ends:
@@ -202,11 +217,14 @@ class ModelDrafter:
                 return guesses[:limit]
             if not self._pays(survival, 1 + len(guesses), self.reader.seconds_of_step(token)):
                 return guesses
-            said = self.reader.step(token)
+            said = yield from self.reader.step(token)
 
     def _pays(self, survival: float, rows: int, seconds: float) -> bool:
-        """Whether one more token, or several, pay in a pass of ``rows``; see :meth:`Pricing.pays`."""
-        typical = self._calibration.typical
+        """Whether one more token, or several, pay in a pass of ``rows``; see :meth:`Pricing.pays`.
+
+        All requests are expected to share the drafter's pass of so many ``seconds``.
+        """
+        typical, seconds = self._calibration.typical, seconds / self._pricing.sequences
         return self._pricing.pays(survival * typical, rows, seconds, typical=typical)
 
 

@@ -3,8 +3,21 @@
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from time import perf_counter
 
-from edgespec.decoding.draft import NO_DRAFT, Draft, Extending, Remarks, Source, Step
+from edgespec.decoding.draft import (
+    NO_DRAFT,
+    Asking,
+    Clock,
+    Draft,
+    Extending,
+    Remarks,
+    Source,
+    Step,
+    Work,
+    alone,
+    timed,
+)
 from edgespec.decoding.grammar import Constraint
 from edgespec.drafting.pricing import Guard, Pricing
 
@@ -64,7 +77,9 @@ class Policy:
         guard: Guard,
         constraint: Constraint | None = None,
         remarks: Remarks | None = None,
+        clock: Clock = perf_counter,
     ) -> None:
+        self._clock = clock
         self.remarks = remarks or Remarks()
         self._free, self._model, self._ended = free, part.source, part.ended
         self._all = [each for each in (free, part.source) if each is not None]
@@ -72,27 +87,35 @@ class Policy:
         self._wait_s = _PATIENCE * part.reading_s
         self._model_surplus = 0.5  # expected surplus of asking the model, tokens a round
         self._promised: float | None = None  # the surplus that the model promised this round; None: not asked
-        self._begun = self._has_read = self._has_asked = False
+        self._asked_s: float | None = None  # what asking it took; None is what the round says
+        self._begun = self._has_read = self._has_asked = self._reads = False
         self._longest = _FIRST_LENGTH
         self._answer: list[int] = []
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
         """See :class:`~edgespec.decoding.draft.Source`."""
+        return alone(self.proposing(tokens, limit), self._clock)
+
+    def proposing(self, tokens: Sequence[int], limit: int) -> Work[Draft]:
+        """See :class:`~edgespec.decoding.draft.Asking`."""
         constraint = self._constraint
         if constraint is None:
-            return self._choose(tokens, limit)
+            return (yield from self._choose(tokens, limit))
         constraint.begin(tokens)
         forced = self._fitting(constraint, NO_DRAFT, NO_DRAFT, limit)
-        more = self._choose([*tokens, *forced.tokens], limit - len(forced.tokens))
+        more = yield from self._choose([*tokens, *forced.tokens], limit - len(forced.tokens))
         draft = replace(self._fitting(constraint, forced, more, limit), forced=len(forced.tokens))
         return draft.head(self._pricing.keep(draft.confidence)[0])
 
     def observe(self, step: Step) -> None:
         """See :class:`~edgespec.decoding.draft.Source`."""
-        if self._begun:
+        passed = step.target_pass
+        if (
+            self._begun and not passed.reads
+        ):  # what a piece of another's prompt adds to a pass is not known well
             rests = self._free is not None and not self._guard.allows
             self._judge_model(step)
-            self._pricing.observe_pass(1 + len(step.draft.tokens), step.target_s / step.draft.slowdown)
+            self._pricing.observe_pass(passed.rows, passed.seconds / step.draft.slowdown)
             self._judge_round(step)
             if rests:
                 self._guard.rest()
@@ -110,10 +133,10 @@ class Policy:
             for each in self._all:
                 closing.callback(each.close)
 
-    def _choose(self, tokens: Sequence[int], limit: int) -> Draft:
+    def _choose(self, tokens: Sequence[int], limit: int) -> Work[Draft]:
         if self._free is None or limit < 1 or not self._guard.allows:
             return NO_DRAFT
-        limit = min(limit, self._longest)
+        limit, self._promised = min(limit, self._longest), None
         free = self._free.propose(tokens, limit)
         count, surplus = self._pricing.keep(free.confidence)
         if self._model is None or self._wait_s > 0.0:
@@ -122,7 +145,17 @@ class Policy:
             # Time lets an old verdict on the model fade, so that it is asked again.
             self._model_surplus += _FORGETTING
             return free.head(count)
-        draft = self._model.propose(tokens, limit)
+        if isinstance(self._model, Asking):
+            work, sequences = self._model.proposing(tokens, limit), self._pricing.sequences
+            # As if all shared its passes: none would begin to draft if it had to pay for all.
+            draft, self._asked_s = yield from timed(
+                work, self._clock, lambda each: each.share_s * each.requests / sequences
+            )
+        else:
+            draft = self._model.propose(tokens, limit)
+        self._reads = draft.reading
+        if draft.reading:
+            return free.head(count)
         _, self._promised = self._pricing.keep(draft.confidence)
         if not draft.tokens:
             return free.head(count)
@@ -150,12 +183,13 @@ class Policy:
 
     def _judge_model(self, step: Step) -> None:
         """Was it worth asking the model?"""
-        self._wait_s -= self._pricing.pass_seconds(1)
+        self._wait_s -= self._pricing.pass_seconds(self._pricing.sequences)
         promised, self._promised = self._promised, None
         if promised is None:
             return
         if self._has_read:  # the first time, it reads the prompt
-            gain = promised - self._pricing.rate * step.drafter_s
+            asked_s = step.drafter_s if self._asked_s is None else self._asked_s
+            gain = promised - self._pricing.rate * asked_s
             self._model_surplus += _SMOOTHING * (gain - self._model_surplus)
         self._has_read = True
 
@@ -169,8 +203,10 @@ class Policy:
         asked &= self._free is not None
         reads_prompt = asked and not self._has_asked and step.drafter_s > step.target_s
         self._has_asked |= asked
+        reads_prompt |= self._reads
+        self._reads = False
         if not reads_prompt:
             self._pricing.observe_round(len(step.tokens), step.seconds)
             if asked:
-                rows_s = self._pricing.pass_seconds(1 + forced) - self._pricing.pass_seconds(1)
+                rows_s = self._pricing.rows_seconds(forced)
                 self._guard.observe(len(step.tokens) - forced, step.seconds - rows_s)

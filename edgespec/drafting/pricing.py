@@ -6,7 +6,9 @@ a token exactly when its expected gain exceeds what its time is worth at that ra
 Dinkelbach 1967). So one number, the rate, prices every decision.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from operator import mul
 from typing import Final
 
 from edgespec.decoding.draft import Step
@@ -20,13 +22,19 @@ _SMOOTHING = 0.03
 _MEMORY = 0.97
 _AHEAD = 3  # tokens; steps of T(n) are two or four rows wide
 _FIRST_PAUSE, _LONGEST_PAUSE = 16, 256  # rounds
+_FLOWING = 3.0
+_LEAST_PIECE, _MOST_PIECE = 8, 128  # tokens
 
 
 class Pricing:
-    """Prices proposals for a target, whose measured T(n) every pass that it is told of refines."""
+    """Prices proposals for a target, whose measured T(n) every pass that it is told of refines.
+
+    A pass may be that of several requests. ``sequences`` says of how many: each has a row in any case, and
+    proposals are priced behind these. Plain decoding gives all of them a token in T(sequences).
+    """
 
     def __init__(self, curve: CostCurve) -> None:
-        self._curve = curve
+        self._curve, self.sequences = curve, 1
         self._scale = 1.0  # this moment's speed against the measured curve
         self._shape: dict[int, float] = {}  # by rows: what the curve got wrong beyond that
         self._tokens = self._seconds = 0.0
@@ -35,10 +43,20 @@ class Pricing:
         """Expected seconds of a target pass over ``rows`` tokens, now."""
         return self._curve.seconds(rows) * self._scale * self._shape.get(rows, 1.0)
 
+    def rows_seconds(self, count: int, behind: int = 0) -> float:
+        """Expected seconds by which ``count`` proposals, behind others, make a pass longer."""
+        first = self.sequences + behind
+        return self.pass_seconds(first + count) - self.pass_seconds(first)
+
+    @property
+    def token_s(self) -> float:
+        """Seconds a token takes in plain decoding, now."""
+        return self.pass_seconds(self.sequences) / self.sequences
+
     @property
     def plain_rate(self) -> float:
         """Tokens per second of plain decoding, now."""
-        return 1.0 / self.pass_seconds(1)
+        return 1.0 / self.token_s
 
     @property
     def rate(self) -> float:
@@ -55,13 +73,36 @@ class Pricing:
         Returns:
             The length, and the surplus: expected accepted tokens less those the time would yield otherwise.
         """
-        best_count, best_surplus = 0, 0.0
-        expected, survival = 0.0, 1.0
-        base = self.pass_seconds(1)
-        for count, probability in enumerate(confidence, start=1):
-            survival *= probability
+        survivals = list(accumulate(confidence, mul))
+        return self._best(survivals)
+
+    def share(self, confidences: Sequence[Sequence[float]]) -> list[int]:
+        """How many proposals of each request to verify in a pass of all: those that promise most.
+
+        A proposal is never more probable than those before it, so the best of all are beginnings of drafts.
+        """
+        drafts = [list(accumulate(confidence, mul)) for confidence in confidences]
+        places = sorted((-each, at) for at, survivals in enumerate(drafts) for each in survivals)
+        count, _ = self._best([-survival for survival, _ in places])
+        taken = [at for _, at in places[:count]]
+        return [taken.count(at) for at in range(len(drafts))]
+
+    def piece(self, rows: int) -> int:
+        """Tokens of a prompt to read beside ``rows`` of requests that are being answered.
+
+        The pass takes at most thrice what it would take without, so that the answers go on flowing.
+        """
+        most, count = _FLOWING * self.pass_seconds(rows), _LEAST_PIECE
+        while count < _MOST_PIECE and self.pass_seconds(rows + 2 * count) <= most:
+            count *= 2
+        return count
+
+    def _best(self, survivals: Sequence[float]) -> tuple[int, float]:
+        """The best number of proposals with such probabilities to be accepted, and its surplus."""
+        best_count, best_surplus, expected = 0, 0.0, 0.0
+        for count, survival in enumerate(survivals, start=1):
             expected += survival
-            surplus = expected - self.rate * (self.pass_seconds(count + 1) - base)
+            surplus = expected - self.rate * self.rows_seconds(count)
             if surplus > best_surplus:
                 best_count, best_surplus = count, surplus
         return best_count, best_surplus
@@ -73,25 +114,29 @@ class Pricing:
 
         Args:
             survival: probability that the next token and all before it are accepted.
-            rows: rows of the pass without it.
+            rows: rows of this request without it.
             drafting_s: seconds it takes to draft a token.
             typical: expected acceptance of the tokens behind it.
         """
-        base, gain = self.pass_seconds(rows), 0.0
+        gain = 0.0
         for count in range(1, 1 + (_AHEAD if typical else 1)):
             gain += survival
-            cost = self.rate * (count * drafting_s + self.pass_seconds(rows + count) - base)
+            cost = self.rate * (count * drafting_s + self.rows_seconds(count, behind=rows - 1))
             if gain > cost:
                 return True
             survival *= typical
         return False
 
     def observe_pass(self, rows: int, seconds: float) -> None:
-        """Tell of a target pass that took ``seconds``; outliers count for little."""
+        """Tell of a target pass that took ``seconds``; outliers count for little.
+
+        Each of the requests that share a pass tells of it.
+        """
         expected = self.pass_seconds(rows)
         ratio = min(max(seconds / expected, 0.5), 2.0)
-        self._scale *= 1.0 + _SMOOTHING * (ratio - 1.0)
-        self._shape[rows] = self._shape.get(rows, 1.0) * (1.0 + _SMOOTHING * (ratio - 1.0))
+        factor = 1.0 + _SMOOTHING / self.sequences * (ratio - 1.0)
+        self._scale *= factor
+        self._shape[rows] = self._shape.get(rows, 1.0) * factor
 
     def observe_round(self, committed: int, seconds: float) -> None:
         """Tell of a whole round, drafting included."""
@@ -151,6 +196,6 @@ class Guard:
         places = [place for place, name in enumerate(step.draft.sources) if name == source]
         if not places:
             return None
-        rows = 1 + len(step.draft.tokens)
-        seconds = self._pricing.pass_seconds(rows) - self._pricing.pass_seconds(rows - len(places))
+        behind = len(step.draft.tokens) - len(places)
+        seconds = self._pricing.rows_seconds(len(places), behind)
         return self.observe(sum(place < step.accepted for place in places), max(0.0, seconds))

@@ -4,15 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-import numpy as np
-import numpy.typing as npt
-
-from edgespec.decoding.draft import Clock
+from edgespec.decoding.draft import Clock, Passed, Work, alone
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.session import Predictions, Session
+from edgespec_runtimes.session import Predictions, Rows, Session
 
 _SMOOTHING = 0.1
 _FORGETTING = 0.005
+_PIECE = 64  # tokens
 
 
 class RunningMean:
@@ -52,8 +50,7 @@ class Reader:
     read twice: neither tokens that were drafted and not proposed, nor those read ahead (:meth:`read_on`).
     One thread at a time.
 
-    Nobody else uses ``session`` while the request lasts. ``head_tokens`` has the token of every row of a
-    trimmed LM head, int32; None where row i is token i.
+    Nobody else uses ``session`` while the request lasts.
 
     Attributes:
         spent_s: seconds of passes so far, reading the prompt and ahead not counted; None if nothing was read.
@@ -61,15 +58,8 @@ class Reader:
         used_ahead: of these, how many later drafts needed.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        curve: CostCurve,
-        *,
-        head_tokens: npt.NDArray[np.int32] | None = None,
-        clock: Clock = perf_counter,
-    ) -> None:
-        self._session, self._head_tokens, self._clock = session, head_tokens, clock
+    def __init__(self, session: Session, curve: CostCurve, *, clock: Clock = perf_counter) -> None:
+        self._session, self.clock = session, clock
         self.drafted_ahead = self.used_ahead = 0
         # The first pass of a round also reads what was committed since the last.
         self._first, self._step = RunningMean(curve.seconds(2)), RunningMean(curve.seconds(1))
@@ -93,11 +83,11 @@ class Reader:
         return count <= self._session.capacity
 
     def seconds_of_text(self, text: Sequence[int]) -> float:
-        """What :meth:`read` is expected to take."""
+        """What the pass of :meth:`read` is expected to take, of which others may pay a share."""
         return 0.0 if self._knows(text) else self._first.value
 
     def seconds_of_step(self, token: int) -> float:
-        """What :meth:`step` is expected to take."""
+        """What the pass of :meth:`step` is expected to take, of which others may pay a share."""
         return self._step.value if self._known(token) is None else 0.0
 
     def idle(self) -> None:
@@ -105,32 +95,42 @@ class Reader:
         self._first.fade()
         self._step.fade()
 
-    def read(self, text: Sequence[int]) -> Said:
+    def near(self, text: Sequence[int]) -> bool:
+        """Whether :meth:`read` would take one pass of few tokens."""
+        return len(text) - self._session.shared_prefix(text) <= _PIECE
+
+    def catch_up(self, text: Sequence[int]) -> Work[None]:
+        """Read a piece of the text that :meth:`read` would have to read."""
+        held = self._roll_back(text)
+        yield Rows(self._session, text[held : held + _PIECE], 0)
+
+    def read(self, text: Sequence[int]) -> Work[Said]:
         """Catch up with the committed text; the first time that is the whole prompt."""
-        last = len(text) - 1
+        last, spent_s, share_s = len(text) - 1, 0.0, 0.0
         if not self._knows(text):
-            self._forget(min(self._session.shared_prefix(text), last))
-            started = self._clock()
-            predictions = self._session.predict_next(text)
+            held = self._roll_back(text)
+            for start in range(held, len(text), self._session.piece):
+                piece = text[start : start + self._session.piece]
+                predictions, passed = yield Rows(self._session, piece, int(start + len(piece) > last))
+                spent_s, share_s = spent_s + passed.share_s * passed.requests, share_s + passed.share_s
             if self.spent_s is None:
                 self.spent_s = 0.0
             else:
-                self._spent(self._first, started)
+                self._spent(self._first, spent_s, share_s)
             self._said[last] = self._heard(text[last], predictions)
         self._move(len(text))
         self._said = {at: said for at, said in self._said.items() if at >= last}
         return self._said[last]
 
-    def step(self, token: int) -> Said:
+    def step(self, token: int) -> Work[Said]:
         """Read a drafted token."""
         said = self._known(token)
         if said is None:
             self._forget(self._length)
             if self._session.length > self._length:
                 self._session.truncate(self._length)
-            started = self._clock()
-            said = self._ask(token)
-            self._spent(self._step, started)
+            said, passed = yield from self._ask(token)
+            self._spent(self._step, passed.share_s * passed.requests, passed.share_s)
         self._move(self._length + 1)
         return said
 
@@ -140,19 +140,20 @@ class Reader:
 
     def read_on(self, token: int) -> Said:
         """Read a token ahead of the text, behind those read ahead already."""
-        said = self._ask(token)
+        said, _ = alone(self._ask(token), self.clock)
         self._ahead.add(self._session.length - 1)
         self.drafted_ahead += 1
         return said
 
-    def _ask(self, token: int) -> Said:
-        said = self._heard(token, self._session.predict([token]))
+    def _ask(self, token: int) -> Work[tuple[Said, Passed]]:
+        predictions, passed = yield Rows(self._session, [token], 1)
+        said = self._heard(token, predictions)
         self._said[self._session.length - 1] = said
-        return said
+        return said, passed
 
     def _heard(self, token: int, predictions: Predictions) -> Said:
-        row = predictions.best(0)
-        following = row if self._head_tokens is None else int(self._head_tokens[row])
+        row, head = predictions.best(0), self._session.head_tokens
+        following = row if head is None else int(head[row])
         return Said(token, following, predictions.probability(0))
 
     def _knows(self, text: Sequence[int]) -> bool:
@@ -162,10 +163,16 @@ class Reader:
         said = self._said.get(self._length)
         return said if said is not None and said.token == token else None
 
-    def _spent(self, usual: RunningMean, started: float) -> None:
-        seconds = self._clock() - started
+    def _roll_back(self, text: Sequence[int]) -> int:
+        """Let the KV cache hold nothing else than the beginning of ``text``, and how much that is."""
+        held = min(self._session.shared_prefix(text), len(text) - 1)
+        self._forget(held)
+        self._session.truncate(held)
+        return held
+
+    def _spent(self, usual: RunningMean, seconds: float, share_s: float) -> None:
         usual.observe(seconds)
-        self.spent_s = (self.spent_s or 0.0) + seconds
+        self.spent_s = (self.spent_s or 0.0) + share_s
 
     def _move(self, length: int) -> None:
         """The text has ``length`` tokens now."""

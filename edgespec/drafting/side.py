@@ -1,11 +1,9 @@
 """The drafter's half of a loaded model: what it keeps between requests, and its part in each of them."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from time import perf_counter
 from typing import TYPE_CHECKING
-
-import numpy as np
-import numpy.typing as npt
 
 from edgespec.decoding.draft import Clock, Remarks, Source
 from edgespec.drafting.ahead import Ahead, Beside
@@ -19,6 +17,7 @@ from edgespec.loading.opening import DRAFTER_READING_ROWS, Running
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import TokenizerError
 from edgespec_runtimes.kv_buffers import KvStore
+from edgespec_runtimes.session import Session
 
 if TYPE_CHECKING:  # a drafter that nothing teaches imports nothing of this
     from edgespec.learning.gains import Table
@@ -34,7 +33,7 @@ _REREAD = 64  # tokens that may be read again; system prompts are mostly shorter
 
 
 class DrafterSide:
-    """A drafter beside its target. One request at a time.
+    """A drafter beside its target.
 
     ``beside`` lets it draft on while the target's pass runs; None where both run on one device. ``trainer``
     teaches it what the target writes; None leaves it as it is.
@@ -59,6 +58,7 @@ class DrafterSide:
         self._target, self._same_vocabulary = target, same_vocabulary
         self._pricing, self._caches, self._beside, self._clock = pricing, caches, beside, clock
         self._calibration = Calibration()
+        self._words: dict[Session, list[int]] = {}  # that a trimmed LM head is offered, by request
 
     def prompt(self, tokens: list[int], encode: Callable[[Bundle], list[int]]) -> list[int]:
         """``tokens``, the prompt, as the drafter is to read it: in its own tokens and chat template."""
@@ -68,6 +68,7 @@ class DrafterSide:
         self,
         tokens: Sequence[int],
         prompt: list[int],
+        sessions: tuple[Session, Sequence[Session]],
         *,
         max_new_tokens: int,
         max_draft: int,
@@ -77,27 +78,31 @@ class DrafterSide:
     ) -> Part:
         """A request begins: whether reading its prompt is expected to pay decides whether the model drafts.
 
-        ``prompt`` is ``tokens`` as the drafter is to read them. ``target_end`` is the target's token to
-        propose where the drafter ends the text. ``remarks`` receive how much was read ahead. ``on_disk`` lets
-        the prompt cache be used.
+        ``prompt`` is ``tokens`` as the drafter is to read them, with the first of ``sessions``; the others
+        are those of requests that are being answered. ``target_end`` is the target's token to propose where
+        the drafter ends the text. ``remarks`` receive how much was read ahead. ``on_disk`` lets the prompt
+        cache be used.
         """
         # Another vocabulary may need more tokens for the same text.
         wanted = len(prompt) + 2 * max_new_tokens + 4 * max_draft
+        session, others = sessions
         # Training changes gains with every lesson: blocks would seldom be found, and would keep old gains.
-        self._caches.fetch(self.session, prompt, on_disk=on_disk and self.trainer is None)
-        self.session.reserve(min(wanted, self.session.longest))
-        self._tune(prompt)
-        unread = len(prompt) - self.session.shared_prefix(prompt)
+        self._caches.fetch(session, prompt, others, on_disk=on_disk and self.trainer is None)
+        session.reserve(min(wanted, session.longest))
+        if not others:
+            self._tune(session, prompt)
+        unread = len(prompt) - session.shared_prefix(prompt)
         reading_s = unread * self.curve.seconds(DRAFTER_READING_ROWS) / DRAFTER_READING_ROWS
         longest_s = max_new_tokens * self._pricing.pass_seconds(1)
-        if len(prompt) >= self.session.capacity:
+        if len(prompt) >= session.capacity:
             return self.part()
         if self.experience.expected(tokens) <= reading_s / longest_s:
             self.experience.skip(tokens)
             return self.part()
         bridge = self._bridge(tokens, prompt)
+        self._offer(session, others, prompt)
         model = ModelDrafter(
-            Reader(self.session, self.curve, head_tokens=self._head_tokens(prompt), clock=self._clock),
+            Reader(session, self.curve, clock=self._clock),
             bridge,
             ends=self.bundle.manifest.special_tokens.eos,
             target_end=target_end,
@@ -184,11 +189,11 @@ class DrafterSide:
         first = max(0, start - _PROMPT)
         return Text(tuple(ids[first : start + _ANSWER]), start - first)
 
-    def _tune(self, prompt: Sequence[int]) -> None:
+    def _tune(self, session: Session, prompt: Sequence[int]) -> None:
         """Run with what training found, unless much of ``prompt`` would have to be read again for it."""
         if self.trainer is not None:
             self._gains = self.trainer.take() or self._gains
-        if self._gains is not None and self.session.shared_prefix(prompt) <= _REREAD:
+        if self._gains is not None and session.shared_prefix(prompt) <= _REREAD:
             self._run_with(self._gains)
             self._gains = None
 
@@ -198,9 +203,11 @@ class DrafterSide:
         self._tuned.tune(gains)
         self._caches.forget(self.session)  # which others computed
 
-    def _head_tokens(self, prompt: Sequence[int]) -> npt.NDArray[np.int32] | None:
-        """Of a trimmed LM head in this request: besides the rows that it has, the words of the prompt."""
+    def _offer(self, session: Session, others: Sequence[Session], prompt: Sequence[int]) -> None:
+        """Let a trimmed LM head write the words of the prompts too that are being answered."""
         if self.bundle.head_tokens is None:
-            return None
-        self.session.offer(context_tokens(prompt, self.bundle.tokenizer, self.bundle.head_tokens))
-        return self.session.head_tokens
+            return
+        words = {each: self._words[each] for each in others if each in self._words}
+        words[session] = context_tokens(prompt, self.bundle.tokenizer, self.bundle.head_tokens)
+        self._words = words
+        session.offer(list(dict.fromkeys(chain.from_iterable(words.values()))))

@@ -24,7 +24,7 @@ class HistoryDrafter:
     if the guard says so, and how far which kind of match can be trusted is learned anew, beginning with what
     was found since they last proved their worth. Meanwhile it goes on judging what it would have proposed.
 
-    ``memory`` is refreshed here, and not again until the request has ended. ``guard`` watches what proposals
+    ``memory`` is refreshed here, and when a request ends. ``guard`` watches what proposals
     bring, and is shared between requests; None watches nothing. ``remarks`` are told why trust was taken
     back. A draft ends before the token that would be reached and accepted with less than the probability
     ``stop_below`` (the product of the confidences so far).

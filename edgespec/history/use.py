@@ -158,7 +158,7 @@ class Writer:
 
 
 class HistoryUse:
-    """What one model uses of one history. One request at a time.
+    """What one model uses of one history. One thread at a time.
 
     ``writer`` is None where nothing can be written; ``problem`` is why not, or what happened to the file.
     """
@@ -180,7 +180,7 @@ class HistoryUse:
         return of_file or next((t.problem for t in self._trainers.values() if t.problem), None)
 
     def begin(self, guard: Guard | None = None, remarks: Remarks | None = None) -> HistoryDrafter:
-        """What the next request drafts with and tells its answer to; the one before has ended.
+        """What the next request drafts with and tells its answer to; others may be under way.
 
         ``guard`` watches whether proposals from earlier answers pay; ``remarks`` are told what keeps the
         history from being used, and what of it was put back.

@@ -33,7 +33,7 @@ class Trainer:
         self._waiting: deque[Text] = deque(maxlen=_WAITING)
         self._tuning: Tuning | None = None
         self._thread: threading.Thread | None = None
-        self._busy = self._closed = False
+        self._busy, self._closed = 0, False  # busy: requests that run
         self._rest_until = self._stood_s = 0.0
         self._gains: dict[str, F32] | None = None
         self._lesson: Lesson | None = None
@@ -61,12 +61,12 @@ class Trainer:
     def pause(self) -> None:
         """A request begins."""
         with self._changed:
-            self._busy = True
+            self._busy += 1
 
     def resume(self) -> None:
         """It has ended."""
         with self._changed:
-            self._busy = False
+            self._busy -= 1
             self._changed.notify_all()
 
     def offer(self, text: Text) -> None:

@@ -52,8 +52,10 @@ class LoadOptions:
             models open at once, and processes share their weights.
         instructions: what edgespec's kernels use, of :data:`edgespec_runtimes.cpu.INSTRUCTIONS`; empty
             takes the best that the processor has. All give the same bits.
-        max_waiting: requests that may wait while another one is answered; one more is refused
+        max_waiting: requests that may wait while others are answered; one more is refused
             (:class:`edgespec.Busy`).
+        parallel: requests that may be answered at once, in common passes; each gives the text that it gives
+            alone. They need edgespec's own kernels; other models answer one after the other.
         cache_bytes: memory for KV caches of earlier conversations, beside the one in use, in bytes; the least
             recently used go first. 0 keeps none: then a conversation that another one interrupted is read
             again.
@@ -71,6 +73,7 @@ class LoadOptions:
     huge_pages: bool = True
     instructions: Instructions = ""
     max_waiting: Annotated[int, within(0, 1_000_000)] = 64
+    parallel: Annotated[int, within(1, 64)] = 4
     cache_bytes: Annotated[int, within(0, 2**60)] = 256 << 20
     prompt_cache_bytes: Annotated[int, within(0, 2**60)] | None = None
 

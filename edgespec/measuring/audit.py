@@ -62,8 +62,8 @@ def audit_answers(
     progress(Progress("Answers", 0, len(prompts), "prompts"))
     for done, prompt in enumerate(prompts, start=1):
         options: RequestOptions = {**(sampling or {}), "max_new_tokens": max_new_tokens, "seed": done}
-        plain = ask(model, prompt, {**options, "speculate": False})
-        speculative = ask(model, prompt, options)
+        plain = ask(model, prompt, {**options, "speculate": False}).run()
+        speculative = ask(model, prompt, options).run()
         difference = _first_difference(prompt.id, plain.tokens, speculative.tokens)
         tokens += len(plain.tokens) if difference is None else difference["position"] + 1
         differences += [difference] if difference is not None else []

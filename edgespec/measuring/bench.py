@@ -102,7 +102,7 @@ def _pair(model: "Model", prompt: Prompt, options: BenchOptions, *, plain_first:
                 "stop_at_eos": options.stop_at_eos,
                 "speculate": speculate,
             },
-        )
+        ).run()
     return Pair(prompt, answers[False], answers[True])
 
 

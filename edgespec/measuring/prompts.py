@@ -22,7 +22,7 @@ from edgespec_models.schema import length, read
 if TYPE_CHECKING:
     from edgespec.engine import Model
     from edgespec.requests.request import Messages, RequestOptions
-    from edgespec.requests.results import Generation
+    from edgespec.requests.stream import Stream
     from edgespec_models.bundles.bundle import Bundle
 
 
@@ -84,10 +84,10 @@ def said_by(prompt: Prompt, target: "Bundle") -> "str | Messages":
     return said if target.chat_template is None else [{"role": "user", "content": said}]
 
 
-def ask(model: "Model", prompt: Prompt, options: "RequestOptions") -> "Generation":
+def ask(model: "Model", prompt: Prompt, options: "RequestOptions") -> "Stream":
     """The answer to the prompt's first turn, asked as a user would."""
     said = said_by(prompt, model.target)
-    return model.generate(said, **options) if isinstance(said, str) else model.chat(said, **options)
+    return model.stream(said, **options) if isinstance(said, str) else model.stream_chat(said, **options)
 
 
 def _parse(text: str, where: str) -> tuple[Prompt, ...]:

@@ -3,8 +3,8 @@
 from collections import deque
 from typing import Any
 
+from edgespec.requests.answer_reading import TextStream
 from edgespec.requests.results import Record
-from edgespec.requests.stream import TextStream
 from edgespec_models.text.tokenizer import Tokenizer
 
 

@@ -136,7 +136,7 @@ class GenerationStats:
         drafted_ahead: tokens that the drafter read while the target's passes ran, in its own vocabulary.
         used_ahead: of these, how many a later draft needed.
         queued_s: time that the request waited for its turn, which is in no other time here.
-        target_s: time inside the target's passes (prefill excluded).
+        target_s: time inside the target's passes (prefill excluded); its part of those that others share.
         drafter_s: time that rounds waited for the drafter (its prefill included).
         speculation_off_reason: why no or few drafts were made; None while speculation pays.
         history_problem: what keeps the history from being read or written; None if nothing, or without one.

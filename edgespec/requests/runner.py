@@ -1,20 +1,19 @@
-"""The loaded models as one thread uses them, and one request as it runs on them."""
+"""The loaded models as one thread uses them."""
 
-from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from edgespec.decoding.draft import Clock, Drafter, Extending, Remarks, Step
+from edgespec.decoding.draft import Clock, Drafter, Extending, Remarks
 from edgespec.decoding.grammar import Constraint, Grammars
-from edgespec.decoding.loop import Verifier, decode, read_prompt
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Part, Policy
 from edgespec.drafting.pricing import Guard, Pricing
 from edgespec.loading.opening import Loaded, LoadOptions
+from edgespec.requests.prepared import PreparedRequest
 from edgespec.requests.request import (
     Messages,
     Prompt,
@@ -25,161 +24,24 @@ from edgespec.requests.request import (
     drafter_tokens,
     prompt_tokens,
 )
-from edgespec.requests.results import FinishReason, Generation, Record, nothing, statistics, token_records
-from edgespec.requests.stream import AnswerReader
+from edgespec.requests.seats import Seat, Seats
+from edgespec.requests.turns import take_turn
 from edgespec.requests.worker import Answer
-from edgespec_models.errors import Cancelled, DoesNotFit
+from edgespec_models.errors import DoesNotFit
 from edgespec_models.storage import prompts_dir
-from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.devices import Placement
 from edgespec_runtimes.kv_buffers import KvStore
+from edgespec_runtimes.memory import machine_memory
 from edgespec_runtimes.prompt_cache import PromptCache
-from edgespec_runtimes.session import Session
 
 if TYPE_CHECKING:  # requests import nothing of drafter models or histories that they do not have
     from edgespec.drafting.ahead import Beside
     from edgespec.drafting.custom import Custom
     from edgespec.drafting.side import DrafterSide
     from edgespec.history.use import HistoryUse
-    from edgespec.requests.call_reading import CallReader
-    from edgespec_models.text.thoughts import Place
 
 
-@dataclass(slots=True, kw_only=True)
-class PreparedRequest:
-    """One request, with what it runs on: rounds in, records out, and the result as far as it came.
-
-    ``tokens`` is the prompt and grows. ``begin`` makes the policy, which is closed when the request ends.
-    ``started`` is when making it ready began; None is when it is decoded.
-    """
-
-    session: Session
-    tokenizer: Tokenizer
-    tokens: list[int]
-    request: Request
-    eos: frozenset[int]
-    max_draft: int
-    begin: Callable[[], Policy]
-    constraint: Constraint | None = None
-    place: "Place | None" = None
-    calls: "CallReader | None" = None
-    clock: Clock = perf_counter
-    started: float | None = None
-    _reader: AnswerReader = field(init=False)
-    _steps: list[Step] = field(init=False, default_factory=list)
-    _records: list[Record] = field(init=False, default_factory=list)
-    _remarks: Remarks = field(init=False, default_factory=Remarks)
-    _reason: FinishReason | None = field(init=False, default=None)
-    _measured: dict[str, Any] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._reader = AnswerReader(self.tokenizer, self.place, self.calls, stop=self.request.stop)
-        self._measured["prompt_tokens"] = len(self.tokens)
-
-    def records(self, why_end: Callable[[], FinishReason | None], queued_s: float = 0.0) -> Iterator[Record]:
-        """Decode; the last record has the reason of the end.
-
-        ``why_end`` is asked between passes what is to end the request now; None lets it go on.
-        """
-
-        def cancelled() -> bool:
-            return why_end() is not None
-
-        started, measured = self.clock() if self.started is None else self.started, self._measured
-        measured["queued_s"] = queued_s
-        measured["cached_tokens"] = self.session.shared_prefix(self.tokens[:-1])
-        with closing(self.begin()) as policy, suppress(Cancelled):
-            self._remarks = policy.remarks
-            for progress in read_prompt(self.session, self.tokens[:-1], cancelled, self.clock):
-                yield Record("", (), progress=progress)
-            for step in self._rounds(policy, cancelled):
-                now = self.clock()
-                if not self._steps:
-                    first_at = now
-                    measured["ttft_s"] = now - started
-                record = self._record(step)
-                measured["decode_s"] = self.clock() - first_at
-                yield record
-                if record.finish_reason is not None:
-                    break
-        if self._reason is None:
-            self._reason = why_end() or "cancelled"
-            yield self._shown(Record("", ()))
-
-    @property
-    def result(self) -> Generation:
-        """As far as it came."""
-        thoughts = tuple(self._reader.thoughts)
-        tokens = tuple(token for record in self._records for token in record.tokens)
-        return Generation(
-            "".join(record.text for record in self._records),
-            tuple(token.id for token in tokens),
-            self._reason or "error",
-            statistics(self._steps, self._remarks, **self._measured, reasoning_tokens=len(thoughts)),
-            self._reader.stop_string,
-            tokens,
-            tuple(self._reader.called),
-            "".join(record.content for record in self._records),
-            thoughts=thoughts,
-        )
-
-    def _record(self, step: Step) -> Record:
-        """What a round adds."""
-        self._steps.append(step)
-        record = replace(self._reader.push(step.tokens), tokens=token_records(step))
-        if self._reader.ended or self._is_complete(step.tokens[-1]):
-            self._reason = "stop"
-        elif len(self.tokens) >= self._measured["prompt_tokens"] + self.request.max_new_tokens:
-            self._reason = "length"
-        return self._shown(record)
-
-    def _is_complete(self, last: int) -> bool:
-        """Whether the model has ended its text, or the request's grammar allows nothing behind it."""
-        over = self.constraint is not None and self.constraint.ends(self.tokens)
-        return over or last in self.eos
-
-    def _shown(self, record: Record) -> Record:
-        """The next record, with what was held back if it is the last."""
-        if self._reason is not None:
-            rest = self._reader.push((), final=True)
-            if self._reason == "stop" and self._reader.called:
-                self._reason = "tool_calls"
-            record = replace(
-                record,
-                text=record.text + rest.text,
-                content=record.content + rest.content,
-                calls=record.calls + rest.calls,
-                finish_reason=self._reason,
-                stop=self._reader.stop_string,
-            )
-        self._records.append(record)
-        return record
-
-    def _rounds(self, policy: Policy, cancelled: Callable[[], bool]) -> Iterator[Step]:
-        return decode(
-            self.session,
-            policy,
-            Verifier(self.request.sampling, [] if self.constraint is None else [self.constraint]),
-            self.tokens,
-            max_new_tokens=self.request.max_new_tokens,
-            max_draft=self.max_draft,
-            stop=self.eos,
-            top_logprobs=self.request.top_logprobs if self.request.logprobs else None,
-            cancelled=cancelled,
-            clock=self.clock,
-        )
-
-
-def respond(prepare: Callable[[], PreparedRequest], answer: Answer) -> None:
-    """Answer a request whose turn has come; what goes wrong, its reader is told."""
-    prepared, error = None, None
-    try:
-        prepared = prepare()
-        for record in prepared.records(answer.why_end, answer.queued_s):
-            answer.put(record)
-    except BaseException as caught:  # noqa: BLE001 - raised where the answer is read
-        error = caught
-    answer.end(nothing("error") if prepared is None else prepared.result, error)
+_SHARE = 2  # of the available memory, what one more KV cache may take beside others, which may move for it
 
 
 class Runner:
@@ -231,6 +93,12 @@ class Runner:
                 beside=beside,
                 clock=clock,
             )
+        self.seats = Seats(
+            self.session,
+            None if self.side is None else self.side.session,
+            self._caches,
+            1 if self.own is not None or beside is not None else options.parallel,
+        )
         self._guard = Guard(self.pricing)
         self.history_guard = Guard(self.pricing, "proposals from the history brought tokens")
         sessions = self.session, None if self.side is None else self.side.session
@@ -263,10 +131,13 @@ class Runner:
         aside = side.prompt(tokens, lambda each: drafter_tokens(each, said, request)) if side else []
         return Prompt(tokens, aside, answer_place(self.target, said, tokens))
 
-    def prepared(self, prompt: Prompt, request: Request, constraint: Constraint | None) -> PreparedRequest:
+    def prepared(
+        self, prompt: Prompt, request: Request, constraint: Constraint | None
+    ) -> PreparedRequest | None:
         """A request made ready: room is reserved, and what is known of its prompt lies in the KV cache.
 
-        An answer that would not fit the context is shortened.
+        None where there is no memory for it beside those that are being answered. An answer that would not
+        fit the context is shortened.
         """
         started, tokens, tokenizer = self._clock(), prompt.target.copy(), self.target.tokenizer
         eos = self.target.manifest.special_tokens.eos
@@ -276,22 +147,37 @@ class Runner:
             constraint = with_thoughts(prompt.place, tokenizer, eos, request.thinking, constraint)
         fits = min(request.max_new_tokens, self.session.longest - len(tokens))
         request = replace(request, max_new_tokens=fits)
-        self._caches.fetch(self.session, tokens, on_disk=request.prompt_cache)
-        self.session.reserve(len(tokens) + fits)
-        return PreparedRequest(
-            session=self.session,
-            tokenizer=tokenizer,
-            tokens=tokens,
-            request=request,
-            eos=frozenset(eos if request.stop_at_eos else ()),
-            max_draft=self.options.max_draft,
-            begin=partial(self._begin, prompt, request, constraint),
-            constraint=constraint,
-            place=prompt.place,
-            calls=call_reader(self.target, request, tokens),
-            clock=self._clock,
-            started=started,
-        )
+        if self.seats.any_taken and not self._has_room(len(tokens) + fits):
+            return None
+        seat = self.seats.take(tokens, on_disk=request.prompt_cache)
+        try:
+            seat.target.reserve(len(tokens) + fits)
+            return PreparedRequest(
+                session=seat.target,
+                tokenizer=tokenizer,
+                tokens=tokens,
+                request=request,
+                eos=frozenset(eos if request.stop_at_eos else ()),
+                max_draft=self.options.max_draft,
+                begin=partial(self._begin, prompt, request, constraint, seat),
+                constraint=constraint,
+                place=prompt.place,
+                calls=call_reader(self.target, request, tokens),
+                clock=self._clock,
+                ended=partial(setattr, seat, "taken", False),
+                started=started,
+            )
+        except BaseException:
+            seat.taken = False
+            raise
+
+    def _has_room(self, tokens: int) -> bool:
+        """Whether there is memory for one more KV cache of so many tokens."""
+        return tokens * self.target.manifest.kv_bytes_per_token <= machine_memory().available // _SHARE
+
+    def turn(self, answers: Sequence[Answer]) -> None:
+        """Take requests that run a pass further."""
+        take_turn(answers, self.pricing)
 
     def use_history(self, path: Path) -> None:
         """Draft from the history at ``path``, and learn into it, from the next request on."""
@@ -320,7 +206,7 @@ class Runner:
         """Leave nothing of earlier requests in KV caches, nor on disk of what these models read."""
         if not on_disk:
             self._caches.write_behind()
-        for session in [self.session, *([self.side.session] if self.side is not None else [])]:
+        for session in self.seats.sessions:
             session.truncate(0)
             self._caches.forget(session, on_disk=on_disk)
 
@@ -336,11 +222,9 @@ class Runner:
             if self.history is not None:
                 self.history.close()
         finally:  # a second Ctrl-C, perhaps
-            if self.side is not None:
-                self._caches.forget(self.side.session)
-                self.side.session.close()
-            self._caches.forget(self.session)
-            self.session.close()
+            for session in reversed(self.seats.sessions):
+                self._caches.forget(session)
+                session.close()
 
     def _placements(self) -> str:
         aside = self.drafter_placement
@@ -356,13 +240,13 @@ class Runner:
             )
         return f"{prompt} the model's context of {context:,}, which holds the answer too; shorten it"
 
-    def _begin(self, prompt: Prompt, request: Request, constraint: Constraint | None) -> Policy:
+    def _begin(self, prompt: Prompt, request: Request, constraint: Constraint | None, seat: Seat) -> Policy:
         """What drafts in a request."""
         if self._reopens:
             self._where = self._placements()
         side, remarks = self.side, Remarks(placement=self._where)
         remarks.prompt_cache_problem = None if self._prompts is None else self._prompts.problem
-        policy = partial(Policy, pricing=self.pricing, guard=self._guard, remarks=remarks)
+        policy = partial(Policy, pricing=self.pricing, guard=self._guard, remarks=remarks, clock=self._clock)
         if not request.speculate or not (self.drafts or request.drafter):
             remarks.speculation_off_reason = "speculate=False" if self.drafts else "the drafter is None"
             return policy(None, Part() if side is None else side.part())
@@ -371,24 +255,25 @@ class Runner:
             from edgespec.history.drafter import BestOf
 
             free = BestOf(free, self.history.begin(self.history_guard, remarks))
-        return policy(free, self._part(prompt, request, remarks), constraint=constraint)
+        return policy(free, self._part(prompt, request, remarks, seat), constraint=constraint)
 
     def _custom(self, drafter: Drafter) -> "Custom":
         from edgespec.drafting.custom import Custom
 
         return Custom(drafter, self.session.vocab_size)
 
-    def _part(self, prompt: Prompt, request: Request, remarks: Remarks) -> Part:
+    def _part(self, prompt: Prompt, request: Request, remarks: Remarks, seat: Seat) -> Part:
         """The part of a model or of an app's own drafter."""
         own = self.own if request.drafter is None else self._custom(request.drafter)
         if self.side is None:
             return Part(own)
-        if own is not None:
+        if own is not None or seat.drafter is None:
             return self.side.part(own)
         eos = self.target.manifest.special_tokens.eos if request.stop_at_eos else ()
         return self.side.begin(
             prompt.target,
             prompt.drafter,
+            (seat.drafter, self.seats.drafters(seat)),
             max_new_tokens=request.max_new_tokens,
             max_draft=self.options.max_draft,
             target_end=eos[0] if eos else None,

@@ -1,8 +1,8 @@
-"""Requests between the threads that ask and the one thread that answers them, first come, first served."""
+"""Requests between the threads that ask and the one thread that answers them, a few at once."""
 
 import atexit
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from threading import Condition, Event, Lock, Thread, current_thread
@@ -16,6 +16,8 @@ from edgespec_models.errors import Busy, Closed, RequestError
 if TYPE_CHECKING:
     import asyncio
 
+    from edgespec.requests.prepared import PreparedRequest
+
 
 LOOK_S = 0.2
 """How long a thread waits before it looks around: on Windows, Ctrl-C does not end a wait."""
@@ -27,19 +29,23 @@ class Answer:
     It ends once, with a result: whole, or as far as it came. It is bounded by the request's tokens, so a
     slow reader does not hold up the model.
 
-    ``write`` writes the answer when its turn comes: it puts records, then ends it, and raises nothing.
-    ``ended`` is told of the result before any reader is. ``interruption`` is what is to end it early;
-    ``result`` is whole or as far as it came, and None before the end.
+    ``prepare`` makes the request ready when its turn comes; None says that it is to wait for others.
+    ``ended`` is told of the result before any reader is. Of those of one ``talk`` one runs at a time, since
+    each goes on behind the last. ``interruption`` is what is to end it early;
+    ``result`` is whole or as far as it came, and None before the end. It is ``reading`` from its beginning
+    until its first token.
     """
 
     def __init__(
         self,
         request: Request,
-        write: Callable[["Answer"], None],
+        prepare: Callable[[], "PreparedRequest | None"],
         ended: Callable[[Generation], None] = lambda result: None,
+        talk: object | None = None,
     ) -> None:
-        self.request, self._write, self._ended = request, write, ended
-        self.queued = self.begun = False
+        self.request, self.prepare, self._ended, self._talk = request, prepare, ended, talk
+        self.prepared: PreparedRequest | None = None
+        self.queued = self.begun = self.reading = False
         self.queued_s = 0.0
         self.interruption: FinishReason | None = None
         self._queued_at = 0.0
@@ -59,11 +65,12 @@ class Answer:
 
     def begin(self) -> None:
         """Its turn has come."""
-        self.begun, self.queued_s = True, monotonic() - self._queued_at
+        self.begun = self.reading = True
+        self.queued_s = monotonic() - self._queued_at
 
-    def write(self) -> None:
-        """Have it written, to its end."""
-        self._write(self)
+    def postpone(self) -> None:
+        """There is no room for it beside those that run: it goes back to the queue."""
+        self.begun = self.reading = False
 
     def interrupt(self, reason: FinishReason) -> None:
         """Have it end as soon as it can; the first reason counts.
@@ -80,8 +87,16 @@ class Answer:
             self.interrupt("timeout")
         return self.interruption
 
+    def excludes(self, other: "Answer") -> bool:
+        """Whether both may not run at once: they are of one talk, or want the same drafter of the app's."""
+        drafter, talk = self.request.drafter, self._talk
+        return (talk is not None and talk is other._talk) or (
+            drafter is not None and drafter is other.request.drafter
+        )
+
     def put(self, record: Record) -> None:
         """Hand out a record."""
+        self.reading &= not record.tokens
         with self._changed:
             self._records.append(record)
             self._wake()
@@ -151,26 +166,33 @@ class Answer:
 
 
 class Worker:
-    """Answers what is queued in a thread of its own, one request at a time, each to its end.
+    """Answers what is queued in a thread of its own, at most ``at_once`` requests together.
+
+    ``turn`` takes those that run a pass further. Prompts are read one after the other, so that the first is
+    answered soon, and one like it finds in a cache what that has read.
 
     The thread begins with a request and ends when none is left, so that an idle model has none, and nothing
     keeps the program from ending: at its end, what runs is ended too.
 
-    At most ``most_waiting`` requests wait while one is answered. When none does, ``tidy`` is called behind an
-    answer, in the same thread; it ends soon after the function that it is given says so.
+    At most ``most_waiting`` requests wait while ``at_once`` are answered. When there are none, ``tidy`` is
+    called in the same thread; it ends soon after the function that it is given says so.
     """
 
     def __init__(
-        self, most_waiting: int, tidy: Callable[[Callable[[], bool]], None] = lambda stop: None
+        self,
+        most_waiting: int,
+        turn: Callable[[Sequence[Answer]], None],
+        at_once: int = 1,
+        tidy: Callable[[Callable[[], bool]], None] = lambda stop: None,
     ) -> None:
-        self._most_waiting, self._tidy = most_waiting, tidy
+        self._most_waiting, self._turn, self.at_once, self._tidy = most_waiting, turn, at_once, tidy
         self._changed = Condition()
         self._waiting: deque[Answer] = deque()
-        self._running: Answer | None = None
+        self._running: list[Answer] = []
         self._tidying = False
         self._thread: Thread | None = None
         self._pausing = Lock()  # one at a time
-        self._paused = self._closed = False
+        self._paused = self._closed = self._is_crowded = False
         self._then: Callable[[], None] | None = None  # once the thread has ended
 
     def submit(self, answer: Answer) -> None:
@@ -183,7 +205,7 @@ class Worker:
             if self._closed:
                 raise Closed("the model is closed; load it again")
             self._sweep()
-            if len(self._waiting) + (self._running is not None) > self._most_waiting:
+            if len(self._waiting) + len(self._running) >= self._most_waiting + self.at_once:
                 raise Busy(
                     f"{self._most_waiting} requests wait for the model, as many as may; ask again later, or "
                     "load it with a larger max_waiting"
@@ -212,18 +234,18 @@ class Worker:
         with self._changed:
             if answer not in self._waiting:
                 return 0
-            return self._waiting.index(answer) + (self._running is not None)
+            return self._waiting.index(answer) + len(self._running)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """No request runs within the block: the one that runs is waited for, the others wait."""
+        """No request runs within the block: those that run are waited for, the others wait."""
         if current_thread() is self._thread:
             raise RequestError("a request that runs cannot wait for its own end; ask from another thread")
         with self._pausing:
             try:
                 with self._changed:
                     self._paused = True
-                    while self._running is not None or self._tidying:
+                    while self._running or self._tidying:
                         self._changed.wait(LOOK_S)
                 yield
             finally:
@@ -241,8 +263,8 @@ class Worker:
             waiting, self._waiting = self._waiting, deque()
             for answer in waiting:
                 answer.begun = True
-            if self._running is not None:
-                self._running.interrupt("closed")
+            for answer in self._running:
+                answer.interrupt("closed")
         for answer in waiting:
             answer.interrupt("closed")
             _abandon(answer)
@@ -253,8 +275,8 @@ class Worker:
             then()
 
     def _work(self) -> None:
-        while (answer := self._next()) is not None:
-            answer.write()
+        while running := self._next():
+            self._turn(running)
             self._tidy_up()
         if self._then is not None:
             with self.paused():
@@ -262,7 +284,9 @@ class Worker:
 
     def _tidy_up(self) -> None:
         with self._changed:
-            self._running, self._tidying = None, True
+            if self._waiting or any(answer.result is None for answer in self._running):
+                return
+            self._running, self._tidying = [], True
             self._changed.notify_all()
         try:
             self._tidy(lambda: self._paused or bool(self._waiting))
@@ -271,21 +295,34 @@ class Worker:
                 self._tidying = False
                 self._changed.notify_all()
 
-    def _next(self) -> Answer | None:
-        """The request whose turn it is; None ends the thread."""
+    def _next(self) -> list[Answer]:
+        """The requests that run now; none ends the thread."""
         with self._changed:
-            self._running = None
+            running = [answer for answer in self._running if answer.result is None and answer.begun]
+            postponed = [answer for answer in self._running if not answer.begun]
+            self._waiting.extendleft(postponed)
+            # Until one of those ends that run, there is no more room.
+            self._is_crowded = bool(postponed) or (self._is_crowded and len(running) == len(self._running))
+            self._running = running
             self._changed.notify_all()
-            while self._paused:
+            while self._paused and not self._running:
                 self._changed.wait()
             self._sweep()
-            if not self._waiting:
+            if self._waiting and not self._paused and self._may_begin(self._waiting[0]):
+                self._running.append(self._waiting.popleft())
+                self._running[-1].begin()
+            if not self._running:
                 self._thread = None
                 atexit.unregister(self._leave)
-                return None
-            self._running = self._waiting.popleft()
-            self._running.begin()
-            return self._running
+            return list(self._running)
+
+    def _may_begin(self, answer: Answer) -> bool:
+        """Whether there is a place, no prompt is being read, and none runs that has to end first."""
+        if any(answer.excludes(each) for each in self._running):
+            return False
+        if self._running and self._is_crowded:
+            return False
+        return len(self._running) < self.at_once and not any(each.reading for each in self._running)
 
     def _sweep(self) -> None:
         """Let go of requests that were dropped while they waited: nobody reads them."""

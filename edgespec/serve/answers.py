@@ -2,10 +2,10 @@
 
 import secrets
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from edgespec.decoding.draft import Progress
 from edgespec.requests.attribution import Attribution
@@ -33,7 +33,10 @@ def usage(answers: Sequence[Generation]) -> Json:
 
 @dataclass(slots=True)
 class _Answer:
-    """One response: its id, the fields all chunks share, and the number of characters sent."""
+    """One response: its id and the fields all chunks share; of one choice, if it is streamed.
+
+    ``written`` is the number of its characters that were sent.
+    """
 
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
@@ -45,6 +48,7 @@ class _Answer:
     logprobs: bool = False
     id: str = field(default_factory=partial(secrets.token_hex, 12))
     created: int = field(default_factory=lambda: int(time.time()))
+    index: int = 0
     written: int = 0
 
     def whole(self, answers: Sequence[Generation]) -> Json:
@@ -54,6 +58,10 @@ class _Answer:
             for index, answer in enumerate(_choices(answers))
         ]
         return self._head(self.kind) | {"choices": choices, "usage": usage(answers)}
+
+    def choices(self, indices: Iterable[int]) -> list[Self]:
+        """The same response for each of some choices."""
+        return [replace(self, index=index) for index in indices]
 
     def begin(self) -> Json | None:
         """The first chunk, if anything stands before the text."""
@@ -73,15 +81,15 @@ class _Answer:
         """The last chunk: why it ended, and what it cost."""
         raise NotImplementedError
 
-    def used(self, answer: Generation) -> Json:
+    def used(self, answers: Sequence[Generation]) -> Json:
         """The chunk that ``stream_options.include_usage`` asks for."""
-        return self._head(self.chunk_kind) | {"choices": [], "usage": usage([answer])}
+        return self._head(self.chunk_kind) | {"choices": [], "usage": usage(answers)}
 
     def _said(self, answer: Generation) -> Json:
         raise NotImplementedError
 
     def _chunk(self, choice: Json) -> Json:
-        empty = {"index": 0, "logprobs": None, "finish_reason": None}
+        empty = {"index": self.index, "logprobs": None, "finish_reason": None}
         return self._head(self.chunk_kind) | {"choices": [empty | choice]}
 
     def _head(self, kind: str) -> Json:

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 from starlette.requests import ClientDisconnect, Request
@@ -15,13 +17,13 @@ from edgespec.engine import Model
 from edgespec.requests.attribution import Attribution
 from edgespec.requests.request import RequestOptions
 from edgespec.requests.results import Generation, Record
-from edgespec.requests.stream import Stream, answers_async
+from edgespec.requests.stream import Stream, answers_async, asked, together
 from edgespec.serve.answers import ChatAnswer, CompletionAnswer
 from edgespec.serve.bodies import ChatBody, CompletionBody, parse, read_json
 from edgespec.serve.metrics import RequestCount, count_of
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.problems import Problem, of_error, shutting_down
-from edgespec_models.errors import EdgespecError
+from edgespec_models.errors import Busy, EdgespecError
 
 T = TypeVar("T")
 Ask = Callable[..., Stream]
@@ -33,7 +35,7 @@ _SILENCE_S = 5.0
 
 
 class Completions:
-    """Asks one model for answers, on behalf of many clients; the model takes them in turn.
+    """Asks one model for answers, on behalf of many clients; the model takes them a few at once.
 
     Where it is ``closing``, no further request is taken, since the server ends.
     """
@@ -85,115 +87,171 @@ class Completions:
         limits = {"max_new_tokens": self._options.max_new_tokens, "timeout": self._options.timeout_s}
         options = cast(RequestOptions, {**limits, **body.options()})
         if body.stream:
-            if len(asks) > 1 or body.n > 1:
-                raise Problem(400, "one answer can be streamed; leave out stream, or ask for each by itself")
-            return await self._streamed(request, body, partial(asks[0], **options), answer)
+            return await self._streamed(request, body, asks, answer, options)
         answers = await _while_connected(request, _all(asks, options))
         count = count_of(request)
-        for each in {id(choice.stats): choice for asked in answers for choice in asked.choices}.values():
+        for each in {id(choice.stats): choice for answer in answers for choice in answer.choices}.values():
             count.tokens += len(each.tokens)  # greedy choices are one answer several times
             count.stats.append(each.stats)
             _check_ended(each)
         return JSONResponse(answer.whole(answers))
 
     async def _streamed(
-        self, request: Request, body: ChatBody | CompletionBody, start: Ask, answer: Answer
+        self,
+        request: Request,
+        body: ChatBody | CompletionBody,
+        asks: Sequence[Ask],
+        answer: Answer,
+        options: RequestOptions,
     ) -> Response:
         """Waits for a moment, so that what is wrong with a request is told by the status."""
-        stream = await asyncio.to_thread(start)
-        events = _EventStream(count_of(request), body, answer, stream)
+        streams = await asyncio.to_thread(lambda: [asked(options, ask) for ask in asks])
+        events = _EventStream(count_of(request), body, answer, streams, options)
         try:
             await _while_connected(request, events.begin())
         except BaseException:
-            events.close()
+            await events.close()
             raise
         return events
 
 
+class _Told:
+    """An answer that is streamed, as each of its ``choices``: greedy ones are one answer."""
+
+    def __init__(self, stream: Stream, choices: Sequence[Answer]) -> None:
+        self.stream, self._choices, self._has_begun = stream, choices, False
+        self._records, self._attribution = aiter(stream.records()), Attribution(choices[0].tokenizer)
+
+    def next(self) -> "asyncio.Future[Record | None]":
+        """What it adds; None at its end."""
+        return asyncio.ensure_future(anext(self._records, None))
+
+    def chunks(self, record: Record) -> list[Mapping[str, Any]]:
+        """What says so; who speaks is not said before: clients take that for the end of the wait."""
+        begun = [] if self._has_begun else [each.begin() for each in self._choices]
+        self._has_begun = True
+        if record.progress is not None:
+            said = [self._choices[0].reading(record.progress)]
+        else:
+            shown = self._attribution.push(record)
+            said = [each.chunk(record, shown) for each in self._choices]
+        return [each for each in [*begun, *said] if each is not None]
+
+    def last(self) -> list[Mapping[str, Any]]:
+        """The last chunk of each choice."""
+        return [each.end(self.stream.result) for each in self._choices]
+
+
 class _EventStream(StreamingResponse):
-    """Server-sent events of one answer; when it is over, however that came, the generation is."""
+    """Server-sent events of all answers, as they come; when it is over, however that came, these are.
+
+    ``streams`` are those to each prompt; as many run as the model answers at once.
+    """
 
     def __init__(
-        self, count: RequestCount, body: ChatBody | CompletionBody, answer: Answer, stream: Stream
+        self,
+        count: RequestCount,
+        body: ChatBody | CompletionBody,
+        answer: Answer,
+        streams: Sequence[Sequence[Stream]],
+        options: RequestOptions,
     ) -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # no proxy gathers them
         super().__init__(self._lines(), media_type="text/event-stream", headers=headers)
-        self._count, self._answer, self._stream = count, answer, stream
+        self._count, self._answer, self._streams, self._options = count, answer, streams, options
         self._with_usage, self._with_progress = body.stream_options.include_usage, body.return_progress
-        self._attribution = Attribution(answer.tokenizer)
-        self._records = aiter(stream.records())
-        self._coming = self._next()
+        every = [stream for each in streams for stream in each]
+        same = len(streams) * body.n // len(every)  # choices that are one answer
+        told = (
+            _Told(stream, answer.choices(range(at * same, at * same + same)))
+            for at, stream in enumerate(every)
+        )
+        self._waiting, self._coming = deque(told), dict[asyncio.Future[Record | None], _Told]()
         self._read: Progress | None = None
         self._ended = False
 
     async def begin(self) -> None:
         """Raise what goes wrong at once; whoever waits longer gets the headers."""
-        await asyncio.wait((self._coming,), timeout=_AT_ONCE_S)
-        if self._coming.done():
-            self._coming.result()
+        self._start()
+        done, _ = await asyncio.wait(self._coming, timeout=_AT_ONCE_S, return_when=asyncio.FIRST_COMPLETED)
+        for each in done:
+            each.result()
 
-    def close(self) -> None:
-        """End an answer that nobody reads any more."""
-        self._coming.cancel()
-        self._stream.cancel()
+    async def close(self) -> None:
+        """End the answers, which nobody reads any more."""
+        for each in self._coming:
+            each.cancel()
+        for stream in chain.from_iterable(self._streams):
+            stream.cancel()
+        await asyncio.gather(*self._coming, return_exceptions=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self.close()
             self._count.left = not self._ended
+            await self.close()
+
+    def _start(self) -> None:
+        """Ask for the next answers; what the queue has no room for waits here."""
+        while self._waiting and len(self._coming) < self._waiting[0].stream.at_once:
+            try:
+                self._waiting[0].stream.start()
+            except Busy:
+                if not self._coming:
+                    raise
+                return
+            told = self._waiting.popleft()
+            self._coming[told.next()] = told
 
     async def _lines(self) -> AsyncIterator[str]:
         """All that goes over the wire."""
         try:
             async for line in self._pieces():
                 yield line
-            answer = self._stream.result
-            _check_ended(answer)
         except (EdgespecError, Problem) as error:  # the status is sent already
             problem = error if isinstance(error, Problem) else of_error(error)
             yield _line(problem.to_json())
         else:
-            self._count.stats.append(answer.stats)
-            yield self._event(self._answer.end(answer))
             if self._with_usage:
-                yield _line(self._answer.used(answer))
+                answers = [together([each.result for each in some], self._options) for some in self._streams]
+                yield _line(self._answer.used(answers))
             yield "data: [DONE]\n\n"
         self._ended = True
 
     async def _pieces(self) -> AsyncIterator[str]:
         """Events of what comes, and comments while there is nothing to say."""
-        begin, clock = self._answer.begin(), asyncio.get_running_loop().time
-        due = clock() + (0 if self._stream.place else _SILENCE_S)
-        while True:
-            await asyncio.wait((self._coming,), timeout=max(0.0, due - clock()))
-            if not self._coming.done():
-                yield self._comment()
-            elif (record := self._coming.result()) is None:
-                return
-            else:
-                self._coming, self._read = self._next(), record.progress
-                if self._read is not None and not self._with_progress:
-                    continue
-                if begin is not None:  # not before: clients take it for the end of the wait
-                    yield self._event(begin)
-                    begin = None
-                yield self._event(self._chunk(record))
-            due = clock() + _SILENCE_S
+        clock = asyncio.get_running_loop().time
+        due = clock() + (0 if self._place else _SILENCE_S)
+        while self._coming:
+            left = max(0.0, due - clock())
+            done, _ = await asyncio.wait(self._coming, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            lines = [] if done else [self._comment()]
+            for each in done:
+                lines += map(self._event, self._said(self._coming.pop(each), each.result()))
+            for line in lines:
+                yield line
+            if lines:
+                due = clock() + _SILENCE_S
 
-    def _next(self) -> "asyncio.Future[Record | None]":
-        return asyncio.ensure_future(anext(self._records, None))
-
-    def _chunk(self, record: Record) -> Mapping[str, Any]:
-        if record.progress is not None:
-            return self._answer.reading(record.progress)
+    def _said(self, told: _Told, record: Record | None) -> list[Mapping[str, Any]]:
+        """The chunks of what came."""
+        if record is None:
+            _check_ended(told.stream.result)
+            self._count.stats.append(told.stream.result.stats)
+            self._start()
+            return told.last()
+        self._coming[told.next()], self._read = told, record.progress
         self._count.tokens += len(record.tokens)
-        return self._answer.chunk(record, self._attribution.push(record))
+        return [] if self._read is not None and not self._with_progress else told.chunks(record)
+
+    @property
+    def _place(self) -> int:
+        return min(told.stream.place for told in self._coming.values())
 
     def _comment(self) -> str:
         """What the request waits for; clients skip it, and neither they nor proxies take it for dead."""
-        if place := self._stream.place:
+        if place := self._place:
             return f": waiting, {place} before it\n\n"
         if self._read is not None:
             return f": reading the prompt, {self._read.read} of {self._read.total} tokens\n\n"
@@ -210,12 +268,11 @@ def _line(value: Mapping[str, Any]) -> str:
 async def _all(asks: Sequence[Ask], options: RequestOptions) -> list[Generation]:
     """The answers to all prompts; if one cannot be had, none is."""
 
-    async def one(ask: Ask, options: RequestOptions) -> Generation:
-        stream = await asyncio.to_thread(ask, **options)  # a long prompt takes a while to encode
-        async with stream:
-            return await stream.run_async()
+    async def one(ask: Ask) -> Generation:
+        streams = await asyncio.to_thread(asked, options, ask)  # a long prompt takes a while to encode
+        return await answers_async(options, streams)
 
-    tasks = [asyncio.ensure_future(answers_async(options, partial(one, ask))) for ask in asks]
+    tasks = [asyncio.ensure_future(one(ask)) for ask in asks]
     try:
         return list(await asyncio.gather(*tasks))
     finally:

@@ -63,10 +63,14 @@ class Metrics:
             "edgespec_accepted_tokens", "Proposed tokens kept, by source.", ("source",), registry=registry
         )
         self._passes = Counter(
-            "edgespec_target_passes", "Passes of the target after prefill.", registry=registry
+            "edgespec_target_passes",
+            "Passes of the target after prefill, counted for each request that shares one.",
+            registry=registry,
         )
         self._decoding = Counter(
-            "edgespec_decode_seconds", "Seconds of decoding after the first token.", registry=registry
+            "edgespec_decode_seconds",
+            "Seconds of decoding after the first token, of each request.",
+            registry=registry,
         )
         self._first = Histogram(
             "edgespec_time_to_first_token_seconds", "Seconds to the first token, prefill included.",

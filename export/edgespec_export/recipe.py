@@ -13,8 +13,8 @@ from edgespec_models.errors import EdgespecError
 
 RECIPES: Final[Mapping[tuple[Role, ExportDevice | None], int]] = MappingProxyType(
     {
-        ("target", None): 7,
-        ("drafter", None): 7,
+        ("target", None): 8,
+        ("drafter", None): 8,
         ("target", "cuda"): 5,
         ("drafter", "cuda"): 5,
         ("target", "npu-qnn"): 3,

@@ -19,10 +19,12 @@ from typing import Annotated, Any, Final
 import psutil
 
 from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.graph_contract import Part
 from edgespec_models.errors import BundleError, DeviceError
 from edgespec_models.schema import check_fields, one_of, within
 from edgespec_runtimes.graph_io import DynamicIO
 from edgespec_runtimes.graph_session import DynamicSession
+from edgespec_runtimes.kv_buffers import Stretch
 from edgespec_runtimes.ort import RUN_ERRORS, lacks_memory, ort
 
 INSTRUCTIONS: Final = ("avx512", "avxvnni", "avx2", "neon_i8mm", "neon_dot", "plain")
@@ -124,8 +126,8 @@ def _prompt_key(bundle: Bundle) -> str:
 def _check_shapes(io: DynamicIO, graph: Path) -> None:
     """Run a pass over no tokens: operators compare their shapes, and read no weights."""
     try:
-        io.reserve(0, 0)
-        io.run((), 0, 0)
+        io.reserve(Stretch(), 0)
+        io.run([Part((), 0, 0)])
     except DeviceError as error:
         raise BundleError(
             f"the parts of {graph} do not fit each other ({error}); export the model again"

@@ -22,7 +22,7 @@ from edgespec_runtimes.devices import Device
 from edgespec_runtimes.discovery import open_whole
 from edgespec_runtimes.graph_io import DynamicIO
 from edgespec_runtimes.graph_session import DynamicSession
-from edgespec_runtimes.kv_buffers import InPlaceCache, KVBuffers, Memory
+from edgespec_runtimes.kv_buffers import InPlaceCache, KVBuffers, Memory, Move
 from edgespec_runtimes.ort import RUN_ERRORS, ort
 
 _PREFILL_CHUNK = 512  # passes of many rows unpack all weights first, so there should be few
@@ -120,14 +120,14 @@ class DeviceCache(InPlaceCache):
         self.nbytes = 0
         """Bytes reserved."""
 
-    def reserve(self, capacity: int, keep: int) -> None:
-        """Make room for ``capacity`` tokens, keeping the first ``keep``; earlier bindings are void.
+    def reserve(self, capacity: int, moves: Sequence[Move]) -> None:
+        """Make room for ``capacity`` tokens, keeping what moves; earlier bindings are void.
 
         Raises:
             DeviceError: the device has no room for it; nothing is kept then.
         """
         try:
-            self._reserve(capacity, keep)
+            self._reserve(capacity, sum(move.held for move in moves))
         except BaseException:
             self.clear()
             raise

@@ -6,19 +6,22 @@ bound to memory, run, and read.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.bundles.graph_contract import CHANGING, INPUTS, ROWS, CacheTensor, Pass
+from edgespec_models.bundles.graph_contract import CHANGING, INPUTS, ROWS, CacheTensor, Part, Pass
 from edgespec_models.errors import BundleError, DeviceError, RequestError
 from edgespec_runtimes.kv_buffers import (
     KEY_TILE,
     GrowingCache,
     KVBuffers,
     Memory,
+    Move,
+    Stretch,
     ort_value,
 )
 from edgespec_runtimes.ort import RUN_ERRORS, TYPES, lacks_memory, ort
@@ -31,20 +34,25 @@ _FATAL = 4  # ONNX Runtime's severity
 
 
 class GraphIO(Protocol):
-    """Runs passes of one graph over one sequence.
+    """Runs passes of one graph over one sequence or, where it takes them, over several.
 
     ``most_rows`` is how many rows of a pass have logits at most where not all are wanted; it bounds the
-    memory for them.
+    memory for them. ``stretches`` are those of the sessions whose passes it runs.
     """
 
     most_rows: int
+    stretches: list[Stretch]
+
+    @property
+    def takes_several(self) -> bool:
+        """Whether a pass may be over parts of several sequences."""
 
     @property
     def kv_bytes(self) -> int:
         """Bytes reserved for the KV cache."""
 
-    def reserve(self, capacity: int, keep: int) -> None:
-        """Make room for ``capacity`` tokens, keeping the first ``keep``."""
+    def reserve(self, stretch: Stretch, capacity: int) -> None:
+        """Make room for ``capacity`` tokens in ``stretch``, keeping those of all."""
 
     def cache_rows(self, start: int, end: int) -> list[npt.NDArray[Any]] | None:
         """Keys and values of the tokens from ``start`` on and before ``end``; None where there are none."""
@@ -52,8 +60,8 @@ class GraphIO(Protocol):
     def put_cache_rows(self, arrays: Sequence[npt.NDArray[Any]], start: int, count: int) -> None:
         """Put the first ``count`` tokens of those behind ``start`` others. Room must be reserved."""
 
-    def run(self, tokens: Sequence[int], start: int, rows: int) -> Predictions:
-        """Run ``tokens`` behind the first ``start`` of the cache; a row for each of the last ``rows``.
+    def run(self, parts: Sequence[Part]) -> list[Predictions]:
+        """Run a pass; for each part a row for each of its last ``rows``.
 
         They lie in the graph's own buffers. Room must be reserved.
 
@@ -74,13 +82,13 @@ class _Bound:
     """A binding for passes of one shape.
 
     ``changing`` are those of the ``inputs`` (name, array, value, and its memory) that hold something else in
-    the next pass. ``predictions`` are of the last run.
+    the next pass. ``predictions`` are of rows of the last run.
     """
 
     binding: Any
     inputs: tuple[_Input, ...]
     changing: tuple[_Input, ...]
-    predictions: Callable[[], Predictions]
+    predictions: Callable[[slice], Predictions]
 
 
 class DynamicIO:
@@ -97,8 +105,8 @@ class DynamicIO:
     they concatenate, a longer cache comes back. A short trial at the start tells which: configurations do not
     always, and Optimum's not at all.
 
-    ``passes`` are bindings by number of tokens and of wanted rows. Where logits are of all rows,
-    ``most_rows`` take about 32 MiB.
+    ``passes`` are bindings by number of tokens, of wanted rows and of parts. Where logits are of all rows,
+    ``most_rows`` take about 32 MiB. The ``stretches`` of sequences lie in the cache one behind the other.
     """
 
     def __init__(
@@ -119,11 +127,13 @@ class DynamicIO:
         self._choices, self._selects = manifest.choices, ROWS in every
         self._head_tokens, self._columns = bundle.head_tokens, manifest.head_rows or bundle.config.vocab_size
         self._context = np.zeros(int("context_tokens" in every), np.int64)
+        self._set_head()
         kinds = {value.name: TYPES[value.type] for value in session.get_outputs()}
         self._logits = kinds[self._tensors.logits]
         row_bytes = self._columns * self._logits.itemsize
         self.most_rows = self._context_length if self._selects else max(1, _LOGITS_BYTES // row_bytes)
-        self.passes: dict[tuple[int, int], _Bound] = {}
+        self.passes: dict[tuple[int, int, int], _Bound] = {}
+        self.stretches: list[Stretch] = []
         self._tuned: dict[str, tuple[npt.NDArray[np.float32], Any]] = {}
         layout = [replace(tensor, type=every[tensor.past].name) for tensor in self._tensors.cache]
         grows = not self._tensors.ours and self._grows(layout)
@@ -133,6 +143,11 @@ class DynamicIO:
     def kv_bytes(self) -> int:
         """Bytes reserved for the KV cache."""
         return self.cache.nbytes
+
+    @property
+    def takes_several(self) -> bool:
+        """Whether a pass may be over parts of several sequences."""
+        return "sequences" in self._inputs
 
     @property
     def tunable(self) -> frozenset[str]:
@@ -155,30 +170,37 @@ class DynamicIO:
                 raise RequestError(f"{name} is of shape {shapes[name]}, not {array.shape}")
         self._tuned = {name: (array, self._memory.value(array)) for name, array in arrays.items()}
         self.passes.clear()
+        for stretch in self.stretches:
+            stretch.tokens.clear()
 
     @property
     def head_tokens(self) -> npt.NDArray[np.int32] | None:
         """The token of every column of the logits; None where column i is token i."""
-        if self._head_tokens is None:
-            return None
-        return np.concatenate([self._head_tokens, self._context.astype(np.int32)])
+        return self._head
 
     def offer(self, tokens: Sequence[int]) -> None:
         """Give a trimmed LM head that is tied to the embedding a column for each of ``tokens``."""
         offered = np.array(tokens or [0], np.int64)
         if len(self._context) and not np.array_equal(offered, self._context):
             self._context = offered
+            self._set_head()
             self.passes.clear()
 
-    def reserve(self, capacity: int, keep: int) -> None:
-        """Make room for ``capacity`` tokens, keeping the first ``keep``."""
+    def _set_head(self) -> None:
+        trimmed, self._head = self._head_tokens, None
+        if trimmed is not None:
+            self._head = np.concatenate([trimmed, self._context.astype(np.int32)])
+
+    def reserve(self, stretch: Stretch, capacity: int) -> None:
+        """Make room for ``capacity`` tokens in ``stretch``, keeping those of all."""
         self.passes.clear()
-        capacity += int(self._pairs)
-        if self._tensors.ours:
-            capacity = -(-capacity // KEY_TILE) * KEY_TILE
-        else:  # whose rotary tables end with the context
-            capacity = min(capacity, self._context_length)
-        self.cache.reserve(capacity, keep)
+        moves, end = list[Move](), 0
+        for each in self.stretches:
+            moves.append(Move(each.begin, end, len(each.tokens)))
+            end += self._room(capacity if each is stretch else each.capacity)
+        self.cache.reserve(end, moves)
+        for each, move in zip(self.stretches, moves, strict=True):
+            each.begin = move.to
 
     def cache_rows(self, start: int, end: int) -> list[npt.NDArray[Any]] | None:
         """Keys and values of the tokens from ``start`` on and before ``end``, where they lie."""
@@ -188,38 +210,59 @@ class DynamicIO:
         """Put the first ``count`` tokens of those behind ``start`` others."""
         self.cache.paste(arrays, start, count)
 
-    def run(self, tokens: Sequence[int], start: int, rows: int) -> Predictions:
-        """Run ``tokens`` behind the first ``start`` of the cache; a row for each of the last ``rows``."""
+    def run(self, parts: Sequence[Part]) -> list[Predictions]:
+        """Run a pass; for each part a row for each of its last ``rows``."""
         try:
-            return self._pass(tokens, start, rows)
+            return self._pass(parts)
         except (MemoryError, *RUN_ERRORS) as error:
+            count = sum(len(part.tokens) for part in parts)
             if lacks_memory(error):
-                raise DeviceError(f"not enough memory for a pass over {len(tokens)} tokens") from error
+                raise DeviceError(f"not enough memory for a pass over {count} tokens") from error
             if self._tensors.ours:
-                raise DeviceError(f"a pass over {len(tokens)} tokens failed: {error}") from error
+                raise DeviceError(f"a pass over {count} tokens failed: {error}") from error
             raise BundleError(
                 f"ONNX Runtime cannot run this graph, which edgespec did not make: {error}"
             ) from error
 
-    def _pass(self, tokens: Sequence[int], start: int, rows: int) -> Predictions:
-        twice = self._pairs and len(tokens) == 1 and (self._tensors.ours or start + 2 <= self._context_length)
-        columns = self._columns + len(self._context)
-        asked = max(rows, 2) if self._pairs and self._selects else rows
-        one = Pass((*tokens, *tokens) if twice else tokens, start, asked, int(twice), self._context, columns)
-        bound = self.passes.get((len(tokens), rows))
+    def _pass(self, parts: Sequence[Part]) -> list[Predictions]:
+        wanted = sum(part.rows for part in parts)
+        one = Pass(self._in_pairs(parts), self._context, self._columns + len(self._context))
+        key = sum(len(part.tokens) for part in parts), wanted, len(parts)
+        bound = self.passes.get(key)
         if bound is None:
-            bound = self._bind(one, rows)
+            bound = self._bind(one, wanted)
             if self._tensors.ours:
                 if len(self.passes) >= _MAX_KEPT_BINDINGS:
                     self.passes.clear()
-                self.passes[len(tokens), rows] = bound
+                self.passes[key] = bound
         else:
             for name, array, value, memory in bound.changing:
                 array[...] = INPUTS[name](one)
                 memory.write(value, array)
         self._session.run_with_iobinding(bound.binding)
-        self.cache.written(one.end)
-        return bound.predictions()
+        self.cache.written(one.parts[0].end)
+        ends = list(accumulate(part.rows for part in parts))
+        return [bound.predictions(slice(end - part.rows, end)) for end, part in zip(ends, parts, strict=True)]
+
+    def _in_pairs(self, parts: Sequence[Part]) -> Sequence[Part]:
+        """The part with its single token twice, where that makes a row's bits those of other passes."""
+        if not self._pairs:
+            return parts
+        (part,) = parts
+        rows = max(part.rows, 2) if self._selects else part.rows
+        twice = len(part.tokens) == 1 and (self._tensors.ours or part.start + 2 <= self._context_length)
+        return [
+            part._replace(
+                tokens=(*part.tokens, *part.tokens) if twice else part.tokens, rows=rows, ending=int(twice)
+            )
+        ]
+
+    def _room(self, capacity: int) -> int:
+        """Tokens that the cache has room for where ``capacity`` are asked for."""
+        capacity += int(self._pairs)
+        if self._tensors.ours:
+            return -(-capacity // KEY_TILE) * KEY_TILE
+        return min(capacity, self._context_length)  # with which their rotary tables end
 
     def close(self) -> None:
         """Free what passes use."""
@@ -228,7 +271,7 @@ class DynamicIO:
         self._session = None
 
     def _bind(self, one: Pass, rows: int) -> _Bound:
-        """Bind what a pass reads and writes; its predictions are those of the last ``rows``."""
+        """Bind what a pass reads and writes; its predictions are of the last ``rows``."""
         binding = self._session.io_binding()
         inputs: list[_Input] = []
         for called, (name, kind) in self._inputs.items():
@@ -239,12 +282,15 @@ class DynamicIO:
             binding.bind_ortvalue_input(called, inputs[-1][2])
         for name, (_, value) in self._tuned.items():
             binding.bind_ortvalue_input(name, value)
-        self.cache.bind(binding, one.start, len(one.tokens))
-        changing = tuple(each for each in inputs if each[0] in CHANGING)
+        self.cache.bind(binding, one.parts[0].start, len(one.parts[0].tokens))
+        # Of one part as many rows are always the same ones.
+        changing = tuple(
+            each for each in inputs if each[0] in CHANGING and (each[0] != ROWS or len(one.parts) > 1)
+        )
         return _Bound(binding, tuple(inputs), changing, self._bind_outputs(binding, one, rows))
 
-    def _bind_outputs(self, binding: Any, one: Pass, wanted: int) -> Callable[[], Predictions]:
-        """Bind what comes out of a pass; what hands it out after each run.
+    def _bind_outputs(self, binding: Any, one: Pass, wanted: int) -> Callable[[slice], Predictions]:
+        """Bind what comes out of a pass; what hands out the wanted rows, or some of them, after each run.
 
         Logits stay where the graph runs if it says itself which columns are the most likely.
         """
@@ -255,16 +301,18 @@ class DynamicIO:
             outputs = {"best_columns": ort_value(best), "best_probabilities": ort_value(likely)}
             for name, output in {self._tensors.logits: value, **outputs}.items():
                 binding.bind_ortvalue_output(name, output)
-            return lambda: DevicePredictions(shape, lambda: logits()[0], best[0], likely[0])
+            return lambda rows: DevicePredictions(
+                (rows.stop - rows.start, shape[1]), lambda: logits()[0, rows], best[0, rows], likely[0, rows]
+            )
         value, logits = self._host.output((1, *shape), self._logits)
         binding.bind_ortvalue_output(self._tensors.logits, value)
-        end = shape[0] if self._selects else shape[0] - one.ending
+        end = shape[0] if self._selects else shape[0] - one.parts[0].ending
         said = logits()[0, end - wanted : end]
-        return lambda: Predictions(said.astype(np.float32, copy=False))
+        return lambda rows: Predictions(said[rows].astype(np.float32, copy=False))
 
     def _grows(self, layout: Sequence[CacheTensor]) -> bool:
         """Whether the cache comes back longer than it went in, although it had room."""
-        one = Pass((0, 0), 0)
+        one = Pass([Part((0, 0), 0)])
         feeds = {called: np.array(INPUTS[name](one), kind) for called, (name, kind) in self._inputs.items()}
         feeds |= {t.past: np.zeros((1, t.heads, _PROBED, t.head_dim), t.dtype) for t in layout}
         quiet = ort.RunOptions()

@@ -1,16 +1,18 @@
 """A sequence of tokens over a graph: what every session does, whatever runs its passes."""
 
 from collections.abc import Mapping, Sequence
-from typing import Final, Generic, TypeVar
+from copy import copy
+from typing import Final, Generic, Self, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from edgespec_models.bundles.config import DecoderShape
+from edgespec_models.bundles.graph_contract import Part
 from edgespec_models.errors import BundleError, DeviceError, RequestError
 from edgespec_runtimes.graph_io import DynamicIO, GraphIO
-from edgespec_runtimes.kv_buffers import GrowingCache
-from edgespec_runtimes.session import Predictions, SavedCache, shared_length
+from edgespec_runtimes.kv_buffers import GrowingCache, Stretch
+from edgespec_runtimes.session import Predictions, Rows, SavedCache, Session, shared_length
 
 IO = TypeVar("IO", bound=GraphIO)
 KV_STEP: Final = 256
@@ -20,7 +22,7 @@ _TESTED = 28  # tokens: ONNX Runtime's sums differ by rows on ARM, of which eigh
 
 
 class GraphSession(Generic[IO]):
-    """One model reading one sequence; see :class:`edgespec_runtimes.session.Session`.
+    """A sequence that a model reads; see :class:`edgespec_runtimes.session.Session`.
 
     ``row_exact`` says whether passes over one and over several tokens gave the same bits in the self-test.
     """
@@ -30,16 +32,15 @@ class GraphSession(Generic[IO]):
     def __init__(self, io: IO, config: DecoderShape, *, chunk: int, row_exact: bool | None) -> None:
         """Prove that the graph can roll back.
 
-        ``io`` is closed with the session. ``chunk`` are tokens of one prefill pass. ``row_exact`` is what an
-        earlier self-test found; None tests now.
+        ``io`` is closed with the last of the sessions beside each other. ``chunk`` are tokens of one prefill
+        pass. ``row_exact`` is what an earlier self-test found; None tests now.
 
         Raises:
             BundleError: the graph cannot roll back.
         """
         self._config, self._chunk = config, chunk
-        self._tokens: list[int] = []
-        self._capacity = 0
         self._io: IO | None = io
+        self._stretch = self._new_stretch()
         self.row_exact = self.self_test() if row_exact is None else row_exact
 
     @property
@@ -50,22 +51,30 @@ class GraphSession(Generic[IO]):
     @property
     def length(self) -> int:
         """Tokens the KV cache holds."""
-        return len(self._tokens)
+        return len(self._stretch.tokens)
 
     @property
     def capacity(self) -> int:
         """Tokens the KV cache can hold now."""
-        return self._capacity
+        return self._stretch.capacity
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes reserved for the KV cache."""
-        return 0 if self._io is None else self._io.kv_bytes
+        """Bytes reserved for its part of the KV cache."""
+        if self._io is None:
+            return 0
+        whole = sum(each.capacity for each in self._io.stretches)
+        return self._io.kv_bytes * self.capacity // whole if whole else self._io.kv_bytes
 
     @property
     def longest(self) -> int:
         """Tokens the KV cache can hold at most."""
         return self._config.context_length
+
+    @property
+    def model(self) -> object:
+        """The same for sessions of one model."""
+        return self._io
 
     def reserve(self, capacity: int) -> None:
         """Make room for ``capacity`` tokens, keeping what the cache holds; it is empty after a failure.
@@ -77,29 +86,30 @@ class GraphSession(Generic[IO]):
         io = self._open_io
         if capacity > self.longest:
             raise RequestError(self._too_long(capacity))
-        if capacity <= self._capacity:
+        if capacity <= self.capacity:
             return
         rounded = self._rounded(capacity)
         try:
-            io.reserve(rounded, self.length)
+            io.reserve(self._stretch, rounded)
         except BaseException as error:  # Ctrl-C too: the cache may be half of one size, half of another
-            self._tokens.clear()
-            self._capacity = 0
+            for each in io.stretches:
+                each.tokens.clear()
+                each.capacity = 0
             if isinstance(error, MemoryError):
                 raise DeviceError(
                     f"not enough memory for a KV cache of {rounded:,} tokens; shorten the prompt, ask for "
                     "fewer new tokens, or free memory"
                 ) from error
             raise
-        self._capacity = rounded
+        self._stretch.capacity = rounded
 
     def shared_prefix(self, tokens: Sequence[int]) -> int:
         """How many of ``tokens``, from the first on, the cache holds already."""
-        return shared_length(self._tokens, tokens)
+        return shared_length(self._stretch.tokens, tokens)
 
     @property
     def piece(self) -> int:
-        """Tokens that one pass of :meth:`prefill` reads at most."""
+        """Tokens of a prompt that one pass reads at most."""
         return min(self._chunk, self._open_io.most_rows)
 
     def prefill(self, tokens: Sequence[int]) -> None:
@@ -115,39 +125,73 @@ class GraphSession(Generic[IO]):
 
     def predict(self, tokens: Sequence[int]) -> Predictions:
         """Append ``tokens``; what the model says behind each."""
-        self.reserve(self.length + len(tokens))
-        return self._run(tokens, len(tokens))
+        return self.predict_together([Rows(cast("Session", self), tokens, len(tokens))])[0]
+
+    def predict_together(self, asked: Sequence[Rows]) -> list[Predictions]:
+        """One pass over rows of this session and of those beside it."""
+        for each in asked:
+            each.session.reserve(each.session.length + len(each.tokens))
+        return self._run(asked)
+
+    @property
+    def takes_several(self) -> bool:
+        """Whether passes may be over rows of several sequences."""
+        return self._open_io.takes_several
+
+    def beside(self) -> Self:
+        """Another session of the same model, with an empty cache.
+
+        Raises:
+            RequestError: passes are of one sequence.
+        """
+        if not self.takes_several:
+            raise RequestError("this model's passes are of one sequence")
+        other = copy(self)
+        other._stretch = self._new_stretch()
+        return other
 
     def truncate(self, length: int) -> None:
         """Forget every token from position ``length`` on."""
         if not 0 <= length <= self.length:
             raise RequestError(f"cannot truncate to {length}: the cache holds {self.length} tokens")
-        del self._tokens[length:]
+        del self._stretch.tokens[length:]
 
     def view(self, start: int, end: int) -> SavedCache | None:
         """The cache's tokens from ``start`` on and before ``end``; None where the device keeps no rows."""
-        arrays = self._open_io.cache_rows(start, end)
-        return None if arrays is None else SavedCache(tuple(self._tokens[start:end]), tuple(arrays))
+        begin = self._stretch.begin
+        arrays = self._open_io.cache_rows(begin + start, begin + end)
+        return None if arrays is None else SavedCache(tuple(self._stretch.tokens[start:end]), tuple(arrays))
 
     def append(self, saved: SavedCache, count: int) -> None:
         """Put the first ``count`` tokens of a view behind what the cache holds."""
         self.reserve(self.length + count)
-        self._open_io.put_cache_rows(saved.arrays, self.length, count)
-        self._tokens += saved.tokens[:count]
+        self._open_io.put_cache_rows(saved.arrays, self._stretch.begin + self.length, count)
+        self._stretch.tokens += saved.tokens[:count]
 
     def close(self) -> None:
-        """Free the model and its cache."""
-        if self._io is not None:
-            self._io.close()
-        self._io = None
-        self._tokens.clear()
-        self._capacity = 0
+        """Free the cache and, behind the last of those beside each other, the model."""
+        io, self._io = self._io, None
+        if io is not None:
+            io.stretches.remove(self._stretch)
+            if not io.stretches:
+                io.close()
+        self._stretch = Stretch()
 
     @property
     def _open_io(self) -> IO:
         if self._io is None:
             raise RequestError("this session is closed; open the bundle again")
         return self._io
+
+    def _stretch_of(self, rows: Rows) -> Stretch:
+        session = rows.session
+        if not isinstance(session, GraphSession) or session._io is not self._open_io:
+            raise RequestError("a pass cannot read rows of another model's session")
+        return session._stretch
+
+    def _new_stretch(self) -> Stretch:
+        self._open_io.stretches.append(Stretch())
+        return self._open_io.stretches[-1]
 
     def _rounded(self, capacity: int) -> int:
         """Tokens to make room for where ``capacity`` are asked for."""
@@ -165,15 +209,20 @@ class GraphSession(Generic[IO]):
         self.truncate(min(self.shared_prefix(tokens), max(keep, 0)))
         last, size = None, self.piece
         while self.length < len(tokens):
-            last = self._run(tokens[self.length : self.length + size], 1)
+            (last,) = self._run([Rows(cast("Session", self), tokens[self.length : self.length + size], 1)])
         return last
 
-    def _run(self, tokens: Sequence[int], rows: int) -> Predictions:
-        """Append ``tokens``; a row for each of the last ``rows``."""
-        if not len(tokens) or not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
-            raise RequestError(f"a pass needs token ids from 0 to {self.vocab_size - 1}, at least one")
-        predictions = self._open_io.run(tokens, self.length, rows)
-        self._tokens.extend(tokens)
+    def _run(self, asked: Sequence[Rows]) -> list[Predictions]:
+        """Append tokens, for which there is room."""
+        parts = list[Part]()
+        for each in asked:
+            tokens, stretch = each.tokens, self._stretch_of(each)
+            if not len(tokens) or not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+                raise RequestError(f"a pass needs token ids from 0 to {self.vocab_size - 1}, at least one")
+            parts.append(Part(tokens, len(stretch.tokens), each.wanted, stretch.begin))
+        predictions = self._open_io.run(parts)
+        for each in asked:
+            self._stretch_of(each).tokens.extend(each.tokens)
         return predictions
 
     def self_test(self) -> bool:
@@ -234,7 +283,6 @@ class DynamicSession(GraphSession[DynamicIO]):
             RequestError: one that is not among :attr:`tunable`, or of another shape.
         """
         self._open_io.tune(weights)
-        self._tokens.clear()
 
     @property
     def head_tokens(self) -> npt.NDArray[np.int32] | None:

@@ -1,8 +1,9 @@
 """Keys and values: where a graph keeps them and its inputs and outputs, and caches that are put aside."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,15 +24,32 @@ def ort_value(array: _Array) -> Any:
     return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, _ONNX_TYPES[array.dtype.name])
 
 
+@dataclass(slots=True, eq=False)
+class Stretch:
+    """A sequence's part of a KV cache: its tokens, where it begins, and how many tokens it has room for."""
+
+    tokens: list[int] = field(default_factory=list)
+    begin: int = 0
+    capacity: int = 0
+
+
+class Move(NamedTuple):
+    """Keys and values of ``held`` tokens from place ``begin`` on go to ``to``, where there is more room."""
+
+    begin: int
+    to: int
+    held: int
+
+
 class KVBuffers(Protocol):
-    """The KV cache of one sequence."""
+    """The KV cache of a model, for one sequence or, in numpy's memory, several."""
 
     @property
     def nbytes(self) -> int:
         """Bytes reserved."""
 
-    def reserve(self, capacity: int, keep: int) -> None:
-        """Make room for ``capacity`` tokens, keeping the first ``keep``; earlier bindings are void."""
+    def reserve(self, capacity: int, moves: Sequence[Move]) -> None:
+        """Make room for ``capacity`` tokens, keeping what moves; earlier bindings are void."""
 
     def bind(self, binding: Any, start: int, count: int) -> None:
         """Let a pass over ``count`` tokens behind ``start`` others read and write the cache."""
@@ -91,19 +109,20 @@ class SharedCache(InPlaceCache):
         """Bytes reserved."""
         return sum(array.nbytes for array in self.arrays)
 
-    def reserve(self, capacity: int, keep: int) -> None:
-        """Make room for ``capacity`` tokens, keeping the first ``keep``; earlier bindings are void."""
-        if not keep:
+    def reserve(self, capacity: int, moves: Sequence[Move]) -> None:
+        """Make room for ``capacity`` tokens, keeping what moves; earlier bindings are void."""
+        moves = [move for move in moves if move.held]
+        if not moves:
             self.clear()
-        held = _whole_tiles(keep)
         self._values.clear()
         arrays = []
         for tensor in self._layout:
             array = np.zeros((1, tensor.heads, capacity, tensor.head_dim), tensor.dtype)
-            if keep:
-                # Each goes when it is copied, so that one alone is there twice.
-                old = self.arrays.pop(0)[:, :, :held]
-                array[:, :, : old.shape[2]] = old
+            # Each goes when it is copied, so that one alone is there twice.
+            old = self.arrays.pop(0) if moves else array
+            for begin, to, held in moves:
+                kept = old[:, :, begin : begin + _whole_tiles(held)]
+                array[:, :, to : to + kept.shape[2]] = kept
             arrays.append(array)
         self.arrays, self._values = arrays, [ort_value(array) for array in arrays]
 
@@ -142,8 +161,9 @@ class GrowingCache:
         """Bytes reserved."""
         return sum(array.nbytes for array in (*self._past, *self._present))
 
-    def reserve(self, capacity: int, keep: int) -> None:
-        """Make room for ``capacity`` tokens, keeping the first ``keep``; earlier bindings are void."""
+    def reserve(self, capacity: int, moves: Sequence[Move]) -> None:
+        """Make room for ``capacity`` tokens, keeping what moves; earlier bindings are void."""
+        keep = sum(move.held for move in moves)
         if not keep:
             self.clear()
         past, present = [], []
@@ -257,8 +277,10 @@ class KvStore:
         self._kept: list[tuple[Session, SavedCache]] = []  # the least recently used first
         self._due: list[tuple[Session, SavedCache | None]] = []  # to be written: None is what it holds
 
-    def fetch(self, session: Session, tokens: Sequence[int], *, on_disk: bool = True) -> None:
-        """Let ``session`` hold as much of ``tokens`` as it held of them at any time that is still known.
+    def fetch(
+        self, session: Session, tokens: Sequence[int], beside: Sequence[Session] = (), *, on_disk: bool = True
+    ) -> None:
+        """Let ``session`` hold as much of ``tokens`` as is known of them, or as those ``beside`` it hold.
 
         With ``on_disk`` also of what other processes held, and what it will hold of this text is written.
 
@@ -269,6 +291,12 @@ class KvStore:
             self._fetch_from_memory(session, tokens)
         if (session, None) in self._due:
             self._due.remove((session, None))
+        for other in beside:
+            shared = other.shared_prefix(tokens)
+            view = other.view(0, shared) if shared >= session.shared_prefix(tokens) + _LEAST else None
+            if view is not None:
+                session.truncate(0)
+                session.append(view, shared)
         if self._prompts is not None and on_disk and session.prompt_key:
             self._prompts.read(session, tokens)
             self._due.append((session, None))
@@ -286,29 +314,35 @@ class KvStore:
         held = session.shared_prefix(tokens)
         found = self._longest(session, tokens, held + _LEAST)
         if found is not None:  # it makes room
-            self._drop(session, found)
+            self._drop(*found)
         if session.length - held >= _LEAST:
             self._put_aside(session)
         if found is None:
             return
-        shared = shared_length(found.tokens, tokens)
+        saved = found[1]
+        shared = shared_length(saved.tokens, tokens)
         session.truncate(0)
-        session.append(found, shared)
-        if len(found.tokens) - shared >= _LEAST:  # another text's too: that goes on without its end here
-            self._keep(session, found)
+        session.append(saved, shared)
+        if len(saved.tokens) - shared >= _LEAST:  # another text's too: that goes on without its end here
+            self._keep(session, saved)
 
     def forget(self, session: Session, *, on_disk: bool = False) -> None:
-        """Forget all caches of ``session``, in memory; those on disk too if asked to."""
-        self._due = [(owner, saved) for owner, saved in self._due if owner is not session]
-        for saved in [saved for owner, saved in self._kept if owner is session]:
-            self._drop(session, saved)
+        """Forget all caches of the model that ``session`` is of, in memory; those on disk too if asked to."""
+        self._due = [(owner, saved) for owner, saved in self._due if owner.model is not session.model]
+        for owner, saved in self._of_model(session):
+            self._drop(owner, saved)
         if on_disk and self._prompts is not None:
             self._prompts.forget(session.prompt_key)
 
-    def _longest(self, session: Session, tokens: Sequence[int], least: int) -> SavedCache | None:
+    def _of_model(self, session: Session) -> list[tuple[Session, SavedCache]]:
+        return [each for each in self._kept if each[0].model is session.model]
+
+    def _longest(
+        self, session: Session, tokens: Sequence[int], least: int
+    ) -> tuple[Session, SavedCache] | None:
         """The cache that shares most with ``tokens``, at least so many; the latest of equals."""
-        own = [saved for owner, saved in self._kept if owner is session]
-        lengths = [shared_length(saved.tokens, tokens) for saved in own]
+        own = self._of_model(session)
+        lengths = [shared_length(saved.tokens, tokens) for _, saved in own]
         best = max(lengths, default=0)
         return own[len(lengths) - 1 - lengths[::-1].index(best)] if best >= least else None
 
@@ -324,8 +358,8 @@ class KvStore:
             saved = view.copy()
             for owner, other in list(self._kept):
                 only_there = len(other.tokens) - shared_length(other.tokens, saved.tokens)
-                if owner is session and only_there < _LEAST:
-                    self._drop(session, other)
+                if owner.model is session.model and only_there < _LEAST:
+                    self._drop(owner, other)
             self._keep(session, saved)
             if (session, None) in self._due and (session, saved) in self._kept:
                 self._due.append((session, saved))

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_models.errors import EdgespecError
+from edgespec_models.errors import EdgespecError, RequestError
 
 Logits = npt.NDArray[np.float32]
 
@@ -108,6 +108,18 @@ def check_best(logit: float) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What a pass is to read of one sequence: ``tokens``, behind those in its session's cache.
+
+    ``wanted`` rows of logits are asked for, of the last tokens.
+    """
+
+    session: "Session"
+    tokens: Sequence[int]
+    wanted: int
+
+
 _COMPARED = 256
 
 
@@ -149,7 +161,7 @@ def shared_length(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 class Session(Protocol):
-    """One model reading one sequence; the only owner of its KV cache.
+    """A sequence that a model reads; the only owner of its KV cache.
 
     The cache holds the keys and values of ``length`` tokens, at most ``capacity``.
     Rollback is a number: :meth:`truncate`. Predictions have a column for every row of the LM head: every
@@ -206,7 +218,7 @@ class Session(Protocol):
 
     @property
     def piece(self) -> int:
-        """Tokens that one pass of :meth:`prefill` reads at most."""
+        """Tokens of a prompt that one pass reads at most."""
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Make the cache hold exactly ``tokens``, keeping a shared prefix.
@@ -220,6 +232,32 @@ class Session(Protocol):
 
         They lie in the session's own buffers: the next call overwrites them.
         """
+
+    @property
+    def model(self) -> object:
+        """The same for sessions of one model, which understand each other's saved caches."""
+        return self
+
+    @property
+    def takes_several(self) -> bool:
+        """Whether passes may be over rows of several sequences, each with a session :meth:`beside` this."""
+        return False
+
+    def beside(self) -> "Session":
+        """Another session of the same model, with an empty cache.
+
+        Raises:
+            RequestError: passes are of one sequence.
+        """
+        raise RequestError("this model's passes are of one sequence")
+
+    def predict_together(self, asked: Sequence[Rows]) -> list[Predictions]:
+        """One pass over rows of this session and of those that it made :meth:`beside` it.
+
+        They are appended to their caches; a row has the bits it has alone. Like :meth:`predict` otherwise.
+        """
+        (rows,) = asked
+        return [rows.session.predict(rows.tokens)]
 
     def predict_next(self, tokens: Sequence[int]) -> Predictions:
         """Make the cache hold exactly ``tokens``; what the model says of what follows, one row.

@@ -19,14 +19,14 @@ import numpy.typing as npt
 
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.graph_contract import StaticInputs, cache_names
+from edgespec_models.bundles.graph_contract import Part, StaticInputs, cache_names
 from edgespec_models.bundles.static_graphs import Contexts, StaticGraphs
 from edgespec_models.errors import BundleError, DeviceError, RequestError
 from edgespec_runtimes.cpu import CpuOptions, session_settings
 from edgespec_runtimes.devices import CPU, Device
 from edgespec_runtimes.discovery import open_whole
 from edgespec_runtimes.graph_session import GraphSession
-from edgespec_runtimes.kv_buffers import ort_value
+from edgespec_runtimes.kv_buffers import Stretch, ort_value
 from edgespec_runtimes.ort import RUN_ERRORS, TYPES
 from edgespec_runtimes.session import Logits, Predictions
 
@@ -102,14 +102,16 @@ class StaticIO:
         self._logits = np.zeros((0, config.vocab_size), np.float32)
         self.seconds: dict[int, float] = {}
         self.most_rows = static.longest
+        self.stretches: list[Stretch] = []
+        self.takes_several = False
 
     @property
     def kv_bytes(self) -> int:
         """Bytes reserved for the KV cache."""
         return sum(array.nbytes for array in self._cache)
 
-    def reserve(self, capacity: int, keep: int) -> None:
-        """Open the graphs of the bucket of ``capacity`` tokens, keeping the first ``keep`` of the cache.
+    def reserve(self, stretch: Stretch, capacity: int) -> None:
+        """Open the graphs of the bucket of ``capacity`` tokens, keeping those of ``stretch``.
 
         Raises:
             DeviceError: the device's compiler refuses a graph, part of it would run elsewhere, or it fails
@@ -120,7 +122,7 @@ class StaticIO:
         old = list(self._cache)
         self.close()  # two buckets' graphs at a time would take twice the memory
         try:
-            self._open_bucket(capacity, old, keep)
+            self._open_bucket(capacity, old, len(stretch.tokens))
         except BaseException:
             self.close()
             raise
@@ -133,8 +135,9 @@ class StaticIO:
     def put_cache_rows(self, arrays: Sequence[_Array], start: int, count: int) -> None:
         """Never called: nothing is copied."""
 
-    def run(self, tokens: Sequence[int], start: int, rows: int) -> Predictions:
-        """Run ``tokens`` behind the first ``start`` of the cache; a row for each of the last ``rows``."""
+    def run(self, parts: Sequence[Part]) -> list[Predictions]:
+        """Run a part's tokens; a row for each of its last ``rows``."""
+        ((tokens, start, rows, *_),) = parts
         if len(self._logits) < rows:
             self._logits = np.zeros((rows, self._config.vocab_size), np.float32)
         left, filled = len(tokens), 0
@@ -149,7 +152,7 @@ class StaticIO:
                 last = 1 if width == self._static.prefill else taken
                 self._logits[filled : filled + wanted] = every[last - wanted : last]
                 filled += wanted
-        return Predictions(self._logits[:rows])
+        return [Predictions(self._logits[:rows])]
 
     def close(self) -> None:
         """Free what passes use."""

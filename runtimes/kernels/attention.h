@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <vector>
 
 #include "context.h"
 
@@ -11,7 +12,8 @@ namespace edgespec {
 
 // The cache is float16: attention is bound by the bytes it reads, and sums are float32 all the same. Keys lie
 // in tiles of 16 tokens, channel by channel, so that a lane is a token; values lie row by row.
-// A pass may be of several sequences, each with as many rows: their rows, lengths and caches follow each other.
+// A pass is of one or several sequences, whose rows follow each other. Each has a stretch of the cache of its
+// own: (s, 3) numbers say where that begins, how many tokens lie there, and how many rows of the pass follow.
 class Attention {
  public:
   static constexpr const char* kName = "Attention";
@@ -21,7 +23,7 @@ class Attention {
                                                   ort::kRequired, ort::kOptional, ort::kOptional,
                                                   ort::kOptional, ort::kOptional};
   static constexpr std::array kOutputs = {ort::kFloat, ort::kFloat16, ort::kFloat16};
-  enum Input : size_t { kPacked, kPastKey, kPastValue, kPastLength, kCos, kSin, kQueryGain, kKeyGain };
+  enum Input : size_t { kPacked, kPastKey, kPastValue, kSequences, kCos, kSin, kQueryGain, kKeyGain };
 
   Attention(const Info& info, const Host& host)
       : kernels_(host.kernels),
@@ -46,28 +48,22 @@ class Attention {
     State s{};
     s.packed = packed.floats();
     s.width = width;
-    const Tensor lengths = pass.input(kPastLength);
-    const int64_t sequences = lengths.size(), rows = packed.size() / width;
-    require(lengths.type == ort::kInt64 && sequences > 0, "attention's past lengths are no int64 (sequences)");
-    require(rows % sequences == 0, "the sequences of a pass have different numbers of tokens");
-    s.rows = rows / sequences;
-    s.lengths = static_cast<const int64_t*>(lengths.data);
-    cache(pass, s, sequences);
-    rotation(pass, s, *std::max_element(s.lengths, s.lengths + sequences));
+    cache(pass, s);
+    const std::vector<Rows> sequences = sequences_of(pass, s, packed.size() / width);
+    rotation(pass, s, sequences);
     s.query_gain = pass.vector(kQueryGain, head_dim_, "a gain is not as wide as a head");
     s.key_gain = pass.vector(kKeyGain, head_dim_, "a gain is not as wide as a head");
     s.y = pass.output<float>(0, {packed.shape[0], packed.shape[1], heads_ * head_dim_});
-    if (rows == 0) return;
-    const auto append_one = [&](int64_t i) { append(sequence(s, i / kv_heads_), i % kv_heads_); };
-    if (rows <= kFewRows)
-      for (int64_t i = 0; i < sequences * kv_heads_; i++) append_one(i);
+    const auto count = static_cast<int64_t>(sequences.size());
+    const auto append_one = [&](int64_t i) { append(s, sequences[i / kv_heads_], i % kv_heads_); };
+    if (packed.size() <= kFewRows * width)
+      for (int64_t i = 0; i < count * kv_heads_; i++) append_one(i);
     else
-      pass.spread(sequences * kv_heads_, append_one);
-    const int64_t groups = (s.rows + kAttentionRows - 1) / kAttentionRows;
-    pass.spread(sequences * heads_ * groups, [&](int64_t i) {
-      const int64_t group = i / heads_ % groups;
-      attend(sequence(s, i / (heads_ * groups)), i % heads_, s.rows * group / groups, s.rows * (group + 1) / groups);
-    });
+      pass.spread(count * kv_heads_, append_one);
+    std::vector<Rows> groups;
+    for (const Rows& each : sequences) split(each, groups);
+    pass.spread(static_cast<int64_t>(groups.size()) * heads_,
+                [&](int64_t i) { attend(s, groups[i / heads_], i % heads_); });
   }
 
  private:
@@ -75,37 +71,62 @@ class Attention {
 
   struct State {
     const float* packed;
-    const int64_t* lengths;  // of the sequences
-    int64_t rows, width, past, capacity, rotated;  // rows, past: of a sequence; rotated: channels of a head
+    int64_t width, capacity, rotated;  // rotated: channels of a head
     const float *cos, *sin, *query_gain, *key_gain;
     Half *keys, *values;
     float* y;
   };
 
-  // One of the sequences of a pass.
-  State sequence(State s, int64_t i) const {
-    s.past = s.lengths[i];
-    s.packed += i * s.rows * s.width;
-    s.y += i * s.rows * heads_ * head_dim_;
-    s.keys += i * kv_heads_ * s.capacity * head_dim_;
-    s.values += i * kv_heads_ * s.capacity * head_dim_;
-    return s;
+  // Rows of a pass that follow each other in one sequence.
+  struct Rows {
+    int64_t begin;  // of the sequence, in the cache
+    int64_t past;   // tokens of the sequence before them
+    int64_t count;
+    int64_t first;  // of the pass's rows
+  };
+
+  static std::vector<Rows> sequences_of(const Pass& pass, const State& s, int64_t rows) {
+    const Tensor given = pass.input(kSequences);
+    const bool shaped = given.type == ort::kInt64 && given.shape.size() == 2 && given.last() == 3;
+    require(shaped, "attention's sequences are no int64 (sequences, 3)");
+    std::vector<Rows> sequences;
+    int64_t first = 0;
+    const auto* each = static_cast<const int64_t*>(given.data);
+    for (int64_t i = 0; i < given.shape[0]; i++, each += 3) {
+      const Rows one = {each[0], each[1], each[2], first};
+      require(one.begin >= 0 && one.begin % kLanes == 0 && one.begin <= s.capacity,
+              "a sequence begins outside the KV cache, or not at a multiple of 16");
+      const int64_t room = s.capacity - one.begin;
+      require(one.past >= 0 && one.past <= room && one.count >= 0 && one.count <= room - one.past,
+              "a pass has more tokens than its KV cache has room for");
+      require(one.count <= rows - first, "the sequences have more rows than the pass");
+      first += one.count;
+      sequences.push_back(one);
+    }
+    require(first == rows, "the sequences have fewer rows than the pass");
+    return sequences;
+  }
+
+  // As many rows as the kernels take at once.
+  static void split(const Rows& all, std::vector<Rows>& groups) {
+    const int64_t count = (all.count + kAttentionRows - 1) / kAttentionRows;
+    for (int64_t i = 0; i < count; i++) {
+      const int64_t from = all.count * i / count, to = all.count * (i + 1) / count;
+      groups.push_back({all.begin, all.past + from, to - from, all.first + from});
+    }
   }
 
   // The cache, in place where the pass binds one buffer for what was and what is.
-  void cache(const Pass& pass, State& s, int64_t sequences) const {
+  void cache(const Pass& pass, State& s) const {
     Half** const present[] = {&s.keys, &s.values};
     for (size_t i = 0; i < 2; i++) {
       const Tensor past = pass.input(kPastKey + i);
-      const bool shaped = past.type == ort::kFloat16 && past.shape.size() == 4 && past.shape[0] == sequences &&
+      const bool shaped = past.type == ort::kFloat16 && past.shape.size() == 4 && past.shape[0] == 1 &&
                           past.shape[1] == kv_heads_ && past.shape[3] == head_dim_;
-      require(shaped, "a KV cache is not float16 (sequences, heads, capacity, head width)");
+      require(shaped, "a KV cache is not float16 (1, heads, capacity, head width)");
       require(i == 0 || past.shape[2] == s.capacity, "keys and values have caches of different length");
       s.capacity = past.shape[2];
       require(s.capacity % kLanes == 0, "a KV cache's capacity is no multiple of 16");
-      for (int64_t each = 0; each < sequences; each++)
-        require(s.lengths[each] >= 0 && s.lengths[each] <= s.capacity && s.rows <= s.capacity - s.lengths[each],
-                "a pass has more tokens than its KV cache has room for");
       Half* now = pass.output<Half>(1 + i, past.shape);
       if (now != past.data && past.size() > 0)
         std::memcpy(now, past.data, sizeof(Half) * static_cast<size_t>(past.size()));
@@ -113,26 +134,27 @@ class Attention {
     }
   }
 
-  void rotation(const Pass& pass, State& s, int64_t longest) const {
+  void rotation(const Pass& pass, State& s, const std::vector<Rows>& sequences) const {
     const Tensor cos = pass.input(kCos), sin = pass.input(kSin);
     if (!cos && !sin) return;
     const bool shaped = cos && sin && cos.type == ort::kFloat && sin.type == ort::kFloat &&
                         cos.shape.size() == 2 && cos.shape == sin.shape && cos.last() <= head_dim_ / 2;
     require(shaped, "rotary tables are not float32 (positions, half the rotated channels)");
-    require(longest + s.rows <= cos.shape[0], "a pass goes beyond the rotary tables");
+    for (const Rows& each : sequences)
+      require(each.past + each.count <= cos.shape[0], "a pass goes beyond the rotary tables");
     s.cos = cos.floats();
     s.sin = sin.floats();
     s.rotated = 2 * cos.last();
   }
 
-  // A head's channels of a row: normalized, rotated, times `factor`.
-  void prepare(const State& s, const float* x, const float* gain, int64_t row, float factor, float* y) const {
+  // A head's channels of the token at `position`: normalized, rotated, times `factor`.
+  void prepare(const State& s, const float* x, const float* gain, int64_t position, float factor, float* y) const {
     if (gain != nullptr)
       kernels_.normalize(x, gain, epsilon_, head_dim_, y);
     else
       std::copy(x, x + head_dim_, y);
     const int64_t half = s.rotated / 2;
-    const float *cos = s.cos + (s.past + row) * half, *sin = s.sin + (s.past + row) * half;
+    const float *cos = s.cos + position * half, *sin = s.sin + position * half;
     for (int64_t i = 0; i < half; i++) {
       const int64_t a = interleaved_ ? 2 * i : i, b = interleaved_ ? 2 * i + 1 : half + i;
       const float first = y[a], second = y[b];
@@ -143,14 +165,14 @@ class Attention {
       for (int64_t i = 0; i < head_dim_; i++) y[i] = y[i] * factor;
   }
 
-  void append(const State& s, int64_t head) const {
+  void append(const State& s, const Rows& rows, int64_t head) const {
     const Buffer<float> key(head_dim_);
-    Half* keys = s.keys + head * s.capacity * head_dim_;
-    Half* values = s.values + head * s.capacity * head_dim_;
-    for (int64_t row = 0; row < s.rows; row++) {
-      const float* x = s.packed + row * s.width + (heads_ + head) * head_dim_;
-      prepare(s, x, s.key_gain, row, 1.0f, key.get());
-      const int64_t at = s.past + row;
+    Half* keys = s.keys + (head * s.capacity + rows.begin) * head_dim_;
+    Half* values = s.values + (head * s.capacity + rows.begin) * head_dim_;
+    for (int64_t row = 0; row < rows.count; row++) {
+      const float* x = s.packed + (rows.first + row) * s.width + (heads_ + head) * head_dim_;
+      const int64_t at = rows.past + row;
+      prepare(s, x, s.key_gain, at, 1.0f, key.get());
       Half* lane = keys + at / kLanes * kLanes * head_dim_ + at % kLanes;
       for (int64_t d = 0; d < head_dim_; d++) lane[d * kLanes] = narrow(key.get()[d]);
       const float* value = x + kv_heads_ * head_dim_;
@@ -158,24 +180,24 @@ class Attention {
     }
   }
 
-  void attend(const State& s, int64_t head, int64_t first, int64_t last) const {
-    const int64_t rows = last - first, kv_head = head / (heads_ / kv_heads_);
-    const Buffer<float> queries(rows * head_dim_);
-    for (int64_t row = first; row < last; row++)
-      prepare(s, s.packed + row * s.width + head * head_dim_, s.query_gain, row, scale_,
-              queries.get() + (row - first) * head_dim_);
-    const Buffer<float> scratch(attention_scratch(s.past + last));
+  void attend(const State& s, const Rows& rows, int64_t head) const {
+    const int64_t from = head / (heads_ / kv_heads_) * s.capacity + rows.begin;
+    const Buffer<float> queries(rows.count * head_dim_);
+    for (int64_t row = 0; row < rows.count; row++)
+      prepare(s, s.packed + (rows.first + row) * s.width + head * head_dim_, s.query_gain, rows.past + row, scale_,
+              queries.get() + row * head_dim_);
+    const Buffer<float> scratch(attention_scratch(rows.past + rows.count));
     HeadAttention h{};
     h.queries = queries.get();
-    h.keys = s.keys + kv_head * s.capacity * head_dim_;
-    h.values = s.values + kv_head * s.capacity * head_dim_;
+    h.keys = s.keys + from * head_dim_;
+    h.values = s.values + from * head_dim_;
     h.head_dim = head_dim_;
-    h.past = s.past + first;
-    h.rows = rows;
+    h.past = rows.past;
+    h.rows = rows.count;
     h.window = window_;
     h.scratch = scratch.get();
     h.stride = heads_ * head_dim_;
-    h.y = s.y + first * h.stride + head * head_dim_;
+    h.y = s.y + rows.first * h.stride + head * head_dim_;
     kernels_.attend(h);
   }
 

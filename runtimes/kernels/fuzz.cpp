@@ -120,17 +120,21 @@ void fill_attention(Choices& choices, OrtKernelInfo& node) {
   const int64_t rows = 1 + choices.byte() % std::min<int64_t>(capacity, 20);
   const int64_t past = choices.byte() % (capacity - rows + 1), half = head_dim / (choices.below(2) ? 4 : 2);
   const int64_t sequences = 1 + choices.below(3);
-  const Shape cache = {sequences, kv_heads, capacity, head_dim};
+  const Shape cache = {1, kv_heads, capacity * sequences, head_dim};
   const Shape rotation = {choices.number(past + rows + choices.below(2)), choices.number(half)};
   const Shape shapes[] = {{1, sequences * rows, (heads + 2 * kv_heads) * head_dim}, cache, cache,
-                          {sequences}, rotation, rotation, {head_dim}, {head_dim}};
+                          {sequences, 3}, rotation, rotation, {head_dim}, {head_dim}};
   const uint8_t left_out = choices.byte();
   const int types[] = {kFloat, kFloat16, kFloat16, kInt64, kFloat, kFloat, kFloat, kFloat};
   for (int i = 0; i < 8; i++)
     node.inputs.push_back(i > 3 && left_out >> i & 1 ? nullptr : made(choices, types[i], shapes[i]));
-  std::vector<int64_t> lengths;
-  for (int64_t i = 0; i < sequences; i++) lengths.push_back(choices.number(i == 0 ? past : choices.below(past + 1)));
-  set_numbers(node, 3, lengths);
+  std::vector<int64_t> said;
+  for (int64_t i = 0; i < sequences; i++) {
+    said.push_back(choices.number(i * capacity));
+    said.push_back(choices.number(i == 0 ? past : choices.below(past + 1)));
+    said.push_back(choices.number(rows));
+  }
+  set_numbers(node, 3, said);
   node.in_place = choices.below(2) == 0;
   node.numbers = {{"heads", choices.number(heads)}, {"kv_heads", choices.number(kv_heads)},
                   {"head_dim", choices.number(head_dim)}, {"interleaved", choices.below(2)},

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import onnx
 
 from edgespec_models.bundles.config import DecoderShape
-from edgespec_models.bundles.graph_contract import INPUTS, Pass, cache_names
+from edgespec_models.bundles.graph_contract import INPUTS, Part, Pass, cache_names
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_runtimes.cpu import CpuOptions, open_graph
 from edgespec_runtimes.ort import TYPES
@@ -135,9 +135,9 @@ class _Piece:
         """
         count = next(iter(values.values())).shape[1]
         rows = np.arange(count) if count > 1 else np.zeros(2, np.int64)
-        one = Pass([0] * len(rows), start, len(rows))
+        one = Pass([Part([0] * len(rows), start, len(rows))])
         feeds = {n: np.array(INPUTS[n](one), kind) for n, kind in self._inputs.items() if n in INPUTS}
-        shape = (1, self._config.num_kv_heads, one.end + 1, self._config.head_dim)
+        shape = (1, self._config.num_kv_heads, start + len(rows) + 1, self._config.head_dim)
         for name in self._inputs.keys() & self._cache.values():
             feeds[name] = past[name] if past else np.zeros(shape, self._inputs[name])
         feeds |= {name: array[:, rows] for name, array in values.items()}

@@ -7,8 +7,9 @@ which :class:`GraphTensors` says. Graphs of fixed shapes have the inputs that :c
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,34 +19,58 @@ from edgespec_models.bundles.config import DecoderShape, ModelConfig
 _Array = npt.NDArray[Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """A pass over ``tokens`` behind ``start`` others; the logits of its last rows are asked for.
+class Part(NamedTuple):
+    """What a pass reads of one sequence.
 
     Attributes:
-        rows: of logits that are asked for.
+        tokens: of the sequence, behind the first ``start``, which the KV cache holds.
+        rows: of logits that are asked for: the last ones.
+        begin: where the sequence begins in the KV cache, in tokens.
         ending: tokens at the end whose logits nobody wants.
-        offered: tokens that a trimmed LM head gets a column for.
-        columns: of the logits.
     """
 
     tokens: Sequence[int]
     start: int
     rows: int = 1
+    begin: int = 0
     ending: int = 0
+
+    @property
+    def end(self) -> int:
+        """Tokens of the sequence the KV cache holds afterwards."""
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A pass over parts of one sequence or, in graphs that take them, of several.
+
+    Attributes:
+        offered: tokens that a trimmed LM head gets a column for.
+        columns: of the logits.
+    """
+
+    parts: Sequence[Part]
     offered: Sequence[int] | npt.NDArray[np.int64] = (0,)
     columns: int = 0
 
     @property
-    def end(self) -> int:
-        """Tokens the KV cache holds afterwards."""
-        return self.start + len(self.tokens)
+    def tokens(self) -> list[int]:
+        """Of all parts."""
+        return list(chain.from_iterable(part.tokens for part in self.parts))
+
+    @property
+    def rows(self) -> int:
+        """Of logits that are asked for."""
+        return sum(part.rows for part in self.parts)
 
     @property
     def wanted(self) -> npt.NDArray[np.int64]:
         """The rows that are asked for, int64 ``(rows,)``; negative ones count from the end, as ONNX does."""
-        last = len(self.tokens) - self.ending
-        return np.arange(last - self.rows, last)
+        ends = np.cumsum([len(part.tokens) for part in self.parts])
+        lasts = [end - part.ending for end, part in zip(ends, self.parts, strict=True)]
+        wanted = [np.arange(last - part.rows, last) for last, part in zip(lasts, self.parts, strict=True)]
+        return np.concatenate(wanted)
 
 
 ROWS: Final = "logits_rows"
@@ -54,11 +79,11 @@ ROWS: Final = "logits_rows"
 INPUTS: Final[Mapping[str, Callable[[Pass], npt.ArrayLike]]] = MappingProxyType(
     {
         "input_ids": lambda one: [one.tokens],
-        "attention_mask": lambda one: np.ones((1, one.end)),
-        "position_ids": lambda one: np.arange(one.start, one.end)[None],
-        "past_length": lambda one: [one.start],
-        "seqlens_k": lambda one: [one.end - 1],
-        "total_sequence_length": lambda one: one.end,
+        "attention_mask": lambda one: np.ones((1, one.parts[0].end)),
+        "position_ids": lambda one: np.arange(one.parts[0].start, one.parts[0].end)[None],
+        "sequences": lambda one: [(part.begin, part.start, len(part.tokens)) for part in one.parts],
+        "seqlens_k": lambda one: [one.parts[0].end - 1],
+        "total_sequence_length": lambda one: one.parts[0].end,
         ROWS: lambda one: one.wanted,
         "context_tokens": lambda one: one.offered,
         "column_order": lambda one: -np.arange(one.columns),
@@ -66,7 +91,7 @@ INPUTS: Final[Mapping[str, Callable[[Pass], npt.ArrayLike]]] = MappingProxyType(
 )
 """Inputs of graphs of any shape, but for weights and the KV cache, and what they hold in a pass."""
 
-CHANGING: Final = frozenset({"input_ids", "past_length", "seqlens_k", "total_sequence_length"})
+CHANGING: Final = frozenset({"input_ids", "sequences", "seqlens_k", "total_sequence_length", ROWS})
 """Those of edgespec's graphs that hold something else in another pass over as many tokens."""
 
 

@@ -56,7 +56,7 @@ class _StandardDecoder(GraphDecoder):
         lengths: dict[str, list[int | str]] = {"seqlens_k": [1], "total_sequence_length": []}
         self.lengths = [self.input(name, _INT32, shape) for name, shape in lengths.items()]
         rows = self.input("logits_rows", INT64, ["r"])
-        self.read_cache(self.floats, 1)
+        self.read_cache(self.floats)
         context = self.input("context_tokens", INT64, ["m"]) if plan.context else None
         with self.scope("", "Decoder"):
             shape = [rotary_rows(config), config.rotary_width // 2]

@@ -62,9 +62,10 @@ class GraphDecoder(Decoder):
         value.shape = None if shape is None else ir.Shape(shape)
         self.graph.outputs.append(value)
 
-    def read_cache(self, kind: ir.DataType, sequences: int | str) -> None:
+    def read_cache(self, kind: ir.DataType) -> None:
         """Give every layer its keys and values of before, in a cache that is written in place."""
-        self._cache = kind, [sequences, self.config.num_kv_heads, "capacity", self.config.head_dim]
+        shape: list[int | str] = [1, self.config.num_kv_heads, "capacity", self.config.head_dim]
+        self._cache = kind, shape
         past = [self.input(name, *self._cache) for name, _ in cache_names(self.config.num_layers)]
         self.past = dict(enumerate(zip(past[::2], past[1::2], strict=True)))
 

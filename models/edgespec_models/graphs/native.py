@@ -1,10 +1,11 @@
 """The decoder over edgespec's own operators (``runtimes/kernels``), for CPUs: five nodes a layer.
 
-Beside what every graph has (:mod:`.graph_decoder`) it takes ``past_length`` int64 (s): ``input_ids`` are the
-next tokens of s sequences, of each as many, and these the tokens in their caches. The cache is float16
-(s, kv heads, capacity, head_dim), capacity a multiple of 16; within a key cache 16 tokens lie channel by
-channel. A row's bits depend neither on the other rows of a pass nor on the processor; but for the columns of
-``context_tokens``, whose product is ONNX Runtime's.
+Beside what every graph has (:mod:`.graph_decoder`) it takes ``sequences`` int64 (s, 3): ``input_ids`` are the
+next tokens of s sequences, one after the other, and for each these numbers say where it begins in the cache,
+how many tokens lie there, and how many follow. The cache is float16 (1, kv heads, capacity, head_dim);
+sequences begin at multiples of 16, for within a key cache 16 tokens lie channel by channel. A row's bits
+depend neither on the other rows of a pass nor on the processor; but for the columns of ``context_tokens``,
+whose product is ONNX Runtime's.
 """
 
 from functools import partial
@@ -35,9 +36,9 @@ class _NativeDecoder(GraphDecoder):
 
     def build(self) -> ir.Model:
         ids = self.input("input_ids", INT64, [1, "n"])
-        self.past_length = self.input("past_length", INT64, ["s"])
+        self.sequences = self.input("sequences", INT64, ["s", 3])
         rows = self.input("logits_rows", INT64, ["r"])
-        self.read_cache(ir.DataType.FLOAT16, "s")
+        self.read_cache(ir.DataType.FLOAT16)
         x = self.through_layers(self.embed(ids, float(self.config.embedding_scale)))
         logits, columns = self.head(self.one("Gather", x, rows, axis=1))
         self.write_outputs(logits, columns, self.node("Choose", logits, outputs=2))
@@ -91,7 +92,7 @@ class _NativeDecoder(GraphDecoder):
             "Attention",
             packed,
             *self.past[layer.index],
-            self.past_length,
+            self.sequences,
             *tables,
             *gains,
             outputs=3,

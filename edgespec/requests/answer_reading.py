@@ -1,0 +1,162 @@
+"""What an answer's tokens say: thoughts, text and calls told from each other, as it is written."""
+
+import codecs
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from edgespec.requests.results import CallPart, Record, ToolCall
+from edgespec_models.errors import RequestError
+from edgespec_models.text.tokenizer import Tokenizer, begun_at_end
+
+if TYPE_CHECKING:  # answers without thoughts or tools need neither
+    from edgespec.requests.call_reading import CallReader
+    from edgespec_models.text.thoughts import Place
+
+
+class AnswerReader:
+    """Reads an answer as its tokens are committed: thoughts, then text, then the calls within that.
+
+    ``place`` is where the answer begins; None where it has no thoughts. ``calls`` reads what the text calls;
+    None where that is nothing. Stop strings end the text; within thoughts they are thoughts. Raises what
+    :class:`TextStream` does.
+
+    Attributes:
+        thoughts: what each token added to the thoughts, as far as these go.
+        called: the calls that are whole.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        place: "Place | None" = None,
+        calls: "CallReader | None" = None,
+        *,
+        stop: Sequence[str] = (),
+    ) -> None:
+        self.thoughts, self.called = list[str](), list[ToolCall]() if calls is None else calls.calls
+        self._tokenizer, self._place, self._calls = tokenizer, place, calls
+        self._streams = [TextStream(tokenizer, stop=stop)]
+        if calls is not None:  # which control tokens may begin
+            self._streams.append(TextStream(tokenizer, stop=stop, spelled=calls.marks(tokenizer)))
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._before_text = 0  # tokens
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._streams[0].stop_string
+
+    @property
+    def ended(self) -> bool:
+        """Whether what follows is not read: a stop string came, or the last call that is wanted."""
+        return self._streams[0].stopped or (self._calls is not None and self._calls.complete)
+
+    def push(self, tokens: Sequence[int], *, final: bool = False) -> Record:
+        """Take tokens, with the ``final`` ones what was held back: no more come.
+
+        Tokens of thoughts, their tags with them, come first. The beginning of a closing tag is no thought.
+        """
+        before = self._before_text
+        begun, rest = self._think(tokens)
+        if final and self._place is not None:
+            begun += self._place.held_text
+        said = [
+            each.push_bytes(begun) + each.push(rest) + (each.finish() if final else "")
+            for each in self._streams
+        ]
+        content, calls = said[-1], list[CallPart]()
+        if self._calls is not None:
+            content, calls = self._calls.push(content, final=final)
+        return Record(
+            said[0], (), content=content, calls=tuple(calls), thoughts=tuple(self.thoughts[before:])
+        )
+
+    def _think(self, tokens: Sequence[int]) -> tuple[bytes, Sequence[int]]:
+        """Read on to the text: its first bytes, and the tokens behind them."""
+        begun = b""
+        for at, token in enumerate(tokens):
+            place = self._place
+            if place is None or place.stage == "text":
+                return begun, tokens[at:]
+            self._place, thought, text = place.read_token(token, self._tokenizer)
+            behind = self._place
+            begun += text
+            if place.thinks or behind.thinks:
+                self.thoughts += [""] * (self._before_text - len(self.thoughts))  # what came before is a tag
+                self.thoughts.append(self._decoder.decode(thought, final=not behind.thinks))
+            self._before_text += 1
+            if place.thinks and behind.has_text and place.tags.response:
+                end = place.tags.response.replace("<", "</")
+                for each in self._streams:
+                    each.stops[end.encode()] = end
+            if behind.stage == "text" and self._tokenizer.is_special(token):
+                return begun, tokens[at:]
+        return begun, ()
+
+
+class TextStream:
+    """Turns committed tokens into text that can be shown at once.
+
+    >>> stream = TextStream(tokenizer, stop=["\\n\\n"])
+    >>> shown = stream.push(tokens) + stream.finish()
+
+    The pieces joined equal ``tokenizer.decode`` of all tokens, up to the first stop string. That is the
+    one completed first, and the longest of those completed by the same byte, however the tokens were
+    grouped into pushes. Special tokens contribute no text, but for those ``spelled``. Push committed tokens
+    only: text that was handed out is not taken back.
+
+    Raises RequestError where a stop string is empty or holds a lone surrogate.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, stop: Sequence[str] = (), spelled: Collection[int] = ()
+    ) -> None:
+        if isinstance(stop, str):
+            raise RequestError(f"stop must be a list of texts, not the text {stop!r}.")
+        if not all(stop):
+            raise RequestError("A stop string is empty. Leave it out.")
+        try:
+            # UTF-8 synchronises itself, so stop strings can be found in the bytes.
+            self.stops = {text.encode("utf-8"): text for text in stop}
+        except UnicodeEncodeError as error:
+            raise RequestError(f"A stop string is not valid text: {error}") from error
+        self._tokenizer, self._spelled = tokenizer, spelled
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held = b""  # may be the beginning of a stop string
+        self.stop_string: str | None = None
+        """The stop string that ended the text; it is not part of the text."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found; what is pushed from then on is ignored."""
+        return self.stop_string is not None
+
+    def push(self, tokens: Iterable[int]) -> str:
+        """Take tokens, return the text that can be shown now. Raises TokenizerError for an unknown id."""
+        shown = (each for each in tokens if each in self._spelled or not self._tokenizer.is_special(each))
+        return self.push_bytes(self._tokenizer.bytes_of(shown))
+
+    def push_bytes(self, data: bytes) -> str:
+        """The same of bytes."""
+        if self.stopped:
+            return ""
+        text = self._held + data
+        found = self._first_stop(text)
+        if found is None:
+            keep = len(text) - max((begun_at_end(text, stop) for stop in self.stops), default=0)
+            self._held = text[keep:]
+            return self._decoder.decode(text[:keep])
+        start, stop = found
+        self.stop_string, self._held = self.stops[stop], b""
+        return self._decoder.decode(text[:start], final=True)
+
+    def finish(self) -> str:
+        """The text still held back: no more tokens come. An incomplete character becomes U+FFFD."""
+        held, self._held = self._held, b""
+        return self._decoder.decode(held, final=True)
+
+    def _first_stop(self, text: bytes) -> tuple[int, bytes] | None:
+        """Start of the stop string completed first, and the stop string."""
+        starts = ((text.find(stop), stop) for stop in self.stops)
+        found = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
+        return min(found)[1:] if found else None

@@ -1,0 +1,57 @@
+"""Where requests that are answered at once have their KV caches: the sessions of target and drafter."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from edgespec_runtimes.kv_buffers import KvStore
+from edgespec_runtimes.session import Session
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """A request's sessions; ``drafter`` is None where there is none, or it reads one text at a time."""
+
+    target: Session
+    drafter: Session | None
+    taken: bool = False
+
+
+class Seats:
+    """At most ``most`` seats, made when they are first needed; ``caches`` keep what their sessions lose."""
+
+    def __init__(self, target: Session, drafter: Session | None, caches: KvStore, most: int) -> None:
+        self.all, self._caches = [Seat(target, drafter)], caches
+        self.most = most if target.takes_several else 1
+
+    @property
+    def sessions(self) -> list[Session]:
+        """Of all seats."""
+        drafters = [seat.drafter for seat in self.all if seat.drafter is not None]
+        return [*(seat.target for seat in self.all), *drafters]
+
+    @property
+    def any_taken(self) -> bool:
+        """Whether a request is being answered."""
+        return any(seat.taken for seat in self.all)
+
+    def take(self, tokens: Sequence[int], *, on_disk: bool) -> Seat:
+        """A free seat, whose target holds as much of ``tokens`` as any cache does."""
+        free = [seat for seat in self.all if not seat.taken]
+        if not free:
+            free.append(self._another())
+        seat = max(free, key=lambda each: each.target.shared_prefix(tokens))
+        others = [each.target for each in self.all if each.taken]
+        self._caches.fetch(seat.target, tokens, others, on_disk=on_disk)
+        seat.taken = True
+        return seat
+
+    def drafters(self, seat: Seat) -> list[Session]:
+        """The drafter's sessions of the other requests."""
+        others = (each for each in self.all if each.taken and each is not seat)
+        return [each.drafter for each in others if each.drafter is not None]
+
+    def _another(self) -> Seat:
+        target, drafter = self.all[0].target, self.all[0].drafter
+        several = drafter is not None and drafter.takes_several
+        self.all.append(Seat(target.beside(), drafter.beside() if drafter is not None and several else None))
+        return self.all[-1]

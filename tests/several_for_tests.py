@@ -1,0 +1,130 @@
+"""Requests that a model answers at once, a pass at a time: each pass is taken by the test."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+from edgespec import Drafter, LoadOptions, Model
+from edgespec.requests.results import Generation
+from edgespec.requests.stream import Stream
+from tests.models_for_tests import VOCAB, printable, toy_model
+from tests.toy import F32, ToySession, markov_logits
+
+LONG = "a document of many words, " * 5
+PROMPTS = ("the quick brown fox", "the quick brown dog", "x", LONG, LONG + "and a question")
+NEW = 16
+
+LAW = printable(markov_logits(0, VOCAB, scale=4.0))
+OTHER = printable(markov_logits(1, VOCAB, scale=4.0))
+
+
+def session(law: Callable[[Sequence[int]], F32] = LAW, *, chunk: int = 8, several: bool = True) -> ToySession:
+    return ToySession(law, VOCAB, chunk=chunk, several=several)
+
+
+def several(
+    parallel: int = 4, *, drafter: ToySession | None = None, chunk: int = 8, **options: Any
+) -> tuple[Model, ToySession]:
+    """A model over a toy, whose passes move the clock: a second each, and a hundredth a row."""
+    target = session(chunk=chunk)
+    clock = lambda: len(target.passes) + 0.01 * sum(target.passes)  # noqa: E731
+    made = toy_model(target, drafter, options=LoadOptions(parallel=parallel, **options), clock=clock)
+    return made, target
+
+
+class Driven:
+    """A model whose thread is the test, which takes the passes one by one."""
+
+    def __init__(self, model: Model) -> None:
+        self.model, self._worker = model, model._worker
+
+    def queue(self, stream: Stream) -> Stream:
+        self._worker._thread = cast(Any, _NO_THREAD)
+        stream.start()
+        return stream
+
+    def turn(self) -> int:
+        """Take those that run a pass further; how many these were."""
+        running = self._worker._next()
+        if running:
+            self._worker._turn(running)
+        return len(running)
+
+    def run(self) -> None:
+        while self.turn():
+            pass
+
+    @property
+    def taken(self) -> list[bool]:
+        """Of the seats that there are."""
+        return [seat.taken for seat in self.model._runner.seats.all]
+
+    def close(self) -> None:
+        self.run()
+        assert not any(self.taken)
+        self.model.close()
+
+
+_NO_THREAD = threading.Thread()
+
+
+@dataclass(eq=False)
+class Own(Drafter):
+    """Proposes what a law says, some of it wrong, and may raise."""
+
+    law: Callable[[Sequence[int]], F32] = LAW
+    raises_at: str = ""
+    rounds: int = 0
+    closed: int = 0
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Sequence[int]:
+        self._may_raise("propose")
+        drafted = list[int]()
+        for _ in range(min(limit, len(tokens) % 7)):
+            drafted.append(int(self.law([*tokens, *drafted]).argmax()))
+        return drafted
+
+    def observe(self, step: object) -> None:
+        self.rounds += 1
+        self._may_raise("observe")
+
+    def close(self) -> None:
+        self.closed += 1
+        self._may_raise("close")
+
+    def _may_raise(self, at: str) -> None:
+        if self.raises_at == at:
+            raise ZeroDivisionError(at)
+
+
+def facts(answer: Generation) -> tuple[object, ...]:
+    """All that no other request may change."""
+    told = [(token.id, token.logprob, token.top_logprobs) for token in answer.records]
+    return answer.text, answer.tokens, answer.finish_reason, answer.stop, told
+
+
+_ALONE = dict[str, Generation]()
+
+
+def alone(prompt: str, **options: Any) -> Generation:
+    """What a model of its own answers, without drafts."""
+    key = repr((prompt, sorted(options.items())))
+    if key not in _ALONE:
+        with toy_model(session(several=False)) as model:
+            _ALONE[key] = model.generate(prompt, **{**options, "speculate": False})
+    return _ALONE[key]
+
+
+@contextmanager
+def driven(parallel: int = 4, **options: Any) -> Iterator[tuple[Driven, ToySession]]:
+    model, target = several(parallel, **options)
+    one = Driven(model)
+    yield one, target
+    one.close()
+
+
+def stream(one: Driven, prompt: str, **options: Any) -> Stream:
+    """One that is queued."""
+    return one.queue(one.model.stream(prompt, **options))

@@ -1,0 +1,170 @@
+"""Several answers in one stream: whose pieces they are, what they cost, and that they end together."""
+
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+from typer.testing import CliRunner
+
+import edgespec
+from edgespec.cli import app
+from edgespec.engine import Model
+from edgespec.loading.opening import LoadOptions
+from edgespec.serve.options import ServeOptions
+from edgespec_models.errors import EdgespecError
+from tests.models_for_tests import VOCAB, Gated, printable, toy_model
+from tests.serving_for_tests import ServedModel, ask, events, serving, until
+from tests.toy import ToySession, markov_logits
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+LONG = "a document of many words " * 4
+DRAWN: dict[str, Any] = {"model": "toy", "max_tokens": 12, "temperature": 1.5, "seed": 7, "n": 3}
+USAGE = {"stream_options": {"include_usage": True}}
+
+
+def several(parallel: int = 4, **options: Any) -> Model:
+    session = ToySession(printable(markov_logits(0, VOCAB, scale=4.0)), VOCAB, several=True)
+    return toy_model(session, options=LoadOptions(parallel=parallel, **options))
+
+
+@pytest.fixture(params=[1, 2, 4])
+def url(request: pytest.FixtureRequest) -> Iterator[str]:
+    with several(request.param) as model, serving(model) as url:
+        yield url
+
+
+def chats(**more: Any) -> dict[str, Any]:
+    return DRAWN | {"messages": [{"role": "user", "content": LONG}]} | more
+
+
+def texts(chunks: list[Any]) -> list[str]:
+    """Of every choice, whose chunks are as they should be."""
+    pieces = dict[int, list[Any]]()
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        pieces.setdefault(choice["index"], []).append(choice)
+    assert sorted(pieces) == list(range(len(pieces)))
+    for choices in pieces.values():
+        ends = [choice["finish_reason"] for choice in choices]
+        assert ends[-1] is not None and not any(ends[:-1])
+        assert "delta" not in choices[0] or choices[0]["delta"] == {"role": "assistant", "content": ""}
+    return [
+        "".join(each.get("text", "") or each.get("delta", {}).get("content", "") for each in pieces[index])
+        for index in range(len(pieces))
+    ]
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_a_stream_has_the_answers_that_the_whole_has(url: str, greedy: bool) -> None:
+    drawn: dict[str, Any] = {"temperature": 0} if greedy else {}
+    prompts = {"prompt": ["abc", LONG, "de"], "logprobs": 1}
+    for path, body in ((CHAT, chats(**drawn)), (TEXT, DRAWN | prompts | drawn)):
+        whole = ask(url, path, body).json
+        *chunks, used, done = events(ask(url, path, {**body, **USAGE, "stream": True}))
+        assert done == "[DONE]" and used["choices"] == []
+        assert len({chunk["id"] for chunk in chunks}) == 1
+        choices = whole["choices"]
+        assert texts(chunks) == [each.get("text") or each["message"]["content"] for each in choices]
+        read = ("prompt_tokens", "completion_tokens", "total_tokens")
+        assert {name: used["usage"][name] for name in read} == {name: whole["usage"][name] for name in read}
+        assert used["usage"]["completion_tokens"] == 12 * len(choices)
+        if path == TEXT:
+            for at, choice in enumerate(choices):
+                told = [each for chunk in chunks for each in chunk["choices"] if each["index"] == at]
+                offsets = [o for each in told if each["logprobs"] for o in each["logprobs"]["text_offset"]]
+                assert offsets == choice["logprobs"]["text_offset"]
+
+
+def test_greedy_answers_are_decoded_once(url: str) -> None:
+    chunks = events(ask(url, CHAT, chats(temperature=0, stream=True)))[:-1]
+    assert len(set(texts(chunks))) == 1
+    text = ask(url, "/metrics").body.decode()
+    assert "edgespec_tokens_total 12.0" in text
+
+
+def test_answers_come_side_by_side() -> None:
+    """As many as run at once; a prompt's progress is told once for answers that are one."""
+    with several() as model, serving(model) as url:
+        order = [chunk["choices"][0]["index"] for chunk in events(ask(url, CHAT, chats(stream=True)))[:-1]]
+        assert order != sorted(order)
+        model.forget()
+        body = chats(temperature=0, stream=True, return_progress=True)
+        told = [each for each in events(ask(url, CHAT, body))[:-1] if "prompt_progress" in each]
+        assert {each["choices"][0]["index"] for each in told} == {0}
+        read = [each["prompt_progress"]["processed"] for each in told]
+        assert read == sorted(set(read)) and len(read) > 3
+
+
+def test_more_answers_than_may_wait_take_their_turns() -> None:
+    with several(2, max_waiting=0) as model, serving(model) as url:
+        body = DRAWN | {"prompt": ["a", "b", "c"], "n": 16, "stream": True}
+        assert len(texts(events(ask(url, TEXT, body))[:-1])) == 48
+
+
+def test_openais_client_tells_them_apart(url: str) -> None:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    with client:
+        whole = client.chat.completions.create(**chats())
+        said = Counter[int]()
+        written = dict[int, str]()
+        for chunk in client.chat.completions.create(**chats(), stream=True):
+            for choice in chunk.choices:
+                written[choice.index] = written.get(choice.index, "") + (choice.delta.content or "")
+                said[choice.index] += choice.finish_reason is not None
+    assert [written[each.index] for each in whole.choices] == [c.message.content for c in whole.choices]
+    assert said == {0: 1, 1: 1, 2: 1}
+
+
+def test_a_client_that_leaves_ends_all_of_them() -> None:
+    gate = Gated()
+    with toy_model(gate) as model, serving(model) as url:
+        with pytest.raises(TimeoutError):
+            ask(url, CHAT, chats(stream=True, max_tokens=3000), timeout_s=0.5)
+        until(lambda: any(each.interruption is not None for each in model._worker._running))
+        gate.open()
+        until(lambda: 'status="499"} 1.0' in ask(url, "/metrics").body.decode())
+        until(lambda: not model._worker._running and not model._worker._waiting)
+        assert len(gate.passes) == 1
+
+
+def test_a_full_queue_is_told_by_the_status() -> None:
+    gate = Gated()
+    options = LoadOptions(max_waiting=0)
+    with toy_model(gate, options=options) as model, serving(model) as url, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(ask, url, CHAT, chats(n=1))
+        assert gate.arrived.acquire(timeout=10)
+        assert ask(url, CHAT, chats(stream=True)).status == 429
+        gate.open()
+        assert running.result().status == 200
+
+
+def test_what_goes_wrong_with_one_ends_all() -> None:
+    model = ServedModel(fault=EdgespecError("a session broke"))
+    with serving(model.as_model()) as url:
+        body = {"model": "served", "prompt": ["one", "two", "three"], "stream": True}
+        chunks = events(ask(url, TEXT, body))
+        assert chunks[-1]["error"]["message"] == "a session broke" and "[DONE]" not in chunks
+        until(lambda: model.cancelled == 2)
+
+
+def test_time_that_is_up_is_an_end_of_each_or_an_error() -> None:
+    with several(1) as model, serving(model, ServeOptions(port=0, timeout_s=0.001)) as url:
+        chunks = events(ask(url, CHAT, chats(stream=True, max_tokens=3000)))
+        assert chunks[-1] == "[DONE]" or chunks[-1]["error"]["code"] == "timeout"
+
+
+def test_the_command_says_how_many_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = list[LoadOptions]()
+
+    def load(*names: object, options: LoadOptions, **more: object) -> None:
+        given.append(options)
+        raise EdgespecError("enough")
+
+    monkeypatch.setattr(edgespec, "load", load)
+    for more in ([], ["--parallel", "7"]):
+        CliRunner().invoke(app, ["serve", "t", "--port", "0", *more])
+    assert [options.parallel for options in given] == [4, 7]
+    assert CliRunner().invoke(app, ["serve", "t", "--parallel", "0"]).exit_code == 2

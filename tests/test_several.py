@@ -1,0 +1,264 @@
+"""Several requests at once: each is answered as if it were alone, whoever comes, fails and goes beside it."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgespec import Busy, Choice, Model
+from edgespec.requests.results import Generation
+from edgespec.requests.stream import Stream
+from tests.several_for_tests import (
+    LAW,
+    LONG,
+    NEW,
+    OTHER,
+    PROMPTS,
+    Driven,
+    Own,
+    alone,
+    driven,
+    facts,
+    session,
+    several,
+    stream,
+)
+from tests.toy import settle
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> dict[str, Any]:
+    more = {
+        "temperature": st.just(0.9),
+        "stop": st.sampled_from(["A", "BC", "Q"]),
+        "logprobs": st.just(True),
+        "logit_bias": st.just({70: 3.0}),
+        "repetition_penalty": st.just(1.2),
+        "response_format": st.just(Choice(["AN ANSWER", "AN OTHER ONE", "NO"])),
+    }
+    asked = draw(st.fixed_dictionaries({"max_new_tokens": st.integers(1, 24)}, optional=more))
+    if "temperature" in asked:
+        asked["seed"] = draw(st.integers(0, 3))
+    return {
+        "prompt": draw(st.sampled_from(PROMPTS)),
+        "options": asked,
+        "speculate": draw(st.booleans()),
+        "law": draw(st.sampled_from([None, None, LAW, OTHER])),
+        "wait": draw(st.integers(0, 5)),
+        "cancel": draw(st.none() | st.integers(0, 12)),
+    }
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(requests(), min_size=1, max_size=7),
+    st.integers(1, 5),
+    st.sampled_from([None, LAW, OTHER]),
+    st.booleans(),
+)
+def test_each_has_the_text_that_it_has_alone(
+    asked: list[dict[str, Any]], parallel: int, law: Any, one_text: bool
+) -> None:
+    """Whatever they are, whenever they come and go, and whether the drafter reads one text or several."""
+    drafter = None if law is None else session(law, several=not one_text)
+    with driven(parallel, drafter=drafter) as (one, _):
+        streams, leaving = list[Stream](), list[tuple[int, Stream]]()
+        for each in asked:
+            options = each["options"] | {"speculate": each["speculate"]}
+            if each["law"] is not None and each["speculate"]:
+                options["drafter"] = Own(each["law"])
+            streams.append(stream(one, each["prompt"], **options))
+            if each["cancel"] is not None:
+                leaving.append((each["cancel"], streams[-1]))
+            for _ in range(each["wait"]):
+                one.turn()
+                leaving = [(left - 1, leaver) for left, leaver in leaving]
+                for _, leaver in (pair for pair in leaving if pair[0] <= 0):
+                    leaver.cancel()
+        one.run()
+        for each, told in zip(asked, streams, strict=True):
+            whole, answer = alone(each["prompt"], **each["options"]), told.result
+            if answer.finish_reason == "cancelled":
+                assert each["cancel"] is not None
+                assert answer.tokens == whole.tokens[: len(answer.tokens)]
+                assert whole.text.startswith(answer.text)
+            else:
+                assert facts(answer) == facts(whole)
+
+
+def test_rounds_share_passes_and_prompts_are_read_between_in_pieces() -> None:
+    """Those that run take a round in every pass, whatever is read meanwhile."""
+    with driven(chunk=64) as (one, target):
+        running = [stream(one, prompt, max_new_tokens=60, speculate=False) for prompt in PROMPTS[:2]]
+        for _ in range(3):
+            one.turn()
+        asked, before = stream(one, LONG * 3, max_new_tokens=4), len(target.passes)
+        written = [sum(len(record.tokens) for record in taken(each)) for each in running]
+        assert written == [3, 2]
+        while asked._answer.begun is False or asked._answer.reading:
+            one.turn()
+            assert [sum(len(record.tokens) for record in taken(each)) for each in running] == [1, 1]
+        pieces = target.passes[before:]
+        most = one.model._runner.pricing
+        assert len(pieces) > 5
+        assert all(most.pass_seconds(rows) <= 3 * most.pass_seconds(2) for rows in pieces[1:])
+        one.run()
+        for each, prompt in zip(running, PROMPTS, strict=False):
+            assert facts(each.result) == facts(alone(prompt, max_new_tokens=60))
+
+
+@pytest.mark.parametrize("one_text", [False, True])
+def test_a_drafter_drafts_for_all_that_run_or_for_the_one_that_it_can_read(one_text: bool) -> None:
+    with driven(drafter=session(several=not one_text)) as (one, target):
+        streams = [stream(one, prompt, max_new_tokens=40) for prompt in PROMPTS[:3]]
+        one.run()
+        right = [each.result.stats.by_source for each in streams]
+        drafted = ["model" in sources and sources["model"].accepted > 0 for sources in right]
+        assert drafted == [True, not one_text, not one_text]
+        assert len(target.passes) < 60
+        for prompt, each in zip(PROMPTS, streams, strict=False):
+            assert facts(each.result) == facts(alone(prompt, max_new_tokens=40))
+
+
+def taken(told: Stream) -> list[Any]:
+    records = []
+    while told._answer._records:
+        records.append(told._answer.take())
+    return records
+
+
+def test_answers_of_one_prompt_share_its_reading() -> None:
+    with driven() as (one, target):
+        asked: Any = {"max_new_tokens": 2, "temperature": 1.0, "speculate": False}
+        first = stream(one, LONG, seed=1, **asked)
+        others = [stream(one, LONG, seed=seed, **asked) for seed in (2, 3)]
+        one.run()
+        length = first.result.stats.prompt_tokens
+        assert [each.result.stats.cached_tokens for each in others] == [length - 1] * 2
+        assert sum(target.passes) == length + 1 + 2 * (1 + 1)
+        for seed, each in enumerate([first, *others], start=1):
+            assert facts(each.result) == facts(alone(LONG, max_new_tokens=2, temperature=1.0, seed=seed))
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.data())
+def test_none_starves(data: st.DataObject) -> None:
+    """They begin in the order in which they came, however long those before them are."""
+    prompts = data.draw(st.lists(st.sampled_from(PROMPTS), min_size=2, max_size=9))
+    parallel = data.draw(st.integers(1, 4))
+    with driven(parallel) as (one, _):
+        streams = [stream(one, prompt, max_new_tokens=data.draw(st.integers(1, 30))) for prompt in prompts]
+        begun, places = list[int](), [each.place for each in streams]
+        assert places == list(range(len(prompts)))
+        while one.turn() or not all(each.ended for each in streams):
+            new = [at for at, each in enumerate(streams) if each._answer.begun and at not in begun]
+            assert len(new) <= 1
+            begun += new
+            assert sum(one.taken) <= parallel
+        assert begun == sorted(begun) == list(range(len(prompts)))
+
+
+def test_questions_of_one_conversation_wait_for_its_answers() -> None:
+    """Those of others do not."""
+    with driven() as (one, _):
+        talks = [one.model.conversation(max_new_tokens=NEW) for _ in range(2)]
+        streams = [one.queue(talk.stream(text)) for text in ("one", "two") for talk in talks]
+        while not streams[0].ended:
+            one.turn()
+        assert streams[1]._answer.begun and not streams[2]._answer.begun
+        one.run()
+        for talk in talks:
+            assert [each["role"] for each in talk.messages] == ["user", "assistant"] * 2
+            alone_ = one.model.chat(talk.messages[:3], max_new_tokens=NEW, speculate=False)
+            assert alone_.text == talk.messages[3]["content"]
+
+
+def test_an_apps_drafter_serves_one_at_a_time() -> None:
+    with driven() as (one, _):
+        own = Own()
+        streams = [stream(one, prompt, max_new_tokens=NEW, drafter=own) for prompt in PROMPTS[:2]]
+        while not streams[1].ended:
+            assert sum(one.taken) <= 1
+            one.turn()
+        assert own.closed == 2
+
+
+def test_as_many_run_as_may_and_as_many_wait() -> None:
+    with driven(2, max_waiting=1) as (one, _):
+        streams = [stream(one, prompt, max_new_tokens=30) for prompt in PROMPTS[:3]]
+        with pytest.raises(Busy):
+            stream(one, "too many")
+        while sum(one.taken) < 2:
+            one.turn()
+        with pytest.raises(Busy):
+            stream(one, "still too many")
+        streams[0].cancel()
+        one.turn()
+        one.turn()
+        streams.append(stream(one, PROMPTS[3], max_new_tokens=30))
+        one.run()
+        assert [each.result.finish_reason for each in streams] == ["cancelled", "length", "length", "length"]
+
+
+def test_answers_that_run_at_once_all_teach_a_history(tmp_path: Path) -> None:
+    model, _ = several()
+    model.use_history(tmp_path / "h")
+    one = Driven(model)
+    for _ in range(2):
+        streams = [stream(one, prompt, max_new_tokens=60) for prompt in PROMPTS]
+        one.run()
+        for prompt, each in zip(PROMPTS, streams, strict=True):
+            assert facts(each.result) == facts(alone(prompt, max_new_tokens=60))
+    assert sum(each.result.stats.by_source["history"].accepted for each in streams) > 0
+    one.close()
+
+
+# ---- Threads -----------------------------------------------------------------------------------------------
+
+
+def all_at_once(model: Model, pool: ThreadPoolExecutor, new: int) -> list[Any]:
+    return [pool.submit(model.generate, prompt, max_new_tokens=new) for prompt in PROMPTS]
+
+
+def test_what_pauses_waits_for_all_that_run(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        model, _ = several(3)
+        with model:
+            for pause in (model.forget, partial(model.use_history, tmp_path / "h")):
+                answers = all_at_once(model, pool, 40)
+                pause()
+                for prompt, each in zip(PROMPTS, answers, strict=True):
+                    assert facts(each.result(60)) == facts(alone(prompt, max_new_tokens=40))
+            settle()
+            model.forget()
+            assert all(session.length == 0 for session in model._runner.seats.sessions)
+
+
+def test_a_close_ends_all_of_them() -> None:
+    model, target = several(3)
+    running, go = threading.Event(), threading.Event()
+    law = target._next_logits
+
+    def slow(tokens: Any) -> Any:
+        if len(target.passes) > 8:
+            running.set()
+            go.wait(60)
+        return law(tokens)
+
+    with ThreadPoolExecutor(8) as pool:
+        target._next_logits = slow
+        answers = all_at_once(model, pool, 3800)
+        assert running.wait(60)
+        closing = pool.submit(model.close)
+        while not model._worker._closed:
+            pass
+        go.set()
+        closing.result(60)
+        results: list[Generation] = [each.result(60) for each in answers]
+    assert {each.finish_reason for each in results} == {"closed"}
+    assert target.closed and all(each.closed for each in model._runner.seats.sessions)  # type: ignore[attr-defined]

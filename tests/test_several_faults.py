@@ -1,0 +1,152 @@
+"""Requests at once of which one fails, or has no room: the others do not notice."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from edgespec import Choice, EdgespecError
+from edgespec.requests import runner as runners
+from edgespec.requests.runner import Runner
+from edgespec.requests.seats import Seats
+from edgespec_models.errors import DeviceError
+from tests.several_for_tests import LONG, NEW, PROMPTS, Own, alone, driven, facts, stream
+from tests.toy import ToySession
+
+
+def test_one_for_which_there_is_no_room_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with driven() as (one, _):
+        first, second = (stream(one, prompt, max_new_tokens=NEW) for prompt in PROMPTS[:2])
+        while first._answer.reading or not first._answer.begun:
+            one.turn()
+        monkeypatch.setattr(Runner, "_has_room", lambda *asked: False)
+        third = stream(one, PROMPTS[2], max_new_tokens=NEW)
+        while not first.ended:
+            assert one.turn() == 1 or not second.ended
+            assert not second._answer.begun and second.place <= 1
+        assert third.place == second.place + 1
+        one.run()
+        for prompt, each in zip(PROMPTS, (first, second, third), strict=False):
+            assert facts(each.result) == facts(alone(prompt, max_new_tokens=NEW))
+        assert len(one.taken) == 1
+
+
+def test_one_that_waits_for_room_may_be_cancelled_or_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Runner, "_has_room", lambda *asked: False)
+    with driven() as (one, _):
+        first, second, third = (stream(one, prompt, max_new_tokens=NEW) for prompt in PROMPTS[:3])
+        for _ in range(6):
+            one.turn()
+        second.cancel()
+        assert second.result.finish_reason == "cancelled" and second.result.tokens == ()
+        one.run()
+        for prompt, each in ((PROMPTS[0], first), (PROMPTS[2], third)):
+            assert facts(each.result) == facts(alone(prompt, max_new_tokens=NEW))
+
+
+def raising(*args: Any, **options: Any) -> Any:
+    raise ZeroDivisionError("of its own")
+
+
+FAULTS = ["propose", "observe", "close", "constraint", "policy", "ended", "begin", "prepare", "cancelled"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_that_fails_leaves_the_others_alone(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with driven() as (one, _):
+        others = [stream(one, prompt, max_new_tokens=NEW) for prompt in PROMPTS[:2]]
+        for _ in range(5):
+            one.turn()
+        options: dict[str, Any] = {"max_new_tokens": NEW}
+        with monkeypatch.context() as patch:
+            if fault in ("propose", "observe", "close"):
+                options["drafter"] = Own(raises_at=fault)
+            elif fault == "constraint":
+                options["response_format"] = Choice(["AN ANSWER", "AN OTHER ONE"])
+            elif fault == "cancelled":
+                options["cancelled"] = raising
+            failing = one.model.stream(PROMPTS[2], **options)
+            if fault == "begin":
+                patch.setattr(Runner, "_begin", raising)
+            elif fault == "prepare":
+                patch.setattr(runners, "call_reader", raising)
+            elif fault == "ended":
+                failing._answer._ended = raising
+            one.queue(failing)
+            others.append(stream(one, PROMPTS[3], max_new_tokens=NEW))
+            if fault in ("begin", "prepare"):
+                one.turn()
+                patch.undo()
+            while not failing.ended:
+                if fault == "policy" and failing._answer.prepared is not None:
+                    patch.setattr(failing._answer.prepared._policy, "observe", raising)
+                if fault == "constraint" and failing._answer.prepared is not None:
+                    patch.setattr(failing._answer.prepared.constraint, "begin", raising)
+                one.turn()
+        one.run()
+        with pytest.raises(ZeroDivisionError):
+            failing.run()
+        for prompt, each in zip((*PROMPTS[:2], PROMPTS[3]), others, strict=True):
+            assert facts(each.result) == facts(alone(prompt, max_new_tokens=NEW))
+        assert not any(one.taken) and len(one.taken) <= 4
+
+
+def test_a_pass_that_fails_ends_all_and_the_model_answers_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> Any:
+        raise EdgespecError("a pass broke")
+
+    with driven() as (one, _):
+        streams = [stream(one, prompt, max_new_tokens=NEW) for prompt in PROMPTS[:3]]
+        for _ in range(8):
+            one.turn()
+        with monkeypatch.context() as patch:
+            patch.setattr(ToySession, "predict_together", broken)
+            one.turn()
+        for prompt, each in zip(PROMPTS, streams, strict=False):
+            with pytest.raises(EdgespecError, match="a pass broke"):
+                each.run()
+            assert each.result.finish_reason == "error"
+            written = each.result.tokens
+            assert written and alone(prompt, max_new_tokens=NEW).tokens[: len(written)] == written
+        assert not any(one.taken)
+        again = [stream(one, prompt, max_new_tokens=NEW) for prompt in PROMPTS]
+        one.run()
+        for prompt, each in zip(PROMPTS, again, strict=True):
+            assert facts(each.result) == facts(alone(prompt, max_new_tokens=NEW))
+
+
+def test_room_that_fails_empties_all_caches_and_the_others_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with driven(chunk=16) as (one, _):
+        others = [stream(one, prompt, max_new_tokens=40) for prompt in (LONG, PROMPTS[0])]
+        while not others[1]._answer.begun or others[1]._answer.reading:
+            one.turn()
+
+        def scarce(self: ToySession, capacity: int) -> None:
+            for each in one.model._runner.seats.sessions:
+                each.truncate(0)
+            raise DeviceError("not enough memory")
+
+        failing = stream(one, PROMPTS[2], max_new_tokens=NEW)
+        with monkeypatch.context() as patch:
+            patch.setattr(Runner, "_has_room", lambda *asked: True)
+            patch.setattr(Seats, "take", taking(scarce, Seats.take))
+            while not failing.ended:
+                one.turn()
+        one.run()
+        with pytest.raises(DeviceError):
+            failing.run()
+        for prompt, each in zip((LONG, PROMPTS[0]), others, strict=True):
+            assert facts(each.result) == facts(alone(prompt, max_new_tokens=40))
+
+
+def taking(reserve: Any, take: Any) -> Any:
+    """Seats whose sessions make room by ``reserve``."""
+
+    def taken_with(self: Seats, *args: Any, **options: Any) -> Any:
+        seat = take(self, *args, **options)
+        seat.target.reserve = partial(reserve, seat.target)
+        return seat
+
+    return taken_with
