@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.decoding.draft import Draft, alone
+from edgespec.decoding.draft import NO_DRAFT, Draft, alone
 from edgespec.drafting.bridge import ByteBridge, IdentityBridge
 from edgespec.drafting.model import Calibration, Guess
 from edgespec.drafting.pricing import Pricing
@@ -44,6 +44,18 @@ def test_it_proposes_what_the_model_would_write_and_each_step_reads_one_token() 
     tokens += [draft.tokens[0], (draft.tokens[1] + 1) % VOCAB]
     assert drafter.propose(tokens, 4).tokens == _follow(next_logits, tokens, 4)
     assert session.passes == [3, 1, 1, 1] + [1] * 4  # the first proposal was in the cache already
+
+
+def test_beside_others_it_reads_in_pieces_and_never_beyond_its_context() -> None:
+    session, tokens = ToySession.markov(0, VOCAB, scale=200.0), [(7 * i) % VOCAB for i in range(150)]
+    session.longest = 160
+    session.reserve(160)
+    drafter = model_of(session)
+    drafter._pricing.sequences = 2
+    assert drafter.propose(tokens, 4).reading and session.length == 64
+    assert drafter.propose(tokens, 6) == NO_DRAFT and session.length == 64  # 162 tokens of room are too many
+    assert drafter.propose(tokens, 4).reading and session.length == 128
+    assert drafter.propose(tokens, 4).tokens
 
 
 def test_each_proposal_has_its_own_confidence() -> None:

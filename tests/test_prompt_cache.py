@@ -225,6 +225,17 @@ def test_a_text_that_may_not_be_written_never_is(own_prompts: Path) -> None:
     assert request(own_prompts, private) == 96  # which the last text says itself
 
 
+def test_what_a_session_held_before_is_not_written_for_a_text_it_never_read(own_prompts: Path) -> None:
+    """As a drafter whose prompt does not pay leaves its KV cache as it was."""
+    store, session = KvStore(1 << 20, PromptCache(own_prompts)), Showing()
+    private = text(5, 200)
+    store.fetch(session, private, on_disk=False)
+    session.prefill(private)
+    store.fetch(session, text(0, 200))
+    store.write_behind()
+    assert request(own_prompts, private) == 0
+
+
 def test_forgotten_is_forgotten_on_disk_too(own_prompts: Path) -> None:
     request(own_prompts, text(0, 200))  # another model's
     with toy_model(keyed(), keyed(1)) as model:

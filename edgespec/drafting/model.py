@@ -122,7 +122,8 @@ class ModelDrafter:
     def proposing(self, tokens: Sequence[int], limit: int) -> Work[Draft]:
         """See :class:`~edgespec.decoding.draft.Asking`."""
         ids = self._aligned(tokens) if limit > 0 else []
-        if ids and self._pricing.sequences > 1 and not self.reader.near(ids):
+        fits = self.reader.room_for(len(ids) + 2 * limit)
+        if ids and fits and self._pricing.sequences > 1 and not self.reader.near(ids):
             yield from self.reader.catch_up(ids)  # a piece a round: other answers are to go on flowing
             return Draft(reading=True)
         guesses = yield from self._draft(ids, limit)

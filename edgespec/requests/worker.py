@@ -71,6 +71,13 @@ class Answer:
     def postpone(self) -> None:
         """There is no room for it beside those that run: it goes back to the queue."""
         self.begun = self.reading = False
+        with self._changed:
+            self._wake()  # its deadline counts again where it is waited for
+
+    def release(self) -> None:
+        """Give back what it runs on, if it does."""
+        if self.prepared is not None:
+            self.prepared.close()
 
     def interrupt(self, reason: FinishReason) -> None:
         """Have it end as soon as it can; the first reason counts.
@@ -225,8 +232,9 @@ class Worker:
             if answer.begun or answer.result is not None:
                 return
             answer.queued = answer.begun = True  # never again
-            if answer in self._waiting:
-                self._waiting.remove(answer)
+            for queue in (self._waiting, self._running):
+                if answer in queue:
+                    queue.remove(answer)
         _abandon(answer)
 
     def place(self, answer: Answer) -> int:
@@ -276,7 +284,14 @@ class Worker:
 
     def _work(self) -> None:
         while running := self._next():
-            self._turn(running)
+            try:
+                self._turn(running)
+            except BaseException as error:  # noqa: BLE001 - raised where the answers are read
+                for answer in running:
+                    if answer.result is None:
+                        with suppress(BaseException):  # the first error is told
+                            answer.release()
+                        answer.end(nothing("error"), error)
             self._tidy_up()
         if self._then is not None:
             with self.paused():
