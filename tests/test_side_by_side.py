@@ -5,6 +5,7 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from edgespec.align.answers import Answer, Asking
 from edgespec.measuring.prompts import Prompt
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.errors import DeviceError, RequestError
+from edgespec_models.errors import BundleError, DeviceError, RequestError
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.kv_buffers import KvStore
 from edgespec_runtimes.session import Rows
@@ -124,6 +125,18 @@ def test_room_that_there_is_no_memory_for_empties_all(
             second.predict([1])
         assert first.length == second.length == first.capacity == 0
         np.testing.assert_array_equal(first.predict([1, 2, 3]).logits, wanted)
+
+
+def test_bundles_of_before_are_to_be_exported_again(tmp_path: Path) -> None:
+    bundle = tiny_native(tmp_path / "old").bundle
+    graph = onnx.load(bundle.graph, load_external_data=False)
+    for each in graph.graph.input:
+        each.name = each.name.replace("sequences", "past_length")
+    for node in graph.graph.node:
+        node.input[:] = [name.replace("sequences", "past_length") for name in node.input]
+    onnx.save(graph, bundle.graph)
+    with pytest.raises(BundleError, match="was made by an earlier version; export the model again"):
+        CpuSession(bundle, CHUNKS)
 
 
 def test_what_cannot_stand_beside_each_other(bundle: Bundle, session: CpuSession, tmp_path: Path) -> None:

@@ -108,6 +108,8 @@ class CpuSession(DynamicSession):
         native = bundle.manifest.operators == "edgespec"
         session = open_graph(bundle.graph, self._options, native=native)
         io = DynamicIO(session, bundle, exact_rows=self._options.exact_rows)
+        if native and not io.takes_several:
+            raise BundleError(f"{bundle.path} was made by an earlier version; export the model again")
         if native:
             _check_shapes(io, bundle.graph)
             self.prompt_key = _prompt_key(bundle)
