@@ -205,6 +205,13 @@ BEHIND: dict[str, Sequence[Arrays]] = {
         *(sequences((0, 5, rows)) for rows in (-1, 28, 2**63 - 1, -(2**63))),
     ],
     "begins outside the KV cache": [sequences((each, 0, 2)) for each in (-16, 8, 48, 2**62, -(2**63))],
+    "share a part of the KV cache": [
+        *(
+            sequences((0, 5, 1), (0, 5, 1)),
+            sequences((0, 16, 1), (16, 0, 1)),
+            sequences((16, 0, 1), (0, 16, 1)),
+        ),
+    ],
     "more rows than the pass": [sequences((0, 5, 3)), sequences((0, 5, 2), (16, 0, 1))],
     "fewer rows than the pass": [sequences(), sequences((0, 5, 1)), {"packed": zeros(1, 3, 64)}],
     "sequences are no int64": [

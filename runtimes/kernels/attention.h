@@ -100,6 +100,9 @@ class Attention {
       require(one.past >= 0 && one.past <= room && one.count >= 0 && one.count <= room - one.past,
               "a pass has more tokens than its KV cache has room for");
       require(one.count <= rows - first, "the sequences have more rows than the pass");
+      for (const Rows& other : sequences)
+        require(one.begin + one.past + one.count <= other.begin || other.begin + other.past + other.count <= one.begin,
+                "two sequences share a part of the KV cache");
       first += one.count;
       sequences.push_back(one);
     }
