@@ -368,3 +368,12 @@ def test_what_later_tokens_hold_is_not_read(name: str) -> None:
     stale.put(np.full((1, 20, 16), 6e4), np.full((1, 20, 16), np.inf))
     stale.length = 21
     same_bits(y, opened.run(None, case.layer.feeds(case.packed, stale))[0])
+
+
+@pytest.mark.parametrize("name", sets())
+def test_a_value_that_is_no_number_reaches_the_rows_that_see_it_alone(name: str) -> None:
+    """Rows are computed in groups, whose size differs from set to set."""
+    case = fixed_case(29, 16, 64, window=3)
+    case.cache.values[0, :, 28] = np.nan
+    y, *_ = copied(session(case.layer.model(), 1, name), case)
+    assert [row for row in range(16) if np.isnan(y[0, row]).any()] == [0, 1]  # tokens 29 and 30

@@ -19,18 +19,30 @@ inline void key_products(const HeadAttention& h, const float* queries, int64_t t
     for (int t = 0; t < T; t++) store(scores + r * stride + (tile + t) * kLanes, sums[r][t]);
 }
 
-// y = probabilities times the values of channels `d` to `d + D * kLanes`.
+// Keys `first` to `last` are those of M rows together, of which each sees but a part.
+template <int M>
+inline bool seen(const HeadAttention& h, int64_t r, int64_t k, int64_t last) {
+  const int64_t limit = last - M + 1 + r;
+  return k < limit && (h.window == 0 || k >= limit - h.window);
+}
+
+// y = probabilities times the values of channels `d` to `d + D * kLanes`. What a row does not see is left out,
+// since nothing times a NaN is one.
 template <int M, int D>
 inline void value_sums(const HeadAttention& h, const float* scores, int64_t stride, int64_t first,
                        int64_t last, int64_t d, float* y) {
   F sums[M][D] = {};
-  for (int64_t k = first; k < last; k++)
+  const int64_t common = h.window == 0 ? first : first + M - 1, some = last - M + 1;
+  for (int64_t k = first; k < last; k++) {
+    const bool all = k >= common && k < some;
 #pragma GCC unroll 16
     for (int c = 0; c < D; c++) {
       const F v = load(h.values + k * h.head_dim + d + c * kLanes);
 #pragma GCC unroll 16
-      for (int r = 0; r < M; r++) sums[r][c] = fma(splat(scores[r * stride + k]), v, sums[r][c]);
+      for (int r = 0; r < M; r++)
+        if (all || seen<M>(h, r, k, last)) sums[r][c] = fma(splat(scores[r * stride + k]), v, sums[r][c]);
     }
+  }
   for (int r = 0; r < M; r++)
     for (int c = 0; c < D; c++) store(y + r * h.stride + d + c * kLanes, sums[r][c]);
 }
@@ -45,7 +57,8 @@ inline void last_value_sums(const HeadAttention& h, const float* scores, int64_t
     Half filled[kLanes] = {};
     __builtin_memcpy(filled, h.values + k * h.head_dim + d, sizeof(Half) * channels);
     const F v = load(filled);
-    for (int r = 0; r < M; r++) sums[r] = fma(splat(scores[r * stride + k]), v, sums[r]);
+    for (int r = 0; r < M; r++)
+      if (seen<M>(h, r, k, last)) sums[r] = fma(splat(scores[r * stride + k]), v, sums[r]);
   }
   for (int r = 0; r < M; r++) __builtin_memcpy(y + r * h.stride + d, &sums[r], sizeof(float) * channels);
 }
