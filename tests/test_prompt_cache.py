@@ -225,6 +225,16 @@ def test_a_text_that_may_not_be_written_never_is(own_prompts: Path) -> None:
     assert request(own_prompts, private) == 96  # which the last text says itself
 
 
+def test_a_text_is_written_although_another_took_up_its_beginning(own_prompts: Path) -> None:
+    store, session = KvStore(1 << 20, PromptCache(own_prompts)), Showing()
+    first = text(0, 200)
+    for tokens in (first, text(3, 200), [*first[:100], *range(100)]):
+        store.fetch(session, tokens)
+        session.prefill(tokens)
+    store.write_behind()
+    assert request(own_prompts, first) == 192
+
+
 def test_what_a_session_held_before_is_not_written_for_a_text_it_never_read(own_prompts: Path) -> None:
     """As a drafter whose prompt does not pay leaves its KV cache as it was."""
     store, session = KvStore(1 << 20, PromptCache(own_prompts)), Showing()

@@ -181,6 +181,17 @@ def test_questions_of_one_conversation_wait_for_its_answers() -> None:
             assert alone_.text == talk.messages[3]["content"]
 
 
+def test_who_waits_for_its_conversation_holds_up_nobody_else() -> None:
+    with driven() as (one, _):
+        talk = one.model.conversation(max_new_tokens=NEW)
+        streams = [one.queue(talk.stream(text)) for text in ("one", "two")]
+        other = stream(one, PROMPTS[0], max_new_tokens=NEW)
+        while not streams[0].ended:
+            one.turn()
+        assert other._answer.begun and not streams[1]._answer.begun
+        one.run()
+
+
 def test_an_apps_drafter_serves_one_at_a_time() -> None:
     with driven() as (one, _):
         own = Own()

@@ -149,9 +149,9 @@ class Decoding:
 
         At the end of a prompt ``passed`` is no time of decoding.
         """
-        began, draft, read = self._clock(), self.draft, self._target.length - len(self.tokens)
-        if read < 0:
+        if self._target.length < len(self.tokens):
             return None
+        began, draft = self._clock(), self.draft
         accepted, token = self._verify(predictions, draft, self.tokens)
         new, self.ended = _until_stop((*draft.tokens[:accepted], token), self._stop)
         top = self._top_logprobs

@@ -323,9 +323,11 @@ class Worker:
             while self._paused and not self._running:
                 self._changed.wait()
             self._sweep()
-            if self._waiting and not self._paused and self._may_begin(self._waiting[0]):
-                self._running.append(self._waiting.popleft())
-                self._running[-1].begin()
+            answer = next((each for each in self._waiting if self._may_begin(each)), None)
+            if answer is not None:
+                self._waiting.remove(answer)
+                self._running.append(answer)
+                answer.begin()
             if not self._running:
                 self._thread = None
                 atexit.unregister(self._leave)
@@ -335,7 +337,7 @@ class Worker:
         """Whether there is a place, no prompt is being read, and none runs that has to end first."""
         if any(answer.excludes(each) for each in self._running):
             return False
-        if self._running and self._is_crowded:
+        if self._paused or (self._running and self._is_crowded):
             return False
         return len(self._running) < self.at_once and not any(each.reading for each in self._running)
 

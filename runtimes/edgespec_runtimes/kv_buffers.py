@@ -316,6 +316,7 @@ class KvStore:
     def _fetch_from_memory(self, session: Session, tokens: Sequence[int]) -> None:
         held = session.shared_prefix(tokens)
         found = self._longest(session, tokens, held + _LEAST)
+        is_due = found in self._due
         if found is not None:  # it makes room
             self._drop(*found)
         if session.length - held >= _LEAST:
@@ -328,6 +329,8 @@ class KvStore:
         session.append(saved, shared)
         if len(saved.tokens) - shared >= _LEAST:  # another text's too: that goes on without its end here
             self._keep(session, saved)
+            if is_due and (session, saved) in self._kept:
+                self._due.append((session, saved))
 
     def forget(self, session: Session, *, on_disk: bool = False) -> None:
         """Forget all caches of the model that ``session`` is of, in memory; those on disk too if asked to."""
