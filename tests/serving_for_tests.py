@@ -91,7 +91,7 @@ class ServedStream:
     place, at_once = 0, 1
 
     def __init__(self, model: ServedModel, text: str, options: Mapping[str, Any]) -> None:
-        self._model, self._options, self._over = model, options, False
+        self._model, self._options, self._over, self._has_turn = model, options, False, False
         self.asked: Any = text
         ids = tokenizer().encode(f"re: {text}")[: options.get("max_new_tokens", 256)]
         tools = options.get("tools", ()) if options.get("tool_choice") != "none" else ()
@@ -114,6 +114,7 @@ class ServedStream:
     def cancel(self) -> None:
         self._model.cancelled += not self._over
         self._over = True
+        self._leave()  # whoever stopped reading between two records does not end the iteration
 
     async def run_async(self) -> Generation:
         async for _ in self.records():
@@ -121,7 +122,9 @@ class ServedStream:
         return self.result
 
     async def records(self) -> AsyncIterator[Record]:
-        async with self._model.turn:
+        await self._model.turn.acquire()
+        self._has_turn = True
+        try:
             self._model.calls.append((self.asked, self._options))
             for at in range(0, len(self._tokens), 2):
                 await asyncio.sleep(self._model.pause_s)
@@ -136,6 +139,13 @@ class ServedStream:
                 yield record
                 if closed:
                     return
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._has_turn:
+            self._model.turn.release()
+        self._has_turn = False
 
     def _record(self, at: int) -> Record:
         """The text behind ``at`` tokens and before the next; characters that are whole."""
