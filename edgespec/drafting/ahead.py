@@ -52,7 +52,8 @@ class Ahead:
 
     def observe(self, step: Step) -> None:
         """See :class:`~edgespec.decoding.draft.Source`."""
-        self._beside.observe(step.target_s / self._pricing.pass_seconds(1 + len(step.draft.tokens)))
+        if self._model.reader.spent_s is not None:  # before, passes may be of the prompt
+            self._beside.observe(step.target_s / self._pricing.pass_seconds(1 + len(step.draft.tokens)))
         self._model.observe(step)
 
     def close(self) -> None:

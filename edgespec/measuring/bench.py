@@ -247,7 +247,7 @@ def _costs(model: "Model", sides: Mapping[str, Sequence[GenerationStats]]) -> di
         "drafter_step_ms": None if step is None else step * 1e3,
         "bytes_per_pass": per_pass,
         "gigabytes_per_second": {
-            name: _ratio(per_pass * sum(s.rounds for s in stats) / 1e9, sum(s.target_s for s in stats))
+            name: _ratio(per_pass * sum(s.rounds - 1 for s in stats) / 1e9, sum(s.target_s for s in stats))
             for name, stats in sides.items()
         },
         "peak_memory_bytes": peak_memory_bytes(),

@@ -127,7 +127,7 @@ class GenerationStats:
         ttft_s: time to first token: from the request's turn to the first committed token, prefill included.
         decode_s: time from the first committed token to the last one's text, with all work between rounds.
         decode_tokens: tokens committed in that time (the first round's tokens are not among them).
-        rounds: target passes after prefill.
+        rounds: target passes that gave tokens; the first is the last of prefill.
         drafted: proposed tokens, over all rounds.
         accepted: proposed tokens that were kept.
         by_source: drafted and accepted by source.
@@ -286,7 +286,7 @@ def statistics(steps: Sequence[Step], remarks: Remarks, **prompt: Any) -> Genera
         by_source={name: SourceStats(count, accepted[name]) for name, count in drafted.items()},
         drafted_by_position=tuple(drafted_at[at] for at in range(len(drafted_at))),
         accepted_by_position=tuple(accepted_at[at] for at in range(len(drafted_at))),
-        target_s=sum(step.target_s for step in steps),
+        target_s=sum(step.target_s for step in decoded),
         drafter_s=sum(step.drafter_s for step in steps),
         **prompt,
         **asdict(remarks),
