@@ -10,6 +10,7 @@ from edgespec.decoding.loop import Verifier
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.drafting.ahead import Ahead, Beside
 from edgespec.drafting.bridge import Bridge, IdentityBridge
+from edgespec.drafting.cascade import Followers
 from edgespec.drafting.model import Calibration, ModelDrafter
 from edgespec.drafting.policy import Part, Policy
 from edgespec.drafting.pricing import Guard, Pricing
@@ -74,21 +75,20 @@ def model_of(
     pricing: Pricing | None = None,
     curve: CostCurve = QUICK,
     clock: Clock = perf_counter,
+    reader: Reader | None = None,
     calibration: Calibration | None = None,
     ends: Collection[int] = (),
     target_end: int | None = None,
-    gained: Callable[[float], None] = lambda seconds: None,
 ) -> ModelDrafter:
     """A drafter with ``session``; of the target's own vocabulary without a bridge."""
     session.reserve(min(1000, session.longest))
     return ModelDrafter(
-        Reader(session, curve, clock=clock),
+        reader or Reader(session, curve, Followers(curve), clock=clock),
         bridge or IdentityBridge(session.vocab_size),
         ends=ends,
         target_end=target_end,
         pricing=pricing or Pricing(FREE),
         calibration=calibration or Calibration(),
-        gained=gained,
     )
 
 
@@ -97,14 +97,13 @@ def policy_of(
     model: Source | None = None,
     *,
     pricing: Pricing | None = None,
-    reading_s: float = 0.0,
     constraint: Constraint | None = None,
     remarks: Remarks | None = None,
 ) -> Policy:
     pricing = pricing or Pricing(FREE)
     return Policy(
         free,
-        Part(model, reading_s),
+        Part(model),
         pricing=pricing,
         guard=Guard(pricing),
         constraint=constraint,

@@ -7,8 +7,9 @@ import pytest
 
 from edgespec.decoding.draft import Draft, Remarks
 from edgespec.drafting.ahead import Ahead, Beside
-from edgespec.drafting.model import ModelDrafter
+from edgespec.drafting.cascade import Followers
 from edgespec.drafting.pricing import Pricing
+from edgespec.drafting.reading import Reader
 from edgespec.requests.request import Request
 from edgespec.requests.results import Generation
 from edgespec_runtimes.cost import CostCurve
@@ -50,12 +51,12 @@ def test_a_step_beyond_the_pass_is_begun_where_it_is_worth_the_waiting(
 ) -> None:
     """The fourth step would be two thirds beyond the pass."""
     beside = _beside(clock)
-    steps = _Steps(clock, chance)
+    steps, before = _Steps(clock, chance), clock.now
     assert beside.start(iter(steps), pass_s=10.0, wanted=3) == (taken > 0)
     assert steps.taken == taken
     clock.spend(10.0)
-    assert beside.settle() == pytest.approx(2.0 if taken == 4 else 0.0)
-    assert beside.settle() == 0.0
+    beside.settle()
+    assert clock.now == pytest.approx(before + (12.0 if taken == 4 else 10.0))
 
 
 def _passes(beside: Beside, clock: Clock, rounds: int, *, slowdown: float, alone: float = 1.0) -> int:
@@ -76,9 +77,6 @@ def test_how_much_the_target_suffers_is_learned_and_ends_what_does_not_pay(clock
     harmless, harmful, slow = (_beside(clock) for _ in range(3))
     assert _passes(harmless, clock, 160, slowdown=1.3) == 150  # every sixteenth pass is left alone
     assert harmless.slowdown == pytest.approx(1.3, rel=0.01)
-    harmless.start(iter(_Steps(clock, 0.9)), pass_s=10.0, wanted=3)
-    clock.spend(20.0)
-    assert harmless.settle() == pytest.approx(3.0, rel=0.05)  # by which the pass took longer
     assert _passes(harmful, clock, 160, slowdown=3.0) < 20
     assert _passes(harmful, clock, 160, slowdown=3.0) > 0  # it is tried again
     assert _passes(harmful, clock, 400, slowdown=1.0) > 200
@@ -109,22 +107,24 @@ def test_a_draft_says_how_much_longer_its_pass_takes(clock: Clock) -> None:
     assert draft.head(1).slowdown == slowdowns[-1]  # whatever is left of it
 
 
-def _answer(clock: Clock, *, right: float, side_by_side: bool) -> tuple[Generation, ModelDrafter]:
+def _answer(clock: Clock, *, right: float, side_by_side: bool) -> Generation:
     """128 tokens, a drafter's step taking a quarter of the target's pass."""
     pricing, next_logits = Pricing(CostCurve({1: 1.0, 16: 1.02})), markov_logits(5, VOCAB)
     curve = CostCurve({1: 0.25})
     beside = _beside(clock, 0.25) if side_by_side else None
     small = Timed(mixed(next_logits, markov_logits(6, VOCAB), right), VOCAB, clock, curve)
     target = Timed(next_logits, VOCAB, clock, CostCurve({1: 1.0}))
-    drafter = model_of(small, pricing=pricing, curve=curve, clock=clock)
+    without = Followers(CostCurve({1: 0.25, 2: 0.5}))  # what it writes is not guessed: rows are too dear
+    reader = Reader(small, curve, without, clock=clock)
+    drafter = model_of(small, pricing=pricing, reader=reader)
     result = stream_of(target, drafter, beside, pricing, Request(max_new_tokens=128), clock).run()
     assert [*PROMPT, *result.tokens] == plain(next_logits, 128)
-    return result, drafter
+    return result
 
 
 @pytest.mark.parametrize("right", [1.0, 0.9, 0.6, 0.0])
 def test_two_devices_are_faster_than_one_and_never_much_slower(clock: Clock, right: float) -> None:
-    (one, _), (two, drafter) = (_answer(clock, right=right, side_by_side=both) for both in (False, True))
+    one, two = (_answer(clock, right=right, side_by_side=both) for both in (False, True))
     assert (one.stats.drafted_ahead, one.stats.used_ahead) == (0, 0)
     gained = one.stats.decode_s / two.stats.decode_s
     if right == 1.0:
@@ -132,10 +132,6 @@ def test_two_devices_are_faster_than_one_and_never_much_slower(clock: Clock, rig
     assert gained > (1.05 if right == 0.9 else 0.97)
     assert two.stats.used_ahead <= two.stats.drafted_ahead
     assert two.stats.to_json()["drafted_ahead"] == two.stats.drafted_ahead
-    assert drafter.gain_s is not None
-    # What the drafter believes to have saved is what was saved.
-    saved_s = 127 * 1.0 - two.stats.decode_s
-    assert drafter.gain_s == pytest.approx(saved_s, abs=6.0)
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,8 @@ def test_what_fails_beside_a_pass_fails_the_round_behind_it(error: BaseException
     assert len(tokens) >= 3 + 5 and it.target.cache == tokens[:-1]
     it.held.error, it.held.let_go = None, threading.Event()
     it.held.let_go.set()
-    fresh = ahead_of(model_of(it.held, pricing=it.pricing), it.beside, it.pricing)
+    pricing = Pricing(LONG)  # the request's knows by now that its passes take no time
+    fresh = ahead_of(model_of(it.held, pricing=pricing), it.beside, pricing)
     assert fresh.propose(tokens, 4).tokens == tuple(plain(NEXT_LOGITS, len(tokens) + 1)[len(tokens) :])
     fresh.close()
 

@@ -1,7 +1,6 @@
 """N-grams, a history and a drafter that learns, all at once: the tokens are those of plain decoding."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -120,7 +119,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("edgespec.drafting.pricing.Pricing.pass_seconds", lambda self, rows: 1e-9)
     monkeypatch.setattr("edgespec.drafting.pricing.Pricing.pays", lambda self, *_, **__: True)
     monkeypatch.setattr("edgespec.drafting.pricing.Guard.allows", True)
-    monkeypatch.setattr("edgespec.drafting.experience.Experience.expected", lambda self, prompt: 1e9)
+    monkeypatch.setattr("edgespec.drafting.side._GAIN", 1e12)
     monkeypatch.setattr("edgespec.drafting.policy.Policy.__init__", _asking_the_model)
     monkeypatch.setattr("edgespec.learning.trainer.Trainer.offer", AtOnce.offer)
     return tmp_path / "home"
@@ -130,7 +129,7 @@ _policy = Policy.__init__
 
 
 def _asking_the_model(self: Policy, free: Extending | None, part: Part, **options: Any) -> None:
-    _policy(self, free, replace(part, reading_s=0.0), **options)
+    _policy(self, free, part, **options)
     self._model_surplus = 1e9
 
 

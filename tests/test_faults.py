@@ -16,11 +16,13 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 from edgespec.history import database, store
 from edgespec.history.manage import History
-from edgespec.history.memory import Delta
+from edgespec.history.memory import Delta, DrafterKey
+from edgespec.learning.gains import ROWS, Lesson
 from edgespec.loading.opening import _closed_on_failure
 from edgespec_export.export import export_model
 from edgespec_models.bundles.bundle import Bundle
@@ -184,17 +186,17 @@ def test_a_source_that_is_not_what_lies_recorded_beside_it_is_named(tmp_path: Pa
 def test_a_clock_that_was_years_ahead_keeps_nothing_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def gained(name: bytes) -> Delta:
+    def learned(name: str) -> Delta:
         delta = Delta()
-        delta.gained(drafter="d", beginnings=(name,), share=0.5)
+        delta.learned(DrafterKey(name, name), Lesson(np.zeros((ROWS, 4), np.float32), False, 10))
         return delta
 
-    monkeypatch.setattr(store, "MOST", 2)
+    monkeypatch.setattr(store, "MOST_DRAFTERS", 2)
     with monkeypatch.context() as patch:
         patch.setattr(time, "time", lambda: 4e9)
-        merge(tmp_path / "me.history", gained(b"first"), gained(b"second"))
-    merge(tmp_path / "me.history", gained(b"third"))
-    assert b"third" in stored(tmp_path / "me.history").records["d"]
+        merge(tmp_path / "me.history", learned("first"), learned("second"))
+    merge(tmp_path / "me.history", learned("third"))
+    assert "third" in stored(tmp_path / "me.history").corrections
 
 
 def test_two_that_are_damaged_in_one_second_are_both_kept(

@@ -1,4 +1,4 @@
-"""What a history keeps of drafters: what they learned, and what reading prompts gained them.
+"""What a history keeps of drafters: what they learned.
 
 It adds up, stays apart, travels, and can be forgotten.
 """
@@ -115,27 +115,30 @@ def test_the_drafters_used_last_are_kept(path: Path) -> None:
 
 
 def _file_of_version(path: Path, version: int) -> None:
+    gone = "CREATE TABLE beginning (scope INTEGER, drafter TEXT, digest BLOB, gain REAL)"
     statements = [
         *database._TABLES,
-        *(f"DROP TABLE {table}" for table in ("correction", "beginning")[: 3 - version]),
+        *(["DROP TABLE correction"] if version < 3 else []),
+        *([gone, "INSERT INTO beginning VALUES (1, 'd', x'01', 0.5)"] if version > 1 else []),
         f"PRAGMA application_id = {APPLICATION}",
         f"PRAGMA user_version = {version}",
         "INSERT INTO scope VALUES (1, 'target', 'digest', 'mail', 7, 0, 0.0)",
         "INSERT INTO tally VALUES (1, 'unique 3', 4.0, 5.0)",
-        "INSERT INTO beginning VALUES (1, 'd', x'0102030405060708', 0.5, 2.0, 0.0)",
     ]
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
-        for statement in statements[: -1 if version == 1 else None]:
+        for statement in statements:
             connection.execute(statement)
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, 2, 3])
 def test_a_file_of_an_earlier_format_is_brought_up_to_date(path: Path, version: int) -> None:
     _file_of_version(path, version)
     merge(path, _lesson(1.0))
     snapshot = stored(path)
     assert (_stored(path), snapshot.clock, snapshot.tallies["unique 3"].right) == ({"d": 1.0}, 7, 4.0)
-    assert len(snapshot.records.get("d", {})) == version - 1
+    with closing(sqlite3.connect(path)) as connection:
+        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
+    assert "beginning" not in tables  # hashes of how prompts began
 
 
 def _packed(shape: tuple[int, ...], value: float = 0.0, kind: str = "<f4") -> bytes:
@@ -273,42 +276,3 @@ class TestExchange:
         with pytest.raises(RequestError, match=r"corrections\[0\]"):
             History(other).load(file)
         assert not other.exists()
-
-
-class TestGains:
-    """What reading prompts gained: hashes alone, apart by target and drafter."""
-
-    PROMPT = tuple(range(40))
-
-    def _pays(self, path: Path, scope: Scope, drafter: str = "d") -> bool:
-        with used(path, scope) as use:
-            return use.experience(drafter).expected(self.PROMPT) > 0.02
-
-    @staticmethod
-    def _gained(*shares: float, beginning: bytes = b"12345678") -> Delta:
-        delta = Delta()
-        for share in shares:
-            delta.gained("d", [beginning], share)
-        return delta
-
-    def test_it_outlives_the_program_as_hashes_by_target_drafter_and_namespace(self, path: Path) -> None:
-        assert self._pays(path, SCOPE)
-        with used(path) as use:
-            for _ in range(6):  # requests of one program in which reading the prompt did not pay
-                use.experience("d").add(self.PROMPT, -0.1)
-        assert not self._pays(path, SCOPE)
-        assert self._pays(path, SCOPE, "another")
-        assert all(self._pays(path, scope) for scope in OTHERS)
-        records = stored(path).records["d"]
-        assert len(records) == 11 and {len(digest) for digest in records} == {8}
-        assert [record.count for record in records.values()] == pytest.approx([4.6856] * 11, abs=1e-3)
-
-    def test_what_several_programs_saw_adds_up(self, path: Path) -> None:
-        merge(path, self._gained(0.5, 0.1), self._gained(-0.2))
-        record = stored(path).records["d"][b"12345678"]
-        assert (record.gain, record.count) == pytest.approx((0.81 * 0.5 + 0.9 * 0.1 - 0.2, 2.71))
-
-    def test_the_latest_beginnings_are_kept(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("edgespec.history.store.MOST", 3)
-        merge(path, *(self._gained(0.1, beginning=bytes([number] * 8)) for number in range(5)))
-        assert [digest[0] for digest in stored(path).records["d"]] == [2, 3, 4]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from edgespec.decoding.draft import NO_DRAFT, Draft, alone
 from edgespec.drafting.bridge import ByteBridge, IdentityBridge
+from edgespec.drafting.cascade import Followers
 from edgespec.drafting.model import Calibration, Guess
 from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.reading import Reader
@@ -74,22 +75,6 @@ def test_tokens_that_make_none_of_the_target_s_are_read_up_to_a_bound(
     session = _sure()
     assert model_of(session).propose([3, 1, 4], 3).tokens == (7,)
     assert session.passes == [3] + [1] * 5
-
-
-def test_it_knows_what_it_saved_and_tells_at_the_end_if_it_read_the_prompt() -> None:
-    told = list[float]()
-    pricing = Pricing(CostCurve({1: 1.0, 5: 1.4}))
-    model_of(_sure(), pricing=pricing, gained=told.append).close()
-    drafter = model_of(_sure(), pricing=pricing, gained=told.append)
-    assert drafter.gain_s is None
-    draft = drafter.propose([3, 1, 4], 4)
-    assert len(draft.tokens) == 4
-    assert drafter.gain_s == pytest.approx(0.0, abs=0.1)
-    drafter.observe(round_of(*draft.tokens[:2], (draft.tokens[2] + 1) % VOCAB))
-    assert drafter.gain_s == pytest.approx(2.0 - 0.4, abs=0.05)  # two plain passes less a longer one
-    drafter.waited(0.3)
-    drafter.close()
-    assert told == [drafter.gain_s] == [pytest.approx(2.0 - 0.4 - 0.3, abs=0.05)]
 
 
 STEEP, STEPS = CostCurve({1: 1.0, 2: 2.0}), CostCurve({1: 1.0, 2: 1.0, 3: 9.0, 4: 17.0})
@@ -262,7 +247,7 @@ def _session() -> ToySession:
 def _reading() -> tuple[ToySession, Reader, list[int]]:
     """A text that was read."""
     session, text = _session(), [1, 2, 3]
-    reader = Reader(session, SLOW)
+    reader = Reader(session, SLOW, Followers(SLOW))
     alone(reader.read(text), reader.clock)
     return session, reader, text
 
@@ -306,17 +291,11 @@ def test_what_was_read_ahead_is_counted_when_it_is_needed() -> None:
     assert session.passes == [3, 1, 1, 1, 1, 1]
 
 
-def test_only_passes_count_as_time_and_the_prompt_s_does_not() -> None:
+def test_it_has_room_for_what_the_cache_holds() -> None:
     session = _session()
-    reader = Reader(session, SLOW)
-    assert reader.spent_s is None
-    said = alone(reader.read([1, 2, 3]), reader.clock)
-    assert reader.spent_s == 0.0
-    alone(reader.step(said.following), reader.clock)
-    spent = reader.spent_s
-    assert spent
-    alone(reader.read([1, 2, 3, said.following]), reader.clock)
-    assert reader.spent_s == spent
+    reader = Reader(session, SLOW, Followers(SLOW))
+    alone(reader.read([1, 2, 3]), reader.clock)
+    assert reader.has_read
     assert reader.room_ahead and reader.room_for(session.capacity)
     alone(reader.read([1] * session.capacity), reader.clock)
     assert not reader.room_ahead and not reader.room_for(session.capacity + 1)
@@ -324,7 +303,7 @@ def test_only_passes_count_as_time_and_the_prompt_s_does_not() -> None:
 
 def test_what_passes_take_is_learned_and_fades_where_none_run() -> None:
     clock = _Watch()
-    reader, text = Reader(_session(), SLOW, clock=clock), [1, 2, 3]
+    reader, text = Reader(_session(), SLOW, Followers(SLOW), clock=clock), [1, 2, 3]
     clock.step_s = 30.0
     for _ in range(40):
         token = alone(reader.read(text), reader.clock).following

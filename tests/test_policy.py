@@ -53,13 +53,11 @@ class _Rounds:
     They take no time, but for that of proposing.
     """
 
-    def __init__(
-        self, free: _Source | None, model: _Source | None, *, curve: CostCurve = FLAT, reading_s: float = 0.0
-    ) -> None:
+    def __init__(self, free: _Source | None, model: _Source | None, *, curve: CostCurve = FLAT) -> None:
         pricing = Pricing(curve)
         self.guard, self._curve = Guard(pricing), curve
-        self.policy = Policy(free, Part(model, reading_s), pricing=pricing, guard=self.guard)
-        self.policy.observe(round_of(1))
+        self.policy = Policy(free, Part(model), pricing=pricing, guard=self.guard)
+        self.policy.observe(round_of(1, 1))
 
     def propose(self, clock: Clock, tokens: list[int], limit: int) -> Draft:
         started = clock.now
@@ -173,11 +171,14 @@ class TestPolicy:
         free.beyond = (0.95,) * 9  # a second pass of four rows pays too
         assert chosen.propose(clock, [1], 7).sources == ("model",) * 2 + ("ngram",) * 5
 
-    def test_the_model_is_not_asked_before_twice_its_reading_has_passed(self, clock: Clock) -> None:
+    def test_the_model_is_not_asked_before_the_second_token(self, clock: Clock) -> None:
         free, model = _Source(clock, name="ngram"), _Source(clock, (0.9,))
-        chosen = _Rounds(free, model, reading_s=1.5)
-        assert [chosen.propose(clock, [1] * n, 4).tokens for n in range(1, 6)] == [(), (), (), (0,), (0,)]
-        assert (free.asked, model.asked) == ([1, 2, 3, 4, 5], [4, 5])
+        policy, proposed = policy_of(free, model), list[tuple[int, ...]]()
+        for n in range(1, 4):
+            policy.observe(round_of(1))
+            proposed.append(policy.propose([1] * n, 4).tokens)
+        assert proposed == [(), (0,), (0,)]
+        assert (free.asked, model.asked) == ([1, 2, 3], [2, 3])
 
     @pytest.mark.parametrize(("confidence", "seconds"), [((), 0.5), ((0.5,), 0.9)])
     def test_the_model_is_asked_only_while_it_pays(

@@ -148,26 +148,23 @@ def keyed(seed: int = 0) -> ToySession:
 
 
 def test_a_new_process_finds_prompt_and_answer(own_prompts: Path) -> None:
-    drafter = keyed(1)
-    with toy_model(keyed(), drafter) as model:
+    with toy_model(keyed(), keyed(1)) as model:
         answer = model.generate(LONG, max_new_tokens=100)
         settle()
-        drafter.prefill(model.tokenize(LONG))  # as after an answer that it drafted for
-        model._runner._caches._due.append((drafter, None))
         whole = answer.stats.prompt_tokens + 99
         assert answer.stats.cached_tokens == 0
-    target, drafter = keyed(), keyed(1)
-    with toy_model(target, drafter) as model:
+    target = keyed()
+    with toy_model(target, keyed(1)) as model:
         again = model.generate(LONG, max_new_tokens=100)
         assert again.tokens == answer.tokens
         assert again.stats.cached_tokens == answer.stats.prompt_tokens // BLOCK * BLOCK
         assert sum(target.passes) < BLOCK + 200
-        assert sum(drafter.passes) < BLOCK + 200 and again.stats.by_source["model"].drafted > 0
+        assert again.stats.by_source["model"].drafted > 0
         longer = LONG + answer.text
         grown = toy_model(keyed()).generate(longer, max_new_tokens=1)
         assert grown.stats.cached_tokens >= whole // BLOCK * BLOCK - BLOCK
     names = {each.path.parent.name for each in stored(own_prompts)}
-    assert names == {target.prompt_key, drafter.prompt_key}
+    assert names == {target.prompt_key}  # a drafter reads little
 
 
 def test_what_is_written_is_there_behind_the_answer_and_at_the_end(own_prompts: Path) -> None:

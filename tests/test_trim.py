@@ -237,8 +237,7 @@ def test_a_trimmed_drafter_changes_no_output(tmp_path: Path, monkeypatch: pytest
     target = tiny_native(tmp_path / "target", LLAMA, "Q4_1").path
     drafter = _drafter(tmp_path, tiny_gguf("llama")).path
     monkeypatch.setattr("edgespec.drafting.pricing.Pricing.pays", lambda *_, **__: True)
-    monkeypatch.setattr("edgespec.drafting.experience.Experience.expected", lambda *_: 1e9)
-    monkeypatch.setattr("edgespec.drafting.policy._PATIENCE", 0.0)
+    monkeypatch.setattr("edgespec.drafting.side._GAIN", 1e12)
     monkeypatch.setattr("edgespec.drafting.pricing.Pricing._best", lambda _, found: (len(found), 0.0))
     with edgespec.load(target, drafter, options=LoadOptions(threads=1)) as model:
         drafted = model.generate("def add(a, b):", max_new_tokens=40)

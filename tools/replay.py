@@ -171,16 +171,23 @@ class Priced(CpuSession):
     def _run(self, asked: Sequence[Rows]) -> list[Predictions]:
         if self._priced is None:
             return super()._run(asked)
-        tokens = asked[0].tokens
-        curve, clock, memo = self._priced
+        tokens, wanted = asked[0].tokens, asked[0].wanted
+        curve, clock, _ = self._priced
         clock.spend(curve.seconds(len(tokens)))
         sequence = [*self._stretch.tokens, *tokens]
+        ends = range(len(sequence) - max(wanted, 1) + 1, len(sequence) + 1)
+        said = [self._said(sequence[:end]) for end in ends]
+        self._stretch.tokens = sequence
+        return [Predictions(np.concatenate(said))]
+
+    def _said(self, sequence: list[int]) -> Logits:
+        assert self._priced is not None
+        memo = self._priced[2]
         text = np.array([*self._offered, -1, *sequence], np.int64).tobytes()
         key = hashlib.blake2b(self._key + text, digest_size=16).hexdigest()
         if key not in memo:
             memo[key] = self._compute(sequence)
-        self._stretch.tokens = sequence
-        return [Predictions(self._logits(*memo[key]))]
+        return self._logits(*memo[key])
 
     def _compute(self, sequence: list[int]) -> tuple[Any, Any]:
         """Bring the real cache up to date and ask."""

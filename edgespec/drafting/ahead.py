@@ -27,7 +27,6 @@ class _Run:
     """Reading ahead beside one pass of the target."""
 
     until: float  # when the pass is expected to end
-    extra_s: float  # by how much it is expected to take longer
     stop: Event = field(default_factory=Event)  # one for each run: a thread never takes another's for its own
     thread: Thread | None = None
     error: BaseException | None = None
@@ -42,7 +41,7 @@ class Ahead:
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
         """See :class:`~edgespec.decoding.draft.Source`."""
-        self._model.waited(self._beside.settle())
+        self._beside.settle()
         draft = self._model.propose(tokens, limit)
         if not draft.tokens:
             return draft
@@ -52,7 +51,7 @@ class Ahead:
 
     def observe(self, step: Step) -> None:
         """See :class:`~edgespec.decoding.draft.Source`."""
-        if self._model.reader.spent_s is not None:  # before, passes may be of the prompt
+        if self._model.reader.has_read:  # before, passes may be of the prompt
             self._beside.observe(step.target_s / self._pricing.pass_seconds(1 + len(step.draft.tokens)))
         self._model.observe(step)
 
@@ -110,7 +109,7 @@ class Beside:
             return False
         self._ran = self._rounds % _ALONE_EVERY > 0
         if self._ran:
-            run = self._run = _Run(self._clock() + pass_s + extra_s, extra_s)
+            run = self._run = _Run(self._clock() + pass_s + extra_s)
             run.thread = self._thread(
                 target=self._go_through, args=(run, steps, chance), name="edgespec-ahead"
             )
@@ -125,21 +124,15 @@ class Beside:
             self._alone.observe(ratio)
         self._ran = False
 
-    def settle(self) -> float:
+    def settle(self) -> None:
         """Stop reading ahead and wait for the step that runs.
-
-        Returns:
-            Seconds that the last run has cost: of waiting, and of the target's pass beside it.
 
         Raises:
             BaseException: what reading ahead raised.
         """
-        started, run = self._clock(), self._wait()
-        if run is None:
-            return 0.0
-        if run.error is not None:
+        run = self._wait()
+        if run is not None and run.error is not None:
             raise run.error
-        return self._clock() - started + run.extra_s
 
     def stop(self) -> None:
         """Like :meth:`settle`, where no draft is wanted any more: errors go to the log."""

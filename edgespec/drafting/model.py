@@ -1,6 +1,6 @@
 """A small model as drafter, of any vocabulary."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -89,8 +89,8 @@ class ModelDrafter:
     rejection sampling of a deterministic proposal would.
 
     Where the drafter ends the text (``ends``), ``target_end`` is proposed, if there is one. ``calibration``
-    is shared between requests. ``gained`` is told at the end how many seconds were gained, if the prompt was
-    read.
+    is shared between requests. Of the text in the drafter's tokens, those from the first place of
+    ``left_out`` on and before the second are not read.
     """
 
     def __init__(
@@ -102,18 +102,11 @@ class ModelDrafter:
         target_end: int | None = None,
         pricing: Pricing,
         calibration: Calibration,
-        gained: Callable[[float], None] = lambda seconds: None,
+        left_out: tuple[int, int] = (0, 0),
     ) -> None:
         self.reader, self._bridge, self._ends, self._target_end = reader, bridge, ends, target_end
-        self._pricing, self._calibration, self._gained = pricing, calibration, gained
-        self._saved_s = 0.0
+        self._pricing, self._calibration, self._left_out = pricing, calibration, left_out
         self._proposed: list[Guess] = []  # this round
-
-    @property
-    def gain_s(self) -> float | None:
-        """Seconds saved so far against plain decoding, reading the prompt not counted; None if not read."""
-        spent_s = self.reader.spent_s
-        return None if spent_s is None else self._saved_s - spent_s
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
         """See :class:`~edgespec.decoding.draft.Source`."""
@@ -138,23 +131,14 @@ class ModelDrafter:
     def observe(self, step: Step) -> None:
         """See :class:`~edgespec.decoding.draft.Source`: compare the proposals with what was committed."""
         guesses, self._proposed = self._proposed, []
-        one_s = self._pricing.token_s
-        self._saved_s -= self._pricing.rows_seconds(len(guesses))
         for guess, token in zip(guesses, step.judged, strict=False):
             accepted = token == guess.token
             self._calibration.observe(guess, accepted)
             if not accepted:
                 break
-            self._saved_s += one_s
 
     def close(self) -> None:
         """See :class:`~edgespec.decoding.draft.Source`."""
-        if self.gain_s is not None:
-            self._gained(self.gain_s)
-
-    def waited(self, seconds: float) -> None:
-        """Tell of time that was spent on reading ahead: it is not gained."""
-        self._saved_s -= seconds
 
     def read_on(self, draft: Draft, limit: int) -> Iterator[float]:
         """Read what the model would write behind its ``draft``, a token at a step, as far as may be drafted.
@@ -182,11 +166,13 @@ class ModelDrafter:
             said = known
 
     def _aligned(self, tokens: Sequence[int]) -> list[int]:
-        """The text in the drafter's tokens; none where one of the vocabularies cannot spell it."""
+        """What to read of the text; nothing where one of the vocabularies cannot spell it."""
+        begin, end = self._left_out
         try:
-            return self._bridge.align(tokens)
+            ids = self._bridge.align(tokens)
         except TokenizerError:  # or its encoder fails over it
             return []
+        return ids[:begin] + ids[end:]
 
     def _draft(self, ids: list[int], limit: int) -> Work[list[Guess]]:
         if ids and self._pays(1.0, 1, self.reader.seconds_of_text(ids)):

@@ -23,7 +23,7 @@ from edgespec.drafting.pricing import Guard, Pricing
 
 _SMOOTHING = 0.1
 _FORGETTING = 0.005
-_PATIENCE = 2.0  # times what reading takes
+_EARLIEST = 2  # tokens; an answer of one word is over by then
 _NOTICEABLE = 0.03
 _FIRST_LENGTH = 8  # tokens; a longer draft that is wrong from its beginning costs too much to be the first
 
@@ -32,13 +32,11 @@ _FIRST_LENGTH = 8  # tokens; a longer draft that is wrong from its beginning cos
 class Part:
     """The part of a drafter that takes time in one request: a model, or an app's own.
 
-    ``source`` is None where drafts are not wanted or will not pay. ``reading_s`` are seconds that it needs
-    for the prompt when it is first asked. ``ended`` is told the answer's tokens when the request has ended,
-    however that came.
+    ``source`` is None where drafts are not wanted or will not pay. ``ended`` is told the answer's tokens when
+    the request has ended, however that came.
     """
 
     source: Source | None = None
-    reading_s: float = 0.0
     ended: Callable[[Sequence[int]], None] = lambda answer: None
 
 
@@ -60,8 +58,8 @@ class Policy:
 
     Args:
         free: a source whose proposals cost no time worth counting.
-        part: of a source that takes time and prices its own drafts. It is asked when decoding has taken twice
-            as long as it needs for the prompt: a short answer is over by then.
+        part: of a source that takes time and prices its own drafts. It is not asked before the answer has two
+            tokens: then it reads the prompt.
         pricing: what verification costs; shared between requests, as is the guard.
         guard: whether sources are asked now.
         constraint: the request's grammar.
@@ -84,7 +82,6 @@ class Policy:
         self._free, self._model, self._ended = free, part.source, part.ended
         self._all = [each for each in (free, part.source) if each is not None]
         self._pricing, self._guard, self._constraint = pricing, guard, constraint
-        self._wait_s = _PATIENCE * part.reading_s
         self._model_surplus = 0.5  # expected surplus of asking the model, tokens a round
         self._promised: float | None = None  # the surplus that the model promised this round; None: not asked
         self._asked_s: float | None = None  # what asking it took; None is what the round says
@@ -139,7 +136,7 @@ class Policy:
         limit, self._promised = min(limit, self._longest), None
         free = self._free.propose(tokens, limit)
         count, surplus = self._pricing.keep(free.confidence)
-        if self._model is None or self._wait_s > 0.0:
+        if self._model is None or len(self._answer) < _EARLIEST:
             return free.head(count)
         if surplus > self._model_surplus or self._model_surplus <= 0.0:
             # Time lets an old verdict on the model fade, so that it is asked again.
@@ -183,7 +180,6 @@ class Policy:
 
     def _judge_model(self, step: Step) -> None:
         """Was it worth asking the model?"""
-        self._wait_s -= self._pricing.pass_seconds(self._pricing.sequences)
         promised, self._promised = self._promised, None
         if promised is None:
             return

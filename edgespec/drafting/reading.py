@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from edgespec.decoding.draft import Clock, Passed, Work, alone
+from edgespec.drafting.cascade import Follower, Followers
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.session import Predictions, Rows, Session
 
 _SMOOTHING = 0.1
 _FORGETTING = 0.005
 _PIECE = 64  # tokens
+_CONTEXT = 4
 
 
 class RunningMean:
@@ -47,26 +49,31 @@ class Reader:
     """Reads a text with the drafter's session: what is committed, and what is drafted behind it.
 
     What was said behind the end of the text is kept as long as the KV cache holds the token, so nothing is
-    read twice: neither tokens that were drafted and not proposed, nor those read ahead (:meth:`read_on`).
-    One thread at a time.
+    read twice: neither tokens that were drafted and not proposed, nor those read ahead (:meth:`read_on`), nor
+    those that ``followers`` guessed rightly, which a pass reads besides. One thread at a time.
 
     Nobody else uses ``session`` while the request lasts.
 
     Attributes:
-        spent_s: seconds of passes so far, reading the prompt and ahead not counted; None if nothing was read.
+        has_read: whether the prompt was read.
         drafted_ahead: tokens read ahead so far.
         used_ahead: of these, how many later drafts needed.
     """
 
-    def __init__(self, session: Session, curve: CostCurve, *, clock: Clock = perf_counter) -> None:
-        self._session, self.clock = session, clock
+    def __init__(
+        self, session: Session, curve: CostCurve, followers: Followers, *, clock: Clock = perf_counter
+    ) -> None:
+        self._session, self._followers, self.clock = session, followers, clock
         self.drafted_ahead = self.used_ahead = 0
         # The first pass of a round also reads what was committed since the last.
         self._first, self._step = RunningMean(curve.seconds(2)), RunningMean(curve.seconds(1))
         self._said: dict[int, Said] = {}  # by position
         self._length = 0  # of the text; the cache may hold tokens read ahead of it
         self._ahead: set[int] = set()  # positions read ahead that no draft has needed yet
-        self.spent_s: float | None = None
+        self._guessed: dict[int, Follower] = {}  # by position, those that were right and not needed yet
+        self._context: list[int] = []  # the end of the text
+        self._learned = 0  # of the text
+        self.has_read = False
 
     @property
     def latest(self) -> Said:
@@ -106,18 +113,22 @@ class Reader:
 
     def read(self, text: Sequence[int]) -> Work[Said]:
         """Catch up with the committed text; the first time that is the whole prompt."""
-        last, spent_s, share_s = len(text) - 1, 0.0, 0.0
+        last, seconds = len(text) - 1, 0.0
+        self._followers.learn(text, self._learned)
+        self._learned, self._context = len(text), list(text[-_CONTEXT:])
         if not self._knows(text):
             held = self._roll_back(text)
             for start in range(held, len(text), self._session.piece):
-                piece = text[start : start + self._session.piece]
-                predictions, passed = yield Rows(self._session, piece, int(start + len(piece) > last))
-                spent_s, share_s = spent_s + passed.share_s * passed.requests, share_s + passed.share_s
-            if self.spent_s is None:
-                self.spent_s = 0.0
-            else:
-                self._spent(self._first, spent_s, share_s)
-            self._said[last] = self._heard(text[last], predictions)
+                piece = list(text[start : start + self._session.piece])
+                ends = start + len(piece) > last
+                guesses = self._guesses(len(piece)) if ends else []
+                said = yield Rows(self._session, [*piece, *_tokens(guesses)], ends + len(guesses))
+                predictions, passed = said
+                seconds += passed.share_s * passed.requests
+            if self.has_read:
+                self._first.observe(seconds)
+            self.has_read = True
+            self._hear(text[last], guesses, predictions)
         self._move(len(text))
         self._said = {at: said for at, said in self._said.items() if at >= last}
         return self._said[last]
@@ -125,12 +136,13 @@ class Reader:
     def step(self, token: int) -> Work[Said]:
         """Read a drafted token."""
         said = self._known(token)
+        self._context.append(token)
         if said is None:
             self._forget(self._length)
             if self._session.length > self._length:
                 self._session.truncate(self._length)
-            said, passed = yield from self._ask(token)
-            self._spent(self._step, passed.share_s * passed.requests, passed.share_s)
+            said, passed = yield from self._ask(token, self._guesses(1))
+            self._step.observe(passed.share_s * passed.requests)
         self._move(self._length + 1)
         return said
 
@@ -140,21 +152,40 @@ class Reader:
 
     def read_on(self, token: int) -> Said:
         """Read a token ahead of the text, behind those read ahead already."""
-        said, _ = alone(self._ask(token), self.clock)
+        said, _ = alone(self._ask(token, []), self.clock)
         self._ahead.add(self._session.length - 1)
         self.drafted_ahead += 1
         return said
 
-    def _ask(self, token: int) -> Work[tuple[Said, Passed]]:
-        predictions, passed = yield Rows(self._session, [token], 1)
-        said = self._heard(token, predictions)
-        self._said[self._session.length - 1] = said
-        return said, passed
+    def _ask(self, token: int, guesses: Sequence[Follower]) -> Work[tuple[Said, Passed]]:
+        rows = [token, *_tokens(guesses)]
+        predictions, passed = yield Rows(self._session, rows, len(rows))
+        return self._hear(token, guesses, predictions), passed
 
-    def _heard(self, token: int, predictions: Predictions) -> Said:
-        row, head = predictions.best(0), self._session.head_tokens
-        following = row if head is None else int(head[row])
-        return Said(token, following, predictions.probability(0))
+    def _guesses(self, rows: int) -> list[Follower]:
+        """What to read besides, in a pass over so many rows."""
+        session = self._session
+        room = min(session.piece, session.capacity - session.length) - rows
+        return self._followers.guesses(self._context, rows, room)
+
+    def _hear(self, token: int, guesses: Sequence[Follower], predictions: Predictions) -> Said:
+        """Keep what is said behind ``token`` and each guess that is right; the cache loses the others."""
+        at, head = self._session.length - len(guesses) - 1, self._session.head_tokens
+        right = 0
+        while True:
+            best = predictions.best(right)
+            said = Said(token, best if head is None else int(head[best]), predictions.probability(right))
+            self._said[at + right] = said
+            if right == len(guesses) or guesses[right].token != said.following:
+                break
+            token = said.following
+            self._guessed[at + 1 + right] = guesses[right]
+            right += 1
+        for guess in guesses[right:]:
+            self._followers.fared(guess, spared=False)
+        if right < len(guesses):
+            self._session.truncate(at + 1 + right)
+        return self._said[at]
 
     def _knows(self, text: Sequence[int]) -> bool:
         return len(text) - 1 in self._said and self._session.shared_prefix(text) == len(text)
@@ -170,18 +201,22 @@ class Reader:
         self._session.truncate(held)
         return held
 
-    def _spent(self, usual: RunningMean, seconds: float, share_s: float) -> None:
-        usual.observe(seconds)
-        self.spent_s = (self.spent_s or 0.0) + share_s
-
     def _move(self, length: int) -> None:
         """The text has ``length`` tokens now."""
         self._length = length
         needed = {at for at in self._ahead if at < length}
         self.used_ahead += len(needed)
         self._ahead -= needed
+        for at in [at for at in self._guessed if at < length]:
+            self._followers.fared(self._guessed.pop(at), spared=True)
 
     def _forget(self, length: int) -> None:
         """The KV cache is about to lose every token from position ``length`` on."""
         self._said = {at: said for at, said in self._said.items() if at < length}
         self._ahead = {at for at in self._ahead if at < length}
+        for at in [at for at in self._guessed if at >= length]:
+            self._followers.fared(self._guessed.pop(at), spared=False)
+
+
+def _tokens(guesses: Sequence[Follower]) -> list[int]:
+    return [guess.token for guess in guesses]

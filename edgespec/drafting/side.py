@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from edgespec.decoding.draft import Clock, Remarks, Source
 from edgespec.drafting.ahead import Ahead, Beside
 from edgespec.drafting.bridge import Bridge, ByteBridge, IdentityBridge
-from edgespec.drafting.experience import Experience
+from edgespec.drafting.cascade import Followers
 from edgespec.drafting.model import Calibration, ModelDrafter, context_tokens
 from edgespec.drafting.policy import Part
 from edgespec.drafting.pricing import Pricing
@@ -30,6 +30,9 @@ if TYPE_CHECKING:  # a drafter that nothing teaches imports nothing of this
 _PROMPT, _ANSWER = 256, 512  # tokens of a text to learn from, at most: its prompt's last, its answer's first
 _SHORTEST = 8  # answer
 _REREAD = 64  # tokens that may be read again; system prompts are mostly shorter
+_READING = 2.0  # passes of the target that reading a prompt may take
+_LEAST_READ, _FIRST = 32, 4  # tokens of a prompt: of its end, and of its beginning
+_GAIN = 0.15  # of an answer's time, which drafting saves at least where it pays to read for it
 
 
 class DrafterSide:
@@ -51,13 +54,13 @@ class DrafterSide:
         clock: Clock = perf_counter,
     ) -> None:
         self.bundle, self.session, self.curve = running.bundle, running.session, running.curve
+        self._row_s = running.curve.seconds(DRAFTER_READING_ROWS) / DRAFTER_READING_ROWS  # of a prompt
         self._tuned = self.session if self.session.tunable else None
-        self.experience = Experience()
         self.trainer: Trainer | None = None
         self._gains: dict[str, F32] | None = None  # trained, to run with
         self._target, self._same_vocabulary = target, same_vocabulary
         self._pricing, self._caches, self._beside, self._clock = pricing, caches, beside, clock
-        self._calibration = Calibration()
+        self._calibration, self._followers = Calibration(), Followers(running.curve)
         self._words: dict[Session, list[int]] = {}  # that a trimmed LM head is offered, by request
 
     def prompt(self, tokens: list[int], encode: Callable[[Bundle], list[int]]) -> list[int]:
@@ -74,53 +77,48 @@ class DrafterSide:
         max_draft: int,
         target_end: int | None,
         remarks: Remarks,
-        on_disk: bool = True,
     ) -> Part:
-        """A request begins: whether reading its prompt is expected to pay decides whether the model drafts.
+        """A request begins: whether its answer may be long enough decides whether the model drafts.
 
         ``prompt`` is ``tokens`` as the drafter is to read them, with the first of ``sessions``; the others
         are those of requests that are being answered. ``target_end`` is the target's token to propose where
-        the drafter ends the text. ``remarks`` receive how much was read ahead. ``on_disk`` lets the prompt
-        cache be used.
+        the drafter ends the text. ``remarks`` receive how much was read ahead.
+
+        Of a long prompt it reads the end, besides what its cache holds and the first tokens, on which
+        attention rests (StreamingLLM, arXiv 2309.17453).
         """
-        # Another vocabulary may need more tokens for the same text.
-        wanted = len(prompt) + 2 * max_new_tokens + 4 * max_draft
         session, others = sessions
-        # Training changes gains with every lesson: blocks would seldom be found, and would keep old gains.
-        self._caches.fetch(session, prompt, others, on_disk=on_disk and self.trainer is None)
-        session.reserve(min(wanted, session.longest))
+        self._caches.fetch(session, prompt, others, on_disk=False)  # it reads little
         if not others:
             self._tune(session, prompt)
-        unread = len(prompt) - session.shared_prefix(prompt)
-        reading_s = unread * self.curve.seconds(DRAFTER_READING_ROWS) / DRAFTER_READING_ROWS
-        longest_s = max_new_tokens * self._pricing.pass_seconds(1)
-        if len(prompt) >= session.capacity:
-            return self.part()
-        if self.experience.expected(tokens) <= reading_s / longest_s:
-            self.experience.skip(tokens)
+        held, token_s = session.shared_prefix(prompt), self._pricing.token_s
+        begin = max(held, _FIRST)
+        left_out = begin, max(begin, len(prompt) - max(_LEAST_READ, int(_READING * token_s / self._row_s)))
+        length = len(prompt) - left_out[1] + begin
+        # Another vocabulary may need more tokens for the same text.
+        session.reserve(min(length + 2 * max_new_tokens + 4 * max_draft, session.longest))
+        reading_s, longest_s = (length - held) * self._row_s, max_new_tokens * token_s
+        if length >= session.capacity or reading_s >= _GAIN * longest_s:
             return self.part()
         bridge = self._bridge(tokens, prompt)
         self._offer(session, others, prompt)
         model = ModelDrafter(
-            Reader(session, self.curve, clock=self._clock),
+            Reader(session, self.curve, self._followers, clock=self._clock),
             bridge,
             ends=self.bundle.manifest.special_tokens.eos,
             target_end=target_end,
             pricing=self._pricing,
             calibration=self._calibration,
-            gained=lambda seconds: self.experience.add(tokens, seconds / longest_s),
+            left_out=left_out,
         )
         source: Source = model
         if self._beside is not None:
             source = Ahead(model, self._beside, pricing=self._pricing, remarks=remarks)
-        return self.part(
-            source, reading_s, lambda answer: self._example([*tokens, *answer], bridge, len(prompt))
-        )
+        return self.part(source, lambda answer: self._example([*tokens, *answer], bridge, len(prompt)))
 
     def part(
         self,
         source: Source | None = None,
-        reading_s: float = 0.0,
         example: "Callable[[Sequence[int]], Text | None]" = lambda answer: None,
     ) -> Part:
         """What ``source`` does in one request: the drafter, an app's own, or nothing.
@@ -130,7 +128,7 @@ class DrafterSide:
         """
         trainer = self.trainer
         if trainer is None:
-            return Part(source, reading_s)
+            return Part(source)
         trainer.pause()
 
         def ended(answer: Sequence[int]) -> None:
@@ -139,12 +137,16 @@ class DrafterSide:
             if lesson is not None:
                 trainer.offer(lesson)
 
-        return Part(source, reading_s, ended)
+        return Part(source, ended)
 
     def stop(self) -> None:
         """Wait for what an earlier request may have left running."""
         if self._beside is not None:
             self._beside.stop()
+
+    def forget(self) -> None:
+        """Nothing stays of texts that it read."""
+        self._followers.forget()
 
     def teach(self, trainer: "Trainer | None") -> None:
         """Let ``trainer`` train it; what another one taught is put back. None leaves it as the bundle is."""

@@ -31,8 +31,8 @@ _PAUSE_S: Final = 0.02
 _LOOKS: Final = 4  # a database whose size another process is changing looks damaged for a moment
 _LOG_HEADER: Final = 32  # bytes of a write-ahead log, before its frames
 _FRAME_HEADER: Final = 24
-_VERSION: Final = 3
-"""Of the tables. Version 1 lacks ``beginning`` and ``correction``, version 2 ``correction``."""
+_VERSION: Final = 4
+"""Of the tables. Versions 1 and 2 lack ``correction``; 2 and 3 have ``beginning``, which nothing reads."""
 _TABLES: Final = (
     """CREATE TABLE IF NOT EXISTS scope (
         id INTEGER PRIMARY KEY,
@@ -70,15 +70,7 @@ _TABLES: Final = (
     """CREATE TRIGGER IF NOT EXISTS passage_out AFTER DELETE ON passage BEGIN
         UPDATE scope SET tokens = tokens - (length(OLD.lead) + length(OLD.body)) / 4 WHERE id = OLD.scope;
     END""",
-    """CREATE TABLE IF NOT EXISTS beginning (
-        scope INTEGER NOT NULL REFERENCES scope (id) ON DELETE CASCADE,
-        drafter TEXT NOT NULL,
-        digest BLOB NOT NULL,
-        gain REAL NOT NULL,
-        count REAL NOT NULL,
-        used_on REAL NOT NULL,
-        PRIMARY KEY (scope, drafter, digest)
-    ) WITHOUT ROWID""",
+    "DROP TABLE IF EXISTS beginning",
     """CREATE TABLE IF NOT EXISTS correction (
         scope INTEGER NOT NULL REFERENCES scope (id) ON DELETE CASCADE,
         drafter TEXT NOT NULL,
@@ -414,7 +406,7 @@ def _check(connection: sqlite3.Connection) -> None:
     if found != "ok":
         raise _damage(f"quick_check: {found}")
     # A value of another type than its column's passes SQLite's own check.
-    for table in ("scope", "passage", "tally", "beginning", "correction"):
+    for table in ("scope", "passage", "tally", "correction"):
         columns = connection.execute(f"PRAGMA table_info({table})").fetchall()
         wrong = " OR ".join(f"typeof({name}) <> '{kind.lower()}'" for _, name, kind, *_ in columns)
         if connection.execute(f"SELECT 1 FROM {table} WHERE {wrong} LIMIT 1").fetchone():

@@ -13,7 +13,6 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from edgespec.drafting.experience import Gains
 from edgespec.history.passages import Entry, Passage, Tally, decayed, total_tokens
 from edgespec.learning.gains import Lesson, Table
 
@@ -41,15 +40,13 @@ class DrafterKey(NamedTuple):
 class Snapshot:
     """What is stored of a scope.
 
-    ``clock`` are tokens learned so far. ``tallies`` say how proposals fared, by class of match; ``records``,
-    what drafters gained, by drafter and beginning of the prompt; ``corrections``, what drafters learned, by
-    drafter.
+    ``clock`` are tokens learned so far. ``tallies`` say how proposals fared, by class of match;
+    ``corrections``, what drafters learned, by drafter.
     """
 
     clock: int = 0
     entries: list[Entry] = field(default_factory=list)
     tallies: dict[str, Tally] = field(default_factory=dict)
-    records: dict[str, dict[bytes, Gains]] = field(default_factory=dict)
     corrections: dict[str, Table] = field(default_factory=dict)
 
 
@@ -166,19 +163,17 @@ class Delta:
     """What happened since something was stored last. What several processes store adds up.
 
     ``changes`` are by digest of the passage, ``verdicts`` (right, judged) proposals by class of match. With
-    ``anew`` earlier verdicts are dropped: trust in them had turned out wrong. ``gains`` are what requests
-    gained, by drafter and beginning of their prompts.
+    ``anew`` earlier verdicts are dropped: trust in them had turned out wrong.
     """
 
     tokens: int = 0
     changes: dict[bytes, Change] = field(default_factory=dict)
     verdicts: dict[str, tuple[int, int]] = field(default_factory=dict)
     anew: bool = False
-    gains: dict[str, dict[bytes, list[float]]] = field(default_factory=dict)
     lessons: dict[DrafterKey, Lesson] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        told = self.tokens or self.changes or self.verdicts or self.anew or self.gains or self.lessons
+        told = self.tokens or self.changes or self.verdicts or self.anew or self.lessons
         return bool(told)
 
     def wrote(self, passage: Passage) -> None:
@@ -197,12 +192,6 @@ class Delta:
         change.uses += right / len(passage.body)
         yes, no = change.verdicts.get(found.offset, (0, 0))
         change.verdicts[found.offset] = (yes + right, no + (not right))
-
-    def gained(self, drafter: str, beginnings: Sequence[bytes], share: float) -> None:
-        """A drafter gained something, or lost, in a request whose prompt has these beginnings."""
-        gains = self.gains.setdefault(drafter, {})
-        for beginning in beginnings:
-            gains.setdefault(beginning, []).append(share)
 
     def learned(self, drafter: DrafterKey, lesson: Lesson) -> None:
         """A drafter learned something."""

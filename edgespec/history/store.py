@@ -8,7 +8,7 @@ tables of weights, each a sum of what several programs learned.
 import sqlite3
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
@@ -19,7 +19,6 @@ from typing import Annotated, Final, Self
 import numpy as np
 from numpy.lib import format as npy
 
-from edgespec.drafting.experience import MOST, Gains
 from edgespec.history.database import connect, transaction
 from edgespec.history.memory import Change, Delta, DrafterKey, Snapshot, keep_best
 from edgespec.history.passages import Entry, Passage, Tally, pack_tokens, unpack_tokens
@@ -119,14 +118,10 @@ class Store:
         tallies = self._connection.execute(
             "SELECT class, accepted, judged FROM tally WHERE scope = ?", (key,)
         )
-        records: dict[str, dict[bytes, Gains]] = {}
-        for drafter, digest, gain, count in self._connection.execute(_RECORDS, (key,)):
-            records.setdefault(drafter, {})[digest] = Gains(gain, count)
         return Snapshot(
             clock,
             entries,
             {kind: Tally(right, judged) for kind, right, judged in tallies},
-            records,
             {kept.drafter.digest: table for kept in self._kept(key) if (table := _table(kept)) is not None},
         )
 
@@ -157,8 +152,6 @@ class Store:
                 self._connection.execute("DELETE FROM tally WHERE scope = ?", (key,))
             for kind, (right, judged) in delta.verdicts.items():
                 self._count(key, kind, right, judged)
-            for drafter, gains in delta.gains.items():
-                self._remember(key, drafter, gains)
             for taught, lesson in delta.lessons.items():
                 self._correct(key, taught, lesson)
             self._trim(key, clock)
@@ -238,7 +231,7 @@ class Store:
     def _believe_the_clock(self) -> None:
         """Take back times of use that are yet to come: a clock that was wrong would keep all else out."""
         now = time.time()
-        for table in ("scope", "beginning", "correction"):
+        for table in ("scope", "correction"):
             self._connection.execute(f"UPDATE {table} SET used_on = ? WHERE used_on > ?", (now - 1.0, now))
 
     def _advance(self, scope: Scope, tokens: int) -> tuple[int, int]:
@@ -274,18 +267,6 @@ class Store:
         tally.add(right, judged)
         values = (key, kind, tally.right, tally.judged)
         self._connection.execute("INSERT OR REPLACE INTO tally VALUES (?, ?, ?, ?)", values)
-
-    def _remember(self, key: int, drafter: str, gains: Mapping[bytes, Sequence[float]]) -> None:
-        now = time.time()
-        query = "SELECT gain, count FROM beginning WHERE scope = ? AND drafter = ? AND digest = ?"
-        for digest, shares in gains.items():
-            row = self._connection.execute(query, (key, drafter, digest)).fetchone()
-            record = Gains(*(row or (0.0, 0.0)))
-            for share in shares:
-                record.add(share)
-            values = (key, drafter, digest, record.gain, record.count, now)
-            self._connection.execute("INSERT OR REPLACE INTO beginning VALUES (?, ?, ?, ?, ?, ?)", values)
-        self._connection.execute(_KEEP_BEGINNINGS, {"scope": key, "drafter": drafter, "most": MOST})
 
     def _kept(self, key: int) -> Iterator[Kept]:
         """The corrections of a scope, the one used last first."""
@@ -413,11 +394,6 @@ _ENTRY: Final = f"SELECT {_COLUMNS} FROM passage WHERE scope = ? AND digest = ?"
 _PASSAGES: Final = f"SELECT {_COLUMNS}, before, text, learned_on FROM passage WHERE scope = ?"
 _INSERT: Final = "INSERT INTO passage VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _UPDATE: Final = "UPDATE passage SET uses = ?, used_at = ?, verdicts = ? WHERE scope = ? AND digest = ?"
-_RECORDS: Final = "SELECT drafter, digest, gain, count FROM beginning WHERE scope = ? ORDER BY used_on"
-_KEEP_BEGINNINGS: Final = """
-DELETE FROM beginning WHERE scope = :scope AND drafter = :drafter AND digest NOT IN
-(SELECT digest FROM beginning WHERE scope = :scope AND drafter = :drafter ORDER BY used_on DESC LIMIT :most)
-"""
 _ADVANCE: Final = """
 INSERT INTO scope (target, tokenizer, namespace, clock, used_on) VALUES (?, ?, ?, ?, ?)
 ON CONFLICT (target, tokenizer, namespace)

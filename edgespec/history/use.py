@@ -15,7 +15,6 @@ from time import monotonic
 from typing import Final
 
 from edgespec.decoding.draft import Remarks
-from edgespec.drafting.experience import Experience
 from edgespec.drafting.pricing import Guard
 from edgespec.history.database import connect_read_only, is_damage, reason, set_aside
 from edgespec.history.drafter import HistoryDrafter
@@ -167,8 +166,7 @@ class HistoryUse:
         self._tell: Tell = (lambda note: None) if writer is None else writer.tell
         self.memory = Memory(snapshot, max_tokens=MAX_TOKENS, tell=self._tell)
         self._writer, self._problem = writer, problem
-        self._records, self._tables = snapshot.records, snapshot.corrections
-        self._experiences: dict[str, Experience] = {}
+        self._tables = snapshot.corrections
         self._trainers: dict[DrafterKey, Trainer] = {}
         self._told_at = monotonic()
         self._undone = 0  # times that what drafters learned was put back, when the last request began
@@ -191,16 +189,6 @@ class HistoryUse:
         before, self._undone = self._undone, sum(trainer.undone for trainer in self._trainers.values())
         remarks.rolled_back = (_UNDONE,) if self._undone > before else ()
         return HistoryDrafter(self.memory, guard, remarks=remarks, problem=lambda: self.problem)
-
-    def experience(self, drafter: str) -> Experience:
-        """What reading prompts gained a drafter, named by its digest, and goes on gaining."""
-
-        def tell(beginnings: Sequence[bytes], share: float) -> None:
-            self._tell(partial(Delta.gained, drafter=drafter, beginnings=beginnings, share=share))
-
-        if drafter not in self._experiences:
-            self._experiences[drafter] = Experience(self._records.get(drafter), tell=tell)
-        return self._experiences[drafter]
 
     def trainer(
         self, drafter: DrafterKey, begin: Callable[[Table | None], Tuning], *, share: float

@@ -193,7 +193,6 @@ class Runner:
             return
         side, share, drafter = self.side, self.options.training_share, self.side.bundle
         key = DrafterKey(drafter.digest, drafter.manifest.name)
-        side.experience = use.experience(key.digest)
         trains = share > 0.0 and side.trainable
         side.teach(use.trainer(key, side.tuning, share=share) if trains else None)
         if share > 0.0 and not trains:
@@ -209,6 +208,8 @@ class Runner:
         for session in self.seats.sessions:
             session.truncate(0)
             self._caches.forget(session, on_disk=on_disk)
+        if on_disk and self.side is not None:
+            self.side.forget()
 
     def close(self) -> None:
         """Store what was learned, free both models, for good."""
@@ -278,5 +279,4 @@ class Runner:
             max_draft=self.options.max_draft,
             target_end=eos[0] if eos else None,
             remarks=remarks,
-            on_disk=request.prompt_cache,
         )

@@ -1,0 +1,93 @@
+"""What a drafter will write next, guessed: one pass of it checks several tokens.
+
+A drafter's pass over four rows takes hardly longer than one over a single row. So a table, which costs no
+time, drafts for the drafter, and what the drafter agrees with needs no pass of its own (cascade drafting,
+CS-Drafting: Chen et al. 2023, arXiv 2312.11462). Drafts stay what they are: the drafter's own choices.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from edgespec_runtimes.cost import CostCurve
+
+_ORDERS = (4, 3, 2, 1)
+_MOST = 3
+_KEPT = 32_768  # contexts; as many again are kept from before
+_SMOOTHING, _FADING = 0.02, 0.0002
+_USUAL = {4: 0.5, 3: 0.4, 2: 0.3, 1: 0.15}  # share of guesses, by tokens of context, that spare a pass
+
+
+@dataclass(slots=True)
+class Follower:
+    """``token`` is guessed; ``order`` tokens of context say so, and ``place`` guesses stand before it."""
+
+    token: int
+    order: int
+    place: int
+
+
+@dataclass(slots=True)
+class Followers:
+    """What followed each one to four tokens of a drafter's texts, the last time that they stood there.
+
+    It learns from all texts of a process and keeps nothing on disk. How often a guess spares a pass is
+    learned by the length of its context and by its place: one is made where that is worth more than its row.
+    """
+
+    curve: CostCurve
+    _latest: dict[tuple[int, ...], int] = field(default_factory=dict)
+    _before: dict[tuple[int, ...], int] = field(default_factory=dict)
+    _spares: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    def learn(self, text: Sequence[int], begin: int) -> None:
+        """Tell of a text, of which all from ``begin`` on is new."""
+        for at in range(max(1, begin), len(text)):
+            for order in _ORDERS:
+                if order <= at:
+                    self._latest[tuple(text[at - order : at])] = text[at]
+        if len(self._latest) > _KEPT:
+            self._before, self._latest = self._latest, {}
+
+    def forget(self) -> None:
+        """Nothing stays of any text."""
+        self._latest, self._before = {}, {}
+
+    def guesses(self, text: Sequence[int], rows: int, most: int) -> list[Follower]:
+        """What will follow ``text``, for a pass that has ``rows`` already and room for ``most`` more."""
+        guesses: list[Follower] = []
+        context = list(text[-_ORDERS[0] :])
+        while len(guesses) < min(most, _MOST) and (guess := self._find(context, len(guesses))) is not None:
+            if not self._pays(guess, rows + len(guesses)):
+                break
+            guesses.append(guess)
+            context.append(guess.token)
+        return guesses
+
+    def fared(self, guess: Follower, spared: bool) -> None:
+        """Tell whether a guess has spared a pass."""
+        key, value = (guess.order, guess.place), self._value(guess)
+        self._spares[key] = value + _SMOOTHING * (spared - value)
+
+    def _find(self, context: Sequence[int], place: int) -> Follower | None:
+        for order in _ORDERS:
+            key = tuple(context[-order:])
+            token = self._latest.get(key, self._before.get(key))
+            if token is not None and len(key) == order:
+                return Follower(token, order, place)
+        return None
+
+    def _pays(self, guess: Follower, rows: int) -> bool:
+        value = self._value(guess)
+        row_s = self.curve.seconds(rows + 1) - self.curve.seconds(rows)
+        if value * self.curve.seconds(1) > row_s:
+            return True
+        usual = _usual(guess)  # what is not tried fades, or it would never be tried again
+        self._spares[guess.order, guess.place] = value + _FADING * (usual - value)
+        return False
+
+    def _value(self, guess: Follower) -> float:
+        return self._spares.get((guess.order, guess.place), _usual(guess))
+
+
+def _usual(guess: Follower) -> float:
+    return _USUAL[guess.order] * 0.6**guess.place
