@@ -36,7 +36,11 @@ def url(model: ServedModel) -> Iterator[str]:
 
 
 def test_a_chat_is_answered_in_openais_form(model: ServedModel, url: str) -> None:
-    reply = ask(url, CHAT, question(HARD, temperature=0.5, max_tokens=99, stop="x", seed=3, top_k=4))
+    reply = ask(
+        url,
+        CHAT,
+        question(HARD, temperature=0.5, max_tokens=99, stop="x", seed=3, top_k=4, prompt_cache=False),
+    )
     answer = reply.json
     assert (reply.status, answer["object"], answer["model"]) == (200, "chat.completion", "served")
     choice = answer["choices"][0]
@@ -56,7 +60,14 @@ def test_a_chat_is_answered_in_openais_form(model: ServedModel, url: str) -> Non
     }
     messages, options = model.calls[0]
     assert list(messages) == [{"role": "user", "content": HARD}]
-    given = {"temperature": 0.5, "max_new_tokens": 99, "stop": "x", "seed": 3, "top_k": 4}
+    given = {
+        "temperature": 0.5,
+        "max_new_tokens": 99,
+        "stop": "x",
+        "seed": 3,
+        "top_k": 4,
+        "prompt_cache": False,
+    }
     assert options == given | {"timeout": 600.0}
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from edgespec_runtimes.cost import CostCurve
 
-_ORDERS = (4, 3, 2, 1)
+_ORDERS = (4, 3, 2, 1)  # tokens of context, the longest first
 _MOST = 3
 _KEPT = 32_768  # contexts; as many again are kept from before
 _SMOOTHING, _FADING = 0.02, 0.0002

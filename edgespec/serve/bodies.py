@@ -56,6 +56,7 @@ class _Common:
     return_progress: bool = False  # llama.cpp's
     # edgespec's own
     speculate: bool | None = None
+    prompt_cache: bool | None = None
     # change nothing here
     user: Any = None
     metadata: Any = None
@@ -79,6 +80,7 @@ class _Common:
             "seed",
             "stop",
             "speculate",
+            "prompt_cache",
         )
         given: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.max_tokens is not None:
