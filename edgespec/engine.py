@@ -172,8 +172,8 @@ class Model:
     def forget(self, *, on_disk: bool = True) -> None:
         """Leave nothing of earlier requests in the KV caches; a request that runs is waited for.
 
-        With ``on_disk`` what this target has in the prompt cache is deleted too, whoever had it written, and
-        what guesses the drafter's next tokens. What a history has learned stays.
+        With ``on_disk`` what this target and this drafter have in the prompt cache is deleted too, whoever
+        had it written, and what guesses the drafter's next tokens. What a history has learned stays.
         """
         with self._worker.paused():
             self._runner.forget(on_disk=on_disk)

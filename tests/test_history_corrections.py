@@ -29,7 +29,7 @@ from edgespec.learning.gains import ROWS, Gains, Lesson
 from edgespec.learning.trainer import Trainer
 from edgespec.learning.tuning import Tuning
 from edgespec_export.align.settings import Text
-from edgespec_models.errors import RequestError
+from edgespec_models.errors import RequestError, StorageError
 from tests.histories_for_tests import OTHERS, SCOPE, delta_of, merge, passage_of, stored, used
 from tests.learning_for_tests import AtOnce
 
@@ -139,6 +139,16 @@ def test_a_file_of_an_earlier_format_is_brought_up_to_date(path: Path, version: 
     with closing(sqlite3.connect(path)) as connection:
         tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
     assert "beginning" not in tables  # hashes of how prompts began
+
+
+def test_a_file_of_version_3_that_cannot_be_written_is_read(path: Path) -> None:
+    _file_of_version(path, 3)
+    with closing(database.connect_read_only(path)) as connection:
+        assert connection.execute("SELECT accepted FROM tally").fetchall() == [(4.0,)]
+    path.unlink()
+    _file_of_version(path, 2)
+    with pytest.raises(StorageError, match="another format version"):
+        database.connect_read_only(path)
 
 
 def _packed(shape: tuple[int, ...], value: float = 0.0, kind: str = "<f4") -> bytes:

@@ -171,9 +171,10 @@ class TestPolicy:
         free.beyond = (0.95,) * 9  # a second pass of four rows pays too
         assert chosen.propose(clock, [1], 7).sources == ("model",) * 2 + ("ngram",) * 5
 
-    def test_the_model_is_not_asked_before_the_second_token(self, clock: Clock) -> None:
-        free, model = _Source(clock, name="ngram"), _Source(clock, (0.9,))
-        policy, proposed = policy_of(free, model), list[tuple[int, ...]]()
+    def test_the_model_is_not_asked_before_its_token(self, clock: Clock) -> None:
+        free, model, pricing = _Source(clock, name="ngram"), _Source(clock, (0.9,)), Pricing(FLAT)
+        policy = Policy(free, Part(model, earliest=2), pricing=pricing, guard=Guard(pricing))
+        proposed = list[tuple[int, ...]]()
         for n in range(1, 4):
             policy.observe(round_of(1))
             proposed.append(policy.propose([1] * n, 4).tokens)

@@ -5,12 +5,14 @@ time, drafts for the drafter, and what the drafter agrees with needs no pass of 
 CS-Drafting: Chen et al. 2023, arXiv 2312.11462). Drafts stay what they are: the drafter's own choices.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from edgespec_runtimes.cost import CostCurve
 
-_ORDERS = (4, 3, 2, 1)  # tokens of context, the longest first
+CONTEXT = 4
+"""Tokens of context, at most."""
+_ORDERS = range(CONTEXT, 0, -1)
 _MOST = 3
 _KEPT = 32_768  # contexts; as many again are kept from before
 _SMOOTHING, _FADING = 0.02, 0.0002
@@ -32,9 +34,11 @@ class Followers:
 
     It learns from all texts of a process and keeps nothing on disk. How often a guess spares a pass is
     learned by the length of its context and by its place: one is made where that is worth more than its row.
+    ``sequences`` says how many requests share passes: each pays, and is spared, its part of them.
     """
 
     curve: CostCurve
+    sequences: Callable[[], int] = lambda: 1
     _latest: dict[tuple[int, ...], int] = field(default_factory=dict)
     _before: dict[tuple[int, ...], int] = field(default_factory=dict)
     _spares: dict[tuple[int, int], float] = field(default_factory=dict)
@@ -45,8 +49,8 @@ class Followers:
             for order in _ORDERS:
                 if order <= at:
                     self._latest[tuple(text[at - order : at])] = text[at]
-        if len(self._latest) > _KEPT:
-            self._before, self._latest = self._latest, {}
+            if len(self._latest) > _KEPT:
+                self._before, self._latest = self._latest, {}
 
     def forget(self) -> None:
         """Nothing stays of any text."""
@@ -55,7 +59,7 @@ class Followers:
     def guesses(self, text: Sequence[int], rows: int, most: int) -> list[Follower]:
         """What will follow ``text``, for a pass that has ``rows`` already and room for ``most`` more."""
         guesses: list[Follower] = []
-        context = list(text[-_ORDERS[0] :])
+        context = list(text[-CONTEXT:])
         while len(guesses) < min(most, _MOST) and (guess := self._find(context, len(guesses))) is not None:
             if not self._pays(guess, rows + len(guesses)):
                 break
@@ -78,8 +82,10 @@ class Followers:
 
     def _pays(self, guess: Follower, rows: int) -> bool:
         value = self._value(guess)
-        row_s = self.curve.seconds(rows + 1) - self.curve.seconds(rows)
-        if value * self.curve.seconds(1) > row_s:
+        requests = self.sequences()
+        first = rows + requests - 1
+        row_s = self.curve.seconds(first + 1) - self.curve.seconds(first)
+        if value * self.curve.seconds(requests) / requests > row_s:
             return True
         usual = _usual(guess)  # what is not tried fades, or it would never be tried again
         self._spares[guess.order, guess.place] = value + _FADING * (usual - value)

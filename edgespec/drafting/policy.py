@@ -23,7 +23,6 @@ from edgespec.drafting.pricing import Guard, Pricing
 
 _SMOOTHING = 0.1
 _FORGETTING = 0.005
-_EARLIEST = 2  # tokens; an answer of one word is over by then
 _NOTICEABLE = 0.03
 _FIRST_LENGTH = 8  # tokens; a longer draft that is wrong from its beginning costs too much to be the first
 
@@ -33,11 +32,12 @@ class Part:
     """The part of a drafter that takes time in one request: a model, or an app's own.
 
     ``source`` is None where drafts are not wanted or will not pay. ``ended`` is told the answer's tokens when
-    the request has ended, however that came.
+    the request has ended, however that came. It is not asked before the answer has ``earliest`` tokens.
     """
 
     source: Source | None = None
     ended: Callable[[Sequence[int]], None] = lambda answer: None
+    earliest: int = 0
 
 
 class Policy:
@@ -58,8 +58,7 @@ class Policy:
 
     Args:
         free: a source whose proposals cost no time worth counting.
-        part: of a source that takes time and prices its own drafts. It is not asked before the answer has two
-            tokens: then it reads the prompt.
+        part: of a source that takes time and prices its own drafts.
         pricing: what verification costs; shared between requests, as is the guard.
         guard: whether sources are asked now.
         constraint: the request's grammar.
@@ -79,7 +78,7 @@ class Policy:
     ) -> None:
         self._clock = clock
         self.remarks = remarks or Remarks()
-        self._free, self._model, self._ended = free, part.source, part.ended
+        self._free, self._model, self._part = free, part.source, part
         self._all = [each for each in (free, part.source) if each is not None]
         self._pricing, self._guard, self._constraint = pricing, guard, constraint
         self._model_surplus = 0.5  # expected surplus of asking the model, tokens a round
@@ -126,7 +125,7 @@ class Policy:
         """See :class:`~edgespec.decoding.draft.Source`. The model is closed first, each in any case."""
         self.remarks.speculation_off_reason = self.remarks.speculation_off_reason or self._guard.reason
         with ExitStack() as closing:
-            closing.callback(self._ended, self._answer)
+            closing.callback(self._part.ended, self._answer)
             for each in self._all:
                 closing.callback(each.close)
 
@@ -136,7 +135,7 @@ class Policy:
         limit, self._promised = min(limit, self._longest), None
         free = self._free.propose(tokens, limit)
         count, surplus = self._pricing.keep(free.confidence)
-        if self._model is None or len(self._answer) < _EARLIEST:
+        if self._model is None or len(self._answer) < self._part.earliest:
             return free.head(count)
         if surplus > self._model_surplus or self._model_surplus <= 0.0:
             # Time lets an old verdict on the model fade, so that it is asked again.

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from edgespec.decoding.draft import Clock, Passed, Work, alone
-from edgespec.drafting.cascade import Follower, Followers
+from edgespec.drafting.cascade import CONTEXT, Follower, Followers
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.session import Predictions, Rows, Session
 
 _SMOOTHING = 0.1
 _FORGETTING = 0.005
 _PIECE = 64  # tokens
-_CONTEXT = 4
+_FEW = 8  # tokens; beside more of them guesses save little, and may need another graph
 
 
 class RunningMean:
@@ -52,7 +52,8 @@ class Reader:
     read twice: neither tokens that were drafted and not proposed, nor those read ahead (:meth:`read_on`), nor
     those that ``followers`` guessed rightly, which a pass reads besides. One thread at a time.
 
-    Nobody else uses ``session`` while the request lasts.
+    Nobody else uses ``session`` while the request lasts. The first ``held`` tokens of the text are known to
+    ``followers`` already.
 
     Attributes:
         has_read: whether the prompt was read.
@@ -61,7 +62,13 @@ class Reader:
     """
 
     def __init__(
-        self, session: Session, curve: CostCurve, followers: Followers, *, clock: Clock = perf_counter
+        self,
+        session: Session,
+        curve: CostCurve,
+        followers: Followers,
+        *,
+        held: int = 0,
+        clock: Clock = perf_counter,
     ) -> None:
         self._session, self._followers, self.clock = session, followers, clock
         self.drafted_ahead = self.used_ahead = 0
@@ -72,7 +79,7 @@ class Reader:
         self._ahead: set[int] = set()  # positions read ahead that no draft has needed yet
         self._guessed: dict[int, Follower] = {}  # by position, those that were right and not needed yet
         self._context: list[int] = []  # the end of the text
-        self._learned = 0  # of the text
+        self._learned = held  # of the text
         self.has_read = False
 
     @property
@@ -112,18 +119,18 @@ class Reader:
         yield Rows(self._session, text[held : held + _PIECE], 0)
 
     def read(self, text: Sequence[int]) -> Work[Said]:
-        """Catch up with the committed text; the first time that is the whole prompt."""
+        """Catch up with the committed text; the first time that is the prompt."""
         last, seconds = len(text) - 1, 0.0
         self._followers.learn(text, self._learned)
-        self._learned, self._context = len(text), list(text[-_CONTEXT:])
+        self._learned, self._context = len(text), list(text[-CONTEXT:])
         if not self._knows(text):
             held = self._roll_back(text)
             for start in range(held, len(text), self._session.piece):
                 piece = list(text[start : start + self._session.piece])
                 ends = start + len(piece) > last
-                guesses = self._guesses(len(piece)) if ends else []
-                said = yield Rows(self._session, [*piece, *_tokens(guesses)], ends + len(guesses))
-                predictions, passed = said
+                guesses = self._guesses(len(piece)) if ends and len(piece) <= _FEW else []
+                rows = Rows(self._session, [*piece, *_tokens(guesses)], ends + len(guesses))
+                predictions, passed = yield rows
                 seconds += passed.share_s * passed.requests
             if self.has_read:
                 self._first.observe(seconds)

@@ -1,6 +1,7 @@
 """The drafter's half of a loaded model: what it keeps between requests, and its part in each of them."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -30,8 +31,9 @@ if TYPE_CHECKING:  # a drafter that nothing teaches imports nothing of this
 _PROMPT, _ANSWER = 256, 512  # tokens of a text to learn from, at most: its prompt's last, its answer's first
 _SHORTEST = 8  # answer
 _REREAD = 64  # tokens that may be read again; system prompts are mostly shorter
-_READING = 2.0  # passes of the target that reading a prompt may take
+_READING = 2.0  # times a token of plain decoding that reading a prompt may take
 _LEAST_READ, _FIRST = 32, 4  # tokens of a prompt: of its end, and of its beginning
+_EARLIEST = 2  # tokens of an answer; one of one word is over by then
 _GAIN = 0.15  # of an answer's time, which drafting saves at least where it pays to read for it
 
 
@@ -60,7 +62,10 @@ class DrafterSide:
         self._gains: dict[str, F32] | None = None  # trained, to run with
         self._target, self._same_vocabulary = target, same_vocabulary
         self._pricing, self._caches, self._beside, self._clock = pricing, caches, beside, clock
-        self._calibration, self._followers = Calibration(), Followers(running.curve)
+        self._calibration, self._followers = (
+            Calibration(),
+            Followers(running.curve, lambda: pricing.sequences),
+        )
         self._words: dict[Session, list[int]] = {}  # that a trimmed LM head is offered, by request
 
     def prompt(self, tokens: list[int], encode: Callable[[Bundle], list[int]]) -> list[int]:
@@ -103,7 +108,7 @@ class DrafterSide:
         bridge = self._bridge(tokens, prompt)
         self._offer(session, others, prompt)
         model = ModelDrafter(
-            Reader(session, self.curve, self._followers, clock=self._clock),
+            Reader(session, self.curve, self._followers, held=held, clock=self._clock),
             bridge,
             ends=self.bundle.manifest.special_tokens.eos,
             target_end=target_end,
@@ -114,7 +119,8 @@ class DrafterSide:
         source: Source = model
         if self._beside is not None:
             source = Ahead(model, self._beside, pricing=self._pricing, remarks=remarks)
-        return self.part(source, lambda answer: self._example([*tokens, *answer], bridge, len(prompt)))
+        part = self.part(source, lambda answer: self._example([*tokens, *answer], bridge, len(prompt)))
+        return replace(part, earliest=_EARLIEST)
 
     def part(
         self,
@@ -145,8 +151,9 @@ class DrafterSide:
             self._beside.stop()
 
     def forget(self) -> None:
-        """Nothing stays of texts that it read."""
+        """Nothing stays of texts that it read, but for what its KV caches hold."""
         self._followers.forget()
+        self._words.clear()
 
     def teach(self, trainer: "Trainer | None") -> None:
         """Let ``trainer`` train it; what another one taught is put back. None leaves it as the bundle is."""

@@ -123,7 +123,7 @@ def connect_read_only(path: Path) -> sqlite3.Connection:
     look(path)
     connection = _open_unlocked(path)
     try:
-        if _version(connection, path) != _VERSION:
+        if _version(connection, path) < 3:  # which has all that is read now
             raise StorageError(f"{path} is of another format version and cannot be written; nothing is read")
         _check(connection)
     except BaseException:

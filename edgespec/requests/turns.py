@@ -20,6 +20,7 @@ def take_turn(answers: Sequence[Answer], pricing: Pricing) -> None:
 
     ``pricing`` is told of how many requests the pass is, and chooses the rows of all their drafts.
     """
+    pricing.sequences = max(1, len(answers))
     running = [(answer, one) for answer in answers if (one := _told(answer, partial(_go_on, answer)))]
     pricing.sequences = max(1, len(running))
     drafted = _drafted(running)
@@ -84,9 +85,8 @@ def _drafted(running: Sequence[tuple[Answer, PreparedRequest]]) -> list[tuple[An
             for answer, _ in done:
                 _end(answer, error)
             break
-        seconds, count = clock() - began, sum(len(rows.tokens) for _, (_, rows) in done)
-        for (answer, (work, rows)), predictions in zip(done, said, strict=True):
-            passed = Passed(count, seconds, seconds * len(rows.tokens) / count, len(done))
+        passes = _step_shares([rows for _, (_, rows) in done], clock() - began)
+        for (answer, (work, _)), predictions, passed in zip(done, said, passes, strict=True):
             _told(answer, partial(go_on, answer, work, (predictions, passed)))
     return [each for each in running if each[0].result is None]
 
@@ -118,6 +118,15 @@ def _end(answer: Answer, error: BaseException | None = None) -> None:
     except BaseException as failed:  # noqa: BLE001 - raised where the answer is read
         error = error or failed
     answer.end(one.result, error)
+
+
+def _step_shares(asked: Sequence[Rows], seconds: float) -> list[Passed]:
+    """Of a drafter's pass, each request's time: pieces of prompts pay for their rows, steps alike."""
+    total, steps = sum(len(each.tokens) for each in asked), sum(each.wanted > 0 for each in asked)
+    by_rows = [seconds * len(each.tokens) / total for each in asked]
+    rest = sum(share_s for share_s, each in zip(by_rows, asked, strict=True) if each.wanted)
+    shares = [rest / steps if each.wanted else share_s for share_s, each in zip(by_rows, asked, strict=True)]
+    return [Passed(total, seconds, share_s, len(asked)) for share_s in shares]
 
 
 def _shares(pricing: Pricing, asked: Sequence[Rows], seconds: float) -> list[Passed]:
