@@ -10,7 +10,9 @@ from edgespec.decoding.draft import Draft, alone
 from edgespec.drafting.cascade import Followers
 from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.reading import Reader
+from edgespec.requests.turns import _step_shares
 from edgespec_runtimes.cost import CostCurve
+from edgespec_runtimes.session import Rows
 from tests.drafters_for_tests import model_of
 from tests.toy import ToySession, markov_logits
 
@@ -112,3 +114,13 @@ def test_it_guesses_no_further_than_the_cache_has_room() -> None:
         reader = Reader(session, CHEAP, followers)
         alone(reader.read([*before, *text[1:3]]), reader.clock)
         assert session.passes == [2 + min(room, 3)] and session.capacity == capacity
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=8))
+def test_a_shared_pass_is_paid_for_once_and_by_steps_alike(parts: list[tuple[int, bool]]) -> None:
+    session = _session()
+    asked = [Rows(session, [1] * count, int(is_step)) for count, is_step in parts]
+    shares = _step_shares(asked, 2.0)
+    assert sum(each.share_s for each in shares) == pytest.approx(2.0)
+    steps = {round(each.share_s, 9) for each, (_, is_step) in zip(shares, parts, strict=True) if is_step}
+    assert len(steps) <= 1  # whatever they guessed besides

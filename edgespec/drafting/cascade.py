@@ -1,7 +1,7 @@
 """What a drafter will write next, guessed: one pass of it checks several tokens.
 
-A drafter's pass over four rows takes hardly longer than one over a single row. So a table, which costs no
-time, drafts for the drafter, and what the drafter agrees with needs no pass of its own (cascade drafting,
+A drafter's pass over four rows takes far less time than four over one. So a table, which costs no time,
+drafts for the drafter, and what the drafter agrees with needs no pass of its own (cascade drafting,
 CS-Drafting: Chen et al. 2023, arXiv 2312.11462). Drafts stay what they are: the drafter's own choices.
 """
 

@@ -62,10 +62,8 @@ class DrafterSide:
         self._gains: dict[str, F32] | None = None  # trained, to run with
         self._target, self._same_vocabulary = target, same_vocabulary
         self._pricing, self._caches, self._beside, self._clock = pricing, caches, beside, clock
-        self._calibration, self._followers = (
-            Calibration(),
-            Followers(running.curve, lambda: pricing.sequences),
-        )
+        self._calibration = Calibration()
+        self._followers = Followers(running.curve, lambda: pricing.sequences)
         self._words: dict[Session, list[int]] = {}  # that a trimmed LM head is offered, by request
 
     def prompt(self, tokens: list[int], encode: Callable[[Bundle], list[int]]) -> list[int]:

@@ -122,10 +122,10 @@ def _end(answer: Answer, error: BaseException | None = None) -> None:
 
 def _step_shares(asked: Sequence[Rows], seconds: float) -> list[Passed]:
     """Of a drafter's pass, each request's time: pieces of prompts pay for their rows, steps alike."""
-    total, steps = sum(len(each.tokens) for each in asked), sum(each.wanted > 0 for each in asked)
-    by_rows = [seconds * len(each.tokens) / total for each in asked]
-    rest = sum(share_s for share_s, each in zip(by_rows, asked, strict=True) if each.wanted)
-    shares = [rest / steps if each.wanted else share_s for share_s, each in zip(by_rows, asked, strict=True)]
+    total, steps = sum(len(each.tokens) for each in asked), [each for each in asked if each.wanted]
+    row_s = seconds / total
+    step_s = row_s * sum(len(each.tokens) for each in steps) / max(1, len(steps))
+    shares = (step_s if each.wanted else row_s * len(each.tokens) for each in asked)
     return [Passed(total, seconds, share_s, len(asked)) for share_s in shares]
 
 
