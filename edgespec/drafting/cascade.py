@@ -2,7 +2,8 @@
 
 A drafter's pass over four rows takes far less time than four over one. So a table, which costs no time,
 drafts for the drafter, and what the drafter agrees with needs no pass of its own (cascade drafting,
-CS-Drafting: Chen et al. 2023, arXiv 2312.11462). Drafts stay what they are: the drafter's own choices.
+CS-Drafting: Chen et al. 2023, arXiv 2312.11462). Drafts stay the drafter's own choices; where a token takes
+no pass they may go on further.
 """
 
 from collections.abc import Callable, Sequence
