@@ -33,7 +33,9 @@ def export(
     ],
     role: Annotated[
         Literal["target", "drafter"] | None,
-        typer.Option(help="What the model is used as. Default: target, but drafter for one that is aligned."),
+        typer.Option(
+            help="What the model is used as. Default: target, but drafter for aligned models and heads."
+        ),
     ] = None,
     weights: Annotated[
         Literal["exact", "portable"] | None,
@@ -54,6 +56,13 @@ def export(
     alignment: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="What 'edgespec align' trained; it goes into a drafter's weights."),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Of an EAGLE-3 head: what its target is exported from.",
+        ),
     ] = None,
     calibration: Annotated[
         list[Path] | None,
@@ -143,6 +152,8 @@ def export(
 
         edgespec export SmolLM2-135M.gguf -o drafter --alignment alignment.safetensors
 
+        edgespec export hf:AngelSlim/Qwen3-4B_eagle3 -o head --target hf:Qwen/Qwen3-4B
+
         edgespec export model.gguf -o small --bits 4 --mixed sensitive
 
         edgespec export qwen2.5-coder-1.5b-instruct -o long --kv int8
@@ -163,7 +174,7 @@ def export(
     if via == "optimum":
         words: dict[str, object] = {"--weights": weights, "--trim-vocab": trim_vocab, "--name": name}
         words |= {"--bits": quantization, "--calibration": calibration, "--calibrate-with": calibrate_with}
-        words |= {"--alignment": alignment}
+        words |= {"--alignment": alignment, "--target": target}
         words |= {"--kv": kv, "--role": role == "drafter"}
         words |= {"--device": device != "cpu", "--buckets": buckets, "--chip": chip}
         _refuse_with_optimum([word for word, value in words.items() if value])
@@ -171,7 +182,8 @@ def export(
         return
     with progress_bars() as progress:
         file, entry = locate(source, progress)
-        drafts = alignment is not None or (entry is not None and entry.alignment is not None)
+        aligned = alignment is not None or (entry is not None and entry.alignment is not None)
+        drafts = aligned or target is not None
         options = ExportOptions(
             role=role or ("drafter" if drafts else "target"),
             weights=weights,
@@ -179,6 +191,7 @@ def export(
             kv=kv,
             name=name or (None if entry is None else entry.name),
             alignment=alignment or (None if entry is None else alignment_of(entry, made_for)),
+            target=None if target is None else locate(target, progress)[0],
             overwrite=overwrite,
             device=made_for,
             buckets=_buckets(buckets),

@@ -37,7 +37,8 @@ def parameters_by_class(checkpoint: Checkpoint, head: int) -> dict[str, int]:
     """Weights of ``embedding``, ``attention``, ``mlp``, ``lm_head`` (``head`` of them), ``other``."""
     counts = dict.fromkeys(("embedding", "attention", "mlp", "lm_head", "other"), 0)
     classes = {"embed": "embedding", "lm_head": "lm_head"}
-    classes |= dict.fromkeys("qkvo", "attention") | dict.fromkeys(("gate", "up", "down"), "mlp")
+    classes |= dict.fromkeys((*"qkvo", *(f"embed_{name}" for name in "qkv")), "attention")
+    classes |= dict.fromkeys(("gate", "up", "down"), "mlp")
     for name in checkpoint.tensors:
         size = 1
         for dim in checkpoint.tensor(name).shape:

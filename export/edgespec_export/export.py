@@ -29,6 +29,8 @@ def export_model(
 ) -> dict[str, Any]:
     """Export ``source``, a GGUF file or a Hugging Face directory, to the bundle ``out``.
 
+    An EAGLE-3 head becomes a drafter for the target that ``options`` name.
+
     The bundle appears at ``out`` when it is complete and has passed its checks, or not at all. Returns its
     report (:func:`edgespec_export.bundle_files.finish`).
 
@@ -37,7 +39,8 @@ def export_model(
             an architecture, feature or weight format that edgespec lacks.
         ParityError: the export does not compute what the source computes.
         BundleError: ONNX Runtime cannot load the graphs, or they cannot roll back.
-        RequestError: an option out of range, options that exclude each other, or ``out`` exists.
+        RequestError: an option out of range, options that exclude each other, a head without its target or
+            with another, or ``out`` exists.
         StorageError: the disk is full, or ``out`` cannot be written.
         DeviceError: a chip is named, and its compiler is missing or refuses a graph.
         EdgespecError: the ``export`` extra is not installed.
@@ -69,6 +72,8 @@ def _check_request(source: Path, out: Path, options: ExportOptions) -> None:
 def _contradictions(options: ExportOptions) -> Iterator[str]:
     """What options say that excludes each other."""
     device, size = options.device, options.trim
+    if options.target is not None:
+        yield from _contradictions_of_heads(options)
     if options.role == "target" and size not in (None, "full"):
         yield (
             f"trim size {size} with role=target: a target must be able to write every token; only drafters "
@@ -103,6 +108,21 @@ def _contradictions(options: ExportOptions) -> Iterator[str]:
         given = ", ".join(name for name, value in settled.items() if value)
         if given:
             yield f"device={device} settles formats and keeps the whole LM head; leave out {given}"
+
+
+def _contradictions_of_heads(options: ExportOptions) -> Iterator[str]:
+    if options.role == "target":
+        yield f"a head drafts for {options.target} and is no target itself; use role=drafter"
+    settled = {
+        "weights": options.weights not in (None, "exact"),
+        "kv": options.kv,
+        "device": options.device,
+        "trim": options.trim not in (None, "full"),
+        "alignment": options.alignment,
+    }
+    given = ", ".join(name for name, value in settled.items() if value)
+    if given:
+        yield f"heads run on edgespec's kernels, with the LM head that they have; leave out {given}"
 
 
 def _contradictions_of_cuda(options: ExportOptions) -> Iterator[str]:

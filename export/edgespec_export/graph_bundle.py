@@ -18,6 +18,7 @@ from edgespec_export.bundle_files import (
     write_texts,
 )
 from edgespec_export.formats.plan import plan_decoder
+from edgespec_export.graphs.heads import check_head
 from edgespec_export.graphs.kv_cache import calibration_tokens, quantize_cache
 from edgespec_export.graphs.parity import (
     Golden,
@@ -32,6 +33,7 @@ from edgespec_export.graphs.trim import Tokens, plan_trim
 from edgespec_export.graphs.writer import write_graph
 from edgespec_export.options import ExportOptions
 from edgespec_export.sources.checkpoint import Checkpoint
+from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.bundles.bundle import GRAPH, HEAD_TOKENS, MANIFEST, TOKENIZER, Bundle, Manifest
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import ModelFileError, ParityError, RequestError
@@ -65,7 +67,7 @@ def _plan_trim(
 ) -> tuple[Tokens, dict[str, Any]] | None:
     on_cpu = options.device is None
     size = options.trim or ("auto" if options.role == "drafter" and on_cpu else "full")
-    if size == "full":
+    if size == "full" or options.target is not None:
         return None
     with open_aligned(source, options.alignment) as checkpoint:
         text, special = checkpoint.tokenizer_json(), checkpoint.special_tokens()
@@ -89,8 +91,8 @@ def _write(
 
     ``settled`` are tokens that a trimmed LM head keeps, and what float16 would have to hold.
     """
-    kept, _ = settled
-    with open_aligned(source, options.alignment) as checkpoint:
+    with _open(source, options) as checkpoint:
+        kept = settled[0] if checkpoint.head_tokens is None else checkpoint.head_tokens
         config, special = checkpoint.config, checkpoint.special_tokens()
         write_texts(checkpoint, folder)
         digest, plan = checkpoint.digest(progress), _plan(checkpoint, options, settled)
@@ -126,6 +128,12 @@ def _write(
     return manifest, {"weights": losses, **found}
 
 
+def _open(source: Path, options: ExportOptions) -> Checkpoint:
+    if options.target is not None:
+        return open_checkpoint(source, options.target)
+    return open_aligned(source, options.alignment)
+
+
 def _plan(
     checkpoint: Checkpoint, options: ExportOptions, settled: tuple[Tokens | None, ActivationRanges | None]
 ) -> DecoderPlan:
@@ -134,7 +142,7 @@ def _plan(
         checkpoint,
         options.quantization,
         native=options.native,
-        tunable=options.role == "drafter" and options.device is None,
+        tunable=options.role == "drafter" and options.device is None and options.target is None,
         head_tokens=None if kept is None else tuple(kept.tolist()),
         precision=FULL if ranges is None else precision_for(ranges),
     )
@@ -168,7 +176,7 @@ def _check(folder: Path, digest: str, progress: ProgressCallback) -> tuple[bool,
     bundle, golden = Bundle(folder), find_golden(digest)
     _ = bundle.tokenizer, bundle.chat_template
     if bundle.manifest.operators == "edgespec":
-        return _check_whole(bundle, golden, progress)
+        return (check_head(bundle), None) if bundle.config.is_head else _check_whole(bundle, golden, progress)
     pieces = cut(folder / GRAPH)
     texts = () if golden is None else golden.texts
     rolls_back, row_exact, rows = run_pieces(pieces, bundle.config, texts, progress)

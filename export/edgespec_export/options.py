@@ -38,6 +38,8 @@ class ExportOptions:
             are rounded.
         chip: with ``npu-qnn``, one of :data:`CHIPS` to compile every graph
             for; None leaves that to the device, at each load.
+        target: of an EAGLE-3 head (arXiv 2503.01840), which drafts from what its target computes: the GGUF
+            file or Hugging Face directory of that.
     """
 
     role: Role = "target"
@@ -53,6 +55,7 @@ class ExportOptions:
     buckets: tuple[Annotated[int, within(PREFILL_ROWS)], ...] = ()
     chip: str | None = None
     alignment: Path | None = None
+    target: Path | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)

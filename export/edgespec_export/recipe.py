@@ -13,8 +13,8 @@ from edgespec_models.errors import EdgespecError
 
 RECIPES: Final[Mapping[tuple[Role, ExportDevice | None], int]] = MappingProxyType(
     {
-        ("target", None): 8,
-        ("drafter", None): 8,
+        ("target", None): 9,
+        ("drafter", None): 9,
         ("target", "cuda"): 5,
         ("drafter", "cuda"): 5,
         ("target", "npu-qnn"): 3,

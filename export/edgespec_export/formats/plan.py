@@ -94,7 +94,7 @@ def plan_decoder(
     head = linear(("lm_head",))
     if head_tokens is not None:
         head = replace(head, parts=(replace(head.parts[0], out_features=len(head_tokens)),))
-    linears = {"lm_head": head}
+    linears = {"lm_head": head} | ({"fuse": linear(("fuse",))} if config.is_head else {})
     for i in range(config.num_layers):
         for name, sources in products_of(config).items():
             linears[f"layers.{i}.{name}"] = linear(tuple(f"layers.{i}.{source}" for source in sources))

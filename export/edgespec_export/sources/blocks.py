@@ -17,7 +17,7 @@ from typing import BinaryIO, Final, Self
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_models.errors import ModelFileError
+from edgespec_models.errors import ModelFileError, UnsupportedModelError
 
 U8 = npt.NDArray[np.uint8]
 F16 = npt.NDArray[np.float16]
@@ -77,13 +77,18 @@ TABLES: Final[Mapping[str, bytes]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor of a file, or rows of one: ``shape`` in row-major order, bytes from ``offset`` on."""
+    """One tensor of a file, or rows or columns of one: ``shape`` in row-major order, from ``offset`` on.
+
+    In each row of the file lie ``before`` columns before these, and ``behind`` behind them.
+    """
 
     name: str
     shape: tuple[int, ...]
     type: GGMLType
     file: BinaryIO
     offset: int
+    before: int = 0
+    behind: int = 0
 
     @property
     def n_bytes(self) -> int:
@@ -95,12 +100,27 @@ class Tensor:
         offset = self.offset + start * (self.n_bytes // self.shape[0])
         return replace(self, shape=(stop - start, *self.shape[1:]), offset=offset)
 
+    def columns(self, start: int, stop: int) -> "Tensor":
+        """Columns ``start`` to ``stop`` of a matrix as one of their own.
+
+        Raises:
+            UnsupportedModelError: no block begins or ends there.
+        """
+        rows, width = self.shape
+        if start % self.type.block or stop % self.type.block:
+            raise UnsupportedModelError(
+                f"tensor {self.name!r} is cut at column {stop}, but {self.type.name} has blocks of "
+                f"{self.type.block}; take a file in floats or in another format"
+            )
+        return replace(self, shape=(rows, stop - start), before=start, behind=width - stop)
+
     def read(self, start: int = 0, stop: int | None = None) -> U8:
         """Raw blocks of rows ``start`` to ``stop``: uint8 ``(rows, blocks per row, bytes per block)``.
 
         A vector counts as one row. Read, not mapped: a mapped file would count as memory of the export.
         """
-        per_row, n_bytes = self.shape[-1] // self.type.block, self.type.block_bytes
+        block, n_bytes = self.type.block, self.type.block_bytes
+        per_row = (self.before + self.shape[-1] + self.behind) // block
         stop = prod(self.shape[:-1]) if stop is None else stop
         raw = np.empty((stop - start, per_row, n_bytes), np.uint8)
         self.file.seek(self.offset + start * per_row * n_bytes)
@@ -108,7 +128,7 @@ class Tensor:
             raise ModelFileError(
                 f"{self.file.name} ended while tensor {self.name!r} was read; was it changed?"
             )
-        return raw
+        return np.ascontiguousarray(raw[:, self.before // block : per_row - self.behind // block])
 
 
 @dataclass(frozen=True, slots=True)

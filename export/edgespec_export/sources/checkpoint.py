@@ -40,6 +40,7 @@ class Checkpoint(ABC):
         config: what the graph has to compute.
         logits_factor: what the model multiplies its logits by, here the gain of the normalization before.
         tensors: what there is, by edgespec's names.
+        head_tokens: where the LM head has rows for a part of the tokens, those, ascending.
         stack: holds the open files.
         changes: what a bundle's provenance says of changes to the files' weights.
     """
@@ -50,6 +51,7 @@ class Checkpoint(ABC):
     config: ModelConfig
     logits_factor: float = 1.0
     tensors: Mapping[str, Tensor]
+    head_tokens: npt.NDArray[np.int32] | None = None
     stack: ExitStack
     changes: Mapping[str, str] = MappingProxyType({})
 
@@ -187,6 +189,8 @@ class Checkpoint(ABC):
         config, expected = self.config, outer_shapes(self.config)
         if self.tied_head:
             del expected["lm_head"]
+        elif self.head_tokens is not None:
+            expected["lm_head"] = len(self.head_tokens), config.hidden_size
         shapes = layer_shapes(config, biases=self.has_biases)
         for layer in range(min(config.num_layers, len(self.tensors) + 1)):  # a damaged count may be huge
             expected |= {f"layers.{layer}.{name}": shape for name, shape in shapes.items()}

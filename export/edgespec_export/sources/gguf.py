@@ -24,6 +24,7 @@ MetadataValue = str | int | float | bool | list[str] | list[object] | npt.NDArra
 _ALIGNMENT = 32
 _MAX_DIMS = 4
 _STRING, _ARRAY = 8, 9
+_I64 = 27  # the one format that holds no weights
 _SCALARS: Mapping[int, str] = MappingProxyType(
     {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 )
@@ -111,7 +112,8 @@ class _Cursor:
 class GGUFFile:
     """A GGUF file opened for reading; a context manager.
 
-    ``metadata`` is key -> str, int, float, bool, list of str, or numpy array; ``tensors`` is name -> tensor.
+    ``metadata`` is key -> str, int, float, bool, list of str, or numpy array; ``tensors`` is name -> tensor,
+    ``integers`` name -> a vector of int64.
 
     Raises:
         ModelFileError: the file cannot be read, is truncated, or contradicts itself.
@@ -122,6 +124,7 @@ class GGUFFile:
         self.path = path
         self.metadata: dict[str, MetadataValue] = {}
         self.tensors: dict[str, Tensor] = {}
+        self.integers: dict[str, npt.NDArray[np.int64]] = {}
         try:
             self._file = path.open("rb")
         except OSError as error:
@@ -189,8 +192,13 @@ class GGUFFile:
         return name, shape, int(cursor.scalar("<I", name)), cursor.count(name)
 
     def _add(self, cursor: _Cursor, name: str, shape: tuple[int, ...], number: int, offset: int) -> None:
-        if name in self.tensors:
+        if name in self.tensors or name in self.integers:
             raise cursor.fail(f"tensor {name!r} appears twice")
+        if number == _I64 and len(shape) == 1:
+            cursor.at = min(offset, len(cursor.view))
+            cursor.require(shape[0] * 8, f"tensor {name!r}")
+            self.integers[name] = np.frombuffer(cursor.view, "<i8", shape[0], offset).astype(np.int64)
+            return
         kind = next((known for known in GGMLType if known == number), None)
         if kind is None:
             found, instead = _UNREAD.get(number, (f"number {number}", "Q4_K_M or Q8_0"))

@@ -14,17 +14,17 @@ from typing import Final
 import numpy as np
 
 from edgespec_export.sources import gguf_tokenizer
-from edgespec_export.sources.architectures import GGUF_FAMILIES, Family, unknown
+from edgespec_export.sources.architectures import GGUF_FAMILIES, HEAD, Family, needs_target, unknown
 from edgespec_export.sources.blocks import Tensor
 from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.gguf import GGUFFile
 from edgespec_export.sources.hf_config import config_of, logits_factor, naming
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.errors import ModelFileError, UnsupportedModelError
+from edgespec_models.errors import ModelFileError, RequestError, UnsupportedModelError
 from edgespec_models.files.facts import Facts
 from edgespec_models.text.tokenizer import SpecialTokens
 
-_GLOBAL = {
+GLOBAL = {
     "token_embd.weight": "embed",
     "output_norm.weight": "final_norm",
     "output.weight": "lm_head",
@@ -32,7 +32,7 @@ _GLOBAL = {
     "rope_factors_short.weight": "short_factors",
     "rope_factors_long.weight": "long_factors",
 }
-_LAYER = {
+LAYER = {
     "attn_norm.weight": "attn_norm",
     "attn_q.weight": "q",
     "attn_k.weight": "k",
@@ -102,7 +102,7 @@ class GGUFCheckpoint(Checkpoint):
             file = stack.enter_context(GGUFFile(path))
             self.metadata = file.metadata
             family = _family(file)
-            self.tensors = _named(file, family)
+            self.tensors = named(file, family, GLOBAL, LAYER | dict(family.stacked))
             self.config = self._read_config(family)
             self.split_stacked()
             self.check_shapes()
@@ -203,20 +203,30 @@ def _windows(own: Mapping[str, object]) -> dict[str, object]:
 
 def _family(file: GGUFFile) -> Family:
     found = file.metadata.get("general.architecture")
+    if found == HEAD.gguf:
+        raise RequestError(needs_target(str(file.path)))
     if not isinstance(found, str) or found not in GGUF_FAMILIES:
         known = f"edgespec exports these architectures from GGUF: {', '.join(GGUF_FAMILIES)}."
         raise unknown(file.path.name, str(found), known)
     return GGUF_FAMILIES[found]
 
 
-def _named(file: GGUFFile, family: Family) -> dict[str, Tensor]:
-    """The file's tensors by edgespec's names."""
-    layer = _LAYER | dict(family.stacked)
-    names = {name: own_name(name, r"blk\.", _GLOBAL, layer) for name in file.tensors}
+def named(
+    file: GGUFFile, family: Family, whole: Mapping[str, str], of_layer: Mapping[str, str]
+) -> dict[str, Tensor]:
+    """The file's tensors by edgespec's names; ``whole`` has those outside layers.
+
+    Raises:
+        UnsupportedModelError: there are others.
+    """
+    every = (*file.tensors, *file.integers)
+    names = {name: own_name(name, r"blk\.", whole, of_layer) for name in every}
     surplus = [name for name, own in names.items() if own is None]
     if surplus:
         raise UnsupportedModelError(
             f"{file.path.name} ({family.gguf}) has {len(surplus)} tensors that edgespec has no use for, such "
             f"as {surplus[0]!r}: it is not a plain text model of this architecture"
         )
-    return {own: file.tensors[name] for name, own in names.items() if own is not None}
+    return {
+        own: file.tensors[name] for name, own in names.items() if own is not None and name in file.tensors
+    }

@@ -8,18 +8,19 @@ from pathlib import Path
 
 import numpy as np
 
+from edgespec_export.sources.architectures import needs_target
 from edgespec_export.sources.blocks import F32, Tensor
 from edgespec_export.sources.checkpoint import Checkpoint, own_name
-from edgespec_export.sources.hf_config import logits_factor, model_facts, read_config
+from edgespec_export.sources.hf_config import head_facts, logits_factor, model_facts, read_config
 from edgespec_export.sources.hf_tokenizer import HFTokenizer
 from edgespec_export.sources.safetensors_file import SafetensorsFile
-from edgespec_models.errors import ModelFileError, UnsupportedModelError
+from edgespec_models.errors import ModelFileError, RequestError, UnsupportedModelError
 from edgespec_models.files.facts import Facts
 from edgespec_models.storage import is_file, model_name
 from edgespec_models.text.tokenizer import SpecialTokens
 
 CONFIG = "config.json"
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _LOG = logging.getLogger("edgespec")
 
 _GLOBAL = {
@@ -27,7 +28,7 @@ _GLOBAL = {
     "model.norm.weight": "final_norm",
     "lm_head.weight": "lm_head",
 }
-_LAYER = {
+LAYER = {
     "input_layernorm.weight": "attn_norm",
     "self_attn.q_proj.weight": "q",
     "self_attn.k_proj.weight": "k",
@@ -45,7 +46,7 @@ _LAYER = {
     "mlp.gate_up_proj.weight": "gate_up",
     "mlp.down_proj.weight": "down",
 }
-_POST_NORMED_LAYER = _LAYER | {
+_POST_NORMED_LAYER = LAYER | {
     "post_attention_layernorm.weight": "post_attn_norm",
     "pre_feedforward_layernorm.weight": "mlp_norm",
     "post_feedforward_layernorm.weight": "post_mlp_norm",
@@ -53,7 +54,7 @@ _POST_NORMED_LAYER = _LAYER | {
 _WITH_EYES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.": ""}
 """What stands before the names of the text model's tensors, where there are others; and what would alone."""
 _EYES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..*")
-_COMPUTED = re.compile(r".*\.rotary_emb\.inv_freq")  # old checkpoints store what config.json says
+COMPUTED = re.compile(r".*\.rotary_emb\.inv_freq")  # old checkpoints store what config.json says
 _NOT_EXPORTED = (".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf")
 
 
@@ -63,7 +64,10 @@ class HFCheckpoint(Checkpoint):
     def __init__(self, path: Path) -> None:
         self.path, self.model_name = path, model_name(path)
         self._shards: dict[str, SafetensorsFile] = {}
-        facts = model_facts(Facts.read(path / CONFIG))
+        stated = Facts.read(path / CONFIG)
+        if head_facts(stated) is not None:
+            raise RequestError(needs_target(stated.where))
+        facts = model_facts(stated)
         self.config, self._eyes = read_config(facts), bool(facts.section("text_config").keys)
         self.logits_factor = logits_factor(facts)
         if self._eyes:
@@ -77,7 +81,7 @@ class HFCheckpoint(Checkpoint):
             self.split_stacked()
             self.check_shapes()
             self.stack = opened.pop_all()
-        texts = (path / CONFIG, path / _INDEX, *self._tokenizer.files)
+        texts = (path / CONFIG, path / INDEX, *self._tokenizer.files)
         shards = (shard.path for shard in self._shards.values())
         self.files = tuple(sorted({file for file in (*texts, *shards) if file.is_file()}))
 
@@ -101,18 +105,18 @@ class HFCheckpoint(Checkpoint):
 
     def _stored(self) -> Iterator[tuple[str, SafetensorsFile]]:
         """Every tensor's name and file."""
-        if (self.path / _SINGLE).is_file():
-            single = self._open(_SINGLE)
+        if (self.path / SINGLE).is_file():
+            single = self._open(SINGLE)
             yield from ((name, single) for name in sorted(single.names))
             return
-        if not (self.path / _INDEX).is_file():
+        if not (self.path / INDEX).is_file():
             others = sorted(file.name for file in self.path.iterdir() if file.suffix in _NOT_EXPORTED)
             hint = f" (there is {others[0]})" if others else ""
             raise ModelFileError(
-                f"{self.path} has neither {_SINGLE} nor {_INDEX}{hint}; edgespec exports safetensors. "
+                f"{self.path} has neither {SINGLE} nor {INDEX}{hint}; edgespec exports safetensors. "
                 "Download the checkpoint's safetensors files too."
             )
-        index = Facts.read(self.path / _INDEX)
+        index = Facts.read(self.path / INDEX)
         weight_map = index.value("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ModelFileError(f"{index.where} has no weight_map. Download or copy it again.")
@@ -136,7 +140,7 @@ class HFCheckpoint(Checkpoint):
 
     def _name(self, stored: Iterator[tuple[str, SafetensorsFile]]) -> dict[str, Tensor]:
         """Tensors by edgespec's names."""
-        layers = _POST_NORMED_LAYER if self.config.post_norms else _LAYER
+        layers = _POST_NORMED_LAYER if self.config.post_norms else LAYER
         named: dict[str, Tensor] = {}
         unknown = []
         for name, file in stored:
@@ -146,7 +150,7 @@ class HFCheckpoint(Checkpoint):
                 continue
             if own is not None:
                 named[own] = file.tensor(name)
-            elif not _COMPUTED.fullmatch(name) and not (self._eyes and _EYES.fullmatch(name)):
+            elif not COMPUTED.fullmatch(name) and not (self._eyes and _EYES.fullmatch(name)):
                 unknown.append(name)
         if unknown:
             raise UnsupportedModelError(

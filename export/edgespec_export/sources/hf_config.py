@@ -27,11 +27,27 @@ def model_facts(facts: Facts) -> Facts:
         ModelFileError: ``text_config`` or ``model_type`` is malformed.
         UnsupportedModelError: another architecture.
     """
+    head = head_facts(facts)
+    if head is not None:
+        return head
     text = facts.section("text_config")
     if text.keys:
         facts = text.over({key: facts.value(key) for key in facts.keys})
     family = _family(facts)
     return facts.over({"rms_norm_eps": 1e-6, **family.defaults})
+
+
+def head_facts(facts: Facts) -> Facts | None:
+    """All that the ``config.json`` of an EAGLE-3 head says; None for other models.
+
+    The ``speculators`` package has what the layer is made of in ``transformer_layer_config``.
+    """
+    named = f"{facts.value('architectures')} {facts.value('speculators_model_type')}".lower()
+    if "eagle3" not in named and facts.value("draft_vocab_size") is None:
+        return None
+    layer = facts.section("transformer_layer_config")
+    stated = {key: part.value(key) for part in (facts, layer) for key in part.keys}
+    return Facts(stated, facts.where).over({"model_type": "llama", "rms_norm_eps": 1e-6})
 
 
 def read_config(facts: Facts) -> ModelConfig:
@@ -42,12 +58,6 @@ def read_config(facts: Facts) -> ModelConfig:
         UnsupportedModelError: another architecture, or a feature that edgespec lacks.
     """
     facts = model_facts(facts)
-    if facts.value("quantization_config") is not None or facts.value("compression_config") is not None:
-        method = facts.section("quantization_config").text("quant_method", "an unknown method")
-        raise UnsupportedModelError(
-            f"{facts.where} says that the checkpoint is quantized already ({method}). edgespec quantizes by "
-            "itself: use the model's unquantized checkpoint (F32, F16 or BF16), or a GGUF file."
-        )
     return config_of(facts, _family(facts))
 
 
@@ -143,6 +153,12 @@ def _family(facts: Facts) -> Family:
 
 def _check_features(facts: Facts, family: Family) -> None:
     """Refuse what a plain model of ``family`` lacks."""
+    if facts.value("quantization_config") is not None or facts.value("compression_config") is not None:
+        method = facts.section("quantization_config").text("quant_method", "an unknown method")
+        raise UnsupportedModelError(
+            f"{facts.where} says that the checkpoint is quantized already ({method}). edgespec quantizes by "
+            "itself: use the model's unquantized checkpoint (F32, F16 or BF16), or a GGUF file."
+        )
     gelu = family.fixed.get("activation") == "gelu_tanh"
     key, expected = ("hidden_activation", "gelu_pytorch_tanh") if gelu else ("hidden_act", "silu")
     activation = facts.text(key, expected)

@@ -4,25 +4,35 @@ from pathlib import Path
 
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
+from edgespec_export.sources.heads import GGUFHead, HFHead
 from edgespec_export.sources.hf_checkpoint import CONFIG, HFCheckpoint
 from edgespec_models.bundles.foreign import is_model
 from edgespec_models.errors import ModelFileError
 
 
-def open_checkpoint(source: Path) -> Checkpoint:
-    """Open a GGUF file or a Hugging Face directory.
+def open_checkpoint(source: Path, target: Path | None = None) -> Checkpoint:
+    """Open a GGUF file or a Hugging Face directory; with a ``target``, of one of its heads.
 
     Raises:
         ModelFileError: neither, or damaged.
         UnsupportedModelError: a model that edgespec cannot export.
+        RequestError: a head without its target, or a target with something else.
     """
     if source.is_file():
-        return GGUFCheckpoint(source)
+        return GGUFCheckpoint(source) if target is None else GGUFHead(source, _open_target(target))
     if is_model(source):
         raise ModelFileError(f"{source} is a bundle already, or runs as it is; it needs no export")
     if (source / CONFIG).is_file():
-        return HFCheckpoint(source)
+        return HFCheckpoint(source) if target is None else HFHead(source, _open_target(target))
     what = f"lacks {CONFIG}" if source.is_dir() else "does not exist"
     raise ModelFileError(
         f"{source} {what}; give a GGUF file, a directory with {CONFIG} and safetensors, or a catalogue name"
     )
+
+
+def _open_target(target: Path) -> Checkpoint:
+    if is_model(target):
+        raise ModelFileError(
+            f"{target} is a bundle or runs as it is; give the file that the target was exported from"
+        )
+    return open_checkpoint(target)

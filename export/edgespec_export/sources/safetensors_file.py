@@ -19,6 +19,7 @@ from edgespec_models.errors import ModelFileError, UnsupportedModelError
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _FORMATS = MappingProxyType({kind.name: kind for kind in (GGMLType.F32, GGMLType.F16, GGMLType.BF16)})
+_INTEGERS = MappingProxyType({"I8": "<i1", "I32": "<i4", "I64": "<i8"})
 
 
 class SafetensorsFile:
@@ -65,21 +66,22 @@ class SafetensorsFile:
         shape, offset = self._place(name, kind.block_bytes)
         return Tensor(name, shape, kind, self._file, offset)
 
-    def integers(self, name: str) -> npt.NDArray[np.int8]:
-        """The tensor called ``name``, which must be one of ``names`` and int8.
+    def integers(self, name: str, kinds: tuple[str, ...] = ("I8",)) -> npt.NDArray[Any]:
+        """The tensor called ``name``, which must be one of ``names`` and of one of ``kinds``: I8, I32, I64.
 
         Raises:
             ModelFileError: its entry is damaged or of another dtype, or its bytes lie beyond the file's end.
         """
         dtype = self._entry(name)[0]
-        if dtype != "I8":
-            raise self._fail(f"tensor {name!r} has the dtype {dtype}, not I8")
-        shape, offset = self._place(name, 1)
+        if dtype not in kinds:
+            raise self._fail(f"tensor {name!r} has the dtype {dtype}, not {' or '.join(kinds)}")
+        numbers = np.dtype(_INTEGERS[dtype])
+        shape, offset = self._place(name, numbers.itemsize)
         self._file.seek(offset)
-        data = self._file.read(prod(shape))
-        if len(data) != prod(shape):
+        data = self._file.read(prod(shape) * numbers.itemsize)
+        if len(data) != prod(shape) * numbers.itemsize:
             raise ModelFileError(f"{self.path} ended while tensor {name!r} was read; was it changed?")
-        return np.frombuffer(data, np.int8).reshape(shape)
+        return np.frombuffer(data, numbers).reshape(shape)
 
     def _place(self, name: str, width: int) -> tuple[tuple[int, ...], int]:
         """Shape of a tensor of so many bytes a number, and where it lies in the file."""

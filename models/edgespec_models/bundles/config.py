@@ -9,7 +9,17 @@ from edgespec_models.schema import check_fields, length, read, within
 FloatType = Literal["float32", "float16"]
 """What a graph of any shape computes in."""
 Architecture = Literal[
-    "llama", "mistral", "smollm3", "qwen2", "qwen3", "gemma3", "phi3", "granite", "ministral3", "olmo2"
+    "llama",
+    "mistral",
+    "smollm3",
+    "qwen2",
+    "qwen3",
+    "gemma3",
+    "phi3",
+    "granite",
+    "ministral3",
+    "olmo2",
+    "eagle3",
 ]
 Count = Annotated[int, within(1, 2**31 - 1)]
 Layers = Annotated[int, within(1, 4096)]
@@ -32,6 +42,9 @@ class DecoderShape:
         num_kv_heads: key and value heads.
         head_dim: width of a head.
         context_length: positions the model was made for.
+        feature_layers: of a head, which drafts from what its target computes (:attr:`is_head`): the target's
+            layers whose input it reads. Empty for other models.
+        feature_width: of a head: width of the target's residual stream.
     """
 
     architecture: Annotated[str, length(1)]
@@ -41,6 +54,13 @@ class DecoderShape:
     num_kv_heads: Count
     head_dim: Count
     context_length: Context
+    feature_layers: tuple[Annotated[int, within(0, 4095)], ...] = ()
+    feature_width: Annotated[int, within(0, 2**31 - 1)] = 0
+
+    @property
+    def is_head(self) -> bool:
+        """Whether the model reads a residual stream of a target, as heads of EAGLE-3 do (arXiv 2503.01840)."""
+        return bool(self.feature_layers)
 
     @property
     def query_width(self) -> int:
@@ -87,6 +107,8 @@ class ModelConfig(DecoderShape):
         activation: of the gate.
         embedding_scale: factor on the token embeddings.
         attention_scale: factor on the query-key products.
+        normed_features: of a head: RMSNorm on what it reads of the target.
+        normed_residual: of a head: attention adds to the normalized state.
     """
 
     architecture: Architecture
@@ -109,6 +131,8 @@ class ModelConfig(DecoderShape):
     post_norms: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"
     embedding_scale: _Factor = 1.0
+    normed_features: bool = False
+    normed_residual: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, UnsupportedModelError)
@@ -125,10 +149,23 @@ class ModelConfig(DecoderShape):
             )
         if self.wide_qk_norm and not self.qk_norm:
             raise UnsupportedModelError("wide_qk_norm is true and qk_norm is not; the first needs the second")
+        self._check_head()
         if self.num_heads % self.num_kv_heads:
             raise UnsupportedModelError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads evenly"
             )
+
+    def _check_head(self) -> None:
+        """Only heads say what they read of a target, and they are one plain layer."""
+        said = self.feature_layers, self.feature_width, self.normed_features, self.normed_residual
+        plain = self.pre_norms and not self.post_norms and not self.qk_norm and self.activation == "silu"
+        whole = self.is_head and self.feature_width > 0 and self.num_layers == 1 and plain
+        if whole if self.architecture == "eagle3" else not any(said):
+            return
+        raise UnsupportedModelError(
+            f"{self.num_layers} layers {self.architecture} with feature_layers {self.feature_layers} and "
+            f"feature_width {self.feature_width}; allowed: both of one plain layer eagle3, neither of others"
+        )
 
     @property
     def rotary_width(self) -> int:

@@ -30,9 +30,12 @@ _APART: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {**{name: (name,) for name in PRODUCTS["qkv"]}, **{k: v for k, v in PRODUCTS.items() if k != "qkv"}}
 )
 
+_EMBED_QKV: Final = ("embed_q", "embed_k", "embed_v")
+
 _SUBLAYERS: Final[Mapping[str, str]] = MappingProxyType(
     {
         **dict.fromkeys(("qkv", "q", "k", "v", "o", "q_norm", "k_norm"), "attention."),
+        **dict.fromkeys(("embed_qkv", *_EMBED_QKV), "attention."),
         **dict.fromkeys(("gate_up", "gate", "up", "down"), "mlp."),
     }
 )
@@ -68,14 +71,24 @@ def layers_of(config: ModelConfig) -> tuple[Layer, ...]:
 
 
 def products_of(config: ModelConfig) -> Mapping[str, tuple[str, ...]]:
-    """The products of a layer. Those that are normalized as a whole have nothing beside them."""
+    """The products of a layer. Those that are normalized as a whole have nothing beside them.
+
+    Queries, keys and values of a head are sums: of a product with its state and one with the embedding.
+    """
+    if config.is_head:
+        return {**PRODUCTS, "embed_qkv": _EMBED_QKV}
     return _APART if config.wide_qk_norm else PRODUCTS
 
 
 def outer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The tensors outside of the layers."""
     matrix = config.vocab_size, config.hidden_size
-    return {"embed": matrix, "final_norm": matrix[1:], "lm_head": matrix}
+    shapes: dict[str, tuple[int, ...]] = {"embed": matrix, "final_norm": matrix[1:], "lm_head": matrix}
+    if config.is_head:
+        width = len(config.feature_layers) * config.feature_width
+        shapes |= {"fuse": (config.hidden_size, width)}
+        shapes |= {"fuse_norm": (width,)} if config.normed_features else {}
+    return shapes
 
 
 def layer_shapes(config: ModelConfig, *, biases: bool = False) -> dict[str, tuple[int, ...]]:
@@ -97,6 +110,8 @@ def layer_shapes(config: ModelConfig, *, biases: bool = False) -> dict[str, tupl
         shapes |= {"q_norm": widths[:1], "k_norm": widths[1:]}
     if config.post_norms:
         shapes |= {"post_attn_norm": hidden, "post_mlp_norm": hidden}
+    if config.is_head:
+        shapes |= {"embed_norm": hidden, **{f"embed_{name}": shapes[name] for name in "qkv"}}
     return shapes
 
 
@@ -104,7 +119,7 @@ def gain_names(config: ModelConfig) -> Iterator[str]:
     """The tensors that normalizations multiply by, layer by layer."""
     kinds = [kind for kind in layer_shapes(config) if kind.endswith("_norm")]
     yield from (f"layers.{layer}.{kind}" for layer in range(config.num_layers) for kind in kinds)
-    yield "final_norm"
+    yield from (name for name in outer_shapes(config) if name.endswith("_norm"))
 
 
 def graph_name(name: str) -> str:

@@ -5,7 +5,11 @@ next tokens of s sequences, one after the other, and for each these numbers say 
 how many tokens lie there, and how many follow. The cache is float16 (1, kv heads, capacity, head_dim);
 sequences begin at multiples of 16, for within a key cache 16 tokens lie channel by channel. A row's bits
 depend neither on the other rows of a pass nor on the processor; but for the columns of ``context_tokens``,
-whose product is ONNX Runtime's.
+whose product is ONNX Runtime's. The residual stream that enters layer 3 is the value ``layers.3.stream``.
+
+A head (:attr:`~edgespec_models.bundles.config.DecoderShape.is_head`) also takes ``features`` float32 (1, m,
+width), the target's residual streams of the first m tokens side by side, and ``states`` float32 (1, k,
+hidden), its own of the other k. It returns ``new_states`` float32 (1, r, hidden) of the rows with logits.
 """
 
 from functools import partial
@@ -16,7 +20,7 @@ import onnx_ir as ir
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.layers import Layer, graph_name
 from edgespec_models.bundles.weight_format import WeightFormat, tile_bytes
-from edgespec_models.graphs.graph_decoder import INT64, GraphDecoder
+from edgespec_models.graphs.graph_decoder import FLOAT, INT64, GraphDecoder
 from edgespec_models.graphs.plan import DecoderPlan
 
 DOMAIN: Final = "edgespec"
@@ -39,10 +43,20 @@ class _NativeDecoder(GraphDecoder):
         self.sequences = self.input("sequences", INT64, ["s", 3])
         rows = self.input("logits_rows", INT64, ["r"])
         self.read_cache(ir.DataType.FLOAT16)
-        x = self.through_layers(self.embed(ids, float(self.config.embedding_scale)))
-        logits, columns = self.head(self.one("Gather", x, rows, axis=1))
+        x = self.one("Gather", self.through_layers(self.stream(ids)), rows, axis=1)
+        logits, columns = self.head(x)
         self.write_outputs(logits, columns, self.node("Choose", logits, outputs=2))
+        if self.config.is_head:
+            self.output(x, "new_states", FLOAT, [1, "r", self.config.hidden_size])
         return self.model(tunable=self.plan.tunable)
+
+    def stream(self, ids: ir.Value) -> ir.Value:
+        """The residual stream that enters the first layer."""
+        return self.embed(ids, float(self.config.embedding_scale))
+
+    def layer(self, layer: Layer, x: ir.Value) -> ir.Value:
+        x.name = f"{layer.name}.stream"
+        return super().layer(layer, x)
 
     def node(
         self, kind: str, *inputs: ir.Value | None, outputs: int = 1, domain: str = DOMAIN, **attributes: Any
@@ -152,15 +166,43 @@ class _NativeDecoder(GraphDecoder):
             parts=",".join(f"{part.format.tiles}:{part.out_features}" for part in spec.parts),
         )[0]
 
+    def normalized(self, x: ir.Value, name: str) -> ir.Value:
+        """The normalized stream as a value."""
+        facts = {"axis": -1, "epsilon": self.epsilon, "stash_type": 1}
+        return self.one("SimplifiedLayerNormalization", x, self.gain(name), **facts)
+
     def head(self, x: ir.Value) -> tuple[ir.Value, int | str]:
         """Logits, and how many columns they have."""
         if not self.plan.context:
             return self.linear(x, "lm_head", gain="final_norm"), self.plan.linears["lm_head"].out_features
-        facts = {"axis": -1, "epsilon": self.epsilon, "stash_type": 1}
-        normed = self.one("SimplifiedLayerNormalization", x, self.gain("final_norm"), **facts)
+        normed = self.normalized(x, "final_norm")
         offered = self.embed(self.input("context_tokens", INT64, ["m"]), 1.0)
         products = self.one("MatMul", normed, self.one("Transpose", offered))
         return self.one("Concat", self.linear(normed, "lm_head"), products, axis=-1), "columns"
+
+
+class _NativeHead(_NativeDecoder):
+    """The decoder of Li et al. 2025, "EAGLE-3" (arXiv 2503.01840), section 3.
+
+    The published product of embedding and state side by side is the sum of two products.
+    """
+
+    def stream(self, ids: ir.Value) -> ir.Value:
+        config, fuse_norm = self.config, "fuse_norm" if self.config.normed_features else None
+        features = self.input("features", FLOAT, [1, "m", self.shapes["fuse"][1]])
+        states = self.input("states", FLOAT, [1, "k", config.hidden_size])
+        self.embedding = self.embed(ids, 1.0)
+        x = self.one("Concat", self.linear(features, "fuse", gain=fuse_norm), states, axis=1)
+        return self.normalized(x, "layers.0.attn_norm") if config.normed_residual else x
+
+    def norm(self, x: ir.Value, name: str) -> _Product:
+        done = self.config.normed_residual and name.endswith("attn_norm")
+        return self.bare(x, name) if done else super().norm(x, name)
+
+    def packed(self, layer: Layer, x: _Product) -> ir.Value:
+        gain = f"{layer.name}.embed_norm"
+        embedded = self.linear(self.embedding, f"{layer.name}.embed_qkv", gain=gain)
+        return x(f"{layer.name}.qkv", residual=embedded)
 
 
 def build_native(config: ModelConfig, plan: DecoderPlan) -> ir.Model:
@@ -168,4 +210,4 @@ def build_native(config: ModelConfig, plan: DecoderPlan) -> ir.Model:
 
     Parameters are named as :meth:`DecoderPlan.parts` says.
     """
-    return _NativeDecoder(config, plan).build()
+    return (_NativeHead if config.is_head else _NativeDecoder)(config, plan).build()
