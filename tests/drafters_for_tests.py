@@ -79,7 +79,7 @@ def model_of(
     calibration: Calibration | None = None,
     ends: Collection[int] = (),
     target_end: int | None = None,
-) -> ModelDrafter:
+) -> ModelDrafter[Reader]:
     """A drafter with ``session``; of the target's own vocabulary without a bridge."""
     session.reserve(min(1000, session.longest))
     return ModelDrafter(
@@ -111,7 +111,7 @@ def policy_of(
     )
 
 
-def ahead_of(model: ModelDrafter, beside: Beside, pricing: Pricing) -> Ahead:
+def ahead_of(model: ModelDrafter[Reader], beside: Beside, pricing: Pricing) -> Ahead:
     return Ahead(model, beside, pricing=pricing, remarks=Remarks())
 
 
@@ -148,7 +148,7 @@ def answering(
 
 def stream_of(
     target: ToySession,
-    model: ModelDrafter,
+    model: ModelDrafter[Reader],
     beside: Beside | None,
     pricing: Pricing,
     request: Request,

@@ -87,7 +87,7 @@ def toy_bundle(name: str, context: int) -> Bundle:
     ends = SpecialTokens(None, (), add_bos=False, pad=None)
     bundle = SimpleNamespace(
         manifest=SimpleNamespace(name=name, special_tokens=ends, kv_bytes_per_token=KV_BYTES),
-        config=SimpleNamespace(context_length=context, vocab_size=VOCAB),
+        config=SimpleNamespace(context_length=context, vocab_size=VOCAB, is_head=False),
         tokenizer=toy_tokenizer(),
         chat_template=ChatTemplate(TEMPLATE),
         head_tokens=None,

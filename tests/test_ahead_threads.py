@@ -18,6 +18,7 @@ from edgespec.drafting.bridge import ByteBridge
 from edgespec.drafting.model import ModelDrafter
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.pricing import Pricing
+from edgespec.drafting.reading import Reader
 from edgespec.requests.request import Request, RequestOptions
 from edgespec.requests.stream import Stream
 from edgespec_runtimes.cost import CostCurve
@@ -93,7 +94,7 @@ class _Slow(ToySession):
 
 
 def _written(
-    target: ToySession, model: ModelDrafter, count: int, max_draft: int = 4
+    target: ToySession, model: ModelDrafter[Reader], count: int, max_draft: int = 4
 ) -> Iterator[tuple[Step, list[int]]]:
     """The rounds of a request that drafts ahead, each with all tokens so far."""
     tokens, drafter = list(PROMPT), ahead_of(model, Beside(QUICK), Pricing(LONG))

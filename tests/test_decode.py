@@ -17,6 +17,7 @@ from edgespec.decoding.sampling import SamplingParams
 from edgespec.drafting.bridge import ByteBridge
 from edgespec.drafting.model import ModelDrafter
 from edgespec.drafting.ngram import NgramDrafter
+from edgespec.drafting.reading import Reader
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.session import Session
@@ -40,7 +41,7 @@ from tests.toy import (
 SCRIPT = "\n".join(CORPUS).encode()
 
 
-def _across(kind: str, seed: int, *, script: bool) -> ModelDrafter:
+def _across(kind: str, seed: int, *, script: bool) -> ModelDrafter[Reader]:
     """A drafter of another vocabulary for prompts of 3 tokens; by script often right, else hardly ever."""
     other = tokenizer(kind)
     prompt = other.encode("go on: ")

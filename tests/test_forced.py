@@ -15,6 +15,7 @@ from edgespec.decoding.sampling import SamplingParams
 from edgespec.drafting.bridge import ByteBridge
 from edgespec.drafting.model import ModelDrafter
 from edgespec.drafting.ngram import NgramDrafter
+from edgespec.drafting.reading import Reader
 from edgespec.measuring.chi_square import pool_rare, two_samples
 from tests.drafters_for_tests import GREEDY, model_of, policy_of, tokenizer
 from tests.formats_for_tests import accepts, formats
@@ -90,7 +91,7 @@ def ended(answer: list[int], kind: str, name: str) -> list[int]:
     return answer[:-1] if name.endswith("uncut") and answer[-1] in ends(kind) else answer
 
 
-def across(kind: str, seed: int) -> ModelDrafter:
+def across(kind: str, seed: int) -> ModelDrafter[Reader]:
     """A random drafter of another vocabulary."""
     other = "sentencepiece" if kind == "byte" else "byte"
     session = ToySession(markov(seed, tokenizer(other).vocab_size), tokenizer(other).vocab_size)

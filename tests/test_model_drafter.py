@@ -296,9 +296,9 @@ def test_it_has_room_for_what_the_cache_holds() -> None:
     reader = Reader(session, SLOW, Followers(SLOW))
     alone(reader.read([1, 2, 3]), reader.clock)
     assert reader.has_read
-    assert reader.room_ahead and reader.room_for(session.capacity)
+    assert reader.room_ahead and reader.room_for([1] * session.capacity, 0)
     alone(reader.read([1] * session.capacity), reader.clock)
-    assert not reader.room_ahead and not reader.room_for(session.capacity + 1)
+    assert not reader.room_ahead and not reader.room_for([1] * session.capacity, 1)
 
 
 def test_what_passes_take_is_learned_and_fades_where_none_run() -> None:

@@ -128,7 +128,7 @@ class ToySession:
 
     row_exact = True
     compiled = ""
-    head_tokens = None
+    head_tokens: npt.NDArray[np.int32] | None = None
     tunable: frozenset[str] = frozenset()
     prompt_key = ""
 

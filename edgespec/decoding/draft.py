@@ -4,6 +4,9 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
+
 from edgespec_runtimes.session import Predictions, Rows
 
 Clock = Callable[[], float]
@@ -113,6 +116,8 @@ class Step:
         logprobs: of each token, in nats; empty unless asked for.
         top_logprobs: the most probable tokens in place of each, and their logarithms; empty unless asked for.
         passed: the target's pass, if it was other requests' too.
+        features: of a target that a head reads (:mod:`edgespec_runtimes.hidden`), those of the last tokens in
+            its cache: all whose keys and values the round left there, at the end of a prompt some of these.
     """
 
     tokens: tuple[int, ...]
@@ -124,6 +129,7 @@ class Step:
     logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     passed: Passed | None = None
+    features: npt.NDArray[np.float32] | None = None
 
     @property
     def target_pass(self) -> Passed:

@@ -8,6 +8,9 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from time import perf_counter
 
+import numpy as np
+import numpy.typing as npt
+
 from edgespec.decoding.draft import NO_DRAFT, Asking, Clock, Draft, Passed, Source, Step, Work, timed
 from edgespec.decoding.sampling import (
     Penalties,
@@ -23,6 +26,8 @@ from edgespec.decoding.sampling import (
 )
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.session import Predictions, Rows, Session
+
+_FEATURES = 128  # of a prompt, that are kept beside those of its last piece
 
 
 class Verifier:
@@ -117,6 +122,7 @@ class Decoding:
         self._target, self._policy, self._verify, self._clock = target, policy, verify, clock
         self._end, self._max_draft, self._limit = len(tokens) + max_new_tokens, max_draft, 0
         self._stop, self._top_logprobs, self._drafter_s = stop, top_logprobs, 0.0
+        self._features: npt.NDArray[np.float32] | None = None  # of the prompt's end
         target.truncate(target.shared_prefix(tokens[:-1]))
 
     @property
@@ -149,9 +155,10 @@ class Decoding:
 
         At the end of a prompt ``passed`` is no time of decoding.
         """
+        features = self._features = _joined(self._features, predictions.hidden)
         if self._target.length < len(self.tokens):
             return None
-        began, draft = self._clock(), self.draft
+        began, draft, self._features = self._clock(), self.draft, None
         accepted, token = self._verify(predictions, draft, self.tokens)
         new, self.ended = _until_stop((*draft.tokens[:accepted], token), self._stop)
         top = self._top_logprobs
@@ -162,9 +169,18 @@ class Decoding:
         self._limit = min(self._max_draft, self._end - len(self.tokens) - 1)
         seconds = self._drafter_s + passed.share_s + self._clock() - began
         times = self._drafter_s, passed.share_s, seconds
-        step = Step(new, draft, min(accepted, len(new)), *times, *told, passed)
+        if features is not None:
+            features = features[: len(features) - len(draft.tokens) + accepted]
+        step = Step(new, draft, min(accepted, len(new)), *times, *told, passed, features)
         self._policy.observe(step)
         return step
+
+
+def _joined(
+    before: npt.NDArray[np.float32] | None, now: npt.NDArray[np.float32] | None
+) -> npt.NDArray[np.float32] | None:
+    """Features of a prompt's end, of which the last piece may be short."""
+    return now if before is None or now is None else np.concatenate([before[-_FEATURES:], now])
 
 
 def _until_stop(tokens: tuple[int, ...], stop: Collection[int]) -> tuple[tuple[int, ...], bool]:

@@ -15,7 +15,7 @@ from time import perf_counter
 from edgespec.decoding.draft import Clock, Draft, Remarks, Step
 from edgespec.drafting.model import ModelDrafter
 from edgespec.drafting.pricing import Pricing
-from edgespec.drafting.reading import RunningMean
+from edgespec.drafting.reading import Reader, RunningMean
 from edgespec_runtimes.cost import CostCurve
 
 _LOG = logging.getLogger("edgespec")
@@ -35,7 +35,9 @@ class _Run:
 class Ahead:
     """A model's drafts, and what it reads on while the target verifies them; how much, ``remarks`` says."""
 
-    def __init__(self, model: ModelDrafter, beside: "Beside", *, pricing: Pricing, remarks: Remarks) -> None:
+    def __init__(
+        self, model: ModelDrafter[Reader], beside: "Beside", *, pricing: Pricing, remarks: Remarks
+    ) -> None:
         self._model, self._beside = model, beside
         self._pricing, self._remarks = pricing, remarks
 

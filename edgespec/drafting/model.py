@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -10,10 +11,11 @@ import numpy.typing as npt
 from edgespec.decoding.draft import Draft, Step, Work, alone
 from edgespec.drafting.bridge import Bridge
 from edgespec.drafting.pricing import Pricing
-from edgespec.drafting.reading import Reader
+from edgespec.drafting.reading import Chain, Reader
 from edgespec_models.errors import TokenizerError
 from edgespec_models.text.tokenizer import Tokenizer
 
+R = TypeVar("R", bound=Chain)
 _SOURCE = "model"
 _BINS = 10
 _PRIOR = 12.0
@@ -81,7 +83,7 @@ class Guess:
     open: bool
 
 
-class ModelDrafter:
+class ModelDrafter(Generic[R]):
     """Drafts greedily with a model, stopping when the next token no longer pays.
 
     It drafts its own argmax whatever the request's temperature: the proposals are then a function of
@@ -95,7 +97,7 @@ class ModelDrafter:
 
     def __init__(
         self,
-        reader: Reader,
+        reader: R,
         bridge: Bridge,
         *,
         ends: Collection[int] = (),
@@ -115,9 +117,8 @@ class ModelDrafter:
     def proposing(self, tokens: Sequence[int], limit: int) -> Work[Draft]:
         """See :class:`~edgespec.decoding.draft.Asking`."""
         ids = self._aligned(tokens) if limit > 0 else []
-        fits = self.reader.room_for(len(ids) + 2 * limit)
-        if ids and fits and self._pricing.sequences > 1 and not self.reader.near(ids):
-            yield from self.reader.catch_up(ids)  # a piece a round: other answers are to go on flowing
+        shares = bool(ids) and self._pricing.sequences > 1 and self.reader.room_for(ids, 2 * limit)
+        if shares and (yield from self.reader.catch_up(ids)):  # a piece a round: other answers flow on
             return Draft(reading=True)
         guesses = yield from self._draft(ids, limit)
         confidence = tuple(self._calibration.probability(guess) for guess in guesses)
@@ -140,7 +141,7 @@ class ModelDrafter:
     def close(self) -> None:
         """See :class:`~edgespec.decoding.draft.Source`."""
 
-    def read_on(self, draft: Draft, limit: int) -> Iterator[float]:
+    def read_on(self: "ModelDrafter[Reader]", draft: Draft, limit: int) -> Iterator[float]:
         """Read what the model would write behind its ``draft``, a token at a step, as far as may be drafted.
 
         Yields, before each step, the probability that the token is needed: that the whole draft is accepted
@@ -177,7 +178,7 @@ class ModelDrafter:
     def _draft(self, ids: list[int], limit: int) -> Work[list[Guess]]:
         if ids and self._pays(1.0, 1, self.reader.seconds_of_text(ids)):
             try:
-                fits = self.reader.room_for(len(ids) + 2 * limit)
+                fits = self.reader.room_for(ids, 2 * limit)
                 return (yield from self._guess(ids, limit)) if fits else []
             except TokenizerError:
                 return []

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Protocol
 
 from edgespec.decoding.draft import Clock, Passed, Work, alone
 from edgespec.drafting.cascade import CONTEXT, Follower, Followers
@@ -43,6 +44,33 @@ class Said:
     token: int
     following: int
     probability: float
+
+
+class Chain(Protocol):
+    """What a drafter says behind a text, and behind each token that it drafts there."""
+
+    clock: Clock
+
+    def room_for(self, text: Sequence[int], more: int) -> bool:
+        """Whether the KV cache has room for ``text``, and ``more`` tokens behind it."""
+
+    def seconds_of_text(self, text: Sequence[int]) -> float:
+        """What the pass of :meth:`read` is expected to take, of which others may pay a share."""
+
+    def seconds_of_step(self, token: int) -> float:
+        """What the pass of :meth:`step` is expected to take, of which others may pay a share."""
+
+    def idle(self) -> None:
+        """Tell of a round in which nothing was read."""
+
+    def catch_up(self, text: Sequence[int]) -> Work[bool]:
+        """Read a piece of the text if :meth:`read` would have to read several; whether that was so."""
+
+    def read(self, text: Sequence[int]) -> Work[Said]:
+        """Catch up with the committed text; the first time that is the prompt."""
+
+    def step(self, token: int) -> Work[Said]:
+        """Read a drafted token."""
 
 
 class Reader:
@@ -92,34 +120,33 @@ class Reader:
         """Whether the KV cache has room for one more token."""
         return self._session.length < self._session.capacity
 
-    def room_for(self, count: int) -> bool:
-        """Whether the KV cache has room for ``count`` tokens."""
-        return count <= self._session.capacity
+    def room_for(self, text: Sequence[int], more: int) -> bool:
+        """See :class:`Chain`."""
+        return len(text) + more <= self._session.capacity
 
     def seconds_of_text(self, text: Sequence[int]) -> float:
-        """What the pass of :meth:`read` is expected to take, of which others may pay a share."""
+        """See :class:`Chain`."""
         return 0.0 if self._knows(text) else self._first.value
 
     def seconds_of_step(self, token: int) -> float:
-        """What the pass of :meth:`step` is expected to take, of which others may pay a share."""
+        """See :class:`Chain`."""
         return self._step.value if self._known(token) is None else 0.0
 
     def idle(self) -> None:
-        """Tell of a round in which nothing was read."""
+        """See :class:`Chain`."""
         self._first.fade()
         self._step.fade()
 
-    def near(self, text: Sequence[int]) -> bool:
-        """Whether :meth:`read` would take one pass of few tokens."""
-        return len(text) - self._session.shared_prefix(text) <= _PIECE
-
-    def catch_up(self, text: Sequence[int]) -> Work[None]:
-        """Read a piece of the text that :meth:`read` would have to read."""
+    def catch_up(self, text: Sequence[int]) -> Work[bool]:
+        """See :class:`Chain`."""
+        if len(text) - self._session.shared_prefix(text) <= _PIECE:
+            return False
         held = self._roll_back(text)
         yield Rows(self._session, text[held : held + _PIECE], 0)
+        return True
 
     def read(self, text: Sequence[int]) -> Work[Said]:
-        """Catch up with the committed text; the first time that is the prompt."""
+        """See :class:`Chain`."""
         last, seconds = len(text) - 1, 0.0
         self._followers.learn(text, self._learned)
         self._learned, self._context = len(text), list(text[-CONTEXT:])
@@ -141,7 +168,7 @@ class Reader:
         return self._said[last]
 
     def step(self, token: int) -> Work[Said]:
-        """Read a drafted token."""
+        """See :class:`Chain`."""
         said = self._known(token)
         self._context.append(token)
         if said is None:

@@ -61,8 +61,8 @@ class DrafterSide:
         self.trainer: Trainer | None = None
         self._gains: dict[str, F32] | None = None  # trained, to run with
         self._target, self._same_vocabulary = target, same_vocabulary
-        self._pricing, self._caches, self._beside, self._clock = pricing, caches, beside, clock
-        self._calibration = Calibration()
+        self.pricing, self._caches, self._beside, self.clock = pricing, caches, beside, clock
+        self.calibration = Calibration()
         self._followers = Followers(running.curve, lambda: pricing.sequences)
         self._words: dict[Session, list[int]] = {}  # that a trimmed LM head is offered, by request
 
@@ -94,7 +94,7 @@ class DrafterSide:
         self._caches.fetch(session, prompt, others, on_disk=False)  # it reads little
         if not others:
             self._tune(session, prompt)
-        held, token_s = session.shared_prefix(prompt), self._pricing.token_s
+        held, token_s = session.shared_prefix(prompt), self.pricing.token_s
         begin = max(held, _FIRST)
         left_out = begin, max(begin, len(prompt) - max(_LEAST_READ, int(_READING * token_s / self._row_s)))
         length = len(prompt) - left_out[1] + begin
@@ -106,17 +106,17 @@ class DrafterSide:
         bridge = self._bridge(tokens, prompt)
         self._offer(session, others, prompt)
         model = ModelDrafter(
-            Reader(session, self.curve, self._followers, held=held, clock=self._clock),
+            Reader(session, self.curve, self._followers, held=held, clock=self.clock),
             bridge,
             ends=self.bundle.manifest.special_tokens.eos,
             target_end=target_end,
-            pricing=self._pricing,
-            calibration=self._calibration,
+            pricing=self.pricing,
+            calibration=self.calibration,
             left_out=left_out,
         )
         source: Source = model
         if self._beside is not None:
-            source = Ahead(model, self._beside, pricing=self._pricing, remarks=remarks)
+            source = Ahead(model, self._beside, pricing=self.pricing, remarks=remarks)
         part = self.part(source, lambda answer: self._example([*tokens, *answer], bridge, len(prompt)))
         return replace(part, earliest=_EARLIEST)
 

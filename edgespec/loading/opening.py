@@ -15,6 +15,7 @@ from typing import Annotated
 
 from edgespec.loading.measurements import Conditions, Measurement, recall, remember
 from edgespec_models.bundles.bundle import MANIFEST, WEIGHTS, Bundle, Role
+from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.static_graphs import ExportDevice
 from edgespec_models.errors import DeviceError, RequestError
 from edgespec_models.progress import ProgressCallback, ignore_progress
@@ -180,6 +181,26 @@ def check_target(bundle: Bundle) -> None:
         )
 
 
+def _layers_for(drafter: Bundle, target: Bundle) -> tuple[int, ...]:
+    """The layers of ``target`` that ``drafter`` reads: none but for a head, which has to be its own."""
+    head, made = drafter.config, target.config
+    if not head.is_head:
+        return ()
+    if not isinstance(made, ModelConfig) or target.manifest.operators != "edgespec":
+        raise RequestError(
+            f"{drafter.path.name} is a head, which reads states of the target's layers; {target.path.name} "
+            "is of a form that gives out none; export it for the CPU, without other weights than exact"
+        )
+    wanted = head.vocab_size, head.feature_width, max(head.feature_layers) < made.num_layers
+    if wanted != (made.vocab_size, made.hidden_size, True):
+        raise RequestError(
+            f"{drafter.path.name} is a head for a target of {head.vocab_size} tokens, width "
+            f"{head.feature_width} and more than {max(head.feature_layers)} layers; {target.path.name} has "
+            f"{made.vocab_size}, {made.hidden_size} and {made.num_layers}; use the head of this target"
+        )
+    return head.feature_layers
+
+
 def open_pair(
     target: Bundle,
     drafter: Bundle | None,
@@ -195,7 +216,8 @@ def open_pair(
     with _closed_on_failure() as opened:
         # Leaving the pool waits for its threads, so that a session they open late is closed too.
         with ThreadPoolExecutor(2, thread_name_prefix="edgespec-load") as pool:
-            opening = [pool.submit(_open, target, options, opened, placements[0])]
+            read_layers = () if drafter is None else _layers_for(drafter, target)
+            opening = [pool.submit(_open, target, options, opened, placements[0], read_layers)]
             if drafter is not None:
                 faster = replace(options, exact_rows=False)
                 opening.append(pool.submit(_open, drafter, faster, opened, placements[1]))
@@ -256,7 +278,11 @@ def conditions_of(bundle: Bundle, options: CpuOptions, device: Device | None = N
 
 
 def _open(
-    bundle: Bundle, options: CpuOptions, opened: list[Session], where: Placement | None = None
+    bundle: Bundle,
+    options: CpuOptions,
+    opened: list[Session],
+    where: Placement | None = None,
+    read_layers: Sequence[int] = (),
 ) -> Callable[..., Running]:
     """Open a session into ``opened``, which closes it; returns the function that times its passes."""
     place = where or placed(bundle)
@@ -266,7 +292,7 @@ def _open(
     row_exact = known.row_exact if known is not None and conditions.device == "cpu" else None
     session: Session
     if bundle.manifest.form == "dynamic":
-        session = CpuSession(bundle, options, row_exact=row_exact)
+        session = CpuSession(bundle, options, row_exact=row_exact, read_layers=read_layers)
     elif bundle.manifest.form == "dynamic-float16":
         from edgespec_runtimes.cuda import CudaSession
 

@@ -12,7 +12,7 @@ from edgespec.decoding.grammar import Constraint, Grammars
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Part, Policy
 from edgespec.drafting.pricing import Guard, Pricing
-from edgespec.loading.opening import Loaded, LoadOptions
+from edgespec.loading.opening import Loaded, LoadOptions, Running
 from edgespec.requests.prepared import PreparedRequest
 from edgespec.requests.request import (
     Messages,
@@ -42,6 +42,17 @@ if TYPE_CHECKING:  # requests import nothing of drafter models or histories that
 
 
 _SHARE = 2  # of the available memory, what one more KV cache may take beside others, which may move for it
+
+
+def _side_of(drafter: Running) -> "type[DrafterSide]":
+    """What drafts with ``drafter``."""
+    if drafter.bundle.config.is_head:
+        from edgespec.drafting.heads import HeadSide
+
+        return HeadSide
+    from edgespec.drafting.side import DrafterSide
+
+    return DrafterSide
 
 
 class Runner:
@@ -82,9 +93,7 @@ class Runner:
         self.history: HistoryUse | None = None
         self.side: DrafterSide | None = None
         if loaded.drafter is not None:
-            from edgespec.drafting import side
-
-            self.side = side.DrafterSide(
+            self.side = _side_of(loaded.drafter)(
                 self.target,
                 loaded.drafter,
                 same_vocabulary=loaded.same_vocabulary,

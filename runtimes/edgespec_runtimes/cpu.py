@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,11 +20,12 @@ from typing import Annotated, Any, Final
 import psutil
 
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.bundles.graph_contract import Part
+from edgespec_models.bundles.graph_contract import Part, stream_name
 from edgespec_models.errors import BundleError, DeviceError
 from edgespec_models.schema import check_fields, one_of, within
 from edgespec_runtimes.graph_io import DynamicIO
 from edgespec_runtimes.graph_session import DynamicSession
+from edgespec_runtimes.hidden import with_outputs
 from edgespec_runtimes.kv_buffers import Stretch
 from edgespec_runtimes.ort import RUN_ERRORS, lacks_memory, ort
 
@@ -92,12 +94,18 @@ class CpuSession(DynamicSession):
     """One model reading one sequence on the CPU; see :class:`edgespec_runtimes.session.Session`."""
 
     def __init__(
-        self, bundle: Bundle, options: CpuOptions | None = None, *, row_exact: bool | None = None
+        self,
+        bundle: Bundle,
+        options: CpuOptions | None = None,
+        *,
+        row_exact: bool | None = None,
+        read_layers: Sequence[int] = (),
     ) -> None:
         """Load the graph and prove that the session can roll back.
 
         ``row_exact`` is what an earlier self-test found with the same bundle, options, processor and version
-        of ONNX Runtime, on which alone it depends; None tests now.
+        of ONNX Runtime, on which alone it depends; None tests now. Of ``read_layers`` predictions have the
+        residual streams that enter them (:attr:`Predictions.hidden`), side by side; bits stay the same.
 
         Raises:
             BundleError: ONNX Runtime cannot load the graph, or the graph cannot roll back.
@@ -106,8 +114,9 @@ class CpuSession(DynamicSession):
             raise BundleError(f"{bundle.path} has graphs of fixed shapes; open it with edgespec.load")
         self._options = options or CpuOptions()
         native = bundle.manifest.operators == "edgespec"
-        session = open_graph(bundle.graph, self._options, native=native)
-        io = DynamicIO(session, bundle, exact_rows=self._options.exact_rows)
+        streams = [stream_name(layer) for layer in read_layers]
+        session = open_graph(bundle.graph, self._options, native=native, streams=streams)
+        io = DynamicIO(session, bundle, exact_rows=self._options.exact_rows, streams=streams)
         if native and not io.takes_several:
             raise BundleError(f"{bundle.path} was made by an earlier version; export the model again")
         if native:
@@ -136,10 +145,10 @@ def _check_shapes(io: DynamicIO, graph: Path) -> None:
         ) from error
 
 
-def open_graph(graph: Path, options: CpuOptions, *, native: bool = False) -> Any:
+def open_graph(graph: Path, options: CpuOptions, *, native: bool = False, streams: Sequence[str] = ()) -> Any:
     """ONNX Runtime's session over ``graph``, for target and drafter side by side in one process.
 
-    ``native`` graphs consist of edgespec's own operators.
+    ``native`` graphs consist of edgespec's own operators. ``streams`` are values that become outputs.
 
     Raises:
         BundleError: ONNX Runtime cannot load the graph.
@@ -156,7 +165,11 @@ def open_graph(graph: Path, options: CpuOptions, *, native: bool = False) -> Any
             huge_pages=options.huge_pages,
         )
     try:
-        return _open(graph, settings)
+        if streams:
+            folder = "session.model_external_initializers_file_folder_path"
+            settings.add_session_config_entry(folder, str(graph.parent))
+            return _open(with_outputs(graph.read_bytes(), streams), settings)
+        return _open(str(graph), settings)
     except Exception as error:  # ONNX Runtime's own exceptions share no base class
         if lacks_memory(error):
             raise DeviceError(f"not enough memory to load {graph.parent.name}; free some") from error
@@ -178,10 +191,10 @@ def session_settings(options: CpuOptions) -> Any:
     return settings
 
 
-def _open(graph: Path, settings: Any) -> Any:
+def _open(graph: str | bytes, settings: Any) -> Any:
     providers = ["CPUExecutionProvider"]
     # The fallback tries the same provider again, and prints.
-    return ort.InferenceSession(str(graph), settings, providers=providers, enable_fallback=0)
+    return ort.InferenceSession(graph, settings, providers=providers, enable_fallback=0)
 
 
 def library() -> Path:

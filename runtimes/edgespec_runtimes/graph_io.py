@@ -13,8 +13,17 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.bundles.graph_contract import CHANGING, INPUTS, ROWS, CacheTensor, Part, Pass
+from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.graph_contract import (
+    CHANGING,
+    INPUTS,
+    ROWS,
+    CacheTensor,
+    Part,
+    Pass,
+)
 from edgespec_models.errors import BundleError, DeviceError, RequestError
+from edgespec_runtimes.hidden import Floats, Hidden
 from edgespec_runtimes.kv_buffers import (
     KEY_TILE,
     GrowingCache,
@@ -82,13 +91,14 @@ class _Bound:
     """A binding for passes of one shape.
 
     ``changing`` are those of the ``inputs`` (name, array, value, and its memory) that hold something else in
-    the next pass. ``predictions`` are of rows of the last run.
+    the next pass. ``predictions`` are of rows of the last run, ``hidden`` other outputs of it.
     """
 
     binding: Any
     inputs: tuple[_Input, ...]
     changing: tuple[_Input, ...]
     predictions: Callable[[slice], Predictions]
+    hidden: Sequence[Floats]
 
 
 class DynamicIO:
@@ -110,12 +120,18 @@ class DynamicIO:
     """
 
     def __init__(
-        self, session: Any, bundle: Bundle, *, exact_rows: bool, memory: Memory | None = None
+        self,
+        session: Any,
+        bundle: Bundle,
+        *,
+        exact_rows: bool,
+        memory: Memory | None = None,
+        streams: Sequence[str] = (),
     ) -> None:
         """Bind nothing yet.
 
         ``exact_rows`` runs a single token twice where that makes a row's bits independent of the number of
-        rows.
+        rows. ``streams`` are outputs that predictions have of every token of a pass, side by side.
         """
         self._session, self._tensors, self._host = session, bundle.tensors, Memory()
         self._memory = memory or self._host
@@ -130,9 +146,11 @@ class DynamicIO:
         self._set_head()
         kinds = {value.name: TYPES[value.type] for value in session.get_outputs()}
         self._logits = kinds[self._tensors.logits]
+        width = bundle.config.hidden_size if isinstance(bundle.config, ModelConfig) else 0
+        self._hidden = Hidden(session, streams, width)
         row_bytes = self._columns * self._logits.itemsize
         self.most_rows = self._context_length if self._selects else max(1, _LOGITS_BYTES // row_bytes)
-        self.passes: dict[tuple[int, int, int], _Bound] = {}
+        self.passes: dict[tuple[int, ...], _Bound] = {}
         self.stretches: list[Stretch] = []
         self._tuned: dict[str, tuple[npt.NDArray[np.float32], Any]] = {}
         layout = [replace(tensor, type=every[tensor.past].name) for tensor in self._tensors.cache]
@@ -213,7 +231,9 @@ class DynamicIO:
     def run(self, parts: Sequence[Part]) -> list[Predictions]:
         """Run a pass; for each part a row for each of its last ``rows``."""
         try:
-            return self._pass(parts)
+            order = self._hidden.order(parts)
+            found = self._pass([parts[at] for at in order])
+            return [found[order.index(at)] for at in range(len(parts))]
         except (MemoryError, *RUN_ERRORS) as error:
             count = sum(len(part.tokens) for part in parts)
             if lacks_memory(error):
@@ -226,8 +246,10 @@ class DynamicIO:
 
     def _pass(self, parts: Sequence[Part]) -> list[Predictions]:
         wanted = sum(part.rows for part in parts)
-        one = Pass(self._in_pairs(parts), self._context, self._columns + len(self._context))
-        key = sum(len(part.tokens) for part in parts), wanted, len(parts)
+        offered, columns = self._context, self._columns + len(self._context)
+        features, states = self._hidden.inputs(parts)
+        one = Pass(self._in_pairs(parts), offered, columns, features, states)
+        key = sum(len(part.tokens) for part in parts), wanted, len(parts), len(features)
         bound = self.passes.get(key)
         if bound is None:
             bound = self._bind(one, wanted)
@@ -242,7 +264,12 @@ class DynamicIO:
         self._session.run_with_iobinding(bound.binding)
         self.cache.written(one.parts[0].end)
         ends = list(accumulate(part.rows for part in parts))
-        return [bound.predictions(slice(end - part.rows, end)) for end, part in zip(ends, parts, strict=True)]
+        found = [
+            bound.predictions(slice(end - part.rows, end)) for end, part in zip(ends, parts, strict=True)
+        ]
+        for each, hidden in zip(found, self._hidden.found(parts, bound.hidden), strict=True):
+            each.hidden = hidden
+        return found
 
     def _in_pairs(self, parts: Sequence[Part]) -> Sequence[Part]:
         """The part with its single token twice, where that makes a row's bits those of other passes."""
@@ -287,7 +314,11 @@ class DynamicIO:
         changing = tuple(
             each for each in inputs if each[0] in CHANGING and (each[0] != ROWS or len(one.parts) > 1)
         )
-        return _Bound(binding, tuple(inputs), changing, self._bind_outputs(binding, one, rows))
+        hidden = self._hidden.arrays(len(one.tokens), rows)
+        for name, array in hidden.items():
+            binding.bind_ortvalue_output(name, ort_value(array))
+        said = self._bind_outputs(binding, one, rows)
+        return _Bound(binding, tuple(inputs), changing, said, tuple(hidden.values()))
 
     def _bind_outputs(self, binding: Any, one: Pass, wanted: int) -> Callable[[slice], Predictions]:
         """Bind what comes out of a pass; what hands out the wanted rows, or some of them, after each run.

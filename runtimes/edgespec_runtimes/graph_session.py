@@ -219,7 +219,7 @@ class GraphSession(Generic[IO]):
             tokens, stretch = each.tokens, self._stretch_of(each)
             if not len(tokens) or not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
                 raise RequestError(f"a pass needs token ids from 0 to {self.vocab_size - 1}, at least one")
-            parts.append(Part(tokens, len(stretch.tokens), each.wanted, stretch.begin))
+            parts.append(Part(tokens, len(stretch.tokens), each.wanted, stretch.begin, hidden=each.hidden))
         predictions = self._open_io.run(parts)
         for each in asked:
             self._stretch_of(each).tokens.extend(each.tokens)

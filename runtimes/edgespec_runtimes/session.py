@@ -22,7 +22,13 @@ class Predictions:
     """What a model says behind each token of a pass; valid until the session's next one.
 
     ``logits`` are float32 ``(rows, head_rows)``.
+
+    Attributes:
+        hidden: float32, of its own memory. Of a target that a head reads, its features of all tokens of the
+            pass; of a head, its states of the rows; else None.
     """
+
+    hidden: npt.NDArray[np.float32] | None = None
 
     def __init__(self, logits: Logits) -> None:
         self._logits = logits
@@ -112,12 +118,14 @@ def check_best(logit: float) -> None:
 class Rows:
     """What a pass is to read of one sequence: ``tokens``, behind those in its session's cache.
 
-    ``wanted`` rows of logits are asked for, of the last tokens.
+    ``wanted`` rows of logits are asked for, of the last tokens. ``hidden`` is what a head reads beside them
+    (:class:`edgespec_models.bundles.graph_contract.Part`).
     """
 
     session: "Session"
     tokens: Sequence[int]
     wanted: int
+    hidden: npt.NDArray[np.float32] | None = None
 
 
 _COMPARED = 256

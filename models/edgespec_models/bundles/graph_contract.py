@@ -27,6 +27,8 @@ class Part(NamedTuple):
         rows: of logits that are asked for: the last ones.
         begin: where the sequence begins in the KV cache, in tokens.
         ending: tokens at the end whose logits nobody wants.
+        hidden: what a head reads beside each token, float32 ``(tokens, width)``: the target's features, or
+            its own state.
     """
 
     tokens: Sequence[int]
@@ -34,6 +36,7 @@ class Part(NamedTuple):
     rows: int = 1
     begin: int = 0
     ending: int = 0
+    hidden: npt.NDArray[np.float32] | None = None
 
     @property
     def end(self) -> int:
@@ -48,11 +51,15 @@ class Pass:
     Attributes:
         offered: tokens that a trimmed LM head gets a column for.
         columns: of the logits.
+        features: of a head's first tokens, ``(m, width)``.
+        states: of the tokens behind these, ``(k, width)``.
     """
 
     parts: Sequence[Part]
     offered: Sequence[int] | npt.NDArray[np.int64] = (0,)
     columns: int = 0
+    features: npt.NDArray[np.float32] | None = None
+    states: npt.NDArray[np.float32] | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -87,12 +94,25 @@ INPUTS: Final[Mapping[str, Callable[[Pass], npt.ArrayLike]]] = MappingProxyType(
         ROWS: lambda one: one.wanted,
         "context_tokens": lambda one: one.offered,
         "column_order": lambda one: -np.arange(one.columns),
+        "features": lambda one: np.asarray(one.features)[None],
+        "states": lambda one: np.asarray(one.states)[None],
     }
 )
 """Inputs of graphs of any shape, but for weights and the KV cache, and what they hold in a pass."""
 
-CHANGING: Final = frozenset({"input_ids", "sequences", "seqlens_k", "total_sequence_length", ROWS})
+CHANGING: Final = frozenset(
+    {"input_ids", "sequences", "seqlens_k", "total_sequence_length", ROWS, "features", "states"}
+)
 """Those of edgespec's graphs that hold something else in another pass over as many tokens."""
+
+
+NEW_STATES: Final = "new_states"
+"""The output of a head: its states of the rows that are asked for."""
+
+
+def stream_name(layer: int) -> str:
+    """What edgespec's graphs call the residual stream that enters ``layer``."""
+    return f"layers.{layer}.stream"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,142 @@
+"""Heads as drafters, over toys that check each row: which token, beside which features or which state."""
+
+from collections.abc import Sequence
+from typing import Any, Self, cast
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgespec import LoadOptions, Model
+from edgespec.decoding.draft import alone
+from edgespec.drafting.heads import HeadReader
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_runtimes.cost import CostCurve
+from edgespec_runtimes.session import Predictions, Rows
+from tests.models_for_tests import VOCAB, printable, toy_bundle, toy_model
+from tests.toy import F32, NextLogits, ToySession, markov_logits
+
+LAW = printable(markov_logits(0, VOCAB, scale=4.0))
+PROMPTS = ["the quick brown fox", "x", "a document of many words, " * 5]
+KEPT = np.arange(10, VOCAB, dtype=np.int32)
+CURVE = CostCurve({1: 0.1, 32: 0.2})
+
+
+def _features(tokens: Sequence[int], start: int) -> F32:
+    return np.array([(token, start + at) for at, token in enumerate(tokens)], np.float32)
+
+
+class _Target(ToySession):
+    """Its features of a token are which one it is, and where."""
+
+    def predict_together(self, asked: Sequence[Rows]) -> list[Predictions]:
+        starts = [each.session.length for each in asked]
+        said = super().predict_together(asked)
+        for one, each, start in zip(said, asked, starts, strict=True):
+            one.hidden = _features(each.tokens, start)
+        return said
+
+    def beside(self) -> Self:
+        other = type(self)(self._next_logits, VOCAB, chunk=self.piece, several=True)
+        other.model, other.passes = self.model, self.passes
+        return other
+
+
+class _Head(_Target):
+    """It knows the text behind the first features that it read, and writes what the target's law says.
+
+    Its state is how often it has written one. The first ten tokens are not in its vocabulary.
+    """
+
+    head_tokens = KEPT
+
+    def __init__(self, law: NextLogits, vocab: int, **options: Any) -> None:
+        super().__init__(law, vocab, **options)
+        self.read: list[F32] = []
+        self.states = 0
+
+    def predict_together(self, asked: Sequence[Rows]) -> list[Predictions]:
+        return [cast(_Head, each.session).hear(each) for each in asked]
+
+    def hear(self, rows: Rows) -> Predictions:
+        hidden = rows.hidden
+        assert hidden is not None and len(hidden) == len(rows.tokens) and rows.wanted == 1
+        del self.read[self.length :]
+        for token, one in zip(rows.tokens, hidden, strict=True):
+            if len(one) == 2 and self.cache:
+                assert len(self.read[-1]) == 2, "features behind a draft that should be gone"
+                assert tuple(one) == (self.cache[-1], self.read[-1][1] + 1)
+            elif len(one) == 1:
+                assert one[0] == self.states, "another state than the last"
+            self.read.append(one)
+            self.forward([token])
+        self.states += 1
+        first, start = (int(each) for each in self.read[0])
+        said = Predictions(self._next_logits([0] * start + [first, *self.cache])[None, KEPT])
+        said.hidden = np.array([[self.states]], np.float32)
+        return said
+
+
+def _bundle(name: str, context: int) -> Bundle:
+    bundle = toy_bundle(name, context)
+    cast(Any, bundle.config).is_head = name == "small"
+    return bundle
+
+
+def _model(head: _Head | None, *, chunk: int = 8, parallel: int = 1) -> Model:
+    target = _Target(LAW, VOCAB, chunk=chunk, several=parallel > 1)
+    clock = lambda: len(target.passes) + 0.01 * sum(target.passes)  # noqa: E731
+    return toy_model(target, head, bundle=_bundle, options=LoadOptions(parallel=parallel), clock=clock)
+
+
+@pytest.mark.parametrize("chunk", [2, 8, 128])
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.2, "seed": 3}])
+def test_text_is_what_it_is_without_and_most_drafts_are_accepted(chunk: int, options: Any) -> None:
+    head = _Head(LAW, VOCAB, chunk=chunk)
+    with _model(None, chunk=chunk) as plain, _model(head, chunk=chunk) as model:
+        for prompt in PROMPTS:
+            answer = model.generate(prompt, max_new_tokens=40, **options)
+            assert answer.tokens == plain.generate(prompt, max_new_tokens=40, **options).tokens
+            found = answer.stats.by_source["model"]
+            assert found.drafted > 8 and (found.accepted > 0.9 * found.drafted or "temperature" in options)
+
+
+def test_requests_at_once_have_heads_that_read_their_own_text() -> None:
+    """Their features come in one pass, and their heads' rows go into one."""
+    with _model(None) as plain, _model(_Head(LAW, VOCAB, several=True), parallel=3) as model:
+        streams = [model.stream(prompt, max_new_tokens=30) for prompt in PROMPTS]
+        said = [stream.run() for stream in streams]
+        assert [each.tokens for each in said] == [
+            plain.generate(prompt, max_new_tokens=30).tokens for prompt in PROMPTS
+        ]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 6)), min_size=1, max_size=12), st.integers(20, 60)
+)
+def test_it_reads_what_is_unread_or_the_end_of_it(rounds: list[tuple[int, int]], capacity: int) -> None:
+    """The toy raises where a row is not the next one; rounds without a draft leave features unread."""
+    head = _Head(LAW, VOCAB, chunk=8, context=capacity)
+    head.reserve(capacity)
+    reader, text = HeadReader(head, CURVE), [5, 6, 7]
+    reader.hear(_features(text[:-1], 0))
+    for committed, drafted in rounds:
+        if drafted:
+            assert reader.room_for(text, drafted)
+            said = alone(reader.read(text), reader.clock)
+            logits = LAW(text)[KEPT]
+            assert said.following == KEPT[logits.argmax()]
+            for _ in range(drafted - 1):
+                said = alone(reader.step(said.following), reader.clock)
+        new = [(7 * committed + at) % VOCAB for at in range(committed)]
+        reader.hear(_features([text[-1], *new[:-1]], len(text) - 1))
+        text += new
+
+
+def test_a_cache_too_small_for_a_draft_drafts_nothing() -> None:
+    head = _Head(LAW, VOCAB, chunk=8, context=9)
+    head.reserve(9)
+    reader = HeadReader(head, CURVE)
+    reader.hear(_features([1, 2, 3, 4], 0))
+    assert reader.room_for([1, 2, 3, 4, 5], 5) and not reader.room_for([1, 2, 3, 4, 5], 6)
