@@ -105,7 +105,7 @@ def load(
         drafter = choose(target_bundle, target)
     drafter_bundle, drafter_placement = None, None
     if isinstance(drafter, str | Path) and drafter != NGRAM:
-        drafter_bundle = opening(drafter, "drafter", device=made_for[1])
+        drafter_bundle = opening(drafter, "drafter", device=made_for[1], target=target)
         drafter_placement = placed(drafter_bundle, drafter_device)
     cpu = room_for(target_bundle, drafter_bundle, options.cpu())
     loaded = open_pair(target_bundle, drafter_bundle, cpu, (placement, drafter_placement))

@@ -9,7 +9,7 @@ from edgespec.cli.console import note, print_json, progress_bars, say, size
 from edgespec.cli.inspect import show_report
 from edgespec.cli.options import JsonFlag
 from edgespec_models.bundles.static_graphs import CHIPS
-from edgespec_models.errors import ModelFileError, RequestError
+from edgespec_models.errors import RequestError
 from edgespec_models.progress import ProgressCallback
 
 if TYPE_CHECKING:
@@ -268,21 +268,6 @@ def _quantization(bits: str | None, mixed: str | None) -> "Quantization | None":
 
 def locate(source: str, progress: ProgressCallback) -> "tuple[Path, CatalogueEntry | None]":
     """The checkpoint's file or directory, and the catalogue's entry that it is of."""
-    from edgespec.loading.first_use import locate_hub
-    from edgespec_models.downloads.catalog import find
-    from edgespec_models.downloads.download import pull
-    from edgespec_models.downloads.hub import on_hub
+    from edgespec.loading import first_use
 
-    path = Path(source)
-    if path.exists():
-        return path, None
-    named = on_hub(source)
-    if named is not None:
-        return locate_hub(named, progress), None
-    if path.suffix == ".gguf":
-        raise ModelFileError(
-            f"{source} does not exist; give a GGUF file, a Hugging Face directory, or a name that "
-            "'edgespec models' lists"
-        )
-    entry = find(source)
-    return pull(entry, progress=progress, notify=note), entry
+    return first_use.locate(source, progress, note)

@@ -18,7 +18,7 @@ from edgespec_models.bundles.foreign import is_model, open_bundle
 from edgespec_models.bundles.static_graphs import ExportDevice
 from edgespec_models.downloads.catalog import CatalogueEntry, find
 from edgespec_models.downloads.download import pull
-from edgespec_models.downloads.hub import HubReference, pull_hub, pulled_hub
+from edgespec_models.downloads.hub import HubReference, on_hub, pull_hub, pulled_hub
 from edgespec_models.errors import BundleError, ModelFileError, RequestError
 from edgespec_models.files.facts import Facts
 from edgespec_models.progress import ProgressCallback
@@ -36,11 +36,12 @@ Found = Bundle | CatalogueEntry | Path
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a new export is for."""
+    """What a new export is for; of a head, the checkpoint of its ``target`` too."""
 
     role: Role
     weights: Annotated[str, one_of(WEIGHTS)] | None  # it becomes part of a path
     device: ExportDevice | None
+    target: Path | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -60,6 +61,8 @@ class Wanted:
         not replace each other's.
         """
         kind = "-".join(part for part in (self.device, self.weights) if part) or WEIGHTS[0]
+        if self.target is not None:
+            mark = f"{mark}-{mark_of(self.target)}"
         recipe = RECIPES[self.role, self.device]
         return bundles_dir() / f"{_short(name)}-{mark}-{self.role}-{kind}{_RECIPE_MARK}{recipe}"
 
@@ -80,13 +83,19 @@ def look_up(path: Path, name: str, wanted: Wanted) -> Found:
     return open_cached(wanted.folder(entry.name, entry.mark)) or entry
 
 
-def open_made(path: Path, name: str, wanted: Wanted, progress: ProgressCallback) -> Bundle:
-    """The bundle that :func:`look_up` finds, made first if need be."""
+def open_made(
+    path: Path, name: str, wanted: Wanted, progress: ProgressCallback, target: str | None = None
+) -> Bundle:
+    """The bundle that :func:`look_up` finds, made first if need be; a head for what ``target`` names."""
     found = look_up(path, name, wanted)
     if isinstance(found, Bundle):
         return found
     wanted.check()
     if isinstance(found, Path):
+        from edgespec_export.sources.heads import is_head
+
+        if wanted.role == "drafter" and is_head(found):
+            wanted = replace(wanted, target=_checkpoint_for(found, target, progress))
         name = name_of(found)
         return _export(found, wanted.folder(name, mark_of(found)), name, wanted, progress)
     require_extra()
@@ -95,9 +104,39 @@ def open_made(path: Path, name: str, wanted: Wanted, progress: ProgressCallback)
     return _export(source, folder, found.name, wanted, progress, alignment_of(found, wanted.device))
 
 
+def _checkpoint_for(head: Path, target: str | None, progress: ProgressCallback) -> Path:
+    """What the target was made from: its head's export takes tokens and matrices from there."""
+    source = None if target is None else locate(target, progress)[0]
+    if source is None or is_model(source):
+        raise RequestError(
+            f"{head} is an EAGLE-3 head, whose export needs what its target is exported from; run 'edgespec "
+            f"export {head} --target SOURCE -o DIR' and give DIR as the drafter"
+        )
+    return source
+
+
 def alignment_of(entry: CatalogueEntry, device: ExportDevice | None) -> Path | None:
     """What an export for ``device`` merges into the weights; nothing for NPUs, which settle formats."""
     return entry.alignment.path if entry.alignment is not None and device in (None, "cuda") else None
+
+
+def locate(
+    source: str, progress: ProgressCallback, notify: Callable[[str], None] = _LOG.warning
+) -> tuple[Path, CatalogueEntry | None]:
+    """The checkpoint's file or directory, pulled if need be, and the catalogue's entry that it is of."""
+    path = Path(source)
+    if path.exists():
+        return path, None
+    named = on_hub(source)
+    if named is not None:
+        return locate_hub(named, progress), None
+    if path.suffix == ".gguf":
+        raise ModelFileError(
+            f"{source} does not exist; give a GGUF file, a Hugging Face directory, or a name that "
+            "'edgespec models' lists"
+        )
+    entry = find(source)
+    return pull(entry, progress=progress, notify=notify), entry
 
 
 def locate_hub(reference: HubReference, progress: ProgressCallback) -> Path:
@@ -171,6 +210,7 @@ def _export(
         device=wanted.device,
         overwrite=True,
         alignment=alignment,
+        target=wanted.target,
     )
     lock = folder.with_name(f".{folder.name}.lock")
     with storage_errors(folder):

@@ -127,6 +127,7 @@ def open_model(
     *,
     weights: Annotated[str, one_of(WEIGHTS)] | None = None,
     device: ExportDevice | None = None,
+    target: Reference | None = None,
     progress: ProgressCallback = ignore_progress,
 ) -> Bundle:
     """Open the bundle ``reference`` names, making it first if need be.
@@ -138,6 +139,7 @@ def open_model(
         role: what a new export is for.
         weights: policy of a new export; None takes the default.
         device: what else than the CPU a new export is for.
+        target: what a head drafts for; its export reads that too.
         progress: told of downloads and exports.
 
     Raises:
@@ -169,7 +171,7 @@ def open_model(
     if named is not None:
         wanted.check()
         path = locate_hub(named, progress)
-    return open_made(path, str(reference), wanted, progress)
+    return open_made(path, str(reference), wanted, progress, None if target is None else str(target))
 
 
 def check_target(bundle: Bundle) -> None:
