@@ -3,11 +3,12 @@
 A pass takes as long as with the published weights; what the model writes has no meaning. Usage, from the
 repository's root: ``python -m tools.shapes NAME... --into FOLDER``. Then, for example, ``edgespec export
 FOLDER/qwen3-4b.gguf -o BUNDLE`` and ``python -m tools.peers.passes --gguf FOLDER/qwen3-4b.gguf
---bundle BUNDLE --peer llama.cpp=PEERS/llama.cpp/bin``.
+--bundle BUNDLE --peer llama.cpp=PEERS/llama.cpp/bin``. ``NAME.head`` is an EAGLE-3 head of that model, with
+32,000 tokens.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, product
 from math import prod
 from pathlib import Path
@@ -35,7 +36,15 @@ class Shape:
     theta: float
     facts: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def head(self) -> "Shape":
+        """An EAGLE-3 head of it."""
+        layers = [2, self.layers // 2, self.layers - 3]
+        read = {"target_layers": layers, "target_hidden_size": self.hidden}
+        return replace(self, architecture="eagle3", layers=1, facts=read)
 
+
+_DRAFTED = 32_000  # tokens of a head
 _LOCAL = {"attention.sliding_window": 512}
 _SCALED = {"attention.sliding_window": 1024, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
 _LONG = {"rope.dimension_count": 96, "rope.scaling.original_context_length": 4096}
@@ -55,6 +64,9 @@ Tensors = Iterator[tuple[str, tuple[int, ...], str]]
 
 def tensors(shape: Shape) -> Tensors:
     """Name, shape and format of each: Q6_K where llama.cpp's mix has more bits."""
+    if shape.architecture == "eagle3":
+        yield from _head(shape)
+        return
     yield "token_embd.weight", (shape.vocabulary, shape.hidden), "Q6_K"
     yield "output_norm.weight", (shape.hidden,), "F32"
     if shape.architecture == "llama":
@@ -85,6 +97,17 @@ def _layer(shape: Shape, dear: str) -> Tensors:
     yield from ((name, (hidden,), "F32") for name in norms)
     if shape.architecture in ("qwen3", "gemma3"):
         yield from ((name, (shape.head_dim,), "F32") for name in ("attn_q_norm", "attn_k_norm"))
+
+
+def _head(shape: Shape) -> Tensors:
+    hidden, kv = shape.hidden, shape.kv_heads * shape.head_dim
+    yield "output_norm.weight", (hidden,), "F32"
+    yield "output.weight", (_DRAFTED, hidden), "Q4_K"
+    yield "fc.weight", (hidden, 3 * hidden), "Q4_K"
+    for name, size, form in _layer(shape, "Q4_K"):
+        wide = {"attn_q": size[0], "attn_k": kv, "attn_v": kv}
+        yield f"blk.0.{name}.weight", (wide[name], 2 * hidden) if name in wide else size, form
+    yield "blk.0.attn_norm_2.weight", (hidden,), "F32"
 
 
 def stored(size: tuple[int, ...], form: str) -> GGMLQuantizationType:
@@ -130,7 +153,8 @@ def tokenizer(writer: GGUFWriter, shape: Shape) -> None:
 
 def write(name: str, path: Path) -> None:
     """Write the model called ``name``, tensor by tensor."""
-    shape = SHAPES[name]
+    target, head = name.removesuffix(".head"), name.endswith(".head")
+    shape = SHAPES[target].head if head else SHAPES[target]
     writer = GGUFWriter(path, shape.architecture)
     writer.add_block_count(shape.layers)
     writer.add_context_length(32_768)
@@ -143,7 +167,8 @@ def write(name: str, path: Path) -> None:
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(shape.theta)
     for key, value in shape.facts.items():
-        add: Any = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+        kinds = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add: Any = (kinds | {list: writer.add_array})[type(value)]
         add(f"{shape.architecture}.{key}", value)
     tokenizer(writer, shape)
     found = [(each, size, stored(size, form)) for each, size, form in tensors(shape)]
@@ -153,11 +178,15 @@ def write(name: str, path: Path) -> None:
         dtype = np.dtype(np.float32 if len(size) == 1 else np.uint8)
         total = prod(raw_shape) * dtype.itemsize
         writer.add_tensor_info(each, raw_shape, dtype, total, None if len(size) == 1 else kind)
+    if head:
+        writer.add_tensor_info("d2t", (_DRAFTED,), np.dtype(np.int64), 8 * _DRAFTED)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for seed, (_, size, kind) in enumerate(found):
         writer.write_tensor_data(weights(size, kind, seed))
+    if head:
+        writer.write_tensor_data(np.arange(_DRAFTED, dtype=np.int64))
     writer.close()
 
 
