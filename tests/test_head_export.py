@@ -468,4 +468,3 @@ def test_bits_round_a_head_too(tmp_path: Path, target: Path) -> None:
     bundle = export(head.write(tmp_path / "head"), target, tmp_path / "out", quantization=Quantization())
     assert distance(bundle.path, Reference(head.values(), embedding_of(target))) < 1
     assert "Q4_1" in bundle.manifest.formats
-
