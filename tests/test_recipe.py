@@ -30,13 +30,15 @@ from edgespec_models.graphs.plan import FULL, Precision
 from tests.gguf_for_tests import FORMATS, tiny_gguf
 
 WRITTEN: dict[tuple[Role, ExportDevice | None, int], str] = {
-    ("target", None, 8): "794d3345f2a4b4d5",
+    ("target", None, 9): "2bec95fd31962742",
     ("target", "cuda", 5): "c4a1a4f5d63ae602",
-    ("drafter", None, 8): "265242d85ae7e335",
+    ("drafter", None, 9): "74c6b2578bd02709",
     ("drafter", "cuda", 5): "c4a1a4f5d63ae602",
 }
 """Of each recipe, the beginning of a digest of tiny models."""
 HALF = Precision("float16", "float16")
+NAMED = {f"layers.{layer}.stream" for layer in range(100)}
+"""Values within a graph that sessions ask for."""
 NAMES = ("smollm2-135m-instruct", "hf:someone/something")
 
 
@@ -134,12 +136,13 @@ def test_a_cached_model_needs_no_exporter_and_others_say_so(tmp_path: Path, sour
 
 
 def described(graph: ir.Graph) -> Iterator[Any]:
-    """A decoder's inputs, operators and weights."""
+    """A decoder's inputs, operators with the values that they name, and weights."""
     yield [(value.name, str(value.dtype), str(value.shape)) for value in graph.inputs]
     for node in graph:
         if node.op_type != "Constant":
             attributes = {name: str(attribute.value) for name, attribute in sorted(node.attributes.items())}
             yield node.domain, node.op_type, attributes
+            yield from (value.name for value in node.outputs if value.name in NAMED)
     for value in graph.initializers.values():
         if value.const_value is None:
             assert isinstance(value.shape, ir.Shape)

@@ -113,16 +113,10 @@ def _contradictions(options: ExportOptions) -> Iterator[str]:
 def _contradictions_of_heads(options: ExportOptions) -> Iterator[str]:
     if options.role == "target":
         yield f"a head drafts for {options.target} and is no target itself; use role=drafter"
-    settled = {
-        "weights": options.weights not in (None, "exact"),
-        "kv": options.kv,
-        "device": options.device,
-        "trim": options.trim not in (None, "full"),
-        "alignment": options.alignment,
-    }
-    given = ", ".join(name for name, value in settled.items() if value)
-    if given:
-        yield f"heads run on edgespec's kernels, with the LM head that they have; leave out {given}"
+    names = [name for name in ("kv", "device", "alignment") if getattr(options, name)]
+    names += ["weights"] * (options.weights == "portable") + ["trim"] * (options.trim not in (None, "full"))
+    if names:
+        yield f"heads run on edgespec's kernels, with the LM head that they have; leave out {', '.join(names)}"
 
 
 def _contradictions_of_cuda(options: ExportOptions) -> Iterator[str]:

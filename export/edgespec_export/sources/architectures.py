@@ -126,7 +126,8 @@ GGUF_FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
 """By ``general.architecture`` in GGUF files."""
 
 HEAD: Final = Family(name="eagle3", gguf="eagle3", neighbours=True)
-"""EAGLE-3's heads: Llama's layer, whose files state what they read of a target (:mod:`.heads`)."""
+"""EAGLE-3's heads, whose files state what they read of a target (:mod:`edgespec_export.sources.heads`)."""
+NEEDS_TARGET: Final = "is an EAGLE-3 head; name what its target is exported from with --target"
 
 _EXPERTS = "mixtures of experts"
 _VISION = "images (M-RoPE, vision layers)"
@@ -155,14 +156,6 @@ _LACKING: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = MappingProxyType(
     }
 )
 """By a model that works: what edgespec lacks for others near it, under their names in GGUF and on the hub."""
-
-
-def needs_target(where: str) -> str:
-    """What to say of a head where no target is named."""
-    return (
-        f"{where} is an EAGLE-3 head, which drafts from what its target computes; export it with --target and "
-        "the file, directory or name that the target is exported from"
-    )
 
 
 def unknown(where: str, found: str, known: str) -> UnsupportedModelError:

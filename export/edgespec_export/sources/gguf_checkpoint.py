@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from edgespec_export.sources import gguf_tokenizer
-from edgespec_export.sources.architectures import GGUF_FAMILIES, HEAD, Family, needs_target, unknown
+from edgespec_export.sources.architectures import GGUF_FAMILIES, HEAD, NEEDS_TARGET, Family, unknown
 from edgespec_export.sources.blocks import Tensor
 from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.gguf import GGUFFile
@@ -204,7 +204,7 @@ def _windows(own: Mapping[str, object]) -> dict[str, object]:
 def _family(file: GGUFFile) -> Family:
     found = file.metadata.get("general.architecture")
     if found == HEAD.gguf:
-        raise RequestError(needs_target(str(file.path)))
+        raise RequestError(f"{file.path} {NEEDS_TARGET}")
     if not isinstance(found, str) or found not in GGUF_FAMILIES:
         known = f"edgespec exports these architectures from GGUF: {', '.join(GGUF_FAMILIES)}."
         raise unknown(file.path.name, str(found), known)

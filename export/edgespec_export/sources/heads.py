@@ -1,11 +1,11 @@
 """EAGLE-3's heads (Li et al. 2025, arXiv 2503.01840) as their makers publish them, seen as checkpoints.
 
-A head drafts from what its target computes. Directories are EAGLE's own, AngelSlim's, SpecForge's, and those of
-the ``speculators`` package; GGUF files are llama.cpp's (``conversion/llama.py``, ``src/models/eagle3.cpp``).
+Directories are EAGLE's own, AngelSlim's, SpecForge's, and those of the ``speculators`` package; GGUF files are
+llama.cpp's (``conversion/llama.py``, ``src/models/eagle3.cpp``).
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,8 +20,7 @@ from edgespec_export.sources.gguf import GGUFFile
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.sources.hf_checkpoint import CONFIG, INDEX, SINGLE, HFCheckpoint
 from edgespec_export.sources.hf_config import config_of, head_facts
-from edgespec_export.sources.safetensors_file import SafetensorsFile
-from edgespec_export.sources.torch_file import TorchFile
+from edgespec_export.sources.torch_file import read_torch
 from edgespec_models.errors import ModelFileError, RequestError, UnsupportedModelError
 from edgespec_models.files.facts import Facts
 from edgespec_models.progress import ProgressCallback
@@ -29,10 +28,8 @@ from edgespec_models.storage import model_name
 from edgespec_models.text.tokenizer import SpecialTokens
 
 _IDS: Final = "eagle_aux_hidden_state_layer_ids"
-_TOKENS, _KEPT = (
-    "d2t",
-    "t2d",
-)  # the target's token of each of the head's, and whether it has one of the target's
+_NO_HEAD: Final = "is no EAGLE-3 head, and only those are exported for a target; leave out --target"
+_OTHER: Final = "Give the target that the head was trained for, or a head of this target"
 _GLOBAL = {
     "embed_tokens.weight": "embed",
     "norm.weight": "final_norm",
@@ -54,7 +51,11 @@ def is_head(source: Path) -> bool:
 
 
 class _Head(Checkpoint):
-    """What both forms have in common. Tokens, texts and the matrices that it lacks are the target's."""
+    """What both forms have in common: texts, and matrices that the files lack, are the target's.
+
+    The target is closed with the head. Opening one also raises RequestError: for something else than a head,
+    and for the head of another target.
+    """
 
     target: Checkpoint
 
@@ -76,49 +77,37 @@ class _Head(Checkpoint):
         return super().digest(progress)
 
     def _complete(self, tokens: npt.NDArray[np.int64] | None) -> None:
-        """Take from the target what the files lack, cut matrices that read two inputs, and check all.
+        """Borrow, cut apart what multiplies embedding and state side by side, and check all.
 
         ``tokens`` are the target's, of each row of the LM head; None where there is no such list.
         """
-        config, own, where, given = self.config, dict(self.tensors), self.path.name, self.target.config
-        if tokens is not None:
-            self.head_tokens = _ascending(tokens, config.vocab_size, where)
-            if "lm_head" not in own:
+        own, size = dict(self.tensors), self.config.vocab_size
+        if tokens is not None and len(tokens) != size:
+            self.head_tokens = tokens.astype(np.int32)
+            if tokens.min(initial=0) < 0 or tokens.max(initial=0) >= size or (np.diff(tokens) < 1).any():
                 raise ModelFileError(
-                    f"{where} lists tokens ({_TOKENS}) for an LM head that it lacks; download it again"
+                    f"{self.path.name}: d2t must name tokens from 0 to {size - 1}, each once, in ascending order. "
+                    f"{_OTHER}"
                 )
         for name in {"embed", "lm_head"} - own.keys():
-            if given.hidden_size != config.hidden_size:
-                raise RequestError(
-                    f"{where} has no {name}, is {config.hidden_size} wide, and {self.target.path.name} "
-                    f"{given.hidden_size}. {_OTHER_TARGET}"
-                )
             own[name] = self.target.tensor(name)
         if own["lm_head"] is own["embed"]:
             del own["lm_head"]  # of a target that ties them
-        if "fuse" in own and own["fuse"].shape[1:] != (len(config.feature_layers) * config.feature_width,):
-            raise RequestError(
-                f"{where} reads {own['fuse'].shape[-1]} numbers of {len(config.feature_layers)} layers; "
-                f"{self.target.path.name} has {config.feature_width} in each. {_OTHER_TARGET}"
-            )
-        hidden = config.hidden_size
         for name in "qkv":
-            tensor = own.get(f"layers.0.{name}")
-            if tensor is not None:
-                self._check_shape(
-                    tensor, (config.query_width if name == "q" else config.kv_width, 2 * hidden)
-                )
-                own[f"layers.0.embed_{name}"] = tensor.columns(0, hidden)
-                own[f"layers.0.{name}"] = tensor.columns(hidden, 2 * hidden)
+            both = own.get(f"layers.0.{name}")
+            if both is not None and len(both.shape) == 2:
+                half, whole = both.shape[1] // 2, both.shape[1]
+                own[f"layers.0.embed_{name}"] = both.columns(0, half)
+                own[f"layers.0.{name}"] = both.columns(half, whole)
         self.tensors = own
-        self.check_shapes()
+        try:
+            self.check_shapes()
+        except ModelFileError as error:
+            raise ModelFileError(f"{error} Or {_OTHER.lower()}, {self.target.path.name}.") from error
 
 
 class GGUFHead(_Head, GGUFCheckpoint):
-    """A head in a GGUF file, and the target that it drafts for, which is closed with it.
-
-    Raises, beside what opening a checkpoint does, RequestError where the file is no head, or one of another target.
-    """
+    """A head in a GGUF file."""
 
     def __init__(self, path: Path, target: Checkpoint) -> None:
         self.path, self.files, self.model_name, self.target = path, (path,), path.stem, target
@@ -127,14 +116,13 @@ class GGUFHead(_Head, GGUFCheckpoint):
             file = stack.enter_context(GGUFFile(path))
             self.metadata = file.metadata
             if self.metadata.get("general.architecture") != HEAD.gguf:
-                raise RequestError(_no_head(path.name))
-            prefix = f"{HEAD.gguf}."
-            own: dict[str, object] = {
-                key.removeprefix(prefix): value.tolist() if isinstance(value, np.ndarray) else value
+                raise RequestError(f"{path} {_NO_HEAD}")
+            own = {
+                key.removeprefix(f"{HEAD.gguf}."): value.tolist() if isinstance(value, np.ndarray) else value
                 for key, value in self.metadata.items()
             }
             family = _reading(Facts(own, path.name, {_IDS: "target_layers"}), target)
-            tokens = file.integers.pop(_TOKENS, None)
+            tokens = file.integers.pop("d2t", None)
             named = gguf_checkpoint.named(file, family, _GGUF_GLOBAL, _GGUF_LAYER)
             self.tensors = {"embed": target.tensor("embed"), **named}
             self.config = self._read_config(family)
@@ -143,69 +131,50 @@ class GGUFHead(_Head, GGUFCheckpoint):
 
 
 class HFHead(_Head, HFCheckpoint):
-    """A head in a directory, and the target that it drafts for, which is closed with it.
-
-    Raises, beside what opening a checkpoint does, RequestError where the directory holds no head, or another
-    target's; EdgespecError for a ``pytorch_model.bin`` where torch is not installed.
-    """
+    """A head in a directory. EdgespecError for a ``pytorch_model.bin`` where torch is not installed."""
 
     def __init__(self, path: Path, target: Checkpoint) -> None:
         self.path, self.model_name, self.target = path, model_name(path), target
-        self._shards = {}
-        self.stack = ExitStack()
+        self._shards, self.stack, self.tensors = {}, ExitStack(), {}
+        pickled, others = path / "pytorch_model.bin", (path / SINGLE, path / INDEX)
+        self._pickled = pickled if pickled.is_file() and not any(map(Path.is_file, others)) else None
         with self.stack as opened:
             opened.enter_context(target)
             facts = head_facts(Facts.read(path / CONFIG))
             if facts is None:
-                raise RequestError(_no_head(str(path / CONFIG)))
-            self.config = config_of(
-                facts.over({"vocab_size": target.config.vocab_size}), _reading(facts, target)
-            )
-            self.tensors = {}
+                raise RequestError(f"{path} {_NO_HEAD}")
+            facts = facts.over({"vocab_size": target.config.vocab_size})
+            self.config = config_of(facts, _reading(facts, target))
             self._complete(self._read())
             self.stack = opened.pop_all()
-        files = path / CONFIG, path / INDEX, self._torch, *(shard.path for shard in self._shards.values())
-        self.files = tuple(sorted({file for file in files if file is not None and file.is_file()}))
+        shards = (shard.path for shard in self._shards.values())
+        self.files = tuple(sorted({f for f in (path / CONFIG, *others, pickled, *shards) if f.is_file()}))
 
     def _read(self) -> npt.NDArray[np.int64] | None:
         """Name the tensors; returns the target's tokens of the LM head's rows."""
-        tokens, unknown, named = None, [], dict[str, Tensor]()
-        for name, file in self._found():
+        tokens, unknown = None, []
+        for name, value in self._found():
             own = own_name(name.replace("midlayer.", "layers.0.", 1), r"layers\.", _GLOBAL, _LAYER)
-            if name == _TOKENS:
-                offsets = file.integers(name, ("I64", "I32")).reshape(-1).astype(np.int64)
-                tokens = offsets + np.arange(len(offsets))
-            elif own is not None:
-                named[own] = file.tensor(name)
-            elif name != _KEPT and not hf_checkpoint.COMPUTED.fullmatch(name):
+            if name == "d2t" and not isinstance(value, Tensor):
+                tokens = value.reshape(-1).astype(np.int64) + np.arange(value.size)  # offsets from the row
+            elif own is not None and isinstance(value, Tensor):
+                self.tensors[own] = value
+            elif name != "t2d" and not hf_checkpoint.COMPUTED.fullmatch(name):
                 unknown.append(name)
         if unknown:
             raise UnsupportedModelError(
                 f"{self.path.name} has {len(unknown)} tensors that EAGLE-3 lacks, such as {unknown[0]!r}"
             )
-        self.tensors = named
         return tokens
 
-    def _found(self) -> Iterator[tuple[str, SafetensorsFile | TorchFile]]:
-        """Every tensor's name and file."""
-        if self._torch is None:
-            yield from self._stored()
-        else:
-            file = self.stack.enter_context(closing(TorchFile(self._torch)))
-            yield from ((name, file) for name in sorted(file.names))
-
-    @property
-    def _torch(self) -> Path | None:
-        """The file that torch reads, where there is no other."""
-        path, others = self.path / "pytorch_model.bin", (self.path / SINGLE, self.path / INDEX)
-        return path if path.is_file() and not any(other.is_file() for other in others) else None
-
-
-_OTHER_TARGET: Final = "Give the target that the head was trained for, or the head of this target"
-
-
-def _no_head(where: str) -> str:
-    return f"{where} is no EAGLE-3 head, and only those are exported for a target; leave out --target"
+    def _found(self) -> Iterator[tuple[str, Tensor | npt.NDArray[Any]]]:
+        """Every tensor by its name."""
+        if self._pickled is not None:
+            yield from sorted(read_torch(self._pickled).items())
+            return
+        for name, file in self._stored():
+            if name != "t2d":  # says what d2t says
+                yield name, file.integers(name, ("I64", "I32")) if name == "d2t" else file.tensor(name)
 
 
 def _reading(facts: Facts, target: Checkpoint) -> Family:
@@ -214,10 +183,9 @@ def _reading(facts: Facts, target: Checkpoint) -> Family:
     for what, has in {"vocab_size": config.vocab_size, "target_hidden_size": config.hidden_size}.items():
         if facts.integer(what, has) != has:
             raise RequestError(
-                f"{facts.where}: {what} is {facts.integer(what)}, of {target.path.name} it is {has}. "
-                f"{_OTHER_TARGET}"
+                f"{facts.where}: {what} is {facts.integer(what)}, of {target.path.name} it is {has}. {_OTHER}"
             )
-    fixed: dict[str, Any] = {
+    fixed = {
         "feature_layers": _layers(facts, target),
         "feature_width": config.hidden_size,
         "normed_features": facts.boolean("norm_before_fc", default=False),
@@ -229,12 +197,11 @@ def _reading(facts: Facts, target: Checkpoint) -> Family:
 def _layers(facts: Facts, target: Checkpoint) -> tuple[int, ...]:
     """The layers of ``target`` whose input the head reads.
 
-    A list at the top says just that for vLLM, llama.cpp and the ``speculators`` package. SGLang reads one in
+    A list at the top says just that to vLLM, llama.cpp and the ``speculators`` package. SGLang reads one in
     ``eagle_config``, in which a first id of 1 says that layers are named whose output is meant, as SpecForge
     and ModelOpt train them (sgl-project/sglang, pull request 25454). None stands for EAGLE's own choice.
     """
-    count = target.config.num_layers
-    ids = facts.value(_IDS)
+    count, ids = target.config.num_layers, facts.value(_IDS)
     if ids is None:
         ids = facts.section("eagle_config").value(_IDS)
         if isinstance(ids, list) and ids[:1] == [1] and all(type(i) is int for i in ids):
@@ -244,16 +211,6 @@ def _layers(facts: Facts, target: Checkpoint) -> tuple[int, ...]:
     if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < count for i in ids):
         raise RequestError(
             f"{facts.where}: the head reads what enters the layers {ids!r:.80}; {target.path.name} has 0 to "
-            f"{count - 1}. {_OTHER_TARGET}"
+            f"{count - 1}. {_OTHER}"
         )
     return tuple(ids)
-
-
-def _ascending(tokens: npt.NDArray[np.int64], size: int, where: str) -> npt.NDArray[np.int32] | None:
-    """The tokens as a trimmed head's; None where they are all of the target's."""
-    if not len(tokens) or tokens.min() < 0 or tokens.max() >= size or (np.diff(tokens) < 1).any():
-        raise ModelFileError(
-            f"{where}: {_TOKENS} must name tokens from 0 to {size - 1}, each once, in ascending order. "
-            f"{_OTHER_TARGET}"
-        )
-    return None if len(tokens) == size else tokens.astype(np.int32)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgespec_export.sources.architectures import needs_target
+from edgespec_export.sources.architectures import NEEDS_TARGET
 from edgespec_export.sources.blocks import F32, Tensor
 from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.hf_config import head_facts, logits_factor, model_facts, read_config
@@ -66,7 +66,7 @@ class HFCheckpoint(Checkpoint):
         self._shards: dict[str, SafetensorsFile] = {}
         stated = Facts.read(path / CONFIG)
         if head_facts(stated) is not None:
-            raise RequestError(needs_target(stated.where))
+            raise RequestError(f"{path} {NEEDS_TARGET}")
         facts = model_facts(stated)
         self.config, self._eyes = read_config(facts), bool(facts.section("text_config").keys)
         self.logits_factor = logits_factor(facts)

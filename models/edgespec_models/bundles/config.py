@@ -42,9 +42,8 @@ class DecoderShape:
         num_kv_heads: key and value heads.
         head_dim: width of a head.
         context_length: positions the model was made for.
-        feature_layers: of a head, which drafts from what its target computes (:attr:`is_head`): the target's
-            layers whose input it reads. Empty for other models.
-        feature_width: of a head: width of the target's residual stream.
+        feature_layers: of a head: layers of its target whose input it reads.
+        feature_width: of a head: width of that input.
     """
 
     architecture: Annotated[str, length(1)]
@@ -59,7 +58,7 @@ class DecoderShape:
 
     @property
     def is_head(self) -> bool:
-        """Whether the model reads a residual stream of a target, as heads of EAGLE-3 do (arXiv 2503.01840)."""
+        """Whether the model drafts from what its target computes, as EAGLE-3 does (arXiv 2503.01840)."""
         return bool(self.feature_layers)
 
     @property
@@ -149,23 +148,19 @@ class ModelConfig(DecoderShape):
             )
         if self.wide_qk_norm and not self.qk_norm:
             raise UnsupportedModelError("wide_qk_norm is true and qk_norm is not; the first needs the second")
-        self._check_head()
+        said = self.feature_layers, self.feature_width, self.normed_features, self.normed_residual
+        plain = self.num_layers == 1 and self.pre_norms and not (self.post_norms or self.qk_norm)
+        if self.architecture == "eagle3" and not (all(said[:2]) and plain):
+            raise UnsupportedModelError(
+                f"eagle3 with {self.num_layers} layers, feature_layers {self.feature_layers} and feature_width "
+                f"{self.feature_width}; it needs both, and one plain layer"
+            )
+        if self.architecture != "eagle3" and any(said):
+            raise UnsupportedModelError(f"{self.architecture} reads features, as only eagle3 does")
         if self.num_heads % self.num_kv_heads:
             raise UnsupportedModelError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads evenly"
             )
-
-    def _check_head(self) -> None:
-        """Only heads say what they read of a target, and they are one plain layer."""
-        said = self.feature_layers, self.feature_width, self.normed_features, self.normed_residual
-        plain = self.pre_norms and not self.post_norms and not self.qk_norm and self.activation == "silu"
-        whole = self.is_head and self.feature_width > 0 and self.num_layers == 1 and plain
-        if whole if self.architecture == "eagle3" else not any(said):
-            return
-        raise UnsupportedModelError(
-            f"{self.num_layers} layers {self.architecture} with feature_layers {self.feature_layers} and "
-            f"feature_width {self.feature_width}; allowed: both of one plain layer eagle3, neither of others"
-        )
 
     @property
     def rotary_width(self) -> int:

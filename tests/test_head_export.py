@@ -1,0 +1,470 @@
+"""EAGLE-3 heads of every published form, exported, and compared with the equations in plain NumPy."""
+
+import json
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from edgespec.cli import app
+from edgespec_export.export import ExportOptions, export_model
+from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
+from edgespec_export.sources.rope import scaled
+from edgespec_models.bundles.bundle import GRAPH, HEAD_TOKENS, Bundle
+from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.errors import EdgespecError, ModelFileError, RequestError, UnsupportedModelError
+from edgespec_models.files.facts import Facts
+from edgespec_models.files.onnx_header import read_header
+from tests import heads_for_tests as heads
+from tests.gguf_for_tests import tiny_gguf
+from tests.heads_for_tests import DRAFTED, HIDDEN, TARGET_HIDDEN, TOKENS, VOCAB, F32, Head, Reference, Running
+from tests.hf_for_tests import weights
+from tests.toy import LLAMA
+
+IDS = [5, 17, 300, 17, 5, 260, 3, 3, 90, 41]
+READ = 6  # of these have features
+NEAR = 0.03
+"""Of the standard deviation: weights in 8 bits and activations in 8 bits; what differs in kind is beyond."""
+
+
+def drafts_for(target: Path, **more: Any) -> ExportOptions:
+    return ExportOptions(role="drafter", target=target, **more)
+
+
+def export(head: Path, target: Path, out: Path, **more: Any) -> Bundle:
+    export_model(head, out, options=drafts_for(target, **more))
+    return Bundle(out, verify_digests=True)
+
+
+def inputs(width: int = 3 * TARGET_HIDDEN, hidden: int = HIDDEN) -> tuple[F32, F32]:
+    """Features of the first tokens, states of the others."""
+    rng = np.random.default_rng(4)
+    features = rng.normal(0, 2, (READ, width)) * rng.uniform(0.2, 3, width)
+    states = rng.normal(0, 1, (len(IDS) - READ, hidden))
+    return features.astype(np.float32), states.astype(np.float32)
+
+
+def distance(bundle: Path, reference: Reference) -> float:
+    """Root mean square of the differences of states and logits from the reference, over its deviation."""
+    running = Running(bundle)
+    given = inputs(running.width, running.hidden)
+    logits, states, columns, likely = running(IDS, *given)
+    expected = reference(IDS, *given)
+    assert (columns == logits.argmax(1)).all()
+    shifted = np.exp(logits - logits.max(1, keepdims=True))
+    np.testing.assert_allclose(likely, 1 / shifted.sum(1), rtol=1e-4)
+    return max(
+        float(np.sqrt(np.square(found - wanted).mean()) / wanted.std())
+        for found, wanted in zip((states, logits), expected, strict=True)
+    )
+
+
+def embedding_of(target: Path) -> F32:
+    return weights(json.loads((target / "config.json").read_text()))["model.embed_tokens.weight"]
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return heads.target(tmp_path / "target")
+
+
+FORMS: dict[str, tuple[dict[str, Any], Callable[[Head, Path], Path]]] = {
+    "eagle": ({}, Head.write),
+    "bfloat16": ({}, lambda head, folder: head.write(folder, "BF16")),
+    "speculators": ({"norm_before_residual": True}, Head.write_speculators),
+    "norm_before_fc": ({"norm_before_fc": True}, Head.write),
+    "both": ({"norm_before_fc": True, "norm_before_residual": True}, Head.write_speculators),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_head_computes_what_the_equations_say(tmp_path: Path, target: Path, form: str) -> None:
+    facts, write = FORMS[form]
+    head = Head.random(**facts)
+    bundle = export(write(head, tmp_path / "head"), target, tmp_path / "out")
+    kinds = {"normed_features": "norm_before_fc" in facts, "normed_residual": "norm_before_residual" in facts}
+    right = Reference(head.values(), embedding_of(target), **kinds)
+    assert distance(bundle.path, right) < NEAR
+    for name in kinds if "norm_before_fc" in facts else ("normed_residual",):
+        assert distance(bundle.path, replace(right, **{name: not kinds[name]})) > 2 * NEAR
+    swapped = {**head.values(), "hidden_norm": head.values()["input_layernorm"]}
+    assert distance(bundle.path, replace(right, weights=swapped)) > 2 * NEAR
+
+
+def test_what_a_bundle_says_of_its_head(tmp_path: Path, target: Path) -> None:
+    bundle = export(Head.random().write(tmp_path / "head"), target, tmp_path / "out")
+    export_model(target, tmp_path / "whole")
+    whole, manifest = Bundle(tmp_path / "whole"), bundle.manifest
+    assert manifest.role == "drafter" and manifest.operators == "edgespec" and manifest.kv == "float16"
+    assert isinstance(bundle.config, ModelConfig) and bundle.config.is_head and not whole.config.is_head
+    assert bundle.config.architecture == "eagle3" and bundle.config.num_layers == 1
+    assert bundle.config.feature_layers == (2, 4, 5) and bundle.config.feature_width == TARGET_HIDDEN
+    assert bundle.config.vocab_size == whole.config.vocab_size == VOCAB
+    assert manifest.head_rows == DRAFTED and manifest.provenance["source"] == "head"
+    assert manifest.provenance["target_sha256"] == whole.manifest.provenance["sha256"]
+    assert manifest.provenance["sha256"] != whole.manifest.provenance["sha256"]
+    np.testing.assert_array_equal(bundle.head_tokens, TOKENS)
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (bundle.path / name).read_bytes() == (whole.path / name).read_bytes()
+    assert manifest.special_tokens == whole.manifest.special_tokens
+    assert bundle.report()["row_exact"] is True
+    assert not Running(bundle.path).session.get_overridable_initializers()
+    graph = read_header(bundle.graph)
+    assert graph.inputs["features"].dims == (1, "m", 3 * TARGET_HIDDEN)
+    assert graph.inputs["states"].dims == (1, "k", HIDDEN)
+
+
+def test_passes_of_any_kind_follow_each_other(tmp_path: Path, target: Path) -> None:
+    head = Head.random()
+    bundle = export(head.write(tmp_path / "head"), target, tmp_path / "out")
+    right, (features, states) = Reference(head.values(), embedding_of(target)), inputs()
+    none, nothing = features[:0], states[:0]
+    running = Running(bundle.path)
+    logits, found, *_ = running([], none, nothing)
+    assert logits.shape == (0, DRAFTED) and found.shape == (0, HIDDEN)
+    logits, first, *_ = running(IDS[:READ], features, nothing, [READ - 1])
+    _, second, *_ = running(IDS[READ : READ + 1], none, first)
+    running.length -= 1  # cut back, and with another token
+    logits, second, *_ = running(IDS[READ : READ + 1], none, first)
+    _, third, *_ = running(IDS[READ + 1 : READ + 2], none, second)
+    expected = right(IDS[:READ], features, nothing)[0][-1:]
+    np.testing.assert_allclose(first, expected, atol=NEAR * expected.std())
+    chained, wanted = first, list[Any]()
+    for step in (1, 2):
+        wanted.append(right(IDS[: READ + step], features, np.asarray(chained, np.float32)))
+        chained = np.concatenate([chained, wanted[-1][0][-1:]])
+    np.testing.assert_allclose(logits[0], wanted[0][1][-1], atol=NEAR * wanted[0][1].std())
+    np.testing.assert_allclose(third, wanted[1][0][-1:], atol=2 * NEAR * wanted[1][0].std())
+    together = Running(bundle.path)(IDS[: READ + 1], features, first)
+    np.testing.assert_array_equal(together[0][-1], logits[0])
+
+
+@pytest.mark.parametrize("scaling", [{}, {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}])
+def test_an_embedding_of_its_own_no_reduced_head_and_scaled_rotation(
+    tmp_path: Path, target: Path, scaling: dict[str, Any]
+) -> None:
+    rope = {"rope_type": "llama3", "original_max_position_embeddings": 24, **scaling} if scaling else None
+    head = Head.random(rope_scaling=rope, draft_vocab_size=VOCAB).own_embedding()
+    head.tensors["lm_head.weight"] = Head.random(3).own_embedding().tensors["embed_tokens.weight"] / 8
+    head.offsets = None
+    bundle = export(head.write(tmp_path / "head"), target, tmp_path / "out")
+    divisors: Any = 1.0
+    if rope:
+        divisors = scaled(Facts(rope, ""), 500.0, 16, 64, 64)["rope_factors"]
+    right = Reference(head.values(), head.values()["embed_tokens"], divisors=divisors)
+    assert distance(bundle.path, right) < NEAR
+    assert distance(bundle.path, replace(right, embedding=embedding_of(target))) > 2 * NEAR
+    assert distance(bundle.path, replace(right, divisors=2.0)) > 2 * NEAR
+    assert bundle.manifest.head_rows is None and bundle.head_tokens is None
+    assert HEAD_TOKENS not in bundle.manifest.files
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_without_matrices_of_its_own_takes_the_targets(tmp_path: Path, tied: bool) -> None:
+    target = heads.target(tmp_path / "target", tie_word_embeddings=tied)
+    head = Head.random(draft_vocab_size=VOCAB)
+    head.offsets = None
+    del head.tensors["lm_head.weight"]
+    bundle = export(head.write(tmp_path / "head"), target, tmp_path / "out")
+    stored = weights(json.loads((target / "config.json").read_text()))
+    lm_head = stored["model.embed_tokens.weight" if tied else "lm_head.weight"]
+    right = Reference({**head.values(), "lm_head": lm_head}, embedding_of(target))
+    assert distance(bundle.path, right) < NEAR
+    assert bundle.manifest.bytes_by_class["embedding"] == (0 if tied else lm_head.size * 34 // 32)
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_0", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("normed", [False, True])
+def test_gguf_heads_keep_their_blocks(tmp_path: Path, kind: str, normed: bool) -> None:
+    whole = tiny_gguf("llama", "Q8_0", layers=8)
+    target = whole.write(tmp_path / "target.gguf")
+    model = heads.gguf_head(kind, norm_before_residual=normed, norm_before_fc=normed)
+    bundle = export(model.write(tmp_path / "head.gguf"), target, tmp_path / "out")
+    right = Reference(
+        heads.gguf_values(model),
+        whole.values("token_embd.weight"),
+        neighbours=True,
+        normed_features=normed,
+        normed_residual=normed,
+    )
+    assert distance(bundle.path, right) < NEAR
+    assert distance(bundle.path, replace(right, neighbours=False)) > 2 * NEAR
+    np.testing.assert_array_equal(bundle.head_tokens, TOKENS)  # llama.cpp's list is of tokens, not of offsets
+    assert isinstance(bundle.config, ModelConfig) and bundle.config.feature_layers == (1, 4, 6)
+    for loss in bundle.report()["weights"]:
+        assert loss["source"] == "F32" or loss["relative_error"] == 0
+    if kind == "Q4_K":
+        assert {"Q4_K", "Q8_0"} == {loss["format"] for loss in bundle.report()["weights"]}
+
+
+@pytest.mark.parametrize(
+    ("facts", "layers"),
+    [
+        ({}, (2, 4, 5)),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, (1, 3, 4)),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 7]}, (0, 7)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}, (2, 4, 5)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 3, 4]}}, (2, 3, 4)),
+        ({"eagle_config": {"use_aux_hidden_state": True}}, (2, 4, 5)),
+    ],
+)
+def test_which_layers_a_configuration_means(
+    tmp_path: Path, target: Path, facts: dict[str, Any], layers: tuple[int, ...]
+) -> None:
+    head = Head.random(**facts)
+    head.tensors["fc.weight"] = np.zeros((HIDDEN, len(layers) * TARGET_HIDDEN), np.float32)
+    bundle = export(head.write(tmp_path / "head"), target, tmp_path / "out")
+    assert isinstance(bundle.config, ModelConfig) and bundle.config.feature_layers == layers
+
+
+def test_a_file_of_torch(tmp_path: Path, target: Path) -> None:
+    torch = pytest.importorskip("torch")
+    head = Head.random()
+    folder = head.write(tmp_path / "head")
+    (folder / "model.safetensors").unlink()
+    found = {name: torch.from_numpy(np.array(values)) for name, values in head.arrays().items()}
+    found = {name: each.bfloat16() if each.dtype == torch.float32 else each for name, each in found.items()}
+    torch.save(found, folder / "pytorch_model.bin")
+    bundle = export(folder, target, tmp_path / "out")
+    assert distance(bundle.path, Reference(head.values(), embedding_of(target))) < NEAR
+    np.testing.assert_array_equal(bundle.head_tokens, TOKENS)
+    for damaged in (b"PK\x03\x04", (folder / "pytorch_model.bin").read_bytes()[:9000]):
+        (folder / "pytorch_model.bin").write_bytes(damaged)
+        with pytest.raises(ModelFileError, match=r"cannot read .*pytorch_model.bin"):
+            export(folder, target, tmp_path / "other")
+    torch.save([1], folder / "pytorch_model.bin")
+    with pytest.raises(ModelFileError, match="something else than tensors"):
+        export(folder, target, tmp_path / "other")
+
+
+def test_without_torch_the_error_says_what_to_install(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Head.random().write(tmp_path / "head")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    monkeypatch.setitem(__import__("sys").modules, "torch", None)
+    with pytest.raises(EdgespecError, match=r"pip install 'edgespec\[align\]'"):
+        export(folder, target, tmp_path / "out")
+
+
+WRONG: dict[str, tuple[Callable[[Head], object], type[EdgespecError], str]] = {
+    "another vocabulary": (
+        lambda h: h.facts.update(vocab_size=999),
+        RequestError,
+        "vocab_size is 999, of target",
+    ),
+    "another width": (
+        lambda h: h.facts.update(target_hidden_size=32),
+        RequestError,
+        "target_hidden_size is 32",
+    ),
+    "unsaid width": (lambda h: cut(h, "fc.weight"), RequestError, "reads 160 numbers of 3 layers"),
+    "layers": (
+        lambda h: h.facts.update(eagle_aux_hidden_state_layer_ids=[2, 4, 8]),
+        RequestError,
+        r"\[2, 4, 8\].* has 0 to 7",
+    ),
+    "no layers": (
+        lambda h: h.facts.update(eagle_aux_hidden_state_layer_ids=[]),
+        RequestError,
+        "enters the layers",
+    ),
+    "words": (
+        lambda h: h.facts.update(eagle_aux_hidden_state_layer_ids="2,4"),
+        RequestError,
+        "enters the layers '2,4'",
+    ),
+    "unordered": (lambda h: h.offsets.__setitem__(3, 90), ModelFileError, "in ascending order"),
+    "too large": (lambda h: h.offsets.__setitem__(-1, 9000), ModelFileError, "tokens from 0 to 319"),
+    "negative": (lambda h: h.offsets.__setitem__(0, -1), ModelFileError, "tokens from 0 to 319"),
+    "huge": (lambda h: h.offsets.__setitem__(7, 2**63 - 9), ModelFileError, "tokens from 0 to 319"),
+    "short list": (
+        lambda h: setattr(h, "offsets", h.offsets[:-1]),
+        ModelFileError,
+        "lm_head.weight.*ask for",
+    ),
+    "no list": (lambda h: setattr(h, "offsets", None), ModelFileError, "lm_head.weight.*ask for"),
+    "no LM head": (lambda h: h.tensors.pop("lm_head.weight"), ModelFileError, "LM head that it lacks"),
+    "narrow q": (lambda h: cut(h, "midlayer.self_attn.q_proj.weight"), ModelFileError, "q_proj.*ask for"),
+    "no k": (
+        lambda h: h.tensors.pop("midlayer.self_attn.k_proj.weight"),
+        ModelFileError,
+        "lacks a tensor for .*k",
+    ),
+    "no fc": (lambda h: h.tensors.pop("fc.weight"), ModelFileError, "lacks a tensor for fuse"),
+    "no norm": (
+        lambda h: h.facts.update(norm_before_fc=True),
+        ModelFileError,
+        "lacks a tensor for fuse_norm",
+    ),
+    "normed heads": (
+        lambda h: h.tensors.update({"midlayer.self_attn.q_norm.weight": np.ones(16, np.float32)}),
+        UnsupportedModelError,
+        "q_norm",
+    ),
+    "surplus": (
+        lambda h: h.tensors.update({"mtp.weight": np.ones(16, np.float32)}),
+        UnsupportedModelError,
+        "mtp.weight",
+    ),
+    "two layers": (lambda h: h.facts.update(num_hidden_layers=2), UnsupportedModelError, "2 layers eagle3"),
+    "quantized": (
+        lambda h: h.facts.update(quantization_config={"quant_method": "fp8"}),
+        UnsupportedModelError,
+        "fp8",
+    ),
+    "float list": (
+        lambda h: (h.tensors.update(d2t=np.ones(9, np.float32)), setattr(h, "offsets", None)),
+        ModelFileError,
+        "dtype F32, not I64 or I32",
+    ),
+}
+
+
+def cut(head: Head, name: str) -> None:
+    head.tensors[name] = head.tensors[name][:, :-32].copy()
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_heads_that_do_not_fit_are_refused(tmp_path: Path, target: Path, case: str) -> None:
+    change, kind, message = WRONG[case]
+    head = Head.random()
+    change(head)
+    with pytest.raises(kind, match=message):
+        export(head.write(tmp_path / "head"), target, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_narrow_head_needs_an_embedding_of_its_own(tmp_path: Path, target: Path) -> None:
+    head = Head.random(hidden_size=32)
+    with pytest.raises(RequestError, match="head has no embed, is 32 wide, and target 64"):
+        export(head.write(tmp_path / "head"), target, tmp_path / "out")
+
+
+def test_truncated_files_are_refused(tmp_path: Path, target: Path) -> None:
+    whole = tiny_gguf("llama", "Q8_0", layers=8).write(tmp_path / "target.gguf")
+    folder = Head.random().write(tmp_path / "head")
+    file = heads.gguf_head("Q8_0").write(tmp_path / "head.gguf")
+    for path, source, of in ((folder / "model.safetensors", folder, target), (file, file, whole)):
+        data = path.read_bytes()
+        for size in (len(data) - 1, len(data) // 2, 100, 8, 0):
+            path.write_bytes(data[:size])
+            with pytest.raises(ModelFileError):
+                export(source, of, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_list_of_tokens_beyond_the_files_end(tmp_path: Path) -> None:
+    whole = tiny_gguf("llama", "Q8_0", layers=8).write(tmp_path / "target.gguf")
+    file = heads.gguf_head("Q8_0").write(tmp_path / "head.gguf")
+    data = file.read_bytes()
+    at = data.index(struct.pack("<Q3s", 3, b"d2t")) + 8 + 3 + 4  # its name, and that it has one dimension
+    file.write_bytes(data[:at] + struct.pack("<Q", 1 << 60) + data[at + 8 :])
+    with pytest.raises(ModelFileError, match="tensor 'd2t' needs"):
+        export(file, whole, tmp_path / "out")
+
+
+def test_columns_that_cut_blocks_are_refused(tmp_path: Path) -> None:
+    whole = tiny_gguf("llama", "Q8_0", layers=8).write(tmp_path / "target.gguf")
+    model = heads.gguf_head("Q8_0", embedding_length=128)
+    model.tensors["blk.0.attn_q.weight"] = (
+        "Q4_K",
+        heads.random_raw(np.random.default_rng(0), 128, 256, "Q4_K"),
+    )
+    model.tensors["token_embd.weight"] = "F32", np.zeros((401, 128), np.float32)
+    for name, (kind, raw) in model.tensors.items():
+        if kind == "Q8_0" and name != "fc.weight":
+            model.tensors[name] = (
+                "F32",
+                np.zeros((len(raw), 256 if "attn_k" in name or "attn_v" in name else 128), "f4"),
+            )
+    with pytest.raises(
+        UnsupportedModelError, match="'blk.0.attn_q.weight' is cut at column 128, but Q4_K has blocks of 256"
+    ):
+        export(model.write(tmp_path / "head.gguf"), whole, tmp_path / "out")
+
+
+def test_a_head_and_its_target_belong_together(tmp_path: Path, target: Path) -> None:
+    head, out = Head.random().write(tmp_path / "head"), tmp_path / "out"
+    file = heads.gguf_head("Q8_0").write(tmp_path / "head.gguf")
+    for source in (head, file):
+        with pytest.raises(RequestError, match="is an EAGLE-3 head.*--target"):
+            export_model(source, out)
+        with pytest.raises(RequestError, match="is an EAGLE-3 head"):
+            export(head, source, out)
+    plain = tiny_gguf("llama", "Q8_0", layers=8).write(tmp_path / "plain.gguf")
+    for source in (target, plain):
+        with pytest.raises(RequestError, match="is no EAGLE-3 head.*leave out --target"):
+            export(source, target, out)
+    export_model(target, tmp_path / "bundle")
+    with pytest.raises(ModelFileError, match="give the file that the target was exported from"):
+        export(head, tmp_path / "bundle", out)
+    with pytest.raises(ModelFileError, match="does not exist"):
+        export(head, tmp_path / "nowhere", out)
+    for options in ({"weights": "portable"}, {"kv": "int8"}, {"device": "cuda"}, {"trim": 100}):
+        with pytest.raises(
+            RequestError, match=f"heads run on edgespec's kernels.*leave out {next(iter(options))}"
+        ):
+            export(head, target, out, **options)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="use role=drafter"):
+        export_model(head, out, options=ExportOptions(target=target))
+
+
+def test_ordinary_files_with_a_list_of_whole_numbers_are_refused(tmp_path: Path) -> None:
+    model = tiny_gguf("llama", "Q8_0")
+    model.tensors["d2t"] = "I64", TOKENS.astype(np.int64)
+    with pytest.raises(UnsupportedModelError, match="'d2t'"):
+        GGUFCheckpoint(model.write(tmp_path / "m.gguf"))
+
+
+def test_streams_of_targets_have_names(tmp_path: Path, target: Path) -> None:
+    export_model(target, tmp_path / "out")
+    graph = read_header(tmp_path / "out" / GRAPH)
+    made = [name for node in graph.nodes for name in node.outputs]
+    streams = [f"layers.{layer}.stream" for layer in range(heads.LAYERS)]
+    assert [name for name in made if name.endswith(".stream")] == streams
+    assert not set(streams) & set(graph.outputs)
+    readers = {name: node.op_type for node in graph.nodes for name in node.inputs if name in streams}
+    assert readers.keys() == set(streams)
+
+
+def test_a_configuration_of_a_head_is_whole() -> None:
+    plain = {"architecture": "eagle3", "num_layers": 1, "feature_layers": (2, 4, 5), "feature_width": 64}
+    head = replace(LLAMA, **plain)  # type: ignore[arg-type]
+    assert head.is_head and ModelConfig.from_json(json.loads(json.dumps(head.to_json()))) == head
+    for change in ({"feature_layers": ()}, {"feature_width": 0}, {"num_layers": 2}, {"post_norms": True}):
+        with pytest.raises(UnsupportedModelError, match="allowed: both of one plain layer eagle3"):
+            replace(head, **change)  # type: ignore[arg-type]
+    for change in ({"feature_layers": (-1,)}, {"feature_width": -1}):
+        with pytest.raises(UnsupportedModelError, match="allowed"):
+            replace(head, **change)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedModelError, match="neither of others"):
+        replace(LLAMA, feature_width=64)
+
+
+def test_the_command_line(tmp_path: Path, target: Path) -> None:
+    head = Head.random().write(tmp_path / "head")
+    out = str(tmp_path / "out")
+    done = CliRunner().invoke(app, ["export", str(head), "-o", out, "--target", str(target)])
+    assert done.exit_code == 0, done.output
+    digest = Bundle(tmp_path / "out").manifest.provenance["target_sha256"]
+    shown = CliRunner().invoke(app, ["inspect", out], env={"COLUMNS": "400"})
+    assert f"layers 2, 4, 5 of the target, 64 wide, with SHA-256 {digest}" in shown.output
+    failed = CliRunner().invoke(app, ["export", str(head), "-o", f"{out}2"])
+    assert failed.exit_code and "--target" in failed.output
+    failed = CliRunner().invoke(app, ["export", str(target), "-o", f"{out}2", "--target", str(target)])
+    assert failed.exit_code and "leave out --target" in failed.output
+
+
+def test_bits_round_a_head_too(tmp_path: Path, target: Path) -> None:
+    from edgespec_export.formats.quantization import Quantization
+
+    head = Head.random()
+    bundle = export(head.write(tmp_path / "head"), target, tmp_path / "out", quantization=Quantization())
+    assert distance(bundle.path, Reference(head.values(), embedding_of(target))) < 1
+    assert "Q4_1" in bundle.manifest.formats
