@@ -1,8 +1,8 @@
 """Reference drafts of tiny EAGLE-3 heads (arXiv 2503.01840): `python -m tools.head_references`.
 
-Needs torch and transformers. Writes the models that ``tests/heads_for_tests.py`` describes into a temporary
-folder and stores in ``tests/golden_heads/NAME.npz`` what two others make of them: the paper as this file has
-it in float32, over transformers' hidden states, and llama.cpp of the files in Q8_0, by a program that
+Needs torch and transformers. Writes the models that ``tests/golden_heads_for_tests.py`` describes into a
+temporary folder and stores in ``tests/golden_heads/NAME.npz`` what two others make of them: the paper as this
+file has it in float32, over transformers' hidden states, and llama.cpp of the files in Q8_0, by a program that
 ``--llama-drafts EXE`` names. That runs ``common_speculative`` of the type ``draft-eagle3`` with p_min 0 and
 without sampling in the backend; its KV cache is float16. ``EXE TARGET HEAD LENGTH COUNT`` reads prompts as
 tokens, one in a line, and prints for each a line of JSON: ``tokens`` and ``token_margins``, COUNT that the
@@ -40,7 +40,7 @@ import transformers
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from tests import heads_for_tests as heads
+from tests import golden_heads_for_tests as heads
 from tests.hf_for_tests import VOCAB
 from tests.tokenizers_for_tests import CORPUS
 from tools.make_hf_golden import convert, differences

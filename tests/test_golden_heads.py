@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.heads_for_tests import (
+from tests.golden_heads_for_tests import (
     CASES,
     HIDDEN,
     compared,
