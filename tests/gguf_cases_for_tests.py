@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from tests.gguf_for_tests import F32, Raw, TinyGGUF, tokenizer_facts
-from tests.hf_for_tests import CASES, config_of, weights
+from tests.hf_for_tests import CASES, Tensors, config_of, weights
 
 ARCHITECTURES = {"mistral": "llama", "ministral3": "mistral3", "gemma3_text": "gemma3", "olmo3": "olmo2"}
 """By ``model_type``, where GGUF has another name."""
@@ -16,7 +16,7 @@ GGUF_CASES = tuple(
     # GGUF cannot say: Mistral's window, which layers of SmolLM3 rotate, another attention scale of Gemma 3
     if case not in ("mistral_window", "smollm3_list", "gemma3")
 )
-_ORDERED = ("llama", "smollm3", "granite", "mistral3")
+_ORDERED = ("llama", "smollm3", "granite", "mistral3", "eagle3")
 _TENSORS = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -34,6 +34,8 @@ _TENSORS = {
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "hidden_norm": "attn_norm_2",
+    "fc": "fc",
 }
 _POST_NORMED = {
     "post_attention_layernorm": "post_attention_norm",
@@ -67,9 +69,16 @@ def gguf_of(case: str, kind: str = "F32") -> TinyGGUF:
     """The file of ``case``, its matrices in F32 or, with the same values, Q8_0."""
     config = config_of(case)
     name = ARCHITECTURES.get(config["model_type"], config["model_type"])
-    model = TinyGGUF(name, dict(tokenizer_facts(300)))
+    return converted(name, config, weights(config), kind)
+
+
+def converted(
+    name: str, config: Mapping[str, Any], tensors: Tensors, kind: str, *, tokens: int = 301
+) -> TinyGGUF:
+    """A checkpoint as a file of the architecture ``name``, with a tokenizer of so many tokens."""
+    model = TinyGGUF(name, dict(tokenizer_facts(tokens - 1)))  # an added token comes on top
     model.metadata |= {f"{name}.{key}": value for key, value in _facts(config).items()}
-    for source, stored in weights(config).items():
+    for source, stored in tensors.items():
         ordered = name in _ORDERED and source.endswith(("q_proj.weight", "k_proj.weight"))
         values = _ordered(stored, _head(config)) if ordered else stored
         if values.ndim == 2 and kind == "Q8_0":

@@ -186,27 +186,33 @@ def _layer(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def weights(config: Mapping[str, Any], seed: int = 0) -> Tensors:
     """The values of every tensor, float32."""
+    gemma = config["model_type"] == "gemma3_text"  # stores its norms' weights less 1
+    return drawn(shapes(config), seed, norm=0 if gemma else 1)
+
+
+def drawn(shapes: Mapping[str, tuple[int, ...]], seed: int, norm: int = 1) -> Tensors:
+    """Values for tensors of these shapes; norms' weights are about ``norm``."""
     stream = np.random.PCG64(seed)
     tensors: Tensors = {}
-    for name, shape in sorted(shapes(config).items()):
+    for name, shape in sorted(shapes.items()):
         raw = np.asarray(stream.random_raw(int(np.prod(shape))), np.uint64)
         sevenths = ((raw >> np.uint64(57)).astype(np.float32) - 64) / 64  # in [-1, 1), steps of 1/64
         if name.endswith("norm.weight"):
-            gemma = config["model_type"] == "gemma3_text"  # stores its norms' weights less 1
-            values = sevenths / 2 + (0 if gemma else 1)
+            values = sevenths / 2 + norm
         else:
             values = sevenths * (0.5 if len(shape) == 1 else 2.0 ** -np.round(np.log2(shape[-1]) / 2 - 0.5))
         tensors[name] = values.reshape(shape).astype(np.float32)
     return tensors
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, F32], dtype: str = "F32") -> Path:
-    """A safetensors file; values that ``dtype`` cannot hold are cut off."""
+def write_safetensors(path: Path, tensors: Mapping[str, npt.NDArray[Any]], dtype: str = "F32") -> Path:
+    """A safetensors file; floats that ``dtype`` cannot hold are cut off; int64 and bool stay."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     chunks, at = [], 0
     for name, values in tensors.items():
-        data = _bytes(values, dtype)
-        header[name] = {"dtype": dtype, "shape": list(values.shape), "data_offsets": [at, at + len(data)]}
+        form = {"int64": "I64", "bool": "BOOL"}.get(values.dtype.name, dtype)
+        data = _bytes(values, form)
+        header[name] = {"dtype": form, "shape": list(values.shape), "data_offsets": [at, at + len(data)]}
         chunks.append(data)
         at += len(data)
     text = json.dumps(header).encode()
@@ -215,10 +221,10 @@ def write_safetensors(path: Path, tensors: Mapping[str, F32], dtype: str = "F32"
     return path
 
 
-def _bytes(values: F32, dtype: str) -> bytes:
+def _bytes(values: npt.NDArray[Any], dtype: str) -> bytes:
     if dtype == "BF16":
         return (np.ascontiguousarray(values).view(np.uint32) >> np.uint32(16)).astype("<u2").tobytes()
-    return values.astype({"F32": "<f4", "F16": "<f2"}[dtype]).tobytes()
+    return values.astype({"F32": "<f4", "F16": "<f2", "I64": "<i8", "BOOL": "?"}[dtype]).tobytes()
 
 
 def write_checkpoint(

@@ -23,6 +23,7 @@ from gguf import GGUFReader
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.gguf_cases_for_tests import GGUF_CASES, gguf_of
+from tests.gguf_for_tests import TinyGGUF
 from tests.hf_for_tests import CASES, ROWS, TOKENS, config_of, write_checkpoint
 from tests.tokenizers_for_tests import byte_level_json
 
@@ -57,14 +58,21 @@ def store(folder: Path) -> None:
         print(f"{case}: std {rows.std():.3f}, transformers {transformers.__version__}")
 
 
+def convert(llama_cpp: Path, source: Path, made: Path, *more: str) -> None:
+    """Let llama.cpp's converter make a GGUF file in F32 of a directory whose tokenizer no model has."""
+    if str(llama_cpp) not in sys.path:
+        sys.path[:0] = [str(llama_cpp), str(llama_cpp / "gguf-py")]
+        for name in [name for name in sys.modules if name.partition(".")[0] == "gguf"]:
+            del sys.modules[name]  # the converter needs its own
+        base: Any = importlib.import_module("conversion.base")
+        base.TextModel.get_vocab_base_pre = lambda *_: "gpt-2"
+    converter: Any = importlib.import_module("convert_hf_to_gguf")
+    sys.argv = ["convert", str(source), "--outfile", str(made), "--outtype", "f32", *more]
+    converter.main()
+
+
 def compare(folder: Path, llama_cpp: Path) -> None:
     """Say where the converter's files differ from the tests'."""
-    sys.path[:0] = [str(llama_cpp), str(llama_cpp / "gguf-py")]
-    for name in [name for name in sys.modules if name.partition(".")[0] == "gguf"]:
-        del sys.modules[name]  # the converter needs its own
-    base: Any = importlib.import_module("conversion.base")
-    base.TextModel.get_vocab_base_pre = lambda *_: "gpt-2"  # a tokenizer that no model has
-    converter: Any = importlib.import_module("convert_hf_to_gguf")
     for case in GGUF_CASES:
         config = config_of(case)
         config["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]]
@@ -73,14 +81,13 @@ def compare(folder: Path, llama_cpp: Path) -> None:
         (source / "tokenizer.json").write_text(byte_level_json(size=316), encoding="utf-8")
         (source / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
         made = folder / f"{case}.gguf"
-        sys.argv = ["convert", str(source), "--outfile", str(made), "--outtype", "f32"]
-        converter.main()
-        print(f"{case}: {'; '.join(differences(case, made)) or 'the same'}")
+        convert(llama_cpp, source, made)
+        print(f"{case}: {'; '.join(differences(gguf_of(case), made)) or 'the same'}")
 
 
-def differences(case: str, made: Path) -> Iterator[str]:
+def differences(ours: TinyGGUF, made: Path) -> Iterator[str]:
     """What a converted file states otherwise than the tests' file, or not at all."""
-    ours, theirs = gguf_of(case), GGUFReader(made)
+    theirs = GGUFReader(made)
     for key, value in ours.metadata.items():
         if key.startswith(f"{ours.architecture}."):
             found: Any = key in theirs.fields and theirs.fields[key].contents()
@@ -90,7 +97,9 @@ def differences(case: str, made: Path) -> Iterator[str]:
     tensors = {tensor.name: tensor.data for tensor in theirs.tensors}
     yield from (f"only one has {name}" for name in tensors.keys() ^ ours.tensors.keys())
     for name in tensors.keys() & ours.tensors.keys():
-        if not np.allclose(tensors[name].ravel(), ours.values(name).ravel(), rtol=1e-6):
+        kind, raw = ours.tensors[name]
+        values = raw if kind == "I64" else ours.values(name)
+        if not np.allclose(tensors[name].ravel(), values.ravel(), rtol=1e-6):
             yield f"{name} has other values"
 
 

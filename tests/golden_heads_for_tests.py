@@ -1,0 +1,207 @@
+"""Tiny targets with EAGLE-3 heads (arXiv 2503.01840), written on the spot, and what a head drafts, in numpy.
+
+``tools/head_references.py`` has transformers and llama.cpp read the same files, and stores what they make of
+them in ``tests/golden_heads``. Weights have seven bits, so files in F32 and Q8_0 hold the same values.
+
+A head's row i takes what the target knew when it read token i, and token i + 1, and says what token i + 2 is.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.gguf_cases_for_tests import converted
+from tests.gguf_for_tests import TinyGGUF
+from tests.hf_for_tests import F32, VOCAB, Tensors, config_of, drawn, weights, write_safetensors
+from tests.tokenizers_for_tests import byte_level_json
+
+GOLDEN = Path(__file__).parent / "golden_heads"
+CASES: Mapping[str, tuple[str, bool]] = {
+    "llama": ("llama", False),
+    "qwen3": ("qwen3", False),
+    "llama_normed": ("llama", True),
+}
+"""The target's ``model_type``, and whether the head has ``norm_before_residual``."""
+LAYERS, HIDDEN, MLP, HEADS, HEAD_DIM, DRAFT_VOCAB = 8, 64, 96, 2, 32, 96
+TARGET_LAYERS = (2, LAYERS // 2, LAYERS - 3)
+"""Layers of the target before which its residual stream is taken."""
+TARGET_SEED, HEAD_SEED = 1, 2
+_TARGET_SCALES: Mapping[str, float] = {"embed_tokens": 8, "o_proj": 0.5, "down_proj": 0.5}
+_HEAD_SCALES: Mapping[str, float] = {"q_proj": 2, "o_proj": 8, "down_proj": 8}
+"""What matrices are multiplied by, so that texts are not loops, rounding changes few tokens, and the head's
+state is not nearly the one before it."""
+
+
+def target_config(case: str) -> dict[str, Any]:
+    """The target's ``config.json``."""
+    kind = CASES[case][0]
+    facts = {"architectures": [f"{kind.capitalize()}ForCausalLM"], "head_dim": HEAD_DIM, "eos_token_id": 2}
+    facts |= {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": 1}
+    return config_of(kind) | facts
+
+
+def head_config(case: str) -> dict[str, Any]:
+    """The head's ``config.json``, as SpecForge writes it."""
+    config = target_config(case) | {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
+    config |= {"num_hidden_layers": 1, "draft_vocab_size": DRAFT_VOCAB}
+    return config | ({"norm_before_residual": True} if CASES[case][1] else {})
+
+
+def target_weights(case: str) -> Tensors:
+    """The target's tensors by the names of its checkpoint."""
+    return _scaled(weights(target_config(case), TARGET_SEED), _TARGET_SCALES)
+
+
+def head_weights() -> Tensors:
+    """The head's tensors that are float32 by the names of its checkpoint; every case has the same."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (HIDDEN, len(TARGET_LAYERS) * HIDDEN),
+        "norm.weight": (HIDDEN,),
+        "lm_head.weight": (DRAFT_VOCAB, HIDDEN),
+        "midlayer.self_attn.q_proj.weight": (HEADS * HEAD_DIM, 2 * HIDDEN),
+        "midlayer.self_attn.k_proj.weight": (HEAD_DIM, 2 * HIDDEN),
+        "midlayer.self_attn.v_proj.weight": (HEAD_DIM, 2 * HIDDEN),
+        "midlayer.self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
+        "midlayer.mlp.gate_proj.weight": (MLP, HIDDEN),
+        "midlayer.mlp.up_proj.weight": (MLP, HIDDEN),
+        "midlayer.mlp.down_proj.weight": (HIDDEN, MLP),
+    }
+    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    values = drawn(shapes | {f"midlayer.{name}.weight": (HIDDEN,) for name in norms}, HEAD_SEED)
+    return _scaled(values, _HEAD_SCALES)
+
+
+def _scaled(tensors: Tensors, scales: Mapping[str, float]) -> Tensors:
+    return {name: x * np.float32(scales.get(name.split(".")[-2], 1)) for name, x in tensors.items()}
+
+
+def head_tokens() -> npt.NDArray[np.int64]:
+    """The draft vocabulary: which of the target's tokens each row of the head's LM head stands for."""
+    raw = np.asarray(np.random.PCG64(HEAD_SEED + 1).random_raw(VOCAB), np.uint64)
+    return np.sort(np.argsort(raw, kind="stable")[:DRAFT_VOCAB]).astype(np.int64)
+
+
+def write_target(folder: Path, case: str) -> Path:
+    """The target as a Hugging Face directory, with its tokenizer."""
+    _write(folder, target_config(case), target_weights(case))
+    (folder / "tokenizer.json").write_text(byte_level_json(size=VOCAB - 1), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}', encoding="utf-8")
+    return folder
+
+
+def write_head(folder: Path, case: str) -> Path:
+    """The head as a Hugging Face directory in SpecForge's form: no embedding, which is the target's."""
+    tokens = head_tokens()
+    maps = {"d2t": tokens - np.arange(DRAFT_VOCAB), "t2d": np.isin(np.arange(VOCAB), tokens)}
+    return _write(folder, head_config(case), {**head_weights(), **maps})
+
+
+def _write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, npt.NDArray[Any]]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    write_safetensors(folder / "model.safetensors", tensors)
+    return folder
+
+
+def target_gguf(case: str, kind: str = "Q8_0") -> TinyGGUF:
+    """The target as llama.cpp's converter writes it, its matrices in ``kind``: Q8_0 or F32."""
+    return converted(CASES[case][0], target_config(case), target_weights(case), kind, tokens=VOCAB)
+
+
+def head_gguf(case: str, kind: str = "Q8_0") -> TinyGGUF:
+    """The head as llama.cpp's converter writes it: ``d2t`` holds the target's tokens, not differences."""
+    names = {"norm.weight": "model.norm.weight"}
+    tensors = {
+        names.get(name, name.replace("midlayer", "model.layers.0")): x for name, x in head_weights().items()
+    }
+    model = converted("eagle3", head_config(case), tensors, kind, tokens=VOCAB)
+    model.metadata |= {
+        "eagle3.target_layers": list(TARGET_LAYERS),
+        "eagle3.target_hidden_size": HIDDEN,
+        "eagle3.norm_before_residual": CASES[case][1],
+        "eagle3.norm_before_fc": False,
+    }
+    model.tensors["d2t"] = "I64", head_tokens()
+    return model
+
+
+def digest(path: Path) -> str:
+    return sha256(path.read_bytes()).hexdigest()
+
+
+def golden(case: str) -> dict[str, npt.NDArray[Any]]:
+    """What is stored of a case; ``tools/head_references.py`` says what each array is."""
+    with np.load(GOLDEN / f"{case}.npz") as stored:
+        return dict(stored)
+
+
+def compared(
+    one: npt.NDArray[Any], other: npt.NDArray[Any], margins: npt.NDArray[Any], least: float
+) -> tuple[int, int]:
+    """How many drafted tokens are the same, of how many that can be compared, in drafts [..., length].
+
+    They can where all before them in the draft are the same and ``margins`` are ``least`` or more.
+    """
+    same = one == other
+    reached = np.insert(np.cumprod(same, -1)[..., :-1], 0, 1, -1).astype(bool) & (margins >= least)
+    return int((same & reached).sum()), int(reached.sum())
+
+
+def head_drafts(case: str, features: F32, tokens: Sequence[int], count: int) -> tuple[list[int], list[float]]:
+    """What a head drafts behind a text, and how probable it finds each, by the paper's section 3.1.
+
+    Args:
+        case: which head.
+        features: the target's features of all tokens but the last, [n - 1, 3 * HIDDEN].
+        tokens: the text, n tokens.
+        count: how many to draft.
+    """
+    head, embedding = head_weights(), target_weights(case)["model.embed_tokens.weight"]
+    drafted: list[int] = []
+    probabilities: list[float] = []
+    inputs = features @ head["fc.weight"].T
+    while len(drafted) < count:
+        read = embedding[[*tokens[1:], *drafted]]
+        state = _states(head, inputs, read, is_normed=CASES[case][1])[-1:]
+        logits = (_norm(state, head["norm.weight"]) @ head["lm_head.weight"].T)[0]
+        shares = np.exp(logits - logits.max())
+        drafted.append(int(head_tokens()[logits.argmax()]))
+        probabilities.append(float(1 / shares.sum()))
+        inputs = np.concatenate([inputs, state])  # behind the text the head's own state stands for features
+    return drafted, probabilities
+
+
+def _states(head: Tensors, inputs: F32, read: F32, *, is_normed: bool) -> F32:
+    """The decoder layer over all rows, [n, HIDDEN]."""
+    part = {name.removeprefix("midlayer.").removesuffix(".weight"): x for name, x in head.items()}
+    hidden = _norm(inputs, part["hidden_norm"])
+    both = np.concatenate([_norm(read, part["input_layernorm"]), hidden], axis=1)
+    q, k, v = ((both @ part[f"self_attn.{p}_proj"].T).reshape(len(both), -1, HEAD_DIM) for p in "qkv")
+    scores = np.einsum("qhd,kd->hqk", _rotated(q), _rotated(k)[:, 0]) / np.sqrt(HEAD_DIM)
+    scores[:, np.triu(np.ones((len(both), len(both)), bool), 1)] = -np.inf
+    shares = np.exp(scores - scores.max(-1, keepdims=True))
+    mixed = np.einsum("hqk,kd->qhd", shares / shares.sum(-1, keepdims=True), v[:, 0])
+    attended = mixed.reshape(len(both), -1) @ part["self_attn.o_proj"].T
+    stream = (hidden if is_normed else inputs) + attended
+    x = _norm(stream, part["post_attention_layernorm"])
+    gate, up = x @ part["mlp.gate_proj"].T, x @ part["mlp.up_proj"].T
+    states: F32 = stream + (gate / (1 + np.exp(-gate)) * up) @ part["mlp.down_proj"].T
+    return states
+
+
+def _norm(x: F32, weight: F32) -> F32:
+    normed: F32 = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * weight
+    return normed
+
+
+def _rotated(x: F32) -> F32:
+    """Rows at positions 0, 1, ..., halves turned against each other."""
+    angles = np.outer(np.arange(len(x)), 10000.0 ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM))[:, None]
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    low, high = np.split(x, 2, axis=-1)
+    return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
