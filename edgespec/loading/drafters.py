@@ -2,6 +2,7 @@
 
 A drafter's price is its bytes over the target's, since bytes are what passes on a CPU cost. How often
 guesses are right was measured for two kinds (docs/lab/drafters.md): of the target's family, and of another.
+Of heads that others have trained it is what they say.
 """
 
 import logging
@@ -11,7 +12,7 @@ from typing import Final
 from edgespec.loading.opening import NGRAM, Reference
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import DecoderShape
-from edgespec_models.downloads.catalog import entries, find, hub_names
+from edgespec_models.downloads.catalog import entries, find, hub_heads, hub_names
 from edgespec_models.downloads.download import is_pulled
 from edgespec_models.downloads.hub import on_hub, pulled_hub
 from edgespec_models.errors import CatalogueError
@@ -31,7 +32,8 @@ def choose(target: Bundle, reference: Reference) -> str:
     is fetched unasked.
     """
     n_bytes = sum(file.size_bytes for file in target.manifest.files.values())
-    name, speed = recommended(target.config, n_bytes, target.manifest.provenance.get("sha256"))
+    digest = target.manifest.provenance.get("sha256")
+    name, speed = recommended(target.config, n_bytes, digest, str(reference))
     if name == NGRAM:
         _LOG.info("n-grams draft for %s: no model promises %.1f times its plain speed", reference, speed)
         return name
@@ -49,10 +51,12 @@ def choose(target: Bundle, reference: Reference) -> str:
     return NGRAM
 
 
-def recommended(shape: DecoderShape, n_bytes: int, digest: object = None) -> tuple[str, float]:
+def recommended(
+    shape: DecoderShape, n_bytes: int, digest: object = None, reference: str = ""
+) -> tuple[str, float]:
     """The best drafter for a target of so many bytes, and how many times as fast decoding should be with it.
 
-    ``digest`` is the SHA-256 of the file that the target was made of.
+    ``digest`` is the SHA-256 of the file that the target was made of, ``reference`` what named it.
     """
     catalogue = entries().values()
     known = next((entry for entry in catalogue if entry.sha256 == digest), None)
@@ -68,6 +72,11 @@ def recommended(shape: DecoderShape, n_bytes: int, digest: object = None) -> tup
                 family[entry.name] = entry.size_bytes
             promised[entry.name] = expected_speed(_OTHER, entry.size_bytes / n_bytes)
     promised |= {name: expected_speed(_FAMILY, size / n_bytes) for name, size in family.items()}
+    promised |= {
+        name: expected_speed(head.acceptance, head.step_bytes / n_bytes)
+        for name, head in hub_heads().items()
+        if reference in head.targets
+    }
     if known is not None and known.drafter is not None:
         return known.drafter, max(promised.values())
     best = max(promised, key=lambda name: promised[name])
@@ -99,4 +108,5 @@ def is_here(name: str) -> bool:
 
 
 def _bytes_of(name: str) -> int:
-    return hub_names()[name].size_bytes if name in hub_names() else find(name).size_bytes
+    known = {**hub_names(), **hub_heads()}
+    return known[name].size_bytes if name in known else find(name).size_bytes

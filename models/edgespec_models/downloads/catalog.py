@@ -16,7 +16,8 @@ Sources are tried in the order written. Each has a ``kind``:
 
 Whatever the source, the file must have this ``size_bytes`` and ``sha256``.
 
-``on_hub.toml`` has names for models of the hub besides (:class:`HubName`).
+``on_hub.toml`` has names for models of the hub besides (:class:`HubName`), ``heads.toml`` what drafts for
+some of them (:class:`HubHead`).
 """
 
 import difflib
@@ -46,6 +47,7 @@ _Amount = Annotated[int, within(1)]
 _CORRECT: Final = "Correct the file"
 _FOLDER: Final = Path(__file__).with_name("catalogue")
 _ON_HUB: Final = Path(__file__).with_name("on_hub.toml")
+_HEADS: Final = Path(__file__).with_name("heads.toml")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +168,20 @@ class HubName:
     drafts: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubHead:
+    """An EAGLE-3 head on the hub, for the ``targets`` that go by these names or references.
+
+    ``acceptance`` is that of a drafted token, as published. ``size_bytes`` is what is fetched and
+    ``step_bytes`` what an export reads in a step, both rounded.
+    """
+
+    targets: Annotated[tuple[str, ...], length(1)]
+    acceptance: Annotated[float, within(0, 1)]
+    size_bytes: _Amount
+    step_bytes: _Amount
+
+
 def entries(directory: Path | None = None) -> dict[str, CatalogueEntry]:
     """Read a catalogue folder (the installed one by default): name -> entry, sorted by name.
 
@@ -209,6 +225,15 @@ def hub_names(path: Path = _ON_HUB) -> Mapping[str, HubName]:
     return {
         name: read(HubName, values, f"{path.name}: {name}", CatalogueError, _CORRECT)
         for name, values in _toml(path).items()
+    }
+
+
+@cache
+def hub_heads() -> Mapping[str, HubHead]:
+    """The heads on the hub, by reference. Raises CatalogueError as :func:`entries` does."""
+    return {
+        name: read(HubHead, values, f"{_HEADS.name}: {name}", CatalogueError, _CORRECT)
+        for name, values in _toml(_HEADS).items()
     }
 
 

@@ -1,7 +1,8 @@
 """Models on the Hugging Face hub: ``hf:OWNER/REPO`` to a directory, ``hf:OWNER/REPO/FILE.gguf`` to a file.
 
 Fetched are the files an export reads, known by their names: configuration, tokenizer, chat template,
-safetensors. Never code, never pickles. Every file has the digest that the hub's listing announced: SHA-256
+safetensors. Never code; a pickle only where an EAGLE-3 head is published in no other form, of which torch
+reads nothing but tensors. Every file has the digest that the hub's listing announced: SHA-256
 for large files, git's SHA-1 for small ones. A snapshot lies under ``EDGESPEC_HOME`` in
 ``hub/models--OWNER--REPO/snapshots/COMMIT``; ``pulled/`` beside it records what is complete, and from then
 on no network is needed.
@@ -27,6 +28,7 @@ PREFIX = "hf:"
 """What names of models on the hub begin with."""
 
 _CONFIG, _SINGLE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_PICKLE = "pytorch_model.bin"
 _TEXTS = (
     *(_CONFIG, _INDEX, "generation_config.json", "chat_template.jinja", "tokenizer.json", "tokenizer.model"),
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
@@ -223,10 +225,12 @@ def _fetch_all(
 
 
 def _weights(folder: Path, listing: _Listing) -> tuple[str, ...]:
-    """``model.safetensors``, or the shards that the index names."""
+    """``model.safetensors``, or the shards that the index names; of heads perhaps a pickle."""
     if _SINGLE in listing.files:
         return (_SINGLE,)
     if _INDEX not in listing.files:
+        if _PICKLE in listing.files and Facts.read(folder / _CONFIG).value("draft_vocab_size") is not None:
+            return (_PICKLE,)
         raise ModelFileError(
             f"{listing.where} has neither {_SINGLE} nor {_INDEX}; edgespec exports {_CONFIG} with safetensors"
             f"{listing.hint}"
