@@ -1,8 +1,8 @@
 """Reference drafts of tiny EAGLE-3 heads (arXiv 2503.01840): `python -m tools.head_references`.
 
-Needs torch and transformers. Writes the models that ``tests/golden_heads_for_tests.py`` describes into a
-temporary folder and stores in ``tests/golden_heads/NAME.npz`` what two others make of them: the paper as this
-file has it in float32, over transformers' hidden states, and llama.cpp of the files in Q8_0, by a program that
+Needs torch and transformers. Writes the models of ``tests/golden_heads_for_tests.py`` into a temporary
+folder and stores in ``tests/golden_heads/NAME.npz`` what two others make of them: the paper as this file has
+it in float32, over transformers' hidden states, and llama.cpp of the files in Q8_0, by a program that
 ``--llama-drafts EXE`` names. That runs ``common_speculative`` of the type ``draft-eagle3`` with p_min 0 and
 without sampling in the backend; its KV cache is float16. ``EXE TARGET HEAD LENGTH COUNT`` reads prompts as
 tokens, one in a line, and prints for each a line of JSON: ``tokens`` and ``token_margins``, COUNT that the
@@ -22,7 +22,9 @@ Arrays, for P prompts, COUNT tokens behind each and drafts of LENGTH:
 - ``digests``: sha256 of the GGUF files in Q8_0 of target and head.
 
 A margin is how far the best logit is above the second, in standard deviations of the logits of its row.
-AGREEMENT
+Where both margins are from 0.01, and all tokens before in the draft are the same, llama.cpp b11434 drafts
+what this file does: of the files in F32 1,677 of 1,677 tokens, of those in Q8_0, with which it rounds
+activations to 8 bits, 1,546 of 1,575; from 0.02 on 1,510 of 1,525, from 0.05 on 1,398 of 1,398.
 """
 
 import argparse
@@ -201,15 +203,14 @@ def store(case: str, executable: Path, folder: Path) -> None:
         SystemExit: the two targets write different texts.
     """
     paper = from_paper(case, folder)
-    stored, others = dict(paper), {}
-    for kind in ("F32", "Q8_0"):
+    for kind in ("F32", "Q8_0"):  # the last is stored
         models = heads.target_gguf(case, kind), heads.head_gguf(case, kind)
         files = [model.write(folder / f"{case}-{n}.gguf") for n, model in enumerate(models)]
-        others[kind] = from_llama(executable, files, paper["prompts"])
-        if (others[kind]["tokens"] != paper["tokens"]).any():
+        llama = from_llama(executable, files, paper["prompts"])
+        if (llama["tokens"] != paper["tokens"]).any():
             raise SystemExit(f"{case}: llama.cpp's target in {kind} writes other texts than transformers'")
-        print(f"{case}, llama.cpp {kind}: {agreement(paper, others[kind])}")
-    stored |= {f"llama_{name}": values for name, values in others["Q8_0"].items() if name != "tokens"}
+        print(f"{case}, llama.cpp {kind}: {agreement(paper, llama)}")
+    stored = paper | {f"llama_{name}": values for name, values in llama.items() if name != "tokens"}
     whole = ("prompts", "tokens", "drafts", "llama_drafts")
     small = {name: x.astype(np.int16 if name in whole else np.float16) for name, x in stored.items()}
     digests = np.array([heads.digest(file) for file in files])
