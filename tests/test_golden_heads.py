@@ -1,10 +1,20 @@
 """Tiny EAGLE-3 heads: the files that tests write are those of the references, and the references agree."""
 
+from contextlib import closing
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from edgespec import RequestOptions, load
+from edgespec.decoding.draft import alone
+from edgespec.drafting.heads import HeadReader
+from edgespec.drafting.pricing import Pricing
+from edgespec_export.export import ExportOptions, export_model
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_runtimes.cost import CostCurve
+from edgespec_runtimes.cpu import CpuSession
 from tests.golden_heads_for_tests import (
     CASES,
     HIDDEN,
@@ -15,6 +25,8 @@ from tests.golden_heads_for_tests import (
     head_gguf,
     head_weights,
     target_gguf,
+    write_head,
+    write_target,
 )
 
 
@@ -57,3 +69,61 @@ def test_llama_cpp_and_the_paper_agree(case: str) -> None:
     clearer = np.minimum(stored["margins"], stored["llama_margins"])
     same, of = compared(stored["drafts"], stored["llama_drafts"], clearer, 0.05)
     assert same == of > stored["drafts"].size * 3 // 4
+
+
+@pytest.fixture(scope="module", params=[(case, form) for case in CASES for form in ("gguf", "folder")])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
+    """A case, its target and its head, whose files hold the same weights in both forms."""
+    (case, form), folder = request.param, tmp_path_factory.mktemp("pair")
+    target, head = folder / "target", folder / "head"
+    if form == "gguf":
+        target_gguf(case).write(target.with_suffix(".gguf"))
+        head_gguf(case).write(head.with_suffix(".gguf"))
+        target, head = target.with_suffix(".gguf"), head.with_suffix(".gguf")
+    else:
+        write_target(target, case)
+        write_head(head, case)
+    export_model(target, folder / "t")
+    export_model(head, folder / "h", options=ExportOptions(role="drafter", target=target))
+    return case, folder / "t", folder / "h"
+
+
+def test_drafts_are_those_of_the_paper_and_of_llama_cpp(pair: tuple[str, Path, Path]) -> None:
+    """Activations of eight bits move near-ties; where logits lie 15 % of their spread apart none moves."""
+    case, target, head = pair
+    bundle, stored = Bundle(head), golden(case)
+    reads = CpuSession(Bundle(target), read_layers=bundle.config.feature_layers)
+    drafts, session = np.full_like(stored["drafts"], -1), CpuSession(bundle)
+    with closing(reads), closing(session):
+        session.reserve(session.longest)
+        for index, (prompt, tokens) in enumerate(zip(stored["prompts"], stored["tokens"], strict=True)):
+            text = [token for token in prompt.tolist() if token >= 0]
+            reads.truncate(0)
+            reader = HeadReader(session, CostCurve({1: 1.0}))
+            reader.hear(reads.predict(text[:-1]).hidden)
+            for place, token in enumerate(tokens.tolist()):
+                said = [alone(reader.read(text), reader.clock)]
+                while len(said) < drafts.shape[-1]:
+                    said.append(alone(reader.step(said[-1].following), reader.clock))
+                drafts[index, place] = [each.following for each in said]
+                reader.hear(reads.predict(text[-1:]).hidden)
+                text.append(token)
+    for other, margins in (("drafts", "margins"), ("llama_drafts", "llama_margins")):
+        same, of = compared(drafts, stored[other], stored[margins], 0.15)
+        assert same == of > drafts.size // 2
+
+
+def test_answers_with_a_head_are_those_without(pair: tuple[str, Path, Path]) -> None:
+    """One after the other and at once, when a pass of the head reads features of some and states of others."""
+    _, target, head = pair
+    ways: list[RequestOptions] = [{"max_new_tokens": 40}, {"temperature": 0.9, "seed": 5}]
+    prompts = "what is", "a longer prompt of several words", "x"
+    with load(target, head) as model, load(target, None) as plain:
+        free = Pricing(CostCurve({1: 1.0}))
+        model._runner.pricing = cast(Any, model._side).pricing = free
+        for options in ways:
+            streams = [model.stream(prompt, **options) for prompt in prompts]
+            for prompt, stream in zip(prompts, streams, strict=True):
+                alone_one, said = model.generate(prompt, **options), stream.run()
+                assert said.tokens == alone_one.tokens == plain.generate(prompt, **options).tokens
+                assert said.stats.by_source["model"].drafted > 20
