@@ -32,7 +32,7 @@ def target(folder: Path, **facts: Any) -> Path:
 
 @dataclass
 class Head:
-    """A head: change it, then write it. ``facts`` are EAGLE's ``config.json``; tensors go under EAGLE's names."""
+    """A head: change it, then write it. ``facts`` and names of tensors are EAGLE's."""
 
     facts: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, F32] = field(default_factory=dict)
@@ -281,7 +281,7 @@ class Running:
     def __call__(
         self, ids: Sequence[int], features: F32, states: F32, rows: Sequence[int] | None = None
     ) -> list[Any]:
-        """Logits, states, most likely columns and their probabilities, ``(r, ...)``, of a pass behind the last."""
+        """Logits, states, most likely columns and their probabilities of a pass behind the last one."""
         wanted = np.arange(len(ids)) if rows is None else rows
         feeds = {
             "input_ids": np.array([ids], np.int64).reshape(1, -1),

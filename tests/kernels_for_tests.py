@@ -68,8 +68,8 @@ def model_of(written: Any) -> bytes:
     return content
 
 
-def session(model: bytes, threads: int = 1, instructions: str = "", *, huge_pages: bool = False) -> Any:
-    """ONNX Runtime's session over ``model`` with edgespec's operators."""
+def session(model: bytes | str, threads: int = 1, instructions: str = "", *, huge_pages: bool = False) -> Any:
+    """ONNX Runtime's session over ``model``, or the file there, with edgespec's operators."""
     settings = ort.SessionOptions()
     settings.log_severity_level = 4
     settings.intra_op_num_threads = 1

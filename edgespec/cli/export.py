@@ -33,9 +33,7 @@ def export(
     ],
     role: Annotated[
         Literal["target", "drafter"] | None,
-        typer.Option(
-            help="What the model is used as. Default: target, but drafter for aligned models and heads."
-        ),
+        typer.Option(help="What the model is used as. Default: target, but drafter if aligned or a head."),
     ] = None,
     weights: Annotated[
         Literal["exact", "portable"] | None,
@@ -59,10 +57,7 @@ def export(
     ] = None,
     target: Annotated[
         str | None,
-        typer.Option(
-            metavar="SOURCE",
-            help="Of an EAGLE-3 head: what its target is exported from.",
-        ),
+        typer.Option(metavar="SOURCE", help="Of an EAGLE-3 head: what its target is exported from."),
     ] = None,
     calibration: Annotated[
         list[Path] | None,
@@ -182,8 +177,7 @@ def export(
         return
     with progress_bars() as progress:
         file, entry = locate(source, progress)
-        aligned = alignment is not None or (entry is not None and entry.alignment is not None)
-        drafts = aligned or target is not None
+        drafts = bool(alignment or target) or (entry is not None and entry.alignment is not None)
         options = ExportOptions(
             role=role or ("drafter" if drafts else "target"),
             weights=weights,

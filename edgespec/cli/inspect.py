@@ -107,11 +107,8 @@ def _facts(bundle: "Bundle", verified: bool) -> "Table":
             "made for", f"{manifest.device}: {manifest.activations} activations, passes of any size"
         )
     if config.is_head:
-        layers = ", ".join(map(str, config.feature_layers))
-        digest = manifest.provenance.get("target_sha256", "unknown")
-        table.add_row(
-            "reads", f"layers {layers} of the target, {config.feature_width} wide, with SHA-256 {digest}"
-        )
+        layers, digest = ", ".join(map(str, config.feature_layers)), manifest.provenance.get("target_sha256")
+        table.add_row("reads", f"layers {layers} of the target with SHA-256 {digest}")
     table.add_row("KV cache", _cache(manifest))
     table.add_row(
         "read in a pass", f"{size(manifest.bytes_per_pass)}, {manifest.parameters_per_pass:,} weights"

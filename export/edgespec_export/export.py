@@ -113,10 +113,11 @@ def _contradictions(options: ExportOptions) -> Iterator[str]:
 def _contradictions_of_heads(options: ExportOptions) -> Iterator[str]:
     if options.role == "target":
         yield f"a head drafts for {options.target} and is no target itself; use role=drafter"
-    names = [name for name in ("kv", "device", "alignment") if getattr(options, name)]
+    settled = ("kv", "device", "alignment", "calibration", "calibrate_with")
+    names = [name for name in settled if getattr(options, name)]
     names += ["weights"] * (options.weights == "portable") + ["trim"] * (options.trim not in (None, "full"))
     if names:
-        yield f"heads run on edgespec's kernels, with the LM head that they have; leave out {', '.join(names)}"
+        yield f"heads run on edgespec's kernels, their LM head as it is; leave out {', '.join(names)}"
 
 
 def _contradictions_of_cuda(options: ExportOptions) -> Iterator[str]:

@@ -90,7 +90,8 @@ def _write(
 
     ``settled`` are tokens that a trimmed LM head keeps, and what float16 would have to hold.
     """
-    with _open(source, options) as checkpoint:
+    head, aligned = options.target, options.alignment
+    with open_checkpoint(source, head) if head else open_aligned(source, aligned) as checkpoint:
         kept = settled[0] if checkpoint.head_tokens is None else checkpoint.head_tokens
         config, special = checkpoint.config, checkpoint.special_tokens()
         write_texts(checkpoint, folder)
@@ -125,12 +126,6 @@ def _write(
         found = {"source_bytes": checkpoint.n_bytes, "conversion_peak": peak_memory_bytes()}
     write_json(folder / MANIFEST, manifest.to_json())
     return manifest, {"weights": losses, **found}
-
-
-def _open(source: Path, options: ExportOptions) -> Checkpoint:
-    if options.target is not None:
-        return open_checkpoint(source, options.target)
-    return open_aligned(source, options.alignment)
 
 
 def _plan(
@@ -175,7 +170,7 @@ def _check(folder: Path, digest: str, progress: ProgressCallback) -> tuple[bool,
     bundle, golden = Bundle(folder), find_golden(digest)
     _ = bundle.tokenizer, bundle.chat_template
     if bundle.manifest.operators == "edgespec":
-        if bundle.config.is_head:  # a session's test has no target's features; that it loads is checked here
+        if bundle.config.is_head:  # which a session tests with its target
             open_graph(bundle.graph, CpuOptions(), native=True)
             return True, None
         return _check_whole(bundle, golden, progress)

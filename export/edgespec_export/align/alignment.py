@@ -20,14 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_export.sources.blocks import F32, FLOATS, GGMLType, Tensor
-from edgespec_export.sources.checkpoint import Checkpoint
+from edgespec_export.sources.checkpoint import Checkpoint, Leaning
 from edgespec_export.sources.open import open_checkpoint
 from edgespec_export.sources.safetensors_file import SafetensorsFile
 from edgespec_models.errors import ModelFileError
 from edgespec_models.progress import ignore_progress
 from edgespec_models.schema import form, length, read, within
 from edgespec_models.storage import replacing, writing
-from edgespec_models.text.tokenizer import SpecialTokens
 
 _KEY, _VERSION = "edgespec_alignment", 1
 _SCALES, _A, _B, BLOCKS = ".scales", ".lora_a", ".lora_b", ".blocks"
@@ -211,7 +210,7 @@ def _check_pairs(alignment: Alignment, path: Path) -> None:
             raise ModelFileError(f"{path} has not both factors of the change of {name}. {_REMEDY}.")
 
 
-class AlignedCheckpoint(Checkpoint):
+class AlignedCheckpoint(Leaning):
     """A drafter's checkpoint, changed as its alignment says; tensors that are changed become float32.
 
     It closes ``base``.
@@ -222,7 +221,7 @@ class AlignedCheckpoint(Checkpoint):
 
     def __init__(self, base: Checkpoint, alignment: Alignment) -> None:
         self.path, self.files, self.model_name = base.path, base.files, base.model_name
-        self.config, self.stack, self._base, self.alignment = base.config, base.stack, base, alignment
+        self.config, self.stack, self.base, self.alignment = base.config, base.stack, base, alignment
         origin = alignment.origin
         if base.digest(ignore_progress) != origin.source_sha256:
             raise ModelFileError(
@@ -243,7 +242,7 @@ class AlignedCheckpoint(Checkpoint):
     ) -> tuple[GGMLType, npt.NDArray[np.uint8]]:
         """Raw rows; see :class:`Checkpoint`."""
         if self.stored_name(name) not in self.alignment.tensors:
-            return self._base.read(name, start, stop)
+            return self.base.read(name, start, stop)
         if self.alignment.of_scales(self.stored_name(name)):
             return self._scaled(name, start, stop)
         values = np.ascontiguousarray(self.values(name, start, stop))
@@ -254,7 +253,7 @@ class AlignedCheckpoint(Checkpoint):
         stored = self.stored_name(name)
         if self.alignment.of_scales(stored):
             return super().values(name, start, stop)
-        values = self._base.values(name, start, stop)
+        values = self.base.values(name, start, stop)
         if stored not in self.alignment.tensors:
             return values
         vector = values.ndim == 1
@@ -264,7 +263,7 @@ class AlignedCheckpoint(Checkpoint):
 
     def _scaled(self, name: str, start: int, stop: int | None) -> tuple[GGMLType, npt.NDArray[np.uint8]]:
         """Raw rows, the factors in every block changed."""
-        kind, raw = self._base.read(name, start, stop)
+        kind, raw = self.base.read(name, start, stop)
         at, end = kind.factors_at, kind.factors_at + 2 * kind.factors
         grown = self.alignment.factors(self.stored_name(name), start, stop)
         raw = raw.copy()
@@ -282,19 +281,7 @@ class AlignedCheckpoint(Checkpoint):
         """
         stored = self.stored_name(name)
         changed = stored in self.alignment.tensors
-        return "Q8_0" if changed and self._base.tensor(stored).type not in FLOATS else None
-
-    def tokenizer_json(self) -> str:
-        """The drafter's."""
-        return self._base.tokenizer_json()
-
-    def special_tokens(self) -> SpecialTokens:
-        """The drafter's."""
-        return self._base.special_tokens()
-
-    def chat_template(self) -> str | None:
-        """The drafter's."""
-        return self._base.chat_template()
+        return "Q8_0" if changed and self.base.tensor(stored).type not in FLOATS else None
 
 
 def open_aligned(source: Path, alignment: Path | None) -> Checkpoint:

@@ -216,6 +216,24 @@ class Checkpoint(ABC):
             )
 
 
+class Leaning(Checkpoint):
+    """A checkpoint whose tokenizer and chat template are those of another, its ``base``."""
+
+    base: Checkpoint
+
+    def tokenizer_json(self) -> str:
+        """The base's."""
+        return self.base.tokenizer_json()
+
+    def special_tokens(self) -> SpecialTokens:
+        """The base's."""
+        return self.base.special_tokens()
+
+    def chat_template(self) -> str | None:
+        """The base's."""
+        return self.base.chat_template()
+
+
 def _recorded(path: Path) -> str | None:
     """The digest that lies beside a file, as sha256sum writes it; None without."""
     try:

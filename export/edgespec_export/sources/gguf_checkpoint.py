@@ -214,11 +214,7 @@ def _family(file: GGUFFile) -> Family:
 def named(
     file: GGUFFile, family: Family, whole: Mapping[str, str], of_layer: Mapping[str, str]
 ) -> dict[str, Tensor]:
-    """The file's tensors by edgespec's names; ``whole`` has those outside layers.
-
-    Raises:
-        UnsupportedModelError: there are others.
-    """
+    """The file's tensors by edgespec's names; UnsupportedModelError for others. ``whole`` lie in no layer."""
     every = (*file.tensors, *file.integers)
     names = {name: own_name(name, r"blk\.", whole, of_layer) for name in every}
     surplus = [name for name, own in names.items() if own is None]

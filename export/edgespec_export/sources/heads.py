@@ -1,7 +1,7 @@
 """EAGLE-3's heads (Li et al. 2025, arXiv 2503.01840) as their makers publish them, seen as checkpoints.
 
-Directories are EAGLE's own, AngelSlim's, SpecForge's, and those of the ``speculators`` package; GGUF files are
-llama.cpp's (``conversion/llama.py``, ``src/models/eagle3.cpp``).
+Directories are those of EAGLE, AngelSlim, SpecForge and the ``speculators`` package; GGUF files are those of
+llama.cpp (``conversion/llama.py``, ``src/models/eagle3.cpp``).
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from edgespec_export.sources import gguf_checkpoint, hf_checkpoint
 from edgespec_export.sources.architectures import HEAD, Family
 from edgespec_export.sources.blocks import Tensor
-from edgespec_export.sources.checkpoint import Checkpoint, own_name
+from edgespec_export.sources.checkpoint import Checkpoint, Leaning, own_name
 from edgespec_export.sources.gguf import GGUFFile
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.sources.hf_checkpoint import CONFIG, INDEX, SINGLE, HFCheckpoint
@@ -25,9 +25,9 @@ from edgespec_models.errors import ModelFileError, RequestError, UnsupportedMode
 from edgespec_models.files.facts import Facts
 from edgespec_models.progress import ProgressCallback
 from edgespec_models.storage import model_name
-from edgespec_models.text.tokenizer import SpecialTokens
 
 _IDS: Final = "eagle_aux_hidden_state_layer_ids"
+_PICKLED: Final = "pytorch_model.bin"
 _NO_HEAD: Final = "is no EAGLE-3 head, and only those are exported for a target; leave out --target"
 _OTHER: Final = "Give the target that the head was trained for, or a head of this target"
 _GLOBAL = {
@@ -42,38 +42,15 @@ _GGUF_GLOBAL = gguf_checkpoint.GLOBAL | {"fc.weight": "fuse", "enc.output_norm.w
 _GGUF_LAYER = gguf_checkpoint.LAYER | {"attn_norm.weight": "embed_norm", "attn_norm_2.weight": "attn_norm"}
 
 
-def is_head(source: Path) -> bool:
-    """Whether a checkpoint's file or directory holds a head. Raises as opening it does."""
-    if source.is_file():
-        with GGUFFile(source) as file:
-            return file.metadata.get("general.architecture") == HEAD.gguf
-    return head_facts(Facts.read(source / CONFIG)) is not None
+class _Head(Leaning):
+    """What both forms have in common. Their base is the target, which is closed with them.
 
-
-class _Head(Checkpoint):
-    """What both forms have in common: texts, and matrices that the files lack, are the target's.
-
-    The target is closed with the head. Opening one also raises RequestError: for something else than a head,
-    and for the head of another target.
+    Opening one also raises RequestError: for something else than a head, and for one of another target.
     """
-
-    target: Checkpoint
-
-    def tokenizer_json(self) -> str:
-        """The target's."""
-        return self.target.tokenizer_json()
-
-    def special_tokens(self) -> SpecialTokens:
-        """The target's."""
-        return self.target.special_tokens()
-
-    def chat_template(self) -> str | None:
-        """The target's."""
-        return self.target.chat_template()
 
     def digest(self, progress: ProgressCallback) -> str:
         """Of the head's own files; the target's becomes one of :attr:`changes`."""
-        self.changes = {"target_sha256": self.target.digest(progress)}
+        self.changes = {"target_sha256": self.base.digest(progress)}
         return super().digest(progress)
 
     def _complete(self, tokens: npt.NDArray[np.int64] | None) -> None:
@@ -86,11 +63,10 @@ class _Head(Checkpoint):
             self.head_tokens = tokens.astype(np.int32)
             if tokens.min(initial=0) < 0 or tokens.max(initial=0) >= size or (np.diff(tokens) < 1).any():
                 raise ModelFileError(
-                    f"{self.path.name}: d2t must name tokens from 0 to {size - 1}, each once, in ascending order. "
-                    f"{_OTHER}"
+                    f"{self.path.name}: d2t must name tokens from 0 to {size - 1}, ascending. {_OTHER}"
                 )
         for name in {"embed", "lm_head"} - own.keys():
-            own[name] = self.target.tensor(name)
+            own[name] = self.base.tensor(name)
         if own["lm_head"] is own["embed"]:
             del own["lm_head"]  # of a target that ties them
         for name in "qkv":
@@ -103,14 +79,14 @@ class _Head(Checkpoint):
         try:
             self.check_shapes()
         except ModelFileError as error:
-            raise ModelFileError(f"{error} Or {_OTHER.lower()}, {self.target.path.name}.") from error
+            raise ModelFileError(f"{error} Or {_OTHER.lower()}, {self.base.path.name}.") from error
 
 
 class GGUFHead(_Head, GGUFCheckpoint):
     """A head in a GGUF file."""
 
     def __init__(self, path: Path, target: Checkpoint) -> None:
-        self.path, self.files, self.model_name, self.target = path, (path,), path.stem, target
+        self.path, self.files, self.model_name, self.base = path, (path,), path.stem, target
         with ExitStack() as stack:
             stack.enter_context(target)
             file = stack.enter_context(GGUFFile(path))
@@ -134,10 +110,8 @@ class HFHead(_Head, HFCheckpoint):
     """A head in a directory. EdgespecError for a ``pytorch_model.bin`` where torch is not installed."""
 
     def __init__(self, path: Path, target: Checkpoint) -> None:
-        self.path, self.model_name, self.target = path, model_name(path), target
-        self._shards, self.stack, self.tensors = {}, ExitStack(), {}
-        pickled, others = path / "pytorch_model.bin", (path / SINGLE, path / INDEX)
-        self._pickled = pickled if pickled.is_file() and not any(map(Path.is_file, others)) else None
+        self.path, self.model_name, self.base = path, model_name(path), target
+        self._shards, self.stack = {}, ExitStack()
         with self.stack as opened:
             opened.enter_context(target)
             facts = head_facts(Facts.read(path / CONFIG))
@@ -148,32 +122,34 @@ class HFHead(_Head, HFCheckpoint):
             self._complete(self._read())
             self.stack = opened.pop_all()
         shards = (shard.path for shard in self._shards.values())
-        self.files = tuple(sorted({f for f in (path / CONFIG, *others, pickled, *shards) if f.is_file()}))
+        named = (path / name for name in (CONFIG, SINGLE, INDEX, _PICKLED))
+        self.files = tuple(sorted({file for file in (*named, *shards) if file.is_file()}))
 
     def _read(self) -> npt.NDArray[np.int64] | None:
         """Name the tensors; returns the target's tokens of the LM head's rows."""
-        tokens, unknown = None, []
+        tokens, unknown, named = None, [], dict[str, Tensor]()
         for name, value in self._found():
             own = own_name(name.replace("midlayer.", "layers.0.", 1), r"layers\.", _GLOBAL, _LAYER)
             if name == "d2t" and not isinstance(value, Tensor):
                 tokens = value.reshape(-1).astype(np.int64) + np.arange(value.size)  # offsets from the row
             elif own is not None and isinstance(value, Tensor):
-                self.tensors[own] = value
+                named[own] = value
             elif name != "t2d" and not hf_checkpoint.COMPUTED.fullmatch(name):
                 unknown.append(name)
         if unknown:
             raise UnsupportedModelError(
                 f"{self.path.name} has {len(unknown)} tensors that EAGLE-3 lacks, such as {unknown[0]!r}"
             )
+        self.tensors = named
         return tokens
 
     def _found(self) -> Iterator[tuple[str, Tensor | npt.NDArray[Any]]]:
-        """Every tensor by its name."""
-        if self._pickled is not None:
-            yield from sorted(read_torch(self._pickled).items())
+        """Every tensor by its name; t2d says what d2t says."""
+        if (self.path / _PICKLED).is_file() and not any((self.path / n).is_file() for n in (SINGLE, INDEX)):
+            yield from read_torch(self.path / _PICKLED).items()
             return
         for name, file in self._stored():
-            if name != "t2d":  # says what d2t says
+            if name != "t2d":
                 yield name, file.integers(name, ("I64", "I32")) if name == "d2t" else file.tensor(name)
 
 

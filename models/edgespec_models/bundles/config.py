@@ -150,13 +150,11 @@ class ModelConfig(DecoderShape):
             raise UnsupportedModelError("wide_qk_norm is true and qk_norm is not; the first needs the second")
         said = self.feature_layers, self.feature_width, self.normed_features, self.normed_residual
         plain = self.num_layers == 1 and self.pre_norms and not (self.post_norms or self.qk_norm)
-        if self.architecture == "eagle3" and not (all(said[:2]) and plain):
+        if not (all(said[:2]) and plain) if self.architecture == "eagle3" else any(said):
             raise UnsupportedModelError(
-                f"eagle3 with {self.num_layers} layers, feature_layers {self.feature_layers} and feature_width "
-                f"{self.feature_width}; it needs both, and one plain layer"
+                f"{self.num_layers} layers of {self.architecture}, feature_layers {self.feature_layers} and "
+                f"feature_width {self.feature_width}; a head is one plain layer of eagle3 with both"
             )
-        if self.architecture != "eagle3" and any(said):
-            raise UnsupportedModelError(f"{self.architecture} reads features, as only eagle3 does")
         if self.num_heads % self.num_kv_heads:
             raise UnsupportedModelError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads evenly"
