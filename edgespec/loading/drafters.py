@@ -108,5 +108,5 @@ def is_here(name: str) -> bool:
 
 
 def _bytes_of(name: str) -> int:
-    known = {**hub_names(), **hub_heads()}
-    return known[name].size_bytes if name in known else find(name).size_bytes
+    on_it = hub_heads().get(name) or hub_names().get(name)
+    return (on_it or find(name)).size_bytes

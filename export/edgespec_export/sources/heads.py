@@ -42,6 +42,14 @@ _GGUF_GLOBAL = gguf_checkpoint.GLOBAL | {"fc.weight": "fuse", "enc.output_norm.w
 _GGUF_LAYER = gguf_checkpoint.LAYER | {"attn_norm.weight": "embed_norm", "attn_norm_2.weight": "attn_norm"}
 
 
+def is_head(source: Path) -> bool:
+    """Whether a checkpoint's file or directory holds a head. Raises as opening it does."""
+    if source.is_file():
+        with GGUFFile(source) as file:
+            return file.metadata.get("general.architecture") == HEAD.gguf
+    return head_facts(Facts.read(source / CONFIG)) is not None
+
+
 class _Head(Leaning):
     """What both forms have in common. Their base is the target, which is closed with them.
 
