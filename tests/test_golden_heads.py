@@ -7,13 +7,15 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from edgespec import RequestOptions, load
+from edgespec import RequestOptions, load, plan
 from edgespec.decoding.draft import alone
 from edgespec.drafting.heads import HeadReader
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuSession
+from edgespec_runtimes.session import Rows
 from tests.drafters_for_tests import FREE, QUICK
 from tests.golden_heads_for_tests import (
     CASES,
@@ -28,7 +30,9 @@ from tests.golden_heads_for_tests import (
     write_head,
     write_target,
 )
+from tests.native_for_tests import tiny_native
 from tests.several_for_tests import Driven
+from tests.toy import tiny_bundle
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -114,8 +118,27 @@ def test_drafts_are_those_of_the_paper_and_of_llama_cpp(pair: tuple[str, Path, P
         assert same == of > drafts.size // 2
 
 
+def test_states_of_one_text_and_features_of_another_share_a_pass(pair: tuple[str, Path, Path]) -> None:
+    """In whatever order they are asked for; each row has the bits that it has alone."""
+    one = CpuSession(Bundle(pair[2]))
+    with closing(one), closing(one.beside()) as other:
+        rng = np.random.default_rng(0)
+        features, state = rng.normal(size=(5, 3 * HIDDEN)), rng.normal(size=(1, HIDDEN))
+        asked = [
+            Rows(one, [7], 1, state.astype(np.float32)),
+            Rows(other, [3, 4, 5, 6, 7], 2, features.astype(np.float32)),
+        ]
+        apart = [one.predict_together([rows])[0] for rows in asked]
+        wanted = [(said.logits.copy(), cast(Any, said.hidden).copy()) for said in apart]
+        one.truncate(0)
+        other.truncate(0)
+        for said, (logits, hidden) in zip(one.predict_together(asked), wanted, strict=True):
+            np.testing.assert_array_equal(said.logits, logits)
+            np.testing.assert_array_equal(said.hidden, hidden)
+
+
 def test_answers_with_a_head_are_those_without(pair: tuple[str, Path, Path]) -> None:
-    """Several at once: a pass of the head reads features of some and states of others."""
+    """Several at once."""
     _, target, head = pair
     ways: list[RequestOptions] = [{"max_new_tokens": 40}, {"temperature": 0.9, "seed": 5}]
     prompts = "what is", "a longer prompt of several words", "x"
@@ -129,3 +152,19 @@ def test_answers_with_a_head_are_those_without(pair: tuple[str, Path, Path]) -> 
             for prompt, stream in zip(prompts, streams, strict=True):
                 assert stream.result.tokens == plain.generate(prompt, **options).tokens
                 assert stream.result.stats.by_source["model"].drafted > 5
+
+
+def test_a_head_is_made_at_first_use_and_opened_later(tmp_path: Path, home: Path) -> None:
+    target, head = write_target(tmp_path / "t", "qwen3"), write_head(tmp_path / "h", "qwen3")
+    planned = cast(Any, plan(target, head).drafter)
+    for _ in range(2):
+        with load(target, head) as model:
+            made = cast(Bundle, model.drafter)
+        assert made.config.is_head and planned.weights_bytes == made.manifest.bytes_per_pass
+        assert len(list((home.parent / "bundles").glob("h-*-drafter-*"))) == 1
+    with pytest.raises(RequestError, match=r"export .* --target SOURCE -o DIR"):
+        load(model.target.path, head)
+    with pytest.raises(RequestError, match=r"is a head for a target of .* use the head of this"):
+        load(tiny_native(tmp_path / "other").path, made.path)
+    with pytest.raises(RequestError, match="gives out none"):
+        load(tiny_bundle(tmp_path / "portable").bundle.path, made.path)

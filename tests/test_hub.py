@@ -110,6 +110,16 @@ def test_a_checkpoint_comes_whole_and_nothing_else(hub: Hub, home: Path) -> None
     assert {report.total for report in seen} == {total}
 
 
+def test_of_a_head_a_pickle_comes_where_there_is_nothing_else(hub: Hub) -> None:
+    for name in ("model.safetensors.index.json", *SHARDS, "q/tiny.gguf"):
+        del hub.files[name]
+    with pytest.raises(ModelFileError, match="has neither"):
+        pull_hub(SAFETENSORS)
+    config = json.loads(hub.files["config.json"]) | {"draft_vocab_size": 32}
+    hub.files["config.json"], hub.commit = json.dumps(config).encode(), "1b" * 20
+    assert (pull_hub(SAFETENSORS) / "pytorch_model.bin").read_bytes() == b"pickle"
+
+
 def test_what_is_here_needs_no_network(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert pulled_hub(GGUF) is None
     file = pull_hub(GGUF)

@@ -54,12 +54,12 @@ def plan(
     located = look_up(target, "target", weights)
     first = footprint(located, "target", weights)
     if drafter == "auto":
-        drafter = recommended(located, first.export_bytes)
+        drafter = recommended(located, first.export_bytes, str(target))
         if Path(target).exists() and not drafters.is_here(drafter):
             drafter = NGRAM  # nothing is fetched unasked for a file of the user's own
     second = None
     if drafter is not None and drafter != NGRAM:
-        second = footprint(look_up(drafter, "drafter", weights), "drafter", weights)
+        second = footprint(look_up(drafter, "drafter", weights), "drafter", weights, located)
     longest = first.cache.longest
     if context is not None and context > longest:
         raise RequestError(
@@ -84,42 +84,47 @@ def look_up(reference: Reference, role: Role, weights: str | None) -> Found:
     return first_use.look_up(path, str(reference), Wanted(role, weights, None))
 
 
-def recommended(target: Found, export_bytes: int) -> str:
+def recommended(target: Found, export_bytes: int, reference: str = "") -> str:
     """What ``"auto"`` would be, were it here: by the bundle, the catalogue, or the file and its export."""
     if isinstance(target, CatalogueEntry) and target.drafter is not None:
         return target.drafter
     if isinstance(target, Bundle):
         total = sum(file.size_bytes for file in target.manifest.files.values())
-        return drafters.recommended(target.config, total, target.manifest.provenance.get("sha256"))[0]
+        digest = target.manifest.provenance.get("sha256")
+        return drafters.recommended(target.config, total, digest, reference)[0]
     if isinstance(target, CatalogueEntry):
-        return drafters.recommended(_shape_of(target), target.size_bytes)[0]
+        return drafters.recommended(_shape_of(target), target.size_bytes, reference=reference)[0]
     require_extra()
     from edgespec_export.sources.open import open_checkpoint
 
     known = {entry.size_bytes for entry in entries().values()}
     with open_checkpoint(target) as checkpoint:
         digest = checkpoint.digest(ignore_progress) if checkpoint.n_bytes in known else None
-        return drafters.recommended(checkpoint.config, export_bytes, digest)[0]
+        return drafters.recommended(checkpoint.config, export_bytes, digest, reference)[0]
 
 
-def footprint(found: Found, role: Role, weights: str | None = None) -> Footprint:
-    """What the model takes that :func:`look_up` found; ``weights`` as given there."""
+def footprint(found: Found, role: Role, weights: str | None = None, target: Found | None = None) -> Footprint:
+    """What the model takes that :func:`look_up` found; ``weights`` as there. A head has a ``target``."""
     if isinstance(found, Bundle):
         return footprint_of(found, exact_rows=role == "target")
     if isinstance(found, Path):
-        return _of_checkpoint(name_of(found), found, role, weights)
+        made_of = target if isinstance(target, Path) else None
+        return _of_checkpoint(name_of(found), found, role, weights, made_of)
     if is_pulled(found):
         return _of_checkpoint(found.name, model_path(found), role, weights)
     return _of_entry(found, role, weights)
 
 
-def _of_checkpoint(name: str, source: Path, role: Role, weights: str | None) -> Footprint:
+def _of_checkpoint(
+    name: str, source: Path, role: Role, weights: str | None, target: Path | None = None
+) -> Footprint:
     """A checkpoint that is here: what its export will be."""
     require_extra()
     from edgespec_export.graphs.writer import weight_bytes
+    from edgespec_export.sources.heads import is_head
     from edgespec_export.sources.open import open_checkpoint
 
-    with open_checkpoint(source) as checkpoint:
+    with open_checkpoint(source, target if is_head(source) else None) as checkpoint:
         by_class, file_bytes = weight_bytes(checkpoint, role, weights)
         config = checkpoint.config
     return _planned(name, config, (role, weights), by_class, (0, file_bytes))
