@@ -4,9 +4,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-import numpy as np
-import numpy.typing as npt
-
+from edgespec_runtimes.hidden import Floats
 from edgespec_runtimes.session import Predictions, Rows
 
 Clock = Callable[[], float]
@@ -129,7 +127,7 @@ class Step:
     logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     passed: Passed | None = None
-    features: npt.NDArray[np.float32] | None = None
+    features: Floats | None = None
 
     @property
     def target_pass(self) -> Passed:

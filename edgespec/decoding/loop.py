@@ -6,10 +6,10 @@ dropped because of what it is: that would change the distribution of the output.
 
 import os
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from time import perf_counter
 
 import numpy as np
-import numpy.typing as npt
 
 from edgespec.decoding.draft import NO_DRAFT, Asking, Clock, Draft, Passed, Source, Step, Work, timed
 from edgespec.decoding.sampling import (
@@ -25,6 +25,7 @@ from edgespec.decoding.sampling import (
     uniform,
 )
 from edgespec_models.errors import RequestError
+from edgespec_runtimes.hidden import Floats
 from edgespec_runtimes.session import Predictions, Rows, Session
 
 _FEATURES = 128  # of a prompt, that are kept beside those of its last piece
@@ -122,7 +123,7 @@ class Decoding:
         self._target, self._policy, self._verify, self._clock = target, policy, verify, clock
         self._end, self._max_draft, self._limit = len(tokens) + max_new_tokens, max_draft, 0
         self._stop, self._top_logprobs, self._drafter_s = stop, top_logprobs, 0.0
-        self._features: npt.NDArray[np.float32] | None = None  # of the prompt's end
+        self._features: Floats | None = None  # of the prompt's end
         target.truncate(target.shared_prefix(tokens[:-1]))
 
     @property
@@ -169,16 +170,14 @@ class Decoding:
         self._limit = min(self._max_draft, self._end - len(self.tokens) - 1)
         seconds = self._drafter_s + passed.share_s + self._clock() - began
         times = self._drafter_s, passed.share_s, seconds
-        if features is not None:
+        step = Step(new, draft, min(accepted, len(new)), *times, *told, passed)
+        if features is not None:  # which nobody else keeps
             features = features[: len(features) - len(draft.tokens) + accepted]
-        step = Step(new, draft, min(accepted, len(new)), *times, *told, passed, features)
-        self._policy.observe(step)
+        self._policy.observe(step if features is None else replace(step, features=features))
         return step
 
 
-def _joined(
-    before: npt.NDArray[np.float32] | None, now: npt.NDArray[np.float32] | None
-) -> npt.NDArray[np.float32] | None:
+def _joined(before: Floats | None, now: Floats | None) -> Floats | None:
     """Features of a prompt's end, of which the last piece may be short."""
     return now if before is None or now is None else np.concatenate([before[-_FEATURES:], now])
 
