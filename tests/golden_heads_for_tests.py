@@ -130,8 +130,12 @@ def head_gguf(case: str, kind: str = "Q8_0") -> TinyGGUF:
     return model
 
 
-def digest(path: Path) -> str:
-    return sha256(path.read_bytes()).hexdigest()
+def digest(model: TinyGGUF) -> str:
+    """SHA-256 of all tensors, whatever version of ``gguf`` writes them."""
+    found = sha256()
+    for name, (kind, raw) in sorted(model.tensors.items()):
+        found.update(f"{name} {kind} {raw.shape} ".encode() + raw.tobytes())
+    return found.hexdigest()
 
 
 def golden(case: str) -> dict[str, npt.NDArray[Any]]:

@@ -19,7 +19,7 @@ Arrays, for P prompts, COUNT tokens behind each and drafts of LENGTH:
   k + 1, ... of it. The head has read all of that text: the last row before the draft has the features of the
   last token but one and the embedding of the last. Probabilities are over the draft vocabulary.
 - ``features`` [n, 3, hidden] of the first n tokens of the first prompt and its continuation.
-- ``digests``: sha256 of the GGUF files in Q8_0 of target and head.
+- ``digests``: SHA-256 of the tensors in Q8_0 of target and head.
 
 A margin is how far the best logit is above the second, in standard deviations of the logits of its row.
 Where both margins are from 0.01, and all tokens before in the draft are the same, llama.cpp b11434 drafts
@@ -213,7 +213,7 @@ def store(case: str, executable: Path, folder: Path) -> None:
     stored = paper | {f"llama_{name}": values for name, values in llama.items() if name != "tokens"}
     whole = ("prompts", "tokens", "drafts", "llama_drafts")
     small = {name: x.astype(np.int16 if name in whole else np.float16) for name, x in stored.items()}
-    digests = np.array([heads.digest(file) for file in files])
+    digests = np.array([heads.digest(model) for model in models])
     heads.GOLDEN.mkdir(exist_ok=True)
     np.savez_compressed(heads.GOLDEN / f"{case}.npz", allow_pickle=False, digests=digests, **small)
 
