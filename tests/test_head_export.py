@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from edgespec.cli import app
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
+from edgespec_export.sources.hf_config import read_config
 from edgespec_export.sources.rope import scaled
 from edgespec_models.bundles.bundle import GRAPH, HEAD_TOKENS, Bundle
 from edgespec_models.bundles.config import ModelConfig
@@ -227,6 +228,16 @@ def test_which_layers_a_configuration_means(
     assert isinstance(bundle.config, ModelConfig) and bundle.config.feature_layers == layers
 
 
+class Touching:
+    """Its unpickling makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[Path]]:
+        return Path.touch, (self.path,)
+
+
 def test_a_file_of_torch(tmp_path: Path, target: Path) -> None:
     torch = pytest.importorskip("torch")
     head = Head.random()
@@ -242,6 +253,10 @@ def test_a_file_of_torch(tmp_path: Path, target: Path) -> None:
         (folder / "pytorch_model.bin").write_bytes(damaged)
         with pytest.raises(ModelFileError, match=r"cannot read .*pytorch_model.bin"):
             export(folder, target, tmp_path / "other")
+    torch.save({"fc.weight": Touching(tmp_path / "touched")}, folder / "pytorch_model.bin")
+    with pytest.raises(ModelFileError, match=r"cannot read .*pytorch_model.bin"):
+        export(folder, target, tmp_path / "other")
+    assert not (tmp_path / "touched").exists()
     torch.save([1], folder / "pytorch_model.bin")
     with pytest.raises(ModelFileError, match=r"cannot read .*pytorch_model.bin"):
         export(folder, target, tmp_path / "other")
@@ -425,7 +440,7 @@ def test_a_head_and_its_target_belong_together(tmp_path: Path, target: Path) -> 
         with pytest.raises(RequestError, match=r"is no EAGLE-3 head.*leave out --target"):
             export(source, target, out)
     export_model(target, tmp_path / "bundle")
-    with pytest.raises(ModelFileError, match="give the file that the target was exported from"):
+    with pytest.raises(ModelFileError, match="As a head's target give the file"):
         export(head, tmp_path / "bundle", out)
     with pytest.raises(ModelFileError, match="does not exist"):
         export(head, tmp_path / "nowhere", out)
@@ -471,6 +486,12 @@ def test_a_configuration_of_a_head_is_whole() -> None:
             replace(head, **change)
     with pytest.raises(UnsupportedModelError, match="a head is one plain"):
         replace(LLAMA, feature_width=64)
+
+
+def test_configurations_of_heads_pass_what_the_hub_asks_before_it_fetches(tmp_path: Path) -> None:
+    for name, write in (("eagle", Head.write), ("speculators", Head.write_speculators)):
+        config = read_config(Facts.read(write(Head.random(), tmp_path / name) / "config.json"))
+        assert config.num_layers == 1 and config.vocab_size == VOCAB
 
 
 def test_the_command_line(tmp_path: Path, target: Path) -> None:
