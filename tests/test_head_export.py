@@ -453,10 +453,11 @@ def test_a_head_and_its_target_belong_together(tmp_path: Path, target: Path) -> 
         export_model(head, out, options=ExportOptions(target=target))
 
 
-def test_ordinary_files_with_a_list_of_whole_numbers_are_refused(tmp_path: Path) -> None:
-    model = tiny_gguf("llama", "Q8_0")
-    model.tensors["d2t"] = "I64", TOKENS.astype(np.int64)
-    with pytest.raises(UnsupportedModelError, match="'d2t'"):
+@pytest.mark.parametrize("name", ["d2t", "blk.0.attn_q.bias"])
+def test_ordinary_files_with_a_list_of_whole_numbers_are_refused(tmp_path: Path, name: str) -> None:
+    model = tiny_gguf("qwen2", "Q8_0")
+    model.tensors[name] = "I64", TOKENS.astype(np.int64)
+    with pytest.raises(UnsupportedModelError, match=f"'{name}'"):
         GGUFCheckpoint(model.write(tmp_path / "m.gguf"))
 
 
