@@ -139,7 +139,7 @@ class HFHead(_Head, HFCheckpoint):
                 unknown.append(name)
         if unknown:
             raise UnsupportedModelError(
-                f"{self.path.name} has {len(unknown)} tensors of another kind than EAGLE-3, such as {unknown[0]!r}"
+                f"{self.path.name} has {len(unknown)} tensors that EAGLE-3 has not so, such as {unknown[0]!r}"
             )
         self.tensors = named
         return tokens
