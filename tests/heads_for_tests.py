@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_models.bundles.bundle import GRAPH
+from edgespec_export.export import ExportOptions, export_model
+from edgespec_models.bundles.bundle import GRAPH, Bundle
 from tests.gguf_for_tests import TinyGGUF, random_raw, tokenizer_facts
 from tests.hf_for_tests import config_of, write_checkpoint
 from tests.kernels_for_tests import session
@@ -303,3 +304,12 @@ class Running:
         *found, self.cache[0], self.cache[1] = self.session.run(names, feeds)
         self.length += len(ids)
         return [each[0] for each in found]
+
+
+def drafts_for(target: Path, **more: Any) -> ExportOptions:
+    return ExportOptions(role="drafter", target=target, **more)
+
+
+def export(head: Path, target: Path, out: Path, **more: Any) -> Bundle:
+    export_model(head, out, options=drafts_for(target, **more))
+    return Bundle(out, verify_digests=True)

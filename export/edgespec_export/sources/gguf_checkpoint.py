@@ -215,14 +215,12 @@ def named(
     file: GGUFFile, family: Family, whole: Mapping[str, str], of_layer: Mapping[str, str]
 ) -> dict[str, Tensor]:
     """The file's tensors by edgespec's names; UnsupportedModelError for others. ``whole`` lie in no layer."""
-    every = (*file.tensors, *file.integers)
-    names = {name: own_name(name, r"blk\.", whole, of_layer) for name in every}
+    names = {name: own_name(name, r"blk\.", whole, of_layer) for name in file.tensors}
+    names |= dict.fromkeys(file.integers)
     surplus = [name for name, own in names.items() if own is None]
     if surplus:
         raise UnsupportedModelError(
             f"{file.path.name} ({family.gguf}) has {len(surplus)} tensors that edgespec has no use for, such "
             f"as {surplus[0]!r}: it is not a plain text model of this architecture"
         )
-    return {
-        own: file.tensors[name] for name, own in names.items() if own is not None and name in file.tensors
-    }
+    return {own: file.tensors[name] for name, own in names.items() if own is not None}

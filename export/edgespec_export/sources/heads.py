@@ -6,6 +6,7 @@ llama.cpp (``conversion/llama.py``, ``src/models/eagle3.cpp``).
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,20 +15,20 @@ import numpy.typing as npt
 
 from edgespec_export.sources import gguf_checkpoint, hf_checkpoint
 from edgespec_export.sources.architectures import HEAD, Family
-from edgespec_export.sources.blocks import Tensor
+from edgespec_export.sources.blocks import GGMLType, Tensor
 from edgespec_export.sources.checkpoint import Checkpoint, Leaning, own_name
 from edgespec_export.sources.gguf import GGUFFile
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.sources.hf_checkpoint import CONFIG, INDEX, SINGLE, HFCheckpoint
 from edgespec_export.sources.hf_config import config_of, head_facts
-from edgespec_export.sources.torch_file import read_torch
-from edgespec_models.errors import ModelFileError, RequestError, UnsupportedModelError
+from edgespec_models.errors import EdgespecError, ModelFileError, RequestError, UnsupportedModelError
 from edgespec_models.files.facts import Facts
 from edgespec_models.progress import ProgressCallback
 from edgespec_models.storage import model_name
 
 _IDS: Final = "eagle_aux_hidden_state_layer_ids"
 _PICKLED: Final = "pytorch_model.bin"
+_FLOATS = {"float32": GGMLType.F32, "float16": GGMLType.F16, "bfloat16": GGMLType.BF16}
 _NO_HEAD: Final = "is no EAGLE-3 head, and only those are exported for a target; leave out --target"
 _OTHER: Final = "Give the target that the head was trained for, or a head of this target"
 _GLOBAL = {
@@ -146,7 +147,7 @@ class HFHead(_Head, HFCheckpoint):
                 unknown.append(name)
         if unknown:
             raise UnsupportedModelError(
-                f"{self.path.name} has {len(unknown)} tensors that EAGLE-3 lacks, such as {unknown[0]!r}"
+                f"{self.path.name} has {len(unknown)} tensors that EAGLE-3 has not so, such as {unknown[0]!r}"
             )
         self.tensors = named
         return tokens
@@ -154,7 +155,7 @@ class HFHead(_Head, HFCheckpoint):
     def _found(self) -> Iterator[tuple[str, Tensor | npt.NDArray[Any]]]:
         """Every tensor by its name; t2d says what d2t says."""
         if (self.path / _PICKLED).is_file() and not any((self.path / n).is_file() for n in (SINGLE, INDEX)):
-            yield from read_torch(self.path / _PICKLED).items()
+            yield from _read_torch(self.path / _PICKLED).items()
             return
         for name, file in self._stored():
             if name != "t2d":
@@ -198,3 +199,26 @@ def _layers(facts: Facts, target: Checkpoint) -> tuple[int, ...]:
             f"{count - 1}. {_OTHER}"
         )
     return tuple(ids)
+
+
+def _read_torch(path: Path) -> dict[str, Tensor | npt.NDArray[Any]]:
+    """The tensors of a ``pytorch_model.bin``, which become no other objects; whole numbers as arrays."""
+    try:
+        import torch
+    except ImportError as error:
+        raise EdgespecError(
+            f"{path} needs torch, which is not installed: pip install 'edgespec[align]', or take safetensors"
+        ) from error
+
+    def taken(name: str, value: Any) -> Tensor | npt.NDArray[Any]:
+        kind = _FLOATS.get(str(value.dtype).removeprefix("torch."))
+        if kind is None:
+            return np.array(value.numpy())
+        data = BytesIO(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return Tensor(name, tuple(value.shape), kind, data, 0)
+
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return {str(name): taken(str(name), value) for name, value in found.items()}
+    except Exception as error:  # those of zip files, of pickles and torch's own share no base class
+        raise ModelFileError(f"cannot read {path}: {error!r:.200}. Download or copy it again.") from error

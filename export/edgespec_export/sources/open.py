@@ -19,20 +19,15 @@ def open_checkpoint(source: Path, target: Path | None = None) -> Checkpoint:
         RequestError: a head without its target, or a target with something else.
     """
     if source.is_file():
-        return GGUFCheckpoint(source) if target is None else GGUFHead(source, _open_target(target))
+        return GGUFCheckpoint(source) if target is None else GGUFHead(source, open_checkpoint(target))
     if is_model(source):
-        raise ModelFileError(f"{source} is a bundle already, or runs as it is; it needs no export")
+        raise ModelFileError(
+            f"{source} is a bundle already, or runs as it is; it needs no export. As a head's target "
+            "give the file that it was exported from"
+        )
     if (source / CONFIG).is_file():
-        return HFCheckpoint(source) if target is None else HFHead(source, _open_target(target))
+        return HFCheckpoint(source) if target is None else HFHead(source, open_checkpoint(target))
     what = f"lacks {CONFIG}" if source.is_dir() else "does not exist"
     raise ModelFileError(
         f"{source} {what}; give a GGUF file, a directory with {CONFIG} and safetensors, or a catalogue name"
     )
-
-
-def _open_target(target: Path) -> Checkpoint:
-    if is_model(target):
-        raise ModelFileError(
-            f"{target} is a bundle or runs as it is; give the file that the target was exported from"
-        )
-    return open_checkpoint(target)

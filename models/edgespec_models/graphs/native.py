@@ -182,10 +182,7 @@ class _NativeDecoder(GraphDecoder):
 
 
 class _NativeHead(_NativeDecoder):
-    """The decoder of Li et al. 2025, "EAGLE-3" (arXiv 2503.01840), section 3.
-
-    The published product of embedding and state side by side is the sum of two products.
-    """
+    """EAGLE-3's (arXiv 2503.01840); its product of embedding and state side by side is a sum of two."""
 
     def stream(self, ids: ir.Value) -> ir.Value:
         config, fuse_norm = self.config, "fuse_norm" if self.config.normed_features else None
