@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_export.export import ExportOptions, export_model
+from edgespec_export.formats.quantization import Quantization
 from edgespec_models.bundles.bundle import GRAPH, Bundle
 from tests.gguf_for_tests import TinyGGUF, random_raw, tokenizer_facts
 from tests.hf_for_tests import config_of, write_checkpoint
@@ -306,10 +307,16 @@ class Running:
         return [each[0] for each in found]
 
 
+EIGHT = Quantization(bits=8)
+
+
 def drafts_for(target: Path, **more: Any) -> ExportOptions:
     return ExportOptions(role="drafter", target=target, **more)
 
 
 def export(head: Path, target: Path, out: Path, **more: Any) -> Bundle:
+    """Floats become eight bits, not four, so that a head that is read wrongly shows."""
+    if head.is_dir():
+        more = {"quantization": EIGHT, **more}
     export_model(head, out, options=drafts_for(target, **more))
     return Bundle(out, verify_digests=True)

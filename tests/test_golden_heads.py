@@ -11,6 +11,7 @@ from edgespec import RequestOptions, load, plan
 from edgespec.decoding.draft import alone
 from edgespec.drafting.heads import HeadReader
 from edgespec_export.export import ExportOptions, export_model
+from edgespec_export.formats.quantization import Quantization
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve
@@ -88,7 +89,9 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         write_target(target, case)
         write_head(head, case)
     export_model(target, folder / "t")
-    export_model(head, folder / "h", options=ExportOptions(role="drafter", target=target))
+    quantization = None if form == "gguf" else Quantization(bits=8)
+    options = ExportOptions(role="drafter", target=target, quantization=quantization)
+    export_model(head, folder / "h", options=options)
     return case, folder / "t", folder / "h"
 
 

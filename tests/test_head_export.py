@@ -190,7 +190,8 @@ def test_gguf_heads_keep_their_blocks(tmp_path: Path, kind: str, normed: bool) -
     whole = tiny_gguf("llama", "Q8_0", layers=8)
     target = whole.write(tmp_path / "target.gguf")
     model = heads.gguf_head(kind, norm_before_residual=normed, norm_before_fc=normed)
-    bundle = export(model.write(tmp_path / "head.gguf"), target, tmp_path / "out")
+    quantization = heads.EIGHT if kind == "F32" else None
+    bundle = export(model.write(tmp_path / "head.gguf"), target, tmp_path / "out", quantization=quantization)
     right = Reference(
         heads.gguf_values(model),
         whole.values("token_embd.weight"),
@@ -327,3 +328,10 @@ def test_bits_round_a_head_too(tmp_path: Path, target: Path) -> None:
     bundle = export(head.write(tmp_path / "head"), target, tmp_path / "out", quantization=Quantization())
     assert distance(bundle.path, Reference(head.values(), embedding_of(target))) < 1
     assert "Q4_1" in bundle.manifest.formats
+
+
+def test_floats_get_four_bits_where_nothing_else_is_asked(tmp_path: Path, target: Path) -> None:
+    head = Head.random().write(tmp_path / "head")
+    export_model(head, tmp_path / "out", options=heads.drafts_for(target))
+    assert "Q4_1" in Bundle(tmp_path / "out").manifest.formats
+    assert "Q4_1" not in export(head, target, tmp_path / "eight").manifest.formats

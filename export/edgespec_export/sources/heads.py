@@ -62,6 +62,10 @@ class _Head(Leaning):
         self.changes = {"target_sha256": self.base.digest(progress)}
         return super().digest(progress)
 
+    def tiles_of(self, name: str) -> str | None:
+        """Four bits and a minimum: a step costs what it reads, and the head only guesses."""
+        return None if name == "embed" else "Q4_1"
+
     def _complete(self, tokens: npt.NDArray[np.int64] | None) -> None:
         """Borrow, cut apart what multiplies embedding and state side by side, and check all.
 
