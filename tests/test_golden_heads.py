@@ -106,18 +106,28 @@ def test_drafts_are_those_of_the_paper_and_of_llama_cpp(pair: tuple[str, Path, P
         for index, (prompt, tokens) in enumerate(zip(stored["prompts"], stored["tokens"], strict=True)):
             text = [token for token in prompt.tolist() if token >= 0]
             reads.truncate(0)
-            reader = HeadReader(session, CostCurve({1: 1.0}))
-            reader.hear(reads.predict(text[:-1]).hidden)
+            reader = HeadReader(session, CostCurve({1: 1.0}), len(text) - 1)
+            reader.hear(cast(Any, reads.predict(text[:-1]).hidden), 1)
             for place, token in enumerate(tokens.tolist()):
                 said = [alone(reader.read(text), reader.clock)]
                 while len(said) < drafts.shape[-1]:
                     said.append(alone(reader.step(said[-1].following), reader.clock))
                 drafts[index, place] = [each.following for each in said]
-                reader.hear(reads.predict(text[-1:]).hidden)
+                reader.hear(cast(Any, reads.predict(text[-1:]).hidden), 1)
                 text.append(token)
     for other, margins in (("drafts", "margins"), ("llama_drafts", "llama_margins")):
         same, of = compared(drafts, stored[other], stored[margins], 0.15)
         assert same == of > drafts.size // 2
+
+
+def test_a_target_that_gives_out_features_has_the_same_bits(pair: tuple[str, Path, Path]) -> None:
+    _, target, _ = pair
+    plain, reads = CpuSession(Bundle(target)), CpuSession(Bundle(target), read_layers=(2, 4))
+    with closing(plain), closing(reads):
+        for tokens in ([3, 4, 5, 6], [7]):
+            said, same = plain.predict(tokens), reads.predict(tokens)
+            np.testing.assert_array_equal(said.logits, same.logits)
+            assert said.hidden is None and cast(Any, same.hidden).shape == (len(tokens), 2 * HIDDEN)
 
 
 def test_states_of_one_text_and_features_of_another_share_a_pass(pair: tuple[str, Path, Path]) -> None:

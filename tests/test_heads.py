@@ -20,6 +20,7 @@ from tests.toy import F32, NextLogits, ToySession, markov_logits
 LAW = printable(markov_logits(0, VOCAB, scale=4.0))
 PROMPTS = ["the quick brown fox", "x", "a document of many words, " * 5]
 KEPT = np.arange(10, VOCAB, dtype=np.int32)
+ROUNDS = st.tuples(st.integers(1, 9), st.integers(0, 6), st.integers(0, 3))
 CURVE = CostCurve({1: 0.1, 32: 0.2})
 
 
@@ -112,31 +113,31 @@ def test_requests_at_once_have_heads_that_read_their_own_text() -> None:
         ]
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 6)), min_size=1, max_size=12), st.integers(20, 60)
-)
-def test_it_reads_what_is_unread_or_the_end_of_it(rounds: list[tuple[int, int]], capacity: int) -> None:
+@given(st.lists(ROUNDS, min_size=1, max_size=12), st.integers(20, 60))
+def test_it_reads_what_is_unread_or_the_end_of_it(rounds: list[tuple[int, int, int]], capacity: int) -> None:
     """The toy raises where a row is not the next one; rounds without a draft leave features unread."""
     head = _Head(LAW, VOCAB, chunk=8, context=capacity)
     head.reserve(capacity)
-    reader, text = HeadReader(head, CURVE), [5, 6, 7]
-    reader.hear(_features(text[:-1], 0))
-    for committed, drafted in rounds:
+    text = [5, 6, 7]
+    reader = HeadReader(head, CURVE, 2)
+    reader.hear(_features(text[:-1], 0), 1)
+    for committed, drafted, forced in rounds:
         if drafted:
-            assert reader.room_for(text, drafted)
-            said = alone(reader.read(text), reader.clock)
-            logits = LAW(text)[KEPT]
+            ahead = [*text, *range(20, 20 + forced)]
+            assert reader.room_for(ahead, drafted + forced)
+            said = alone(reader.read(ahead), reader.clock)
+            logits = LAW(ahead)[KEPT]
             assert said.following == KEPT[logits.argmax()]
             for _ in range(drafted - 1):
                 said = alone(reader.step(said.following), reader.clock)
         new = [(7 * committed + at) % VOCAB for at in range(committed)]
-        reader.hear(_features([text[-1], *new[:-1]], len(text) - 1))
+        reader.hear(_features([text[-1], *new[:-1]], len(text) - 1), committed)
         text += new
 
 
 def test_a_cache_too_small_for_a_draft_drafts_nothing() -> None:
     head = _Head(LAW, VOCAB, chunk=8, context=9)
     head.reserve(9)
-    reader = HeadReader(head, CURVE)
-    reader.hear(_features([1, 2, 3, 4], 0))
+    reader = HeadReader(head, CURVE, 4)
+    reader.hear(_features([1, 2, 3, 4], 0), 1)
     assert reader.room_for([1, 2, 3, 4, 5], 5) and not reader.room_for([1, 2, 3, 4, 5], 6)

@@ -26,22 +26,23 @@ _MOST = 128  # tokens that are read at once: of a prompt, and where drafting has
 class HeadReader:
     """Reads a text with a head's session; :class:`~edgespec.drafting.reading.Chain` says what its methods do.
 
-    Nobody else uses the session while the request lasts. Where there is more to read than one pass takes, or
-    no room for it, the head begins anew with the end of the text.
+    Nobody else uses the session while the request lasts, whose prompt has ``length`` tokens. Where there is
+    more to read than one pass takes, or no room for it, the head begins anew with the end of the text.
     """
 
-    def __init__(self, session: Session, curve: CostCurve, *, clock: Clock = perf_counter) -> None:
-        self._session, self.clock = session, clock
+    def __init__(
+        self, session: Session, curve: CostCurve, length: int, *, clock: Clock = perf_counter
+    ) -> None:
+        self._session, self._length, self.clock = session, length, clock
         self._most = min(_MOST, session.piece)
         self._first, self._step = RunningMean(curve.seconds(2)), RunningMean(curve.seconds(1))
         self._features: list[Floats] = []  # of the last tokens
         self._held = self._unread = 0  # committed tokens: in the cache, and behind these
         self._state: Floats | None = None  # behind the last token that was read
 
-    def hear(self, features: Floats | None) -> None:
-        """Tell of the target's features of the tokens behind those of before."""
-        if features is None:
-            return
+    def hear(self, features: Floats, committed: int) -> None:
+        """Tell of so many new tokens, and of the target's features of what stands before the last of them."""
+        self._length += committed
         self._features.append(features)
         self._unread += len(features)
         while sum(map(len, self._features[1:])) >= self._most:
@@ -72,13 +73,16 @@ class HeadReader:
         return False
 
     def read(self, text: Sequence[int]) -> Work[Said]:
-        """See :class:`Chain`."""
+        """See :class:`Chain`. What a grammar forces behind the text is read like drafts."""
         count = self._unread
         features = np.concatenate(self._features)[-count:]
-        said, passed = yield from self._ask(self._held, text[-count:], features)
+        tokens = text[self._length - count : self._length]
+        said, passed = yield from self._ask(self._held, tokens, features)
         if self._held:
             self._first.observe(passed.share_s * passed.requests)
         self._held, self._unread = self._held + count, 0
+        for token in text[self._length :]:
+            said = yield from self.step(token)
         return said
 
     def step(self, token: int) -> Work[Said]:
@@ -115,7 +119,8 @@ class HeadDrafter:
 
     def observe(self, step: Step) -> None:
         """See :class:`~edgespec.decoding.draft.Source`."""
-        self._model.reader.hear(step.features)
+        if step.features is not None:
+            self._model.reader.hear(step.features, len(step.tokens))
         self._model.observe(step)
 
     def close(self) -> None:
@@ -142,7 +147,7 @@ class HeadSide(DrafterSide):
         session.truncate(0)
         session.reserve(min(_MOST + max_new_tokens + 4 * max_draft, session.longest))
         model = ModelDrafter(
-            HeadReader(session, self.curve, clock=self.clock),
+            HeadReader(session, self.curve, len(tokens), clock=self.clock),
             IdentityBridge(self.bundle.config.vocab_size),
             ends=self.bundle.manifest.special_tokens.eos,
             target_end=target_end,
