@@ -277,7 +277,7 @@ def test_streams_of_targets_have_names(tmp_path: Path, target: Path) -> None:
     export_model(target, tmp_path / "out")
     graph = read_header(tmp_path / "out" / GRAPH)
     made = [name for node in graph.nodes for name in node.outputs]
-    streams = [f"layers.{layer}.stream" for layer in range(heads.LAYERS)]
+    streams = [f"layers.{layer}.stream" for layer in range(heads.LAYERS + 1)]
     assert [name for name in made if name.endswith(".stream")] == streams
     assert not set(streams) & set(graph.outputs)
     readers = {name: node.op_type for node in graph.nodes for name in node.inputs if name in streams}

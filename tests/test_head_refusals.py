@@ -51,9 +51,9 @@ WRONG: dict[str, tuple[Callable[[Head], object], type[EdgespecError], str]] = {
         r"fc.weight.*\(64, 160\).*ask for \(64, 192\).* or a head of this target, target",
     ),
     "layers": (
-        lambda h: h.facts.update(eagle_aux_hidden_state_layer_ids=[2, 4, 8]),
+        lambda h: h.facts.update(eagle_aux_hidden_state_layer_ids=[2, 4, 9]),
         RequestError,
-        r"\[2, 4, 8\].* has 0 to 7",
+        r"\[2, 4, 9\].* has 0 to 7",
     ),
     "no layers": (
         lambda h: h.facts.update(eagle_aux_hidden_state_layer_ids=[]),

@@ -193,11 +193,11 @@ def _layers_for(drafter: Bundle, target: Bundle) -> tuple[int, ...]:
             f"{drafter.path.name} is a head, which reads states of the target's layers; {target.path.name} "
             "is of a form that gives out none; export it for the CPU, without other weights than exact"
         )
-    wanted = head.vocab_size, head.feature_width, max(head.feature_layers) < made.num_layers
+    wanted = head.vocab_size, head.feature_width, max(head.feature_layers) <= made.num_layers
     if wanted != (made.vocab_size, made.hidden_size, True):
         raise RequestError(
             f"{drafter.path.name} is a head for a target of {head.vocab_size} tokens, width "
-            f"{head.feature_width} and more than {max(head.feature_layers)} layers; {target.path.name} has "
+            f"{head.feature_width} and {max(head.feature_layers)} layers or more; {target.path.name} has "
             f"{made.vocab_size}, {made.hidden_size} and {made.num_layers}; use the head of this target"
         )
     return head.feature_layers

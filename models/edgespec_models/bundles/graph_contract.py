@@ -111,7 +111,7 @@ NEW_STATES: Final = "new_states"
 
 
 def stream_name(layer: int) -> str:
-    """What edgespec's graphs call the residual stream that enters ``layer``."""
+    """What edgespec's graphs call the residual stream that enters ``layer``, one more for what leaves it."""
     return f"layers.{layer}.stream"
 
 

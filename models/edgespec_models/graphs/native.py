@@ -5,7 +5,8 @@ next tokens of s sequences, one after the other, and for each these numbers say 
 how many tokens lie there, and how many follow. The cache is float16 (1, kv heads, capacity, head_dim);
 sequences begin at multiples of 16, for within a key cache 16 tokens lie channel by channel. A row's bits
 depend neither on the other rows of a pass nor on the processor; but for the columns of ``context_tokens``,
-whose product is ONNX Runtime's. The residual stream that enters layer 3 is the value ``layers.3.stream``.
+whose product is ONNX Runtime's. The residual stream that enters a layer, or leaves the last, is the value
+that :func:`stream_name` says.
 
 A head (:attr:`~edgespec_models.bundles.config.DecoderShape.is_head`) also takes ``features`` float32 (1, m,
 width), the target's residual streams of the first m tokens side by side, and ``states`` float32 (1, k,
@@ -18,6 +19,7 @@ from typing import Any, Final
 import onnx_ir as ir
 
 from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.graph_contract import NEW_STATES, stream_name
 from edgespec_models.bundles.layers import Layer, graph_name
 from edgespec_models.bundles.weight_format import WeightFormat, tile_bytes
 from edgespec_models.graphs.graph_decoder import FLOAT, INT64, GraphDecoder
@@ -43,11 +45,13 @@ class _NativeDecoder(GraphDecoder):
         self.sequences = self.input("sequences", INT64, ["s", 3])
         rows = self.input("logits_rows", INT64, ["r"])
         self.read_cache(ir.DataType.FLOAT16)
-        x = self.one("Gather", self.through_layers(self.stream(ids)), rows, axis=1)
+        x = self.through_layers(self.stream(ids))
+        x.name = stream_name(self.config.num_layers)
+        x = self.one("Gather", x, rows, axis=1)
         logits, columns = self.head(x)
         self.write_outputs(logits, columns, self.node("Choose", logits, outputs=2))
         if self.config.is_head:
-            self.output(x, "new_states", FLOAT, [1, "r", self.config.hidden_size])
+            self.output(x, NEW_STATES, FLOAT, [1, "r", self.config.hidden_size])
         return self.model(tunable=self.plan.tunable)
 
     def stream(self, ids: ir.Value) -> ir.Value:
@@ -55,7 +59,7 @@ class _NativeDecoder(GraphDecoder):
         return self.embed(ids, float(self.config.embedding_scale))
 
     def layer(self, layer: Layer, x: ir.Value) -> ir.Value:
-        x.name = f"{layer.name}.stream"
+        x.name = stream_name(layer.index)
         return super().layer(layer, x)
 
     def node(
