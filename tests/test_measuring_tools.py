@@ -103,7 +103,7 @@ def test_answers_that_come_again_are_learned(tmp_path: Path) -> None:
     how.target_ms = "1:38,2:48,3:60,4:72,5:82,6:93,8:120"
     with replay.replayed(target, None, how) as (model, recorded):
         model.use_history(tmp_path / "stream.history")
-        written = {prompt.id: once for prompt in prompts}
+        written: dict[str, replay.Answer] = {prompt.id: (once, {}) for prompt in prompts}
         ratios = [ratio for _, _, ratio in replay.replay(model, recorded, prompts, written)]
     assert ratios[0] == pytest.approx(1.0, abs=0.05)
     assert ratios[-1] > 1.2

@@ -1,4 +1,4 @@
-"""Record a target's greedy answers, for tools/replay.py.
+"""Record a target's answers, for tools/replay.py: greedy ones, or sampled with --temperature and a seed each.
 
 Usage: ``python -m tools.record_answers TARGET --prompts FILE.jsonl --out ANSWERS.jsonl``. Prompts answered in
 ANSWERS already are passed over, so an interrupted run goes on where it ended.
@@ -13,8 +13,8 @@ from tools.arguments import arguments
 
 
 def main() -> None:
-    """Answer every prompt without drafts; a line each: id and the answer's tokens."""
-    args = arguments(__doc__, "target", prompts=Path, out=Path, max_new_tokens=128)
+    """Answer every prompt without drafts; a line each: id, the answer's tokens, and what was asked for."""
+    args = arguments(__doc__, "target", prompts=Path, out=Path, max_new_tokens=128, temperature=0.0)
     prompts = load_prompts(args.prompts)
     known = set()
     if args.out.exists():
@@ -30,8 +30,11 @@ def main() -> None:
             prompt = prompts[index]
             if prompt.id in known:
                 continue
-            answer = ask(model, prompt, {"max_new_tokens": args.max_new_tokens}).run()
-            print(json.dumps({"id": prompt.id, "tokens": answer.tokens}), file=out, flush=True)
+            asked: edgespec.RequestOptions = {}
+            if args.temperature:
+                asked = {"temperature": args.temperature, "seed": index}
+            answer = ask(model, prompt, {"max_new_tokens": args.max_new_tokens, **asked}).run()
+            print(json.dumps({"id": prompt.id, "tokens": answer.tokens, **asked}), file=out, flush=True)
             print(f"\r{number} of {len(prompts)}", end="", flush=True)
     print()
 

@@ -27,7 +27,7 @@ from edgespec.drafting.ahead import Beside
 from edgespec.engine import LoadOptions, Model
 from edgespec.loading.opening import Loaded, Running
 from edgespec.measuring.prompts import Prompt, ask, load_prompts
-from edgespec.requests.request import encode_chat
+from edgespec.requests.request import RequestOptions, encode_chat
 from edgespec.requests.results import Generation, GenerationStats
 from edgespec.requests.runner import Runner
 from edgespec_models.bundles.bundle import Bundle
@@ -38,6 +38,7 @@ from edgespec_runtimes.discovery import place
 from edgespec_runtimes.session import Logits, Predictions, Rows
 from tools.arguments import arguments
 
+Answer = tuple[list[int], RequestOptions]
 Memo = MutableMapping[str, tuple[Any, Any]]
 """What drafters said: a digest of bundle and text -> the most probable rows and their logarithms."""
 _TOP = 8
@@ -236,24 +237,25 @@ def replayed(
             yield model, session
 
 
-def answers(path: Path) -> dict[str, list[int]]:
-    """Recorded tokens by prompt id."""
+def answers(path: Path) -> dict[str, Answer]:
+    """Recorded tokens by prompt id, and what was asked for besides."""
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return {record["id"]: record["tokens"] for record in records}
+    return {record.pop("id"): (record.pop("tokens"), record) for record in records}
 
 
 def replay(
-    model: Model, recorded: Recorded, prompts: Sequence[Prompt], written: Mapping[str, Sequence[int]]
+    model: Model, recorded: Recorded, prompts: Sequence[Prompt], written: Mapping[str, Answer]
 ) -> Iterator[tuple[Prompt, Generation, float]]:
     """Answer every recorded prompt; prompt, answer, and its speedup over plain decoding."""
-    longest = max(len(tokens) for tokens in written.values())
+    longest = max(len(tokens) for tokens, _ in written.values())
     for prompt in prompts:
-        if prompt.id not in written or len(written[prompt.id]) < 2:
+        tokens, options = written.get(prompt.id, ([], {}))
+        if len(tokens) < 2:
             continue
         text = [{"role": "user", "content": prompt.turns[0]}]
-        recorded.expect([*encode_chat(model.target, text), *written[prompt.id]])
-        answer = ask(model, prompt, {"max_new_tokens": longest}).run()
-        if list(answer.tokens) != list(written[prompt.id]):
+        recorded.expect([*encode_chat(model.target, text), *tokens])
+        answer = ask(model, prompt, {"max_new_tokens": longest, **options}).run()
+        if list(answer.tokens) != tokens:
             raise AssertionError(f"{prompt.id}: another answer than recorded")
         plain_s = answer.stats.decode_tokens * model.cost_curve.seconds(1)
         yield prompt, answer, plain_s / answer.stats.decode_s
