@@ -88,8 +88,12 @@ inline void soften(float* scores, int64_t begin_tile, int64_t end_tile, int64_t 
   const float lowest = -__builtin_inff();
   for (int64_t k = begin_tile * kLanes; k < first; k++) scores[k] = lowest;
   for (int64_t k = limit; k < end_tile * kLanes; k++) scores[k] = lowest;
-  float largest = lowest;
-  for (int64_t k = first; k < limit; k++) largest = scores[k] > largest ? scores[k] : largest;
+  F most = splat(lowest);
+  for (int64_t k = begin_tile * kLanes; k < end_tile * kLanes; k += kLanes) {
+    const F v = load(scores + k);
+    most = v > most ? v : most;
+  }
+  const float largest = largest_lane(most);
   F totals = {};
   for (int64_t k = begin_tile * kLanes; k < end_tile * kLanes; k += kLanes) {
     const F p = exponential(load(scores + k) - largest);

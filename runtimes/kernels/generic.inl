@@ -142,6 +142,7 @@ float quantize(const float* x, int64_t width, Activations* y) {
   constexpr float kSteps = kMostScale * kMostCode;
   F most = {}, strange = {};
   for (int64_t i = 0; i < width; i += kLanes) {
+    if (i % kBlock == 0) __builtin_prefetch(y + i / kBlock, 1);  // other threads have read what was there
     const F v = load(x + i), size = magnitudes(v);
     strange = strange + (v - v);
     most = most < size ? size : most;

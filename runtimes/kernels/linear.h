@@ -82,7 +82,7 @@ class Linear {
   }
 
  private:
-  static constexpr int64_t kChunkBytes = 48 << 10, kChunks = 32, kRounded = 16 << 10;
+  static constexpr int64_t kChunkBytes = 48 << 10, kChunks = 32, kRounded = 1 << 10;
 
   void round(const Pass& pass, const float* x, const float* gain, int64_t rows, Activations* y,
              float* factors) const {

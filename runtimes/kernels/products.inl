@@ -163,17 +163,22 @@ inline void finish(const Projection& p, const Place& at, int64_t row, int64_t ro
                    const float* others) {
   const int64_t last = at.part->columns - at.tile * kLanes;
   const int64_t columns = last < kLanes ? last : kLanes;
+  const auto some = [&](const float* p) {
+    if (columns == kLanes) return load(p);
+    F v = {};
+    __builtin_memcpy(&v, p, sizeof(float) * static_cast<size_t>(columns));
+    return v;
+  };
   for (int64_t r = 0; r < rows; r++) {
-    float values[kLanes];
-    const F v = load(sums + r * kLanes);
-    store(values, others != nullptr ? activate(v, p.gate) * load(others + r * kLanes) : v);
+    F v = load(sums + r * kLanes);
+    if (others != nullptr) v = activate(v, p.gate) * load(others + r * kLanes);
     const int64_t to = (row + r) * p.width + at.column;
-    for (int64_t c = 0; c < columns; c++) {
-      float v = values[c];
-      if (p.bias != nullptr) v = v + p.bias[at.column + c];
-      if (p.residual != nullptr) v = v + p.residual[to + c];
-      p.y[to + c] = v;
-    }
+    if (p.bias != nullptr) v = v + some(p.bias + at.column);
+    if (p.residual != nullptr) v = v + some(p.residual + to);
+    if (columns == kLanes)
+      store(p.y + to, v);
+    else
+      __builtin_memcpy(p.y + to, &v, sizeof(float) * static_cast<size_t>(columns));
   }
 }
 
