@@ -22,6 +22,15 @@ class Output:
     format: Mapping[str, Any] | None = None
     verbosity: Literal["medium"] | None = None
 
+    def __post_init__(self) -> None:
+        form = self.format or {"type": "text"}
+        formed = form.get("type") == "json_schema" and isinstance(form.get("schema"), Mapping)
+        if not formed and form.get("type") not in ("text", "json_object"):
+            raise RequestError(
+                f"format is {shown(form)}; allowed: {{'type': 'text'}}, {{'type': 'json_object'}}, "
+                "{'type': 'json_schema', 'schema': SCHEMA}"
+            )
+
 
 @dataclass(slots=True)
 class Block:

@@ -82,7 +82,7 @@ class MessagesBody(Body):
         messages: list[Json] = [{"role": "system", "content": system}] if system else []
         for at, message in enumerate(self.messages):
             _add_message(messages, message, f"messages[{at}]")
-        if messages[-1]["role"] == "assistant":
+        if messages and messages[-1]["role"] == "assistant":
             raise RequestError(
                 f"messages[{at}].role is 'assistant'; the last has to be 'user', for edgespec does not go on "
                 "with an answer that is begun"
