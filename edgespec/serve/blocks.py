@@ -98,11 +98,7 @@ class BlockAnswer(Answer):
 
 
 def field_of(part: object, name: str, where: str, allowed: Sequence[str], usual: str | None = None) -> str:
-    """A field of a part, one of ``allowed``; ``usual`` where there is none.
-
-    Raises:
-        RequestError: it is another.
-    """
+    """A field of a part, one of ``allowed``, ``usual`` where there is none; RequestError for another."""
     value = part.get(name) if isinstance(part, Mapping) else None
     value = usual if value is None else value
     if not isinstance(value, str) or value not in allowed:
@@ -111,11 +107,7 @@ def field_of(part: object, name: str, where: str, allowed: Sequence[str], usual:
 
 
 def text_of(content: Any, where: str, kinds: Sequence[str]) -> str:
-    """A text, or that of a list of parts of these kinds, a line each.
-
-    Raises:
-        RequestError: it is neither, or a part is of another kind.
-    """
+    """A text, or that of a list of parts of these kinds, a line each; RequestError for anything else."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
@@ -144,8 +136,7 @@ def add_call(messages: list[Json], call_id: object, name: object, arguments: obj
 def functions_of(tools: Sequence[Mapping[str, Any]], kind: str, parameters: str) -> list[Json]:
     """Tools of the type ``kind``, whose schemas are called ``parameters``, as chats have them.
 
-    Raises:
-        RequestError: one is of another type, such as those that run on a vendor's servers.
+    RequestError for another type, such as those that run on a vendor's servers.
     """
     functions = list[Json]()
     for at, tool in enumerate(tools):

@@ -182,7 +182,7 @@ class ResponseAnswer(BlockAnswer):
         item = self._item(block, "in_progress")
         empty: Json = {} if block.kind == "call" else {"content": []}
         added = self._event("output_item.added", output_index=block.index, item=item | empty)
-        return [added, *self._part(block, "added", item)]
+        return [added, *self._parts(block, "added", item)]
 
     def _added(self, block: Block, piece: str) -> Json:
         return self._within(block, f"{_STEMS[block.kind]}.delta", delta=piece)
@@ -191,8 +191,8 @@ class ResponseAnswer(BlockAnswer):
         item = self._item(block, self.status)
         text = {"arguments" if block.kind == "call" else "text": block.text}
         done = self._within(block, f"{_STEMS[block.kind]}.done", **text)
-        part = self._part(block, "done", item)
-        return [done, *part, self._event("output_item.done", output_index=block.index, item=item)]
+        parts = self._parts(block, "done", item)
+        return [done, *parts, self._event("output_item.done", output_index=block.index, item=item)]
 
     def _event(self, name: str, **more: Any) -> Json:
         self.sent += 1
@@ -205,9 +205,8 @@ class ResponseAnswer(BlockAnswer):
         place = {"item_id": self._id(block), "output_index": block.index}
         return self._event(name, **place, **part, **more, **logprobs)
 
-    def _part(self, block: Block, what: str, item: Json) -> list[Json]:
-        parts = item.get("content", ())
-        return [self._within(block, f"content_part.{what}", part=part) for part in parts]
+    def _parts(self, block: Block, what: str, item: Json) -> list[Json]:
+        return [self._within(block, f"content_part.{what}", part=part) for part in item.get("content", ())]
 
     def _id(self, block: Block) -> str:
         return f"{_PREFIXES[block.kind]}_{self.id}{block.index:04x}"
@@ -236,16 +235,11 @@ class ResponseAnswer(BlockAnswer):
         return response
 
     def _response(self, status: str, output: list[Json]) -> Json:
-        head = {
-            "id": f"resp_{self.id}",
-            "object": "response",
-            "created_at": self.created,
-            "model": self.model,
-        }
+        head = {"id": f"resp_{self.id}", "object": "response", "created_at": self.created}
         state = {"status": status, "error": None, "incomplete_details": None, "output": output, "usage": None}
         again = {name: getattr(self.body, name) for name in _SAID_AGAIN}
         parallel = self.body.parallel_tool_calls is not False
-        return {**head, **state, **again, "parallel_tool_calls": parallel}
+        return {**head, "model": self.model, **state, **again, "parallel_tool_calls": parallel}
 
 
 def _usage(answer: Generation) -> Json:
