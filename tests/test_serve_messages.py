@@ -9,13 +9,15 @@ from typing import Any
 import anthropic
 import pytest
 
-from edgespec.serve.messages import MessagesBody
+from edgespec.requests.results import Record
+from edgespec.serve.messages import MessageAnswer, MessagesBody
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.responses import ResponsesBody
 from edgespec_models.errors import Busy, Closed, EdgespecError
 from edgespec_models.text.chat_template import ChatTemplate
+from tests.calls_for_tests import reader_of
 from tests.models_for_tests import toy_model, toy_session
-from tests.serving_for_tests import ServedModel, ask, named_events, open_stream, serving, until
+from tests.serving_for_tests import ServedModel, ask, named_events, open_stream, serving, tokenizer, until
 from tests.templates_for_tests import HERMES
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -94,6 +96,30 @@ def test_events_come_in_order_and_their_pieces_are_the_whole(url: str) -> None:
     assert json.loads(pieces[1]) == ARGUMENTS
     assert told[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
     assert told[-2]["usage"]["output_tokens"] > 20
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 20, 50, 90, 500])
+def test_blocks_do_not_depend_on_how_an_answer_is_cut(size: int) -> None:
+    """Text behind a call is not taken for its end, nor the other way round."""
+    text, tools = f"see {CALL} and {CALL}\nthen", [{"type": "function", "function": {"name": "weather"}}]
+    reader, answer = reader_of(HERMES, tools), MessageAnswer("served", tokenizer(), 1.0)
+    told = list[Any]()
+    for at in range(0, len(text), size):
+        content, calls = reader.push(text[at : at + size], final=at + size >= len(text))
+        told += answer.chunk(Record("", (), content=content, calls=tuple(calls)), [])
+    told += answer.close()
+    assert "".join(block.text for block in answer.blocks if block.kind == "text") == "see  and \nthen"
+    calls_of = [json.loads(block.text) for block in answer.blocks if block.kind == "call"]
+    assert calls_of == [ARGUMENTS, ARGUMENTS]
+    open_ = list[int]()
+    for each in told:
+        if each["type"] == "content_block_start":
+            assert not open_
+            open_ = [each["index"]]
+        assert open_ == [each["index"]]
+        if each["type"] == "content_block_stop":
+            open_ = []
+    assert not open_ and each["index"] == len(answer.blocks) - 1
 
 
 def test_anthropics_client_puts_a_stream_together(client: Any) -> None:
