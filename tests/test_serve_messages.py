@@ -60,6 +60,7 @@ def test_a_message_is_what_anthropics_client_reads(model: ServedModel, client: A
         {"type": "text", "text": "brief."},
     ]
     more: Any = {"system": system, "stop_sequences": ["x", "y"], "metadata": {"user_id": "u"}}
+    more["tool_choice"] = {"type": "none", "disable_parallel_tool_use": True}
     answer = client.messages.create(**asked("naïve 😀"), **more, extra_body={"temperature": 0.5, "top_k": 4})
     (block,) = answer.content
     assert block.type == "text" and block.text == "re: naïve 😀"
@@ -69,14 +70,9 @@ def test_a_message_is_what_anthropics_client_reads(model: ServedModel, client: A
     assert extension["edgespec"]["stats"]["new_tokens"] == answer.usage.output_tokens
     messages, options = model.calls[0]
     assert messages == [{"role": "system", "content": "Be\nbrief."}, {"role": "user", "content": "naïve 😀"}]
-    wanted = {
-        "temperature": 0.5,
-        "top_k": 4,
-        "max_new_tokens": 999,
-        "stop": ("x", "y"),
-        "tool_choice": "auto",
-    }
-    assert options == wanted | {"timeout": 600.0}
+    wanted = {"temperature": 0.5, "top_k": 4, "max_new_tokens": 999, "stop": ("x", "y")}
+    choice = {"tool_choice": "none", "parallel_tool_calls": False}
+    assert options == wanted | choice | {"timeout": 600.0}
 
 
 def test_events_come_in_order_and_their_pieces_are_the_whole(url: str) -> None:

@@ -86,10 +86,8 @@ class BlockAnswer(Answer):
         goes_on = bool(self.blocks) and self.blocks[-1].kind == kind
         if call is not None or (piece and not goes_on):
             events += self.close()
-            begun = Block(kind, len(self.blocks))
-            if call is not None:
-                begun.call_id, begun.name = call.id, call.name
-            self.blocks.append(begun)
+            named = () if call is None else (call.id, call.name)
+            self.blocks.append(Block(kind, len(self.blocks), *named))
             events += self._opened(self.blocks[-1])
         if piece:
             self.blocks[-1].text += piece
